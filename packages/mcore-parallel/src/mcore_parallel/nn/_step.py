@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""What every layer of one forward pass is told beside the hidden states."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+# T tokens of this rank's sequences (its context-parallel part), B sequences, S tokens a sequence.
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One forward pass over T = B * S tokens, flattened sequence by sequence.
+
+    Hidden states travel as [T, D]; under sequence parallelism a layer holds a contiguous [T / tp, D] of them between
+    its tensor-parallel parts. ``positions`` and ``attention`` always speak of all T tokens.
+    """
+
+    batch_size: int
+    """B."""
+    seq_len: int
+    """S."""
+    positions: Tensor
+    """[T] int64, position of each token in its sequence."""
+    attention: Any = None
+    """Data for the attention core that was chosen (page tables, sequence bounds); other layers ignore it."""
+
+    @classmethod
+    def causal(cls, batch_size: int, seq_len: int, device: torch.device | str = "cpu") -> "Step":
+        """B sequences of S tokens, each from position 0."""
+        positions = torch.arange(seq_len, device=device).repeat(batch_size)
+        return cls(batch_size=batch_size, seq_len=seq_len, positions=positions)

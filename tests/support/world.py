@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Fresh gloo worlds, one a test, forked from a server that has torch loaded."""
+
+import contextlib
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+_server = multiprocessing.get_context("forkserver")
+_server.set_forkserver_preload(["pytest", "torch._dynamo", "torch.distributed.fsdp"])
+
+
+def run(check: Callable[..., Any], num_ranks: int, *, timeout_s: float = 60.0, **inputs: Any) -> list[Any]:
+    """Run ``check(**inputs)`` on every rank of a gloo world; return the results in rank order.
+
+    Raises:
+        AssertionError: a rank failed; carries its number and traceback.
+        TimeoutError: ranks that gave no answer in time, by number.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        pending: dict[Connection, int] = {}
+        ranks = []
+        for rank in range(num_ranks):
+            ours, theirs = _server.Pipe()
+            process = _server.Process(target=_rank_main, args=(check, inputs, rank, num_ranks, f"file://{folder}/store", theirs), daemon=True)
+            process.start()
+            ranks.append(process)
+            theirs.close()
+            pending[ours] = rank
+        try:
+            return _collect(pending, time.monotonic() + timeout_s)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
+
+
+def _collect(pending: dict[Connection, int], deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while pending:
+        ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise TimeoutError(f"ranks {sorted(pending.values())} gave no answer")
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = pending.pop(pipe)
+            try:
+                ok, value = pipe.recv()
+            except EOFError:
+                raise AssertionError(f"rank {rank} died without a word") from None
+            if not ok:
+                raise AssertionError(f"rank {rank}:\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in sorted(results)]
+
+
+def _rank_main(check: Callable[..., Any], inputs: dict[str, Any], rank: int, num_ranks: int, store: str, pipe: Connection) -> None:
+    assert "torch._dynamo" in sys.modules, "the preload failed (its import errors are silent)"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_ranks)
+    try:
+        pipe.send((True, check(**inputs)))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+    # Other ranks may still be connecting to this one: leave only when the parent kills the world, or is gone.
+    with contextlib.suppress(EOFError):
+        pipe.recv()
+    os._exit(0)
