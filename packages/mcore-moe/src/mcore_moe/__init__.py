@@ -1,3 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""(filled in by the wheel)"""
+"""Mixtures of experts: routers, dispatchers and experts that fit a model's feed-forward slot."""
+
+from mcore_moe._config import MoEConfig
+from mcore_moe._experts import GroupedMLP, SequentialMLP
+from mcore_moe._layer import MoELayer, moe_feed_forward, pop_expert_load
+from mcore_moe._router import TopKRouter
+from mcore_moe._routing import Routing, choose_experts, switch_load_balancing_loss_func, topk_routing_with_score_function
+from mcore_moe._stability import deprecated, experimental_api, internal_api
+from mcore_moe.dispatch import MoEAlltoAllTokenDispatcher
+
+__all__ = [
+    "GroupedMLP",
+    "MoEAlltoAllTokenDispatcher",
+    "MoEConfig",
+    "MoELayer",
+    "Routing",
+    "SequentialMLP",
+    "TopKRouter",
+    "choose_experts",
+    "deprecated",
+    "experimental_api",
+    "internal_api",
+    "moe_feed_forward",
+    "pop_expert_load",
+    "switch_load_balancing_loss_func",
+    "topk_routing_with_score_function",
+]

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""A mixture of experts that fits a transformer layer's feed-forward slot."""
+
+import torch
+from torch import Tensor, nn
+
+from mcore_moe._config import MoEConfig
+from mcore_moe._experts import GroupedMLP
+from mcore_moe._router import TopKRouter
+from mcore_moe.dispatch import MoEAlltoAllTokenDispatcher
+from mcore_parallel.models import FeedForwardBuilder, Site
+from mcore_parallel.nn import Step
+
+
+class MoELayer(nn.Module):
+    """Router, exchange, experts, exchange back.
+
+    ``tokens_per_expert`` [E] int64 counts this rank's picks since it was last reset (`pop_expert_load`).
+
+    Args:
+        config: the mixture.
+        site: where in the model it stands.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: ep does not divide the experts; tp > 1 without sequence parallelism.
+    """
+
+    tokens_per_expert: Tensor
+
+    def __init__(
+        self, config: MoEConfig, site: Site, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> None:
+        super().__init__()
+        groups = site.groups
+        if groups.tp.size > 1 and not groups.sequence_parallel:
+            raise ValueError(f"tp={groups.tp.size} with experts needs sequence_parallel=True, or each tp rank would send the same tokens")
+        hidden_size = site.config.hidden_size
+        self.router = TopKRouter(config, hidden_size, groups, dtype=dtype, device=device)
+        self.dispatcher = MoEAlltoAllTokenDispatcher(config.num_moe_experts, groups.ep)
+        ffn_size = config.moe_ffn_hidden_size or site.config.ffn_size
+        self.experts = GroupedMLP(config.num_moe_experts, hidden_size, ffn_size, groups, dtype=dtype, device=device)
+        counts = torch.zeros(config.num_moe_experts, dtype=torch.int64, device=device)
+        self.register_buffer("tokens_per_expert", counts, persistent=False)
+
+    def forward(self, x_TD: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
+        """[T, D] -> ([T, D], this rank's part of the load-balancing loss or None)."""
+        routing, aux = self.router(x_TD)
+        if self.training:
+            with torch.no_grad():
+                self.tokens_per_expert += routing.counts(len(self.tokens_per_expert))
+        sent = self.dispatcher.dispatch(x_TD, routing)
+        rows_RD = self.experts(sent.rows_RD, sent.tokens_per_expert)
+        return self.dispatcher.combine(rows_RD, sent, routing), aux
+
+
+def moe_feed_forward(config: MoEConfig) -> FeedForwardBuilder:
+    """A feed-forward builder for `GPTModel` that puts the mixture into every layer."""
+
+    def build(site: Site) -> nn.Module:
+        return MoELayer(config, site, dtype=site.dtype, device=site.device)
+
+    return build
+
+
+def pop_expert_load(model: nn.Module) -> dict[str, Tensor]:
+    """Module name -> [E] picks of each expert on this rank since the last call, for every mixture in ``model``."""
+    load = {}
+    for name, module in model.named_modules():
+        if isinstance(module, MoELayer):
+            load[name] = module.tokens_per_expert.clone()
+            module.tokens_per_expert.zero_()
+    return load

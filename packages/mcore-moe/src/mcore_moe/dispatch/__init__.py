@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Moving tokens to the ranks that hold their experts, and back."""
+
+from mcore_moe.dispatch._alltoall import Dispatched, MoEAlltoAllTokenDispatcher
+
+__all__ = ["Dispatched", "MoEAlltoAllTokenDispatcher"]

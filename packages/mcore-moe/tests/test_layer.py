@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The layer against a loop over tokens, alone and over ranks."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mcore_moe import MoEConfig, MoELayer, SequentialMLP, pop_expert_load
+from mcore_parallel import ParallelPlan, ProcessGroups, named_shards
+from mcore_parallel.comm import all_gather, all_reduce
+from mcore_parallel.models import Site, TransformerConfig
+from mcore_parallel.nn import Step
+
+MODEL = TransformerConfig(num_layers=1, hidden_size=12, num_attention_heads=2, vocab_size=16, ffn_hidden_size=10)
+MIXTURE = MoEConfig(num_moe_experts=4, moe_router_topk=2, moe_aux_loss_coeff=0.1)
+
+
+def weights(name: str, shape: tuple[int, ...]) -> Tensor:
+    generator = torch.Generator().manual_seed(len(name))
+    return torch.randn(shape, generator=generator, dtype=torch.float64) / shape[-1] ** 0.5
+
+
+def build(groups: ProcessGroups) -> MoELayer:
+    layer = MoELayer(MIXTURE, Site(layer=0, local_layer=0, config=MODEL, groups=groups), dtype=torch.float64)
+    with torch.no_grad():
+        for shard in named_shards(layer):
+            shard.parameter.copy_(weights(shard.name, shard.spec.shape)[shard.spec.slices(groups)])
+    return layer
+
+
+def reference(x: Tensor, router: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """Token by token, expert by expert."""
+    logits = x @ router.t()
+    rows = []
+    for token, scores in zip(x, logits, strict=True):
+        chosen = scores.topk(MIXTURE.moe_router_topk).indices
+        probs = scores[chosen].softmax(0)
+        row = torch.zeros_like(token)
+        for expert, prob in zip(chosen.tolist(), probs, strict=True):
+            row = row + prob * (down[expert] @ (F.silu(up[expert, 0] @ token) * (up[expert, 1] @ token)))
+        rows.append(row)
+    return torch.stack(rows)
+
+
+def test_layer_equals_a_loop_over_tokens() -> None:
+    layer = build(ProcessGroups.single())
+    x = torch.randn(9, 12, dtype=torch.float64, requires_grad=True)
+    y, aux = layer(x, Step.causal(1, 9))
+    expected = reference(x, layer.router.weight, layer.experts.up, layer.experts.down)
+    torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-12)
+    assert aux is not None and aux.item() > 0
+    parameters = [x, *layer.parameters()]
+    for ours, theirs in zip(torch.autograd.grad(y.square().sum(), parameters), torch.autograd.grad(expected.square().sum(), parameters), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_expert_load_counts_every_pick_once() -> None:
+    layer = build(ProcessGroups.single())
+    layer(torch.randn(9, 12, dtype=torch.float64), Step.causal(1, 9))
+    load = pop_expert_load(layer)[""]
+    assert load.sum().item() == 9 * 2
+    assert pop_expert_load(layer)[""].sum().item() == 0
+
+
+def test_no_balance_loss_without_gradients_and_the_same_output() -> None:
+    layer = build(ProcessGroups.single())
+    x = torch.randn(5, 12, dtype=torch.float64)
+    with_loss, _ = layer(x, Step.causal(1, 5))
+    with torch.no_grad():
+        without, aux = layer(x, Step.causal(1, 5))
+    assert aux is None
+    assert torch.equal(with_loss, without)
+
+
+def test_an_expert_without_tokens_gets_zero_gradients() -> None:
+    experts = SequentialMLP(3, 4, 6, ProcessGroups.single())
+    for parameter in experts.parameters():
+        torch.nn.init.ones_(parameter)
+    experts(torch.randn(5, 4), [2, 0, 3]).sum().backward()
+    assert experts.up.grad is not None and not experts.up.grad[1].any() and experts.up.grad[2].any()
+
+
+def check_ranks(plan: ParallelPlan, tokens: int) -> None:
+    """Ranks with a share of the tokens each give what one rank gives on all of them."""
+    groups = ProcessGroups.build(plan)
+    layer, alone = build(groups), build(ProcessGroups.single())
+    # Tokens are distinct on every rank of the expert grid: tp shares them (sequence parallel), dp has its own.
+    x = torch.randn(tokens * groups.world.size, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    mine = x[groups.world.rank * tokens : (groups.world.rank + 1) * tokens].clone().requires_grad_()
+    y, aux = layer(mine, Step.causal(1, tokens))
+    whole, whole_aux = alone(x, Step.causal(1, len(x)))
+    torch.testing.assert_close(all_gather(y.detach(), groups.world), whole.detach(), rtol=1e-10, atol=1e-12)
+    if groups.tp_cp.size == groups.world.size:
+        torch.testing.assert_close(all_reduce(aux.detach(), groups.world), whole_aux.detach(), rtol=1e-10, atol=1e-12)
+        y, whole = y.square().sum() + aux, whole.square().sum() + whole_aux
+    else:
+        y, whole = y.square().sum(), whole.square().sum()
+    y.backward()
+    whole.backward()
+    serial = {shard.name: shard.parameter.grad for shard in named_shards(alone)}
+    for shard in named_shards(layer):
+        grad = all_reduce(shard.parameter.grad, groups.data(shard.spec.view))
+        for axis in shard.spec.partial:
+            grad = all_reduce(grad, groups.axis(shard.spec.view, axis))
+        torch.testing.assert_close(grad, serial[shard.name][shard.spec.slices(groups)], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.world(2)
+def test_two_ranks_equal_one_for_experts_over_tensor_ranks(world) -> None:
+    world(check_ranks, plan=ParallelPlan(tp=2, ep=2), tokens=7)
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("plan", [ParallelPlan(dp=4, ep=2), ParallelPlan(dp=4, ep=4), ParallelPlan(tp=2, dp=2, ep=4), ParallelPlan(cp=2, dp=2, ep=2)])
+def test_four_ranks_equal_one(world, plan: ParallelPlan) -> None:
+    world(check_ranks, plan=plan, tokens=3)
+
+
+def check_empty_rank() -> None:
+    """A rank without a single token still takes part."""
+    groups = ProcessGroups.build(ParallelPlan(dp=2, ep=2))
+    layer = build(groups)
+    x = torch.randn(4 if groups.dp.rank else 0, 12, dtype=torch.float64, requires_grad=True)
+    y, _ = layer(x, Step.causal(1, len(x)))
+    assert y.shape == x.shape
+    y.sum().backward()
+
+
+@pytest.mark.world(2)
+def test_a_rank_without_tokens_takes_part(world) -> None:
+    world(check_empty_rank)
+
+
+def test_bad_layouts_are_named() -> None:
+    from dataclasses import replace
+
+    groups = ProcessGroups.single()
+    from mcore_parallel import Group
+
+    with pytest.raises(ValueError, match="ep=3 must divide num_moe_experts=4"):
+        build(replace(groups, ep=Group((0, 1, 2), 0)))
+    with pytest.raises(ValueError, match="sequence_parallel=True"):
+        build(replace(groups, tp=Group((0, 1), 0), plan=replace(groups.plan, sequence_parallel=False)))

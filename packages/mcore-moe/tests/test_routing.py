@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Selection, weights and the balance loss as formulas."""
+
+import pytest
+import torch
+
+from mcore_moe import MoEConfig, choose_experts, switch_load_balancing_loss_func, topk_routing_with_score_function
+
+
+def by_hand(row: list[float], topk: int, pre_softmax: bool, sigmoid: bool) -> dict[int, float]:
+    x = torch.tensor(row, dtype=torch.float64)
+    scores = x.sigmoid() if sigmoid else x.softmax(0) if pre_softmax else x
+    order = sorted(range(len(row)), key=lambda expert: (-scores[expert].item(), expert))[:topk]
+    picked = scores[order]
+    if sigmoid:
+        picked = picked / picked.sum() if topk > 1 else picked
+    elif not pre_softmax:
+        picked = picked.softmax(0)
+    return {expert: weight.item() for expert, weight in zip(order, picked, strict=True)}
+
+
+@pytest.mark.parametrize("topk", [2, 3, 5])
+@pytest.mark.parametrize(("pre_softmax", "score_function"), [(False, "softmax"), (True, "softmax"), (False, "sigmoid")])
+def test_choice_equals_a_loop_over_tokens(topk: int, pre_softmax: bool, score_function: str) -> None:
+    logits = torch.randn(40, 5, generator=torch.Generator().manual_seed(topk), dtype=torch.float64).round(decimals=0)
+    probs, chosen = topk_routing_with_score_function(logits, topk, use_pre_softmax=pre_softmax, score_function=score_function)
+    for row, prob, mark in zip(logits.tolist(), probs, chosen, strict=True):
+        expected = by_hand(row, topk, pre_softmax, score_function == "sigmoid")
+        assert set(mark.nonzero().flatten().tolist()) == set(expected)
+        for expert, weight in expected.items():
+            assert prob[expert].item() == pytest.approx(weight, rel=1e-12)
+
+
+def test_equal_scores_go_to_the_lowest_number() -> None:
+    assert choose_experts(torch.zeros(3, 6), 2).experts_TK.tolist() == [[0, 1]] * 3
+
+
+def test_scaling_factor_multiplies_once() -> None:
+    logits = torch.randn(7, 4, dtype=torch.float64)
+    plain, scaled = choose_experts(logits, 2), choose_experts(logits, 2, scaling_factor=2.5)
+    assert torch.equal(plain.probs_TK * 2.5, scaled.probs_TK)
+
+
+def test_even_router_costs_its_coefficient_and_a_collapsed_one_more() -> None:
+    even = switch_load_balancing_loss_func(torch.full((8, 4), 0.25), torch.full((4,), 4), 8, 2, 4, 0.1)
+    assert even.item() == pytest.approx(0.1)
+    collapsed = torch.zeros(8, 4)
+    collapsed[:, :2] = 0.5
+    loss = switch_load_balancing_loss_func(collapsed, torch.tensor([8, 8, 0, 0]), 8, 2, 4, 0.1)
+    assert loss.item() == pytest.approx(0.1 * 4 / 2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_moe_experts": 0}, "num_moe_experts=0"),
+        ({"num_moe_experts": 2, "moe_router_topk": 3}, "moe_router_topk=3 must lie in 1..num_moe_experts=2"),
+        ({"num_moe_experts": 2, "moe_router_topk": 1}, "moe_router_pre_softmax=True"),
+        ({"num_moe_experts": 2, "moe_router_score_function": "relu"}, "softmax or sigmoid"),
+        ({"num_moe_experts": 2, "moe_router_dtype": "int8"}, "fp32, fp64"),
+        ({"num_moe_experts": 2, "moe_aux_loss_coeff": -1.0}, "must not be negative"),
+    ],
+)
+def test_bad_fields_are_named(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace(".", r"\.")):
+        MoEConfig(**fields)
