@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""What agents, engines and the trainer say to each other."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenericGenerationArgs:
+    """How to sample; None leaves a choice to the generator.
+
+    Example:
+        >>> GenericGenerationArgs(temperature=0.0).add(GenericGenerationArgs(max_tokens=8))
+        GenericGenerationArgs(temperature=0.0, top_k=None, top_p=None, max_tokens=8)
+    """
+
+    temperature: float | None = None
+    """0 is greedy."""
+    top_k: int | None = None
+    top_p: float | None = None
+    max_tokens: int | None = None
+
+    def add(self, other: "GenericGenerationArgs") -> "GenericGenerationArgs":
+        """These choices, overridden by those that ``other`` makes."""
+        return GenericGenerationArgs(**{**asdict(self), **{name: value for name, value in asdict(other).items() if value is not None}})
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceRequest:
+    """Prompts to continue, each ``n`` times."""
+
+    prompts: Sequence[Sequence[int]]
+    """Token ids."""
+    n: int = 1
+    generation_args: GenericGenerationArgs = GenericGenerationArgs()
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceResponse:
+    """One continuation."""
+
+    response: str
+    """Text of the generated part."""
+    token_ids: Sequence[int]
+    """Prompt and generated tokens."""
+    prompt_length: int
+    logprobs: Sequence[float]
+    """Log-probability of each generated token under the policy that sampled it, at temperature one."""
+    finish_reason: str = "stop"
+    """stop, or length when the token limit ended it."""
+
+    def __post_init__(self) -> None:
+        generated = len(self.token_ids) - self.prompt_length
+        if len(self.logprobs) != generated:
+            raise ValueError(f"logprobs has {len(self.logprobs)} entries for {generated} generated tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRollout:
+    """A judged trajectory in tokens."""
+
+    trajectory: Sequence[int]
+    reward: float
+    generation_mask: Sequence[bool]
+    """Which tokens the policy wrote."""
+    logprobs: Sequence[float]
+    """Of the tokens the policy wrote, in order."""
+    env_id: str
+    problem_id: str
+    finish_reason: str = "stop"
+
+    def __post_init__(self) -> None:
+        if len(self.generation_mask) != len(self.trajectory):
+            raise ValueError(f"generation_mask has {len(self.generation_mask)} entries for {len(self.trajectory)} tokens of {self.problem_id}")
+        if len(self.logprobs) != sum(self.generation_mask):
+            raise ValueError(f"logprobs has {len(self.logprobs)} entries for {sum(self.generation_mask)} generated tokens of {self.problem_id}")
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        return cls(**value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardEvaluationResult:
+    """One judged answer of an evaluation."""
+
+    prompt: str
+    response: str
+    reward: float
+    problem_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationResponse:
+    """All answers of one environment."""
+
+    env_id: str
+    results: Sequence[RewardEvaluationResult] = field(default_factory=tuple)
+
+    def metrics(self) -> dict[str, list[float]]:
+        return {"reward": [result.reward for result in self.results]}

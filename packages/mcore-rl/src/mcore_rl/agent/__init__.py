@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Agents: who asks the model, and how good the answer was."""
+
+from mcore_rl.agent._base import EvaluationAgent, GroupedRolloutGenerator
+from mcore_rl.agent._reward_only import Problem, RewardOnlyAgent
+
+__all__ = ["EvaluationAgent", "GroupedRolloutGenerator", "Problem", "RewardOnlyAgent"]

@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Where continuations come from."""
+
+from mcore_rl.inference._interface import InferenceInterface
+from mcore_rl.inference._local import MegatronLocal
+
+__all__ = ["InferenceInterface", "MegatronLocal"]
