@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""From a run's configuration to its parts."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mcore_moe import moe_feed_forward
+from mcore_parallel import ProcessGroups
+from mcore_parallel.data import (
+    BlendedMegatronDatasetBuilder,
+    GPTDataset,
+    GPTDatasetConfig,
+    PretrainingSampler,
+    Tokenizer,
+    batches,
+)
+from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
+from mcore_parallel.models import GPTModel, dense_feed_forward
+from mcore_parallel.nn import AttentionCore
+from mcore_parallel.optim import CosineSchedule, MegatronOptimizer
+from mcore_parallel.training import Batch, TensorShard, model_state, optimizer_state
+from tools.recipes import RunConfig
+
+DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a training step needs."""
+
+    groups: ProcessGroups
+    model: GPTModel
+    sync: DistributedDataParallel
+    optimizer: MegatronOptimizer
+
+    def state(self) -> dict[str, TensorShard]:
+        """Everything a checkpoint holds, as the live tensors of this rank."""
+        return {**model_state(self.model, self.groups), **optimizer_state(self.optimizer, self.groups)}
+
+
+def build_model(
+    config: RunConfig, groups: ProcessGroups, device: torch.device | str, *, attention_core: AttentionCore | None = None
+) -> GPTModel:
+    """The model of a run, with the weights of its seed."""
+    return GPTModel(
+        config.model,
+        groups,
+        feed_forward=moe_feed_forward(config.moe) if config.moe else dense_feed_forward,
+        attention_core=attention_core,
+        dtype=DTYPES[config.train.dtype],
+        device=device,
+        seed=config.train.seed,
+    )
+
+
+def assemble(config: RunConfig, device: torch.device | str) -> Parts:
+    """Groups, model, gradient sync and optimizer of this rank; every rank of the world calls it."""
+    groups = ProcessGroups.build(config.plan)
+    model = build_model(config, groups, device)
+    sync = DistributedDataParallel(DistributedDataParallelConfig(), model, groups)
+    return Parts(groups=groups, model=model, sync=sync, optimizer=MegatronOptimizer(config.optimizer, sync, groups))
+
+
+def schedule(config: RunConfig) -> CosineSchedule:
+    """Warm-up and cosine over the run's steps."""
+    return CosineSchedule(
+        max_lr=config.optimizer.lr, min_lr=config.optimizer.min_lr, warmup_steps=config.train.warmup_steps, decay_steps=config.train.steps
+    )
+
+
+def datasets(config: RunConfig, tokenizer: Tokenizer) -> tuple[GPTDataset, GPTDataset]:
+    """Training and validation samples."""
+    train = config.train
+    evaluations = 1 + (train.steps // train.eval_interval if train.eval_interval else 0)
+    data = GPTDatasetConfig(
+        random_seed=train.seed,
+        sequence_length=train.seq_len,
+        blend=([config.data.prefix], None),
+        split=config.data.split,
+        tokenizer=tokenizer,
+        path_to_cache=str(Path(config.output) / "index_cache"),
+    )
+    sizes = [train.steps * train.global_batch_size, evaluations * train.eval_batches * train.global_batch_size, 0]
+    train_set, valid_set, _ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, data).build()
+    return train_set, valid_set
+
+
+def step_batches(config: RunConfig, dataset: GPTDataset, groups: ProcessGroups, device: torch.device | str, consumed: int = 0) -> Iterator[list[Batch]]:
+    """The micro-batches of this rank, one list an optimizer step, from sample ``consumed`` on."""
+    train = config.train
+    sampler = PretrainingSampler(len(dataset), consumed, train.micro_batch_size, groups.dp.rank, groups.dp.size, train.global_batch_size)
+    stream = batches(dataset, sampler)
+    count = train.global_batch_size // (train.micro_batch_size * groups.dp.size)
+    while True:
+        micro = [sample for _, sample in zip(range(count), stream, strict=False)]
+        if len(micro) < count:
+            return
+        yield [_batch(sample, device) for sample in micro]
+
+
+def _batch(sample: Mapping[str, Tensor], device: torch.device | str) -> Batch:
+    move = {name: sample[name].to(device, non_blocking=True) for name in ("tokens", "labels", "loss_mask")}
+    return Batch(tokens=move["tokens"], labels=move["labels"], loss_mask=move["loss_mask"])

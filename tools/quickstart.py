@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The whole journey: text, training on two ranks, a checkpoint, another layout, a served model, a reinforced one.
+
+    python -m tools.quickstart [--text PATH] [--output FOLDER]
+"""
+
+import argparse
+import dataclasses
+import math
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from mcore_ckpt import CheckpointManager
+from mcore_ckpt.hf import export_checkpoint_hf
+from mcore_parallel import ParallelPlan
+from mcore_parallel.tensor_parallel import pad_vocab_size
+from tools.journey import (
+    Plot,
+    Section,
+    default_text,
+    prepare,
+    reinforce_rank,
+    serve_exported,
+    train_rank,
+    validate_rank,
+    write_report,
+)
+from tools.launch import RankError, launch
+from tools.recipes import RunConfig, override, recipe
+
+T = TypeVar("T")
+
+PROMPTS = ("def ", "import ", "class ", "    return ", "for i in ", "if __name__", "# The ", "self.")
+WANTED = "aeiou"
+
+
+class JourneyError(RuntimeError):
+    """A stage whose result is not what it must be."""
+
+
+class Stages:
+    """Runs stages one after the other, says so, and keeps their times and facts."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.sections: list[Section] = []
+
+    def run(self, title: str, work: Callable[[], T], facts: Callable[[T], list[tuple[str, str]]], text: Callable[[T], str] = lambda _: "") -> T:
+        self.console.rule(f"[bold]{len(self.sections) + 1}. {title}", align="left")
+        begin = time.perf_counter()
+        result = work()
+        section = Section(title=title, facts=[*facts(result), ("time", f"{time.perf_counter() - begin:.1f} s")], text=text(result))
+        self.sections.append(section)
+        return result
+
+
+def quickstart(text: list[Path], output: Path, assignments: list[str], console: Console) -> None:
+    """Walk the journey; everything it writes lies under ``output``."""
+    begin = time.perf_counter()
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    ranks = min(2, torch.cuda.device_count()) if kind == "cuda" else 2
+    base = override(dataclasses.replace(recipe("moe_tiny"), output=str(output)), assignments)
+    shutil.rmtree(output, ignore_errors=True)
+    output.mkdir(parents=True)
+    stages = Stages(console)
+
+    corpus = stages.run(
+        "Text becomes tokens",
+        lambda: prepare(text, output / "data", base.model.vocab_size, console),
+        lambda corpus: [
+            ("documents", f"{corpus.report.num_documents:,} ({corpus.report.documents_per_second:,.0f} a second)"),
+            ("tokens", f"{corpus.report.num_tokens:,}"),
+            ("vocabulary", f"{corpus.tokenizer.vocab_size:,}"),
+        ],
+    )
+    config = dataclasses.replace(
+        base,
+        model=dataclasses.replace(base.model, vocab_size=pad_vocab_size(corpus.tokenizer.vocab_size, ranks)),
+        plan=ParallelPlan(tp=ranks, ep=ranks),
+        data=dataclasses.replace(base.data, prefix=corpus.prefix, tokenizer=str(output / "data" / "tokenizer")),
+    )
+
+    trained = stages.run(
+        f"A mixture of experts trains with tp={ranks} x ep={ranks} on {ranks} {kind} ranks",
+        lambda: launch(train_rank, ranks, device=kind, config=config, kind=kind)[0],
+        lambda trained: [
+            ("parameters", f"{trained.num_parameters:,}"),
+            ("loss, first step to last", f"{trained.history.curve('loss')[1][0]:.3f} to {trained.history.curve('loss')[1][-1]:.3f}"),
+            ("validation loss", f"{trained.validation_loss:.6f}"),
+            ("tokens a second, median step", f"{sorted(trained.history.curve('tokens_per_s')[1])[len(trained.history.rows) // 2]:,.0f}"),
+        ],
+    )
+    other = dataclasses.replace(config, plan=ParallelPlan(pp=ranks))
+    reloaded = stages.run(
+        f"The checkpoint loads in another layout, pp={ranks}",
+        lambda: launch(validate_rank, ranks, device=kind, config=other, kind=kind)[0],
+        lambda loss: [("validation loss", f"{loss:.6f}"), ("difference", f"{abs(loss - trained.validation_loss):.1e}")],
+    )
+    if not math.isclose(reloaded, trained.validation_loss, rel_tol=1e-4):
+        raise JourneyError(f"validation loss {reloaded} after loading differs from {trained.validation_loss} before saving")
+
+    export = output / "hf"
+    checkpoints = CheckpointManager(output / "checkpoints")
+    newest = checkpoints.latest()
+    assert newest is not None
+    stages.run(
+        "The checkpoint becomes Hugging Face safetensors",
+        lambda: _export(config, checkpoints.path(newest), export),
+        lambda files: [("files", ", ".join(files))],
+    )
+    served = stages.run(
+        "An engine serves it",
+        lambda: serve_exported(config, export, corpus.tokenizer, PROMPTS, "cuda" if kind == "cuda" else "cpu"),
+        lambda served: [("generated tokens a second", f"{served.tokens_per_s:,.0f}"), ("one HTTP completion", f"{served.http_ms:.0f} ms")],
+        lambda served: "\n\n".join(prompt + answer for prompt, answer in served.texts[:4]),
+    )
+    console.print(f"[dim]{PROMPTS[0]}[/dim]{served.http_answer!r}")
+
+    reports = stages.run(
+        f"Reinforcement: write more of {WANTED!r}",
+        lambda: launch(reinforce_rank, ranks, device=kind, config=config, kind=kind, prompts=PROMPTS, wanted=WANTED, iterations=20, lr=1e-3)[0],
+        lambda reports: [
+            ("reward, first iteration to last", f"{reports[0].mean_reward:.3f} to {reports[-1].mean_reward:.3f}"),
+            ("answers", f"{sum(report.num_rollouts for report in reports):,}"),
+            ("engine and trainer disagree by", f"{reports[0].train.metrics['logprob_mismatch']:.1e} in log-probability"),
+        ],
+    )
+    start, end = (sum(report.mean_reward for report in part) / len(part) for part in (reports[:3], reports[-3:]))
+    if end <= start:
+        raise JourneyError(f"the reward did not rise: {start:.3f} over the first three iterations, {end:.3f} over the last")
+
+    history = trained.history
+    experts = [name for name in history.rows[-1][1] if name.startswith("expert_")]
+    steps = [float(i + 1) for i in range(len(reports))]
+    plots = [
+        Plot(title="Loss", x_label="step", y_label="nats a token", curves={"training": history.curve("loss"), "validation": history.curve("eval/loss")}),
+        Plot(title="Throughput", x_label="step", y_label="tokens a second", curves={"training": history.curve("tokens_per_s")}),
+        Plot(title="Expert load", x_label="step", y_label="share of tokens", curves={name.removesuffix("_share"): history.curve(name) for name in experts}),
+        Plot(title="Reward", x_label="iteration", y_label=f"share of {WANTED!r}", curves={"mean": (steps, [report.mean_reward for report in reports])}),
+    ]  # fmt: skip
+    write_report(output / "report.html", "From text to a reinforced model", stages.sections, plots)
+    _summary(stages.sections, output / "report.html", time.perf_counter() - begin, console)
+
+
+def _export(config: RunConfig, checkpoint: Path, export: Path) -> list[str]:
+    assert config.moe is not None
+    sizes: dict[str, Any] = dataclasses.asdict(config.model) | {
+        "num_moe_experts": config.moe.num_moe_experts,
+        "moe_router_topk": config.moe.moe_router_topk,
+    }
+    export_checkpoint_hf(checkpoint, export, family="mixtral", config=sizes)
+    for file in Path(config.data.tokenizer).iterdir():
+        shutil.copy(file, export / file.name)
+    return sorted(file.name for file in export.iterdir())
+
+
+def _summary(sections: list[Section], report: Path, seconds: float, console: Console) -> None:
+    table = Table(title=f"The journey, {seconds:.0f} s", show_header=False, title_justify="left")
+    for number, section in enumerate(sections, 1):
+        table.add_section()
+        table.add_row(f"[bold]{number}. {section.title}", "")
+        for name, value in section.facts:
+            table.add_row(f"   {name}", value)
+    console.print(table)
+    console.print(f"plots and texts: {report}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="quickstart", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, help="file, folder or JSONL to learn from; default: the interpreter's standard library")
+    parser.add_argument("--output", type=Path, default=Path("runs/quickstart"), help="folder that is made anew (default: %(default)s)")
+    parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change a field of the recipe, for instance train.steps=50")
+    arguments = parser.parse_args()
+    console = Console()
+    try:
+        quickstart([arguments.text] if arguments.text else default_text(), arguments.output, arguments.set, console)
+    except (ValueError, OSError, RankError, JourneyError) as error:
+        console.print(f"[red]error:[/red] {error}", highlight=False)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

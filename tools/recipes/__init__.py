@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Named runs: functions that return a typed configuration, and the one way to change a field of it."""
+
+from tools.recipes._config import DataConfig, RunConfig, TrainConfig
+from tools.recipes._override import RecipeError, override
+from tools.recipes._registry import RECIPES, recipe
+
+__all__ = ["RECIPES", "DataConfig", "RecipeError", "RunConfig", "TrainConfig", "override", "recipe"]
