@@ -1,3 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""(filled in by the wheel)"""
+"""Sharded save and load of training state that survives any change of layout and any crash."""
+
+from mcore_ckpt._errors import CheckpointingException
+from mcore_ckpt._load import load, read_tensor
+from mcore_ckpt._manager import CheckpointManager
+from mcore_ckpt._save import AsyncRequest, save
+from mcore_ckpt._sharded import ShardedTensor, ShardLike
+
+__all__ = ["AsyncRequest", "CheckpointManager", "CheckpointingException", "ShardLike", "ShardedTensor", "load", "read_tensor", "save"]

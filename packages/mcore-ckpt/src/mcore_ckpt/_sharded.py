@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The part of a global tensor that this rank holds, from whatever describes it."""
+
+import sys
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from mcore_ckpt._errors import CheckpointingException
+from mcore_ckpt.chunks import Box
+
+__all__ = ["ShardLike", "ShardedTensor", "as_sharded"]
+
+
+@runtime_checkable
+class ShardLike(Protocol):
+    """What any object must offer to be saved or loaded as one part of a global tensor."""
+
+    @property
+    def data(self) -> Tensor: ...
+    @property
+    def global_shape(self) -> tuple[int, ...]: ...
+    @property
+    def offset(self) -> tuple[int, ...]: ...
+    @property
+    def replica(self) -> int: ...
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedTensor:
+    """One part of a global tensor, a box of it.
+
+    Over all ranks, the parts with ``replica == 0`` cover the global tensor exactly once; a part that several ranks hold
+    alike may have ``replica == 0`` on more than one of them. A part may be empty.
+
+    Raises:
+        ValueError: the part does not fit the global tensor.
+
+    Example:
+        Rows 4 and 5 of an [8, 3] weight:
+
+        >>> ShardedTensor(torch.zeros(2, 3), global_shape=(8, 3), offset=(4, 0)).box
+        Box(offset=(4, 0), shape=(2, 3))
+    """
+
+    data: Tensor
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    replica: int = 0
+    """Number of this copy among the ranks that hold the same part; the copies numbered 0 are the ones that must be complete."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "global_shape", tuple(int(size) for size in self.global_shape))
+        object.__setattr__(self, "offset", tuple(int(begin) for begin in self.offset))
+        if not isinstance(self.data, Tensor):
+            raise ValueError(f"data is {type(self.data).__name__}; it must be a tensor")
+        if self.data.layout is not torch.strided or self.data.is_quantized or self.data.device.type == "meta":
+            raise ValueError(f"data has layout {self.data.layout} on {self.data.device}; it must be a dense tensor with storage")
+        if self.replica < 0:
+            raise ValueError(f"replica={self.replica} must be at least 0")
+        shape = tuple(self.data.shape)
+        if len(self.global_shape) != len(shape) or len(self.offset) != len(shape):
+            raise ValueError(f"data shape {shape}, global_shape={self.global_shape} and offset={self.offset} must have equally many dims")
+        if not Box.whole(self.global_shape).contains(self.box):
+            raise ValueError(f"data of shape {shape} at offset={self.offset} reaches outside global_shape={self.global_shape}")
+
+    @property
+    def box(self) -> Box:
+        """Which indices of the global tensor this part is."""
+        return Box(self.offset, tuple(self.data.shape))
+
+
+def as_sharded(name: str, value: Any) -> ShardedTensor:
+    """``value`` as the part that this rank holds; shares its storage.
+
+    Args:
+        name: for messages.
+        value: a `ShardedTensor`, any `ShardLike`, a DTensor (also unevenly sharded), or a plain tensor, which every rank holds whole.
+
+    Raises:
+        CheckpointingException: none of these, or it does not fit together.
+    """
+    try:
+        if isinstance(value, ShardedTensor):
+            return value
+        # A DTensor can only exist once its module was imported, so there is no need to import it here.
+        dtensor = sys.modules.get("torch.distributed.tensor")
+        if dtensor is not None and isinstance(value, dtensor.DTensor):
+            return _from_dtensor(value)
+        if isinstance(value, Tensor):
+            return ShardedTensor(value.detach(), tuple(value.shape), (0,) * value.dim())
+        if isinstance(value, ShardLike):
+            return ShardedTensor(value.data.detach(), tuple(value.global_shape), tuple(value.offset), value.replica)
+    except ValueError as error:
+        raise CheckpointingException(f"{name}: {error}") from error
+    raise CheckpointingException(
+        f"{name} is {type(value).__name__}; give a tensor, a DTensor, or an object with data, global_shape, offset and replica "
+        "(numbers and strings belong in extra)"
+    )
+
+
+def _from_dtensor(value: Any) -> ShardedTensor:
+    if any(placement.is_partial() for placement in value.placements):
+        raise ValueError(f"a DTensor placed {value.placements} holds partial sums; redistribute it to Shard or Replicate first")
+    with torch.no_grad():
+        local = value.to_local()
+    coordinate = value.device_mesh.get_coordinate()
+    global_shape = tuple(value.shape)
+    if coordinate is None or local.numel() == 0:
+        # Outside the mesh, or past the end of an uneven split: nothing of this tensor is here.
+        empty = local.detach().reshape(-1)[:0].reshape((0,) * max(len(global_shape), 1))
+        if not global_shape:
+            raise ValueError("a scalar DTensor has no part on this rank; give it only to the ranks of its mesh")
+        return ShardedTensor(empty, global_shape, (0,) * len(global_shape), 0)
+    chunks = value.__create_chunk_list__()
+    if len(chunks) != 1 or tuple(chunks[0].sizes) != tuple(local.shape):
+        raise ValueError(f"the local part of a DTensor placed {value.placements} is not one box of it; redistribute it to plain Shard")
+    replica = 0
+    for place, size, placement in zip(coordinate, value.device_mesh.shape, value.placements, strict=True):
+        if placement.is_replicate():
+            replica = replica * size + place
+    return ShardedTensor(local.detach(), global_shape, tuple(chunks[0].offsets), replica)

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The safetensors container: 8 bytes of header length, a JSON header, raw little-endian tensors back to back.
+
+Read and written here directly, so that a shard is hashed while it is written, one tensor at a time leaves the device, a
+load maps the file and touches only the pages it needs, and a foreign header is checked in full before it is believed.
+"""
+
+import ctypes
+import json
+import math
+import mmap
+import struct
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_ckpt._errors import CheckpointingException
+from mcore_ckpt._storage._dtypes import dtype_of, itemsize
+from mcore_ckpt._storage._files import FileRecord, write_file
+
+__all__ = ["SafetensorsFile", "TensorSlot", "read_header", "tensor_bytes", "write_safetensors"]
+
+_MAX_HEADER_BYTES = 100 * 2**20
+
+
+@dataclass(frozen=True)
+class TensorSlot:
+    """Where one tensor lies in a file: type, shape and bytes counted from the start of the data."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def write_safetensors(
+    path: Path, tensors: Sequence[tuple[str, str, tuple[int, ...], Callable[[], Tensor]]], metadata: Mapping[str, str] | None = None
+) -> FileRecord:
+    """Write a new file and return its length and SHA-256.
+
+    Args:
+        path: must not exist.
+        tensors: (key, dtype code, shape, function that returns the tensor); each function is called once, when its turn comes,
+            so that no more than one tensor is in memory twice.
+        metadata: strings for the header.
+    """
+    # Wide elements first: with an 8-byte aligned header every tensor is then aligned to its own element size.
+    ordered = sorted(tensors, key=lambda entry: -itemsize(entry[1]))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    position = 0
+    for key, code, shape, _ in ordered:
+        if key in header or key == "__metadata__":
+            raise CheckpointingException(f"{path.name}: tensor {key!r} is given twice or is a reserved name")
+        end = position + math.prod(shape) * itemsize(code)
+        header[key] = {"dtype": code, "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+
+    def parts() -> Iterator[bytes | memoryview]:
+        yield struct.pack("<Q", len(text)) + text
+        for key, code, shape, read in ordered:
+            tensor = read().detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+            if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype_of(code):
+                raise CheckpointingException(f"{key} changed to {tensor.dtype} {tuple(tensor.shape)} while it was being written")
+            yield tensor_bytes(tensor)
+
+    return write_file(path, parts())
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous host tensor, without a copy; keeps it alive."""
+    if sys.byteorder != "little":
+        raise CheckpointingException("checkpoints are little-endian and this machine is not")
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    buffer = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    # The view keeps the array alive, and the array must keep the storage alive.
+    buffer._tensor = tensor  # type: ignore[attr-defined]
+    return memoryview(buffer).cast("B")
+
+
+def read_header(path: Path) -> tuple[dict[str, TensorSlot], int]:
+    """The tensors of a file by key, and the position of its first data byte.
+
+    Every field is checked against the size of the file before anything is mapped or allocated: the tensors must follow
+    one another from the first data byte to the last.
+
+    Raises:
+        CheckpointingException: not a safetensors file, or a damaged one; names the file.
+    """
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(0)
+            prefix = file.read(8)
+            if len(prefix) < 8:
+                raise ValueError(f"only {size} bytes long")
+            (length,) = struct.unpack("<Q", prefix)
+            if length > min(_MAX_HEADER_BYTES, size - 8):
+                raise ValueError(f"a header of {length} bytes in a file of {size}")
+            header = json.loads(file.read(length), object_pairs_hook=_distinct)
+        return _slots(header, size - 8 - length), 8 + length
+    except (ValueError, RecursionError, OSError) as error:
+        raise CheckpointingException(f"{path}: not a sound safetensors file: {error}") from error
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a key appears twice")
+    return result
+
+
+def _slots(header: Any, data_bytes: int) -> dict[str, TensorSlot]:
+    if not isinstance(header, dict):
+        raise ValueError("the header is not an object")
+    slots: dict[str, TensorSlot] = {}
+    for key, entry in header.items():
+        if key == "__metadata__":
+            continue
+        if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+            raise ValueError(f"entry {key!r} is malformed")
+        numbers = (entry.get("shape"), entry.get("data_offsets"))
+        if not all(isinstance(row, list) and all(type(value) is int and value >= 0 for value in row) for row in numbers):
+            raise ValueError(f"entry {key!r} is malformed")
+        shape, offsets = entry["shape"], entry["data_offsets"]
+        if len(offsets) != 2 or offsets[1] - offsets[0] != math.prod(shape) * itemsize(entry["dtype"]):
+            raise ValueError(f"entry {key!r}: bytes {offsets} do not fit shape {shape} of {entry['dtype']}")
+        slots[key] = TensorSlot(entry["dtype"], tuple(shape), offsets[0], offsets[1])
+    position = 0
+    for key, slot in sorted(slots.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if slot.begin != position:
+            raise ValueError(f"entry {key!r} begins at byte {slot.begin}, the one before ends at {position}")
+        position = slot.end
+    if position != data_bytes:
+        raise ValueError(f"the tensors end at byte {position}, the file holds {data_bytes}")
+    return slots
+
+
+class SafetensorsFile:
+    """A file mapped for reading; tensors are views of the mapping, so only the pages that are touched get read.
+
+    Raises:
+        CheckpointingException: see `read_header`.
+
+    Example:
+        with SafetensorsFile(path) as file:
+            rows = file.tensor("weight")[10:20].clone()
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.slots, self._start = read_header(path)
+        with path.open("rb") as file:
+            # Copy-on-write: torch wants a writable buffer, the file itself can never be changed through it.
+            self._map: mmap.mmap | None = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+    def __enter__(self) -> "SafetensorsFile":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        # The mapping goes when the last view of it does.
+        self._map = None
+
+    def tensor(self, key: str) -> Tensor:
+        """View of one whole tensor in host memory; copy what you keep.
+
+        Raises:
+            CheckpointingException: no such key.
+        """
+        if key not in self.slots or self._map is None:
+            raise CheckpointingException(f"{self.path}: no tensor {key!r}")
+        slot = self.slots[key]
+        dtype, count = dtype_of(slot.dtype), math.prod(slot.shape)
+        if count == 0:
+            return torch.empty(slot.shape, dtype=dtype)
+        begin = self._start + slot.begin
+        if begin % dtype.itemsize:
+            raw = torch.frombuffer(self._map, dtype=torch.uint8, count=slot.end - slot.begin, offset=begin)
+            return raw.clone().view(dtype).reshape(slot.shape)
+        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=begin).reshape(slot.shape)

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""A box of indices in an n-dimensional tensor."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Box"]
+
+
+@dataclass(frozen=True, order=True)
+class Box:
+    """The indices ``offset[i] <= index[i] < offset[i] + shape[i]`` of every dim i.
+
+    A box of no dims stands for the one element of a scalar; a box with a zero in its shape is empty.
+
+    Raises:
+        ValueError: lengths differ, or a value is not a non-negative int.
+
+    Example:
+        >>> Box((2, 0), (4, 3)).intersect(Box((4, 1), (9, 9)))
+        Box(offset=(4, 1), shape=(2, 2))
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.offset) != len(self.shape):
+            raise ValueError(f"offset={self.offset} and shape={self.shape} must have one entry a dim each")
+        for value in (*self.offset, *self.shape):
+            if type(value) is not int or value < 0:
+                raise ValueError(f"offset={self.offset}, shape={self.shape}: {value!r} must be an int of at least 0")
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> "Box":
+        """The box of a full tensor."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        """One past the last index of each dim."""
+        return tuple(begin + size for begin, size in zip(self.offset, self.shape, strict=True))
+
+    @property
+    def num_elements(self) -> int:
+        """Number of indices inside; 1 for a scalar's box."""
+        return math.prod(self.shape)
+
+    def intersect(self, other: "Box") -> "Box | None":
+        """The part that both boxes share, None where that is empty."""
+        if len(self.shape) != len(other.shape):
+            raise ValueError(f"{self} and {other} have different numbers of dims")
+        begin = tuple(map(max, self.offset, other.offset))
+        shape = tuple(min(ends) - start for start, *ends in zip(begin, self.end, other.end, strict=True))
+        return Box(begin, shape) if all(size > 0 for size in shape) else None
+
+    def contains(self, other: "Box") -> bool:
+        """Whether every index of ``other`` lies inside; an empty box lies inside when its corners do."""
+        inside = zip(self.offset, other.offset, other.end, self.end, strict=True)
+        return all(low <= begin and end <= high for low, begin, end, high in inside)
+
+    def relative_to(self, outer: "Box") -> "Box":
+        """The same indices counted from the corner of ``outer``, which contains this box."""
+        return Box(tuple(mine - base for mine, base in zip(self.offset, outer.offset, strict=True)), self.shape)
+
+    def slices(self) -> tuple[slice, ...]:
+        """Index that cuts this box out of the tensor it counts in."""
+        return tuple(slice(begin, end) for begin, end in zip(self.offset, self.end, strict=True))
+
+    def to_json(self) -> list[list[int]]:
+        """Offset and shape as two lists."""
+        return [list(self.offset), list(self.shape)]
+
+    @classmethod
+    def from_json(cls, value: Any) -> "Box":
+        """Inverse of ``to_json``.
+
+        Raises:
+            ValueError: not two equally long lists of non-negative ints.
+        """
+        if not (isinstance(value, list) and len(value) == 2 and all(isinstance(part, list) for part in value)):
+            raise ValueError(f"{value!r} must be [offset, shape]")
+        return cls(tuple(value[0]), tuple(value[1]))

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Our tensors as a Hugging Face folder, one tensor at a time."""
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_ckpt._errors import CheckpointingException, list_names
+from mcore_ckpt._load import check_files, read_tensor
+from mcore_ckpt._sharded import as_sharded
+from mcore_ckpt._storage import dtype_code, sync_folder, write_file, write_safetensors
+from mcore_ckpt.chunks import Box
+from mcore_ckpt.hf._config import complete, family_named, measure, to_hf_config
+from mcore_ckpt.hf._rules import split
+from mcore_ckpt.manifest import read_manifest
+
+__all__ = ["export_checkpoint_hf", "export_hf"]
+
+
+def export_hf(
+    tensors: Mapping[str, Any] | Iterable[tuple[str, Any]],
+    directory: str | Path,
+    *,
+    family: str,
+    config: Mapping[str, Any],
+    max_shard_bytes: int = 4 * 2**30,
+    dtype: torch.dtype | None = None,
+    hf_config: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a folder that ``transformers.AutoModelForCausalLM.from_pretrained`` loads. Not collective: call it on one rank.
+
+    Tensors are taken one at a time; host memory holds at most one file's worth and one tensor. The folder appears under its
+    name only when it is complete.
+
+    Args:
+        tensors: our global names and whole tensors, in any order. For parts use `export_checkpoint_hf`.
+        directory: must not exist, or be empty.
+        family: "llama" or "mixtral".
+        config: the model's sizes in our field names.
+        max_shard_bytes: data a file holds before the next is begun; a larger tensor gets a file of its own.
+        dtype: convert to this; None to keep.
+        hf_config: further entries of config.json, for instance max_position_embeddings or token ids; they win.
+
+    Raises:
+        CheckpointingException: missing, unexpected or misshapen tensors, by name.
+        ValueError: an unknown family, a config it cannot express, or a folder with content.
+    """
+    described = family_named(family)
+    full = complete(config, described)
+    sites = {site.name: site for site in described.sites(measure(full), tied=full["share_embeddings_and_output_weights"])}
+    target = Path(directory)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{target} exists and is not an empty folder; choose another or remove it")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
+    draft.mkdir()
+    try:
+        shards = _Shards(draft, max_shard_bytes)
+        seen: set[str] = set()
+        unexpected: set[str] = set()
+        for name, value in _pairs(tensors):
+            if name not in sites:
+                unexpected.add(name)
+                continue
+            site, form = sites[name], sites[name].rule.forms[0]
+            tensor = _whole(name, value)
+            if name in seen or tuple(tensor.shape) != site.shape:
+                problem = (
+                    "given twice"
+                    if name in seen
+                    else f"has shape {list(tensor.shape)}, family {family} with this config has {list(site.shape)}"
+                )
+                raise CheckpointingException(f"{name} {problem}")
+            seen.add(name)
+            for (their_name, _), part in zip(site.parts(form), split(tensor, form, site), strict=True):
+                shards.add(their_name, part.to(device="cpu", dtype=dtype, copy=True).contiguous())
+        missing = sites.keys() - seen
+        if missing or unexpected:
+            raise CheckpointingException(_mismatch(missing, unexpected))
+        shards.finish()
+        text = {**to_hf_config(full, described, str(shards.dtype).removeprefix("torch.")), **(hf_config or {})}
+        write_file(draft / "config.json", [json.dumps(text, indent=2).encode()])
+        sync_folder(draft)
+        os.replace(draft, target)
+        sync_folder(target.parent)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def export_checkpoint_hf(
+    checkpoint: str | Path,
+    directory: str | Path,
+    *,
+    family: str,
+    config: Mapping[str, Any],
+    prefix: str = "",
+    verify: bool = True,
+    max_shard_bytes: int = 4 * 2**30,
+    dtype: torch.dtype | None = None,
+    hf_config: Mapping[str, Any] | None = None,
+) -> None:
+    """`export_hf` of the model inside a checkpoint, whatever layout wrote it; other tensors in it, such as optimizer state, stay out.
+
+    Args:
+        checkpoint: folder of one committed checkpoint.
+        prefix: what precedes the model's names there, for instance "model.".
+        verify: compare the SHA-256 of the files that hold the model first.
+
+    Raises:
+        CheckpointingException: as `export_hf`, or the checkpoint is damaged.
+    """
+    described = family_named(family)
+    full = complete(config, described)
+    manifest = read_manifest(checkpoint)
+    names = [site.name for site in described.sites(measure(full), tied=full["share_embeddings_and_output_weights"])]
+    missing = {prefix + name for name in names} - manifest.tensors.keys()
+    if missing:
+        raise CheckpointingException(f"{checkpoint} lacks {list_names(missing, manifest.tensors)}; is prefix={prefix!r} right?")
+    # A layer the config does not count would be left out in silence.
+    roots = tuple(sorted({prefix + name.split(".")[0] + "." for name in names}))
+    unexpected = {name for name in manifest.tensors if name.startswith(roots)} - {prefix + name for name in names}
+    if unexpected:
+        raise CheckpointingException(_mismatch(set(), unexpected))
+    check_files(Path(checkpoint), manifest, {c.file for name in names for c in manifest.tensors[prefix + name].chunks}, digests=verify)
+
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        for name in names:
+            yield name, read_tensor(checkpoint, prefix + name, manifest)
+
+    export_hf(stream(), directory, family=family, config=config, max_shard_bytes=max_shard_bytes, dtype=dtype, hf_config=hf_config)
+
+
+def _pairs(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    pairs: Any = tensors.items() if isinstance(tensors, Mapping) else tensors
+    yield from pairs
+
+
+def _whole(name: str, value: Any) -> Tensor:
+    shard = as_sharded(name, value)
+    if shard.box != Box.whole(shard.global_shape):
+        raise CheckpointingException(f"{name} is only a part of its tensor on this rank; save a checkpoint and use export_checkpoint_hf")
+    return shard.data
+
+
+def _mismatch(missing: set[str], unexpected: set[str]) -> str:
+    lines = []
+    if missing:
+        lines.append(f"missing weights: {list_names(missing, unexpected)}")
+    if unexpected:
+        lines.append(f"weights this model does not have: {list_names(unexpected, missing)}")
+    return "; ".join(lines)
+
+
+class _Shards:
+    """Tensors collected into files of bounded size."""
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        if max_bytes < 1:
+            raise ValueError(f"max_shard_bytes={max_bytes} must be at least 1")
+        self._folder, self._max_bytes = folder, max_bytes
+        self._waiting: dict[str, Tensor] = {}
+        self._files: list[list[str]] = []
+        self._total_bytes = 0
+        self.dtype = torch.float32
+        """Of the first tensor."""
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take a tensor that nobody else writes to."""
+        if not self._total_bytes:
+            self.dtype = tensor.dtype
+        if self._waiting and sum(one.nbytes for one in self._waiting.values()) + tensor.nbytes > self._max_bytes:
+            self._flush()
+        self._waiting[name] = tensor
+        self._total_bytes += tensor.nbytes
+
+    def _flush(self) -> None:
+        def entry(name: str, tensor: Tensor) -> tuple[str, str, tuple[int, ...], Any]:
+            return name, dtype_code(tensor.dtype), tuple(tensor.shape), partial(self._waiting.__getitem__, name)
+
+        write_safetensors(self._part(len(self._files)), [entry(*item) for item in self._waiting.items()], {"format": "pt"})
+        self._files.append(list(self._waiting))
+        self._waiting.clear()
+
+    def _part(self, number: int) -> Path:
+        return self._folder / f"part-{number}"
+
+    def finish(self) -> None:
+        """Write what is left, give the files their final names, and the index."""
+        self._flush()
+        count = len(self._files)
+        if count == 1:
+            os.replace(self._part(0), self._folder / "model.safetensors")
+            return
+        weight_map = {}
+        for number, names in enumerate(self._files):
+            file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+            os.replace(self._part(number), self._folder / file)
+            weight_map |= dict.fromkeys(names, file)
+        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+        write_file(self._folder / "model.safetensors.index.json", [json.dumps(index, indent=2).encode()])

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Looking at a checkpoint without loading it: no model code, no device, no process group."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt._errors import CheckpointingException
+from mcore_ckpt._load import check_files
+from mcore_ckpt._manager import CheckpointManager
+from mcore_ckpt._storage import read_header
+from mcore_ckpt.manifest import Manifest, is_checkpoint, read_manifest
+
+__all__ = ["Summary", "resolve_checkpoint", "summarize", "verify"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What a checkpoint holds, as figures."""
+
+    directory: Path
+    manifest: Manifest
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of all tensors."""
+        return sum(chunk.box.num_elements for tensor in self.manifest.tensors.values() for chunk in tensor.chunks)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.bytes for file in self.manifest.files.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """For machines: totals, then every tensor and file."""
+        return {
+            "directory": str(self.directory),
+            "version": self.manifest.version,
+            "num_elements": self.num_elements,
+            "num_bytes": self.num_bytes,
+            "extra": dict(self.manifest.extra),
+            "tensors": {
+                name: {"dtype": tensor.dtype, "shape": list(tensor.shape), "num_chunks": len(tensor.chunks), "num_bytes": tensor.num_bytes}
+                for name, tensor in sorted(self.manifest.tensors.items())
+            },
+            "files": {name: {"num_bytes": file.bytes, "sha256": file.sha256} for name, file in sorted(self.manifest.files.items())},
+        }
+
+    def to_table(self) -> str:
+        """For people: one line a tensor, totals last."""
+        rows = [("tensor", "dtype", "shape", "chunks", "bytes")]
+        for name, tensor in sorted(self.manifest.tensors.items()):
+            rows.append((name, tensor.dtype, str(list(tensor.shape)), str(len(tensor.chunks)), str(tensor.num_bytes)))
+        widths = [max(len(row[column]) for row in rows) for column in range(5)]
+        left = "{:<{}}  {:<{}}  {:<{}}  {:>{}}  {:>{}}"
+        lines = [left.format(*(value for pair in zip(row, widths, strict=True) for value in pair)) for row in rows]
+        total = f"{len(rows) - 1} tensors, {self.num_elements} elements, {len(self.manifest.files)} files, {self.num_bytes} bytes"
+        return "\n".join([*lines, total, f"extra: {', '.join(sorted(self.manifest.extra)) or 'none'}"])
+
+
+def resolve_checkpoint(directory: str | Path) -> Path:
+    """``directory`` itself where it is a checkpoint, else the newest step of the `CheckpointManager` folder it is.
+
+    Raises:
+        CheckpointingException: it is neither.
+    """
+    if not is_checkpoint(directory):
+        manager = CheckpointManager(directory)
+        step = manager.latest()
+        if step is not None:
+            return manager.path(step)
+    read_manifest(directory)
+    return Path(directory)
+
+
+def summarize(directory: str | Path) -> Summary:
+    """Read the manifest of ``directory`` (see `resolve_checkpoint`); no tensor is read.
+
+    Raises:
+        CheckpointingException: not a checkpoint.
+    """
+    folder = resolve_checkpoint(directory)
+    return Summary(directory=folder, manifest=read_manifest(folder))
+
+
+def verify(directory: str | Path) -> list[str]:
+    """Read every byte and compare it with the manifest; returns what is wrong, one line a file, empty when all is well.
+
+    Raises:
+        CheckpointingException: not a checkpoint.
+    """
+    folder = resolve_checkpoint(directory)
+    manifest = read_manifest(folder)
+    problems = []
+    promised: dict[str, list[tuple[str, str, tuple[int, ...]]]] = defaultdict(list)
+    for tensor in manifest.tensors.values():
+        for chunk in tensor.chunks:
+            promised[chunk.file].append((chunk.key, tensor.dtype, chunk.box.shape))
+    for name in sorted(manifest.files):
+        try:
+            check_files(folder, manifest, [name])
+            slots, _ = read_header(folder / name)
+        except CheckpointingException as error:
+            problems.append(str(error))
+            continue
+        for key, dtype, shape in promised[name]:
+            slot = slots.get(key)
+            if slot is None or (slot.dtype, slot.shape) != (dtype, shape):
+                problems.append(f"{folder / name}: {key} is not the {dtype} {list(shape)} that the manifest says")
+    return problems

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""A process killed at any write, sync or rename of a save leaves the last committed step loadable."""
+
+import json
+import os
+import subprocess
+import sys
+
+import torch
+
+from mcore_ckpt import save
+
+SCRIPT = """
+import json, os, signal, sys, tempfile
+import torch
+from mcore_ckpt import CheckpointManager
+
+torch.set_num_threads(1)
+# A killed process loses nothing it wrote: what syncing is for shows in another test.
+os.fsync = lambda handle: None
+root = sys.argv[1]
+OPERATIONS = ("open", "write", "fsync", "replace", "unlink", "rmdir", "mkdir")
+
+def child(folder, kill_at, asynchronous):
+    count = 0
+    def deadly(real):
+        def call(*args, **kwargs):
+            nonlocal count
+            if count == kill_at:
+                if real is write and len(args[1]) > 1:
+                    real(args[0], args[1][: len(args[1]) // 2])
+                os.kill(os.getpid(), signal.SIGKILL)
+            count += 1
+            return real(*args, **kwargs)
+        return call
+    write = os.write
+    for name in OPERATIONS:
+        setattr(os, name, deadly(getattr(os, name)))
+    manager = CheckpointManager(folder, keep=1)
+    request = manager.save(2, {"w": torch.full((64,), 2.0), "v": torch.full((8,), 2.0)}, {"step": 2}, asynchronous=asynchronous)
+    if request:
+        request.wait()
+    os._exit(0)
+
+def survives(kill_at, asynchronous):
+    folder = tempfile.mkdtemp(dir=root)
+    manager = CheckpointManager(folder, keep=1)
+    state = {"w": torch.full((64,), 1.0), "v": torch.full((8,), 1.0)}
+    manager.save(1, state, {"step": 1})
+    pid = os.fork()
+    if pid == 0:
+        child(folder, kill_at, asynchronous)
+    status = os.waitpid(pid, 0)[1]
+    for value in state.values():
+        value.zero_()
+    step, extra = manager.load(state)
+    assert extra == {"step": step} and all((value == step).all() for value in state.values()), (kill_at, step)
+    # Whatever was left behind, the next save works and tidies up.
+    manager.save(3, state)
+    assert manager.steps() == [3] and os.listdir(folder) == ["step_00000003"], (kill_at, os.listdir(folder))
+    assert status == 0 or os.WTERMSIG(status) == signal.SIGKILL, status
+    return step, status == 0
+
+found = {}
+for mode in ("sync", "async"):
+    found[mode], unhurt = [], False
+    while not unhurt:
+        step, unhurt = survives(len(found[mode]), mode == "async")
+        found[mode].append(step)
+print(json.dumps(found))
+"""
+
+
+LOST_RANK = """
+import os, signal, sys
+import torch
+import torch.distributed as dist
+from mcore_ckpt import CheckpointingException, CheckpointManager, ShardedTensor
+
+torch.set_num_threads(1)
+root = sys.argv[1]
+
+def main(rank):
+    dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=rank, world_size=2)
+    manager = CheckpointManager(f"{root}/run", keep=1)
+    state = {"w": ShardedTensor(torch.full((2,), 1.0 + rank), (4,), (2 * rank,))}
+    manager.save(1, state)
+    if rank == 1:
+        real = os.write
+        def write(handle, data):
+            real(handle, data[:5])
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.write = write
+    try:
+        manager.save(2, state)
+    except CheckpointingException as error:
+        assert "rank 0 lost contact" in str(error), error
+        assert manager.steps() == [1]
+        os._exit(0)
+    os._exit(1)
+
+ranks = []
+for rank in (0, 1):
+    ranks.append(os.fork())
+    if ranks[-1] == 0:
+        main(rank)
+statuses = [os.waitpid(pid, 0)[1] for pid in ranks]
+assert statuses == [0, signal.SIGKILL], statuses
+whole = torch.zeros(4)
+assert CheckpointManager(f"{root}/run").load({"w": whole})[0] == 1
+assert whole.tolist() == [1, 1, 2, 2]
+print("[]")
+"""
+
+
+def run(script, folder):
+    done = subprocess.run([sys.executable, "-c", script, str(folder)], capture_output=True, text=True, timeout=100, env=environment())
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def environment():
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+def test_every_kill_point_of_a_save_leaves_a_loadable_step(tmp_path):
+    for steps in run(SCRIPT, tmp_path).values():
+        # The step changes once, at the rename of the manifest, and there are points on both sides of it.
+        assert steps == sorted(steps) and set(steps) == {1, 2} and len(steps) >= 15
+
+
+def test_when_a_rank_is_killed_the_others_hear_of_it_and_the_last_step_loads(tmp_path):
+    assert run(LOST_RANK, tmp_path) == []
+
+
+def test_everything_is_on_the_disk_before_the_manifest_gets_its_name(tmp_path, monkeypatch):
+    calls, names = [], {}
+    real_open, real_fsync, real_replace = os.open, os.fsync, os.replace
+
+    def open_(path, *args, **kwargs):
+        handle = real_open(path, *args, **kwargs)
+        names[handle] = os.path.basename(path)
+        return handle
+
+    def fsync(handle):
+        calls.append(names[handle])
+        real_fsync(handle)
+
+    def replace(source, target):
+        calls.append("rename")
+        real_replace(source, target)
+
+    monkeypatch.setattr(os, "open", open_)
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    save({"a": torch.ones(9), "b": torch.ones(9)}, tmp_path / "c", max_file_bytes=1)
+    monkeypatch.undo()
+    before, after = calls[: calls.index("rename")], calls[calls.index("rename") + 1 :]
+    shards = sorted(path.name for path in (tmp_path / "c").glob("*.safetensors"))
+    assert len(shards) == 2 and before == [tmp_path.name, *shards, "c", "manifest.json.partial"]
+    assert after == ["c"]

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Numbered checkpoints: the newest, the kept, the unfinished."""
+
+import pytest
+import torch
+
+from mcore_ckpt import CheckpointingException, CheckpointManager
+from mcore_ckpt.manifest import is_checkpoint
+
+
+def test_the_newest_committed_step_loads_and_older_ones_go(tmp_path):
+    manager = CheckpointManager(tmp_path / "run", keep=2)
+    assert manager.latest() is None and manager.steps() == []
+    weight = torch.zeros(3)
+    for step in (5, 10, 20, 100):
+        manager.save(step, {"w": weight.fill_(step)}, {"lr": step / 2})
+    assert manager.steps() == [20, 100] and manager.latest() == 100
+    assert sorted(path.name for path in manager.directory.iterdir()) == ["step_00000020", "step_00000100"]
+    weight.zero_()
+    assert manager.load({"w": weight}) == (100, {"lr": 50.0})
+    assert weight.tolist() == [100.0] * 3
+    assert manager.load({"w": weight}, step=20) == (20, {"lr": 10.0})
+
+
+def test_nothing_goes_before_the_new_step_is_committed(tmp_path):
+    manager = CheckpointManager(tmp_path, keep=1)
+    manager.save(1, {"w": torch.ones(1)})
+    with pytest.raises(CheckpointingException):
+        manager.save(2, {"w": "no tensor"})
+    assert manager.steps() == [1]
+    request = manager.save(3, {"w": torch.ones(1)}, asynchronous=True)
+    assert request is not None and manager.steps() == [1]
+    request.wait()
+    assert manager.steps() == [3]
+
+
+def test_pending_saves_appear_in_order(tmp_path):
+    manager = CheckpointManager(tmp_path, keep=None)
+    for step in (1, 2, 3):
+        manager.save(step, {"w": torch.full((4,), step)}, asynchronous=True)
+        assert manager.steps() == list(range(1, step))
+    manager.wait()
+    manager.wait()
+    weight = torch.zeros(4, dtype=torch.long)
+    assert manager.load({"w": weight})[0] == 3 and weight.tolist() == [3] * 4
+
+
+def test_an_unfinished_step_is_invisible_and_goes_with_the_next_commit(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, {"w": torch.ones(1)})
+    for name in ("step_00000002", "step_00000009", "step_3", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "01234567-r00000-000.safetensors").write_text("half")
+    assert manager.latest() == 1
+    manager.save(4, {"w": torch.ones(1)})
+    assert manager.steps() == [1, 4]
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["other", "step_00000001", "step_00000004", "step_00000009", "step_3"]
+
+
+def test_an_existing_step_is_not_overwritten(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, {"w": torch.ones(1)})
+    with pytest.raises(CheckpointingException, match="step_00000001 already holds a checkpoint"):
+        manager.save(1, {"w": torch.zeros(1)})
+
+
+def test_a_step_that_cannot_be_removed_warns_and_is_no_checkpoint(tmp_path, monkeypatch):
+    manager = CheckpointManager(tmp_path, keep=1)
+    manager.save(1, {"w": torch.ones(1)})
+
+    def refuse(path):
+        raise OSError(16, "Device or resource busy")
+
+    monkeypatch.setattr("shutil.rmtree", refuse)
+    with pytest.warns(RuntimeWarning, match="could not remove old checkpoint .*step_00000001.*busy"):
+        manager.save(2, {"w": torch.ones(1)})
+    assert manager.steps() == [2] and not is_checkpoint(manager.path(1))
+
+
+def test_wrong_arguments_name_field_and_remedy(tmp_path):
+    with pytest.raises(ValueError, match="keep=0 must be at least 1, or None"):
+        CheckpointManager(tmp_path, keep=0)
+    with pytest.raises(ValueError, match="step=-1"):
+        CheckpointManager(tmp_path).save(-1, {})
+    with pytest.raises(CheckpointingException, match="holds no checkpoint"):
+        CheckpointManager(tmp_path).load({})

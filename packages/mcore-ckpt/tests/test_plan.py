@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Save and load plans as data: any tiling to any tiling, without a file."""
+
+import random
+
+import pytest
+import torch
+
+from mcore_ckpt import CheckpointingException
+from mcore_ckpt._plan import ShardRecord, Write, assign_files, compare, pack_files, plan_load, plan_save
+from mcore_ckpt._storage import itemsize
+from mcore_ckpt.chunks import Box
+from mcore_ckpt.manifest import Chunk, TensorRecord
+
+
+def random_tiling(rng, shape, num_cuts):
+    boxes = [Box.whole(shape)]
+    for _ in range(num_cuts if shape else 0):
+        box = boxes.pop(rng.randrange(len(boxes)))
+        dim = rng.randrange(len(shape))
+        cut = rng.randint(0, box.shape[dim])
+        first, second, corner = list(box.shape), list(box.shape), list(box.offset)
+        first[dim], second[dim], corner[dim] = cut, box.shape[dim] - cut, box.offset[dim] + cut
+        boxes += [Box(box.offset, tuple(first)), Box(tuple(corner), tuple(second))]
+    return boxes
+
+
+def scatter(rng, tensors, num_ranks):
+    """Random parts of random tensors, each part on one or more random ranks."""
+    held = [[] for _ in range(num_ranks)]
+    for name, tensor in tensors.items():
+        for box in random_tiling(rng, tuple(tensor.shape), rng.randrange(7)):
+            owners = rng.sample(range(num_ranks), rng.randint(1, num_ranks))
+            for replica, rank in enumerate(owners):
+                held[rank].append(ShardRecord(name, "I64", tuple(tensor.shape), box, replica))
+    return held
+
+
+def random_tensors(rng):
+    shapes = [(), (0, 4), (7,), (5, 6), (2, 5, 3), (3, 2, 4, 2)]
+    return {f"tensor.{i}": torch.randint(0, 2**40, rng.choice(shapes)) for i in range(rng.randint(1, 5))}
+
+
+def test_500_random_layout_pairs_move_every_element():
+    rng = random.Random(3)
+    torch.manual_seed(0)
+    for _ in range(500):
+        tensors = random_tensors(rng)
+        plan = plan_save(scatter(rng, tensors, rng.randint(1, 6)))
+        disk, stored = {}, {}
+        for rank, writes in enumerate(plan.writes):
+            for number, write in enumerate(writes):
+                assert (f"r{rank}", str(number)) not in disk
+                disk[f"r{rank}", str(number)] = tensors[write.name][write.box.slices()].clone()
+        for name, record in plan.tensors.items():
+            chunks = [Chunk(f"r{r}", str(i), w.box) for r, writes in enumerate(plan.writes) for i, w in enumerate(writes) if w.name == name]
+            stored[name] = TensorRecord(record.dtype, record.shape, tuple(chunks))
+        for held in scatter(rng, tensors, rng.randint(1, 6)):
+            local = {(record.name, record.box): torch.full(record.box.shape, -1) for record in held}
+            for read in plan_load([(record.name, record.box) for record in held], stored):
+                source = disk[read.chunk.file, read.chunk.key][read.box.relative_to(read.chunk.box).slices()]
+                for (name, box), target in local.items():
+                    if name == read.name and box.intersect(read.box):
+                        inside = box.intersect(read.box)
+                        assert inside is not None
+                        target[inside.relative_to(box).slices()] = source[inside.relative_to(read.box).slices()]
+            for (name, box), target in local.items():
+                assert torch.equal(target, tensors[name][box.slices()])
+
+
+def test_each_part_is_written_once_by_one_of_its_holders_and_the_plan_repeats():
+    rng = random.Random(4)
+    for _ in range(50):
+        held = scatter(rng, random_tensors(rng), 4)
+        plan = plan_save(held)
+        assert plan == plan_save(held)
+        written = [(write.name, write.box) for writes in plan.writes for write in writes]
+        assert len(written) == len(set(written))
+        assert set(written) == {(r.name, r.box) for rows in held for r in rows if r.box.num_elements}
+        for rank, writes in enumerate(plan.writes):
+            assert {(w.name, w.box) for w in writes} <= {(r.name, r.box) for r in held[rank]}
+
+
+def test_replicated_parts_are_shared_out_by_bytes():
+    sizes = [(rows, 64) for rows in range(1, 200)]
+    held = [[ShardRecord(f"w{i}", "F32", shape, Box.whole(shape), rank) for i, shape in enumerate(sizes)] for rank in range(8)]
+    loads = [sum(write.num_bytes for write in writes) for writes in plan_save(held).writes]
+    mean = sum(rows * 64 * itemsize("F32") for rows, _ in sizes) / 8
+    assert max(loads) - mean <= 0.02 * mean
+
+
+def test_parts_only_one_rank_has_count_before_the_rest_is_shared():
+    alone = ShardRecord("alone", "F32", (100,), Box.whole((100,)), 0)
+    shared = [ShardRecord(f"s{i}", "F32", (50,), Box.whole((50,)), 0) for i in range(2)]
+    writes = plan_save([[alone, *shared], shared]).writes
+    assert [write.name for write in writes[0]] == ["alone"]
+    assert [write.name for write in writes[1]] == ["s0", "s1"]
+
+
+def test_disagreement_gap_and_overlap_name_tensor_and_ranks():
+    half = ShardRecord("w", "F32", (4,), Box((0,), (2,)), 0)
+    with pytest.raises(CheckpointingException, match=r"w is F32 \[4\] on rank 0 and BF16 \[4\] on rank 1"):
+        plan_save([[half], [ShardRecord("w", "BF16", (4,), Box((2,), (2,)), 0)]])
+    with pytest.raises(CheckpointingException, match=r"w \(on ranks \[0\]\): no part holds \[2:4\]"):
+        plan_save([[half], []])
+    with pytest.raises(CheckpointingException, match=r"ranks \[0, 1\]\): parts \[0:2\] and \[1:4\] overlap"):
+        plan_save([[half], [ShardRecord("w", "F32", (4,), Box((1,), (3,)), 0)]])
+    with pytest.raises(CheckpointingException, match="no part holds"):
+        plan_save([[ShardRecord("w", "F32", (4,), Box.whole((4,)), 1)]])
+
+
+def test_files_are_bounded_and_keep_the_order():
+    writes = [Write(str(i), Box((0,), (n,)), n) for i, n in enumerate((3, 4, 10, 1, 1, 1))]
+    packed = pack_files(writes, 7)
+    assert [[write.num_bytes for write in file] for file in packed] == [[3, 4], [10], [1, 1, 1]]
+    assert pack_files([], 7) == []
+
+
+def test_a_state_that_does_not_fit_is_described_with_the_nearest_names():
+    stored = {"layers.0.mlp.up.weight": TensorRecord("F32", (4,)), "norm": TensorRecord("F32", (2,)), "bias": TensorRecord("F32", (2,))}
+    asked = {"layers.0.mlp.upp.weight": TensorRecord("F32", (4,)), "norm": TensorRecord("F32", (3,)), "bias": TensorRecord("BF16", (2,))}
+    problems = "\n".join(compare(asked, stored))
+    assert "layers.0.mlp.upp.weight (did you mean layers.0.mlp.up.weight?)" in problems
+    assert "norm (stored [2], asked [3])" in problems
+    assert "bias (stored F32, asked BF16)" in problems
+
+
+def test_files_to_verify_are_divided_evenly():
+    shares = assign_files({f"f{i}": 10 + i for i in range(20)}, 4)
+    assert sorted(name for share in shares for name in share) == sorted(f"f{i}" for i in range(20))
+    assert {len(share) for share in shares} == {5}
