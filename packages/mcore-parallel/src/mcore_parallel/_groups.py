@@ -97,8 +97,9 @@ class ProcessGroups:
 
     @classmethod
     def single(cls) -> "ProcessGroups":
-        """One rank, no communicator."""
-        return cls.build(ParallelPlan())
+        """This rank alone, no communicator; works inside a larger world too."""
+        alone = Group.single(dist.get_rank() if dist.is_initialized() else 0)
+        return cls(plan=ParallelPlan(), embd=alone, pos_embd=alone, world=alone, **dict.fromkeys((*_DENSE, *_EXPERT), alone))
 
     @classmethod
     def build(cls, plan: ParallelPlan, *, backend: str | None = None, rank_offset: int = 0, timeout_s: float | None = None) -> "ProcessGroups":

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Collectives over a ``Group``, with and without autograd, and point-to-point transfers."""
+
+from mcore_parallel.comm._collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from mcore_parallel.comm._p2p import P2PCommunicator, TensorSpec, recv, send
+from mcore_parallel.comm._regions import (
+    all_to_all_autograd,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+    scatter_to_tensor_model_parallel_region,
+)
+
+__all__ = [
+    "P2PCommunicator",
+    "TensorSpec",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_autograd",
+    "copy_to_tensor_model_parallel_region",
+    "gather_from_sequence_parallel_region",
+    "gather_from_tensor_model_parallel_region",
+    "recv",
+    "reduce_from_tensor_model_parallel_region",
+    "reduce_scatter",
+    "reduce_scatter_to_sequence_parallel_region",
+    "scatter_to_sequence_parallel_region",
+    "scatter_to_tensor_model_parallel_region",
+    "send",
+]

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Collectives that return a new tensor without gradient history and leave their input alone; identity for a group of one."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed._functional_collectives
+from torch import Tensor
+
+from mcore_parallel._groups import Group
+
+_REDUCTIONS = ("sum", "avg", "max", "min", "product")
+
+
+def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
+    """Elementwise reduction over the group; every rank gets the result.
+
+    Args:
+        x: any shape; the same on every rank.
+        group: ranks that take part.
+        op: one of sum, avg, max, min, product.
+
+    Returns:
+        A tensor like ``x``, without gradient history; ``x`` itself for a group of one.
+
+    Raises:
+        ValueError: an unknown ``op``.
+    """
+    return wait(start_all_reduce(x, group, op), group)
+
+
+def all_gather(x: Tensor, group: Group, dim: int = 0) -> Tensor:
+    """Concatenate every rank's ``x`` along ``dim`` in group order.
+
+    Args:
+        x: the same shape on every rank.
+        group: ranks that take part.
+        dim: dim of the result that grows by ``group.size``.
+    """
+    return wait_gathered(start_all_gather(x, group), group, _positive(x, dim))
+
+
+def reduce_scatter(x: Tensor, group: Group, dim: int = 0) -> Tensor:
+    """Sum over the group and keep this rank's slice along ``dim``.
+
+    Raises:
+        ValueError: ``group.size`` does not divide ``x.shape[dim]``.
+    """
+    return wait(start_reduce_scatter(x, group, dim), group)
+
+
+def all_to_all(x: Tensor, out_splits: Sequence[int] | None, in_splits: Sequence[int] | None, group: Group) -> Tensor:
+    """Send row blocks of ``x`` to the ranks of the group and concatenate what they send here.
+
+    Args:
+        x: [sum(in_splits), ...].
+        out_splits: rows that come from each rank; None for even splits.
+        in_splits: rows that go to each rank; None for even splits.
+        group: ranks that take part.
+
+    Returns:
+        [sum(out_splits), ...].
+
+    Raises:
+        ValueError: a list of the wrong length, splits that do not add up to the rows, one list without the other.
+    """
+    if (out_splits is None) != (in_splits is None):
+        raise ValueError("out_splits and in_splits must both be given or both be None")
+    if in_splits is None or out_splits is None:
+        in_splits = out_splits = [shard_size(x, 0, group)] * group.size
+    if len(in_splits) != group.size or len(out_splits) != group.size:
+        raise ValueError(
+            f"in_splits={list(in_splits)} and out_splits={list(out_splits)} must have one entry for each of {group.size} ranks"
+        )
+    if sum(in_splits) != x.shape[0]:
+        raise ValueError(f"in_splits={list(in_splits)} add up to {sum(in_splits)}, but dim 0 of x has size {x.shape[0]}")
+    if group.size == 1:
+        return x
+    pending = torch.ops._c10d_functional.all_to_all_single(x.detach().contiguous(), list(out_splits), list(in_splits), group.name)
+    return wait(pending, group)
+
+
+# The start_* functions return at once; the result must go through wait (wait_gathered) before it is read.
+
+
+def start_all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
+    if op not in _REDUCTIONS:
+        raise ValueError(f"op={op!r} must be one of {', '.join(_REDUCTIONS)}")
+    if group.size == 1:
+        return x
+    return torch.ops._c10d_functional.all_reduce(x.detach().contiguous(), op, group.name)
+
+
+def start_all_gather(x: Tensor, group: Group) -> Tensor:
+    """Ranks' tensors below each other along dim 0."""
+    if group.size == 1:
+        return x
+    return torch.ops._c10d_functional.all_gather_into_tensor(x.detach().contiguous(), group.size, group.name)
+
+
+def start_reduce_scatter(x: Tensor, group: Group, dim: int = 0) -> Tensor:
+    dim = _positive(x, dim)
+    shard_size(x, dim, group)
+    if group.size == 1:
+        return x
+    # The operator cuts dim 0, so the slices of another dim are stacked there first.
+    x = x.detach()
+    rows = x if dim == 0 else torch.cat(x.chunk(group.size, dim))
+    return torch.ops._c10d_functional.reduce_scatter_tensor(rows.contiguous(), "sum", group.size, group.name)
+
+
+def wait(pending: Tensor, group: Group) -> Tensor:
+    """The finished result of a start_* function (the compute stream waits, not the host)."""
+    return pending if group.size == 1 else torch.ops._c10d_functional.wait_tensor(pending)
+
+
+def wait_gathered(pending: Tensor, group: Group, dim: int) -> Tensor:
+    rows = wait(pending, group)
+    return rows if dim == 0 or group.size == 1 else torch.cat(rows.chunk(group.size), dim)
+
+
+def local_slice(x: Tensor, group: Group, dim: int) -> Tensor:
+    """This rank's even slice of ``dim``, contiguous."""
+    size = shard_size(x, dim, group)
+    return x if group.size == 1 else x.narrow(dim, group.rank * size, size).contiguous()
+
+
+def shard_size(x: Tensor, dim: int, group: Group) -> int:
+    """Size of one even slice.
+
+    Raises:
+        ValueError: the group does not divide the dim.
+    """
+    dim = _positive(x, dim)
+    if x.shape[dim] % group.size:
+        raise ValueError(f"dim {dim} of size {x.shape[dim]} must be a multiple of the group size {group.size}; pad it or use fewer ranks")
+    return x.shape[dim] // group.size
+
+
+def _positive(x: Tensor, dim: int) -> int:
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim={dim} is not a dim of a tensor of shape {tuple(x.shape)}")
+    return dim % x.dim()

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Point-to-point transfers, single and between neighbouring pipeline stages."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcore_parallel._groups import Group
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """What a receiver allocates before the data comes.
+
+    Example:
+        >>> TensorSpec(shape=(2, 3)).empty().shape
+        torch.Size([2, 3])
+    """
+
+    shape: Sequence[int]
+    dtype: torch.dtype = torch.float32
+    device: torch.device | str = "cpu"
+
+    def empty(self) -> Tensor:
+        return torch.empty(tuple(self.shape), dtype=self.dtype, device=self.device)
+
+
+def send(tensor: Tensor, peer_group: Group, to_index: int) -> None:
+    """Send to the rank at position ``to_index`` of the group; returns when the buffer may be reused.
+
+    Raises:
+        ValueError: ``to_index`` is this rank or outside the group.
+    """
+    dist.send(tensor.detach().contiguous(), dst=_peer(peer_group, to_index), group=peer_group.pg)
+
+
+def recv(spec: TensorSpec, peer_group: Group, from_index: int) -> Tensor:
+    """Receive a tensor of known shape from the rank at position ``from_index`` of the group.
+
+    Raises:
+        ValueError: ``from_index`` is this rank or outside the group.
+    """
+    buffer = spec.empty()
+    dist.recv(buffer, src=_peer(peer_group, from_index), group=peer_group.pg)
+    return buffer
+
+
+class P2PCommunicator:
+    """Transfers between neighbours of a chain of ranks (pipeline stages).
+
+    Activations travel to the next rank, gradients to the previous one. Nothing is exchanged beside the data: the
+    receiver knows shape and dtype. A call returns once what it receives is usable on the compute stream; what it
+    sends stays referenced until the transfer is over. The host never waits for a device.
+
+    The transfers of one ``exchange`` are one batch, so two neighbours that each send and receive in the same call
+    cannot block one another. A call may wait until the neighbours have come to the calls that hold the other ends
+    of its and of earlier transfers: ``mcore_parallel.pipeline.simulate`` checks a schedule for that.
+
+    Args:
+        group: the stages in order; the end ranks have one neighbour only.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self._pending: list[tuple[list[dist.Work], list[Tensor]]] = []
+
+    def send_forward(self, output: Tensor) -> None:
+        """Send an activation to the next stage."""
+        self.exchange(send_next=output)
+
+    def send_backward(self, input_grad: Tensor) -> None:
+        """Send a gradient to the previous stage."""
+        self.exchange(send_previous=input_grad)
+
+    def recv_forward(self, spec: TensorSpec) -> Tensor:
+        """Receive an activation from the previous stage."""
+        received, _ = self.exchange(recv_previous=spec)
+        assert received is not None
+        return received
+
+    def recv_backward(self, spec: TensorSpec) -> Tensor:
+        """Receive a gradient from the next stage."""
+        _, received = self.exchange(recv_next=spec)
+        assert received is not None
+        return received
+
+    def send_forward_recv_backward(self, output: Tensor, spec: TensorSpec) -> Tensor:
+        """Send an activation to the next stage while its gradient of an earlier one comes back."""
+        _, received = self.exchange(send_next=output, recv_next=spec)
+        assert received is not None
+        return received
+
+    def send_backward_recv_forward(self, input_grad: Tensor, spec: TensorSpec) -> Tensor:
+        """Send a gradient to the previous stage while its next activation comes."""
+        received, _ = self.exchange(send_previous=input_grad, recv_previous=spec)
+        assert received is not None
+        return received
+
+    def exchange(
+        self,
+        *,
+        send_previous: Tensor | None = None,
+        recv_previous: TensorSpec | None = None,
+        send_next: Tensor | None = None,
+        recv_next: TensorSpec | None = None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Any transfers with both neighbours, as one batch.
+
+        Returns:
+            What came from the previous and from the next stage.
+
+        Raises:
+            ValueError: a transfer with a neighbour that an end rank does not have.
+        """
+        from_previous = recv_previous.empty() if recv_previous else None
+        from_next = recv_next.empty() if recv_next else None
+        to_previous, to_next = (None if x is None else x.detach().contiguous() for x in (send_previous, send_next))
+        # One order on every rank: what flows forward, then what flows backward.
+        wanted = ((dist.irecv, from_previous, -1), (dist.isend, to_next, 1), (dist.irecv, from_next, 1), (dist.isend, to_previous, -1))
+        transfers = [dist.P2POp(op, x, self._neighbour(step), group=self.group.pg) for op, x, step in wanted if x is not None]
+        if not transfers:
+            return None, None
+        works = list(dist.batch_isend_irecv(transfers))
+        self._release()
+        sent = [x for x in (to_previous, to_next) if x is not None]
+        if len(works) == len(transfers):
+            # One handle a transfer: wait for the receives only.
+            for work, transfer in zip(works, transfers, strict=True):
+                if transfer.op is dist.irecv:
+                    work.wait()
+            works = [work for work, transfer in zip(works, transfers, strict=True) if transfer.op is dist.isend]
+        elif len(sent) < len(transfers):
+            # One handle for the batch, and it receives.
+            for work in works:
+                work.wait()
+            works = []
+        if works:
+            self._pending.append((works, sent))
+        return from_previous, from_next
+
+    def _release(self) -> None:
+        """Let go of what was sent in earlier exchanges."""
+        still = []
+        for works, sent in self._pending:
+            if sent[0].device.type == "cpu":
+                # A host transfer tells that it is over only to who waits; its receiver is posted or about to be.
+                for work in works:
+                    work.wait()
+            elif not all(work.is_completed() for work in works):
+                still.append((works, sent))
+        self._pending = still
+
+    def finish(self) -> None:
+        """Wait for all sends (on the compute stream, when there is one) and let go of their buffers."""
+        for works, _ in self._pending:
+            for work in works:
+                work.wait()
+        self._pending.clear()
+
+    def _neighbour(self, step: int) -> int:
+        index = self.group.rank + step
+        if not 0 <= index < self.group.size:
+            raise ValueError(f"stage {self.group.rank} of {self.group.size} has no {'next' if step > 0 else 'previous'} stage")
+        return self.group.ranks[index]
+
+
+def _peer(group: Group, index: int) -> int:
+    if not 0 <= index < group.size or index == group.rank:
+        raise ValueError(f"peer index {index} must name another of the {group.size} ranks of the group (this is {group.rank})")
+    return group.ranks[index]

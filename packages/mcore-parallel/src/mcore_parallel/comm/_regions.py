@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Collectives with autograd, named after the boundary of the parallel region they form.
+
+The rule behind every backward: a tensor that is replicated over the group carries one gradient, the same on all
+ranks; a tensor that differs between the ranks carries a gradient of its own on each.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_parallel._groups import Group
+from mcore_parallel.comm._collectives import all_gather, all_reduce, all_to_all, local_slice, reduce_scatter
+
+
+def copy_to_tensor_model_parallel_region(x: Tensor, group: Group) -> Tensor:
+    """Identity; the gradient is summed over the group."""
+    return x if group.size == 1 else _Copy.apply(x, group)
+
+
+def reduce_from_tensor_model_parallel_region(x: Tensor, group: Group) -> Tensor:
+    """Sum over the group; the gradient passes unchanged."""
+    return x if group.size == 1 else _Reduce.apply(x, group)
+
+
+def scatter_to_tensor_model_parallel_region(x: Tensor, group: Group) -> Tensor:
+    """This rank's slice of the last dim; the gradient is gathered.
+
+    Raises:
+        ValueError: the group does not divide the last dim.
+    """
+    return scatter(x, group, -1)
+
+
+def gather_from_tensor_model_parallel_region(x: Tensor, group: Group) -> Tensor:
+    """All ranks' slices joined along the last dim; the gradient is this rank's slice."""
+    return gather(x, group, -1, output_grad_differs=False)
+
+
+def scatter_to_sequence_parallel_region(x: Tensor, group: Group) -> Tensor:
+    """This rank's tokens (slice of dim 0); the gradient is gathered.
+
+    Raises:
+        ValueError: the group does not divide dim 0.
+    """
+    return scatter(x, group, 0)
+
+
+def gather_from_sequence_parallel_region(x: Tensor, group: Group, tensor_parallel_output_grad: bool = True) -> Tensor:
+    """All tokens (joined along dim 0).
+
+    Args:
+        x: [T / size, ...].
+        group: the tensor-parallel group.
+        tensor_parallel_output_grad: True when what follows differs between the ranks, so that their gradients are
+            partial and are reduce-scattered; False when all ranks go on with the same work: the gradient is sliced.
+    """
+    return gather(x, group, 0, output_grad_differs=tensor_parallel_output_grad)
+
+
+def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: Group) -> Tensor:
+    """Sum over the group, this rank's tokens; the gradient is gathered along dim 0.
+
+    Raises:
+        ValueError: the group does not divide dim 0.
+    """
+    return x if group.size == 1 else _ReduceScatter.apply(x, group)
+
+
+def all_to_all_autograd(x: Tensor, out_splits: Sequence[int] | None, in_splits: Sequence[int] | None, group: Group) -> Tensor:
+    """``all_to_all`` whose gradient travels the way back.
+
+    Raises:
+        ValueError: as ``all_to_all``.
+    """
+    if group.size == 1:
+        return all_to_all(x, out_splits, in_splits, group)
+    return _AllToAll.apply(x, out_splits, in_splits, group)
+
+
+def scatter(x: Tensor, group: Group, dim: int) -> Tensor:
+    """This rank's slice of a replicated tensor; the gradient is gathered."""
+    return x if group.size == 1 else _Scatter.apply(x, group, dim)
+
+
+def gather(x: Tensor, group: Group, dim: int, *, output_grad_differs: bool) -> Tensor:
+    """Slices joined along ``dim``; the gradient is summed over the ranks first if it differs between them."""
+    return x if group.size == 1 else _Gather.apply(x, group, dim, output_grad_differs)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return all_reduce(grads[0], ctx.group), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return local_slice(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return all_gather(grads[0], ctx.group, ctx.dim), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int, output_grad_differs: bool) -> Tensor:
+        ctx.group, ctx.dim, ctx.output_grad_differs = group, dim, output_grad_differs
+        return all_gather(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        cut = reduce_scatter if ctx.output_grad_differs else local_slice
+        return cut(grads[0], ctx.group, ctx.dim), None, None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return reduce_scatter(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return all_gather(grads[0], ctx.group), None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, out_splits: Sequence[int] | None, in_splits: Sequence[int] | None, group: Group) -> Tensor:
+        ctx.out_splits, ctx.in_splits, ctx.group = out_splits, in_splits, group
+        return all_to_all(x, out_splits, in_splits, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return all_to_all(grads[0], ctx.in_splits, ctx.out_splits, ctx.group), None, None, None

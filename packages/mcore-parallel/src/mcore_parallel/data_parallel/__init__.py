@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Replicas of a model that sum their gradients."""
+
+from mcore_parallel.data_parallel._config import DistributedDataParallelConfig
+from mcore_parallel.data_parallel._ddp import DistributedDataParallel
+from mcore_parallel.data_parallel._layout import BucketRange, lay_out_buckets
+
+__all__ = ["BucketRange", "DistributedDataParallel", "DistributedDataParallelConfig", "lay_out_buckets"]

@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Layers split over the tensor-parallel group, and the loss over a split vocabulary."""
+
+from mcore_parallel.tensor_parallel._cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_log_probs
+from mcore_parallel.tensor_parallel._embedding import VocabParallelEmbedding
+from mcore_parallel.tensor_parallel._linear import ColumnParallelLinear, RowParallelLinear
+from mcore_parallel.tensor_parallel._vocab import pad_vocab_size
+
+__all__ = [
+    "ColumnParallelLinear",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "pad_vocab_size",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_log_probs",
+]

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Token embedding whose rows are split over the tensor-parallel group."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mcore_parallel._groups import ProcessGroups
+from mcore_parallel._shards import ShardSpec
+from mcore_parallel.comm import reduce_from_tensor_model_parallel_region, reduce_scatter_to_sequence_parallel_region
+from mcore_parallel.tensor_parallel._init import normal_shard_
+from mcore_parallel.tensor_parallel._vocab import check_ids, owned_rows
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Rank r of tp holds rows [r * V / tp, (r + 1) * V / tp).
+
+    An id outside [0, V) is an error on CPU; on an accelerator, where looking would wait for the device, it gives the
+    zero vector in every layout.
+
+    Args:
+        vocab_size: V, rows of the table; pad it with ``pad_vocab_size``.
+        hidden_size: D.
+        groups: the process groups; ``tp`` is used.
+        dtype: of the table.
+        device: of the table.
+        init: draw the table from N(0, 0.02^2), the same global values in every layout; False leaves the memory
+            uninitialised for a caller that fills it.
+        seed: of that draw.
+
+    Raises:
+        ValueError: tp does not divide ``vocab_size``.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        groups: ProcessGroups,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        init: bool = True,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if vocab_size % groups.tp.size:
+            raise ValueError(f"tp={groups.tp.size} must divide vocab_size={vocab_size}; pad it with pad_vocab_size")
+        self.vocab_size, self.hidden_size, self.groups = vocab_size, hidden_size, groups
+        shape = self.shard_specs()["weight"].local_shape(groups)
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        if init:
+            self.reset_parameters(seed)
+
+    def shard_specs(self) -> Mapping[str, ShardSpec]:
+        return {"weight": ShardSpec(shape=(self.vocab_size, self.hidden_size), shards={"tp": 0})}
+
+    def reset_parameters(self, seed: int = 0, std: float = 0.02) -> None:
+        """Normal table that is the same in every layout."""
+        normal_shard_(self.weight, self.shard_specs()["weight"], self.groups, std=std, seed=seed)
+
+    def forward(self, tokens_T: Tensor) -> Tensor:
+        """tokens [T] int64 -> [T, D], or [T/tp, D] under sequence parallelism.
+
+        Raises:
+            ValueError: an id outside [0, V) (on CPU), or tp does not divide T under sequence parallelism.
+        """
+        check_ids(tokens_T, "tokens", self.vocab_size)
+        if self.groups.tp.size == 1 and tokens_T.device.type == "cpu":
+            return F.embedding(tokens_T, self.weight)
+        rows_T, owned_T = owned_rows(tokens_T, self.weight.shape[0], self.groups.tp)
+        part = F.embedding(rows_T, self.weight).masked_fill(~owned_T.unsqueeze(-1), 0.0)
+        reduce = reduce_scatter_to_sequence_parallel_region if self.groups.sequence_parallel else reduce_from_tensor_model_parallel_region
+        return reduce(part, self.groups.tp)
+
+    def extra_repr(self) -> str:
+        return f"vocab_size={self.vocab_size} over tp={self.groups.tp.size}, hidden_size={self.hidden_size}"

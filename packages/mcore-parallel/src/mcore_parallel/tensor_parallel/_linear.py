@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Linear layers whose weight is cut over the tensor-parallel group."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mcore_parallel._groups import Group, ProcessGroups
+from mcore_parallel._shards import ShardSpec
+from mcore_parallel.comm import (
+    all_gather,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from mcore_parallel.comm._collectives import start_all_gather, start_all_reduce, start_reduce_scatter, wait
+from mcore_parallel.comm._regions import gather
+from mcore_parallel.tensor_parallel._init import normal_shard_
+
+# T tokens, I input features of this rank, O output features of this rank
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x W^T + b with the output features split over tp.
+
+    Under sequence parallelism the input holds this rank's tokens: they are gathered before the product, and their
+    gradient is reduce-scattered. The gathered tokens are not kept for the backward but gathered again, while the
+    gradient of the input is computed. Otherwise the input is replicated and its gradient is summed over tp.
+
+    Args:
+        in_features: size of the last dim of the input.
+        out_features: global output features; a tuple gives the weight more than one leading dim, so that a
+            structured output (gate and up, key-value groups) is cut along one of them.
+        groups: the process groups; ``tp`` is used.
+        shard_dim: index into ``out_features`` of the dim that is cut.
+        gather_output: every rank returns all output features.
+        bias: add a bias, split like the output.
+        dtype: of the parameters.
+        device: of the parameters.
+        init: draw the weight from N(0, 1 / in_features), the same global values in every layout; False leaves the
+            memory uninitialised for a caller that fills it.
+        seed: of that draw.
+
+    Raises:
+        ValueError: tp does not divide the dim that is cut, or ``shard_dim`` does not exist.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int | tuple[int, ...],
+        groups: ProcessGroups,
+        *,
+        shard_dim: int = 0,
+        gather_output: bool = False,
+        bias: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        init: bool = True,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = (out_features,) if isinstance(out_features, int) else tuple(out_features)
+        if not 0 <= shard_dim < len(self.out_features):
+            raise ValueError(f"shard_dim={shard_dim} must index out_features={self.out_features}")
+        self.groups, self.shard_dim, self.gather_output = groups, shard_dim, gather_output
+        specs = self._specs(bias)
+        self.weight = nn.Parameter(torch.empty(specs["weight"].local_shape(groups), dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.empty(specs["bias"].local_shape(groups), dtype=dtype, device=device)) if bias else None
+        if init:
+            self.reset_parameters(seed)
+
+    def shard_specs(self) -> Mapping[str, ShardSpec]:
+        return self._specs(self.bias is not None)
+
+    def reset_parameters(self, seed: int = 0, std: float | None = None) -> None:
+        """Normal weight (std 1 / sqrt(in_features) by default) that is the same in every layout; bias zero."""
+        normal_shard_(self.weight, self.shard_specs()["weight"], self.groups, std=std or self.in_features**-0.5, seed=seed)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T or T/tp, in] -> [T, prod(out)/tp], or [T, prod(out)] with ``gather_output``."""
+        weight_OI = self.weight.flatten(0, -2)
+        bias_O = None if self.bias is None else self.bias.flatten()
+        if self.groups.tp.size == 1:
+            return F.linear(x, weight_OI, bias_O)
+        y_TO = _ColumnProduct.apply(x, weight_OI, self.groups.tp, self.groups.sequence_parallel)
+        if bias_O is not None:
+            y_TO = y_TO + bias_O
+        if not self.gather_output:
+            return y_TO
+        y = y_TO.unflatten(-1, self.weight.shape[:-1])
+        return gather(y, self.groups.tp, x.dim() - 1 + self.shard_dim, output_grad_differs=False).flatten(x.dim() - 1)
+
+    def extra_repr(self) -> str:
+        return f"in={self.in_features}, out={self.out_features}, cut=out[{self.shard_dim}] over tp={self.groups.tp.size}"
+
+    def _specs(self, bias: bool) -> dict[str, ShardSpec]:
+        cut = {"tp": self.shard_dim}
+        specs = {"weight": ShardSpec(shape=(*self.out_features, self.in_features), shards=cut)}
+        return specs | ({"bias": ShardSpec(shape=self.out_features, shards=cut)} if bias else {})
+
+
+class RowParallelLinear(nn.Module):
+    """y = x W^T + b with the input features split over tp; the partial products are summed over tp.
+
+    The result is replicated, or under sequence parallelism holds this rank's tokens.
+
+    Args:
+        in_features: global size of the last dim of the input, of which this rank gets its slice.
+        out_features: output features.
+        groups: the process groups; ``tp`` is used.
+        bias: add a bias, whole on every rank, after the sum.
+        dtype: of the parameters.
+        device: of the parameters.
+        init: draw the weight from N(0, 1 / in_features), the same global values in every layout; False leaves the
+            memory uninitialised for a caller that fills it.
+        seed: of that draw.
+
+    Raises:
+        ValueError: tp does not divide ``in_features``.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        groups: ProcessGroups,
+        *,
+        bias: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        init: bool = True,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.groups = in_features, out_features, groups
+        specs = self._specs(bias)
+        self.weight = nn.Parameter(torch.empty(specs["weight"].local_shape(groups), dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
+        if init:
+            self.reset_parameters(seed)
+
+    def shard_specs(self) -> Mapping[str, ShardSpec]:
+        return self._specs(self.bias is not None)
+
+    def reset_parameters(self, seed: int = 0, std: float | None = None) -> None:
+        """Normal weight (std 1 / sqrt(in_features) by default) that is the same in every layout; bias zero."""
+        normal_shard_(self.weight, self.shard_specs()["weight"], self.groups, std=std or self.in_features**-0.5, seed=seed)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x_TI: Tensor) -> Tensor:
+        """x [T, in/tp] -> [T, out], or [T/tp, out] under sequence parallelism."""
+        partial = F.linear(x_TI, self.weight)
+        reduce = reduce_scatter_to_sequence_parallel_region if self.groups.sequence_parallel else reduce_from_tensor_model_parallel_region
+        y = reduce(partial, self.groups.tp)
+        return y if self.bias is None else y + self.bias
+
+    def extra_repr(self) -> str:
+        return f"in={self.in_features} over tp={self.groups.tp.size}, out={self.out_features}"
+
+    def _specs(self, bias: bool) -> dict[str, ShardSpec]:
+        specs = {"weight": ShardSpec(shape=(self.out_features, self.in_features), shards={"tp": 1})}
+        # Under sequence parallelism the bias meets only this rank's tokens.
+        partial = ("tp",) if self.groups.sequence_parallel else ()
+        return specs | ({"bias": ShardSpec(shape=(self.out_features,), partial=partial)} if bias else {})
+
+
+class _ColumnProduct(torch.autograd.Function):
+    """x W^T whose communication overlaps the products of the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_OI: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
+        ctx.save_for_backward(x, weight_OI)
+        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        return F.linear(all_gather(x, group) if sequence_parallel else x, weight_OI)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (grad_TO,) = grads
+        x, weight_OI = ctx.saved_tensors
+        wants_x, wants_weight = ctx.needs_input_grad[:2]
+        whole_x = start_all_gather(x, ctx.group) if ctx.sequence_parallel and wants_weight else x
+        grad_x = grad_weight = None
+        if wants_x:
+            start = start_reduce_scatter if ctx.sequence_parallel else start_all_reduce
+            grad_x = start(grad_TO @ weight_OI, ctx.group)
+        if wants_weight:
+            x_TI = wait(whole_x, ctx.group) if ctx.sequence_parallel else whole_x
+            rows = math.prod(grad_TO.shape[:-1])
+            grad_weight = grad_TO.reshape(rows, -1).T @ x_TI.reshape(rows, -1)
+        return None if grad_x is None else wait(grad_x, ctx.group), grad_weight, None, None

@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The optimizer against torch's, and the gradient norm over layouts."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mcore_parallel import Group, ParallelPlan, ProcessGroups, ShardSpec, named_shards
+from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
+from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig, global_grad_norm
+from mcore_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+
+
+class Net(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.norm = nn.Parameter(torch.ones(4, dtype=dtype))
+        self.up = nn.Linear(4, 6, dtype=dtype)
+        self.down = nn.Linear(6, 1, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x * self.norm))).square().sum()
+
+
+def data(step: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(step)).to(dtype)
+
+
+def wrap(model: nn.Module, **config: object) -> tuple[DistributedDataParallel, MegatronOptimizer]:
+    groups = ProcessGroups.single()
+    ddp = DistributedDataParallelConfig()
+    wrapped = DistributedDataParallel(ddp, model, groups)
+    return wrapped, MegatronOptimizer(OptimizerConfig(**{"lr": 1e-2, **config}), wrapped, groups)  # type: ignore[arg-type]
+
+
+def backward(ddp: DistributedDataParallel, x: Tensor) -> None:
+    ddp.zero_grad_buffer()
+    ddp(x).backward()
+    ddp.finish_grad_sync()
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_fifty_steps_equal_torch(decoupled: bool) -> None:
+    ours, twin = Net(), Net()
+    ddp, optimizer = wrap(ours, decoupled_weight_decay=decoupled, weight_decay=0.1, clip_grad=0.5)
+    matrices = [p for p in twin.parameters() if p.dim() > 1]
+    vectors = [p for p in twin.parameters() if p.dim() <= 1]
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    reference = kind([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], lr=1e-2)
+    for step in range(50):
+        lr = 1e-2 / (1 + step)
+        for group in reference.param_groups:
+            group["lr"] = lr
+        backward(ddp, data(step))
+        result = optimizer.step(grad_scale=0.125, lr=lr)
+        reference.zero_grad()
+        (twin(data(step)) * 0.125).backward()
+        norm = nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+        reference.step()
+        assert not result.skipped
+        torch.testing.assert_close(result.grad_norm.float(), norm)
+        for mine, theirs in zip(ours.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    assert optimizer.step_count == 50
+
+
+def test_decay_mode_matters_only_with_decay() -> None:
+    finals = {}
+    for decay in (0.0, 0.5):
+        for decoupled in (True, False):
+            model = Net()
+            ddp, optimizer = wrap(model, weight_decay=decay, decoupled_weight_decay=decoupled)
+            for step in range(3):
+                backward(ddp, data(step))
+                optimizer.step()
+            finals[decay, decoupled] = model.up.weight.detach().clone()
+    assert torch.equal(finals[0.0, True], finals[0.0, False])
+    assert not torch.allclose(finals[0.5, True], finals[0.5, False])
+
+
+def test_a_master_keeps_what_sixteen_bits_would_lose() -> None:
+    model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    nn.init.ones_(model.weight)
+    ddp, optimizer = wrap(model, lr=1e-4, weight_decay=0.0, clip_grad=0.0)
+    for _ in range(40):
+        backward(ddp, torch.ones(1, 1, dtype=torch.bfloat16))
+        optimizer.step()
+    shards = optimizer.state_shards()
+    assert shards["optimizer.master.weight"].tensor.item() == pytest.approx(1 - 40e-4, rel=1e-5)
+    assert model.weight.item() == torch.tensor(1 - 40e-4, dtype=torch.bfloat16).item() != 1.0
+    nn.init.zeros_(model.weight)
+    optimizer.reload_model_params()
+    assert shards["optimizer.master.weight"].tensor.item() == 0.0
+
+
+def test_gradient_scale_may_be_a_tensor() -> None:
+    results = []
+    for scale in (0.25, torch.tensor(0.25)):
+        model = Net()
+        ddp, optimizer = wrap(model, clip_grad=0.1)
+        backward(ddp, data(0))
+        norm = optimizer.step(grad_scale=scale).grad_norm
+        results.append((norm, [p.detach().clone() for p in model.parameters()]))
+    torch.testing.assert_close(results[0], results[1])
+
+
+def test_a_step_with_a_bad_norm_is_skipped() -> None:
+    model = Net()
+    ddp, optimizer = wrap(model, grad_norm_skip_threshold=1e6)
+    backward(ddp, data(0))
+    optimizer.step()
+    before = {name: shard.tensor.clone() for name, shard in optimizer.state_shards().items()}
+    parameters = [p.detach().clone() for p in model.parameters()]
+    for poison in (float("nan"), float("inf"), 1e9):
+        backward(ddp, data(1))
+        ddp.gradients()["up.bias"][0] = poison
+        result = optimizer.step()
+        assert result.skipped and optimizer.step_count == 1
+        assert all(torch.equal(shard.tensor, before[name]) for name, shard in optimizer.state_shards().items())
+        assert all(torch.equal(p, old) for p, old in zip(model.parameters(), parameters, strict=True))
+    backward(ddp, data(1))
+    assert not optimizer.step().skipped
+
+
+def check_skip_everywhere() -> bool:
+    groups = ProcessGroups.build(ParallelPlan(tp=2))
+    ddp = DistributedDataParallel(DistributedDataParallelConfig(), ColumnParallelLinear(2, 2, groups), groups)
+    optimizer = MegatronOptimizer(OptimizerConfig(lr=1.0), ddp, groups)
+    if groups.tp.rank == 1:
+        ddp.gradients()["weight"].fill_(float("nan"))
+    return optimizer.step().skipped
+
+
+@pytest.mark.world(2)
+def test_a_bad_gradient_on_one_rank_skips_on_all(world) -> None:
+    assert world(check_skip_everywhere) == [True, True]
+
+
+def test_a_run_continues_from_its_state_bit_for_bit() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        whole = Net(dtype)
+        ddp, optimizer = wrap(whole)
+        for step in range(3):
+            backward(ddp, data(step, dtype))
+            optimizer.step()
+        saved = {name: shard.tensor.clone() for name, shard in optimizer.state_shards().items()}
+        resumed = Net(dtype)
+        resumed.load_state_dict(whole.state_dict())
+        ddp2, optimizer2 = wrap(resumed)
+        for name, shard in optimizer2.state_shards().items():
+            shard.tensor.copy_(saved[name])
+        optimizer2.load_step_count(optimizer.step_count)
+        for step in range(3, 6):
+            for some, which in ((ddp, optimizer), (ddp2, optimizer2)):
+                backward(some, data(step, dtype))
+                which.step()
+        assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+
+
+def test_state_names_and_places_follow_the_parameters() -> None:
+    _, optimizer = wrap(Net(torch.bfloat16))
+    shards = optimizer.state_shards()
+    of_norm = sorted(name for name in shards if "norm" in name)
+    assert of_norm == ["optimizer.exp_avg.norm", "optimizer.exp_avg_sq.norm", "optimizer.master.norm"]
+    assert all(shard.name == name and tuple(shard.tensor.shape) == shard.spec.shape for name, shard in shards.items())
+    _, optimizer = wrap(Net())
+    assert not any("master" in name for name in optimizer.state_shards())
+
+
+class Everything(nn.Module):
+    """Every kind of placement: split and replicated dense parameters, partial ones, experts, another part a stage."""
+
+    def __init__(self, groups: ProcessGroups) -> None:
+        super().__init__()
+        stage = groups.pp.rank
+        self.groups = groups
+        self.embedding = VocabParallelEmbedding(8, 4, groups, seed=10 + stage)
+        self.up = ColumnParallelLinear(4, (2, 4), groups, shard_dim=1, bias=True, seed=20 + stage)
+        self.down = RowParallelLinear(4, 4, groups, bias=True, seed=30 + stage)
+        self.norm = nn.Parameter(torch.empty(4))
+        self.router = nn.Parameter(torch.empty(4, 4))
+        self.experts = nn.Parameter(torch.empty(self.shard_specs()["experts"].local_shape(groups)))
+
+    def shard_specs(self) -> dict[str, ShardSpec]:
+        partial = ("tp",) if self.groups.sequence_parallel else ()
+        return {
+            "norm": ShardSpec(shape=(4,), partial=partial),
+            "router": ShardSpec(shape=(4, 4)),
+            "experts": ShardSpec(shape=(4, 3, 4), view="expert", shards={"ep": 0, "tp": 2}),
+        }
+
+
+def gradient(name: str, stage: int, spec: ShardSpec) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(map(ord, name)) + 1000 * stage)
+    return torch.randn(spec.shape, generator=generator, dtype=torch.float64)
+
+
+def check_norm(plans: list[dict[str, int]]) -> None:
+    for degrees in plans:
+        groups = ProcessGroups.build(ParallelPlan(**degrees))
+        shards = list(named_shards(Everything(groups)))
+        gradients = {shard.name: gradient(shard.name, groups.pp.rank, shard.spec)[shard.spec.slices(groups)] for shard in shards}
+        norm = global_grad_norm(gradients, shards, groups)
+        expected = sum(gradient(shard.name, stage, shard.spec).square().sum() for shard in shards for stage in range(groups.pp.size))
+        torch.testing.assert_close(norm, expected.sqrt(), rtol=1e-12, atol=0.0, msg=lambda text, degrees=degrees: f"{degrees}: {text}")
+
+
+@pytest.mark.world(4)
+def test_every_parameter_counts_once_in_every_layout(world) -> None:
+    plans = [
+        {"dp": 4},
+        {"tp": 4},
+        {"tp": 4, "etp": 4},
+        {"pp": 4},
+        {"cp": 2, "dp": 2},
+        {"tp": 2, "pp": 2},
+        {"tp": 2, "dp": 2, "ep": 4},
+        {"dp": 4, "ep": 2},
+        {"tp": 2, "dp": 2, "ep": 2},
+        {"tp": 2, "dp": 2, "ep": 2, "etp": 2},
+        {"tp": 2, "pp": 2, "ep": 2},
+    ]
+    world(check_norm, plans=plans)
+
+
+def test_one_rank_counts_every_parameter() -> None:
+    check_norm([{}])
+
+
+class SharedEnds(nn.Module):
+    """The embedding of the first stage is the output layer of the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(3, 2, dtype=torch.float64))
+
+    def shard_specs(self) -> dict[str, ShardSpec]:
+        return {"table": ShardSpec(shape=(3, 2), partial=("embd",))}
+
+
+def check_shared_ends() -> None:
+    groups = ProcessGroups.build(ParallelPlan(pp=2))
+    ddp = DistributedDataParallel(DistributedDataParallelConfig(), SharedEnds(), groups)
+    (ddp.module.table.sum() * (groups.pp.rank + 1)).backward()
+    ddp.finish_grad_sync()
+    assert (ddp.gradients()["table"] == 3.0).all()
+    optimizer = MegatronOptimizer(OptimizerConfig(lr=1.0), ddp, groups)
+    assert optimizer.step().grad_norm.item() == pytest.approx(math.sqrt(6 * 9))
+
+
+@pytest.mark.world(2)
+def test_a_parameter_of_two_stages_is_summed_and_counts_once(world) -> None:
+    world(check_shared_ends)
+
+
+class Block(nn.Module):
+    def __init__(self, groups: ProcessGroups) -> None:
+        super().__init__()
+        self.groups = groups
+        self.norm = nn.Parameter(torch.ones(4, dtype=torch.float64))
+        self.up = ColumnParallelLinear(4, 8, groups, dtype=torch.float64, seed=1)
+        self.down = RowParallelLinear(8, 4, groups, dtype=torch.float64, seed=2)
+
+    def shard_specs(self) -> dict[str, ShardSpec]:
+        return {"norm": ShardSpec(shape=(4,), partial=("tp",) if self.groups.sequence_parallel else ())}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x * self.norm).relu()).sin().sum()
+
+
+def trajectory(groups: ProcessGroups) -> tuple[list[float], dict[str, Tensor], Group]:
+    """Four clipped steps on eight rows of data, two of them on each of four micro-batches over the replicas."""
+    ddp = DistributedDataParallel(DistributedDataParallelConfig(bucket_size=8), Block(groups), groups)
+    optimizer = MegatronOptimizer(OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.05), ddp, groups)
+    norms = []
+    for step in range(4):
+        rows = data(step).double()[:, :4].chunk(groups.dp.size)[groups.dp.rank]
+        if groups.sequence_parallel:
+            rows = rows.chunk(groups.tp.size)[groups.tp.rank]
+        backward(ddp, rows)
+        norms.append(optimizer.step(grad_scale=1 / 8).grad_norm.item())
+    whole = {}
+    for shard in named_shards(ddp.module):
+        full = torch.zeros(shard.spec.shape, dtype=torch.float64)
+        full[shard.spec.slices(groups)] = shard.parameter.detach() if shard.spec.replica(groups) == 0 else 0.0
+        dist.all_reduce(full)
+        whole[shard.name] = full
+    return norms, whole, groups.dp
+
+
+def check_trajectories() -> None:
+    alone = ProcessGroups.single()
+    model = Block(alone)
+    ddp = DistributedDataParallel(DistributedDataParallelConfig(), model, alone)
+    optimizer = MegatronOptimizer(OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.05), ddp, alone)
+    norms = []
+    for step in range(4):
+        backward(ddp, data(step).double())
+        norms.append(optimizer.step(grad_scale=1 / 8).grad_norm.item())
+    for degrees in ({"dp": 4}, {"tp": 4}, {"tp": 2, "dp": 2}):
+        for sequence_parallel in (True, False):
+            groups = ProcessGroups.build(ParallelPlan(**degrees, sequence_parallel=sequence_parallel))
+            ours, whole, _ = trajectory(groups)
+            assert ours == pytest.approx(norms, rel=1e-10)
+            for name, parameter in model.named_parameters():
+                torch.testing.assert_close(whole[name], parameter.detach(), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.world(4)
+def test_training_is_the_same_in_every_layout(world) -> None:
+    world(check_trajectories)
+
+
+def test_config_names_what_is_wrong() -> None:
+    for name in ("use_distributed_optimizer", "use_precision_aware_optimizer", "optimizer_cpu_offload", "overlap_cpu_optimizer_d2h_h2d"):
+        with pytest.raises(ValueError, match=f"{name}=True is not available yet"):
+            OptimizerConfig(lr=1e-3, **{name: True})
+    with pytest.raises(ValueError, match=r"optimizer_offload_fraction=0\.5 is not available yet"):
+        OptimizerConfig(lr=1e-3, optimizer_offload_fraction=0.5)
+    with pytest.raises(ValueError, match="optimizer='muon' is not available yet"):
+        OptimizerConfig(lr=1e-3, optimizer="muon")
+    with pytest.raises(ValueError, match=r"lr=-1\.0 must not be negative"):
+        OptimizerConfig(lr=-1.0)
+    with pytest.raises(ValueError, match=r"clip_grad=nan must not be negative"):
+        OptimizerConfig(lr=1.0, clip_grad=math.nan)
+    with pytest.raises(ValueError, match=r"adam_beta2=1\.0"):
+        OptimizerConfig(lr=1.0, adam_beta2=1.0)
