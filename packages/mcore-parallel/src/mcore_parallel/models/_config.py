@@ -34,7 +34,9 @@ class TransformerConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
-            raise ValueError(f"num_attention_heads={self.num_attention_heads} must divide hidden_size={self.hidden_size}, or set kv_channels")
+            raise ValueError(
+                f"num_attention_heads={self.num_attention_heads} must divide hidden_size={self.hidden_size}, or set kv_channels"
+            )
         if self.num_attention_heads % self.kv_heads:
             raise ValueError(f"num_query_groups={self.kv_heads} must divide num_attention_heads={self.num_attention_heads}")
 

@@ -5,11 +5,11 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
 from mcore_parallel._groups import ProcessGroups
 from mcore_parallel.models._config import TransformerConfig
-from mcore_parallel.nn import Step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +22,10 @@ class Site:
     """Number among the layers this pipeline stage holds, from 0."""
     config: TransformerConfig
     groups: ProcessGroups
+    dtype: torch.dtype = torch.float32
+    """Of the parameters the slot creates."""
+    device: torch.device | str = "cpu"
+    """Of the parameters the slot creates; "meta" for none yet."""
 
 
 class FeedForwardBuilder(Protocol):
@@ -37,13 +41,3 @@ class MixerBuilder(Protocol):
     """Builds a module ``forward(x, step) -> y`` that mixes tokens (attention, state space)."""
 
     def __call__(self, site: Site) -> nn.Module: ...
-
-
-class AttentionCore(Protocol):
-    """The part of attention without parameters of its own.
-
-    q is [T, A, d], k and v are [T, K, d] (A heads and K key-value heads of this tp rank), the result is [T, A, d].
-    ``layer`` is the number of the layer among those of this stage.
-    """
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, step: Step) -> Tensor: ...

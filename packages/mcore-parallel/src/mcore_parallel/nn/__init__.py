@@ -1,7 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Layers without parallelism of their own."""
+"""The layers of a model: normalisation, attention and its cores, feed-forward, activations."""
 
+from mcore_parallel.nn._activations import geglu, quick_geglu, quick_gelu, squared_relu, swiglu, weighted_quick_geglu
+from mcore_parallel.nn._attention import SelfAttention
+from mcore_parallel.nn._cores import AttentionCore, causal_attention
+from mcore_parallel.nn._mlp import GatedMLP
+from mcore_parallel.nn._norm import RMSNorm
+from mcore_parallel.nn._rope import apply_rotary, rotary_frequencies, rotary_tables
 from mcore_parallel.nn._step import Step
 
-__all__ = ["Step"]
+__all__ = [
+    "AttentionCore",
+    "GatedMLP",
+    "RMSNorm",
+    "SelfAttention",
+    "Step",
+    "apply_rotary",
+    "causal_attention",
+    "geglu",
+    "quick_geglu",
+    "quick_gelu",
+    "rotary_frequencies",
+    "rotary_tables",
+    "squared_relu",
+    "swiglu",
+    "weighted_quick_geglu",
+]

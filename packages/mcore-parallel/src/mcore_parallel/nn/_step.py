@@ -26,6 +26,8 @@ class Step:
     """[T] int64, position of each token in its sequence."""
     attention: Any = None
     """Data for the attention core that was chosen (page tables, sequence bounds); other layers ignore it."""
+    rotary: tuple[Tensor, Tensor] | None = None
+    """cos and sin of the rotary embedding, each [T, d]; the model fills them in once for all its layers."""
 
     @classmethod
     def causal(cls, batch_size: int, seq_len: int, device: torch.device | str = "cpu") -> "Step":

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The decoder-only transformer, whole or one pipeline stage of it."""
+
+import dataclasses
+
+import torch
+from torch import Tensor, nn
+
+from mcore_parallel._groups import ProcessGroups
+from mcore_parallel.models._config import TransformerConfig
+from mcore_parallel.models._init import fill_parameters
+from mcore_parallel.models._layer import TransformerLayer, build_norm, dense_feed_forward, self_attention
+from mcore_parallel.models._output import ModelOutput, OutputLayer
+from mcore_parallel.models._slots import FeedForwardBuilder, MixerBuilder, Site
+from mcore_parallel.nn import AttentionCore, Step, rotary_frequencies, rotary_tables
+from mcore_parallel.pipeline import partition_layers
+from mcore_parallel.tensor_parallel import VocabParallelEmbedding
+
+
+# T tokens, D model.
+class GPTModel(nn.Module):
+    """Embedding, layers, final norm, output; each pipeline stage holds its share.
+
+    Parameter names are global: ``layers.17.attention.qkv.weight`` whatever stage holds layer 17.
+
+    Args:
+        config: the architecture.
+        groups: the layout.
+        feed_forward: fills the feed-forward slot of every layer.
+        mixer: fills the mixer slot; None for self-attention around ``attention_core``.
+        attention_core: None for torch's causal attention.
+        layers: global numbers of the layers held here; None for this stage's share by ``partition_layers``.
+        dtype: of the parameters and the hidden states.
+        device: of the parameters. With "meta" nothing is allocated or initialised: call ``to_empty``, then ``init_parameters`` or load.
+        seed: of the initial values; None leaves them uninitialised.
+
+    Raises:
+        ValueError: degrees that do not divide the sizes, mixer and attention_core together, tied embeddings over several stages.
+
+    Example:
+        >>> config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=16)
+        >>> output, aux = GPTModel(config, ProcessGroups.single())(torch.zeros(4, dtype=torch.int64), Step.causal(2, 2))
+        >>> output.logits().shape
+        torch.Size([4, 16])
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        groups: ProcessGroups,
+        *,
+        feed_forward: FeedForwardBuilder = dense_feed_forward,
+        mixer: MixerBuilder | None = None,
+        attention_core: AttentionCore | None = None,
+        layers: range | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        seed: int | None = 0,
+    ) -> None:
+        super().__init__()
+        stages = groups.pp
+        if mixer is not None and attention_core is not None:
+            raise ValueError("mixer and attention_core exclude one another; give the core to the mixer's builder")
+        tied = config.share_embeddings_and_output_weights
+        if tied and stages.size > 1:
+            raise ValueError(f"share_embeddings_and_output_weights=True needs pp=1, found pp={stages.size}; untie the weights or set pp=1")
+        if layers is None:
+            layers = partition_layers(config.num_layers, stages.size, stages.rank)
+        elif not 0 <= layers.start <= layers.stop <= config.num_layers:
+            raise ValueError(f"layers={layers} must lie in range(0, num_layers={config.num_layers})")
+        mixer = self_attention(attention_core) if mixer is None else mixer
+        self.config, self.groups, self.stage_layers = config, groups, layers
+        self.dtype = dtype
+        self.is_first, self.is_last = stages.is_first, stages.is_last
+        sizes, place = (config.vocab_size, config.hidden_size, groups), {"dtype": dtype, "device": device}
+
+        def site(layer: int) -> Site:
+            return Site(layer=layer, local_layer=layer - layers.start, config=config, groups=groups, dtype=dtype, device=device)
+
+        self.embedding = VocabParallelEmbedding(*sizes, init=False, **place) if self.is_first else None
+        self.layers = nn.ModuleDict({str(layer): TransformerLayer(site(layer), mixer, feed_forward) for layer in layers})
+        self.final_norm = build_norm(site(layers.stop)) if self.is_last else None
+        self.output = OutputLayer(*sizes, tied=tied, **place) if self.is_last else None
+        if seed is not None and torch.device(device).type != "meta":
+            init_parameters(self, seed)
+
+    def forward(self, x: Tensor, step: Step) -> tuple[Tensor | ModelOutput, Tensor | None]:
+        """One pass through this stage.
+
+        Args:
+            x: tokens [T] int64 on the first stage, else the hidden states [T or T / tp, D] of the stage before.
+            step: positions and attention data of all T tokens.
+
+        Returns:
+            Hidden states [T or T / tp, D], on the last stage a ``ModelOutput``; and this rank's part of the auxiliary loss, or None.
+
+        Raises:
+            ValueError: under sequence parallelism, tp does not divide T.
+        """
+        tokens = step.positions.shape[0]
+        if self.groups.sequence_parallel and tokens % self.groups.tp.size:
+            raise ValueError(
+                f"tp={self.groups.tp.size} must divide the {tokens} tokens of a step; pad the batch or set sequence_parallel=False"
+            )
+        if step.rotary is None:
+            step = dataclasses.replace(step, rotary=self.rotary(step.positions))
+        aux_total: Tensor | None = None
+        if self.embedding is not None:
+            x = self.embedding(x)
+        for layer in self.layers.values():
+            x, aux = layer(x, step)
+            if aux is not None:
+                aux_total = aux if aux_total is None else aux_total + aux
+        if self.final_norm is None or self.output is None:
+            return x, aux_total
+        tied = self.config.share_embeddings_and_output_weights
+        shared = self.embedding.weight if tied and self.embedding is not None else None
+        return ModelOutput(self.final_norm(x), self.output, shared), aux_total
+
+    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [T, d] of the positions [T], float32."""
+        return rotary_tables(positions, rotary_frequencies(self.config.head_dim, self.config.rotary_base, positions.device))
+
+
+def init_parameters(model: GPTModel, seed: int) -> None:
+    """Draw all parameters of a model; every layout gets the same global values.
+
+    A value depends on the seed and the parameter's global name only. Norm weights are 1, biases 0; matrices are N(0, std^2) with
+    ``init_method_std``, divided by sqrt(2 num_layers) for those that write into the residual stream. A module that conforms
+    to ``SelfInitialised`` overrides these rules. Values are drawn in float32 on the CPU, one leading index at a time for
+    parameters of more than two dims, of which only the indices held here are drawn.
+
+    Raises:
+        ValueError: the parameters lie on the meta device.
+    """
+    fill_parameters(model, model.config, model.groups, seed)

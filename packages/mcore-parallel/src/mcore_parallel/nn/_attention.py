@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Self-attention over tensor-parallel heads."""
+
+import torch
+from torch import Tensor, nn
+
+from mcore_parallel._groups import ProcessGroups
+from mcore_parallel.nn._cores import AttentionCore, causal_attention
+from mcore_parallel.nn._rope import apply_rotary
+from mcore_parallel.nn._step import Step
+from mcore_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+
+# T tokens, D model, A heads and K key-value heads (global), d width of a head.
+class SelfAttention(nn.Module):
+    """Projection to queries, keys and values, rotary embedding, core, projection back.
+
+    ``qkv.weight`` is [K, (A / K + 2) d, D], cut over tp by key-value head: row block k holds the query heads that read
+    key-value head k, then its key, then its value.
+
+    Args:
+        hidden_size: D.
+        num_heads: A.
+        num_kv_heads: K.
+        head_dim: d.
+        groups: tp is used.
+        layer: number among the layers of this stage, handed to the core.
+        core: attention itself; causal by default.
+        dtype: of the weights.
+        device: of the weights.
+        init: as in the linear layers.
+
+    Raises:
+        ValueError: tp does not divide K.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        groups: ProcessGroups,
+        *,
+        layer: int = 0,
+        core: AttentionCore = causal_attention,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        init: bool = True,
+    ) -> None:
+        super().__init__()
+        if num_kv_heads % groups.tp.size:
+            raise ValueError(
+                f"tp={groups.tp.size} must divide num_query_groups={num_kv_heads} (key-value heads); lower tp or raise num_query_groups"
+            )
+        self.layer = layer
+        self.core = core
+        self.head_dim = head_dim
+        self.local_kv_heads = num_kv_heads // groups.tp.size
+        rows = (num_heads // num_kv_heads + 2) * head_dim
+        self.qkv = ColumnParallelLinear(hidden_size, (num_kv_heads, rows), groups, shard_dim=0, dtype=dtype, device=device, init=init)
+        self.out = RowParallelLinear(num_heads * head_dim, hidden_size, groups, dtype=dtype, device=device, init=init)
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        """[T or T / tp, D] -> the same; rotary embedding is applied when the step carries its tables."""
+        qkv = self.qkv(x).unflatten(-1, (self.local_kv_heads, -1, self.head_dim))
+        q, k, v = qkv[:, :, :-2].flatten(1, 2), qkv[:, :, -2], qkv[:, :, -1]
+        if step.rotary is not None:
+            q, k = apply_rotary(q, step.rotary), apply_rotary(k, step.rotary)
+        return self.out(self.core(q, k, v, self.layer, step).flatten(1))

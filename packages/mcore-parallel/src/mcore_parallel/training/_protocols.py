@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""What the train step and the trainer ask of their parts."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from mcore_parallel.models import ModelOutput
+from mcore_parallel.training._batch import Batch
+from mcore_parallel.training._objective import LossReport
+
+
+class Objective(Protocol):
+    """What is minimised: from the output of the last stage and its micro-batch to a sum over tokens."""
+
+    def __call__(self, output: ModelOutput, batch: Batch) -> LossReport: ...
+
+
+class GradSync(Protocol):
+    """Sums gradients over the replicas."""
+
+    def zero_grad_buffer(self) -> None: ...
+
+    def no_sync(self) -> AbstractContextManager[None]: ...
+
+    def finish_grad_sync(self) -> None: ...
+
+
+class UpdateResult(Protocol):
+    """What an update reports."""
+
+    @property
+    def grad_norm(self) -> Tensor: ...
+    @property
+    def skipped(self) -> bool: ...
+
+
+class Optimizer(Protocol):
+    """Applies the summed gradients, multiplied by ``grad_scale``."""
+
+    def step(self, *, grad_scale: float | Tensor, lr: float) -> UpdateResult: ...
+
+
+class Schedule(Protocol):
+    """Learning rate of each step, counted from 0."""
+
+    def lr(self, step: int) -> float: ...
+
+
+class Checkpointer(Protocol):
+    """Keeps the state of steps."""
+
+    def save(self, step: int, state: Mapping[str, Any], extra: Mapping[str, Any]) -> Any: ...
+
+    def load(self, state: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Fill the tensors of ``state`` from the newest step; returns that step and its extra values."""
+        ...
+
+    def latest(self) -> int | None: ...
+
+
+class Writer(Protocol):
+    """Takes the numbers of each step; used on the first rank only."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...

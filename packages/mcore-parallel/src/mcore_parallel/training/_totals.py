@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Adds the reports of all micro-batches and ranks up, in one collective and without looking at the numbers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mcore_parallel._groups import ProcessGroups
+from mcore_parallel.comm import all_reduce
+from mcore_parallel.training._objective import LossReport
+
+# Only the last stage knows which metrics there are. Over several stages the vector therefore has a fixed size:
+# room for this many metrics, and for their names.
+_MAX_METRICS, _MAX_NAME_BYTES = 64, 2048
+_FIXED = 3
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over the world, on the device."""
+
+    vector: Tensor
+    """float64: loss sum, count, weighted auxiliary sum, metrics, and over several stages the bytes of their names."""
+    names: tuple[str, ...] | None
+    """Metrics in the vector's order; None when the names are in the vector."""
+
+    @property
+    def count(self) -> Tensor:
+        """Scalar; at least the smallest normal number, so that a step in which nothing counts divides by no zero."""
+        return self.vector[1].clamp(min=torch.finfo(torch.float32).tiny)
+
+    def read(self, values: Sequence[float]) -> tuple[float, float, float, dict[str, float]]:
+        """Loss, count, auxiliary loss and metrics from the vector's numbers on the host."""
+        total, count, aux = values[:_FIXED]
+        names = _decode(values[_FIXED + _MAX_METRICS :]) if self.names is None else self.names
+        means = [value / count if count else 0.0 for value in (total, aux, *values[_FIXED : _FIXED + len(names)])]
+        return means[0], count, means[1], dict(zip(names, means[2:], strict=True))
+
+
+def add_up(reports: Sequence[LossReport], aux: Sequence[Tensor], groups: ProcessGroups, device: torch.device) -> Totals:
+    """Totals over micro-batches, replicas and stages; the same on every rank.
+
+    Args:
+        reports: of the micro-batches, on the last stage; empty on the others.
+        aux: weighted auxiliary losses of this rank.
+        groups: the layout; the world is summed over.
+        device: of the result.
+
+    Raises:
+        ValueError: micro-batches with different metrics, or (over several stages) more metrics than there is room for.
+    """
+    names = tuple(sorted(reports[0].metrics)) if reports else ()
+    rows = [torch.zeros(_FIXED + len(names), dtype=torch.float64, device=device)]
+    # The tp ranks hold the same reports; auxiliary losses are parts that add up over them.
+    for report in reports if groups.tp.is_first else ():
+        if set(report.metrics) != set(names):
+            raise ValueError(
+                f"an objective reported the metrics {sorted(report.metrics)} after {list(names)}; report the same for every micro-batch"
+            )
+        scalars = [report.sum, report.count, torch.zeros_like(report.sum), *(report.metrics[name] for name in names)]
+        rows.append(torch.stack([scalar.detach().to(device, torch.float64) for scalar in scalars]))
+    vector = torch.stack(rows).sum(0)
+    if aux:
+        vector[2] = torch.stack([value.detach().double() for value in aux]).sum()
+    if groups.pp.size == 1:
+        return Totals(all_reduce(vector, groups.world), names)
+    wide = torch.zeros(_FIXED + _MAX_METRICS + _MAX_NAME_BYTES, dtype=torch.float64, device=device)
+    wide[: len(vector)] = vector
+    speaker = groups.pp.is_last and groups.tp.is_first and groups.dp_cp.is_first
+    if names and speaker:
+        code = _encode(names)
+        wide[_FIXED + _MAX_METRICS :][: len(code)] = torch.tensor(code, dtype=torch.float64).to(device, non_blocking=True)
+    return Totals(all_reduce(wide, groups.world), None)
+
+
+def _encode(names: Sequence[str]) -> list[int]:
+    code = list("\n".join(names).encode())
+    if len(names) > _MAX_METRICS or len(code) > _MAX_NAME_BYTES:
+        raise ValueError(
+            f"{len(names)} metrics with names of {len(code)} bytes do not fit; "
+            f"over pipeline stages report at most {_MAX_METRICS} metrics of {_MAX_NAME_BYTES} bytes"
+        )
+    return code
+
+
+def _decode(values: Sequence[float]) -> tuple[str, ...]:
+    text = bytes(int(value) for value in values if value).decode()
+    return tuple(text.split("\n")) if text else ()

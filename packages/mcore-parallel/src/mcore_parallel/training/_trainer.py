@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The training loop."""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from torch import nn
+
+from mcore_parallel._groups import ProcessGroups
+from mcore_parallel.training._batch import Batch
+from mcore_parallel.training._protocols import Checkpointer, GradSync, Objective, Optimizer, Schedule, Writer
+from mcore_parallel.training._state import StatefulOptimizer, TensorShard, model_state, optimizer_state
+from mcore_parallel.training._step import TrainReport, evaluate, train_step
+
+
+class NonFiniteLossError(ArithmeticError):
+    """Too many steps whose loss or gradient norm is not a usable number."""
+
+    def __init__(self, step: int, report: TrainReport, reason: str) -> None:
+        super().__init__(f"step {step}: loss={report.loss}, grad_norm={report.grad_norm}: {reason}")
+        self.step = step
+        self.report = report
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """Length and rhythm of a run.
+
+    Raises:
+        ValueError: a negative number.
+    """
+
+    steps: int
+    """Last step; the first is 1."""
+    eval_every: int = 0
+    """Evaluate after every n-th step; 0 for never."""
+    save_every: int = 0
+    """Save after every n-th step and after the last; 0 for never."""
+    max_skipped_steps: int = 0
+    """Steps of the run that the optimizer may skip (gradients that are not finite) before it is an error."""
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value < 0:
+                raise ValueError(f"{name}={value} must not be negative")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerState:
+    """How far a run is; part of every checkpoint."""
+
+    step: int = 0
+    """Steps done, skipped ones included."""
+    consumed_samples: int = 0
+    """Sequences of all replicas that were trained on; the position in the data."""
+    skipped_steps: int = 0
+
+
+class TrainableOptimizer(Optimizer, StatefulOptimizer, Protocol):
+    """An optimizer that updates and whose state can be saved."""
+
+
+class Trainer:
+    """Trains a model step by step, evaluates, saves, and reports.
+
+    Args:
+        config: length and rhythm.
+        model: this rank's stage.
+        sync: sums its gradients.
+        optimizer: updates it.
+        objective: what is minimised.
+        data: from a number of consumed samples to the micro-batches of each following step, one list a step.
+        schedule: learning rates; step 1 has ``schedule.lr(0)``.
+        writers: take the numbers of each step, on the first rank of the layout only; closed at the end of ``run``.
+        checkpointer: saves and restores; needed by ``save_every`` and ``resume``.
+        evaluation: the micro-batches of one evaluation; needed by ``eval_every``.
+        probe: further numbers of a step (load of experts); called on every rank after each step.
+        groups: the layout; None for ``model.groups``.
+
+    Raises:
+        ValueError: a rhythm without the part it needs.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        model: nn.Module,
+        sync: GradSync,
+        optimizer: TrainableOptimizer,
+        objective: Objective,
+        data: Callable[[int], Iterable[Sequence[Batch]]],
+        schedule: Schedule,
+        writers: Sequence[Writer] = (),
+        checkpointer: Checkpointer | None = None,
+        *,
+        evaluation: Callable[[], Sequence[Batch]] | None = None,
+        probe: Callable[[], Mapping[str, float]] | None = None,
+        groups: ProcessGroups | None = None,
+    ) -> None:
+        if config.save_every and checkpointer is None:
+            raise ValueError(f"save_every={config.save_every} needs a checkpointer; pass one or set save_every=0")
+        if config.eval_every and evaluation is None:
+            raise ValueError(f"eval_every={config.eval_every} needs evaluation batches; pass evaluation or set eval_every=0")
+        owner: Any = model
+        self.config, self.model, self.sync, self.optimizer, self.objective = config, model, sync, optimizer, objective
+        self.data, self.schedule, self.checkpointer = data, schedule, checkpointer
+        self.evaluation, self.probe = evaluation, probe
+        self.groups: ProcessGroups = owner.groups if groups is None else groups
+        self.writers = tuple(writers) if self.groups.world.is_first else ()
+        self.state = TrainerState()
+
+    def tensors(self) -> dict[str, TensorShard]:
+        """All tensors of a checkpoint, live."""
+        return {**model_state(self.model, self.groups), **optimizer_state(self.optimizer, self.groups)}
+
+    def resume(self) -> TrainerState:
+        """Continue from the newest checkpoint, if there is one.
+
+        Raises:
+            ValueError: there is no checkpointer.
+        """
+        if self.checkpointer is None:
+            raise ValueError("resume needs a checkpointer; pass one to Trainer")
+        if self.checkpointer.latest() is not None:
+            _, extra = self.checkpointer.load(self.tensors())
+            self.state = TrainerState(**extra["trainer"])
+            self.optimizer.load_step_count(int(extra["optimizer_step"]))
+        return self.state
+
+    def save(self) -> None:
+        """Save model, optimizer and the state of the run.
+
+        Raises:
+            ValueError: there is no checkpointer.
+        """
+        if self.checkpointer is None:
+            raise ValueError("save needs a checkpointer; pass one to Trainer")
+        extra = {"trainer": asdict(self.state), "optimizer_step": self.optimizer.step_count}
+        self.checkpointer.save(self.state.step, self.tensors(), extra)
+
+    def run(self) -> TrainerState:
+        """Train up to ``config.steps`` or to the end of the data; call it once.
+
+        Raises:
+            NonFiniteLossError: more steps were skipped than allowed, or a loss that is not finite led to an update.
+        """
+        self.model.train()
+        try:
+            stream = iter(self.data(self.state.consumed_samples))
+            begin = time.perf_counter()
+            while self.state.step < self.config.steps:
+                batches = next(stream, None)
+                if batches is None:
+                    break
+                values = self._step(batches)
+                now = time.perf_counter()
+                tokens = sum(batch.tokens.numel() for batch in batches) * self.groups.dp_cp.size
+                values |= {"step_s": now - begin, "tokens_per_s": tokens / (now - begin)}
+                values |= self._after(self.state.step)
+                for writer in self.writers:
+                    writer.write(self.state.step, values)
+                begin = time.perf_counter()
+        finally:
+            for writer in self.writers:
+                writer.close()
+        return self.state
+
+    def _step(self, batches: Sequence[Batch]) -> dict[str, float]:
+        state, lr = self.state, self.schedule.lr(self.state.step)
+        report = train_step(self.model, batches, self.objective, self.sync, self.optimizer, lr=lr, groups=self.groups)
+        self.state = TrainerState(
+            step=state.step + 1,
+            consumed_samples=state.consumed_samples + sum(len(batch.tokens) for batch in batches) * self.groups.dp.size,
+            skipped_steps=state.skipped_steps + report.skipped,
+        )
+        self._check(report)
+        values = {"loss": report.loss, "grad_norm": report.grad_norm, "lr": lr, "num_tokens": report.num_tokens, "aux": report.aux}
+        return {**values, "skipped_steps": self.state.skipped_steps, **report.metrics, **(self.probe() if self.probe else {})}
+
+    def _check(self, report: TrainReport) -> None:
+        step, skipped, allowed = self.state.step, self.state.skipped_steps, self.config.max_skipped_steps
+        if report.skipped and skipped > allowed:
+            raise NonFiniteLossError(
+                step, report, f"{skipped} steps were skipped, max_skipped_steps={allowed}; look at the data of this step"
+            )
+        if not report.skipped and not math.isfinite(report.loss):
+            raise NonFiniteLossError(
+                step, report, "the loss is not finite, but its gradient was and has been applied; resume from a checkpoint"
+            )
+
+    def _after(self, step: int) -> dict[str, float]:
+        """Evaluation and saving, when they are due."""
+        values: dict[str, float] = {}
+        if self.evaluation is not None and self.config.eval_every and step % self.config.eval_every == 0:
+            found = evaluate(self.model, self.evaluation(), self.objective, groups=self.groups)
+            values = {"eval/loss": found.mean.item()}
+            values |= {f"eval/{name}": (value / found.count).item() for name, value in found.metrics.items()}
+        if self.config.save_every and (step % self.config.save_every == 0 or step == self.config.steps):
+            self.save()
+        return values

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Self-attention and its core."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_parallel import Group, ProcessGroups
+from mcore_parallel.nn import SelfAttention, Step, causal_attention, rotary_frequencies, rotary_tables
+
+
+def slow_attention(q: Tensor, k: Tensor, v: Tensor, batch_size: int) -> Tensor:
+    """Token by token, head by head."""
+    out, length = torch.empty_like(q), len(q) // batch_size
+    per_group = q.shape[1] // k.shape[1]
+    for token in range(len(q)):
+        start = token // length * length
+        for head in range(q.shape[1]):
+            keys, values = k[start : token + 1, head // per_group], v[start : token + 1, head // per_group]
+            out[token, head] = torch.softmax(keys @ q[token, head] / q.shape[-1] ** 0.5, 0) @ values
+    return out
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_causal_attention_equals_the_loop(kv_heads: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2 * 5, heads, 6, dtype=torch.float64, generator=generator) for heads in (4, kv_heads, kv_heads))
+    torch.testing.assert_close(causal_attention(q, k, v, 0, Step.causal(2, 5)), slow_attention(q, k, v, 2), rtol=1e-10, atol=1e-12)
+
+
+def test_self_attention_cuts_qkv_by_key_value_group() -> None:
+    torch.manual_seed(0)
+    attention = SelfAttention(8, 4, 2, 2, ProcessGroups.single(), dtype=torch.float64)
+    x, step = torch.randn(6, 8, dtype=torch.float64), Step.causal(2, 3)
+    rows = attention.qkv.weight.detach()
+    assert rows.shape == (2, 8, 8)
+    q = torch.stack([x @ rows[head // 2, head % 2 * 2 :][:2].T for head in range(4)], 1)
+    k, v = (torch.stack([x @ rows[group, begin : begin + 2].T for group in range(2)], 1) for begin in (4, 6))
+    expected = slow_attention(q, k, v, 2).flatten(1) @ attention.out.weight.T
+    torch.testing.assert_close(attention(x, step), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_the_core_gets_the_turned_heads_the_layer_and_the_step() -> None:
+    seen = []
+
+    def core(q: Tensor, k: Tensor, v: Tensor, layer: int, step: Step) -> Tensor:
+        seen.append((q.shape, k.shape, v.shape, layer, step.attention))
+        return q
+
+    attention = SelfAttention(8, 4, 2, 2, ProcessGroups.single(), layer=3, core=core)
+    step = dataclasses.replace(Step.causal(1, 5), attention="pages")
+    plain = attention(torch.ones(5, 8), step)
+    turned = attention(torch.ones(5, 8), dataclasses.replace(step, rotary=rotary_tables(step.positions, rotary_frequencies(2))))
+    assert seen == [((5, 4, 2), (5, 2, 2), (5, 2, 2), 3, "pages")] * 2
+    torch.testing.assert_close(plain[0], turned[0])
+    assert not torch.isclose(plain[1:], turned[1:]).all(1).any()
+
+
+def test_a_tp_that_does_not_divide_the_key_value_heads_is_an_error() -> None:
+    groups = dataclasses.replace(ProcessGroups.single(), tp=Group((0, 1), 0))
+    with pytest.raises(ValueError, match=r"tp=2 must divide num_query_groups=1.*lower tp"):
+        SelfAttention(8, 4, 1, 2, groups)
