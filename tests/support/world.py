@@ -17,8 +17,10 @@ _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(["pytest", "torch._dynamo", "torch.distributed.fsdp"])
 
 
-def run(check: Callable[..., Any], num_ranks: int, *, timeout_s: float = 60.0, **inputs: Any) -> list[Any]:
-    """Run ``check(**inputs)`` on every rank of a gloo world; return the results in rank order.
+def run(check: Callable[..., Any], num_ranks: int, *, timeout_s: float = 60.0, backend: str = "gloo", **inputs: Any) -> list[Any]:
+    """Run ``check(**inputs)`` on every rank of a fresh world; return the results in rank order.
+
+    With backend "nccl" each rank owns the GPU of its number.
 
     Raises:
         AssertionError: a rank failed; carries its number and traceback.
@@ -29,7 +31,7 @@ def run(check: Callable[..., Any], num_ranks: int, *, timeout_s: float = 60.0, *
         ranks = []
         for rank in range(num_ranks):
             ours, theirs = _server.Pipe()
-            process = _server.Process(target=_rank_main, args=(check, inputs, rank, num_ranks, f"file://{folder}/store", theirs), daemon=True)
+            process = _server.Process(target=_rank_main, args=(check, inputs, rank, num_ranks, backend, f"file://{folder}/store", theirs), daemon=True)
             process.start()
             ranks.append(process)
             theirs.close()
@@ -61,14 +63,18 @@ def _collect(pending: dict[Connection, int], deadline: float) -> list[Any]:
     return [results[rank] for rank in sorted(results)]
 
 
-def _rank_main(check: Callable[..., Any], inputs: dict[str, Any], rank: int, num_ranks: int, store: str, pipe: Connection) -> None:
+def _rank_main(check: Callable[..., Any], inputs: dict[str, Any], rank: int, num_ranks: int, backend: str, store: str, pipe: Connection) -> None:
     assert "torch._dynamo" in sys.modules, "the preload failed (its import errors are silent)"
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_ranks)
     try:
+        device = None
+        if backend == "nccl":
+            device = torch.device("cuda", rank)
+            torch.cuda.set_device(device)
+        dist.init_process_group(backend, init_method=store, rank=rank, world_size=num_ranks, device_id=device)
         pipe.send((True, check(**inputs)))
     except BaseException:
         pipe.send((False, traceback.format_exc()))

@@ -82,7 +82,7 @@ def train_rank(config: RunConfig, kind: str) -> Trained:
 
     def probe() -> dict[str, float]:
         load = sum(pop_expert_load(parts.model).values(), start=torch.zeros(1, dtype=torch.int64, device=device))
-        share = all_reduce(load, parts.groups.tp_dp_cp).double()
+        share = all_reduce(load, parts.groups.world).double()
         return {f"expert_{number}_share": value for number, value in enumerate((share / share.sum()).tolist())}
 
     trainer = Trainer(

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The quickstart as a user starts it, at a small size, and with bad input."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.journey, pytest.mark.timeout(300)]
+
+SMALL = [
+    "train.steps=12", "train.warmup_steps=2", "train.eval_interval=6", "train.eval_batches=1", "train.seq_len=64",
+    "model.num_layers=2", "model.hidden_size=64", "model.ffn_hidden_size=96", "model.vocab_size=384",
+]  # fmt: skip
+
+
+def quickstart(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, "-m", "tools.quickstart", *arguments], capture_output=True, text=True, timeout=280)
+
+
+def test_text_becomes_a_reinforced_model(tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    changes = [word for change in SMALL for word in ("--set", change)]
+    done = quickstart("--text", "packages/mcore-parallel/src", "--output", str(output), "--iterations", "6", *changes)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for stage in ("Text becomes tokens", "mixture of experts trains", "another layout", "safetensors", "serves", "Reinforcement"):
+        assert stage in done.stdout
+    page = (output / "report.html").read_text()
+    assert page.count("<svg") == 4
+    assert "http://" not in page.replace("http://www.w3.org", "").replace("http://purl.org", "").replace("http://creativecommons.org", "")
+    assert (output / "hf" / "config.json").exists()
+    assert len((output / "train.jsonl").read_text().splitlines()) == 12
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--text", "no/such/place"], "no/such/place"),
+        (["--text", "EMPTY"], "no document"),
+        (["--set", "train.stepz=3"], "did you mean 'steps'"),
+    ],
+)
+def test_bad_input_is_one_clear_error(tmp_path: Path, arguments: list[str], message: str) -> None:
+    (tmp_path / "empty.txt").touch()
+    arguments = [str(tmp_path / "empty.txt") if word == "EMPTY" else word for word in arguments]
+    done = quickstart("--output", str(tmp_path / "run"), *arguments)
+    assert done.returncode == 1
+    assert message in done.stdout.replace("\n", " ") + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""One model, one seed, one data order: every layout gives the same losses."""
+
+import dataclasses
+from functools import cache
+
+import pytest
+import torch
+
+from mcore_moe import MoEConfig
+from mcore_parallel import ParallelPlan, ProcessGroups
+from mcore_parallel.models import TransformerConfig
+from mcore_parallel.optim import OptimizerConfig
+from mcore_parallel.training import Batch, CrossEntropyObjective, train_step
+from tests.support.world import run
+from tools.assemble import assemble
+from tools.recipes import RunConfig, TrainConfig
+
+CONFIG = RunConfig(
+    model=TransformerConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=24, vocab_size=64, init_method_std=0.1
+    ),
+    moe=MoEConfig(num_moe_experts=4, moe_router_topk=2, moe_aux_loss_coeff=0.01),
+    train=TrainConfig(steps=10, seq_len=16, micro_batch_size=2, global_batch_size=8, dtype="float64"),
+    optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=1.0),
+)
+
+
+def losses(plan: ParallelPlan, device: str = "cpu", dtype: str = "float64") -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step; the same global batches whatever the layout."""
+    parts = assemble(dataclasses.replace(CONFIG, plan=plan, train=dataclasses.replace(CONFIG.train, dtype=dtype)), device)
+    train, rows = CONFIG.train, []
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(train.steps):
+        tokens = torch.randint(CONFIG.model.vocab_size, (train.global_batch_size, train.seq_len + 1), generator=generator)
+        mask = (torch.rand(train.global_batch_size, train.seq_len, generator=generator) > 0.2).double()
+        micro = range(parts.groups.dp.rank, train.global_batch_size // train.micro_batch_size, parts.groups.dp.size)
+        batches = [
+            Batch(tokens=tokens[part, :-1].to(device), labels=tokens[part, 1:].to(device), loss_mask=mask[part].to(device))
+            for part in (slice(i * train.micro_batch_size, (i + 1) * train.micro_batch_size) for i in micro)
+        ]
+        report = train_step(parts.model, batches, CrossEntropyObjective(), parts.sync, parts.optimizer, lr=1e-2)
+        rows.append((report.loss + report.aux, report.grad_norm))
+    return rows
+
+
+@cache
+def serial() -> list[tuple[float, float]]:
+    [rows] = run(losses, 1, plan=ParallelPlan())
+    return rows
+
+
+LAYOUTS = {
+    "tp2": ParallelPlan(tp=2, ep=1, etp=1),
+    "pp2": ParallelPlan(pp=2),
+    "dp2": ParallelPlan(dp=2),
+    "ep2": ParallelPlan(dp=2, ep=2),
+    "tp2-ep2": ParallelPlan(tp=2, ep=2),
+    "tp2-pp2-ep2": ParallelPlan(tp=2, pp=2, ep=2),
+    "tp2-dp2-ep4": ParallelPlan(tp=2, dp=2, ep=4),
+    "pp2-dp2-ep2": ParallelPlan(pp=2, dp=2, ep=2),
+}
+
+
+def test_the_model_learns() -> None:
+    rows = serial()
+    assert rows[-1][0] < rows[0][0]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_gives_the_losses_of_one_rank(name: str) -> None:
+    plan = LAYOUTS[name]
+    for rank, rows in enumerate(run(losses, plan.world_size, plan=plan)):
+        for step, (ours, expected) in enumerate(zip(rows, serial(), strict=True)):
+            assert ours == pytest.approx(expected, rel=1e-8), f"rank {rank} step {step}"

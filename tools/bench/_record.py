@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""What every result file says beside its numbers."""
+
+import json
+import platform
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_WHEELS = ("mcore-parallel", "mcore-moe", "megatron-fsdp", "mcore-ckpt", "mcore-inference", "mcore-rl")
+
+
+def record(path: Path, results: Mapping[str, Any]) -> None:
+    """Write ``results`` with the machine, the versions and the command that made them."""
+    cuda = torch.cuda.is_available()
+    facts = {
+        "command": " ".join(["python -m", *_module_name(), *sys.argv[1:]]),
+        "machine": {
+            "gpu": torch.cuda.get_device_name(0) if cuda else None,
+            "num_gpus": torch.cuda.device_count() if cuda else 0,
+            "cpu": platform.processor() or platform.machine(),
+            "system": platform.system(),
+        },
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, **_installed()},
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**facts, **results}, indent=1) + "\n")
+
+
+def _module_name() -> list[str]:
+    spec = sys.modules["__main__"].__spec__
+    return [spec.name] if spec else [Path(sys.argv[0]).name]
+
+
+def _installed() -> dict[str, str]:
+    versions = {}
+    for wheel in _WHEELS:
+        try:
+            versions[wheel] = metadata.version(wheel)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions

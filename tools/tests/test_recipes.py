@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Recipes and the changing of their fields."""
+
+import pytest
+
+from tools.recipes import RECIPES, RecipeError, override, recipe
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_builds(name: str) -> None:
+    assert recipe(name).train.steps > 0
+
+
+def test_fields_change_by_path_and_type() -> None:
+    config = override(recipe("moe_tiny"), ["train.steps=7", "optimizer.lr=1e-4", "plan.sequence_parallel=false", "model.kv_channels=none", "moe=none"])
+    assert (config.train.steps, config.optimizer.lr, config.plan.sequence_parallel, config.model.kv_channels) == (7, 1e-4, False, None)
+    assert config.moe is None
+    assert recipe("moe_tiny").train.steps != 7
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("train.stpes=7", "did you mean 'steps'"),
+        ("train.steps=seven", "train.steps='seven' is not of type int"),
+        ("steps", "has no '='"),
+        ("train.steps.more=1", "no field 'more'"),
+        ("plan.tp=0", "tp=0 must be at least 1"),
+    ],
+)
+def test_bad_changes_name_what_is_wrong(assignment: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        override(recipe("moe_tiny"), [assignment])
+
+
+def test_an_unknown_recipe_names_the_nearest() -> None:
+    with pytest.raises(RecipeError, match="did you mean 'moe_tiny'"):
+        recipe("moe_tny")
