@@ -128,3 +128,29 @@ def check_compiled() -> None:
 @pytest.mark.world(2)
 def test_loss_compiles_without_a_graph_break(world) -> None:
     world(check_compiled)
+
+
+def check_padding() -> None:
+    """Columns after the real vocabulary are as if they were not there; the last rank may hold nothing else."""
+    group = Group.of(dist.group.WORLD)
+    for vocab, smoothing in ((VOCAB - 3, 0.0), (VOCAB - 3, 0.1), (5, 0.1)):
+        logits, target, weight = inputs(2.0)
+        target = torch.where(target >= vocab, 1, target)
+        whole = logits[:, :vocab].clone().requires_grad_()
+        share = smoothing / (vocab - 1)
+        probabilities = torch.full_like(whole, share).scatter(-1, target.clamp(min=0).unsqueeze(-1), 1 - smoothing)
+        expected = torch.where(target >= 0, -(probabilities * F.log_softmax(whole, -1)).sum(-1), 0.0)
+        expected.backward(weight)
+        part = logits.chunk(group.size, -1)[group.rank].clone().requires_grad_()
+        loss = vocab_parallel_cross_entropy(part, target, smoothing, group=group, vocab_size=vocab)
+        torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-12)
+        loss.backward(weight)
+        padded = F.pad(whole.grad, (0, VOCAB - vocab))
+        torch.testing.assert_close(part.grad, padded.chunk(group.size, -1)[group.rank], rtol=1e-10, atol=1e-12)
+    with pytest.raises(ValueError, match="vocab_size=25 must lie between 1 and the 24 columns"):
+        vocab_parallel_cross_entropy(part, target, group=group, vocab_size=VOCAB + 1)
+
+
+@pytest.mark.world(2)
+def test_padding_takes_no_part(world) -> None:
+    world(check_padding)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from mcore_parallel import ParallelPlan, ProcessGroups, ShardSpec
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig, lay_out_buckets
-from mcore_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from mcore_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear, WeightGradientSink
 
 
 class Model(nn.Module):
@@ -254,6 +254,32 @@ def test_a_gradient_after_its_sum_is_an_error(world) -> None:
     world(check_late_gradient)
 
 
+def check_fusion() -> None:
+    """Layers that add their own weight gradients, with overlap and without, against autograd's."""
+    groups = ProcessGroups.build(ParallelPlan(tp=2, dp=2))
+    found = []
+    for options in ({}, {"gradient_accumulation_fusion": True}, {"gradient_accumulation_fusion": True, "overlap_grad_reduce": False}):
+        ddp = DistributedDataParallel(DistributedDataParallelConfig(bucket_size=8, **options), Mixed(groups), groups)
+        for _ in range(3):
+            ddp.zero_grad_buffer()
+            with ddp.no_sync():
+                ddp(mixed_input(2 + groups.dp.rank)).backward()
+            ddp(mixed_input(groups.dp.rank)).backward()
+            ddp.finish_grad_sync()
+        found.append(ddp.gradients())
+    for name, grad in found[0].items():
+        assert grad.any() and torch.equal(grad, found[1][name]) and torch.equal(grad, found[2][name])
+    assert isinstance(ddp.module.up, WeightGradientSink)
+    # Autograd hands the weight over in one case only.
+    (grad,) = torch.autograd.grad(ddp(mixed_input(0)), ddp.module.up.weight, allow_unused=True)
+    assert grad is None
+
+
+@pytest.mark.world(4)
+def test_layers_may_add_their_own_weight_gradients(world) -> None:
+    world(check_fusion)
+
+
 def check_broadcast() -> list[float]:
     groups = ProcessGroups.build(ParallelPlan(tp=2, dp=2))
     module = nn.Linear(1, 1, bias=False)
@@ -282,10 +308,14 @@ def test_buckets_cover_the_buffer_once() -> None:
     assert lay_out_buckets([], 10) == ()
 
 
-def test_config_names_what_is_not_available() -> None:
-    for name in ("use_distributed_optimizer", "overlap_param_gather", "reduce_scatter_with_fp32_accumulation"):
-        with pytest.raises(ValueError, match=f"{name}=True is not available yet"):
+def test_config_names_what_does_not_go_together() -> None:
+    for name in ("overlap_param_gather", "separate_all_gather_group"):
+        with pytest.raises(ValueError, match=f"{name}=True needs use_distributed_optimizer=True"):
             DistributedDataParallelConfig(**{name: True})
+    with pytest.raises(ValueError, match="num_distributed_optimizer_instances=2 needs"):
+        DistributedDataParallelConfig(num_distributed_optimizer_instances=2)
+    with pytest.raises(ValueError, match="reduce_scatter_with_fp32_accumulation=True needs grad_reduce_in_fp32=False"):
+        DistributedDataParallelConfig(reduce_scatter_with_fp32_accumulation=True)
     with pytest.raises(ValueError, match="bucket_size=0"):
         DistributedDataParallelConfig(bucket_size=0)
     assert DistributedDataParallelConfig().bucket_elements(8) == 40_000_000

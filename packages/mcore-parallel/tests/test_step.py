@@ -146,7 +146,7 @@ def test_the_gradient_is_that_of_the_mean_over_all_counted_tokens() -> None:
     torch.testing.assert_close([report.loss, report.aux], [(total / count).item(), (aux / count).item()], rtol=1e-10, atol=0)
     assert report.metrics["loss"] == pytest.approx(report.loss)
     for (name, found), wanted in zip(model.named_parameters(), grads, strict=True):
-        torch.testing.assert_close(sync.gradients()[name], wanted, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(sync.gradients()[name] / count, wanted, rtol=1e-9, atol=1e-12)
         assert found.grad is None
 
 

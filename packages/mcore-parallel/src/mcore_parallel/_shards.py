@@ -2,15 +2,16 @@
 # Copyright (c) 2026 the mcore authors
 """What part of which global parameter a rank holds, declared once by the layer that owns it."""
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from torch import nn
+from torch import Tensor, nn
 
-from mcore_parallel._groups import ProcessGroups
+from mcore_parallel._groups import Group, ProcessGroups
 
-__all__ = ["NamedShard", "ShardSpec", "ShardedModule", "named_shards"]
+__all__ = ["NamedShard", "Piece", "ShardSpec", "ShardedModule", "boxes", "named_shards"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,3 +111,58 @@ def named_shards(model: nn.Module) -> Iterator[NamedShard]:
             seen.add(id(parameter))
             spec = specs.get(name) or ShardSpec(shape=tuple(parameter.shape))
             yield NamedShard(f"{prefix}.{name}" if prefix else name, parameter, spec)
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A flat range of one parameter with its gradient; together the pieces of all ranks cover every parameter.
+
+    Example:
+        >>> boxes((2, 3, 4), 8, 16)  # rows 2 of the first matrix and 0 of the second one
+        [((0, 2, 0), (1, 1, 4)), ((1, 0, 0), (1, 1, 4))]
+    """
+
+    name: str
+    """Of the parameter."""
+    spec: ShardSpec
+    start: int
+    """In the flattened parameter of this rank."""
+    end: int
+    parameter: Tensor
+    """[end - start] view of the model's parameter."""
+    gradient: Tensor
+    """[end - start] view of the main gradient; complete after ``finish_grad_sync``."""
+    shape: tuple[int, ...]
+    """Of the whole parameter as this rank holds it."""
+    data_group: Group
+    """Replicas of the parameter."""
+    instance: int | None = None
+    """Number of this copy of the slice among the optimizer instances; None when every replica holds the parameter whole."""
+    factor: float = 1.0
+    """What the gradient must be multiplied by to be the sum over the replicas."""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.instance is None
+
+
+def boxes(shape: Sequence[int], start: int, end: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The flat range [start, end) of a row-major tensor as (offset, size) boxes in order; each is contiguous, 2 ndim - 1 at most."""
+    if start >= end:
+        return []
+    if len(shape) <= 1:
+        return [((start,), (end - start,))] if shape else [((), ())]
+    inner = math.prod(shape[1:])
+    head, whole = -(-start // inner), end // inner
+    if head > whole:
+        return _inside(shape, start // inner, start, end)
+    found = _inside(shape, head - 1, start, head * inner)
+    if whole > head:
+        found.append(((head, *(0 for _ in shape[1:])), (whole - head, *shape[1:])))
+    return found + _inside(shape, whole, whole * inner, end)
+
+
+def _inside(shape: Sequence[int], index: int, start: int, end: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Boxes of a range that lies within one index of the first dim."""
+    begin = index * math.prod(shape[1:])
+    return [((index, *offset), (1, *size)) for offset, size in boxes(shape[1:], start - begin, end - begin)]

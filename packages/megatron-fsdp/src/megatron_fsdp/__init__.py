@@ -1,3 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""(filled in by the wheel)"""
+"""Fully sharded data parallelism for any torch module, with four sharding strategies."""
+
+from megatron_fsdp.fully_shard import MegatronFSDP, fully_shard, fully_shard_model
+from megatron_fsdp.optimizer import fully_shard_optimizer
+from megatron_fsdp.policy import MixedPrecisionPolicy
+
+__all__ = [
+    "MegatronFSDP",
+    "MixedPrecisionPolicy",
+    "fully_shard",
+    "fully_shard_model",
+    "fully_shard_optimizer",
+]

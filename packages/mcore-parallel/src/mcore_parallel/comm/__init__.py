@@ -2,8 +2,10 @@
 # Copyright (c) 2026 the mcore authors
 """Collectives over a ``Group``, with and without autograd, and point-to-point transfers."""
 
+from mcore_parallel.comm._bridge import BridgeCommunicator
+from mcore_parallel.comm._bridge_plan import BridgeBatch, BridgeEnd, RowTransfer, plan_rows, plan_spread
 from mcore_parallel.comm._collectives import all_gather, all_reduce, all_to_all, reduce_scatter
-from mcore_parallel.comm._p2p import P2PCommunicator, TensorSpec, recv, send
+from mcore_parallel.comm._p2p import Arrival, P2PCommunicator, TensorSpec, recv, send
 from mcore_parallel.comm._regions import (
     all_to_all_autograd,
     copy_to_tensor_model_parallel_region,
@@ -16,7 +18,12 @@ from mcore_parallel.comm._regions import (
 )
 
 __all__ = [
+    "Arrival",
+    "BridgeBatch",
+    "BridgeCommunicator",
+    "BridgeEnd",
     "P2PCommunicator",
+    "RowTransfer",
     "TensorSpec",
     "all_gather",
     "all_reduce",
@@ -25,6 +32,8 @@ __all__ = [
     "copy_to_tensor_model_parallel_region",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
+    "plan_rows",
+    "plan_spread",
     "recv",
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter",

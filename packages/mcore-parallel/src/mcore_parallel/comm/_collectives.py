@@ -2,7 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Collectives that return a new tensor without gradient history and leave their input alone; identity for a group of one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed._functional_collectives
@@ -50,7 +50,13 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0) -> Tensor:
     return wait(start_reduce_scatter(x, group, dim), group)
 
 
-def all_to_all(x: Tensor, out_splits: Sequence[int] | None, in_splits: Sequence[int] | None, group: Group) -> Tensor:
+def all_to_all(
+    x: Tensor,
+    out_splits: Sequence[int] | None,
+    in_splits: Sequence[int] | None,
+    group: Group,
+    pause: Callable[[], None] | None = None,
+) -> Tensor:
     """Send row blocks of ``x`` to the ranks of the group and concatenate what they send here.
 
     Args:
@@ -58,6 +64,7 @@ def all_to_all(x: Tensor, out_splits: Sequence[int] | None, in_splits: Sequence[
         out_splits: rows that come from each rank; None for even splits.
         in_splits: rows that go to each rank; None for even splits.
         group: ranks that take part.
+        pause: called while the rows are on their way (``mcore_parallel.pipeline.Overlap.pause``).
 
     Returns:
         [sum(out_splits), ...].
@@ -78,6 +85,8 @@ def all_to_all(x: Tensor, out_splits: Sequence[int] | None, in_splits: Sequence[
     if group.size == 1:
         return x
     pending = torch.ops._c10d_functional.all_to_all_single(x.detach().contiguous(), list(out_splits), list(in_splits), group.name)
+    if pause is not None:
+        pause()
     return wait(pending, group)
 
 

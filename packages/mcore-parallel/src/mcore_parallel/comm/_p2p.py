@@ -49,6 +49,20 @@ def recv(spec: TensorSpec, peer_group: Group, from_index: int) -> Tensor:
     return buffer
 
 
+@dataclass
+class Arrival:
+    """A tensor on its way; ``wait`` returns it once it is usable on the compute stream (the host never waits for a device)."""
+
+    tensor: Tensor
+    works: Sequence[dist.Work]
+
+    def wait(self) -> Tensor:
+        works, self.works = self.works, ()
+        for work in works:
+            work.wait()
+        return self.tensor
+
+
 class P2PCommunicator:
     """Transfers between neighbours of a chain of ranks (pipeline stages).
 
@@ -116,31 +130,46 @@ class P2PCommunicator:
         Raises:
             ValueError: a transfer with a neighbour that an end rank does not have.
         """
-        from_previous = recv_previous.empty() if recv_previous else None
-        from_next = recv_next.empty() if recv_next else None
-        to_previous, to_next = (None if x is None else x.detach().contiguous() for x in (send_previous, send_next))
         # One order on every rank: what flows forward, then what flows backward.
-        wanted = ((dist.irecv, from_previous, -1), (dist.isend, to_next, 1), (dist.irecv, from_next, 1), (dist.isend, to_previous, -1))
-        transfers = [dist.P2POp(op, x, self._neighbour(step), group=self.group.pg) for op, x, step in wanted if x is not None]
-        if not transfers:
-            return None, None
-        works = list(dist.batch_isend_irecv(transfers))
+        sends = [(x, self._neighbour(step)) for x, step in ((send_next, 1), (send_previous, -1)) if x is not None]
+        receives = [(spec, self._neighbour(step)) for spec, step in ((recv_previous, -1), (recv_next, 1)) if spec is not None]
+        came = iter([arrival.wait() for arrival in self.transfer(sends, receives)])
+        return next(came) if recv_previous else None, next(came) if recv_next else None
+
+    def transfer(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[TensorSpec, int]]) -> list[Arrival]:
+        """Start transfers with any ranks of the group, as one batch.
+
+        Tensors that one rank sends another, in this batch and those after it, must be received in the same order.
+
+        Args:
+            sends: tensors and the positions of their receivers in the group.
+            receives: what comes, and the positions of the senders.
+
+        Returns:
+            What comes, in the order of ``receives``.
+
+        Raises:
+            ValueError: a position that is this rank's or outside the group.
+        """
+        out = [x.detach().contiguous() for x, _ in sends]
+        buffers = [spec.empty() for spec, _ in receives]
+        group, pg = self.group, self.group.pg
+        batch = [dist.P2POp(dist.irecv, x, _peer(group, index), pg) for x, (_, index) in zip(buffers, receives, strict=True)]
+        batch += [dist.P2POp(dist.isend, x, _peer(group, index), pg) for x, (_, index) in zip(out, sends, strict=True)]
+        if not batch:
+            return []
+        works = list(dist.batch_isend_irecv(batch))
         self._release()
-        sent = [x for x in (to_previous, to_next) if x is not None]
-        if len(works) == len(transfers):
-            # One handle a transfer: wait for the receives only.
-            for work, transfer in zip(works, transfers, strict=True):
-                if transfer.op is dist.irecv:
-                    work.wait()
-            works = [work for work, transfer in zip(works, transfers, strict=True) if transfer.op is dist.isend]
-        elif len(sent) < len(transfers):
-            # One handle for the batch, and it receives.
-            for work in works:
-                work.wait()
-            works = []
-        if works:
-            self._pending.append((works, sent))
-        return from_previous, from_next
+        if len(works) == len(batch):
+            # One handle a transfer.
+            arrivals = [Arrival(x, (work,)) for x, work in zip(buffers, works, strict=False)]
+            works = works[len(buffers) :]
+        else:
+            # One handle for the whole batch.
+            arrivals = [Arrival(x, works) for x in buffers]
+        if out:
+            self._pending.append((works, out))
+        return arrivals
 
     def _release(self) -> None:
         """Let go of what was sent in earlier exchanges."""
@@ -165,7 +194,7 @@ class P2PCommunicator:
         index = self.group.rank + step
         if not 0 <= index < self.group.size:
             raise ValueError(f"stage {self.group.rank} of {self.group.size} has no {'next' if step > 0 else 'previous'} stage")
-        return self.group.ranks[index]
+        return index
 
 
 def _peer(group: Group, index: int) -> int:

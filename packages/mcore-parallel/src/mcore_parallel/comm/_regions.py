@@ -6,7 +6,7 @@ The rule behind every backward: a tensor that is replicated over the group carri
 ranks; a tensor that differs between the ranks carries a gradient of its own on each.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -70,15 +70,21 @@ def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: Group) -> Tenso
     return x if group.size == 1 else _ReduceScatter.apply(x, group)
 
 
-def all_to_all_autograd(x: Tensor, out_splits: Sequence[int] | None, in_splits: Sequence[int] | None, group: Group) -> Tensor:
-    """``all_to_all`` whose gradient travels the way back.
+def all_to_all_autograd(
+    x: Tensor,
+    out_splits: Sequence[int] | None,
+    in_splits: Sequence[int] | None,
+    group: Group,
+    pause: Callable[[], None] | None = None,
+) -> Tensor:
+    """``all_to_all`` whose gradient travels the way back; both call ``pause``, if given, while the rows are on their way.
 
     Raises:
         ValueError: as ``all_to_all``.
     """
     if group.size == 1:
         return all_to_all(x, out_splits, in_splits, group)
-    return _AllToAll.apply(x, out_splits, in_splits, group)
+    return _AllToAll.apply(x, out_splits, in_splits, group, pause)
 
 
 def scatter(x: Tensor, group: Group, dim: int) -> Tensor:
@@ -148,10 +154,17 @@ class _ReduceScatter(torch.autograd.Function):
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, out_splits: Sequence[int] | None, in_splits: Sequence[int] | None, group: Group) -> Tensor:
-        ctx.out_splits, ctx.in_splits, ctx.group = out_splits, in_splits, group
-        return all_to_all(x, out_splits, in_splits, group)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        out_splits: Sequence[int] | None,
+        in_splits: Sequence[int] | None,
+        group: Group,
+        pause: Callable[[], None] | None,
+    ) -> Tensor:
+        ctx.out_splits, ctx.in_splits, ctx.group, ctx.pause = out_splits, in_splits, group, pause
+        return all_to_all(x, out_splits, in_splits, group, pause)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return all_to_all(grads[0], ctx.in_splits, ctx.out_splits, ctx.group), None, None, None
+        return all_to_all(grads[0], ctx.in_splits, ctx.out_splits, ctx.group, ctx.pause), None, None, None, None

@@ -2,8 +2,18 @@
 # Copyright (c) 2026 the mcore authors
 """Replicas of a model that sum their gradients."""
 
+from mcore_parallel._shards import Piece, boxes
 from mcore_parallel.data_parallel._config import DistributedDataParallelConfig
 from mcore_parallel.data_parallel._ddp import DistributedDataParallel
-from mcore_parallel.data_parallel._layout import BucketRange, lay_out_buckets
+from mcore_parallel.data_parallel._layout import BucketRange, SlicedLayout, lay_out_buckets, lay_out_slices
 
-__all__ = ["BucketRange", "DistributedDataParallel", "DistributedDataParallelConfig", "lay_out_buckets"]
+__all__ = [
+    "BucketRange",
+    "DistributedDataParallel",
+    "DistributedDataParallelConfig",
+    "Piece",
+    "SlicedLayout",
+    "boxes",
+    "lay_out_buckets",
+    "lay_out_slices",
+]

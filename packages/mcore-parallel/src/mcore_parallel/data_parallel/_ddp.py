@@ -2,18 +2,23 @@
 # Copyright (c) 2026 the mcore authors
 """Data parallelism with flat gradient buffers."""
 
+import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mcore_parallel._groups import ProcessGroups
-from mcore_parallel._shards import NamedShard, named_shards
+from mcore_parallel._groups import Group, ProcessGroups
+from mcore_parallel._shards import NamedShard, Piece, named_shards
+from mcore_parallel.comm._registered import RegisteredMemory
 from mcore_parallel.data_parallel._buffer import GradBuffer
 from mcore_parallel.data_parallel._config import DistributedDataParallelConfig
+from mcore_parallel.data_parallel._gather import ParamGather
+from mcore_parallel.data_parallel._subgroups import split_data_group
+from mcore_parallel.tensor_parallel import MainGradient, WeightGradientSink
 
 
 class DistributedDataParallel(nn.Module):
@@ -24,10 +29,13 @@ class DistributedDataParallel(nn.Module):
     gradient is partial over model-parallel axes (``ShardSpec.partial``) is summed over those too. Tied parameters
     are one parameter. A parameter that the backward did not reach takes part with what it has accumulated.
 
+    With the distributed optimizer the parameters move into flat buffers as well (each stays the same object, its storage changes),
+    a rank completes the gradients of its slices only, and ``pieces()`` says which those are.
+
     All ranks start their sums in one fixed order, whatever the order in which gradients become complete.
 
     Use: ``zero_grad_buffer()``; all micro-batches but the last inside ``no_sync()``; the last outside;
-    ``finish_grad_sync()``; then ``gradients()`` are complete on every rank.
+    ``finish_grad_sync()``; then ``gradients()`` (sliced: ``pieces()``) are complete on every rank.
 
     Args:
         config: see there.
@@ -40,7 +48,9 @@ class DistributedDataParallel(nn.Module):
         self.config, self.module, self.groups = config, module, groups
         # The backward reaches parameters in about the reverse order of their registration.
         shards = [shard for shard in named_shards(module) if shard.parameter.requires_grad][::-1]
-        self.grad_buffers = _buffers(config, shards, groups)
+        self.registered: dict[tuple[int, ...], RegisteredMemory] = {}
+        """By the ranks of the data group; filled with ``nccl_ub``."""
+        self.grad_buffers = _buffers(config, shards, groups, self.registered)
         self._grads = {name: grad for buffer in self.grad_buffers for name, grad in buffer.grads.items()}
         self._bucket_of = {name: bucket for buffer in self.grad_buffers for name, bucket in buffer.bucket_of.items()}
         self._queue = sorted((bucket for buffer in self.grad_buffers for bucket in buffer.buckets), key=lambda bucket: bucket.position)
@@ -50,19 +60,40 @@ class DistributedDataParallel(nn.Module):
         self._expected: dict[str, int] | None = None
         self._reports = dict.fromkeys(self._grads, 0)
         self._hooks = [shard.parameter.register_post_accumulate_grad_hook(self._collector(shard.name)) for shard in shards]
-        self._names = [shard.name for shard in named_shards(module) if shard.parameter.requires_grad]
+        if config.gradient_accumulation_fusion:
+            self._feed_layers(shards)
+        self._names = [shard.name for shard in shards][::-1]
+        self._gather = ParamGather(module, self.grad_buffers)
+        if config.overlap_param_gather:
+            self.enable_forward_pre_hook()
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         return self.module(*inputs, **options)
 
+    @property
+    def is_sliced(self) -> bool:
+        """Whether ranks complete slices of the gradients only."""
+        return self.config.use_distributed_optimizer
+
     def gradients(self) -> dict[str, Tensor]:
-        """Main gradient of every trained parameter by global name: live views, summed once ``finish_grad_sync`` ran."""
+        """Main gradient of every trained parameter by global name: live views, summed once ``finish_grad_sync`` ran.
+
+        With the distributed optimizer only this rank's pieces of them are summed; the rest is scratch.
+        """
         return {name: self._grads[name] for name in self._names}
+
+    def pieces(self) -> list[Piece]:
+        """What this rank updates: with the distributed optimizer its slices, otherwise every parameter whole; in the model's order."""
+        found = {piece.name: piece for buffer in self.grad_buffers for piece in buffer.pieces()}
+        return [found[name] for name in self._names if name in found]
 
     def zero_grad_buffer(self) -> None:
         """Forget all gradients; call before the first micro-batch of a step."""
         for buffer in self.grad_buffers:
             buffer.data.zero_()
+            for bucket in buffer.buckets:
+                for accumulator in bucket.accumulators.values():
+                    accumulator.zero_()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -77,8 +108,13 @@ class DistributedDataParallel(nn.Module):
         """Complete all sums; call once after the last micro-batch, on every rank."""
         while self._next < len(self._queue):
             self._launch_next()
+        outer = []
         for bucket in self._queue:
-            bucket.finish()
+            bucket.drain()
+            outer.append(bucket.start_outer())
+        for work in outer:
+            if work is not None:
+                work.wait()
         for buffer in self.grad_buffers:
             buffer.sum_partial()
         if self._expected is None and any(self._reports.values()):
@@ -90,6 +126,50 @@ class DistributedDataParallel(nn.Module):
         self._expected = None
         self._restart()
 
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        """Multiply all main gradients."""
+        for buffer in self.grad_buffers:
+            buffer.data.mul_(factor)
+
+    def offload_grad_buffers(self) -> None:
+        """Give the memory of the gradients back, between two steps; generation may use it meanwhile."""
+        for buffer in self.grad_buffers:
+            buffer.data.untyped_storage().resize_(0)
+
+    def restore_grad_buffers(self) -> None:
+        """Undo ``offload_grad_buffers``; all gradients are zero then."""
+        for buffer in self.grad_buffers:
+            buffer.data.untyped_storage().resize_(buffer.data.numel() * buffer.data.element_size())
+            buffer.data.zero_()
+
+    def start_param_sync(self) -> None:
+        """Gather the slices of all updated parameters; the optimizer calls this after its step.
+
+        With ``overlap_param_gather`` the gathers end in the next forward, otherwise here. Without the distributed optimizer
+        there is nothing to gather.
+        """
+        self._gather.start()
+        if not self._gather.has_hooks:
+            self._gather.finish()
+
+    def finish_param_sync(self) -> None:
+        """Wait until all parameters are complete; call before reading them outside a forward."""
+        self._gather.finish()
+
+    def enable_forward_pre_hook(self) -> None:
+        """Let modules wait for their own parameters (``overlap_param_gather`` does this from the start)."""
+        self._gather.add_hooks()
+
+    def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
+        """Forwards no longer wait; before a capture of the forward, for instance.
+
+        Args:
+            param_sync: complete the parameters now.
+        """
+        self._gather.remove_hooks()
+        if param_sync:
+            self._gather.finish()
+
     def broadcast_params(self) -> None:
         """Give all replicas the parameters and buffers of the first one."""
         tensors = [(shard.parameter.detach(), self.groups.data(shard.spec.view)) for shard in named_shards(self.module)]
@@ -99,22 +179,41 @@ class DistributedDataParallel(nn.Module):
                 dist.broadcast(tensor, src=group.ranks[0], group=group.pg)
 
     def _collector(self, name: str) -> Callable[[Tensor], None]:
-        grad, bucket = self._grads[name], self._bucket_of[name]
+        grad = self._accumulator(name)
 
         def collect(parameter: Tensor) -> None:
-            if bucket.launched:
-                parameter.grad = None
-                raise RuntimeError(
-                    f"a gradient of {name} came after its sum over the replicas had started: run all micro-batches but the last "
-                    "inside no_sync(), call finish_grad_sync() between steps, and reset_overlap() after a change of the model's graph"
-                )
-            if parameter.grad is not None:
-                grad.add_(parameter.grad)
-                parameter.grad = None
-            if self._syncing:
-                self._report(name)
+            fresh, parameter.grad = parameter.grad, None
+            self._begin(name)
+            if fresh is not None:
+                grad.add_(fresh)
+            self._done(name)
 
         return collect
+
+    def _feed_layers(self, shards: list[NamedShard]) -> None:
+        """Let layers that can add their weight gradients to the main gradients themselves do so."""
+        names = {id(shard.parameter): shard.name for shard in shards}
+        for module in self.module.modules():
+            own = {local: names[id(p)] for local, p in module.named_parameters(recurse=False) if id(p) in names}
+            if own and isinstance(module, WeightGradientSink):
+                module.accumulate_weight_gradients_into({local: self._main_gradient(name) for local, name in own.items()})
+
+    def _main_gradient(self, name: str) -> MainGradient:
+        return MainGradient(self._accumulator(name), functools.partial(self._begin, name), functools.partial(self._done, name))
+
+    def _accumulator(self, name: str) -> Tensor:
+        return self._bucket_of[name].accumulators.get(name, self._grads[name])
+
+    def _begin(self, name: str) -> None:
+        if self._bucket_of[name].launched:
+            raise RuntimeError(
+                f"a gradient of {name} came after its sum over the replicas had started: run all micro-batches but the last "
+                "inside no_sync(), call finish_grad_sync() between steps, and reset_overlap() after a change of the model's graph"
+            )
+
+    def _done(self, name: str) -> None:
+        if self._syncing:
+            self._report(name)
 
     def _report(self, name: str) -> None:
         self._reports[name] += 1
@@ -126,6 +225,9 @@ class DistributedDataParallel(nn.Module):
             self._launch_next()
 
     def _launch_next(self) -> None:
+        if self.config.reduce_scatter_with_fp32_accumulation and self._next:
+            # Its scratch is as large as a bucket: one at a time.
+            self._queue[self._next - 1].drain()
         self._queue[self._next].launch()
         self._next += 1
 
@@ -133,22 +235,42 @@ class DistributedDataParallel(nn.Module):
         self._next = 0
         self._reports = dict.fromkeys(self._grads, 0)
         for bucket in self._queue:
-            bucket.missing = 0
+            bucket.reset()
         for name, count in (self._expected or {}).items():
             self._bucket_of[name].missing += count
 
 
-def _buffers(config: DistributedDataParallelConfig, shards: list[NamedShard], groups: ProcessGroups) -> list[GradBuffer]:
+def _buffers(
+    config: DistributedDataParallelConfig,
+    shards: list[NamedShard],
+    groups: ProcessGroups,
+    registered: dict[tuple[int, ...], RegisteredMemory],
+) -> list[GradBuffer]:
     keyed: dict[tuple[Any, ...], list[int]] = {}
     for position, shard in enumerate(shards):
         spec, parameter = shard.spec, shard.parameter
         partial = tuple(group for axis in spec.partial if (group := groups.axis(spec.view, axis)).size > 1)
-        key = (parameter.device, _grad_dtype(config, parameter.dtype), groups.data(spec.view), partial)
+        sliced = not config.keeps_whole(shard.name)
+        key = (parameter.device, _grad_dtype(config, parameter.dtype), groups.data(spec.view), partial, parameter.dtype if sliced else None)
         keyed.setdefault(key, []).append(position)
-    return [
-        GradBuffer([shards[position] for position in positions], positions, dtype, group, partial, config.bucket_elements(group.size))
-        for (_, dtype, group, partial), positions in keyed.items()
-    ]
+    split = {group: split_data_group(group, config) for group in _data_groups(shards, groups)}
+    found = []
+    for (device, dtype, group, partial, sliced), positions in keyed.items():
+        members = [shards[position] for position in positions]
+        with ExitStack() as stack:
+            if config.nccl_ub:
+                memory = registered.setdefault(
+                    group.ranks, RegisteredMemory(split[group].inner, device, symmetric=not config.disable_symmetric_registration)
+                )
+                stack.enter_context(memory.allocate())
+            found.append(GradBuffer(members, positions, dtype, split[group], partial, config, sliced=sliced is not None))
+    return found
+
+
+def _data_groups(shards: list[NamedShard], groups: ProcessGroups) -> list[Group]:
+    """Distinct data groups, dense ones first on every rank, or ranks would make new communicators in different orders."""
+    views = sorted({shard.spec.view for shard in shards})
+    return list(dict.fromkeys(groups.data(view) for view in views))
 
 
 def _grad_dtype(config: DistributedDataParallelConfig, dtype: torch.dtype) -> torch.dtype:

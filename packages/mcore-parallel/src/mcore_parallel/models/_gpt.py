@@ -11,10 +11,11 @@ from mcore_parallel._groups import ProcessGroups
 from mcore_parallel.models._config import TransformerConfig
 from mcore_parallel.models._init import fill_parameters
 from mcore_parallel.models._layer import TransformerLayer, build_norm, dense_feed_forward, self_attention
+from mcore_parallel.models._memory import StageMemory
 from mcore_parallel.models._output import ModelOutput, OutputLayer
 from mcore_parallel.models._slots import FeedForwardBuilder, MixerBuilder, Site
-from mcore_parallel.nn import AttentionCore, Step, rotary_frequencies, rotary_tables
-from mcore_parallel.pipeline import partition_layers
+from mcore_parallel.nn import AttentionCore, OffloadConfig, RecomputeConfig, Step, causal_attention, rotary_frequencies, rotary_tables
+from mcore_parallel.pipeline import StageLayout, partition_layers
 from mcore_parallel.tensor_parallel import VocabParallelEmbedding
 
 
@@ -30,13 +31,18 @@ class GPTModel(nn.Module):
         feed_forward: fills the feed-forward slot of every layer.
         mixer: fills the mixer slot; None for self-attention around ``attention_core``.
         attention_core: None for torch's causal attention.
-        layers: global numbers of the layers held here; None for this stage's share by ``partition_layers``.
+        layers: global numbers of the layers held here; None for this stage's share by ``partition_layers``. A ``StageLayout``
+            (from a ``PipelineLayout``) also says whether this is the virtual stage with the embedding or with the output.
+        recompute: what the backward computes again instead of keeping it; None for nothing. The results have the same bits.
+        offload: which activations wait in host memory for their backward; None for none. The results have the same bits.
+        unpadded_vocab_size: rows of the vocabulary that are real; losses leave the padding after them out. None for all.
         dtype: of the parameters and the hidden states.
         device: of the parameters. With "meta" nothing is allocated or initialised: call ``to_empty``, then ``init_parameters`` or load.
         seed: of the initial values; None leaves them uninitialised.
 
     Raises:
-        ValueError: degrees that do not divide the sizes, mixer and attention_core together, tied embeddings over several stages.
+        ValueError: degrees that do not divide the sizes, mixer and attention_core together, tied embeddings over several stages,
+            recomputation and offloading of the same part.
 
     Example:
         >>> config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=16)
@@ -53,7 +59,10 @@ class GPTModel(nn.Module):
         feed_forward: FeedForwardBuilder = dense_feed_forward,
         mixer: MixerBuilder | None = None,
         attention_core: AttentionCore | None = None,
-        layers: range | None = None,
+        layers: range | StageLayout | None = None,
+        recompute: RecomputeConfig | None = None,
+        offload: OffloadConfig | None = None,
+        unpadded_vocab_size: int | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         seed: int | None = 0,
@@ -65,23 +74,30 @@ class GPTModel(nn.Module):
         tied = config.share_embeddings_and_output_weights
         if tied and stages.size > 1:
             raise ValueError(f"share_embeddings_and_output_weights=True needs pp=1, found pp={stages.size}; untie the weights or set pp=1")
+        self.is_first, self.is_last = stages.is_first, stages.is_last
+        if isinstance(layers, StageLayout):
+            if layers.mtp_layers:
+                raise ValueError(f"layers={layers} places mtp_layers, which GPTModel does not hold; leave m out of the layout")
+            self.is_first, self.is_last, layers = layers.embedding, layers.loss, layers.layers
         if layers is None:
             layers = partition_layers(config.num_layers, stages.size, stages.rank)
         elif not 0 <= layers.start <= layers.stop <= config.num_layers:
             raise ValueError(f"layers={layers} must lie in range(0, num_layers={config.num_layers})")
-        mixer = self_attention(attention_core) if mixer is None else mixer
+        self.memory = StageMemory(recompute, offload, len(layers), groups, own_core=mixer is None)
+        mixer = self_attention(self.memory.core(attention_core or causal_attention)) if mixer is None else mixer
         self.config, self.groups, self.stage_layers = config, groups, layers
         self.dtype = dtype
-        self.is_first, self.is_last = stages.is_first, stages.is_last
         sizes, place = (config.vocab_size, config.hidden_size, groups), {"dtype": dtype, "device": device}
 
         def site(layer: int) -> Site:
             return Site(layer=layer, local_layer=layer - layers.start, config=config, groups=groups, dtype=dtype, device=device)
 
         self.embedding = VocabParallelEmbedding(*sizes, init=False, **place) if self.is_first else None
-        self.layers = nn.ModuleDict({str(layer): TransformerLayer(site(layer), mixer, feed_forward) for layer in layers})
+        self.layers = nn.ModuleDict(
+            {str(layer): TransformerLayer(site(layer), mixer, feed_forward, self.memory.layer(layer - layers.start)) for layer in layers}
+        )
         self.final_norm = build_norm(site(layers.stop)) if self.is_last else None
-        self.output = OutputLayer(*sizes, tied=tied, **place) if self.is_last else None
+        self.output = OutputLayer(*sizes, tied=tied, unpadded_vocab_size=unpadded_vocab_size, **place) if self.is_last else None
         if seed is not None and torch.device(device).type != "meta":
             init_parameters(self, seed)
 
@@ -105,13 +121,9 @@ class GPTModel(nn.Module):
             )
         if step.rotary is None:
             step = dataclasses.replace(step, rotary=self.rotary(step.positions))
-        aux_total: Tensor | None = None
         if self.embedding is not None:
             x = self.embedding(x)
-        for layer in self.layers.values():
-            x, aux = layer(x, step)
-            if aux is not None:
-                aux_total = aux if aux_total is None else aux_total + aux
+        x, aux_total = self.memory.run(list(self.layers.values()), x, step)
         if self.final_norm is None or self.output is None:
             return x, aux_total
         tied = self.config.share_embeddings_and_output_weights

@@ -5,7 +5,7 @@
 from torch import Tensor, nn
 
 from mcore_parallel.models._slots import FeedForwardBuilder, MixerBuilder, Site
-from mcore_parallel.nn import AttentionCore, GatedMLP, RMSNorm, SelfAttention, Step, causal_attention
+from mcore_parallel.nn import AttentionCore, GatedMLP, LayerMemory, RMSNorm, SelfAttention, Step, causal_attention
 
 
 class TransformerLayer(nn.Module):
@@ -15,10 +15,12 @@ class TransformerLayer(nn.Module):
         site: where the layer stands, and in which dtype and on which device its parameters are made.
         mixer: fills the slot ``attention``.
         feed_forward: fills the slot ``mlp``.
+        memory: what is recomputed or offloaded; None to keep everything.
     """
 
-    def __init__(self, site: Site, mixer: MixerBuilder, feed_forward: FeedForwardBuilder) -> None:
+    def __init__(self, site: Site, mixer: MixerBuilder, feed_forward: FeedForwardBuilder, memory: LayerMemory | None = None) -> None:
         super().__init__()
+        self.memory = LayerMemory() if memory is None else memory
         self.input_norm = build_norm(site)
         self.attention = mixer(site)
         self.ffn_norm = build_norm(site)
@@ -26,9 +28,10 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
         """[T or T / tp, D] -> (the same, auxiliary loss of the feed-forward or None)."""
-        x = x + self.attention(self.input_norm(x), step)
-        y, aux = self.mlp(self.ffn_norm(x), step)
-        return x + y, aux
+        with self.memory.offloading("layer", self):
+            x = x + self.memory.branch("attention", self.input_norm, self.attention, x, step)
+            y, aux = self.memory.branch("mlp", self.ffn_norm, self.mlp, x, step)
+            return x + y, aux
 
 
 def build_norm(site: Site) -> RMSNorm:

@@ -2,8 +2,9 @@
 # Copyright (c) 2026 the mcore authors
 """From the last hidden states to logits, losses and log-probabilities."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,11 +13,15 @@ from torch import Tensor, nn
 from mcore_parallel._groups import ProcessGroups
 from mcore_parallel._shards import ShardSpec
 from mcore_parallel.comm import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
-from mcore_parallel.tensor_parallel import vocab_parallel_cross_entropy, vocab_parallel_log_probs
+from mcore_parallel.tensor_parallel import MainGradient, WeightGradientQueue, fused_linear_cross_entropy, vocab_parallel_cross_entropy
+from mcore_parallel.tensor_parallel._product import ProductLayer, column_product
+
+_FUSED_FROM = 1 << 26
+"""Logits of this rank from which on their memory weighs more than the extra product of computing them again."""
 
 
 # T tokens, D model, V vocabulary.
-class OutputLayer(nn.Module):
+class OutputLayer(ProductLayer):
     """Projection onto the vocabulary, rows of [V, D] cut over tp.
 
     Args:
@@ -24,11 +29,12 @@ class OutputLayer(nn.Module):
         hidden_size: D.
         groups: tp is used.
         tied: hold no weight; each call brings the one of the embedding.
+        unpadded_vocab_size: rows that are real; losses and log-probabilities leave the padding after them out. None for all.
         dtype: of the weight.
         device: of the weight.
 
     Raises:
-        ValueError: tp does not divide V.
+        ValueError: tp does not divide V, or the unpadded size is no number of its rows.
     """
 
     def __init__(
@@ -38,13 +44,17 @@ class OutputLayer(nn.Module):
         groups: ProcessGroups,
         *,
         tied: bool = False,
+        unpadded_vocab_size: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         if vocab_size % groups.tp.size:
             raise ValueError(f"tp={groups.tp.size} must divide vocab_size={vocab_size}; pad it with pad_vocab_size")
-        self.groups = groups
+        if unpadded_vocab_size is not None and not 1 <= unpadded_vocab_size <= vocab_size:
+            raise ValueError(f"unpadded_vocab_size={unpadded_vocab_size} must lie between 1 and vocab_size={vocab_size}")
+        self.groups, self.vocab_size = groups, vocab_size
+        self.unpadded_vocab_size = vocab_size if unpadded_vocab_size is None else unpadded_vocab_size
         self._spec = ShardSpec(shape=(vocab_size, hidden_size), shards={"tp": 0})
         local = self._spec.local_shape(groups)
         self.weight = None if tied else nn.Parameter(torch.empty(local, dtype=dtype, device=device))
@@ -52,11 +62,30 @@ class OutputLayer(nn.Module):
     def shard_specs(self) -> Mapping[str, ShardSpec]:
         return {} if self.weight is None else {"weight": self._spec}
 
-    def forward(self, hidden: Tensor, weight: Tensor | None = None, rows: Tensor | None = None) -> Tensor:
-        """[T or T / tp, D] -> logits [T, V / tp]; ``rows`` (integers, numbers among the T) keeps only those tokens."""
+    def forward(
+        self,
+        hidden: Tensor,
+        weight: Tensor | None = None,
+        rows: Tensor | None = None,
+        *,
+        function: Callable[[Tensor, Tensor], Any] | None = None,
+    ) -> Any:
+        """[T or T / tp, D] -> logits [T, V / tp].
+
+        Args:
+            hidden: after the final norm.
+            weight: of the embedding when it is shared; None for the layer's own.
+            rows: integers, numbers among the T; only those tokens are kept.
+            function: is called with ``hidden`` and the weight in place of the product, and its result returned: hooks on the
+                layer (of wrappers that bring the weight in) thus run for a loss without logits too.
+        """
+        own, tp = weight is None, self.groups.tp
         weight = self.weight if weight is None else weight
         assert weight is not None, "a tied output layer is called with the weight of the embedding"
-        tp = self.groups.tp
+        if function is not None:
+            return function(hidden, weight)
+        if own and rows is None and (route := self.route(self.groups)).main_grad is not None:
+            return column_product(hidden, weight, route)
         if self.groups.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tp)
         else:
@@ -78,11 +107,76 @@ class ModelOutput:
         """[T, V / tp] in the model's dtype, or [R, V / tp] of R chosen tokens."""
         return self.layer(self.hidden, self.weight, rows)
 
-    def token_losses(self, labels: Tensor) -> Tensor:
-        """Cross entropy of each token against labels [T]; [T], float32 or wider. A negative label has loss 0."""
-        return vocab_parallel_cross_entropy(self.logits(), labels, group=self.layer.groups.tp)
+    def token_losses(self, labels: Tensor, *, fused: bool | None = None) -> Tensor:
+        """Cross entropy of each token against labels [T]; [T], float32 or wider. A negative label has loss 0.
 
-    def log_probs(self, labels: Tensor, temperature: float = 1.0) -> Tensor:
-        """Log-probability of labels [T] under logits / temperature; [T], float32 or wider, differentiable."""
-        logits = self.logits()
-        return vocab_parallel_log_probs(logits if temperature == 1.0 else logits / temperature, labels, self.layer.groups.tp)
+        Args:
+            labels: [T] int64.
+            fused: True to compute logits a few tokens at a time, and again in the backward (``fused_linear_cross_entropy``);
+                False to hold all of them; None for the former when there are many.
+        """
+        return self._fused(labels) if self._fuse(labels, fused) else self._losses_of_logits(labels, 1.0)
+
+    def loss_sum(self, labels: Tensor, weights: Tensor) -> Tensor:
+        """Sum over the tokens of weight times cross entropy, a scalar; few logits exist at a time, and each is computed once.
+
+        The gradients are computed in the forward, so the scalar should go on into sums and products by numbers only.
+
+        Args:
+            labels: [T] int64; a negative one has loss 0.
+            weights: [T] float, for instance the loss mask.
+        """
+        if self._sink()[1] is not None:
+            return (self._fused(labels) * weights).sum()
+        return self._fused(labels, token_weights=weights).sum()
+
+    def log_probs(self, labels: Tensor, temperature: float = 1.0, *, fused: bool | None = None) -> Tensor:
+        """Log-probability of labels [T] under logits / temperature; [T], float32 or wider, differentiable.
+
+        Args:
+            labels: [T] int64.
+            temperature: logits are divided by it.
+            fused: as in ``token_losses``.
+        """
+        fuse = self._fuse(labels, fused)
+        return -(self._fused(labels, temperature=temperature) if fuse else self._losses_of_logits(labels, temperature))
+
+    def log_probs_and_entropy(self, labels: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """``log_probs`` and the entropy [T] of every token's distribution, both differentiable; few logits exist at a time."""
+        losses, entropy = self._fused(labels, with_entropy=True, temperature=temperature)
+        return -losses, entropy
+
+    def _fused(self, labels: Tensor, **options: Any) -> Any:
+        layer = self.layer
+        main_grad, queue = self._sink()
+
+        def losses(hidden: Tensor, weight: Tensor) -> Any:
+            return fused_linear_cross_entropy(
+                hidden,
+                weight,
+                labels,
+                layer.groups.tp,
+                vocab_size=layer.unpadded_vocab_size,
+                sequence_parallel=layer.groups.sequence_parallel,
+                main_grad=main_grad,
+                queue=queue,
+                **options,
+            )
+
+        return layer(self.hidden, self.weight, function=losses)
+
+    def _losses_of_logits(self, labels: Tensor, temperature: float) -> Tensor:
+        logits, layer = self.logits(), self.layer
+        logits = logits if temperature == 1.0 else logits / temperature
+        return vocab_parallel_cross_entropy(logits, labels, group=layer.groups.tp, vocab_size=layer.unpadded_vocab_size)
+
+    def _sink(self) -> tuple[MainGradient | None, WeightGradientQueue | None]:
+        """Where the weight gradient goes instead of autograd; one shared with the embedding stays with autograd."""
+        route = self.layer.route(self.layer.groups)
+        return (None, None) if self.weight is not None or route.main_grad is None else (route.main_grad, route.queue)
+
+    def _fuse(self, labels: Tensor, fused: bool | None) -> bool:
+        if fused is not None:
+            return fused
+        width = self.layer.vocab_size // self.layer.groups.tp.size
+        return labels.numel() * width >= _FUSED_FROM

@@ -2,20 +2,27 @@
 # Copyright (c) 2026 the mcore authors
 """Parameter updates and learning-rate schedules."""
 
-from mcore_parallel.optim._config import OptimizerConfig
+from mcore_parallel.optim._config import OptimizerConfig, ParamGroup
+from mcore_parallel.optim._loss_scale import DynamicLossScale
+from mcore_parallel.optim._muon import assign_largest_first, orthogonalise
 from mcore_parallel.optim._norm import global_grad_norm
-from mcore_parallel.optim._optimizer import GradientSource, MegatronOptimizer, StateShard, StepResult
+from mcore_parallel.optim._optimizer import GradientSource, MegatronOptimizer, PieceSource, StateShard, StepResult
 from mcore_parallel.optim._schedule import ConstantSchedule, CosineSchedule, LinearSchedule, WSDSchedule
 
 __all__ = [
     "ConstantSchedule",
     "CosineSchedule",
+    "DynamicLossScale",
     "GradientSource",
     "LinearSchedule",
     "MegatronOptimizer",
     "OptimizerConfig",
+    "ParamGroup",
+    "PieceSource",
     "StateShard",
     "StepResult",
     "WSDSchedule",
+    "assign_largest_first",
     "global_grad_norm",
+    "orthogonalise",
 ]

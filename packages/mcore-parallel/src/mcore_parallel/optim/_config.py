@@ -3,9 +3,48 @@
 """Choices of the optimizer."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
 
-_RESERVED = ("use_distributed_optimizer", "use_precision_aware_optimizer", "optimizer_cpu_offload", "overlap_cpu_optimizer_d2h_h2d")
+import torch
+
+KINDS = ("adam", "muon", "sgd")
+MOMENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamGroup:
+    """Exceptions for the parameters whose names match a pattern.
+
+    Raises:
+        ValueError: no pattern, a negative factor, or an unknown optimizer.
+
+    Example:
+        >>> ParamGroup(patterns=("embedding.*", "output.*"), lr_mult=0.5).matches("output.weight")
+        True
+    """
+
+    patterns: tuple[str, ...]
+    """fnmatch patterns of global parameter names."""
+    lr_mult: float | None = None
+    """Factor of the learning rate; None for 1."""
+    wd_mult: float | None = None
+    """Factor of the weight decay; None for 1, or 0 for a parameter of one dimension."""
+    optimizer: str | None = None
+    """Update rule; None for the config's."""
+
+    def __post_init__(self) -> None:
+        if not self.patterns or isinstance(self.patterns, str):
+            raise ValueError(f"patterns={self.patterns!r} must be a tuple of at least one name pattern")
+        for name in ("lr_mult", "wd_mult"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0.0:
+                raise ValueError(f"{name}={value} must not be negative")
+        if self.optimizer is not None and self.optimizer not in KINDS:
+            raise ValueError(f"optimizer={self.optimizer!r} must be one of {', '.join(KINDS)}")
+
+    def matches(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self.patterns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +52,7 @@ class OptimizerConfig:
     """The update rule and its constants.
 
     Raises:
-        ValueError: a constant out of range, an unknown optimizer, or a feature that is not available yet.
+        ValueError: a constant out of range, an unknown optimizer, or choices that do not go together.
 
     Example:
         >>> OptimizerConfig(lr=1e-3).decoupled_weight_decay
@@ -21,6 +60,7 @@ class OptimizerConfig:
     """
 
     optimizer: str = "adam"
+    """"adam"; "sgd" (momentum, L2 decay); or "muon" for the matrices between embedding and output and adam for the rest."""
     lr: float
     """Learning rate of a step that is not given another one."""
     min_lr: float = 0.0
@@ -32,32 +72,114 @@ class OptimizerConfig:
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_eps: float = 1e-8
+    sgd_momentum: float = 0.9
+    muon_momentum: float = 0.95
+    muon_nesterov: bool = True
+    muon_num_ns_steps: int = 5
+    muon_scale_mode: str = "spectral"
+    """Factor of an orthogonal update of an [r, c] matrix: "spectral" max(r, c)^0.5, "shape" max(1, r / c)^0.5."""
+    muon_extra_scale: float = 1.0
+    """One more factor; 0.2 with "spectral" gives updates about as large as Adam's."""
+    muon_split_rows: tuple[tuple[str, int], ...] = ()
+    """(name pattern, rows): matrices whose blocks of so many rows are orthogonalised one by one, for instance the heads of a QKV
+    weight: ("*.attention.qkv.weight", head_dim)."""
+    param_groups: tuple[ParamGroup, ...] = ()
+    """Exceptions by name."""
     clip_grad: float = 1.0
     """Largest global gradient norm; a larger one is scaled down to it. 0 switches clipping off."""
     grad_norm_skip_threshold: float = math.inf
     """A step whose gradient norm exceeds this is skipped."""
+    log_num_zeros_in_grad: bool = False
+    """Count the zeros of the gradient, each parameter once (``StepResult.num_zeros``)."""
+    fp16: bool = False
+    """Scale the loss, with ``loss_scale`` or dynamically."""
+    loss_scale: float | None = None
+    """Constant scale; None for a dynamic one."""
+    initial_loss_scale: float = 2.0**32
+    min_loss_scale: float = 1.0
+    loss_scale_window: int = 1000
+    hysteresis: int = 2
+    """Overflows that are put up with before the scale halves."""
+    hysteresis_rearms: bool = False
+    """Every good step forgets overflows; otherwise only a full window of good steps does."""
     use_distributed_optimizer: bool = False
-    """Reserved: states split over the replicas."""
+    """States exist for this rank's slices only; the data-parallel config must say the same."""
     use_precision_aware_optimizer: bool = False
-    """Reserved: states in narrower dtypes."""
+    """Allow the narrow states below."""
+    store_param_remainders: bool = True
+    """With the precision-aware optimizer and bfloat16 parameters: keep the low 16 bits of the float32 master only; the upper ones are
+    the parameter. The parameter then rounds ties away from zero."""
+    exp_avg_dtype: torch.dtype = torch.float32
+    exp_avg_sq_dtype: torch.dtype = torch.float32
+    """Of the moments: float32, bfloat16, or, with a scale for each 1024 elements, float16 or float8_e4m3fn."""
     optimizer_cpu_offload: bool = False
-    """Reserved: states in host memory."""
+    """Keep states of Adam in host memory and update there."""
     optimizer_offload_fraction: float = 0.0
-    """Reserved: share of the parameters whose states are in host memory."""
+    """Share of this rank's elements whose states are in host memory; whole pieces, in the model's order."""
     overlap_cpu_optimizer_d2h_h2d: bool = False
-    """Reserved: copies of the host optimizer overlap its work."""
+    """Copies to and from the host overlap its work. The result has the same bits as without."""
+    pin_cpu_grads: bool = True
+    pin_cpu_params: bool = True
+    """Page-locked host buffers, for parameters on a GPU only."""
 
     def __post_init__(self) -> None:
-        if self.optimizer != "adam":
-            raise ValueError(f"optimizer={self.optimizer!r} is not available yet; use 'adam'")
-        for name in _RESERVED:
-            if getattr(self, name):
-                raise ValueError(f"{name}=True is not available yet; leave it False")
-        if self.optimizer_offload_fraction != 0.0:
-            raise ValueError(f"optimizer_offload_fraction={self.optimizer_offload_fraction} is not available yet; leave it 0.0")
-        for name in ("lr", "min_lr", "weight_decay", "adam_eps", "clip_grad", "grad_norm_skip_threshold"):
+        if self.optimizer not in KINDS:
+            raise ValueError(f"optimizer={self.optimizer!r} must be one of {', '.join(KINDS)}")
+        for name in ("lr", "min_lr", "weight_decay", "adam_eps", "clip_grad", "grad_norm_skip_threshold", "muon_extra_scale"):
             if not getattr(self, name) >= 0.0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
-        for name in ("adam_beta1", "adam_beta2"):
+        for name in ("adam_beta1", "adam_beta2", "sgd_momentum", "muon_momentum"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 1)")
+        for name in ("muon_num_ns_steps", "loss_scale_window", "hysteresis"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.muon_scale_mode not in ("spectral", "shape"):
+            raise ValueError(f"muon_scale_mode={self.muon_scale_mode!r} must be 'spectral' or 'shape'")
+        self._check_states()
+
+    def _check_states(self) -> None:
+        for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+            dtype = getattr(self, name)
+            if dtype not in MOMENT_DTYPES:
+                raise ValueError(f"{name}={dtype} must be one of {', '.join(map(str, MOMENT_DTYPES))}")
+            if dtype != torch.float32 and not self.use_precision_aware_optimizer:
+                raise ValueError(f"{name}={dtype} needs use_precision_aware_optimizer=True")
+        if not 0.0 <= self.optimizer_offload_fraction <= 1.0:
+            raise ValueError(f"optimizer_offload_fraction={self.optimizer_offload_fraction} must lie in [0, 1]")
+        offloads = self.optimizer_cpu_offload
+        if not offloads and self.optimizer_offload_fraction:
+            raise ValueError(f"optimizer_offload_fraction={self.optimizer_offload_fraction} needs optimizer_cpu_offload=True")
+        if not offloads and self.overlap_cpu_optimizer_d2h_h2d:
+            raise ValueError("overlap_cpu_optimizer_d2h_h2d=True needs optimizer_cpu_offload=True")
+        if self.loss_scale is not None and not (self.fp16 and self.loss_scale > 0.0):
+            raise ValueError(f"loss_scale={self.loss_scale} must be positive and needs fp16=True")
+
+    def rule(self, name: str, num_dims: int) -> "Rule":
+        """How one parameter is updated.
+
+        Raises:
+            ValueError: two groups match it and differ.
+        """
+        chosen = [group for group in self.param_groups if group.matches(name)]
+        values: dict[str, float | str] = {}
+        for field in fields(ParamGroup):
+            if field.name == "patterns":
+                continue
+            wanted = {value for group in chosen if (value := getattr(group, field.name)) is not None}
+            if len(wanted) > 1:
+                raise ValueError(f"param_groups give {name} the values {sorted(wanted)} of {field.name}; let one pattern match it")
+            if wanted:
+                values[field.name] = wanted.pop()
+        default = "adam" if self.optimizer == "muon" and (num_dims < 2 or name.split(".")[0] in ("embedding", "output")) else self.optimizer
+        decay = float(values.get("wd_mult", 0.0 if num_dims <= 1 else 1.0)) * self.weight_decay
+        return Rule(str(values.get("optimizer", default)), float(values.get("lr_mult", 1.0)), decay)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one parameter is updated."""
+
+    kind: str
+    lr_mult: float
+    weight_decay: float

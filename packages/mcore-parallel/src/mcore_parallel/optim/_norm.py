@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from mcore_parallel._groups import ProcessGroups
-from mcore_parallel._shards import NamedShard, ShardSpec
+from mcore_parallel._shards import NamedShard, Piece
 from mcore_parallel.comm import all_reduce
+from mcore_parallel.optim._unit import Placement, whole_piece
 
 
 def global_grad_norm(gradients: Mapping[str, Tensor], shards: Sequence[NamedShard], groups: ProcessGroups) -> Tensor:
@@ -24,24 +25,36 @@ def global_grad_norm(gradients: Mapping[str, Tensor], shards: Sequence[NamedShar
         shards: parameters and placements, on every rank those of its stage.
         groups: the process groups.
     """
-    device = next(iter(gradients.values())).device if gradients else torch.device("cpu")
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for grads in by_dtype([gradients[shard.name] for shard in shards if counts_here(shard.spec, groups)]):
-        maths = torch.promote_types(grads[0].dtype, torch.float32)
-        total += torch.stack(torch._foreach_norm(grads, 2, dtype=maths)).double().square().sum()  # pyright: ignore[reportPrivateImportUsage]
-    return all_reduce(total, groups.world).sqrt()
+    solid = {name: gradient.contiguous() for name, gradient in gradients.items()}
+    pieces = [whole_piece(shard.name, shard.spec, solid[shard.name], solid[shard.name], groups) for shard in shards]
+    return GradientNorm(pieces, groups).totals()[0].sqrt()
 
 
-def counts_here(spec: ShardSpec, groups: ProcessGroups) -> bool:
-    """Whether this rank is the one that counts its part of a parameter."""
-    # A parameter shared by the first and the last stage is partial over embd; the first stage counts it.
-    copy = groups.embd is not None and "embd" in spec.partial and not groups.embd.is_first
-    return spec.replica(groups) == 0 and not copy
+class GradientNorm:
+    """Sums over the whole model's gradient; which pieces count here is decided once.
 
+    Args:
+        pieces: those of this rank.
+        groups: the process groups.
+    """
 
-def by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Lists that a multi-tensor kernel takes in one go."""
-    found: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        found.setdefault(tensor.dtype, []).append(tensor)
-    return list(found.values())
+    def __init__(self, pieces: Sequence[Piece], groups: ProcessGroups) -> None:
+        place = Placement(groups)
+        self._groups = groups
+        self._counted = [piece for piece in pieces if place.counts(piece)]
+        self._device = pieces[0].gradient.device if pieces else torch.device("cpu")
+        # Lists that a multi-tensor kernel takes in one go, by dtype and factor of the gradients.
+        self._alike: dict[tuple[torch.dtype, float], list[Tensor]] = {}
+        for piece in self._counted:
+            self._alike.setdefault((piece.gradient.dtype, piece.factor), []).append(piece.gradient)
+
+    def totals(self, *, count_zeros: bool = False) -> Tensor:
+        """[squared norm, number of zeros (0 unless counted)], float64, the same on every rank."""
+        totals = torch.zeros(2, dtype=torch.float64, device=self._device)
+        for (dtype, factor), grads in self._alike.items():
+            norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.promote_types(dtype, torch.float32)))  # pyright: ignore[reportPrivateImportUsage]
+            totals[0] += norms.double().square().sum() * factor**2
+        if count_zeros:
+            for piece in self._counted:
+                totals[1] += len(piece.gradient) - torch.count_nonzero(piece.gradient)
+        return all_reduce(totals, self._groups.world)

@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""AdamW over main gradients, with float32 masters and clipping by the global norm."""
+"""Updates from main gradients, with float32 masters and clipping by the global norm."""
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from mcore_parallel._groups import ProcessGroups
-from mcore_parallel._shards import NamedShard, ShardSpec, named_shards
+from mcore_parallel._shards import Piece, ShardSpec, named_shards
+from mcore_parallel.optim._adam import Numbers, adam, sgd
 from mcore_parallel.optim._config import OptimizerConfig
-from mcore_parallel.optim._norm import by_dtype, global_grad_norm
-
-_scale_, _copy_ = torch._foreach_mul_, torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+from mcore_parallel.optim._loss_scale import DynamicLossScale
+from mcore_parallel.optim._muon import LayerwiseMuon
+from mcore_parallel.optim._norm import GradientNorm
+from mcore_parallel.optim._offload import HostUpdates, choose_offloaded
+from mcore_parallel.optim._unit import Placement, Unit, whole_piece
 
 
 class GradientSource(Protocol):
@@ -25,130 +28,282 @@ class GradientSource(Protocol):
     def gradients(self) -> dict[str, Tensor]: ...
 
 
+@runtime_checkable
+class PieceSource(Protocol):
+    """A source that may give a rank slices only, and gathers the parameters that others updated."""
+
+    @property
+    def is_sliced(self) -> bool: ...
+
+    def pieces(self) -> list[Piece]: ...
+
+    def start_param_sync(self) -> None: ...
+
+    def finish_param_sync(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did."""
+    """What a step did; the numbers are on the device until they are looked at."""
 
     grad_norm: Tensor
     """Scalar: norm of the scaled gradients before clipping, the same on every rank."""
-    skipped: bool
-    """Nothing was updated, because the norm is not finite or above the threshold."""
+    skip: Tensor
+    """Boolean scalar: nothing was updated, because the norm is not finite or above the threshold."""
+    num_zeros: Tensor | None = None
+    """Elements of the whole model's gradient that are exactly zero, if the config asks for them."""
+
+    @property
+    def skipped(self) -> bool:
+        """``skip`` on the host, which waits for the device."""
+        return bool(self.skip)
 
 
 @dataclass(frozen=True)
 class StateShard:
-    """One tensor of the optimizer's state, placed like its parameter."""
+    """One tensor of the optimizer's state, placed like its parameter, or one box of it."""
 
     name: str
     tensor: Tensor
     spec: ShardSpec
+    offset: tuple[int, ...] | None = None
+    """Where the tensor begins in the global one; None for where the parameter begins."""
+    replica: int | None = None
+    """Number of this copy; None for the parameter's."""
 
 
 class MegatronOptimizer:
     """Updates the trained parameters of a model from the main gradients of its gradient source.
 
     Parameters of 16 bits have a float32 master that is updated and rounded back; float32 and float64 parameters are
-    updated in place. One host synchronisation a step: whether the norm is finite.
+    updated in place. From a source in slices (the distributed optimizer) this rank updates its pieces and the source gathers the
+    rest. On a GPU the decision to skip, the clipping and the update stay on the device: a step of Adam without offload never waits
+    for it.
 
     Args:
         config: the update rule.
-        ddp: where gradients come from; its ``module`` holds the parameters.
+        ddp: where gradients come from; its ``module`` holds the parameters, whose storage must stay where it is from now on.
         groups: the process groups of the model.
+
+    Raises:
+        ValueError: the source is in slices and the config is not, or the other way round; a rule that cannot update a parameter.
     """
 
     def __init__(self, config: OptimizerConfig, ddp: GradientSource, groups: ProcessGroups) -> None:
         self.config, self.groups = config, groups
-        self._source = ddp
-        self._shards = [shard for shard in named_shards(ddp.module) if shard.parameter.requires_grad]
-        self._masters = {shard.name: _master(shard.parameter) for shard in self._shards}
-        decayed = [shard for shard in self._shards if len(shard.spec.shape) > 1]
-        plain = [shard for shard in self._shards if len(shard.spec.shape) <= 1]
-        self._inner = _adam(config, [(decayed, config.weight_decay), (plain, 0.0)], self._masters)
-        self._step_count = 0
-        for shard in self._shards:
-            master = self._masters[shard.name]
-            # The fused kernel reads the count on the device, the others on the host.
-            count = torch.zeros((), dtype=torch.float32, device=master.device if self._inner.defaults["fused"] else "cpu")
-            self._inner.state[master] = {"step": count, "exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
+        self._source, self._place = ddp, Placement(groups)
+        self._sliced = ddp if isinstance(ddp, PieceSource) else None
+        shards = {shard.name: shard for shard in named_shards(ddp.module) if shard.parameter.requires_grad}
+        self._ndims = {name: len(shard.spec.shape) for name, shard in shards.items()}
+        if self._sliced is not None:
+            self._pieces = self._sliced.pieces()
+        else:
+            gradients = ddp.gradients()
+            self._pieces = [whole_piece(name, s.spec, s.parameter, gradients[name], groups) for name, s in shards.items()]
+        self._check_slices()
+        self._norm = GradientNorm(self._pieces, groups)
+        rules = {piece.name: config.rule(piece.name, self._ndims[piece.name]) for piece in self._pieces}
+        self._muon = LayerwiseMuon([piece for piece in self._pieces if rules[piece.name].kind == "muon"], groups, config)
+        owned = {piece.name for piece in self._muon.owned()}
+        mine = [piece for piece in self._pieces if rules[piece.name].kind != "muon" or piece.name in owned]
+        hosted = self._hosted([piece for piece in mine if rules[piece.name].kind == "adam"])
+        self._units = [Unit(piece, rules[piece.name], config, on_host=piece.name in hosted) for piece in mine]
+        self._owned = owned
+        self._host = HostUpdates([unit for unit in self._units if unit.on_host], config)
+        device_adam = [unit for unit in self._units if unit.rule.kind == "adam" and not unit.on_host]
+        fusable = [unit for unit in device_adam if unit.piece.parameter.is_cuda and unit.piece.parameter.dtype != torch.float64]
+        self._fused = _fused(fusable, config)
+        fused = {id(unit) for unit in fusable}
+        self._plain = [unit for unit in self._units if id(unit) not in fused and not unit.on_host]
+        self._device = self._pieces[0].parameter.device if self._pieces else torch.device("cpu")
+        self._count = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._loss_scale_rule = _loss_scale_rule(config)
+        self._loss_scale = self._loss_scale_rule.start(self._device) if self._loss_scale_rule else None
+        self._loaded: list[tuple[Unit, str, Tensor]] = []
+        self._parked: list[tuple[Tensor, Tensor]] = []
+
+    @property
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes of moments and masters that are not the parameters themselves, in "device" and "host" memory."""
+        found = {"device": 0, "host": 0}
+        for unit in self._units:
+            found["host" if unit.on_host else "device"] += sum(holder.num_bytes for _, holder in unit.holders())
+        return found
 
     @property
     def step_count(self) -> int:
-        """Updates made so far (skipped steps do not count)."""
-        return self._step_count
+        """Updates made so far (skipped steps do not count); waits for the device."""
+        return int(self._count)
+
+    @property
+    def loss_scale(self) -> Tensor | None:
+        """Scalar by which losses must be multiplied before their backward, and by which ``step`` divides; None without fp16."""
+        return None if self._loss_scale is None else self._loss_scale[0]
 
     def load_step_count(self, count: int) -> None:
-        """Continue after ``count`` updates; the tensors of ``state_shards`` are filled in place by whoever loads them."""
-        self._step_count = count
-        for state in self._inner.state.values():
-            state["step"].fill_(count)
+        """Continue after ``count`` updates, with the state that was loaded.
 
-    def state_shards(self) -> dict[str, StateShard]:
-        """The state as named tensors: ``optimizer.exp_avg.<parameter>``, ``optimizer.exp_avg_sq.<parameter>`` and, of a 16-bit
-        parameter, ``optimizer.master.<parameter>``. They are the live tensors: fill them in place to load."""
-        shards: list[StateShard] = []
-        for shard in self._shards:
-            master = self._masters[shard.name]
-            for kind in ("exp_avg", "exp_avg_sq"):
-                shards.append(StateShard(f"optimizer.{kind}.{shard.name}", self._inner.state[master][kind], shard.spec))
-            if _has_master(shard.parameter):
-                shards.append(StateShard(f"optimizer.master.{shard.name}", master, shard.spec))
-        return {shard.name: shard for shard in shards}
+        The tensors of the last ``state_shards()`` are filled by whoever loads them, as are the model's parameters. Those that are
+        not live are taken over here.
+        """
+        self._count.fill_(count)
+        for unit, kind, values in self._loaded:
+            dict(unit.holders())[kind].write(values)
+        self._loaded = []
+        for unit in self._units:
+            if unit.on_host:
+                unit.refresh_image()
+
+    def state_shards(self) -> dict[str, "StateShard | list[StateShard]"]:
+        """The state as named tensors: ``optimizer.exp_avg.<parameter>``, ``optimizer.exp_avg_sq.<parameter>`` (``optimizer.momentum``
+        of other rules) and, of a 16-bit parameter, ``optimizer.master.<parameter>``. Fill them in place to load.
+
+        A slice of a parameter of three or more dims can be more than one box of it; then the value is a list. Values are float32 (or
+        float64) whatever the stored dtype: where that is narrower they are copies, kept until the next step, which
+        ``load_step_count`` takes over.
+        """
+        if self._sliced is not None:
+            self._sliced.finish_param_sync()
+        self._loaded = []
+        found: dict[str, StateShard | list[StateShard]] = {}
+        for unit in self._units:
+            piece = unit.piece
+            owned = piece.name in self._owned
+            for kind, holder in unit.holders():
+                values = holder.read()
+                if values is not holder.data:
+                    self._loaded.append((unit, kind, values))
+                name = f"optimizer.{kind}.{piece.name}"
+                if piece.is_whole and not owned:
+                    found[name] = StateShard(name, values.view(piece.shape), piece.spec)
+                    continue
+                replica = self._place.replica(piece, owned=owned)
+                parts = [StateShard(name, view, piece.spec, place, replica) for view, place in self._place.parts(piece, values)]
+                found[name] = parts[0] if len(parts) == 1 else parts
+        if self._loss_scale is not None:
+            found["optimizer.loss_scale"] = StateShard("optimizer.loss_scale", self._loss_scale, ShardSpec(shape=(3,)), replica=0)
+        return found
+
+    def offload_to_cpu(self) -> None:
+        """Move the state to host memory and give its device memory back, between two steps; generation may use it meanwhile."""
+        if self._parked:
+            return
+        for unit in self._units:
+            for _, holder in unit.holders():
+                self._parked.append((holder.data, holder.data.cpu() if holder.data.device.type != "cpu" else holder.data.clone()))
+                holder.data.untyped_storage().resize_(0)
+
+    def restore_from_cpu(self) -> None:
+        """Undo ``offload_to_cpu``; call before the next step or save."""
+        for data, copy in self._parked:
+            data.untyped_storage().resize_(copy.untyped_storage().nbytes())
+            data.copy_(copy)
+        self._parked = []
 
     def reload_model_params(self) -> None:
         """Take the masters from the model's parameters; call after weights were loaded into the model without optimizer state."""
-        self._copy(to_model=False)
+        if self._sliced is not None:
+            self._sliced.finish_param_sync()
+        for unit in self._units:
+            unit.reload()
 
     @torch.no_grad()
-    def step(self, *, grad_scale: float | Tensor = 1.0, lr: float | None = None) -> StepResult:
-        """Scale, clip and apply the gradients; the main gradients hold the scaled and clipped values afterwards.
+    def step(self, *, grad_scale: float | Tensor = 1.0, lr: float | Tensor | None = None) -> StepResult:
+        """Scale, clip and apply the gradients; the main gradients keep the values they had.
 
         Args:
-            grad_scale: factor of the gradients, one over the global number of tokens for a mean.
+            grad_scale: factor of the gradients, one over the global number of tokens for a mean. The loss scale is divided out on top.
             lr: learning rate of this step; None for ``config.lr``.
         """
+        if self._parked:
+            raise RuntimeError("the optimizer's state is parked in host memory; call restore_from_cpu() before step()")
+        self._loaded = []
+        self._refresh_gradients()
+        self._host.fetch()
+        config = self.config
+        squares, zeros = self._norm.totals(count_zeros=config.log_num_zeros_in_grad)
+        scale = _scalar(grad_scale, squares.device)
+        if self._loss_scale is not None:
+            scale = scale / self._loss_scale[0]
+        norm = squares.sqrt() * scale
+        overflow = ~torch.isfinite(norm)
+        skip = overflow | (norm > config.grad_norm_skip_threshold)
+        factor = scale * (config.clip_grad / (norm + 1e-6)).clamp(max=1.0) if config.clip_grad else scale
+        self._count += (~skip).to(self._count.dtype)
+        rate = _scalar(config.lr if lr is None else lr, squares.device)
+        # max(1): the corrections of a first step that is skipped must not divide by zero.
+        count = self._count.clamp(min=1.0)
+        roots = (1.0 - config.adam_beta1**count, (1.0 - config.adam_beta2**count).sqrt())
+        numbers = torch.stack([factor, rate, *roots, skip.to(torch.float64)])
+        self._update(numbers)
+        if self._loss_scale_rule is not None and self._loss_scale is not None:
+            self._loss_scale_rule.update(self._loss_scale, overflow)
+        return StepResult(norm, skip, zeros if config.log_num_zeros_in_grad else None)
+
+    def _update(self, numbers: Tensor) -> None:
+        if self._fused is not None:
+            self._fused.run(numbers)
+        if self._plain or self._host.units:
+            factor, rate, correction1, root2, skip = numbers.tolist()
+            on_host = Numbers(factor, rate, correction1, root2, bool(skip))
+            self._host.run(on_host)
+            for unit in () if on_host.skip else self._plain:
+                if unit.rule.kind == "muon":
+                    self._muon.update(unit, on_host)
+                else:
+                    (adam if unit.rule.kind == "adam" else sgd)(unit, unit.piece.gradient, self.config, on_host)
+        self._muon.share()
+        if self._sliced is not None:
+            self._sliced.start_param_sync()
+
+    def _refresh_gradients(self) -> None:
+        """A source without pieces may hand out other tensors every time."""
+        if self._sliced is not None:
+            return
         gradients = self._source.gradients()
-        norm = global_grad_norm(gradients, self._shards, self.groups) * grad_scale
-        norm_value = float(norm)
-        if not math.isfinite(norm_value) or norm_value > self.config.grad_norm_skip_threshold:
-            return StepResult(norm, True)
-        factor: float | Tensor = grad_scale
-        if self.config.clip_grad and (shrink := self.config.clip_grad / (norm_value + 1e-6)) < 1.0:
-            factor = grad_scale * shrink
-        for grads in by_dtype(list(gradients.values())):
-            _scale_(grads, factor.to(grads[0]) if isinstance(factor, Tensor) else factor)
-        for shard in self._shards:
-            master = self._masters[shard.name]
-            master.grad = gradients[shard.name].to(master.dtype)
-        for group in self._inner.param_groups:
-            group["lr"] = self.config.lr if lr is None else lr
-        self._inner.step()
-        self._inner.zero_grad()
-        self._step_count += 1
-        self._copy(to_model=True)
-        return StepResult(norm, False)
+        for piece in self._pieces:
+            fresh = gradients[piece.name].reshape(-1)
+            if fresh.data_ptr() != piece.gradient.data_ptr():
+                piece.gradient.copy_(fresh)
 
-    @torch.no_grad()
-    def _copy(self, *, to_model: bool) -> None:
-        pairs = [(shard.parameter, self._masters[shard.name]) for shard in self._shards if _has_master(shard.parameter)]
-        if pairs:
-            parameters, masters = (list(side) for side in zip(*pairs, strict=True))
-            _copy_(parameters, masters) if to_model else _copy_(masters, parameters)
+    def _check_slices(self) -> None:
+        sliced = self._sliced is not None and self._sliced.is_sliced
+        if sliced != self.config.use_distributed_optimizer:
+            raise ValueError(
+                f"use_distributed_optimizer={self.config.use_distributed_optimizer} of the optimizer, but its gradients are "
+                f"{'sliced' if sliced else 'whole'}; set it alike in OptimizerConfig and DistributedDataParallelConfig"
+            )
+
+    def _hosted(self, pieces: Sequence[Piece]) -> set[str]:
+        config = self.config
+        return choose_offloaded(pieces, config.optimizer_offload_fraction) if config.optimizer_cpu_offload else set()
 
 
-def _adam(config: OptimizerConfig, decays: list[tuple[list[NamedShard], float]], masters: dict[str, Tensor]) -> torch.optim.Optimizer:
-    kind = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
-    groups: list[dict[str, Any]] = [
-        {"params": [masters[shard.name] for shard in shards], "weight_decay": decay} for shards, decay in decays if shards
-    ]
-    fused = bool(masters) and all(master.is_cuda for master in masters.values())
-    return kind(
-        groups or [{"params": []}], lr=config.lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, fused=fused or None
-    )
+def _scalar(value: float | Tensor, device: torch.device) -> Tensor:
+    """On the device without a copy from the host, which would wait and could not be captured."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device, torch.float64).reshape(())
+    return torch.full((), value, dtype=torch.float64, device=device)
 
 
-def _master(parameter: nn.Parameter) -> Tensor:
-    return parameter.detach().float().clone() if _has_master(parameter) else parameter.detach()
+class _DeviceAdam(Protocol):
+    def run(self, numbers: Tensor) -> None: ...
 
 
-def _has_master(parameter: nn.Parameter) -> bool:
-    return parameter.dtype not in (torch.float32, torch.float64)
+def _fused(units: list[Unit], config: OptimizerConfig) -> _DeviceAdam | None:
+    if not units:
+        return None
+    from mcore_parallel.optim._fused import FusedAdam
+
+    return FusedAdam(units, config)
+
+
+def _loss_scale_rule(config: OptimizerConfig) -> DynamicLossScale | None:
+    if not config.fp16:
+        return None
+    if config.loss_scale is not None:
+        return DynamicLossScale(initial=config.loss_scale, minimum=config.loss_scale, constant=True)
+    return DynamicLossScale(
+        initial=config.initial_loss_scale, minimum=config.min_loss_scale, window=config.loss_scale_window,
+        hysteresis=config.hysteresis, rearms=config.hysteresis_rearms,
+    )  # fmt: skip

@@ -4,7 +4,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -12,121 +12,197 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mcore_parallel._groups import Group
-from mcore_parallel.comm import P2PCommunicator, TensorSpec
-from mcore_parallel.pipeline._plan import exchanges
-from mcore_parallel.pipeline._schedule import Action
+from mcore_parallel.comm import Arrival, P2PCommunicator, TensorSpec
+from mcore_parallel.pipeline._clock import Transfer, given, needed
+from mcore_parallel.pipeline._overlap import Overlap
+from mcore_parallel.pipeline._plan import Exchange, PipelinePlan
+from mcore_parallel.pipeline._schedule import Action, Combined, Entry, parts
+from mcore_parallel.pipeline._split import SplitBackward
 
 
 class StageForward(Protocol):
-    """The forward of one stage.
+    """The forward of one chunk of a stage.
 
-    Takes the number of the micro-batch and the hidden states of the previous stage (None on the first stage).
-    Returns the hidden states for the next stage, or on the last stage the loss (a scalar: the sum that is
-    differentiated), and beside it an auxiliary loss of this stage, already weighted, or None.
+    Takes the number of the micro-batch and the hidden states of the chunk before (None on the first of all).
+    Returns the hidden states for the next chunk, or on the last one the loss (a scalar: the sum that is
+    differentiated), and beside it an auxiliary loss of this chunk, already weighted, or None.
     """
 
     def __call__(self, microbatch: int, hidden: Tensor | None) -> tuple[Tensor, Tensor | None]: ...
 
 
+class Link(Protocol):
+    """Carries tensors between stages (``P2PCommunicator``)."""
+
+    def transfer(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[TensorSpec, int]]) -> Sequence[Arrival]: ...
+
+    def finish(self) -> None: ...
+
+
 def run_schedule(
-    actions: Sequence[Action],
-    forward: StageForward,
+    plan: PipelinePlan,
+    forward: StageForward | Sequence[StageForward],
     group: Group,
     *,
     hidden: TensorSpec | Callable[[int], TensorSpec] | None = None,
     no_sync: Callable[[], AbstractContextManager[None]] = nullcontext,
-    communicator: P2PCommunicator | None = None,
+    communicator: Link | None = None,
+    overlap: Overlap | None = None,
 ) -> None:
     """Run the actions of this stage; gradients accumulate in the parameters.
 
     All losses (of the last stage and the auxiliary ones of every stage) have weight one in the gradient. The output of
-    a stage is let go as soon as it is sent; what its backward needs lives until then. Without a backward among the
+    a chunk is let go as soon as it is sent; what its backward needs lives until then. Without a backward among the
     actions nothing is recorded for one.
 
     Args:
-        actions: what to do, in order (``one_f_one_b``, ``forward_only``); all stages run the same kind of schedule.
-        forward: the stage.
+        plan: what all stages do (``plan_pipeline``); the same on every rank of the group.
+        forward: the chunks of this stage; a single one need not be in a sequence.
         group: the pipeline group; a group of one runs without communication.
-        hidden: shape and dtype of the hidden states between stages, the same on both sides; a function of the micro-batch
+        hidden: shape and dtype of the hidden states between chunks, the same on both sides; a function of the micro-batch
             when shapes differ. Not needed by a group of one.
-        no_sync: context of every backward but the last (``DistributedDataParallel.no_sync``).
+        no_sync: context of every backward but the last of each chunk (``DistributedDataParallel.no_sync``).
         communicator: for a caller that keeps one; None makes a new one.
+        overlap: interleaves the parts of ``Combined`` actions; without one they run in turn, the backward first.
 
     Raises:
-        ValueError: ``hidden`` is missing, the stage's output is not what ``hidden`` says, or the loss is not a scalar.
+        ValueError: the plan is for other numbers of stages or chunks, ``hidden`` is missing, a chunk's output is not what
+            ``hidden`` says, or the loss is not a scalar.
     """
+    chunks = [forward] if callable(forward) else list(forward)
+    if len(plan.tables) != group.size:
+        raise ValueError(f"the plan is for {len(plan.tables)} stages, but the pipeline group has {group.size} ranks; plan for {group.size}")
+    if len(chunks) != plan.num_chunks:
+        raise ValueError(f"the plan is for {plan.num_chunks} chunks a stage, but forward has {len(chunks)}; give one forward a chunk")
     if group.size > 1 and hidden is None:
         raise ValueError(f"hidden must say what travels between the {group.size} pipeline stages")
-    spec_of = hidden if callable(hidden) else lambda microbatch: hidden
-    link = communicator or P2PCommunicator(group)
-    backwards = sum(action.kind == "B" for action in actions)
-    live: dict[int, _Live] = {}
-    to_next = to_previous = None
-    for action, transfer in zip([*actions, None], exchanges(actions, group.size, group.rank), strict=True):
-        activation, grad = link.exchange(
-            send_next=to_next,
-            recv_next=None if transfer.recv_grad is None else spec_of(transfer.recv_grad),
-            send_previous=to_previous,
-            recv_previous=None if transfer.recv_activation is None else spec_of(transfer.recv_activation),
-        )
-        to_next = to_previous = None
-        if action is None:
-            break
-        if action.kind == "F":
-            with torch.set_grad_enabled(backwards > 0):
-                if activation is not None and backwards:
-                    activation.requires_grad_()
-                output, aux = forward(action.microbatch, activation)
-            if group.is_last:
-                if output.dim():
-                    raise ValueError(f"the last stage must return a scalar loss, found shape {tuple(output.shape)}")
-            else:
-                _check_output(output, spec_of(action.microbatch), group)
-                to_next = output.detach()
-            if backwards:
-                live[action.microbatch] = _live(activation, output, aux, group.is_last)
-            # Only the gradient edge stays: the graph keeps what it saved, the output itself may go.
-            del output, aux
-        else:
-            backwards -= 1
-            with nullcontext() if backwards == 0 else no_sync():
-                to_previous = _backward(live.pop(action.microbatch), grad)
-    link.finish()
+    table = plan.tables[group.rank]
+    records = any(action.kind in "BI" for entry in table for action in parts(entry))
+    runner = _Runner(chunks, group, hidden, communicator or P2PCommunicator(group), records)
+    last = {action.chunk: position for position, entry in enumerate(table) for action in parts(entry) if action.kind in "BW"}
+    for position, (entry, exchange) in enumerate(zip([*table, None], plan.exchanges[group.rank], strict=True)):
+        runner.exchange(exchange)
+        if entry is not None:
+            with nullcontext() if position in last.values() else no_sync():
+                runner.run(entry, overlap)
+    runner.link.finish()
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Live:
     """What is kept of a micro-batch between its forward and its backward."""
 
     activation: Tensor | None
     roots: list[tuple[GradientEdge, Tensor | None]]
-    """Where its backward begins and with which gradient; None for the one that the next stage sends."""
+    """Where its backward begins and with which gradient; None for the one that the next chunk sends."""
+    split: SplitBackward | None = None
 
 
-def _live(activation: Tensor | None, output: Tensor, aux: Tensor | None, is_last: bool) -> _Live:
-    roots: list[tuple[GradientEdge, Tensor | None]] = []
-    if output.requires_grad:
-        roots.append((get_gradient_edge(output), torch.ones_like(output) if is_last else None))
-    if aux is not None and aux.requires_grad:
-        roots.append((get_gradient_edge(aux), torch.ones_like(aux)))
-    return _Live(activation, roots)
+@dataclass
+class _Runner:
+    """One stage at work."""
+
+    chunks: Sequence[StageForward]
+    group: Group
+    hidden: TensorSpec | Callable[[int], TensorSpec] | None
+    link: Link
+    records: bool
+    """Whether there are backwards."""
+    live: dict[tuple[int, int], _Live] = field(default_factory=dict)
+    inbox: dict[Transfer, Arrival] = field(default_factory=dict)
+    outbox: dict[Transfer, Tensor] = field(default_factory=dict)
+
+    def spec(self, microbatch: int) -> TensorSpec | None:
+        return self.hidden(microbatch) if callable(self.hidden) else self.hidden
+
+    def exchange(self, exchange: Exchange) -> None:
+        """Start the transfers; what comes is waited for by the action that uses it."""
+        receives: list[tuple[TensorSpec, int]] = []
+        for transfer in exchange.receives:
+            spec = self.spec(transfer.microbatch)
+            assert spec is not None
+            receives.append((spec, transfer.sender))
+        sends = [(self.outbox.pop(transfer), transfer.receiver) for transfer in exchange.sends]
+        self.inbox |= zip(exchange.receives, self.link.transfer(sends, receives), strict=True)
+
+    def run(self, entry: Entry, overlap: Overlap | None) -> None:
+        """One entry of the table."""
+        stages, chunks = self.group.size, len(self.chunks)
+        inputs = {transfer.kind: self.inbox.pop(transfer).wait() for transfer in needed(entry, self.group.rank, stages, chunks)}
+        activation, grad = inputs.get("activation"), inputs.get("gradient")
+        results: dict[str, Tensor | None] = {}
+        if isinstance(entry, Combined):
+            pair = entry
+            if overlap is None:
+                results["gradient"] = self._backward(pair.backward, grad)
+                results["activation"] = self._forward(pair.forward, activation)
+            else:
+                results["activation"], results["gradient"] = overlap.run(
+                    lambda: self._forward(pair.forward, activation), lambda: self._backward(pair.backward, grad)
+                )
+        elif entry.kind == "F":
+            results["activation"] = self._forward(entry, activation)
+        else:
+            results["gradient"] = self._backward(entry, grad)
+        for transfer in given(entry, self.group.rank, stages, chunks):
+            tensor = results[transfer.kind]
+            assert tensor is not None
+            if transfer.receiver == self.group.rank:
+                self.inbox[transfer] = Arrival(tensor, ())
+            else:
+                self.outbox[transfer] = tensor
+
+    def _forward(self, action: Action, activation: Tensor | None) -> Tensor | None:
+        with torch.set_grad_enabled(self.records):
+            if activation is not None and self.records:
+                activation.requires_grad_()
+            output, aux = self.chunks[action.chunk](action.microbatch, activation)
+        is_last = self.group.is_last and action.chunk == len(self.chunks) - 1
+        if is_last and output.dim():
+            raise ValueError(f"the last stage must return a scalar loss, found shape {tuple(output.shape)}")
+        if not is_last and self.group.size > 1:
+            _check_output(output, self.spec(action.microbatch), self.group.rank, action.chunk)
+        if self.records:
+            # Only gradient edges stay: the graph keeps what it saved, the output itself may go.
+            roots: list[tuple[GradientEdge, Tensor | None]] = []
+            if output.requires_grad:
+                roots.append((get_gradient_edge(output), torch.ones_like(output) if is_last else None))
+            if aux is not None and aux.requires_grad:
+                roots.append((get_gradient_edge(aux), torch.ones_like(aux)))
+            self.live[action.microbatch, action.chunk] = _Live(activation, roots)
+        return None if is_last else output.detach()
+
+    def _backward(self, action: Action, received: Tensor | None) -> Tensor | None:
+        """Differentiate; returns the gradient of what the chunk received, None from W and from the first chunk of all."""
+        key = (action.microbatch, action.chunk)
+        if action.kind == "W":
+            split = self.live.pop(key).split
+            assert split is not None
+            split.weight_grads()
+            return None
+        live = self.live[key] if action.kind == "I" else self.live.pop(key)
+        roots: list[tuple[GradientEdge, Tensor]] = []
+        for edge, grad in live.roots:
+            begin = received if grad is None else grad
+            assert begin is not None
+            roots.append((edge, begin))
+        if action.kind == "I":
+            live.split, live.roots = SplitBackward(roots, live.activation), []
+            found = live.split.input_grad()
+        else:
+            if roots:
+                torch.autograd.backward([edge for edge, _ in roots], [grad for _, grad in roots])  # type: ignore[arg-type]
+            found = None if live.activation is None else live.activation.grad
+        if live.activation is None:
+            return None
+        # A chunk that does not use what it received still owes its neighbour a gradient.
+        return torch.zeros_like(live.activation) if found is None else found
 
 
-def _backward(live: _Live, received: Tensor | None) -> Tensor | None:
-    """Differentiate one micro-batch; returns the gradient of what the stage received."""
-    if live.roots:
-        edges = [edge for edge, _ in live.roots]
-        torch.autograd.backward(edges, [received if grad is None else grad for _, grad in live.roots])  # type: ignore[arg-type]
-    if live.activation is None:
-        return None
-    # A stage that does not use what it received still owes its neighbour a gradient.
-    return torch.zeros_like(live.activation) if live.activation.grad is None else live.activation.grad
-
-
-def _check_output(output: Tensor, spec: TensorSpec | None, group: Group) -> None:
+def _check_output(output: Tensor, spec: TensorSpec | None, stage: int, chunk: int) -> None:
     assert spec is not None
     if tuple(output.shape) != tuple(spec.shape) or output.dtype != spec.dtype:
         raise ValueError(
-            f"stage {group.rank} returned {tuple(output.shape)} {output.dtype}, but hidden announces "
+            f"stage {stage}{f' chunk {chunk}' if chunk else ''} returned {tuple(output.shape)} {output.dtype}, but hidden announces "
             f"{tuple(spec.shape)} {spec.dtype} to the next stage"
         )

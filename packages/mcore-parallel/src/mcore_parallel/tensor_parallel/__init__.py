@@ -4,13 +4,19 @@
 
 from mcore_parallel.tensor_parallel._cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_log_probs
 from mcore_parallel.tensor_parallel._embedding import VocabParallelEmbedding
+from mcore_parallel.tensor_parallel._fused_linear import fused_linear_cross_entropy
 from mcore_parallel.tensor_parallel._linear import ColumnParallelLinear, RowParallelLinear
 from mcore_parallel.tensor_parallel._vocab import pad_vocab_size
+from mcore_parallel.tensor_parallel._weight_gradient import MainGradient, WeightGradientQueue, WeightGradientSink
 
 __all__ = [
     "ColumnParallelLinear",
+    "MainGradient",
     "RowParallelLinear",
     "VocabParallelEmbedding",
+    "WeightGradientQueue",
+    "WeightGradientSink",
+    "fused_linear_cross_entropy",
     "pad_vocab_size",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_log_probs",

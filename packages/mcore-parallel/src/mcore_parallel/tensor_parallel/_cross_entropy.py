@@ -14,7 +14,9 @@ from mcore_parallel.tensor_parallel._vocab import check_ids, owned_rows
 # T tokens (any leading dims), V vocabulary, v = V / group size columns of this rank
 
 
-def vocab_parallel_cross_entropy(logits: Tensor, target: Tensor, label_smoothing: float = 0.0, *, group: Group) -> Tensor:
+def vocab_parallel_cross_entropy(
+    logits: Tensor, target: Tensor, label_smoothing: float = 0.0, *, group: Group, vocab_size: int | None = None
+) -> Tensor:
     """-log p[target] of every token, not reduced; the maths is float32, or float64 for float64 logits.
 
     With smoothing alpha the target keeps the probability 1 - alpha and the other V - 1 classes share alpha, V being
@@ -28,6 +30,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, target: Tensor, label_smoothing
         target: [...] int64 global ids, the same on every rank. A negative target (for instance -100) has loss 0 and no gradient.
         label_smoothing: alpha in [0, 1).
         group: ranks that share the vocabulary.
+        vocab_size: columns that take part; those after it are padding. None for all V.
 
     Returns:
         [...] float32 (float64 for float64 logits), the same on every rank.
@@ -41,12 +44,18 @@ def vocab_parallel_cross_entropy(logits: Tensor, target: Tensor, label_smoothing
         raise ValueError(
             f"logits of shape {tuple(logits.shape)} need a target of shape {tuple(logits.shape[:-1])}, found {tuple(target.shape)}"
         )
-    vocab_size = logits.shape[-1] * group.size
+    padded = logits.shape[-1] * group.size
+    vocab_size = padded if vocab_size is None else vocab_size
+    if not 1 <= vocab_size <= padded:
+        raise ValueError(f"vocab_size={vocab_size} must lie between 1 and the {padded} columns of the logits")
+    if vocab_size < padded:
+        columns = torch.arange(logits.shape[-1], device=logits.device) + group.rank * logits.shape[-1]
+        logits = logits.masked_fill(columns >= vocab_size, float("-inf"))
     if label_smoothing and vocab_size < 2:
         raise ValueError(f"label_smoothing={label_smoothing} needs a vocabulary of at least 2, found {vocab_size}")
     check_ids(target, "target", vocab_size, lowest=None)
     smoothing = label_smoothing * vocab_size / (vocab_size - 1) if label_smoothing else 0.0
-    return _CrossEntropy.apply(logits, target, smoothing, group)
+    return _CrossEntropy.apply(logits, target, smoothing, group, vocab_size)
 
 
 def vocab_parallel_log_probs(logits: Tensor, target: Tensor, group: Group) -> Tensor:
@@ -68,7 +77,7 @@ def vocab_parallel_log_probs(logits: Tensor, target: Tensor, group: Group) -> Te
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_Tv: Tensor, target_T: Tensor, smoothing: float, group: Group) -> Tensor:
+    def forward(ctx: Any, logits_Tv: Tensor, target_T: Tensor, smoothing: float, group: Group, vocab_size: int) -> Tensor:
         columns = logits_Tv.shape[-1]
         z_Tv = logits_Tv.to(_maths_dtype(logits_Tv))
         max_T = all_reduce(z_Tv.amax(-1), group, "max")
@@ -77,15 +86,16 @@ class _CrossEntropy(torch.autograd.Function):
         picked_T = z_Tv.gather(-1, column_T.unsqueeze(-1)).squeeze(-1)
         sums = [torch.where(owned_T, picked_T, 0.0), z_Tv.exp().sum(-1)]
         if smoothing:
-            sums.append(z_Tv.sum(-1))
+            # Of padding, -inf, the smoothing takes nothing.
+            sums.append(z_Tv[..., : max(0, min(columns, vocab_size - group.rank * columns))].sum(-1))
         picked_T, exp_T, *rest = all_reduce(torch.stack(sums), group).unbind(0)
         log_exp_T = exp_T.log()
         loss_T = log_exp_T - picked_T
         if smoothing:
-            loss_T = (1.0 - smoothing) * loss_T - smoothing * (rest[0] / (columns * group.size) - log_exp_T)
-        counted_T = (target_T >= 0) & (target_T < columns * group.size)
+            loss_T = (1.0 - smoothing) * loss_T - smoothing * (rest[0] / vocab_size - log_exp_T)
+        counted_T = (target_T >= 0) & (target_T < vocab_size)
         ctx.save_for_backward(logits_Tv, max_T + log_exp_T, column_T, owned_T, counted_T)
-        ctx.smoothing, ctx.vocab_size = smoothing, columns * group.size
+        ctx.smoothing, ctx.vocab_size = smoothing, vocab_size
         return torch.where(counted_T, loss_T, 0.0)
 
     @staticmethod
@@ -98,7 +108,7 @@ class _CrossEntropy(torch.autograd.Function):
             grad_Tv.sub_(ctx.smoothing / ctx.vocab_size)
         onehot_T = owned_T.to(grad_Tv.dtype) * (1.0 - ctx.smoothing)
         grad_Tv.scatter_add_(-1, column_T.unsqueeze(-1), -onehot_T.unsqueeze(-1))
-        return grad_Tv.mul_(grad_T).to(logits_Tv.dtype), None, None, None
+        return grad_Tv.mul_(grad_T).to(logits_Tv.dtype), None, None, None, None
 
 
 def _maths_dtype(logits: Tensor) -> torch.dtype:

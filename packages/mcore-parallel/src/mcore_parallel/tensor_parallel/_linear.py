@@ -2,29 +2,22 @@
 # Copyright (c) 2026 the mcore authors
 """Linear layers whose weight is cut over the tensor-parallel group."""
 
-import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mcore_parallel._groups import Group, ProcessGroups
+from mcore_parallel._groups import ProcessGroups
 from mcore_parallel._shards import ShardSpec
-from mcore_parallel.comm import (
-    all_gather,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
-from mcore_parallel.comm._collectives import start_all_gather, start_all_reduce, start_reduce_scatter, wait
 from mcore_parallel.comm._regions import gather
 from mcore_parallel.tensor_parallel._init import normal_shard_
+from mcore_parallel.tensor_parallel._product import ProductLayer, column_product, num_pieces, row_product
 
 # T tokens, I input features of this rank, O output features of this rank
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(ProductLayer):
     """y = x W^T + b with the output features split over tp.
 
     Under sequence parallelism the input holds this rank's tokens: they are gathered before the product, and their
@@ -39,6 +32,8 @@ class ColumnParallelLinear(nn.Module):
         shard_dim: index into ``out_features`` of the dim that is cut.
         gather_output: every rank returns all output features.
         bias: add a bias, split like the output.
+        overlap: under sequence parallelism, gather the tokens in pieces, each beside the product of the one before it. None for:
+            on CUDA, when the pieces are large enough to fill it. The result differs by rounding at most.
         dtype: of the parameters.
         device: of the parameters.
         init: draw the weight from N(0, 1 / in_features), the same global values in every layout; False leaves the
@@ -58,6 +53,7 @@ class ColumnParallelLinear(nn.Module):
         shard_dim: int = 0,
         gather_output: bool = False,
         bias: bool = False,
+        overlap: bool | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         init: bool = True,
@@ -68,7 +64,7 @@ class ColumnParallelLinear(nn.Module):
         self.out_features = (out_features,) if isinstance(out_features, int) else tuple(out_features)
         if not 0 <= shard_dim < len(self.out_features):
             raise ValueError(f"shard_dim={shard_dim} must index out_features={self.out_features}")
-        self.groups, self.shard_dim, self.gather_output = groups, shard_dim, gather_output
+        self.groups, self.shard_dim, self.gather_output, self.overlap = groups, shard_dim, gather_output, overlap
         specs = self._specs(bias)
         self.weight = nn.Parameter(torch.empty(specs["weight"].local_shape(groups), dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(specs["bias"].local_shape(groups), dtype=dtype, device=device)) if bias else None
@@ -88,9 +84,11 @@ class ColumnParallelLinear(nn.Module):
         """x [T or T/tp, in] -> [T, prod(out)/tp], or [T, prod(out)] with ``gather_output``."""
         weight_OI = self.weight.flatten(0, -2)
         bias_O = None if self.bias is None else self.bias.flatten()
-        if self.groups.tp.size == 1:
+        pieces = num_pieces(x, x.shape[0], self.overlap) if self.groups.sequence_parallel else 1
+        route = self.route(self.groups, pieces)
+        if self.groups.tp.size == 1 and route.main_grad is None:
             return F.linear(x, weight_OI, bias_O)
-        y_TO = _ColumnProduct.apply(x, weight_OI, self.groups.tp, self.groups.sequence_parallel)
+        y_TO = column_product(x, weight_OI, route)
         if bias_O is not None:
             y_TO = y_TO + bias_O
         if not self.gather_output:
@@ -107,7 +105,7 @@ class ColumnParallelLinear(nn.Module):
         return specs | ({"bias": ShardSpec(shape=self.out_features, shards=cut)} if bias else {})
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(ProductLayer):
     """y = x W^T + b with the input features split over tp; the partial products are summed over tp.
 
     The result is replicated, or under sequence parallelism holds this rank's tokens.
@@ -117,6 +115,9 @@ class RowParallelLinear(nn.Module):
         out_features: output features.
         groups: the process groups; ``tp`` is used.
         bias: add a bias, whole on every rank, after the sum.
+        overlap: sum (or reduce-scatter) the partial products in pieces, each beside the product of the next one; under
+            sequence parallelism the backward gathers so too. None for: on CUDA, when the pieces are large enough to fill it. The result
+            differs by rounding at most.
         dtype: of the parameters.
         device: of the parameters.
         init: draw the weight from N(0, 1 / in_features), the same global values in every layout; False leaves the
@@ -134,13 +135,14 @@ class RowParallelLinear(nn.Module):
         groups: ProcessGroups,
         *,
         bias: bool = False,
+        overlap: bool | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         init: bool = True,
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.groups = in_features, out_features, groups
+        self.in_features, self.out_features, self.groups, self.overlap = in_features, out_features, groups, overlap
         specs = self._specs(bias)
         self.weight = nn.Parameter(torch.empty(specs["weight"].local_shape(groups), dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
@@ -158,9 +160,13 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x_TI: Tensor) -> Tensor:
         """x [T, in/tp] -> [T, out], or [T/tp, out] under sequence parallelism."""
-        partial = F.linear(x_TI, self.weight)
-        reduce = reduce_scatter_to_sequence_parallel_region if self.groups.sequence_parallel else reduce_from_tensor_model_parallel_region
-        y = reduce(partial, self.groups.tp)
+        tp = self.groups.tp
+        # What does not divide is not cut, and named by the collective.
+        rank_tokens = x_TI.shape[0] if not self.groups.sequence_parallel else 0 if x_TI.shape[0] % tp.size else x_TI.shape[0] // tp.size
+        route = self.route(self.groups, num_pieces(x_TI, rank_tokens, self.overlap) if tp.size > 1 else 1)
+        if tp.size == 1 and route.main_grad is None:
+            return F.linear(x_TI, self.weight, self.bias)
+        y = row_product(x_TI, self.weight, route)
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:
@@ -171,29 +177,3 @@ class RowParallelLinear(nn.Module):
         # Under sequence parallelism the bias meets only this rank's tokens.
         partial = ("tp",) if self.groups.sequence_parallel else ()
         return specs | ({"bias": ShardSpec(shape=(self.out_features,), partial=partial)} if bias else {})
-
-
-class _ColumnProduct(torch.autograd.Function):
-    """x W^T whose communication overlaps the products of the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_OI: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
-        ctx.save_for_backward(x, weight_OI)
-        ctx.group, ctx.sequence_parallel = group, sequence_parallel
-        return F.linear(all_gather(x, group) if sequence_parallel else x, weight_OI)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        (grad_TO,) = grads
-        x, weight_OI = ctx.saved_tensors
-        wants_x, wants_weight = ctx.needs_input_grad[:2]
-        whole_x = start_all_gather(x, ctx.group) if ctx.sequence_parallel and wants_weight else x
-        grad_x = grad_weight = None
-        if wants_x:
-            start = start_reduce_scatter if ctx.sequence_parallel else start_all_reduce
-            grad_x = start(grad_TO @ weight_OI, ctx.group)
-        if wants_weight:
-            x_TI = wait(whole_x, ctx.group) if ctx.sequence_parallel else whole_x
-            rows = math.prod(grad_TO.shape[:-1])
-            grad_weight = grad_TO.reshape(rows, -1).T @ x_TI.reshape(rows, -1)
-        return None if grad_x is None else wait(grad_x, ctx.group), grad_weight, None, None

@@ -40,5 +40,4 @@ class CrossEntropyObjective:
     """Sum of the masked cross entropies of the labels."""
 
     def __call__(self, output: ModelOutput, batch: Batch) -> LossReport:
-        losses = output.token_losses(batch.labels.flatten())
-        return LossReport(sum=(losses * batch.loss_mask.flatten()).sum(), count=batch.weight())
+        return LossReport(sum=output.loss_sum(batch.labels.flatten(), batch.loss_mask.flatten()), count=batch.weight())

@@ -4,7 +4,7 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -36,6 +36,22 @@ class UpdateResult(Protocol):
     def grad_norm(self) -> Tensor: ...
     @property
     def skipped(self) -> bool: ...
+
+
+@runtime_checkable
+class DeferredResult(Protocol):
+    """A result that knows on the device whether the update was skipped."""
+
+    @property
+    def skip(self) -> Tensor: ...
+
+
+@runtime_checkable
+class LossScaler(Protocol):
+    """An optimizer that wants losses multiplied before their backward, and divides the factor out."""
+
+    @property
+    def loss_scale(self) -> Tensor | None: ...
 
 
 class Optimizer(Protocol):

@@ -2,7 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Model and optimizer as named parts of global tensors, for a checkpoint."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,12 +25,16 @@ class TensorShard:
 
 
 class PlacedTensor(Protocol):
-    """A tensor of an optimizer's state with the placement of its parameter."""
+    """A tensor of an optimizer's state with the placement of its parameter, or (offset and replica given) a box of such a tensor."""
 
     @property
     def tensor(self) -> Tensor: ...
     @property
     def spec(self) -> ShardSpec: ...
+    @property
+    def offset(self) -> tuple[int, ...] | None: ...
+    @property
+    def replica(self) -> int | None: ...
 
 
 class StatefulOptimizer(Protocol):
@@ -41,7 +45,7 @@ class StatefulOptimizer(Protocol):
 
     def load_step_count(self, count: int) -> None: ...
 
-    def state_shards(self) -> Mapping[str, PlacedTensor]: ...
+    def state_shards(self) -> Mapping[str, PlacedTensor | Sequence[PlacedTensor]]: ...
 
 
 def model_state(model: nn.Module, groups: ProcessGroups) -> dict[str, TensorShard]:
@@ -49,9 +53,21 @@ def model_state(model: nn.Module, groups: ProcessGroups) -> dict[str, TensorShar
     return {shard.name: _placed(shard.parameter.detach(), shard.spec, groups) for shard in named_shards(model)}
 
 
-def optimizer_state(optimizer: StatefulOptimizer, groups: ProcessGroups) -> dict[str, TensorShard]:
-    """Every tensor of the optimizer's state by its global name; ``step_count`` is kept beside."""
-    return {name: _placed(shard.tensor, shard.spec, groups) for name, shard in optimizer.state_shards().items()}
+def optimizer_state(optimizer: StatefulOptimizer, groups: ProcessGroups) -> dict[str, "TensorShard | list[TensorShard]"]:
+    """Every tensor of the optimizer's state by its global name; ``step_count`` is kept beside.
+
+    A state that this rank holds in several boxes of the global tensor is a list.
+    """
+    found: dict[str, TensorShard | list[TensorShard]] = {}
+    for name, value in optimizer.state_shards().items():
+        found[name] = [_box(part, groups) for part in value] if isinstance(value, Sequence) else _box(value, groups)
+    return found
+
+
+def _box(part: PlacedTensor, groups: ProcessGroups) -> TensorShard:
+    placed = _placed(part.tensor, part.spec, groups)
+    offset = placed.offset if part.offset is None else part.offset
+    return TensorShard(part.tensor, part.spec.shape, offset, placed.replica if part.replica is None else part.replica)
 
 
 def _placed(tensor: Tensor, spec: ShardSpec, groups: ProcessGroups) -> TensorShard:

@@ -3,6 +3,7 @@
 """One optimizer step, and one evaluation."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,10 +14,19 @@ from torch import Tensor, nn
 
 from mcore_parallel._groups import ProcessGroups
 from mcore_parallel.comm import TensorSpec, all_reduce
-from mcore_parallel.pipeline import forward_only, one_f_one_b, run_schedule
+from mcore_parallel.pipeline import (
+    ModelChunks,
+    Overlap,
+    Schedule,
+    forward_only,
+    interleaved_one_f_one_b,
+    one_f_one_b,
+    plan_pipeline,
+    run_schedule,
+)
 from mcore_parallel.training._batch import Batch
 from mcore_parallel.training._objective import LossReport
-from mcore_parallel.training._protocols import GradSync, Objective, Optimizer
+from mcore_parallel.training._protocols import DeferredResult, GradSync, LossScaler, Objective, Optimizer
 from mcore_parallel.training._totals import add_up
 
 
@@ -39,7 +49,7 @@ class TrainReport:
 
 
 def train_step(
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     batches: Sequence[Batch],
     objective: Objective,
     sync: GradSync,
@@ -47,6 +57,8 @@ def train_step(
     *,
     lr: float,
     groups: ProcessGroups | None = None,
+    pipeline: Schedule | None = None,
+    overlap: Overlap | None = None,
 ) -> TrainReport:
     """Forward and backward of all micro-batches, then one update; every rank of the world calls it.
 
@@ -55,33 +67,42 @@ def train_step(
     the host, at its end.
 
     Args:
-        model: this rank's stage, as ``GPTModel``: forward(tokens or hidden, step) -> (hidden or output, aux or None).
+        model: this rank's stage, as ``GPTModel``: forward(tokens or hidden, step) -> (hidden or output, aux or None). With
+            virtual stages its chunks in order (``ModelChunks``, a ModuleList or a sequence).
         batches: micro-batches of this replica, equally many on every rank; all tp and pp ranks of a replica get the same.
         objective: evaluated on the last stage.
         sync: sums gradients; its ``no_sync`` covers every backward but the last.
         optimizer: updates the parameters.
         lr: learning rate of the update.
         groups: the layout; None for ``model.groups``.
+        pipeline: the schedule; None for one forward, one backward, interleaved when the stage has several chunks.
+        overlap: interleaves the pairs of a ``combined_one_f_one_b``.
 
     Raises:
-        ValueError: no micro-batch.
+        ValueError: no micro-batch, or a number of them that the schedule refuses.
     """
-    stage = _Stage.of(model, batches, objective, groups)
+    stage = _Stage.of(model, batches, objective, groups, optimizer.loss_scale if isinstance(optimizer, LossScaler) else None)
     sync.zero_grad_buffer()
     pp = stage.groups.pp
-    run_schedule(one_f_one_b(pp.size, pp.rank, len(batches)), stage.forward, pp, hidden=stage.hidden_spec(), no_sync=sync.no_sync)
+    plan = plan_pipeline(pipeline or _default_schedule(len(stage.chunks)), pp.size, len(batches))
+    run_schedule(plan, stage.forwards, pp, hidden=stage.hidden_spec(), no_sync=sync.no_sync, overlap=overlap)
     sync.finish_grad_sync()
     totals = add_up(stage.reports, stage.aux, stage.groups, stage.device)
     result = optimizer.step(grad_scale=totals.count.reciprocal(), lr=lr)
     norm = result.grad_norm.detach().to(stage.device, torch.float64).reshape(1)
-    *values, grad_norm = torch.cat([totals.vector, norm]).tolist()
+    # A decision that is on the device comes along, instead of a synchronisation of its own.
+    skip = result.skip.detach().to(stage.device, torch.float64).reshape(1) if isinstance(result, DeferredResult) else norm.new_zeros(1)
+    *values, grad_norm, skip_value = torch.cat([totals.vector, norm, skip]).tolist()
+    skipped = bool(skip_value) if isinstance(result, DeferredResult) else result.skipped
     loss, count, aux, metrics = totals.read(values)
     counted = round(count) if math.isfinite(count) else 0
-    return TrainReport(loss=loss, grad_norm=grad_norm, num_tokens=counted, aux=aux, metrics=metrics, skipped=result.skipped)
+    return TrainReport(loss=loss, grad_norm=grad_norm, num_tokens=counted, aux=aux, metrics=metrics, skipped=skipped)
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Sequence[Batch], objective: Objective, *, groups: ProcessGroups | None = None) -> LossReport:
+def evaluate(
+    model: nn.Module | Sequence[nn.Module], batches: Sequence[Batch], objective: Objective, *, groups: ProcessGroups | None = None
+) -> LossReport:
     """The objective over all micro-batches and replicas, without a gradient; the same on every rank.
 
     The model is in evaluation mode meanwhile. Auxiliary losses are left out.
@@ -99,12 +120,17 @@ def evaluate(model: nn.Module, batches: Sequence[Batch], objective: Objective, *
         ValueError: no micro-batch.
     """
     stage = _Stage.of(model, batches, objective, groups)
-    pp, training = stage.groups.pp, model.training
-    model.eval()
+    pp = stage.groups.pp
+    plan = plan_pipeline(_forward_schedule(len(stage.chunks)), pp.size, len(batches))
+    modules: list[nn.Module] = [model] if isinstance(model, nn.Module) else list(model)
+    training = [module.training for module in modules]
+    for module in modules:
+        module.eval()
     try:
-        run_schedule(forward_only(pp.size, pp.rank, len(batches)), stage.forward, pp, hidden=stage.hidden_spec())
+        run_schedule(plan, stage.forwards, pp, hidden=stage.hidden_spec())
     finally:
-        model.train(training)
+        for module, mode in zip(modules, training, strict=True):
+            module.train(mode)
     totals = add_up(stage.reports, [], stage.groups, stage.device)
     loss, count, _, metrics = totals.read(totals.vector.tolist())
     as_sums: Mapping[str, Tensor] = {name: torch.tensor(value * count, dtype=torch.float64) for name, value in metrics.items()}
@@ -115,19 +141,29 @@ def evaluate(model: nn.Module, batches: Sequence[Batch], objective: Objective, *
 class _Stage:
     """The forward of this rank's stage over given micro-batches, and what it found on the way."""
 
-    model: nn.Module
+    chunks: Sequence[nn.Module]
     batches: Sequence[Batch]
     objective: Objective
     groups: ProcessGroups
+    loss_scale: Tensor | None = None
+    """Factor of what is differentiated; reports are without it."""
     reports: list[LossReport] = field(default_factory=list)
     aux: list[Tensor] = field(default_factory=list)
 
     @classmethod
-    def of(cls, model: nn.Module, batches: Sequence[Batch], objective: Objective, groups: ProcessGroups | None) -> "_Stage":
+    def of(
+        cls,
+        model: nn.Module | Sequence[nn.Module],
+        batches: Sequence[Batch],
+        objective: Objective,
+        groups: ProcessGroups | None,
+        loss_scale: Tensor | None = None,
+    ) -> "_Stage":
         if not batches:
             raise ValueError("batches holds 0 micro-batches; give every rank at least one")
-        owner: Any = model
-        return cls(model, batches, objective, owner.groups if groups is None else groups)
+        chunks: list[nn.Module] = list(model) if isinstance(model, ModelChunks | nn.ModuleList | Sequence) else [model]
+        owner: Any = chunks[0]
+        return cls(chunks, batches, objective, owner.groups if groups is None else groups, loss_scale)
 
     @property
     def device(self) -> torch.device:
@@ -137,7 +173,7 @@ class _Stage:
         """Per micro-batch, what travels between stages; None for one stage."""
         if self.groups.pp.size == 1:
             return None
-        owner: Any = self.model
+        owner: Any = self.chunks[0]
         share = self.groups.tp.size if self.groups.sequence_parallel else 1
 
         def spec(microbatch: int) -> TensorSpec:
@@ -146,16 +182,35 @@ class _Stage:
 
         return spec
 
-    def forward(self, microbatch: int, hidden: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The stage's part of one micro-batch: hidden states or the summed loss, and the weighted auxiliary loss."""
+    @property
+    def forwards(self) -> list[functools.partial[tuple[Tensor, Tensor | None]]]:
+        return [functools.partial(self.forward, chunk) for chunk in range(len(self.chunks))]
+
+    def forward(self, chunk: int, microbatch: int, hidden: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """A chunk's part of one micro-batch: hidden states or the summed loss, and the weighted auxiliary loss."""
         batch = self.batches[microbatch]
-        output, aux = self.model(batch.tokens.flatten() if hidden is None else hidden, batch.step())
+        output, aux = self.chunks[chunk](batch.tokens.flatten() if hidden is None else hidden, batch.step())
         if aux is not None:
             # Divided by the global count later, like everything: a mean over micro-batches, each weighing its tokens.
             aux = aux * all_reduce(batch.weight(), self.groups.cp).to(aux.dtype)
             self.aux.append(aux.detach())
-        if not self.groups.pp.is_last:
+            aux = self._scaled(aux)
+        if not (self.groups.pp.is_last and chunk == len(self.chunks) - 1):
             return output, aux
         report = self.objective(output, batch)
         self.reports.append(dataclasses.replace(report, sum=report.sum.detach()))
-        return report.sum, aux
+        return self._scaled(report.sum), aux
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        return loss if self.loss_scale is None else loss * self.loss_scale.to(loss.dtype)
+
+
+# Kept, so that plan_pipeline finds the plan of the last step again.
+@functools.lru_cache(maxsize=8)
+def _default_schedule(num_chunks: int) -> Schedule:
+    return one_f_one_b if num_chunks == 1 else functools.partial(interleaved_one_f_one_b, num_chunks=num_chunks)
+
+
+@functools.lru_cache(maxsize=8)
+def _forward_schedule(num_chunks: int) -> Schedule:
+    return functools.partial(forward_only, num_chunks=num_chunks)

@@ -113,7 +113,7 @@ class Trainer:
         self.writers = tuple(writers) if self.groups.world.is_first else ()
         self.state = TrainerState()
 
-    def tensors(self) -> dict[str, TensorShard]:
+    def tensors(self) -> dict[str, TensorShard | list[TensorShard]]:
         """All tensors of a checkpoint, live."""
         return {**model_state(self.model, self.groups), **optimizer_state(self.optimizer, self.groups)}
 

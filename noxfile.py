@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Every task of the repository: ``pip install nox uv && nox -s tests`` needs nothing but Python."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+WHEELS = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
+PYTHONS = ["3.11", "3.12", "3.13"]
+THIS_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+CONSTRAINTS = "constraints/dev.txt"
+# Extras that build or run only beside a GPU: no session installs them.
+GPU_EXTRAS = {"te"}
+# What follows torch's own release; the sessions that change torch must not be held by these pins.
+TORCH_FAMILY = ("cuda-", "nvidia-", "torch=", "triton=")
+# Settings that would leave a trace of this machine in the constraint file.
+INDEX_SETTINGS = ("UV_FIND_LINKS", "UV_TORCH_BACKEND", "UV_INDEX", "UV_DEFAULT_INDEX", "UV_EXTRA_INDEX_URL")
+
+nox.needs_version = ">=2025.5"
+nox.options.default_venv_backend = "uv"
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["tests", "lint", "types", "imports"]
+
+
+def _find_uv() -> str:
+    """uv as installed beside nox, which need not be on PATH, else the one on PATH."""
+    try:
+        from uv import find_uv_bin
+
+        return find_uv_bin()
+    except (ImportError, FileNotFoundError):
+        return shutil.which("uv") or "uv"
+
+
+def _pip_find_links() -> list[str]:
+    """Folders of wheels that pip was told of on this machine."""
+    if value := os.environ.get("PIP_FIND_LINKS"):
+        return value.split()
+    command = [sys.executable, "-m", "pip", "config", "get", "global.find-links"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return answer.stdout.split() if answer.returncode == 0 else []
+
+
+def _enable_pyenv_versions() -> None:
+    """pyenv leaves shims for versions that are not enabled; enable those of PYTHONS, the running one first."""
+    if "PYENV_VERSION" in os.environ or not (pyenv := shutil.which("pyenv")):
+        return
+    names = subprocess.run([pyenv, "versions", "--bare"], capture_output=True, text=True, check=False).stdout.split()
+    known = [name for name in names if name.rpartition(".")[0] in PYTHONS]
+    if known:
+        os.environ["PYENV_VERSION"] = ":".join(sorted(known, key=lambda name: not name.startswith(f"{THIS_PYTHON}.")))
+
+
+UV = _find_uv()
+# uv reads none of pip's settings: what pip was told, uv is told too. pip separates by blanks, uv by commas.
+if "UV_FIND_LINKS" not in os.environ and (links := _pip_find_links()):
+    os.environ["UV_FIND_LINKS"] = ",".join(links)
+_enable_pyenv_versions()
+
+
+def _members() -> list[str]:
+    """Arguments that install the six wheels in editable form, with every extra that this machine can hold."""
+    arguments = []
+    for wheel in WHEELS:
+        extras = ",".join(_extras(wheel))
+        arguments += ["-e", f"packages/{wheel}[{extras}]" if extras else f"packages/{wheel}"]
+    return arguments
+
+
+def _extras(wheel: str) -> list[str]:
+    project = tomllib.loads((ROOT / "packages" / wheel / "pyproject.toml").read_text())["project"]
+    return sorted(set(project.get("optional-dependencies", {})) - GPU_EXTRAS)
+
+
+def _groups(names: tuple[str, ...]) -> list[str]:
+    return [argument for name in names for argument in ("--group", f"pyproject.toml:{name}")]
+
+
+def _fingerprint(*more: str) -> str:
+    """Of everything that decides what an environment holds."""
+    digest = hashlib.sha256("\n".join([sys.version, os.environ.get("UV_FIND_LINKS", ""), *more]).encode())
+    for path in [ROOT / "pyproject.toml", ROOT / CONSTRAINTS, *(ROOT / "packages" / wheel / "pyproject.toml" for wheel in WHEELS)]:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _environment(session: nox.Session, name: str, stamp: str, install: list[str], *, python: str = sys.executable) -> Path:
+    """Make or reuse the environment .nox/<name>; its interpreter.
+
+    The stamp says what was installed: while the fingerprint stands there, a second run installs nothing and asks no index.
+    """
+    folder = ROOT / ".nox" / name
+    interpreter = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    marks = folder / "installed"
+    fingerprint = f"{stamp} {_fingerprint(*install)}"
+    if not interpreter.exists():
+        session.run_install(UV, "venv", "-q", "--clear", "--no-python-downloads", "--python", python, str(folder), external=True)
+    if not marks.exists() or fingerprint not in marks.read_text().splitlines():
+        session.run_install(UV, "pip", "install", "-q", "--python", str(interpreter), *install, external=True)
+        session.run_install(UV, "pip", "check", "-q", "--python", str(interpreter), external=True)
+        with marks.open("a") as file:
+            file.write(fingerprint + "\n")
+    # Tools that start tools (type checker, torch's compiler) find the same environment.
+    session.env["VIRTUAL_ENV"] = str(folder)
+    session.env["PATH"] = os.pathsep.join([str(interpreter.parent), os.environ["PATH"]])
+    return interpreter
+
+
+def _dev(session: nox.Session, *groups: str) -> Path:
+    """The one editable environment of this Python version; a session adds the tool groups that it needs to it."""
+    install = [*_members(), *_groups(groups), "-c", CONSTRAINTS]
+    return _environment(session, f"dev-{THIS_PYTHON}", "+".join(groups), install)
+
+
+def _without_torch_family(folder: str) -> str:
+    """The constraints less the pins that follow torch."""
+    lines = (ROOT / CONSTRAINTS).read_text().splitlines()
+    path = Path(folder) / "constraints.txt"
+    path.write_text("\n".join(line for line in lines if not line.startswith(TORCH_FAMILY)))
+    return str(path)
+
+
+def _check(session: nox.Session, python: Path, name: str, *arguments: str) -> None:
+    session.run(str(python), "-m", f"tools.checks.{name}", *arguments, external=True)
+
+
+@nox.session(venv_backend="none")
+def quickstart(session: nox.Session) -> None:
+    """Walk the whole journey on a small model: text to checkpoint to completions to rewards."""
+    python = _dev(session, "tools")
+    session.run(str(python), "-m", "tools.quickstart", *session.posargs, external=True)
+
+
+@nox.session(venv_backend="none")
+def tests(session: nox.Session) -> None:
+    """All tests that need no GPU; arguments go to pytest."""
+    python = _dev(session, "test", "tools", "api")
+    session.run(str(python), "-m", "pytest", "-q", *session.posargs, external=True)
+
+
+@nox.session(venv_backend="none")
+def lint(session: nox.Session) -> None:
+    """Code style and formatting, then the GitHub files: their schema and their safety."""
+    python = _dev(session, "lint")
+    session.run(str(python), "-m", "ruff", "check", "--no-cache", external=True)
+    session.run(str(python), "-m", "ruff", "format", "--no-cache", "--check", external=True)
+    workflows = [str(path) for path in sorted(ROOT.glob(".github/workflows/*.yml"))]
+    schema = [str(python), "-m", "check_jsonschema", "--builtin-schema"]
+    session.run(*schema, "vendor.github-workflows", *workflows, external=True)
+    session.run(*schema, "vendor.dependabot", ".github/dependabot.yml", external=True)
+    session.run(str(python.parent / "zizmor"), "--offline", "--quiet", "--no-progress", "--strict-collection", ".github", external=True)
+
+
+@nox.session(venv_backend="none")
+def types(session: nox.Session) -> None:
+    """Type checks of the wheels and tools."""
+    python = _dev(session, "test", "tools", "types")
+    session.run(str(python), "-m", "basedpyright", "--pythonpath", str(python), "--level", "error", *session.posargs, external=True)
+
+
+@nox.session(venv_backend="none")
+def imports(session: nox.Session) -> None:
+    """Who may import whom, between the wheels and inside the trunk, and by public names only."""
+    python = _dev(session, "lint")
+    session.run(str(python.parent / "lint-imports"), "--no-cache", external=True)
+    _check(session, python, "imports_public")
+
+
+@nox.session(venv_backend="none")
+def headers(session: nox.Session) -> None:
+    """Licence lines and a docstring at the top of every source file."""
+    _check(session, _dev(session, "test"), "headers")
+
+
+@nox.session(venv_backend="none")
+def safety(session: nox.Session) -> None:
+    """Nothing in a wheel can run code that it reads from a file or a socket."""
+    _check(session, _dev(session, "test"), "safety")
+
+
+@nox.session(venv_backend="none")
+def vendored(session: nox.Session) -> None:
+    """Files that every wheel carries are the same in all of them."""
+    _check(session, _dev(session, "test"), "vendored")
+
+
+@nox.session(venv_backend="none")
+def workspace(session: nox.Session) -> None:
+    """Sibling ranges, lower bounds, declared against imported, no trace of a machine."""
+    python = _dev(session, "test")
+    _check(session, python, "workspace")
+    _check(session, python, "closure")
+
+
+@nox.session(venv_backend="none")
+def api(session: nox.Session) -> None:
+    """Public API of each wheel against its last release; arguments go to the gate."""
+    python = _dev(session, "test", "tools", "api")
+    session.run(str(python), "tools/checks/api.py", *session.posargs, external=True)
+
+
+@nox.session(venv_backend="none")
+def docs(session: nox.Session) -> None:
+    """The site with its API reference, without a warning, and every code block of README and docs."""
+    python = _dev(session, "test", "docs")
+    told = session.run(str(python.parent / "zensical"), "build", "--strict", "--clean", external=True, silent=True)
+    print(told)
+    # Its strict mode knows broken links, not docstrings that document a parameter which does not exist.
+    if warnings := [line for line in str(told).splitlines() if line.startswith("griffe: ")]:
+        session.error(f"{len(warnings)} docstrings disagree with their signatures")
+    _check(session, python, "codeblocks", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def bench(session: nox.Session) -> None:
+    """One measurement of tools/bench: `-- pretrain_step --ranks 1 2`; the result names machine, versions and command."""
+    known = sorted(path.stem for path in (ROOT / "tools" / "bench").glob("[!_]*.py"))
+    if not session.posargs or session.posargs[0] not in known:
+        session.error(f"name what to measure: `nox -s bench -- NAME`, with NAME one of {', '.join(known)}")
+    python = _dev(session, "tools")
+    session.run(str(python), "-m", f"tools.bench.{session.posargs[0]}", *session.posargs[1:], external=True)
+
+
+@nox.session(venv_backend="none")
+def build(session: nox.Session) -> None:
+    """Wheels and source distributions of all six into dist/."""
+    shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    constraint = ["--build-constraint", CONSTRAINTS]
+    session.run(UV, "build", "-q", "--all-packages", "--python", sys.executable, *constraint, "--out-dir", "dist", external=True)
+    session.log(", ".join(sorted(path.name for path in (ROOT / "dist").iterdir() if path.suffix in {".whl", ".gz"})))
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize("wheel", WHEELS)
+def install_alone(session: nox.Session, wheel: str) -> None:
+    """One built wheel in a clean environment: only what it declares is there, it imports fast, its README runs."""
+    built = {path.name.partition("-")[0].replace("_", "-"): path for path in (ROOT / "dist").glob("*.whl")}
+    if wheel not in built:
+        session.error("the wheel is not in dist/: run `nox -s build` first")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        # By path, and outside the repository: neither an index nor the workspace may answer for a wheel of ours.
+        siblings = folder / "siblings.txt"
+        siblings.write_text("\n".join(f"{name} @ {path.as_uri()}" for name, path in built.items()))
+        python = str(folder / "venv" / ("Scripts/python.exe" if os.name == "nt" else "bin/python"))
+        outside = folder / "outside"
+        outside.mkdir()
+        with session.chdir(outside):
+            session.run_install(UV, "venv", "-q", "--no-python-downloads", "--python", sys.executable, str(folder / "venv"), external=True)
+            constraints = ["-c", str(ROOT / CONSTRAINTS), "-c", str(siblings)]
+            session.run_install(UV, "pip", "install", "-q", "--python", python, str(built[wheel]), *constraints, external=True)
+            session.run(UV, "pip", "check", "-q", "--python", python, external=True)
+            session.run(python, "-I", str(ROOT / "tools/checks/closure.py"), "--installed", wheel, external=True)
+            readme = str(ROOT / "packages" / wheel / "README.md")
+            session.run(python, "-I", str(ROOT / "tools/checks/codeblocks.py"), "--first", readme, external=True)
+
+
+@nox.session(venv_backend="none")
+def release(session: nox.Session) -> None:
+    """Build the one wheel that a tag releases, when tag, version and changelog agree: `-- mcore-moe-v0.2.0`."""
+    if len(session.posargs) != 1:
+        session.error("name the tag: `nox -s release -- <wheel>-vX.Y.Z`")
+    python = _dev(session, "test", "tools", "api")
+    target = ROOT / "dist" / "release"
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    _check(session, python, "release", session.posargs[0], "--notes", str(target / "notes.md"))
+    wheel = session.posargs[0].rpartition("-v")[0]
+    session.run(str(python), "tools/checks/api.py", external=True)
+    build = [UV, "build", "-q", "--package", wheel, "--python", sys.executable, "--build-constraint", CONSTRAINTS]
+    session.run(*build, "--out-dir", str(target), external=True)
+
+
+@nox.session(venv_backend="none")
+def consumers(session: nox.Session) -> None:
+    """Tests of each dependent's last release against the wheels of this tree."""
+    python = _dev(session, "test")
+    _check(session, python, "consumers", "--uv", UV, "--constraints", CONSTRAINTS, *session.posargs)
+
+
+@nox.session(python=PYTHONS, tags=["matrix"])
+def tests_matrix(session: nox.Session) -> None:
+    """All tests on one Python version, in an environment of its own; choose with `-p 3.12`."""
+    session.install("-q", *_members(), *_groups(("test", "tools", "api")), "-c", CONSTRAINTS)
+    session.run(UV, "pip", "check", "-q", "--python", session.virtualenv.location, external=True)
+    session.run("python", "-m", "pytest", "-q", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def lowest(session: nox.Session) -> None:
+    """All tests with the oldest version of every direct dependency: the lower bounds are true."""
+    install = [*_members(), *_groups(("test", "tools", "api")), "--resolution", "lowest-direct"]
+    python = _environment(session, f"lowest-{THIS_PYTHON}", "lowest", install)
+    session.run(str(python), "-m", "pytest", "-q", *session.posargs, external=True)
+
+
+@nox.session(venv_backend="none")
+def newest(session: nox.Session) -> None:
+    """All tests with the newest torch of the index, whatever is pinned."""
+    with tempfile.TemporaryDirectory() as folder:
+        python = ROOT / ".nox" / f"newest-{THIS_PYTHON}" / "bin" / "python"
+        session.run_install(UV, "venv", "-q", "--clear", "--no-python-downloads", str(python.parent.parent), external=True)
+        constraints = ["-c", _without_torch_family(folder), "--upgrade"]
+        install = ["--python", str(python), *_members(), *_groups(("test", "tools", "api")), *constraints]
+        session.run_install(UV, "pip", "install", "-q", *install, external=True)
+    session.run(str(python), "-c", "import torch; print('torch', torch.__version__)", external=True)
+    session.run(str(python), "-m", "pytest", "-q", *session.posargs, external=True)
+
+
+@nox.session(venv_backend="none")
+def lock(session: nox.Session) -> None:
+    """Recompute the constraint file; `-- --upgrade` moves every pin that may move."""
+    extras = sorted({extra for wheel in WHEELS for extra in _extras(wheel)})
+    session.run(
+        UV, "pip", "compile", "-q", "--universal", "--python-version", PYTHONS[0], "--no-header", "--no-annotate",
+        *_groups(("dev",)), *(f"packages/{wheel}/pyproject.toml" for wheel in WHEELS),
+        *(argument for extra in extras for argument in ("--extra", extra)),
+        *(argument for wheel in WHEELS for argument in ("--no-emit-package", wheel)),
+        "-c", "constraints/pins.in", "-o", CONSTRAINTS, *session.posargs,
+        external=True, env=dict.fromkeys(INDEX_SETTINGS),
+    )  # fmt: skip
+
+
+@nox.session(venv_backend="none")
+def image(session: nox.Session) -> None:
+    """The GPU image, tagged with the commit that it holds."""
+    commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    if subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip():
+        session.error("the tree has uncommitted changes: the image would not hold the commit that it is tagged with")
+    arguments = ["--build-arg", f"COMMIT={commit}", "-f", "docker/Dockerfile", "-t", f"mcore:{commit}", "."]
+    session.run("docker", "build", *arguments, *session.posargs, external=True)

@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The paged key-value cache: who holds which block, and the blocks themselves."""
+
+from mcore_inference.cache._blocks import BlockAllocator
+from mcore_inference.cache._pages import PagedKVCache, block_bytes, num_blocks_for_bytes
+
+__all__ = ["BlockAllocator", "PagedKVCache", "block_bytes", "num_blocks_for_bytes"]

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The memory of keys and values, cut into blocks."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def block_bytes(*, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes of one block over all layers, keys and values."""
+    return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
+
+
+def num_blocks_for_bytes(buffer_bytes: int, bytes_per_block: int) -> int:
+    """Blocks (the sink included) that fit.
+
+    Raises:
+        ValueError: fewer than two fit; says how many bytes two blocks take.
+    """
+    count = buffer_bytes // bytes_per_block
+    if count < 2:
+        raise ValueError(
+            f"a cache of {buffer_bytes} bytes holds {count} blocks of {bytes_per_block} bytes; give it at least {2 * bytes_per_block} bytes"
+        )
+    return count
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedKVCache:
+    """Keys and values of all layers of one stage.
+
+    A token's slot is ``block * block_size + offset in the block``.
+    """
+
+    pages: Tensor
+    """[layers, 2, blocks, block_size, K, d]: keys at 0, values at 1; K key-value heads of this tp rank."""
+
+    @classmethod
+    def allocate(
+        cls,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> "PagedKVCache":
+        # Zeros, not empty memory: the sink block is read by padding and must stay finite.
+        return cls(pages=torch.zeros((num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim), dtype=dtype, device=device))
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.pages.shape) * self.pages.itemsize
+
+    def slots(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer as [blocks * block_size, K, d] views."""
+        keys, values = self.pages[layer].flatten(1, 2)
+        return keys, values

@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The memory of an engine: sizes, request slots, block tables, and the tensors of one step."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mcore_inference.attention import DecodeRows, PagedStep, PrefillRows
+from mcore_inference.cache import BlockAllocator, PagedKVCache, block_bytes, num_blocks_for_bytes
+from mcore_inference.errors import (
+    ActiveRequestCountOverflowError,
+    BlockOverflowError,
+    MaxSequenceLengthOverflowError,
+    RequestOverflowError,
+    TokenOverflowError,
+)
+from mcore_inference.scheduler import Limits
+from mcore_parallel import ProcessGroups
+from mcore_parallel.models import GPTModel, TransformerConfig
+from mcore_parallel.nn import Step
+
+__all__ = ["DynamicInferenceContext", "InferenceConfig", "StepInputs"]
+
+_DEFAULT_MAX_TOKENS = 16384
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceConfig:
+    """Sizes of a ``DynamicInferenceContext``.
+
+    Raises:
+        ValueError: a field is out of its range, or both sizes of the cache are given.
+    """
+
+    max_sequence_length: int = 2560
+    """Longest prompt and output together."""
+    max_requests: int | None = None
+    """Requests in one step; None for the number of usable blocks (at most ``max_tokens``)."""
+    max_tokens: int | None = None
+    """Tokens in one step; None for 16384 (at least ``max_requests``)."""
+    block_size_tokens: int = 256
+    """Tokens of one cache block."""
+    buffer_size_gb: float = 20.0
+    """Memory of the cache in 2**30 bytes, when ``num_blocks`` is None; no more is taken than ``max_requests`` can fill."""
+    num_blocks: int | None = None
+    """Cache blocks that requests can hold."""
+    enable_chunked_prefill: bool = True
+    """Whether a long prompt is computed over several steps, beside other requests' tokens."""
+    watermark: float = 0.01
+    """Share of the blocks that an admission leaves to running requests."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_sequence_length", "block_size_tokens", "max_requests", "max_tokens", "num_blocks"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        if self.buffer_size_gb <= 0:
+            raise ValueError(f"buffer_size_gb={self.buffer_size_gb} must be positive")
+        if not 0 <= self.watermark < 1:
+            raise ValueError(f"watermark={self.watermark} must be from 0 to below 1")
+        if self.max_requests is not None and self.max_tokens is not None and self.max_tokens < self.max_requests:
+            raise ValueError(f"max_tokens={self.max_tokens} must be at least max_requests={self.max_requests}; raise max_tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepInputs:
+    """One forward pass."""
+
+    tokens_T: Tensor
+    """[T] int64."""
+    step: Step
+    starts: tuple[int, ...]
+    """First token of each request in ``tokens_T``, in the order of the work."""
+    lengths: tuple[int, ...]
+    """Tokens of each request in ``tokens_T``."""
+
+
+class DynamicInferenceContext:
+    """Cache blocks and request slots of one engine.
+
+    All bookkeeping is on the host (numpy) and depends only on what requests were added and released, so that the tensor-parallel
+    ranks of a model keep equal tables without talking.
+
+    Args:
+        model_config: architecture of the model.
+        config: sizes.
+        groups: tp is used: the cache holds this rank's key-value heads.
+        dtype: of keys and values, that of the model's activations.
+        device: of the cache.
+        num_layers: layers of this pipeline stage, None for all.
+
+    Raises:
+        ValueError: the memory does not hold two blocks, or tp does not divide the key-value heads.
+    """
+
+    def __init__(
+        self,
+        model_config: TransformerConfig,
+        config: InferenceConfig | None = None,
+        *,
+        groups: ProcessGroups | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        num_layers: int | None = None,
+    ) -> None:
+        self.config = config = config or InferenceConfig()
+        self.device = torch.device(device)
+        tp = 1 if groups is None else groups.tp.size
+        if model_config.kv_heads % tp:
+            raise ValueError(f"tp={tp} must divide num_query_groups={model_config.kv_heads}; lower tp")
+        sizes = {
+            "num_layers": model_config.num_layers if num_layers is None else num_layers,
+            "block_size": config.block_size_tokens,
+            "num_kv_heads": model_config.kv_heads // tp,
+            "head_dim": model_config.head_dim,
+            "dtype": dtype,
+        }
+        self.block_size: int = config.block_size_tokens
+        self.max_sequence_length: int = config.max_sequence_length
+        self.max_blocks_per_request = -(-config.max_sequence_length // self.block_size)
+        # One block more than requests can hold: the sink.
+        if config.num_blocks is not None:
+            total = config.num_blocks + 1
+        else:
+            total = num_blocks_for_bytes(int(config.buffer_size_gb * 2**30), block_bytes(**sizes))
+            if config.max_requests is not None:
+                total = min(total, config.max_requests * self.max_blocks_per_request + 1)
+        self.allocator = BlockAllocator(total)
+        max_tokens = config.max_tokens or max(_DEFAULT_MAX_TOKENS, config.max_requests or 1)
+        self.max_tokens: int = max_tokens
+        self.max_requests: int = config.max_requests or min(self.allocator.usable_count, max_tokens)
+        self.cache = PagedKVCache.allocate(num_blocks=total, device=self.device, **sizes)
+        self.reset()
+
+    @classmethod
+    def for_model(cls, model: GPTModel, config: InferenceConfig | None = None) -> "DynamicInferenceContext":
+        """A context with the model's heads, layers, groups, dtype and device."""
+        parameter = next(model.parameters())
+        return cls(
+            model.config, config, groups=model.groups, dtype=parameter.dtype, device=parameter.device, num_layers=len(model.stage_layers)
+        )
+
+    def reset(self) -> None:
+        """No request, every block free."""
+        self.allocator.reset()
+        self._slots: dict[int, int] = {}
+        self._free_slots = list(range(self.max_requests - 1, -1, -1))
+        self._block_table = np.full((self.max_requests, self.max_blocks_per_request), -1, dtype=np.int64)
+        self._num_blocks = np.zeros(self.max_requests, dtype=np.int64)
+        self._num_cached = np.zeros(self.max_requests, dtype=np.int64)
+
+    # -- what fits ---------------------------------------------------------------------------------------------------
+
+    def room(self, num_prompt_tokens: int) -> int:
+        """New tokens that a prompt of this length can get at most; below 1 when there is no room."""
+        # The last token is never fed back, so it takes no slot.
+        in_cache = self.allocator.usable_count * self.block_size - num_prompt_tokens + 1
+        return min(self.max_sequence_length - num_prompt_tokens, in_cache)
+
+    def check_fits(self, num_prompt_tokens: int, budget: int, request_id: int | None = None) -> int:
+        """Tokens a request may generate, at most ``budget``; nothing is allocated.
+
+        Raises:
+            MaxSequenceLengthOverflowError: prompt and one token exceed ``max_sequence_length``.
+            TokenOverflowError: prompts are not chunked and this one exceeds ``max_tokens``.
+            BlockOverflowError: the whole cache holds fewer blocks than the request grows to.
+        """
+        room = self.max_sequence_length - num_prompt_tokens
+        if room < min(1, budget):
+            raise MaxSequenceLengthOverflowError(
+                request_id,
+                f"the prompt has {num_prompt_tokens} tokens and max_sequence_length={self.max_sequence_length}; "
+                "shorten the prompt or raise max_sequence_length",
+            )
+        if not self.config.enable_chunked_prefill and num_prompt_tokens > self.max_tokens:
+            raise TokenOverflowError(
+                request_id,
+                f"the prompt has {num_prompt_tokens} tokens and a step max_tokens={self.max_tokens}; "
+                "set enable_chunked_prefill or raise max_tokens",
+                is_transient=False,
+            )
+        allowed = min(budget, room)
+        # The last token is never fed back, so it takes no slot.
+        blocks = -(-(num_prompt_tokens + max(allowed - 1, 0)) // self.block_size)
+        if blocks > self.allocator.usable_count:
+            raise BlockOverflowError(
+                request_id,
+                f"{num_prompt_tokens} prompt and {allowed} new tokens take {blocks} blocks of {self.block_size} tokens and the cache has "
+                f"{self.allocator.usable_count}; shorten the request or give the cache more memory",
+                is_transient=False,
+            )
+        return allowed
+
+    def limits(self) -> Limits:
+        """What the scheduler may use now."""
+        return Limits(
+            max_requests=self.max_requests,
+            max_tokens=self.max_tokens,
+            block_size=self.block_size,
+            free_blocks=self.allocator.total_avail,
+            chunked_prefill=self.config.enable_chunked_prefill,
+            reserve_blocks=math.ceil(self.config.watermark * self.allocator.usable_count),
+        )
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def add_request(self, request_id: int) -> None:
+        """Give a request a slot; it holds no block yet.
+
+        Raises:
+            RequestOverflowError: no slot is free.
+            ValueError: the request has a slot already.
+        """
+        if request_id in self._slots:
+            raise ValueError(f"request_id={request_id} has a slot already")
+        if not self._free_slots:
+            raise RequestOverflowError(request_id, f"all max_requests={self.max_requests} slots are taken; try again later")
+        self._slots[request_id] = self._free_slots.pop()
+
+    def extend(self, request_id: int, num_tokens: int) -> None:
+        """Make room for the next tokens of a request.
+
+        Raises:
+            BlockOverflowError: too few blocks are free; nothing is taken.
+        """
+        slot = self._slots[request_id]
+        held = int(self._num_blocks[slot])
+        missing = -(-(int(self._num_cached[slot]) + num_tokens) // self.block_size) - held
+        if missing <= 0:
+            return
+        blocks = self.allocator.allocate_memory_blocks(missing)
+        if blocks is None:
+            raise BlockOverflowError(request_id, f"{missing} blocks are needed and {self.allocator.total_avail} are free; try again later")
+        self._block_table[slot, held : held + missing] = blocks
+        self._num_blocks[slot] = held + missing
+
+    def release(self, request_id: int) -> None:
+        """Take a request's slot and blocks back."""
+        slot = self._slots.pop(request_id)
+        held = int(self._num_blocks[slot])
+        self.allocator.release_memory_blocks(self._block_table[slot, :held].tolist())
+        self._block_table[slot] = -1
+        self._num_blocks[slot] = self._num_cached[slot] = 0
+        self._free_slots.append(slot)
+
+    def num_cached(self, request_id: int) -> int:
+        """Tokens of a request that are in the cache; 0 without a slot."""
+        return int(self._num_cached[self._slots[request_id]]) if request_id in self._slots else 0
+
+    def num_blocks(self, request_id: int) -> int:
+        """Blocks a request holds; 0 without a slot."""
+        return int(self._num_blocks[self._slots[request_id]]) if request_id in self._slots else 0
+
+    def block_table(self, request_id: int) -> list[int]:
+        """Blocks of a request in the order of its tokens."""
+        slot = self._slots[request_id]
+        return self._block_table[slot, : self._num_blocks[slot]].tolist()
+
+    def get_active_request_count(self) -> int:
+        return len(self._slots)
+
+    # -- one step ----------------------------------------------------------------------------------------------------
+
+    def build_step(self, work: Sequence[tuple[int, Sequence[int]]]) -> StepInputs:
+        """Tensors of a step that computes these tokens of these requests.
+
+        Args:
+            work: request and its next tokens, those with one token first; ``extend`` made room for them.
+
+        Raises:
+            ActiveRequestCountOverflowError: more requests than ``max_requests``.
+        """
+        if len(work) > self.max_requests:
+            raise ActiveRequestCountOverflowError(self.max_requests, len(work))
+        slots_R = np.array([self._slots[request_id] for request_id, _ in work])
+        lengths_R = np.array([len(tokens) for _, tokens in work])
+        starts_R = np.cumsum(lengths_R) - lengths_R
+        cached_R = self._num_cached[slots_R]
+        total = int(lengths_R.sum())
+        row_T = np.repeat(np.arange(len(work)), lengths_R)
+        positions_T = cached_R[row_T] + np.arange(total) - starts_R[row_T]
+        table_RB = self._block_table[slots_R]
+        memory_T = self._memory(table_RB[row_T, positions_T // self.block_size], positions_T)
+
+        num_decode = int((lengths_R == 1).sum())
+        assert (lengths_R[:num_decode] == 1).all(), "requests with one token come first"
+        ends_R = cached_R + lengths_R
+        decode = prefill = None
+        if num_decode:
+            context, visible = self._context(table_RB[:num_decode], ends_R[:num_decode])
+            decode = DecodeRows(context_RL=self._tensor(context), visible_RL=self._tensor(visible))
+        if num_decode < len(work):
+            prefill = self._prefill_rows(table_RB[num_decode:], cached_R[num_decode:], lengths_R[num_decode:], num_decode)
+        paged = PagedStep(cache=self.cache, slots_T=self._tensor(memory_T), decode=decode, prefill=prefill)
+        tokens = np.fromiter((token for _, tokens in work for token in tokens), dtype=np.int64, count=total)
+        step = Step(batch_size=1, seq_len=total, positions=self._tensor(positions_T), attention=paged)
+        return StepInputs(tokens_T=self._tensor(tokens), step=step, starts=tuple(starts_R.tolist()), lengths=tuple(lengths_R.tolist()))
+
+    def advance(self, request_id: int, num_tokens: int) -> None:
+        """Note that the next tokens of a request are in the cache now."""
+        self._num_cached[self._slots[request_id]] += num_tokens
+
+    def _prefill_rows(self, table_PB: np.ndarray, cached_P: np.ndarray, lengths_P: np.ndarray, first_token: int) -> PrefillRows:
+        context_PL, valid_PL = self._context(table_PB, cached_P + lengths_P)
+        starts_P = np.cumsum(lengths_P) - lengths_P
+        query_PQ = np.minimum(np.arange(lengths_P.max())[None, :], lengths_P[:, None] - 1)
+        row_T = np.repeat(np.arange(len(lengths_P)), lengths_P)
+        place_T = np.arange(int(lengths_P.sum())) - starts_P[row_T]
+        visible = None
+        if cached_P.any():
+            positions_PQ = cached_P[:, None] + query_PQ
+            visible = (np.arange(context_PL.shape[1])[None, None, :] <= positions_PQ[:, :, None]) & valid_PL[:, None, :]
+        return PrefillRows(
+            first_token=first_token,
+            tokens_PQ=self._tensor(starts_P[:, None] + query_PQ),
+            rows_T=self._tensor(row_T * query_PQ.shape[1] + place_T),
+            context_PL=self._tensor(context_PL),
+            visible_PQL=None if visible is None else self._tensor(visible),
+        )
+
+    def _context(self, table_RB: np.ndarray, ends_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Slots of each row's first ``end`` tokens, padded to the longest, and which are not padding."""
+        position_L = np.arange(int(ends_R.max()))
+        valid_RL = position_L[None, :] < ends_R[:, None]
+        position_RL = np.where(valid_RL, position_L[None, :], 0)
+        blocks_RL = np.take_along_axis(table_RB, position_RL // self.block_size, axis=1)
+        return self._memory(blocks_RL, position_RL), valid_RL
+
+    def _memory(self, blocks: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        return blocks * self.block_size + positions % self.block_size
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+    def get_kvcache_utilization_stats(self) -> dict[str, float]:
+        """Counts of blocks, requests and tokens; ``utilization`` is the share of blocks in use."""
+        used, usable = self.allocator.total_used, self.allocator.usable_count
+        return {
+            "total_blocks": usable,
+            "used_blocks": used,
+            "available_blocks": usable - used,
+            "utilization": used / usable,
+            "cached_tokens": int(self._num_cached.sum()),
+            "active_requests": len(self._slots),
+            "max_requests": self.max_requests,
+            "max_tokens": self.max_tokens,
+        }

@@ -1,0 +1,529 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The engine: continuous batching of requests over one model."""
+
+import bisect
+import difflib
+import itertools
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mcore_inference.attention import PagedAttention
+from mcore_inference.context import DynamicInferenceContext
+from mcore_inference.errors import InvalidTokenError, NonFiniteLogitsError, QueueFullError, RequestError
+from mcore_inference.request import DynamicInferenceRequest, DynamicInferenceRequestRecord, FinishReason, Status
+from mcore_inference.sampling import SamplingParams, SamplingRows, adjust, log_probs, request_seed, sample
+from mcore_inference.scheduler import RequestView, Work, plan_step
+from mcore_inference.text import BosTokenizer, TextStream, Tokenizer
+from mcore_parallel import named_shards
+from mcore_parallel.comm import all_gather
+from mcore_parallel.models import GPTModel, ModelOutput
+
+__all__ = ["DynamicInferenceEngine"]
+
+
+@dataclass(kw_only=True, eq=False)
+class _Entry:
+    """A request the engine is busy with."""
+
+    record: DynamicInferenceRequestRecord
+    params: SamplingParams
+    order: int
+    """Number of arrival; a preempted request keeps it."""
+    seed: int
+    stop_ids: frozenset[int]
+    text: TextStream | None
+    started: float
+    """Monotonic seconds of arrival."""
+
+    @property
+    def stretch(self) -> DynamicInferenceRequest:
+        return self.record.requests[-1]
+
+    @property
+    def wants_prompt_log_probs(self) -> bool:
+        return self.params.return_log_probs and not self.params.skip_prompt_log_probs and len(self.record.requests) == 1
+
+    def tokens(self, start: int, count: int) -> list[int]:
+        """Known tokens from ``start`` on: of the prompt, or of the output once the prompt is computed."""
+        prompt = self.stretch.prompt_tokens
+        if start < len(prompt):
+            return prompt[start : start + count]
+        return self.stretch.generated_tokens[start - len(prompt) : start - len(prompt) + count]
+
+
+class DynamicInferenceEngine:
+    """Serves many requests at once: each step computes a token for every running request and a part of the waiting prompts.
+
+    With tensor parallelism every tp rank has an engine and makes the same calls in the same order; scheduling and sampling are
+    functions of those calls, so the ranks stay in step and return equal tokens.
+
+    Args:
+        model: built with ``attention_core=PagedAttention()``; its groups say the layout.
+        context: memory, made for this model.
+        tokenizer: for text prompts, stop words, text output and the default termination id.
+        seed: of requests that bring none.
+        vocab_size: ids that exist; None for the tokenizer's, or the model's. Rows of the embedding beyond it are padding and never drawn.
+        max_waiting_requests: length of the queue at which new requests are refused; None for no limit.
+
+    Raises:
+        ValueError: the model cannot be served in its layout, or was built without ``PagedAttention``.
+    """
+
+    def __init__(
+        self,
+        model: GPTModel,
+        context: DynamicInferenceContext,
+        tokenizer: Tokenizer | None = None,
+        *,
+        seed: int = 0,
+        vocab_size: int | None = None,
+        max_waiting_requests: int | None = None,
+    ) -> None:
+        groups = model.groups
+        for name in ("pp", "cp"):
+            if getattr(groups, name).size > 1:
+                raise ValueError(
+                    f"{name}={getattr(groups, name).size} is not available in the engine; serve with {name}=1 (tp may be larger)"
+                )
+        if not set(groups.ep.ranks) <= set(groups.tp.ranks):
+            raise ValueError(
+                f"ep={groups.ep.size} exchanges tokens with ranks {sorted(set(groups.ep.ranks) - set(groups.tp.ranks))} outside of tp, "
+                "whose engines step on their own; serve with ep up to tp and dp=1"
+            )
+        if groups.sequence_parallel:
+            raise ValueError("sequence_parallel=True cannot serve steps of any length; build the serving plan with sequence_parallel=False")
+        if not any(isinstance(module, PagedAttention) for module in model.modules()):
+            raise ValueError("the model has no PagedAttention; build it with attention_core=PagedAttention()")
+        if vocab_size is not None and not 1 <= vocab_size <= model.config.vocab_size:
+            raise ValueError(f"vocab_size={vocab_size} must be from 1 to the model's {model.config.vocab_size}")
+        self.model = model
+        self.context = context
+        self.tokenizer = tokenizer
+        limit = model.config.vocab_size if tokenizer is None else min(tokenizer.vocab_size, model.config.vocab_size)
+        self.vocab_size = vocab_size or limit
+        self.step_count = 0
+        self.weight_version = 0
+        """Number of completed ``load_weights``."""
+        self.finished_counts: Counter[str] = Counter()
+        """Requests that ended, by reason."""
+        self.num_preemptions = 0
+        self._seed = seed
+        self._max_waiting = max_waiting_requests
+        self._entries: dict[int, _Entry] = {}
+        self._waiting: list[_Entry] = []
+        self._running: list[_Entry] = []
+        self._done: list[DynamicInferenceRequestRecord] = []
+        self._arrivals = itertools.count()
+        self._weights_are_whole = True
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def add_request(
+        self, prompt: str | Sequence[int] | Tensor, sampling_params: SamplingParams | None = None, *, request_id: int | None = None
+    ) -> int:
+        """Queue a request; everything that can be wrong with it is said here, before anything is allocated.
+
+        Args:
+            prompt: text (needs the tokenizer), or token ids: a sequence, or an int64 tensor [P].
+            sampling_params: None for the defaults.
+            request_id: None for the next free number.
+
+        Returns:
+            The request's number.
+
+        Raises:
+            InvalidTokenError: the prompt is empty or holds an id outside the vocabulary.
+            ContextOverflowError: (a subclass) the request never fits the context.
+            QueueFullError: too many requests wait.
+            ValueError: the number is in use, or a setting needs a tokenizer or names an id outside the vocabulary.
+        """
+        params = sampling_params or SamplingParams()
+        order = next(self._arrivals)
+        number = order if request_id is None else request_id
+        while request_id is None and number in self._entries:
+            order = number = next(self._arrivals)
+        if number in self._entries:
+            raise ValueError(f"request_id={number} is in use; choose another, or None")
+        if self._max_waiting is not None and len(self._waiting) >= self._max_waiting:
+            raise QueueFullError(
+                number, f"{len(self._waiting)} requests wait and max_waiting_requests={self._max_waiting}; try again later"
+            )
+        tokens = self._encode(prompt, params, number)
+        stop_ids = self._stop_ids(params)
+        wanted = params.budget(len(tokens))
+        budget = self.context.check_fits(len(tokens), wanted, number)
+        request = DynamicInferenceRequest(
+            request_id=number,
+            prompt_tokens=tokens,
+            sampling_params=params,
+            num_tokens_to_generate=budget,
+            budget_clamped=budget < wanted,
+            prompt=prompt if isinstance(prompt, str) else None,
+        )
+        entry = _Entry(
+            record=DynamicInferenceRequestRecord.from_request(request),
+            params=params,
+            order=order,
+            seed=request_seed(self._seed, number) if params.seed is None else params.seed,
+            stop_ids=stop_ids,
+            text=None if self.tokenizer is None else TextStream(self.tokenizer, params.stop_words or ()),
+            started=time.monotonic(),
+        )
+        self._entries[number] = entry
+        if budget == 0 and not entry.wants_prompt_log_probs:
+            self._end(entry, FinishReason.LENGTH)
+        else:
+            self._waiting.append(entry)
+        return number
+
+    def get_request(self, request_id: int) -> DynamicInferenceRequestRecord:
+        """The record of a request that has not ended, as it grows.
+
+        Raises:
+            KeyError: no such request.
+        """
+        return self._entries[request_id].record
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether ``step`` has something to do or to return."""
+        return bool(self._entries or self._done)
+
+    def abort(self, request_id: int) -> DynamicInferenceRequestRecord | None:
+        """End a request now and free what it holds; ``step`` does not return it.
+
+        Returns:
+            Its record with what was generated, status FAILED, reason ABORT; None when there is no such request.
+        """
+        entry = self._entries.get(request_id)
+        if entry is None:
+            return None
+        self._end(entry, FinishReason.ABORT)
+        return self._done.pop()
+
+    # -- stepping ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self) -> list[DynamicInferenceRequestRecord]:
+        """Run the model once over the running requests and what fits of the waiting ones.
+
+        Returns:
+            Records of the requests that ended since the last call, whatever way.
+
+        Raises:
+            RuntimeError: a ``load_weights`` failed half-way and was not repeated.
+        """
+        if not self._weights_are_whole:
+            raise RuntimeError("the last load_weights failed after it had begun to copy; repeat it with all parameters")
+        plan = plan_step(
+            [self._view(entry) for entry in self._running],
+            [self._view(entry) for entry in self._waiting[: self.context.max_requests]],
+            self.context.limits(),
+        )
+        assert plan.work or not self._entries, "what was accepted can always advance"
+        for request_id in plan.preempted:
+            self._preempt(self._entries[request_id])
+        for request_id in plan.admitted:
+            self._admit(self._entries[request_id])
+        if plan.work:
+            self._forward(plan.work)
+            self.step_count += 1
+        done, self._done = self._done, []
+        return done
+
+    def generate(
+        self, prompts: Sequence[str | Sequence[int] | Tensor], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[DynamicInferenceRequestRecord]:
+        """Serve these prompts to the end.
+
+        Args:
+            prompts: text or token ids.
+            sampling_params: for all, or one for each prompt.
+
+        Returns:
+            One record for each prompt, in order. A prompt that cannot be served has status FAILED and its ``error``.
+
+        Raises:
+            ValueError: the engine is busy with other requests, or the number of settings is not that of the prompts.
+        """
+        if self.has_unfinished_requests():
+            raise ValueError(f"the engine has {len(self._entries)} unfinished requests; step() until they are done, or use add_request")
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            settings = [sampling_params or SamplingParams()] * len(prompts)
+        else:
+            settings = list(sampling_params)
+        if len(settings) != len(prompts):
+            raise ValueError(f"sampling_params has {len(settings)} entries for {len(prompts)} prompts; give one, or one for each")
+        results: list[DynamicInferenceRequestRecord | None] = []
+        place: dict[int, int] = {}
+        try:
+            for prompt, params in zip(prompts, settings, strict=True):
+                try:
+                    place[self.add_request(prompt, params)] = len(results)
+                    results.append(None)
+                except RequestError as error:
+                    results.append(self._refused(prompt, params, error))
+            while self.has_unfinished_requests():
+                for record in self.step():
+                    results[place[record.request_id]] = record
+        finally:
+            # Empty unless something was raised.
+            for request_id in list(self._entries):
+                self.abort(request_id)
+        return [record for record in results if record is not None]
+
+    def stats(self) -> dict[str, float]:
+        """Counters and the state of the cache, for metrics."""
+        return {
+            "steps": self.step_count,
+            "preemptions": self.num_preemptions,
+            "weight_version": self.weight_version,
+            "running_requests": len(self._running),
+            "waiting_requests": len(self._waiting),
+            **{f"finished_{reason.value}": self.finished_counts[reason.value] for reason in FinishReason},
+            **self.context.get_kvcache_utilization_stats(),
+        }
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace all parameters, in place; each rank cuts its part out of the full tensors.
+
+        Requests in flight go on with the new weights: their tokens stay, their keys and values are computed again.
+
+        Args:
+            weights: (global name, full tensor of the global shape), each parameter once, in any order; other dtypes are cast.
+
+        Raises:
+            ValueError: an unknown, repeated or missing name, or another shape. When something was copied before, the engine
+                refuses to step until a load succeeds.
+        """
+        shards = {shard.name: shard for shard in named_shards(self.model)}
+        for entry in list(self._running):
+            self._preempt(entry)
+        missing = set(shards)
+        for name, tensor in weights:
+            if name not in missing:
+                if name in shards:
+                    raise ValueError(f"{name} came twice; give each parameter once")
+                near = difflib.get_close_matches(name, shards, n=3)
+                raise ValueError(f"{name} is no parameter of the model; the nearest are {near}")
+            shard = shards[name]
+            if tuple(tensor.shape) != shard.spec.shape:
+                raise ValueError(f"{name} has shape {tuple(tensor.shape)}; its global shape is {shard.spec.shape}")
+            self._weights_are_whole = False
+            shard.parameter.copy_(tensor[shard.spec.slices(self.model.groups)])
+            missing.remove(name)
+        if missing:
+            raise ValueError(f"{len(missing)} parameters did not come, among them {sorted(missing)[:5]}; give all")
+        self._weights_are_whole = True
+        self.weight_version += 1
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _encode(self, prompt: str | Sequence[int] | Tensor, params: SamplingParams, request_id: int) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("a text prompt needs a tokenizer; give the engine one, or pass token ids")
+            tokens = list(self.tokenizer.tokenize(prompt))
+            if params.add_BOS:
+                bos = self.tokenizer.bos if isinstance(self.tokenizer, BosTokenizer) else None
+                if bos is None:
+                    raise ValueError("add_BOS=True needs a tokenizer with a bos id; leave it off")
+                tokens = tokens if tokens[:1] == [bos] else [bos, *tokens]
+        else:
+            tokens = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
+        if not tokens:
+            raise InvalidTokenError(request_id, "the prompt is empty; give at least one token")
+        bad = next((token for token in tokens if type(token) is not int or not 0 <= token < self.vocab_size), None)
+        if bad is not None:
+            raise InvalidTokenError(request_id, f"the prompt holds {bad!r}; token ids are integers from 0 to {self.vocab_size - 1}")
+        return tokens
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        if params.stop_words and self.tokenizer is None:
+            raise ValueError("stop_words need a tokenizer; give the engine one, or use stop_token_ids")
+        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
+            if bad := [token for token in ids if not 0 <= token < self.vocab_size]:
+                raise ValueError(f"{name} holds {bad[:5]}; token ids are from 0 to {self.vocab_size - 1}")
+        ending = params.termination_id
+        if ending is None and self.tokenizer is not None:
+            ending = self.tokenizer.eod
+        ids = set(params.stop_token_ids)
+        if ending is not None and ending >= 0 and not params.ignore_eos:
+            ids.add(ending)
+        return frozenset(ids)
+
+    def _refused(self, prompt: str | Sequence[int] | Tensor, params: SamplingParams, error: RequestError) -> DynamicInferenceRequestRecord:
+        tokens: list[int] = []
+        if not isinstance(prompt, str):
+            tokens = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
+        number = -1 if error.request_id is None else error.request_id
+        request = DynamicInferenceRequest(request_id=number, prompt_tokens=tokens, sampling_params=params)
+        request.prompt = prompt if isinstance(prompt, str) else None
+        request.status, request.finish_reason, request.error = Status.FAILED, FinishReason.ERROR, error
+        request.add_event_error_nontransient(error)
+        request.add_event_fail()
+        self.finished_counts[FinishReason.ERROR.value] += 1
+        return DynamicInferenceRequestRecord.from_request(request)
+
+    def _view(self, entry: _Entry) -> RequestView:
+        number = entry.record.request_id
+        return RequestView(
+            request_id=number,
+            num_tokens=len(entry.stretch.prompt_tokens) + len(entry.stretch.generated_tokens),
+            num_cached=self.context.num_cached(number),
+            num_blocks=self.context.num_blocks(number),
+        )
+
+    def _admit(self, entry: _Entry) -> None:
+        self._waiting.remove(entry)
+        self._running.append(entry)
+        self.context.add_request(entry.record.request_id)
+        entry.stretch.status = Status.ACTIVE_BUT_NOT_GENERATING_TOKENS
+        entry.stretch.weight_version = self.weight_version
+        entry.stretch.add_event_add()
+
+    def _preempt(self, entry: _Entry) -> None:
+        """Back to the queue, to be computed again; the tokens stay, and so does the place in the order of arrival."""
+        self.context.release(entry.record.request_id)
+        self._running.remove(entry)
+        bisect.insort(self._waiting, entry, key=lambda other: other.order)
+        self.num_preemptions += 1
+        stretch = entry.stretch
+        stretch.add_event_evict()
+        stretch.status = Status.WAITING_IN_QUEUE
+        if stretch.generated_tokens:
+            entry.record.checkpoint()
+        else:
+            stretch.finished_chunk_token_count = 0
+            if stretch.prompt_log_probs is not None:
+                stretch.prompt_log_probs.clear()
+
+    def _forward(self, work: Sequence[Work]) -> None:
+        """Run the model over the planned tokens, sample where all known tokens are computed, end what is done."""
+        entries = [self._entries[item.request_id] for item in work]
+        tokens = []
+        for entry, item in zip(entries, work, strict=True):
+            self.context.extend(item.request_id, item.num_tokens)
+            tokens.append((item.request_id, entry.tokens(self.context.num_cached(item.request_id), item.num_tokens)))
+        inputs = self.context.build_step(tokens)
+        output, _ = self.model(inputs.tokens_T, inputs.step)
+        assert isinstance(output, ModelOutput)
+
+        # Only rows that are read go through the gather and the softmax.
+        rows: list[int] = []
+        prompt_rows: list[tuple[_Entry, int, list[int]]] = []
+        sampling: list[tuple[_Entry, int]] = []
+        ended: list[_Entry] = []
+        for entry, item, start in zip(entries, work, inputs.starts, strict=True):
+            done = self.context.num_cached(item.request_id)
+            targets = entry.stretch.prompt_tokens[done + 1 : done + item.num_tokens + 1] if entry.wants_prompt_log_probs else []
+            if targets:
+                prompt_rows.append((entry, len(rows), targets))
+                rows += range(start, start + len(targets))
+            if item.is_last and entry.stretch.num_tokens_to_generate:
+                sampling.append((entry, len(rows)))
+                rows.append(start + item.num_tokens - 1)
+            elif item.is_last:
+                ended.append(entry)
+            self.context.advance(item.request_id, item.num_tokens)
+            entry.stretch.finished_chunk_token_count = min(done + item.num_tokens, len(entry.stretch.prompt_tokens))
+        if rows:
+            logits_NV = self._logits(output, rows)
+            for entry, first, targets in prompt_rows:
+                values = log_probs(logits_NV[first : first + len(targets)])
+                picked = values.gather(1, torch.tensor(targets, device=values.device)[:, None])[:, 0]
+                entry.stretch.prompt_log_probs = (entry.stretch.prompt_log_probs or []) + picked.tolist()
+            if sampling:
+                self._sample([entry for entry, _ in sampling], logits_NV[[row for _, row in sampling]])
+        for entry in ended:
+            self._end(entry, FinishReason.LENGTH)
+
+    def _logits(self, output: ModelOutput, rows: list[int]) -> Tensor:
+        """[N, V] of these tokens of the step, over the whole vocabulary on every tp rank."""
+        picked_NV = output.logits(torch.tensor(rows, device=output.hidden.device))
+        return all_gather(picked_NV, self.model.groups.tp, dim=1)
+
+    def _sample(self, entries: Sequence[_Entry], logits_RV: Tensor) -> None:
+        params = [entry.params for entry in entries]
+        positions = [entry.record.num_generated for entry in entries]
+        banned = [entry.stop_ids if at < entry.params.min_tokens else () for entry, at in zip(entries, positions, strict=True)]
+        seen = [
+            (entry.record.prompt_tokens, entry.record.generated_tokens) if entry.params.has_penalties else ((), ()) for entry in entries
+        ]
+        scores_RV = adjust(
+            logits_RV[:, : self.vocab_size], params, [p for p, _ in seen], [o for _, o in seen], [sorted(ids) for ids in banned]
+        )
+        settings = SamplingRows.of(params, [entry.seed for entry in entries], positions, self.vocab_size, logits_RV.device)
+        tokens_R = sample(scores_RV, settings)
+        values_R: list[float] = [0.0] * len(entries)
+        best: list[dict[int, float]] = [{}] * len(entries)
+        if any(p.return_log_probs or p.top_n_logprobs for p in params):
+            values_RV = log_probs(logits_RV)
+            values_R = values_RV.gather(1, tokens_R.clamp(min=0)[:, None])[:, 0].tolist()
+            if count := max(p.top_n_logprobs for p in params):
+                top = values_RV[:, : self.vocab_size].topk(min(count, self.vocab_size), dim=1)
+                best = [dict(zip(ids, values, strict=True)) for ids, values in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
+        for entry, token, value, ranked in zip(entries, tokens_R.tolist(), values_R, best, strict=True):
+            self._take(entry, token, value, ranked)
+
+    def _take(self, entry: _Entry, token: int, log_prob: float, ranked: dict[int, float]) -> None:
+        """Append a sampled token and end the request when it was the last."""
+        stretch, record = entry.stretch, entry.record
+        if token < 0:
+            message = f"the scores of token {record.num_generated} hold NaN, or none is finite; check the weights and the logit_bias"
+            self._end(entry, FinishReason.ERROR, NonFiniteLogitsError(record.request_id, message))
+            return
+        stretch.status = Status.ACTIVE_AND_GENERATING_TOKENS
+        stretch.generated_tokens.append(token)
+        if entry.params.return_log_probs:
+            stretch.generated_log_probs.append(log_prob)
+        if entry.params.top_n_logprobs:
+            stretch.generated_top_n_logprobs.append(dict(itertools.islice(ranked.items(), entry.params.top_n_logprobs)))
+        if record.time_to_first_token is None:
+            record.time_to_first_token = time.monotonic() - entry.started
+        stopped = token in entry.stop_ids
+        if entry.text is not None and not stopped:
+            try:
+                stopped = entry.text.push(token, may_stop=bool(entry.params.stop_words) and record.num_generated >= entry.params.min_tokens)
+            except Exception as error:
+                # The tokenizer is foreign code; its failure is this request's alone.
+                record.generated_text, entry.text = entry.text.text, None
+                self._end(entry, FinishReason.ERROR, error)
+                return
+            record.generated_text = entry.text.text
+        if stopped:
+            self._end(entry, FinishReason.STOP)
+        elif len(stretch.generated_tokens) >= stretch.num_tokens_to_generate:
+            self._end(entry, FinishReason.LENGTH)
+
+    def _end(self, entry: _Entry, reason: FinishReason, error: Exception | None = None) -> None:
+        """The only way out of the engine: every request ends here, once, and leaves nothing behind."""
+        record, stretch = entry.record, entry.stretch
+        del self._entries[record.request_id]
+        if entry in self._running:
+            self._running.remove(entry)
+            self.context.release(record.request_id)
+        elif entry in self._waiting:
+            self._waiting.remove(entry)
+        if entry.text is not None:
+            record.generated_text = entry.text.finish()
+        record.latency = time.monotonic() - entry.started
+        stretch.finish_reason, stretch.error = reason, error
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            stretch.status = Status.COMPLETED
+            stretch.add_event_finish()
+        else:
+            stretch.status = Status.FAILED
+            if error is not None:
+                stretch.add_event_error_nontransient(error)
+            stretch.add_event_fail()
+        self.finished_counts[reason.value] += 1
+        self._done.append(record)

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Errors a request or a server can end with, and their wire form."""
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = [
+    "ActiveRequestCountOverflowError",
+    "BlockOverflowError",
+    "ContextErrorFactory",
+    "ContextOverflowError",
+    "EngineDeadError",
+    "InvalidTokenError",
+    "MaxSequenceLengthOverflowError",
+    "NonFiniteLogitsError",
+    "PortInUseError",
+    "QueueFullError",
+    "RequestError",
+    "RequestOverflowError",
+    "TokenOverflowError",
+]
+
+
+class RequestError(ValueError):
+    """One request cannot be served; the engine and all other requests go on.
+
+    Args:
+        request_id: the request, None while it has no id yet.
+        message: what is wrong and what helps; None for the class name.
+        is_transient: whether the same request can succeed later.
+    """
+
+    def __init__(self, request_id: int | None, message: str | None = None, *, is_transient: bool = False) -> None:
+        self.request_id = request_id
+        self.message = message or type(self).__name__
+        self.is_transient = is_transient
+        super().__init__(self.message if request_id is None else f"request {request_id}: {self.message}")
+
+
+class ContextOverflowError(RequestError):
+    """A request does not fit the context: now (transient) or ever."""
+
+    def __init__(self, request_id: int | None, message: str | None = None, *, is_transient: bool = True) -> None:
+        super().__init__(request_id, message, is_transient=is_transient)
+
+
+class RequestOverflowError(ContextOverflowError):
+    """No request slot is free."""
+
+
+class TokenOverflowError(ContextOverflowError):
+    """The tokens exceed what one step may compute."""
+
+
+class MaxSequenceLengthOverflowError(ContextOverflowError):
+    """The sequence is longer than the context ever holds; never transient."""
+
+    def __init__(self, request_id: int | None, message: str | None = None, *, is_transient: bool = False) -> None:
+        super().__init__(request_id, message, is_transient=is_transient)
+
+
+class BlockOverflowError(ContextOverflowError):
+    """The key-value cache has too few blocks."""
+
+
+class ActiveRequestCountOverflowError(ContextOverflowError):
+    """A step holds more requests than the context has slots."""
+
+    def __init__(
+        self,
+        max_request_count: int,
+        active_request_count: int,
+        *,
+        request_id: int | None = None,
+        message: str | None = None,
+        is_transient: bool = True,
+    ) -> None:
+        self.max_request_count = max_request_count
+        self.active_request_count = active_request_count
+        text = message or f"active requests {active_request_count} > max_requests={max_request_count}; raise max_requests"
+        super().__init__(request_id, text, is_transient=is_transient)
+
+
+class InvalidTokenError(RequestError):
+    """A prompt is empty or holds ids outside the vocabulary."""
+
+
+class NonFiniteLogitsError(RequestError):
+    """The model gave NaN, or no finite score, for the next token of one request."""
+
+
+class QueueFullError(RequestError):
+    """Too many requests wait; the client should try again later."""
+
+    def __init__(self, request_id: int | None, message: str | None = None, *, is_transient: bool = True) -> None:
+        super().__init__(request_id, message, is_transient=is_transient)
+
+
+class EngineDeadError(RuntimeError):
+    """The engine failed as a whole, or was closed, and serves no request any more."""
+
+
+class PortInUseError(OSError):
+    """The address of a server is taken.
+
+    Args:
+        host: address asked for.
+        port: port asked for.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self.host, self.port = host, port
+        super().__init__(f"port={port} on host={host} is in use; choose another port, or port=0 for a free one")
+
+
+_WIRE_CLASSES: dict[str, type[ContextOverflowError]] = {
+    cls.__name__: cls
+    for cls in (
+        ContextOverflowError,
+        RequestOverflowError,
+        TokenOverflowError,
+        MaxSequenceLengthOverflowError,
+        BlockOverflowError,
+        ActiveRequestCountOverflowError,
+    )
+}
+
+
+class ContextErrorFactory:
+    """Context errors as plain data and back.
+
+    Example:
+        >>> data = ContextErrorFactory.serialize(BlockOverflowError(3, "full"))
+        >>> ContextErrorFactory.deserialize(data).request_id
+        3
+    """
+
+    @staticmethod
+    def serialize(error: ContextOverflowError) -> dict[str, Any]:
+        """``{type, request_id, message, is_transient}`` and, where the class has them, the two counts."""
+        data: dict[str, Any] = {
+            "type": type(error).__name__,
+            "request_id": error.request_id,
+            "message": error.message,
+            "is_transient": error.is_transient,
+        }
+        if isinstance(error, ActiveRequestCountOverflowError):
+            data |= {"max_request_count": error.max_request_count, "active_request_count": error.active_request_count}
+        return data
+
+    @staticmethod
+    def deserialize(data: Mapping[str, Any]) -> ContextOverflowError:
+        """The error that was serialised.
+
+        Raises:
+            ValueError: the type is not a context error.
+        """
+        cls = _WIRE_CLASSES.get(data["type"])
+        if cls is None:
+            raise ValueError(f"type={data['type']!r} is no context error; expected one of {sorted(_WIRE_CLASSES)}")
+        request_id, message, is_transient = data["request_id"], data["message"], bool(data["is_transient"])
+        if cls is ActiveRequestCountOverflowError:
+            return ActiveRequestCountOverflowError(
+                data["max_request_count"], data["active_request_count"], request_id=request_id, message=message, is_transient=is_transient
+            )
+        return cls(request_id, message, is_transient=is_transient)

@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Requests as the engine keeps them and hands them back."""
+
+import enum
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mcore_inference.sampling import SamplingParams
+
+__all__ = ["DynamicInferenceEvent", "DynamicInferenceRequest", "DynamicInferenceRequestRecord", "EventType", "FinishReason", "Status"]
+
+
+class Status(enum.IntEnum):
+    """Where a request is in its life."""
+
+    WAITING_IN_QUEUE = 1
+    ACTIVE_AND_GENERATING_TOKENS = 2
+    ACTIVE_BUT_NOT_GENERATING_TOKENS = 3
+    """Its prompt is still being computed."""
+    COMPLETED = 4
+    FAILED = 5
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    """Termination id, stop token or stop word."""
+    LENGTH = "length"
+    """Budget used up."""
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class EventType(enum.StrEnum):
+    """What happened to a request."""
+
+    ADD = "ADD"
+    """Took a slot in the context."""
+    EVICT = "EVICT"
+    """Lost its cache blocks and waits to be recomputed."""
+    FINISH = "FINISH"
+    FAIL = "FAIL"
+    ERROR_TRANSIENT = "ERROR_TRANSIENT"
+    ERROR_NONTRANSIENT = "ERROR_NONTRANSIENT"
+
+
+_WITH_PAYLOAD = (EventType.ERROR_TRANSIENT, EventType.ERROR_NONTRANSIENT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicInferenceEvent:
+    """One entry of a request's history.
+
+    Raises:
+        ValueError: an error event without payload, or another event with one.
+    """
+
+    type: EventType
+    payload: str | None = None
+    """Text of the error."""
+    timestamp: float = field(default_factory=time.time)
+    """Seconds since the epoch."""
+
+    def __post_init__(self) -> None:
+        if (self.payload is not None) != (self.type in _WITH_PAYLOAD):
+            raise ValueError(f"payload={self.payload!r} does not fit event {self.type}; error events have one, others none")
+
+
+@dataclass(kw_only=True)
+class DynamicInferenceRequest:
+    """One stretch of a request: a prompt, its settings and what was generated for it so far.
+
+    Example:
+        >>> request = DynamicInferenceRequest(request_id=0, prompt_tokens=[1, 2], sampling_params=SamplingParams())
+        >>> request.status.name
+        'WAITING_IN_QUEUE'
+    """
+
+    request_id: int
+    prompt_tokens: list[int]
+    sampling_params: SamplingParams
+    num_tokens_to_generate: int = 0
+    """Budget of this stretch, after all limits."""
+    budget_clamped: bool = False
+    """Whether the context's sequence length cut the budget that was asked for."""
+    prompt: str | None = None
+    status: Status = Status.WAITING_IN_QUEUE
+    finish_reason: FinishReason | None = None
+    error: Exception | None = None
+    """Why a FAILED request failed."""
+    finished_chunk_token_count: int = 0
+    """Prompt tokens whose keys and values are computed."""
+    generated_tokens: list[int] = field(default_factory=list)
+    generated_log_probs: list[float] = field(default_factory=list)
+    """One for each generated token, when asked for."""
+    generated_top_n_logprobs: list[dict[int, float]] = field(default_factory=list)
+    """Token id -> log-probability, best first, one dict for each generated token."""
+    prompt_log_probs: list[float] | None = None
+    """Of prompt tokens 1.., when asked for."""
+    generated_text: str = ""
+    """Text of the generated tokens, cut before a stop word; of a merged request only."""
+    weight_version: int = 0
+    """How often the engine's weights had been loaded anew when this stretch ran; a load closes every stretch."""
+    events: list[DynamicInferenceEvent] = field(default_factory=list)
+    arrival_time: float = field(default_factory=time.time)
+    """Seconds since the epoch."""
+
+    @property
+    def remaining_prompt_tokens(self) -> list[int]:
+        return self.prompt_tokens[self.finished_chunk_token_count :]
+
+    @property
+    def generated_length(self) -> int:
+        return len(self.generated_tokens)
+
+    def succeeded(self) -> bool:
+        return self.status is Status.COMPLETED
+
+    def failed(self) -> bool:
+        return self.status is Status.FAILED
+
+    def add_event_add(self) -> None:
+        self._add_event(EventType.ADD)
+
+    def add_event_evict(self) -> None:
+        self._add_event(EventType.EVICT)
+
+    def add_event_finish(self) -> None:
+        self._add_event(EventType.FINISH)
+
+    def add_event_fail(self) -> None:
+        self._add_event(EventType.FAIL)
+
+    def add_event_error_transient(self, error: Exception) -> None:
+        self._add_event(EventType.ERROR_TRANSIENT, error)
+
+    def add_event_error_nontransient(self, error: Exception) -> None:
+        self._add_event(EventType.ERROR_NONTRANSIENT, error)
+
+    def _add_event(self, kind: EventType, error: Exception | None = None) -> None:
+        payload = None if error is None else f"{type(error).__name__}: {error}"
+        self.events.append(DynamicInferenceEvent(type=kind, payload=payload))
+
+    def serialize(self) -> dict[str, Any]:
+        """All fields as JSON-ready data; an error becomes its text."""
+        data = dict(vars(self))
+        data["sampling_params"] = self.sampling_params.serialize()
+        data["status"] = self.status.name
+        data["finish_reason"] = None if self.finish_reason is None else self.finish_reason.value
+        data["error"] = None if self.error is None else f"{type(self.error).__name__}: {self.error}"
+        # Lists of pairs keep integer keys in JSON.
+        data["generated_top_n_logprobs"] = [[[token, value] for token, value in best.items()] for best in self.generated_top_n_logprobs]
+        data["events"] = [{"type": event.type.value, "payload": event.payload, "timestamp": event.timestamp} for event in self.events]
+        return data
+
+    @classmethod
+    def deserialize(cls, data: Mapping[str, Any]) -> "DynamicInferenceRequest":
+        """A request from ``serialize``'s data; its error comes back as a RuntimeError with the same text."""
+        fields = dict(data)
+        fields["sampling_params"] = SamplingParams.deserialize(fields["sampling_params"])
+        fields["status"] = Status[fields["status"]]
+        fields["finish_reason"] = None if fields["finish_reason"] is None else FinishReason(fields["finish_reason"])
+        fields["error"] = None if fields["error"] is None else RuntimeError(fields["error"])
+        fields["generated_top_n_logprobs"] = [{int(token): value for token, value in best} for best in fields["generated_top_n_logprobs"]]
+        fields["events"] = [
+            DynamicInferenceEvent(type=EventType(event["type"]), payload=event["payload"], timestamp=event["timestamp"])
+            for event in fields["events"]
+        ]
+        return cls(**fields)
+
+
+@dataclass(kw_only=True)
+class DynamicInferenceRequestRecord:
+    """A request over all its stretches: each eviction closes one and opens the next, whose prompt is all tokens so far.
+
+    The properties speak of the whole request, as ``merge`` does.
+    """
+
+    requests: list[DynamicInferenceRequest] = field(default_factory=list)
+    generated_text: str = ""
+    """Text of the generated tokens, cut before a stop word; holds whole characters only and may lag behind the tokens until
+    the request is done."""
+    latency: float | None = None
+    """Seconds from arrival to the end."""
+    time_to_first_token: float | None = None
+    """Seconds from arrival to the first generated token."""
+
+    @classmethod
+    def from_request(cls, request: DynamicInferenceRequest) -> "DynamicInferenceRequestRecord":
+        return cls(requests=[request])
+
+    def __getitem__(self, index: int) -> DynamicInferenceRequest:
+        return self.requests[index]
+
+    @property
+    def request_id(self) -> int:
+        return self.requests[0].request_id
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        return self.requests[0].sampling_params
+
+    @property
+    def status(self) -> Status:
+        return self.requests[-1].status
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.requests[-1].finish_reason
+
+    @property
+    def error(self) -> Exception | None:
+        return self.requests[-1].error
+
+    @property
+    def prompt_tokens(self) -> list[int]:
+        return self.requests[0].prompt_tokens
+
+    @property
+    def generated_tokens(self) -> list[int]:
+        return [token for request in self.requests for token in request.generated_tokens]
+
+    @property
+    def generated_log_probs(self) -> list[float]:
+        return [value for request in self.requests for value in request.generated_log_probs]
+
+    @property
+    def generated_top_n_logprobs(self) -> list[dict[int, float]]:
+        return [best for request in self.requests for best in request.generated_top_n_logprobs]
+
+    @property
+    def prompt_log_probs(self) -> list[float] | None:
+        return self.requests[0].prompt_log_probs
+
+    @property
+    def weight_versions(self) -> list[tuple[int, int]]:
+        """(weight version, tokens generated with it), in order."""
+        return [(request.weight_version, len(request.generated_tokens)) for request in self.requests if request.generated_tokens]
+
+    @property
+    def num_generated(self) -> int:
+        return sum(len(request.generated_tokens) for request in self.requests)
+
+    @property
+    def num_preemptions(self) -> int:
+        return sum(event.type is EventType.EVICT for request in self.requests for event in request.events)
+
+    @property
+    def time_per_output_token(self) -> float | None:
+        """Mean seconds between generated tokens; None before there are two."""
+        if self.latency is None or self.time_to_first_token is None or self.num_generated < 2:
+            return None
+        return (self.latency - self.time_to_first_token) / (self.num_generated - 1)
+
+    def since(self, num_tokens: int) -> tuple[list[int], list[float], list[dict[int, float]]]:
+        """Generated tokens, their log-probabilities and best tokens, without the first ``num_tokens``."""
+        tokens: list[int] = []
+        values: list[float] = []
+        best: list[dict[int, float]] = []
+        for request in self.requests:
+            tokens += request.generated_tokens[num_tokens:]
+            values += request.generated_log_probs[num_tokens:]
+            best += request.generated_top_n_logprobs[num_tokens:]
+            num_tokens = max(0, num_tokens - len(request.generated_tokens))
+        return tokens, values, best
+
+    def checkpoint(self) -> None:
+        """Open a new stretch that continues the last one: its prompt is all tokens so far, its budget what is left."""
+        last = self.requests[-1]
+        self.requests.append(
+            DynamicInferenceRequest(
+                request_id=last.request_id,
+                prompt_tokens=last.prompt_tokens + last.generated_tokens,
+                sampling_params=last.sampling_params,
+                num_tokens_to_generate=max(0, last.num_tokens_to_generate - len(last.generated_tokens)),
+                budget_clamped=last.budget_clamped,
+                prompt=last.prompt,
+                weight_version=last.weight_version,
+                arrival_time=last.arrival_time,
+            )
+        )
+
+    def merge(self) -> DynamicInferenceRequest:
+        """One request with the first prompt, everything generated, every event, and the last status."""
+        first, last = self.requests[0], self.requests[-1]
+        return DynamicInferenceRequest(
+            request_id=first.request_id,
+            prompt_tokens=list(first.prompt_tokens),
+            sampling_params=first.sampling_params,
+            num_tokens_to_generate=first.num_tokens_to_generate,
+            budget_clamped=first.budget_clamped,
+            prompt=first.prompt,
+            status=last.status,
+            finish_reason=last.finish_reason,
+            error=last.error,
+            finished_chunk_token_count=min(len(first.prompt_tokens), last.finished_chunk_token_count),
+            generated_tokens=self.generated_tokens,
+            generated_log_probs=self.generated_log_probs,
+            generated_top_n_logprobs=self.generated_top_n_logprobs,
+            prompt_log_probs=self.prompt_log_probs,
+            generated_text=self.generated_text,
+            weight_version=last.weight_version,
+            events=[event for request in self.requests for event in request.events],
+            arrival_time=first.arrival_time,
+        )
+
+    def serialize(self) -> dict[str, Any]:
+        """JSON-ready data."""
+        return {
+            "requests": [request.serialize() for request in self.requests],
+            "generated_text": self.generated_text,
+            "latency": self.latency,
+            "time_to_first_token": self.time_to_first_token,
+        }
+
+    @classmethod
+    def deserialize(cls, data: Mapping[str, Any]) -> "DynamicInferenceRequestRecord":
+        """A record from ``serialize``'s data."""
+        requests = [DynamicInferenceRequest.deserialize(request) for request in data["requests"]]
+        return cls(
+            requests=requests,
+            generated_text=data["generated_text"],
+            latency=data["latency"],
+            time_to_first_token=data["time_to_first_token"],
+        )

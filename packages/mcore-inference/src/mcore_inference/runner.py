@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""An engine in a thread of its own, used from event loops."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from mcore_inference.engine import DynamicInferenceEngine
+from mcore_inference.errors import EngineDeadError
+from mcore_inference.request import DynamicInferenceRequestRecord
+from mcore_inference.sampling import SamplingParams
+
+__all__ = ["EngineHealth", "EngineRunner", "Increment", "RequestStream"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Increment:
+    """What a request gained since the last increment."""
+
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    top_n_logprobs: list[dict[int, float]] = field(default_factory=list)
+    text: str = ""
+    record: DynamicInferenceRequestRecord | None = None
+    """The finished record, with the last increment only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineHealth:
+    """Whether the engine makes progress."""
+
+    alive: bool
+    """The thread runs, did not fail, and is idle or stepped lately."""
+    last_step_age_s: float | None
+    """Seconds since the last step ended, or since work arrived; None when idle."""
+    unfinished_requests: int
+    failure: str | None
+    """What ended the thread."""
+
+
+class RequestStream:
+    """Increments of one request, for one event loop.
+
+    Iterate it to the end, or ``abort`` it: an abandoned request goes on for nobody.
+    """
+
+    def __init__(self, runner: "EngineRunner", loop: asyncio.AbstractEventLoop) -> None:
+        self._runner = runner
+        self._loop = loop
+        self._queue: asyncio.Queue[Increment | Exception] = asyncio.Queue()
+        self.request_id = -1
+        # Owned by the engine's thread:
+        self.num_tokens = 0
+        self.num_characters = 0
+
+    def __aiter__(self) -> AsyncIterator[Increment]:
+        return self._increments()
+
+    async def _increments(self) -> AsyncIterator[Increment]:
+        while True:
+            item = await self._queue.get()
+            if isinstance(item, Exception):
+                raise item
+            yield item
+            if item.record is not None:
+                return
+
+    async def record(self) -> DynamicInferenceRequestRecord:
+        """The finished record.
+
+        Raises:
+            EngineDeadError: the engine failed or was closed before the request ended.
+        """
+        async for increment in self:
+            if increment.record is not None:
+                return increment.record
+        raise AssertionError("a stream ends with a record or an error")
+
+    def abort(self) -> None:
+        """End the request at the next step; nothing happens when it has ended."""
+        self._runner.abort(self.request_id)
+
+    def deliver(self, item: Increment | Exception) -> None:
+        _call_in(self._loop, self._queue.put_nowait, item)
+
+
+@dataclass(frozen=True)
+class _Command:
+    """Something to do in the engine's thread between two steps."""
+
+    run: Callable[[], None]
+    refuse: Callable[[], None]
+    """Instead of ``run``, when the engine ended before."""
+
+
+class EngineRunner:
+    """Steps an engine while it has requests, in one thread that nothing else may touch the engine beside.
+
+    A request that fails ends alone. An exception of a step ends the runner: every open request gets ``EngineDeadError``, and so does
+    every later one.
+
+    Args:
+        engine: of one rank; it must not be used elsewhere until ``close``.
+        stall_timeout_s: age of the last step at which a busy engine counts as dead in ``health``.
+
+    Raises:
+        ValueError: the engine's model is split over ranks, which have to step together.
+    """
+
+    def __init__(self, engine: DynamicInferenceEngine, *, stall_timeout_s: float = 60.0) -> None:
+        tp = engine.model.groups.tp.size
+        if tp > 1:
+            raise ValueError(
+                f"tp={tp} ranks must be stepped together and a runner steps one; serve with tp=1, or call step() on every rank"
+            )
+        self.engine = engine
+        self._stall_timeout_s = stall_timeout_s
+        self._wake = threading.Condition()
+        self._commands: list[_Command] = []
+        self._streams: dict[int, RequestStream] = {}
+        self._closing = False
+        self._failure: BaseException | None = None
+        self._progress = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="mcore-engine", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> "EngineRunner":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self, timeout_s: float = 60.0) -> None:
+        """Abort what is open and end the thread; may be called again.
+
+        Raises:
+            TimeoutError: the step in progress did not end in time.
+        """
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the engine's step of {time.monotonic() - self._progress:.0f} s did not end within timeout_s={timeout_s}")
+
+    async def submit(self, prompt: str | Sequence[int] | Tensor, sampling_params: SamplingParams | None = None) -> RequestStream:
+        """Queue a request and get its stream.
+
+        Raises:
+            RequestError: (a subclass) as ``DynamicInferenceEngine.add_request``.
+            ValueError: as there.
+            EngineDeadError: the engine failed or was closed.
+        """
+        loop = asyncio.get_running_loop()
+        stream = RequestStream(self, loop)
+
+        def add() -> None:
+            stream.request_id = self.engine.add_request(prompt, sampling_params)
+            self._streams[stream.request_id] = stream
+
+        added = asyncio.ensure_future(self.call(add))
+        try:
+            await asyncio.shield(added)
+        except asyncio.CancelledError:
+            # The caller is gone, but the engine may already hold the request: abort once its number is known.
+            added.add_done_callback(lambda task: None if task.cancelled() or task.exception() else stream.abort())
+            raise
+        return stream
+
+    async def call(self, function: Callable[[], Any]) -> Any:
+        """Run a function between two steps, in the engine's thread, and return its result (for instance a weight load).
+
+        Raises:
+            EngineDeadError: the engine failed or was closed.
+        """
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[Any] = loop.create_future()
+
+        def command() -> None:
+            try:
+                value = function()
+            except Exception as error:
+                _call_in(loop, _settle, result, None, error)
+            else:
+                _call_in(loop, _settle, result, value, None)
+
+        def refuse() -> None:
+            _call_in(loop, _settle, result, None, self._dead())
+
+        self._send(_Command(command, refuse))
+        return await result
+
+    def abort(self, request_id: int) -> None:
+        """End a request at the next step, from any thread; its stream gets the record."""
+
+        def command() -> None:
+            record = self.engine.abort(request_id)
+            if record is not None:
+                self._publish(request_id, record, ended=True)
+
+        self._send(_Command(command, lambda: None))
+
+    def _send(self, command: _Command) -> None:
+        with self._wake:
+            if not self._closing:
+                self._commands.append(command)
+                self._wake.notify()
+                return
+        command.refuse()
+
+    def health(self) -> EngineHealth:
+        """Liveness by progress: a thread that hangs in a step is dead after ``stall_timeout_s``."""
+        busy = bool(self._streams or self._commands)
+        age = time.monotonic() - self._progress if busy else None
+        alive = self._thread.is_alive() and not self._closing and (age is None or age < self._stall_timeout_s)
+        failure = None if self._failure is None else f"{type(self._failure).__name__}: {self._failure}"
+        return EngineHealth(alive=alive, last_step_age_s=age, unfinished_requests=len(self._streams), failure=failure)
+
+    # -- the engine's thread -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._next_commands():
+                if self.engine.has_unfinished_requests():
+                    ended = {record.request_id: record for record in self.engine.step()}
+                    self._progress = time.monotonic()
+                    for request_id in list(self._streams):
+                        if request_id in ended:
+                            self._publish(request_id, ended[request_id], ended=True)
+                        else:
+                            self._publish(request_id, self.engine.get_request(request_id), ended=False)
+        except BaseException as error:
+            self._failure = error
+        finally:
+            self._shut_down()
+
+    def _next_commands(self) -> bool:
+        """Wait for work and run the commands; False when the runner closes."""
+        with self._wake:
+            while not (self._commands or self._closing or self.engine.has_unfinished_requests()):
+                self._wake.wait()
+                self._progress = time.monotonic()
+            if self._closing:
+                return False
+            commands, self._commands = self._commands, []
+        for command in commands:
+            command.run()
+        return True
+
+    def _publish(self, request_id: int, record: DynamicInferenceRequestRecord, *, ended: bool) -> None:
+        stream = self._streams.get(request_id)
+        if stream is None:
+            return
+        tokens, values, best = record.since(stream.num_tokens)
+        text = record.generated_text[stream.num_characters :]
+        if ended:
+            del self._streams[request_id]
+        if not (tokens or text or ended):
+            return
+        stream.num_tokens += len(tokens)
+        stream.num_characters += len(text)
+        stream.deliver(Increment(tokens=tokens, log_probs=values, top_n_logprobs=best, text=text, record=record if ended else None))
+
+    def _shut_down(self) -> None:
+        with self._wake:
+            self._closing = True
+            commands, self._commands = self._commands, []
+        streams, self._streams = self._streams, {}
+        for command in commands:
+            command.refuse()
+        for stream in streams.values():
+            stream.deliver(self._dead())
+        # Last, since a failed engine may fail again here.
+        for request_id in streams:
+            self.engine.abort(request_id)
+
+    def _dead(self) -> EngineDeadError:
+        if self._failure is not None:
+            return EngineDeadError(f"the engine failed: {type(self._failure).__name__}: {self._failure}")
+        return EngineDeadError("the engine was closed")
+
+
+def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: object) -> None:
+    """Call in a loop's thread; a loop that is closed has nobody waiting any more."""
+    if not loop.is_closed():
+        try:
+            loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:
+            assert loop.is_closed()
+
+
+def _settle(future: "asyncio.Future[Any]", value: Any, error: Exception | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(value)
+    else:
+        future.set_exception(error)

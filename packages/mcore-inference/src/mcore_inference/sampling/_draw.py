@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Drawing one token a row from logits, every row by its own settings."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mcore_inference.sampling._params import SamplingParams
+from mcore_inference.sampling._random import uniform
+
+# R rows (requests), V vocabulary.
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingRows:
+    """Settings of R rows as tensors, so that one pass over [R, V] serves all of them."""
+
+    temperature: Tensor
+    """[R] float64; 0 for greedy."""
+    top_k: Tensor
+    """[R] int64; V for all."""
+    top_p: Tensor
+    """[R] float64; 1 for all."""
+    min_p: Tensor
+    """[R] float64; 0 for all."""
+    seed: Tensor
+    """[R] int64."""
+    position: Tensor
+    """[R] int64, number of tokens generated before."""
+    all_greedy: bool
+    has_ranks: bool
+    """Whether a row needs its scores sorted (top-k or top-p)."""
+    has_min_p: bool
+
+    @classmethod
+    def of(
+        cls,
+        params: Sequence[SamplingParams],
+        seeds: Sequence[int],
+        positions: Sequence[int],
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+    ) -> "SamplingRows":
+        """Rows in the order given."""
+        greedy = [p.is_greedy for p in params]
+        top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
+        top_p = [p.top_p if p.top_p > 0 else 1.0 for p in params]
+        pick = [not row for row in greedy]
+        return cls(
+            temperature=torch.tensor(
+                [0.0 if g else p.temperature for g, p in zip(greedy, params, strict=True)], dtype=torch.float64, device=device
+            ),
+            top_k=torch.tensor(top_k, dtype=torch.int64, device=device),
+            top_p=torch.tensor(top_p, dtype=torch.float64, device=device),
+            min_p=torch.tensor([p.min_p for p in params], dtype=torch.float64, device=device),
+            seed=torch.tensor(list(seeds), dtype=torch.int64, device=device),
+            position=torch.tensor(list(positions), dtype=torch.int64, device=device),
+            all_greedy=all(greedy),
+            has_ranks=any(row and (k < vocab_size or p < 1) for row, k, p in zip(pick, top_k, top_p, strict=True)),
+            has_min_p=any(row and p.min_p > 0 for row, p in zip(pick, params, strict=True)),
+        )
+
+
+def sample(logits_RV: Tensor, rows: SamplingRows) -> Tensor:
+    """One token a row.
+
+    Greedy rows take the best token, the lowest id among equals. Other rows divide by the temperature, apply min-p, top-k,
+    top-p and invert the cumulative distribution, in the order of ids, at one uniform number that depends on the row's seed
+    and position only. So neither the other rows nor an earlier interruption changes a result.
+
+    Args:
+        logits_RV: [R, V]; computed in float32, in float64 when they are.
+        rows: settings.
+
+    Returns:
+        [R] int64; -1 for a row that holds NaN or +inf, or no finite score.
+    """
+    scores_RV = logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
+    best_R, tokens_R = scores_RV.max(dim=-1)
+    # max() carries NaN, so one look at the best score tells a bad row.
+    broken_R = ~torch.isfinite(best_R)
+    tokens_R = scores_RV.argmax(dim=-1)
+    if not rows.all_greedy:
+        drawn_R = _draw(scores_RV, best_R, rows)
+        tokens_R = torch.where(rows.temperature == 0, tokens_R, drawn_R)
+    return tokens_R.masked_fill(broken_R, -1)
+
+
+def _draw(scores_RV: Tensor, best_R: Tensor, rows: SamplingRows) -> Tensor:
+    """Inverse-CDF draw of every row; greedy and broken rows give any token."""
+    kind = scores_RV.dtype
+    temperature_R = rows.temperature.masked_fill(rows.temperature == 0, 1.0).to(kind)
+    # The best score moves to 0 first, so that a small temperature cannot overflow.
+    scores_RV = (scores_RV - best_R[:, None]) / temperature_R[:, None]
+    if rows.has_min_p:
+        scores_RV = scores_RV.masked_fill(scores_RV < rows.min_p.log().to(kind)[:, None], -math.inf)
+    if rows.has_ranks:
+        scores_RV = _keep_top(scores_RV, rows)
+    weights_RV = scores_RV.double().exp()
+    cumulative_RV = weights_RV.cumsum(dim=-1)
+    threshold_R = uniform(rows.seed, rows.position) * cumulative_RV[:, -1]
+    drawn_R = torch.searchsorted(cumulative_RV, threshold_R[:, None], right=True)[:, 0]
+    # Rounding may carry the threshold to the very end; the last token with weight is meant then.
+    last_R = scores_RV.shape[-1] - 1 - (weights_RV > 0).flip(-1).to(torch.int8).argmax(dim=-1)
+    return torch.minimum(drawn_R, last_R)
+
+
+def _keep_top(scores_RV: Tensor, rows: SamplingRows) -> Tensor:
+    """Top-k, then top-p on what is left; exactly k stay when scores tie, the lowest ids first."""
+    sorted_RV, order_RV = scores_RV.sort(dim=-1, descending=True, stable=True)
+    rank_V = torch.arange(scores_RV.shape[-1], device=scores_RV.device)
+    sorted_RV = sorted_RV.masked_fill(rank_V >= rows.top_k[:, None], -math.inf)
+    probs_RV = sorted_RV.double().softmax(dim=-1)
+    before_RV = probs_RV.cumsum(dim=-1) - probs_RV
+    # Rank 0 always stays, and a row without top-p keeps even what rounding pushes to 1.
+    dropped_RV = (before_RV >= rows.top_p[:, None]) & (rank_V > 0) & (rows.top_p < 1)[:, None]
+    sorted_RV = sorted_RV.masked_fill(dropped_RV, -math.inf)
+    return torch.empty_like(scores_RV).scatter_(-1, order_RV, sorted_RV)
+
+
+def adjust(
+    logits_RV: Tensor,
+    params: Sequence[SamplingParams],
+    prompts: Sequence[Sequence[int]],
+    outputs: Sequence[Sequence[int]],
+    banned: Sequence[Sequence[int]],
+) -> Tensor:
+    """Penalties, bias and bans, row by row where a row asks for them; the input is left as it is.
+
+    Args:
+        logits_RV: [R, V].
+        params: of each row.
+        prompts: token ids of each row's prompt.
+        outputs: token ids generated for each row.
+        banned: ids that a row must not draw.
+
+    Returns:
+        [R, V], float32 or wider; ``logits_RV`` itself when no row asks for anything.
+    """
+    if not any(p.has_penalties or p.logit_bias or b for p, b in zip(params, banned, strict=True)):
+        return logits_RV
+    result_RV = logits_RV.clone() if logits_RV.dtype == torch.float64 else logits_RV.float()
+    if result_RV is logits_RV:
+        result_RV = logits_RV.clone()
+    device, vocab_size = logits_RV.device, logits_RV.shape[-1]
+    for row_V, p, prompt, output, bans in zip(result_RV, params, prompts, outputs, banned, strict=True):
+        if p.repetition_penalty != 1.0:
+            seen = torch.tensor(sorted({*prompt, *output}), dtype=torch.int64, device=device)
+            values = row_V[seen]
+            row_V[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
+        if output and (p.presence_penalty or p.frequency_penalty):
+            counts_V = torch.bincount(torch.tensor(list(output), dtype=torch.int64, device=device), minlength=vocab_size)
+            row_V -= p.frequency_penalty * counts_V + p.presence_penalty * (counts_V > 0)
+        if p.logit_bias:
+            ids = torch.tensor(list(p.logit_bias), dtype=torch.int64, device=device)
+            row_V[ids] += torch.tensor(list(p.logit_bias.values()), dtype=row_V.dtype, device=device)
+        if bans:
+            row_V[torch.tensor(list(bans), dtype=torch.int64, device=device)] = -math.inf
+    return result_RV
+
+
+def log_probs(logits_RV: Tensor) -> Tensor:
+    """[R, V] log-softmax of raw logits, in float32 (float64 when they are)."""
+    return (logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()).log_softmax(dim=-1)

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""What a request asks of the sampler."""
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_MAX_TOP_N = 64
+_MAX_STOPS = 64
+_MAX_STOP_LENGTH = 1024
+_DEFAULT_BUDGET = 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Sampling settings of one request, checked when they are made.
+
+    Scores are treated in this order: repetition, presence and frequency penalties, logit bias, temperature, min-p,
+    top-k, top-p. Two requests with equal prompt, settings and seed give equal tokens, whatever they are batched with.
+
+    Example:
+        >>> SamplingParams(temperature=0.0, num_tokens_to_generate=4).is_greedy
+        True
+
+    Raises:
+        ValueError: a field is out of its range; names the field, the value and the range.
+    """
+
+    temperature: float = 1.0
+    """0 for greedy decoding."""
+    top_k: int = 0
+    """Keep the k best tokens (ties: lowest ids); 0 or -1 for all."""
+    top_p: float = 0.0
+    """Keep the smallest set of best tokens with at least this probability; 0 or 1 for all."""
+    min_p: float = 0.0
+    """Keep tokens with at least this share of the best token's probability; 0 for all."""
+    repetition_penalty: float = 1.0
+    """Scores of tokens seen in prompt or output are divided by it when positive, multiplied when negative; 1 for none."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the score of each token generated before."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's score for each time it was generated."""
+    logit_bias: Mapping[int, float] | None = None
+    """Token id -> number added to its score."""
+    seed: int | None = None
+    """None for one derived from the engine's seed and the request's number."""
+    num_tokens_to_generate: int | None = None
+    """Budget of new tokens; None for 30, or for what ``num_tokens_total`` leaves."""
+    num_tokens_total: int | None = None
+    """Budget of prompt and new tokens together; not with ``num_tokens_to_generate``."""
+    min_tokens: int = 0
+    """Neither the termination id nor a stop token is drawn before this many tokens, and no stop word ends the request."""
+    termination_id: int | None = None
+    """Token that ends the output; None for the tokenizer's end-of-text id, -1 for none."""
+    ignore_eos: bool = False
+    """Go on past the termination id (stop tokens and stop words still end the request)."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Further tokens that end the output."""
+    stop_words: tuple[str, ...] | None = None
+    """Strings that end the output, found across token borders; the text is cut before them. Needs a tokenizer."""
+    return_log_probs: bool = False
+    """Return the model's own log-probability of every generated token: float32 log-softmax of the raw logits, before
+    penalties, temperature and filters."""
+    skip_prompt_log_probs: bool = True
+    """With ``return_log_probs``: False for those of prompt tokens 1.. too."""
+    top_n_logprobs: int = 0
+    """Return the n best tokens and their log-probabilities at every generated position."""
+    add_BOS: bool = False
+    """Put the tokenizer's begin-of-text id before a text prompt."""
+
+    def __post_init__(self) -> None:
+        for name in ("stop_words", "stop_token_ids"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                raise ValueError(f"{name}={value!r} must be a sequence, not one string; wrap it in a list")
+            if value is not None:
+                object.__setattr__(self, name, tuple(value))
+        _check_range(self, "temperature", 0, 1e4)
+        _check_range(self, "top_p", 0, 1)
+        _check_range(self, "min_p", 0, 1)
+        _check_range(self, "top_k", -1, 2**31)
+        _check_range(self, "repetition_penalty", 1e-3, 1e3)
+        _check_range(self, "presence_penalty", -1e3, 1e3)
+        _check_range(self, "frequency_penalty", -1e3, 1e3)
+        _check_range(self, "top_n_logprobs", 0, _MAX_TOP_N)
+        _check_range(self, "min_tokens", 0, 2**31)
+        for name, least in (("num_tokens_to_generate", 0), ("num_tokens_total", 1), ("seed", -(2**63)), ("termination_id", -1)):
+            if getattr(self, name) is not None:
+                _check_range(self, name, least, 2**63 - 1)
+        if self.num_tokens_to_generate is not None and self.num_tokens_total is not None:
+            raise ValueError(
+                f"num_tokens_to_generate={self.num_tokens_to_generate} "
+                f"and num_tokens_total={self.num_tokens_total} exclude each other; set one"
+            )
+        for name, most in (("stop_words", _MAX_STOPS), ("stop_token_ids", _MAX_STOPS)):
+            if len(getattr(self, name) or ()) > most:
+                raise ValueError(f"{name} holds {len(getattr(self, name))} entries; at most {most} are allowed")
+        if any(not 0 < len(word) <= _MAX_STOP_LENGTH for word in self.stop_words or ()):
+            raise ValueError(f"stop_words={self.stop_words!r} must hold strings of 1 to {_MAX_STOP_LENGTH} characters")
+        if any(token < 0 or not math.isfinite(bias) for token, bias in (self.logit_bias or {}).items()):
+            raise ValueError(f"logit_bias={self.logit_bias!r} must map token ids from 0 to finite numbers")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0 or self.top_k == 1
+
+    @property
+    def has_penalties(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    def budget(self, num_prompt_tokens: int) -> int:
+        """New tokens a prompt of this length may get; 0 when the total is used up."""
+        if self.num_tokens_total is not None:
+            return max(0, self.num_tokens_total - num_prompt_tokens)
+        return _DEFAULT_BUDGET if self.num_tokens_to_generate is None else self.num_tokens_to_generate
+
+    def add_attributes(self, attributes: Mapping[str, Any]) -> "SamplingParams":
+        """A copy with these fields set.
+
+        Raises:
+            ValueError: an unknown field or a bad value.
+        """
+        known = {field.name for field in dataclasses.fields(self)}
+        if unknown := sorted(set(attributes) - known):
+            raise ValueError(f"unknown fields {unknown}; SamplingParams has {sorted(known)}")
+        return dataclasses.replace(self, **attributes)
+
+    def serialize(self) -> dict[str, Any]:
+        """All fields as JSON-ready data."""
+        data = dataclasses.asdict(self)
+        data["stop_token_ids"] = list(self.stop_token_ids)
+        data["stop_words"] = None if self.stop_words is None else list(self.stop_words)
+        # JSON and msgpack maps want string keys or lists of pairs; pairs keep ids as integers.
+        data["logit_bias"] = None if self.logit_bias is None else [[token, bias] for token, bias in self.logit_bias.items()]
+        return data
+
+    @classmethod
+    def deserialize(cls, data: Mapping[str, Any]) -> "SamplingParams":
+        """Settings from data; fields this version does not know are dropped with a warning."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        if unknown := sorted(set(data) - known):
+            warnings.warn(f"SamplingParams of this version has no fields {unknown}; they are dropped", UserWarning, stacklevel=2)
+        fields = {name: value for name, value in data.items() if name in known}
+        if fields.get("logit_bias") is not None:
+            fields["logit_bias"] = {int(token): float(bias) for token, bias in fields["logit_bias"]}
+        return cls(**fields)
+
+
+def _check_range(params: SamplingParams, name: str, least: float, most: float) -> None:
+    value = getattr(params, name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        raise ValueError(f"{name}={value!r} must be a number from {least} to {most}")

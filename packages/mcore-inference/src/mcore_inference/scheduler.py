@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Which requests take part in the next step: a pure function of what is known on every rank."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Limits", "RequestView", "StepPlan", "Work", "plan_step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestView:
+    """What the scheduler sees of a request.
+
+    Example:
+        A prompt of 10 tokens of which 4 are computed:
+
+        >>> RequestView(request_id=0, num_tokens=10, num_cached=4, num_blocks=1).num_missing
+        6
+    """
+
+    request_id: int
+    num_tokens: int
+    """Tokens known: prompt and generated."""
+    num_cached: int = 0
+    """Tokens whose keys and values are in the cache."""
+    num_blocks: int = 0
+    """Cache blocks held."""
+
+    @property
+    def num_missing(self) -> int:
+        return self.num_tokens - self.num_cached
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a step may use."""
+
+    max_requests: int
+    max_tokens: int
+    """At least ``max_requests``, so that every running request can always decode."""
+    block_size: int
+    free_blocks: int
+    chunked_prefill: bool = True
+    """Whether a prompt may be computed in parts, over several steps."""
+    reserve_blocks: int = 0
+    """Blocks that an admission leaves free for running requests to grow into; ignored when none runs."""
+
+    def blocks(self, num_tokens: int) -> int:
+        """Blocks that this many tokens take."""
+        return -(-num_tokens // self.block_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """The next tokens of one request."""
+
+    request_id: int
+    num_tokens: int
+    is_last: bool
+    """Whether all known tokens are computed after it, so that a new one can be sampled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """One step."""
+
+    work: tuple[Work, ...]
+    """Requests with one token first, then the others."""
+    admitted: tuple[int, ...]
+    """Waiting requests that start running; all are in ``work``."""
+    preempted: tuple[int, ...]
+    """Running requests that give up their blocks and go back to the queue, youngest first."""
+
+
+def plan_step(running: Sequence[RequestView], waiting: Sequence[RequestView], limits: Limits) -> StepPlan:
+    """Plan one step.
+
+    Running requests come first: those that decode get one token each, the token budget left goes to prompts in progress, oldest
+    first. When blocks run out the youngest running request is preempted, so the oldest one always advances. Then waiting
+    requests are admitted strictly in order; the first that does not fit ends the admission, and a step that
+    preempts admits nobody. Every request is finite and the queue is never overtaken, so none starves.
+
+    Args:
+        running: oldest first.
+        waiting: oldest first; a preempted request is older than all that never ran.
+        limits: sizes and free blocks.
+    """
+    budget = limits.max_tokens
+    wanted = {view.request_id: 1 for view in running if view.num_missing == 1}
+    budget -= len(wanted)
+    for view in running:
+        if view.request_id not in wanted:
+            # A prompt that is being recomputed, or grew by recomputation, may exceed the budget: chunks are the only way then.
+            wanted[view.request_id] = min(view.num_missing, budget)
+            budget -= wanted[view.request_id]
+
+    work, preempted, free = _give_blocks(running, wanted, limits)
+    admitted: list[int] = []
+    if not preempted:
+        num_running = len(running)
+        for view in waiting:
+            num_tokens = min(view.num_missing, budget)
+            in_parts = num_tokens < view.num_missing
+            needed = limits.blocks(num_tokens)
+            reserve = limits.reserve_blocks if num_running else 0
+            no_parts = in_parts and not limits.chunked_prefill and view.num_missing <= limits.max_tokens
+            if num_running >= limits.max_requests or num_tokens < 1 or needed + reserve > free or no_parts:
+                break
+            work[view.request_id] = Work(request_id=view.request_id, num_tokens=num_tokens, is_last=not in_parts)
+            admitted.append(view.request_id)
+            budget -= num_tokens
+            free -= needed
+            num_running += 1
+    # Python's sort is stable: age decides inside each kind.
+    ordered = sorted(work.values(), key=lambda item: item.num_tokens > 1)
+    return StepPlan(work=tuple(ordered), admitted=tuple(admitted), preempted=tuple(preempted))
+
+
+def _give_blocks(running: Sequence[RequestView], wanted: dict[int, int], limits: Limits) -> tuple[dict[int, Work], list[int], int]:
+    """Work of the running requests that keep their blocks, the preempted ones, and the blocks left."""
+    work: dict[int, Work] = {}
+    preempted: list[int] = []
+    free, survivors = limits.free_blocks, list(running)
+    index = 0
+    while index < len(survivors):
+        view = survivors[index]
+        num_tokens = wanted[view.request_id]
+        needed = limits.blocks(view.num_cached + num_tokens) - view.num_blocks
+        while needed > free and len(survivors) > index:
+            victim = survivors.pop()
+            preempted.append(victim.request_id)
+            free += victim.num_blocks
+        if len(survivors) <= index:
+            break
+        free -= max(0, needed)
+        if num_tokens:
+            work[view.request_id] = Work(request_id=view.request_id, num_tokens=num_tokens, is_last=num_tokens == view.num_missing)
+        index += 1
+    return work, preempted, free

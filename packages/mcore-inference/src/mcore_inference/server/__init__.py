@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""An OpenAI-compatible HTTP server over an engine (extra ``server``)."""
+
+from mcore_inference.server._server import InferenceServer, serve
+
+__all__ = ["InferenceServer", "serve"]

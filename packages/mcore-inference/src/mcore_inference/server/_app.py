@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The routes."""
+
+import hmac
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+from mcore_inference.request import DynamicInferenceRequestRecord, Status
+from mcore_inference.runner import EngineRunner, Increment, RequestStream
+from mcore_inference.sampling import SamplingParams
+from mcore_inference.server._errors import ApiError
+from mcore_inference.server._format import chat_log_probs, completion_log_probs, usage
+from mcore_inference.server._schema import MAX_CHOICES, ChatBody, CompletionBody
+from mcore_inference.server._stream import ClientGone, EventStream, merged, read_body, unless_gone
+from mcore_inference.text import BosTokenizer, Tokenizer, chat_tokens
+
+Body = TypeVar("Body", bound=BaseModel)
+_DEFAULT_COMPLETION_TOKENS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """One call: its requests, and how its answer looks."""
+
+    prompts: list[list[int]]
+    params: list[SamplingParams]
+    """One for each choice, prompt by prompt."""
+    body: CompletionBody | ChatBody
+    id: str
+    kind: str
+    choice: Callable[["_Job", int, DynamicInferenceRequestRecord], dict[str, Any]]
+    """A finished choice."""
+    delta: Callable[["_Job", int, Increment, int], dict[str, Any]]
+    """A piece of a choice; the last argument is the number of characters sent before."""
+    chunk_kind: str
+    prompt_texts: list[str]
+
+    def envelope(self, kind: str, model: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": int(time.time()), "model": model, "choices": choices}
+
+
+class Routes:
+    """Handlers of one server.
+
+    Args:
+        runner: the engine.
+        tokenizer: text to tokens and back.
+        model_name: the one model of the server.
+        token: clients must bring it as bearer token; None for open access.
+        max_body_bytes: longest body.
+    """
+
+    def __init__(self, runner: EngineRunner, tokenizer: Tokenizer, *, model_name: str, token: str | None, max_body_bytes: int) -> None:
+        self._runner = runner
+        self._tokenizer = tokenizer
+        self._model_name = model_name
+        self._token = token
+        self._max_body_bytes = max_body_bytes
+        self._created = int(time.time())
+
+    def app(self, allowed_hosts: Sequence[str]) -> FastAPI:
+        """The ASGI application; ``allowed_hosts`` are the values of the Host header it answers to."""
+        app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+        # A page in a browser can make a name point at a loopback address; its requests carry that name as host.
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(allowed_hosts), www_redirect=False)
+        app.add_exception_handler(ApiError, self._api_error)
+        app.add_exception_handler(HTTPException, self._http_error)
+        app.add_exception_handler(Exception, self._our_error)
+        guard = [Depends(self._check_token)]
+        app.add_api_route("/health", self.health, methods=["GET"])
+        app.add_api_route("/metrics", self.metrics, methods=["GET"], dependencies=guard)
+        app.add_api_route("/v1/models", self.models, methods=["GET"], dependencies=guard)
+        app.add_api_route("/v1/models/{name:path}", self.model, methods=["GET"], dependencies=guard)
+        app.add_api_route("/v1/completions", self.completions, methods=["POST"], dependencies=guard, response_model=None)
+        app.add_api_route("/v1/chat/completions", self.chat_completions, methods=["POST"], dependencies=guard, response_model=None)
+        return app
+
+    # -- small routes ------------------------------------------------------------------------------------------------
+
+    async def health(self) -> JSONResponse:
+        health = self._runner.health()
+        body = {
+            "status": "ok" if health.alive else "dead",
+            "last_step_age_s": health.last_step_age_s,
+            "unfinished_requests": health.unfinished_requests,
+        }
+        return JSONResponse(body, 200 if health.alive else 503)
+
+    async def metrics(self) -> PlainTextResponse:
+        stats = self._runner.engine.stats()
+        return PlainTextResponse("".join(f"mcore_inference_{name} {value}\n" for name, value in stats.items()))
+
+    async def models(self) -> dict[str, Any]:
+        return {"object": "list", "data": [self._model()]}
+
+    async def model(self, name: str) -> dict[str, Any]:
+        self._check_model(name)
+        return self._model()
+
+    def _model(self) -> dict[str, Any]:
+        return {
+            "id": self._model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "mcore",
+            "max_model_len": self._runner.engine.context.max_sequence_length,
+        }
+
+    # -- generation --------------------------------------------------------------------------------------------------
+
+    async def completions(self, request: Request) -> Response:
+        body = await self._body(request, CompletionBody)
+        texts, prompts, params = [], [], []
+        if body.echo and body.stream:
+            raise ApiError(400, "echo with stream is not available; call without stream", param="echo")
+        if len(body.prompts) * body.num_choices > MAX_CHOICES:
+            raise ApiError(
+                422, f"{len(body.prompts)} prompts with n={body.num_choices} exceed {MAX_CHOICES} choices; send fewer", param="n"
+            )
+        budget = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+        for prompt in body.prompts:
+            tokens = self._tokenize(prompt) if isinstance(prompt, str) else prompt
+            prompts.append(tokens)
+            texts.append("" if not body.echo else prompt if isinstance(prompt, str) else self._detokenize(prompt))
+            for choice in range(body.num_choices):
+                more = {"return_log_probs": body.logprobs is not None, "top_n_logprobs": body.logprobs or 0}
+                if body.echo and body.logprobs is not None:
+                    more["skip_prompt_log_probs"] = False
+                params.append(self._params(body, budget, choice, more))
+        job = _Job(
+            prompts=prompts, params=params, body=body, id=f"cmpl-{uuid.uuid4().hex}", kind="text_completion", chunk_kind="text_completion",
+            choice=self._completion_choice, delta=self._completion_delta, prompt_texts=texts,
+        )  # fmt: skip
+        return await self._answer(request, job)
+
+    async def chat_completions(self, request: Request) -> Response:
+        body = await self._body(request, ChatBody)
+        if body.top_logprobs and not body.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
+        try:
+            tokens = chat_tokens(self._tokenizer, [message.plain() for message in body.messages])
+        except Exception as error:
+            # Templates refuse conversations in their own ways (wrong order of roles); it is the client's conversation.
+            raise ApiError(400, f"the chat template refused the messages: {error}", param="messages") from error
+        # A template may write the begin-of-text token before an encoder that adds it.
+        bos = self._tokenizer.bos if isinstance(self._tokenizer, BosTokenizer) else None
+        if bos is not None and tokens[:2] == [bos, bos]:
+            tokens = tokens[1:]
+        budget = body.max_completion_tokens or body.max_tokens or max(1, self._runner.engine.context.room(len(tokens)))
+        more = {"return_log_probs": bool(body.logprobs), "top_n_logprobs": body.top_logprobs or 0}
+        job = _Job(
+            prompts=[tokens], params=[self._params(body, budget, choice, more) for choice in range(body.num_choices)], body=body,
+            id=f"chatcmpl-{uuid.uuid4().hex}", kind="chat.completion", chunk_kind="chat.completion.chunk",
+            choice=self._chat_choice, delta=self._chat_delta, prompt_texts=[""],
+        )  # fmt: skip
+        return await self._answer(request, job)
+
+    async def _answer(self, request: Request, job: _Job) -> Response:
+        streams = await self._submit(job)
+        if job.body.stream:
+            return EventStream(self._events(job, streams))
+        records: list[DynamicInferenceRequestRecord] = []
+
+        async def collect() -> None:
+            for stream in streams:
+                records.append(await stream.record())
+
+        try:
+            await unless_gone(request.receive, collect())
+        except ClientGone:
+            return Response(status_code=499)
+        except Exception as error:
+            raise ApiError.of(error) from error
+        finally:
+            _abort(streams)
+        for record in records:
+            if record.status is Status.FAILED:
+                raise ApiError(500, str(record.error or "the request was aborted"), code=type(record.error).__name__)
+        choices = [job.choice(job, index, record) for index, record in enumerate(records)]
+        answer = job.envelope(job.kind, self._model_name, choices)
+        return JSONResponse({**answer, "usage": usage(records, job.body.num_choices)})
+
+    async def _submit(self, job: _Job) -> list[RequestStream]:
+        streams: list[RequestStream] = []
+        try:
+            for index, params in enumerate(job.params):
+                streams.append(await self._runner.submit(job.prompts[index // job.body.num_choices], params))
+        except BaseException as error:
+            _abort(streams)
+            if isinstance(error, Exception):
+                raise ApiError.of(error) from error
+            raise
+        return streams
+
+    async def _events(self, job: _Job, streams: list[RequestStream]) -> AsyncIterator[str]:
+        """Chunks, the usage when asked for, and the end mark; an error ends the stream with an error object."""
+        records: dict[int, DynamicInferenceRequestRecord] = {}
+        sent = [0] * len(streams)
+
+        def chunk(choices: list[dict[str, Any]], **more: Any) -> str:
+            return json.dumps({**job.envelope(job.chunk_kind, self._model_name, choices), **more})
+
+        with_usage = job.body.stream_options is not None and job.body.stream_options.include_usage
+        # While usage is asked for, OpenAI sends it as null with every other chunk.
+        null_usage: dict[str, Any] = {"usage": None} if with_usage else {}
+        try:
+            if isinstance(job.body, ChatBody):
+                for index in range(len(streams)):
+                    first = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+                    yield chunk([first], **null_usage)
+            async for index, increment in merged(streams):
+                if increment.record is not None:
+                    records[index] = increment.record
+                    if increment.record.status is Status.FAILED:
+                        raise ApiError(
+                            500, str(increment.record.error or "the request was aborted"), code=type(increment.record.error).__name__
+                        )
+                yield chunk([job.delta(job, index, increment, sent[index])], **null_usage)
+                sent[index] += len(increment.text)
+            if with_usage:
+                ordered = [records[index] for index in range(len(streams))]
+                yield chunk([], usage=usage(ordered, job.body.num_choices))
+            yield "[DONE]"
+        except Exception as error:
+            yield json.dumps(ApiError.of(error).body())
+        finally:
+            _abort(streams)
+
+    # -- answers -----------------------------------------------------------------------------------------------------
+
+    def _completion_choice(self, job: _Job, index: int, record: DynamicInferenceRequestRecord) -> dict[str, Any]:
+        assert isinstance(job.body, CompletionBody)
+        prompt_text = job.prompt_texts[index // job.body.num_choices]
+        values = None
+        if job.body.logprobs is not None:
+            tokens, scores = record.generated_tokens, list(record.generated_log_probs)
+            best: list[dict[int, float] | None] = list(record.generated_top_n_logprobs or [None] * len(tokens))
+            if job.body.echo:
+                values = completion_log_probs(
+                    self._tokenizer,
+                    record.prompt_tokens + tokens,
+                    [None, *(record.prompt_log_probs or []), *scores],
+                    [None] * len(record.prompt_tokens) + best,
+                    0,
+                )
+            else:
+                values = completion_log_probs(self._tokenizer, tokens, scores, best, 0)
+        choice = {
+            "index": index,
+            "text": prompt_text + record.generated_text,
+            "logprobs": values,
+            "finish_reason": record.finish_reason,
+        }
+        return choice | self._ids(job, record.generated_tokens, record.prompt_tokens)
+
+    def _completion_delta(self, job: _Job, index: int, increment: Increment, sent: int) -> dict[str, Any]:
+        assert isinstance(job.body, CompletionBody)
+        values = None
+        if job.body.logprobs is not None and increment.tokens:
+            best = increment.top_n_logprobs or [None] * len(increment.tokens)
+            values = completion_log_probs(self._tokenizer, increment.tokens, increment.log_probs, best, sent)
+        reason = None if increment.record is None else increment.record.finish_reason
+        choice = {"index": index, "text": increment.text, "logprobs": values, "finish_reason": reason}
+        return choice | self._ids(job, increment.tokens)
+
+    def _chat_choice(self, job: _Job, index: int, record: DynamicInferenceRequestRecord) -> dict[str, Any]:
+        values = None
+        if isinstance(job.body, ChatBody) and job.body.logprobs:
+            values = chat_log_probs(self._tokenizer, record.generated_tokens, record.generated_log_probs, record.generated_top_n_logprobs)
+        choice = {
+            "index": index,
+            "message": {"role": "assistant", "content": record.generated_text, "refusal": None},
+            "logprobs": values,
+            "finish_reason": record.finish_reason,
+        }
+        return choice | self._ids(job, record.generated_tokens, record.prompt_tokens)
+
+    def _chat_delta(self, job: _Job, index: int, increment: Increment, sent: int) -> dict[str, Any]:
+        values = None
+        if isinstance(job.body, ChatBody) and job.body.logprobs and increment.tokens:
+            values = chat_log_probs(self._tokenizer, increment.tokens, increment.log_probs, increment.top_n_logprobs)
+        reason = None if increment.record is None else increment.record.finish_reason
+        delta = {"content": increment.text} if increment.text else {}
+        return {"index": index, "delta": delta, "logprobs": values, "finish_reason": reason} | self._ids(job, increment.tokens)
+
+    def _ids(self, job: _Job, tokens: list[int], prompt: list[int] | None = None) -> dict[str, Any]:
+        if not job.body.return_token_ids:
+            return {}
+        return {"token_ids": tokens} | ({} if prompt is None else {"prompt_token_ids": prompt})
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    async def _body(self, request: Request, model: type[Body]) -> Body:
+        if request.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
+            raise ApiError(415, "the body must be application/json", code="unsupported_media_type")
+        raw = await read_body(request, self._max_body_bytes)
+        if raw is None:
+            raise ApiError(413, f"the body is longer than {self._max_body_bytes} bytes", code="body_too_large")
+        try:
+            body = model.model_validate_json(raw)
+        except ValidationError as error:
+            raise ApiError.of_validation(error) from error
+        self._check_model(getattr(body, "model", ""))
+        return body
+
+    def _tokenize(self, text: str) -> list[int]:
+        try:
+            return list(self._tokenizer.tokenize(text))
+        except Exception as error:
+            raise ApiError(400, f"the tokenizer refused the prompt: {error}", param="prompt") from error
+
+    def _detokenize(self, tokens: list[int]) -> str:
+        try:
+            return self._tokenizer.detokenize(tokens)
+        except Exception as error:
+            raise ApiError(400, f"the tokenizer refused the prompt: {error}", param="prompt") from error
+
+    def _params(self, body: CompletionBody | ChatBody, budget: int, choice: int, more: dict[str, Any]) -> SamplingParams:
+        try:
+            return body.sampling_params(budget=budget, choice=choice, **more)
+        except ValueError as error:
+            raise ApiError.of(error) from error
+
+    def _check_model(self, name: str) -> None:
+        if name not in ("", self._model_name):
+            raise ApiError(
+                404, f"model={name!r} is not served here; the model is {self._model_name!r}", code="model_not_found", param="model"
+            )
+
+    async def _check_token(self, request: Request) -> None:
+        if self._token is None:
+            return
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self._token.encode()):
+            raise ApiError(401, "the bearer token is missing or wrong", code="invalid_api_key")
+
+    async def _api_error(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return JSONResponse(error.body(), error.status, headers=error.headers)
+
+    async def _http_error(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return JSONResponse(ApiError(error.status_code, str(error.detail)).body(), error.status_code, headers=error.headers)
+
+    async def _our_error(self, request: Request, error: Exception) -> Response:
+        """A bug of ours: the client learns its type only, the log (uvicorn's) gets the traceback."""
+        return JSONResponse(ApiError(500, f"internal error: {type(error).__name__}").body(), 500)
+
+
+def _abort(streams: Sequence[RequestStream]) -> None:
+    """End what has not ended; ended requests are left alone."""
+    for stream in streams:
+        stream.abort()

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Errors in the shape OpenAI's clients read."""
+
+from typing import Any
+
+from pydantic import ValidationError
+
+from mcore_inference.errors import ContextOverflowError, EngineDeadError, MaxSequenceLengthOverflowError, QueueFullError, RequestError
+
+
+class ApiError(Exception):
+    """An answer that is not a success.
+
+    Args:
+        status: HTTP status.
+        message: for a person.
+        code: for a program.
+        param: field at fault.
+    """
+
+    def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.param = status, message, code, param
+
+    def body(self) -> dict[str, Any]:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        if self.status in (401, 429):
+            kind = {401: "authentication_error", 429: "rate_limit_error"}[self.status]
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(self.status, {})
+
+    @classmethod
+    def of(cls, error: Exception) -> "ApiError":
+        """The answer to an error of the engine."""
+        if isinstance(error, ApiError):
+            return error
+        if isinstance(error, QueueFullError):
+            return cls(429, str(error), code=type(error).__name__)
+        if isinstance(error, MaxSequenceLengthOverflowError):
+            # OpenAI's own code, which clients look for.
+            return cls(400, str(error), code="context_length_exceeded", param="prompt")
+        if isinstance(error, ContextOverflowError) and error.is_transient:
+            return cls(429, str(error), code=type(error).__name__)
+        if isinstance(error, RequestError | ValueError):
+            return cls(400, str(error), code=type(error).__name__)
+        if isinstance(error, EngineDeadError):
+            return cls(503, str(error), code=type(error).__name__)
+        return cls(500, f"{type(error).__name__}: {error}", code=type(error).__name__)
+
+    @classmethod
+    def of_validation(cls, error: ValidationError) -> "ApiError":
+        """The first few faults of a body, with their fields."""
+        faults = error.errors(include_url=False, include_context=False, include_input=False)
+        where = [".".join(str(part) for part in fault["loc"]) for fault in faults]
+        status = 400 if faults[0]["type"] == "json_invalid" else 422
+        text = "; ".join(f"{field}: {fault['msg']}" if field else fault["msg"] for field, fault in zip(where, faults, strict=True))
+        return cls(status, text[:2000], code="invalid_body", param=where[0] or None)

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Bodies the server accepts, every field bounded."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from mcore_inference.sampling import SamplingParams
+
+MAX_CHOICES = 128
+MAX_PROMPTS = 128
+_MAX_TEXT = 2**22
+_MAX_TOKENS = 2**20
+
+Text = Annotated[str, StringConstraints(max_length=_MAX_TEXT)]
+Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+Token = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+Tokens = Annotated[list[Token], Field(min_length=1, max_length=_MAX_TOKENS)]
+
+
+class StreamOptions(BaseModel):
+    """``stream_options``."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class _Sampling(BaseModel):
+    """What both endpoints share; names after the empty line are additions to OpenAI's."""
+
+    # An unknown field is an error: silently ignoring a setting would change what the client asked for.
+    model_config = ConfigDict(extra="forbid")
+
+    model: Annotated[str, StringConstraints(max_length=256)] = ""
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    logit_bias: Annotated[dict[Annotated[str, StringConstraints(pattern=r"^[0-9]{1,10}$")], float], Field(max_length=1024)] | None = None
+    user: Annotated[str, StringConstraints(max_length=1024)] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, ge=1e-3, le=1e3)
+    min_tokens: int | None = Field(default=None, ge=0, le=_MAX_TOKENS)
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[Token], Field(max_length=64)] | None = None
+    return_token_ids: bool | None = None
+    """Put ``token_ids`` (and the prompt's) into each choice."""
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def stop_words(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def sampling_params(self, *, budget: int, choice: int, **more: Any) -> SamplingParams:
+        """Settings of one choice; with a seed, choice i is drawn with seed + i."""
+        given = {
+            name: value
+            for name in (
+                "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens",
+                "ignore_eos", "stop_token_ids",
+            )
+            if (value := getattr(self, name)) is not None
+        }  # fmt: skip
+        if self.seed is not None:
+            # Wrapped into 64 signed bits, so that no choice leaves the range.
+            given["seed"] = (self.seed + choice + 2**63) % 2**64 - 2**63
+        if self.logit_bias:
+            given["logit_bias"] = {int(token): max(-1000.0, min(1000.0, bias)) for token, bias in self.logit_bias.items()}
+        return SamplingParams(num_tokens_to_generate=budget, stop_words=self.stop_words or None, **given, **more)
+
+
+class CompletionBody(_Sampling):
+    """Body of ``/v1/completions``."""
+
+    prompt: (
+        Text
+        | Tokens
+        | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_PROMPTS)]
+    )
+    max_tokens: int | None = Field(default=None, ge=0, le=_MAX_TOKENS)
+    """16 when absent."""
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+    echo: bool | None = None
+    best_of: Literal[1] | None = None
+    suffix: None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]
+        return list(self.prompt)  # type: ignore[arg-type]
+
+
+class TextPart(BaseModel):
+    """A part of a message; only text parts are known."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text"]
+    text: Text
+
+
+class Message(BaseModel):
+    """One message of a conversation."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | Annotated[list[TextPart], Field(min_length=1, max_length=256)]
+    name: Annotated[str, StringConstraints(max_length=256)] | None = None
+
+    def plain(self) -> dict[str, str]:
+        """Role and joined text, as chat templates take it."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": self.role, "content": text}
+
+
+class ChatBody(_Sampling):
+    """Body of ``/v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    max_tokens: int | None = Field(default=None, ge=1, le=_MAX_TOKENS)
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=_MAX_TOKENS)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)

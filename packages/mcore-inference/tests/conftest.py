@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Small models and engines."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, InferenceConfig, PagedAttention
+from mcore_parallel import ProcessGroups
+from mcore_parallel.models import GPTModel, TransformerConfig
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small matrices are slower on several threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def make_model() -> Callable[..., GPTModel]:
+    """Random models whose next token depends on all of the past; the large std makes logits differ widely."""
+
+    def make(vocab_size: int = 64, dtype: torch.dtype = torch.float64, seed: int = 0, layers: int = 2) -> GPTModel:
+        config = TransformerConfig(
+            num_layers=layers, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=vocab_size, init_method_std=0.3
+        )
+        return GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention(), dtype=dtype, seed=seed)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_engine(make_model: Callable[..., GPTModel]) -> Callable[..., DynamicInferenceEngine]:
+    """Engines over the standard model, or over a given one."""
+
+    def make(model: GPTModel | None = None, tokenizer: Any = None, *, seed: int = 0, max_waiting: int | None = None, **sizes: Any):
+        sizes = {"max_sequence_length": 96, "num_blocks": 64, "block_size_tokens": 8, "max_requests": 8, "max_tokens": 64} | sizes
+        model = model or make_model()
+        context = DynamicInferenceContext.for_model(model, InferenceConfig(**sizes))
+        return DynamicInferenceEngine(model, context, tokenizer, seed=seed, max_waiting_requests=max_waiting)
+
+    return make

@@ -1,0 +1,415 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The engine against the same model run over whole sequences."""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_inference import (
+    BlockOverflowError,
+    DynamicInferenceContext,
+    DynamicInferenceEngine,
+    DynamicInferenceRequestRecord,
+    EventType,
+    FinishReason,
+    InferenceConfig,
+    InvalidTokenError,
+    MaxSequenceLengthOverflowError,
+    NonFiniteLogitsError,
+    QueueFullError,
+    SamplingParams,
+    Status,
+)
+from mcore_parallel import ProcessGroups, named_shards
+from mcore_parallel.data import ByteTokenizer
+from mcore_parallel.models import GPTModel, TransformerConfig
+from mcore_parallel.nn import Step
+
+Make = Callable[..., Any]
+GREEDY = SamplingParams(temperature=0, num_tokens_to_generate=10)
+
+
+def full_log_probs(model: GPTModel, tokens: list[int]) -> Tensor:
+    """[T, V] of a sequence, computed at once."""
+    with torch.no_grad():
+        output, _ = model(torch.tensor(tokens), Step.causal(1, len(tokens)))
+    return output.logits().double().log_softmax(-1)
+
+
+def naive_greedy(model: GPTModel, prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(full_log_probs(model, tokens)[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def random_prompts(rng: random.Random, count: int, longest: int = 24) -> list[list[int]]:
+    return [[rng.randrange(64) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+def check_idle(engine: DynamicInferenceEngine) -> None:
+    assert not engine.has_unfinished_requests()
+    assert engine.context.allocator.total_used == 0
+    assert engine.context.get_active_request_count() == 0
+    assert engine.step() == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("seed", range(6))
+def test_greedy_serving_in_any_order_equals_recomputing_every_token(
+    make_model: Make, make_engine: Make, seed: int, dtype: torch.dtype
+) -> None:
+    rng = random.Random(seed)
+    model = make_model(dtype=dtype)
+    size = rng.choice([1, 3, 4, 8, 16])
+    tight = -(-40 // size) + 2
+    engine = make_engine(
+        model,
+        block_size_tokens=size,
+        num_blocks=rng.choice([tight, 3 * tight]),
+        max_tokens=rng.choice([6, 17, 64]),
+        max_requests=rng.choice([2, 6]),
+        max_sequence_length=40,
+    )
+    prompts = random_prompts(rng, 8)
+    budgets = [rng.choice([1, size, size + 1, 12]) for _ in prompts]
+    arrivals = list(range(8))
+    rng.shuffle(arrivals)
+    finished: dict[int, DynamicInferenceRequestRecord] = {}
+    while arrivals or engine.has_unfinished_requests():
+        while arrivals and rng.random() < 0.4:
+            number = arrivals.pop()
+            engine.add_request(prompts[number], replace(GREEDY, num_tokens_to_generate=budgets[number]), request_id=number)
+        finished |= {record.request_id: record for record in engine.step()}
+    for number, prompt in enumerate(prompts):
+        assert finished[number].generated_tokens == naive_greedy(model, prompt, budgets[number])
+        assert finished[number].finish_reason is FinishReason.LENGTH
+    check_idle(engine)
+
+
+def test_preemption_by_recompute_changes_nothing_but_the_events(make_model: Make, make_engine: Make) -> None:
+    model = make_model()
+    rng = random.Random(1)
+    prompts = random_prompts(rng, 6, 8)
+    params = [
+        SamplingParams(
+            temperature=i % 2, seed=i, num_tokens_to_generate=20, return_log_probs=True, skip_prompt_log_probs=False, top_n_logprobs=2
+        )
+        for i in range(6)
+    ]
+    free = make_engine(model).generate(prompts, params)
+    engine = make_engine(model, num_blocks=9, block_size_tokens=4)
+    tight = engine.generate(prompts, params)
+    assert engine.num_preemptions > 3
+    assert sum(record.num_preemptions for record in tight) == engine.num_preemptions
+    for one, other in zip(free, tight, strict=True):
+        assert one.generated_tokens == other.generated_tokens
+        assert other.merge().generated_tokens == one.generated_tokens
+        torch.testing.assert_close(one.generated_log_probs, other.generated_log_probs, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(one.prompt_log_probs, other.prompt_log_probs, rtol=1e-10, atol=1e-10)
+        assert [list(best) for best in one.generated_top_n_logprobs] == [list(best) for best in other.generated_top_n_logprobs]
+        kinds = [event.type for event in other.merge().events]
+        assert kinds == [EventType.ADD, EventType.EVICT] * other.num_preemptions + [EventType.ADD, EventType.FINISH]
+    check_idle(engine)
+
+
+@pytest.mark.parametrize("max_tokens", [2, 5, 7, 8, 9, 64])
+def test_a_prompt_in_parts_gives_the_tokens_and_log_probs_of_a_whole_one(make_model: Make, make_engine: Make, max_tokens: int) -> None:
+    model = make_model()
+    prompts = [random_prompts(random.Random(2), 1, 1)[0], list(range(30)), list(range(40, 51))]
+    params = replace(GREEDY, return_log_probs=True, skip_prompt_log_probs=False)
+    records = make_engine(model, max_tokens=max_tokens, max_requests=2).generate(prompts, params)
+    for prompt, record in zip(prompts, records, strict=True):
+        tokens = prompt + record.generated_tokens
+        assert record.generated_tokens == naive_greedy(model, prompt, 10)
+        wanted = full_log_probs(model, tokens)[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor((record.prompt_log_probs or []) + record.generated_log_probs), wanted.float())
+
+
+def test_log_probs_are_the_models_own_whatever_the_sampling(make_model: Make, make_engine: Make) -> None:
+    model = make_model()
+    params = SamplingParams(temperature=0.3, top_k=4, top_p=0.9, presence_penalty=1.0, return_log_probs=True, top_n_logprobs=3, seed=3)
+    record = make_engine(model).generate([[1, 2, 3]], params)[0]
+    tokens = [1, 2, 3, *record.generated_tokens]
+    wanted = full_log_probs(model, tokens)[2:-1]
+    for row, token, value, best in zip(
+        wanted, record.generated_tokens, record.generated_log_probs, record.generated_top_n_logprobs, strict=True
+    ):
+        assert value == pytest.approx(row[token].item(), abs=1e-9)
+        top = row.topk(3)
+        assert list(best) == top.indices.tolist()
+        assert list(best.values()) == pytest.approx(top.values.tolist(), abs=1e-9)
+
+
+def test_a_seeded_request_draws_the_same_alone_and_in_any_crowd(make_model: Make, make_engine: Make) -> None:
+    model = make_model()
+    mine = SamplingParams(temperature=1.3, top_p=0.95, seed=1234, num_tokens_to_generate=15)
+    alone = make_engine(model).generate([[5, 6, 7]], mine)[0].generated_tokens
+    assert len(set(alone)) > 3
+    for crowd in range(4):
+        rng = random.Random(crowd)
+        engine = make_engine(model, seed=crowd, max_tokens=rng.choice([8, 64]), num_blocks=rng.choice([12, 64]))
+        prompts = random_prompts(rng, 6)
+        place = rng.randrange(7)
+        prompts.insert(place, [5, 6, 7])
+        params = [SamplingParams(temperature=rng.choice([0, 1]), num_tokens_to_generate=12)] * 7
+        params[place] = mine
+        assert engine.generate(prompts, params)[place].generated_tokens == alone
+
+
+def test_requests_without_seed_differ_and_the_engine_seed_repeats_them(make_model: Make, make_engine: Make) -> None:
+    model = make_model()
+    params = SamplingParams(num_tokens_to_generate=12)
+    runs = [make_engine(model, seed=seed).generate([[1]] * 3, params) for seed in (0, 0, 1)]
+    texts = [[record.generated_tokens for record in run] for run in runs]
+    assert texts[0] == texts[1] != texts[2]
+    assert len({tuple(tokens) for tokens in texts[0]}) == 3
+
+
+def test_stop_tokens_and_the_termination_id_end_a_request(make_model: Make, make_engine: Make) -> None:
+    model = make_model()
+    wanted = naive_greedy(model, [1, 2], 12)
+    stop = wanted[5]
+    first = wanted.index(stop)
+    engine = make_engine(model)
+    ended = engine.generate([[1, 2]] * 3, [
+        replace(GREEDY, stop_token_ids=[stop]), replace(GREEDY, termination_id=stop), replace(GREEDY, termination_id=stop, ignore_eos=True),
+    ])  # fmt: skip
+    assert [record.generated_tokens for record in ended] == [wanted[: first + 1], wanted[: first + 1], wanted[:10]]
+    assert [record.finish_reason for record in ended] == [FinishReason.STOP, FinishReason.STOP, FinishReason.LENGTH]
+    later = engine.generate([[1, 2]], replace(GREEDY, stop_token_ids=[stop], min_tokens=8))[0]
+    assert stop not in later.generated_tokens[:8]
+
+
+def test_text_goes_in_and_out_and_a_stop_word_cuts_it(make_model: Make, make_engine: Make) -> None:
+    tokenizer = ByteTokenizer()
+    engine = make_engine(make_model(vocab_size=272), tokenizer)
+    # Only letters can be drawn.
+    letters = dict.fromkeys(tokenizer.tokenize("abcdefgh"), 100.0)
+    params = SamplingParams(seed=5, num_tokens_to_generate=30, logit_bias=letters)
+    whole = engine.generate(["hello"], params)[0]
+    assert whole.prompt_tokens == tokenizer.tokenize("hello")
+    assert whole.generated_text == tokenizer.detokenize(whole.generated_tokens)
+    assert set(whole.generated_text) <= set("abcdefgh")
+    word = whole.generated_text[12:15]
+    cut = engine.generate(["hello"], replace(params, stop_words=[word]))[0]
+    at = whole.generated_text.index(word)
+    assert cut.generated_text == whole.generated_text[:at]
+    assert cut.generated_tokens == whole.generated_tokens[: at + 3]
+    assert cut.finish_reason is FinishReason.STOP
+    last = engine.generate(["hello"], replace(params, stop_words=[word], num_tokens_to_generate=at + 3))[0]
+    assert last.finish_reason is FinishReason.STOP and last.generated_text == cut.generated_text
+
+
+def test_rows_of_the_embedding_beyond_the_vocabulary_are_never_drawn(make_model: Make, make_engine: Make) -> None:
+    engine = make_engine(make_model(vocab_size=512), ByteTokenizer())
+    records = engine.generate(["x"] * 8, SamplingParams(temperature=50, num_tokens_to_generate=40, ignore_eos=True))
+    assert max(max(record.generated_tokens) for record in records) < ByteTokenizer.vocab_size
+    ranked = engine.generate(["x"], SamplingParams(top_n_logprobs=64, num_tokens_to_generate=4))[0].generated_top_n_logprobs
+    assert [len(best) for best in ranked] == [64] * 4 and max(map(max, ranked)) < ByteTokenizer.vocab_size
+    with pytest.raises(InvalidTokenError, match="300"):
+        engine.add_request([300])
+
+
+def test_a_prompt_that_cannot_be_served_fails_alone(make_model: Make, make_engine: Make) -> None:
+    model = make_model()
+    engine = make_engine(model, max_sequence_length=40, num_blocks=4)
+    records = engine.generate([[1], list(range(40)), [1, 64], [], [2], [3] * 25], replace(GREEDY, num_tokens_to_generate=12))
+    kinds = [None, MaxSequenceLengthOverflowError, InvalidTokenError, InvalidTokenError, None, BlockOverflowError]
+    assert [type(record.error) if record.error else None for record in records] == kinds
+    assert [record.status is Status.COMPLETED for record in records] == [kind is None for kind in kinds]
+    assert records[0].generated_tokens == naive_greedy(model, [1], 12)
+    assert sum(engine.finished_counts.values()) == 6
+    check_idle(engine)
+
+
+class PoisonedLogits(torch.nn.Module):
+    """An output layer that gives NaN for one sequence's token."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.row: int | None = None
+
+    def forward(self, hidden: Tensor, weight: Tensor | None, rows: Tensor) -> Tensor:
+        logits = self.inner(hidden, weight, rows)
+        if self.row is not None:
+            logits[self.row] = torch.nan
+        return logits
+
+
+def test_nan_scores_end_one_request_and_spare_the_others(make_model: Make, make_engine: Make) -> None:
+    model = make_model()
+    wanted = [naive_greedy(model, prompt, 10) for prompt in ([1], [2], [3])]
+    model.output = PoisonedLogits(model.output)
+    engine = make_engine(model)
+    for prompt in ([1], [2], [3]):
+        engine.add_request(prompt, GREEDY)
+    engine.step()
+    model.output.row = 1
+    (failed,) = engine.step()
+    assert failed.request_id == 1 and isinstance(failed.error, NonFiniteLogitsError) and failed.status is Status.FAILED
+    model.output.row = None
+    rest = []
+    while engine.has_unfinished_requests():
+        rest += engine.step()
+    assert {record.request_id: record.generated_tokens for record in rest} == {0: wanted[0], 2: wanted[2]}
+    check_idle(engine)
+
+
+def test_a_tokenizer_that_fails_ends_one_request(make_model: Make, make_engine: Make) -> None:
+    class Touchy(ByteTokenizer):
+        def detokenize(self, ids: Any, skip_special: bool = True) -> str:
+            if 33 in ids:
+                raise KeyError("no text for 33")
+            return super().detokenize(ids, skip_special)
+
+    engine = make_engine(make_model(vocab_size=272), Touchy())
+    bad = SamplingParams(temperature=0, num_tokens_to_generate=3, logit_bias={33: 1000.0})
+    good = SamplingParams(temperature=0, num_tokens_to_generate=3, logit_bias={34: 1000.0})
+    one, two = engine.generate(["a", "a"], [bad, good])
+    assert isinstance(one.error, KeyError) and one.finish_reason is FinishReason.ERROR
+    assert two.generated_text == '"""'
+    check_idle(engine)
+
+
+@pytest.mark.parametrize("steps", range(8))
+def test_abort_in_every_state_frees_everything(make_engine: Make, steps: int) -> None:
+    engine = make_engine(max_tokens=6, max_requests=2, num_blocks=6)
+    numbers = [engine.add_request([1] * 16, GREEDY), engine.add_request([2] * 5, GREEDY), engine.add_request([3] * 9, GREEDY)]
+    for _ in range(steps):
+        engine.step()
+    for number in numbers[::2]:
+        record = engine.abort(number)
+        assert record is not None and record.finish_reason is FinishReason.ABORT and record.status is Status.FAILED
+        assert engine.abort(number) is None
+    left = []
+    while engine.has_unfinished_requests():
+        left += engine.step()
+    assert [record.request_id for record in left] == [numbers[1]]
+    check_idle(engine)
+
+
+def test_budgets_at_the_border(make_model: Make, make_engine: Make) -> None:
+    model = make_model()
+    engine = make_engine(model, max_sequence_length=12)
+    nothing, clamped, total, scored = engine.generate(
+        [[1, 2], [1] * 8, [1, 2], [1, 2, 3]],
+        [
+            replace(GREEDY, num_tokens_to_generate=0),
+            replace(GREEDY, num_tokens_to_generate=100),
+            SamplingParams(temperature=0, num_tokens_total=5),
+            replace(GREEDY, num_tokens_to_generate=0, return_log_probs=True, skip_prompt_log_probs=False),
+        ],
+    )
+    assert nothing.generated_tokens == [] and nothing.status is Status.COMPLETED
+    assert len(clamped.generated_tokens) == 4 and clamped.merge().budget_clamped
+    assert len(total.generated_tokens) == 3
+    assert scored.generated_tokens == [] and len(scored.prompt_log_probs or []) == 2
+    check_idle(engine)
+
+
+def test_a_full_queue_and_a_used_number_are_refused(make_engine: Make) -> None:
+    engine = make_engine(max_waiting=2)
+    engine.add_request([1], request_id=1)
+    with pytest.raises(ValueError, match="request_id=1"):
+        engine.add_request([1], request_id=1)
+    assert engine.add_request([1], GREEDY) not in (1,)
+    with pytest.raises(QueueFullError):
+        engine.add_request([1])
+    with pytest.raises(ValueError, match="unfinished"):
+        engine.generate([[1]])
+
+
+def test_settings_that_need_a_tokenizer_or_unknown_ids_are_refused(make_engine: Make) -> None:
+    engine = make_engine()
+    for prompt, params, word in (
+        ("text", None, "tokenizer"),
+        ([1], SamplingParams(stop_words=["x"]), "stop_words"),
+        ([1], SamplingParams(stop_token_ids=[64]), "stop_token_ids"),
+        ([1], SamplingParams(logit_bias={64: 1.0}), "logit_bias"),
+        ([True], None, "True"),
+        ([1.5], None, "1.5"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            engine.add_request(prompt, params)
+    check_idle(engine)
+
+
+def weights(model: GPTModel) -> list[tuple[str, Tensor]]:
+    return [(shard.name, shard.parameter.detach().clone()) for shard in named_shards(model)]
+
+
+def test_new_weights_serve_running_requests_from_the_next_token_on(make_model: Make, make_engine: Make) -> None:
+    old, new = make_model(seed=0), make_model(seed=1)
+    engine = make_engine(make_model(seed=0))
+    addresses = [parameter.data_ptr() for parameter in engine.model.parameters()]
+    engine.add_request([1, 2, 3], GREEDY)
+    for _ in range(4):
+        engine.step()
+    engine.load_weights(reversed(weights(new)))
+    assert [parameter.data_ptr() for parameter in engine.model.parameters()] == addresses
+    while engine.has_unfinished_requests():
+        done = engine.step()
+    before = naive_greedy(old, [1, 2, 3], 4)
+    assert done[0].generated_tokens == before + naive_greedy(new, [1, 2, 3, *before], 6)
+    assert done[0].weight_versions == [(0, 4), (1, 6)]
+    assert engine.generate([[9]], GREEDY)[0].generated_tokens == naive_greedy(new, [9], 10)
+
+
+def test_a_load_that_fails_half_way_stops_the_engine_until_one_succeeds(make_model: Make, make_engine: Make) -> None:
+    engine = make_engine(make_model())
+    good = weights(make_model(seed=1))
+    for bad, word in (
+        ([("output.wieght", torch.zeros(1))], "output.weight"),
+        ([(good[0][0], torch.zeros(3))], "global shape"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            engine.load_weights(bad)
+        engine.generate([[1]], GREEDY)
+    for bad, word in ((good[:-1], "did not come"), ([good[0], good[0]], "twice")):
+        with pytest.raises(ValueError, match=word):
+            engine.load_weights(bad)
+        with pytest.raises(RuntimeError, match="load_weights"):
+            engine.generate([[1]], GREEDY)
+        check_leftovers = engine.context.allocator.total_used
+        assert check_leftovers == 0
+    engine.load_weights(good)
+    assert engine.weight_version == 1
+    assert engine.generate([[1]], GREEDY)[0].generated_tokens == naive_greedy(make_model(seed=1), [1], 10)
+
+
+def test_a_model_without_paged_attention_is_refused() -> None:
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=8)
+    model = GPTModel(config, ProcessGroups.single())
+    with pytest.raises(ValueError, match="PagedAttention"):
+        DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, InferenceConfig(num_blocks=2)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_storm_of_requests_and_aborts_leaks_nothing(make_model: Make, make_engine: Make, seed: int) -> None:
+    rng = random.Random(seed)
+    engine = make_engine(make_model(layers=1), num_blocks=14, block_size_tokens=4, max_tokens=12, max_requests=5, max_sequence_length=48)
+    added, ended = set(), []
+    for _ in range(150):
+        if rng.random() < 0.4:
+            params = SamplingParams(temperature=rng.choice([0, 1]), num_tokens_to_generate=rng.randint(0, 12), return_log_probs=True)
+            added.add(engine.add_request(random_prompts(rng, 1)[0], params))
+        if rng.random() < 0.1 and added:
+            record = engine.abort(rng.choice(sorted(added)))
+            ended += [record] if record else []
+        ended += engine.step()
+        held = [block for entry in engine._running for block in engine.context.block_table(entry.record.request_id)]
+        assert len(held) == len(set(held)) == engine.context.allocator.total_used
+    while engine.has_unfinished_requests():
+        ended += engine.step()
+    assert sorted(record.request_id for record in ended) == sorted(added)
+    assert all(len(record.generated_log_probs) == record.num_generated for record in ended)
+    assert sum(engine.finished_counts.values()) == len(added)
+    check_idle(engine)

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The engine on a GPU gives what one request after the other gives there."""
+
+import pytest
+import torch
+
+from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, InferenceConfig, PagedAttention, SamplingParams
+from mcore_parallel import ProcessGroups
+from mcore_parallel.models import GPTModel, TransformerConfig
+from mcore_parallel.nn import Step
+
+pytestmark = pytest.mark.gpu
+
+SIZES = TransformerConfig(num_layers=3, hidden_size=64, num_attention_heads=4, num_query_groups=2, vocab_size=128, init_method_std=0.2)
+
+
+def build(dtype: torch.dtype) -> DynamicInferenceEngine:
+    model = GPTModel(SIZES, ProcessGroups.single(), attention_core=PagedAttention(), device="cuda", dtype=dtype).eval()
+    sizes = InferenceConfig(max_sequence_length=96, max_requests=8, block_size_tokens=8, num_blocks=64)
+    return DynamicInferenceEngine(model, DynamicInferenceContext(SIZES, sizes, dtype=dtype, device="cuda"))
+
+
+def prompts(count: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(128, (3 + 5 * i,), generator=generator).tolist() for i in range(count)]
+
+
+def test_greedy_tokens_equal_those_of_full_recomputation() -> None:
+    engine = build(torch.float64)
+    records = engine.generate(prompts(6), SamplingParams(temperature=0, num_tokens_to_generate=12, return_log_probs=True))
+    for prompt, record in zip(prompts(6), records, strict=True):
+        tokens = list(prompt)
+        for generated, logprob in zip(record.generated_tokens, record.generated_log_probs, strict=True):
+            with torch.no_grad():
+                x = torch.tensor(tokens, device="cuda")
+                output, _ = engine.model(x, Step.causal(1, len(tokens), "cuda"))
+                scores = output.logits()[-1].double().log_softmax(-1)
+            assert scores.argmax().item() == generated
+            assert scores[generated].item() == pytest.approx(logprob, abs=1e-4)
+            tokens.append(generated)
+
+
+def test_bfloat16_requests_do_not_depend_on_their_company() -> None:
+    params = SamplingParams(temperature=0.8, top_k=20, num_tokens_to_generate=8, seed=3)
+    together = build(torch.bfloat16).generate(prompts(6), params)
+    assert all(len(record.generated_tokens) == 8 for record in together)

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Records over several stretches, and their data form."""
+
+import json
+import random
+
+import pytest
+
+from mcore_inference import (
+    DynamicInferenceEvent,
+    DynamicInferenceRequest,
+    DynamicInferenceRequestRecord,
+    EventType,
+    FinishReason,
+    SamplingParams,
+    Status,
+)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_checkpoints_do_not_show_in_the_merged_request(seed: int) -> None:
+    rng = random.Random(seed)
+    prompt, outputs = [1, 2, 3], list(range(10, 10 + rng.randint(0, 12)))
+    request = DynamicInferenceRequest(request_id=4, prompt_tokens=prompt, sampling_params=SamplingParams(), num_tokens_to_generate=12)
+    record = DynamicInferenceRequestRecord.from_request(request)
+    for token in outputs:
+        if rng.random() < 0.3:
+            record.checkpoint()
+        record[-1].generated_tokens.append(token)
+        record[-1].generated_log_probs.append(-float(token))
+        record[-1].generated_top_n_logprobs.append({token: -float(token)})
+    last = record[-1]
+    assert last.prompt_tokens + last.generated_tokens == prompt + outputs
+    assert last.num_tokens_to_generate - len(last.generated_tokens) == 12 - len(outputs)
+    merged = record.merge()
+    assert (merged.prompt_tokens, merged.generated_tokens, merged.num_tokens_to_generate) == (prompt, outputs, 12)
+    assert merged.generated_log_probs == [-float(token) for token in outputs]
+    assert record.num_generated == len(outputs) == sum(count for _, count in record.weight_versions)
+    for start in range(len(outputs) + 1):
+        assert record.since(start)[0] == outputs[start:]
+        assert record.since(start)[1] == merged.generated_log_probs[start:]
+
+
+def test_records_survive_json() -> None:
+    params = SamplingParams(stop_words=["x"], logit_bias={3: 1.0})
+    request = DynamicInferenceRequest(request_id=1, prompt_tokens=[5], sampling_params=params, prompt="p")
+    request.generated_tokens, request.generated_top_n_logprobs = [7], [{7: -0.5, 9: -1.5}]
+    request.prompt_log_probs = [-1.0]
+    request.add_event_add()
+    record = DynamicInferenceRequestRecord.from_request(request)
+    record.checkpoint()
+    record[-1].status, record[-1].finish_reason, record[-1].error = Status.FAILED, FinishReason.ERROR, ValueError("boom")
+    record[-1].add_event_error_nontransient(ValueError("boom"))
+    record.generated_text, record.latency = "hello", 1.5
+    data = record.serialize()
+    back = DynamicInferenceRequestRecord.deserialize(json.loads(json.dumps(data)))
+    assert back.requests[0] == record.requests[0]
+    assert back.status is Status.FAILED and back.finish_reason is FinishReason.ERROR
+    assert str(back.error) == "ValueError: boom"
+    assert (back.generated_text, back.latency, back.generated_top_n_logprobs) == ("hello", 1.5, [{7: -0.5, 9: -1.5}])
+
+
+def test_only_error_events_have_a_payload() -> None:
+    with pytest.raises(ValueError, match="payload"):
+        DynamicInferenceEvent(type=EventType.ADD, payload="x")
+    with pytest.raises(ValueError, match="payload"):
+        DynamicInferenceEvent(type=EventType.ERROR_TRANSIENT)

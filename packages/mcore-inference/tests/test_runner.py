@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""An engine in its thread, seen from event loops."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_inference import (
+    DynamicInferenceEngine,
+    EngineDeadError,
+    EngineRunner,
+    FinishReason,
+    InvalidTokenError,
+    SamplingParams,
+    get_asyncio_loop,
+)
+from mcore_parallel import named_shards
+from mcore_parallel.data import ByteTokenizer
+
+Make = Callable[..., Any]
+TEN = SamplingParams(num_tokens_to_generate=10, seed=1, return_log_probs=True, top_n_logprobs=1)
+
+
+@pytest.fixture
+def engine(make_model: Make, make_engine: Make) -> DynamicInferenceEngine:
+    return make_engine(make_model(vocab_size=272, dtype=torch.float32, layers=1), ByteTokenizer(), max_sequence_length=512)
+
+
+def engine_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "mcore-engine"]
+
+
+def test_increments_join_to_the_record_and_to_a_run_without_thread(engine: DynamicInferenceEngine) -> None:
+    wanted = engine.generate(["abc"], TEN)[0]
+
+    async def main() -> None:
+        with EngineRunner(engine) as runner:
+            streams = [await runner.submit(prompt, TEN) for prompt in ("abc", "other", "abc")]
+            for stream in streams:
+                tokens, text, values, best = [], "", [], []
+                async for increment in stream:
+                    tokens += increment.tokens
+                    values += increment.log_probs
+                    best += increment.top_n_logprobs
+                    text += increment.text
+                record = increment.record
+                assert record is not None
+                assert (tokens, text) == (record.generated_tokens, record.generated_text)
+                assert (values, best) == (record.generated_log_probs, record.generated_top_n_logprobs)
+                if stream is not streams[1]:
+                    assert tokens == wanted.generated_tokens
+            assert runner.health().alive and runner.health().last_step_age_s is None
+
+    asyncio.run(main())
+    assert not engine_threads()
+
+
+def test_a_refused_request_raises_in_the_caller_and_the_runner_goes_on(engine: DynamicInferenceEngine) -> None:
+    async def main() -> None:
+        with EngineRunner(engine) as runner:
+            with pytest.raises(InvalidTokenError):
+                await runner.submit([], TEN)
+            assert len((await (await runner.submit("a", TEN)).record()).generated_tokens) <= 10
+
+    asyncio.run(main())
+
+
+def test_abort_ends_the_stream_and_frees_the_request(engine: DynamicInferenceEngine) -> None:
+    async def main() -> None:
+        with EngineRunner(engine) as runner:
+            stream = await runner.submit("a", SamplingParams(num_tokens_to_generate=400, ignore_eos=True))
+            stream.abort()
+            record = await stream.record()
+            assert record.finish_reason is FinishReason.ABORT and record.num_generated < 400
+            stream.abort()
+            assert await runner.call(lambda: engine.context.allocator.total_used) == 0
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_submit_leaves_no_request(engine: DynamicInferenceEngine) -> None:
+    async def main() -> None:
+        with EngineRunner(engine) as runner:
+            task = asyncio.ensure_future(runner.submit("a", SamplingParams(num_tokens_to_generate=400, ignore_eos=True)))
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            for _ in range(200):
+                if await runner.call(lambda: not engine.has_unfinished_requests()):
+                    break
+                await asyncio.sleep(0.005)
+            assert engine.finished_counts["abort"] == 1
+
+    asyncio.run(main())
+
+
+def test_weights_are_loaded_between_steps(engine: DynamicInferenceEngine) -> None:
+    async def main() -> None:
+        weights = [(shard.name, shard.parameter.detach().clone()) for shard in named_shards(engine.model)]
+        with EngineRunner(engine) as runner:
+            stream = await runner.submit("a", SamplingParams(num_tokens_to_generate=50, ignore_eos=True))
+            await runner.call(lambda: engine.load_weights(weights))
+            record = await stream.record()
+            assert record.num_generated == 50
+            with pytest.raises(ValueError, match="did not come"):
+                await runner.call(lambda: engine.load_weights([]))
+
+    asyncio.run(main())
+
+
+class Failing(torch.nn.Module):
+    def __init__(self, inner: torch.nn.Module, calls: int, error: Exception | None, delay_s: float = 0.0) -> None:
+        super().__init__()
+        self.inner, self.left, self.error, self.delay_s = inner, calls, error, delay_s
+
+    def forward(self, *arguments: Any) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            time.sleep(self.delay_s)
+            if self.error:
+                raise self.error
+        return self.inner(*arguments)
+
+
+def test_a_step_that_fails_reaches_every_stream_and_health(engine: DynamicInferenceEngine) -> None:
+    engine.model.output = Failing(engine.model.output, 3, RuntimeError("device lost"))
+
+    async def main() -> None:
+        runner = EngineRunner(engine)
+        streams = [await runner.submit("a", TEN) for _ in range(3)]
+        for stream in streams:
+            with pytest.raises(EngineDeadError, match="device lost"):
+                await asyncio.wait_for(stream.record(), 10)
+        with pytest.raises(EngineDeadError, match="device lost"):
+            await runner.submit("a", TEN)
+        health = runner.health()
+        assert not health.alive and "device lost" in (health.failure or "")
+        runner.close()
+
+    asyncio.run(main())
+    assert not engine_threads()
+
+
+def test_a_step_that_hangs_shows_in_health(engine: DynamicInferenceEngine) -> None:
+    engine.model.output = Failing(engine.model.output, 0, None, delay_s=0.3)
+
+    async def main() -> None:
+        with EngineRunner(engine, stall_timeout_s=0.1) as runner:
+            stream = await runner.submit("a", SamplingParams(num_tokens_to_generate=1))
+            await asyncio.sleep(0.2)
+            assert not runner.health().alive
+            await stream.record()
+            assert runner.health().alive
+        engine.model.output.delay_s = 0.5
+        runner = EngineRunner(engine)
+        await runner.submit("a", SamplingParams(num_tokens_to_generate=1))
+        with pytest.raises(TimeoutError, match=r"timeout_s=0\.01"):
+            runner.close(timeout_s=0.01)
+        runner.close()
+
+    asyncio.run(main())
+
+
+def test_close_ends_open_streams(engine: DynamicInferenceEngine) -> None:
+    async def main() -> None:
+        runner = EngineRunner(engine)
+        stream = await runner.submit("a", SamplingParams(num_tokens_to_generate=400, ignore_eos=True))
+        runner.close()
+        runner.close()
+        with pytest.raises(EngineDeadError, match="closed"):
+            await stream.record()
+        with pytest.raises(EngineDeadError, match="closed"):
+            await runner.submit("a", TEN)
+        assert not engine.has_unfinished_requests()
+
+    asyncio.run(main())
+
+
+def test_the_loop_of_a_thread_is_kept_until_closed() -> None:
+    loop = get_asyncio_loop()
+    assert get_asyncio_loop() is loop
+    others: list[asyncio.AbstractEventLoop] = []
+    thread = threading.Thread(target=lambda: others.append(get_asyncio_loop()))
+    thread.start()
+    thread.join()
+    assert others[0] is not loop
+    others[0].close()
+
+    async def running() -> bool:
+        return get_asyncio_loop() is asyncio.get_running_loop()
+
+    assert loop.run_until_complete(running())
+    loop.close()
+    fresh = get_asyncio_loop()
+    assert fresh is not loop and not fresh.is_closed()
+    assert get_asyncio_loop(loop) is loop
+    fresh.close()
+    asyncio.set_event_loop(None)

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The scheduler as a pure function: limits hold, order holds, everything ends."""
+
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+
+from mcore_inference import Limits, RequestView, plan_step
+
+LIMITS = Limits(max_requests=4, max_tokens=16, block_size=4, free_blocks=100)
+
+
+def view(request_id: int, tokens: int, cached: int = 0, blocks: int | None = None) -> RequestView:
+    return RequestView(
+        request_id=request_id, num_tokens=tokens, num_cached=cached, num_blocks=-(-cached // 4) if blocks is None else blocks
+    )
+
+
+def work(plan) -> list[tuple[int, int, bool]]:
+    return [(item.request_id, item.num_tokens, item.is_last) for item in plan.work]
+
+
+def test_decodes_come_first_and_prompts_share_what_is_left() -> None:
+    plan = plan_step([view(0, 40, 8), view(1, 9, 8)], [view(2, 5), view(3, 5)], LIMITS)
+    assert work(plan) == [(1, 1, True), (0, 15, False)]
+    assert plan.admitted == ()
+
+
+def test_waiting_requests_enter_in_order_and_the_last_one_in_part() -> None:
+    plan = plan_step([], [view(0, 10), view(1, 10), view(2, 1)], LIMITS)
+    assert work(plan) == [(0, 10, True), (1, 6, False)]
+    assert plan.admitted == (0, 1)
+
+
+def test_without_chunks_a_prompt_waits_for_a_whole_budget() -> None:
+    limits = replace(LIMITS, chunked_prefill=False)
+    assert work(plan_step([], [view(0, 10), view(1, 10)], limits)) == [(0, 10, True)]
+
+
+def test_the_head_of_the_queue_is_not_overtaken() -> None:
+    limits = replace(LIMITS, free_blocks=2)
+    plan = plan_step([view(0, 9, 8, 3)], [view(1, 12), view(2, 1)], limits)
+    assert plan.admitted == ()
+
+
+def test_the_youngest_is_preempted_for_the_oldest() -> None:
+    limits = replace(LIMITS, free_blocks=0)
+    plan = plan_step([view(0, 9, 8), view(1, 9, 8), view(2, 9, 8)], [view(3, 1)], limits)
+    assert plan.preempted == (2,)
+    assert [item.request_id for item in plan.work] == [0, 1]
+    assert plan.admitted == ()
+
+
+def test_a_request_that_cannot_grow_gives_way_itself_when_it_is_the_youngest() -> None:
+    limits = replace(LIMITS, free_blocks=0)
+    plan = plan_step([view(0, 8, 7), view(1, 9, 8)], [], limits)
+    assert plan.preempted == (1,)
+    assert work(plan) == [(0, 1, True)]
+
+
+def test_an_admission_leaves_the_reserve_unless_nothing_runs() -> None:
+    limits = replace(LIMITS, free_blocks=2, reserve_blocks=1)
+    assert plan_step([], [view(0, 8)], limits).admitted == (0,)
+    assert plan_step([view(9, 7, 6, 2)], [view(0, 8)], limits).admitted == ()
+
+
+@dataclass
+class Simulated:
+    request_id: int
+    tokens: int
+    left: int
+    cached: int = 0
+    blocks: int = 0
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_request_ends_in_random_worlds(seed: int) -> None:
+    rng = random.Random(seed)
+    max_requests = rng.randint(1, 6)
+    size = rng.choice([1, 2, 4, 8])
+    usable = rng.randint(4, 12)
+    limits = Limits(
+        max_requests=max_requests,
+        max_tokens=max_requests + rng.randint(0, 20),
+        block_size=size,
+        free_blocks=usable,
+        chunked_prefill=rng.random() < 0.7,
+        reserve_blocks=rng.randint(0, 2),
+    )
+    longest = usable * size
+    arrivals = []
+    for number in range(20):
+        prompt = rng.randint(1, longest if limits.chunked_prefill else min(longest, limits.max_tokens))
+        arrivals.append(Simulated(number, prompt, rng.randint(1, longest - prompt + 1)))
+    waiting: list[Simulated] = []
+    running: list[Simulated] = []
+    admitted_order: list[int] = []
+    for _ in range(20_000):
+        while arrivals and rng.random() < 0.3:
+            waiting.append(arrivals.pop(0))
+        if not (arrivals or waiting or running):
+            break
+        now = replace(limits, free_blocks=usable - sum(item.blocks for item in running))
+        views = [[view(item.request_id, item.tokens, item.cached, item.blocks) for item in queue] for queue in (running, waiting)]
+        plan = plan_step(views[0], views[1], now)
+        assert plan == plan_step(views[0], views[1], now)
+        oldest = (running or waiting or [None])[0]
+        assert oldest is None or any(item.request_id == oldest.request_id for item in plan.work), "the oldest always advances"
+        for number in plan.preempted:
+            victim = running.pop()
+            assert victim.request_id == number, "the youngest goes first"
+            victim.cached = victim.blocks = 0
+            waiting.insert(0, victim)
+        for number in plan.admitted:
+            assert waiting[0].request_id == number
+            running.append(waiting.pop(0))
+            if number not in admitted_order:
+                admitted_order.append(number)
+        assert len(running) <= limits.max_requests
+        assert sum(item.num_tokens for item in plan.work) <= limits.max_tokens
+        assert [item.request_id for item in running] == sorted(item.request_id for item in running)
+        by_id = {item.request_id: item for item in running}
+        for item in plan.work:
+            request = by_id[item.request_id]
+            request.cached += item.num_tokens
+            request.blocks = max(request.blocks, -(-request.cached // size))
+            assert item.is_last == (request.cached == request.tokens)
+            if item.is_last:
+                request.left -= 1
+                request.tokens += 1
+                if request.left == 0:
+                    running.remove(request)
+        assert sum(item.blocks for item in running) <= usable
+    assert not (arrivals or waiting or running)
+    assert admitted_order == sorted(admitted_order)

@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The HTTP server, called by OpenAI's own client and by a rude one."""
+
+import contextlib
+import json
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+
+from mcore_inference import DynamicInferenceEngine, PortInUseError, SamplingParams
+from mcore_inference.server import InferenceServer, serve
+from mcore_inference.server._schema import ChatBody, CompletionBody
+from mcore_parallel.data import ByteTokenizer
+
+Make = Callable[..., Any]
+TOKENIZER = ByteTokenizer()
+# Only letters can be drawn, so that text is as long as tokens.
+LETTERS = {str(token): 100.0 for token in TOKENIZER.tokenize("abcdefgh")}
+COMMON: dict[str, Any] = {"model": "mcore", "logit_bias": LETTERS}
+
+
+def make_small_engine(make_model: Make, make_engine: Make, **sizes: Any) -> DynamicInferenceEngine:
+    return make_engine(make_model(vocab_size=272, dtype=torch.float32, layers=1), TOKENIZER, **{"max_sequence_length": 256} | sizes)
+
+
+@pytest.fixture(scope="module")
+def server(make_model: Make, make_engine: Make) -> Iterator[InferenceServer]:
+    with serve(make_small_engine(make_model, make_engine)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: InferenceServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=30) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def http(server: InferenceServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=30) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def reference(make_model: Make, make_engine: Make) -> DynamicInferenceEngine:
+    """The same engine without a server."""
+    return make_small_engine(make_model, make_engine)
+
+
+def wait_idle(server: InferenceServer, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while server.runner.health().unfinished_requests:
+        assert time.monotonic() < deadline, "requests go on"
+        time.sleep(0.005)
+
+
+def test_a_completion_is_what_the_engine_gives(client: openai.OpenAI, reference: DynamicInferenceEngine) -> None:
+    answer = client.completions.create(prompt="hello", max_tokens=20, seed=7, temperature=0.8, top_p=0.9, **COMMON)
+    params = SamplingParams(
+        seed=7, temperature=0.8, top_p=0.9, num_tokens_to_generate=20, logit_bias={int(token): bias for token, bias in LETTERS.items()}
+    )
+    assert answer.choices[0].text == reference.generate(["hello"], params)[0].generated_text
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.object == "text_completion" and answer.model == "mcore"
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (5, 20, 25)
+    assert len(client.completions.create(prompt="x", **COMMON).choices[0].text) == 16
+
+
+def test_several_prompts_and_choices_come_in_order(client: openai.OpenAI) -> None:
+    answer = client.completions.create(prompt=["a", "b"], n=2, seed=3, max_tokens=8, **COMMON)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    alone = [client.completions.create(prompt=prompt, seed=seed, max_tokens=8, **COMMON) for prompt in "ab" for seed in (3, 4)]
+    assert [choice.text for choice in answer.choices] == [one.choices[0].text for one in alone]
+    assert answer.usage is not None and answer.usage.prompt_tokens == 2
+    ids = client.completions.create(prompt=[TOKENIZER.tokenize("a"), TOKENIZER.tokenize("b")], seed=3, max_tokens=8, **COMMON)
+    assert [choice.text for choice in ids.choices] == [answer.choices[0].text, answer.choices[2].text]
+
+
+def test_a_streamed_completion_joins_to_the_whole_one(client: openai.OpenAI) -> None:
+    setting: dict[str, Any] = {"prompt": "hello", "max_tokens": 24, "seed": 1, "n": 2, "logprobs": 2, **COMMON}
+    whole = client.completions.create(**setting)
+    texts, values, reasons, usage, count = {0: "", 1: ""}, {0: [], 1: []}, {}, None, 0
+    for chunk in client.completions.create(**setting, stream=True, stream_options={"include_usage": True}):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            count += 1
+            texts[choice.index] += choice.text
+            values[choice.index] += choice.logprobs.token_logprobs if choice.logprobs else []
+            reasons[choice.index] = choice.finish_reason
+    assert count > 10
+    assert [texts[0], texts[1]] == [choice.text for choice in whole.choices]
+    assert [values[0], values[1]] == [pytest.approx(choice.logprobs.token_logprobs, abs=1e-4) for choice in whole.choices]
+    assert reasons == {0: "length", 1: "length"}
+    assert usage is not None and usage == whole.usage
+
+
+def test_a_chat_streamed_and_whole(client: openai.OpenAI, reference: DynamicInferenceEngine) -> None:
+    messages: Any = [{"role": "system", "content": "be"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    setting: dict[str, Any] = {"messages": messages, "max_completion_tokens": 16, "seed": 1, "logprobs": True, "top_logprobs": 2, **COMMON}
+    whole = client.chat.completions.create(**setting)
+    params = SamplingParams(seed=1, num_tokens_to_generate=16, logit_bias={int(token): bias for token, bias in LETTERS.items()})
+    plain = [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}]
+    prompt = TOKENIZER.apply_chat_template(plain, add_generation_prompt=True)
+    assert whole.choices[0].message.content == reference.generate([prompt], params)[0].generated_text
+    assert whole.choices[0].message.role == "assistant"
+    assert whole.usage is not None and whole.usage.prompt_tokens == len(prompt)
+    content = whole.choices[0].logprobs.content
+    assert "".join(entry.token for entry in content) == whole.choices[0].message.content
+    assert all(len(entry.top_logprobs) == 2 and entry.logprob <= 0 for entry in content)
+    text, roles, reason = "", [], None
+    for chunk in client.chat.completions.create(**setting, stream=True):
+        delta = chunk.choices[0].delta
+        roles += [delta.role] if delta.role else []
+        text += delta.content or ""
+        reason = chunk.choices[0].finish_reason
+    assert (text, roles, reason) == (whole.choices[0].message.content, ["assistant"], "length")
+
+
+def test_a_chat_without_limit_runs_to_the_end_of_the_context(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(messages=[{"role": "user", "content": "x"}], extra_body={"ignore_eos": True}, **COMMON)
+    assert answer.usage is not None and answer.usage.total_tokens == 256
+
+
+def test_a_stop_word_cuts_whole_and_streamed_text(client: openai.OpenAI) -> None:
+    setting: dict[str, Any] = {"prompt": "hello", "max_tokens": 40, "seed": 9, **COMMON}
+    text = client.completions.create(**setting).choices[0].text
+    word = text[20:23]
+    cut = client.completions.create(**setting, stop=["zzz", word]).choices[0]
+    assert (cut.text, cut.finish_reason) == (text[: text.index(word)], "stop")
+    assert "".join(chunk.choices[0].text for chunk in client.completions.create(**setting, stop=word, stream=True)) == cut.text
+
+
+def test_echo_gives_the_prompts_log_probs(client: openai.OpenAI) -> None:
+    answer = client.completions.create(prompt="hello", max_tokens=0, echo=True, logprobs=1, **COMMON).choices[0]
+    assert answer.text == "hello" and answer.logprobs is not None
+    assert answer.logprobs.tokens == list("hello") and answer.logprobs.text_offset == [0, 1, 2, 3, 4]
+    assert answer.logprobs.token_logprobs[0] is None and len(answer.logprobs.token_logprobs) == 5
+
+
+def test_additions_to_the_api(client: openai.OpenAI) -> None:
+    extra = {"top_k": 1, "return_token_ids": True, "min_tokens": 2, "ignore_eos": True}
+    one, two = (client.completions.create(prompt="q", max_tokens=5, extra_body=extra, **COMMON).choices[0] for _ in range(2))
+    assert one.text == two.text
+    assert one.token_ids == TOKENIZER.tokenize(one.text) and one.prompt_token_ids == [113]
+    # Both filters at once are legal.
+    client.completions.create(prompt="q", top_p=1, extra_body={"top_k": 50}, max_tokens=2, **COMMON)
+
+
+def test_models_health_and_metrics(client: openai.OpenAI, http: httpx.Client) -> None:
+    assert [model.id for model in client.models.list()] == ["mcore"]
+    assert client.models.retrieve("mcore").id == "mcore"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+    assert http.get("/health").json()["status"] == "ok"
+    assert "mcore_inference_steps " in http.get("/metrics").text
+
+
+def test_a_prompt_that_is_too_long_is_a_typed_400(client: openai.OpenAI, server: InferenceServer) -> None:
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.completions.create(prompt=["ok", "x" * 300], stream=stream, **COMMON)
+        assert caught.value.code == "context_length_exceeded"
+        assert "max_sequence_length=256" in str(caught.value)
+    wait_idle(server)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "word"),
+    [
+        ("{", 400, "JSON"),
+        ("[]", 422, "object"),
+        ({}, 422, "prompt"),
+        ({"prompt": "x", "temperature": -1}, 422, "temperature"),
+        ({"prompt": "x", "max_tokens": 10**9}, 422, "max_tokens"),
+        ({"prompt": "x", "n": 1000}, 422, "n"),
+        ({"prompt": ["x"] * 100, "n": 100}, 422, "n"),
+        ({"prompt": "x", "stop": ["a"] * 5}, 422, "stop"),
+        ({"prompt": "x", "temprature": 1}, 422, "temprature"),
+        ({"prompt": "x", "tools": []}, 422, "tools"),
+        ({"prompt": ""}, 400, "empty"),
+        ({"prompt": []}, 422, "prompt"),
+        ({"prompt": [5000]}, 400, "5000"),
+        ({"prompt": [True]}, 422, "prompt"),
+        ({"prompt": "x", "logit_bias": {"a": 1}}, 422, "logit_bias"),
+        ({"prompt": "x", "logit_bias": {"9999": 1}}, 400, "logit_bias"),
+        ({"prompt": "x", "echo": True, "stream": True}, 400, "echo"),
+        ({"prompt": "x", "model": "gpt"}, 404, "gpt"),
+        ("[" * 10_000, 400, ""),
+    ],
+)
+def test_a_bad_body_is_an_openai_shaped_error_and_the_server_lives(http: httpx.Client, body: Any, status: int, word: str) -> None:
+    content = body if isinstance(body, str) else json.dumps(body)
+    answer = http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
+    assert word in error["message"]
+    assert http.get("/health").status_code == 200
+
+
+def test_other_faults_of_a_call_are_named(http: httpx.Client) -> None:
+    good = json.dumps({"prompt": "x", "max_tokens": 1})
+    assert http.post("/v1/completions", content=good, headers={"content-type": "text/plain"}).status_code == 415
+    huge = json.dumps({"prompt": "x" * (5 * 2**20)})
+    # The server may close the connection before it has read everything.
+    with contextlib.suppress(httpx.WriteError):
+        assert http.post("/v1/completions", content=huge, headers={"content-type": "application/json"}).status_code == 413
+    assert http.get("/nowhere").json()["error"]["type"] == "invalid_request_error"
+    assert http.get("/v1/completions").status_code == 405
+    assert http.get("/v1/models", headers={"host": "evil.example"}).status_code == 400
+    surrogate = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'
+    answer = http.post("/v1/chat/completions", content=surrogate, headers={"content-type": "application/json"})
+    assert answer.status_code in (400, 422) and answer.json()["error"]["message"]
+
+
+def test_a_client_that_leaves_ends_its_request(server: InferenceServer, http: httpx.Client) -> None:
+    body = {"prompt": "x", "max_tokens": 240, "ignore_eos": True, "n": 8, **COMMON}
+    before = server.runner.engine.finished_counts["abort"]
+    with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+        next(answer.iter_lines())
+    wait_idle(server)
+    assert server.runner.engine.finished_counts["abort"] > before
+    before = server.runner.engine.finished_counts["abort"]
+    data = json.dumps(body).encode()
+    with socket.create_connection((server.host, server.port)) as raw:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        raw.sendall(head.encode() + data)
+        deadline = time.monotonic() + 10
+        while not server.runner.health().unfinished_requests:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+    wait_idle(server)
+    assert server.runner.engine.finished_counts["abort"] > before
+
+
+def test_many_clients_at_once_get_their_own_answers(client: openai.OpenAI) -> None:
+    alone = {seed: client.completions.create(prompt=str(seed), seed=seed, max_tokens=12, **COMMON).choices[0].text for seed in range(12)}
+    crowd: dict[int, str] = {}
+
+    def call(seed: int) -> None:
+        crowd[seed] = client.completions.create(prompt=str(seed), seed=seed, max_tokens=12, **COMMON).choices[0].text
+
+    threads = [threading.Thread(target=call, args=(seed,)) for seed in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert crowd == alone
+
+
+def test_a_full_queue_is_429_and_a_dead_engine_503(make_model: Make, make_engine: Make) -> None:
+    engine = make_small_engine(make_model, make_engine, max_requests=1, max_waiting=1)
+    with serve(engine, port=0) as running, openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=30) as client:
+        with pytest.raises(openai.RateLimitError):
+            client.completions.create(prompt=["x"] * 8, max_tokens=100, **COMMON)
+        wait_idle(running)
+        assert client.completions.create(prompt="x", max_tokens=2, **COMMON).choices[0].text
+
+        def fail(*_: Any) -> None:
+            raise RuntimeError("device lost")
+
+        engine.model.register_forward_pre_hook(fail)
+        with pytest.raises(openai.InternalServerError, match="device lost"):
+            client.completions.create(prompt="x", **COMMON)
+        assert httpx.get(f"{running.url}/health").status_code == 503
+        with pytest.raises(openai.InternalServerError):
+            client.completions.create(prompt="x", **COMMON)
+
+
+def test_a_token_is_asked_for(make_model: Make, make_engine: Make) -> None:
+    with serve(make_small_engine(make_model, make_engine), token="secret") as running:
+        for key, works in (("secret", True), ("wrong", False)):
+            with openai.OpenAI(base_url=f"{running.url}/v1", api_key=key, max_retries=0, timeout=30) as client:
+                if works:
+                    assert client.completions.create(prompt="x", max_tokens=1, model="").choices
+                else:
+                    with pytest.raises(openai.AuthenticationError):
+                        client.completions.create(prompt="x", max_tokens=1, model="")
+        assert httpx.get(f"{running.url}/health").status_code == 200
+        assert httpx.get(f"{running.url}/v1/models").status_code == 401
+
+
+def test_where_a_server_may_bind(make_model: Make, make_engine: Make) -> None:
+    engine = make_small_engine(make_model, make_engine)
+    with pytest.raises(ValueError, match=r"0\.0\.0\.0.*token"):
+        serve(engine, host="0.0.0.0")
+    with pytest.raises(ValueError, match="token=''"):
+        serve(engine, token="")
+    with serve(engine) as running, pytest.raises(PortInUseError, match=f"port={running.port}"):
+        serve(make_small_engine(make_model, make_engine), port=running.port)
+    # Closed for good: the port is free again.
+    with serve(engine, port=running.port) as again:
+        assert again.port == running.port
+
+
+def test_close_is_clean_while_streams_are_open(make_model: Make, make_engine: Make) -> None:
+    running = serve(make_small_engine(make_model, make_engine))
+    with httpx.Client(base_url=running.url, timeout=30) as http:
+        body = {"prompt": "x", "max_tokens": 240, "ignore_eos": True, "stream": True, **COMMON}
+        with http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            running.close()
+            assert any("EngineDeadError" in line for line in lines)
+    running.close()
+    names = {thread.name for thread in threading.enumerate() if str(running.port) in thread.name}
+    assert not names
+    assert not running.runner._thread.is_alive() and not running._thread.is_alive()
+
+
+def test_random_bodies_never_break_the_server(http: httpx.Client, server: InferenceServer) -> None:
+    rng = random.Random(0)
+    values = [
+        None,
+        True,
+        -1,
+        0,
+        1,
+        2**70,
+        0.5,
+        -1e300,
+        "",
+        "x",
+        "\x00",
+        [],
+        ["x"],
+        [0, 1],
+        [[1]],
+        {},
+        {"a": 1},
+        {"1": 0.5},
+        [None],
+        "1" * 5000,
+    ]
+    for _ in range(80):
+        chat = rng.random() < 0.5
+        body: dict[str, Any] = {"max_tokens": 2} | ({"messages": [{"role": "user", "content": "x"}]} if chat else {"prompt": "x"})
+        names = [*(ChatBody if chat else CompletionBody).model_fields, "unknown"]
+        for name in rng.sample(names, rng.randint(0, 3)):
+            body[name] = rng.choice(values)
+        path = "/v1/chat/completions" if chat else "/v1/completions"
+        answer = http.post(path, json=body)
+        assert answer.status_code < 500, (body, answer.text)
+        if answer.status_code >= 400:
+            assert answer.json()["error"]["message"]
+    wait_idle(server)
+    assert http.get("/health").status_code == 200

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Text that grows token by token."""
+
+import random
+
+import pytest
+
+from mcore_inference import BosTokenizer, ChatTokenizer, TextStream, TransformersTokenizer, chat_tokens
+from mcore_parallel.data import ByteTokenizer
+
+BYTES = ByteTokenizer()
+
+
+def feed(tokens: list[int], stops: tuple[str, ...] = ()) -> tuple[str, int]:
+    """Final text and the number of tokens taken; checks that the text only grows."""
+    stream = TextStream(BYTES, stops)
+    before = ""
+    for count, token in enumerate(tokens, 1):
+        stopped = stream.push(token)
+        assert stream.text.startswith(before)
+        assert "\ufffd" not in stream.text or "\ufffd" in BYTES.detokenize(tokens[:count])
+        before = stream.text
+        if stopped:
+            assert stream.finish() == before
+            return stream.text, count
+    return stream.finish(), len(tokens)
+
+
+@pytest.mark.parametrize("text", ["plain", "h\u00e9llo \u4f60\u597d \U0001f600!", "", "\ufffd real \ufffd"])
+def test_pieces_join_to_the_text_of_all_tokens(text: str) -> None:
+    tokens = BYTES.tokenize(text)
+    assert feed(tokens) == (text, len(tokens))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_bytes_join_to_the_text_of_all_tokens(seed: int) -> None:
+    tokens = list(random.Random(seed).randbytes(200))
+    assert feed(tokens)[0] == BYTES.detokenize(tokens)
+
+
+def test_no_half_character_is_shown() -> None:
+    stream = TextStream(BYTES)
+    shown = []
+    for token in BYTES.tokenize("a\U0001f600b"):
+        stream.push(token)
+        shown.append(stream.text)
+    assert shown == ["a", "a", "a", "a", "a\U0001f600", "a\U0001f600b"]
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "expected", "taken"),
+    [
+        ("one STOP two", ("STOP",), "one ", 8),
+        ("STOP", ("STOP",), "", 4),
+        ("aab aaab", ("aaab",), "aab ", 8),
+        ("xSTO", ("STOP",), "xSTO", 4),
+        ("ab", ("b", "ab"), "", 2),
+        ("caf\u00e9 ok", ("\u00e9",), "caf", 5),
+        ("abcabd", ("abd", "q"), "abc", 6),
+    ],
+)
+def test_text_is_cut_at_a_stop_word_across_tokens(text: str, stops: tuple[str, ...], expected: str, taken: int) -> None:
+    assert feed(BYTES.tokenize(text), stops) == (expected, taken)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_a_stop_word_cuts_at_its_first_place_in_random_texts(seed: int) -> None:
+    rng = random.Random(seed)
+    text = "".join(rng.choices("ab", k=30))
+    stop = "".join(rng.choices("ab", k=rng.randint(1, 5)))
+    at = text.find(stop)
+    expected = (text, len(text)) if at < 0 else (text[:at], at + len(stop))
+    assert feed(BYTES.tokenize(text), (stop,)) == expected
+
+
+def test_a_chat_without_template_is_written_line_by_line() -> None:
+    class Letters:
+        vocab_size, eod = 256, None
+
+        def tokenize(self, text: str) -> list[int]:
+            return list(text.encode())
+
+        def detokenize(self, ids: list[int]) -> str:
+            return bytes(ids).decode()
+
+    messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
+    assert bytes(chat_tokens(Letters(), messages)).decode() == "system: be kind\nuser: hi\nassistant:"
+    assert chat_tokens(BYTES, messages) == BYTES.apply_chat_template(messages, add_generation_prompt=True)
+
+
+class TransformersLike:
+    """The part of a transformers tokenizer that is used."""
+
+    chat_template: str | None = None
+    eos_token_id, bos_token_id = 3, 4
+
+    def __len__(self) -> int:
+        return 300
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return [4] * add_special_tokens + list(text.encode())
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        return bytes(i for i in ids if i > 4 or not skip_special_tokens).decode(errors="replace")
+
+    def apply_chat_template(self, messages: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool) -> str:
+        assert not tokenize and add_generation_prompt
+        return "".join(f"[{message['role']}]{message['content']}" for message in messages)
+
+
+def test_a_transformers_tokenizer_is_wrapped() -> None:
+    tokenizer = TransformersTokenizer(TransformersLike())
+    assert isinstance(tokenizer, ChatTokenizer)
+    assert isinstance(tokenizer, BosTokenizer)
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.bos) == (300, 3, 4)
+    assert tokenizer.tokenize("hi") == [104, 105] and tokenizer.detokenize([4, 104, 3]) == "h"
+    messages = [{"role": "user", "content": "hi"}]
+    assert tokenizer.detokenize(chat_tokens(tokenizer, messages)) == "user: hi\nassistant:"
+    tokenizer.inner.chat_template = "given"
+    assert tokenizer.detokenize(chat_tokens(tokenizer, messages)) == "[user]hi"

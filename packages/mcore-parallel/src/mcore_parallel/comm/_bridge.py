@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Hidden states and gradients between the pipelines of two grids."""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcore_parallel.comm._bridge_plan import BridgeBatch, BridgeEnd, RowTransfer, count_rows, plan_rows, plan_spread
+
+
+class BridgeCommunicator:
+    """Joins the last stage of one grid to the first stage of another that has other degrees, or other ranks, or some in common.
+
+    Each row crosses over once; where tensor-parallel ranks all need it they then complete each other. Nothing is exchanged beside
+    the data: both sides know the micro-batch (``BridgeBatch``). Sends do not wait; what a call sends is let go by a later call or
+    ``finish``.
+
+    A rank of both grids calls ``send_forward`` and then ``recv_forward`` (``send_backward``, then ``recv_backward``) of each
+    micro-batch: what it sends leaves in one batch with what it receives.
+
+    Args:
+        source: last stage of the first grid.
+        destination: first stage of the second grid.
+        rank: this process; None asks torch.distributed.
+        pg: a group with all ranks of both ends; None for the default one. With NCCL its communicator must exist before the
+            first transfer, in which not all ranks take part.
+
+    Raises:
+        ValueError: a call from a rank of the wrong grid, a tensor of another shape or dtype than the micro-batch says,
+            and all that ``plan_rows`` raises.
+    """
+
+    def __init__(self, source: BridgeEnd, destination: BridgeEnd, *, rank: int | None = None, pg: dist.ProcessGroup | None = None) -> None:
+        self.source, self.destination, self.pg = source, destination, pg
+        self.rank = dist.get_rank() if rank is None else rank
+        self.is_source, self.is_destination = self.rank in source.members, self.rank in destination.members
+        # What a rank of both grids has yet to send, by direction.
+        self._held: dict[bool, list[tuple[Tensor, BridgeBatch]]] = {False: [], True: []}
+        self._pending: list[tuple[list[dist.Work], list[Tensor]]] = []
+        # Plans are pure functions of the micro-batch, and few kinds of it occur.
+        self._crossing = functools.lru_cache(maxsize=32)(self._plan_crossing)
+        self._spread = functools.lru_cache(maxsize=32)(self._plan_spread)
+
+    def send_forward(self, output: Tensor, batch: BridgeBatch) -> None:
+        """From the source: hidden states [rows, D] of a micro-batch."""
+        self._need(self.is_source, "send_forward", "source")
+        self._send(output, batch, backward=False)
+
+    def recv_forward(self, batch: BridgeBatch) -> Tensor:
+        """To the destination: hidden states [rows, D], which require a gradient."""
+        self._need(self.is_destination, "recv_forward", "destination")
+        return self._receive(batch, backward=False).requires_grad_(batch.dtype.is_floating_point)
+
+    def send_backward(self, input_grad: Tensor, batch: BridgeBatch) -> None:
+        """From the destination: the gradient of what ``recv_forward`` returned."""
+        self._need(self.is_destination, "send_backward", "destination")
+        self._send(input_grad, batch, backward=True)
+
+    def recv_backward(self, batch: BridgeBatch) -> Tensor:
+        """To the source: the gradient of what ``send_forward`` sent."""
+        self._need(self.is_source, "recv_backward", "source")
+        return self._receive(batch, backward=True)
+
+    def send_forward_recv_backward(self, output: Tensor, batch: BridgeBatch, grad_batch: BridgeBatch) -> Tensor:
+        """From the source: hidden states of one micro-batch while the gradient of another (``grad_batch``) comes."""
+        self._need(self.is_source, "send_forward_recv_backward", "source")
+        if self.is_destination:
+            self.send_forward(output, batch)
+            return self.recv_backward(grad_batch)
+        return self._both(output, batch, grad_batch, backward=False)
+
+    def send_backward_recv_forward(self, input_grad: Tensor, batch: BridgeBatch, next_batch: BridgeBatch) -> Tensor:
+        """From the destination: the gradient of one micro-batch while the hidden states of another (``next_batch``) come."""
+        self._need(self.is_destination, "send_backward_recv_forward", "destination")
+        if self.is_source:
+            self.send_backward(input_grad, batch)
+            return self.recv_forward(next_batch)
+        return self._both(input_grad, batch, next_batch, backward=True).requires_grad_(batch.dtype.is_floating_point)
+
+    def finish(self) -> None:
+        """Wait for all sends and let go of their buffers."""
+        for works, _ in self._pending:
+            for work in works:
+                work.wait()
+        self._pending.clear()
+
+    def _send(self, x: Tensor, batch: BridgeBatch, *, backward: bool) -> None:
+        self._check(x, batch, self._rows(batch, sends=True, backward=backward))
+        if self.is_source and self.is_destination:
+            self._held[backward].append((x.detach(), batch))
+        else:
+            self._start(self._crossing(batch, backward), x.detach(), [], None)
+
+    def _receive(self, batch: BridgeBatch, *, backward: bool) -> Tensor:
+        out, plan = self._empty(batch, backward), self._crossing(batch, backward)
+        mine = None
+        if self.is_source and self.is_destination:
+            if not self._held[backward]:
+                call = "send_backward" if backward else "send_forward"
+                raise ValueError(f"rank {self.rank} is in both grids and has sent nothing yet; call {call} first")
+            mine, sent = self._held[backward].pop(0)
+            if sent != batch:
+                raise ValueError(f"rank {self.rank} is in both grids, has sent {sent} and would receive {batch}; keep one order")
+        return self._complete(self._start(plan, mine, plan, out), out, batch, backward)
+
+    def _both(self, x: Tensor, batch: BridgeBatch, coming: BridgeBatch, *, backward: bool) -> Tensor:
+        self._check(x, batch, self._rows(batch, sends=True, backward=backward))
+        out = self._empty(coming, not backward)
+        works = self._start(self._crossing(batch, backward), x.detach(), self._crossing(coming, not backward), out)
+        return self._complete(works, out, coming, not backward)
+
+    def _complete(self, works: "list[_Coming]", out: Tensor, batch: BridgeBatch, backward: bool) -> Tensor:
+        for coming in works:
+            coming.store()
+        spread = self._spread(batch, backward)
+        for coming in self._start(spread, out, spread, out):
+            coming.store()
+        return out
+
+    def _start(
+        self, outgoing: Sequence[RowTransfer], x: Tensor | None, incoming: Sequence[RowTransfer], out: Tensor | None
+    ) -> "list[_Coming]":
+        """Start this rank's part of two plans as one batch; one message for each pair of ranks."""
+        sent: list[Tensor] = []
+        coming: list[_Coming] = []
+        operations: list[dist.P2POp] = []
+        if out is not None:
+            for sender, parts in _by_peer(incoming, self.rank, receiving=True).items():
+                where = [slice(part.receiver_row, part.receiver_row + part.num_rows) for part in parts]
+                if sender == self.rank:
+                    assert x is not None
+                    for part, rows in zip(parts, where, strict=True):
+                        out[rows] = x[part.sender_row : part.sender_row + part.num_rows]
+                    continue
+                buffer = out.new_empty((sum(part.num_rows for part in parts), *out.shape[1:]))
+                coming.append(_Coming(buffer, out, where))
+                operations.append(dist.P2POp(dist.irecv, buffer, sender, group=self.pg))
+        if x is not None:
+            for receiver, parts in _by_peer(outgoing, self.rank, receiving=False).items():
+                if receiver != self.rank:
+                    sent.append(torch.cat([x[part.sender_row : part.sender_row + part.num_rows] for part in parts]))
+                    operations.append(dist.P2POp(dist.isend, sent[-1], receiver, group=self.pg))
+        works = list(dist.batch_isend_irecv(operations)) if operations else []
+        separate = len(works) == len(operations)
+        for number, piece in enumerate(coming):
+            piece.works = [works[number]] if separate else works
+        self._release()
+        if sent:
+            self._pending.append((works[len(coming) :] if separate else works, sent))
+        return coming
+
+    def _release(self) -> None:
+        # Transfers between hosts tell that they are over only to who waits; those go with finish().
+        self._pending = [entry for entry in self._pending if not all(work.is_completed() for work in entry[0])]
+
+    def _plan_crossing(self, batch: BridgeBatch, backward: bool) -> list[RowTransfer]:
+        return plan_rows(self.source, self.destination, batch, backward=backward)
+
+    def _plan_spread(self, batch: BridgeBatch, backward: bool) -> list[RowTransfer]:
+        if backward:
+            return plan_spread(self.source, batch, batch.source_sequences)
+        return plan_spread(self.destination, batch, batch.destination_sequences)
+
+    def _rows(self, batch: BridgeBatch, *, sends: bool, backward: bool) -> int:
+        if sends != backward:
+            return count_rows(self.source, batch, batch.source_sequences, self.rank)
+        return count_rows(self.destination, batch, batch.destination_sequences, self.rank)
+
+    def _empty(self, batch: BridgeBatch, backward: bool) -> Tensor:
+        rows = self._rows(batch, sends=False, backward=backward)
+        return torch.empty((rows, batch.hidden_size), dtype=batch.dtype, device=batch.device)
+
+    def _check(self, x: Tensor, batch: BridgeBatch, rows: int) -> None:
+        if tuple(x.shape) != (rows, batch.hidden_size) or x.dtype != batch.dtype:
+            raise ValueError(
+                f"rank {self.rank} sends {tuple(x.shape)} {x.dtype}, but its part of the micro-batch is "
+                f"({rows}, {batch.hidden_size}) {batch.dtype}; make the batch say what is sent"
+            )
+
+    def _need(self, present: bool, call: str, name: str) -> None:
+        if not present:
+            members = sorted((self.source if name == "source" else self.destination).members)
+            raise ValueError(f"{call} is for the ranks of the {name} {members}; rank {self.rank} is not among them")
+
+
+class _Coming:
+    """A message on its way, and the rows it fills."""
+
+    def __init__(self, buffer: Tensor, out: Tensor, where: list[slice]) -> None:
+        self.buffer, self.out, self.where = buffer, out, where
+        self.works: Sequence[dist.Work] = ()
+
+    def store(self) -> None:
+        for work in self.works:
+            work.wait()
+        row = 0
+        for rows in self.where:
+            size = rows.stop - rows.start
+            self.out[rows] = self.buffer[row : row + size]
+            row += size
+
+
+def _by_peer(plan: Sequence[RowTransfer], rank: int, *, receiving: bool) -> dict[int, list[RowTransfer]]:
+    found: dict[int, list[RowTransfer]] = {}
+    for part in plan:
+        if (part.receiver if receiving else part.sender) == rank:
+            found.setdefault(part.sender if receiving else part.receiver, []).append(part)
+    return found

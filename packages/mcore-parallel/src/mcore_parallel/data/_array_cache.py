@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Arrays kept on disk under a hash of what they were made from, safe for any number of writers."""
+
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcore_parallel.data._atomic import atomic_file
+
+Arrays = Mapping[str, NDArray[Any]]
+
+
+def describe(facts: Mapping[str, Any]) -> str:
+    """Canonical JSON of ``facts``; what the hash is taken of and what the cache keeps to be read by people."""
+    return json.dumps(facts, indent=4, default=lambda value: getattr(value, "unique_identifiers", str(value)))
+
+
+def cached_arrays(folder: str | None, label: str, description: str, build: Callable[[], Arrays]) -> Arrays:
+    """Arrays of ``build()``, from ``folder`` when they are there.
+
+    Files are ``<md5>-<label>-<name>.npy`` and ``-description.txt``. Every process may build at once: each file takes its
+    name by a rename, the description last, and all writers write the same bytes. Without a folder, or when it cannot be
+    written, arrays stay in memory. Damaged files are built again.
+    """
+    if folder is None:
+        return build()
+    # md5 names files here and protects nothing
+    digest = hashlib.md5(description.encode(), usedforsecurity=False).hexdigest()
+    stem = os.path.join(folder, f"{digest}-{label}-")
+    found = _load(stem, description)
+    if found is not None:
+        return found
+    arrays = build()
+    try:
+        os.makedirs(folder, exist_ok=True)
+        for name, array in arrays.items():
+            with atomic_file(f"{stem}{name}.npy") as file:
+                np.save(file, array, allow_pickle=False)
+        with atomic_file(f"{stem}description.txt") as file:
+            file.write(json.dumps({"arrays": _shapes(arrays)}).encode() + b"\n" + description.encode())
+    except OSError as error:
+        warnings.warn(f"index cache {folder} cannot be written ({error.strerror}); set path_to_cache to a writable folder", stacklevel=2)
+        return arrays
+    return arrays
+
+
+def _shapes(arrays: Arrays) -> dict[str, list[Any]]:
+    return {name: [array.dtype.str, *array.shape] for name, array in arrays.items()}
+
+
+def _load(stem: str, description: str) -> Arrays | None:
+    try:
+        with open(f"{stem}description.txt", encoding="utf-8") as file:
+            head, body = file.readline(), file.read()
+        if body != description:
+            return None
+        shapes = json.loads(head)["arrays"]
+        arrays = {name: np.load(f"{stem}{name}.npy", mmap_mode="r", allow_pickle=False) for name in shapes}
+    except (OSError, ValueError, EOFError, KeyError, TypeError):
+        return None  # not there, or damaged: building again repairs both
+    return arrays if _shapes(arrays) == shapes else None

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The three indices that turn documents into fixed-length samples, in vectorised numpy."""
+
+# N documents of the split, E epochs, S tokens a sample, e = 1 when samples carry one token more for the labels
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcore_parallel.data.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochPlan:
+    """How many passes over the documents a request needs, and whether the last is shuffled apart."""
+
+    num_epochs: int
+    num_samples: int
+    """Whole samples that fit into all epochs."""
+    samples_before_last: int | None
+    """When the last epoch is shuffled apart: samples that come before it. None: one shuffle over everything."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTIndices:
+    """The arrays of one dataset; sample k of the dataset is walk number ``shuffle[k]``."""
+
+    documents: NDArray[np.int32]
+    """[N * E] document numbers in reading order."""
+    samples: NDArray[np.integer]
+    """[samples + 1, 2] (position in ``documents``, token offset) where each sample starts and the last one ends."""
+    shuffle: NDArray[np.integer]
+    """[samples] permutation."""
+
+
+def plan_epochs(*, tokens_per_epoch: int, num_samples: int | None, seq_len: int, extra: int, drop_last: bool = True) -> EpochPlan:
+    """Passes needed for ``num_samples`` samples of ``seq_len + extra`` tokens that overlap by ``extra``.
+
+    The last pass is usually needed in part only. When less than four fifths of it are, shuffling it together with the
+    others would spread a few repeats over the whole run and leave documents of earlier passes unread, so it is kept apart.
+
+    Raises:
+        DataError: there are no tokens, or not enough for one sample.
+    """
+    if tokens_per_epoch <= 0:
+        raise DataError("the documents of this split hold 0 tokens; add text, or give the split a larger share")
+    if num_samples is None:
+        num_epochs = 1
+    else:
+        num_epochs = max(1, -(-(num_samples * seq_len + extra) // tokens_per_epoch))
+    available = num_epochs * tokens_per_epoch - extra
+    total = available // seq_len if drop_last else -(-available // seq_len)
+    if total <= 0:
+        raise DataError(
+            f"the documents of this split hold {tokens_per_epoch} tokens, one sample needs {seq_len + extra}; "
+            "lower sequence_length, add text, or give the split a larger share"
+        )
+    before = None
+    if num_epochs > 1 and num_samples is not None:
+        whole = ((num_epochs - 1) * tokens_per_epoch - extra) // seq_len
+        per_epoch = (tokens_per_epoch - extra) // seq_len
+        if num_samples - whole < int(0.80 * per_epoch):
+            before = whole
+    return EpochPlan(num_epochs=num_epochs, num_samples=total, samples_before_last=before)
+
+
+def build_gpt_indices(
+    documents: NDArray[np.integer], lengths: NDArray[np.int32], plan: EpochPlan, *, seq_len: int, extra: int, seed: int
+) -> GPTIndices:
+    """Indices over ``documents`` [N], numbers into ``lengths`` [all sequences of the corpus].
+
+    Orders come from numpy's legacy generator, whose stream numpy keeps frozen: first the documents, then the samples.
+    """
+    generator = np.random.RandomState(seed)
+    apart = plan.samples_before_last is not None
+    order, order_lengths = _document_order(documents, lengths, plan.num_epochs, apart, generator)
+    samples = build_sample_index(order_lengths, plan.num_samples, seq_len=seq_len, extra=extra)
+    parts = (plan.samples_before_last, plan.num_samples) if plan.samples_before_last is not None else (plan.num_samples,)
+    return GPTIndices(documents=order, samples=samples, shuffle=_shuffle(parts, generator))
+
+
+def build_sample_index(lengths: NDArray[np.int32], num_samples: int, *, seq_len: int, extra: int) -> NDArray[np.integer]:
+    """Where samples start in a reading order of documents whose lengths are ``lengths``.
+
+    Seen as one stream, sample k starts at token k * S. Its row names the document that holds the last token of the
+    sample before, token k * S + e - 1: with e = 1 that is the shared token itself; with e = 0 a start at the very end
+    of a document stays in it. The last row may be short of a full sample and then points at the end of the stream.
+
+    Returns:
+        [num_samples + 1, 2] int32, or int64 when a value needs it.
+    """
+    ends = np.cumsum(lengths, dtype=np.int64)
+    total = int(ends[-1])
+    tokens = np.arange(num_samples + 1, dtype=np.int64)
+    tokens *= seq_len
+    tokens += extra - 1
+    np.minimum(tokens, total - 1, out=tokens)
+    tokens[0] = 0
+    wide = ends.size > np.iinfo(np.int32).max or int(lengths.max()) > np.iinfo(np.int32).max
+    rows = np.empty((num_samples + 1, 2), dtype=np.int64 if wide else np.int32)
+    at = np.searchsorted(ends, tokens, side="right")
+    rows[:, 0] = at
+    rows[:, 1] = tokens - (ends[at] - lengths[at]) + (1 - extra)
+    rows[0] = 0
+    return rows
+
+
+def _document_order(
+    documents: NDArray[np.integer], lengths: NDArray[np.int32], num_epochs: int, apart: bool, generator: np.random.RandomState
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Shuffled document numbers [N * E] and their lengths.
+
+    Number and length ride in one 8-byte word: numpy swaps those fastest, and no gather from random places follows.
+    """
+    words = (lengths[documents].astype(np.int64) << 32) | documents.astype(np.int64)
+    groups = (num_epochs - 1, 1) if apart else (num_epochs,)
+    parts = [np.tile(words, count) for count in groups]
+    for part in parts:
+        generator.shuffle(part)
+    order = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    return order.astype(np.int32), (order >> 32).astype(np.int32)
+
+
+def _shuffle(bounds: tuple[int, ...], generator: np.random.RandomState) -> NDArray[np.integer]:
+    """Permutation of [0, bounds[-1]) that keeps each stretch between bounds to itself."""
+    dtype = np.uint32 if bounds[-1] < np.iinfo(np.uint32).max - 1 else np.int64
+    result = np.arange(bounds[-1], dtype=dtype)
+    start = 0
+    for bound in bounds:
+        generator.shuffle(result[start:bound])
+        start = bound
+    return result

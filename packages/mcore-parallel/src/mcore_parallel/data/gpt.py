@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Documents cut into fixed-length samples for next-token prediction."""
+
+# S tokens a sample, e = 1 when samples carry one token more for the labels
+
+import os
+import warnings
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from mcore_parallel.data._array_cache import cached_arrays, describe
+from mcore_parallel.data._gpt_indices import build_gpt_indices, plan_epochs
+from mcore_parallel.data.blend_config import BlendedMegatronDatasetConfig, Split
+from mcore_parallel.data.errors import DataError
+from mcore_parallel.data.indexed import IndexedDataset
+
+_NO_PAD = -1
+"""Stands for padding inside a sample when no token id can; never leaves the dataset."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTDatasetConfig(BlendedMegatronDatasetConfig):
+    """How samples are cut and masked.
+
+    Raises:
+        DataError: fields contradict each other or leave their range.
+    """
+
+    reset_position_ids: bool = False
+    """Count positions from 0 again after each eod."""
+    reset_attention_mask: bool = False
+    """Hide earlier documents in the attention mask; goes with ``create_attention_mask``."""
+    eod_mask_loss: bool = False
+    """Give no loss to what is predicted from an eod token."""
+    create_attention_mask: bool = False
+    """Add ``attention_mask`` [1, S, S]; off by default because the attention cores build causal masks themselves."""
+    drop_last_partial_validation_sequence: bool = True
+    """Drop the last short sample of valid and test; otherwise it is padded. Train always drops it."""
+    add_extra_token_to_sequence: bool = True
+    """Read S + 1 tokens so that each of the S has its label; otherwise the last label is padding."""
+    allow_ambiguous_pad_tokens: bool = False
+    """Use the tokenizer's pad id even when it is also another special token, whose positions then lose their loss."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        needs_eod = [name for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(self, name)]
+        if needs_eod and getattr(self.tokenizer, "eod", None) is None:
+            raise DataError(f"{needs_eod[0]}=True needs a tokenizer with an eod id; set tokenizer")
+        if self.reset_attention_mask and not self.create_attention_mask:
+            raise DataError("reset_attention_mask=True has no effect without the mask; set create_attention_mask=True")
+
+
+class GPTDataset(Dataset[dict[str, Tensor]]):
+    """Samples of one split of one corpus, in a fixed shuffled order, repeated for as many epochs as asked.
+
+    Each epoch uses every token once, but for the e-token overlaps and a tail shorter than a sample. Indices are kept
+    under ``path_to_cache`` (or beside the corpus) and found again by a hash of everything they follow from; processes
+    need no barrier among themselves.
+
+    Args:
+        indexed_dataset: the corpus.
+        dataset_path: its path prefix; None keeps the indices in memory unless ``path_to_cache`` is set.
+        indexed_indices: sequence numbers that belong to this split.
+        num_samples: samples wanted; None is one epoch. The dataset may hold a few more.
+        index_split: which split this is.
+        config: see `GPTDatasetConfig`.
+
+    Raises:
+        DataError: the split has too few tokens for one sample.
+    """
+
+    def __init__(
+        self,
+        indexed_dataset: IndexedDataset,
+        dataset_path: str | None,
+        indexed_indices: NDArray[np.integer],
+        num_samples: int | None,
+        index_split: Split,
+        config: GPTDatasetConfig,
+    ) -> None:
+        self.dataset = indexed_dataset
+        self.config = config
+        self.index_split = index_split
+        self._extra = int(config.add_extra_token_to_sequence)
+        self._pad_id = _pad_id(config)
+        documents = np.asarray(indexed_indices)
+        drop_last = index_split is Split.train or config.drop_last_partial_validation_sequence
+        self.description = describe(self._facts(dataset_path, documents, num_samples))
+
+        def build() -> dict[str, NDArray[Any]]:
+            lengths = indexed_dataset.sequence_lengths
+            plan = plan_epochs(
+                tokens_per_epoch=int(lengths[documents].sum(dtype=np.int64)),
+                num_samples=num_samples,
+                seq_len=config.sequence_length,
+                extra=self._extra,
+                drop_last=drop_last,
+            )
+            indices = build_gpt_indices(
+                documents, lengths, plan, seq_len=config.sequence_length, extra=self._extra, seed=config.random_seed
+            )
+            return {"document_index": indices.documents, "sample_index": indices.samples, "shuffle_index": indices.shuffle}
+
+        arrays = cached_arrays(_cache_folder(config, dataset_path), f"{type(self).__name__}-{index_split.name}", self.description, build)
+        self.document_index = arrays["document_index"]
+        self.sample_index = arrays["sample_index"]
+        self.shuffle_index = arrays["shuffle_index"]
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> IndexedDataset:
+        """Open the corpus that samples are cut from."""
+        return IndexedDataset(dataset_path, multimodal=False, mmap=config.mmap_bin_files)
+
+    @staticmethod
+    def numel_low_level_dataset(low_level_dataset: IndexedDataset) -> int:
+        """Sequences that splits are counted in."""
+        return len(low_level_dataset)
+
+    def __len__(self) -> int:
+        return self.shuffle_index.shape[0]
+
+    def __getitem__(self, idx: int | None) -> dict[str, Tensor]:
+        """One sample; None gives a sample of the right shapes that carries no loss.
+
+        Returns:
+            ``tokens`` and ``labels`` [S] int64, ``loss_mask`` [S] float32 of 0 and 1, ``position_ids`` [S] int64 and, if
+            configured, ``attention_mask`` [1, S, S] bool, True where attention is forbidden. All are fresh tensors.
+        """
+        if idx is not None and not -len(self) <= idx < len(self):
+            raise IndexError(f"sample {idx} of a dataset of {len(self)}; ask the builder for more samples")
+        text = torch.from_numpy(self._text(0 if idx is None else idx % len(self)))
+        if self._extra:
+            tokens, labels = text[:-1].clone(), text[1:].clone()
+        else:
+            tokens, labels = text.clone(), text.roll(-1)
+            labels[-1] = self._pad_id
+        loss_mask = torch.ones(labels.shape, dtype=torch.float32)
+        loss_mask[labels == self._pad_id] = 0.0
+        sample = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "position_ids": torch.arange(tokens.numel())}
+        self._mask_documents(sample)
+        tokens[tokens == self._pad_id] = 0
+        labels[labels == self._pad_id] = 0
+        if idx is None:
+            loss_mask.zero_()
+        return sample
+
+    def _mask_documents(self, sample: dict[str, Tensor]) -> None:
+        config, tokens = self.config, sample["tokens"]
+        eod = getattr(config.tokenizer, "eod", None)
+        is_eod = tokens == eod if eod is not None else torch.zeros_like(tokens, dtype=torch.bool)
+        if config.eod_mask_loss:
+            sample["loss_mask"][is_eod] = 0.0
+        # document number of each token; an eod belongs to the document it ends
+        document = is_eod.cumsum(0) - is_eod.long()
+        if config.reset_position_ids:
+            first = torch.cat([torch.ones(1, dtype=torch.bool), is_eod[:-1]])
+            starts = torch.arange(tokens.numel())[first]
+            sample["position_ids"] = sample["position_ids"] - starts[document]
+        if config.create_attention_mask:
+            mask = torch.ones(tokens.numel(), tokens.numel(), dtype=torch.bool).triu(1)
+            if config.reset_attention_mask:
+                mask |= document[:, None] != document[None, :]
+            sample["attention_mask"] = mask[None]
+
+    def _text(self, idx: int) -> NDArray[np.int64]:
+        """[S + e] tokens of a sample, padded at the end."""
+        row = int(self.shuffle_index[idx])
+        (first, begin), (last, end) = self.sample_index[row].tolist(), self.sample_index[row + 1].tolist()
+        text = np.full(self.config.sequence_length + self._extra, self._pad_id, dtype=np.int64)
+        filled = 0
+        for position in range(first, last + 1):
+            start = begin if position == first else 0
+            length = end + self._extra - start if position == last else None
+            part = self.dataset.get(int(self.document_index[position]), start, length)
+            text[filled : filled + part.size] = part
+            filled += part.size
+        return text
+
+    def _facts(self, dataset_path: str | None, documents: NDArray[np.integer], num_samples: int | None) -> dict[str, Any]:
+        """Everything the indices follow from, and what tells one use of them from another."""
+        config, lengths = self.config, self.dataset.sequence_lengths
+        return {
+            "class": type(self).__name__,
+            "dataset_path": dataset_path,
+            "num_samples": num_samples,
+            "index_split": self.index_split.name,
+            "random_seed": config.random_seed,
+            "sequence_length": config.sequence_length,
+            "split": config.split,
+            "split_matrix": config.split_matrix,
+            "tokenizer": getattr(config.tokenizer, "unique_identifiers", None),
+            "add_extra_token_to_sequence": config.add_extra_token_to_sequence,
+            "drop_last_partial_validation_sequence": config.drop_last_partial_validation_sequence,
+            # A corpus rewritten under the same name must not meet old indices.
+            "corpus": _fingerprint(lengths),
+            "documents": _fingerprint(documents),
+        }
+
+
+def _pad_id(config: GPTDatasetConfig) -> int:
+    """Id that marks padding while a sample is made."""
+    tokenizer = config.tokenizer
+    pad = getattr(tokenizer, "pad", None)
+    if pad is None or pad < 0:
+        return _NO_PAD
+    specials = {name: getattr(tokenizer, name, None) for name in ("eod", "eos", "bos", "unk", "cls", "sep", "mask")}
+    specials |= getattr(tokenizer, "special_tokens_dict", {})
+    others = sorted(name for name, token in specials.items() if token == pad and name != "pad")
+    if not others:
+        return pad
+    if config.allow_ambiguous_pad_tokens:
+        warnings.warn(
+            f"pad id {pad} is also {', '.join(others)}: every such token loses its loss; set allow_ambiguous_pad_tokens=False to keep it",
+            stacklevel=3,
+        )
+        return pad
+    warnings.warn(f"pad id {pad} is also {', '.join(others)}; padding is marked apart, real tokens keep their loss", stacklevel=3)
+    return _NO_PAD
+
+
+def _fingerprint(numbers: NDArray[np.integer]) -> list[int]:
+    return [numbers.size, zlib.crc32(np.ascontiguousarray(numbers, dtype=np.int32).view(np.uint8).data)]
+
+
+def _cache_folder(config: GPTDatasetConfig, dataset_path: str | None) -> str | None:
+    if config.path_to_cache is not None:
+        return config.path_to_cache
+    if dataset_path is None:
+        return None
+    return os.path.join(os.path.dirname(dataset_path) or ".", "cache", "GPTDataset_indices")

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""What a tokenizer offers, two that need no files, and how one is chosen by name."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from mcore_parallel.data.chat import TURN_END, TURN_START, render_chat
+from mcore_parallel.data.errors import TokenizerError
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """Text to ids and back."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids lie in [0, vocab_size)."""
+        ...
+
+    @property
+    def eod(self) -> int | None:
+        """Id that ends a document."""
+        ...
+
+    @property
+    def bos(self) -> int | None:
+        """Id that begins a sequence."""
+        ...
+
+    @property
+    def pad(self) -> int | None:
+        """Id that fills a sequence up."""
+        ...
+
+    @property
+    def special_tokens_dict(self) -> Mapping[str, int]:
+        """Role ("eod", "pad", ...) to id."""
+        ...
+
+    @property
+    def unique_identifiers(self) -> Mapping[str, Any]:
+        """Facts that tell this tokenizer from others; enters the names of cached indices."""
+        ...
+
+    def tokenize(self, text: str) -> list[int]:
+        """Ids of ``text``; nothing is added to it."""
+        ...
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Same as `tokenize` of each, faster."""
+        ...
+
+    def detokenize(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """Text of ``ids``; special tokens are left out, or written by name."""
+        ...
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = False) -> list[int]:
+        """Ids of a conversation of ``{"role", "content"}`` messages."""
+        ...
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as ids 0..255, five special ids after them. Needs no training, covers all text.
+
+    Example:
+        >>> ByteTokenizer().tokenize("hi")
+        [104, 105]
+    """
+
+    _SPECIALS = ("<|endoftext|>", "<|pad|>", "<|bos|>", TURN_START, TURN_END)
+
+    vocab_size = 256 + len(_SPECIALS)
+    eod = 256
+    pad = 257
+    bos = 258
+
+    @property
+    def special_tokens_dict(self) -> dict[str, int]:
+        return {"eod": self.eod, "pad": self.pad, "bos": self.bos, "turn_start": 259, "turn_end": 260}
+
+    @property
+    def unique_identifiers(self) -> dict[str, Any]:
+        return {"class": "ByteTokenizer"}
+
+    def tokenize(self, text: str) -> list[int]:
+        return list(_utf8(text))
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [list(_utf8(text)) for text in texts]
+
+    def detokenize(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """Bytes that are no UTF-8 become U+FFFD."""
+        _check_ids(ids, self.vocab_size)
+        if skip_special:
+            return bytes(token for token in ids if token < 256).decode("utf-8", errors="replace")
+        pieces = (bytes([token]) if token < 256 else self._SPECIALS[token - 256].encode() for token in ids)
+        return b"".join(pieces).decode("utf-8", errors="replace")
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = False) -> list[int]:
+        return render_chat(messages, encode=self.tokenize, start=259, end=260, add_generation_prompt=add_generation_prompt)
+
+
+class NullTokenizer:
+    """Text that is already ids, as decimal numbers between blanks; the last id of the vocabulary is eod.
+
+    Args:
+        vocab_size: all ids, eod included.
+
+    Example:
+        >>> NullTokenizer(100).tokenize("3 14"), NullTokenizer(100).eod
+        ([3, 14], 99)
+    """
+
+    bos = None
+    pad = None
+
+    def __init__(self, vocab_size: int) -> None:
+        if vocab_size < 2:
+            raise TokenizerError(f"vocab_size={vocab_size} must be at least 2: one id and eod")
+        self.vocab_size = vocab_size
+        self.eod = vocab_size - 1
+
+    @property
+    def special_tokens_dict(self) -> dict[str, int]:
+        return {"eod": self.eod}
+
+    @property
+    def unique_identifiers(self) -> dict[str, Any]:
+        return {"class": "NullTokenizer", "vocab_size": self.vocab_size}
+
+    def tokenize(self, text: str) -> list[int]:
+        """Ids written in ``text``.
+
+        Raises:
+            TokenizerError: a word is no number, or the number no id.
+        """
+        try:
+            ids = np.array(text.split(), dtype=np.int64).tolist()
+        except (ValueError, OverflowError) as error:
+            raise TokenizerError(f"text {text[:40]!r} is not all decimal ids; NullTokenizer reads numbers between blanks") from error
+        _check_ids(ids, self.vocab_size)
+        return ids
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.tokenize(text) for text in texts]
+
+    def detokenize(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        _check_ids(ids, self.vocab_size)
+        return " ".join(str(token) for token in ids if not (skip_special and token == self.eod))
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = False) -> list[int]:
+        raise TokenizerError("NullTokenizer has no chat template; use ByteTokenizer or HuggingFaceTokenizer")
+
+
+def build_tokenizer(name: str | os.PathLike[str]) -> Tokenizer:
+    """Tokenizer of a name or a path.
+
+    Args:
+        name: ``byte``, ``null:VOCAB_SIZE``, or the path of a tokenizer.json or of the folder that holds one.
+
+    Raises:
+        TokenizerError: no such choice, or the file is missing or damaged.
+    """
+    text = os.fspath(name)
+    kind, _, argument = text.partition(":")
+    if text == "byte":
+        return ByteTokenizer()
+    if kind == "null":
+        if not argument.isdecimal():
+            raise TokenizerError(f"tokenizer={text!r} needs a vocabulary size; write for instance null:32000")
+        return NullTokenizer(int(argument))
+    if os.path.exists(text):
+        # the one place that decides for the optional library
+        from mcore_parallel.data.hf_tokenizer import HuggingFaceTokenizer
+
+        return HuggingFaceTokenizer(text)
+    raise TokenizerError(f"tokenizer={text!r} is no choice; give byte, null:VOCAB_SIZE, or the path of a tokenizer.json or its folder")
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        # half a surrogate pair, as escaped JSON can hold, has no bytes
+        raise TokenizerError(f"text has half a surrogate pair, {text[error.start]!r}, at {error.start}; replace it") from error
+
+
+def _check_ids(ids: Sequence[int], vocab_size: int) -> None:
+    if len(ids) and (min(ids) < 0 or max(ids) >= vocab_size):
+        bad = min(ids) if min(ids) < 0 else max(ids)
+        raise TokenizerError(f"id {bad} lies outside of 0..{vocab_size - 1}; padding of a vocabulary has no text")

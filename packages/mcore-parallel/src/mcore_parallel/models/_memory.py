@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The activation memory of a stage: what its layers recompute and offload."""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from mcore_parallel._groups import ProcessGroups
+from mcore_parallel.nn import (
+    ActivationOffloader,
+    AttentionCore,
+    LayerMemory,
+    ManagedCore,
+    OffloadConfig,
+    RecomputeConfig,
+    Step,
+    recompute,
+)
+
+RunLayer = Callable[[Tensor, Step], tuple[Tensor, Tensor | None]]
+
+
+class StageMemory:
+    """Carries out a ``RecomputeConfig`` and an ``OffloadConfig`` on the layers of one stage.
+
+    Args:
+        recompute: None to compute nothing again.
+        offload: None to keep everything on the device.
+        num_layers: of the stage.
+        groups: the layout.
+        own_core: whether attention is the model's own, around a core it was given.
+
+    Raises:
+        ValueError: choices that exclude one another.
+    """
+
+    def __init__(
+        self, recompute: RecomputeConfig | None, offload: OffloadConfig | None, num_layers: int, groups: ProcessGroups, *, own_core: bool
+    ) -> None:
+        self.recompute, self.offload, self.num_layers, self.groups = recompute, offload, num_layers, groups
+        self.offloader = None if offload is None else ActivationOffloader(offload)
+        recomputed = frozenset() if recompute is None else recompute.parts
+        offloaded = frozenset() if offload is None else frozenset(offload.modules)
+        if "core_attention" in recomputed | offloaded and not own_core:
+            raise ValueError(
+                "modules holds 'core_attention', which a mixer of your own hides; wrap its core in ManagedCore, or name 'attention'"
+            )
+        if recompute is not None and recompute.granularity == "full" and offloaded - {"layer"}:
+            raise ValueError(f"offload.modules={sorted(offloaded)} lie inside layers that run again as a whole; offload 'layer'")
+        inside = {"core_attention": "attention"}
+        if clash := {part for part in offloaded if part in recomputed or inside.get(part) in recomputed}:
+            raise ValueError(f"{sorted(clash)} is recomputed and offloaded; choose one of the two for it")
+        if recompute is not None and recompute.distribute_saved_activations and groups.sequence_parallel:
+            raise ValueError(
+                "distribute_saved_activations=True has nothing to share: sequence_parallel=True splits the activations already"
+            )
+
+    def core(self, core: AttentionCore) -> AttentionCore:
+        """The attention core with its share of the work done."""
+        again = self.recompute is not None and "core_attention" in self.recompute.parts
+        away = [layer for layer in range(self.num_layers) if self._offloads("core_attention", layer)]
+        if not again and not away:
+            return core
+        return ManagedCore(core, recomputed=again, offloader=self.offloader, offloaded_layers=away, preserve_rng_state=self._keeps_random())
+
+    def layer(self, number: int) -> LayerMemory:
+        """Of layer ``number`` of the stage."""
+        recomputed = frozenset() if self.recompute is None else self.recompute.parts
+        away = [part for part in ("attention", "mlp", "norm") if self._offloads(part, number)]
+        # A layer that runs again as a whole has its input offloaded, not what the second run saves.
+        if self._offloads("layer", number) and not self._runs_again(number):
+            away.append("layer")
+        return LayerMemory(recomputed=recomputed, offloaded=away, offloader=self.offloader, preserve_rng_state=self._keeps_random())
+
+    def run(self, layers: Sequence[RunLayer], x: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
+        """All layers in order; hidden states and the sum of the auxiliary losses."""
+        total: Tensor | None = None
+        spans = [(0, len(layers), False)] if self.recompute is None else self.recompute.spans(len(layers))
+        for first, end, again in spans:
+            x, aux = self._run_again(layers, first, end, x, step) if again else _run(layers[first:end], x, step)
+            if aux is not None:
+                total = aux if total is None else total + aux
+        return x, total
+
+    def _run_again(self, layers: Sequence[RunLayer], first: int, end: int, x: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
+        assert self.recompute is not None
+        share = self.groups.tp if self.recompute.distribute_saved_activations else None
+
+        def run(x: Tensor) -> tuple[Tensor, Tensor | None]:
+            return _run(layers[first:end], x, step)
+
+        if self.offloader is not None and self._offloads("layer", first):
+            with self.offloader.group():
+                return recompute(run, x, preserve_rng_state=self.recompute.preserve_rng_state, share=share)
+        return recompute(run, x, preserve_rng_state=self.recompute.preserve_rng_state, share=share)
+
+    def _runs_again(self, layer: int) -> bool:
+        spans = [] if self.recompute is None else self.recompute.spans(self.num_layers)
+        return any(first <= layer < end and again for first, end, again in spans)
+
+    def _offloads(self, part: str, layer: int) -> bool:
+        return self.offload is not None and part in self.offload.modules and self.offload.covers(layer, self.num_layers)
+
+    def _keeps_random(self) -> bool:
+        return self.recompute is None or self.recompute.preserve_rng_state
+
+
+def _run(layers: Sequence[RunLayer], x: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
+    total: Tensor | None = None
+    for layer in layers:
+        x, aux = layer(x, step)
+        if aux is not None:
+            total = aux if total is None else total + aux
+    return x, total

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""How a layer keeps, recomputes or offloads what its backward needs."""
+
+import contextlib
+from collections.abc import Collection
+from typing import Any
+
+from torch import Tensor, nn
+
+from mcore_parallel.nn._cores import AttentionCore
+from mcore_parallel.nn._offload import ActivationOffloader
+from mcore_parallel.nn._recompute import discard_output, recompute
+from mcore_parallel.nn._step import Step
+
+
+class LayerMemory:
+    """Runs the parts of one layer; with no argument it keeps everything.
+
+    Args:
+        recomputed: parts that run again: "attention", "mlp" and "norm".
+        offloaded: parts whose saved tensors go to the host: those too, or "layer".
+        offloader: where to; None for nowhere.
+        preserve_rng_state: as in ``recompute``.
+    """
+
+    def __init__(
+        self,
+        *,
+        recomputed: Collection[str] = (),
+        offloaded: Collection[str] = (),
+        offloader: ActivationOffloader | None = None,
+        preserve_rng_state: bool = True,
+    ) -> None:
+        self.recomputed, self.offloaded = frozenset(recomputed), frozenset(offloaded)
+        self.offloader = offloader
+        self.preserve_rng_state = preserve_rng_state
+
+    def branch(self, name: str, norm: nn.Module, module: nn.Module, x: Tensor, step: Step) -> Any:
+        """``module(norm(x), step)``, where ``module`` is the part ``name``."""
+        if "norm" not in self.recomputed:
+            return self._run(name, module, self._run("norm", norm, x), step)
+
+        def produce(x: Tensor) -> Tensor:
+            return self._run("norm", norm, x)
+
+        def consume(y: Tensor) -> Any:
+            return self._run(name, module, y, step)
+
+        return discard_output(produce, consume, x, preserve_rng_state=self.preserve_rng_state)
+
+    def offloading(self, name: str, module: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Around a run of the part ``name``."""
+        if self.offloader is None or name not in self.offloaded:
+            return contextlib.nullcontext()
+        return self.offloader.group(module.parameters())
+
+    def _run(self, name: str, module: nn.Module, *inputs: Any) -> Any:
+        with self.offloading(name, module):
+            if name in self.recomputed and name != "norm":
+                return recompute(module, *inputs, preserve_rng_state=self.preserve_rng_state)
+            return module(*inputs)
+
+
+class ManagedCore:
+    """An attention core that runs again in the backward, or whose saved tensors go to the host.
+
+    Args:
+        core: the attention.
+        recomputed: run it again.
+        offloader: where its tensors go; None for nowhere.
+        offloaded_layers: of which layers of the stage.
+        preserve_rng_state: as in ``recompute``.
+    """
+
+    def __init__(
+        self,
+        core: AttentionCore,
+        *,
+        recomputed: bool = False,
+        offloader: ActivationOffloader | None = None,
+        offloaded_layers: Collection[int] = (),
+        preserve_rng_state: bool = True,
+    ) -> None:
+        self.core, self.recomputed, self.offloader = core, recomputed, offloader
+        self.offloaded_layers, self.preserve_rng_state = frozenset(offloaded_layers), preserve_rng_state
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, step: Step) -> Tensor:
+        offload = self.offloader is not None and layer in self.offloaded_layers
+        with self.offloader.group() if offload and self.offloader is not None else contextlib.nullcontext():
+            if self.recomputed:
+                return recompute(self.core, q, k, v, layer, step, preserve_rng_state=self.preserve_rng_state)
+            return self.core(q, k, v, layer, step)

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The products of the parallel linear layers, with their communication beside them."""
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mcore_parallel._groups import Group, ProcessGroups
+from mcore_parallel.comm import all_gather, all_reduce, reduce_scatter
+from mcore_parallel.comm._collectives import start_all_gather, start_all_reduce, start_reduce_scatter, wait
+from mcore_parallel.tensor_parallel._weight_gradient import MainGradient, WeightGradientQueue
+
+# T tokens, R ranks of the group, P pieces, C tokens of a rank in a piece, I input features of this rank, O output features of this rank
+
+_MOST_PIECES = 4
+_PIECE_TOKENS = 1024
+"""Tokens of a rank below which a piece's product no longer fills a GPU."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Route:
+    """How one call of a layer communicates and where its weight gradient goes."""
+
+    group: Group
+    sequence_parallel: bool
+    pieces: int = 1
+    """The tokens of a rank are cut into as many, so that the transfer of one runs beside the product of another."""
+    main_grad: MainGradient | None = None
+    queue: WeightGradientQueue | None = None
+
+
+class ProductLayer(nn.Module):
+    """What the layers of one weight share: where the gradient of that goes."""
+
+    _main_grad: MainGradient | None = None
+    _queue: WeightGradientQueue | None = None
+
+    def accumulate_weight_gradients_into(self, main_grads: Mapping[str, MainGradient]) -> None:
+        """Add the gradient of the weight to ``main_grads["weight"]`` in the product that computes it, and give autograd none.
+
+        A graph under compilation does not: autograd gets the gradient there. Without that entry autograd gets it always.
+        """
+        self._main_grad = main_grads.get("weight")
+
+    def defer_weight_gradients_to(self, queue: WeightGradientQueue | None) -> None:
+        """Leave the product of the weight gradient to the queue; None computes it in the backward again.
+
+        The product keeps its two factors alive until it is computed. It is deferred only while
+        ``accumulate_weight_gradients_into`` says where it goes.
+        """
+        self._queue = queue
+
+    def route(self, groups: ProcessGroups, pieces: int = 1) -> Route:
+        """Of a call now."""
+        compiling = torch.compiler.is_compiling()
+        return Route(
+            group=groups.tp,
+            sequence_parallel=groups.sequence_parallel,
+            pieces=pieces,
+            main_grad=None if compiling else self._main_grad,
+            queue=None if compiling else self._queue,
+        )
+
+
+def num_pieces(x: Tensor, rank_tokens: int, overlap: bool | None) -> int:
+    """Pieces for a layer whose ranks hold ``rank_tokens`` each.
+
+    Args:
+        x: the input; more than two dims, or a graph under compilation, are not cut.
+        rank_tokens: tokens of one rank in the layer's sharded input or output.
+        overlap: True to cut whenever the pieces are even, False never; None on CUDA, when every piece keeps enough tokens.
+    """
+    if overlap is False or torch.compiler.is_compiling() or x.dim() != 2 or (overlap is None and not x.is_cuda):
+        return 1
+    fewest = _PIECE_TOKENS if overlap is None else 1
+    fitting = (pieces for pieces in (_MOST_PIECES, 2) if rank_tokens % pieces == 0 and rank_tokens // pieces >= fewest)
+    return next(fitting, 1)
+
+
+def column_product(x: Tensor, weight_OI: Tensor, route: Route) -> Tensor:
+    """x W^T of an input that is gathered first under sequence parallelism; its gradient is summed over the group."""
+    return _ColumnProduct.apply(x, weight_OI, route)
+
+
+def row_product(x: Tensor, weight_OI: Tensor, route: Route) -> Tensor:
+    """Sum over the group of x W^T, scattered to this rank's tokens under sequence parallelism."""
+    return _RowProduct.apply(x, weight_OI, route)
+
+
+class _ColumnProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_OI: Tensor, route: Route) -> Tensor:
+        _save(ctx, x, weight_OI, route)
+        if not route.sequence_parallel:
+            return F.linear(x, weight_OI)
+        if route.pieces == 1:
+            return F.linear(all_gather(x, route.group), weight_OI)
+        return _gathered_product(x, weight_OI.T, route, keep=False)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (grad_TO,) = grads
+        x, weight_OI = ctx.saved_tensors
+        route: Route = ctx.route
+        grad_x = grad_weight = None
+        # A backward may be run for one of the two gradients only.
+        wants_weight = ctx.needs_input_grad[1]
+        now = wants_weight and (route.queue is None or route.main_grad is None)
+        # The input comes beside the product of its gradient, whose sum goes out beside the product of the weight gradient.
+        whole_x = start_all_gather(x, route.group) if now and route.sequence_parallel else x
+        if ctx.needs_input_grad[0]:
+            start = start_reduce_scatter if route.sequence_parallel else start_all_reduce
+            grad_x = start(grad_TO @ weight_OI, route.group)
+        if now:
+            grad_weight = _weight_product(route, grad_TO, wait(whole_x, route.group) if route.sequence_parallel else whole_x)
+        elif wants_weight:
+            assert route.queue is not None
+            route.queue.put(functools.partial(_gather_then_weight_product, route, grad_TO, x))
+        return None if grad_x is None else wait(grad_x, route.group), grad_weight, None
+
+
+class _RowProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_OI: Tensor, route: Route) -> Tensor:
+        _save(ctx, x, weight_OI, route)
+        if route.pieces == 1:
+            reduce: Callable[[Tensor, Group], Tensor] = reduce_scatter if route.sequence_parallel else all_reduce
+            return reduce(F.linear(x, weight_OI), route.group)
+        if route.sequence_parallel:
+            x_RPCI = x.reshape(route.group.size, route.pieces, -1, x.shape[-1])
+            weight_RIO = weight_OI.T.expand(route.group.size, -1, -1)
+            pending = [
+                start_reduce_scatter(torch.bmm(x_RPCI[:, piece], weight_RIO).flatten(0, 1), route.group) for piece in range(route.pieces)
+            ]
+        else:
+            pending = [start_all_reduce(F.linear(part, weight_OI), route.group) for part in x.chunk(route.pieces)]
+        return torch.cat([wait(part, route.group) for part in pending])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (grad,) = grads
+        x, weight_OI = ctx.saved_tensors
+        route: Route = ctx.route
+        wants_weight = ctx.needs_input_grad[1]
+        grad_x = grad_weight = None
+        whole_grad: Tensor | None = grad
+        if route.sequence_parallel:
+            if ctx.needs_input_grad[0] and route.pieces > 1:
+                grad_x, whole_grad = _gathered_product(grad, weight_OI, route, keep=wants_weight)
+            else:
+                whole_grad = all_gather(grad, route.group)
+        if ctx.needs_input_grad[0] and grad_x is None:
+            assert whole_grad is not None
+            grad_x = whole_grad @ weight_OI
+        if wants_weight:
+            assert whole_grad is not None
+            if route.queue is not None and route.main_grad is not None:
+                route.queue.put(functools.partial(_weight_product, route, whole_grad, x))
+            else:
+                grad_weight = _weight_product(route, whole_grad, x)
+        return grad_x, grad_weight, None
+
+
+def _save(ctx: Any, x: Tensor, weight_OI: Tensor, route: Route) -> None:
+    """Keep what a gradient needs only: of a frozen weight no input, of an input without gradient no weight."""
+    wants_x, wants_weight = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(x if wants_weight else None, weight_OI if wants_x else None)
+    ctx.route = route
+
+
+def _gathered_product(x_tI: Tensor, right_IO: Tensor, route: Route, *, keep: bool) -> tuple[Tensor, Tensor | None]:
+    """All ranks' tokens times ``right``, [T, O], and with ``keep`` those tokens, [T, I].
+
+    A piece holds rows of every rank, so its product is a batch of R products that are written where they belong.
+    """
+    size, pieces = route.group.size, route.pieces
+    pending = [start_all_gather(piece, route.group) for piece in x_tI.chunk(pieces)]
+    y_RPCO = x_tI.new_empty(size, pieces, x_tI.shape[0] // pieces, right_IO.shape[1])
+    whole_RPCI = x_tI.new_empty(size, pieces, x_tI.shape[0] // pieces, x_tI.shape[1]) if keep else None
+    right_RIO = right_IO.expand(size, -1, -1)
+    for index, part in enumerate(pending):
+        x_RCI = wait(part, route.group).unflatten(0, (size, -1))
+        torch.bmm(x_RCI, right_RIO, out=y_RPCO[:, index])
+        if whole_RPCI is not None:
+            whole_RPCI[:, index].copy_(x_RCI)
+    return y_RPCO.flatten(0, 2), None if whole_RPCI is None else whole_RPCI.flatten(0, 2)
+
+
+def _gather_then_weight_product(route: Route, grad_TO: Tensor, x: Tensor) -> None:
+    _weight_product(route, grad_TO, all_gather(x, route.group) if route.sequence_parallel else x)
+
+
+def _weight_product(route: Route, grad: Tensor, x: Tensor) -> Tensor | None:
+    rows = math.prod(grad.shape[:-1])
+    grad_TO, x_TI = grad.reshape(rows, -1), x.reshape(rows, -1)
+    if route.main_grad is None:
+        return grad_TO.T @ x_TI
+    route.main_grad.add_product(grad_TO, x_TI)
+    return None

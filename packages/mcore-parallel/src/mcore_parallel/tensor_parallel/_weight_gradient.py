@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Where a layer puts its weight gradient when it does not hand it to autograd, and when it computes it."""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+# T tokens, I input features, O output features
+
+
+@dataclass(frozen=True, eq=False)
+class MainGradient:
+    """The accumulator of one parameter.
+
+    Example:
+        >>> total = torch.zeros(2, 3)
+        >>> MainGradient(total).add_product(torch.ones(4, 2), torch.ones(4, 3))
+        >>> total[0, 0]
+        tensor(4.)
+    """
+
+    total: Tensor
+    """Of the parameter's shape, in its dtype or a wider one."""
+    begin: Callable[[], None] | None = None
+    """Called before each addition; raises when the gradient must not grow any more."""
+    done: Callable[[], None] | None = None
+    """Called after each addition that completes one use of the parameter."""
+
+    def add_product(self, grad_TO: Tensor, x_TI: Tensor) -> None:
+        """``total += grad^T x``, seen as one matrix [O, I]."""
+        if self.begin is not None:
+            self.begin()
+        add_product_(self.total.view(-1, self.total.shape[-1]), grad_TO, x_TI)
+        if self.done is not None:
+            self.done()
+
+    def add_scaled(self, grad: Tensor, scale: Tensor) -> None:
+        """``total += grad * scale`` for a scalar ``scale``."""
+        if self.begin is not None:
+            self.begin()
+        self.total.addcmul_(grad.view_as(self.total).to(self.total.dtype), scale.to(self.total.dtype))
+        if self.done is not None:
+            self.done()
+
+
+@runtime_checkable
+class WeightGradientSink(Protocol):
+    """A layer that can add its weight gradients to main gradients itself, in the product that computes them."""
+
+    def accumulate_weight_gradients_into(self, main_grads: Mapping[str, MainGradient]) -> None:
+        """Take over the accumulation for the parameters named (local names, as in ``shard_specs``).
+
+        From then on the backward of the layer adds their gradients there and gives autograd none; names that the
+        layer cannot serve are left to autograd. An empty mapping gives everything back to autograd.
+        """
+        ...
+
+
+class WeightGradientQueue:
+    """Weight gradients that are computed later: after the flush of a pipeline, or while a transfer is under way.
+
+    Args:
+        limit: products kept at most; the oldest is computed when another comes. None for no limit.
+
+    Raises:
+        ValueError: a limit below one.
+
+    Example:
+        >>> queue, total = WeightGradientQueue(), torch.zeros(1, 1)
+        >>> queue.put(lambda: total.add_(1))
+        >>> total.item(), len(queue)
+        (0.0, 1)
+        >>> queue.drain()
+        >>> total.item(), len(queue)
+        (1.0, 0)
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        if limit is not None and limit < 1:
+            raise ValueError(f"limit={limit} must be at least 1, or None for no limit")
+        self.limit = limit
+        self._jobs: deque[Callable[[], object]] = deque()
+
+    def put(self, job: Callable[[], object]) -> None:
+        """Keep a product for later."""
+        self._jobs.append(job)
+        if self.limit is not None and len(self._jobs) > self.limit:
+            self._run_oldest()
+
+    def drain(self) -> None:
+        """Compute all that is kept, oldest first; call before the gradients are summed over the replicas."""
+        while self._jobs:
+            self._run_oldest()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def _run_oldest(self) -> None:
+        with torch.no_grad():
+            self._jobs.popleft()()
+
+
+def add_product_(total_OI: Tensor, grad_TO: Tensor, x_TI: Tensor) -> None:
+    """``total += grad^T x``, on CUDA inside the product, elsewhere as product and sum (the bits of an autograd accumulation)."""
+    if not total_OI.is_cuda:
+        total_OI.add_(grad_TO.T @ x_TI)
+    elif total_OI.dtype == x_TI.dtype:
+        total_OI.addmm_(grad_TO.T, x_TI)
+    else:
+        torch.addmm(total_OI, grad_TO.T, x_TI, out_dtype=total_OI.dtype, out=total_OI)
+
+
+def wide_product(grad_TO: Tensor, x_TI: Tensor, dtype: torch.dtype) -> Tensor:
+    """``grad^T x`` [O, I] in ``dtype``."""
+    if grad_TO.is_cuda and dtype != x_TI.dtype:
+        return torch.mm(grad_TO.T, x_TI, out_dtype=dtype)
+    return (grad_TO.T @ x_TI).to(dtype)

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Layers that communicate in pieces against layers that do not."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_parallel import ParallelPlan, ProcessGroups
+from mcore_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from mcore_parallel.tensor_parallel._product import num_pieces
+
+
+def build(groups: ProcessGroups, overlap: bool | None) -> torch.nn.Sequential:
+    return torch.nn.Sequential(
+        ColumnParallelLinear(6, (2, 8), groups, shard_dim=1, bias=True, overlap=overlap, dtype=torch.float64, seed=1),
+        RowParallelLinear(16, 5, groups, bias=True, overlap=overlap, dtype=torch.float64, seed=2),
+    )
+
+
+def check_pieces(tp: int) -> None:
+    for sequence_parallel, tokens in itertools.product((False, True), (8 * tp, 6 * tp, 3 * tp)):
+        groups = ProcessGroups.build(ParallelPlan.for_world(tp, tp=tp, sequence_parallel=sequence_parallel))
+        rank_tokens = tokens // tp if sequence_parallel else tokens
+        draw = torch.Generator().manual_seed(groups.tp.rank if sequence_parallel else 0)
+        x = torch.randn(rank_tokens, 6, generator=draw, dtype=torch.float64)
+        results: list[list[Tensor]] = []
+        for overlap in (False, True):
+            model = build(groups, overlap)
+            leaf = x.clone().requires_grad_()
+            y = model(leaf)
+            y.backward(torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view_as(y))
+            results.append([y.detach(), leaf.grad, *(parameter.grad for parameter in model.parameters())])
+        for plain, cut in zip(*results, strict=True):
+            # The sums of a product may be ordered by its number of rows.
+            torch.testing.assert_close(cut, plain, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.world(2)
+def test_pieces_give_the_same_as_the_whole_on_two_ranks(world) -> None:
+    world(check_pieces, tp=2)
+
+
+@pytest.mark.world(4)
+def test_pieces_give_the_same_as_the_whole_on_four_ranks(world) -> None:
+    world(check_pieces, tp=4)
+
+
+def check_order(tp: int) -> None:
+    """Transfers of later pieces are under way when the first product begins."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    events: list[str] = []
+
+    class Events(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            name = func.__name__.split(".")[0]
+            if name in ("all_gather_into_tensor", "reduce_scatter_tensor", "wait_tensor", "bmm"):
+                events.append(name)
+            return func(*args, **(kwargs or {}))
+
+    groups = ProcessGroups.build(ParallelPlan(tp=tp, sequence_parallel=True))
+    model = build(groups, True)
+    x = torch.ones(4, 6, dtype=torch.float64, requires_grad=True)
+    with Events():
+        model[0](x)
+    assert events == ["all_gather_into_tensor"] * 4 + ["wait_tensor", "bmm"] * 4
+    events.clear()
+    with Events():
+        model[1](torch.ones(8, 8, dtype=torch.float64, requires_grad=True))
+    assert events == ["bmm", "reduce_scatter_tensor"] * 4 + ["wait_tensor"] * 4
+
+
+@pytest.mark.world(2)
+def test_a_piece_travels_while_another_is_multiplied(world) -> None:
+    world(check_order, tp=2)
+
+
+def test_pieces_are_even_and_left_alone_where_they_cannot_be() -> None:
+    x = torch.ones(8, 2)
+    assert [num_pieces(x, tokens, True) for tokens in (8, 6, 5, 0)] == [4, 2, 1, 1]
+    assert num_pieces(x, 8, None) == num_pieces(x, 8, False) == num_pieces(x.unsqueeze(0), 8, True) == 1

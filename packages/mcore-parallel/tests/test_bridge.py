@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Hidden states between grids of any degrees, against the same tensor cut by hand."""
+
+import itertools
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcore_parallel import HyperCommGrid
+from mcore_parallel.comm import BridgeBatch, BridgeCommunicator, BridgeEnd, plan_rows, plan_spread
+
+WIDTH = 3
+
+
+def end(tp: int, cp: int, dp: int, offset: int = 0, sequence_parallel: bool = False) -> BridgeEnd:
+    grid = HyperCommGrid((tp, cp, dp), ("tp", "cp", "dp"), offset, world_size=offset + tp * cp * dp)
+    return BridgeEnd.of(grid, last=True, sequence_parallel=sequence_parallel)
+
+
+def cut(full: Tensor, side: BridgeEnd, lengths: tuple[int, ...], sequences: tuple[int, ...] | None = None) -> dict[int, Tensor]:
+    """What each rank holds of the rows of all sequences."""
+    parts = full.split(list(lengths))
+    replicas, found = len(side.ranks), {}
+    bounds = [len(parts) * d // replicas for d in range(replicas + 1)]
+    if sequences is not None:
+        bounds = [sum(sequences[:d]) for d in range(replicas + 1)]
+    for d, replica in enumerate(side.ranks):
+        for c, cell in enumerate(replica):
+            mine = [full[:0]]
+            for part in parts[bounds[d] : bounds[d + 1]]:
+                slices = part.chunk(2 * len(replica)) if len(replica) > 1 else (part, part[:0])
+                mine += [slices[c], slices[len(slices) - 1 - c]]
+            held = torch.cat(mine)
+            for t, rank in enumerate(cell):
+                found[rank] = held.chunk(len(cell))[t] if side.sequence_parallel else held
+    return found
+
+
+def test_every_row_crosses_once_and_arrives_everywhere_it_is_needed() -> None:
+    generator = random.Random(0)
+    for _ in range(150):
+        ends = [
+            end(*(generator.choice([1, 2, 3]) for _ in range(3)), generator.choice([0, 2, 40]), generator.random() < 0.5) for _ in range(2)
+        ]
+        # 36 is what 2 cp tp divides for all degrees here.
+        lengths = tuple(36 * generator.randint(1, 2) for _ in range(generator.randint(1, 7)))
+        batch = BridgeBatch(sequence_lengths=lengths, hidden_size=1)
+        full = torch.arange(sum(lengths)).unsqueeze(1)
+        for backward in (False, True):
+            source, destination = ends[::-1] if backward else ends
+            here, there = cut(full, source, lengths), cut(full, destination, lengths)
+            came = {rank: torch.full_like(rows, -1) for rank, rows in there.items()}
+            plan = plan_rows(*ends, batch, backward=backward)
+            assert sum(part.num_rows for part in plan) == sum(lengths)
+            for part in plan:
+                rows = here[part.sender][part.sender_row : part.sender_row + part.num_rows]
+                came[part.receiver][part.receiver_row : part.receiver_row + part.num_rows] = rows
+            for part in plan_spread(destination, batch, None):
+                rows = came[part.sender][part.sender_row : part.sender_row + part.num_rows]
+                assert (rows >= 0).all()
+                came[part.receiver][part.receiver_row : part.receiver_row + part.num_rows] = rows
+            assert all(torch.equal(came[rank], rows) for rank, rows in there.items())
+
+
+def test_tensor_parallel_ranks_share_the_work() -> None:
+    batch = BridgeBatch(sequence_lengths=(8,), hidden_size=1)
+    assert [tuple(part) for part in plan_rows(end(2, 1, 1), end(2, 1, 1, 2), batch)] == [(0, 2, 0, 0, 4), (1, 3, 4, 4, 4)]
+    assert [tuple(part) for part in plan_rows(end(2, 1, 1), end(2, 1, 1, 2, True), batch)] == [(0, 2, 0, 0, 4), (1, 3, 4, 0, 4)]
+    assert plan_spread(end(2, 1, 1, 2, True), batch, None) == []
+    # Three replicas to two: the middle one splits its rows.
+    batch = BridgeBatch(sequence_lengths=(2,) * 6, hidden_size=1, destination_sequences=(3, 3))
+    crossing = plan_rows(end(1, 1, 3), end(1, 1, 2, 3), batch)
+    assert [tuple(part) for part in crossing] == [(0, 3, 0, 0, 4), (1, 3, 0, 4, 2), (1, 4, 2, 0, 2), (2, 4, 0, 2, 4)]
+
+
+def test_the_ends_of_a_grid_are_its_outer_stages() -> None:
+    grid = HyperCommGrid((2, 2, 2), ("tp", "pp", "dp"), 3, world_size=11)
+    assert BridgeEnd.of(grid, last=False).ranks == (((3, 4),), ((7, 8),))
+    assert BridgeEnd.of(grid, last=True).ranks == (((5, 6),), ((9, 10),))
+    with pytest.raises(ValueError, match="grid has axis 'ep' of 2 ranks; a bridge joins grids of tp, cp, dp, pp"):
+        BridgeEnd.of(HyperCommGrid((2,), ("ep",), world_size=2), last=True)
+
+
+def test_a_batch_that_does_not_fit_is_named() -> None:
+    two, three = end(1, 1, 2), end(3, 1, 1, 2, True)
+    with pytest.raises(ValueError, match=r"source_sequences=\(1, 2\) must have one entry for each of 2 replicas and add up to 2"):
+        plan_rows(two, three, BridgeBatch(sequence_lengths=(3, 3), hidden_size=1, source_sequences=(1, 2)))
+    with pytest.raises(ValueError, match="tp=3 of the destination must divide its 4 rows"):
+        plan_rows(two, three, BridgeBatch(sequence_lengths=(2, 2), hidden_size=1))
+    with pytest.raises(ValueError, match="a sequence of 6 tokens must be a multiple of 2 \\* cp = 4"):
+        plan_rows(two, end(1, 2, 1), BridgeBatch(sequence_lengths=(6, 6), hidden_size=1))
+
+
+def full_rows(batch: BridgeBatch, seed: int) -> Tensor:
+    rows = torch.randn(sum(batch.sequence_lengths), WIDTH, generator=torch.Generator().manual_seed(seed))
+    return rows.to(batch.dtype)
+
+
+def check_pair(source: BridgeEnd, destination: BridgeEnd, batch: BridgeBatch) -> None:
+    """Two micro-batches there and back, call by call and with calls that do both."""
+    link, rank = BridgeCommunicator(source, destination), dist.get_rank()
+    fulls = [full_rows(batch, seed) for seed in range(4)]
+    here = [cut(full, source, batch.sequence_lengths, batch.source_sequences).get(rank) for full in fulls]
+    there = [cut(full, destination, batch.sequence_lengths, batch.destination_sequences).get(rank) for full in fulls]
+    out: list[Tensor] = []
+    back: list[Tensor] = []
+    for number in range(2):
+        if here[number] is not None:
+            link.send_forward(here[number], batch)
+        if there[number] is not None:
+            out.append(link.recv_forward(batch))
+            link.send_backward(there[number + 2], batch)
+        if here[number] is not None:
+            back.append(link.recv_backward(batch))
+    if not source.members & destination.members:
+        # One forward ahead, then both ways at once.
+        if link.is_source:
+            link.send_forward(here[0], batch)
+            back.append(link.send_forward_recv_backward(here[1], batch, batch))
+            back.append(link.recv_backward(batch))
+        elif link.is_destination:
+            out.append(link.recv_forward(batch))
+            out.append(link.send_backward_recv_forward(there[2], batch, batch))
+            link.send_backward(there[3], batch)
+    link.finish()
+    for number, rows in enumerate(out):
+        assert torch.equal(rows, there[number % 2]) and rows.requires_grad and rows.dtype == batch.dtype
+    for number, rows in enumerate(back):
+        assert torch.equal(rows, here[number % 2 + 2]) and not rows.requires_grad
+
+
+def check_pairs(offset: int, size: int) -> None:
+    """All degrees of a grid on the first ranks against all degrees of one on ``size`` ranks from ``offset``."""
+    world = dist.get_world_size()
+    first = [end(tp, cp, dp, 0, sp) for tp, cp, dp, sp in degrees(world - offset if offset else size)]
+    second = [end(tp, cp, dp, offset, sp) for tp, cp, dp, sp in degrees(size)]
+    for source, destination in itertools.product(first, second):
+        check_pair(source, destination, BridgeBatch(sequence_lengths=(24, 72, 48), hidden_size=WIDTH, dtype=torch.float64))
+    uneven = BridgeBatch(
+        sequence_lengths=(4, 2, 6, 2),
+        hidden_size=WIDTH,
+        dtype=torch.bfloat16,
+        source_sequences=tuple([4] + [0] * (world - offset - 1)) if offset else None,
+        destination_sequences=tuple([1] * (size - 1) + [5 - size]),
+    )
+    check_pair(end(1, 1, world - offset if offset else size), end(1, 1, size, offset), uneven)
+
+
+def degrees(size: int) -> list[tuple[int, int, int, bool]]:
+    found = []
+    for tp, cp, dp in itertools.product(range(1, size + 1), repeat=3):
+        if tp * cp * dp == size:
+            found += [(tp, cp, dp, sp) for sp in ((False, True) if tp > 1 else (False,))]
+    return found
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize(("offset", "size"), [(2, 2), (1, 3), (3, 1), (0, 4)])
+def test_rows_are_those_of_one_grid(world, offset: int, size: int) -> None:
+    """Grids that share no rank, 2 + 2, 3 + 3 with two in common, 1 + 1, and two grids on the same four ranks."""
+    world(check_pairs, offset=offset, size=size)
+
+
+def check_errors() -> None:
+    source, destination, rank = end(1, 1, 1), end(1, 1, 1, 1), dist.get_rank()
+    link, batch, rows = (
+        BridgeCommunicator(source, destination),
+        BridgeBatch(sequence_lengths=(2,), hidden_size=WIDTH),
+        torch.zeros(2, WIDTH),
+    )
+    wrong = [
+        ("send_forward", (rows, batch), 1),
+        ("recv_backward", (batch,), 1),
+        ("send_forward_recv_backward", (rows, batch, batch), 1),
+        ("recv_forward", (batch,), 0),
+        ("send_backward", (rows, batch), 0),
+        ("send_backward_recv_forward", (rows, batch, batch), 0),
+    ]
+    for call, arguments, caller in wrong:
+        if rank == caller:
+            name, members = ("source", r"\[0\]") if caller else ("destination", r"\[1\]")
+            with pytest.raises(ValueError, match=f"{call} is for the ranks of the {name} {members}; rank {rank} is not among them"):
+                getattr(link, call)(*arguments)
+    if rank == 0:
+        with pytest.raises(
+            ValueError, match=r"rank 0 sends \(3, 3\) torch.float32, but its part of the micro-batch is \(2, 3\) torch.float32"
+        ):
+            link.send_forward(torch.zeros(3, WIDTH), batch)
+    both = BridgeCommunicator(end(1, 1, 2), end(2, 1, 1))
+    two = BridgeBatch(sequence_lengths=(2, 2), hidden_size=WIDTH)
+    with pytest.raises(ValueError, match=f"rank {rank} is in both grids and has sent nothing yet; call send_forward first"):
+        both.recv_forward(two)
+
+
+@pytest.mark.world(2)
+def test_a_call_from_the_wrong_grid_is_named(world) -> None:
+    world(check_errors)

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The .bin/.idx format, byte for byte, and what happens to damaged files."""
+
+import copy
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from mcore_parallel.data import IndexedDataset, IndexedDatasetBuilder, IndexedDatasetError, merge_indexed, token_dtype
+
+DTYPES = ["u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2"]
+
+# Three sequences [1 2 3] [] [258] in documents {0, 1} {} {2}, uint16, modes 0 1 2; written by hand from the format's table.
+GOLDEN_IDX = (
+    "4d4d494449445800 00"  # magic
+    "0100000000000000"  # version
+    "08"  # uint16
+    "0300000000000000 0400000000000000"  # sequences, boundaries
+    "03000000 00000000 01000000"  # lengths
+    "0000000000000000 0600000000000000 0600000000000000"  # byte offsets
+    "0000000000000000 0200000000000000 0200000000000000 0300000000000000"  # boundaries
+)
+GOLDEN_MODES = "000102"
+GOLDEN_BIN = "0100 0200 0300 0201"
+
+
+def write_golden(prefix, multimodal):
+    with IndexedDatasetBuilder(f"{prefix}.bin", dtype="u2", multimodal=multimodal) as builder:
+        builder.add_document(torch.tensor([1, 2, 3]), [3, 0], [0, 1] if multimodal else None)
+        builder.end_document()
+        builder.add_item([258], 2 if multimodal else 0)
+        builder.end_document()
+        builder.finalize()
+
+
+@pytest.mark.parametrize("multimodal", [False, True])
+def test_builder_writes_the_golden_bytes(tmp_path, multimodal):
+    write_golden(tmp_path / "a", multimodal)
+    assert (tmp_path / "a.idx").read_bytes() == bytes.fromhex(GOLDEN_IDX + (GOLDEN_MODES if multimodal else ""))
+    assert (tmp_path / "a.bin").read_bytes() == bytes.fromhex(GOLDEN_BIN)
+    assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx"]
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_reader_understands_the_golden_bytes(tmp_path, mmap):
+    (tmp_path / "a.idx").write_bytes(bytes.fromhex(GOLDEN_IDX + GOLDEN_MODES))
+    (tmp_path / "a.bin").write_bytes(bytes.fromhex(GOLDEN_BIN))
+    dataset = IndexedDataset(tmp_path / "a", multimodal=True, mmap=mmap)
+    assert [(tokens.tolist(), mode) for tokens, mode in dataset[:]] == [([1, 2, 3], 0), ([], 1), ([258], 2)]
+    assert dataset.document_indices.tolist() == [0, 2, 2, 3]
+    assert dataset.sequence_lengths.tolist() == [3, 0, 1]
+    assert dataset.num_tokens == 4
+    dataset.verify()
+    plain = IndexedDataset(tmp_path / "a", mmap=mmap)  # modes may be left unread
+    assert plain.get(0, 1, 1).tolist() == [2]
+    assert plain[-1].tolist() == [258]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mmap", [False, True])
+def test_every_dtype_comes_back(tmp_path, dtype, mmap):
+    generator = np.random.default_rng(0)
+    documents = [generator.integers(0, 100, length).astype(dtype) for length in (5, 0, 1, 17)]
+    with IndexedDatasetBuilder(tmp_path / "a.bin", dtype=dtype) as builder:
+        for document in documents:
+            builder.add_document(document, [len(document)])
+        builder.finalize(tmp_path / "a.idx")
+    dataset = IndexedDataset(tmp_path / "a", mmap=mmap)
+    assert dataset.dtype == np.dtype(dtype)
+    assert len(dataset) == 4
+    for number, document in enumerate(documents):
+        assert np.array_equal(dataset[number], document)
+        assert not dataset[number].flags.writeable
+    assert [part.tolist() for part in dataset[1:3]] == [documents[1].tolist(), documents[2].tolist()]
+    assert dataset[2:2] == []
+
+
+def test_bulk_documents_equal_one_by_one(tmp_path):
+    for name in ("a", "b"):
+        with IndexedDatasetBuilder(tmp_path / f"{name}.bin") as builder:
+            if name == "a":
+                builder.add_documents(np.arange(6), np.array([1, 0, 5]))
+            else:
+                for tokens in ([0], [], [1, 2, 3, 4, 5]):
+                    builder.add_document(tokens, [len(tokens)])
+            builder.finalize()
+    for end in ("bin", "idx"):
+        assert (tmp_path / f"a.{end}").read_bytes() == (tmp_path / f"b.{end}").read_bytes()
+
+
+@pytest.mark.parametrize("multimodal", [False, True])
+def test_merged_shards_equal_one_build(tmp_path, multimodal):
+    write_golden(tmp_path / "a", multimodal)
+    write_golden(tmp_path / "b", multimodal)
+    (tmp_path / "b.bin").write_bytes((tmp_path / "b.bin").read_bytes() + b"junk")  # bytes of no sequence stay out
+    merge_indexed([tmp_path / "a", tmp_path / "b"], tmp_path / "ab", multimodal=multimodal)
+    with IndexedDatasetBuilder(tmp_path / "once.bin", dtype="u2", multimodal=multimodal) as builder:
+        for _ in range(2):
+            builder.add_document([1, 2, 3], [3, 0], [0, 1] if multimodal else None)
+            builder.end_document()
+            builder.add_item([258], 2 if multimodal else 0)
+            builder.end_document()
+        builder.finalize()
+    for end in ("bin", "idx"):
+        assert (tmp_path / f"ab.{end}").read_bytes() == (tmp_path / f"once.{end}").read_bytes()
+
+
+def test_merge_refuses_other_dtypes_and_no_shards(tmp_path):
+    write_golden(tmp_path / "a", False)
+    with IndexedDatasetBuilder(tmp_path / "b.bin", dtype="i4") as builder:
+        builder.finalize()
+    with pytest.raises(IndexedDatasetError, match="merge shards of one dtype"):
+        merge_indexed([tmp_path / "a", tmp_path / "b"], tmp_path / "c")
+    with pytest.raises(IndexedDatasetError, match="name at least one"):
+        merge_indexed([], tmp_path / "c")
+    assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx", "b.bin", "b.idx"]
+
+
+def test_dataset_without_sequences_opens(tmp_path):
+    with IndexedDatasetBuilder(tmp_path / "a.bin") as builder:
+        builder.finalize()
+    assert len(IndexedDataset(tmp_path / "a")) == 0
+
+
+def damage_idx(start, data):
+    return lambda idx, bin_: (idx[:start] + data + idx[start + len(data) :], bin_)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda idx, bin_: (None, bin_), r"cannot open .*a\.idx: No such file.*without \.idx"),
+        (lambda idx, bin_: (idx, None), r"cannot open .*a\.bin: No such file.*copy the \.bin"),
+        (lambda idx, bin_: (b"", bin_), r"a\.idx is empty, expected at least 34 bytes.*write it again"),
+        (lambda idx, bin_: (idx[:20], bin_), r"a\.idx has 20 bytes, its header alone needs 34: truncated"),
+        (lambda idx, bin_: (idx[:-1], bin_), r"a\.idx has 101 bytes, expected 102 for 3 sequences and 4 document boundaries: truncated"),
+        (lambda idx, bin_: (idx + b"12", bin_), r"a\.idx has 104 bytes, expected 102 .*foreign bytes"),
+        (damage_idx(0, b"TNTIDX"), r"a\.idx begins with b'TNTIDX.*expected b'MMIDIDX.*not an index"),
+        (damage_idx(9, b"\x02"), r"a\.idx has format version 2, expected 1"),
+        (damage_idx(17, b"\x09"), r"a\.idx has token dtype code 9, expected one of 1\.\.8"),
+        (damage_idx(17, b"\x00"), r"token dtype code 0"),
+        (damage_idx(18, b"\xff" * 8), r"truncated"),
+        (damage_idx(46, b"\x08"), r"points outside of its \.bin"),
+        (lambda idx, bin_: (idx, bin_[:-1]), r"a\.bin has 7 bytes, its index describes 8: truncated or paired"),
+        (lambda idx, bin_: (idx, b""), r"a\.bin has 0 bytes, its index describes 8"),
+    ],
+)
+def test_damaged_files_are_named_with_the_remedy(tmp_path, damage, message):
+    write_golden(tmp_path / "a", False)
+    files = [tmp_path / "a.idx", tmp_path / "a.bin"]
+    for file, data in zip(files, damage(*(file.read_bytes() for file in files)), strict=True):
+        file.unlink()
+        if data is not None:
+            file.write_bytes(data)
+    with pytest.raises(IndexedDatasetError, match=message):
+        IndexedDataset(tmp_path / "a")
+
+
+def test_modes_are_asked_of_an_index_that_has_none(tmp_path):
+    write_golden(tmp_path / "a", False)
+    with pytest.raises(IndexedDatasetError, match="open it with multimodal=False"):
+        IndexedDataset(tmp_path / "a", multimodal=True)
+
+
+def test_verify_finds_an_entry_that_opening_does_not_read(tmp_path):
+    write_golden(tmp_path / "a", False)
+    data = bytearray((tmp_path / "a.idx").read_bytes())
+    data[46 + 8] = 4  # second pointer
+    (tmp_path / "a.idx").write_bytes(data)
+    with pytest.raises(IndexedDatasetError, match="pointer differs .* at entry 1"):
+        IndexedDataset(tmp_path / "a").verify()
+
+
+def test_bin_that_shrinks_while_open_gives_no_short_read(tmp_path):
+    write_golden(tmp_path / "a", False)
+    dataset = IndexedDataset(tmp_path / "a", mmap=False)
+    (tmp_path / "a.bin").write_bytes(b"\x01\x00")
+    with pytest.raises(IndexedDatasetError, match="gave 2 of 6 bytes"):
+        dataset[0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "message"),
+    [
+        ("u2", [1, 65536], r"token 65536 does not fit uint16 \(0\.\.65535\)"),
+        ("u2", [-1], "token -1 does not fit uint16"),
+        ("i1", [128], "token 128 does not fit int8"),
+        ("i4", [0.5], "float64 tokens given to a dataset of int32"),
+    ],
+)
+def test_tokens_that_do_not_fit_are_refused(tmp_path, dtype, tokens, message):
+    with IndexedDatasetBuilder(tmp_path / "a.bin", dtype=dtype) as builder, pytest.raises(IndexedDatasetError, match=message):
+        builder.add_item(tokens)
+    assert os.listdir(tmp_path) == []
+
+
+def test_wrong_arguments_are_refused(tmp_path):
+    with pytest.raises(IndexedDatasetError, match="has no code"):
+        IndexedDatasetBuilder(tmp_path / "a.bin", dtype="u4")
+    with pytest.raises(IndexedDatasetError, match="name a writable folder"):
+        IndexedDatasetBuilder(tmp_path / "none" / "a.bin")
+    with IndexedDatasetBuilder(tmp_path / "a.bin") as builder:
+        with pytest.raises(IndexedDatasetError, match="lengths sum to 3"):
+            builder.add_document([1, 2], [3])
+        with pytest.raises(IndexedDatasetError, match="pass multimodal=True"):
+            builder.add_item([1], mode=1)
+        builder.add_document([1, 2], [2])
+        builder.finalize()
+        with pytest.raises(IndexedDatasetError, match="already finished"):
+            builder.finalize()
+    dataset = IndexedDataset(tmp_path / "a")
+    with pytest.raises(IndexError):
+        dataset[1]
+    with pytest.raises(ValueError, match="leaves sequence 0 of 2 tokens"):
+        dataset.get(0, 1, 2)
+    with pytest.raises(ValueError, match="step=2"):
+        dataset[::2]
+
+
+def test_failed_builder_leaves_the_older_dataset_whole(tmp_path):
+    write_golden(tmp_path / "a", False)
+    before = (tmp_path / "a.idx").read_bytes(), (tmp_path / "a.bin").read_bytes()
+    with pytest.raises(RuntimeError), IndexedDatasetBuilder(tmp_path / "a.bin") as builder:
+        builder.add_document([7] * 100, [100])
+        raise RuntimeError
+    assert ((tmp_path / "a.idx").read_bytes(), (tmp_path / "a.bin").read_bytes()) == before
+    assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx"]
+
+
+def test_killed_builder_leaves_no_dataset(tmp_path):
+    code = (
+        "import os, sys, signal; from mcore_parallel.data import IndexedDatasetBuilder as B; b = B(sys.argv[1] + '.bin');"
+        "b.add_document([1] * 10**6, [10**6]); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path / "a")], env=environment, check=False).returncode == -9
+    assert not IndexedDataset.exists(tmp_path / "a")
+    assert not (tmp_path / "a.bin").exists()
+    assert not (tmp_path / "a.idx").exists()
+
+
+def test_reader_can_be_sent_to_a_worker(tmp_path):
+    write_golden(tmp_path / "a", False)
+    sent = copy.copy(IndexedDataset(tmp_path / "a", mmap=False))  # by the protocol that sending uses
+    assert [part.tolist() for part in sent[:]] == [[1, 2, 3], [], [258]]
+    assert not sent.mmap
+
+
+def test_dtype_follows_the_vocabulary():
+    assert [token_dtype(size).str for size in (100, 65499, 65500, None)] == ["<u2", "<u2", "<i4", "<i4"]

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Narrow states, host states, parameter groups, loss scale, and the fused kernel under the interpreter."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mcore_parallel import ProcessGroups
+from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
+from mcore_parallel.optim import DynamicLossScale, MegatronOptimizer, OptimizerConfig, ParamGroup
+from mcore_parallel.optim._state import BLOCK, Scaled, join_bits, split_bits
+
+
+class Net(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.norm = nn.Parameter(torch.ones(40, dtype=dtype))
+        self.up = nn.Linear(40, 60, dtype=dtype)
+        self.down = nn.Linear(60, 1, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x * self.norm))).float().square().sum()
+
+
+def start(dtype: torch.dtype, sliced: bool = False, **config: object) -> tuple[DistributedDataParallel, MegatronOptimizer]:
+    groups = ProcessGroups.single()
+    ddp = DistributedDataParallel(DistributedDataParallelConfig(use_distributed_optimizer=sliced), Net(dtype), groups)
+    options = {"lr": 1e-3, "weight_decay": 0.1, "use_distributed_optimizer": sliced, **config}
+    return ddp, MegatronOptimizer(OptimizerConfig(**options), ddp, groups)  # type: ignore[arg-type]
+
+
+def advance(ddp: DistributedDataParallel, optimizer: MegatronOptimizer, steps: range, loss_scale: float = 1.0) -> None:
+    dtype = ddp.module.norm.dtype
+    for step in steps:
+        ddp.zero_grad_buffer()
+        (ddp(torch.randn(8, 40, generator=torch.Generator().manual_seed(step)).to(dtype)) * loss_scale).backward()
+        ddp.finish_grad_sync()
+        optimizer.step()
+
+
+def weights(ddp: DistributedDataParallel) -> Tensor:
+    return torch.cat([p.detach().float().flatten() for p in ddp.module.parameters()])
+
+
+def test_a_master_is_its_parameter_and_a_remainder_bit_for_bit() -> None:
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (200_000,), generator=generator)
+    edges = [0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F808001, 0x7F7FFFFF, 0x00000001, 0x00008000, 0x7F7F8000, 0, -(2**31), -1082097664]
+    masters = torch.cat([bits, torch.tensor(edges)]).to(torch.int32).view(torch.float32)
+    masters = masters[masters.isfinite()]
+    parameter, low = split_bits(masters)
+    assert torch.equal(join_bits(parameter, low).view(torch.int32), masters.view(torch.int32))
+    nearest, ties = masters.bfloat16(), (masters.view(torch.int32) & 0xFFFF) == 0x8000
+    assert torch.equal(parameter[~ties].view(torch.int16), nearest[~ties].view(torch.int16))
+    assert ties.sum() >= 3
+
+
+def test_remainders_train_like_float32_masters() -> None:
+    ddp, optimizer = start(torch.bfloat16)
+    narrow, other = start(torch.bfloat16, use_precision_aware_optimizer=True)
+    # The same masters give the same parameters unless a master is a tie, which does not occur here.
+    for steps in (range(5), range(5, 12)):
+        advance(ddp, optimizer, steps)
+        advance(narrow, other, steps)
+        assert torch.equal(weights(ddp), weights(narrow))
+        for name, shard in optimizer.state_shards().items():
+            assert torch.equal(shard.tensor, other.state_shards()[name].tensor), name
+    numel = len(weights(ddp))
+    assert optimizer.state_bytes == {"device": 12 * numel, "host": 0}
+    assert other.state_bytes == {"device": 10 * numel, "host": 0}
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 1e-2), (torch.float8_e4m3fn, 0.2)])
+def test_narrow_moments_train_nearly_the_same_and_survive_a_reload(dtype: torch.dtype, tolerance: float) -> None:
+    config = {"use_precision_aware_optimizer": True, "exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype}
+    ddp, optimizer = start(torch.bfloat16, sliced=True)
+    begin = weights(ddp)
+    narrow, other = start(torch.bfloat16, sliced=True, **config)
+    advance(ddp, optimizer, range(20))
+    advance(narrow, other, range(20))
+    moved, error = (weights(ddp) - begin).norm(), (weights(ddp) - weights(narrow)).norm()
+    assert 0 < error < tolerance * moved
+    assert other.state_bytes["device"] < (2 + 2 * dtype.itemsize + 0.1) * len(begin)
+    resumed, again = start(torch.bfloat16, sliced=True, **config)
+    with torch.no_grad():
+        for p, q in zip(resumed.module.parameters(), narrow.module.parameters(), strict=True):
+            p.copy_(q)
+    saved = {name: shard.tensor.clone() for name, shard in other.state_shards().items()}
+    assert all(value.dtype == torch.float32 for value in saved.values())
+    for name, shard in again.state_shards().items():
+        shard.tensor.copy_(saved[name])
+    again.load_step_count(other.step_count)
+    advance(narrow, other, range(20, 24))
+    advance(resumed, again, range(20, 24))
+    if dtype == torch.bfloat16:
+        assert torch.equal(weights(resumed), weights(narrow))
+    else:  # a stored value is scaled anew, which may move its last bit
+        assert (weights(resumed) - weights(narrow)).norm() < 1e-2 * moved
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn])
+def test_scaled_values_keep_their_relative_size(dtype: torch.dtype) -> None:
+    values = torch.cat([torch.full((BLOCK,), 1e-12), torch.linspace(0, 5e3, 700)])
+    for rooted in (True, False):
+        holder = Scaled(torch.zeros(len(values), dtype=dtype), rooted=rooted)
+        holder.write(values)
+        torch.testing.assert_close(holder.read(), values, rtol=0.15, atol=5e3 * (1e-3 if dtype == torch.float8_e4m3fn else 1e-6))
+        assert holder.read()[0] == pytest.approx(1e-12, rel=1e-2)
+    holder = Scaled(torch.zeros(4, dtype=dtype), rooted=True)
+    holder.write(torch.tensor([1.0, 1e-30, 0.0, 1e-3]))
+    # A second moment that is not zero stays so.
+    assert holder.read()[1] > 0 and holder.read()[2] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sliced", [True, False])
+def test_host_updates_have_the_bits_of_device_updates(dtype: torch.dtype, sliced: bool) -> None:
+    ddp, plain = start(dtype, sliced)
+    advance(ddp, plain, range(12))
+    for fraction in (0.0, 0.3, 1.0):
+        for overlap in (False, True):
+            config = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction, "overlap_cpu_optimizer_d2h_h2d": overlap}
+            hosted, optimizer = start(dtype, sliced, **config)
+            advance(hosted, optimizer, range(6))
+            # Saved here, loaded into another share on the host.
+            resumed, again = start(dtype, sliced, optimizer_cpu_offload=True, optimizer_offload_fraction=1.0 - fraction)
+            with torch.no_grad():
+                for p, q in zip(resumed.module.parameters(), hosted.module.parameters(), strict=True):
+                    p.copy_(q)
+            for name, shard in again.state_shards().items():
+                shard.tensor.copy_(optimizer.state_shards()[name].tensor)
+            again.load_step_count(6)
+            for some, which in ((hosted, optimizer), (resumed, again)):
+                advance(some, which, range(6, 12))
+                assert torch.equal(weights(some), weights(ddp))
+            total = plain.state_bytes["device"]
+            assert sum(optimizer.state_bytes.values()) == total
+            assert fraction * total <= optimizer.state_bytes["host"] <= total * bool(fraction)
+
+
+def test_groups_by_name_set_rates_decays_and_rules() -> None:
+    groups = (
+        ParamGroup(patterns=("down.*",), lr_mult=0.0),
+        ParamGroup(patterns=("up.weight",), wd_mult=0.0, optimizer="sgd"),
+        ParamGroup(patterns=("norm",), wd_mult=2.0),
+    )
+    ddp, optimizer = start(torch.float32, param_groups=groups, clip_grad=0.0, weight_decay=0.5)
+    before = {name: p.detach().clone() for name, p in ddp.module.named_parameters()}
+    advance(ddp, optimizer, range(1))
+    after = dict(ddp.module.named_parameters())
+    gradients = ddp.gradients()
+    assert torch.equal(before["down.weight"], after["down.weight"])
+    torch.testing.assert_close(after["up.weight"].detach(), before["up.weight"] - 1e-3 * gradients["up.weight"])
+    torch.testing.assert_close(after["norm"].detach(), before["norm"] * (1 - 1e-3) - 1e-3 * gradients["norm"].sign(), rtol=1e-4, atol=1e-6)
+    names = set(optimizer.state_shards())
+    assert "optimizer.momentum.up.weight" in names and "optimizer.exp_avg_sq.up.weight" not in names
+    with pytest.raises(ValueError, match=r"param_groups give norm the values \[0\.5, 2\.0\] of lr_mult"):
+        start(torch.float32, param_groups=(ParamGroup(patterns=("n*",), lr_mult=0.5), ParamGroup(patterns=("*",), lr_mult=2.0)))
+
+
+def test_the_loss_scale_follows_a_table() -> None:
+    rule = DynamicLossScale(initial=8.0, window=3, hysteresis=2)
+    state, seen = rule.start(), []
+    for overflow in (False, True, True, True, False, False, False, False, True):
+        rule.update(state, torch.tensor(overflow))
+        seen.append(int(state[0]))
+    assert seen == [8, 8, 4, 2, 2, 2, 4, 4, 4]
+    for rearms, expected in ((False, 2.0), (True, 4.0)):
+        rule = DynamicLossScale(initial=4.0, window=100, hysteresis=2, rearms=rearms)
+        state = rule.start()
+        for overflow in (True, False, True):
+            rule.update(state, torch.tensor(overflow))
+        assert state[0] == expected
+    state = DynamicLossScale(initial=2.0, minimum=2.0, hysteresis=1).start()
+    DynamicLossScale(initial=2.0, minimum=2.0, hysteresis=1).update(state, torch.tensor(True))
+    assert state[0] == 2.0
+
+
+def test_a_scaled_loss_gives_the_same_update_and_overflows_are_skipped() -> None:
+    ddp, optimizer = start(torch.float32)
+    advance(ddp, optimizer, range(4))
+    scaled, other = start(torch.float32, fp16=True, initial_loss_scale=256.0, loss_scale_window=4, hysteresis=1)
+    assert other.loss_scale is not None
+    advance(scaled, other, range(4), loss_scale=256.0)
+    torch.testing.assert_close(weights(scaled), weights(ddp), rtol=1e-6, atol=1e-7)
+    assert other.loss_scale == 512.0
+    scaled.gradients()["norm"][0] = torch.inf
+    assert other.step().skipped and other.loss_scale == 256.0 and other.step_count == 4
+    assert other.state_shards()["optimizer.loss_scale"].tensor.tolist() == [256.0, 0.0, 0.0]
+
+
+def test_zeros_of_the_gradient_are_counted() -> None:
+    ddp, optimizer = start(torch.float32, log_num_zeros_in_grad=True)
+    for grad in ddp.gradients().values():
+        grad.fill_(1.0)
+    ddp.gradients()["up.weight"][:3] = 0.0
+    assert optimizer.step().num_zeros == 120
+
+
+@pytest.mark.parametrize("sliced", [True, False])
+def test_state_and_gradients_can_leave_between_steps(sliced: bool) -> None:
+    ddp, optimizer = start(torch.bfloat16, sliced)
+    other, staying = start(torch.bfloat16, sliced)
+    advance(ddp, optimizer, range(3))
+    advance(other, staying, range(6))
+    optimizer.offload_to_cpu()
+    ddp.offload_grad_buffers()
+    held = [holder.data for unit in optimizer._units for _, holder in unit.holders()]
+    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in (*held, *(buffer.data for buffer in ddp.grad_buffers)))
+    with pytest.raises(RuntimeError, match="call restore_from_cpu"):
+        optimizer.step()
+    optimizer.restore_from_cpu()
+    ddp.restore_grad_buffers()
+    advance(ddp, optimizer, range(3, 6))
+    assert torch.equal(weights(ddp), weights(other))
+
+
+INTERPRETED = """
+import itertools, torch
+from torch import nn
+from mcore_parallel import ProcessGroups
+from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
+from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
+from mcore_parallel.optim._fused import FusedAdam
+from mcore_parallel.comm._sum_rows import sum_rows_kernel
+
+def make(dtype, grads32, config):
+    torch.manual_seed(0)
+    groups = ProcessGroups.single()
+    model = nn.ParameterList([nn.Parameter(torch.randn(52, 50).to(dtype)), nn.Parameter(torch.randn(7).to(dtype))])
+    ddp = DistributedDataParallel(DistributedDataParallelConfig(grad_reduce_in_fp32=grads32), model, groups)
+    return ddp, MegatronOptimizer(config, ddp, groups)
+
+wide, half, eight = torch.float32, torch.float16, torch.float8_e4m3fn
+cases = [(torch.float32, True, {}), (torch.bfloat16, True, {}), (torch.float16, False, {})]
+cases += [(torch.float32, True, {"decoupled_weight_decay": False})]
+for a, b in [(wide, wide), (torch.bfloat16, half), (half, wide)]:
+    cases.append((torch.bfloat16, False, {"use_precision_aware_optimizer": True, "exp_avg_dtype": a, "exp_avg_sq_dtype": b}))
+for dtype, grads32, options in cases:
+    config = OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.5, **options)
+    (one, plain), (two, fused) = make(dtype, grads32, config), make(dtype, grads32, config)
+    fused._fused, fused._plain = FusedAdam(fused._units, config), []
+    for step in range(4):
+        for ddp, optimizer in ((one, plain), (two, fused)):
+            for number, grad in enumerate(ddp.gradients().values()):
+                grad.copy_(torch.randn(grad.shape, generator=torch.Generator().manual_seed(10 * step + number)) * 0.1)
+            if step == 2:
+                grad[0] = torch.nan
+            assert optimizer.step().skipped == (step == 2)
+    loose = options.get("exp_avg_dtype", wide) != wide
+    near = {"rtol": 2e-2, "atol": 2e-3} if loose else {"rtol": 2e-5, "atol": 1e-6}
+    for name, shard in plain.state_shards().items():
+        torch.testing.assert_close(shard.tensor, fused.state_shards()[name].tensor, **near)
+    for a, b in zip(one.parameters(), two.parameters()):
+        torch.testing.assert_close(a, b, rtol=1e-2 if dtype != wide else 1e-5, atol=1e-3 if dtype != wide else 1e-6)
+
+rows = torch.randn(4, 5000).bfloat16()
+out = torch.empty(5000, dtype=torch.bfloat16)
+sum_rows_kernel(rows, out)
+total = rows[0].float()
+for row in rows[1:]:
+    total += row
+# The interpreter cuts where the device rounds; the bits are compared on a GPU.
+torch.testing.assert_close(out.float(), total, rtol=2**-7, atol=0)
+print("same")
+"""
+
+
+def test_the_fused_kernels_agree_with_the_operators_under_the_interpreter() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", INTERPRETED], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "same\n", done.stderr[-3000:]

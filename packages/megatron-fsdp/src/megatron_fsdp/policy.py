@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""What is sharded, and in which precision."""
+
+import enum
+from dataclasses import dataclass
+
+import torch
+
+
+class Strategy(enum.IntEnum):
+    """What each rank keeps a shard of instead of a whole copy; the integer values are Megatron's."""
+
+    no_shard = 0
+    """Nothing: gradients are all-reduced."""
+    optim = 1
+    """Main parameters and optimizer state; gradients live in a whole buffer, which is kept between steps."""
+    optim_grads = 2
+    """Also gradients: their whole buffer lives from a unit's backward to its reduction."""
+    optim_grads_params = 3
+    """Also parameters: whole ones live while their unit computes."""
+
+    @classmethod
+    def parse(cls, value: "str | int | Strategy") -> "Strategy":
+        """Read a strategy from its name or number.
+
+        Raises:
+            ValueError: neither a name nor a number of a strategy.
+        """
+        if isinstance(value, str) and value in cls.__members__:
+            return cls[value]
+        if isinstance(value, int) and not isinstance(value, bool) and value in {int(member) for member in cls}:
+            return cls(value)
+        known = ", ".join(f"{member.name} ({int(member)})" for member in cls)
+        raise ValueError(f"zero_dp_strategy={value!r} is unknown; choose one of {known}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedPrecisionPolicy:
+    """Dtypes of compute parameters, main parameters, gradients and gradient communication.
+
+    Only floating-point parameters are affected. The defaults compute in the module's own dtypes and keep
+    main parameters and gradients in float32 (float64 for float64 modules).
+
+    Example:
+        >>> MixedPrecisionPolicy(param_dtype=torch.bfloat16).main_dtype(torch.float32, trainable=True)
+        torch.float32
+    """
+
+    param_dtype: torch.dtype | None = None
+    """Dtype of gathered parameters, in which forward and backward compute; None keeps the module's own."""
+    main_params_dtype: torch.dtype | None = None
+    """Dtype of the shards that the optimizer steps; None means float32, or float64 for float64 parameters.
+    Frozen parameters keep their own dtype."""
+    main_grads_dtype: torch.dtype | None = None
+    """Dtype in which gradients accumulate over micro-batches; None means that of the main parameters, and so far nothing else
+    is available, because torch optimizers want one dtype."""
+    grad_comm_dtype: torch.dtype | None = None
+    """Dtype in which gradients cross ranks; None means that in which they accumulate."""
+    cast_forward_inputs: bool = True
+    """Cast floating-point inputs of the root module to ``param_dtype`` when that is set."""
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "main_params_dtype", "main_grads_dtype", "grad_comm_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise ValueError(f"{name}={dtype!r} must be a floating-point torch.dtype or None")
+
+    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype in which a parameter created as ``dtype`` computes."""
+        return self.param_dtype if self.param_dtype is not None and dtype.is_floating_point else dtype
+
+    def main_dtype(self, dtype: torch.dtype, *, trainable: bool) -> torch.dtype:
+        """Dtype of the main shard of a parameter created as ``dtype``."""
+        if not trainable or not dtype.is_floating_point:
+            return dtype
+        return self.main_params_dtype or torch.promote_types(dtype, torch.float32)
+
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype in which the gradient of a parameter created as ``dtype`` accumulates.
+
+        Raises:
+            ValueError: ``main_grads_dtype`` is not that of the main parameters.
+        """
+        main_dtype = self.main_dtype(dtype, trainable=True)
+        if self.main_grads_dtype not in (None, main_dtype):
+            raise ValueError(f"main_grads_dtype={self.main_grads_dtype} differs from the main parameters' {main_dtype}; leave it None")
+        return main_dtype

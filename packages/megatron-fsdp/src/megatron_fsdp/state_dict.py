@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Sharded and whole state: what a checkpoint is made of."""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_fsdp.group import ManagedParameter
+from megatron_fsdp.uneven import Place, as_dtensor, local
+
+if TYPE_CHECKING:
+    from megatron_fsdp.fully_shard import MegatronFSDP
+
+
+def model_state_dict(model: "MegatronFSDP", state: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Replace managed entries of a plain state dict by shards that share memory with the main parameters."""
+    for name, parameter in _by_name(model).items():
+        if prefix + name in state:
+            state[prefix + name] = parameter.place.wrap(local(parameter.sharded.detach()))
+    return state
+
+
+def load_parameter(parameter: ManagedParameter, value: torch.Tensor, name: str) -> None:
+    """Copy a value into the shard; it may be a shard of the same layout, any DTensor, or a whole plain tensor.
+
+    Raises:
+        ValueError: the shape is not the parameter's.
+    """
+    place = parameter.place
+    target = local(parameter.sharded.detach())
+    dtensor = as_dtensor(value)
+    if dtensor is not None:
+        if place.holds(dtensor):
+            target.copy_(dtensor.to_local())
+            return
+        value = dtensor.full_tensor()
+    if tuple(value.shape) != place.shape:
+        raise ValueError(f"{name!r} has shape {tuple(value.shape)} in the state dict and {place.segment.shape} in the module")
+    target.copy_(place.cut(value))
+
+
+def full_state(model: "MegatronFSDP", *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Stream whole main parameters to the CPU of every rank, one at a time. A collective: every rank must exhaust it.
+
+    A tied parameter comes once for each of its names.
+    """
+    for parameter in model.runtime.parameters:
+        full = parameter.place.gather(local(parameter.sharded)).to("cpu", dtype if parameter.sharded.is_floating_point() else None)
+        for name in parameter.names:
+            yield name, full
+
+
+def optimizer_state_dict(model: "MegatronFSDP", optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """State of an optimizer by parameter name.
+
+    Returns:
+        ``{"state": {name: {"exp_avg": shard, ..., "step": tensor}}, "param_groups": {name: {"lr": ...}}}``; shards share memory with
+        the optimizer, and torch's distributed checkpoint saves and loads them in any layout.
+    """
+    state: dict[str, dict[str, Any]] = {}
+    options: dict[str, dict[str, Any]] = {}
+    by_id = {id(parameter.sharded): parameter for parameter in model.runtime.parameters}
+    for group in optimizer.param_groups:
+        for sharded in group["params"]:
+            parameter = by_id.get(id(sharded))
+            if parameter is None:
+                continue
+            options[parameter.name] = {key: value for key, value in group.items() if key != "params"}
+            if sharded in optimizer.state:
+                state[parameter.name] = {key: _shard_like(parameter.place, value) for key, value in optimizer.state[sharded].items()}
+    return {"state": state, "param_groups": options}
+
+
+def load_optimizer_state(model: "MegatronFSDP", optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Load what ``optimizer_state_dict`` returned, in any layout whose tensors were filled in; options are loaded group by group.
+
+    Raises:
+        ValueError: the state lacks a parameter of the optimizer, or two parameters of a group disagree on an option.
+    """
+    by_id = {id(parameter.sharded): parameter for parameter in model.runtime.parameters}
+    for group in optimizer.param_groups:
+        seen: dict[str, Any] = {}
+        for sharded in group["params"]:
+            parameter = by_id.get(id(sharded))
+            if parameter is None:
+                continue
+            if parameter.name not in state["param_groups"]:
+                raise ValueError(f"the optimizer state has no entry for {parameter.name!r}; it has {sorted(state['param_groups'])[:5]}...")
+            for key, value in state["param_groups"][parameter.name].items():
+                if seen.setdefault(key, value) != value:
+                    raise ValueError(
+                        f"{parameter.name!r} has {key}={value} but its group has {seen[key]}; build the groups as they were saved"
+                    )
+            for key, value in state["state"].get(parameter.name, {}).items():
+                optimizer.state[sharded][key] = _load_entry(parameter, optimizer.state[sharded].get(key), value)
+        group.update(seen)
+
+
+def initialize_optimizer_state(model: "MegatronFSDP", optimizer: torch.optim.Optimizer) -> None:
+    """Let optimizer state exist before the first step, so that a checkpoint can be loaded into it: parameters keep their values.
+
+    Takes one step on zero gradients with zero learning rate and weight decay, and sets step counters back to zero.
+    """
+    if optimizer.state:
+        return
+    saved = [{key: group[key] for key in ("lr", "weight_decay") if key in group} for group in optimizer.param_groups]
+    touched = []
+    for group in optimizer.param_groups:
+        for key in ("lr", "weight_decay"):
+            if key in group:
+                group[key] = torch.zeros_like(group[key]) if isinstance(group[key], torch.Tensor) else 0.0
+        for parameter in group["params"]:
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+                touched.append(parameter)
+    optimizer.step()
+    for group, values in zip(optimizer.param_groups, saved, strict=True):
+        group.update(values)
+    for parameter in touched:
+        parameter.grad = None
+    for entries in optimizer.state.values():
+        if isinstance(entries.get("step"), torch.Tensor):
+            entries["step"].zero_()
+        elif "step" in entries:
+            entries["step"] = 0
+
+
+def _shard_like(place: Place, value: Any) -> Any:
+    if (
+        isinstance(value, torch.Tensor)
+        and local(value).shape == place.local_shape
+        and (as_dtensor(value) is not None or place.topology.mesh is None)
+    ):
+        return place.wrap(local(value))
+    return value
+
+
+def _load_entry(parameter: ManagedParameter, current: Any, value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    dtensor = as_dtensor(value)
+    if dtensor is not None:
+        rows = dtensor.to_local() if parameter.place.holds(dtensor) else parameter.place.cut(dtensor.full_tensor())
+    elif tuple(value.shape) == parameter.place.segment.shape and value.ndim > 0:
+        rows = parameter.place.cut(value)
+    else:
+        return value.clone() if current is None or not isinstance(current, torch.Tensor) else current.copy_(value)
+    if isinstance(current, torch.Tensor):
+        local(current).copy_(rows)
+        return current
+    return parameter.place.wrap(rows.clone())
+
+
+def _by_name(model: "MegatronFSDP") -> dict[str, ManagedParameter]:
+    return {name: parameter for parameter in model.runtime.parameters for name in parameter.names}

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""DTensors whose rows are divided unevenly, as a flat layout divides them.
+
+Torch's own arithmetic assumes even chunks, so the true place of the local rows travels with each tensor that leaves the
+wheel: to torch's checkpoint planner, and to ``full_tensor``, which would else be wrong without a word.
+"""
+
+import functools
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from megatron_fsdp._ranks import Topology
+from megatron_fsdp.layout import FlatLayout, Segment, Shape
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+    from torch.distributed.tensor import DTensor
+
+TensorT = TypeVar("TensorT", bound=torch.Tensor)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter lies among ranks; knows how to wrap, gather and cut it."""
+
+    segment: Segment
+    layout: FlatLayout
+    topology: Topology
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """This rank's rows."""
+        return self.segment.rows(self.topology.shards.rank, self.layout.shard_numel)
+
+    @property
+    def shape(self) -> Shape:
+        """Shape of the wrapped tensor: the parameter's."""
+        return self.segment.shape
+
+    @property
+    def local_shape(self) -> Shape:
+        """Shape of a local tensor: [rows, *row shape]; the whole shape when nothing is divided."""
+        if self.layout.num_shards == 1:
+            return self.shape
+        first, last = self.rows
+        return (last - first, *self.segment.row_shape)
+
+    def boxes(self) -> Iterator[tuple[Shape, Shape, torch.Size]]:
+        """Blocks (offsets, sizes, first element and count in the local tensor) that cover this rank's rows."""
+        start = 0
+        for offsets, sizes in self.segment.boxes(*self.rows):
+            numel = torch.Size(sizes).numel()
+            yield offsets, sizes, torch.Size((start, numel))
+            start += numel
+
+    def wrap(self, local: torch.Tensor) -> torch.Tensor:
+        """A tensor of the parameter's shape around this rank's rows; plain when there is no mesh."""
+        local = local.view(self.local_shape)
+        if self.topology.mesh is None:
+            return local
+        from torch.distributed.tensor import DTensor
+
+        stride = torch.empty(self.shape, device="meta").stride()
+        shape = torch.Size(self.shape)
+        return self.mark(
+            DTensor.from_local(local, self.topology.mesh, self.topology.placements, run_check=False, shape=shape, stride=stride)
+        )
+
+    def parameter(self, local: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
+        """The wrapped rows as a parameter."""
+        parameter = nn.Parameter(self.wrap(local), requires_grad=requires_grad)
+        dtensor = as_dtensor(parameter)
+        if dtensor is not None:
+            self.mark(dtensor)
+        return parameter
+
+    def mark(self, tensor: "DTensor") -> "DTensor":
+        """Tell the tensor where its rows are, unless torch's arithmetic finds them."""
+        if self.layout.num_shards > 1:
+            local: Any = tensor._local_tensor
+            # Weak, because a tensor in a reference cycle keeps its memory until the next garbage collection.
+            local_ref, tensor_ref = weakref.ref(local), weakref.ref(tensor)
+            local.__create_write_items__ = functools.partial(_write_items, self, local_ref)
+            local.__create_chunk_list__ = functools.partial(_chunks, self)
+            local.__get_tensor_shard__ = functools.partial(_box, self, local_ref)
+            tensor.full_tensor = functools.partial(_full_tensor, self, tensor_ref)
+        return tensor
+
+    def holds(self, tensor: "DTensor") -> bool:
+        """Whether the tensor is divided exactly so; every rank gives one answer."""
+        marked = vars(tensor).get("full_tensor")
+        if self.layout.num_shards == 1 or not isinstance(marked, functools.partial):
+            return False
+        return marked.args[0] == self
+
+    def gather(self, local: torch.Tensor) -> torch.Tensor:
+        """The whole parameter from every rank's rows, on every rank. A collective."""
+        shards = self.topology.shards
+        if shards.size == 1:
+            return local.detach().clone().view(self.segment.shape)
+        counts = [last - first for first, last in (self.segment.rows(rank, self.layout.shard_numel) for rank in range(shards.size))]
+        most = max(counts) * self.segment.row_numel
+        padded = local.new_zeros(most)
+        padded[: local.numel()] = local.detach().reshape(-1)
+        gathered = shards.all_gather(padded).view(shards.size, most)
+        parts = [gathered[rank, : count * self.segment.row_numel] for rank, count in enumerate(counts)]
+        return torch.cat(parts).view(self.segment.shape)
+
+    def cut(self, full: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of a whole tensor."""
+        first, last = self.rows
+        row = self.segment.row_numel
+        return full.reshape(-1)[first * row : last * row].view(self.local_shape)
+
+
+def as_dtensor(tensor: torch.Tensor) -> "DTensor | None":
+    """The tensor if it is a DTensor; a plain one is told without the slow import."""
+    if type(tensor) in (torch.Tensor, nn.Parameter):
+        return None
+    from torch.distributed.tensor import DTensor
+
+    return tensor if isinstance(tensor, DTensor) else None
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor; a plain tensor is its own."""
+    dtensor = as_dtensor(tensor)
+    return tensor if dtensor is None else dtensor.to_local()
+
+
+def _chunks(place: Place) -> "list[ChunkStorageMetadata]":
+    # Torch's checkpoint package is slow to import, and loaded by whoever calls this.
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    return [ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes)) for offsets, sizes, _ in place.boxes()]
+
+
+def _write_items(place: Place, local_ref: "weakref.ref[torch.Tensor]", fqn: str, _: object) -> "list[WriteItem]":
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    properties = TensorProperties.create_from_tensor(_alive(local_ref))
+    size = torch.Size(place.shape)
+    return [
+        WriteItem(
+            index=MetadataIndex(fqn, chunk.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
+        )
+        for chunk in _chunks(place)
+    ]
+
+
+def _box(place: Place, local_ref: "weakref.ref[torch.Tensor]", index: "MetadataIndex") -> torch.Tensor:
+    local = _alive(local_ref)
+    for offsets, sizes, (start, numel) in place.boxes():
+        if index.offset is None or tuple(index.offset) == offsets:
+            return local.detach().view(-1)[start : start + numel].view(sizes)
+    raise ValueError(f"{index.fqn!r} has no block at {index.offset} on this rank")
+
+
+def _full_tensor(place: Place, tensor_ref: "weakref.ref[DTensor]", **_: object) -> torch.Tensor:
+    tensor = _alive(tensor_ref)
+    return place.gather(tensor.to_local())
+
+
+def _alive(ref: "weakref.ref[TensorT]") -> TensorT:
+    tensor = ref()
+    assert tensor is not None, "the method of a tensor outlived it"
+    return tensor

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Rules that a public surface keeps whatever its version: the clock of deprecations, exports, configurations."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+import griffe
+from packaging.version import InvalidVersion, Version
+
+from tools.checks._api._classes import dataclass_options
+from tools.checks._api._finding import Finding
+from tools.checks._api._marks import Deprecation, own_deprecation
+from tools.checks._api._surface import Entry, Surface
+
+
+def earliest_removal(version: Version) -> Version:
+    """Two minor versions later."""
+    return Version(f"{version.major}.{version.minor + 2}.0")
+
+
+def clock_findings(surface: Surface, version: Version) -> Iterator[Finding]:
+    """Each deprecation says since when and until when, keeps the promise, and ends."""
+    seen: set[int] = set()
+    for entry in sorted(surface.entries.values(), key=lambda entry: entry.rank):
+        if entry.obj is None or id(entry.obj) in seen:
+            continue
+        seen.add(id(entry.obj))
+        deprecation = own_deprecation(entry.obj)
+        if deprecation is not None:
+            file, line = surface.location(entry.obj)
+            for finding in _clock(entry, deprecation, surface, version):
+                yield replace(finding, file=file, line=line)
+
+
+def _clock(entry: Entry, deprecation: Deprecation, surface: Surface, version: Version) -> Iterator[Finding]:
+    try:
+        since, until = Version(deprecation.version or ""), Version(deprecation.removal_version or "")
+    except InvalidVersion:
+        text = f"version={deprecation.version!r}, removal_version={deprecation.removal_version!r}; write both as plain strings"
+        yield Finding(kind="deprecation_incomplete", path=entry.path, text=text)
+        return
+    if until < since or (until.major == since.major and until < earliest_removal(since)):
+        text = f"deprecated in {since}, to go in {until}; {earliest_removal(since)} is the earliest"
+        yield Finding(kind="deprecation_too_short", path=entry.path, text=text)
+    if Version(version.base_version) >= until:
+        yield Finding(kind="removal_overdue", path=entry.path, text=f"was to go in {until} and this is {version}; remove it")
+    alternative = deprecation.alternative
+    if alternative and not _alternative_exists(alternative, entry, surface):
+        yield Finding(kind="alternative_unknown", path=entry.path, text=f"{alternative!r} is no public name")
+
+
+def _alternative_exists(alternative: str, entry: Entry, surface: Surface) -> bool:
+    name = alternative.removesuffix("()")
+    if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", name):
+        return True  # a phrase for people
+    if "." in name and not surface.is_internal(name) and not any(path.endswith(f".{name}") for path in surface.entries):
+        # A dotted name of another package cannot be looked up here; one of a class of this package is found above.
+        first = name.partition(".")[0]
+        return not any(path.rpartition(".")[2] == first for path in surface.entries)
+    parent = entry.path.rpartition(".")[0]
+    return any(path in surface.entries for path in (name, f"{parent}.{name}", f"{surface.package}.{name}")) or any(
+        path.endswith(f".{name}") for path in surface.entries
+    )
+
+
+def export_findings(surface: Surface) -> Iterator[Finding]:
+    """What __all__ lists exists."""
+    for module, name in surface.unresolved:
+        file, _ = surface.location(module)
+        yield Finding(kind="export_unresolved", path=f"{module.path}.{name}", text="listed in __all__ and not there", file=file)
+
+
+def shape_findings(surface: Surface) -> Iterator[Finding]:
+    """Public modules say what they export; configurations are built by keyword."""
+    for module in surface.without_all:
+        file, _ = surface.location(module)
+        text = "define __all__ as a list of strings, or begin the module's name with an underscore"
+        yield Finding(kind="all_missing", path=module.path, text=text, file=file)
+    for module, name in surface.shadowed:
+        file, _ = surface.location(module)
+        text = "is a submodule and an imported name at once; rename the file, for instance with an underscore in front"
+        yield Finding(kind="name_shadowed", path=f"{module.path}.{name}", text=text, file=file)
+    for entry in sorted(surface.entries.values(), key=lambda entry: entry.rank):
+        obj = entry.obj
+        if isinstance(obj, griffe.Class) and entry.path == surface.public(obj.path) and obj.name.endswith("Config"):
+            options = dataclass_options(obj)
+            if options is not None and not options.get("kw_only"):
+                file, line = surface.location(obj)
+                yield Finding(kind="config_not_keyword_only", path=entry.path, text="add kw_only=True", file=file, line=line)

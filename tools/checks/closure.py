@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""What a wheel declares is what it imports: in the sources, and (--installed WHEEL) in a clean environment.
+
+The second form uses the standard library only, because the clean environment holds nothing else.
+"""
+
+import argparse
+import ast
+import importlib.metadata
+import importlib.util
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+# Distributions whose import name is not their own name.
+IMPORT_NAMES = {"pyyaml": "yaml", "pyzmq": "zmq", "protobuf": "google"}
+IMPORT_BUDGET_S = 0.3
+_TIMER = """
+import importlib, sys, time
+import torch
+start = time.process_time()
+importlib.import_module(sys.argv[1])
+print(time.process_time() - start)
+"""
+
+
+def normalized(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def import_name(distribution: str) -> str:
+    return IMPORT_NAMES.get(distribution, distribution.replace("-", "_"))
+
+
+def requirement_name(text: str) -> str:
+    match = re.match(r"[A-Za-z0-9._-]+", text)
+    if match is None:
+        raise ValueError(f"requirement {text!r} has no name; write it as 'name>=version'")
+    return normalized(match[0])
+
+
+def imported(paths: Iterable[Path]) -> tuple[dict[str, str], dict[str, str]]:
+    """Top-level modules that files import: (when the file is imported, only later), each with the first place."""
+    eager: dict[str, str] = {}
+    lazy: dict[str, str] = {}
+    for path in paths:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        at_import = {id(node) for node in _run_at_import(tree.body)}
+        for node in ast.walk(tree):
+            for name in _absolute_names(node):
+                place = f"{path.name}:{getattr(node, 'lineno', 0)}"
+                (eager if id(node) in at_import else lazy).setdefault(name.split(".")[0], place)
+    return eager, lazy
+
+
+def _absolute_names(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        return [node.module]
+    return []
+
+
+def reached(package: Path, roots: Iterable[Path]) -> set[Path]:
+    """Files that run when one of ``roots`` is imported, following what they import of their own package."""
+    found: set[Path] = set()
+    todo = [package / "__init__.py", *roots]
+    while todo:
+        path = todo.pop()
+        if path in found or not path.is_file():
+            continue
+        found.add(path)
+        for node in _run_at_import(ast.parse(path.read_text(encoding="utf-8")).body):
+            for dotted in _own_names(node, path, package):
+                parts = dotted.split(".")
+                for length in range(len(parts) + 1):
+                    base = package.joinpath(*parts[:length])
+                    todo += [base / "__init__.py", base.with_suffix(".py")]
+    return found
+
+
+def _own_names(node: ast.stmt, path: Path, package: Path) -> list[str]:
+    """Modules of the own package that a statement may import, dotted and without the package's name."""
+    here = list(path.parent.relative_to(package).parts)
+    if isinstance(node, ast.ImportFrom) and node.level:
+        base = [*here[: len(here) - node.level + 1], *(node.module.split(".") if node.module else [])]
+        return [".".join([*base, alias.name]) for alias in node.names]
+    names = _absolute_names(node)
+    if isinstance(node, ast.ImportFrom) and names:
+        names = [f"{names[0]}.{alias.name}" for alias in node.names]
+    return [name.partition(".")[2] for name in names if name.split(".")[0] == package.name]
+
+
+def _run_at_import(body: list[ast.stmt]) -> Iterable[ast.stmt]:
+    """Statements that run when the module is imported; what stands under TYPE_CHECKING does not."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from _run_at_import(node.orelse)
+            continue
+        yield node
+        for part in ("body", "orelse", "finalbody"):
+            yield from _run_at_import(getattr(node, part, []))
+        for handler in getattr(node, "handlers", []):
+            yield from _run_at_import(handler.body)
+
+
+def source_findings(folder: Path) -> tuple[list[str], list[str]]:
+    """(errors, notes) for one wheel folder: imported but not declared, declared but not imported, extras imported too early."""
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    name, module = project["name"], project["name"].replace("-", "_")
+    core = {requirement_name(text) for text in project.get("dependencies", [])}
+    extras = {
+        extra: {requirement_name(text) for text in texts if requirement_name(text) != name}
+        for extra, texts in project.get("optional-dependencies", {}).items()
+    }
+    optional = {one for names in extras.values() for one in names}
+    package = folder / "src" / module
+    eager, lazy = imported(sorted(package.rglob("*.py")))
+    own = {module, "__future__"} | sys.stdlib_module_names
+    known = {import_name(one): one for one in core | optional}
+    errors = []
+    for top, place in {**lazy, **eager}.items():
+        if top not in own and top not in known:
+            errors.append(f"{name}: {place} imports {top}, which pyproject.toml does not declare")
+    # A public folder that is named like an extra is for those who installed it; everything else imports without extras.
+    roots = [path for path in package.glob("[!_]*/__init__.py") if path.parent.name not in extras]
+    for top, place in imported(sorted(reached(package, roots)))[0].items():
+        if top in known and known[top] not in core:
+            errors.append(f"{name}: {place} imports {top} of an extra at the top of the file; import it in the function that needs it")
+    used = {known[top] for top in {**lazy, **eager} if top in known}
+    errors += [f"{name}: {one} is declared and never imported" for one in sorted(core - used)]
+    notes = []
+    for extra, names in extras.items():
+        if not names & used:
+            notes.append(f"note: {name}[{extra}]: no file imports it yet")
+    return errors, notes
+
+
+def installed_closure(wheel: str) -> tuple[set[str], set[str]]:
+    """(distributions that the wheel needs, directly or not; distributions that are there)."""
+    there = {normalized(one.metadata["Name"]): one for one in importlib.metadata.distributions()}
+    closure: set[str] = set()
+    todo = [normalized(wheel)]
+    while todo:
+        name = todo.pop()
+        if name in closure or name not in there:
+            continue
+        closure.add(name)
+        todo += [requirement_name(text) for text in there[name].requires or [] if "extra ==" not in text]
+    return closure, set(there)
+
+
+def installed_findings(wheel: str) -> list[str]:
+    """Problems of the one wheel installed here."""
+    module = wheel.replace("-", "_")
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        return [f"{wheel}: its module {module} is not importable"]
+    package = Path(spec.origin).parent
+    findings = []
+    if ROOT in package.parents:
+        findings.append(f"{wheel}: {module} comes from the working tree, not from the wheel")
+    if not (package / "py.typed").is_file():
+        findings.append(f"{wheel}: the wheel does not carry py.typed")
+    files = importlib.metadata.files(wheel) or []
+    if not any(file.name == "LICENSE" for file in files):
+        findings.append(f"{wheel}: the wheel does not carry its LICENSE")
+    if strangers := sorted({file.parts[0] for file in files} - {module} - _wheel_parts(wheel)):
+        findings.append(f"{wheel}: the wheel also installs {', '.join(strangers)}")
+    closure, there = installed_closure(wheel)
+    if extra := sorted(there - closure - {"pip"}):
+        findings.append(f"{wheel}: installed without being declared: {', '.join(extra)}")
+    try:
+        seconds = min(import_seconds(module) for _ in range(3))
+    except subprocess.CalledProcessError as error:
+        return [*findings, f"{wheel}: {module} does not import:\n{error.stderr}"]
+    print(f"{wheel}: {len(there)} distributions, import {seconds:.2f} s above torch (at most {IMPORT_BUDGET_S})")
+    if seconds > IMPORT_BUDGET_S:
+        findings.append(f"{wheel}: its import takes {seconds:.2f} s above torch; import the heavy part where it is used")
+    return findings
+
+
+def _wheel_parts(wheel: str) -> set[str]:
+    """First path parts that every installed wheel has beside its package: metadata and scripts."""
+    version = importlib.metadata.version(wheel)
+    return {f"{wheel.replace('-', '_')}-{version}.dist-info", ".."}
+
+
+def import_seconds(module: str) -> float:
+    """Processor seconds that importing takes in a fresh interpreter that has torch already."""
+    command = [sys.executable, "-I", "-c", _TIMER, module]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--installed", metavar="WHEEL", help="check the one wheel installed in this environment")
+    wheel = parser.parse_args().installed
+    if wheel:
+        findings = installed_findings(wheel)
+    else:
+        findings = []
+        for path in sorted(ROOT.glob("packages/*/pyproject.toml")):
+            errors, notes = source_findings(path.parent)
+            findings += errors
+            for note in notes:
+                print(note)
+    print("\n".join(findings) if findings else "closure: what is imported is declared")
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

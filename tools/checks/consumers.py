@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The last release of every wheel that depends on a changed one passes its own tests with the wheels of this tree.
+
+A signature can stay and its meaning change: the API gate cannot see that, the released tests of a dependent can.
+"""
+
+import argparse
+import io
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from tools.checks._tree import ROOT, Wheel, wheels
+from tools.checks.release import parse_tag
+
+# Extras that build or run only beside a GPU, as in the noxfile.
+GPU_EXTRAS = {"te"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Release:
+    """A released wheel: its tag and what its metadata said."""
+
+    wheel: str
+    version: Version
+    tag: str
+    dependencies: tuple[Requirement, ...]
+    extras: tuple[str, ...] = ()
+
+    def admits(self, sibling: str, version: Version) -> bool:
+        """Whether its declared range takes that version of a sibling; True for one that it does not need."""
+        ranges = [requirement.specifier for requirement in self.dependencies if requirement.name == sibling]
+        return all(one.contains(version, prereleases=True) for one in ranges)
+
+
+def newest_tag(wheel: str, tags: list[str]) -> str | None:
+    """The tag of a wheel's highest version."""
+    versions = {}
+    for tag in tags:
+        try:
+            name, version = parse_tag(tag)
+        except ValueError:
+            continue
+        if name == wheel:
+            versions[version] = tag
+    return versions[max(versions)] if versions else None
+
+
+def _git(*arguments: str) -> bytes:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, check=True).stdout
+
+
+def releases(tree: dict[str, Wheel]) -> list[Release]:
+    """The last release of each wheel whose tag is an ancestor of this commit."""
+    tags = _git("tag", "--merged", "HEAD").decode().split()
+    found = []
+    for name in tree:
+        if (tag := newest_tag(name, tags)) is None:
+            continue
+        project = tomllib.loads(_git("show", f"{tag}:packages/{name}/pyproject.toml").decode())["project"]
+        dependencies = tuple(Requirement(text) for text in project.get("dependencies", []))
+        extras = tuple(sorted(set(project.get("optional-dependencies", {})) - GPU_EXTRAS))
+        found.append(Release(wheel=name, version=Version(project["version"]), tag=tag, dependencies=dependencies, extras=extras))
+    return found
+
+
+def _unpack(tag: str, folder: Path) -> None:
+    """The whole tree of a release: tests lean on the harness and on files around their wheel."""
+    with tarfile.open(fileobj=io.BytesIO(_git("archive", tag))) as archive:
+        archive.extractall(folder, filter="data")
+
+
+def build_wheels(tree: dict[str, Wheel], folder: Path, *, uv: str) -> dict[str, Path]:
+    """The wheels of this tree, built anew: installing a folder could take an older build from uv's cache."""
+    for wheel in tree.values():
+        subprocess.run([uv, "build", "-q", "--wheel", "--out-dir", str(folder), str(wheel.folder)], cwd=ROOT, check=True)
+    return {wheel.name: next(folder.glob(f"{wheel.module}-{wheel.version}-*.whl")) for wheel in tree.values()}
+
+
+def run_released_tests(release: Release, built: dict[str, Path], *, uv: str, constraints: Path) -> tuple[bool, str]:
+    """(passed, output) of a release's tests: its own wheel and tests, everything else from this tree."""
+    environment = {key: value for key, value in os.environ.items() if key not in {"VIRTUAL_ENV", "PYTHONPATH"}}
+
+    def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    with tempfile.TemporaryDirectory() as name:
+        old, venv = Path(name) / "old", Path(name) / "venv"
+        _unpack(release.tag, old)
+        python = str(venv / "bin" / "python")
+        siblings = Path(name) / "siblings.txt"
+        siblings.write_text("".join(f"{sibling} @ {path.as_uri()}\n" for sibling, path in built.items() if sibling != release.wheel))
+        # The wheel of the release is built from its tag, without the workspace that stood around it.
+        released = f"{old / 'packages' / release.wheel}[{','.join(release.extras)}]"
+        install = [uv, "pip", "install", "-q", "--python", python, "-c", str(constraints), "--override", str(siblings), "--no-sources"]
+        for command in (
+            [uv, "venv", "-q", "--no-python-downloads", "--python", sys.executable, str(venv)],
+            [*install, released, "--group", f"{old / 'pyproject.toml'}:test"],
+        ):
+            done = run(*command, cwd=Path(name))
+            if done.returncode:
+                return False, done.stdout
+        # Options of the release's own pytest configuration hold; the tree is on no path, so the installed wheels are tested.
+        done = run(python, "-m", "pytest", "-q", f"packages/{release.wheel}/tests", cwd=old)
+        return done.returncode == 0, done.stdout
+
+
+def compare(release: Release, tree: dict[str, Wheel], built: dict[str, Path], *, uv: str, constraints: Path) -> bool:
+    """Print the verdict on one release; False when it is broken although its range admits this tree."""
+    start = time.perf_counter()
+    admitted = all(release.admits(name, wheel.version) for name, wheel in tree.items())
+    passed, output = run_released_tests(release, built, uv=uv, constraints=constraints)
+    verdict = "ok" if passed else "BROKEN" if admitted else "broken, but its range excludes this tree"
+    print(f"{release.tag}: {verdict}, {time.perf_counter() - start:.1f} s", flush=True)
+    if not passed and admitted:
+        print(output[-6000:], flush=True)
+    return passed or not admitted
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--uv", required=True, help="the uv program")
+    parser.add_argument("--constraints", type=Path, required=True)
+    arguments = parser.parse_args()
+    tree = wheels()
+    found = releases(tree)
+    if not found:
+        print("consumers: notice: no wheel has been released yet, so nobody's tests can be run against this tree")
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        built = build_wheels(tree, Path(folder), uv=arguments.uv)
+        failed = sum(not compare(release, tree, built, uv=arguments.uv, constraints=arguments.constraints.resolve()) for release in found)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

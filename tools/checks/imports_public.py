@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Siblings and tools use each other's public names only: no private module, no name outside `__all__`."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from tools.checks._tree import ROOT, python_files, report, wheels
+
+
+def exported(module_file: Path) -> set[str] | None:
+    """Names in a module's `__all__`; None where it has none that can be read."""
+    names: set[str] | None = None
+    for node in ast.parse(module_file.read_text(encoding="utf-8")).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
+            value = getattr(node, "value", None)
+            if isinstance(value, ast.List | ast.Tuple):
+                names = {element.value for element in value.elts if isinstance(element, ast.Constant) and isinstance(element.value, str)}
+    return names
+
+
+def module_file(sources: dict[str, Path], dotted: str) -> Path | None:
+    """File of a sibling's module by its dotted name; None where there is none."""
+    top, *rest = dotted.split(".")
+    base = sources[top].joinpath(*rest)
+    for candidate in (base / "__init__.py", base.with_suffix(".py")):
+        if candidate.is_file() and (rest or candidate.name == "__init__.py"):
+            return candidate
+    return None
+
+
+def problems_in(text: str, sources: dict[str, Path], own: str | None) -> Iterator[tuple[int, str]]:
+    """Line and reason of each import that reaches into a sibling; `own` is the module the text belongs to."""
+    siblings = sources.keys() - {own}
+    tree = ast.parse(text)
+    modules: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] in siblings:
+                    modules[alias.asname or alias.name.split(".")[0]] = alias.name if alias.asname else alias.name.split(".")[0]
+                    yield from _module_problems(node.lineno, alias.name, sources)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level and node.module.split(".")[0] in siblings:
+            problems = list(_module_problems(node.lineno, node.module, sources))
+            yield from problems
+            if not problems:
+                for alias in node.names:
+                    yield from _name_problems(node.lineno, node.module, alias.name, sources)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+            yield from _name_problems(node.lineno, modules[node.value.id], node.attr, sources)
+
+
+def _module_problems(line: int, dotted: str, sources: dict[str, Path]) -> Iterator[tuple[int, str]]:
+    if any(part.startswith("_") for part in dotted.split(".")):
+        yield line, f"{dotted} is a private module"
+    elif module_file(sources, dotted) is None:
+        yield line, f"there is no module {dotted}"
+
+
+def _name_problems(line: int, dotted: str, name: str, sources: dict[str, Path]) -> Iterator[tuple[int, str]]:
+    if name == "*":
+        yield line, f"wildcard import from {dotted}; name what is used"
+        return
+    if not name.startswith("_") and module_file(sources, f"{dotted}.{name}") is not None:
+        return
+    file = module_file(sources, dotted)
+    names = exported(file) if file is not None else None
+    if names is None:
+        yield line, f"{dotted} has no __all__, so nothing in it is public"
+    elif name not in names and name not in {"__version__", "__all__"}:
+        yield line, f"{name} is not in __all__ of {dotted}"
+
+
+def main() -> int:
+    tree = wheels()
+    sources = {wheel.module: wheel.source for wheel in tree.values()}
+    files = [(path, wheel.module) for wheel in tree.values() for path in python_files(wheel.source)]
+    files += [(path, None) for path in python_files(ROOT / "tools") if "tests" not in path.parts]
+    findings = []
+    for path, own in files:
+        findings += [f"{path.relative_to(ROOT)}:{line}: {reason}" for line, reason in problems_in(path.read_text(), sources, own)]
+    return report(findings, f"imports: public names only in {len(files)} files")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Reaching into a sibling is found; its public names are free."""
+
+from pathlib import Path
+
+import pytest
+
+from tools.checks.imports_public import exported, problems_in
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> dict[str, Path]:
+    trunk = tmp_path / "trunk"
+    (trunk / "comm").mkdir(parents=True)
+    (trunk / "__init__.py").write_text('__all__ = ["Plan"]\n')
+    (trunk / "_plan.py").write_text('__all__ = ["Plan"]\n')
+    (trunk / "comm" / "__init__.py").write_text('__all__: list[str] = ["gather"]\n')
+    (trunk / "bare.py").write_text("x = 1\n")
+    return {"trunk": trunk, "leaf": tmp_path / "leaf"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from trunk import Plan",
+        "from trunk import comm",
+        "from trunk.comm import gather",
+        "import trunk\ntrunk.Plan()",
+        "import trunk.comm\ntrunk.comm",
+        "import trunk.comm as c\nc.gather",
+        "from leaf._inner import x",
+        "from ._inner import x",
+        "import torch\ntorch._C",
+    ],
+)
+def test_public_names_pass(sources, text):
+    assert list(problems_in(text, sources, "leaf")) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("from trunk._plan import Plan", "private module"),
+        ("import trunk._plan", "private module"),
+        ("from trunk import _plan", "not in __all__"),
+        ("from trunk import secret", "not in __all__"),
+        ("from trunk import *", "wildcard"),
+        ("from trunk.comm import scatter", "not in __all__"),
+        ("from trunk.gone import x", "no module"),
+        ("from trunk.bare import x", "no __all__"),
+        ("import trunk\ntrunk._plan.Plan", "not in __all__"),
+        ("def f():\n    from trunk._plan import Plan", "private module"),
+    ],
+)
+def test_reaching_inside_is_found(sources, text, reason):
+    ((_, found),) = problems_in(text, sources, "leaf")
+    assert reason in found
+
+
+def test_a_module_may_use_its_own_inside(sources):
+    assert list(problems_in("from trunk._plan import Plan", sources, "trunk")) == []
+
+
+def test_exported_reads_lists_and_annotated_lists(sources):
+    assert exported(sources["trunk"] / "comm" / "__init__.py") == {"gather"}
+    assert exported(sources["trunk"] / "bare.py") is None
