@@ -90,7 +90,9 @@ def datasets(config: RunConfig, tokenizer: Tokenizer) -> tuple[GPTDataset, GPTDa
     return train_set, valid_set
 
 
-def step_batches(config: RunConfig, dataset: GPTDataset, groups: ProcessGroups, device: torch.device | str, consumed: int = 0) -> Iterator[list[Batch]]:
+def step_batches(
+    config: RunConfig, dataset: GPTDataset, groups: ProcessGroups, device: torch.device | str, consumed: int = 0
+) -> Iterator[list[Batch]]:
     """The micro-batches of this rank, one list an optimizer step, from sample ``consumed`` on."""
     train = config.train
     sampler = PretrainingSampler(len(dataset), consumed, train.micro_batch_size, groups.dp.rank, groups.dp.size, train.global_batch_size)

@@ -2,7 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Train a recipe on one machine or many.
 
-    torchrun --nproc-per-node 8 -m tools.pretrain --recipe moe_tiny --set data.prefix=corpus --set data.tokenizer=tokenizer
+torchrun --nproc-per-node 8 -m tools.pretrain --recipe moe_tiny --set data.prefix=corpus --set data.tokenizer=tokenizer
 """
 
 import argparse

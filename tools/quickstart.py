@@ -2,7 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """The whole journey: text, training on two ranks, a checkpoint, another layout, a served model, a reinforced one.
 
-    python -m tools.quickstart [--text PATH] [--output FOLDER]
+python -m tools.quickstart [--text PATH] [--output FOLDER]
 """
 
 import argparse
@@ -54,7 +54,9 @@ class Stages:
         self.console = console
         self.sections: list[Section] = []
 
-    def run(self, title: str, work: Callable[[], T], facts: Callable[[T], list[tuple[str, str]]], text: Callable[[T], str] = lambda _: "") -> T:
+    def run(
+        self, title: str, work: Callable[[], T], facts: Callable[[T], list[tuple[str, str]]], text: Callable[[T], str] = lambda _: ""
+    ) -> T:
         self.console.rule(f"[bold]{len(self.sections) + 1}. {title}", align="left")
         begin = time.perf_counter()
         result = work()
@@ -127,7 +129,9 @@ def quickstart(text: list[Path], output: Path, assignments: list[str], iteration
 
     reports = stages.run(
         f"Reinforcement: write more of {WANTED!r}",
-        lambda: launch(reinforce_rank, ranks, device=kind, config=config, kind=kind, prompts=PROMPTS, wanted=WANTED, iterations=iterations, lr=1e-3)[0],
+        lambda: launch(
+            reinforce_rank, ranks, device=kind, config=config, kind=kind, prompts=PROMPTS, wanted=WANTED, iterations=iterations, lr=1e-3
+        )[0],
         lambda reports: [
             ("reward, first iteration to last", f"{reports[0].mean_reward:.3f} to {reports[-1].mean_reward:.3f}"),
             ("answers", f"{sum(report.num_rollouts for report in reports):,}"),
@@ -142,12 +146,15 @@ def quickstart(text: list[Path], output: Path, assignments: list[str], iteration
     history = trained.history
     experts = [name for name in history.rows[-1][1] if name.startswith("expert_")]
     steps = [float(i + 1) for i in range(len(reports))]
+    losses = {"training": history.curve("loss"), "validation": history.curve("eval/loss")}
+    loads = {name.removesuffix("_share"): history.curve(name) for name in experts}
+    rewards = {"mean": (steps, [report.mean_reward for report in reports])}
     plots = [
-        Plot(title="Loss", x_label="step", y_label="nats a token", curves={"training": history.curve("loss"), "validation": history.curve("eval/loss")}),
+        Plot(title="Loss", x_label="step", y_label="nats a token", curves=losses),
         Plot(title="Throughput", x_label="step", y_label="tokens a second", curves={"training": history.curve("tokens_per_s")}),
-        Plot(title="Expert load", x_label="step", y_label="share of tokens", curves={name.removesuffix("_share"): history.curve(name) for name in experts}),
-        Plot(title="Reward", x_label="iteration", y_label=f"share of {WANTED!r}", curves={"mean": (steps, [report.mean_reward for report in reports])}),
-    ]  # fmt: skip
+        Plot(title="Expert load", x_label="step", y_label="share of tokens", curves=loads),
+        Plot(title="Reward", x_label="iteration", y_label=f"share of {WANTED!r}", curves=rewards),
+    ]
     write_report(output / "report.html", "From text to a reinforced model", stages.sections, plots)
     _summary(stages.sections, output / "report.html", time.perf_counter() - begin, console)
 
@@ -179,7 +186,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="quickstart", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, help="file, folder or JSONL to learn from; default: the interpreter's standard library")
     parser.add_argument("--output", type=Path, default=Path("runs/quickstart"), help="folder that is made anew (default: %(default)s)")
-    parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change a field of the recipe, for instance train.steps=50")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="PATH=VALUE", help="change a field of the recipe, for instance train.steps=50"
+    )
     parser.add_argument("--iterations", type=int, default=20, help="of reinforcement (default: %(default)s)")
     arguments = parser.parse_args()
     console = Console()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mcore_moe import MoEConfig
-from mcore_parallel import ParallelPlan, ProcessGroups
+from mcore_parallel import ParallelPlan
 from mcore_parallel.models import TransformerConfig
 from mcore_parallel.optim import OptimizerConfig
 from mcore_parallel.training import Batch, CrossEntropyObjective, train_step

@@ -31,7 +31,9 @@ def run(check: Callable[..., Any], num_ranks: int, *, timeout_s: float = 60.0, b
         ranks = []
         for rank in range(num_ranks):
             ours, theirs = _server.Pipe()
-            process = _server.Process(target=_rank_main, args=(check, inputs, rank, num_ranks, backend, f"file://{folder}/store", theirs), daemon=True)
+            process = _server.Process(
+                target=_rank_main, args=(check, inputs, rank, num_ranks, backend, f"file://{folder}/store", theirs), daemon=True
+            )
             process.start()
             ranks.append(process)
             theirs.close()
@@ -63,7 +65,9 @@ def _collect(pending: dict[Connection, int], deadline: float) -> list[Any]:
     return [results[rank] for rank in sorted(results)]
 
 
-def _rank_main(check: Callable[..., Any], inputs: dict[str, Any], rank: int, num_ranks: int, backend: str, store: str, pipe: Connection) -> None:
+def _rank_main(
+    check: Callable[..., Any], inputs: dict[str, Any], rank: int, num_ranks: int, backend: str, store: str, pipe: Connection
+) -> None:
     assert "torch._dynamo" in sys.modules, "the preload failed (its import errors are silent)"
     import torch
     import torch.distributed as dist

@@ -2,7 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Time of one pre-training step of the quickstart's model.
 
-    python -m tools.bench.pretrain_step --ranks 1 2 --output docs/benchmarks/pretrain_step.json
+python -m tools.bench.pretrain_step --ranks 1 2 --output docs/benchmarks/pretrain_step.json
 """
 
 import argparse
@@ -62,7 +62,9 @@ def main() -> None:
     base = dataclasses.replace(base, train=dataclasses.replace(base.train, dtype=arguments.dtype))
     rows: list[dict[str, Any]] = []
     for ranks in arguments.ranks:
-        plans = [ParallelPlan()] if ranks == 1 else [ParallelPlan(tp=ranks, ep=ranks), ParallelPlan(dp=ranks, ep=ranks), ParallelPlan(pp=ranks)]
+        plans = (
+            [ParallelPlan()] if ranks == 1 else [ParallelPlan(tp=ranks, ep=ranks), ParallelPlan(dp=ranks, ep=ranks), ParallelPlan(pp=ranks)]
+        )
         for plan in plans:
             config = dataclasses.replace(base, plan=plan)
             values = launch(measure, ranks, device=kind, config=config, kind=kind, warmup=5, steps=arguments.steps)[0]

@@ -38,7 +38,13 @@ def reinforce_rank(config: RunConfig, kind: str, prompts: Sequence[str], wanted:
         generation_args=GenericGenerationArgs(temperature=1.0, max_tokens=24),
     )
     reports = []
-    columns = (TextColumn("reinforcing"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}"), TextColumn("{task.description}"), TimeRemainingColumn())
+    columns = (
+        TextColumn("reinforcing"),
+        BarColumn(),
+        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+        TextColumn("{task.description}"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, disable=rank != 0) as progress:
         task = progress.add_task("", total=iterations)
         for _ in range(iterations):

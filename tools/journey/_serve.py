@@ -32,7 +32,9 @@ class Served:
     http_ms: float
 
 
-def build_engine(config: RunConfig, tokenizer: Tokenizer, device: torch.device | str, *, seed: int = 0, max_length: int = 256) -> DynamicInferenceEngine:
+def build_engine(
+    config: RunConfig, tokenizer: Tokenizer, device: torch.device | str, *, seed: int = 0, max_length: int = 256
+) -> DynamicInferenceEngine:
     """An engine with a model of its own, whole on this rank; its weights are those of the run's seed until some are loaded."""
     model = build_model(config, ProcessGroups.single(), device, attention_core=PagedAttention()).eval()
     sizes = InferenceConfig(max_sequence_length=max_length, max_requests=64, block_size_tokens=16, buffer_size_gb=0.25)

@@ -29,7 +29,11 @@ class Corpus:
 def default_text() -> list[Path]:
     """The sources of the running interpreter's standard library: real text that is always there."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    return sorted(path for path in root.iterdir() if path.suffix == ".py" or (path.is_dir() and path.name not in _NOT_SOURCES and any(path.glob("*.py"))))
+    return sorted(
+        path
+        for path in root.iterdir()
+        if path.suffix == ".py" or (path.is_dir() and path.name not in _NOT_SOURCES and any(path.glob("*.py")))
+    )
 
 
 def prepare(text: Sequence[Path], folder: Path, vocab_size: int, console: Console) -> Corpus:

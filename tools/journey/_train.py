@@ -77,7 +77,7 @@ def train_rank(config: RunConfig, kind: str) -> Trained:
         history,
     ] if first else []  # fmt: skip
 
-    def data(consumed: int):  # noqa: ANN202
+    def data(consumed: int):
         return step_batches(config, train_set, parts.groups, device, consumed)
 
     def probe() -> dict[str, float]:
@@ -86,7 +86,11 @@ def train_rank(config: RunConfig, kind: str) -> Trained:
         return {f"expert_{number}_share": value for number, value in enumerate((share / share.sum()).tolist())}
 
     trainer = Trainer(
-        TrainerConfig(steps=config.train.steps, eval_every=config.train.eval_interval, save_every=config.train.checkpoint_interval or config.train.steps),
+        TrainerConfig(
+            steps=config.train.steps,
+            eval_every=config.train.eval_interval,
+            save_every=config.train.checkpoint_interval or config.train.steps,
+        ),
         parts.model,
         parts.sync,
         parts.optimizer,
@@ -114,6 +118,6 @@ def validate_rank(config: RunConfig, kind: str) -> float:
     return evaluate(model, _validation(config, valid_set, groups, device), CrossEntropyObjective(), groups=groups).mean.item()
 
 
-def _validation(config: RunConfig, dataset, groups: ProcessGroups, device: torch.device) -> Sequence[Batch]:  # noqa: ANN001
+def _validation(config: RunConfig, dataset, groups: ProcessGroups, device: torch.device) -> Sequence[Batch]:
     stream = step_batches(config, dataset, groups, device)
     return [batch for _, step in zip(range(config.train.eval_batches), stream, strict=False) for batch in step]

@@ -50,9 +50,9 @@ class RunConfig:
     model: TransformerConfig
     moe: MoEConfig | None = None
     """None for dense feed-forwards."""
-    plan: ParallelPlan = ParallelPlan()
+    plan: ParallelPlan = field(default_factory=ParallelPlan)
     train: TrainConfig = field(default_factory=TrainConfig)
-    optimizer: OptimizerConfig = OptimizerConfig(lr=3e-3)
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=3e-3))
     data: DataConfig = field(default_factory=DataConfig)
     output: str = "runs/pretrain"
     """Folder for checkpoints and logs."""

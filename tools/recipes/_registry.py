@@ -17,7 +17,13 @@ def moe_tiny() -> RunConfig:
     """A mixture of experts that learns Python source on two CPU cores within minutes."""
     return RunConfig(
         model=TransformerConfig(
-            num_layers=4, hidden_size=128, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=256, vocab_size=2048, norm_epsilon=1e-5
+            num_layers=4,
+            hidden_size=128,
+            num_attention_heads=4,
+            num_query_groups=2,
+            ffn_hidden_size=256,
+            vocab_size=2048,
+            norm_epsilon=1e-5,
         ),
         moe=MoEConfig(num_moe_experts=4, moe_router_topk=2, moe_aux_loss_coeff=0.01),
         train=TrainConfig(steps=200, seq_len=128, micro_batch_size=8, global_batch_size=16, warmup_steps=20, eval_interval=50),
@@ -29,7 +35,9 @@ def moe_tiny() -> RunConfig:
 def gpt_tiny() -> RunConfig:
     """The dense sibling of moe_tiny."""
     return RunConfig(
-        model=TransformerConfig(num_layers=4, hidden_size=128, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=384, vocab_size=2048),
+        model=TransformerConfig(
+            num_layers=4, hidden_size=128, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=384, vocab_size=2048
+        ),
         train=TrainConfig(steps=200, seq_len=128, micro_batch_size=8, global_batch_size=16, warmup_steps=20, eval_interval=50),
         optimizer=OptimizerConfig(lr=3e-3, min_lr=3e-4, weight_decay=0.1, clip_grad=1.0),
         output="runs/gpt_tiny",

@@ -13,7 +13,9 @@ def test_every_recipe_builds(name: str) -> None:
 
 
 def test_fields_change_by_path_and_type() -> None:
-    config = override(recipe("moe_tiny"), ["train.steps=7", "optimizer.lr=1e-4", "plan.sequence_parallel=false", "model.kv_channels=none", "moe=none"])
+    config = override(
+        recipe("moe_tiny"), ["train.steps=7", "optimizer.lr=1e-4", "plan.sequence_parallel=false", "model.kv_channels=none", "moe=none"]
+    )
     assert (config.train.steps, config.optimizer.lr, config.plan.sequence_parallel, config.model.kv_channels) == (7, 1e-4, False, None)
     assert config.moe is None
     assert recipe("moe_tiny").train.steps != 7

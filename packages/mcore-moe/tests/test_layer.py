@@ -52,7 +52,9 @@ def test_layer_equals_a_loop_over_tokens() -> None:
     torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-12)
     assert aux is not None and aux.item() > 0
     parameters = [x, *layer.parameters()]
-    for ours, theirs in zip(torch.autograd.grad(y.square().sum(), parameters), torch.autograd.grad(expected.square().sum(), parameters), strict=True):
+    for ours, theirs in zip(
+        torch.autograd.grad(y.square().sum(), parameters), torch.autograd.grad(expected.square().sum(), parameters), strict=True
+    ):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
@@ -113,7 +115,9 @@ def test_two_ranks_equal_one_for_experts_over_tensor_ranks(world) -> None:
 
 
 @pytest.mark.world(4)
-@pytest.mark.parametrize("plan", [ParallelPlan(dp=4, ep=2), ParallelPlan(dp=4, ep=4), ParallelPlan(tp=2, dp=2, ep=4), ParallelPlan(cp=2, dp=2, ep=2)])
+@pytest.mark.parametrize(
+    "plan", [ParallelPlan(dp=4, ep=2), ParallelPlan(dp=4, ep=4), ParallelPlan(tp=2, dp=2, ep=4), ParallelPlan(cp=2, dp=2, ep=2)]
+)
 def test_four_ranks_equal_one(world, plan: ParallelPlan) -> None:
     world(check_ranks, plan=plan, tokens=3)
 

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from megatron_fsdp.layout import Segment, plan_layout
+from megatron_fsdp._layout import Segment, plan_layout
 
 SIZES = (1, 1, 2, 3, 5, 7, 8, 16, 64)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from mcore_ckpt._control import Control
 from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt._plan import Read, assign_files, compare, plan_load
-from mcore_ckpt._sharded import ShardedTensor, as_sharded
+from mcore_ckpt._sharded import ShardedTensor, as_parts
 from mcore_ckpt._storage import SafetensorsFile, dtype_code, dtype_of, file_digest
 from mcore_ckpt.chunks import Box
 from mcore_ckpt.manifest import Chunk, Manifest, TensorRecord, read_manifest
@@ -49,13 +49,13 @@ def load(
     """
     control, folder = Control(group), Path(directory)
     opened: list[Manifest] = []
-    shards: dict[str, ShardedTensor] = {}
+    shards: dict[str, list[ShardedTensor]] = {}
 
     def survey() -> dict[str, Any]:
         manifest = read_manifest(folder)
         opened.append(manifest)
-        shards.update((name, as_sharded(name, value)) for name, value in state.items())
-        wanted = {name: TensorRecord(dtype_code(shard.data.dtype), shard.global_shape) for name, shard in shards.items()}
+        shards.update((name, as_parts(name, value)) for name, value in state.items())
+        wanted = {name: TensorRecord(dtype_code(parts[0].data.dtype), parts[0].global_shape) for name, parts in shards.items()}
         problems = compare(wanted, manifest.tensors)
         if problems:
             raise CheckpointingException("the state does not fit: " + "; ".join(problems))
@@ -77,7 +77,10 @@ def load(
     needed = {chunk.file for name in asked for chunk in manifest.tensors[name].chunks}
     share = assign_files({file: manifest.files[file].bytes for file in needed}, control.size)[control.rank]
     control.run(f"verifying {folder}", lambda: check_files(folder, manifest, share, digests=verify))
-    control.run(f"reading {folder}", lambda: _fill(folder, shards, plan_load(((n, s.box) for n, s in shards.items()), manifest.tensors)))
+    control.run(
+        f"reading {folder}",
+        lambda: _fill(folder, shards, plan_load(((n, s.box) for n, parts in shards.items() for s in parts), manifest.tensors)),
+    )
     return dict(manifest.extra)
 
 
@@ -98,11 +101,11 @@ def check_files(folder: Path, manifest: Manifest, names: Iterable[str], *, diges
             raise CheckpointingException(f"{path}: its SHA-256 is not the one in the manifest; the file is damaged")
 
 
-def _fill(folder: Path, shards: Mapping[str, ShardedTensor], reads: list[Read]) -> None:
+def _fill(folder: Path, shards: Mapping[str, list[ShardedTensor]], reads: list[Read]) -> None:
     for name, same_file in itertools.groupby(reads, key=lambda read: read.chunk.file):
         with SafetensorsFile(folder / name) as file, torch.no_grad():
             for read in same_file:
-                shard = shards[read.name]
+                shard = next(part for part in shards[read.name] if part.box.contains(read.box))
                 target = shard.data[read.box.relative_to(shard.box).slices()]
                 target.copy_(_stored(file, read.chunk, shard.data.dtype)[read.box.relative_to(read.chunk.box).slices()])
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from mcore_ckpt._control import Control
 from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt._plan import SavePlan, ShardRecord, Write, pack_files, plan_save
-from mcore_ckpt._sharded import ShardedTensor, as_sharded
+from mcore_ckpt._sharded import ShardedTensor, as_parts
 from mcore_ckpt._storage import FileRecord, dtype_code, remove_file, replace_file, sync_folder, write_safetensors
 from mcore_ckpt.chunks import Box
 from mcore_ckpt.manifest import MANIFEST_NAME, Chunk, Manifest, TensorRecord, check_extra, is_checkpoint
@@ -162,9 +162,9 @@ def _prepare(control: Control, state: Mapping[str, Any], directory: Path, extra:
         check_extra(extra)
         records = []
         for name, value in state.items():
-            shard = as_sharded(name, value)
-            shards[name, shard.box] = shard
-            records.append(ShardRecord(name, dtype_code(shard.data.dtype), shard.global_shape, shard.box, shard.replica).to_json())
+            for shard in as_parts(name, value):
+                shards[name, shard.box] = shard
+                records.append(ShardRecord(name, dtype_code(shard.data.dtype), shard.global_shape, shard.box, shard.replica).to_json())
         token = None
         if control.rank == 0:
             token = secrets.token_hex(4)

@@ -102,6 +102,11 @@ def as_sharded(name: str, value: Any) -> ShardedTensor:
     )
 
 
+def as_parts(name: str, value: Any) -> list[ShardedTensor]:
+    """The parts of one global tensor that this rank holds: those of a list, or the one of `as_sharded`."""
+    return [as_sharded(name, part) for part in value] if isinstance(value, list | tuple) else [as_sharded(name, value)]
+
+
 def _from_dtensor(value: Any) -> ShardedTensor:
     if any(placement.is_partial() for placement in value.placements):
         raise ValueError(f"a DTensor placed {value.placements} holds partial sums; redistribute it to Shard or Replicate first")

@@ -42,6 +42,8 @@ class MoEConfig:
         if self.moe_router_dtype not in (None, "fp32", "fp64"):
             raise ValueError(f"moe_router_dtype={self.moe_router_dtype!r} must be fp32, fp64 or None")
         if self.moe_router_topk == 1 and self.moe_router_score_function == "softmax" and not self.moe_router_pre_softmax:
-            raise ValueError("moe_router_topk=1 with softmax needs moe_router_pre_softmax=True, else every weight is 1 and the router learns nothing")
+            raise ValueError(
+                "moe_router_topk=1 with softmax needs moe_router_pre_softmax=True, else every weight is 1 and the router learns nothing"
+            )
         if self.moe_aux_loss_coeff < 0:
             raise ValueError(f"moe_aux_loss_coeff={self.moe_aux_loss_coeff} must not be negative")

@@ -29,9 +29,7 @@ class MoELayer(nn.Module):
 
     tokens_per_expert: Tensor
 
-    def __init__(
-        self, config: MoEConfig, site: Site, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-    ) -> None:
+    def __init__(self, config: MoEConfig, site: Site, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> None:
         super().__init__()
         groups = site.groups
         if groups.tp.size > 1 and not groups.sequence_parallel:

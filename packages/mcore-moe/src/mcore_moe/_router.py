@@ -26,7 +26,13 @@ class TopKRouter(nn.Module):
     """
 
     def __init__(
-        self, config: MoEConfig, hidden_size: int, groups: ProcessGroups, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+        self,
+        config: MoEConfig,
+        hidden_size: int,
+        groups: ProcessGroups,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
         self.config = config

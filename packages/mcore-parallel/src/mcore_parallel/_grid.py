@@ -58,7 +58,8 @@ class HyperCommGrid:
         self.size = math.prod(shape)
         if self.size > world_size - rank_offset:
             raise RuntimeError(
-                f"grid of {dict(zip(dim_names, shape, strict=True))} = {self.size} ranks from rank {rank_offset} exceeds world_size={world_size}"
+                f"grid of {dict(zip(dim_names, shape, strict=True))} = {self.size} ranks "
+                f"from rank {rank_offset} exceeds world_size={world_size}"
             )
         self._timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         self._views: dict[str, tuple[dict[str, int], frozenset[str]]] = {}
@@ -79,7 +80,9 @@ class HyperCommGrid:
         shared = frozenset(shared_dims)
         for dims in [[dim] for dim in shared_dims] + ([list(shared_dims)] if len(shared) > 1 else []):
             if enumerate_ranks(sizes, dims, self.rank_offset) != self.get_rank_enum(dims):
-                raise ValueError(f"axes {dims} of view {name!r} hold other ranks than in the base view; make the faster axes multiply to the same size")
+                raise ValueError(
+                    f"axes {dims} of view {name!r} hold other ranks than in the base view; make the faster axes multiply to the same size"
+                )
         self._views[name] = (sizes, shared)
 
     def get_rank_enum(self, dims: str | Sequence[str], view: str = "") -> list[list[int]]:

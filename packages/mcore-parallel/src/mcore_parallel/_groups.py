@@ -13,8 +13,16 @@ from mcore_parallel._plan import ParallelPlan
 
 # field of ProcessGroups -> (view, axes)
 _DENSE = {
-    "tp": "tp", "cp": "cp", "dp": "dp", "pp": "pp", "dp_cp": "cp-dp", "tp_pp": "tp-pp", "tp_cp": "tp-cp", "tp_dp": "tp-dp", "tp_dp_cp": "tp-cp-dp",
-}  # fmt: skip
+    "tp": "tp",
+    "cp": "cp",
+    "dp": "dp",
+    "pp": "pp",
+    "dp_cp": "cp-dp",
+    "tp_pp": "tp-pp",
+    "tp_cp": "tp-cp",
+    "tp_dp": "tp-dp",
+    "tp_dp_cp": "tp-cp-dp",
+}
 _EXPERT = {"ep": "ep", "expt_tp": "tp", "expt_dp": "dp", "tp_ep": "tp-ep", "tp_ep_pp": "tp-ep-pp"}
 
 
@@ -102,7 +110,9 @@ class ProcessGroups:
         return cls(plan=ParallelPlan(), embd=alone, pos_embd=alone, world=alone, **dict.fromkeys((*_DENSE, *_EXPERT), alone))
 
     @classmethod
-    def build(cls, plan: ParallelPlan, *, backend: str | None = None, rank_offset: int = 0, timeout_s: float | None = None) -> "ProcessGroups":
+    def build(
+        cls, plan: ParallelPlan, *, backend: str | None = None, rank_offset: int = 0, timeout_s: float | None = None
+    ) -> "ProcessGroups":
         """Create the groups of ``plan``; every rank of the world calls this with the same plan.
 
         Groups that hold the same ranks share one communicator.
@@ -125,7 +135,8 @@ class ProcessGroups:
             )
         if rank_offset == 0 and plan.world_size < world_size:
             raise ValueError(
-                f"tp={plan.tp} * cp={plan.cp} * dp={plan.dp} * pp={plan.pp} = {plan.world_size} ranks leave part of world_size={world_size} idle; "
+                f"tp={plan.tp} * cp={plan.cp} * dp={plan.dp} * pp={plan.pp} = {plan.world_size} ranks "
+                f"leave part of world_size={world_size} idle; "
                 "raise dp, or use ParallelPlan.for_world"
             )
         made: dict[tuple[int, ...], Group] = {}

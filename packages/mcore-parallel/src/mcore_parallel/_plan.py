@@ -76,7 +76,9 @@ class ParallelPlan:
         """
         tp, cp, pp = (int(degrees.get(axis, 1)) for axis in ("tp", "cp", "pp"))  # type: ignore[call-overload]
         if world_size % (tp * cp * pp):
-            raise ValueError(f"tp*cp*pp={tp}*{cp}*{pp}={tp * cp * pp} must divide world_size={world_size}; lower a degree or start more ranks")
+            raise ValueError(
+                f"tp*cp*pp={tp}*{cp}*{pp}={tp * cp * pp} must divide world_size={world_size}; lower a degree or start more ranks"
+            )
         return cls(dp=world_size // (tp * cp * pp), **degrees)  # type: ignore[arg-type]
 
     @property

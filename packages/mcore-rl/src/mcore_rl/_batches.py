@@ -38,7 +38,9 @@ def rollout_batches(
     for row, (rollout, advantage) in enumerate(zip(rollouts, advantages, strict=True)):
         length = len(rollout.trajectory)
         if length > seq_len + 1:
-            raise ValueError(f"trajectory of {rollout.problem_id} has {length} tokens, seq_len={seq_len} admits {seq_len + 1}; raise seq_len")
+            raise ValueError(
+                f"trajectory of {rollout.problem_id} has {length} tokens, seq_len={seq_len} admits {seq_len + 1}; raise seq_len"
+            )
         tokens[row, :length] = torch.tensor(rollout.trajectory)
         written = torch.tensor(rollout.generation_mask)[1:]
         mask[row, : length - 1] = written.float()

@@ -73,9 +73,13 @@ class TokenRollout:
 
     def __post_init__(self) -> None:
         if len(self.generation_mask) != len(self.trajectory):
-            raise ValueError(f"generation_mask has {len(self.generation_mask)} entries for {len(self.trajectory)} tokens of {self.problem_id}")
+            raise ValueError(
+                f"generation_mask has {len(self.generation_mask)} entries for {len(self.trajectory)} tokens of {self.problem_id}"
+            )
         if len(self.logprobs) != sum(self.generation_mask):
-            raise ValueError(f"logprobs has {len(self.logprobs)} entries for {sum(self.generation_mask)} generated tokens of {self.problem_id}")
+            raise ValueError(
+                f"logprobs has {len(self.logprobs)} entries for {sum(self.generation_mask)} generated tokens of {self.problem_id}"
+            )
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

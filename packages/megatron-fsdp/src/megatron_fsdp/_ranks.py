@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp.policy import Strategy
+from megatron_fsdp._policy import Strategy
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement

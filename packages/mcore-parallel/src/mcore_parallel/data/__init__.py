@@ -2,19 +2,19 @@
 # Copyright (c) 2026 the mcore authors
 """Corpora on disk, the datasets cut from them, tokenizers, and the order in which ranks read."""
 
+from mcore_parallel.data._blend import BlendedDataset
+from mcore_parallel.data._blend_builder import BlendedMegatronDatasetBuilder
+from mcore_parallel.data._blend_config import BlendedMegatronDatasetConfig, Split, parse_blend, parse_split
+from mcore_parallel.data._builder import IndexedDatasetBuilder, merge_indexed
+from mcore_parallel.data._documents import read_documents
+from mcore_parallel.data._errors import DataError, DocumentError, IndexedDatasetError, TokenizerError
+from mcore_parallel.data._gpt import GPTDataset, GPTDatasetConfig
+from mcore_parallel.data._hf_tokenizer import HuggingFaceTokenizer, train_bpe
 from mcore_parallel.data._index_file import token_dtype
-from mcore_parallel.data.blend import BlendedDataset
-from mcore_parallel.data.blend_builder import BlendedMegatronDatasetBuilder
-from mcore_parallel.data.blend_config import BlendedMegatronDatasetConfig, Split, parse_blend, parse_split
-from mcore_parallel.data.builder import IndexedDatasetBuilder, merge_indexed
-from mcore_parallel.data.documents import read_documents
-from mcore_parallel.data.errors import DataError, DocumentError, IndexedDatasetError, TokenizerError
-from mcore_parallel.data.gpt import GPTDataset, GPTDatasetConfig
-from mcore_parallel.data.hf_tokenizer import HuggingFaceTokenizer, train_bpe
-from mcore_parallel.data.indexed import IndexedDataset
-from mcore_parallel.data.preprocess import PreprocessReport, preprocess
-from mcore_parallel.data.sampler import PretrainingSampler, batches
-from mcore_parallel.data.tokenizer import ByteTokenizer, NullTokenizer, Tokenizer, build_tokenizer
+from mcore_parallel.data._indexed import IndexedDataset
+from mcore_parallel.data._preprocess import PreprocessReport, preprocess
+from mcore_parallel.data._sampler import PretrainingSampler, batches
+from mcore_parallel.data._tokenizer import ByteTokenizer, NullTokenizer, Tokenizer, build_tokenizer
 
 __all__ = [
     "BlendedDataset",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_parallel.data.errors import DataError
+from mcore_parallel.data._errors import DataError
 
 
 @dataclass(frozen=True, kw_only=True)

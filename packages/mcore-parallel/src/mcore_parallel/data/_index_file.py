@@ -12,7 +12,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from mcore_parallel.data.errors import IndexedDatasetError
+from mcore_parallel.data._errors import IndexedDatasetError
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

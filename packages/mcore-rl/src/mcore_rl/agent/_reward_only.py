@@ -6,7 +6,14 @@ import asyncio
 from abc import abstractmethod
 from dataclasses import dataclass
 
-from mcore_rl._types import EvaluationResponse, GenericGenerationArgs, InferenceRequest, InferenceResponse, RewardEvaluationResult, TokenRollout
+from mcore_rl._types import (
+    EvaluationResponse,
+    GenericGenerationArgs,
+    InferenceRequest,
+    InferenceResponse,
+    RewardEvaluationResult,
+    TokenRollout,
+)
 from mcore_rl.agent._base import EvaluationAgent, GroupedRolloutGenerator
 from mcore_rl.inference import InferenceInterface
 

@@ -8,8 +8,8 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from mcore_parallel.data._errors import IndexedDatasetError
 from mcore_parallel.data._index_file import IndexArrays, read_index
-from mcore_parallel.data.errors import IndexedDatasetError
 
 
 class IndexedDataset:

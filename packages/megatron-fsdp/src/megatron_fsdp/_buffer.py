@@ -4,7 +4,7 @@
 
 import torch
 
-from megatron_fsdp.layout import FlatLayout, Segment
+from megatron_fsdp._layout import FlatLayout, Segment
 
 
 class FlatBuffer:

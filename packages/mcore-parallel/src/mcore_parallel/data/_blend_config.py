@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from mcore_parallel.data.errors import DataError
+from mcore_parallel.data._errors import DataError
 
 Blend = tuple[list[str], list[float] | None]
 

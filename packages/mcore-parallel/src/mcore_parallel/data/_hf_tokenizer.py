@@ -10,8 +10,8 @@ from types import ModuleType
 from typing import Any
 
 from mcore_parallel.data._atomic import atomic_file
-from mcore_parallel.data.chat import TURN_END, TURN_START, render_chat
-from mcore_parallel.data.errors import TokenizerError
+from mcore_parallel.data._chat import TURN_END, TURN_START, render_chat
+from mcore_parallel.data._errors import TokenizerError
 
 # Names by which roles are known when no tokenizer_config.json declares them, the most telling first.
 _KNOWN_NAMES = {

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_fsdp.group import ManagedParameter
-from megatron_fsdp.uneven import Place, as_dtensor, local
+from megatron_fsdp._group import ManagedParameter
+from megatron_fsdp._uneven import Place, as_dtensor, local
 
 if TYPE_CHECKING:
-    from megatron_fsdp.fully_shard import MegatronFSDP
+    from megatron_fsdp._fully_shard import MegatronFSDP
 
 
 def model_state_dict(model: "MegatronFSDP", state: dict[str, Any], prefix: str = "") -> dict[str, Any]:

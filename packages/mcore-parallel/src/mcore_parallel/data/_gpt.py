@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from mcore_parallel.data._array_cache import cached_arrays, describe
+from mcore_parallel.data._blend_config import BlendedMegatronDatasetConfig, Split
+from mcore_parallel.data._errors import DataError
 from mcore_parallel.data._gpt_indices import build_gpt_indices, plan_epochs
-from mcore_parallel.data.blend_config import BlendedMegatronDatasetConfig, Split
-from mcore_parallel.data.errors import DataError
-from mcore_parallel.data.indexed import IndexedDataset
+from mcore_parallel.data._indexed import IndexedDataset
 
 _NO_PAD = -1
 """Stands for padding inside a sample when no token id can; never leaves the dataset."""

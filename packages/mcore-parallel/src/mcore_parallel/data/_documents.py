@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterator
 from typing import BinaryIO, cast
 
-from mcore_parallel.data.errors import DocumentError
+from mcore_parallel.data._errors import DocumentError
 
 _TEXT_ENDINGS = (".py", ".txt", ".md")
 _LINE_ENDINGS = (".jsonl", ".json")

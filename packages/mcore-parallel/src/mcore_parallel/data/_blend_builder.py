@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from mcore_parallel.data.blend import BlendedDataset
-from mcore_parallel.data.blend_config import Blend, BlendedMegatronDatasetConfig, Split
-from mcore_parallel.data.errors import DataError
+from mcore_parallel.data._blend import BlendedDataset
+from mcore_parallel.data._blend_config import Blend, BlendedMegatronDatasetConfig, Split
+from mcore_parallel.data._errors import DataError
 
 Range = tuple[float, float]
 

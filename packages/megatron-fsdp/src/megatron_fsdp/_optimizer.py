@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from megatron_fsdp.uneven import local
+from megatron_fsdp._uneven import local
 
 if TYPE_CHECKING:
-    from megatron_fsdp.fully_shard import MegatronFSDP
+    from megatron_fsdp._fully_shard import MegatronFSDP
 
 # Rules that mix rows or look at a whole matrix: torch would apply them to chunks that are not where it thinks.
 _WHOLE_TENSOR_OPTIMIZERS = ("Adafactor", "LBFGS", "Muon", "Shampoo")

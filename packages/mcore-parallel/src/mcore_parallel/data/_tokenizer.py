@@ -8,8 +8,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from mcore_parallel.data.chat import TURN_END, TURN_START, render_chat
-from mcore_parallel.data.errors import TokenizerError
+from mcore_parallel.data._chat import TURN_END, TURN_START, render_chat
+from mcore_parallel.data._errors import TokenizerError
 
 
 @runtime_checkable
@@ -175,7 +175,7 @@ def build_tokenizer(name: str | os.PathLike[str]) -> Tokenizer:
         return NullTokenizer(int(argument))
     if os.path.exists(text):
         # the one place that decides for the optional library
-        from mcore_parallel.data.hf_tokenizer import HuggingFaceTokenizer
+        from mcore_parallel.data._hf_tokenizer import HuggingFaceTokenizer
 
         return HuggingFaceTokenizer(text)
     raise TokenizerError(f"tokenizer={text!r} is no choice; give byte, null:VOCAB_SIZE, or the path of a tokenizer.json or its folder")

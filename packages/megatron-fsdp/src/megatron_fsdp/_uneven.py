@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
+from megatron_fsdp._layout import FlatLayout, Segment, Shape
 from megatron_fsdp._ranks import Topology
-from megatron_fsdp.layout import FlatLayout, Segment, Shape
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from megatron_fsdp._buffer import FlatBuffer, local_view
+from megatron_fsdp._layout import plan_layout
+from megatron_fsdp._policy import MixedPrecisionPolicy, Strategy
 from megatron_fsdp._ranks import Ranks, Topology, wait
-from megatron_fsdp.buffer import FlatBuffer, local_view
-from megatron_fsdp.layout import plan_layout
-from megatron_fsdp.policy import MixedPrecisionPolicy, Strategy
-from megatron_fsdp.uneven import Place
-from megatron_fsdp.units import ParameterSite
+from megatron_fsdp._uneven import Place
+from megatron_fsdp._units import ParameterSite
 
 
 class ManagedParameter:

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from mcore_parallel.data._atomic import atomic_file, commit, partial_name
+from mcore_parallel.data._errors import IndexedDatasetError
 from mcore_parallel.data._index_file import as_token_dtype, read_index, write_index
-from mcore_parallel.data.errors import IndexedDatasetError
 
 
 class IndexedDatasetBuilder:

@@ -4,7 +4,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from mcore_parallel.data.errors import TokenizerError
+from mcore_parallel.data._errors import TokenizerError
 
 TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"

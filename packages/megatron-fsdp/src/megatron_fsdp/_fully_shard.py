@@ -13,13 +13,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp import state_dict as _state
+from megatron_fsdp._group import ParameterGroup
+from megatron_fsdp._hooks import Runtime, Unit
+from megatron_fsdp._materialize import ResetParameters, materialize
+from megatron_fsdp._optimizer import clip_gradients, fully_shard_optimizer
+from megatron_fsdp._policy import MixedPrecisionPolicy, Strategy
 from megatron_fsdp._ranks import Topology
-from megatron_fsdp.group import ParameterGroup
-from megatron_fsdp.hooks import Runtime, Unit
-from megatron_fsdp.materialize import ResetParameters, materialize
-from megatron_fsdp.optimizer import clip_gradients, fully_shard_optimizer
-from megatron_fsdp.policy import MixedPrecisionPolicy, Strategy
-from megatron_fsdp.units import ParameterSite, UnitMatcher, UnitPlan, plan_units
+from megatron_fsdp._units import ParameterSite, UnitMatcher, UnitPlan, plan_units
 
 
 class MegatronFSDP(nn.Module):

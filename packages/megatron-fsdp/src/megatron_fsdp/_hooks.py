@@ -11,10 +11,10 @@ from torch import nn
 from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 
+from megatron_fsdp._group import ManagedParameter, ParameterGroup
+from megatron_fsdp._policy import MixedPrecisionPolicy, Strategy
+from megatron_fsdp._prefetch import GatherOrder
 from megatron_fsdp._ranks import Topology
-from megatron_fsdp.group import ManagedParameter, ParameterGroup
-from megatron_fsdp.policy import MixedPrecisionPolicy, Strategy
-from megatron_fsdp.prefetch import GatherOrder
 
 
 class Unit:

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Command ``mcore-preprocess``: text files into a .bin/.idx corpus."""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from mcore_parallel.data._errors import DataError
+from mcore_parallel.data._preprocess import preprocess
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; 0 when a corpus was written, 1 when not, 2 for wrong usage."""
+    arguments = _parser().parse_args(argv)
+    try:
+        with _progress(_shown(arguments.progress)) as on_progress:
+            report = preprocess(
+                arguments.input,
+                arguments.output_prefix,
+                arguments.tokenizer,
+                append_eod=arguments.append_eod,
+                json_key=arguments.json_key,
+                encoding_errors=arguments.encoding_errors,
+                workers=arguments.workers,
+                on_progress=on_progress,
+            )
+    except (DataError, OSError) as error:
+        print(f"mcore-preprocess: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("mcore-preprocess: interrupted; nothing was written", file=sys.stderr)
+        return 130
+    skipped = f", {report.num_skipped} empty ones skipped" if report.num_skipped else ""
+    print(
+        f"{arguments.output_prefix}: {report.num_documents} documents{skipped}, {report.num_tokens} {report.dtype} tokens, "
+        f"{report.seconds:.1f} s, {report.documents_per_second:.0f} documents/s"
+    )
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="mcore-preprocess", description="Tokenise text into a .bin/.idx corpus.")
+    parser.add_argument("--input", nargs="+", required=True, help="files or folders; .txt, .md, .py hold one document, .jsonl one a line")
+    parser.add_argument("--output-prefix", required=True, help="where to write, without .bin and .idx")
+    parser.add_argument("--tokenizer", required=True, help="byte, null:VOCAB_SIZE, or the path of a tokenizer.json or its folder")
+    parser.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document id")
+    parser.add_argument("--json-key", default="text", help="field of a JSON line that holds the text (default: %(default)s)")
+    parser.add_argument("--encoding-errors", choices=("strict", "replace"), default="strict", help="bytes that are not UTF-8")
+    parser.add_argument("--workers", type=int, default=1, help="processes that tokenise (default: %(default)s)")
+    parser.add_argument("--progress", choices=("auto", "on", "off"), default="auto", help="progress line on stderr; auto: on a terminal")
+    return parser
+
+
+def _shown(choice: str) -> bool:
+    return choice == "on" or (choice == "auto" and sys.stderr.isatty())
+
+
+@contextmanager
+def _progress(shown: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """Callback that draws documents, tokens and documents/s, with rich if it is installed, else as one rewritten line."""
+    if not shown:
+        yield None
+        return
+    try:
+        from rich.console import Console
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    except ImportError:
+        yield lambda documents, tokens: print(f"\r{documents} documents, {tokens} tokens", end="", file=sys.stderr, flush=True)
+        print(file=sys.stderr)
+        return
+    line = TextColumn("{task.completed:,.0f} documents, {task.fields[tokens]:,} tokens, {task.fields[rate]}")
+    with Progress(SpinnerColumn(), line, TimeElapsedColumn(), console=Console(stderr=True)) as bar:
+        task = bar.add_task("tokenise", total=None, tokens=0, rate="")
+
+        def show(documents: int, tokens: int) -> None:
+            elapsed = bar.tasks[0].elapsed or 0.0
+            bar.update(task, completed=documents, tokens=tokens, rate=f"{documents / elapsed:,.0f} documents/s" if elapsed else "")
+
+        yield show
+
+
+if __name__ == "__main__":
+    sys.exit(main())
