@@ -38,7 +38,7 @@ class Parts:
     sync: DistributedDataParallel
     optimizer: MegatronOptimizer
 
-    def state(self) -> dict[str, TensorShard]:
+    def state(self) -> dict[str, TensorShard | list[TensorShard]]:
         """Everything a checkpoint holds, as the live tensors of this rank."""
         return {**model_state(self.model, self.groups), **optimizer_state(self.optimizer, self.groups)}
 

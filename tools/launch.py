@@ -29,7 +29,7 @@ def launch(work: Callable[..., Any], num_ranks: int, *, device: str = "cpu", tim
         RankError: a rank raised (carries its traceback), died, or was silent past ``timeout_s``; the others are stopped.
     """
     with tempfile.TemporaryDirectory() as folder:
-        pending: dict[Connection, int] = {}
+        pending: dict[Any, int] = {}
         processes = []
         for rank in range(num_ranks):
             ours, theirs = _context.Pipe(duplex=False)
@@ -47,14 +47,13 @@ def launch(work: Callable[..., Any], num_ranks: int, *, device: str = "cpu", tim
                 process.join()
 
 
-def _collect(pending: dict[Connection, int], deadline: float) -> list[Any]:
+def _collect(pending: dict[Any, int], deadline: float) -> list[Any]:
     results: dict[int, Any] = {}
     while pending:
-        ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
+        ready: list[Any] = list(wait(list(pending), max(0.0, deadline - time.monotonic())))
         if not ready:
             raise RankError(f"ranks {sorted(pending.values())} gave no answer in time")
         for pipe in ready:
-            assert isinstance(pipe, Connection)
             rank = pending.pop(pipe)
             try:
                 ok, value = pipe.recv()

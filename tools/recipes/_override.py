@@ -41,7 +41,8 @@ def _set(config: Any, names: list[str], text: str, path: str) -> Any:
     else:
         value = _read(text, typing.get_type_hints(type(config))[names[0]], path)
     try:
-        return dataclasses.replace(config, **{names[0]: value})
+        owner: Any = config
+        return dataclasses.replace(owner, **{names[0]: value})
     except ValueError as error:
         raise RecipeError(f"--set {path}={text}: {error}") from None
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp import state_dict as _state
+from megatron_fsdp import _state_dict as _state
 from megatron_fsdp._group import ParameterGroup
 from megatron_fsdp._hooks import Runtime, Unit
 from megatron_fsdp._materialize import ResetParameters, materialize
