@@ -132,5 +132,5 @@ def read_tensor(directory: str | Path, name: str, manifest: Manifest | None = No
     record = manifest.tensors[name]
     whole = ShardedTensor(torch.empty(record.shape, dtype=dtype_of(record.dtype)), record.shape, (0,) * len(record.shape))
     check_files(Path(directory), manifest, {chunk.file for chunk in record.chunks}, digests=False)
-    _fill(Path(directory), {name: whole}, plan_load([(name, Box.whole(record.shape))], manifest.tensors))
+    _fill(Path(directory), {name: [whole]}, plan_load([(name, Box.whole(record.shape))], manifest.tensors))
     return whole.data
