@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from mcore_parallel._grid import HyperCommGrid
@@ -160,6 +161,9 @@ class ProcessGroups:
         groups["embd"] = pick([ranks if len(ranks) == 1 else [ranks[0], ranks[-1]] for ranks in pipelines])
         groups["pos_embd"] = pick([ranks[:1] for ranks in pipelines])
         groups["world"] = pick([range(rank_offset, rank_offset + plan.world_size)])
+        pipeline = groups["pp"]
+        if pipeline is not None:
+            _open_links(pipeline)
         return cls(plan=plan, **groups)  # type: ignore[arg-type]
 
     @property
@@ -186,3 +190,18 @@ def _connect(ranks: tuple[int, ...], me: int, backend: str | None, timeout_s: fl
         return Group(ranks, -1)
     assert pg is not None
     return Group(ranks, ranks.index(me), pg, pg.group_name)
+
+
+def _open_links(group: Group) -> None:
+    """Connect the neighbours of a chain both ways.
+
+    NCCL connects a pair on its first transfer in each direction, on the host, and a schedule's first transfers do not pair up.
+    """
+    if group.size == 1 or group.rank < 0 or dist.get_backend(group.pg) != "nccl":
+        return
+    token = torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device()))
+    peers = [group.ranks[index] for index in (group.rank - 1, group.rank + 1) if 0 <= index < group.size]
+    batch = [dist.P2POp(dist.isend, token, peer, group.pg) for peer in peers]
+    batch += [dist.P2POp(dist.irecv, torch.empty_like(token), peer, group.pg) for peer in peers]
+    for work in dist.batch_isend_irecv(batch):
+        work.wait()
