@@ -27,7 +27,7 @@ class BridgeEnd:
     """
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
-    """Global ranks, [dp][cp][tp]."""
+    """Global ranks, indexed by dp, cp and tp."""
     sequence_parallel: bool = False
 
     @classmethod
