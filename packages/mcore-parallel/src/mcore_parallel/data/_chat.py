@@ -20,7 +20,8 @@ def render_chat(
     Args:
         messages: mappings with ``role`` and ``content``.
         encode: plain text to ids.
-        start, end: sentinel ids.
+        start: sentinel ids.
+        end: likewise, after the turn.
         add_generation_prompt: end with an open assistant turn.
 
     Raises:

@@ -32,7 +32,9 @@ class HuggingFaceTokenizer:
 
     Args:
         path: a tokenizer.json, or the folder that holds it.
-        eod, pad, bos: token strings.
+        eod: token that ends a document.
+        pad: token that fills up.
+        bos: token that begins a text.
         parse_special: special tokens written out in text become their ids, as Hugging Face does; False keeps text plain.
 
     Raises:
