@@ -4,7 +4,6 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +24,7 @@ from mcore_parallel.data import ByteTokenizer
 
 Make = Callable[..., Any]
 TEN = SamplingParams(num_tokens_to_generate=10, seed=1, return_log_probs=True, top_n_logprobs=1)
+LONG = SamplingParams(num_tokens_to_generate=400, ignore_eos=True)
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_a_refused_request_raises_in_the_caller_and_the_runner_goes_on(engine: D
 def test_abort_ends_the_stream_and_frees_the_request(engine: DynamicInferenceEngine) -> None:
     async def main() -> None:
         with EngineRunner(engine) as runner:
-            stream = await runner.submit("a", SamplingParams(num_tokens_to_generate=400, ignore_eos=True))
+            stream = await runner.submit("a", LONG)
             stream.abort()
             record = await stream.record()
             assert record.finish_reason is FinishReason.ABORT and record.num_generated < 400
@@ -87,7 +87,7 @@ def test_abort_ends_the_stream_and_frees_the_request(engine: DynamicInferenceEng
 def test_a_cancelled_submit_leaves_no_request(engine: DynamicInferenceEngine) -> None:
     async def main() -> None:
         with EngineRunner(engine) as runner:
-            task = asyncio.ensure_future(runner.submit("a", SamplingParams(num_tokens_to_generate=400, ignore_eos=True)))
+            task = asyncio.ensure_future(runner.submit("a", LONG))
             await asyncio.sleep(0)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -115,29 +115,31 @@ def test_weights_are_loaded_between_steps(engine: DynamicInferenceEngine) -> Non
     asyncio.run(main())
 
 
-class Failing(torch.nn.Module):
-    def __init__(self, inner: torch.nn.Module, calls: int, error: Exception | None, delay_s: float = 0.0) -> None:
+class Output(torch.nn.Module):
+    """The model's output layer, which fails or waits once the test says so."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
-        self.inner, self.left, self.error, self.delay_s = inner, calls, error, delay_s
+        self.inner, self.error, self.open = inner, None, threading.Event()
+        self.open.set()
 
     def forward(self, *arguments: Any) -> Any:
-        self.left -= 1
-        if self.left < 0:
-            time.sleep(self.delay_s)
-            if self.error:
-                raise self.error
+        assert self.open.wait(30)
+        if self.error:
+            raise self.error
         return self.inner(*arguments)
 
 
 def test_a_step_that_fails_reaches_every_stream_and_health(engine: DynamicInferenceEngine) -> None:
-    engine.model.output = Failing(engine.model.output, 3, RuntimeError("device lost"))
+    output = engine.model.output = Output(engine.model.output)
 
     async def main() -> None:
         runner = EngineRunner(engine)
-        streams = [await runner.submit("a", TEN) for _ in range(3)]
+        streams = [await runner.submit("a", LONG) for _ in range(3)]
+        output.error = RuntimeError("device lost")
         for stream in streams:
             with pytest.raises(EngineDeadError, match="device lost"):
-                await asyncio.wait_for(stream.record(), 10)
+                await asyncio.wait_for(stream.record(), 30)
         with pytest.raises(EngineDeadError, match="device lost"):
             await runner.submit("a", TEN)
         health = runner.health()
@@ -149,20 +151,24 @@ def test_a_step_that_fails_reaches_every_stream_and_health(engine: DynamicInfere
 
 
 def test_a_step_that_hangs_shows_in_health(engine: DynamicInferenceEngine) -> None:
-    engine.model.output = Failing(engine.model.output, 0, None, delay_s=0.3)
+    output = engine.model.output = Output(engine.model.output)
+    one = SamplingParams(num_tokens_to_generate=1)
 
     async def main() -> None:
         with EngineRunner(engine, stall_timeout_s=0.1) as runner:
-            stream = await runner.submit("a", SamplingParams(num_tokens_to_generate=1))
-            await asyncio.sleep(0.2)
+            output.open.clear()
+            stream = await runner.submit("a", one)
+            await asyncio.sleep(0.3)
             assert not runner.health().alive
+            output.open.set()
             await stream.record()
             assert runner.health().alive
-        engine.model.output.delay_s = 0.5
+        output.open.clear()
         runner = EngineRunner(engine)
-        await runner.submit("a", SamplingParams(num_tokens_to_generate=1))
+        await runner.submit("a", one)
         with pytest.raises(TimeoutError, match=r"timeout_s=0\.01"):
             runner.close(timeout_s=0.01)
+        output.open.set()
         runner.close()
 
     asyncio.run(main())
@@ -171,7 +177,7 @@ def test_a_step_that_hangs_shows_in_health(engine: DynamicInferenceEngine) -> No
 def test_close_ends_open_streams(engine: DynamicInferenceEngine) -> None:
     async def main() -> None:
         runner = EngineRunner(engine)
-        stream = await runner.submit("a", SamplingParams(num_tokens_to_generate=400, ignore_eos=True))
+        stream = await runner.submit("a", LONG)
         runner.close()
         runner.close()
         with pytest.raises(EngineDeadError, match="closed"):
