@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from mcore_parallel._groups import ProcessGroups
 from mcore_parallel.nn._cores import AttentionCore, causal_attention
+from mcore_parallel.nn._fused import fused_split_rotary, has_kernel
 from mcore_parallel.nn._rope import apply_rotary
 from mcore_parallel.nn._step import Step
 from mcore_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -65,6 +66,9 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """[T or T / tp, D] -> the same; rotary embedding is applied when the step carries its tables."""
         qkv = self.qkv(x).unflatten(-1, (self.local_kv_heads, -1, self.head_dim))
+        if step.rotary is not None and has_kernel(qkv):
+            q, k, v = fused_split_rotary(qkv, step.rotary)
+            return self.out(self.core(q, k, v, self.layer, step).flatten(1))
         q, k, v = qkv[:, :, :-2].flatten(1, 2), qkv[:, :, -2], qkv[:, :, -1]
         if step.rotary is not None:
             q, k = apply_rotary(q, step.rotary), apply_rotary(k, step.rotary)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from mcore_parallel._groups import ProcessGroups
 from mcore_parallel.nn._activations import swiglu
+from mcore_parallel.nn._fused import fused_swiglu, has_kernel
 from mcore_parallel.nn._step import Step
 from mcore_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
@@ -50,5 +51,8 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor, step: Step) -> tuple[Tensor, None]:
         """[T or T / tp, D] -> the same, and no auxiliary loss."""
-        gate, value = self.up(x).chunk(2, dim=-1)
+        up = self.up(x)
+        if self.activation is swiglu and has_kernel(up):
+            return self.down(fused_swiglu(up)), None
+        gate, value = up.chunk(2, dim=-1)
         return self.down(self.activation(gate, value)), None

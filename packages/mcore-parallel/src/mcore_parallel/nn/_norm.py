@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_parallel._shards import ShardSpec
+from mcore_parallel.nn._fused import fused_rms_norm, has_kernel
 
 
 class RMSNorm(nn.Module):
@@ -46,6 +47,8 @@ class RMSNorm(nn.Module):
         return {"weight": ShardSpec(shape=tuple(self.weight.shape), partial=self.partial)}
 
     def forward(self, x: Tensor) -> Tensor:
+        if has_kernel(x):
+            return fused_rms_norm(x, self.weight, self.epsilon)
         wide = x if x.dtype == torch.float64 else x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
         return (wide * scale * self.weight).to(x.dtype)
