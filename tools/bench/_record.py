@@ -19,7 +19,7 @@ def record(path: Path, results: Mapping[str, Any]) -> None:
     """Write ``results`` with the machine, the versions and the command that made them."""
     cuda = torch.cuda.is_available()
     facts = {
-        "command": " ".join(["python -m", *_module_name(), *sys.argv[1:]]),
+        "command": " ".join(["python -m", *_module_name(), *map(_without_folder, sys.argv[1:])]),
         "machine": {
             "gpu": torch.cuda.get_device_name(0) if cuda else None,
             "num_gpus": torch.cuda.device_count() if cuda else 0,
@@ -35,6 +35,11 @@ def record(path: Path, results: Mapping[str, Any]) -> None:
 def _module_name() -> list[str]:
     spec = sys.modules["__main__"].__spec__
     return [spec.name] if spec else [Path(sys.argv[0]).name]
+
+
+def _without_folder(argument: str) -> str:
+    """Where a file lay on the machine is nobody's business."""
+    return Path(argument).name if Path(argument).is_absolute() else argument
 
 
 def _installed() -> dict[str, str]:
