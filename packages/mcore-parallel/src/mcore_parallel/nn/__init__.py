@@ -4,7 +4,7 @@
 
 from mcore_parallel.nn._activations import geglu, quick_geglu, quick_gelu, squared_relu, swiglu, weighted_quick_geglu
 from mcore_parallel.nn._attention import SelfAttention
-from mcore_parallel.nn._cores import AttentionCore, causal_attention
+from mcore_parallel.nn._cores import AttentionCore, SinkAttentionCore, causal_attention, default_attention
 from mcore_parallel.nn._deterministic import check_deterministic
 from mcore_parallel.nn._memory import LayerMemory, ManagedCore
 from mcore_parallel.nn._mlp import GatedMLP
@@ -24,10 +24,12 @@ __all__ = [
     "RMSNorm",
     "RecomputeConfig",
     "SelfAttention",
+    "SinkAttentionCore",
     "Step",
     "apply_rotary",
     "causal_attention",
     "check_deterministic",
+    "default_attention",
     "discard_output",
     "geglu",
     "quick_geglu",

@@ -2,11 +2,15 @@
 # Copyright (c) 2026 the mcore authors
 """Self-attention over tensor-parallel heads."""
 
+from collections.abc import Mapping
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
 from mcore_parallel._groups import ProcessGroups
-from mcore_parallel.nn._cores import AttentionCore, causal_attention
+from mcore_parallel._shards import ShardSpec
+from mcore_parallel.nn._cores import AttentionCore, SinkAttentionCore, causal_attention
 from mcore_parallel.nn._fused import fused_split_rotary, has_kernel
 from mcore_parallel.nn._rope import apply_rotary
 from mcore_parallel.nn._step import Step
@@ -28,12 +32,14 @@ class SelfAttention(nn.Module):
         groups: tp is used.
         layer: number among the layers of this stage, handed to the core.
         core: attention itself; causal by default.
+        softmax_type: "vanilla", or "learnable" for a sink a head: ``softmax_offset`` [A], cut over tp. The core must then
+            conform to ``SinkAttentionCore``, as those of ``context_parallel_attention`` do.
         dtype: of the weights.
         device: of the weights.
         init: as in the linear layers.
 
     Raises:
-        ValueError: tp does not divide K.
+        ValueError: tp does not divide K, an unknown softmax_type.
     """
 
     def __init__(
@@ -45,7 +51,8 @@ class SelfAttention(nn.Module):
         groups: ProcessGroups,
         *,
         layer: int = 0,
-        core: AttentionCore = causal_attention,
+        core: AttentionCore | SinkAttentionCore = causal_attention,
+        softmax_type: str = "vanilla",
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         init: bool = True,
@@ -55,6 +62,8 @@ class SelfAttention(nn.Module):
             raise ValueError(
                 f"tp={groups.tp.size} must divide num_query_groups={num_kv_heads} (key-value heads); lower tp or raise num_query_groups"
             )
+        if softmax_type not in ("vanilla", "learnable"):
+            raise ValueError(f'softmax_type={softmax_type!r} must be "vanilla" or "learnable"; off-by-one is a choice of the core')
         self.layer = layer
         self.core = core
         self.head_dim = head_dim
@@ -62,14 +71,26 @@ class SelfAttention(nn.Module):
         rows = (num_heads // num_kv_heads + 2) * head_dim
         self.qkv = ColumnParallelLinear(hidden_size, (num_kv_heads, rows), groups, shard_dim=0, dtype=dtype, device=device, init=init)
         self.out = RowParallelLinear(num_heads * head_dim, hidden_size, groups, dtype=dtype, device=device, init=init)
+        self._sinks = ShardSpec(shape=(num_heads,), shards={"tp": 0})
+        self.softmax_offset: nn.Parameter | None = None
+        if softmax_type == "learnable":
+            self.softmax_offset = nn.Parameter(torch.zeros(self._sinks.local_shape(groups), dtype=dtype, device=device))
+
+    def shard_specs(self) -> Mapping[str, ShardSpec]:
+        return {} if self.softmax_offset is None else {"softmax_offset": self._sinks}
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """[T or T / tp, D] -> the same; rotary embedding is applied when the step carries its tables."""
         qkv = self.qkv(x).unflatten(-1, (self.local_kv_heads, -1, self.head_dim))
         if step.rotary is not None and has_kernel(qkv):
             q, k, v = fused_split_rotary(qkv, step.rotary)
-            return self.out(self.core(q, k, v, self.layer, step).flatten(1))
+            return self.out(self._attend(q, k, v, step).flatten(1))
         q, k, v = qkv[:, :, :-2].flatten(1, 2), qkv[:, :, -2], qkv[:, :, -1]
         if step.rotary is not None:
             q, k = apply_rotary(q, step.rotary), apply_rotary(k, step.rotary)
-        return self.out(self.core(q, k, v, self.layer, step).flatten(1))
+        return self.out(self._attend(q, k, v, step).flatten(1))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        if self.softmax_offset is None:
+            return self.core(q, k, v, self.layer, step)
+        return cast(SinkAttentionCore, self.core)(q, k, v, self.layer, step, sink=self.softmax_offset)

@@ -7,6 +7,8 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
+from mcore_parallel._groups import Group, ProcessGroups
+from mcore_parallel.context_parallel import ContextParallelAttention, context_parallel_attention
 from mcore_parallel.nn._step import Step
 
 
@@ -20,13 +22,27 @@ class AttentionCore(Protocol):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, step: Step) -> Tensor: ...
 
 
+class SinkAttentionCore(Protocol):
+    """An attention core that can leave a part of each softmax to a sink: a key without a value, whose logit [A] is learnt."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, step: Step, *, sink: Tensor | None = None) -> Tensor: ...
+
+
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, layer: int, step: Step) -> Tensor:
-    """Causal softmax attention inside each of the step's B sequences, by torch's fused kernel.
+    """Causal softmax attention inside each of the step's B sequences, by torch's fused kernel, or of its packed sequences.
 
     Scores are scaled by 1 / sqrt(d). It needs nothing of ``step.attention``, and the order of a sequence is the order of
     its tokens: ``step.positions`` are not read.
     """
+    if step.cu_seqlens is not None:
+        alone = Group.single()
+        return ContextParallelAttention(gathered=alone, heads=alone, ring=alone)(q, k, v, layer, step)
     B, S = step.batch_size, step.seq_len
     q, k, v = (x.view(B, S, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2).flatten(0, 1)
+
+
+def default_attention(groups: ProcessGroups) -> AttentionCore:
+    """Causal attention of a layout: torch's kernel, or a ring when sequences are split over cp."""
+    return causal_attention if groups.cp.size == 1 else context_parallel_attention(groups)

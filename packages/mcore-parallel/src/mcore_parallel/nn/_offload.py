@@ -5,7 +5,7 @@
 import contextlib
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,9 @@ class OffloadConfig:
     """Share of the layers of a stage, the first ones: they wait longest."""
     keep_last_layers: int = 1
     """Layers at the end of a stage that stay: their backward comes at once."""
+    keep_bytes: int = 0
+    """Device bytes of this rank that stay all the same, of the first modules to ask. Later pipeline stages hold fewer micro-batches:
+    rank * delta gives each stage what it has room for."""
     prefetch: int = 1
     """Modules whose tensors are on their way back while the backward of another runs."""
     on_cpu: bool = False
@@ -52,7 +55,7 @@ class OffloadConfig:
             raise ValueError("modules holds 'attention' and the 'core_attention' inside it; drop one")
         if not 0.0 <= self.fraction <= 1.0:
             raise ValueError(f"fraction={self.fraction} must lie in [0, 1]")
-        for name in ("min_offloaded_tensor_size", "keep_last_layers", "prefetch"):
+        for name in ("min_offloaded_tensor_size", "keep_last_layers", "keep_bytes", "prefetch"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
 
@@ -91,11 +94,17 @@ class ActivationOffloader:
         self._pool = _HostPool()
         self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
         self._newest: weakref.ref[_Group] | None = None
+        self._bytes_kept = 0
 
     @property
     def bytes_out(self) -> int:
         """Host bytes that hold activations now."""
         return self._pool.bytes_out
+
+    @property
+    def bytes_kept(self) -> int:
+        """Device bytes that would be out but for ``keep_bytes``."""
+        return self._bytes_kept
 
     @property
     def num_allocations(self) -> int:
@@ -111,9 +120,22 @@ class ActivationOffloader:
         group = _Group(self, frozenset(parameter.untyped_storage().data_ptr() for parameter in parameters))
         with saved_tensors_hooks(group.pack, _unpack):
             yield
-        if group.copies:
+        if group.copies and not self.keeps(group.copies.values()):
             group.previous, self._newest = self._newest, weakref.ref(group)
             group.send()
+
+    def keeps(self, copies: Collection["_Copy"]) -> bool:
+        """Whether these copies still fit into ``keep_bytes``; if so they are counted until the graph lets them go."""
+        size = sum(copy.num_bytes for copy in copies)
+        if self._bytes_kept + size > self.config.keep_bytes:
+            return False
+        for copy in copies:
+            self._bytes_kept += copy.num_bytes
+            weakref.finalize(copy, self._let_go, copy.num_bytes).atexit = False
+        return True
+
+    def _let_go(self, num_bytes: int) -> None:
+        self._bytes_kept -= num_bytes
 
     def streams(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
         """Out and back."""
@@ -184,7 +206,7 @@ class _Copy:
     def __init__(self, owner: ActivationOffloader, tensor: Tensor) -> None:
         self.owner = owner
         self.device: Tensor | None = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-        self.place = tensor.device
+        self.place, self.num_bytes = tensor.device, self.device.numel()
         self.host: _HostBuffer | None = None
         self.num_uses = self.num_used = 0
         self.arrived: torch.cuda.Event | None = None
@@ -231,7 +253,7 @@ class _Copy:
         dtype, size, stride, offset = layout
         result = self.device.view(dtype).as_strided(size, stride, offset)
         self.num_used += 1
-        if self.num_used == self.num_uses:
+        if self.num_used == self.num_uses and self.host is not None:
             # The graph has its tensors; a second backward of a retained graph fetches again.
             self.device, self.arrived, self.num_used = None, None, 0
         return result

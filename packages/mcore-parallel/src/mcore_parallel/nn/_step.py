@@ -24,6 +24,9 @@ class Step:
     """S."""
     positions: Tensor
     """[T] int64, position of each token in its sequence."""
+    cu_seqlens: Tensor | None = None
+    """[N + 1] integers on the host: bounds of N packed sequences among the tokens of all context-parallel ranks; they attend to
+    themselves only. None for B sequences."""
     attention: Any = None
     """Data for the attention core that was chosen (page tables, sequence bounds); other layers ignore it."""
     rotary: tuple[Tensor, Tensor] | None = None

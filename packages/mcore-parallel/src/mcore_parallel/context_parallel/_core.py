@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Attention cores whose sequences lie split over the context-parallel ranks."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mcore_parallel._groups import Group
+from mcore_parallel.comm import gather_from_sequence_parallel_region
+from mcore_parallel.context_parallel._errors import HeadSplitError, SequenceSplitError
+from mcore_parallel.context_parallel._flash import HEAD_DIM_MULTIPLE, FlashAttention, flash_can_run
+from mcore_parallel.context_parallel._heads import join_heads, permute_rows, repeated_kv_heads, split_heads
+from mcore_parallel.context_parallel._partial import TorchAttention
+from mcore_parallel.context_parallel._ring import Round, plan_ring, ring_attention
+from mcore_parallel.context_parallel._tiles import Window, plan_tiles
+from mcore_parallel.context_parallel._zigzag import inverse, segments, sequence_lengths, zigzag_indices, zigzag_inverse
+
+
+class SequenceStep(Protocol):
+    """What these cores read of a step (``mcore_parallel.nn.Step``)."""
+
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def seq_len(self) -> int: ...
+    @property
+    def cu_seqlens(self) -> Tensor | None: ...
+
+
+# T tokens of this rank, A heads and K key-value heads of this tp rank, d width of a head.
+class ContextParallelAttention:
+    """Attention to whole sequences from a rank that holds a share of each, by one way of communication.
+
+    Conforms to ``mcore_parallel.nn.AttentionCore``. It also works on one rank, and is there the way to a window, a sink and packed
+    sequences. Scores are computed by torch's flash kernels for bfloat16 and float16 on a GPU, else by the plain formula in float32 or
+    float64, which holds the scores of a block.
+
+    Args:
+        gathered: all ranks' keys and values come here at once.
+        heads: ranks that exchange tokens for heads.
+        ring: ranks around which keys and values travel.
+        window: (left, right), how many tokens before and behind it a query sees; -1 for no limit.
+        softmax_scale: factor of the scores; None for 1 / sqrt(d).
+        sink_is_one: add 1 to the denominator of every softmax.
+    """
+
+    def __init__(
+        self,
+        *,
+        gathered: Group,
+        heads: Group,
+        ring: Group,
+        window: Window = (-1, 0),
+        softmax_scale: float | None = None,
+        sink_is_one: bool = False,
+    ) -> None:
+        self.gathered, self.heads, self.ring, self.window = gathered, heads, ring, window
+        self.softmax_scale, self.sink_is_one = softmax_scale, sink_is_one
+        # Plans are the same for all layers and micro-batches of equal lengths.
+        self._layout = functools.lru_cache(maxsize=8)(functools.partial(_Layout.plan, gathered, heads, ring, window))
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, step: SequenceStep, *, sink: Tensor | None = None) -> Tensor:
+        """q [T, A, d], k and v [T, K, d] -> [T, A, d].
+
+        Args:
+            q: queries of this rank's tokens, as ``zigzag_indices`` names them.
+            k: keys.
+            v: values.
+            layer: not read.
+            step: T = batch_size * seq_len; ``cu_seqlens`` are the bounds of the whole sequences.
+            sink: [A] logit of a key without a value for each head, learnt; its gradient is this rank's part. None for none.
+
+        Raises:
+            SequenceSplitError: sequences that cannot be split so, or that have another number of tokens than there are.
+            HeadSplitError: heads that cannot be split.
+        """
+        size = self.gathered.size * self.heads.size * self.ring.size
+        lengths = _lengths(step, size)
+        if sum(lengths) != q.shape[0] * size:
+            raise SequenceSplitError(
+                f"cu_seqlens end at {sum(lengths)}, but {size} ranks with {q.shape[0]} tokens each hold {q.shape[0] * size}; "
+                "give the bounds of the whole sequences"
+            )
+        if sink is None and self.sink_is_one:
+            sink = q.new_zeros(q.shape[1])
+        elif sink is not None and sink.shape != q.shape[1:2]:
+            raise HeadSplitError(f"sink of shape {tuple(sink.shape)} must have one logit for each of the {q.shape[1]} heads of this rank")
+        layout = self._layout(lengths, q.device)
+        scale = q.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
+        if self.heads.size > 1:
+            q, k, v, sink = self._exchange(q, k, v, sink, layout)
+        if self.gathered.size > 1:
+            kv = gather_from_sequence_parallel_region(torch.cat((k, v), dim=-1), self.gathered)
+            k, v = permute_rows(kv, layout.order, layout.places).split((k.shape[-1], v.shape[-1]), dim=-1)
+        width = v.shape[-1]
+        flash = flash_can_run(q, k, v)
+        if flash and width % HEAD_DIM_MULTIPLE:
+            # Channels of zeros change no score.
+            q, k, v = (F.pad(x, (0, -width % HEAD_DIM_MULTIPLE)) for x in (q, k, v))
+        out = ring_attention(q, k, v, sink, layout.rounds, self.ring, FlashAttention() if flash else TorchAttention(), scale)
+        out = out[..., :width]
+        return out if self.heads.size == 1 else join_heads(out, self.heads, layout.order, layout.places)
+
+    def _exchange(
+        self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, layout: "_Layout"
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """All tokens of this rank's share of the heads, in one transfer."""
+        group, heads = self.heads, q.shape[1]
+        repeat = repeated_kv_heads(heads, k.shape[1], group.size)
+        if repeat > 1:
+            k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+        # Side by side for each receiving rank: its query, key and value heads; values may have another width.
+        own, kv = heads // group.size, k.shape[1] // group.size
+        parts = [x.unflatten(1, (group.size, -1)).flatten(2) for x in (q, k, v)]
+        mixed = split_heads(torch.cat(parts, dim=-1), group, layout.order, layout.places)
+        sizes = (own * q.shape[-1], kv * k.shape[-1], kv * v.shape[-1])
+        q, k, v = (x.unflatten(1, (n, -1)) for x, n in zip(mixed.split(sizes, dim=1), (own, kv, kv), strict=True))
+        return q, k, v, None if sink is None else sink.unflatten(0, (group.size, -1))[group.rank]
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where the tokens of sequences of given lengths lie, and what is to be computed."""
+
+    rounds: tuple[Round, ...]
+    order: Tensor
+    """For each token after the exchange (or gathering) its number among those of the ranks in rank order."""
+    places: Tensor
+    """The inverse of ``order``."""
+
+    @classmethod
+    def plan(cls, gathered: Group, heads: Group, ring: Group, window: Window, lengths: tuple[int, ...], device: torch.device) -> "_Layout":
+        if gathered.size > 1:
+            tiles = plan_tiles(segments(lengths, gathered.size, gathered.rank), segments(lengths, 1, 0), window)
+            order = zigzag_inverse(lengths, gathered.size)
+            return cls((Round(0, tuple(tiles)),), order.to(device), inverse(order).to(device))
+        # Chunks of neighbours make up one chunk of a ring of fewer ranks: in rising order they are its zigzag.
+        size, first = heads.size * ring.size, heads.size * ring.rank
+        places = torch.cat([zigzag_indices(lengths, size, first + place) for place in range(heads.size)])
+        order = places.argsort()
+        rounds = plan_ring(lengths, ring.size, ring.rank, window)
+        return cls(rounds, order.to(device), inverse(order).to(device))
+
+
+def _lengths(step: SequenceStep, size: int) -> tuple[int, ...]:
+    if step.cu_seqlens is None:
+        return (step.seq_len * size,) * step.batch_size
+    return tuple(length for length in sequence_lengths(step.cu_seqlens) if length)
+
+
+class LayeredAttention:
+    """A core that hands each layer of a stage to a core of its own.
+
+    Args:
+        cores: of the layers of the stage, in order.
+    """
+
+    def __init__(self, cores: Sequence[ContextParallelAttention]) -> None:
+        self.cores = tuple(cores)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, step: SequenceStep, *, sink: Tensor | None = None) -> Tensor:
+        return self.cores[layer](q, k, v, layer, step, sink=sink)

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Which tokens a context-parallel rank holds: of every sequence an early chunk and the late one that mirrors it."""
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mcore_parallel.context_parallel._errors import SequenceSplitError
+
+
+class Segment(NamedTuple):
+    """Consecutive tokens of one sequence, as a rank holds them."""
+
+    position: int
+    """Of the first token in its sequence."""
+    row: int
+    """Of the first token among the rank's tokens."""
+    length: int
+
+
+def sequence_lengths(cu_seqlens: Tensor) -> tuple[int, ...]:
+    """Lengths of packed sequences.
+
+    Args:
+        cu_seqlens: [N + 1] integers, where each sequence begins and the last one ends; on the host, or reading it waits for the device.
+
+    Raises:
+        SequenceSplitError: bounds that do not begin with 0 or that fall.
+    """
+    bounds = cu_seqlens.tolist()
+    if cu_seqlens.dim() != 1 or len(bounds) < 2 or bounds[0] != 0 or any(a > b for a, b in itertools.pairwise(bounds)):
+        raise SequenceSplitError(f"cu_seqlens={bounds} must be one row of bounds that begins with 0 and never falls")
+    return tuple(b - a for a, b in itertools.pairwise(bounds))
+
+
+def segments(lengths: Sequence[int], size: int, rank: int) -> list[list[Segment]]:
+    """Of every sequence the segments that ``rank`` holds; its tokens lie sequence by sequence, in rising position.
+
+    A sequence is cut into 2 ``size`` chunks, of which rank i holds i and 2 ``size`` - 1 - i: with a causal mask all ranks
+    have equally many scores to compute. Chunks that touch are one segment.
+
+    Raises:
+        SequenceSplitError: 2 ``size`` does not divide a length.
+    """
+    found, row = [], 0
+    for number, length in enumerate(lengths):
+        if size > 1 and length % (2 * size):
+            raise SequenceSplitError(
+                f"sequence {number} of length {length} must be a multiple of 2 * cp = {2 * size}; pad it, or lower cp={size}"
+            )
+        if size == 1:
+            found.append([Segment(0, row, length)])
+        elif rank == size - 1:
+            found.append([Segment(length // (2 * size) * rank, row, length // size)])
+        else:
+            chunk = length // (2 * size)
+            found.append([Segment(chunk * rank, row, chunk), Segment(chunk * (2 * size - 1 - rank), row + chunk, chunk)])
+        row += length // size
+    return found
+
+
+def zigzag_indices(lengths: int | Sequence[int], size: int, rank: int) -> Tensor:
+    """Numbers of the tokens that ``rank`` of ``size`` holds, among all tokens of the sequences behind one another.
+
+    Args:
+        lengths: of the sequences; one number for a single sequence.
+        size: number of ranks.
+        rank: from 0.
+
+    Returns:
+        [sum(lengths) / size] int64, on the CPU.
+
+    Raises:
+        SequenceSplitError: 2 ``size`` does not divide a length.
+
+    Example:
+        >>> zigzag_indices(8, size=2, rank=0).tolist(), zigzag_indices(8, size=2, rank=1).tolist()
+        ([0, 1, 6, 7], [2, 3, 4, 5])
+    """
+    lengths = [lengths] if isinstance(lengths, int) else lengths
+    parts, start = [torch.empty(0, dtype=torch.int64)], 0
+    for length, held in zip(lengths, segments(lengths, size, rank), strict=True):
+        parts += [torch.arange(start + part.position, start + part.position + part.length) for part in held]
+        start += length
+    return torch.cat(parts)
+
+
+def zigzag_inverse(lengths: int | Sequence[int], size: int) -> Tensor:
+    """The way back: the shares of all ranks, joined in rank order and indexed by this, lie in natural order.
+
+    Raises:
+        SequenceSplitError: 2 ``size`` does not divide a length.
+
+    Example:
+        >>> x = torch.arange(8)
+        >>> joined = torch.cat([x[zigzag_indices(8, 2, rank)] for rank in range(2)])
+        >>> joined[zigzag_inverse(8, 2)].tolist()
+        [0, 1, 2, 3, 4, 5, 6, 7]
+    """
+    return inverse(torch.cat([zigzag_indices(lengths, size, rank) for rank in range(size)]))
+
+
+def inverse(permutation: Tensor) -> Tensor:
+    """Index that undoes an index."""
+    found = torch.empty_like(permutation)
+    found[permutation] = torch.arange(len(permutation), dtype=permutation.dtype, device=permutation.device)
+    return found
