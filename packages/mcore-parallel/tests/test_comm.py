@@ -19,6 +19,10 @@ REGIONS = {
     "gather_tokens": comm.gather_from_sequence_parallel_region,
     "gather_tokens_replicated": lambda x, group: comm.gather_from_sequence_parallel_region(x, group, tensor_parallel_output_grad=False),
     "reduce_scatter_tokens": comm.reduce_scatter_to_sequence_parallel_region,
+    "all_gather_last": comm.all_gather_last_dim_from_tensor_parallel_region,
+    "reduce_scatter_last": comm.reduce_scatter_last_dim_to_tensor_parallel_region,
+    "sp2hp": comm.all_to_all_sp2hp,
+    "hp2sp": comm.all_to_all_hp2sp,
 }
 
 
@@ -78,6 +82,10 @@ def serial(name: str, inputs: list[Tensor], n: int) -> list[Tensor]:
         "gather_tokens": lambda: [torch.cat(inputs)] * n,
         "gather_tokens_replicated": lambda: [torch.cat(inputs)],
         "reduce_scatter_tokens": lambda: list(total.chunk(n)),
+        "all_gather_last": lambda: [torch.cat(inputs, -1)] * n,
+        "reduce_scatter_last": lambda: list(total.chunk(n, -1)),
+        "sp2hp": lambda: list(torch.cat(inputs).chunk(n, -1)),
+        "hp2sp": lambda: list(torch.cat(inputs, -1).chunk(n)),
     }[name]()
 
 
@@ -134,12 +142,35 @@ def check_gradcheck() -> None:
         part = comm.reduce_scatter_to_sequence_parallel_region(full, group).cos()
         return comm.gather_from_sequence_parallel_region(part, group, tensor_parallel_output_grad=False)
 
+    def last_dim_partial(x: Tensor) -> Tensor:
+        part = comm.scatter_to_tensor_model_parallel_region(x, group).sin()
+        full = comm.all_gather_last_dim_from_tensor_parallel_region(part, group) @ weight
+        part = comm.reduce_scatter_last_dim_to_tensor_parallel_region(full, group).cos()
+        return comm.gather_from_tensor_model_parallel_region(part, group)
+
+    def turned(x: Tensor) -> Tensor:
+        part = comm.all_to_all_sp2hp(comm.scatter_to_sequence_parallel_region(x, group).sin(), group)
+        part = comm.all_to_all_hp2sp(part.exp(), group)
+        return comm.gather_from_sequence_parallel_region(part, group, tensor_parallel_output_grad=False)
+
+    # Rank i owns i rows, so the first owns none.
+    sizes = list(range(n))
+
+    def ragged(x: Tensor) -> Tensor:
+        part = comm.reduce_scatter_to_sequence_parallel_region(drawn(f"r{r}", (sum(sizes), n)) @ x, group, sizes).sin()
+        part = comm.gather_from_sequence_parallel_region(part, group, True, sizes) @ weight
+        part = comm.reduce_scatter_to_sequence_parallel_region(part, group, sizes).cos()
+        return comm.gather_from_sequence_parallel_region(part, group, False, sizes)
+
+    def ragged_from_copy(x: Tensor) -> Tensor:
+        return ragged(comm.copy_to_tensor_model_parallel_region(x, group))
+
     def exchange(x: Tensor) -> Tensor:
         part = comm.scatter_to_sequence_parallel_region(x, group)
         part = comm.all_to_all_autograd(part.flatten(), None, None, group).sin()
         return comm.gather_from_sequence_parallel_region(part, group, tensor_parallel_output_grad=False)
 
-    for function in (mixed, last_dim_replicated, tokens, exchange):
+    for function in (mixed, last_dim_replicated, last_dim_partial, tokens, turned, ragged_from_copy, exchange):
         x = drawn("x", (n, n)).requires_grad_()
         assert torch.autograd.gradcheck(function, (x,), nondet_tol=1e-15), function.__name__
     # A wrong pairing must not pass: copy sums n equal gradients of a replicated input.
@@ -148,8 +179,70 @@ def check_gradcheck() -> None:
 
 
 @pytest.mark.world(2)
-def test_compositions_pass_gradcheck(world) -> None:
+def test_compositions_pass_gradcheck_on_two_ranks(world) -> None:
     world(check_gradcheck)
+
+
+@pytest.mark.world(4)
+def test_compositions_pass_gradcheck_on_four_ranks(world) -> None:
+    world(check_gradcheck)
+
+
+def check_ragged() -> None:
+    group = whole_group()
+    n, r = group.size, group.rank
+    sizes = [(3 * i + 2) % 5 for i in range(n)]  # the second owns none
+    parts = [drawn(f"ragged{i}", (sizes[i], 3)) for i in range(n)]
+    x = parts[r].clone().requires_grad_()
+    y = comm.gather_from_sequence_parallel_region(x, group, output_split_sizes=sizes)
+    assert torch.equal(y, torch.cat(parts))
+    grads = [drawn(f"raggedg{i}", (sum(sizes), 3)) for i in range(n)]
+    y.backward(grads[r].T.contiguous().T)  # a gradient that is not contiguous
+    torch.testing.assert_close(x.grad, sum(grads[1:], grads[0]).split(sizes)[r], rtol=1e-14, atol=1e-14)
+    # There and back: the sum of equal copies is n times one.
+    back = comm.reduce_scatter_to_sequence_parallel_region(y.detach().requires_grad_(), group, sizes)
+    torch.testing.assert_close(back, n * x.detach(), rtol=1e-14, atol=1e-14)
+    z = grads[r].clone().requires_grad_()
+    comm.reduce_scatter_to_sequence_parallel_region(z, group, sizes).backward(parts[r].T.contiguous().T)
+    assert torch.equal(z.grad, torch.cat(parts))
+    # Sixteen bits add in float32 and round once.
+    narrow = [g.bfloat16() for g in grads]
+    found = comm.reduce_scatter_to_sequence_parallel_region(narrow[r], group, sizes)
+    exact = sum((g.double() for g in narrow[1:]), narrow[0].double()).split(sizes)[r]
+    assert torch.equal(found, exact.bfloat16())
+    for wrong in (sizes[:-1], [-1, *sizes[1:]]):
+        with pytest.raises(ValueError, match=f"one number of rows for each of {n} ranks"):
+            comm.gather_from_sequence_parallel_region(x, group, output_split_sizes=wrong)
+    with pytest.raises(ValueError, match=rf"give rank {r} of the group {sizes[r] + 1} rows, but x has {sizes[r]}"):
+        comm.gather_from_sequence_parallel_region(x, group, output_split_sizes=[size + 1 for size in sizes])
+    with pytest.raises(ValueError, match=f"but dim 0 of x has size {sum(sizes)}"):
+        comm.reduce_scatter_to_sequence_parallel_region(z, group, [size + 1 for size in sizes])
+
+
+@pytest.mark.world(2)
+def test_ranks_may_hold_different_numbers_of_tokens_on_two_ranks(world) -> None:
+    world(check_ragged)
+
+
+@pytest.mark.world(4)
+def test_ranks_may_hold_different_numbers_of_tokens_on_four_ranks(world) -> None:
+    world(check_ragged)
+
+
+def check_inverses() -> None:
+    group = whole_group()
+    x = drawn(f"inv{group.rank}", (3, 2, 2 * group.size))
+    assert torch.equal(comm.all_to_all_hp2sp(comm.all_to_all_sp2hp(x, group), group), x)
+    whole = drawn("inv", (2 * group.size, 3 * group.size))
+    assert torch.equal(
+        comm.gather_from_tensor_model_parallel_region(comm.scatter_to_tensor_model_parallel_region(whole, group), group), whole
+    )
+    assert torch.equal(comm.gather_from_sequence_parallel_region(comm.scatter_to_sequence_parallel_region(whole, group), group), whole)
+
+
+@pytest.mark.world(2)
+def test_regions_that_undo_each_other(world) -> None:
+    world(check_inverses)
 
 
 def check_all_to_all_gradient() -> None:
@@ -185,6 +278,12 @@ def check_errors() -> None:
             cut()
     with pytest.raises(ValueError, match="dim 1 of size 5 must be a multiple of the group size 2"):
         comm.scatter_to_tensor_model_parallel_region(x, group)
+    with pytest.raises(ValueError, match="dim 1 of size 5"):
+        comm.reduce_scatter_last_dim_to_tensor_parallel_region(x, group)
+    with pytest.raises(ValueError, match="dim 1 of size 5"):
+        comm.all_to_all_sp2hp(x, group)
+    with pytest.raises(ValueError, match="dim 0 of size 3"):
+        comm.all_to_all_hp2sp(x, group)
     with pytest.raises(ValueError, match="one entry for each of 2 ranks"):
         comm.all_to_all(x, [1, 1, 1], [1, 1, 1], group)
     with pytest.raises(ValueError, match="add up to 2, but dim 0 of x has size 3"):

@@ -70,6 +70,16 @@ def test_a_view_must_agree_on_its_shared_axes() -> None:
         grid.register_view("small", (2, 2), ("ep", "pp"))
     with pytest.raises(ValueError, match=r"axes \['pp'\] of view 'other' hold other ranks"):
         grid.register_view("other", (2, 4), ("pp", "ep"), ["pp"])
+    for shape, names in (((2, 4), ("ep", "ep")), ((-2, -4), ("ep", "pp")), ((8,), ("ep", "pp")), ((8,), ("e-p",))):
+        with pytest.raises(ValueError, match=r"same length|at least 1|distinct"):
+            grid.register_view("odd", shape, names)
+    with pytest.raises(KeyError, match=r"unknown axes \['dp'\]"):
+        grid.register_view("odd", (4, 2), ("ep", "pp"), ["dp"])
+
+
+def test_axes_may_come_as_a_string_a_list_or_a_tuple() -> None:
+    grid = HyperCommGrid((2, 3, 4), ("tp", "dp", "pp"), world_size=24)
+    assert grid.get_rank_enum("tp-pp") == grid.get_rank_enum(["tp", "pp"]) == grid.get_rank_enum(("pp", "tp"))
 
 
 def check_lifetime() -> None:

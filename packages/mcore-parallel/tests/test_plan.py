@@ -24,7 +24,7 @@ def test_dp_takes_what_is_left() -> None:
 
 
 def test_bad_degrees_are_named() -> None:
-    for name in ("tp", "pp", "vpp", "cp", "ep", "dp"):
+    for name in ("tp", "pp", "vpp", "cp", "ep", "dp", "optimizer_instances"):
         with pytest.raises(ValueError, match=f"{name}=0 must be at least 1"):
             ParallelPlan(**{name: 0})
     with pytest.raises(ValueError, match="etp=0"):
@@ -39,3 +39,10 @@ def test_bad_degrees_are_named() -> None:
     with pytest.raises(ValueError, match="does not end in pp, which needs dp=2 equal to edp=1"):
         ParallelPlan(dp=2, ep=2, pp=2, order="tp-cp-pp-ep-dp")
     assert ParallelPlan(dp=2, pp=2, order="pp-dp").world_size == 4
+    for sizes in ((2, 4), (-2, -2), (4, 0)):
+        with pytest.raises(ValueError, match=r"hierarchical_cp=\(.*\) must hold sizes that multiply to cp=4"):
+            ParallelPlan(cp=4, hierarchical_cp=sizes)
+    with pytest.raises(ValueError, match=r"optimizer_instances=2 must divide dp\*cp=3"):
+        ParallelPlan(dp=3, optimizer_instances=2)
+    with pytest.raises(ValueError, match=r"optimizer_instances=2 must divide edp=1"):
+        ParallelPlan(dp=2, ep=2, optimizer_instances=2)

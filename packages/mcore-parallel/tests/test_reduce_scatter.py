@@ -11,6 +11,7 @@ from mcore_parallel import Group, ParallelPlan, ProcessGroups
 from mcore_parallel.comm._reduce_scatter import start_all_reduce_in_place, start_gather_into, start_reduce_scatter_into
 from mcore_parallel.comm._registered import RegisteredMemory
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
+from mcore_parallel.data_parallel._buffer import Bucket
 
 
 def part(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -67,6 +68,63 @@ def test_four_ranks_round_once_and_lose_less_than_a_ring(world) -> None:
     assert all(ratio < 0.9 for ratio in world(check_rounded_once))
 
 
+@pytest.mark.world(8)
+def test_eight_ranks_round_once_and_lose_less_than_a_ring(world) -> None:
+    assert all(ratio < 0.9 for ratio in world(check_rounded_once))
+
+
+def check_handles() -> None:
+    """Sums under way at once, finished in any order and more than once, have the bits of sums waited for one by one."""
+    group = Group.of(dist.group.WORLD)
+    numel = group.size * 500
+    inputs = [part(10 * number + group.rank, numel, torch.bfloat16) for number in range(3)]
+    expected = []
+    for x in inputs:
+        out = torch.empty(500, dtype=torch.bfloat16)
+        start_reduce_scatter_into(out, x.clone(), group, fp32_accumulation=True).wait()
+        expected.append(out)
+    found = [torch.full((500,), torch.nan, dtype=torch.bfloat16) for _ in inputs]
+    kept = [x.clone() for x in inputs]
+    works = [start_reduce_scatter_into(out, x, group, fp32_accumulation=True) for out, x in zip(found, kept, strict=True)]
+    for index in (2, 0, 1, 0):
+        works[index].wait()
+        assert torch.equal(found[index], expected[index])
+    assert all(torch.equal(x, y) for x, y in zip(inputs, kept, strict=True))
+    with pytest.raises(ValueError, match=f"dim 0 of size {numel + 1} must be a multiple"):
+        start_reduce_scatter_into(found[0], torch.ones(numel + 1, dtype=torch.bfloat16), group, fp32_accumulation=True)
+
+
+@pytest.mark.world(2)
+def test_a_handle_ends_like_a_wait_on_two_ranks(world) -> None:
+    world(check_handles)
+
+
+@pytest.mark.world(4)
+def test_a_handle_ends_like_a_wait_on_four_ranks(world) -> None:
+    world(check_handles)
+
+
+def check_norms() -> tuple[float, float]:
+    """Mean error of the norm of a sum, of a ring and of ours, over heavy-tailed gradients."""
+    group = Group.of(dist.group.WORLD)
+    native = ours = 0.0
+    for draw in range(10):
+        parts = [part(100 * draw + rank, 4096, torch.bfloat16) for rank in range(group.size)]
+        exact = sum((x.double() for x in parts[1:]), parts[0].double()).norm()
+        for fp32 in (False, True):
+            x = parts[group.rank].clone()
+            start_all_reduce_in_place(x, group, fp32_accumulation=fp32).wait()
+            error = ((x.double().norm() - exact) / exact).abs().item()
+            native, ours = (native, ours + error) if fp32 else (native + error, ours)
+    return ours / 10, native / 10
+
+
+@pytest.mark.world(8)
+def test_the_gradient_norm_of_eight_ranks_is_nearer_than_a_ring_s(world) -> None:
+    for ours, native in world(check_norms):
+        assert 0 < ours < native
+
+
 class Weights(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -104,6 +162,50 @@ def check_data_parallel() -> None:
 @pytest.mark.world(4)
 def test_data_parallel_sums_round_once_where_asked(world) -> None:
     world(check_data_parallel)
+
+
+def check_instances() -> None:
+    """With two optimizer instances a sum rounds once within each, and once between them."""
+    groups = ProcessGroups.build(ParallelPlan(dp=4, optimizer_instances=2))
+    halves = []
+    for ranks in ((0, 1), (2, 3)):
+        first, second = (part(rank, 232, torch.bfloat16) for rank in ranks)
+        halves.append((first.float() + second).bfloat16())
+    exact = dict(zip([f"parts.{i}" for i in range(3)], (halves[0].float() + halves[1]).bfloat16().split([70, 33, 129]), strict=True))
+    fp32 = {"grad_reduce_in_fp32": False, "reduce_scatter_with_fp32_accumulation": True, "use_distributed_optimizer": True}
+    for overlap in (True, False):
+        config = DistributedDataParallelConfig(**fp32, num_distributed_optimizer_instances=2, bucket_size=50, overlap_grad_reduce=overlap)
+        for name, (start, gradient) in sync(config, groups, steps=3).items():
+            assert torch.equal(gradient, exact[name][start : start + len(gradient)])
+
+
+@pytest.mark.world(4)
+def test_two_instances_round_once_each_and_once_together(world) -> None:
+    world(check_instances)
+
+
+def check_scratch() -> None:
+    groups = ProcessGroups.build(ParallelPlan(dp=2))
+    fp32 = {"grad_reduce_in_fp32": False, "reduce_scatter_with_fp32_accumulation": True, "use_distributed_optimizer": True}
+    ddp = DistributedDataParallel(DistributedDataParallelConfig(**fp32, bucket_size=20), Weights(), groups)
+    under_way: list[int] = []
+    launch = Bucket.launch
+
+    def record(bucket: Bucket) -> None:
+        launch(bucket)
+        under_way.append(sum(other._work is not None for buffer in ddp.grad_buffers for other in buffer.buckets))
+
+    Bucket.launch = record  # this process ends with the check
+    for _ in range(3):
+        ddp.zero_grad_buffer()
+        sum(p.sum() for p in ddp.module.parts).backward()
+        ddp.finish_grad_sync()
+    assert under_way == [1] * 9
+
+
+@pytest.mark.world(2)
+def test_one_bucket_s_scratch_is_alive_at_a_time(world) -> None:
+    world(check_scratch)
 
 
 def test_patterns_accumulate_in_float32_until_the_sum() -> None:
@@ -152,3 +254,33 @@ def check_registered() -> None:
 @pytest.mark.world(2)
 def test_registered_memory_is_plain_memory_where_there_is_no_nccl(world) -> None:
     world(check_registered)
+
+
+class Backend:
+    """What a NCCL backend is asked for registration; ``windows`` says whether it knows symmetric memory."""
+
+    def __init__(self, windows: bool) -> None:
+        self.windows = windows
+        self.calls: list[str] = []
+
+    def register_mem_pool(self, pool: object, symm: bool = False) -> None:
+        if symm and not self.windows:
+            raise RuntimeError("no windows here")
+        self.calls.append("symmetric" if symm else "plain")
+
+    def deregister_mem_pool(self, pool: object) -> None:
+        self.calls.append("off")
+
+
+def test_memory_is_registered_plainly_where_windows_are_refused_or_not_wanted() -> None:
+    for wanted, windows, expected in ((True, (True, True), "symmetric"), (True, (False, False), "plain"), (False, (True, True), "plain")):
+        memory = RegisteredMemory(Group.single(), torch.device("cpu"), symmetric=wanted)
+        memory._backends, memory._pool = [Backend(known) for known in windows], object()
+        backends = list(memory._backends)
+        for _ in range(2):
+            memory._deregister()
+            memory._register()
+        memory.close()
+        memory.close()
+        assert [backend.calls for backend in backends] == [[expected, "off", expected, "off"]] * 2
+        assert not memory.active

@@ -39,12 +39,7 @@ class HyperCommGrid:
         world_size: int | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        if len(shape) != len(dim_names):
-            raise ValueError(f"shape={tuple(shape)} and dim_names={tuple(dim_names)} must have the same length")
-        if min(shape, default=1) < 1:
-            raise ValueError(f"shape={tuple(shape)} must hold sizes of at least 1")
-        if len(set(dim_names)) != len(dim_names) or any("-" in name for name in dim_names):
-            raise ValueError(f"dim_names={tuple(dim_names)} must be distinct and without '-'")
+        _check_axes(shape, dim_names)
         if rank_offset < 0:
             raise ValueError(f"rank_offset={rank_offset} must not be negative")
         if world_size is None:
@@ -69,11 +64,12 @@ class HyperCommGrid:
         """Name a second factorisation of the same ranks; ``shared_dims`` must enumerate as in the base view.
 
         Raises:
-            ValueError: the product differs, or a shared axis enumerates differently.
-            KeyError: the view exists.
+            ValueError: bad axes as in the constructor, the product differs, or a shared axis enumerates differently.
+            KeyError: the view exists, or a shared axis is not in both.
         """
         if name in self._views or not name:
             raise KeyError(f"view {name!r} exists already" if name else "a view needs a name")
+        _check_axes(shape, dim_names)
         if math.prod(shape) != self.size:
             raise ValueError(f"view {name!r} has {math.prod(shape)} ranks, the grid has {self.size}")
         sizes = dict(zip(dim_names, shape, strict=True))
@@ -102,7 +98,7 @@ class HyperCommGrid:
             options.setdefault("timeout", self._timeout)
         mine = None
         for ranks in self.get_rank_enum(dims, view):
-            group = dist.new_group(ranks, backend=self.backend, group_desc=key[1], **options)
+            group: Any = dist.new_group(ranks, backend=self.backend, group_desc=key[1], **options)
             if dist.get_rank() in ranks:
                 mine = group
         self._groups[key] = mine
@@ -160,6 +156,15 @@ def enumerate_ranks(sizes: dict[str, int], dims: Sequence[str], offset: int = 0)
     inside = offsets([name for name in sizes if name in dims])
     outside = offsets([name for name in sizes if name not in dims])
     return [[offset + base + step for step in inside] for base in outside]
+
+
+def _check_axes(shape: Sequence[int], dim_names: Sequence[str]) -> None:
+    if len(shape) != len(dim_names):
+        raise ValueError(f"shape={tuple(shape)} and dim_names={tuple(dim_names)} must have the same length")
+    if min(shape, default=1) < 1:
+        raise ValueError(f"shape={tuple(shape)} must hold sizes of at least 1")
+    if len(set(dim_names)) != len(dim_names) or any("-" in name for name in dim_names):
+        raise ValueError(f"dim_names={tuple(dim_names)} must be distinct and without '-'")
 
 
 def _faster(sizes: dict[str, int], name: str) -> list[tuple[str, int]]:

@@ -2,17 +2,19 @@
 # Copyright (c) 2026 the mcore authors
 """The process groups of one plan, handed to whatever needs one."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from datetime import timedelta
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 
 import torch
 import torch.distributed as dist
 
+from mcore_parallel._communicator import CommunicatorOptions, Group, connect
 from mcore_parallel._grid import HyperCommGrid
 from mcore_parallel._plan import ParallelPlan
 
-# field of ProcessGroups -> (view, axes)
+__all__ = ["Group", "ProcessGroups", "enumerate_groups"]
+
+# field of ProcessGroups -> axes, of the dense and of the expert view
 _DENSE = {
     "tp": "tp",
     "cp": "cp",
@@ -25,48 +27,8 @@ _DENSE = {
     "tp_dp_cp": "tp-cp-dp",
 }
 _EXPERT = {"ep": "ep", "expt_tp": "tp", "expt_dp": "dp", "tp_ep": "tp-ep", "tp_ep_pp": "tp-ep-pp"}
-
-
-@dataclass(frozen=True)
-class Group:
-    """Ranks that communicate, seen from one of them.
-
-    A group of one rank has no communicator, so every collective over it is the identity and
-    single-rank work needs no ``torch.distributed`` set-up.
-
-    Example:
-        >>> Group.single().size
-        1
-    """
-
-    ranks: tuple[int, ...]
-    rank: int
-    """Position of this process in ``ranks``."""
-    pg: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
-    name: str = ""
-    """Name under which functional collectives find the communicator; empty for a group of one."""
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-    @property
-    def is_first(self) -> bool:
-        return self.rank == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.rank == self.size - 1
-
-    @classmethod
-    def single(cls, rank: int = 0) -> "Group":
-        return cls((rank,), 0)
-
-    @classmethod
-    def of(cls, pg: dist.ProcessGroup) -> "Group":
-        """Wrap a torch process group this process belongs to."""
-        ranks = tuple(dist.get_process_group_ranks(pg))
-        return cls(ranks, ranks.index(dist.get_rank()), pg, pg.group_name)
+# replicas, those of one optimizer instance, one of each instance, for gathers
+_DATA = (("dp_cp", "intra_dp_cp", "inter_dp_cp", "dp_cp_ag"), ("expt_dp", "intra_expt_dp", "inter_expt_dp", "expt_dp_ag"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,35 +60,67 @@ class ProcessGroups:
     tp_ep: Group
     """All ranks that hold the experts of one layer once (expert tp x ep)."""
     tp_ep_pp: Group
+    intra_dp_cp: Group
+    """Ranks of ``dp_cp`` in one optimizer instance (``ParallelPlan.optimizer_instances``)."""
+    inter_dp_cp: Group
+    """Ranks that hold the same slice of dense parameters, one an instance."""
+    intra_expt_dp: Group
+    """Ranks of ``expt_dp`` in one optimizer instance."""
+    inter_expt_dp: Group
+    """Ranks that hold the same slice of expert parameters, one an instance."""
+    intra_dist_opt: Group | None
+    """All ranks of one optimizer instance; None when the dense and the expert view cut the ranks into different instances."""
+    dp_cp_ag: Group
+    """The ranks of ``intra_dp_cp``, for parameter gathers; a communicator of its own with ``separate_all_gather``."""
+    expt_dp_ag: Group
+    """The ranks of ``intra_expt_dp``, for parameter gathers."""
+    hierarchical_cp: tuple[Group, ...]
+    """One group for each level of ``ParallelPlan.hierarchical_cp``, the level of neighbours first."""
     embd: Group | None
     """First and last pipeline rank; None in between."""
     pos_embd: Group | None
     """First pipeline rank; None elsewhere."""
     world: Group
+    _open: list[dist.ProcessGroup] = field(default_factory=list, repr=False, compare=False)
 
     @classmethod
     def single(cls) -> "ProcessGroups":
         """This rank alone, no communicator; works inside a larger world too."""
         alone = Group.single(dist.get_rank() if dist.is_initialized() else 0)
-        return cls(plan=ParallelPlan(), embd=alone, pos_embd=alone, world=alone, **dict.fromkeys((*_DENSE, *_EXPERT), alone))
+        return cls(plan=ParallelPlan(), hierarchical_cp=(), **dict.fromkeys(_names(), alone))  # type: ignore[arg-type]
 
     @classmethod
     def build(
-        cls, plan: ParallelPlan, *, backend: str | None = None, rank_offset: int = 0, timeout_s: float | None = None
+        cls,
+        plan: ParallelPlan,
+        *,
+        backend: str | None = None,
+        rank_offset: int = 0,
+        leave_idle: bool = False,
+        timeout_s: float | None = None,
+        separate_all_gather: bool = False,
+        options: Mapping[str, CommunicatorOptions] | None = None,
     ) -> "ProcessGroups":
         """Create the groups of ``plan``; every rank of the world calls this with the same plan.
 
-        Groups that hold the same ranks share one communicator.
+        Groups that hold the same ranks share one communicator, unless their options differ.
 
         Args:
             plan: the degrees; their product must equal the world size left from ``rank_offset``.
-            backend: communication backend, None for the default one.
+            backend: communication backend, None for the default one. A second set of groups over "gloo" serves host tensors.
             rank_offset: first rank of the grid.
-            timeout_s: time limit of each collective.
+            leave_idle: the grid may begin at rank 0 and leave ranks to another one. They call this too, and use nothing of the result.
+            timeout_s: time limit of each collective of every group.
+            separate_all_gather: ``dp_cp_ag`` and ``expt_dp_ag`` get communicators of their own, so that parameter gathers need not
+                queue behind sums of gradients.
+            options: NCCL's choices by field name (``load_communicator_options`` reads them from a file).
 
         Raises:
-            ValueError: the plan needs another number of ranks than there are (names the degrees and the world size).
+            ValueError: the plan needs another number of ranks than there are (names the degrees and the world size), options for
+                a group that does not exist.
         """
+        if unknown := set(options or {}) - {*_names(), "hierarchical_cp"}:
+            raise ValueError(f"options name unknown groups {sorted(unknown)}; known: {sorted({*_names(), 'hierarchical_cp'})}")
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         me = dist.get_rank() if dist.is_initialized() else 0
         if plan.world_size > world_size - rank_offset:
@@ -134,37 +128,33 @@ class ProcessGroups:
                 f"tp={plan.tp} * cp={plan.cp} * dp={plan.dp} * pp={plan.pp} = {plan.world_size} ranks, but the world has "
                 f"{world_size} from rank {rank_offset}; lower a degree or start {plan.world_size} ranks"
             )
-        if rank_offset == 0 and plan.world_size < world_size:
+        if rank_offset == 0 and plan.world_size < world_size and not leave_idle:
             raise ValueError(
                 f"tp={plan.tp} * cp={plan.cp} * dp={plan.dp} * pp={plan.pp} = {plan.world_size} ranks "
                 f"leave part of world_size={world_size} idle; "
                 "raise dp, or use ParallelPlan.for_world"
             )
-        made: dict[tuple[int, ...], Group] = {}
-
-        def pick(enumeration: Sequence[Sequence[int]]) -> Group | None:
-            """This rank's group of an enumeration; creates missing communicators in the same order on every rank."""
-            mine = None
-            for ranks in map(tuple, enumeration):
-                if ranks not in made:
-                    made[ranks] = _connect(ranks, me, backend, timeout_s)
-                if me in ranks:
-                    mine = made[ranks]
-            return mine
-
-        dense, expert = plan.dense_shape(), plan.expert_shape()
-        grid = HyperCommGrid(list(dense.values()), list(dense), rank_offset, world_size=world_size)
-        grid.register_view("expert", list(expert.values()), list(expert), shared_dims=["pp"])
-        groups = {name: pick(grid.get_rank_enum(axes)) for name, axes in _DENSE.items()}
-        groups |= {name: pick(grid.get_rank_enum(axes, "expert")) for name, axes in _EXPERT.items()}
-        pipelines = grid.get_rank_enum("pp")
-        groups["embd"] = pick([ranks if len(ranks) == 1 else [ranks[0], ranks[-1]] for ranks in pipelines])
-        groups["pos_embd"] = pick([ranks[:1] for ranks in pipelines])
-        groups["world"] = pick([range(rank_offset, rank_offset + plan.world_size)])
+        enumerations = enumerate_groups(plan, rank_offset, world_size)
+        maker = _Maker(me, backend, timeout_s, options or {}, {"dp_cp_ag", "expt_dp_ag"} if separate_all_gather else set())
+        # Groups with options come first, so that those of the same ranks without any share their communicators.
+        found = {name: maker.pick(name, enumerations[name]) for name in sorted(enumerations, key=lambda name: not maker.has_options(name))}
+        levels = tuple(group for level in range(len(plan.hierarchical_cp)) if (group := found.pop(f"hierarchical_cp.{level}")) is not None)
+        groups = {"intra_dist_opt": None, **found}
         pipeline = groups["pp"]
         if pipeline is not None:
             _open_links(pipeline)
-        return cls(plan=plan, **groups)  # type: ignore[arg-type]
+        for ring in (groups["cp"], *levels[1:]):
+            if ring is not None:
+                _open_links(ring, closed=True)
+        return cls(plan=plan, hierarchical_cp=levels, _open=maker.mine, **groups)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """Destroy the communicators, each once, on every rank at the same point; the world stays, and ``build`` may follow.
+
+        A second call does nothing.
+        """
+        while self._open:
+            dist.destroy_process_group(self._open.pop())
 
     @property
     def sequence_parallel(self) -> bool:
@@ -181,26 +171,89 @@ class ProcessGroups:
         return self.expt_dp if view == "expert" else self.dp_cp
 
 
-def _connect(ranks: tuple[int, ...], me: int, backend: str | None, timeout_s: float | None) -> Group:
-    if len(ranks) == 1:
-        return Group(ranks, 0)
-    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
-    pg = dist.new_group(list(ranks), backend=backend, timeout=timeout)
-    if me not in ranks:
-        return Group(ranks, -1)
-    assert pg is not None
-    return Group(ranks, ranks.index(me), pg, pg.group_name)
+def enumerate_groups(plan: ParallelPlan, rank_offset: int = 0, world_size: int | None = None) -> dict[str, list[list[int]]]:
+    """The ranks of every group of ``plan`` by field name (levels of ``hierarchical_cp`` as ``hierarchical_cp.0`` and so on).
+
+    A pure function, so that all ranks agree; each rank lies in at most one group of a name.
+    """
+    dense, expert = plan.dense_shape(), plan.expert_shape()
+    world_size = rank_offset + plan.world_size if world_size is None else world_size
+    grid = HyperCommGrid(list(dense.values()), list(dense), rank_offset, world_size=world_size)
+    grid.register_view("expert", list(expert.values()), list(expert), shared_dims=["pp"])
+    found = {name: grid.get_rank_enum(axes) for name, axes in _DENSE.items()}
+    found |= {name: grid.get_rank_enum(axes, "expert") for name, axes in _EXPERT.items()}
+    instances = {}
+    for data, inner, outer, gather in _DATA:
+        size = len(found[data][0]) // plan.optimizer_instances
+        cut = [[ranks[start : start + size] for ranks in found[data]] for start in range(0, len(found[data][0]), size)]
+        found[inner] = found[gather] = [ranks for instance in cut for ranks in instance]
+        found[outer] = [ranks[place::size] for ranks in found[data] for place in range(size)]
+        instances[data] = [sorted(rank for ranks in instance for rank in ranks) for instance in cut]
+    if instances["dp_cp"] == instances["expt_dp"]:
+        found["intra_dist_opt"] = instances["dp_cp"]
+    below = 1
+    for level, size in enumerate(plan.hierarchical_cp):
+        found[f"hierarchical_cp.{level}"] = [
+            ranks[start + place : start + place + size * below : below]
+            for ranks in found["cp"]
+            for start in range(0, plan.cp, size * below)
+            for place in range(below)
+        ]
+        below *= size
+    pipelines = grid.get_rank_enum("pp")
+    found["embd"] = [ranks if len(ranks) == 1 else [ranks[0], ranks[-1]] for ranks in pipelines]
+    found["pos_embd"] = [ranks[:1] for ranks in pipelines]
+    found["world"] = [list(range(rank_offset, rank_offset + plan.world_size))]
+    return found
 
 
-def _open_links(group: Group) -> None:
-    """Connect the neighbours of a chain both ways.
+class _Maker:
+    """Makes communicators in one order on every rank; groups that hold the same ranks share one."""
+
+    def __init__(
+        self, me: int, backend: str | None, timeout_s: float | None, options: Mapping[str, CommunicatorOptions], separate: set[str]
+    ) -> None:
+        self._me, self._backend, self._timeout_s, self._options, self._separate = me, backend, timeout_s, options, separate
+        self._made: dict[tuple[object, ...], Group] = {}
+        self.mine: list[dist.ProcessGroup] = []
+        """Communicators of this rank, each once."""
+
+    def has_options(self, name: str) -> bool:
+        return name.partition(".")[0] in self._options
+
+    def pick(self, name: str, enumeration: Sequence[Sequence[int]]) -> Group | None:
+        """This rank's group of an enumeration."""
+        options, lane = self._options.get(name.partition(".")[0]), "gather" if name in self._separate else ""
+        found = None
+        for ranks in map(tuple, enumeration):
+            key = (ranks, lane) if options is None else (ranks, lane, options)
+            if key not in self._made:
+                group = connect(ranks, self._me, backend=self._backend, timeout_s=self._timeout_s, options=options, name=f"mcore {name}")
+                self._made[key] = group
+                self._made.setdefault((ranks, lane), group)
+                if group.pg is not None:
+                    self.mine.append(group.pg)
+            if self._me in ranks:
+                found = self._made[key]
+        return found
+
+
+def _names() -> list[str]:
+    """Fields of ``ProcessGroups`` that are one group."""
+    return [item.name for item in fields(ProcessGroups) if item.name not in ("plan", "hierarchical_cp", "_open")]
+
+
+def _open_links(group: Group, *, closed: bool = False) -> None:
+    """Connect the neighbours of a chain both ways; of a ring when it is closed.
 
     NCCL connects a pair on its first transfer in each direction, on the host, and a schedule's first transfers do not pair up.
     """
     if group.size == 1 or group.rank < 0 or dist.get_backend(group.pg) != "nccl":
         return
     token = torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device()))
-    peers = [group.ranks[index] for index in (group.rank - 1, group.rank + 1) if 0 <= index < group.size]
+    places = [group.rank - 1, group.rank + 1]
+    places = {place % group.size for place in places} if closed else {place for place in places if 0 <= place < group.size}
+    peers = [group.ranks[place] for place in sorted(places)]
     batch = [dist.P2POp(dist.isend, token, peer, group.pg) for peer in peers]
     batch += [dist.P2POp(dist.irecv, torch.empty_like(token), peer, group.pg) for peer in peers]
     for work in dist.batch_isend_irecv(batch):

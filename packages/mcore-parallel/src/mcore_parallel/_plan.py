@@ -27,6 +27,9 @@ class ParallelPlan:
         order: rank order, for instance ``"tp-cp-ep-dp-pp"``.
         sequence_parallel: between tensor-parallel layers each tp rank holds its share of the tokens.
             Only has an effect when tp > 1.
+        hierarchical_cp: sizes of nested context-parallel groups, neighbours first; their product is cp. Empty for none.
+        optimizer_instances: the replicas of dense and of expert parameters are cut into this many sets of neighbours, each of which
+            holds the distributed optimizer's state once.
 
     Raises:
         ValueError: a degree below one, an unknown or missing axis, degrees that do not divide the world.
@@ -45,9 +48,11 @@ class ParallelPlan:
     dp: int = 1
     order: str = "tp-cp-ep-dp-pp"
     sequence_parallel: bool = True
+    hierarchical_cp: tuple[int, ...] = ()
+    optimizer_instances: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "vpp", "cp", "ep", "dp"):
+        for name in ("tp", "pp", "vpp", "cp", "ep", "dp", "optimizer_instances"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.etp is not None and self.etp < 1:
@@ -66,6 +71,12 @@ class ParallelPlan:
             )
         if self.pp > 1 and axes[-1] != "pp" and self.dp != self.edp:
             raise ValueError(f"order={self.order!r} does not end in pp, which needs dp={self.dp} equal to edp={self.edp}; put pp last")
+
+        if self.hierarchical_cp and (min(self.hierarchical_cp) < 1 or math.prod(self.hierarchical_cp) != self.cp):
+            raise ValueError(f"hierarchical_cp={self.hierarchical_cp} must hold sizes that multiply to cp={self.cp}")
+        for name, replicas in (("dp*cp", self.dp * self.cp), ("edp", self.edp)):
+            if replicas % self.optimizer_instances:
+                raise ValueError(f"optimizer_instances={self.optimizer_instances} must divide {name}={replicas}; choose a divisor of both")
 
     @classmethod
     def for_world(cls, world_size: int, **degrees: object) -> "ParallelPlan":

@@ -101,8 +101,8 @@ def named_shards(model: nn.Module) -> Iterator[NamedShard]:
     """
     seen: set[int] = set()
     for prefix, module in model.named_modules():
-        specs = module.shard_specs() if isinstance(module, ShardedModule) else {}
         own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        specs = module.shard_specs() if isinstance(module, ShardedModule) else {}
         if unknown := set(specs) - set(own):
             raise ValueError(f"{type(module).__name__} at {prefix!r} declares placements of {sorted(unknown)}, which it does not own")
         for name, parameter in own.items():

@@ -6,12 +6,17 @@ from mcore_parallel.comm._bridge import BridgeCommunicator
 from mcore_parallel.comm._bridge_plan import BridgeBatch, BridgeEnd, RowTransfer, plan_rows, plan_spread
 from mcore_parallel.comm._collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from mcore_parallel.comm._p2p import Arrival, P2PCommunicator, TensorSpec, recv, send
+from mcore_parallel.comm._reduce_scatter import Pending, start_reduce_scatter_into
 from mcore_parallel.comm._regions import (
+    all_gather_last_dim_from_tensor_parallel_region,
     all_to_all_autograd,
+    all_to_all_hp2sp,
+    all_to_all_sp2hp,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
+    reduce_scatter_last_dim_to_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
@@ -23,12 +28,16 @@ __all__ = [
     "BridgeCommunicator",
     "BridgeEnd",
     "P2PCommunicator",
+    "Pending",
     "RowTransfer",
     "TensorSpec",
     "all_gather",
+    "all_gather_last_dim_from_tensor_parallel_region",
     "all_reduce",
     "all_to_all",
     "all_to_all_autograd",
+    "all_to_all_hp2sp",
+    "all_to_all_sp2hp",
     "copy_to_tensor_model_parallel_region",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
@@ -37,8 +46,10 @@ __all__ = [
     "recv",
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter",
+    "reduce_scatter_last_dim_to_tensor_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
     "scatter_to_sequence_parallel_region",
     "scatter_to_tensor_model_parallel_region",
     "send",
+    "start_reduce_scatter_into",
 ]

@@ -15,6 +15,9 @@ from mcore_parallel.comm._bridge_plan import BridgeBatch, BridgeEnd, RowTransfer
 class BridgeCommunicator:
     """Joins the last stage of one grid to the first stage of another that has other degrees, or other ranks, or some in common.
 
+    With NCCL two ranks that meet for the first time connect both ways, when the hidden states of the micro-batch that brings them
+    together cross over: both sides must send and receive hidden states in one order of micro-batches.
+
     Each row crosses over once; where tensor-parallel ranks all need it they then complete each other. Nothing is exchanged beside
     the data: both sides know the micro-batch (``BridgeBatch``). Sends do not wait; what a call sends is let go by a later call or
     ``finish``.
@@ -27,7 +30,7 @@ class BridgeCommunicator:
         destination: first stage of the second grid.
         rank: this process; None asks torch.distributed.
         pg: a group with all ranks of both ends; None for the default one. With NCCL its communicator must exist before the
-            first transfer, in which not all ranks take part.
+            first transfer, in which not all ranks take part (``init_process_group(device_id=...)``, or any collective before).
 
     Raises:
         ValueError: a call from a rank of the wrong grid, a tensor of another shape or dtype than the micro-batch says,
@@ -41,6 +44,10 @@ class BridgeCommunicator:
         # What a rank of both grids has yet to send, by direction.
         self._held: dict[bool, list[tuple[Tensor, BridgeBatch]]] = {False: [], True: []}
         self._pending: list[tuple[list[dist.Work], list[Tensor]]] = []
+        # NCCL connects a pair on its first transfer in each direction, on the host, while later transfers queue up behind it; with
+        # gloo all ranks of a group are connected from the start.
+        self._connects = dist.is_initialized() and dist.get_backend(pg) == "nccl"
+        self._connected: set[int] = set()
         # Plans are pure functions of the micro-batch, and few kinds of it occur.
         self._crossing = functools.lru_cache(maxsize=32)(self._plan_crossing)
         self._spread = functools.lru_cache(maxsize=32)(self._plan_spread)
@@ -71,12 +78,14 @@ class BridgeCommunicator:
         if self.is_destination:
             self.send_forward(output, batch)
             return self.recv_backward(grad_batch)
+        self._open(batch)
         return self._both(output, batch, grad_batch, backward=False)
 
     def send_backward_recv_forward(self, input_grad: Tensor, batch: BridgeBatch, next_batch: BridgeBatch) -> Tensor:
         """From the destination: the gradient of one micro-batch while the hidden states of another (``next_batch``) come."""
         self._need(self.is_destination, "send_backward_recv_forward", "destination")
-        if self.is_source:
+        if self.is_source or self._strangers(next_batch):
+            # The gradient goes first: the other side may wait for it before it sends what would connect.
             self.send_backward(input_grad, batch)
             return self.recv_forward(next_batch)
         return self._both(input_grad, batch, next_batch, backward=True).requires_grad_(batch.dtype.is_floating_point)
@@ -93,6 +102,8 @@ class BridgeCommunicator:
         if self.is_source and self.is_destination:
             self._held[backward].append((x.detach(), batch))
         else:
+            if not backward:
+                self._open(batch)
             self._start(self._crossing(batch, backward), x.detach(), [], None)
 
     def _receive(self, batch: BridgeBatch, *, backward: bool) -> Tensor:
@@ -105,7 +116,27 @@ class BridgeCommunicator:
             mine, sent = self._held[backward].pop(0)
             if sent != batch:
                 raise ValueError(f"rank {self.rank} is in both grids, has sent {sent} and would receive {batch}; keep one order")
+        if not backward:
+            self._open(batch)
         return self._complete(self._start(plan, mine, plan, out), out, batch, backward)
+
+    def _strangers(self, batch: BridgeBatch) -> list[int]:
+        """Ranks that this one has yet to connect with before the micro-batch can cross over, in order."""
+        if not self._connects:
+            return []
+        return sorted(_peers(self._crossing(batch, False), self.rank) - self._connected)
+
+    def _open(self, batch: BridgeBatch) -> None:
+        """Connect both ways with all that this rank meets in the micro-batch; they do the same when they come to it."""
+        strangers = self._strangers(batch)
+        if not strangers:
+            return
+        token = torch.zeros(1, device=batch.device)
+        operations = [dist.P2POp(dist.isend, token, peer, group=self.pg) for peer in strangers]
+        operations += [dist.P2POp(dist.irecv, torch.empty_like(token), peer, group=self.pg) for peer in strangers]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        self._connected.update(strangers)
 
     def _both(self, x: Tensor, batch: BridgeBatch, coming: BridgeBatch, *, backward: bool) -> Tensor:
         self._check(x, batch, self._rows(batch, sends=True, backward=backward))
@@ -202,6 +233,12 @@ class _Coming:
             size = rows.stop - rows.start
             self.out[rows] = self.buffer[row : row + size]
             row += size
+
+
+def _peers(plan: Sequence[RowTransfer], rank: int) -> set[int]:
+    """Ranks that a rank sends to or receives from."""
+    met = {part.receiver for part in plan if part.sender == rank} | {part.sender for part in plan if part.receiver == rank}
+    return met - {rank}
 
 
 def _by_peer(plan: Sequence[RowTransfer], rank: int, *, receiving: bool) -> dict[int, list[RowTransfer]]:

@@ -90,6 +90,44 @@ def all_to_all(
     return wait(pending, group)
 
 
+def all_gather_ragged(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
+    """Concatenate every rank's rows, of which each has its own number.
+
+    Args:
+        x: [sizes[rank], ...].
+        sizes: rows of each rank, the same list on all ranks.
+        group: ranks that take part.
+
+    Raises:
+        ValueError: ``sizes`` does not fit the group or ``x``.
+    """
+    _check_sizes(sizes, group)
+    if sizes[group.rank] != x.shape[0]:
+        raise ValueError(f"split sizes {list(sizes)} give rank {group.rank} of the group {sizes[group.rank]} rows, but x has {x.shape[0]}")
+    return all_to_all(torch.cat([x] * group.size), sizes, [x.shape[0]] * group.size, group)
+
+
+def reduce_scatter_ragged(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
+    """Sum over the group, in rank order, and keep this rank's rows.
+
+    Args:
+        x: [sum(sizes), ...].
+        sizes: rows that each rank keeps, the same list on all ranks.
+        group: ranks that take part.
+
+    Raises:
+        ValueError: ``sizes`` does not fit the group or ``x``.
+    """
+    _check_sizes(sizes, group)
+    mine = sizes[group.rank]
+    return all_to_all(x, [mine] * group.size, sizes, group).view(group.size, mine, *x.shape[1:]).sum(0)
+
+
+def _check_sizes(sizes: Sequence[int], group: Group) -> None:
+    if len(sizes) != group.size or min(sizes) < 0:
+        raise ValueError(f"split sizes {list(sizes)} must be one number of rows for each of {group.size} ranks")
+
+
 # The start_* functions return at once; the result must go through wait (wait_gathered) before it is read.
 
 

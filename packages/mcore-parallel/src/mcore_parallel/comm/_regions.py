@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from mcore_parallel._groups import Group
-from mcore_parallel.comm._collectives import all_gather, all_reduce, all_to_all, local_slice, reduce_scatter
+from mcore_parallel.comm._collectives import (
+    all_gather,
+    all_gather_ragged,
+    all_reduce,
+    all_to_all,
+    local_slice,
+    reduce_scatter,
+    reduce_scatter_ragged,
+    shard_size,
+)
 
 
 def copy_to_tensor_model_parallel_region(x: Tensor, group: Group) -> Tensor:
@@ -49,25 +58,83 @@ def scatter_to_sequence_parallel_region(x: Tensor, group: Group) -> Tensor:
     return scatter(x, group, 0)
 
 
-def gather_from_sequence_parallel_region(x: Tensor, group: Group, tensor_parallel_output_grad: bool = True) -> Tensor:
+def gather_from_sequence_parallel_region(
+    x: Tensor, group: Group, tensor_parallel_output_grad: bool = True, output_split_sizes: Sequence[int] | None = None
+) -> Tensor:
     """All tokens (joined along dim 0).
 
     Args:
-        x: [T / size, ...].
+        x: [T / size, ...], or [output_split_sizes[rank], ...].
         group: the tensor-parallel group.
         tensor_parallel_output_grad: True when what follows differs between the ranks, so that their gradients are
             partial and are reduce-scattered; False when all ranks go on with the same work: the gradient is sliced.
-    """
-    return gather(x, group, 0, output_grad_differs=tensor_parallel_output_grad)
-
-
-def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: Group) -> Tensor:
-    """Sum over the group, this rank's tokens; the gradient is gathered along dim 0.
+        output_split_sizes: tokens of each rank, when they differ.
 
     Raises:
-        ValueError: the group does not divide dim 0.
+        ValueError: ``output_split_sizes`` does not fit the group or ``x``.
     """
-    return x if group.size == 1 else _ReduceScatter.apply(x, group)
+    if output_split_sizes is None or group.size == 1:
+        return gather(x, group, 0, output_grad_differs=tensor_parallel_output_grad)
+    return _GatherRagged.apply(x, group, tuple(output_split_sizes), tensor_parallel_output_grad)
+
+
+def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: Group, input_split_sizes: Sequence[int] | None = None) -> Tensor:
+    """Sum over the group, this rank's tokens; the gradient is gathered along dim 0.
+
+    Args:
+        x: [T, ...].
+        group: the tensor-parallel group.
+        input_split_sizes: tokens each rank keeps, when they differ.
+
+    Raises:
+        ValueError: the group does not divide dim 0, or ``input_split_sizes`` does not fit the group or ``x``.
+    """
+    if group.size == 1:
+        return x
+    if input_split_sizes is None:
+        return _ReduceScatter.apply(x, group, 0)
+    return _ReduceScatterRagged.apply(x, group, tuple(input_split_sizes))
+
+
+def all_gather_last_dim_from_tensor_parallel_region(x: Tensor, group: Group) -> Tensor:
+    """All ranks' slices joined along the last dim, for work that differs between the ranks; the gradient is reduce-scattered."""
+    return gather(x, group, -1, output_grad_differs=True)
+
+
+def reduce_scatter_last_dim_to_tensor_parallel_region(x: Tensor, group: Group) -> Tensor:
+    """Sum over the group, this rank's slice of the last dim; the gradient is gathered.
+
+    Raises:
+        ValueError: the group does not divide the last dim.
+    """
+    return x if group.size == 1 else _ReduceScatter.apply(x, group, -1)
+
+
+def all_to_all_sp2hp(x: Tensor, group: Group) -> Tensor:
+    """From a share of the tokens with all features to all tokens with a share of the features; the gradient travels back.
+
+    Args:
+        x: [T / size, ..., H].
+        group: ranks that take part.
+
+    Returns:
+        [T, ..., H / size].
+
+    Raises:
+        ValueError: the group does not divide H.
+    """
+    shard_size(x, -1, group)
+    return x if group.size == 1 else all_to_all_autograd(torch.cat(x.chunk(group.size, -1)), None, None, group)
+
+
+def all_to_all_hp2sp(x: Tensor, group: Group) -> Tensor:
+    """The inverse of ``all_to_all_sp2hp``: [T, ..., H / size] -> [T / size, ..., H].
+
+    Raises:
+        ValueError: the group does not divide T.
+    """
+    shard_size(x, 0, group)
+    return x if group.size == 1 else torch.cat(all_to_all_autograd(x, None, None, group).chunk(group.size), -1)
 
 
 def all_to_all_autograd(
@@ -143,13 +210,38 @@ class _Gather(torch.autograd.Function):
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return reduce_scatter(x, group)
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return reduce_scatter(x, group, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return all_gather(grads[0], ctx.group), None
+        return all_gather(grads[0], ctx.group, ctx.dim), None, None
+
+
+class _GatherRagged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, sizes: tuple[int, ...], output_grad_differs: bool) -> Tensor:
+        ctx.group, ctx.sizes, ctx.output_grad_differs = group, sizes, output_grad_differs
+        return all_gather_ragged(x, sizes, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        if ctx.output_grad_differs:
+            return reduce_scatter_ragged(grads[0], ctx.sizes, ctx.group), None, None, None
+        rank = ctx.group.rank
+        return grads[0].narrow(0, sum(ctx.sizes[:rank]), ctx.sizes[rank]).contiguous(), None, None, None
+
+
+class _ReduceScatterRagged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
+        ctx.group, ctx.sizes = group, sizes
+        return reduce_scatter_ragged(x, sizes, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return all_gather_ragged(grads[0], ctx.sizes, ctx.group), None, None
 
 
 class _AllToAll(torch.autograd.Function):

@@ -2,7 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Memory that NCCL may read and write directly."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from mcore_parallel._groups import Group
 
 
 class RegisteredMemory:
-    """Allocates tensors in memory that is registered with the group's NCCL communicator.
+    """Allocates tensors in memory that is registered with a group's NCCL communicator.
 
     With any other backend, or for a group of one, everything here does nothing and tensors come from the usual allocator.
     Keep the object as long as the tensors, and ``close`` it before the process group is destroyed.
@@ -21,6 +21,7 @@ class RegisteredMemory:
     Args:
         group: whose communicator will use the tensors.
         device: of the tensors.
+        also: further groups whose communicators will use them.
         symmetric: register a window that lies alike on all ranks, which all of them must then allocate alike; otherwise, or
             when the communicator refuses, plainly.
 
@@ -32,18 +33,18 @@ class RegisteredMemory:
         False
     """
 
-    def __init__(self, group: Group, device: torch.device, *, symmetric: bool = True) -> None:
-        self._backend: Any = None
-        self._pool: Any = None
-        self._symmetric, self._registered = symmetric, False
-        if group.pg is None or device.type != "cuda":
-            return
-        backend: Any = group.pg._get_backend(device)
-        if not (dist.is_nccl_available() and isinstance(backend, dist.ProcessGroupNCCL)):
-            return
-        # The communicator comes into being with the first collective, and registration needs it.
-        dist.all_reduce(torch.zeros(1, device=device), group=group.pg)
-        self._backend, self._pool = backend, torch.cuda.MemPool(backend.mem_allocator)
+    def __init__(self, group: Group, device: torch.device, *, also: Sequence[Group] = (), symmetric: bool = True) -> None:
+        self._symmetric, self._pool = symmetric, None
+        self._backends: list[Any] = []
+        self._registered: list[Any] = []
+        for one in dict.fromkeys([group, *also]):
+            backend = _nccl_backend(one, device)
+            if backend is not None:
+                # The communicator comes into being with the first collective, and registration needs it.
+                dist.all_reduce(torch.zeros(1, device=device), group=one.pg)
+                self._backends.append(backend)
+        if self._backends:
+            self._pool: Any = torch.cuda.MemPool(self._backends[0].mem_allocator)
 
     @property
     def active(self) -> bool:
@@ -64,21 +65,27 @@ class RegisteredMemory:
     def close(self) -> None:
         """Deregister; the tensors stay usable."""
         self._deregister()
-        self._backend = self._pool = None
+        self._backends, self._pool = [], None
 
     def _register(self) -> None:
-        if self._symmetric:
-            try:
-                self._backend.register_mem_pool(self._pool, symm=True)
-                self._registered = True
-                return
-            except RuntimeError:
-                # This NCCL or this machine has no symmetric windows; plain registration still avoids a copy.
-                self._symmetric = False
-        self._backend.register_mem_pool(self._pool)
-        self._registered = True
+        for backend in self._backends:
+            if self._symmetric:
+                try:
+                    backend.register_mem_pool(self._pool, symm=True)
+                except RuntimeError:
+                    # This NCCL or this machine has no symmetric windows; plain registration still avoids a copy.
+                    self._symmetric = False
+            if not self._symmetric:
+                backend.register_mem_pool(self._pool)
+            self._registered.append(backend)
 
     def _deregister(self) -> None:
-        if self._registered:
-            self._backend.deregister_mem_pool(self._pool)
-            self._registered = False
+        while self._registered:
+            self._registered.pop().deregister_mem_pool(self._pool)
+
+
+def _nccl_backend(group: Group, device: torch.device) -> Any:
+    if group.pg is None or device.type != "cuda" or not dist.is_nccl_available():
+        return None
+    backend: Any = group.pg._get_backend(device)
+    return backend if isinstance(backend, dist.ProcessGroupNCCL) else None

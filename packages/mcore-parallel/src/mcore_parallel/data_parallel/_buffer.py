@@ -15,6 +15,9 @@ from mcore_parallel.comm._reduce_scatter import Pending, start_all_reduce_in_pla
 from mcore_parallel.data_parallel._config import DistributedDataParallelConfig
 from mcore_parallel.data_parallel._layout import BucketRange, SlicedLayout, lay_out_buckets, lay_out_slices
 
+_FAST_MULTIPLE = 65536
+"""Elements of which a bucket is a multiple with ``pad_buckets_for_high_nccl_busbw``."""
+
 
 @dataclass(frozen=True)
 class DataGroups:
@@ -132,10 +135,12 @@ class GradBuffer:
         sliced: bool = False,
     ) -> None:
         parameters = [shard.parameter for shard in shards]
-        elements = config.bucket_elements(groups.data.size)
+        elements = config.bucket_elements(groups.data.size, sum(parameter.numel() for parameter in parameters))
         self.config, self.groups, self.partial_groups = config, groups, tuple(partial_groups)
         self.shards = tuple(shards)
-        self.layout = _layout([tuple(parameter.shape) for parameter in parameters], elements, groups.inner.size if sliced else None)
+        shapes = [tuple(parameter.shape) for parameter in parameters]
+        multiple = _FAST_MULTIPLE if config.pad_buckets_for_high_nccl_busbw else 1
+        self.layout = _layout(shapes, elements, groups.inner.size if sliced else None, multiple)
         self.data = torch.zeros(self.layout.total, dtype=dtype, device=parameters[0].device)
         self.params = _take_over(parameters, self.layout) if sliced else None
         """The parameters, each a view into this, at the places of their gradients; None unless sliced."""
@@ -200,9 +205,9 @@ class GradBuffer:
         return bucket
 
 
-def _layout(shapes: Sequence[tuple[int, ...]], elements: int, num_slices: int | None) -> SlicedLayout:
+def _layout(shapes: Sequence[tuple[int, ...]], elements: int, num_slices: int | None, multiple: int) -> SlicedLayout:
     if num_slices is not None:
-        return lay_out_slices(shapes, elements, num_slices)
+        return lay_out_slices(shapes, elements, num_slices, multiple)
     numels = [torch.Size(shape).numel() for shape in shapes]
     starts = [sum(numels[:index]) for index in range(len(numels))]
     return SlicedLayout(lay_out_buckets(numels, elements), tuple(starts), 1)

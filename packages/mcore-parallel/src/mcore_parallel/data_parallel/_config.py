@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-_NEED_SLICES = ("overlap_param_gather", "separate_all_gather_group")
+_NEED_SLICES = ("overlap_param_gather", "separate_all_gather_group", "pad_buckets_for_high_nccl_busbw")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +29,10 @@ class DistributedDataParallelConfig:
     The first step only learns when that is. The result has the same bits as without."""
     bucket_size: int | None = None
     """Elements after which a bucket closes; None for max(40 million, 1 million * replicas)."""
+    num_buckets: int | None = None
+    """Instead of ``bucket_size``: about how many buckets a buffer is cut into."""
+    pad_buckets_for_high_nccl_busbw: bool = False
+    """Pad every bucket to a multiple of 65536 elements, so that slices on many ranks stay multiples of a large power of two."""
     gradient_accumulation_fusion: bool = False
     """Layers that can add their weight gradients to the main gradients in the product that computes them."""
     use_distributed_optimizer: bool = False
@@ -41,7 +45,8 @@ class DistributedDataParallelConfig:
     separate_all_gather_group: bool = False
     """A communicator of its own for the parameter gathers, so that they need not queue behind sums of gradients."""
     reduce_scatter_with_fp32_accumulation: bool = False
-    """Send 16-bit gradients and add them in float32 with one rounding; concerns buffers of 16 bits (grad_reduce_in_fp32=False)."""
+    """Send 16-bit gradients and add them in float32 with one rounding (with several optimizer instances, one within each and one
+    between them); concerns buffers of 16 bits (grad_reduce_in_fp32=False)."""
     average_in_collective: bool = False
     """Divide by the replicas before summing, so that 16-bit sums do not overflow. ``gradients()`` then are means over the
     replicas; the optimizer multiplies them up again, so that nothing else changes."""
@@ -64,6 +69,10 @@ class DistributedDataParallelConfig:
     def __post_init__(self) -> None:
         if self.bucket_size is not None and self.bucket_size < 1:
             raise ValueError(f"bucket_size={self.bucket_size} must be at least 1 element, or None")
+        if self.num_buckets is not None and (self.num_buckets < 1 or self.bucket_size is not None):
+            raise ValueError(
+                f"num_buckets={self.num_buckets} must be at least 1 and come without bucket_size={self.bucket_size}; set one of them"
+            )
         if self.num_distributed_optimizer_instances < 1:
             raise ValueError(f"num_distributed_optimizer_instances={self.num_distributed_optimizer_instances} must be at least 1")
         if not self.use_distributed_optimizer:
@@ -84,8 +93,10 @@ class DistributedDataParallelConfig:
         if not (self.large_grad_limit > 0 and math.isfinite(self.large_grad_limit)):
             raise ValueError(f"large_grad_limit={self.large_grad_limit} must be a positive finite number")
 
-    def bucket_elements(self, num_replicas: int) -> int:
-        """Elements after which a bucket closes, for this many replicas."""
+    def bucket_elements(self, num_replicas: int, total: int = 0) -> int:
+        """Elements after which a bucket closes, for this many replicas and a buffer of ``total`` elements."""
+        if self.num_buckets is not None:
+            return max(1, math.ceil(total / self.num_buckets))
         return self.bucket_size or max(40_000_000, 1_000_000 * num_replicas)
 
     def accumulates_in_fp32(self, name: str) -> bool:

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from mcore_parallel._groups import Group, ProcessGroups
 from mcore_parallel._shards import NamedShard, Piece, named_shards
 from mcore_parallel.comm._registered import RegisteredMemory
-from mcore_parallel.data_parallel._buffer import GradBuffer
+from mcore_parallel.data_parallel._buffer import DataGroups, GradBuffer
 from mcore_parallel.data_parallel._config import DistributedDataParallelConfig
 from mcore_parallel.data_parallel._gather import ParamGather
-from mcore_parallel.data_parallel._subgroups import split_data_group
+from mcore_parallel.data_parallel._subgroups import DataGroupSplitter
 from mcore_parallel.tensor_parallel import MainGradient, WeightGradientSink
 
 
@@ -50,7 +50,9 @@ class DistributedDataParallel(nn.Module):
         shards = [shard for shard in named_shards(module) if shard.parameter.requires_grad][::-1]
         self.registered: dict[tuple[int, ...], RegisteredMemory] = {}
         """By the ranks of the data group; filled with ``nccl_ub``."""
-        self.grad_buffers = _buffers(config, shards, groups, self.registered)
+        self._splitter = DataGroupSplitter(groups, config)
+        split = {group: self._splitter.split(group) for group in _data_groups(shards, groups)}
+        self.grad_buffers = _buffers(config, shards, groups, split, self.registered)
         self._grads = {name: grad for buffer in self.grad_buffers for name, grad in buffer.grads.items()}
         self._bucket_of = {name: bucket for buffer in self.grad_buffers for name, bucket in buffer.bucket_of.items()}
         self._queue = sorted((bucket for buffer in self.grad_buffers for bucket in buffer.buckets), key=lambda bucket: bucket.position)
@@ -104,10 +106,14 @@ class DistributedDataParallel(nn.Module):
         finally:
             self._syncing = before
 
-    def finish_grad_sync(self) -> None:
-        """Complete all sums; call once after the last micro-batch, on every rank."""
+    def start_grad_sync(self) -> None:
+        """Start all sums that have not begun; ``finish_grad_sync`` does so too. No gradient may come afterwards."""
         while self._next < len(self._queue):
             self._launch_next()
+
+    def finish_grad_sync(self) -> None:
+        """Complete all sums; call once after the last micro-batch, on every rank."""
+        self.start_grad_sync()
         outer = []
         for bucket in self._queue:
             bucket.drain()
@@ -132,7 +138,13 @@ class DistributedDataParallel(nn.Module):
             buffer.data.mul_(factor)
 
     def offload_grad_buffers(self) -> None:
-        """Give the memory of the gradients back, between two steps; generation may use it meanwhile."""
+        """Give the memory of the gradients back, between two steps; generation may use it meanwhile.
+
+        Raises:
+            RuntimeError: with ``nccl_ub``, whose memory stays registered.
+        """
+        if self.config.nccl_ub:
+            raise RuntimeError("nccl_ub=True keeps the gradients in registered memory, which cannot be given back; set nccl_ub=False")
         for buffer in self.grad_buffers:
             buffer.data.untyped_storage().resize_(0)
 
@@ -169,6 +181,20 @@ class DistributedDataParallel(nn.Module):
         self._gather.remove_hooks()
         if param_sync:
             self._gather.finish()
+
+    def close(self) -> None:
+        """Take the hooks off, and give up registered memory and the communicators made here.
+
+        Call on every rank before ``ProcessGroups.close`` or the end of the world; parameters and gradients stay usable.
+        """
+        self._gather.finish()
+        self._gather.remove_hooks()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for memory in self.registered.values():
+            memory.close()
+        self._splitter.close()
 
     def broadcast_params(self) -> None:
         """Give all replicas the parameters and buffers of the first one."""
@@ -244,6 +270,7 @@ def _buffers(
     config: DistributedDataParallelConfig,
     shards: list[NamedShard],
     groups: ProcessGroups,
+    split: dict[Group, DataGroups],
     registered: dict[tuple[int, ...], RegisteredMemory],
 ) -> list[GradBuffer]:
     keyed: dict[tuple[Any, ...], list[int]] = {}
@@ -253,16 +280,15 @@ def _buffers(
         sliced = not config.keeps_whole(shard.name)
         key = (parameter.device, _grad_dtype(config, parameter.dtype), groups.data(spec.view), partial, parameter.dtype if sliced else None)
         keyed.setdefault(key, []).append(position)
-    split = {group: split_data_group(group, config) for group in _data_groups(shards, groups)}
     found = []
     for (device, dtype, group, partial, sliced), positions in keyed.items():
         members = [shards[position] for position in positions]
         with ExitStack() as stack:
             if config.nccl_ub:
-                memory = registered.setdefault(
-                    group.ranks, RegisteredMemory(split[group].inner, device, symmetric=not config.disable_symmetric_registration)
-                )
-                stack.enter_context(memory.allocate())
+                if group.ranks not in registered:
+                    cut, symmetric = split[group], not config.disable_symmetric_registration
+                    registered[group.ranks] = RegisteredMemory(cut.inner, device, also=[cut.gather], symmetric=symmetric)
+                stack.enter_context(registered[group.ranks].allocate())
             found.append(GradBuffer(members, positions, dtype, split[group], partial, config, sliced=sliced is not None))
     return found
 

@@ -62,7 +62,7 @@ def lay_out_buckets(numels: Sequence[int], bucket_size: int) -> tuple[BucketRang
     return tuple(buckets)
 
 
-def lay_out_slices(shapes: Sequence[tuple[int, ...]], bucket_size: int, num_slices: int) -> SlicedLayout:
+def lay_out_slices(shapes: Sequence[tuple[int, ...]], bucket_size: int, num_slices: int, multiple: int = 1) -> SlicedLayout:
     """Cut consecutive parameters into buckets of equal slices whose borders fall between rows of the parameters.
 
     A row is the last dim of a parameter of two dims or more, so that what a slice holds of a matrix is one box of it and a
@@ -73,6 +73,7 @@ def lay_out_slices(shapes: Sequence[tuple[int, ...]], bucket_size: int, num_slic
         shapes: of the parameters this rank holds, in backward order.
         bucket_size: elements after which a bucket closes.
         num_slices: ranks that share a bucket.
+        multiple: of which every bucket's size is one.
 
     Example:
         >>> layout = lay_out_slices([(3, 64), (5,)], 1000, 2)
@@ -87,7 +88,7 @@ def lay_out_slices(shapes: Sequence[tuple[int, ...]], bucket_size: int, num_slic
 
     def close() -> None:
         nonlocal start, end, members, unit
-        size = _round_up(end - start, num_slices * unit)
+        size = _round_up(end - start, math.lcm(num_slices * unit, multiple))
         buckets.append(BucketRange(start, start + size, tuple(members)))
         start = end = start + size
         members, unit = [], _ALIGN

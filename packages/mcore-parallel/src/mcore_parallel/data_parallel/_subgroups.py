@@ -4,38 +4,60 @@
 
 import torch.distributed as dist
 
-from mcore_parallel._groups import Group
+from mcore_parallel._communicator import Group, connect
+from mcore_parallel._groups import ProcessGroups
 from mcore_parallel.data_parallel._buffer import DataGroups
 from mcore_parallel.data_parallel._config import DistributedDataParallelConfig
 
 
-def split_data_group(group: Group, config: DistributedDataParallelConfig) -> DataGroups:
-    """Instances are neighbours in the group; only the members of a new communicator take part in making it.
+class DataGroupSplitter:
+    """Finds the groups of optimizer instances in ``groups``, or makes those that are not there.
 
-    Raises:
-        ValueError: the number of instances does not divide the group.
+    Args:
+        groups: of the model.
+        config: how many instances, and whether gathers get communicators of their own.
     """
-    instances = config.num_distributed_optimizer_instances
-    if group.size % instances:
-        raise ValueError(
-            f"num_distributed_optimizer_instances={instances} must divide the {group.size} replicas of a parameter; choose a divisor"
-        )
-    size = group.size // instances
-    instance, place = divmod(group.rank, size)
-    inner, outer = group, Group.single(group.ranks[group.rank])
-    if instances > 1:
-        inner = _connect(group, group.ranks[instance * size : (instance + 1) * size])
-        outer = _connect(group, group.ranks[place::size])
-    gather = _connect(group, inner.ranks) if config.separate_all_gather_group else inner
-    return DataGroups(group, inner, outer, gather)
 
+    def __init__(self, groups: ProcessGroups, config: DistributedDataParallelConfig) -> None:
+        self._groups, self._config = groups, config
+        self._own: list[dist.ProcessGroup] = []
 
-def _connect(group: Group, ranks: tuple[int, ...]) -> Group:
-    me = group.ranks[group.rank]
-    if len(ranks) == 1:
-        return Group(ranks, 0)
-    assert group.pg is not None
-    # Other data groups need not take part, and do not know of this one.
-    pg = dist.new_group(list(ranks), backend=dist.get_backend(group.pg), use_local_synchronization=True)
-    assert isinstance(pg, dist.ProcessGroup)
-    return Group(ranks, ranks.index(me), pg, pg.group_name)
+    def split(self, group: Group) -> DataGroups:
+        """Instances are neighbours in the group.
+
+        Raises:
+            ValueError: the number of instances does not divide the group.
+        """
+        instances, groups = self._config.num_distributed_optimizer_instances, self._groups
+        if group.size % instances:
+            raise ValueError(
+                f"num_distributed_optimizer_instances={instances} must divide the {group.size} replicas of a parameter; choose a divisor"
+            )
+        dense = (groups.intra_dp_cp, groups.inter_dp_cp, groups.dp_cp_ag)
+        inner, outer, gather = dense if group == groups.dp_cp else (groups.intra_expt_dp, groups.inter_expt_dp, groups.expt_dp_ag)
+        if groups.plan.optimizer_instances != instances:
+            size = group.size // instances
+            instance, place = divmod(group.rank, size)
+            inner = gather = group
+            outer = Group.single(group.ranks[group.rank])
+            if instances > 1:
+                inner = gather = self._connect(group, group.ranks[instance * size : (instance + 1) * size])
+                outer = self._connect(group, group.ranks[place::size])
+        if not self._config.separate_all_gather_group:
+            gather = inner
+        elif gather == inner:
+            gather = self._connect(group, inner.ranks)
+        return DataGroups(group, inner, outer, gather)
+
+    def close(self) -> None:
+        """Destroy the communicators made here."""
+        while self._own:
+            dist.destroy_process_group(self._own.pop())
+
+    def _connect(self, group: Group, ranks: tuple[int, ...]) -> Group:
+        """Only members take part: ranks without such parameters do not know of this group."""
+        backend = None if group.pg is None else dist.get_backend(group.pg)
+        made = connect(ranks, group.ranks[group.rank], backend=backend, timeout_s=group.timeout_s, local=True)
+        if made.pg is not None:
+            self._own.append(made.pg)
+        return made

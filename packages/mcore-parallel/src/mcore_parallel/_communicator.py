@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Ranks that communicate, and how their communicator is made."""
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+_NETS = ("IB", "Socket")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate, seen from one of them.
+
+    A group of one rank has no communicator, so every collective over it is the identity and
+    single-rank work needs no ``torch.distributed`` set-up.
+
+    Example:
+        >>> Group.single().size
+        1
+    """
+
+    ranks: tuple[int, ...]
+    rank: int
+    """Position of this process in ``ranks``."""
+    pg: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
+    name: str = ""
+    """Name under which functional collectives find the communicator; empty for a group of one."""
+    timeout_s: float | None = field(default=None, compare=False, repr=False)
+    """Time limit the communicator was made with, so that groups cut from this one get it too; None for torch's."""
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.rank == self.size - 1
+
+    @classmethod
+    def single(cls, rank: int = 0) -> "Group":
+        return cls((rank,), 0)
+
+    @classmethod
+    def of(cls, pg: dist.ProcessGroup) -> "Group":
+        """Wrap a torch process group this process belongs to."""
+        ranks = tuple(dist.get_process_group_ranks(pg))
+        return cls(ranks, ranks.index(dist.get_rank()), pg, pg.group_name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommunicatorOptions:
+    """NCCL's choices for one communicator; None leaves a choice to NCCL. Without effect on other backends.
+
+    Raises:
+        ValueError: a negative count, ``min_ctas`` above ``max_ctas``, an unknown net.
+
+    Example:
+        >>> CommunicatorOptions(max_ctas=8, is_high_priority_stream=True).max_ctas
+        8
+    """
+
+    min_ctas: int | None = None
+    """Fewest thread blocks of one collective."""
+    max_ctas: int | None = None
+    """Most thread blocks of one collective: what it may take from a product that runs beside it."""
+    cga_cluster_size: int | None = None
+    """Thread blocks of one cluster, 0 to 8."""
+    net_name: str | None = None
+    """"IB" or "Socket"."""
+    is_high_priority_stream: bool = False
+    """Run the collectives on a stream that goes before the compute stream."""
+
+    def __post_init__(self) -> None:
+        for name, low in (("min_ctas", 1), ("max_ctas", 1), ("cga_cluster_size", 0)):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int) and value >= low):
+                raise ValueError(f"{name}={value!r} must be an integer of at least {low}, or None")
+        if self.min_ctas is not None and self.max_ctas is not None and self.min_ctas > self.max_ctas:
+            raise ValueError(f"min_ctas={self.min_ctas} must not exceed max_ctas={self.max_ctas}")
+        if self.cga_cluster_size is not None and self.cga_cluster_size > 8:
+            raise ValueError(f"cga_cluster_size={self.cga_cluster_size} must be at most 8")
+        if self.net_name is not None and self.net_name not in _NETS:
+            raise ValueError(f"net_name={self.net_name!r} must be one of {', '.join(_NETS)}, or None")
+
+
+def load_communicator_options(path: str | Path) -> dict[str, CommunicatorOptions]:
+    """Options by group name, from a .json or .toml file that holds a table a group.
+
+    Raises:
+        ValueError: another suffix, an entry that is no table, an unknown or impossible option.
+
+    Example:
+        A TOML file::
+
+            [dp_cp]
+            max_ctas = 16
+
+            [tp]
+            is_high_priority_stream = true
+    """
+    path = Path(path)
+    readers = {".json": json.loads, ".toml": tomllib.loads}
+    if path.suffix not in readers:
+        raise ValueError(f"{path.name} must end in {' or '.join(readers)}")
+    tables: Any = readers[path.suffix](path.read_text(encoding="utf-8"))
+    known = {item.name for item in fields(CommunicatorOptions)}
+    found = {}
+    if not isinstance(tables, Mapping):
+        raise ValueError(f"{path.name} must hold a table of groups, found {type(tables).__name__}")
+    for group, table in tables.items():
+        if not isinstance(table, Mapping):
+            raise ValueError(f"{group} in {path.name} must be a table of options, found {table!r}")
+        if unknown := set(table) - known:
+            raise ValueError(f"{group} in {path.name} has unknown options {sorted(unknown)}; known: {sorted(known)}")
+        try:
+            found[group] = CommunicatorOptions(**table)
+        except ValueError as error:
+            raise ValueError(f"{group} in {path.name}: {error}") from None
+    return found
+
+
+def connect(
+    ranks: tuple[int, ...],
+    me: int,
+    *,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+    options: CommunicatorOptions | None = None,
+    name: str = "",
+    local: bool = False,
+) -> Group:
+    """Make a communicator; the group's ``rank`` is -1 in a process that is no member.
+
+    Args:
+        ranks: members, ascending.
+        me: this process.
+        backend: None for the default one.
+        timeout_s: time limit of each collective, None for torch's.
+        options: for NCCL.
+        name: what torch's logs and traces call it.
+        local: only members call this; otherwise every process of the world does.
+    """
+    if len(ranks) == 1:
+        return Group(ranks, 0, timeout_s=timeout_s)
+    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+    pg: Any = dist.new_group(
+        list(ranks),
+        timeout=timeout,
+        backend=backend,
+        pg_options=None if options is None else _nccl_options(options, backend or dist.get_backend(), timeout),
+        use_local_synchronization=local,
+        group_desc=name or None,
+    )
+    if me not in ranks:
+        return Group(ranks, -1)
+    assert isinstance(pg, dist.ProcessGroup)
+    return Group(ranks, ranks.index(me), pg, pg.group_name, timeout_s)
+
+
+def _nccl_options(options: CommunicatorOptions, backend: str, timeout: timedelta | None) -> Any:
+    if "nccl" not in backend:
+        return None
+    made: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=options.is_high_priority_stream)
+    if timeout is not None:
+        made._timeout = timeout  # torch warns when the two differ
+    for name in ("min_ctas", "max_ctas", "cga_cluster_size", "net_name"):
+        value = getattr(options, name)
+        if value is not None:
+            setattr(made.config, name, value)
+    return made

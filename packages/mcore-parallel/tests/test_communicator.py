@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""NCCL's choices for one communicator, and the files they come from."""
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from mcore_parallel import CommunicatorOptions, Group, load_communicator_options
+from mcore_parallel._communicator import _nccl_options, connect
+
+
+def test_files_hold_one_table_a_group(tmp_path: Path) -> None:
+    expected = {
+        "dp_cp": CommunicatorOptions(min_ctas=2, max_ctas=16, net_name="IB"),
+        "tp": CommunicatorOptions(is_high_priority_stream=True),
+    }
+    (tmp_path / "a.toml").write_text('[dp_cp]\nmin_ctas = 2\nmax_ctas = 16\nnet_name = "IB"\n[tp]\nis_high_priority_stream = true\n')
+    (tmp_path / "a.json").write_text(
+        '{"dp_cp": {"min_ctas": 2, "max_ctas": 16, "net_name": "IB"}, "tp": {"is_high_priority_stream": true}}'
+    )
+    assert load_communicator_options(tmp_path / "a.toml") == load_communicator_options(str(tmp_path / "a.json")) == expected
+
+
+def test_bad_files_are_named(tmp_path: Path) -> None:
+    for text, match in (
+        ("[]", "a.json must hold a table of groups, found list"),
+        ('{"tp": 3}', "tp in a.json must be a table of options, found 3"),
+        ('{"tp": {"max_ctass": 3}}', r"tp in a.json has unknown options \['max_ctass'\]; known: \['cga_cluster_size'"),
+        ('{"tp": {"max_ctas": 0}}', "tp in a.json: max_ctas=0 must be an integer of at least 1"),
+    ):
+        (tmp_path / "a.json").write_text(text)
+        with pytest.raises(ValueError, match=match):
+            load_communicator_options(tmp_path / "a.json")
+    with pytest.raises(ValueError, match=r"a.yaml must end in .json or .toml"):
+        load_communicator_options(tmp_path / "a.yaml")
+
+
+def test_impossible_options_are_named() -> None:
+    for options, match in (
+        ({"min_ctas": 8, "max_ctas": 4}, "min_ctas=8 must not exceed max_ctas=4"),
+        ({"cga_cluster_size": 9}, "cga_cluster_size=9 must be at most 8"),
+        ({"cga_cluster_size": -1}, "cga_cluster_size=-1 must be an integer of at least 0"),
+        ({"net_name": "wire"}, "net_name='wire' must be one of IB, Socket"),
+        ({"min_ctas": "4"}, "min_ctas='4' must be an integer"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            CommunicatorOptions(**options)
+
+
+class Nccl:
+    """The part of torch's NCCL binding that options go through; the CPU build has none."""
+
+    class Config:
+        __slots__ = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name")
+
+    class Options:
+        def __init__(self, is_high_priority_stream: bool) -> None:
+            self.is_high_priority_stream, self.config = is_high_priority_stream, Nccl.Config()
+            self._timeout = timedelta(minutes=10)
+
+
+def test_nccl_gets_what_was_chosen_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    options = CommunicatorOptions(max_ctas=8, cga_cluster_size=0, net_name="Socket", is_high_priority_stream=True)
+    made = _nccl_options(options, "cpu:gloo,cuda:nccl", timedelta(seconds=9))
+    assert made.is_high_priority_stream and made._timeout == timedelta(seconds=9)
+    assert (made.config.max_ctas, made.config.cga_cluster_size, made.config.net_name) == (8, 0, "Socket")
+    assert not hasattr(made.config, "min_ctas")
+    assert _nccl_options(CommunicatorOptions(), "nccl", None)._timeout == timedelta(minutes=10)
+    assert _nccl_options(options, "gloo", None) is None
+
+
+def check_gloo_ignores_options() -> None:
+    group = connect((0, 1), dist.get_rank(), options=CommunicatorOptions(max_ctas=1), name="a name", timeout_s=30.0)
+    assert group.pg is not None and group.pg.group_desc == "a name" and group.timeout_s == 30.0
+    assert group == Group((0, 1), dist.get_rank(), name=group.name)
+    assert connect((1,), dist.get_rank()).pg is None
+
+
+@pytest.mark.world(2)
+def test_other_backends_take_no_options(world) -> None:
+    world(check_gloo_ignores_options)
