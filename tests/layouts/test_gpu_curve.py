@@ -37,6 +37,15 @@ def test_two_gpus_give_the_losses_of_one(name: str) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_two_fully_sharded_gpus_give_the_losses_of_two_replicas(dtype: str) -> None:
+    replicas = run(losses, 2, backend="nccl", plan=ParallelPlan(dp=2), device="cuda", dtype=dtype)
+    for rows in run(losses, 2, backend="nccl", plan=ParallelPlan(dp=2), device="cuda", dtype=dtype, data_parallel="fsdp"):
+        for ours, expected in zip(rows, replicas[0], strict=True):
+            assert ours == pytest.approx(expected, rel=1e-8 if dtype == "float64" else 2e-2)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("name", PLANS)
 def test_two_gpus_in_bfloat16_stay_near_one(name: str) -> None:
     [one] = run(losses, 1, backend="nccl", plan=ParallelPlan(), device="cuda", dtype="bfloat16")

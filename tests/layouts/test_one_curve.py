@@ -3,18 +3,19 @@
 """One model, one seed, one data order: every layout gives the same losses."""
 
 import dataclasses
+from collections.abc import Iterator
 from functools import cache
 
 import pytest
 import torch
 
 from mcore_moe import MoEConfig
-from mcore_parallel import ParallelPlan
+from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.models import TransformerConfig
 from mcore_parallel.optim import OptimizerConfig
 from mcore_parallel.training import Batch, CrossEntropyObjective, train_step
 from tests.support.world import run
-from tools.assemble import assemble
+from tools.assemble import Parts, assemble
 from tools.recipes import RunConfig, TrainConfig
 
 CONFIG = RunConfig(
@@ -27,22 +28,31 @@ CONFIG = RunConfig(
 )
 
 
-def losses(plan: ParallelPlan, device: str = "cpu", dtype: str = "float64") -> list[tuple[float, float]]:
+def losses(plan: ParallelPlan, device: str = "cpu", dtype: str = "float64", data_parallel: str = "ddp") -> list[tuple[float, float]]:
     """(loss, gradient norm) of each step; the same global batches whatever the layout."""
-    parts = assemble(dataclasses.replace(CONFIG, plan=plan, train=dataclasses.replace(CONFIG.train, dtype=dtype)), device)
-    train, rows = CONFIG.train, []
+    train = dataclasses.replace(CONFIG.train, dtype=dtype)
+    parts = assemble(dataclasses.replace(CONFIG, plan=plan, train=train, data_parallel=data_parallel), device)
+    return [trained(parts, batches) for batches in step_batches(parts.groups, device)]
+
+
+def trained(parts: Parts, batches: list[Batch]) -> tuple[float, float]:
+    """(loss, gradient norm) of one step."""
+    report = train_step(parts.model, batches, CrossEntropyObjective(), parts.sync, parts.optimizer, lr=1e-2)
+    return report.loss + report.aux, report.grad_norm
+
+
+def step_batches(groups: ProcessGroups, device: str = "cpu") -> Iterator[list[Batch]]:
+    """The micro-batches of this rank, step by step."""
+    train = CONFIG.train
     generator = torch.Generator().manual_seed(0)
     for _ in range(train.steps):
         tokens = torch.randint(CONFIG.model.vocab_size, (train.global_batch_size, train.seq_len + 1), generator=generator)
         mask = (torch.rand(train.global_batch_size, train.seq_len, generator=generator) > 0.2).double()
-        micro = range(parts.groups.dp.rank, train.global_batch_size // train.micro_batch_size, parts.groups.dp.size)
-        batches = [
+        micro = range(groups.dp.rank, train.global_batch_size // train.micro_batch_size, groups.dp.size)
+        yield [
             Batch(tokens=tokens[part, :-1].to(device), labels=tokens[part, 1:].to(device), loss_mask=mask[part].to(device))
             for part in (slice(i * train.micro_batch_size, (i + 1) * train.micro_batch_size) for i in micro)
         ]
-        report = train_step(parts.model, batches, CrossEntropyObjective(), parts.sync, parts.optimizer, lr=1e-2)
-        rows.append((report.loss + report.aux, report.grad_norm))
-    return rows
 
 
 @cache
@@ -60,6 +70,19 @@ LAYOUTS = {
     "tp2-pp2-ep2": ParallelPlan(tp=2, pp=2, ep=2),
     "tp2-dp2-ep4": ParallelPlan(tp=2, dp=2, ep=4),
     "pp2-dp2-ep2": ParallelPlan(pp=2, dp=2, ep=2),
+    "tp2-dp2-ep2-etp2": ParallelPlan(tp=2, dp=2, ep=2, etp=2),
+    "tp2-pp2-etp2": ParallelPlan(tp=2, pp=2, etp=2),
+    "cp2": ParallelPlan(cp=2),
+    "tp2-cp2-ep2": ParallelPlan(tp=2, cp=2, ep=2),
+    "pp2-cp2-ep2": ParallelPlan(pp=2, cp=2, ep=2),
+}
+
+FULLY_SHARDED = {
+    "fsdp1": ParallelPlan(),
+    "fsdp2": ParallelPlan(dp=2),
+    "fsdp4": ParallelPlan(dp=4),
+    "tp2-fsdp2": ParallelPlan(tp=2, etp=2, dp=2),
+    "pp2-fsdp2": ParallelPlan(pp=2, dp=2),
 }
 
 
@@ -72,5 +95,13 @@ def test_the_model_learns() -> None:
 def test_every_layout_gives_the_losses_of_one_rank(name: str) -> None:
     plan = LAYOUTS[name]
     for rank, rows in enumerate(run(losses, plan.world_size, plan=plan)):
+        for step, (ours, expected) in enumerate(zip(rows, serial(), strict=True)):
+            assert ours == pytest.approx(expected, rel=1e-8), f"rank {rank} step {step}"
+
+
+@pytest.mark.parametrize("name", FULLY_SHARDED)
+def test_fully_sharded_replicas_give_the_losses_of_one_rank(name: str) -> None:
+    plan = FULLY_SHARDED[name]
+    for rank, rows in enumerate(run(losses, plan.world_size, plan=plan, data_parallel="fsdp")):
         for step, (ours, expected) in enumerate(zip(rows, serial(), strict=True)):
             assert ours == pytest.approx(expected, rel=1e-8), f"rank {rank} step {step}"

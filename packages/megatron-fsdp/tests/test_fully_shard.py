@@ -118,6 +118,9 @@ def test_modules_and_optimizers_that_cannot_be_sharded_are_refused():
     net = nn.Linear(2, 2, bias=False)
     with pytest.raises(ValueError, match="Muon is not elementwise"):
         fully_shard(net, torch.optim.Muon(net.parameters()))
+    half, wide = nn.Linear(2, 2).to(torch.bfloat16), MixedPrecisionPolicy(main_params_dtype=torch.bfloat16, main_grads_dtype=torch.float32)
+    with pytest.raises(ValueError, match="want one dtype"):
+        fully_shard(half, torch.optim.SGD(half.parameters()), mixed_precision=wide)
     with pytest.raises(ValueError, match="param_dtype"):
         MixedPrecisionPolicy(param_dtype=torch.int32)
 
@@ -192,6 +195,9 @@ def check_memory() -> None:
         assert live_units(model) == 0
         with torch.no_grad():
             model(torch.ones(2, 8))
+        # The root's parameters may be wanted after it returned.
+        assert live_units(model) == 1
+        model.reshard()
         assert live_units(model) == 0
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
@@ -314,3 +320,132 @@ def check_agreement() -> None:
 @pytest.mark.world(2)
 def test_ranks_start_equal_and_must_hold_the_same_module(world):
     world(check_agreement)
+
+
+def check_wide_gradients() -> None:
+    torch.manual_seed(0)
+    net = nn.Linear(4, 3, bias=False).to(torch.bfloat16)
+    weight = net.weight.detach().clone()
+    policy = MixedPrecisionPolicy(main_params_dtype=torch.bfloat16, main_grads_dtype=torch.float32)
+    model, _ = fully_shard(net, mixed_precision=policy, gradient_reduce="sum")
+    # Each addend has a bit that a sum in bfloat16 would lose.
+    for value in (256.0, 1.0):
+        model(torch.full((1, 4), value, dtype=torch.bfloat16)).sum().backward()
+    gradient = model.gradients()["weight"].full_tensor()
+    assert gradient.dtype == torch.float32 and torch.equal(gradient, torch.full((3, 4), 514.0))
+    shard = model.flat_shards().get("weight")
+    if shard is not None:
+        assert shard.parameter.dtype == torch.bfloat16 and torch.equal(shard.parameter, weight.view(-1)[shard.start : shard.end])
+        assert shard.gradient is not None and shard.gradient.dtype == torch.float32
+    assert model.clip_grad_norm_(1.0) > 1.0
+
+
+@pytest.mark.world(2)
+def test_gradients_may_be_wider_than_main_parameters(world):
+    world(check_wide_gradients)
+
+
+class Headed(nn.Module):
+    """Returns hidden states; the caller applies the head, as one does whose loss needs no logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower, self.head = Tower(), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tower(x)
+
+
+def headed_losses(model: Any, optimizer: torch.optim.Optimizer, module: Headed) -> list[float]:
+    found = []
+    for _ in range(3):
+        for grad in (False, True, False):
+            with torch.set_grad_enabled(grad):
+                loss = module.head(model(torch.ones(2, 8))).square().sum()
+            found.append(loss.item())
+            if grad:
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def check_root_after_forward() -> None:
+    torch.manual_seed(0)
+    plain = Headed()
+    expected = headed_losses(plain, torch.optim.SGD(plain.parameters(), lr=0.01), plain)
+    assert len(set(expected)) == 3
+    for strategy in range(4):
+        for units in (Layer, ()):
+            torch.manual_seed(0)
+            net = Headed()
+            model, optimizer = fully_shard(
+                net, torch.optim.SGD(net.parameters(), lr=0.01), fsdp_unit_modules=units, zero_dp_strategy=strategy
+            )
+            assert optimizer is not None
+            found = headed_losses(model, optimizer, net)
+            torch.testing.assert_close(torch.tensor(found), torch.tensor(expected))
+            # The last forward built no graph: once an optimizer has stepped, its weights are old and registered no more.
+            assert {id(p) for p in model.parameters()} == {id(p) for p in model.sharded_parameters().values()}
+
+
+@pytest.mark.world(2)
+def test_the_roots_parameters_can_be_used_after_its_forward(world):
+    world(check_root_after_forward)
+
+
+def check_flat_shards() -> list[tuple[str, int, int, int]]:
+    torch.manual_seed(0)
+    net = Headed()
+    net.head.bias.requires_grad_(False)
+    expected = {name: value.clone() for name, value in net.state_dict().items()}
+    model, _ = fully_shard(net, fsdp_unit_modules=Layer, gradient_reduce="sum", **_hybrid())
+    shards = model.flat_shards()
+    for name, shard in shards.items():
+        assert shard.shape == expected[name].shape
+        assert torch.equal(shard.parameter, expected[name].view(-1)[shard.start : shard.end])
+        for offset, view in shard.blocks(shard.parameter):
+            index = tuple(slice(begin, begin + size) for begin, size in zip(offset, view.shape, strict=True))
+            assert torch.equal(view, expected[name][index])
+        assert sum(view.numel() for _, view in shard.blocks(shard.parameter)) == shard.end - shard.start
+    assert all((shard.gradient is None) is (name == "head.bias") for name, shard in shards.items())
+    for step in range(2):
+        model.zero_grad_buffer()
+        net.head(model(torch.ones(2, 8))).sum().backward()
+        whole = {name: gradient.full_tensor() for name, gradient in model.gradients().items()}
+        for name, shard in shards.items():
+            if shard.gradient is not None:
+                assert torch.equal(shard.gradient, whole[name].reshape(-1)[shard.start : shard.end])
+                assert step or shard.gradient.abs().sum() > 0
+                shard.parameter.sub_(shard.gradient, alpha=0.01)
+        for name, gradient in whole.items():
+            expected[name] -= 0.01 * gradient
+        model.install_optimized_model_weights()
+    for name, value in model.full_state_dict():
+        torch.testing.assert_close(value, expected[name])
+    return [(name, shard.start, shard.end, shard.replica) for name, shard in shards.items()]
+
+
+def _hybrid() -> dict[str, Any]:
+    if dist.get_world_size() == 2:
+        return {}
+    return {"device_mesh": dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))}
+
+
+def assert_covered(rows: list[tuple[str, int, int, int]], replicas: int) -> None:
+    sizes = {name: value.numel() for name, value in Headed().state_dict().items()}
+    for name, size in sizes.items():
+        for replica in range(replicas):
+            ranges = sorted((start, end) for found, start, end, copy in rows if (found, copy) == (name, replica))
+            assert [start for start, _ in ranges] == [0, *(end for _, end in ranges[:-1])]
+            assert ranges[-1][1] == size
+
+
+@pytest.mark.world(2)
+def test_flat_shards_cover_every_parameter_once(world):
+    assert_covered([row for rows in world(check_flat_shards) for row in rows], 1)
+
+
+@pytest.mark.world(4)
+def test_flat_shards_of_replicas_cover_every_parameter_once_a_replica(world):
+    assert_covered([row for rows in world(check_flat_shards) for row in rows], 2)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp import _state_dict as _state
+from megatron_fsdp._flat_shard import FlatShard
 from megatron_fsdp._group import ParameterGroup
 from megatron_fsdp._hooks import Runtime, Unit
 from megatron_fsdp._materialize import ResetParameters, materialize
@@ -27,7 +28,8 @@ class MegatronFSDP(nn.Module):
 
     Call it as the module it wraps (``.module``). Outside of forward and backward the registered parameters are this rank's
     shards in the main dtype: DTensors divided along dimension 0 at whole rows (plain tensors under ``no_shard`` or without a
-    process group). The root's stay whole between a forward that builds a graph and its backward.
+    process group). The root's stay whole after a forward, for callers that compute with them (a loss from hidden states), until its
+    backward is over, main parameters change, the next forward, or ``reshard()``.
 
     All state lives in this object; nothing is attached to parameters, so re-registering or tying them later loses none.
     """
@@ -96,6 +98,17 @@ class MegatronFSDP(nn.Module):
     def install_optimized_model_weights(self) -> None:
         """Let the next forward use main parameters that were changed by hand; an optimizer given to ``fully_shard`` does it."""
         self.runtime.mark_stale()
+
+    def reshard(self) -> None:
+        """Give back what the last forward left gathered; not between a forward and its backward."""
+        self.runtime.reshard()
+
+    def flat_shards(self) -> dict[str, FlatShard]:
+        """This rank's range of each parameter by name, for optimizers that step flat memory; a parameter without one is left out.
+
+        The tensors are live and stay where they are. Call ``install_optimized_model_weights()`` after changing them.
+        """
+        return {name: shard for group in self.runtime.groups for name, shard in group.flat_shards().items()}
 
     def sharded_parameters(self) -> dict[str, nn.Parameter]:
         """What an optimizer steps, by name, at any time."""

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp._buffer import FlatBuffer, local_view
+from megatron_fsdp._flat_shard import FlatShard
 from megatron_fsdp._layout import plan_layout
 from megatron_fsdp._policy import MixedPrecisionPolicy, Strategy
 from megatron_fsdp._ranks import Ranks, Topology, wait
@@ -90,6 +91,8 @@ class ParameterGroup:
             place = Place(segment, self.layout, self.topology)
             trainable = site.parameter.requires_grad
             sharded = place.parameter(local_view(self.main, segment, shards.rank, shard_numel), requires_grad=trainable)
+            if trainable and self.grad_dtype != main_dtype:
+                sharded.grad_dtype = self.grad_dtype
             full = nn.Parameter(self.buffer.view(segment), requires_grad=trainable)
             self.parameters.append(ManagedParameter(site, place, sharded, full))
         if self.reshards:
@@ -197,20 +200,45 @@ class ParameterGroup:
         reduced = reduced.to(self.grad_dtype)
         if self._divisor != 1:
             reduced = reduced / self._divisor
-        if self.grad is None:
-            self.grad = torch.empty_like(reduced)
-            self._grads = [parameter.place.wrap(self._rows(self.grad, parameter)) for parameter in self.parameters]
+        grad = self._gradient()
         trainable = [index for index, parameter in enumerate(self.parameters) if parameter.sharded.requires_grad]
         # A missing `grad` is how torch's zero_grad says that accumulation starts anew.
         fresh = [index for index in trainable if self.parameters[index].sharded.grad is None]
         if len(fresh) == len(trainable):
-            self.grad.copy_(reduced)
+            grad.copy_(reduced)
         else:
             for index in fresh:
-                self._rows(self.grad, self.parameters[index]).zero_()
-            self.grad += reduced
+                self._rows(grad, self.parameters[index]).zero_()
+            grad += reduced
         for index in trainable:
             self.parameters[index].sharded.grad = self._grads[index]
+
+    def flat_shards(self) -> dict[str, FlatShard]:
+        """This rank's range of every parameter that has one, by name."""
+        found, replica = {}, 0
+        for ranks in self.topology.replicas:
+            replica = replica * ranks.size + ranks.rank
+        for parameter in self.parameters:
+            (first, last), row = parameter.place.rows, parameter.place.segment.row_numel
+            if first == last or row == 0:
+                continue
+            found[parameter.name] = FlatShard(
+                shape=parameter.place.shape,
+                start=first * row,
+                end=last * row,
+                boxes=tuple((offset, size) for offset, size, _ in parameter.place.boxes()),
+                parameter=self._rows(self.main, parameter).view(-1),
+                gradient=self._rows(self._gradient(), parameter).view(-1) if parameter.sharded.requires_grad else None,
+                replica=replica,
+            )
+        return found
+
+    def _gradient(self) -> torch.Tensor:
+        """The reduced gradient of this rank's slice, which stays where it is once it exists."""
+        if self.grad is None:
+            self.grad = torch.zeros(self.layout.shard_numel, dtype=self.grad_dtype, device=self.device)
+            self._grads = [parameter.place.wrap(self._rows(self.grad, parameter)) for parameter in self.parameters]
+        return self.grad
 
     def _rows(self, flat: torch.Tensor, parameter: ManagedParameter) -> torch.Tensor:
         return local_view(flat, parameter.place.segment, self.topology.shards.rank, self.layout.shard_numel)

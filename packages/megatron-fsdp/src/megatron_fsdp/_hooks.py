@@ -84,6 +84,8 @@ class Runtime:
         self._stale = False
         self._unreduced = False
         self._in_backward = False
+        self._root_in_graph = False
+        """Whether the root was last gathered by a forward that builds a graph."""
         self._late_units: frozenset[int] | None = None
         for unit in units:
             unit.module.register_forward_pre_hook(_bind(self._before_forward, unit), with_kwargs=True, prepend=True)
@@ -103,13 +105,20 @@ class Runtime:
     def mark_stale(self) -> None:
         """Main parameters have changed: replicated parameters are gathered before the next forward."""
         self._stale = True
+        if not self._root_in_graph:
+            self.units[0].close()
+
+    def reshard(self) -> None:
+        """Give back what a forward left gathered."""
+        for unit in self.units:
+            unit.close()
 
     def reset(self) -> None:
         """Return to the state between steps after a forward or backward failed; its gradients are dropped."""
         for group in self.groups:
             if self._in_backward:
                 group.drop_unreduced()
-        self._in_backward = False
+        self._in_backward = self._root_in_graph = False
         for unit in self.units:
             unit.depth = unit.open_calls = 0
             unit.close()
@@ -144,7 +153,7 @@ class Runtime:
         self._order.visit(unit.index)
         if unit.is_root and not replaying:
             for group in unit.groups:
-                # The root stays gathered between forward and backward, and an optimizer may have stepped since.
+                # The root stays gathered after a forward, and an optimizer may have stepped since.
                 if group.reshards:
                     group.finish_gather()
                     group.start_gather()
@@ -171,8 +180,10 @@ class Runtime:
         if _graph_task() != -1 or unit.depth > 0:
             return
         if unit.is_root:
+            # It stays gathered, because callers may compute with its parameters after it returned (logits from hidden states).
+            self._root_in_graph = torch.is_grad_enabled()
             self._end_forward()
-        if not (unit.is_root and torch.is_grad_enabled()):
+        else:
             unit.close()
 
     def _begin_forward(self) -> None:
@@ -248,7 +259,7 @@ class Runtime:
                 group.start_reduce()
 
     def _end_backward(self) -> None:
-        self._in_backward = False
+        self._in_backward = self._root_in_graph = False
         if self.sync:
             if self._late_units is None:
                 self._late_units = self._agree_on_late_units()

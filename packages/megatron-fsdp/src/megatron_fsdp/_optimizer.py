@@ -32,13 +32,19 @@ def fully_shard_optimizer(optimizer: torch.optim.Optimizer, model: "MegatronFSDP
         The same optimizer.
 
     Raises:
-        ValueError: it has state already, is not elementwise, or knows no parameter of the model.
+        ValueError: it has state already, is not elementwise, or knows no parameter of the model; gradients are wider than parameters.
     """
     if optimizer.state:
         raise ValueError("optimizer has state for unsharded parameters; call fully_shard before the first step, then load the state")
     if type(optimizer).__name__ in _WHOLE_TENSOR_OPTIMIZERS:
         raise ValueError(f"optimizer={type(optimizer).__name__} is not elementwise and cannot step shards; use AdamW, Adam, SGD or similar")
     runtime = model.runtime
+    for managed in runtime.groups:
+        if managed.trainable and managed.grad_dtype != managed.main.dtype:
+            raise ValueError(
+                f"main_grads_dtype={managed.grad_dtype} differs from the main parameters' {managed.main.dtype}, and torch's optimizers "
+                "want one dtype; leave it None, or step flat_shards() by an optimizer of your own"
+            )
     sharded: dict[int, nn.Parameter] = {}
     for parameter in runtime.parameters:
         sharded[id(parameter.original)] = sharded[id(parameter.full)] = sharded[id(parameter.sharded)] = parameter.sharded

@@ -53,8 +53,8 @@ class MixedPrecisionPolicy:
     """Dtype of the shards that the optimizer steps; None means float32, or float64 for float64 parameters.
     Frozen parameters keep their own dtype."""
     main_grads_dtype: torch.dtype | None = None
-    """Dtype in which gradients accumulate over micro-batches; None means that of the main parameters, and so far nothing else
-    is available, because torch optimizers want one dtype."""
+    """Dtype in which gradients accumulate over micro-batches; None means that of the main parameters. A wider one is for optimizers
+    that step ``flat_shards()``: those of torch want one dtype."""
     grad_comm_dtype: torch.dtype | None = None
     """Dtype in which gradients cross ranks; None means that in which they accumulate."""
     cast_forward_inputs: bool = True
@@ -80,9 +80,10 @@ class MixedPrecisionPolicy:
         """Dtype in which the gradient of a parameter created as ``dtype`` accumulates.
 
         Raises:
-            ValueError: ``main_grads_dtype`` is not that of the main parameters.
+            ValueError: ``main_grads_dtype`` is narrower than the main parameters.
         """
         main_dtype = self.main_dtype(dtype, trainable=True)
-        if self.main_grads_dtype not in (None, main_dtype):
-            raise ValueError(f"main_grads_dtype={self.main_grads_dtype} differs from the main parameters' {main_dtype}; leave it None")
-        return main_dtype
+        gradient_dtype = self.main_grads_dtype or main_dtype
+        if torch.promote_types(main_dtype, gradient_dtype) != gradient_dtype:
+            raise ValueError(f"main_grads_dtype={gradient_dtype} is narrower than the main parameters' {main_dtype}; leave it None")
+        return gradient_dtype

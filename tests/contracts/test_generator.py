@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""What reinforcement learning asks of an engine: continuations with their log-probabilities, and taking over weights."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, InferenceConfig, PagedAttention
+from mcore_parallel import ProcessGroups
+from mcore_parallel.data import ByteTokenizer
+from mcore_parallel.models import GPTModel, TransformerConfig, TransformerLayer
+from mcore_parallel.nn import Step
+from mcore_rl import GenericGenerationArgs, InferenceInterface, InferenceRequest, MegatronLocal, WeightSink, refit
+from megatron_fsdp import fully_shard_model
+from tests.contracts.conformance import mismatches
+
+TOKENIZER = ByteTokenizer()
+CONFIG = TransformerConfig(
+    num_layers=2, hidden_size=16, num_attention_heads=4, num_query_groups=2, vocab_size=TOKENIZER.vocab_size, init_method_std=0.3
+)
+
+
+def policy(seed: int) -> GPTModel:
+    return GPTModel(CONFIG, ProcessGroups.single(), dtype=torch.float64, seed=seed)
+
+
+def engine() -> DynamicInferenceEngine:
+    """An engine whose own weights are not those of any test."""
+    model = GPTModel(CONFIG, ProcessGroups.single(), attention_core=PagedAttention(), dtype=torch.float64, seed=99)
+    sizes = InferenceConfig(max_sequence_length=64, num_blocks=64, block_size_tokens=8, max_requests=8, max_tokens=64)
+    return DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, sizes), TOKENIZER, vocab_size=CONFIG.vocab_size)
+
+
+# A sink of weights, and the interface through which its continuations are asked for.
+PROVIDERS: dict[str, Callable[[], tuple[WeightSink, InferenceInterface]]] = {
+    "dynamic-engine": lambda: (sink := engine(), MegatronLocal(sink)),
+}
+
+
+@torch.no_grad()
+def log_probs(model: GPTModel, tokens: list[int]) -> torch.Tensor:
+    """[T, V] of what follows each token."""
+    output, _ = model(torch.tensor(tokens), Step.causal(1, len(tokens)))
+    return output.logits().log_softmax(-1)
+
+
+def ask(interface: InferenceInterface, prompts: list[list[int]], temperature: float, n: int = 1):
+    arguments = GenericGenerationArgs(temperature=temperature, max_tokens=6)
+    return asyncio.run(interface.agenerate(InferenceRequest(prompts=prompts, n=n, generation_args=arguments)))
+
+
+@pytest.mark.parametrize("name", PROVIDERS)
+def test_continuations_come_from_the_weights_that_were_handed_over(name: str) -> None:
+    sink, interface = PROVIDERS[name]()
+    assert mismatches(sink, WeightSink) == []
+    assert isinstance(interface, InferenceInterface)
+    prompts = [list(interface.encode(text)) for text in ("one", "another")]
+    seen = []
+    for seed in (1, 2):
+        model = policy(seed)
+        refit(model, model.groups, sink)
+        for prompt, [answer] in zip(prompts, ask(interface, prompts, temperature=0.0), strict=True):
+            assert (list(answer.token_ids[: len(prompt)]), answer.prompt_length) == (prompt, len(prompt))
+            known = log_probs(model, list(answer.token_ids))[len(prompt) - 1 : -1]
+            assert known.argmax(-1).tolist() == list(answer.token_ids[len(prompt) :])
+        seen.append(list(answer.token_ids))
+    assert seen[0] != seen[1]
+
+
+def check_fully_sharded(name: str) -> None:
+    sink, interface = PROVIDERS[name]()
+    # Every rank hands its own engine the weights of the first one's policy, gathered one at a time.
+    model = fully_shard_model(policy(1 + dist.get_rank()), fsdp_unit_modules=[TransformerLayer])
+    sink.load_weights(model.full_state_dict())
+    prompt = list(interface.encode("one"))
+    [[answer]] = ask(interface, [prompt], temperature=0.0)
+    assert log_probs(policy(1), list(answer.token_ids))[len(prompt) - 1 : -1].argmax(-1).tolist() == list(answer.token_ids[len(prompt) :])
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("name", PROVIDERS)
+def test_a_fully_sharded_model_hands_its_weights_over(world, name: str) -> None:
+    world(check_fully_sharded, name=name)
+
+
+@pytest.mark.parametrize("name", PROVIDERS)
+def test_sampled_tokens_carry_the_policys_log_probabilities(name: str) -> None:
+    sink, interface = PROVIDERS[name]()
+    model = policy(1)
+    refit(model, model.groups, sink)
+    prompt = list(interface.encode("one"))
+    [answers] = ask(interface, [prompt], temperature=1.0, n=4)
+    assert len({tuple(answer.token_ids) for answer in answers}) > 1
+    for answer in answers:
+        tokens = torch.tensor(answer.token_ids)
+        expected = log_probs(model, tokens.tolist())[len(prompt) - 1 : -1].gather(1, tokens[len(prompt) :, None]).squeeze(1)
+        torch.testing.assert_close(torch.tensor(answer.logprobs, dtype=torch.float64), expected, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""A fully sharded run evaluates, divides its memory, and shares its checkpoints with every other layout."""
+
+import dataclasses
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_ckpt import CheckpointManager
+from mcore_parallel import ParallelPlan
+from mcore_parallel.training import CrossEntropyObjective, evaluate
+from tests.layouts.test_one_curve import CONFIG, serial, step_batches, trained
+from tests.support.world import run
+from tools.assemble import Parts, assemble
+from tools.recipes import RecipeError, override
+
+LAYOUTS = {
+    "one": (ParallelPlan(), "ddp"),
+    "dp2": (ParallelPlan(dp=2), "ddp"),
+    "ep2": (ParallelPlan(dp=2, ep=2), "ddp"),
+    "fsdp2": (ParallelPlan(dp=2), "fsdp"),
+    "fsdp4": (ParallelPlan(dp=4), "fsdp"),
+    "tp2-fsdp2": (ParallelPlan(tp=2, etp=2, dp=2), "fsdp"),
+    "pp2-fsdp2": (ParallelPlan(pp=2, dp=2), "fsdp"),
+}
+
+
+def parts_of(layout: str, **train: Any) -> Parts:
+    plan, data_parallel = LAYOUTS[layout]
+    return assemble(
+        dataclasses.replace(CONFIG, plan=plan, data_parallel=data_parallel, train=dataclasses.replace(CONFIG.train, **train)), "cpu"
+    )
+
+
+def validation(parts: Parts) -> float:
+    [batches] = islice(step_batches(parts.groups), 1)
+    return evaluate(parts.model, batches, CrossEntropyObjective(), groups=parts.groups).mean.item()
+
+
+def evaluated_steps(layout: str) -> list[tuple[float, ...]]:
+    """Loss and norm of each step, and the validation loss after it."""
+    parts = parts_of(layout)
+    return [(*trained(parts, batches), validation(parts)) for batches in islice(step_batches(parts.groups), 4)]
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "pp2-fsdp2"])
+def test_evaluation_between_steps_gives_the_losses_of_one_rank(layout: str) -> None:
+    [expected] = run(evaluated_steps, 1, layout="one")
+    assert [row[:2] for row in expected] == serial()[:4]
+    for rows in run(evaluated_steps, LAYOUTS[layout][0].world_size, layout=layout):
+        for ours, theirs in zip(rows, expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-8)
+
+
+def saved(layout: str, folder: str, dtype: str = "float64") -> list[tuple[float, float]]:
+    """Saves after three of six steps; the numbers of the other three."""
+    parts, rows = parts_of(layout, dtype=dtype), []
+    for step, batches in enumerate(islice(step_batches(parts.groups), 6)):
+        if step == 3:
+            CheckpointManager(folder).save(3, parts.state(), {"steps": parts.optimizer.step_count})
+        rows.append(trained(parts, batches))
+    return rows[3:]
+
+
+def resumed(layout: str, folder: str, dtype: str = "float64") -> list[tuple[float, float]]:
+    parts = parts_of(layout, dtype=dtype, seed=CONFIG.train.seed + 1)
+    _, extra = CheckpointManager(folder).load(parts.state())
+    parts.optimizer.load_step_count(extra["steps"])
+    return [trained(parts, batches) for batches in islice(step_batches(parts.groups), 3, 6)]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("fsdp2", "one"), ("one", "fsdp2"), ("fsdp2", "fsdp4"), ("tp2-fsdp2", "ep2"), ("ep2", "tp2-fsdp2"), ("pp2-fsdp2", "fsdp2")],
+)
+def test_a_checkpoint_continues_in_another_layout(before: str, after: str, tmp_path: Path) -> None:
+    run(saved, LAYOUTS[before][0].world_size, layout=before, folder=str(tmp_path))
+    for rows in run(resumed, LAYOUTS[after][0].world_size, layout=after, folder=str(tmp_path)):
+        for ours, theirs in zip(rows, serial()[3:6], strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-8)
+
+
+@pytest.mark.parametrize(("before", "after"), [("fsdp2", "dp2"), ("dp2", "fsdp2")])
+def test_a_checkpoint_in_bfloat16_continues_with_its_masters(before: str, after: str, tmp_path: Path) -> None:
+    expected = run(saved, 2, layout=before, folder=str(tmp_path), dtype="bfloat16")
+    for rows, wanted in zip(run(resumed, 2, layout=after, folder=str(tmp_path), dtype="bfloat16"), expected, strict=True):
+        for ours, theirs in zip(rows, wanted, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+def held(layout: str) -> tuple[int, int]:
+    """Elements of parameters and optimizer state on this rank between two steps, and how many of them a checkpoint takes from it."""
+    parts = parts_of(layout)
+    [batches] = islice(step_batches(parts.groups), 1)
+    trained(parts, batches)
+    boxes = [box for value in parts.state().values() for box in (value if isinstance(value, list) else [value])]
+    return sum(box.data.numel() for box in boxes), sum(box.data.numel() for box in boxes if box.replica == 0)
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "fsdp4", "tp2-fsdp2", "pp2-fsdp2"])
+def test_ranks_hold_shares_of_parameters_and_state(layout: str) -> None:
+    [(whole, _)] = run(held, 1, layout="one")
+    ranks = LAYOUTS[layout][0].world_size
+    shares = run(held, ranks, layout=layout)
+    assert sum(counted for _, counted in shares) == whole
+    # Stages differ in size, and every tp rank has the norms and routers.
+    assert max(elements for elements, _ in shares) < 1.25 * whole / ranks
+
+
+@pytest.mark.parametrize(
+    ("assignments", "message"),
+    [
+        (["data_parallel=zero"], "data_parallel='zero' must be one of ddp, fsdp"),
+        (["data_parallel=fsdp", "plan.dp=2", "plan.ep=2"], "set plan.ep=1 and plan.etp=1"),
+        (["data_parallel=fsdp", "plan.tp=2"], "set plan.ep=1 and plan.etp=2"),
+        (["data_parallel=fsdp", "plan.vpp=2"], "one chunk a stage by 1f1b, found plan.vpp=2"),
+        (["pipeline.schedule=zero_bubble", "data_parallel=fsdp"], "pipeline.schedule='zero_bubble'"),
+        (["optimizer.optimizer=muon", "data_parallel=fsdp"], "cannot step with optimizer='muon'"),
+    ],
+)
+def test_combinations_that_do_not_work_are_refused_by_name(assignments: list[str], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        override(CONFIG, assignments)
