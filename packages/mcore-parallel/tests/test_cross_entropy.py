@@ -91,6 +91,35 @@ def test_bfloat16_logits_are_computed_in_float32(world) -> None:
     world(check_low_precision)
 
 
+def check_gradients_sum_to_zero() -> None:
+    """Over the vocabulary, whatever the size of the logits; and they have the logits' dtype and its precision, not a narrower one."""
+    group = Group.of(dist.group.WORLD)
+    for scale in (1.0, 1e4):
+        for smoothing in (0.0, 0.3):
+            for dtype, near in ((torch.float64, 1e-14), (torch.float32, 1e-6), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)):
+                logits, target, _ = inputs(scale)
+                part = logits.to(dtype).chunk(group.size, -1)[group.rank].clone().requires_grad_()
+                vocab_parallel_cross_entropy(part, target, smoothing, group=group).sum().backward()
+                assert part.grad.dtype == dtype and torch.isfinite(part.grad).all()
+                total = part.grad.double().sum(-1)
+                dist.all_reduce(total)
+                assert total.abs().max() <= near
+                exact = logits.to(dtype).double().requires_grad_()
+                dense(exact, target, smoothing).sum().backward()
+                expected = exact.grad.chunk(group.size, -1)[group.rank]
+                torch.testing.assert_close(part.grad.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=near / 10)
+
+
+@pytest.mark.world(2)
+def test_gradients_sum_to_zero_in_every_dtype_on_two_ranks(world) -> None:
+    world(check_gradients_sum_to_zero)
+
+
+@pytest.mark.world(4)
+def test_gradients_sum_to_zero_in_every_dtype_on_four_ranks(world) -> None:
+    world(check_gradients_sum_to_zero)
+
+
 def test_impossible_classes_do_not_poison_the_loss() -> None:
     logits = torch.tensor([[1.0, float("-inf"), 2.0, float("-inf")]], requires_grad=True)
     loss = vocab_parallel_cross_entropy(logits, torch.tensor([2]), group=Group.single())

@@ -58,44 +58,68 @@ class Layer(nn.Module):
         return torch.tanh(self.down(parts[:, 0].tanh() * parts[:, 1] + parts[:, 2])) * (1 + 0.1 * gate[:, None]) + x
 
 
-def train(
-    ddp_config: dict, optimizer_config: dict, plan: dict, *, steps: int = 10, dtype: torch.dtype = torch.float64, poison: int = -1
-) -> tuple[dict[str, Tensor], list[tuple[float, bool]], DistributedDataParallel, MegatronOptimizer]:
-    cut = 2
+def start(
+    ddp_config: dict, optimizer_config: dict, plan: dict, dtype: torch.dtype = torch.float64
+) -> tuple[DistributedDataParallel, MegatronOptimizer]:
     groups = ProcessGroups.build(ParallelPlan(**plan))
     ddp = DistributedDataParallel(DistributedDataParallelConfig(bucket_size=90, **ddp_config), Model(groups, dtype), groups)
-    optimizer = MegatronOptimizer(OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.02, **optimizer_config), ddp, groups)
+    config = {"lr": 1e-2, "weight_decay": 0.1, "clip_grad": 0.02, "log_num_zeros_in_grad": True, **optimizer_config}
+    return ddp, MegatronOptimizer(OptimizerConfig(**config), ddp, groups)
+
+
+def advance(
+    ddp: DistributedDataParallel, optimizer: MegatronOptimizer, steps: range, poison: int = -1
+) -> list[tuple[float, bool, int, float]]:
+    """Norm, whether it was skipped, zeros and the loss scale after each step; at step ``poison`` one replica overflows."""
     results = []
-    for step in range(steps):
+    for step in steps:
         ddp.zero_grad_buffer()
-        for number in range(cut):
-            tokens = torch.randint(0, 12, (6,), generator=torch.Generator().manual_seed(100 * step + 10 * groups.dp.rank + number))
-            loss = ddp(tokens)
-            if number < cut - 1:
+        scale = 1.0 if optimizer.loss_scale is None else optimizer.loss_scale
+        for number in range(2):
+            tokens = torch.randint(0, 12, (6,), generator=torch.Generator().manual_seed(100 * step + 10 * ddp.groups.dp.rank + number))
+            loss = ddp(tokens) * scale
+            if number == 0:
                 with ddp.no_sync():
                     loss.backward()
             else:
-                if step == poison and groups.dp.rank == 1:
+                if step == poison and ddp.groups.dp.rank == 1:
                     loss = loss * math.inf
                 loss.backward()
         ddp.finish_grad_sync()
         result = optimizer.step(grad_scale=1 / 24)
-        results.append((result.grad_norm.item(), result.skipped))
+        assert result.num_zeros is not None
+        scale = 1.0 if optimizer.loss_scale is None else optimizer.loss_scale.item()
+        results.append((result.grad_norm.item(), result.skipped, int(result.num_zeros), scale))
     ddp.finish_param_sync()
-    return {name: p.detach().clone() for name, p in ddp.module.named_parameters()}, results, ddp, optimizer
+    return results
+
+
+def values(ddp: DistributedDataParallel) -> dict[str, Tensor]:
+    ddp.finish_param_sync()
+    return {name: p.detach().clone() for name, p in ddp.module.named_parameters()}
+
+
+def train(
+    ddp_config: dict, optimizer_config: dict, plan: dict, *, steps: int = 10, dtype: torch.dtype = torch.float64, poison: int = -1
+) -> tuple[dict[str, Tensor], list, DistributedDataParallel, MegatronOptimizer]:
+    ddp, optimizer = start(ddp_config, optimizer_config, plan, dtype)
+    results = advance(ddp, optimizer, range(steps), poison)
+    return values(ddp), results, ddp, optimizer
 
 
 SLICED = {"use_distributed_optimizer": True}
 
 
-def check_equal(plan: dict, variants: list[dict], poison: int = -1) -> None:
-    expected, norms, _, _ = train({}, {}, plan, poison=poison)
-    assert any(skipped for _, skipped in norms) == (poison >= 0)
+def check_equal(plan: dict, variants: list[dict], poison: int = -1, **options: object) -> None:
+    expected, norms, _, _ = train({}, options, plan, poison=poison)
+    assert any(skipped for _, skipped, _, _ in norms) == (poison >= 0)
+    # The parameter that no batch reaches has five.
+    assert all(zeros >= 5 for _, skipped, zeros, _ in norms if not skipped)
     for variant in variants:
-        found, results, ddp, optimizer = train({**SLICED, **variant}, SLICED, plan, poison=poison)
-        for (norm, skipped), (wanted, wanted_skip) in zip(results, norms, strict=True):
-            assert skipped == wanted_skip
-            assert norm == pytest.approx(wanted, rel=1e-9) or skipped
+        found, results, ddp, optimizer = train({**SLICED, **variant}, {**SLICED, **options}, plan, poison=poison)
+        for (norm, *rest), (wanted, *wanted_rest) in zip(results, norms, strict=True):
+            assert norm == pytest.approx(wanted, rel=1e-9) or rest[0]
+            assert rest == wanted_rest or rest[0]
         for name, value in found.items():
             torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-11)
         check_storage(ddp)
@@ -122,7 +146,7 @@ def check_tiling(optimizer: MegatronOptimizer, groups: ProcessGroups, instances:
     everyone: list[dict] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     names = {name for rank in everyone for name in rank}
-    assert len(names) == 2 * len(list(named_shards(Model(ProcessGroups.single()))))
+    assert len(names) == 2 * len(list(named_shards(Model(ProcessGroups.single())))) + (optimizer.loss_scale is not None)
     for name in names:
         parts = [part for rank in everyone for part in rank.get(name, [])]
         covered: dict[int, Tensor] = {}
@@ -131,7 +155,7 @@ def check_tiling(optimizer: MegatronOptimizer, groups: ProcessGroups, instances:
             count[tuple(slice(begin, begin + length) for begin, length in zip(offset, size, strict=True))] += 1
         assert sorted(covered) == list(range(len(covered)))
         assert (covered[0] == 1).all(), name
-        if instances == 1 and "expert" not in name:
+        if instances == 1 and "expert" not in name and "loss_scale" not in name:
             assert len(covered) == 1
 
 
@@ -146,6 +170,42 @@ def test_slices_train_like_replicas_on_two_ranks(world) -> None:
 def test_slices_train_like_replicas_on_four_ranks_with_experts_and_instances(world) -> None:
     variants = [{}, {"num_distributed_optimizer_instances": 2}]
     world(check_equal, plan={"dp": 4, "ep": 2}, variants=variants, poison=4)
+
+
+FP16 = {"fp16": True, "initial_loss_scale": 2.0**10, "loss_scale_window": 3, "hysteresis": 1}
+
+
+def check_overflows(plan: dict, variants: list[dict], clips: tuple[float, ...]) -> None:
+    for clip in clips:
+        check_equal(plan, variants, poison=4, clip_grad=clip, **FP16)
+    _, results, _, _ = train(SLICED, {**SLICED, **FP16}, plan, poison=4)
+    assert [scale for *_, scale in results] == [2.0**k for k in (10, 10, 11, 11, 10, 10, 10, 11, 11, 11)]
+
+
+@pytest.mark.world(2)
+def test_overflows_on_one_rank_are_skipped_alike_in_slices_on_two_ranks(world) -> None:
+    world(check_overflows, plan={"dp": 2}, variants=[{}, {"num_distributed_optimizer_instances": 2}], clips=(0.0, 0.02))
+
+
+@pytest.mark.world(4)
+def test_overflows_on_one_rank_are_skipped_alike_in_slices_on_four_ranks(world) -> None:
+    world(check_overflows, plan={"dp": 4}, variants=[{}, {"num_distributed_optimizer_instances": 2}], clips=(0.02,))
+
+
+def check_half() -> None:
+    """Parameters in float16: the scale that they start with is too large for them."""
+    options = {"fp16": True, "initial_loss_scale": 2.0**14, "hysteresis": 1}
+    expected, wanted, _, _ = train({}, options, {"dp": 2}, dtype=torch.float16)
+    found, results, _, _ = train(SLICED, {**SLICED, **options}, {"dp": 2}, dtype=torch.float16)
+    skips = [skipped for _, skipped, _, _ in results]
+    assert skips == [skipped for _, skipped, _, _ in wanted] and skips[0] and sum(skips) < 9
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=2**-9, atol=2**-12)
+
+
+@pytest.mark.world(2)
+def test_float16_finds_its_loss_scale_alike_in_slices(world) -> None:
+    world(check_half)
 
 
 def check_overlap() -> None:
@@ -226,6 +286,43 @@ def check_resume() -> None:
     assert again.step_count == 5
 
 
+NARROW = {"use_precision_aware_optimizer": True}
+STATES = [
+    (torch.float32, {}),
+    (torch.bfloat16, {}),
+    (torch.float16, {"fp16": True, "initial_loss_scale": 2.0**8, "loss_scale_window": 3}),
+    (torch.bfloat16, {**NARROW, "exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.float16}),
+    (torch.bfloat16, {**NARROW, "exp_avg_dtype": torch.float8_e4m3fn, "exp_avg_sq_dtype": torch.float8_e4m3fn}),
+    (torch.bfloat16, {**NARROW, "store_param_remainders": False, "exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.bfloat16}),
+    (torch.bfloat16, {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.4}),
+]
+
+
+def check_continuation() -> None:
+    """Ten more steps after a reload have the bits of the run that was not interrupted."""
+    for dtype, options in STATES:
+        ddp, optimizer = start(SLICED, {**SLICED, **options}, {"dp": 2}, dtype)
+        advance(ddp, optimizer, range(4))
+        resumed, again = start(SLICED, {**SLICED, **options}, {"dp": 2}, dtype)
+        advance(resumed, again, range(90, 92))  # what is loaded replaces everything
+        with torch.no_grad():
+            for p, q in zip(resumed.module.parameters(), ddp.module.parameters(), strict=True):
+                p.copy_(q)
+        copy_state(optimizer, again, ddp.groups)
+        for _ in range(2):  # as often as one likes
+            again.load_step_count(optimizer.step_count)
+        assert again.step_count == 4
+        results, others = (repr(advance(some, which, range(4, 14))) for some, which in ((ddp, optimizer), (resumed, again)))
+        assert results == others, (dtype, options)  # nan of an overflow included
+        for name, value in values(ddp).items():
+            assert torch.equal(value, values(resumed)[name]), (dtype, options, name)
+
+
+@pytest.mark.world(2)
+def test_a_reloaded_run_continues_bit_for_bit(world) -> None:
+    world(check_continuation)
+
+
 def listed(value):
     return value if isinstance(value, list) else [value]
 
@@ -287,6 +384,9 @@ def check_memory() -> None:
     _, _, ddp, optimizer = train(SLICED, SLICED, {"dp": 4}, steps=1, dtype=torch.bfloat16)
     held = sum(part.tensor.numel() for value in optimizer.state_shards().values() for part in listed(value))
     numel = sum(p.numel() for p in ddp.module.parameters())
+    assert optimizer.state_bytes == {"device": 4 * held, "host": 0}
+    # Slices end between rows and begin at multiples of 64.
+    assert held <= 3 * (numel / 4 + 64 * sum(len(buffer.buckets) for buffer in ddp.grad_buffers))
     totals: list[int] = [0] * 4
     dist.all_gather_object(totals, held)
     assert sum(totals) == 3 * numel  # masters and two moments, each element once

@@ -89,13 +89,14 @@ def test_the_fused_kernel_agrees_with_the_operators(dtype: torch.dtype, options:
     assert fused.step_count == 5
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
 def test_a_step_does_not_wait_for_the_device() -> None:
     ddp, optimizer = start(ProcessGroups.single(), torch.bfloat16, {"use_distributed_optimizer": True})
     advance(ddp, optimizer, range(2))
     scale = torch.tensor(0.5, device="cuda")
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         result = optimizer.step(grad_scale=scale, lr=1e-3)
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -161,14 +162,14 @@ def test_the_fused_step_runs_near_the_memory_s_speed() -> None:
     groups = ProcessGroups.single()
     ddp = DistributedDataParallel(DistributedDataParallelConfig(use_distributed_optimizer=True), model, groups)
     optimizer = MegatronOptimizer(OptimizerConfig(lr=1e-3, use_distributed_optimizer=True, clip_grad=0.0), ddp, groups)
-    numbers = torch.tensor([1.0, 1e-3, 0.1, 0.1, 0.0], dtype=torch.float64, device="cuda")
+    numbers = torch.tensor([1.0, 1e-3, 0.1, 0.1, 0.0, 0.1], dtype=torch.float64, device="cuda")
     assert optimizer._fused is not None
     for _ in range(3):
-        optimizer._fused.run(numbers)
+        optimizer._fused.run(numbers, {})
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(10):
-        optimizer._fused.run(numbers)
+        optimizer._fused.run(numbers, {})
     end.record()
     torch.cuda.synchronize()
     numel = 2 * 16384 * 4096

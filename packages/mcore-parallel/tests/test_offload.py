@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Offloaded activations come back with the same bits; on the CPU the copies are real, only the place is not another."""
 
+import contextlib
 import gc
 import weakref
 
@@ -12,6 +13,8 @@ from torch import Tensor
 from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.nn import ActivationOffloader, OffloadConfig, RecomputeConfig, Step
+from mcore_parallel.pipeline import ModelChunks, PipelineLayout
+from mcore_parallel.training import Batch, CrossEntropyObjective, train_step
 
 CONFIG = TransformerConfig(num_layers=4, hidden_size=8, num_attention_heads=2, vocab_size=16, ffn_hidden_size=24)
 SMALL = {"min_offloaded_tensor_size": 1, "on_cpu": True}
@@ -20,6 +23,7 @@ CHOICES = [
     {"modules": ("layer",), "fraction": 0.5, "keep_last_layers": 0},
     {"modules": ("norm", "mlp", "attention"), "prefetch": 2},
     {"modules": ("core_attention", "mlp"), "prefetch": 0},
+    {"modules": ("norm", "mlp"), "keep_bytes": 20_000},
 ]
 
 
@@ -70,6 +74,59 @@ def check_ranks(tp: int) -> None:
 @pytest.mark.world(2)
 def test_every_choice_works_on_two_ranks(world) -> None:
     world(check_ranks, tp=2)
+
+
+class Still:
+    """A gradient sync and an optimizer that leave the gradients where they are."""
+
+    loss_scale = None
+
+    def __init__(self, chunks: ModelChunks) -> None:
+        self.chunks = chunks
+
+    def zero_grad_buffer(self) -> None:
+        self.chunks.zero_grad()
+
+    def no_sync(self):
+        return contextlib.nullcontext()
+
+    def finish_grad_sync(self) -> None: ...
+
+    def step(self, *, grad_scale: Tensor, lr: float):
+        return type("Result", (), {"grad_norm": torch.zeros(()), "skipped": False})()
+
+
+def check_pipeline() -> None:
+    """Five steps over one and two chunks a stage, with and without recomputation of other parts."""
+    groups = ProcessGroups.build(ParallelPlan(pp=2))
+    for text in ("Ett|ttL", "Et|t|t|tL"):
+        layout = PipelineLayout.parse(text, num_stages=2, num_layers=4)
+        results, allocations = [], []
+        for offload, recompute in (
+            (None, None),
+            (OffloadConfig(**SMALL, modules=("layer",), keep_last_layers=0), None),
+            (OffloadConfig(**SMALL, modules=("mlp", "norm"), keep_last_layers=0), RecomputeConfig()),
+        ):
+            options = {"dtype": torch.float64, "seed": 1, "offload": offload, "recompute": recompute}
+            chunks = ModelChunks([GPTModel(CONFIG, groups, layers=part, **options) for part in layout.of_rank(groups.pp.rank)])
+            still, found = Still(chunks), []
+            offloaders = [chunk.memory.offloader for chunk in chunks if chunk.memory.offloader is not None]
+            for step in range(5):
+                tokens = torch.randint(0, 16, (4, 2, 6), generator=torch.Generator().manual_seed(step))
+                batches = [Batch(tokens=part, labels=part.roll(-1), loss_mask=torch.ones(2, 6)) for part in tokens]
+                report = train_step(chunks, batches, CrossEntropyObjective(), still, still, lr=0.1, groups=groups)
+                found += [torch.tensor(report.loss), *(p.grad.clone() for p in chunks.parameters())]
+                assert not any(offloader.bytes_out for offloader in offloaders), "nothing stays on the host after a step"
+                allocations.append(sum(offloader.num_allocations for offloader in offloaders))
+            assert len(set(allocations[-4:])) == 1 and bool(allocations[-1]) == (offload is not None)
+            results.append(found)
+        for other in results[1:]:
+            assert all(torch.equal(ours, expected) for ours, expected in zip(other, results[0], strict=True))
+
+
+@pytest.mark.world(2)
+def test_offloading_works_in_a_pipeline_with_one_and_two_chunks(world) -> None:
+    world(check_pipeline)
 
 
 @pytest.mark.parametrize(
@@ -125,6 +182,24 @@ def test_device_memory_is_free_between_forward_and_backward() -> None:
     assert offloader.bytes_out == 0
 
 
+def test_the_first_modules_stay_as_far_as_their_bytes_are_allowed() -> None:
+    for keep, kept, out in ((0, 0, 3 * 128), (127, 0, 3 * 128), (128, 128, 2 * 128), (300, 256, 128), (1000, 384, 0)):
+        offloader = ActivationOffloader(OffloadConfig(**SMALL, keep_bytes=keep))
+        x = torch.linspace(0, 1, 16, dtype=torch.float64, requires_grad=True)
+        y = x
+        for _ in range(3):
+            with offloader.group():
+                y = y.exp()
+        z = y.sum()
+        del y
+        assert (offloader.bytes_kept, offloader.bytes_out) == (kept, out)
+        expected = torch.autograd.grad(x.exp().exp().exp().sum(), x)[0]
+        for retain in (True, False):
+            assert torch.equal(torch.autograd.grad(z, x, retain_graph=retain)[0], expected)
+        del z
+        assert offloader.bytes_kept == offloader.bytes_out == 0
+
+
 def test_weights_small_tensors_and_quiet_runs_stay() -> None:
     offloader = ActivationOffloader(OffloadConfig(min_offloaded_tensor_size=10, on_cpu=True))
     layer = torch.nn.Linear(8, 8)
@@ -149,6 +224,7 @@ def test_weights_small_tensors_and_quiet_runs_stay() -> None:
         ({"modules": ("layer", "mlp")}, "'layer' alone covers"),
         ({"fraction": 1.5}, "fraction=1.5"),
         ({"prefetch": -1}, "prefetch=-1"),
+        ({"keep_bytes": -1}, "keep_bytes=-1"),
     ],
 )
 def test_bad_choices_are_named(options, message) -> None:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from mcore_parallel import Group, ParallelPlan, ProcessGroups, ShardSpec, named_shards
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig, global_grad_norm
+from mcore_parallel.optim._norm import GradientNorm
+from mcore_parallel.optim._unit import whole_piece
 from mcore_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 
@@ -197,17 +199,23 @@ class Everything(nn.Module):
 
 def gradient(name: str, stage: int, spec: ShardSpec) -> Tensor:
     generator = torch.Generator().manual_seed(sum(map(ord, name)) + 1000 * stage)
-    return torch.randn(spec.shape, generator=generator, dtype=torch.float64)
+    values = torch.randn(spec.shape, generator=generator, dtype=torch.float64)
+    return values.masked_fill(values.abs() < 0.3, 0.0)
 
 
 def check_norm(plans: list[dict[str, int]]) -> None:
     for degrees in plans:
         groups = ProcessGroups.build(ParallelPlan(**degrees))
         shards = list(named_shards(Everything(groups)))
-        gradients = {shard.name: gradient(shard.name, groups.pp.rank, shard.spec)[shard.spec.slices(groups)] for shard in shards}
+        gradients = {}
+        for shard in shards:
+            gradients[shard.name] = gradient(shard.name, groups.pp.rank, shard.spec)[shard.spec.slices(groups)].contiguous()
         norm = global_grad_norm(gradients, shards, groups)
         expected = sum(gradient(shard.name, stage, shard.spec).square().sum() for shard in shards for stage in range(groups.pp.size))
         torch.testing.assert_close(norm, expected.sqrt(), rtol=1e-12, atol=0.0, msg=lambda text, degrees=degrees: f"{degrees}: {text}")
+        pieces = [whole_piece(shard.name, shard.spec, shard.parameter, gradients[shard.name], groups) for shard in shards]
+        zeros = sum(int((gradient(shard.name, stage, shard.spec) == 0).sum()) for shard in shards for stage in range(groups.pp.size))
+        assert GradientNorm(pieces, groups).totals(count_zeros=True)[1] == zeros > 0, degrees
 
 
 @pytest.mark.world(4)
@@ -325,7 +333,7 @@ def test_config_names_what_is_wrong() -> None:
         OptimizerConfig(lr=1e-3, exp_avg_dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"loss_scale=4\.0 must be positive and needs fp16=True"):
         OptimizerConfig(lr=1e-3, loss_scale=4.0)
-    with pytest.raises(ValueError, match="optimizer='shampoo' must be one of adam, muon, sgd"):
+    with pytest.raises(ValueError, match="optimizer='shampoo' must be one of adam, lion, muon, sgd"):
         OptimizerConfig(lr=1e-3, optimizer="shampoo")
     with pytest.raises(ValueError, match=r"lr=-1\.0 must not be negative"):
         OptimizerConfig(lr=-1.0)

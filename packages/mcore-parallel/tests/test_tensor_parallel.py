@@ -145,20 +145,79 @@ def test_bad_ids_are_named_on_one_rank_too() -> None:
         layer(torch.tensor([0, -1]))
 
 
-def layers(groups: ProcessGroups) -> list[torch.nn.Module]:
+def check_unknown_ids(tp: int) -> None:
+    """Where nobody looks, as on an accelerator, a bad id is the zero vector and moves no row."""
+    groups = build(tp, False) if tp > 1 else ProcessGroups.single()
+    layer = VocabParallelEmbedding(8, 3, groups, dtype=torch.float64)
+    spec = layer.shard_specs()["weight"]
+    whole = fill(layer.weight, spec, groups, 5)
+    tokens = torch.tensor([3, -1, 8, 7, -100, 10**6])
+    good = (tokens >= 0) & (tokens < 8)
+    y = torch.compile(layer, backend="aot_eager", fullgraph=True)(tokens)
+    dense = F.embedding(tokens.clamp(0, 7), whole) * good.unsqueeze(-1)
+    assert torch.equal(y, dense) and not y[~good].any()
+    grad = drawn(6, 6, 3)
+    dense.backward(grad)
+    y.backward(grad)
+    assert torch.equal(layer.weight.grad, whole.grad[spec.slices(groups)])
+
+
+def test_unknown_ids_are_the_zero_vector_in_a_graph_on_one_rank() -> None:
+    check_unknown_ids(1)
+
+
+def test_one_rank_has_no_sequence_parallelism_in_either_layer() -> None:
+    groups = ProcessGroups.single()
+    assert groups.plan.sequence_parallel and not groups.sequence_parallel
+    up = ColumnParallelLinear(6, 8, groups, dtype=torch.float64)
+    down = RowParallelLinear(8, 6, groups, bias=True, dtype=torch.float64)
+    assert down(up(drawn(1, 5, 6)).tanh()).shape == (5, 6) and down.shard_specs()["bias"].partial == ()
+
+
+def check_sequence_parallelism_bits() -> None:
+    """Two ranks add in one order only, so that splitting the tokens changes no bit."""
+    results = []
+    for sequence_parallel in (False, True):
+        groups = build(2, sequence_parallel)
+        up = ColumnParallelLinear(6, 8, groups, dtype=torch.float64, seed=1)
+        down = RowParallelLinear(8, 6, groups, bias=True, dtype=torch.float64, seed=2)
+        rows = slice(groups.tp.rank * 4, groups.tp.rank * 4 + 4) if sequence_parallel else slice(None)
+        x = drawn(1, 8, 6)[rows].clone().requires_grad_()
+        y = down(up(x).tanh())
+        y.backward(drawn(2, 8, 6)[rows])
+        parts = [y.detach(), x.grad]
+        if sequence_parallel:
+            parts = [comm.all_gather(part, groups.tp) for part in parts]
+        results.append([*parts, up.weight.grad, down.weight.grad, reduced_grad(down.bias, down.shard_specs()["bias"], groups)])
+    *same, bias = zip(*results, strict=True)
+    assert all(torch.equal(a, b) for a, b in same)
+    torch.testing.assert_close(*bias, **EXACT)  # its sum is over tokens, in another order
+
+
+@pytest.mark.world(2)
+def test_sequence_parallelism_changes_no_bit(world) -> None:
+    world(check_sequence_parallelism_bits)
+
+
+def layers(groups: ProcessGroups, dtype: torch.dtype = torch.float32) -> list[torch.nn.Module]:
     return [
-        ColumnParallelLinear(6, (2, 8), groups, shard_dim=1, bias=True, seed=1),
-        RowParallelLinear(8, 6, groups, bias=True, seed=2),
-        VocabParallelEmbedding(8, 6, groups, seed=3),
+        ColumnParallelLinear(6, (2, 8), groups, shard_dim=1, bias=True, seed=1, dtype=dtype),
+        RowParallelLinear(8, 6, groups, bias=True, seed=2, dtype=dtype),
+        VocabParallelEmbedding(8, 6, groups, seed=3, dtype=dtype),
     ]
 
 
 def check_initial_values() -> None:
-    groups = ProcessGroups.build(ParallelPlan(tp=4))
-    for ours, dense in zip(layers(groups), layers(ProcessGroups.single()), strict=True):
-        for mine, whole in zip(named_shards(ours), named_shards(dense), strict=True):
-            assert torch.equal(mine.parameter, whole.parameter[mine.spec.slices(groups)])
-            assert mine.name == "bias" or whole.parameter.std() > 0.01
+    for plan in ({"tp": 2, "dp": 2}, {"tp": 4}):
+        groups = ProcessGroups.build(ParallelPlan(**plan))
+        for dtype in (torch.float32, torch.bfloat16):
+            wide = layers(ProcessGroups.single())
+            for ours, dense, of_wide in zip(layers(groups, dtype), layers(ProcessGroups.single(), dtype), wide, strict=True):
+                for mine, whole, drawn_wide in zip(named_shards(ours), named_shards(dense), named_shards(of_wide), strict=True):
+                    assert torch.equal(mine.parameter, whole.parameter[mine.spec.slices(groups)])
+                    # Narrow parameters are wide ones that were rounded.
+                    assert torch.equal(whole.parameter, drawn_wide.parameter.to(dtype))
+                    assert mine.name == "bias" or whole.parameter.std() > 0.01
     assert not torch.equal(layers(ProcessGroups.single())[0].weight[0], layers(groups)[1].weight)
 
 
@@ -204,10 +263,11 @@ def check_compiled() -> None:
             layer.weight.grad = None
     for ours, expected in zip(*results, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-13, atol=1e-13)
+    check_unknown_ids(tp=2)
 
 
 @pytest.mark.world(2)
-def test_layers_compile_without_a_graph_break(world) -> None:
+def test_layers_compile_without_a_graph_break_and_take_unknown_ids(world) -> None:
     world(check_compiled)
 
 

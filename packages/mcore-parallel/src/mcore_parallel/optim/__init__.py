@@ -7,21 +7,34 @@ from mcore_parallel.optim._loss_scale import DynamicLossScale
 from mcore_parallel.optim._muon import assign_largest_first, orthogonalise
 from mcore_parallel.optim._norm import global_grad_norm
 from mcore_parallel.optim._optimizer import GradientSource, MegatronOptimizer, PieceSource, StateShard, StepResult
-from mcore_parallel.optim._schedule import ConstantSchedule, CosineSchedule, LinearSchedule, WSDSchedule
+from mcore_parallel.optim._rate import Rate
+from mcore_parallel.optim._schedule import (
+    ConstantSchedule,
+    CosineSchedule,
+    InverseSquareRootSchedule,
+    LinearSchedule,
+    RateAndDecaySchedule,
+    WeightDecaySchedule,
+    WSDSchedule,
+)
 
 __all__ = [
     "ConstantSchedule",
     "CosineSchedule",
     "DynamicLossScale",
     "GradientSource",
+    "InverseSquareRootSchedule",
     "LinearSchedule",
     "MegatronOptimizer",
     "OptimizerConfig",
     "ParamGroup",
     "PieceSource",
+    "Rate",
+    "RateAndDecaySchedule",
     "StateShard",
     "StepResult",
     "WSDSchedule",
+    "WeightDecaySchedule",
     "assign_largest_first",
     "global_grad_norm",
     "orthogonalise",

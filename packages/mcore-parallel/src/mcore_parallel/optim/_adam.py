@@ -2,11 +2,13 @@
 # Copyright (c) 2026 the mcore authors
 """Update rules over flat pieces, written with torch operators."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from mcore_parallel.optim._config import OptimizerConfig
+from mcore_parallel.optim._config import OptimizerConfig, Rule
+from mcore_parallel.optim._rate import Limits
 from mcore_parallel.optim._unit import Unit
 
 
@@ -22,13 +24,25 @@ class Numbers:
     root2: float
     """(1 - beta2 ** step) ** 0.5."""
     skip: bool
+    weight_decay: float
+    rates: Mapping[Limits, tuple[float, float]]
+    """Of ``group_rates``."""
+
+    def rate(self, rule: Rule) -> float:
+        """Learning rate of a parameter."""
+        share, own = self.rates.get(rule.limits, (1.0, 0.0))
+        return rule.lr_mult * (share * self.lr + own)
+
+    def decay(self, rule: Rule) -> float:
+        """Weight decay of a parameter."""
+        return rule.wd_mult * self.weight_decay
 
 
 def adam(unit: Unit, gradient: Tensor, config: OptimizerConfig, numbers: Numbers) -> None:
     """Adam: m and v follow the gradient and its square, p moves by lr * m^ / (sqrt(v^) + eps)."""
     assert unit.exp_avg_sq is not None
     p, m, v = unit.master.read(), unit.exp_avg.read(), unit.exp_avg_sq.read()
-    lr, decay = numbers.lr * unit.rule.lr_mult, unit.rule.weight_decay
+    lr, decay = numbers.rate(unit.rule), numbers.decay(unit.rule)
     g = gradient.to(p.dtype) * (numbers.factor * unit.piece.factor)
     if decay and config.decoupled_weight_decay:
         p.mul_(1.0 - lr * decay)
@@ -46,8 +60,23 @@ def sgd(unit: Unit, gradient: Tensor, config: OptimizerConfig, numbers: Numbers)
     """Momentum with L2: m = momentum * m + g + decay * p, p moves by lr * m."""
     p, m = unit.master.read(), unit.exp_avg.read()
     g = gradient.to(p.dtype) * (numbers.factor * unit.piece.factor)
-    g.add_(p, alpha=unit.rule.weight_decay)
+    g.add_(p, alpha=numbers.decay(unit.rule))
     m.mul_(config.sgd_momentum).add_(g)
-    p.add_(m, alpha=-numbers.lr * unit.rule.lr_mult)
+    p.add_(m, alpha=-numbers.rate(unit.rule))
+    unit.exp_avg.write(m)
+    unit.master.write(p)
+
+
+def lion(unit: Unit, gradient: Tensor, config: OptimizerConfig, numbers: Numbers) -> None:
+    """Lion (arXiv 2302.06675): p moves by lr * sign(beta1 * m + (1 - beta1) * g), then m = beta2 * m + (1 - beta2) * g."""
+    p, m = unit.master.read(), unit.exp_avg.read()
+    lr, decay = numbers.rate(unit.rule), numbers.decay(unit.rule)
+    g = gradient.to(p.dtype) * (numbers.factor * unit.piece.factor)
+    if decay and config.decoupled_weight_decay:
+        p.mul_(1.0 - lr * decay)
+    elif decay:
+        g.add_(p, alpha=decay)
+    p.add_(m.mul(config.lion_beta1).add_(g, alpha=1.0 - config.lion_beta1).sign_(), alpha=-lr)
+    m.mul_(config.lion_beta2).add_(g, alpha=1.0 - config.lion_beta2)
     unit.exp_avg.write(m)
     unit.master.write(p)

@@ -3,48 +3,61 @@
 """Choices of the optimizer."""
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 
 import torch
 
-KINDS = ("adam", "muon", "sgd")
+KINDS = ("adam", "lion", "muon", "sgd")
+ENDS = ("embedding", "output")
+"""First parts of the names of parameters at the ends of a model."""
 MOMENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParamGroup:
-    """Exceptions for the parameters whose names match a pattern.
+    """Exceptions for the parameters whose names match a pattern, or that a function chooses.
 
     Raises:
-        ValueError: no pattern, a negative factor, or an unknown optimizer.
+        ValueError: nothing that chooses, a number out of range, or an unknown optimizer.
 
     Example:
-        >>> ParamGroup(patterns=("embedding.*", "output.*"), lr_mult=0.5).matches("output.weight")
+        >>> ParamGroup(patterns=("embedding.*", "output.*"), lr_mult=0.5).matches("output.weight", (8, 4))
         True
     """
 
-    patterns: tuple[str, ...]
-    """fnmatch patterns of global parameter names."""
+    patterns: tuple[str, ...] = ()
+    """fnmatch patterns of global parameter names; one that matches no parameter of the model is an error."""
+    predicate: Callable[[str, tuple[int, ...]], bool] | None = None
+    """Further parameters, by global name and global shape; must say the same on every rank."""
+    max_lr: float | None = None
+    min_lr: float | None = None
+    """Limits of the schedule for these parameters; None for the schedule's own. They need ``step(lr=schedule.lr(n))``: under a plain
+    rate ``max_lr`` scales it by max_lr / config.lr, and ``min_lr`` is an error."""
     lr_mult: float | None = None
     """Factor of the learning rate; None for 1."""
     wd_mult: float | None = None
-    """Factor of the weight decay; None for 1, or 0 for a parameter of one dimension."""
+    """Factor of the weight decay; None for 1, or 0 for biases and parameters of one dimension."""
     optimizer: str | None = None
     """Update rule; None for the config's."""
 
     def __post_init__(self) -> None:
-        if not self.patterns or isinstance(self.patterns, str):
-            raise ValueError(f"patterns={self.patterns!r} must be a tuple of at least one name pattern")
-        for name in ("lr_mult", "wd_mult"):
+        if isinstance(self.patterns, str) or not (self.patterns or self.predicate):
+            raise ValueError(f"patterns={self.patterns!r} must be a tuple of name patterns, at least one unless there is a predicate")
+        for name in ("max_lr", "min_lr", "lr_mult", "wd_mult"):
             value = getattr(self, name)
             if value is not None and not value >= 0.0:
                 raise ValueError(f"{name}={value} must not be negative")
+        if self.max_lr is not None and self.min_lr is not None and self.min_lr > self.max_lr:
+            raise ValueError(f"min_lr={self.min_lr} must not exceed max_lr={self.max_lr}")
         if self.optimizer is not None and self.optimizer not in KINDS:
             raise ValueError(f"optimizer={self.optimizer!r} must be one of {', '.join(KINDS)}")
 
-    def matches(self, name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in self.patterns)
+    def matches(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether the parameter of that global name and shape belongs to the group."""
+        named = any(fnmatchcase(name, pattern) for pattern in self.patterns)
+        return named or (self.predicate is not None and self.predicate(name, shape))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,18 +73,23 @@ class OptimizerConfig:
     """
 
     optimizer: str = "adam"
-    """"adam"; "sgd" (momentum, L2 decay); or "muon" for the matrices between embedding and output and adam for the rest."""
+    """"adam"; "lion"; "sgd" (momentum, L2 decay); or "muon" for the matrices between embedding and output and adam for the rest."""
     lr: float
     """Learning rate of a step that is not given another one."""
     min_lr: float = 0.0
     """Lowest learning rate of a schedule that is built from this config."""
+    decoupled_lr: float | None = None
+    decoupled_min_lr: float | None = None
+    """``max_lr`` and ``min_lr`` of a group of the parameters of embedding and output."""
     weight_decay: float = 0.01
-    """Not applied to parameters of one dimension (norms, biases)."""
+    """Not applied to biases and parameters of one dimension (norms)."""
     decoupled_weight_decay: bool = True
-    """True for AdamW: p shrinks by lr * weight_decay. False for Adam with L2: weight_decay * p joins the gradient."""
+    """True for AdamW: p shrinks by lr * weight_decay. False for L2: weight_decay * p joins the gradient, as it always does in sgd."""
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_eps: float = 1e-8
+    lion_beta1: float = 0.9
+    lion_beta2: float = 0.99
     sgd_momentum: float = 0.9
     muon_momentum: float = 0.95
     muon_nesterov: bool = True
@@ -115,7 +133,7 @@ class OptimizerConfig:
     optimizer_cpu_offload: bool = False
     """Keep states of Adam in host memory and update there."""
     optimizer_offload_fraction: float = 0.0
-    """Share of this rank's elements whose states are in host memory; whole pieces, in the model's order."""
+    """Share of this rank's elements whose states are in host memory, the first ones in the model's order; rounded up to 1024 elements."""
     overlap_cpu_optimizer_d2h_h2d: bool = False
     """Copies to and from the host overlap its work. The result has the same bits as without."""
     pin_cpu_grads: bool = True
@@ -128,7 +146,7 @@ class OptimizerConfig:
         for name in ("lr", "min_lr", "weight_decay", "adam_eps", "clip_grad", "grad_norm_skip_threshold", "muon_extra_scale"):
             if not getattr(self, name) >= 0.0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
-        for name in ("adam_beta1", "adam_beta2", "sgd_momentum", "muon_momentum"):
+        for name in ("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2", "sgd_momentum", "muon_momentum"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 1)")
         for name in ("muon_num_ns_steps", "loss_scale_window", "hysteresis"):
@@ -136,6 +154,8 @@ class OptimizerConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.muon_scale_mode not in ("spectral", "shape"):
             raise ValueError(f"muon_scale_mode={self.muon_scale_mode!r} must be 'spectral' or 'shape'")
+        if self.decoupled_min_lr is not None and self.decoupled_lr is None:
+            raise ValueError(f"decoupled_min_lr={self.decoupled_min_lr} needs decoupled_lr")
         self._check_states()
 
     def _check_states(self) -> None:
@@ -148,6 +168,10 @@ class OptimizerConfig:
         if not 0.0 <= self.optimizer_offload_fraction <= 1.0:
             raise ValueError(f"optimizer_offload_fraction={self.optimizer_offload_fraction} must lie in [0, 1]")
         offloads = self.optimizer_cpu_offload
+        if offloads and self.optimizer in ("lion", "sgd"):
+            raise ValueError(
+                f"optimizer_cpu_offload=True keeps states of Adam in host memory, but optimizer={self.optimizer!r}; switch it off"
+            )
         if not offloads and self.optimizer_offload_fraction:
             raise ValueError(f"optimizer_offload_fraction={self.optimizer_offload_fraction} needs optimizer_cpu_offload=True")
         if not offloads and self.overlap_cpu_optimizer_d2h_h2d:
@@ -155,31 +179,48 @@ class OptimizerConfig:
         if self.loss_scale is not None and not (self.fp16 and self.loss_scale > 0.0):
             raise ValueError(f"loss_scale={self.loss_scale} must be positive and needs fp16=True")
 
-    def rule(self, name: str, num_dims: int) -> "Rule":
-        """How one parameter is updated.
+    @property
+    def all_groups(self) -> tuple[ParamGroup, ...]:
+        """``param_groups`` and the one that ``decoupled_lr`` stands for."""
+        if self.decoupled_lr is None:
+            return self.param_groups
+        ends = ParamGroup(patterns=tuple(f"{end}.*" for end in ENDS), max_lr=self.decoupled_lr, min_lr=self.decoupled_min_lr)
+        return (*self.param_groups, ends)
+
+    def rule(self, name: str, shape: Sequence[int]) -> "Rule":
+        """How the parameter of that global name and shape is updated.
 
         Raises:
             ValueError: two groups match it and differ.
         """
-        chosen = [group for group in self.param_groups if group.matches(name)]
+        chosen = [group for group in self.all_groups if group.matches(name, tuple(shape))]
         values: dict[str, float | str] = {}
         for field in fields(ParamGroup):
-            if field.name == "patterns":
+            if field.name in ("patterns", "predicate"):
                 continue
             wanted = {value for group in chosen if (value := getattr(group, field.name)) is not None}
             if len(wanted) > 1:
                 raise ValueError(f"param_groups give {name} the values {sorted(wanted)} of {field.name}; let one pattern match it")
             if wanted:
                 values[field.name] = wanted.pop()
-        default = "adam" if self.optimizer == "muon" and (num_dims < 2 or name.split(".")[0] in ("embedding", "output")) else self.optimizer
-        decay = float(values.get("wd_mult", 0.0 if num_dims <= 1 else 1.0)) * self.weight_decay
-        return Rule(str(values.get("optimizer", default)), float(values.get("lr_mult", 1.0)), decay)
+        parts = name.split(".")
+        vector = len(shape) <= 1 or parts[-1].endswith("bias")
+        default = "adam" if self.optimizer == "muon" and (vector or parts[0] in ENDS) else self.optimizer
+        limits = tuple(None if (value := values.get(key)) is None else float(value) for key in ("max_lr", "min_lr"))
+        return Rule(
+            kind=str(values.get("optimizer", default)),
+            lr_mult=float(values.get("lr_mult", 1.0)),
+            wd_mult=float(values.get("wd_mult", 0.0 if vector else 1.0)),
+            limits=(limits[0], limits[1]),
+        )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rule:
     """How one parameter is updated."""
 
     kind: str
-    lr_mult: float
-    weight_decay: float
+    lr_mult: float = 1.0
+    wd_mult: float = 1.0
+    limits: tuple[float | None, float | None] = (None, None)
+    """(max_lr, min_lr) of its schedule, None for the schedule's own."""

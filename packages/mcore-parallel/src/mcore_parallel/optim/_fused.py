@@ -8,7 +8,7 @@ anywhere. Whether to skip, the clipping and the corrections are read from the de
 
 # pyright: reportInvalidTypeForm=false, reportArgumentType=false, reportUnreachable=false, reportAttributeAccessIssue=false, reportUnusedExpression=false
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import triton
@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mcore_parallel.optim._config import OptimizerConfig
+from mcore_parallel.optim._rate import Limits
 from mcore_parallel.optim._state import BLOCK, Master, Plain, Remainder, Scaled, smallest_step
 from mcore_parallel.optim._unit import Unit
 
@@ -55,7 +56,9 @@ def _store_moment(
         if ROOTED:
             value = tl.sqrt_rn(value)
         value = tl.where(inside, value, 0.0)
-        new = tl.max(tl.abs(value), 0) / LIMIT
+        bits = (tl.max(tl.abs(value), 0) / LIMIT).to(tl.int32, bitcast=True)
+        # Up to a power of two, as in power_of_two().
+        new = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
         tl.store(scale, new)
         ratio = value / tl.where(new > 0.0, new, 1.0)
         if ROOTED:
@@ -78,10 +81,10 @@ def _adam(
     place = tl.load(places + chunk).to(tl.int64)
     begin = place * BLOCK
     factor = tl.load(numbers).to(tl.float32) * tl.load(constants + 2 * num_units + unit)
-    lr = tl.load(numbers + 1).to(tl.float32) * tl.load(constants + unit)
+    lr = tl.load(numbers + 1).to(tl.float32) * tl.load(constants + unit) + tl.load(constants + 3 * num_units + unit)
     correction1 = tl.load(numbers + 2).to(tl.float32)
     root2 = tl.load(numbers + 3).to(tl.float32)
-    decay = tl.load(constants + num_units + unit)
+    decay = tl.load(numbers + 5).to(tl.float32) * tl.load(constants + num_units + unit)
     at = tl.arange(0, BLOCK)
     if FULL:
         # A mask the compiler knows lets it use wide loads.
@@ -154,16 +157,18 @@ class FusedAdam:
         tables = [_Table(members, full=full) for members in alike.values() for full in (True, False)]
         self._tables = [table for table in tables if table.num_chunks]
 
-    def run(self, numbers: Tensor) -> None:
+    def run(self, numbers: Tensor, rates: Mapping[Limits, tuple[float, float]]) -> None:
         """One step.
 
         Args:
-            numbers: float64 [5] on the device: gradient factor, learning rate, 1 - beta1 ** step, (1 - beta2 ** step) ** 0.5, skip.
+            numbers: float64 [6] on the device: gradient factor, learning rate, 1 - beta1 ** step, (1 - beta2 ** step) ** 0.5, skip,
+                weight decay.
+            rates: of ``group_rates``.
         """
         if self._places != self._addresses():
             self._rebuild()
         for table in self._tables:
-            table.run(numbers, self._config)
+            table.run(numbers, rates, self._config)
 
     def _addresses(self) -> list[int]:
         tensors = ((unit.piece.parameter, unit.piece.gradient, unit.exp_avg.data) for unit in self._units)
@@ -191,8 +196,14 @@ class _Table:
         self.owners, self.places = owners.int().to(device), places.int().to(device)
         self.addresses = torch.tensor(rows, dtype=torch.int64).T.contiguous().to(device)
         self.numels = numels.to(device)
-        constants = [(unit.rule.lr_mult, unit.rule.weight_decay, unit.piece.factor) for unit in units]
+        constants = [(unit.rule.lr_mult, unit.rule.wd_mult, unit.piece.factor, 0.0) for unit in units]
         self.constants = torch.tensor(constants, dtype=torch.float32).T.contiguous().to(device)
+        """Factors of the step's rate, of its weight decay and of the gradient, and a rate to add."""
+        mults = torch.tensor([unit.rule.lr_mult for unit in units])
+        limits = [unit.rule.limits for unit in units]
+        self.members = {
+            pair: torch.where(torch.tensor([pair == other for other in limits]), mults, 0.0).to(device) for pair in dict.fromkeys(limits)
+        }
         self.num_units = len(units)
         assert first.exp_avg_sq is not None
         m, v = first.exp_avg, first.exp_avg_sq
@@ -211,7 +222,14 @@ class _Table:
             "FULL": full,
         }
 
-    def run(self, numbers: Tensor, config: OptimizerConfig) -> None:
+    def run(self, numbers: Tensor, rates: Mapping[Limits, tuple[float, float]], config: OptimizerConfig) -> None:
+        if any(pair in rates for pair in self.members):
+            # Numbers of the host as arguments of kernels: nothing is copied, nothing waits.
+            self.constants[::3].zero_()
+            for pair, mults in self.members.items():
+                share, own = rates.get(pair, (1.0, 0.0))
+                self.constants[0].add_(mults, alpha=share)
+                self.constants[3].add_(mults, alpha=own)
         _adam[(self.num_chunks,)](
             self.addresses, self.numels, self.constants, self.owners, self.places, numbers, self.num_units,
             config.adam_beta1, 1.0 - config.adam_beta1, config.adam_beta2, 1.0 - config.adam_beta2, config.adam_eps,

@@ -93,13 +93,15 @@ class LayerwiseMuon:
         """One step of one owned piece."""
         config, piece = self._config, unit.piece
         p, m = unit.master.read(), unit.exp_avg.read()
+        lr, decay = numbers.rate(unit.rule), numbers.decay(unit.rule)
         g = piece.gradient.to(p.dtype) * (numbers.factor * piece.factor)
+        if decay and not config.decoupled_weight_decay:
+            g.add_(p, alpha=decay)
         m.mul_(config.muon_momentum).add_(g)
         direction = g.add(m, alpha=config.muon_momentum) if config.muon_nesterov else m
-        lr = numbers.lr * unit.rule.lr_mult
         step = self._direction(piece, direction.view(piece.shape))
         if config.decoupled_weight_decay:
-            p.mul_(1.0 - lr * unit.rule.weight_decay)
+            p.mul_(1.0 - lr * decay)
         p.add_(step.reshape(-1), alpha=-lr)
         unit.exp_avg.write(m)
         unit.master.write(p)

@@ -2,26 +2,42 @@
 # Copyright (c) 2026 the mcore authors
 """Updates in host memory."""
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from mcore_parallel._shards import Piece
 from mcore_parallel.optim._adam import Numbers, adam
 from mcore_parallel.optim._config import OptimizerConfig
+from mcore_parallel.optim._state import BLOCK
 from mcore_parallel.optim._unit import Unit
 
 
-def choose_offloaded(pieces: Sequence[Piece], fraction: float) -> set[str]:
-    """Names of the first pieces, in the model's order, that reach ``fraction`` of all elements."""
-    wanted, taken = fraction * sum(len(piece.parameter) for piece in pieces), 0
-    names: set[str] = set()
+def split_for_host(pieces: Sequence[Piece], fraction: float) -> list[tuple[Piece, bool]]:
+    """(piece, whether its state is on the host): the first elements in the model's order that reach ``fraction`` of all.
+
+    The piece in which the share ends is cut in two, at a multiple of 1024 elements, so that scaled states keep their blocks.
+    """
+    left = math.ceil(fraction * sum(len(piece.parameter) for piece in pieces))
+    found: list[tuple[Piece, bool]] = []
     for piece in pieces:
-        if taken >= wanted:
-            break
-        names.add(piece.name)
-        taken += len(piece.parameter)
-    return names
+        numel = len(piece.parameter)
+        cut = min(numel, -(-left // BLOCK) * BLOCK)
+        found += [(part, on_host) for part, on_host in ((cut_piece(piece, 0, cut), True), (cut_piece(piece, cut, numel), False)) if part]
+        left = max(0, left - cut)
+    return found
+
+
+def cut_piece(piece: Piece, begin: int, end: int) -> Piece | None:
+    """The elements [begin, end) of a piece; None for none, and the piece itself for all of them."""
+    if begin >= end:
+        return None
+    if (begin, end) == (0, len(piece.parameter)):
+        return piece
+    ranges = {"parameter": piece.parameter[begin:end], "gradient": piece.gradient[begin:end]}
+    return replace(piece, start=piece.start + begin, end=piece.start + end, **ranges)
 
 
 class HostUpdates:

@@ -2,8 +2,10 @@
 # Copyright (c) 2026 the mcore authors
 """Updates from main gradients, with float32 masters and clipping by the global norm."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -11,19 +13,22 @@ from torch import Tensor, nn
 
 from mcore_parallel._groups import ProcessGroups
 from mcore_parallel._shards import Piece, ShardSpec, named_shards
-from mcore_parallel.optim._adam import Numbers, adam, sgd
-from mcore_parallel.optim._config import OptimizerConfig
+from mcore_parallel.comm import all_reduce
+from mcore_parallel.optim._adam import Numbers, adam, lion, sgd
+from mcore_parallel.optim._config import OptimizerConfig, Rule
 from mcore_parallel.optim._loss_scale import DynamicLossScale
 from mcore_parallel.optim._muon import LayerwiseMuon
 from mcore_parallel.optim._norm import GradientNorm
-from mcore_parallel.optim._offload import HostUpdates, choose_offloaded
+from mcore_parallel.optim._offload import HostUpdates, split_for_host
+from mcore_parallel.optim._rate import Limits, Rate, group_rates
 from mcore_parallel.optim._unit import Placement, Unit, whole_piece
 
 
 class GradientSource(Protocol):
     """What hands complete gradients to an optimizer (``DistributedDataParallel`` does)."""
 
-    module: nn.Module
+    @property
+    def module(self) -> nn.Module: ...
 
     def gradients(self) -> dict[str, Tensor]: ...
 
@@ -86,15 +91,16 @@ class MegatronOptimizer:
         groups: the process groups of the model.
 
     Raises:
-        ValueError: the source is in slices and the config is not, or the other way round; a rule that cannot update a parameter.
+        ValueError: the source is in slices and the config is not, or the other way round; a rule that cannot update a parameter;
+            parameter groups that contradict each other or match nothing, on every rank, wherever the parameter lies.
     """
 
     def __init__(self, config: OptimizerConfig, ddp: GradientSource, groups: ProcessGroups) -> None:
         self.config, self.groups = config, groups
         self._source, self._place = ddp, Placement(groups)
         self._sliced = ddp if isinstance(ddp, PieceSource) else None
-        shards = {shard.name: shard for shard in named_shards(ddp.module) if shard.parameter.requires_grad}
-        self._ndims = {name: len(shard.spec.shape) for name, shard in shards.items()}
+        everything = {shard.name: shard for shard in named_shards(ddp.module)}
+        shards = {name: shard for name, shard in everything.items() if shard.parameter.requires_grad}
         if self._sliced is not None:
             self._pieces = self._sliced.pieces()
         else:
@@ -102,12 +108,15 @@ class MegatronOptimizer:
             self._pieces = [whole_piece(name, s.spec, s.parameter, gradients[name], groups) for name, s in shards.items()]
         self._check_slices()
         self._norm = GradientNorm(self._pieces, groups)
-        rules = {piece.name: config.rule(piece.name, self._ndims[piece.name]) for piece in self._pieces}
+        self._device = self._pieces[0].parameter.device if self._pieces else torch.device("cpu")
+        self.rules = _rules(config, {name: shard.spec.shape for name, shard in everything.items()}, groups, self._device)
+        """How each parameter of this rank is updated, by name."""
+        rules = self.rules
         self._muon = LayerwiseMuon([piece for piece in self._pieces if rules[piece.name].kind == "muon"], groups, config)
         owned = {piece.name for piece in self._muon.owned()}
         mine = [piece for piece in self._pieces if rules[piece.name].kind != "muon" or piece.name in owned]
-        hosted = self._hosted([piece for piece in mine if rules[piece.name].kind == "adam"])
-        self._units = [Unit(piece, rules[piece.name], config, on_host=piece.name in hosted) for piece in mine]
+        self._units = [Unit(piece, rules[piece.name], config, on_host=on_host) for piece, on_host in self._placed(mine)]
+        self._limits = {unit.rule.limits for unit in self._units} - {(None, None)}
         self._owned = owned
         self._host = HostUpdates([unit for unit in self._units if unit.on_host], config)
         device_adam = [unit for unit in self._units if unit.rule.kind == "adam" and not unit.on_host]
@@ -115,7 +124,6 @@ class MegatronOptimizer:
         self._fused = _fused(fusable, config)
         fused = {id(unit) for unit in fusable}
         self._plain = [unit for unit in self._units if id(unit) not in fused and not unit.on_host]
-        self._device = self._pieces[0].parameter.device if self._pieces else torch.device("cpu")
         self._count = torch.zeros((), dtype=torch.float64, device=self._device)
         self._loss_scale_rule = _loss_scale_rule(config)
         self._loss_scale = self._loss_scale_rule.start(self._device) if self._loss_scale_rule else None
@@ -158,14 +166,15 @@ class MegatronOptimizer:
         """The state as named tensors: ``optimizer.exp_avg.<parameter>``, ``optimizer.exp_avg_sq.<parameter>`` (``optimizer.momentum``
         of other rules) and, of a 16-bit parameter, ``optimizer.master.<parameter>``. Fill them in place to load.
 
-        A slice of a parameter of three or more dims can be more than one box of it; then the value is a list. Values are float32 (or
+        A slice of a parameter of three or more dims, or a part that is on the host, can be more than one box of it; then the value is a
+        list. Values are float32 (or
         float64) whatever the stored dtype: where that is narrower they are copies, kept until the next step, which
         ``load_step_count`` takes over.
         """
         if self._sliced is not None:
             self._sliced.finish_param_sync()
         self._loaded = []
-        found: dict[str, StateShard | list[StateShard]] = {}
+        found: dict[str, list[StateShard]] = {}
         for unit in self._units:
             piece = unit.piece
             owned = piece.name in self._owned
@@ -174,15 +183,18 @@ class MegatronOptimizer:
                 if values is not holder.data:
                     self._loaded.append((unit, kind, values))
                 name = f"optimizer.{kind}.{piece.name}"
-                if piece.is_whole and not owned:
-                    found[name] = StateShard(name, values.view(piece.shape), piece.spec)
+                if piece.is_whole and not owned and len(values) == math.prod(piece.shape):
+                    found[name] = [StateShard(name, values.view(piece.shape), piece.spec)]
                     continue
                 replica = self._place.replica(piece, owned=owned)
                 parts = [StateShard(name, view, piece.spec, place, replica) for view, place in self._place.parts(piece, values)]
-                found[name] = parts[0] if len(parts) == 1 else parts
+                # A piece whose state is partly on the host is two units.
+                found.setdefault(name, []).extend(parts)
         if self._loss_scale is not None:
-            found["optimizer.loss_scale"] = StateShard("optimizer.loss_scale", self._loss_scale, ShardSpec(shape=(3,)), replica=0)
-        return found
+            # Every rank of every stage has a copy.
+            copy = self.groups.world.rank
+            found["optimizer.loss_scale"] = [StateShard("optimizer.loss_scale", self._loss_scale, ShardSpec(shape=(3,)), replica=copy)]
+        return {name: parts[0] if len(parts) == 1 else parts for name, parts in found.items()}
 
     def offload_to_cpu(self) -> None:
         """Move the state to host memory and give its device memory back, between two steps; generation may use it meanwhile."""
@@ -208,19 +220,29 @@ class MegatronOptimizer:
             unit.reload()
 
     @torch.no_grad()
-    def step(self, *, grad_scale: float | Tensor = 1.0, lr: float | Tensor | None = None) -> StepResult:
+    def step(self, *, grad_scale: float | Tensor = 1.0, lr: float | Tensor | None = None, weight_decay: float | None = None) -> StepResult:
         """Scale, clip and apply the gradients; the main gradients keep the values they had.
 
         Args:
             grad_scale: factor of the gradients, one over the global number of tokens for a mean. The loss scale is divided out on top.
-            lr: learning rate of this step; None for ``config.lr``.
+            lr: learning rate of this step; None for ``config.lr``. Groups with limits of their own want the rate of a schedule,
+                ``schedule.lr(n)``.
+            weight_decay: of this step; None for that of the rate, if it carries one, or ``config.weight_decay``.
+
+        Raises:
+            RuntimeError: the state is parked in host memory.
+            ValueError: a plain rate, and a group with a ``min_lr``.
         """
         if self._parked:
             raise RuntimeError("the optimizer's state is parked in host memory; call restore_from_cpu() before step()")
         self._loaded = []
+        config = self.config
+        rates = group_rates(self._limits, lr, config.lr)
+        if weight_decay is None:
+            carried = lr.weight_decay if isinstance(lr, Rate) else None
+            weight_decay = config.weight_decay if carried is None else carried
         self._refresh_gradients()
         self._host.fetch()
-        config = self.config
         squares, zeros = self._norm.totals(count_zeros=config.log_num_zeros_in_grad)
         scale = _scalar(grad_scale, squares.device)
         if self._loss_scale is not None:
@@ -234,24 +256,24 @@ class MegatronOptimizer:
         # max(1): the corrections of a first step that is skipped must not divide by zero.
         count = self._count.clamp(min=1.0)
         roots = (1.0 - config.adam_beta1**count, (1.0 - config.adam_beta2**count).sqrt())
-        numbers = torch.stack([factor, rate, *roots, skip.to(torch.float64)])
-        self._update(numbers)
+        decay = _scalar(weight_decay, squares.device)
+        self._update(torch.stack([factor, rate, *roots, skip.to(torch.float64), decay]), rates)
         if self._loss_scale_rule is not None and self._loss_scale is not None:
             self._loss_scale_rule.update(self._loss_scale, overflow)
         return StepResult(norm, skip, zeros if config.log_num_zeros_in_grad else None)
 
-    def _update(self, numbers: Tensor) -> None:
+    def _update(self, numbers: Tensor, rates: Mapping[Limits, tuple[float, float]]) -> None:
         if self._fused is not None:
-            self._fused.run(numbers)
+            self._fused.run(numbers, rates)
         if self._plain or self._host.units:
-            factor, rate, correction1, root2, skip = numbers.tolist()
-            on_host = Numbers(factor, rate, correction1, root2, bool(skip))
+            factor, rate, correction1, root2, skip, decay = numbers.tolist()
+            on_host = Numbers(factor, rate, correction1, root2, bool(skip), decay, rates)
             self._host.run(on_host)
             for unit in () if on_host.skip else self._plain:
                 if unit.rule.kind == "muon":
                     self._muon.update(unit, on_host)
                 else:
-                    (adam if unit.rule.kind == "adam" else sgd)(unit, unit.piece.gradient, self.config, on_host)
+                    {"adam": adam, "lion": lion, "sgd": sgd}[unit.rule.kind](unit, unit.piece.gradient, self.config, on_host)
         self._muon.share()
         if self._sliced is not None:
             self._sliced.start_param_sync()
@@ -274,9 +296,14 @@ class MegatronOptimizer:
                 f"{'sliced' if sliced else 'whole'}; set it alike in OptimizerConfig and DistributedDataParallelConfig"
             )
 
-    def _hosted(self, pieces: Sequence[Piece]) -> set[str]:
+    def _placed(self, pieces: Sequence[Piece]) -> list[tuple[Piece, bool]]:
+        """Pieces with whether their state is on the host; the one in which the hosted share ends is cut in two."""
         config = self.config
-        return choose_offloaded(pieces, config.optimizer_offload_fraction) if config.optimizer_cpu_offload else set()
+        if not config.optimizer_cpu_offload:
+            return [(piece, False) for piece in pieces]
+        adam_pieces = [piece for piece in pieces if self.rules[piece.name].kind == "adam"]
+        rest = [(piece, False) for piece in pieces if self.rules[piece.name].kind != "adam"]
+        return split_for_host(adam_pieces, config.optimizer_offload_fraction) + rest
 
 
 def _scalar(value: float | Tensor, device: torch.device) -> Tensor:
@@ -287,7 +314,28 @@ def _scalar(value: float | Tensor, device: torch.device) -> Tensor:
 
 
 class _DeviceAdam(Protocol):
-    def run(self, numbers: Tensor) -> None: ...
+    def run(self, numbers: Tensor, rates: Mapping[Limits, tuple[float, float]]) -> None: ...
+
+
+def _rules(config: OptimizerConfig, shapes: Mapping[str, tuple[int, ...]], groups: ProcessGroups, device: torch.device) -> dict[str, Rule]:
+    """The rule of each parameter; what is wrong with the groups is an error on every rank, also where the parameters are not."""
+    rules, error = {}, None
+    try:
+        rules = {name: config.rule(name, shape) for name, shape in shapes.items()}
+    except ValueError as found:
+        error = found
+    if not config.all_groups:
+        return rules
+    patterns = [pattern for group in config.param_groups for pattern in group.patterns]
+    matched = [any(fnmatchcase(name, pattern) for name in shapes) for pattern in patterns]
+    *known, failed = all_reduce(torch.tensor([*matched, error is not None], dtype=torch.int32, device=device), groups.world, "max").tolist()
+    if error is not None:
+        raise error
+    if failed:
+        raise ValueError("param_groups contradict each other for a parameter of another rank, whose error names it")
+    if unmatched := [pattern for pattern, known_somewhere in zip(patterns, known, strict=True) if not known_somewhere]:
+        raise ValueError(f"patterns {unmatched} of param_groups match no parameter of the model; correct or remove them")
+    return rules
 
 
 def _fused(units: list[Unit], config: OptimizerConfig) -> _DeviceAdam | None:

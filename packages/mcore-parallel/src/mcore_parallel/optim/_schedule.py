@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Learning rates as pure functions of the step, counted from 0."""
+"""Learning rates and weight decays as pure functions of the step, counted from 0."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
+
+from mcore_parallel.optim._rate import Ranged, Rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +23,14 @@ class ConstantSchedule:
     def __post_init__(self) -> None:
         _check(self.max_lr, 0.0, self.init_lr, self.warmup_steps)
 
-    def lr(self, step: int) -> float:
-        return self.max_lr if step >= self.warmup_steps else _warm_up(self.init_lr, self.max_lr, step, self.warmup_steps)
+    def lr(self, step: int) -> Rate:
+        """Learning rate of a step."""
+        value = self.max_lr if step >= self.warmup_steps else _warm_up(self.init_lr, self.max_lr, step, self.warmup_steps)
+        return Rate(value, self, step)
+
+    def between(self, max_lr: float | None, min_lr: float | None) -> "ConstantSchedule":
+        """The same with another ``max_lr``; it never goes down to a ``min_lr``."""
+        return self if max_lr is None else replace(self, max_lr=max_lr)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +47,13 @@ class LinearSchedule:
     def __post_init__(self) -> None:
         _check(self.max_lr, self.min_lr, self.init_lr, self.warmup_steps, self.decay_steps)
 
-    def lr(self, step: int) -> float:
-        if step < self.warmup_steps:
-            return _warm_up(self.init_lr, self.max_lr, step, self.warmup_steps)
-        return self.min_lr + (1.0 - _progress(step, self.warmup_steps, self.decay_steps)) * (self.max_lr - self.min_lr)
+    def lr(self, step: int) -> Rate:
+        """Learning rate of a step."""
+        return _rate(self, step, 1.0 - _progress(step, self.warmup_steps, self.decay_steps))
+
+    def between(self, max_lr: float | None, min_lr: float | None) -> "LinearSchedule":
+        """The same between other limits; None keeps one."""
+        return replace(self, **_limits(self, max_lr, min_lr))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +75,45 @@ class CosineSchedule:
     def __post_init__(self) -> None:
         _check(self.max_lr, self.min_lr, self.init_lr, self.warmup_steps, self.decay_steps)
 
-    def lr(self, step: int) -> float:
+    def lr(self, step: int) -> Rate:
+        """Learning rate of a step."""
+        return _rate(self, step, 0.5 * (1.0 + math.cos(math.pi * _progress(step, self.warmup_steps, self.decay_steps))))
+
+    def between(self, max_lr: float | None, min_lr: float | None) -> "CosineSchedule":
+        """The same between other limits; None keeps one."""
+        return replace(self, **_limits(self, max_lr, min_lr))
+
+
+@dataclass(frozen=True, kw_only=True)
+class InverseSquareRootSchedule:
+    """Warm-up over w steps, then max_lr * (w / n)^0.5 at step n (w at least 1), never below ``min_lr``, which holds after ``decay_steps``.
+
+    Example:
+        >>> InverseSquareRootSchedule(max_lr=1.0, warmup_steps=4).lr(16)
+        0.5
+    """
+
+    max_lr: float
+    decay_steps: int | None = None
+    """Last step before ``min_lr``; None for no end."""
+    min_lr: float = 0.0
+    warmup_steps: int = 0
+    init_lr: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(self.max_lr, self.min_lr, self.init_lr, self.warmup_steps, self.decay_steps)
+
+    def lr(self, step: int) -> Rate:
+        """Learning rate of a step."""
         if step < self.warmup_steps:
-            return _warm_up(self.init_lr, self.max_lr, step, self.warmup_steps)
-        share = 0.5 * (1.0 + math.cos(math.pi * _progress(step, self.warmup_steps, self.decay_steps)))
-        return self.min_lr + share * (self.max_lr - self.min_lr)
+            return Rate(_warm_up(self.init_lr, self.max_lr, step, self.warmup_steps), self, step)
+        if self.decay_steps is not None and step > self.decay_steps:
+            return Rate(self.min_lr, self, step)
+        return Rate(max(self.min_lr, self.max_lr * math.sqrt(max(self.warmup_steps, 1) / max(step, 1))), self, step)
+
+    def between(self, max_lr: float | None, min_lr: float | None) -> "InverseSquareRootSchedule":
+        """The same between other limits; None keeps one."""
+        return replace(self, **_limits(self, max_lr, min_lr))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +141,8 @@ class WSDSchedule:
         if self.decay_style not in ("linear", "cosine", "exponential", "minus_sqrt"):
             raise ValueError(f"decay_style={self.decay_style!r} must be linear, cosine, exponential or minus_sqrt")
 
-    def lr(self, step: int) -> float:
-        if step < self.warmup_steps:
-            return _warm_up(self.init_lr, self.max_lr, step, self.warmup_steps)
+    def lr(self, step: int) -> Rate:
+        """Learning rate of a step."""
         q = _progress(step, self.decay_steps - self.wsd_decay_steps, self.decay_steps)
         share = {
             "linear": 1.0 - q,
@@ -106,7 +150,84 @@ class WSDSchedule:
             "exponential": 2.0 * 0.5**q - 1.0,
             "minus_sqrt": 1.0 - math.sqrt(q),
         }[self.decay_style]
-        return self.min_lr + share * (self.max_lr - self.min_lr)
+        return _rate(self, step, share)
+
+    def between(self, max_lr: float | None, min_lr: float | None) -> "WSDSchedule":
+        """The same between other limits; None keeps one."""
+        return replace(self, **_limits(self, max_lr, min_lr))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightDecaySchedule:
+    """From ``start`` at step 0 to ``end`` at ``steps``, which holds from there on.
+
+    Example:
+        >>> WeightDecaySchedule(start=0.0, end=0.1, steps=10).weight_decay(5)
+        0.05
+    """
+
+    start: float
+    end: float
+    steps: int = 1
+    style: Literal["constant", "linear", "cosine"] = "linear"
+    """The way from start to end; "constant" wants them equal."""
+
+    def __post_init__(self) -> None:
+        if self.style not in ("constant", "linear", "cosine"):
+            raise ValueError(f"style={self.style!r} must be constant, linear or cosine")
+        if not (self.start >= 0.0 and self.end >= 0.0):
+            raise ValueError(f"start={self.start} and end={self.end} must not be negative")
+        if self.style == "constant" and self.start != self.end:
+            raise ValueError(f"style='constant' needs start={self.start} and end={self.end} to be equal; choose linear or cosine")
+        if self.steps < 1:
+            raise ValueError(f"steps={self.steps} must be at least 1")
+
+    def weight_decay(self, step: int) -> float:
+        """Weight decay of a step."""
+        share = _progress(step, 0, self.steps)
+        if self.style == "cosine":
+            share = 0.5 * (1.0 - math.cos(math.pi * share))
+        return self.start + share * (self.end - self.start)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RateAndDecaySchedule:
+    """Learning rate and weight decay of each step in one: its rates carry the decay to ``MegatronOptimizer.step``.
+
+    Example:
+        >>> decay = WeightDecaySchedule(start=0.0, end=0.1, steps=10)
+        >>> rate = RateAndDecaySchedule(rate=ConstantSchedule(max_lr=1e-3), decay=decay).lr(5)
+        >>> rate, rate.weight_decay
+        (0.001, 0.05)
+    """
+
+    rate: Ranged
+    """Any schedule of this room."""
+    decay: WeightDecaySchedule
+
+    def lr(self, step: int) -> Rate:
+        """Learning rate of a step."""
+        return Rate(self.rate.lr(step), self, step, self.decay.weight_decay(step))
+
+    def between(self, max_lr: float | None, min_lr: float | None) -> "RateAndDecaySchedule":
+        """The same between other limits of the rate; None keeps one."""
+        return replace(self, rate=self.rate.between(max_lr, min_lr))
+
+
+def _rate(schedule: LinearSchedule | CosineSchedule | WSDSchedule, step: int, share: float) -> Rate:
+    """Of the warm-up, or after it with ``share`` of the way from ``min_lr`` to ``max_lr``."""
+    if step < schedule.warmup_steps:
+        return Rate(_warm_up(schedule.init_lr, schedule.max_lr, step, schedule.warmup_steps), schedule, step)
+    return Rate(schedule.min_lr + share * (schedule.max_lr - schedule.min_lr), schedule, step)
+
+
+def _limits(
+    schedule: LinearSchedule | CosineSchedule | InverseSquareRootSchedule | WSDSchedule, max_lr: float | None, min_lr: float | None
+) -> dict[str, float]:
+    return {
+        "max_lr": schedule.max_lr if max_lr is None else max_lr,
+        "min_lr": schedule.min_lr if min_lr is None else min_lr,
+    }
 
 
 def _warm_up(init_lr: float, max_lr: float, step: int, warmup_steps: int) -> float:

@@ -46,7 +46,8 @@ class Plain:
 
 
 class Scaled:
-    """float16 or float8_e4m3fn values with one float32 scale for each ``BLOCK`` elements.
+    """float16 or float8_e4m3fn values with one scale for each ``BLOCK`` elements, a power of two: written again, what was read keeps
+    its bits.
 
     Args:
         data: [n], zeros.
@@ -69,7 +70,7 @@ class Scaled:
     def write(self, values: Tensor) -> None:
         rows = _blocks(values.sqrt() if self.rooted else values)
         limit = torch.finfo(self.data.dtype).max
-        scales = rows.abs().amax(1) / limit
+        scales = power_of_two(rows.abs().amax(1) / limit)
         self.scales.copy_(scales)
         ratio = rows / torch.where(scales > 0, scales, 1.0)[:, None]
         if self.rooted:
@@ -141,6 +142,16 @@ def moment(numel: int, dtype: torch.dtype, device: torch.device, *, rooted: bool
     """Zeros in the storage that fits ``dtype``."""
     data = torch.zeros(numel, dtype=dtype, device=device)
     return Scaled(data, rooted=rooted) if dtype in (torch.float16, torch.float8_e4m3fn) else Plain(data)
+
+
+def power_of_two(values: Tensor) -> Tensor:
+    """The next power of two of float32 numbers that are not negative; 0 stays.
+
+    Example:
+        >>> power_of_two(torch.tensor([0.0, 0.25, 0.3, 5.0])).tolist()
+        [0.0, 0.25, 0.5, 8.0]
+    """
+    return ((values.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
 
 
 def smallest_step(dtype: torch.dtype) -> float:

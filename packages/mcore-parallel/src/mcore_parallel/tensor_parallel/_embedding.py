@@ -18,8 +18,8 @@ from mcore_parallel.tensor_parallel._vocab import check_ids, owned_rows
 class VocabParallelEmbedding(nn.Module):
     """Rank r of tp holds rows [r * V / tp, (r + 1) * V / tp).
 
-    An id outside [0, V) is an error on CPU; on an accelerator, where looking would wait for the device, it gives the
-    zero vector in every layout.
+    An id outside [0, V) is an error on CPU; on an accelerator, where looking would wait for the device, and in a graph under
+    compilation it gives the zero vector and no gradient, in every layout.
 
     Args:
         vocab_size: V, rows of the table; pad it with ``pad_vocab_size``.
@@ -69,7 +69,7 @@ class VocabParallelEmbedding(nn.Module):
             ValueError: an id outside [0, V) (on CPU), or tp does not divide T under sequence parallelism.
         """
         check_ids(tokens_T, "tokens", self.vocab_size)
-        if self.groups.tp.size == 1 and tokens_T.device.type == "cpu":
+        if self.groups.tp.size == 1 and tokens_T.device.type == "cpu" and not torch.compiler.is_compiling():
             return F.embedding(tokens_T, self.weight)
         rows_T, owned_T = owned_rows(tokens_T, self.weight.shape[0], self.groups.tp)
         part = F.embedding(rows_T, self.weight).masked_fill(~owned_T.unsqueeze(-1), 0.0)

@@ -15,13 +15,13 @@ from torch.nn import functional as F
 from mcore_parallel._groups import Group, ProcessGroups
 from mcore_parallel.comm import all_gather, all_reduce, reduce_scatter
 from mcore_parallel.comm._collectives import start_all_gather, start_all_reduce, start_reduce_scatter, wait
-from mcore_parallel.tensor_parallel._weight_gradient import MainGradient, WeightGradientQueue
+from mcore_parallel.tensor_parallel._weight_gradient import LaterGradients, MainGradient, WeightGradientQueue
 
 # T tokens, R ranks of the group, P pieces, C tokens of a rank in a piece, I input features of this rank, O output features of this rank
 
-_MOST_PIECES = 4
-_PIECE_TOKENS = 1024
-"""Tokens of a rank below which a piece's product no longer fills a GPU."""
+_PIECES = 2
+_PIECE_TOKENS = 4096
+"""Tokens of a rank below which a piece costs more, in shorter transfers and smaller products, than it hides."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,6 +34,8 @@ class Route:
     """The tokens of a rank are cut into as many, so that the transfer of one runs beside the product of another."""
     main_grad: MainGradient | None = None
     queue: WeightGradientQueue | None = None
+    later: LaterGradients | None = None
+    """For a backward in two parts; None under compilation."""
 
 
 class ProductLayer(nn.Module):
@@ -66,6 +68,7 @@ class ProductLayer(nn.Module):
             pieces=pieces,
             main_grad=None if compiling else self._main_grad,
             queue=None if compiling else self._queue,
+            later=None if compiling else LaterGradients(),
         )
 
 
@@ -80,8 +83,7 @@ def num_pieces(x: Tensor, rank_tokens: int, overlap: bool | None) -> int:
     if overlap is False or torch.compiler.is_compiling() or x.dim() != 2 or (overlap is None and not x.is_cuda):
         return 1
     fewest = _PIECE_TOKENS if overlap is None else 1
-    fitting = (pieces for pieces in (_MOST_PIECES, 2) if rank_tokens % pieces == 0 and rank_tokens // pieces >= fewest)
-    return next(fitting, 1)
+    return _PIECES if rank_tokens % _PIECES == 0 and rank_tokens // _PIECES >= fewest else 1
 
 
 def column_product(x: Tensor, weight_OI: Tensor, route: Route) -> Tensor:
@@ -112,7 +114,8 @@ class _ColumnProduct(torch.autograd.Function):
         grad_x = grad_weight = None
         # A backward may be run for one of the two gradients only.
         wants_weight = ctx.needs_input_grad[1]
-        now = wants_weight and (route.queue is None or route.main_grad is None)
+        jobs = None if route.later is None else route.later.jobs
+        now = wants_weight and jobs is None and (route.queue is None or route.main_grad is None)
         # The input comes beside the product of its gradient, whose sum goes out beside the product of the weight gradient.
         whole_x = start_all_gather(x, route.group) if now and route.sequence_parallel else x
         if ctx.needs_input_grad[0]:
@@ -120,6 +123,8 @@ class _ColumnProduct(torch.autograd.Function):
             grad_x = start(grad_TO @ weight_OI, route.group)
         if now:
             grad_weight = _weight_product(route, grad_TO, wait(whole_x, route.group) if route.sequence_parallel else whole_x)
+        elif wants_weight and jobs is not None:
+            jobs.append((1, functools.partial(_gather_then_weight_product, route, grad_TO, x)))
         elif wants_weight:
             assert route.queue is not None
             route.queue.put(functools.partial(_gather_then_weight_product, route, grad_TO, x))
@@ -161,7 +166,9 @@ class _RowProduct(torch.autograd.Function):
             grad_x = whole_grad @ weight_OI
         if wants_weight:
             assert whole_grad is not None
-            if route.queue is not None and route.main_grad is not None:
+            if route.later is not None and route.later.jobs is not None:
+                route.later.jobs.append((1, functools.partial(_weight_product, route, whole_grad, x)))
+            elif route.queue is not None and route.main_grad is not None:
                 route.queue.put(functools.partial(_weight_product, route, whole_grad, x))
             else:
                 grad_weight = _weight_product(route, whole_grad, x)
@@ -172,7 +179,7 @@ def _save(ctx: Any, x: Tensor, weight_OI: Tensor, route: Route) -> None:
     """Keep what a gradient needs only: of a frozen weight no input, of an input without gradient no weight."""
     wants_x, wants_weight = ctx.needs_input_grad[:2]
     ctx.save_for_backward(x if wants_weight else None, weight_OI if wants_x else None)
-    ctx.route = route
+    ctx.route, ctx.later = route, route.later
 
 
 def _gathered_product(x_tI: Tensor, right_IO: Tensor, route: Route, *, keep: bool) -> tuple[Tensor, Tensor | None]:
@@ -193,8 +200,8 @@ def _gathered_product(x_tI: Tensor, right_IO: Tensor, route: Route, *, keep: boo
     return y_RPCO.flatten(0, 2), None if whole_RPCI is None else whole_RPCI.flatten(0, 2)
 
 
-def _gather_then_weight_product(route: Route, grad_TO: Tensor, x: Tensor) -> None:
-    _weight_product(route, grad_TO, all_gather(x, route.group) if route.sequence_parallel else x)
+def _gather_then_weight_product(route: Route, grad_TO: Tensor, x: Tensor) -> Tensor | None:
+    return _weight_product(route, grad_TO, all_gather(x, route.group) if route.sequence_parallel else x)
 
 
 def _weight_product(route: Route, grad: Tensor, x: Tensor) -> Tensor | None:

@@ -48,6 +48,19 @@ class MainGradient:
             self.done()
 
 
+@dataclass(eq=False)
+class LaterGradients:
+    """What the node of a product offers to a backward in two parts (``mcore_parallel.pipeline``): its weight gradient later.
+
+    The node keeps it on its context as ``later``.
+    """
+
+    inputs: tuple[int, ...] = (1,)
+    """Numbers of the inputs whose gradient can come later."""
+    jobs: list[tuple[int, Callable[[], Tensor | None]]] | None = None
+    """While it is a list the backward puts (number of the input, what computes its gradient) there and gives autograd none."""
+
+
 @runtime_checkable
 class WeightGradientSink(Protocol):
     """A layer that can add its weight gradients to main gradients itself, in the product that computes them."""

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Gradients of one run against those of another, parameter by parameter."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mcore_parallel._groups import ProcessGroups
+from mcore_parallel._shards import ShardSpec
+from mcore_parallel.comm import all_reduce
+from mcore_parallel.numerics._bound import expected_rel_bound, layer_of
+from mcore_parallel.numerics._diagnose import diagnose
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientCheck:
+    """How one gradient fares."""
+
+    name: str
+    layer: int
+    """As ``expected_rel_bound`` counts."""
+    rel: float
+    """Relative difference."""
+    bound: float
+    hint: str = ""
+    """What the mistake looks like, of a gradient beyond its bound."""
+
+    @property
+    def ok(self) -> bool:
+        """Within the bound; a difference that is not a number is not."""
+        return self.rel <= self.bound
+
+
+@dataclass(frozen=True)
+class GradientReport:
+    """All gradients, the worst relative to its bound first."""
+
+    checks: tuple[GradientCheck, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Every gradient is within its bound."""
+        return all(check.ok for check in self.checks)
+
+    @property
+    def worst(self) -> GradientCheck:
+        """The one that is furthest beyond its bound, or closest to it."""
+        return self.checks[0]
+
+    def table(self) -> str:
+        """One line a gradient, for people."""
+        width = max((len(check.name) for check in self.checks), default=0)
+        lines = [f"{'name':<{width}}  layer  difference  bound     share"]
+        for check in self.checks:
+            share = check.rel / check.bound
+            line = f"{check.name:<{width}}  {check.layer:>5}  {check.rel:<10.3g}  {check.bound:<8.3g}  {share:<6.3g}"
+            lines.append((line if check.ok else f"{line}  BEYOND  {check.hint}").rstrip())
+        return "\n".join(lines)
+
+
+def relative_grad_diff(test: Tensor, reference: Tensor, *, spec: ShardSpec | None = None, groups: ProcessGroups | None = None) -> float:
+    """||test - reference|| / (||reference|| + 1e-30) of the whole tensor, with norms in float64.
+
+    Args:
+        test: a gradient, or this rank's part of it. The first moment of Adam after one step does as well: it is a multiple.
+        reference: the one it is compared with, of the same shape.
+        spec: how both are cut; None for whole tensors.
+        groups: what the ``spec`` refers to.
+
+    Returns:
+        The same number on all ranks that hold a part.
+
+    Raises:
+        ValueError: shapes that differ, or a ``spec`` without ``groups``.
+
+    Example:
+        >>> relative_grad_diff(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0]))
+        0.1
+    """
+    if (spec is None) != (groups is None):
+        raise ValueError(f"spec={spec} and groups={groups} go together; pass both for parts, none for whole tensors")
+    specs = {} if spec is None else {"": spec}
+    return _differences({"": test}, {"": reference}, specs, groups)[""]
+
+
+def check_gradient(
+    name: str,
+    test: Tensor,
+    reference: Tensor,
+    *,
+    num_layers: int,
+    dtype: torch.dtype = torch.bfloat16,
+    growth: float = 1.03,
+    factor: float = 4.0,
+    spec: ShardSpec | None = None,
+    groups: ProcessGroups | None = None,
+) -> GradientCheck:
+    """Compare one gradient with the reference and with the bound of its layer.
+
+    Args:
+        name: global name of the parameter, which says what layer it belongs to.
+        test: as in ``relative_grad_diff``, as are ``reference``, ``spec`` and ``groups``.
+        reference: see there.
+        num_layers: of the model.
+        dtype: what the run computes in.
+        growth: as in ``expected_rel_bound``, as is ``factor``.
+        factor: see there.
+        spec: see ``relative_grad_diff``.
+        groups: see there.
+
+    Example:
+        >>> g = torch.ones(4, 4)
+        >>> check = check_gradient("layers.0.mlp.up.weight", 2 * g, g, num_layers=1)
+        >>> check.ok, check.rel, check.bound
+        (False, 1.0, 0.0321875)
+    """
+    rel = relative_grad_diff(test, reference, spec=spec, groups=groups)
+    return _check(name, rel, test, reference, num_layers, dtype, growth, factor)
+
+
+def compare_gradients(
+    tests: Mapping[str, Tensor],
+    references: Mapping[str, Tensor],
+    *,
+    num_layers: int,
+    dtype: torch.dtype = torch.bfloat16,
+    growth: float = 1.03,
+    factor: float = 4.0,
+    specs: Mapping[str, ShardSpec] | None = None,
+    groups: ProcessGroups | None = None,
+) -> GradientReport:
+    """Compare the gradients of two runs, by name.
+
+    Args:
+        tests: gradients of one run by global name, or this rank's parts; ranks of one stage hold the same names in the same order.
+        references: those of the other, cut alike.
+        num_layers: of the whole model.
+        dtype: what the run computes in.
+        growth: as in ``expected_rel_bound``, as is ``factor``.
+        factor: see there.
+        specs: placements by name; names without one are whole.
+        groups: what they refer to.
+
+    Returns:
+        The gradients of this rank's stage.
+
+    Raises:
+        ValueError: the runs do not hold the same names, or a gradient has another shape.
+    """
+    if tests.keys() != references.keys():
+        raise ValueError(f"only one of the runs holds {sorted(tests.keys() ^ references.keys())}; compare the same parameters")
+    differences = _differences(tests, references, specs or {}, groups)
+    checks = [_check(name, rel, tests[name], references[name], num_layers, dtype, growth, factor) for name, rel in differences.items()]
+    # Not a number comes first.
+    return GradientReport(tuple(sorted(checks, key=lambda check: -check.rel / check.bound if check.rel == check.rel else float("-inf"))))
+
+
+def _check(
+    name: str, rel: float, test: Tensor, reference: Tensor, num_layers: int, dtype: torch.dtype, growth: float, factor: float
+) -> GradientCheck:
+    layer = layer_of(name, num_layers)
+    bound = expected_rel_bound(layer, num_layers, dtype=dtype, growth=growth, factor=factor)
+    return GradientCheck(name=name, layer=layer, rel=rel, bound=bound, hint="" if rel <= bound else diagnose(test, reference))
+
+
+def _differences(
+    tests: Mapping[str, Tensor], references: Mapping[str, Tensor], specs: Mapping[str, ShardSpec], groups: ProcessGroups | None
+) -> dict[str, float]:
+    """Relative differences; parts are added up over the axes that cut them, all parameters of an axis at once."""
+    names = list(tests)
+    rows: list[Tensor] = []
+    for name in names:
+        test, reference = tests[name].detach(), references[name].detach()
+        if test.shape != reference.shape:
+            raise ValueError(f"{name or 'test'} has the shape {tuple(test.shape)}, its reference {tuple(reference.shape)}")
+        reference = reference.double()
+        rows.append(torch.stack([(test.double() - reference).square().sum(), reference.square().sum()]))
+    if not rows:
+        return {}
+    squares = torch.stack(rows)
+    if groups is not None:
+        for view, axis in dict.fromkeys((spec.view, axis) for spec in specs.values() for axis in spec.shards):
+            _add_parts(
+                squares, [n for n, name in enumerate(names) if name in specs and _is_cut(specs[name], view, axis)], groups, view, axis
+            )
+    return {name: (row[0] ** 0.5) / (row[1] ** 0.5 + 1e-30) for name, row in zip(names, squares.tolist(), strict=True)}
+
+
+def _add_parts(squares: Tensor, rows: Sequence[int], groups: ProcessGroups, view: str, axis: str) -> None:
+    if rows:
+        index = torch.tensor(rows, device=squares.device)
+        squares[index] = all_reduce(squares[index], groups.axis(view, axis))
+
+
+def _is_cut(spec: ShardSpec, view: str, axis: str) -> bool:
+    return spec.view == view and axis in spec.shards
