@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """From a run's configuration to its parts."""
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,9 @@ from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDat
 from mcore_parallel.models import GPTModel, dense_feed_forward
 from mcore_parallel.nn import AttentionCore
 from mcore_parallel.optim import CosineSchedule, MegatronOptimizer
+from mcore_parallel.pipeline import ModelChunks, Overlap, Schedule, StageLayout, plan_pipeline
 from mcore_parallel.training import Batch, TensorShard, model_state, optimizer_state
+from tools.fully_sharded import FullyShardedModel
 from tools.recipes import RunConfig
 
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -34,9 +37,11 @@ class Parts:
     """What a training step needs."""
 
     groups: ProcessGroups
-    model: GPTModel
-    sync: DistributedDataParallel
+    model: GPTModel | ModelChunks | FullyShardedModel
+    sync: DistributedDataParallel | FullyShardedModel
     optimizer: MegatronOptimizer
+    pipeline: Schedule
+    overlap: Overlap | None
 
     def state(self) -> dict[str, TensorShard | list[TensorShard]]:
         """Everything a checkpoint holds, as the live tensors of this rank."""
@@ -44,26 +49,60 @@ class Parts:
 
 
 def build_model(
-    config: RunConfig, groups: ProcessGroups, device: torch.device | str, *, attention_core: AttentionCore | None = None
+    config: RunConfig,
+    groups: ProcessGroups,
+    device: torch.device | str,
+    *,
+    attention_core: AttentionCore | None = None,
+    layers: StageLayout | None = None,
+    overlap: Overlap | None = None,
 ) -> GPTModel:
-    """The model of a run, with the weights of its seed."""
+    """The model of a run, with the weights of its seed; one chunk of it when ``layers`` are given."""
+    pause = None if overlap is None else overlap.pause
     return GPTModel(
         config.model,
         groups,
-        feed_forward=moe_feed_forward(config.moe) if config.moe else dense_feed_forward,
+        feed_forward=moe_feed_forward(config.moe, pause=pause) if config.moe else dense_feed_forward,
         attention_core=attention_core,
+        layers=layers,
         dtype=DTYPES[config.train.dtype],
         device=device,
         seed=config.train.seed,
     )
 
 
+def build_stage(
+    config: RunConfig, groups: ProcessGroups, device: torch.device | str, overlap: Overlap | None = None
+) -> GPTModel | ModelChunks:
+    """What this rank's pipeline stage holds: a model, or several chunks of one."""
+    plan = config.plan
+    layout = config.pipeline.place(config.model.num_layers, num_stages=plan.pp, num_chunks=plan.vpp)
+    chunks = [build_model(config, groups, device, layers=part, overlap=overlap) for part in layout.of_rank(groups.pp.rank)]
+    return chunks[0] if len(chunks) == 1 else ModelChunks(chunks)
+
+
 def assemble(config: RunConfig, device: torch.device | str) -> Parts:
-    """Groups, model, gradient sync and optimizer of this rank; every rank of the world calls it."""
+    """Groups, model, gradient sync, optimizer and schedule of this rank; every rank of the world calls it.
+
+    Raises:
+        ScheduleError: a schedule that does not fit the stages, layers or micro-batches of the run.
+    """
+    pipeline = config.pipeline.build(config.plan.vpp)
+    train = config.train
+    plan_pipeline(pipeline, config.plan.pp, max(1, train.global_batch_size // (train.micro_batch_size * config.plan.dp)))
+    overlap = Overlap() if config.pipeline.schedule == "combined" else None
     groups = ProcessGroups.build(config.plan)
-    model = build_model(config, groups, device)
-    sync = DistributedDataParallel(DistributedDataParallelConfig(), model, groups)
-    return Parts(groups=groups, model=model, sync=sync, optimizer=MegatronOptimizer(config.optimizer, sync, groups))
+    model = build_stage(config, groups, device, overlap)
+    if config.data_parallel == "fsdp":
+        assert isinstance(model, GPTModel), "RunConfig refuses several chunks with fsdp"
+        sharded = FullyShardedModel(model, groups)
+        rule = dataclasses.replace(config.optimizer, use_distributed_optimizer=True)
+        optimizer = MegatronOptimizer(rule, sharded, groups)
+        return Parts(groups=groups, model=sharded, sync=sharded, optimizer=optimizer, pipeline=pipeline, overlap=overlap)
+    slices = config.optimizer.use_distributed_optimizer
+    sync = DistributedDataParallel(DistributedDataParallelConfig(use_distributed_optimizer=slices), model, groups)
+    optimizer = MegatronOptimizer(config.optimizer, sync, groups)
+    return Parts(groups=groups, model=model, sync=sync, optimizer=optimizer, pipeline=pipeline, overlap=overlap)
 
 
 def schedule(config: RunConfig) -> CosineSchedule:
@@ -74,7 +113,11 @@ def schedule(config: RunConfig) -> CosineSchedule:
 
 
 def datasets(config: RunConfig, tokenizer: Tokenizer) -> tuple[GPTDataset, GPTDataset]:
-    """Training and validation samples."""
+    """Training and validation samples.
+
+    Raises:
+        ValueError: ``data.split`` leaves one of them without a document.
+    """
     train = config.train
     evaluations = 1 + (train.steps // train.eval_interval if train.eval_interval else 0)
     data = GPTDatasetConfig(
@@ -87,6 +130,11 @@ def datasets(config: RunConfig, tokenizer: Tokenizer) -> tuple[GPTDataset, GPTDa
     )
     sizes = [train.steps * train.global_batch_size, evaluations * train.eval_batches * train.global_batch_size, 0]
     train_set, valid_set, _ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, data).build()
+    for name, found in (("training", train_set), ("validation", valid_set)):
+        if found is None:
+            raise ValueError(
+                f"data.split={config.data.split!r} leaves no document of {config.data.prefix} for {name}; give it a larger share"
+            )
     return train_set, valid_set
 
 

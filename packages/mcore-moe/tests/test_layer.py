@@ -116,15 +116,26 @@ def test_two_ranks_equal_one_for_experts_over_tensor_ranks(world) -> None:
 
 @pytest.mark.world(4)
 @pytest.mark.parametrize(
-    "plan", [ParallelPlan(dp=4, ep=2), ParallelPlan(dp=4, ep=4), ParallelPlan(tp=2, dp=2, ep=4), ParallelPlan(cp=2, dp=2, ep=2)]
+    "plan",
+    [
+        ParallelPlan(dp=4, ep=2),
+        ParallelPlan(dp=4, ep=4),
+        ParallelPlan(tp=2, dp=2, ep=4),
+        ParallelPlan(cp=2, dp=2, ep=2),
+        ParallelPlan(dp=4, ep=2, etp=2),
+        ParallelPlan(tp=2, dp=2, ep=2, etp=2),
+        ParallelPlan(tp=4, ep=2, etp=2),
+        ParallelPlan(tp=2, dp=2, etp=2),
+    ],
+    ids=str,
 )
 def test_four_ranks_equal_one(world, plan: ParallelPlan) -> None:
     world(check_ranks, plan=plan, tokens=3)
 
 
-def check_empty_rank() -> None:
+def check_empty_rank(plan: ParallelPlan) -> None:
     """A rank without a single token still takes part."""
-    groups = ProcessGroups.build(ParallelPlan(dp=2, ep=2))
+    groups = ProcessGroups.build(plan)
     layer = build(groups)
     x = torch.randn(4 if groups.dp.rank else 0, 12, dtype=torch.float64, requires_grad=True)
     y, _ = layer(x, Step.causal(1, len(x)))
@@ -133,8 +144,19 @@ def check_empty_rank() -> None:
 
 
 @pytest.mark.world(2)
-def test_a_rank_without_tokens_takes_part(world) -> None:
-    world(check_empty_rank)
+@pytest.mark.parametrize("plan", [ParallelPlan(dp=2, ep=2), ParallelPlan(dp=2, etp=2)], ids=["ep", "etp"])
+def test_a_rank_without_tokens_takes_part(world, plan: ParallelPlan) -> None:
+    world(check_empty_rank, plan=plan)
+
+
+def check_slices(plan: ParallelPlan) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    experts = build(ProcessGroups.build(plan)).experts
+    return tuple(experts.up.shape), tuple(experts.down.shape)
+
+
+@pytest.mark.world(2)
+def test_expert_tensor_ranks_hold_slices_of_every_expert(world) -> None:
+    assert world(check_slices, plan=ParallelPlan(tp=2, etp=2)) == [((4, 2, 5, 12), (4, 12, 5))] * 2
 
 
 def test_bad_layouts_are_named() -> None:
@@ -145,5 +167,7 @@ def test_bad_layouts_are_named() -> None:
 
     with pytest.raises(ValueError, match="ep=3 must divide num_moe_experts=4"):
         build(replace(groups, ep=Group((0, 1, 2), 0)))
+    with pytest.raises(ValueError, match="etp=3 must divide the expert width 10"):
+        build(replace(groups, expt_tp=Group((0, 1, 2), 0)))
     with pytest.raises(ValueError, match="sequence_parallel=True"):
         build(replace(groups, tp=Group((0, 1), 0), plan=replace(groups.plan, sequence_parallel=False)))

@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Hidden states between grids of any degrees, against the same tensor cut by hand."""
 
+import dataclasses
 import itertools
 import random
 
@@ -100,9 +101,10 @@ def full_rows(batch: BridgeBatch, seed: int) -> Tensor:
     return rows.to(batch.dtype)
 
 
-def check_pair(source: BridgeEnd, destination: BridgeEnd, batch: BridgeBatch) -> None:
-    """Two micro-batches there and back, call by call and with calls that do both."""
+def check_pair(source: BridgeEnd, destination: BridgeEnd, batch: BridgeBatch, connects: bool = False) -> None:
+    """Two micro-batches there and back, call by call and with calls that do both; with ``connects`` as NCCL would have it."""
     link, rank = BridgeCommunicator(source, destination), dist.get_rank()
+    link._connects = connects
     fulls = [full_rows(batch, seed) for seed in range(4)]
     here = [cut(full, source, batch.sequence_lengths, batch.source_sequences).get(rank) for full in fulls]
     there = [cut(full, destination, batch.sequence_lengths, batch.destination_sequences).get(rank) for full in fulls]
@@ -133,13 +135,13 @@ def check_pair(source: BridgeEnd, destination: BridgeEnd, batch: BridgeBatch) ->
         assert torch.equal(rows, here[number % 2 + 2]) and not rows.requires_grad
 
 
-def check_pairs(offset: int, size: int) -> None:
+def check_pairs(offset: int, size: int, connects: bool) -> None:
     """All degrees of a grid on the first ranks against all degrees of one on ``size`` ranks from ``offset``."""
     world = dist.get_world_size()
     first = [end(tp, cp, dp, 0, sp) for tp, cp, dp, sp in degrees(world - offset if offset else size)]
     second = [end(tp, cp, dp, offset, sp) for tp, cp, dp, sp in degrees(size)]
     for source, destination in itertools.product(first, second):
-        check_pair(source, destination, BridgeBatch(sequence_lengths=(24, 72, 48), hidden_size=WIDTH, dtype=torch.float64))
+        check_pair(source, destination, BridgeBatch(sequence_lengths=(24, 72, 48), hidden_size=WIDTH, dtype=torch.float64), connects)
     uneven = BridgeBatch(
         sequence_lengths=(4, 2, 6, 2),
         hidden_size=WIDTH,
@@ -147,7 +149,7 @@ def check_pairs(offset: int, size: int) -> None:
         source_sequences=tuple([4] + [0] * (world - offset - 1)) if offset else None,
         destination_sequences=tuple([1] * (size - 1) + [5 - size]),
     )
-    check_pair(end(1, 1, world - offset if offset else size), end(1, 1, size, offset), uneven)
+    check_pair(end(1, 1, world - offset if offset else size), end(1, 1, size, offset), uneven, connects)
 
 
 def degrees(size: int) -> list[tuple[int, int, int, bool]]:
@@ -159,10 +161,61 @@ def degrees(size: int) -> list[tuple[int, int, int, bool]]:
 
 
 @pytest.mark.world(4)
-@pytest.mark.parametrize(("offset", "size"), [(2, 2), (1, 3), (3, 1), (0, 4)])
-def test_rows_are_those_of_one_grid(world, offset: int, size: int) -> None:
+@pytest.mark.parametrize(
+    ("offset", "size", "connects"), [(2, 2, False), (2, 2, True), (1, 3, False), (1, 3, True), (3, 1, False), (0, 4, False), (0, 4, True)]
+)
+def test_rows_are_those_of_one_grid(world, offset: int, size: int, connects: bool) -> None:
     """Grids that share no rank, 2 + 2, 3 + 3 with two in common, 1 + 1, and two grids on the same four ranks."""
-    world(check_pairs, offset=offset, size=size)
+    world(check_pairs, offset=offset, size=size, connects=connects)
+
+
+def check_three_to_two() -> None:
+    """Three replicas on ranks 0 to 2, two replicas or one cut another way on ranks 2 and 3: a replica's rows are divided."""
+    three = end(1, 1, 3)
+    batch = BridgeBatch(sequence_lengths=(4, 8, 4, 12), hidden_size=WIDTH, dtype=torch.float64)
+    uneven = dataclasses.replace(batch, source_sequences=(2, 0, 2), destination_sequences=(1, 3))
+    for connects in (False, True):
+        for two in (end(1, 1, 2, 2), end(2, 1, 1, 2), end(2, 1, 1, 2, True), end(1, 2, 1, 2)):
+            check_pair(three, two, batch, connects)
+            # The way back through the same grids, so that three receive from two.
+            check_pair(two, three, batch, connects)
+        check_pair(three, end(1, 1, 2, 2), uneven, connects)
+
+
+@pytest.mark.world(4)
+def test_numbers_of_replicas_need_not_divide_one_another(world) -> None:
+    world(check_three_to_two)
+
+
+def check_new_acquaintances() -> list[list[int]]:
+    """Micro-batches that bring other pairs of ranks together connect those only, also inside a call that goes both ways."""
+    source, destination, rank = end(1, 1, 2), end(1, 1, 2, 2), dist.get_rank()
+    link = BridgeCommunicator(source, destination)
+    link._connects = True
+    straight = BridgeBatch(sequence_lengths=(2, 2), hidden_size=WIDTH)
+    crossed = dataclasses.replace(straight, destination_sequences=(0, 2))
+    rows = torch.full((2, WIDTH), float(rank))
+    met = []
+    if link.is_source:
+        link.send_forward(rows, straight)
+        met.append(sorted(link._connected))
+        link.send_forward_recv_backward(rows, crossed, straight)
+        met.append(sorted(link._connected))
+        link.recv_backward(crossed)
+    else:
+        link.recv_forward(straight)
+        met.append(sorted(link._connected))
+        came = link.send_backward_recv_forward(rows, straight, crossed)
+        met.append(sorted(link._connected))
+        assert came[:, 0].tolist() == ([] if rank == 2 else [0, 0, 1, 1])
+        link.send_backward(torch.zeros_like(came), crossed)
+    link.finish()
+    return met
+
+
+@pytest.mark.world(4)
+def test_ranks_connect_when_a_micro_batch_brings_them_together(world) -> None:
+    assert world(check_new_acquaintances) == [[[2], [2, 3]], [[3], [3]], [[0], [0]], [[1], [0, 1]]]
 
 
 def check_errors() -> None:

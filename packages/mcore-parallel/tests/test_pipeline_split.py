@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
+from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.pipeline import Overlap
 from mcore_parallel.pipeline._split import SplitBackward
+from mcore_parallel.tensor_parallel import ColumnParallelLinear, MainGradient, RowParallelLinear, WeightGradientQueue, _product
 
 D = 6
 
@@ -193,3 +196,125 @@ def test_a_part_that_fails_does_not_leave_the_other_waiting(where: str) -> None:
     assert overlap.run(lambda: 1, lambda: 2) == (1, 2)
     with pytest.raises(RuntimeError, match="a pair is running already"):
         overlap.run(lambda: overlap.run(lambda: 1, lambda: 2), lambda: None)
+
+
+def products(part: Callable[[], object]) -> int:
+    """How many matrix products it runs."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        part()
+    return sum(event.count for event in profile.key_averages() if event.key in ("aten::mm", "aten::bmm"))
+
+
+def test_slices_of_one_weight_wait_for_the_second_part() -> None:
+    """Stacked experts: each product reads a slice of the same parameters."""
+    x, *values = tensors((6, D), (3, D, D), (3, D, D))
+    weights = [nn.Parameter(value) for value in values]
+    found = []
+    for split in (False, True):
+        hidden = x.clone().requires_grad_()
+        rows = [F.linear(torch.tanh(F.linear(part, weights[0][n])), weights[1][n]) for n, part in enumerate(hidden.split(2))]
+        y = torch.cat(rows)
+        roots = [(get_gradient_edge(y), torch.ones_like(y))]
+        if split:
+            job = SplitBackward(roots, hidden)
+            assert [products(job.input_grad), products(job.weight_grads)] == [6, 6]
+        else:
+            y.sum().backward()
+        found.append([weight.grad for weight in weights])
+        for weight in weights:
+            weight.grad = None
+    assert all(torch.equal(whole, parts) for whole, parts in zip(*found, strict=True))
+
+
+def test_a_weight_read_directly_by_two_nodes_is_computed_in_the_first_part() -> None:
+    """Nothing lies between the weight and its two readers on the trunk: running one of them later would run into the other."""
+    x, v = tensors((5, D), (D,))
+    found = []
+    for split in (False, True):
+        hidden, weight = x.clone().requires_grad_(), nn.Parameter(v.clone())
+        y = (hidden * weight).sin() * weight
+        if split:
+            job = SplitBackward([(get_gradient_edge(y), torch.ones_like(y))], hidden)
+            grad = job.input_grad()
+            job.weight_grads()
+        else:
+            y.sum().backward()
+            grad = hidden.grad
+        found.append((grad, weight.grad))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-13, atol=1e-15)
+
+
+def test_what_is_recomputed_is_recomputed_once() -> None:
+    x, *values = tensors((5, D), (D, D), (D, D))
+    found = []
+    for again in (False, True):
+        hidden, weights, calls = x.clone().requires_grad_(), [nn.Parameter(value.clone()) for value in values], Counter[str]()
+
+        def run(y: Tensor, weights: list[nn.Parameter] = weights, calls: Counter[str] = calls) -> Tensor:
+            calls["run"] += 1
+            for weight in weights:
+                y = F.linear(y, weight).tanh()
+            return y
+
+        y = torch.utils.checkpoint.checkpoint(run, hidden, use_reentrant=False) if again else run(hidden)
+        assert isinstance(y, Tensor)
+        job = SplitBackward([(get_gradient_edge(y), torch.ones_like(y))], hidden)
+        grad = job.input_grad()
+        assert all(weight.grad is None for weight in weights)
+        job.weight_grads()
+        assert calls["run"] == 1 + again
+        found.append([grad, *(weight.grad for weight in weights)])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def check_parallel_layers(sequence_parallel: bool, overlap: bool | None) -> None:
+    """No weight gradient of a tensor-parallel layer is computed in the first part, and none of its input in the second."""
+    groups = ProcessGroups.build(ParallelPlan(tp=2, sequence_parallel=sequence_parallel))
+    layers = [
+        ColumnParallelLinear(D, (2, D), groups, shard_dim=1, bias=True, overlap=overlap, dtype=torch.float64),
+        RowParallelLinear(2 * D, D, groups, bias=True, overlap=overlap, dtype=torch.float64),
+    ]
+    x = torch.randn(8, D, generator=torch.Generator().manual_seed(groups.tp.rank * sequence_parallel), dtype=torch.float64)
+    computed: list[int] = []
+    product = _product._weight_product
+
+    def count(*arguments: Any) -> Tensor | None:
+        computed.append(1)
+        return product(*arguments)
+
+    _product._weight_product = count
+    queues, found = [None, None, WeightGradientQueue()], []
+    for split, queue in zip((False, True, True), queues, strict=True):
+        hidden = x.clone().requires_grad_()
+        totals = [torch.zeros_like(layer.weight) for layer in layers]
+        for layer, total in zip(layers, totals, strict=True):
+            layer.zero_grad()
+            layer.accumulate_weight_gradients_into({} if queue is None else {"weight": MainGradient(total)})
+            layer.defer_weight_gradients_to(queue)
+        y = hidden
+        for layer in layers:
+            y = layer(y).sin()
+        roots = [(get_gradient_edge(y), torch.ones_like(y))]
+        if split:
+            job, before = SplitBackward(roots, hidden), len(computed)
+            input_grad = job.input_grad()
+            assert len(computed) == before
+            assert all(parameter.grad is None for layer in layers for parameter in layer.parameters())
+            assert not any(total.any() for total in totals)
+            # Nothing but the two weight gradients is left to compute.
+            assert products(job.weight_grads) == len(computed) - before == 2
+            assert queue is None or len(queue) == 0
+        else:
+            torch.autograd.backward([edge for edge, _ in roots], [grad for _, grad in roots])
+            input_grad = hidden.grad
+        weights = [layer.weight.grad if queue is None else total for layer, total in zip(layers, totals, strict=True)]
+        found.append([input_grad, *weights, *(layer.bias.grad for layer in layers)])
+    for whole, *parts in zip(*found, strict=True):
+        assert all(torch.equal(part, whole) for part in parts)
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("overlap", [None, True])
+def test_weight_gradients_of_parallel_layers_wait_for_the_second_part(world, sequence_parallel: bool, overlap: bool | None) -> None:
+    world(check_parallel_layers, sequence_parallel=sequence_parallel, overlap=overlap)

@@ -102,6 +102,27 @@ def test_a_second_backward_doubles_the_main_gradient() -> None:
     assert layer.weight.grad is not None and totals["layer.weight"][0, 0] == 4
 
 
+@pytest.mark.parametrize(("narrow", "rtol"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
+def test_sixteen_bit_products_add_up_in_either_main_gradient(narrow, rtol) -> None:
+    """Of four micro-batches: exactly like autograd in float32, and to its precision in the parameter's own dtype."""
+    layer = ColumnParallelLinear(32, 16, ProcessGroups.single(), dtype=narrow)
+    batches = [torch.randn(64, 32, generator=torch.Generator().manual_seed(seed)).to(narrow) for seed in range(MICROBATCHES)]
+    expected = torch.zeros(16, 32)
+    for x in batches:
+        layer(x).float().square().sum().backward()
+        expected += layer.weight.grad
+        layer.weight.grad = None
+    for dtype in (torch.float32, narrow):
+        total = torch.zeros(16, 32, dtype=dtype)
+        layer.accumulate_weight_gradients_into({"weight": MainGradient(total)})
+        for x in batches:
+            layer(x).float().square().sum().backward()
+        assert layer.weight.grad is None
+        if dtype == torch.float32:
+            assert torch.equal(total, expected)
+        assert (total - expected).norm() <= rtol * expected.norm()
+
+
 def check_deferred(tp: int) -> None:
     groups = ProcessGroups.build(ParallelPlan.for_world(tp, tp=tp, sequence_parallel=True))
     plain, late = (GPTModel(CONFIG, groups, dtype=torch.float64, seed=1) for _ in range(2))

@@ -12,7 +12,13 @@ from mcore_parallel import ProcessGroups, ShardSpec
 
 
 class _StackedExperts(nn.Module):
-    """SwiGLU experts: up [N, 2, F, D] holds gate and value, down [N, D, F]; N of the E experts live here."""
+    """SwiGLU experts: up [N, 2, F, D] holds gate and value, down [N, D, F]; N of the E experts live here.
+
+    With expert tensor parallelism each rank holds a slice of F, and its result is a partial sum.
+
+    Raises:
+        ValueError: etp does not divide ``ffn_size``.
+    """
 
     def __init__(
         self,
@@ -25,10 +31,11 @@ class _StackedExperts(nn.Module):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
-        if groups.expt_tp.size > 1:
-            raise ValueError(f"etp={groups.expt_tp.size} is not available for these experts yet; set etp=1")
+        if ffn_size % groups.expt_tp.size:
+            raise ValueError(f"etp={groups.expt_tp.size} must divide the expert width {ffn_size}; lower etp or change moe_ffn_hidden_size")
         up, down = (num_experts, 2, ffn_size, hidden_size), (num_experts, hidden_size, ffn_size)
-        self._specs = {name: ShardSpec(shape=shape, view="expert", shards={"ep": 0}) for name, shape in (("up", up), ("down", down))}
+        shards = {"ep": 0, "tp": 2}
+        self._specs = {name: ShardSpec(shape=shape, view="expert", shards=shards) for name, shape in (("up", up), ("down", down))}
         local = {name: spec.local_shape(groups) for name, spec in self._specs.items()}
         self.up = nn.Parameter(torch.empty(local["up"], dtype=dtype, device=device))
         self.down = nn.Parameter(torch.empty(local["down"], dtype=dtype, device=device))

@@ -2,6 +2,8 @@
 # Copyright (c) 2026 the mcore authors
 """A mixture of experts that fits a transformer layer's feed-forward slot."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -22,21 +24,30 @@ class MoELayer(nn.Module):
         config: the mixture.
         site: where in the model it stands.
         dtype: of the parameters.
+        pause: called while tokens travel (``mcore_parallel.pipeline.Overlap.pause``); None waits for them.
 
     Raises:
-        ValueError: ep does not divide the experts; tp > 1 without sequence parallelism.
+        ValueError: ep does not divide the experts, or etp their width; tp > 1 without sequence parallelism.
     """
 
     tokens_per_expert: Tensor
 
-    def __init__(self, config: MoEConfig, site: Site, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        config: MoEConfig,
+        site: Site,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        pause: Callable[[], None] | None = None,
+    ) -> None:
         super().__init__()
         groups = site.groups
         if groups.tp.size > 1 and not groups.sequence_parallel:
             raise ValueError(f"tp={groups.tp.size} with experts needs sequence_parallel=True, or each tp rank would send the same tokens")
         hidden_size = site.config.hidden_size
         self.router = TopKRouter(config, hidden_size, groups, dtype=dtype, device=device)
-        self.dispatcher = MoEAlltoAllTokenDispatcher(config.num_moe_experts, groups.ep)
+        self.dispatcher = MoEAlltoAllTokenDispatcher(config.num_moe_experts, groups.ep, groups.expt_tp, pause=pause)
         ffn_size = config.moe_ffn_hidden_size or site.config.ffn_size
         self.experts = GroupedMLP(config.num_moe_experts, hidden_size, ffn_size, groups, dtype=dtype, device=device)
         counts = torch.zeros(config.num_moe_experts, dtype=torch.int64, device=device)
@@ -53,11 +64,15 @@ class MoELayer(nn.Module):
         return self.dispatcher.combine(rows_RD, sent, routing), aux
 
 
-def moe_feed_forward(config: MoEConfig) -> FeedForwardBuilder:
-    """A feed-forward builder for `GPTModel` that puts the mixture into every layer."""
+def moe_feed_forward(config: MoEConfig, *, pause: Callable[[], None] | None = None) -> FeedForwardBuilder:
+    """A feed-forward builder for `GPTModel` that puts the mixture into every layer.
+
+    With ``pause=overlap.pause`` the all-to-alls of one micro-batch hide behind the computation of another, in the pairs of
+    ``combined_one_f_one_b``.
+    """
 
     def build(site: Site) -> nn.Module:
-        return MoELayer(config, site, dtype=site.dtype, device=site.device)
+        return MoELayer(config, site, dtype=site.dtype, device=site.device, pause=pause)
 
     return build
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Exchange of tokens by all-to-all over the expert-parallel group."""
+"""Exchange of tokens by all-to-all over the expert-parallel group, and over the ranks that share an expert."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,9 +10,10 @@ from torch import Tensor
 
 from mcore_moe._routing import Routing
 from mcore_parallel import Group
-from mcore_parallel.comm import all_to_all, all_to_all_autograd
+from mcore_parallel.comm import all_gather, all_to_all, all_to_all_autograd
 
-# T tokens of this rank, K experts a token, P = T * K picks, R rows received, N experts of this rank, G ranks of the group.
+# T tokens of this rank, K experts a token, P = T * K picks, Q rows received from the expert-parallel group, R rows for this
+# rank's experts, N experts of this rank, G ranks of the expert-parallel group, H ranks that share an expert. R = Q when H = 1.
 
 
 @dataclass(frozen=True)
@@ -28,25 +30,36 @@ class Dispatched:
     sent: list[int]
     """Rows sent to each rank."""
     received: list[int]
+    """Rows received from each rank."""
+    shared: list[int]
+    """Rows that each of the H ranks received; all of them compute all of these."""
 
 
 class MoEAlltoAllTokenDispatcher:
     """Sends each (token, expert) pick to the rank that holds the expert.
 
+    Where several ranks hold slices of one expert (expert tensor parallelism), each of them gets the rows of all, and the
+    partial results are added up on the way back, in the order of the ranks.
+
     Args:
         num_experts: E, split evenly and in order over ``group``.
         group: expert-parallel ranks.
+        expert_tp: ranks that share each expert; None for one rank an expert.
+        pause: called between start and end of every exchange of rows, forwards and backwards, for other work to run meanwhile
+            (``mcore_parallel.pipeline.Overlap.pause``).
 
     Raises:
         ValueError: the group size does not divide E.
     """
 
-    def __init__(self, num_experts: int, group: Group) -> None:
+    def __init__(self, num_experts: int, group: Group, expert_tp: Group | None = None, *, pause: Callable[[], None] | None = None) -> None:
         if num_experts % group.size:
             raise ValueError(f"ep={group.size} must divide num_moe_experts={num_experts}; lower ep")
         self.num_experts = num_experts
         self.num_local_experts = num_experts // group.size
         self.group = group
+        self.expert_tp = expert_tp or Group.single()
+        self.pause = pause
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> Dispatched:
         """Deliver every pick; differentiable in ``x_TD``."""
@@ -58,22 +71,45 @@ class MoEAlltoAllTokenDispatcher:
         else:
             blocks = [self.num_local_experts] * self.group.size
             receive_GN = all_to_all(send_GN.flatten(), blocks, blocks, self.group).view_as(send_GN)
+        receive_HGN = all_gather(receive_GN.unsqueeze(0), self.expert_tp)
         # One transfer to the host: the exchange needs its sizes there.
-        counts = torch.stack((send_GN, receive_GN)).tolist()
-        sent = [sum(row) for row in counts[0]]
-        received = [sum(row) for row in counts[1]]
-        rows_RD = all_to_all_autograd(x_TD[order_P // routing.experts_TK.shape[1]], received, sent, self.group)
-        # Rows arrive by (source, expert); group them by expert.
-        expert_R = torch.arange(self.num_local_experts, device=x_TD.device).repeat(self.group.size)
-        expert_R = expert_R.repeat_interleave(receive_GN.flatten(), output_size=sum(received))
+        sent_GN, *received_HGN = torch.cat((send_GN.unsqueeze(0), receive_HGN)).tolist()
+        sent = [sum(row) for row in sent_GN]
+        received = [sum(row) for row in received_HGN[self.expert_tp.rank]]
+        shared = [sum(map(sum, rank)) for rank in received_HGN]
+        rows_QD = all_to_all_autograd(x_TD[order_P // routing.experts_TK.shape[1]], received, sent, self.group, self.pause)
+        rows_RD = _gather_rows(rows_QD, shared, self.expert_tp)
+        # Rows arrive by (rank that shares, source, expert); group them by expert.
+        expert_R = torch.arange(self.num_local_experts, device=x_TD.device).repeat(self.expert_tp.size * self.group.size)
+        expert_R = expert_R.repeat_interleave(receive_HGN.flatten(), output_size=sum(shared))
         arrival_R = expert_R.argsort(stable=True)
-        per_expert = [sum(row[expert] for row in counts[1]) for expert in range(self.num_local_experts)]
-        return Dispatched(rows_RD[arrival_R], per_expert, order_P, arrival_R, sent, received)
+        per_expert = [sum(row[expert] for rank in received_HGN for row in rank) for expert in range(self.num_local_experts)]
+        return Dispatched(rows_RD[arrival_R], per_expert, order_P, arrival_R, sent, received, shared)
 
     def combine(self, rows_RD: Tensor, dispatched: Dispatched, routing: Routing) -> Tensor:
         """Return the experts' rows to their tokens and sum them by weight -> [T, D]; the sum's order is fixed."""
         arrived_RD = torch.empty_like(rows_RD).index_copy(0, dispatched.arrival_R, rows_RD)
-        back_PD = all_to_all_autograd(arrived_RD, dispatched.sent, dispatched.received, self.group)
+        arrived_QD = _reduce_scatter_rows(arrived_RD, dispatched.shared, self.expert_tp)
+        back_PD = all_to_all_autograd(arrived_QD, dispatched.sent, dispatched.received, self.group, self.pause)
         picks_PD = torch.empty_like(back_PD).index_copy(0, dispatched.order_P, back_PD)
         picks_TKD = picks_PD.unflatten(0, routing.experts_TK.shape)
         return (picks_TKD * routing.probs_TK.to(picks_TKD.dtype).unsqueeze(-1)).sum(1)
+
+
+def _gather_rows(rows_QD: Tensor, sizes: list[int], group: Group) -> Tensor:
+    """All ranks' rows, ``sizes`` of each, in rank order; the gradient is summed over the ranks and cut.
+
+    An all-to-all moves what an all-gather would, and takes a different number of rows from each rank without padding.
+    """
+    if group.size == 1:
+        return rows_QD
+    copies_HQD = rows_QD.expand(group.size, *rows_QD.shape)
+    return all_to_all_autograd(copies_HQD.flatten(0, 1), sizes, [len(rows_QD)] * group.size, group)
+
+
+def _reduce_scatter_rows(rows_RD: Tensor, sizes: list[int], group: Group) -> Tensor:
+    """This rank's rows, summed over the ranks in their order; the inverse of ``_gather_rows``."""
+    if group.size == 1:
+        return rows_RD
+    mine = sizes[group.rank]
+    return all_to_all_autograd(rows_RD, [mine] * group.size, sizes, group).unflatten(0, (group.size, mine)).sum(0)

@@ -5,6 +5,7 @@
 from mcore_parallel.pipeline._chain import ChainLink
 from mcore_parallel.pipeline._chunks import ModelChunks
 from mcore_parallel.pipeline._clock import DeadlockError, Transfer
+from mcore_parallel.pipeline._config import PipelineConfig
 from mcore_parallel.pipeline._layout import PipelineLayout, StageLayout
 from mcore_parallel.pipeline._overlap import Overlap
 from mcore_parallel.pipeline._partition import partition_layers
@@ -15,6 +16,7 @@ from mcore_parallel.pipeline._schedule import (
     Combined,
     Entry,
     Schedule,
+    ScheduleError,
     combined_one_f_one_b,
     forward_only,
     interleaved_one_f_one_b,
@@ -34,9 +36,11 @@ __all__ = [
     "Link",
     "ModelChunks",
     "Overlap",
+    "PipelineConfig",
     "PipelineLayout",
     "PipelinePlan",
     "Schedule",
+    "ScheduleError",
     "Simulation",
     "StageForward",
     "StageLayout",

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 
+class ScheduleError(ValueError):
+    """A schedule that does not fit its stages, chunks, layers or micro-batches; the message names the number to change."""
+
+
 @dataclass(frozen=True)
 class Action:
     """One piece of work of one micro-batch on one model chunk of a stage.
@@ -63,7 +67,7 @@ def one_f_one_b(num_stages: int, stage: int, num_microbatches: int) -> list[Entr
     At most p - r micro-batches are live on stage r.
 
     Raises:
-        ValueError: no such stage, or no micro-batch.
+        ScheduleError: no such stage, or no micro-batch.
 
     Example:
         >>> " ".join(map(str, one_f_one_b(num_stages=2, stage=0, num_microbatches=3)))
@@ -90,7 +94,7 @@ def interleaved_one_f_one_b(
             first more time.
 
     Raises:
-        ValueError: not p <= N <= m, or a last group of fewer than p micro-batches.
+        ScheduleError: not p <= N <= m, or a last group of fewer than p micro-batches.
 
     Example:
         >>> " ".join(map(str, interleaved_one_f_one_b(num_stages=2, stage=1, num_microbatches=2, num_chunks=2)))
@@ -111,7 +115,7 @@ def zero_bubble(num_stages: int, stage: int, num_microbatches: int) -> list[Entr
     Source: Qi et al., Zero Bubble Pipeline Parallelism, 2023, section 2.
 
     Raises:
-        ValueError: no such stage, or no micro-batch.
+        ScheduleError: no such stage, or no micro-batch.
 
     Example:
         >>> " ".join(map(str, zero_bubble(num_stages=2, stage=1, num_microbatches=3)))
@@ -152,7 +156,7 @@ def combined_one_f_one_b(
             when the input gradient is on its way.
 
     Raises:
-        ValueError: as ``interleaved_one_f_one_b``.
+        ScheduleError: as ``interleaved_one_f_one_b``.
 
     Example:
         >>> " ".join(map(str, combined_one_f_one_b(num_stages=2, stage=1, num_microbatches=3)))
@@ -180,7 +184,7 @@ def forward_only(num_stages: int, stage: int, num_microbatches: int, num_chunks:
     Any number of micro-batches will do; ``group_size`` is p when None.
 
     Raises:
-        ValueError: no such stage, or no micro-batch.
+        ScheduleError: no such stage, or no micro-batch.
     """
     _check(num_stages, stage, num_microbatches)
     return [Action("F", number, chunk) for number, chunk in virtual_order(num_microbatches, num_chunks, group_size or num_stages)]
@@ -190,7 +194,7 @@ def virtual_order(num_microbatches: int, num_chunks: int, group_size: int) -> li
     """In which order (micro-batch, chunk) have their forwards: a group of micro-batches takes all chunks in turn, then the next group.
 
     Raises:
-        ValueError: no micro-batch, chunk or group.
+        ScheduleError: no micro-batch, chunk or group.
 
     Example:
         >>> virtual_order(num_microbatches=3, num_chunks=2, group_size=2)
@@ -198,7 +202,7 @@ def virtual_order(num_microbatches: int, num_chunks: int, group_size: int) -> li
     """
     for name, value in (("num_microbatches", num_microbatches), ("num_chunks", num_chunks), ("group_size", group_size)):
         if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
+            raise ScheduleError(f"{name}={value} must be at least 1")
     groups = (range(begin, min(begin + group_size, num_microbatches)) for begin in range(0, num_microbatches, group_size))
     return [(number, chunk) for group in groups for chunk in range(num_chunks) for number in group]
 
@@ -233,13 +237,13 @@ def _interleaved(
         allowed = (n for n in range(num_stages, num_microbatches + 1) if num_microbatches % n == 0 or num_microbatches % n >= num_stages)
         size = next(allowed, num_stages)
     if not num_stages <= size <= num_microbatches:
-        raise ValueError(
+        raise ScheduleError(
             f"group_size={size} must lie between num_stages={num_stages} and num_microbatches={num_microbatches}; "
             + (f"run at least {size} micro-batches" if size >= num_stages else f"set group_size to {num_stages} or leave it out")
         )
     rest = num_microbatches % size
     if 0 < rest < num_stages:
-        raise ValueError(
+        raise ScheduleError(
             f"num_microbatches={num_microbatches} in groups of group_size={size} leaves a last group of {rest}, fewer than "
             f"num_stages={num_stages}; run {num_microbatches - rest} or {num_microbatches - rest + num_stages} micro-batches, "
             "or change group_size"
@@ -249,6 +253,6 @@ def _interleaved(
 
 def _check(num_stages: int, stage: int, num_microbatches: int) -> None:
     if num_stages < 1 or not 0 <= stage < num_stages:
-        raise ValueError(f"stage={stage} must lie in [0, num_stages={num_stages})")
+        raise ScheduleError(f"stage={stage} must lie in [0, num_stages={num_stages})")
     if num_microbatches < 1:
-        raise ValueError(f"num_microbatches={num_microbatches} must be at least 1")
+        raise ScheduleError(f"num_microbatches={num_microbatches} must be at least 1")

@@ -2,9 +2,10 @@
 # Copyright (c) 2026 the mcore authors
 """A backward in two parts: first the gradient of the input, later those of the weights."""
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -12,6 +13,24 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 Root = tuple[GradientEdge, Tensor]
 """Where a backward begins, and with which gradient."""
+
+
+class LaterGradients(Protocol):
+    """What a node written in Python offers: to compute the gradients of some inputs when it is told to, not in its backward."""
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """Numbers of those inputs."""
+        ...
+
+    jobs: list[tuple[int, Callable[[], Tensor | None]]] | None
+    """While it is a list the backward appends (number of an input, what computes its gradient) and returns None for that input."""
+
+
+@runtime_checkable
+class _Defers(Protocol):
+    @property
+    def later(self) -> LaterGradients | None: ...
 
 
 @dataclass
@@ -25,8 +44,10 @@ class SplitBackward:
 
     A chunk without input (the first of all) has a trunk as well: it ends above the leaf that lies deepest, the embedding.
 
-    Two kinds of weights have their gradient computed in the first part and only accumulated in the second: those of nodes
-    written in Python, which compute all of their gradients or none, and those that several trunk nodes share.
+    A node written in Python computes all of its gradients or none, unless it keeps a ``LaterGradients`` as ``later`` on its context,
+    as the tensor-parallel products do. Three kinds of weights have their gradient computed in the first part and only accumulated
+    in the second: those of other nodes written in Python, those that several trunk nodes read without a node in between, and those
+    of nodes whose saved tensors are recomputed or fetched, which would happen once more for each of them.
 
     All that the forward saved lives until the second part is over.
     """
@@ -52,6 +73,9 @@ class SplitBackward:
         # The embedding's node itself runs in the second part: the trunk ends where its gradients come in.
         ends = graph.inputs_of(end) if self.activation is None else [GradientEdge(end, 0)]
         handles = [branch.listen() for branch in self._branches if branch.node is not end]
+        deferring = [branch for branch in self._branches if branch.later is not None]
+        for branch in deferring:
+            branch.later.jobs = branch.jobs  # type: ignore[union-attr]
         try:
             grads = torch.autograd.grad(
                 [edge for edge, _ in inside],
@@ -63,6 +87,8 @@ class SplitBackward:
         finally:
             for handle in handles:
                 handle.remove()
+            for branch in deferring:
+                branch.later.jobs = None  # type: ignore[union-attr]
         self.roots = ()
         self._ready += [(edge, grad) for edge, grad in zip(at_once, grads[len(ends) :], strict=True) if grad is not None]
         if self.activation is not None:
@@ -84,11 +110,15 @@ class SplitBackward:
 
 @dataclass(eq=False)
 class _Branch:
-    """A trunk node, the weights that branch off from it and from no other, and what came in."""
+    """A trunk node, where its branches begin, and what came in."""
 
     node: Node
-    leaves: list[GradientEdge]
+    begins: list[GradientEdge]
+    """Reached from no other trunk node."""
+    later: LaterGradients | None = None
+    """Of a node written in Python."""
     grads: list[tuple[int, Tensor]] = field(default_factory=list)
+    jobs: list[tuple[int, Callable[[], Tensor | None]]] = field(default_factory=list)
 
     def listen(self) -> Any:
         def note(incoming: Sequence[Tensor | None]) -> None:
@@ -97,14 +127,20 @@ class _Branch:
         return self.node.register_prehook(note)
 
     def run(self) -> Iterator[Root]:
-        if not self.grads:
-            return
-        begin = [GradientEdge(self.node, number) for number, _ in self.grads]
-        found = torch.autograd.grad(begin, self.leaves, [grad for _, grad in self.grads], allow_unused=True)
-        self.grads = []
-        for edge, grad in zip(self.leaves, found, strict=True):
-            if grad is not None:
-                yield edge, grad
+        grads, self.grads = self.grads, []
+        if self.later is not None:
+            jobs, self.jobs = self.jobs, []
+            for number, job in jobs:
+                with torch.no_grad():
+                    grad = job()
+                if grad is not None:
+                    yield GradientEdge(*self.node.next_functions[number]), grad  # type: ignore[arg-type]
+        elif grads:
+            into = [GradientEdge(self.node, number) for number, _ in grads]
+            found = torch.autograd.grad(into, self.begins, [grad for _, grad in grads], allow_unused=True)
+            for edge, grad in zip(self.begins, found, strict=True):
+                if grad is not None:
+                    yield edge, grad
 
 
 class _Graph:
@@ -166,25 +202,63 @@ class _Graph:
         bush = _connected(
             {node: [other for other, _ in self._next[node] if other not in trunk] for node in self.upward if node not in trunk}
         )
-        sources: dict[Node, dict[Node, None]] = {}
+        begins: dict[Node, dict[Node, list[GradientEdge]]] = {}
+        """Bush -> trunk node -> where it leads into the bush."""
+        feeder: dict[Node, Node | None] = {}
+        """The trunk node from which a bush node is reached; None for several."""
         leaves: dict[Node, list[GradientEdge]] = {}
-        for node in self.upward:
-            if node in trunk:
-                for other, _ in self._next[node]:
-                    if other not in trunk:
-                        sources.setdefault(bush[other], {})[node] = None
-            elif not self._next[node]:
+        for node in reversed(self.upward):
+            for other, number in self._next[node]:
+                if other in trunk:
+                    continue
+                if node in trunk or node in feeder:
+                    source = node if node in trunk else feeder[node]
+                    feeder[other] = source if feeder.get(other, source) is source else None
+                if node in trunk and (edge := GradientEdge(other, number)) not in begins.setdefault(bush[other], {}).setdefault(node, []):
+                    begins[bush[other]][node].append(edge)
+            if node not in trunk and not self._next[node]:
                 leaves.setdefault(bush[node], []).append(GradientEdge(node, 0))
         later: dict[Node, _Branch] = {}
         at_once: list[GradientEdge] = []
-        for name, nodes in sources.items():
-            source = next(iter(nodes))
-            in_python = isinstance(source, torch.autograd.function.BackwardCFunction) and source is not unrun
-            if len(nodes) > 1 or in_python:
-                at_once += leaves[name]
+        for name, sources in begins.items():
+            if all(
+                _can_wait(node, edges, unrun) and (_later(node, unrun) is not None or all(feeder[edge.node] is node for edge in edges))
+                for node, edges in sources.items()
+            ):
+                for node, edges in sources.items():
+                    later.setdefault(node, _Branch(node, [], _later(node, unrun))).begins.extend(edges)
             else:
-                later.setdefault(source, _Branch(source, [])).leaves.extend(leaves[name])
+                at_once += leaves[name]
         return list(later.values()), at_once
+
+
+def _later(node: Node, unrun: Node | None) -> LaterGradients | None:
+    return node.later if node is not unrun and isinstance(node, _Defers) else None
+
+
+def _can_wait(node: Node, edges: Sequence[GradientEdge], unrun: Node | None) -> bool:
+    """Whether the gradients of a node on these edges can be computed later, by themselves."""
+    if node is unrun:
+        return True
+    if not isinstance(node, torch.autograd.function.BackwardCFunction):
+        return not any(_has_hook(getattr(node, name)) for name in _saved_names(type(node)))
+    later = _later(node, unrun)
+    wanted = {(edge.node, edge.output_nr) for edge in edges}
+    return later is not None and all(
+        number in later.inputs for number, function in enumerate(node.next_functions) if tuple(function) in wanted
+    )
+
+
+@functools.cache
+def _saved_names(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def _has_hook(saved: Any) -> bool:
+    if isinstance(saved, tuple | list):
+        return any(map(_has_hook, saved))
+    # A torch whose saved tensors do not show their hook gives the same gradients, and recomputes for each of these nodes.
+    return getattr(saved, "unpack_hook", None) is not None
 
 
 def _connected(edges: dict[Node, list[Node]]) -> dict[Node, Node]:

@@ -5,7 +5,7 @@
 from mcore_parallel.training._batch import Batch
 from mcore_parallel.training._objective import CrossEntropyObjective, LossReport
 from mcore_parallel.training._protocols import Checkpointer, GradSync, Objective, Optimizer, Schedule, UpdateResult, Writer
-from mcore_parallel.training._state import PlacedTensor, StatefulOptimizer, TensorShard, model_state, optimizer_state
+from mcore_parallel.training._state import PlacedTensor, SlicedModel, StatefulOptimizer, TensorShard, model_state, optimizer_state
 from mcore_parallel.training._step import TrainReport, evaluate, train_step
 from mcore_parallel.training._trainer import NonFiniteLossError, TrainableOptimizer, Trainer, TrainerConfig, TrainerState
 from mcore_parallel.training._writers import JsonLinesWriter, RichProgress, TensorBoardWriter
@@ -23,6 +23,7 @@ __all__ = [
     "PlacedTensor",
     "RichProgress",
     "Schedule",
+    "SlicedModel",
     "StatefulOptimizer",
     "TensorBoardWriter",
     "TensorShard",

@@ -2,18 +2,21 @@
 # Copyright (c) 2026 the mcore authors
 """One micro-batch."""
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from mcore_parallel._groups import Group
+from mcore_parallel.context_parallel import SequenceSplitError, sequence_lengths, zigzag_indices
 from mcore_parallel.nn import Step
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """B sequences of S tokens with what is to be learnt from them; the same on all tp and pp ranks of a replica.
+    """B sequences of S tokens with what is to be learnt from them; the same on all tp, cp and pp ranks of a replica.
 
     Raises:
         ValueError: tensors whose shapes differ.
@@ -31,9 +34,13 @@ class Batch:
     loss_mask: Tensor
     """[B, S] float, weight of each label; 0 leaves it out."""
     positions: Tensor | None = None
-    """[B, S] int64; None for 0 to S - 1 in every sequence."""
+    """[B, S] int64; None for 0 upwards in every sequence."""
+    cu_seqlens: Tensor | None = None
+    """[N + 1] integers on the host: bounds of N packed sequences among the B * S tokens, row by row; None when each row is one."""
     extras: Mapping[str, Tensor] = field(default_factory=dict)
     """What an objective needs beside (advantages, teacher logits)."""
+    context_size: int = 1
+    """Ranks that hold a share of each sequence, S tokens of it; ``context_share`` sets it."""
 
     def __post_init__(self) -> None:
         if self.tokens.dim() != 2:
@@ -46,10 +53,56 @@ class Batch:
     def step(self) -> Step:
         """The forward pass over this batch."""
         B, S = self.tokens.shape
-        if self.positions is None:
+        if self.positions is None and self.cu_seqlens is None:
             return Step.causal(B, S, self.tokens.device)
-        return Step(batch_size=B, seq_len=S, positions=self.positions.flatten())
+        positions = self._positions() if self.positions is None else self.positions
+        return Step(batch_size=B, seq_len=S, positions=positions.flatten(), cu_seqlens=self.cu_seqlens)
+
+    def context_share(self, group: Group) -> "Batch":
+        """The tokens of a context-parallel rank: of every sequence its two chunks, with their positions.
+
+        Extras of shape [B, S, ...] are cut too, all others are kept whole. ``cu_seqlens`` stay the bounds of the whole sequences.
+
+        Args:
+            group: the context-parallel ranks (``ProcessGroups.cp``), which all hold this batch.
+
+        Returns:
+            A batch of shape [B, S / cp]; this one, if it is such a share.
+
+        Raises:
+            SequenceSplitError: a sequence whose length is not a multiple of 2 cp, a share of other ranks.
+        """
+        if group.size == self.context_size:
+            return self
+        if self.context_size > 1:
+            raise SequenceSplitError(f"a share of context_size={self.context_size} ranks does not fit cp={group.size}; cut the whole batch")
+        B, S = self.tokens.shape
+        index = zigzag_indices(self._lengths(), group.size, group.rank).to(self.tokens.device)
+
+        def cut(x: Tensor) -> Tensor:
+            return x.flatten(0, 1).index_select(0, index).unflatten(0, (B, -1))
+
+        return dataclasses.replace(
+            self,
+            tokens=cut(self.tokens),
+            labels=cut(self.labels),
+            loss_mask=cut(self.loss_mask),
+            positions=cut(self._positions() if self.positions is None else self.positions),
+            context_size=group.size,
+            extras={name: cut(x) if x.shape[:2] == (B, S) else x for name, x in self.extras.items()},
+        )
 
     def weight(self) -> Tensor:
         """Scalar float64: sum of the mask, the number of labels that count."""
         return self.loss_mask.sum(dtype=torch.float64)
+
+    def _lengths(self) -> tuple[int, ...]:
+        B, S = self.tokens.shape
+        lengths = (S,) * B if self.cu_seqlens is None else sequence_lengths(self.cu_seqlens)
+        if sum(lengths) != B * S:
+            raise SequenceSplitError(f"cu_seqlens end at {sum(lengths)}, but tokens hold B * S = {B * S}; end them there")
+        return lengths
+
+    def _positions(self) -> Tensor:
+        parts = [torch.arange(length) for length in self._lengths()]
+        return torch.cat(parts).view(self.tokens.shape).to(self.tokens.device)

@@ -4,7 +4,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -37,6 +37,13 @@ class PlacedTensor(Protocol):
     def replica(self) -> int | None: ...
 
 
+@runtime_checkable
+class SlicedModel(Protocol):
+    """A model that holds slices of its parameters, as fully sharded data parallelism does, and says where they lie."""
+
+    def parameter_shards(self) -> Mapping[str, PlacedTensor | Sequence[PlacedTensor]]: ...
+
+
 class StatefulOptimizer(Protocol):
     """An optimizer whose state can be saved and restored."""
 
@@ -48,8 +55,10 @@ class StatefulOptimizer(Protocol):
     def state_shards(self) -> Mapping[str, PlacedTensor | Sequence[PlacedTensor]]: ...
 
 
-def model_state(model: nn.Module, groups: ProcessGroups) -> dict[str, TensorShard]:
-    """Every parameter of this rank's stage by its global name."""
+def model_state(model: nn.Module, groups: ProcessGroups) -> dict[str, "TensorShard | list[TensorShard]"]:
+    """Every parameter of this rank's stage by its global name; one that this rank holds in several boxes (``SlicedModel``) is a list."""
+    if isinstance(model, SlicedModel):
+        return _boxes(model.parameter_shards(), groups)
     return {shard.name: _placed(shard.parameter.detach(), shard.spec, groups) for shard in named_shards(model)}
 
 
@@ -58,10 +67,16 @@ def optimizer_state(optimizer: StatefulOptimizer, groups: ProcessGroups) -> dict
 
     A state that this rank holds in several boxes of the global tensor is a list.
     """
-    found: dict[str, TensorShard | list[TensorShard]] = {}
-    for name, value in optimizer.state_shards().items():
-        found[name] = [_box(part, groups) for part in value] if isinstance(value, Sequence) else _box(value, groups)
-    return found
+    return _boxes(optimizer.state_shards(), groups)
+
+
+def _boxes(
+    shards: Mapping[str, PlacedTensor | Sequence[PlacedTensor]], groups: ProcessGroups
+) -> dict[str, "TensorShard | list[TensorShard]"]:
+    return {
+        name: [_box(part, groups) for part in value] if isinstance(value, Sequence) else _box(value, groups)
+        for name, value in shards.items()
+    }
 
 
 def _box(part: PlacedTensor, groups: ProcessGroups) -> TensorShard:

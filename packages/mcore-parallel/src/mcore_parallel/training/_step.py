@@ -69,17 +69,20 @@ def train_step(
     Args:
         model: this rank's stage, as ``GPTModel``: forward(tokens or hidden, step) -> (hidden or output, aux or None). With
             virtual stages its chunks in order (``ModelChunks``, a ModuleList or a sequence).
-        batches: micro-batches of this replica, equally many on every rank; all tp and pp ranks of a replica get the same.
+        batches: micro-batches of this replica, equally many on every rank; all tp, cp and pp ranks of a replica get the same, of
+            which each cp rank takes its ``context_share``.
         objective: evaluated on the last stage.
         sync: sums gradients; its ``no_sync`` covers every backward but the last.
         optimizer: updates the parameters.
         lr: learning rate of the update.
         groups: the layout; None for ``model.groups``.
-        pipeline: the schedule; None for one forward, one backward, interleaved when the stage has several chunks.
+        pipeline: the schedule (``PipelineConfig.build``, kept over the steps); None for one forward, one backward, interleaved when
+            the stage has several chunks.
         overlap: interleaves the pairs of a ``combined_one_f_one_b``.
 
     Raises:
-        ValueError: no micro-batch, or a number of them that the schedule refuses.
+        ScheduleError: a number of micro-batches that the schedule refuses, before anything runs.
+        ValueError: no micro-batch, a schedule for another number of chunks.
     """
     stage = _Stage.of(model, batches, objective, groups, optimizer.loss_scale if isinstance(optimizer, LossScaler) else None)
     sync.zero_grad_buffer()
@@ -163,7 +166,8 @@ class _Stage:
             raise ValueError("batches holds 0 micro-batches; give every rank at least one")
         chunks: list[nn.Module] = list(model) if isinstance(model, ModelChunks | nn.ModuleList | Sequence) else [model]
         owner: Any = chunks[0]
-        return cls(chunks, batches, objective, owner.groups if groups is None else groups, loss_scale)
+        layout: ProcessGroups = owner.groups if groups is None else groups
+        return cls(chunks, [batch.context_share(layout.cp) for batch in batches], objective, layout, loss_scale)
 
     @property
     def device(self) -> torch.device:

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 from torch import nn
 
 from mcore_parallel._groups import ProcessGroups
+from mcore_parallel.pipeline import ModelChunks, Overlap
+from mcore_parallel.pipeline import Schedule as PipelineSchedule
 from mcore_parallel.training._batch import Batch
 from mcore_parallel.training._protocols import Checkpointer, GradSync, Objective, Optimizer, Schedule, Writer
 from mcore_parallel.training._state import StatefulOptimizer, TensorShard, model_state, optimizer_state
@@ -69,7 +71,7 @@ class Trainer:
 
     Args:
         config: length and rhythm.
-        model: this rank's stage.
+        model: this rank's stage; ``ModelChunks`` when it has several chunks.
         sync: sums its gradients.
         optimizer: updates it.
         objective: what is minimised.
@@ -80,6 +82,8 @@ class Trainer:
         evaluation: the micro-batches of one evaluation; needed by ``eval_every``.
         probe: further numbers of a step (load of experts); called on every rank after each step.
         groups: the layout; None for ``model.groups``.
+        pipeline: the order of forwards and backwards (``PipelineConfig.build``); None as in ``train_step``.
+        overlap: interleaves the pairs of a combined schedule.
 
     Raises:
         ValueError: a rhythm without the part it needs.
@@ -100,15 +104,18 @@ class Trainer:
         evaluation: Callable[[], Sequence[Batch]] | None = None,
         probe: Callable[[], Mapping[str, float]] | None = None,
         groups: ProcessGroups | None = None,
+        pipeline: PipelineSchedule | None = None,
+        overlap: Overlap | None = None,
     ) -> None:
         if config.save_every and checkpointer is None:
             raise ValueError(f"save_every={config.save_every} needs a checkpointer; pass one or set save_every=0")
         if config.eval_every and evaluation is None:
             raise ValueError(f"eval_every={config.eval_every} needs evaluation batches; pass evaluation or set eval_every=0")
-        owner: Any = model
+        owner: Any = model[0] if isinstance(model, ModelChunks) else model
         self.config, self.model, self.sync, self.optimizer, self.objective = config, model, sync, optimizer, objective
         self.data, self.schedule, self.checkpointer = data, schedule, checkpointer
         self.evaluation, self.probe = evaluation, probe
+        self.pipeline, self.overlap = pipeline, overlap
         self.groups: ProcessGroups = owner.groups if groups is None else groups
         self.writers = tuple(writers) if self.groups.world.is_first else ()
         self.state = TrainerState()
@@ -171,7 +178,17 @@ class Trainer:
 
     def _step(self, batches: Sequence[Batch]) -> dict[str, float]:
         state, lr = self.state, self.schedule.lr(self.state.step)
-        report = train_step(self.model, batches, self.objective, self.sync, self.optimizer, lr=lr, groups=self.groups)
+        report = train_step(
+            self.model,
+            batches,
+            self.objective,
+            self.sync,
+            self.optimizer,
+            lr=lr,
+            groups=self.groups,
+            pipeline=self.pipeline,
+            overlap=self.overlap,
+        )
         self.state = TrainerState(
             step=state.step + 1,
             consumed_samples=state.consumed_samples + sum(len(batch.tokens) for batch in batches) * self.groups.dp.size,
