@@ -1,18 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Train a recipe on one machine or many.
+"""Train a recipe on one machine or many; a run whose output folder holds checkpoints goes on from the newest.
 
 torchrun --nproc-per-node 8 -m tools.pretrain --recipe moe_tiny --set data.prefix=corpus --set data.tokenizer=tokenizer
 """
 
 import argparse
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
+from mcore_ckpt import CheckpointingException
+from mcore_parallel.guard import Watchdog, preflight
+from mcore_parallel.training import NonFiniteLossError
 from tools.journey import train_rank
 from tools.recipes import RECIPES, RunConfig, override, recipe
 
@@ -26,14 +32,28 @@ def pretrain(config: RunConfig) -> None:
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if kind == "cuda":
         torch.cuda.set_device(local)
-    if "WORLD_SIZE" in os.environ:
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=timedelta(minutes=10))
-    try:
-        trained = train_rank(config, kind)
+    with contextlib.ExitStack() as stack:
+        watchdog = stack.enter_context(_join(config, kind)) if "WORLD_SIZE" in os.environ else None
+        trained = train_rank(config, kind, watchdog)
         if int(os.environ.get("RANK", "0")) == 0:
             print(f"validation loss {trained.validation_loss:.6f} after {trained.seconds:.0f} s; checkpoints under {config.output}")
-    finally:
-        if dist.is_initialized():
+
+
+@contextlib.contextmanager
+def _join(config: RunConfig, kind: str) -> Iterator[Watchdog]:
+    """The world of this process: compared with the others, connected, and watched."""
+    patience_s = config.guard.stall_timeout_s
+    # Read by torch when the first group is made; what the user set stays.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    store, rank, world_size = next(rendezvous("env://"))
+    preflight({"run": config}, store, rank=rank, world_size=world_size, timeout_s=patience_s)
+    with config.guard.build(store, rank=rank, world_size=world_size) as watchdog:
+        # The watchdog speaks before the backend ends the process.
+        limit = timedelta(seconds=2 * patience_s)
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+        try:
+            yield watchdog
+        finally:
             dist.destroy_process_group()
 
 
@@ -44,7 +64,7 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         pretrain(override(recipe(arguments.recipe), arguments.set))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, CheckpointingException, NonFiniteLossError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

@@ -5,7 +5,7 @@
 from tools.journey._reinforce import reinforce_rank
 from tools.journey._report import Plot, Section, write_report
 from tools.journey._serve import Served, build_engine, serve_exported
-from tools.journey._text import Corpus, default_text, prepare
+from tools.journey._text import Corpus, check_text, default_text, prepare
 from tools.journey._train import History, Trained, train_rank, validate_rank
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Served",
     "Trained",
     "build_engine",
+    "check_text",
     "default_text",
     "prepare",
     "reinforce_rank",

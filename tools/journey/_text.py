@@ -3,7 +3,7 @@
 """Text on disk becomes a tokenizer and a corpus of tokens."""
 
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from mcore_parallel.data import HuggingFaceTokenizer, PreprocessReport, preprocess, read_documents, train_bpe
+from mcore_parallel.data import DocumentError, HuggingFaceTokenizer, PreprocessReport, preprocess, read_documents, train_bpe
 
 # Folders of the standard library that are not its sources: installed packages, test data, caches.
 _NOT_SOURCES = {"site-packages", "dist-packages", "test", "tests", "lib2to3", "__pycache__"}
@@ -36,6 +36,20 @@ def default_text() -> list[Path]:
     )
 
 
+def check_text(text: Sequence[Path]) -> None:
+    """Read all of the text before anything is written.
+
+    Raises:
+        DocumentError: the text is missing, unreadable or empty.
+    """
+    if not sum(1 for document in _documents(text) if document.strip()):
+        raise DocumentError(f"{', '.join(map(str, text))}: no document with text; give a file, folder or JSONL that has some")
+
+
+def _documents(text: Sequence[Path]) -> Iterator[str]:
+    return chain.from_iterable(read_documents(path, encoding_errors="replace") for path in text)
+
+
 def prepare(text: Sequence[Path], folder: Path, vocab_size: int, console: Console) -> Corpus:
     """Learn a byte-level BPE from the text, and write the text as tokens.
 
@@ -45,8 +59,7 @@ def prepare(text: Sequence[Path], folder: Path, vocab_size: int, console: Consol
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("learning a tokenizer")
-        documents = chain.from_iterable(read_documents(path, encoding_errors="replace") for path in text)
-        tokenizer = train_bpe(documents, vocab_size, folder / "tokenizer")
+        tokenizer = train_bpe(_documents(text), vocab_size, folder / "tokenizer")
         progress.update(task, description=f"tokenizer of {tokenizer.vocab_size:,} tokens", completed=1, total=1)
         task = progress.add_task("writing tokens")
 

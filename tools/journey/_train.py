@@ -15,6 +15,7 @@ from mcore_moe import pop_expert_load
 from mcore_parallel import ProcessGroups
 from mcore_parallel.comm import all_reduce
 from mcore_parallel.data import HuggingFaceTokenizer
+from mcore_parallel.guard import Watchdog
 from mcore_parallel.training import (
     Batch,
     CrossEntropyObjective,
@@ -26,7 +27,7 @@ from mcore_parallel.training import (
     evaluate,
     model_state,
 )
-from tools.assemble import assemble, build_model, datasets, schedule, step_batches
+from tools.assemble import assemble, build_model, build_stage, datasets, schedule, step_batches
 from tools.recipes import RunConfig
 
 
@@ -62,12 +63,12 @@ def device_of(kind: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
 
 
-def train_rank(config: RunConfig, kind: str) -> Trained:
-    """Train, validate and save on this rank of the world."""
+def train_rank(config: RunConfig, kind: str, watchdog: Watchdog | None = None) -> Trained:
+    """Train from the newest checkpoint under ``config.output`` or from the beginning, validate and save, on this rank of the world."""
     device = device_of(kind)
     begin = time.perf_counter()
     parts = assemble(config, device)
-    train_set, valid_set = datasets(config, HuggingFaceTokenizer(config.data.tokenizer))
+    train_set, valid_set = datasets(config, _tokenizer(config))
     output, history = Path(config.output), History()
     first = parts.groups.world.is_first
     writers = [
@@ -78,7 +79,8 @@ def train_rank(config: RunConfig, kind: str) -> Trained:
     ] if first else []  # fmt: skip
 
     def data(consumed: int):
-        return step_batches(config, train_set, parts.groups, device, consumed)
+        stream = step_batches(config, train_set, parts.groups, device, consumed)
+        return stream if watchdog is None else watchdog.watch(stream, start=trainer.state.step + 1)
 
     def probe() -> dict[str, float]:
         load = sum(pop_expert_load(parts.model).values(), start=torch.zeros(1, dtype=torch.int64, device=device))
@@ -101,7 +103,11 @@ def train_rank(config: RunConfig, kind: str) -> Trained:
         CheckpointManager(output / "checkpoints"),
         evaluation=lambda: _validation(config, valid_set, parts.groups, device),
         probe=probe if config.moe else None,
+        groups=parts.groups,
+        pipeline=parts.pipeline,
+        overlap=parts.overlap,
     )
+    trainer.resume()
     trainer.run()
     loss = evaluate(parts.model, _validation(config, valid_set, parts.groups, device), CrossEntropyObjective(), groups=parts.groups)
     counted = sum(p.numel() for p in build_model(config, ProcessGroups.single(), "meta").parameters())
@@ -112,10 +118,20 @@ def validate_rank(config: RunConfig, kind: str) -> float:
     """The validation loss of the newest checkpoint in the layout of ``config.plan``."""
     device = device_of(kind)
     groups = ProcessGroups.build(config.plan)
-    model = build_model(dataclasses.replace(config, train=dataclasses.replace(config.train, seed=0)), groups, device)
+    model = build_stage(dataclasses.replace(config, train=dataclasses.replace(config.train, seed=0)), groups, device)
     CheckpointManager(Path(config.output) / "checkpoints").load(model_state(model, groups), strict=False)
-    _, valid_set = datasets(config, HuggingFaceTokenizer(config.data.tokenizer))
+    _, valid_set = datasets(config, _tokenizer(config))
     return evaluate(model, _validation(config, valid_set, groups, device), CrossEntropyObjective(), groups=groups).mean.item()
+
+
+def _tokenizer(config: RunConfig) -> HuggingFaceTokenizer:
+    tokenizer = HuggingFaceTokenizer(config.data.tokenizer)
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise ValueError(
+            f"model.vocab_size={config.model.vocab_size} is smaller than the {tokenizer.vocab_size} tokens of {config.data.tokenizer}; "
+            f"set model.vocab_size={tokenizer.vocab_size} or more"
+        )
+    return tokenizer
 
 
 def _validation(config: RunConfig, dataset, groups: ProcessGroups, device: torch.device) -> Sequence[Batch]:

@@ -3,10 +3,13 @@
 """Worlds of an application: results, failures by rank."""
 
 import os
+import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from mcore_parallel.guard import Watchdog, WatchdogConfig
 from tools.launch import RankError, launch
 
 
@@ -26,15 +29,39 @@ def die() -> None:
     dist.barrier()
 
 
+def dawdle(watchdog: Watchdog) -> None:
+    for step in watchdog.watch(range(1, 4)):
+        if dist.get_rank() == 1 and step == 3:
+            time.sleep(600)
+        dist.barrier()
+
+
 def test_results_come_in_rank_order() -> None:
     assert launch(double, 2, value=5) == [10, 11]
 
 
 def test_a_failing_rank_is_named_with_its_traceback() -> None:
-    with pytest.raises(RankError, match=r"(?s)rank 1 failed.*no more tokens"):
+    with pytest.raises(RankError, match=r"(?s)rank 1 failed.*Traceback.*no more tokens") as caught:
         launch(fail, 2, value=1)
+    assert caught.value.summary == "no more tokens"
 
 
 def test_a_dead_rank_is_named() -> None:
-    with pytest.raises(RankError, match="rank"):
+    with pytest.raises(RankError, match=r"^rank 1 died without a word \(exit code 3\)") as caught:
         launch(die, 2)
+    assert caught.value.summary is None
+
+
+def test_ranks_that_wait_too_long_bring_the_report() -> None:
+    guard = WatchdogConfig(stall_timeout_s=2.0, heartbeat_s=0.1, dead_after_s=20.0)
+    with pytest.raises(RankError, match=r"(?s)rank 0 waits for rank 1.*group world.*missing: rank 1, alive at step 3.*in dawdle") as caught:
+        launch(dawdle, 2, guard=guard, beats=True)
+    assert caught.value.summary is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_stuck_gpu_collective_is_reported() -> None:
+    guard = WatchdogConfig(stall_timeout_s=10.0, heartbeat_s=0.5, dead_after_s=20.0)
+    with pytest.raises(RankError, match=r"(?s)rank 0 waits for rank 1.*nccl:.*missing: rank 1, alive at step 3.*in dawdle"):
+        launch(dawdle, 2, device="cuda", guard=guard, beats=True)

@@ -21,6 +21,13 @@ def test_fields_change_by_path_and_type() -> None:
     assert recipe("moe_tiny").train.steps != 7
 
 
+def test_changes_take_effect_together() -> None:
+    # Neither of these is possible alone.
+    for assignments in (["plan.ep=4", "plan.dp=4"], ["plan.dp=4", "plan.ep=4"]):
+        assert override(recipe("moe_tiny"), [*assignments, "train.global_batch_size=32"]).plan.ep == 4
+    assert override(recipe("moe_tiny"), ["train.steps=0", "train.steps=5"]).train.steps == 5
+
+
 @pytest.mark.parametrize(
     ("assignment", "message"),
     [
@@ -29,6 +36,11 @@ def test_fields_change_by_path_and_type() -> None:
         ("steps", "has no '='"),
         ("train.steps.more=1", "no field 'more'"),
         ("plan.tp=0", "tp=0 must be at least 1"),
+        ("plan.ep=4", r"etp\*ep=1\*4 must divide tp\*cp\*dp=1\*1\*1=1"),
+        ("train.steps=0", "steps=0 must be at least 1"),
+        ("train.dtype=half", "dtype='half' must be one of float32"),
+        ("train.global_batch_size=7", "global_batch_size=7 must be a multiple of train.micro_batch_size=8"),
+        ("pipeline.schedule=gpipe", "schedule='gpipe' must be one of auto, 1f1b, interleaved, zero_bubble, combined"),
     ],
 )
 def test_bad_changes_name_what_is_wrong(assignment: str, message: str) -> None:

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The comparison of configurations before a run: every rank learns of a difference, or of a rank that does not come."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from mcore_parallel.guard._fields import config_fields, version_fields
+from mcore_parallel.guard._rank_list import rank_list
+
+DISTRIBUTIONS = ("mcore-ckpt", "mcore-inference", "mcore-moe", "mcore-parallel", "mcore-rl", "megatron-fsdp")
+# The first rank needs this long to read, compare and answer after the last rank has come.
+_ANSWER_S = 30.0
+# Different configurations that a message goes into; more mean a field that varies by rank.
+_MAX_VARIANTS = 32
+
+
+class ConfigMismatchError(ValueError):
+    """Ranks hold different configurations; raised on every rank.
+
+    Args:
+        differences: field -> value as text -> the ranks that hold it.
+    """
+
+    def __init__(self, differences: Mapping[str, Mapping[str, Sequence[int]]]) -> None:
+        lines = [
+            f"  {field}: " + ", ".join(f"{value} on {rank_list(ranks)}" for value, ranks in values.items())
+            for field, values in differences.items()
+        ]
+        super().__init__(
+            "the configuration differs between ranks; start every rank with the same files and arguments, "
+            "or exclude a field that may differ\n" + "\n".join(lines)
+        )
+        self.differences = differences
+
+
+class MissingRanksError(TimeoutError):
+    """Ranks that did not come to the pre-flight in time; raised on every rank that came."""
+
+    def __init__(self, ranks: Sequence[int], timeout_s: float) -> None:
+        super().__init__(f"{rank_list(ranks)} did not arrive within {timeout_s:g} s; look at their logs, or raise the time-out")
+        self.ranks = tuple(ranks)
+        self.timeout_s = timeout_s
+
+
+def preflight(
+    configs: Mapping[str, Any],
+    store: Store,
+    *,
+    rank: int,
+    world_size: int,
+    timeout_s: float = 60.0,
+    exclude: Sequence[str] = (),
+    distributions: Sequence[str] = DISTRIBUTIONS,
+    key: str = "preflight",
+) -> str:
+    """Compare configurations and versions between all ranks; every rank calls it, before the first collective.
+
+    Each rank puts one hash in the store, the first rank compares and answers; fields travel only when hashes differ, and only from
+    one rank a hash. No process group is needed.
+
+    Args:
+        configs: name -> dataclass, mapping or value; equal on every rank.
+        store: reached by all ranks.
+        rank: of this process.
+        world_size: ranks that must come.
+        timeout_s: how long the first rank waits for the others, and they for it.
+        exclude: dotted fields that may differ, each with all below it.
+        distributions: whose installed versions are compared, beside those of Python and torch.
+        key: prefix of what is put in the store; another one for a second comparison over the same store.
+
+    Returns:
+        The common hash.
+
+    Raises:
+        ConfigMismatchError: names each differing field, its values and who holds which.
+        MissingRanksError: names the ranks that did not come, or did not answer.
+        ValueError: ``exclude`` names no field.
+    """
+    fields = config_fields(configs) | version_fields(distributions)
+    for name in exclude:
+        if not any(_below(field, name) for field in fields):
+            raise ValueError(f"exclude={name!r} names no field; there are {', '.join(fields)}")
+    fields = {field: value for field, value in fields.items() if not any(_below(field, name) for name in exclude)}
+    digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+    room = PrefixStore(f"mcore/{key}", store)
+    room.set(f"hash/{rank}", digest)
+    if rank == 0:
+        _judge(room, fields, world_size, timeout_s)
+    verdict = _await_verdict(room, rank, fields, timeout_s)
+    if verdict.get("missing"):
+        raise MissingRanksError(verdict["missing"], verdict["timeout_s"])
+    if verdict.get("differences"):
+        raise ConfigMismatchError(verdict["differences"])
+    return digest
+
+
+def _below(field: str, name: str) -> bool:
+    return field == name or field.startswith(name + ".")
+
+
+def _judge(room: Store, fields: Mapping[str, str], world_size: int, timeout_s: float) -> None:
+    """On the first rank: wait for all hashes, ask for fields where they differ, answer all."""
+    keys = [f"hash/{rank}" for rank in range(world_size)]
+    missing = _missing(room, keys, timeout_s)
+    holders: dict[bytes, list[int]] = {}
+    for rank, digest in enumerate(room.multi_get(keys) if not missing else []):
+        holders.setdefault(digest, []).append(rank)
+    variants = list(holders.values())[:_MAX_VARIANTS]
+    asked = [ranks[0] for ranks in variants] if len(holders) > 1 else []
+    room.set("asked", json.dumps(asked))
+    verdict: dict[str, Any] = {"missing": missing, "timeout_s": timeout_s}
+    if asked:
+        room.set("fields/0", json.dumps(fields))
+        replies = [f"fields/{rank}" for rank in asked]
+        verdict["missing"] = [asked[index] for index in _missing(room, replies, timeout_s)]
+        if not verdict["missing"]:
+            verdict["differences"] = _differences([json.loads(text) for text in room.multi_get(replies)], variants)
+    room.set("verdict", json.dumps(verdict))
+
+
+def _differences(found: Sequence[Mapping[str, str]], variants: Sequence[Sequence[int]]) -> dict[str, dict[str, list[int]]]:
+    """Field -> value -> ranks, for the fields that differ between the variants."""
+    differences: dict[str, dict[str, list[int]]] = {}
+    for name in sorted({name for fields in found for name in fields}):
+        values: dict[str, list[int]] = {}
+        for fields, ranks in zip(found, variants, strict=True):
+            values.setdefault(fields.get(name, "absent"), []).extend(ranks)
+        if len(values) > 1:
+            differences[name] = values
+    return differences
+
+
+def _await_verdict(room: Store, rank: int, fields: Mapping[str, str], timeout_s: float) -> dict[str, Any]:
+    """The first rank's answer; gives this rank's fields when it asks for them."""
+    if _missing(room, ["hash/0"], timeout_s):
+        raise MissingRanksError([0], timeout_s)
+    # The first rank's own wait may have begun just now.
+    limit_s = timeout_s + _ANSWER_S
+    if not _missing(room, ["asked"], limit_s):
+        if rank and rank in json.loads(room.get("asked")):
+            room.set(f"fields/{rank}", json.dumps(fields))
+        if not _missing(room, ["verdict"], limit_s):
+            return json.loads(room.get("verdict"))
+    raise MissingRanksError([0], limit_s)
+
+
+def _missing(room: Store, keys: Sequence[str], timeout_s: float) -> list[int]:
+    """Positions of the keys that are not there after the time-out."""
+    try:
+        room.wait(list(keys), timedelta(seconds=timeout_s))
+    except RuntimeError:
+        return [index for index, key in enumerate(keys) if not room.check([key])]
+    return []

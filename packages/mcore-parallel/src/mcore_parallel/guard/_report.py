@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""What is said about a run that does not get on: who waits where, who is missing, and what the missing ranks do."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from mcore_parallel.guard._collective import Collective
+from mcore_parallel.guard._rank_list import rank_list
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStatus:
+    """What one rank tells about itself when the run does not get on."""
+
+    rank: int
+    step: int | None = None
+    """Last step the trainer told; None if it tells none."""
+    phase: str = ""
+    waiting: Sequence[Collective] = ()
+    """Collectives it has started that have not ended; the oldest of each group."""
+    newest: Mapping[str, Collective] = field(default_factory=dict)
+    """Group -> the last collective it has started there."""
+    members: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Group -> global ranks, for the groups of ``waiting``."""
+    stacks: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Thread -> frames, the main thread first."""
+    complaint: str = ""
+    """Why this rank raised the alarm; empty if it did not."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "RankStatus":
+        waiting = [Collective(**entry) for entry in values["waiting"]]
+        return cls(**{**values, "waiting": waiting, "newest": {name: Collective(**entry) for name, entry in values["newest"].items()}})
+
+    @property
+    def where(self) -> str:
+        step = "" if self.step is None else f"step {self.step}"
+        return ", ".join(part for part in (step, self.phase) if part)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Wait:
+    """A collective that does not end."""
+
+    collective: Collective
+    members: tuple[int, ...]
+    waiting: tuple[int, ...]
+    missing: tuple[int, ...]
+
+
+def compose(statuses: Iterable[RankStatus], gone: Mapping[int, str], world_size: int) -> str:
+    """The report.
+
+    Args:
+        statuses: of the ranks that answered.
+        gone: rank -> what became of it, for ranks that did not answer (died, raised, finished).
+        world_size: number of ranks.
+    """
+    told = {status.rank: status for status in statuses}
+    gone = {rank: gone.get(rank, "gave no answer") for rank in range(world_size) if rank not in told}
+    waits = _waits(told)
+    waiting = {rank for wait in waits for rank in wait.waiting}
+    missing = {rank for wait in waits for rank in wait.missing}
+    # A missing rank that waits in another collective is held up itself; what others wait for in the end are the rest.
+    culprits = sorted((missing - waiting) | set(gone)) or sorted(missing) or sorted(set(told) - waiting)
+    lines = [_headline(told, waits, waiting, culprits)]
+    for wait in waits:
+        lines += ["", *_describe(wait, told, gone)]
+    lost = sorted(set(gone) - missing)
+    if lost:
+        lines += ["", *(f"rank {rank}: {gone[rank]}" for rank in lost)]
+    lines += _stacks([told[rank] for rank in culprits if rank in told], every_thread=True)
+    rest = [told[rank] for rank in sorted(told) if rank not in culprits]
+    lines += _stacks(rest, every_thread=False)
+    return "\n".join(lines)
+
+
+def _headline(told: Mapping[int, RankStatus], waits: Sequence[_Wait], waiting: set[int], culprits: Sequence[int]) -> str:
+    complaints = sorted({status.complaint for status in told.values() if status.complaint})
+    why = complaints[0] if complaints else "the run does not get on"
+    if waits:
+        return f"{why}: {rank_list(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for {rank_list(culprits)}"
+    return f"{why}: no rank waits in a recorded collective; look at {rank_list(culprits)}"
+
+
+def _waits(told: Mapping[int, RankStatus]) -> list[_Wait]:
+    """The collectives that ranks wait in, and who of their group has not come to them."""
+    ranks: dict[tuple[str, bool, int], dict[int, Collective]] = {}
+    members: dict[str, set[int]] = {}
+    for status in told.values():
+        for name, group in status.members.items():
+            members.setdefault(name, set()).update(group)
+        for entry in status.waiting:
+            ranks.setdefault((entry.group, entry.is_p2p, entry.sequence), {})[status.rank] = entry
+    waits = []
+    for (name, is_p2p, sequence), entries in sorted(ranks.items()):
+        everybody = members.get(name, set()) | set(entries)
+        came = {rank for rank in everybody if rank in entries or (not is_p2p and _reached(told.get(rank), name, sequence))}
+        first = next(iter(entries.values()))
+        waits.append(_Wait(collective=first, members=tuple(everybody), waiting=tuple(entries), missing=tuple(sorted(everybody - came))))
+    return waits
+
+
+def _reached(status: RankStatus | None, group: str, sequence: int) -> bool:
+    newest = None if status is None else status.newest.get(group)
+    return newest is not None and newest.sequence >= sequence
+
+
+def _describe(wait: _Wait, told: Mapping[int, RankStatus], gone: Mapping[int, str]) -> list[str]:
+    entry = wait.collective
+    name = f"{entry.purpose} (name {entry.group})" if entry.purpose else entry.group
+    kind = "transfer" if entry.is_p2p else "collective"
+    lines = [
+        f"group {name}, {rank_list(wait.members)}: {kind} {entry.sequence}, {entry.operation} {entry.shapes}",
+        f"  waiting: {rank_list(wait.waiting)}",
+    ]
+    started: dict[str, list[int]] = {}
+    for rank in wait.waiting:
+        for own in told[rank].waiting:
+            if (own.group, own.is_p2p, own.sequence) == (entry.group, entry.is_p2p, entry.sequence):
+                started.setdefault(f"{own.operation} {own.shapes}", []).append(rank)
+    if len(started) > 1 and not entry.is_p2p:
+        lines.append("  they do not run the same: " + "; ".join(f"{rank_list(ranks)} {what}" for what, ranks in started.items()))
+    for rank in wait.missing:
+        lines.append(f"  missing: rank {rank}, {gone[rank] if rank in gone else _last(told[rank], entry)}")
+    return lines
+
+
+def _last(status: RankStatus, entry: Collective) -> str:
+    """What a missing rank did last in the group it is missed in."""
+    newest = status.newest.get(entry.group)
+    last = f"last started {newest.sequence}, {newest.operation}" if newest else "no collective of this group is on its record"
+    held = status.waiting[0] if status.waiting else None
+    at = f"; itself waits in group {held.purpose or held.group}, {held.sequence}, {held.operation}" if held else ""
+    return f"alive{' at ' + status.where if status.where else ''}; {last}{at}"
+
+
+def _stacks(statuses: Sequence[RankStatus], *, every_thread: bool) -> list[str]:
+    """Stacks with the ranks that share them."""
+    shared: dict[tuple[tuple[str, tuple[str, ...]], ...], list[int]] = {}
+    for status in statuses:
+        threads = [(name, tuple(frames)) for name, frames in status.stacks.items()]
+        shared.setdefault(tuple(threads if every_thread else threads[:1]), []).append(status.rank)
+    lines = []
+    for threads, ranks in shared.items():
+        for name, frames in threads:
+            lines += ["", f"{rank_list(ranks)}, thread {name}:", *(f"  {frame}" for frame in frames)]
+    return lines

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Where the threads of this process are."""
+
+import sys
+import threading
+import traceback
+from types import FrameType
+
+# A thread whose innermost Python frame, torch's calls of operators aside, belongs to one of these communicates.
+_COMMUNICATION = ("torch.distributed", "mcore_parallel.comm")
+_MAX_FRAMES = 40
+
+
+def thread_stacks() -> dict[str, list[str]]:
+    """Thread name -> its frames as ``file:line in function: source``, outermost first; the main thread first, without the caller's."""
+    frames = sys._current_frames()
+    threads = sorted(threading.enumerate(), key=lambda thread: thread is not threading.main_thread())
+    here = threading.get_ident()
+    return {
+        thread.name: [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in _frames(frames[thread.ident])]
+        for thread in threads
+        if thread.ident is not None and thread.ident != here and thread.ident in frames
+    }
+
+
+def waits_for_ranks() -> bool:
+    """Whether the main thread is inside a call that communicates, as far as its Python frames tell."""
+    return _communicates(_main_frame())
+
+
+def position() -> int:
+    """Changes, almost always, when the main thread runs Python between two calls."""
+    place, frame = [], _main_frame()
+    while frame is not None:
+        place.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return hash(tuple(place))
+
+
+def broke_in_communication(error: BaseException) -> bool:
+    """Whether the error came out of a call that communicates."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return isinstance(error, RuntimeError) and trace is not None and _communicates(trace.tb_frame)
+
+
+def _main_frame() -> FrameType | None:
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+def _communicates(frame: FrameType | None) -> bool:
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(_COMMUNICATION):
+            return True
+        # torch's own calls of operators lie below the function that communicates.
+        if module.partition(".")[0] != "torch":
+            return False
+        frame = frame.f_back
+    return False
+
+
+def _frames(frame: FrameType) -> list[traceback.FrameSummary]:
+    return list(traceback.extract_stack(frame))[-_MAX_FRAMES:]
