@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mcore_parallel import ParallelPlan, ProcessGroups
+from mcore_parallel.comm import start_reduce_scatter_into
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from tools.bench._record import record
@@ -76,8 +77,6 @@ def optimizer_step(device: torch.device, elements: int) -> list[dict[str, Any]]:
 
 def reduce_scatter(device: torch.device, mebibytes: int) -> list[dict[str, Any]]:
     """Bfloat16 buffers over all ranks: the collective of torch, and the one that adds in float32 and rounds once."""
-    from mcore_parallel.comm._reduce_scatter import start_reduce_scatter_into
-
     groups = ProcessGroups.build(ParallelPlan(dp=dist.get_world_size()))
     size = mebibytes * 2**20 // 2
     size -= size % groups.dp.size

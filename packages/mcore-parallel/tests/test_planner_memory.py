@@ -190,6 +190,29 @@ def check_peak(degrees: dict[str, Any]) -> None:
             assert memory.allocated == pytest.approx(measured, rel=0.06), (name, dtype, measured, memory)
 
 
+@pytest.mark.world(2)
+def test_a_ring_keeps_what_is_estimated(world: Any) -> None:
+    world(check_ring)
+
+
+def check_ring() -> None:
+    torch.set_num_threads(1)
+    plan = ParallelPlan(cp=2)
+    groups = ProcessGroups.build(plan)
+    tokens = torch.zeros(B, S, dtype=torch.int64)
+    share = Batch(tokens=tokens, labels=tokens, loss_mask=torch.ones(B, S)).context_share(groups.cp)
+    step, mine = share.step(), share.tokens.flatten()
+    for dtype in (torch.bfloat16, torch.float32):
+        model = GPTModel(GROUPED, groups, dtype=dtype)
+        with Alive([*model.parameters(), mine, step.positions]) as alive:
+            output, _ = model(mine, step)
+        work, layout = workload(GROUPED, dtype), Layout(plan=plan)
+        s = sizes(work, layout, kernels=False)
+        found = stage_activations(work, layout, stage_parts(GROUPED.num_layers, 1, 1, 0), 1, kernels=False)
+        assert found.kept + s.norm + s.hidden == pytest.approx(alive.now + mine.nbytes, rel=0.02)
+        del output
+
+
 def peak(groups: ProcessGroups, config: TransformerConfig, layout: Layout, dtype: torch.dtype, microbatches: int) -> tuple[int, int]:
     """Most bytes alive during a step, and those of parameters, gradients and states."""
     plan = layout.plan

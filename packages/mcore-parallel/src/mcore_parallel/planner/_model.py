@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The sizes that a plan depends on."""
+
+from dataclasses import dataclass
+
+from mcore_parallel.models import TransformerConfig, flops_per_token, num_parameters
+from mcore_parallel.planner._errors import PlannerError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertSizes:
+    """A mixture of experts in every layer's feed-forward.
+
+    Raises:
+        PlannerError: sizes out of range.
+    """
+
+    num_experts: int
+    topk: int
+    """Experts a token goes to."""
+    ffn_hidden_size: int
+    """Width of one expert."""
+    shared_ffn_hidden_size: int = 0
+    """Width of the experts that every token passes, together; cut over tp like a dense feed-forward."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "topk", "ffn_hidden_size"):
+            if getattr(self, name) < 1:
+                raise PlannerError(f"{name}={getattr(self, name)} of the experts must be at least 1")
+        if self.topk > self.num_experts:
+            raise PlannerError(f"topk={self.topk} must not exceed num_experts={self.num_experts}; lower topk")
+        if self.shared_ffn_hidden_size < 0:
+            raise PlannerError(f"shared_ffn_hidden_size={self.shared_ffn_hidden_size} must not be negative; 0 is for none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSizes:
+    """An architecture: the trunk's config and the experts beside it.
+
+    Example:
+        >>> tiny = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=16)
+        >>> ModelSizes(config=tiny).num_parameters
+        2344
+    """
+
+    config: TransformerConfig
+    experts: ExpertSizes | None = None
+    """None for dense feed-forwards."""
+
+    @property
+    def num_parameters(self) -> int:
+        """All of them, each once."""
+        return num_parameters(self.config, feed_forward=self._feed_forward(None))
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Those that one token meets."""
+        return num_parameters(self.config, feed_forward=self._feed_forward(1))
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Forward and backward of one token, without recomputation."""
+        return flops_per_token(self.config, seq_len, feed_forward=self._feed_forward(1))
+
+    @property
+    def feed_forward_flops_share(self) -> float:
+        """Part of a layer's matrix products that its feed-forward has."""
+        config = self.config
+        inside = self._feed_forward(1) or 3 * config.hidden_size * config.ffn_size
+        return inside / (inside + 2 * (config.num_attention_heads + config.kv_heads) * config.head_dim * config.hidden_size)
+
+    def _feed_forward(self, chosen: int | None) -> int | None:
+        """Parameters of a layer's mixture: of all experts, or (1) of those one token meets; None for a dense layer."""
+        experts = self.experts
+        if experts is None:
+            return None
+        each = 3 * self.config.hidden_size
+        routed = experts.topk if chosen else experts.num_experts
+        return each * (routed * experts.ffn_hidden_size + experts.shared_ffn_hidden_size) + experts.num_experts * self.config.hidden_size

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""What is trained, and in which layout."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from mcore_parallel._plan import ParallelPlan
+from mcore_parallel.data_parallel import DistributedDataParallelConfig
+from mcore_parallel.nn import RecomputeConfig
+from mcore_parallel.optim import OptimizerConfig
+from mcore_parallel.planner._errors import PlannerError
+from mcore_parallel.planner._model import ModelSizes
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """The training that a layout has to carry.
+
+    Raises:
+        PlannerError: a size below one, a batch that does not divide, another dtype.
+    """
+
+    model: ModelSizes
+    sequence: int
+    """Tokens of a sequence, before context parallelism cuts it."""
+    global_batch: int
+    """Sequences of one optimizer step."""
+    micro_batch: int = 1
+    """Sequences that a replica works on at once."""
+    dtype: torch.dtype = torch.bfloat16
+    """Of parameters and activations."""
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-4))
+    """Says in which dtypes states are stored; whether they are sliced is the layout's."""
+
+    def __post_init__(self) -> None:
+        for name in ("sequence", "global_batch", "micro_batch"):
+            if getattr(self, name) < 1:
+                raise PlannerError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.global_batch % self.micro_batch:
+            raise PlannerError(f"micro_batch={self.micro_batch} must divide global_batch={self.global_batch}; choose a divisor")
+        if self.dtype not in _DTYPES:
+            raise PlannerError(f"dtype={self.dtype} must be one of {', '.join(map(str, _DTYPES))}")
+
+    @property
+    def tokens(self) -> int:
+        """Of one optimizer step."""
+        return self.sequence * self.global_batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Degrees of parallelism, and what decides memory beside them."""
+
+    plan: ParallelPlan
+    recompute: RecomputeConfig | None = None
+    sync: DistributedDataParallelConfig = field(default_factory=DistributedDataParallelConfig)
+
+    def num_microbatches(self, workload: Workload) -> int:
+        """Micro-batches of a replica in one step.
+
+        Raises:
+            PlannerError: the replicas do not divide the global batch.
+        """
+        share = self.plan.dp * workload.micro_batch
+        if workload.global_batch % share:
+            raise PlannerError(
+                f"dp*micro_batch={self.plan.dp}*{workload.micro_batch} must divide global_batch={workload.global_batch}; "
+                "change global_batch or the number of GPUs"
+            )
+        return workload.global_batch // share
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return self.plan.sequence_parallel and self.plan.tp > 1
