@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from mcore_ckpt import CheckpointManager
@@ -26,6 +27,7 @@ from mcore_parallel.tensor_parallel import pad_vocab_size
 from tools.journey import (
     Plot,
     Section,
+    check_text,
     default_text,
     prepare,
     reinforce_rank,
@@ -35,12 +37,14 @@ from tools.journey import (
     write_report,
 )
 from tools.launch import RankError, launch
-from tools.recipes import RunConfig, override, recipe
+from tools.recipes import RecipeError, RunConfig, override, recipe
 
 T = TypeVar("T")
 
 PROMPTS = ("def ", "import ", "class ", "    return ", "for i in ", "if __name__", "# The ", "self.")
 WANTED = "aeiou"
+# What a run leaves in its folder, and what the next one may therefore remove.
+OURS = {"checkpoints", "data", "hf", "index_cache", "report.html", "tensorboard", "train.jsonl"}
 
 
 class JourneyError(RuntimeError):
@@ -66,13 +70,20 @@ class Stages:
 
 
 def quickstart(text: list[Path], output: Path, assignments: list[str], iterations: int, console: Console) -> None:
-    """Walk the journey; everything it writes lies under ``output``."""
+    """Walk the journey; everything it writes lies under ``output``.
+
+    Raises:
+        RecipeError, ValueError, OSError: what was asked for cannot be done; nothing was written or removed yet.
+        RankError, JourneyError: a stage failed.
+    """
     begin = time.perf_counter()
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     ranks = min(2, torch.cuda.device_count()) if kind == "cuda" else 2
-    base = override(dataclasses.replace(recipe("moe_tiny"), output=str(output)), assignments)
-    shutil.rmtree(output, ignore_errors=True)
-    output.mkdir(parents=True)
+    if iterations < 3:
+        raise ValueError(f"iterations={iterations} must be at least 3: the last third's reward is compared with the first third's")
+    base = _configure(output, assignments, ranks)
+    check_text(text)
+    _make_anew(output)
     stages = Stages(console)
 
     corpus = stages.run(
@@ -87,13 +98,12 @@ def quickstart(text: list[Path], output: Path, assignments: list[str], iteration
     config = dataclasses.replace(
         base,
         model=dataclasses.replace(base.model, vocab_size=pad_vocab_size(corpus.tokenizer.vocab_size, ranks)),
-        plan=ParallelPlan(tp=ranks, ep=ranks),
         data=dataclasses.replace(base.data, prefix=corpus.prefix, tokenizer=str(output / "data" / "tokenizer")),
     )
 
     trained = stages.run(
         f"A mixture of experts trains with tp={ranks} x ep={ranks} on {ranks} {kind} ranks",
-        lambda: launch(train_rank, ranks, device=kind, config=config, kind=kind)[0],
+        lambda: launch(train_rank, ranks, device=kind, beats=True, config=config, kind=kind)[0],
         lambda trained: [
             ("parameters", f"{trained.num_parameters:,}"),
             ("loss, first step to last", f"{trained.history.curve('loss')[1][0]:.3f} to {trained.history.curve('loss')[1][-1]:.3f}"),
@@ -125,7 +135,7 @@ def quickstart(text: list[Path], output: Path, assignments: list[str], iteration
         lambda served: [("generated tokens a second", f"{served.tokens_per_s:,.0f}"), ("one HTTP completion", f"{served.http_ms:.0f} ms")],
         lambda served: "\n\n".join(prompt + answer for prompt, answer in served.texts[:4]),
     )
-    console.print(f"[dim]{PROMPTS[0]}[/dim]{served.http_answer!r}")
+    console.print(f"[dim]over HTTP:[/dim] {escape(PROMPTS[0] + served.http_answer)}", highlight=False)
 
     reports = stages.run(
         f"Reinforcement: write more of {WANTED!r}",
@@ -159,6 +169,28 @@ def quickstart(text: list[Path], output: Path, assignments: list[str], iteration
     _summary(stages.sections, output / "report.html", time.perf_counter() - begin, console)
 
 
+def _configure(output: Path, assignments: list[str], ranks: int) -> RunConfig:
+    """The recipe with the changes that the journey leaves to its user."""
+    base = dataclasses.replace(recipe("moe_tiny"), output=str(output))
+    config = override(base, assignments)
+    kept = dataclasses.replace(config, data=dataclasses.replace(config.data, split=base.data.split))
+    for name in ("plan", "data", "output"):
+        if getattr(kept, name) != getattr(base, name):
+            raise RecipeError(f"--set {name}: the journey chooses this itself; use --text and --output here, or tools.pretrain")
+    if config.moe is None:
+        raise RecipeError("--set moe=none: the journey trains a mixture of experts; tools.pretrain --recipe gpt_tiny trains a dense model")
+    return dataclasses.replace(config, plan=ParallelPlan(tp=ranks, ep=ranks))
+
+
+def _make_anew(output: Path) -> None:
+    """An empty folder, unless what lies there is not ours to remove."""
+    if output.is_dir() and (foreign := sorted({entry.name for entry in output.iterdir()} - OURS)):
+        raise ValueError(f"--output {output} holds {', '.join(foreign[:3])}, which no quickstart wrote; name an empty or a new folder")
+    if output.exists():
+        shutil.rmtree(output)
+    output.mkdir(parents=True)
+
+
 def _export(config: RunConfig, checkpoint: Path, export: Path) -> list[str]:
     assert config.moe is not None
     sizes: dict[str, Any] = dataclasses.asdict(config.model) | {
@@ -179,7 +211,7 @@ def _summary(sections: list[Section], report: Path, seconds: float, console: Con
         for name, value in section.facts:
             table.add_row(f"   {name}", value)
     console.print(table)
-    console.print(f"plots and texts: {report}")
+    console.print(f"plots and texts: {escape(str(report))}", highlight=False, soft_wrap=True)
 
 
 def main() -> int:
@@ -195,8 +227,11 @@ def main() -> int:
     try:
         quickstart([arguments.text] if arguments.text else default_text(), arguments.output, arguments.set, arguments.iterations, console)
     except (ValueError, OSError, RankError, JourneyError) as error:
-        console.print(f"[red]error:[/red] {error}", highlight=False)
+        print(f"error: {getattr(error, 'summary', None) or error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted; the next run begins anew", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -50,9 +50,8 @@ def _set(config: Any, prefix: str, values: Mapping[str, str]) -> Any:
         below = {path.partition(".")[2]: text for path, text in values.items() if path.startswith(f"{name}.")}
         changed[name] = _set(changed.get(name, getattr(config, name)), f"{prefix}{name}.", below)
     try:
-        return dataclasses.replace(config, **changed)
-    except RecipeError:
-        raise
+        owner: Any = config
+        return dataclasses.replace(owner, **changed)
     except ValueError as error:
         given = " ".join(f"--set {prefix}{path}={text}" for path, text in values.items())
         raise RecipeError(f"{given}: {error}") from None

@@ -78,6 +78,21 @@ def test_a_model_goes_out_to_hugging_face_and_back(tmp_path, capsys):
     assert "not an empty folder" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(None, "sizes.json: No such file"), ("{", "sizes.json is no JSON"), ("[]", "sizes.json holds a list"), ("{}", "num_layers")],
+)
+def test_a_bad_file_of_sizes_is_named_and_nothing_is_written(tmp_path, capsys, content, words):
+    save({"a": torch.zeros(2)}, tmp_path / "c")
+    if content is not None:
+        (tmp_path / "sizes.json").write_text(content)
+    arguments = ["--family", "llama", "--config", str(tmp_path / "sizes.json")]
+    assert main(["export-hf", str(tmp_path / "c"), str(tmp_path / "hf"), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+    assert not (tmp_path / "hf").exists()
+
+
 def test_the_first_example_of_the_readme_runs_in_an_empty_folder(tmp_path, monkeypatch, capsys):
     code = README.read_text().split("```python\n")[1].split("```")[0]
     (tmp_path / "example.py").write_text(code)

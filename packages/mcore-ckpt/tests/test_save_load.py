@@ -2,14 +2,16 @@
 # Copyright (c) 2026 the mcore authors
 """Saving and loading in one process: what comes back, and what is refused before anything is touched."""
 
+import gc
 import random
 import re
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from mcore_ckpt import CheckpointingException, ShardedTensor, load, read_tensor, save
+from mcore_ckpt import CheckpointingException, ShardedTensor, _save, load, read_tensor, save
 from mcore_ckpt.manifest import is_checkpoint, read_manifest
 
 
@@ -174,6 +176,22 @@ def test_an_asynchronous_save_holds_the_values_of_the_call(tmp_path):
         request.wait()
         assert load(state, tmp_path / str(trial)) == {"trial": trial}
         assert all(torch.equal(state[name], want[name]) for name in state)
+
+
+def test_a_finished_request_keeps_no_copy_of_the_state(tmp_path, monkeypatch):
+    copies, real = [], _save._snapshot
+
+    def snapshot(shard):
+        copy = real(shard)
+        copies.append(weakref.ref(copy))
+        return copy
+
+    monkeypatch.setattr(_save, "_snapshot", snapshot)
+    request = save({"a": torch.ones(4)}, tmp_path / "c", asynchronous=True)
+    assert copies and copies[0]() is not None
+    request.wait()
+    gc.collect()
+    assert request.done() and copies[0]() is None
 
 
 def test_an_asynchronous_save_that_fails_says_so_in_wait(tmp_path):

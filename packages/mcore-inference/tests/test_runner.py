@@ -32,6 +32,35 @@ def engine(make_model: Make, make_engine: Make) -> DynamicInferenceEngine:
     return make_engine(make_model(vocab_size=272, dtype=torch.float32, layers=1), ByteTokenizer(), max_sequence_length=512)
 
 
+class Output(torch.nn.Module):
+    """The model's output layer. While ``held`` each step waits in it for a permit, so that a test decides when the engine advances."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner, self.error, self.held = inner, None, False
+        self.entered, self.permits = threading.Event(), threading.Semaphore(0)
+
+    def forward(self, *arguments: Any) -> Any:
+        if self.held:
+            self.entered.set()
+            assert self.permits.acquire(timeout=30)
+        if self.error:
+            raise self.error
+        return self.inner(*arguments)
+
+    def let_go(self) -> None:
+        """End the step that waits, if one does, and all later ones at once."""
+        self.held = False
+        self.permits.release()
+
+
+@pytest.fixture
+def output(engine: DynamicInferenceEngine) -> Output:
+    """The output layer of ``engine``."""
+    layer = engine.model.output = Output(engine.model.output)
+    return layer
+
+
 def engine_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "mcore-engine"]
 
@@ -71,11 +100,13 @@ def test_a_refused_request_raises_in_the_caller_and_the_runner_goes_on(engine: D
     asyncio.run(main())
 
 
-def test_abort_ends_the_stream_and_frees_the_request(engine: DynamicInferenceEngine) -> None:
+def test_abort_ends_the_stream_and_frees_the_request(engine: DynamicInferenceEngine, output: Output) -> None:
     async def main() -> None:
         with EngineRunner(engine) as runner:
+            output.held = True
             stream = await runner.submit("a", LONG)
             stream.abort()
+            output.let_go()
             record = await stream.record()
             assert record.finish_reason is FinishReason.ABORT and record.num_generated < 400
             stream.abort()
@@ -84,18 +115,18 @@ def test_abort_ends_the_stream_and_frees_the_request(engine: DynamicInferenceEng
     asyncio.run(main())
 
 
-def test_a_cancelled_submit_leaves_no_request(engine: DynamicInferenceEngine) -> None:
+def test_a_cancelled_submit_leaves_no_request(engine: DynamicInferenceEngine, output: Output) -> None:
     async def main() -> None:
         with EngineRunner(engine) as runner:
+            output.held = True
             task = asyncio.ensure_future(runner.submit("a", LONG))
             await asyncio.sleep(0)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            for _ in range(200):
-                if await runner.call(lambda: not engine.has_unfinished_requests()):
-                    break
-                await asyncio.sleep(0.005)
+            output.let_go()
+            while await runner.call(engine.has_unfinished_requests):
+                await asyncio.sleep(0)
             assert engine.finished_counts["abort"] == 1
 
     asyncio.run(main())
@@ -115,28 +146,17 @@ def test_weights_are_loaded_between_steps(engine: DynamicInferenceEngine) -> Non
     asyncio.run(main())
 
 
-class Output(torch.nn.Module):
-    """The model's output layer, which fails or waits once the test says so."""
-
-    def __init__(self, inner: torch.nn.Module) -> None:
-        super().__init__()
-        self.inner, self.error, self.open = inner, None, threading.Event()
-        self.open.set()
-
-    def forward(self, *arguments: Any) -> Any:
-        assert self.open.wait(30)
-        if self.error:
-            raise self.error
-        return self.inner(*arguments)
-
-
-def test_a_step_that_fails_reaches_every_stream_and_health(engine: DynamicInferenceEngine) -> None:
-    output = engine.model.output = Output(engine.model.output)
-
+def test_a_step_that_fails_reaches_every_stream_and_health(engine: DynamicInferenceEngine, output: Output) -> None:
     async def main() -> None:
         runner = EngineRunner(engine)
-        streams = [await runner.submit("a", LONG) for _ in range(3)]
+        output.held = True
+        streams = []
+        for _ in range(3):
+            # One step ends, then the thread looks for commands: no request ends before all of them are there.
+            output.permits.release()
+            streams.append(await runner.submit("a", LONG))
         output.error = RuntimeError("device lost")
+        output.let_go()
         for stream in streams:
             with pytest.raises(EngineDeadError, match="device lost"):
                 await asyncio.wait_for(stream.record(), 30)
@@ -150,34 +170,40 @@ def test_a_step_that_fails_reaches_every_stream_and_health(engine: DynamicInfere
     assert not engine_threads()
 
 
-def test_a_step_that_hangs_shows_in_health(engine: DynamicInferenceEngine) -> None:
-    output = engine.model.output = Output(engine.model.output)
+def test_a_step_that_hangs_shows_in_health(engine: DynamicInferenceEngine, output: Output) -> None:
     one = SamplingParams(num_tokens_to_generate=1)
 
     async def main() -> None:
-        with EngineRunner(engine, stall_timeout_s=0.1) as runner:
-            output.open.clear()
+        with EngineRunner(engine, stall_timeout_s=0.05) as runner:
+            output.held = True
             stream = await runner.submit("a", one)
-            await asyncio.sleep(0.3)
-            assert not runner.health().alive
-            output.open.set()
+            while runner.health().alive:
+                await asyncio.sleep(0.01)
+            output.let_go()
             await stream.record()
             assert runner.health().alive
-        output.open.clear()
+        output.permits, output.held = threading.Semaphore(0), True
+        output.entered.clear()
         runner = EngineRunner(engine)
         await runner.submit("a", one)
+        assert await asyncio.to_thread(output.entered.wait, 30)
         with pytest.raises(TimeoutError, match=r"timeout_s=0\.01"):
             runner.close(timeout_s=0.01)
-        output.open.set()
+        output.let_go()
         runner.close()
 
     asyncio.run(main())
 
 
-def test_close_ends_open_streams(engine: DynamicInferenceEngine) -> None:
+def test_close_ends_open_streams(engine: DynamicInferenceEngine, output: Output) -> None:
     async def main() -> None:
         runner = EngineRunner(engine)
+        output.held = True
         stream = await runner.submit("a", LONG)
+        assert await asyncio.to_thread(output.entered.wait, 30)
+        with pytest.raises(TimeoutError):
+            runner.close(timeout_s=0)
+        output.let_go()
         runner.close()
         runner.close()
         with pytest.raises(EngineDeadError, match="closed"):

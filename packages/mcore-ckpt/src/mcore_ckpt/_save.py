@@ -252,18 +252,17 @@ class AsyncRequest:
         except Exception as error:
             # The other ranks have gone on: they hear of it in wait(), like of any failed write.
             self._error = error
-        self._job = replace(job, shards=staged)
+        self._job: _Job | None = replace(job, shards=staged)
         self._rows: list[list[Any]] = []
-        self._finished = False
         self._then: list[Callable[[], None]] = []
-        self._thread = threading.Thread(target=self._write, name=f"save {job.directory.name}", daemon=True)
+        self._thread = threading.Thread(target=self._write, args=(self._job,), name=f"save {job.directory.name}", daemon=True)
         self._thread.start()
 
-    def _write(self) -> None:
+    def _write(self, job: _Job) -> None:
         if self._error is not None:
             return
         try:
-            self._rows = self._job.write()
+            self._rows = job.write()
         except Exception as error:
             self._error = error
 
@@ -281,11 +280,12 @@ class AsyncRequest:
         Raises:
             CheckpointingException: on every rank, when any of them could not write.
         """
-        if self._finished:
+        # The copy of the state, and the group, are not kept past the commit by whoever keeps the request.
+        job, self._job = self._job, None
+        if job is None:
             return
         self._thread.join()
-        self._finished = True
-        _commit(self._job, self._result)
+        _commit(job, self._result)
         for action in self._then:
             action()
 

@@ -26,7 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return options.run(options)
     except (CheckpointingException, ValueError, OSError) as error:
-        print(f"mcore-ckpt: {error}", file=sys.stderr)
+        reason = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
+        print(f"mcore-ckpt: {reason}", file=sys.stderr)
         return 2
 
 
@@ -75,7 +76,12 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _export_hf(options: argparse.Namespace) -> int:
-    config = json.loads(options.config.read_text())
+    try:
+        config = json.loads(options.config.read_text())
+    except ValueError as error:
+        raise ValueError(f"--config {options.config} is no JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"--config {options.config} holds a {type(config).__name__}; give an object with the model's sizes")
     export_checkpoint_hf(resolve_checkpoint(options.directory), options.output, family=options.family, config=config, prefix=options.prefix)
     return 0
 

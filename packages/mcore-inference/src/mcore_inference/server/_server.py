@@ -107,8 +107,9 @@ def serve(
         The server, accepting requests.
 
     Raises:
-        ValueError: no tokenizer; an address beyond loopback without token; an empty token; tp above 1.
+        ValueError: no tokenizer; an address beyond loopback without token; an empty token; a port out of range; tp above 1.
         PortInUseError: names the port.
+        OSError: the address is not one of this machine; names it.
     """
     tokenizer = tokenizer or engine.tokenizer
     if tokenizer is None or engine.tokenizer is None:
@@ -117,6 +118,8 @@ def serve(
         raise ValueError("token='' is empty; give a secret, or None on a loopback address")
     if token is None and not _is_loopback(host):
         raise ValueError(f"host={host!r} is reachable from other machines; give a token, or bind to 127.0.0.1")
+    if not 0 <= port < 2**16:
+        raise ValueError(f"port={port} must lie in 0..65535; 0 takes a free one")
     listener = _bind(host, port)
     try:
         runner = EngineRunner(engine, stall_timeout_s=stall_timeout_s)

@@ -14,6 +14,9 @@ from mcore_inference.runner import Increment, RequestStream
 
 T = TypeVar("T")
 
+_DRAINED = 4
+"""Times the longest body that is read before the connection is cut."""
+
 
 class ClientGone(Exception):
     """The client closed the connection."""
@@ -98,14 +101,22 @@ class EventStream(Response):
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes | None:
-    """The body, or None as soon as it is longer than ``max_bytes``."""
+    """The body, or None if it is longer than ``max_bytes``.
+
+    Of a body that is too long some more is read and dropped: a client that is still sending would see its connection reset
+    instead of the answer.
+    """
     declared = request.headers.get("content-length", "0")
-    if declared.isdigit() and int(declared) > max_bytes:
+    limit = _DRAINED * max_bytes
+    if declared.isdigit() and int(declared) > limit:
         return None
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)
-        if size > max_bytes:
+        if size > limit:
             return None
-        parts.append(part)
-    return b"".join(parts)
+        if size > max_bytes:
+            parts.clear()
+        else:
+            parts.append(part)
+    return b"".join(parts) if size <= max_bytes else None

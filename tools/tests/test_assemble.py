@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""From a configuration to data."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from mcore_parallel.data import ByteTokenizer, preprocess
+from tools.assemble import datasets
+from tools.recipes import DataConfig, recipe
+
+
+def test_a_split_that_leaves_no_document_names_what_goes_without(tmp_path: Path) -> None:
+    tokenizer = ByteTokenizer()
+    (tmp_path / "text.txt").write_text("a few words that make one document", encoding="ascii")
+    preprocess([tmp_path / "text.txt"], str(tmp_path / "corpus"), tokenizer, append_eod=True)
+    data = DataConfig(prefix=str(tmp_path / "corpus"), split="95,5,0")
+    config = dataclasses.replace(recipe("gpt_tiny"), data=data, output=str(tmp_path))
+    with pytest.raises(ValueError, match=r"data\.split='95,5,0' leaves no document .* for validation"):
+        datasets(config, tokenizer)
