@@ -57,7 +57,7 @@ class Run:
         model, _, rest = text.partition(":")
         if model not in MODELS:
             raise SystemExit(f"model {model!r} in run {text!r} is unknown; there are {', '.join(MODELS)}")
-        numbers = dict.fromkeys(("tp", "pp", "vpp", "dp", "mbs", "gbs"), 1)
+        numbers: dict[str, int] = dict.fromkeys(("tp", "pp", "vpp", "dp", "mbs", "gbs"), 1)
         flags = []
         for word in filter(None, rest.split(",")):
             found = re.fullmatch(r"(tp|pp|vpp|dp|mbs|gbs)(\d+)", word)
@@ -71,7 +71,8 @@ class Run:
 
     @property
     def plan(self) -> ParallelPlan:
-        return ParallelPlan(**{name: self.numbers[name] for name in ("tp", "pp", "vpp", "dp")})
+        numbers = self.numbers
+        return ParallelPlan(tp=numbers["tp"], pp=numbers["pp"], vpp=numbers["vpp"], dp=numbers["dp"])
 
     @property
     def ranks(self) -> int:
@@ -164,7 +165,7 @@ def table(step: Any) -> None:
         step()
     print(profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=28, max_name_column_width=70), flush=True)
     streams: dict[int, list[Any]] = {}
-    for event in profiler.events():
+    for event in profiler.events() or ():
         if event.device_type == torch.profiler.DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
             streams.setdefault(event.device_resource_id, []).append(event)
     events = sorted(max(streams.values(), key=len), key=lambda event: event.time_range.start)
