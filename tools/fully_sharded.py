@@ -28,7 +28,8 @@ class FullyShardedModel(nn.Module):
         groups: its process groups.
 
     Raises:
-        ValueError: a parameter whose replicas are not the data-parallel ranks (of experts, unless ep=1 and etp=tp).
+        ValueError: a parameter whose replicas are not the data-parallel ranks (of experts, unless ep=1 and etp=tp); tied embeddings
+            over several stages.
     """
 
     def __init__(self, model: GPTModel, groups: ProcessGroups) -> None:
@@ -42,6 +43,12 @@ class FullyShardedModel(nn.Module):
                 raise ValueError(
                     f"{shard.name} has its replicas on ranks {replicas} and other parameters on {groups.dp_cp.ranks}; "
                     "fully sharded data parallelism divides all alike, so set ep=1 and etp=tp"
+                )
+            if "embd" in shard.spec.partial:
+                # The ranges of a rank follow from its whole stage, so those of the two copies do not match.
+                raise ValueError(
+                    f"{shard.name} is shared by the first and the last of pp={groups.pp.size} stages, which fully sharded data parallelism "
+                    "cuts differently; set pp=1 or share_embeddings_and_output_weights=False"
                 )
             self._specs[shard.name], self._shapes[shard.name] = shard.spec, tuple(shard.parameter.shape)
         # As with DistributedDataParallel: gradients are summed in 32 bits, and the float32 master is the optimizer's.

@@ -4,17 +4,21 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from mcore_ckpt import CheckpointManager
+from mcore_ckpt.hf import export_checkpoint_hf, import_hf
 from mcore_moe import MoEConfig
-from mcore_parallel import ParallelPlan
-from mcore_parallel.models import TransformerConfig
+from mcore_parallel import ParallelPlan, ProcessGroups
+from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.optim import OptimizerConfig
-from mcore_parallel.training import Batch, CrossEntropyObjective, train_step
+from mcore_parallel.training import Batch, CrossEntropyObjective, model_state, train_step
 from tools.assemble import Parts, assemble
+from tools.fully_sharded import FullyShardedModel
 from tools.recipes import RunConfig, TrainConfig
 
 # Three layers of this width: the border between two slices of the experts falls inside an expert, so a slice is several boxes.
@@ -26,13 +30,14 @@ CONFIG = RunConfig(
     train=TrainConfig(seq_len=8, dtype="float64"),
     optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=1.0),
 )
+TIED = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, share_embeddings_and_output_weights=True), moe=None)
 SAVED = ParallelPlan(tp=2, dp=2, ep=2)
 
 
-def start(plan: ParallelPlan, sliced: bool, seed: int) -> Parts:
-    optimizer = dataclasses.replace(CONFIG.optimizer, use_distributed_optimizer=sliced)
-    train = dataclasses.replace(CONFIG.train, seed=seed)
-    return assemble(dataclasses.replace(CONFIG, plan=plan, optimizer=optimizer, train=train), "cpu")
+def start(plan: ParallelPlan, sliced: bool, seed: int, config: RunConfig = CONFIG) -> Parts:
+    optimizer = dataclasses.replace(config.optimizer, use_distributed_optimizer=sliced)
+    train = dataclasses.replace(config.train, seed=seed)
+    return assemble(dataclasses.replace(config, plan=plan, optimizer=optimizer, train=train), "cpu")
 
 
 def advance(parts: Parts, steps: range) -> list[tuple[float, float]]:
@@ -75,3 +80,52 @@ def test_a_sliced_optimizer_state_goes_on_in_every_layout(world, tmp_path: Path)
     ]
     parts = world(check_goes_on, folder=str(tmp_path), targets=targets)
     assert any(parts), "no rank held a tensor in several parts: the test would not show that they load"
+
+
+def counted(state: dict[str, Any]) -> int:
+    """Elements of the embedding and its moments that a checkpoint takes from this rank."""
+    found = [part for name, value in state.items() if "embedding" in name for part in (value if isinstance(value, list) else [value])]
+    return sum(part.data.numel() for part in found if part.replica == 0)
+
+
+def check_tied_goes_on(folder: str) -> int:
+    """A table at both ends is one table of the checkpoint, whichever layout saves and whichever goes on."""
+    pipeline, wide, whole = ParallelPlan(pp=2, dp=2), ParallelPlan(tp=2, pp=2), ParallelPlan(dp=4)
+    runs = [(pipeline, True, whole, False), (whole, True, pipeline, True), (wide, False, pipeline, False), (pipeline, False, wide, True)]
+    elements = 0
+    for number, (plan, sliced, other_plan, other_sliced) in enumerate(runs):
+        first = start(plan, sliced, 1, TIED)
+        advance(first, range(3))
+        manager = CheckpointManager(f"{folder}/{number}")
+        manager.save(3, first.state(), {"optimizer_step": first.optimizer.step_count})
+        elements += counted(first.state())
+        expected = advance(first, range(3, 6))
+        other = start(other_plan, other_sliced, 2, TIED)
+        _, extra = manager.load(other.state())
+        other.optimizer.load_step_count(extra["optimizer_step"])
+        for ours, wanted in zip(advance(other, range(3, 6)), expected, strict=True):
+            assert ours == pytest.approx(wanted, rel=1e-8), (plan, other_plan)
+    return elements
+
+
+@pytest.mark.world(4)
+def test_a_tied_model_goes_on_in_other_stages_and_is_exported(world, tmp_path: Path) -> None:
+    table = TIED.model.vocab_size * TIED.model.hidden_size
+    assert sum(world(check_tied_goes_on, folder=str(tmp_path))) == 4 * 3 * table, "four checkpoints of a table and two moments"
+    export_checkpoint_hf(CheckpointManager(tmp_path / "0").path(3), tmp_path / "hf", family="llama", config=dataclasses.asdict(TIED.model))
+    found: dict[str, Tensor] = dict(import_hf(tmp_path / "hf").tensors)
+    model = GPTModel(TIED.model, ProcessGroups.single(), dtype=torch.float64)
+    CheckpointManager(tmp_path / "0").load(model_state(model, model.groups), strict=False)
+    expected = model.state_dict()
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def check_fully_sharded_ends() -> None:
+    groups = ProcessGroups.build(ParallelPlan(pp=2))
+    with pytest.raises(ValueError, match=r"embedding\.weight is shared by the first and the last of pp=2 stages"):
+        FullyShardedModel(GPTModel(TIED.model, groups), groups)
+
+
+@pytest.mark.world(2)
+def test_a_table_at_both_ends_is_refused_by_fully_sharded_data_parallelism(world) -> None:
+    world(check_fully_sharded_ends)

@@ -119,6 +119,7 @@ def test_ranks_hold_shares_of_parameters_and_state(layout: str) -> None:
         (["data_parallel=fsdp", "plan.vpp=2"], "one chunk a stage by 1f1b, found plan.vpp=2"),
         (["pipeline.schedule=zero_bubble", "data_parallel=fsdp"], "pipeline.schedule='zero_bubble'"),
         (["optimizer.optimizer=muon", "data_parallel=fsdp"], "cannot step with optimizer='muon'"),
+        (["model.share_embeddings_and_output_weights=true", "plan.pp=2", "data_parallel=fsdp"], "between the ends of pp=2 stages"),
     ],
 )
 def test_combinations_that_do_not_work_are_refused_by_name(assignments: list[str], message: str) -> None:

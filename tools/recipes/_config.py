@@ -112,5 +112,10 @@ class RunConfig:
                 f"data_parallel='fsdp' trains one chunk a stage by 1f1b, found plan.vpp={plan.vpp} and "
                 f"pipeline.schedule={self.pipeline.schedule!r}; set plan.vpp=1 and pipeline.schedule=auto, or data_parallel='ddp'"
             )
+        if self.model.share_embeddings_and_output_weights and plan.pp > 1:
+            raise ValueError(
+                f"data_parallel='fsdp' cannot share the embedding between the ends of pp={plan.pp} stages; set plan.pp=1 or "
+                "model.share_embeddings_and_output_weights=false, or data_parallel='ddp'"
+            )
         if self.optimizer.optimizer == "muon" or any(group.optimizer == "muon" for group in self.optimizer.param_groups):
             raise ValueError("data_parallel='fsdp' cannot step with optimizer='muon', which needs whole matrices; use 'adam', or 'ddp'")

@@ -116,10 +116,14 @@ def test_tied_embeddings_are_one_parameter_with_both_gradients() -> None:
     assert torch.equal(moved(TOKENS, Step.causal(2, 6))[0].logits(), tied(TOKENS, Step.causal(2, 6))[0].logits())
 
 
-def test_tied_embeddings_over_stages_are_an_error() -> None:
+def test_tied_embeddings_over_stages_begin_as_copies_under_one_name() -> None:
     config = dataclasses.replace(CONFIG, share_embeddings_and_output_weights=True)
-    with pytest.raises(ValueError, match=r"needs pp=1, found pp=2"):
-        GPTModel(config, stage_groups(2, 0))
+    whole, first, last = (GPTModel(config, groups) for groups in (ProcessGroups.single(), stage_groups(2, 0), stage_groups(2, 1)))
+    for stage in (first, last):
+        assert "output.weight" not in stage.state_dict()
+        assert torch.equal(stage.state_dict()["embedding.weight"], whole.embedding.weight)
+    step = Step.causal(2, 6)
+    assert torch.equal(last(first(TOKENS, step)[0], step)[0].logits(), whole(TOKENS, step)[0].logits())
 
 
 def test_more_stages_than_layers_are_an_error() -> None:

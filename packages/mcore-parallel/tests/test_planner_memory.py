@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Estimated memory against tensors that are alive in real steps."""
 
+import dataclasses
 import importlib
 import weakref
 from collections.abc import Iterable
@@ -171,10 +172,15 @@ def test_the_peak_of_a_step_is_estimated(vocab_size: int, kernels: bool) -> None
 @pytest.mark.parametrize("degrees", [{"tp": 2}, {"tp": 2, "sequence_parallel": False}, {"dp": 2}, {"pp": 2}, {"pp": 2, "vpp": 2}], ids=str)
 @pytest.mark.world(2)
 def test_the_peak_of_every_rank_is_estimated(world: Any, degrees: dict[str, Any]) -> None:
-    world(check_peak, degrees=degrees)
+    world(check_peak, degrees=degrees, config=GROUPED)
 
 
-def check_peak(degrees: dict[str, Any]) -> None:
+@pytest.mark.world(2)
+def test_a_table_at_both_ends_is_estimated(world: Any) -> None:
+    world(check_peak, degrees={"pp": 2}, config=dataclasses.replace(GROUPED, share_embeddings_and_output_weights=True))
+
+
+def check_peak(degrees: dict[str, Any], config: TransformerConfig) -> None:
     torch.set_num_threads(1)
     plan = ParallelPlan(**degrees)
     groups = ProcessGroups.build(plan)
@@ -183,8 +189,8 @@ def check_peak(degrees: dict[str, Any]) -> None:
         # Gloo copies a bucket to sum it, which shows where there are few activations.
         for name in ("nothing",) if plan.dp > 1 else ("nothing", "norm and mlp", "layers"):
             layout = Layout(plan=plan, recompute=RECOMPUTE[name], sync=DistributedDataParallelConfig(use_distributed_optimizer=plan.dp > 1))
-            measured, static = peak(groups, GROUPED, layout, dtype, microbatches)
-            work = workload(GROUPED, dtype, microbatches * plan.dp)
+            measured, static = peak(groups, config, layout, dtype, microbatches)
+            work = workload(config, dtype, microbatches * plan.dp)
             memory = estimate(work, layout, stage=groups.pp.rank, kernels=False)
             assert memory.params + memory.grads + memory.optimizer == pytest.approx(static, rel=0.01)
             assert memory.allocated == pytest.approx(measured, rel=0.06), (name, dtype, measured, memory)

@@ -141,8 +141,33 @@ def test_skipped_steps_are_counted_and_too_many_are_an_error(tmp_path: Path) -> 
     assert caught.value.step == 9
     records = lines(path)
     assert [record["skipped_steps"] for record in records] == [0, 0, 1, 1, 1, 2, 2, 2]
+    rate = loop.schedule.lr
+    assert [record["lr"] for record in records] == [rate(n) for n in (0, 1, 2, 2, 3, 4, 4, 5)], "a skipped step does not advance the rate"
     assert records[2]["loss"] is None
     assert trainer(TrainerConfig(steps=9, max_skipped_steps=3), spoilt).run().skipped_steps == 3
+
+
+def test_the_rate_waits_while_the_loss_scale_is_too_large() -> None:
+    groups = ProcessGroups.single()
+    model = GPTModel(CONFIG, groups, dtype=torch.float16)
+    sync = DistributedDataParallel(DistributedDataParallelConfig(), model, groups)
+    scaling = {"fp16": True, "initial_loss_scale": 2.0**20, "hysteresis": 1}
+    optimizer = MegatronOptimizer(OptimizerConfig(lr=0.01, **scaling), sync, groups)
+    schedule = CosineSchedule(max_lr=0.01, decay_steps=1000, warmup_steps=50)
+    written: list[Mapping[str, float]] = []
+
+    class Numbers:
+        def write(self, step: int, values: Mapping[str, float]) -> None:
+            written.append(values)
+
+        def close(self) -> None:
+            pass
+
+    config = TrainerConfig(steps=16, max_skipped_steps=14)
+    state = Trainer(config, model, sync, optimizer, CrossEntropyObjective(), data, schedule, [Numbers()]).run()
+    assert 0 < state.skipped_steps == 16 - optimizer.step_count < 16
+    before = [0, *(int(values["skipped_steps"]) for values in written)]
+    assert [values["lr"] for values in written] == [schedule.lr(step - before[step]) for step in range(16)]
 
 
 def test_a_rhythm_without_its_part_is_an_error() -> None:

@@ -2,6 +2,8 @@
 # Copyright (c) 2026 the mcore authors
 """An iteration over any layout: same rollouts, same weights everywhere, a policy that learns."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -48,12 +50,13 @@ def iterate(plan: ParallelPlan, iterations: int, device: str = "cpu") -> list[It
 
 
 def check_refit(plan: ParallelPlan) -> None:
-    """What is gathered from a layout is what one rank holds from the same seed."""
+    """What is gathered from a layout is what one rank holds from the same seed, each parameter once."""
     groups = ProcessGroups.build(plan)
-    whole = {shard.name: shard.parameter for shard in named_shards(GPTModel(SIZES, ProcessGroups.single()))}
-    gathered = dict(gather_weights(GPTModel(SIZES, groups), groups))
-    assert list(gathered) == list(whole)
-    assert all(torch.equal(gathered[name], whole[name]) for name in whole)
+    for sizes in (SIZES, dataclasses.replace(SIZES, share_embeddings_and_output_weights=True)):
+        whole = {shard.name: shard.parameter for shard in named_shards(GPTModel(sizes, ProcessGroups.single()))}
+        gathered = list(gather_weights(GPTModel(sizes, groups), groups))
+        assert [name for name, _ in gathered] == list(whole)
+        assert all(torch.equal(full, whole[name]) for name, full in gathered)
 
 
 @pytest.mark.world(4)

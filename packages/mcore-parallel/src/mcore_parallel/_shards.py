@@ -34,7 +34,8 @@ class ShardSpec:
     """axis -> dim cut evenly over it; on all other axes the parameter is replicated. One axis a dim."""
     partial: tuple[str, ...] = ()
     """Model axes over which each rank's gradient is a partial sum (for instance tp, of a norm that sees a share
-    of the tokens); the data axes are always summed and are not named here."""
+    of the tokens); the data axes are always summed and are not named here. "embd" is the one across pipeline stages: the
+    first and the last one hold a copy each."""
 
     def local_shape(self, groups: ProcessGroups) -> tuple[int, ...]:
         """Shape this rank holds.
@@ -62,14 +63,19 @@ class ShardSpec:
         return tuple(slice(begin, begin + size) for begin, size in zip(self.offset(groups), self.local_shape(groups), strict=True))
 
     def replica(self, groups: ProcessGroups) -> int:
-        """Number of this copy among the ranks of its pipeline stage that hold the same part; 0 is the one that counts."""
+        """Number of this copy among the ranks that hold the same part: those of its pipeline stage, and of both ends of the pipeline
+        if it is partial over "embd"; 0 is the one that counts."""
         axes = ("tp", "ep", "dp") if self.view == "expert" else ("tp", "cp", "dp")
-        number = 0
+        number = self.pipeline_copy(groups)
         for axis in axes:
             if axis not in self.shards:
                 group = groups.axis(self.view, axis)
                 number = number * group.size + group.rank
         return number
+
+    def pipeline_copy(self, groups: ProcessGroups) -> int:
+        """1 for the copy of the last stage of a parameter that both ends of the pipeline hold, else 0."""
+        return groups.embd.rank if "embd" in self.partial and groups.embd is not None else 0
 
 
 @runtime_checkable

@@ -22,7 +22,8 @@ class WeightSink(Protocol):
 
 def gather_weights(model: nn.Module, groups: ProcessGroups) -> Iterator[tuple[str, Tensor]]:
     """Every global parameter of ``model`` in full, one at a time, on every rank; all ranks must consume it together."""
-    own = list(named_shards(model))
+    # Of a table at both ends of the pipeline, the first stage's copy is enough.
+    own = [shard for shard in named_shards(model) if groups.pp.is_first or "embd" not in shard.spec.partial]
     for stage in range(groups.pp.size):
         mine = stage == groups.pp.rank
         listing = [(s.name, list(s.spec.shape), str(s.parameter.dtype).removeprefix("torch.")) for s in own] if mine else []

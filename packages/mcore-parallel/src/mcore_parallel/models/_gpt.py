@@ -3,6 +3,7 @@
 """The decoder-only transformer, whole or one pipeline stage of it."""
 
 import dataclasses
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from mcore_parallel.models._layer import TransformerLayer, build_norm, dense_fee
 from mcore_parallel.models._memory import StageMemory
 from mcore_parallel.models._output import ModelOutput, OutputLayer
 from mcore_parallel.models._slots import FeedForwardBuilder, MixerBuilder, Site
-from mcore_parallel.nn import AttentionCore, OffloadConfig, RecomputeConfig, Step, causal_attention, rotary_frequencies, rotary_tables
+from mcore_parallel.nn import AttentionCore, OffloadConfig, RecomputeConfig, Step, default_attention, rotary_frequencies, rotary_tables
 from mcore_parallel.pipeline import StageLayout, partition_layers
 from mcore_parallel.tensor_parallel import VocabParallelEmbedding
 
@@ -25,12 +26,15 @@ class GPTModel(nn.Module):
 
     Parameter names are global: ``layers.17.attention.qkv.weight`` whatever stage holds layer 17.
 
+    With tied embeddings the first and the last of several stages hold a copy of ``embedding.weight`` each, which start equal and whose
+    gradients are summed over the ``embd`` group (``ShardSpec.partial``); the output layer is then the last stage's ``embedding``.
+
     Args:
         config: the architecture.
         groups: the layout.
         feed_forward: fills the feed-forward slot of every layer.
         mixer: fills the mixer slot; None for self-attention around ``attention_core``.
-        attention_core: None for torch's causal attention.
+        attention_core: None for causal attention: torch's, or a ring over cp.
         layers: global numbers of the layers held here; None for this stage's share by ``partition_layers``. A ``StageLayout``
             (from a ``PipelineLayout``) also says whether this is the virtual stage with the embedding or with the output.
         recompute: what the backward computes again instead of keeping it; None for nothing. The results have the same bits.
@@ -41,8 +45,8 @@ class GPTModel(nn.Module):
         seed: of the initial values; None leaves them uninitialised.
 
     Raises:
-        ValueError: degrees that do not divide the sizes, mixer and attention_core together, tied embeddings over several stages,
-            recomputation and offloading of the same part.
+        ValueError: degrees that do not divide the sizes, mixer and attention_core together, recomputation and offloading of the
+            same part, tied embeddings whose ends are neither one chunk nor on the first and the last stage.
 
     Example:
         >>> config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=16)
@@ -71,9 +75,6 @@ class GPTModel(nn.Module):
         stages = groups.pp
         if mixer is not None and attention_core is not None:
             raise ValueError("mixer and attention_core exclude one another; give the core to the mixer's builder")
-        tied = config.share_embeddings_and_output_weights
-        if tied and stages.size > 1:
-            raise ValueError(f"share_embeddings_and_output_weights=True needs pp=1, found pp={stages.size}; untie the weights or set pp=1")
         self.is_first, self.is_last = stages.is_first, stages.is_last
         if isinstance(layers, StageLayout):
             if layers.mtp_layers:
@@ -83,21 +84,35 @@ class GPTModel(nn.Module):
             layers = partition_layers(config.num_layers, stages.size, stages.rank)
         elif not 0 <= layers.start <= layers.stop <= config.num_layers:
             raise ValueError(f"layers={layers} must lie in range(0, num_layers={config.num_layers})")
+        tied = config.share_embeddings_and_output_weights
+        shared = tied and self.is_first != self.is_last
+        if shared and not (stages.size > 1 and (stages.is_first if self.is_first else stages.is_last)):
+            raise ValueError(
+                f"share_embeddings_and_output_weights=True needs embedding and output in one chunk, or on the first and the last of "
+                f"several stages, found one of them on stage {stages.rank} of pp={stages.size}; change the layout or untie the weights"
+            )
         self.memory = StageMemory(recompute, offload, len(layers), groups, own_core=mixer is None)
-        mixer = self_attention(self.memory.core(attention_core or causal_attention)) if mixer is None else mixer
+        mixer = self_attention(self.memory.core(attention_core or default_attention(groups))) if mixer is None else mixer
         self.config, self.groups, self.stage_layers = config, groups, layers
         self.dtype = dtype
-        sizes, place = (config.vocab_size, config.hidden_size, groups), {"dtype": dtype, "device": device}
+        sizes = (config.vocab_size, config.hidden_size, groups)
+        place: dict[str, Any] = {"dtype": dtype, "device": device}
+        ends: dict[str, Any] = {**place, "partial": ("embd",) if shared else ()}
 
         def site(layer: int) -> Site:
             return Site(layer=layer, local_layer=layer - layers.start, config=config, groups=groups, dtype=dtype, device=device)
 
-        self.embedding = VocabParallelEmbedding(*sizes, init=False, **place) if self.is_first else None
+        self.embedding = VocabParallelEmbedding(*sizes, init=False, **ends) if self.is_first else None
         self.layers = nn.ModuleDict(
             {str(layer): TransformerLayer(site(layer), mixer, feed_forward, self.memory.layer(layer - layers.start)) for layer in layers}
         )
         self.final_norm = build_norm(site(layers.stop)) if self.is_last else None
-        self.output = OutputLayer(*sizes, tied=tied, unpadded_vocab_size=unpadded_vocab_size, **place) if self.is_last else None
+        output = OutputLayer(*sizes, tied=tied and not shared, unpadded_vocab_size=unpadded_vocab_size, **ends) if self.is_last else None
+        self._holds_copy = shared and self.is_last
+        if self._holds_copy:
+            # The copy bears the name of the table, and hooks find it in the module that uses it.
+            self.embedding, output = output, None
+        self.output = output
         if seed is not None and torch.device(device).type != "meta":
             init_parameters(self, seed)
 
@@ -121,14 +136,15 @@ class GPTModel(nn.Module):
             )
         if step.rotary is None:
             step = dataclasses.replace(step, rotary=self.rotary(step.positions))
-        if self.embedding is not None:
+        if self.embedding is not None and not self._holds_copy:
             x = self.embedding(x)
         x, aux_total = self.memory.run(list(self.layers.values()), x, step)
-        if self.final_norm is None or self.output is None:
+        layer = cast(OutputLayer, self.embedding) if self._holds_copy else self.output
+        if self.final_norm is None or layer is None:
             return x, aux_total
-        tied = self.config.share_embeddings_and_output_weights
+        tied = self.config.share_embeddings_and_output_weights and not self._holds_copy
         shared = self.embedding.weight if tied and self.embedding is not None else None
-        return ModelOutput(self.final_norm(x), self.output, shared), aux_total
+        return ModelOutput(self.final_norm(x), layer, shared), aux_total
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [T, d] of the positions [T], float32."""

@@ -5,7 +5,7 @@
 from torch import Tensor, nn
 
 from mcore_parallel.models._slots import FeedForwardBuilder, MixerBuilder, Site
-from mcore_parallel.nn import AttentionCore, GatedMLP, LayerMemory, RMSNorm, SelfAttention, Step, causal_attention
+from mcore_parallel.nn import AttentionCore, GatedMLP, LayerMemory, RMSNorm, SelfAttention, SinkAttentionCore, Step, default_attention
 
 
 class TransformerLayer(nn.Module):
@@ -46,8 +46,13 @@ def dense_feed_forward(site: Site) -> nn.Module:
     return GatedMLP(site.config.hidden_size, site.config.ffn_size, site.groups, dtype=site.dtype, device=site.device, init=False)
 
 
-def self_attention(core: AttentionCore | None = None) -> MixerBuilder:
-    """A builder of self-attention of the config's sizes around a core; None for torch's causal attention."""
+def self_attention(core: AttentionCore | SinkAttentionCore | None = None, *, softmax_type: str = "vanilla") -> MixerBuilder:
+    """A builder of self-attention of the config's sizes around a core; None for causal attention of the layout.
+
+    Args:
+        core: as of ``SelfAttention``.
+        softmax_type: as of ``SelfAttention``; "learnable" needs a ``core`` that takes sinks.
+    """
 
     def build(site: Site) -> nn.Module:
         config = site.config
@@ -58,7 +63,8 @@ def self_attention(core: AttentionCore | None = None) -> MixerBuilder:
             config.head_dim,
             site.groups,
             layer=site.local_layer,
-            core=causal_attention if core is None else core,
+            core=default_attention(site.groups) if core is None else core,
+            softmax_type=softmax_type,
             dtype=site.dtype,
             device=site.device,
             init=False,

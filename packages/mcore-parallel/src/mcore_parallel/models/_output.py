@@ -30,6 +30,7 @@ class OutputLayer(ProductLayer):
         groups: tp is used.
         tied: hold no weight; each call brings the one of the embedding.
         unpadded_vocab_size: rows that are real; losses and log-probabilities leave the padding after them out. None for all.
+        partial: as in ``ShardSpec``.
         dtype: of the weight.
         device: of the weight.
 
@@ -45,6 +46,7 @@ class OutputLayer(ProductLayer):
         *,
         tied: bool = False,
         unpadded_vocab_size: int | None = None,
+        partial: tuple[str, ...] = (),
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -55,7 +57,7 @@ class OutputLayer(ProductLayer):
             raise ValueError(f"unpadded_vocab_size={unpadded_vocab_size} must lie between 1 and vocab_size={vocab_size}")
         self.groups, self.vocab_size = groups, vocab_size
         self.unpadded_vocab_size = vocab_size if unpadded_vocab_size is None else unpadded_vocab_size
-        self._spec = ShardSpec(shape=(vocab_size, hidden_size), shards={"tp": 0})
+        self._spec = ShardSpec(shape=(vocab_size, hidden_size), shards={"tp": 0}, partial=partial)
         local = self._spec.local_shape(groups)
         self.weight = None if tied else nn.Parameter(torch.empty(local, dtype=dtype, device=device))
 

@@ -90,7 +90,9 @@ class Placement:
         spec = piece.spec
         if piece.is_whole and not owned:
             return spec.replica(self._groups)
-        number = piece.instance or 0
+        number = spec.pipeline_copy(self._groups)
+        if piece.instance is not None:
+            number = number * piece.data_group.size + piece.instance
         for axis in ("tp", "ep") if spec.view == "expert" else ("tp",):
             if axis not in spec.shards:
                 group = self._groups.axis(spec.view, axis)
@@ -99,10 +101,7 @@ class Placement:
 
     def counts(self, piece: Piece) -> bool:
         """Whether this rank counts the piece in a sum over the world."""
-        embd = self._groups.embd
-        # A parameter shared by the first and the last stage is partial over embd; the first stage counts it.
-        copy = embd is not None and "embd" in piece.spec.partial and not embd.is_first
-        return self.replica(piece) == 0 and not copy
+        return self.replica(piece) == 0
 
     def parts(self, piece: Piece, flat: Tensor) -> list[tuple[Tensor, tuple[int, ...]]]:
         """A flat tensor of the piece as boxes of the global tensor: (view, global offset)."""

@@ -310,7 +310,7 @@ def stage_activations(workload: Workload, layout: Layout, parts: tuple[Part, ...
     moments = [Moment(moment.name, again + moment.extra) for moment in layer.moments] if chunk else []
     if first:
         # Last of all: the embedding's gradient, when its micro-batch has let go of the layers.
-        tied = workload.model.config.share_embeddings_and_output_weights
+        tied = last and workload.model.config.share_embeddings_and_output_weights
         moments.append(Moment("embedding", (1 + tied) * s.e * s.V * s.D + 2 * s.e * s.T * s.D - kept))
     if head is not None:
         moments += head.moments

@@ -113,8 +113,6 @@ def check_fit(workload: Workload, layout: Layout) -> None:
             raise PlannerError(f"{name}={degree} must divide {what}={size}; lower {name.removeprefix('2*')}")
     if config.num_layers < plan.pp * plan.vpp:
         raise PlannerError(f"pp*vpp={plan.pp}*{plan.vpp} must not exceed num_layers={config.num_layers}; lower one of them")
-    if config.share_embeddings_and_output_weights and plan.pp > 1:
-        raise PlannerError(f"share_embeddings_and_output_weights=True needs pp=1, found pp={plan.pp}; untie the weights or set pp=1")
     if experts is not None and plan.tp > 1 and not layout.sequence_parallel:
         raise PlannerError(f"tp={plan.tp} with experts needs sequence parallelism; switch it on")
     num_microbatches = layout.num_microbatches(workload)

@@ -122,11 +122,15 @@ def _stage_shapes(
     count = sum(part.num_layers for part in parts)
     found = {kind: members * count for kind, members in layer.items()}
     first, last = any(part.first for part in parts), any(part.last for part in parts)
-    if first:
+    tied = config.share_embeddings_and_output_weights
+    if tied and pp > 1:
+        # Each end has a copy, whose gradients are summed over both by themselves.
+        found["ends"] = (table,) * (first or last)
+    elif first:
         found["dense"] = (table, *found["dense"])
     if last:
         found["partial"] = (*found["partial"], (config.hidden_size,))
-        if not config.share_embeddings_and_output_weights:
+        if not tied:
             found["dense"] = (*found["dense"], table)
     if tp == 1:
         # Nothing is partial, so all dense gradients share a buffer.

@@ -30,6 +30,7 @@ class VocabParallelEmbedding(nn.Module):
         init: draw the table from N(0, 0.02^2), the same global values in every layout; False leaves the memory
             uninitialised for a caller that fills it.
         seed: of that draw.
+        partial: as in ``ShardSpec``.
 
     Raises:
         ValueError: tp does not divide ``vocab_size``.
@@ -45,18 +46,19 @@ class VocabParallelEmbedding(nn.Module):
         device: torch.device | str | None = None,
         init: bool = True,
         seed: int = 0,
+        partial: tuple[str, ...] = (),
     ) -> None:
         super().__init__()
         if vocab_size % groups.tp.size:
             raise ValueError(f"tp={groups.tp.size} must divide vocab_size={vocab_size}; pad it with pad_vocab_size")
-        self.vocab_size, self.hidden_size, self.groups = vocab_size, hidden_size, groups
+        self.vocab_size, self.hidden_size, self.groups, self.partial = vocab_size, hidden_size, groups, partial
         shape = self.shard_specs()["weight"].local_shape(groups)
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
         if init:
             self.reset_parameters(seed)
 
     def shard_specs(self) -> Mapping[str, ShardSpec]:
-        return {"weight": ShardSpec(shape=(self.vocab_size, self.hidden_size), shards={"tp": 0})}
+        return {"weight": ShardSpec(shape=(self.vocab_size, self.hidden_size), shards={"tp": 0}, partial=self.partial)}
 
     def reset_parameters(self, seed: int = 0, std: float = 0.02) -> None:
         """Normal table that is the same in every layout."""

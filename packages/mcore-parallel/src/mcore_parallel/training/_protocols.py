@@ -61,7 +61,7 @@ class Optimizer(Protocol):
 
 
 class Schedule(Protocol):
-    """Learning rate of each step, counted from 0."""
+    """Learning rate of each update, counted from 0."""
 
     def lr(self, step: int) -> float: ...
 

@@ -76,7 +76,7 @@ class Trainer:
         optimizer: updates it.
         objective: what is minimised.
         data: from a number of consumed samples to the micro-batches of each following step, one list a step.
-        schedule: learning rates; step 1 has ``schedule.lr(0)``.
+        schedule: learning rates; step 1 has ``schedule.lr(0)``. A skipped step does not advance it.
         writers: take the numbers of each step, on the first rank of the layout only; closed at the end of ``run``.
         checkpointer: saves and restores; needed by ``save_every`` and ``resume``.
         evaluation: the micro-batches of one evaluation; needed by ``eval_every``.
@@ -177,7 +177,8 @@ class Trainer:
         return self.state
 
     def _step(self, batches: Sequence[Batch]) -> dict[str, float]:
-        state, lr = self.state, self.schedule.lr(self.state.step)
+        state = self.state
+        lr = self.schedule.lr(state.step - state.skipped_steps)
         report = train_step(
             self.model,
             batches,
