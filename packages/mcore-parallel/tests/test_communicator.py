@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from mcore_parallel import CommunicatorOptions, Group, load_communicator_options
-from mcore_parallel._communicator import _nccl_options, connect
+from mcore_parallel._communicator import _nccl_options, connect, uses_nccl
 
 
 def test_files_hold_one_table_a_group(tmp_path: Path) -> None:
@@ -83,3 +83,9 @@ def check_gloo_ignores_options() -> None:
 @pytest.mark.world(2)
 def test_other_backends_take_no_options(world) -> None:
     world(check_gloo_ignores_options)
+
+
+def test_nccl_is_found_among_several_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    for config, expected in (("cuda:nccl", True), ("cpu:gloo,cuda:nccl", True), ("cpu:gloo", False)):
+        monkeypatch.setattr(dist, "get_backend_config", lambda group=None, config=config: config)
+        assert uses_nccl(None) is expected

@@ -18,6 +18,7 @@ from mcore_parallel.context_parallel import (
     HeadSplitError,
     LayeredAttention,
     SequenceSplitError,
+    _core,
     _ring,
     context_parallel_attention,
     zigzag_indices,
@@ -314,3 +315,14 @@ def test_choices_that_do_not_exist_are_refused() -> None:
         context_parallel_attention(one, window_size=[None, (1, 0)], layers=range(1, 3))
     with pytest.raises(ValueError, match=r"cp_comm_type has 3 entries and window_size 2; give one a layer"):
         context_parallel_attention(one, ["p2p"] * 3, window_size=[None, (1, 0)])
+
+
+def test_all_layers_of_a_packed_batch_share_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[object] = []
+    plan = _core.plan_ring
+    monkeypatch.setattr(_core, "plan_ring", lambda *given: plans.append(given) or plan(*given))
+    step = Step(batch_size=1, seq_len=29, positions=torch.zeros(29, dtype=torch.int64), cu_seqlens=torch.tensor([0, 11, 29]))
+    q, k, v = torch.randn(3, 29, 2, 4).unbind()
+    for layer in range(3):
+        causal_attention(q, k, v, layer, step)
+    assert len(plans) == 1

@@ -66,7 +66,7 @@ def check_instances() -> None:
     rank = dist.get_rank()
     assert used["dense"].outer.ranks == ((0, 2), (1, 3))[rank % 2] == used["expert"].outer.ranks
     assert used["dense"].inner.ranks == ((0, 1), (2, 3))[rank // 2] and used["expert"].inner.ranks == (rank,)
-    # It does not: they are made, with the same time limit, and given up again.
+    # It does not: they are made, with the same time limit, and serve the next one too.
     plain = ProcessGroups.build(ParallelPlan(dp=4, ep=2), timeout_s=66.0)
     before = num_communicators()
     made, ddp = trained(plain, **two)
@@ -75,11 +75,13 @@ def check_instances() -> None:
         for group in (buffer.groups.inner, buffer.groups.outer, buffer.groups.gather):
             if group.size > 1:
                 assert group.pg is not None and group.pg._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=66)
+    before = num_communicators()
     ddp.close()
     ddp.close()
+    again, _ = trained(plain, **two)
     assert num_communicators() == before
     for name, value in expected.items():
-        assert torch.equal(ready[name], made[name])
+        assert torch.equal(ready[name], made[name]) and torch.equal(made[name], again[name])
         torch.testing.assert_close(ready[name], value, rtol=1e-12, atol=1e-13)
 
 

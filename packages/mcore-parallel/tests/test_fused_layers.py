@@ -42,7 +42,7 @@ def check_swiglu(device: str, dtype: torch.dtype, tolerance: float) -> None:
 
 
 def check_rotary(device: str, dtype: torch.dtype, tolerance: float) -> None:
-    for tokens, kv_heads, group, width in ((5, 2, 3, 8), (4, 1, 1, 24), (3, 8, 4, 128)):
+    for tokens, kv_heads, group, width in ((5, 2, 3, 8), (4, 1, 1, 24), (2, 16, 4, 96), (3, 8, 4, 128)):
         qkv = torch.randn(tokens, kv_heads, group + 2, width).to(dtype)
         tables = rotary_tables(torch.arange(tokens) * 7, rotary_frequencies(width))
         ours, reference = qkv.to(device).requires_grad_(), qkv.detach().double().requires_grad_()

@@ -341,3 +341,8 @@ def test_config_names_what_is_wrong() -> None:
         OptimizerConfig(lr=1.0, clip_grad=math.nan)
     with pytest.raises(ValueError, match=r"adam_beta2=1\.0"):
         OptimizerConfig(lr=1.0, adam_beta2=1.0)
+
+
+def test_a_rank_that_trains_nothing_sums_on_the_device_of_its_model() -> None:
+    _, optimizer = wrap(nn.Linear(3, 2, device="meta").requires_grad_(False), lr=0.1)
+    assert optimizer.step().grad_norm.device.type == "meta"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_parallel import ParallelPlan, ProcessGroups
+from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.nn import Step
 from mcore_parallel.tensor_parallel import (
@@ -180,3 +181,13 @@ def check_frozen(tp: int) -> None:
 @pytest.mark.world(2)
 def test_frozen_weight_keeps_no_input(world) -> None:
     world(check_frozen, tp=2)
+
+
+def test_closed_data_parallelism_gives_weight_gradients_back() -> None:
+    groups = ProcessGroups.single()
+    model = GPTModel(CONFIG, groups, seed=1)
+    ddp = DistributedDataParallel(DistributedDataParallelConfig(gradient_accumulation_fusion=True), model, groups)
+    ddp.close()
+    run(model, 1, weighted=False)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert not any(gradient.any() for gradient in ddp.gradients().values())

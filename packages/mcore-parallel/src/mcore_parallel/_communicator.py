@@ -159,7 +159,7 @@ def connect(
         list(ranks),
         timeout=timeout,
         backend=backend,
-        pg_options=None if options is None else _nccl_options(options, backend or dist.get_backend(), timeout),
+        pg_options=None if options is None else _nccl_options(options, backend or dist.get_backend_config(), timeout),
         use_local_synchronization=local,
         group_desc=name or None,
     )
@@ -167,6 +167,11 @@ def connect(
         return Group(ranks, -1)
     assert isinstance(pg, dist.ProcessGroup)
     return Group(ranks, ranks.index(me), pg, pg.group_name, timeout_s)
+
+
+def uses_nccl(pg: dist.ProcessGroup | None) -> bool:
+    """Whether a group moves GPU tensors by NCCL, also one of several backends (as ``init_process_group()`` makes unless told)."""
+    return "nccl" in dist.get_backend_config(pg)
 
 
 def _nccl_options(options: CommunicatorOptions, backend: str, timeout: timedelta | None) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 import torch
 import torch.distributed as dist
 
-from mcore_parallel._communicator import CommunicatorOptions, Group, connect
+from mcore_parallel._communicator import CommunicatorOptions, Group, connect, uses_nccl
 from mcore_parallel._grid import HyperCommGrid
 from mcore_parallel._plan import ParallelPlan
 
@@ -82,6 +82,8 @@ class ProcessGroups:
     """First pipeline rank; None elsewhere."""
     world: Group
     _open: list[dist.ProcessGroup] = field(default_factory=list, repr=False, compare=False)
+    _later: dict[tuple[tuple[int, ...], str], Group] = field(default_factory=dict, repr=False, compare=False)
+    """Communicators that data parallelism made beside ``build``, by ranks and purpose; they stay until the world ends."""
 
     @classmethod
     def single(cls) -> "ProcessGroups":
@@ -149,7 +151,7 @@ class ProcessGroups:
         return cls(plan=plan, hierarchical_cp=levels, _open=maker.mine, **groups)  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """Destroy the communicators, each once, on every rank at the same point; the world stays, and ``build`` may follow.
+        """Destroy the communicators of ``build``, each once, on every rank at the same point; the world stays, and ``build`` may follow.
 
         A second call does nothing.
         """
@@ -240,7 +242,7 @@ class _Maker:
 
 def _names() -> list[str]:
     """Fields of ``ProcessGroups`` that are one group."""
-    return [item.name for item in fields(ProcessGroups) if item.name not in ("plan", "hierarchical_cp", "_open")]
+    return [item.name for item in fields(ProcessGroups) if item.name not in ("plan", "hierarchical_cp", "_open", "_later")]
 
 
 def _open_links(group: Group, *, closed: bool = False) -> None:
@@ -248,7 +250,10 @@ def _open_links(group: Group, *, closed: bool = False) -> None:
 
     NCCL connects a pair on its first transfer in each direction, on the host, and a schedule's first transfers do not pair up.
     """
-    if group.size == 1 or group.rank < 0 or dist.get_backend(group.pg) != "nccl":
+    # Where NCCL is one of several backends, a process that has not touched its GPU works with tensors of the host.
+    if group.size == 1 or group.rank < 0 or not uses_nccl(group.pg):
+        return
+    if dist.get_backend(group.pg) != "nccl" and not torch.cuda.is_initialized():
         return
     token = torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device()))
     places = [group.rank - 1, group.rank + 1]

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mcore_parallel._communicator import uses_nccl
 from mcore_parallel.comm._bridge_plan import BridgeBatch, BridgeEnd, RowTransfer, count_rows, plan_rows, plan_spread
 
 
@@ -46,7 +47,7 @@ class BridgeCommunicator:
         self._pending: list[tuple[list[dist.Work], list[Tensor]]] = []
         # NCCL connects a pair on its first transfer in each direction, on the host, while later transfers queue up behind it; with
         # gloo all ranks of a group are connected from the start.
-        self._connects = dist.is_initialized() and dist.get_backend(pg) == "nccl"
+        self._connects = dist.is_initialized() and uses_nccl(pg)
         self._connected: set[int] = set()
         # Plans are pure functions of the micro-batch, and few kinds of it occur.
         self._crossing = functools.lru_cache(maxsize=32)(self._plan_crossing)

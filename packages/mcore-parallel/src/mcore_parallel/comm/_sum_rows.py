@@ -16,8 +16,11 @@ def _sum(rows, out, n, num_rows, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     total = tl.load(rows + at, mask=inside, other=0.0).to(tl.float32)
-    for row in range(1, num_rows):
-        total += tl.load(rows + row * n + at, mask=inside, other=0.0).to(tl.float32)
+    place = at
+    for _ in range(1, num_rows):
+        # Of 64 bits, as the product of a row number and n would not be.
+        place += n
+        total += tl.load(rows + place, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
 
 

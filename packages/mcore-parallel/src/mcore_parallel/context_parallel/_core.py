@@ -18,7 +18,7 @@ from mcore_parallel.context_parallel._flash import HEAD_DIM_MULTIPLE, FlashAtten
 from mcore_parallel.context_parallel._heads import join_heads, permute_rows, repeated_kv_heads, split_heads
 from mcore_parallel.context_parallel._partial import TorchAttention
 from mcore_parallel.context_parallel._ring import Round, plan_ring, ring_attention
-from mcore_parallel.context_parallel._tiles import Window, plan_tiles
+from mcore_parallel.context_parallel._tiles import Window, plan_tiles, send
 from mcore_parallel.context_parallel._zigzag import inverse, segments, sequence_lengths, zigzag_indices, zigzag_inverse
 
 
@@ -130,7 +130,7 @@ class _Layout:
 
     rounds: tuple[Round, ...]
     order: Tensor
-    """For each token after the exchange (or gathering) its number among those of the ranks in rank order."""
+    """For each token after the exchange (or gathering) its number among those of the ranks in rank order; empty where tokens stay."""
     places: Tensor
     """The inverse of ``order``."""
 
@@ -139,13 +139,16 @@ class _Layout:
         if gathered.size > 1:
             tiles = plan_tiles(segments(lengths, gathered.size, gathered.rank), segments(lengths, 1, 0), window)
             order = zigzag_inverse(lengths, gathered.size)
-            return cls((Round(0, tuple(tiles)),), order.to(device), inverse(order).to(device))
+            return cls((Round(0, tuple(tiles)),), send(order, device), send(inverse(order), device))
+        rounds = plan_ring(lengths, ring.size, ring.rank, window)
+        if heads.size == 1:
+            # No token moves.
+            return cls(rounds, torch.empty(0), torch.empty(0))
         # Chunks of neighbours make up one chunk of a ring of fewer ranks: in rising order they are its zigzag.
         size, first = heads.size * ring.size, heads.size * ring.rank
         places = torch.cat([zigzag_indices(lengths, size, first + place) for place in range(heads.size)])
         order = places.argsort()
-        rounds = plan_ring(lengths, ring.size, ring.rank, window)
-        return cls(rounds, order.to(device), inverse(order).to(device))
+        return cls(rounds, send(order, device), send(inverse(order), device))
 
 
 def _lengths(step: SequenceStep, size: int) -> tuple[int, ...]:

@@ -47,14 +47,14 @@ class Spans:
         """[sum(lengths)] int64, numbers of the rows."""
         if ("rows", device) not in self._on_device:
             parts = [torch.arange(start, start + length) for start, length in zip(self.starts, self.lengths, strict=True)]
-            self._on_device["rows", device] = torch.cat(parts).to(device)
+            self._on_device["rows", device] = send(torch.cat(parts), device)
         return self._on_device["rows", device]
 
     def bounds(self, device: torch.device) -> Tensor:
         """[N + 1] int32, where each run begins when they stand behind one another, and the last one ends."""
         if ("bounds", device) not in self._on_device:
             bounds = [0, *itertools.accumulate(self.lengths)]
-            self._on_device["bounds", device] = torch.tensor(bounds, dtype=torch.int32).to(device)
+            self._on_device["bounds", device] = send(torch.tensor(bounds, dtype=torch.int32), device)
         return self._on_device["bounds", device]
 
     def view(self, x: Tensor) -> Tensor:
@@ -76,6 +76,11 @@ class Tile:
     def is_even(self) -> bool:
         """All blocks have one shape and can be viewed as one batch."""
         return self.queries.stride is not None and self.keys.stride is not None
+
+
+def send(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on a device; the host does not wait for what runs there."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def plan_tiles(queries: Sequence[Sequence[Segment]], keys: Sequence[Sequence[Segment]], window: Window) -> list[Tile]:

@@ -50,8 +50,8 @@ class DistributedDataParallel(nn.Module):
         shards = [shard for shard in named_shards(module) if shard.parameter.requires_grad][::-1]
         self.registered: dict[tuple[int, ...], RegisteredMemory] = {}
         """By the ranks of the data group; filled with ``nccl_ub``."""
-        self._splitter = DataGroupSplitter(groups, config)
-        split = {group: self._splitter.split(group) for group in _data_groups(shards, groups)}
+        splitter = DataGroupSplitter(groups, config)
+        split = {group: splitter.split(group) for group in _data_groups(shards, groups)}
         self.grad_buffers = _buffers(config, shards, groups, split, self.registered)
         self._grads = {name: grad for buffer in self.grad_buffers for name, grad in buffer.grads.items()}
         self._bucket_of = {name: bucket for buffer in self.grad_buffers for name, bucket in buffer.bucket_of.items()}
@@ -62,8 +62,7 @@ class DistributedDataParallel(nn.Module):
         self._expected: dict[str, int] | None = None
         self._reports = dict.fromkeys(self._grads, 0)
         self._hooks = [shard.parameter.register_post_accumulate_grad_hook(self._collector(shard.name)) for shard in shards]
-        if config.gradient_accumulation_fusion:
-            self._feed_layers(shards)
+        self._fed = self._feed_layers(shards) if config.gradient_accumulation_fusion else []
         self._names = [shard.name for shard in shards][::-1]
         self._gather = ParamGather(module, self.grad_buffers)
         if config.overlap_param_gather:
@@ -183,7 +182,7 @@ class DistributedDataParallel(nn.Module):
             self._gather.finish()
 
     def close(self) -> None:
-        """Take the hooks off, and give up registered memory and the communicators made here.
+        """Take the hooks off, give weight gradients back to autograd, and give up registered memory.
 
         Call on every rank before ``ProcessGroups.close`` or the end of the world; parameters and gradients stay usable.
         """
@@ -192,9 +191,12 @@ class DistributedDataParallel(nn.Module):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        # Left as they are they would go on to add gradients here, and another owner of the parameters would get none.
+        for layer in self._fed:
+            layer.accumulate_weight_gradients_into({})
+        self._fed.clear()
         for memory in self.registered.values():
             memory.close()
-        self._splitter.close()
 
     def broadcast_params(self) -> None:
         """Give all replicas the parameters and buffers of the first one."""
@@ -216,13 +218,16 @@ class DistributedDataParallel(nn.Module):
 
         return collect
 
-    def _feed_layers(self, shards: list[NamedShard]) -> None:
-        """Let layers that can add their weight gradients to the main gradients themselves do so."""
+    def _feed_layers(self, shards: list[NamedShard]) -> list[WeightGradientSink]:
+        """Let layers that can add their weight gradients to the main gradients themselves do so; returns them."""
+        fed: list[WeightGradientSink] = []
         names = {id(shard.parameter): shard.name for shard in shards}
         for module in self.module.modules():
             own = {local: names[id(p)] for local, p in module.named_parameters(recurse=False) if id(p) in names}
             if own and isinstance(module, WeightGradientSink):
                 module.accumulate_weight_gradients_into({local: self._main_gradient(name) for local, name in own.items()})
+                fed.append(module)
+        return fed
 
     def _main_gradient(self, name: str) -> MainGradient:
         return MainGradient(self._accumulator(name), functools.partial(self._begin, name), functools.partial(self._done, name))

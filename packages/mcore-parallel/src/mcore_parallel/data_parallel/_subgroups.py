@@ -20,7 +20,6 @@ class DataGroupSplitter:
 
     def __init__(self, groups: ProcessGroups, config: DistributedDataParallelConfig) -> None:
         self._groups, self._config = groups, config
-        self._own: list[dist.ProcessGroup] = []
 
     def split(self, group: Group) -> DataGroups:
         """Instances are neighbours in the group.
@@ -41,23 +40,22 @@ class DataGroupSplitter:
             inner = gather = group
             outer = Group.single(group.ranks[group.rank])
             if instances > 1:
-                inner = gather = self._connect(group, group.ranks[instance * size : (instance + 1) * size])
-                outer = self._connect(group, group.ranks[place::size])
+                inner = gather = self._connect(group, group.ranks[instance * size : (instance + 1) * size], "inner")
+                outer = self._connect(group, group.ranks[place::size], "outer")
         if not self._config.separate_all_gather_group:
             gather = inner
         elif gather == inner:
-            gather = self._connect(group, inner.ranks)
+            gather = self._connect(group, inner.ranks, "gather")
         return DataGroups(group, inner, outer, gather)
 
-    def close(self) -> None:
-        """Destroy the communicators made here."""
-        while self._own:
-            dist.destroy_process_group(self._own.pop())
+    def _connect(self, group: Group, ranks: tuple[int, ...], purpose: str) -> Group:
+        """The same communicator for the same ranks and purpose, also of a later model over the same ``groups``.
 
-    def _connect(self, group: Group, ranks: tuple[int, ...]) -> Group:
-        """Only members take part: ranks without such parameters do not know of this group."""
-        backend = None if group.pg is None else dist.get_backend(group.pg)
-        made = connect(ranks, group.ranks[group.rank], backend=backend, timeout_s=group.timeout_s, local=True)
-        if made.pg is not None:
-            self._own.append(made.pg)
-        return made
+        Only members take part: ranks without such parameters do not know of this group. It is not destroyed: torch names it after its
+        ranks and the number of groups there are, and under a name that comes again it would find the addresses of the first.
+        """
+        kept = self._groups._later
+        if (ranks, purpose) not in kept:
+            backend = None if group.pg is None else dist.get_backend(group.pg)
+            kept[ranks, purpose] = connect(ranks, group.ranks[group.rank], backend=backend, timeout_s=group.timeout_s, local=True)
+        return kept[ranks, purpose]

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d
-from torch.distributed.distributed_c10d import GroupName
 
 # What torch writes when nobody said what a group is for.
 _UNTOLD = {"default_pg": "world", "undefined": ""}
@@ -51,7 +50,8 @@ def progress() -> str:
 def group_ranks(name: str) -> list[int]:
     """The global ranks of a process group of this process; empty when it has none of that name."""
     try:
-        return dist.get_process_group_ranks(_distributed_c10d._resolve_process_group(GroupName(name)))
+        resolve: Any = _distributed_c10d._resolve_process_group
+        return dist.get_process_group_ranks(resolve(name))
     except (RuntimeError, LookupError, ValueError):
         return []
 

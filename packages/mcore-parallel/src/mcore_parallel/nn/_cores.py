@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Attention without parameters: the core slot of attention and the plain torch way to fill it."""
 
+import functools
 from typing import Protocol
 
 import torch.nn.functional as F
@@ -35,12 +36,18 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, layer: int, step: Step) ->
     its tokens: ``step.positions`` are not read.
     """
     if step.cu_seqlens is not None:
-        alone = Group.single()
-        return ContextParallelAttention(gathered=alone, heads=alone, ring=alone)(q, k, v, layer, step)
+        return _packed_attention()(q, k, v, layer, step)
     B, S = step.batch_size, step.seq_len
     q, k, v = (x.view(B, S, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2).flatten(0, 1)
+
+
+# Kept, because it keeps its plans: all layers, and their recomputation, ask for the same one.
+@functools.cache
+def _packed_attention() -> ContextParallelAttention:
+    alone = Group.single()
+    return ContextParallelAttention(gathered=alone, heads=alone, ring=alone)
 
 
 def default_attention(groups: ProcessGroups) -> AttentionCore:

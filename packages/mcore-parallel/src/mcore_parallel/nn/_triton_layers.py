@@ -2,6 +2,8 @@
 # Copyright (c) 2026 the mcore authors
 """Triton kernels of what lies between a layer's products: normalisation, rotation, gating; imported only when they run."""
 
+# pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
+
 import torch
 import triton
 import triton.language as tl
@@ -82,7 +84,8 @@ def _rotate(packed: Tensor, q: Tensor, k: Tensor, v: Tensor, tables: tuple[Tenso
         return
     cos_Td, sin_Td = tables
     rows = triton.next_power_of_2(kv_heads * blocks)
-    tile = min(rows, max(1, 4096 // width))
+    # A block of rows is a power of two, whatever the width of a head.
+    tile = min(rows, max(1, 4096 // triton.next_power_of_2(width)))
     grid = (tokens, triton.cdiv(kv_heads * blocks, tile))
     _rotate_kernel[grid](
         packed, q, k, v, cos_Td, sin_Td, packed.stride(0), cos_Td.stride(0), kv_heads * blocks, blocks,

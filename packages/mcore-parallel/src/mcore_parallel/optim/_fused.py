@@ -171,20 +171,14 @@ class FusedAdam:
             table.run(numbers, rates, self._config)
 
     def _addresses(self) -> list[int]:
-        tensors = ((unit.piece.parameter, unit.piece.gradient, unit.exp_avg.data) for unit in self._units)
-        return [tensor.data_ptr() for three in tensors for tensor in three]
+        return [address for unit in self._units for address in _row(unit)]
 
 
 class _Table:
     """Full blocks of some pieces, or what is left at their ends."""
 
     def __init__(self, units: Sequence[Unit], *, full: bool) -> None:
-        rows: list[tuple[int, ...]] = []
-        for unit in units:
-            assert unit.exp_avg_sq is not None
-            tensors = (unit.piece.parameter, unit.piece.gradient, unit.master.data, unit.exp_avg.data, unit.exp_avg_sq.data)
-            scales = [holder.scales.data_ptr() if isinstance(holder, Scaled) else 0 for holder in (unit.exp_avg, unit.exp_avg_sq)]
-            rows.append((*(tensor.data_ptr() for tensor in tensors), *scales))
+        rows = [_row(unit) for unit in units]
         first, device = units[0], units[0].piece.parameter.device
         numels = torch.tensor([len(unit.piece.parameter) for unit in units])
         blocks = numels // BLOCK
@@ -235,6 +229,15 @@ class _Table:
             config.adam_beta1, 1.0 - config.adam_beta1, config.adam_beta2, 1.0 - config.adam_beta2, config.adam_eps,
             DECOUPLED=config.decoupled_weight_decay, BLOCK=BLOCK, **self.options,
         )  # fmt: skip
+
+
+def _row(unit: Unit) -> tuple[int, ...]:
+    """Addresses of parameter, gradient, master, moments and their scales. Each can move alone: freed memory comes back anywhere."""
+    m, v = unit.exp_avg, unit.exp_avg_sq
+    assert v is not None
+    tensors = (unit.piece.parameter, unit.piece.gradient, unit.master.data, m.data, v.data)
+    scales = (holder.scales.data_ptr() if isinstance(holder, Scaled) else 0 for holder in (m, v))
+    return *(tensor.data_ptr() for tensor in tensors), *scales
 
 
 def _aligned(unit: Unit) -> bool:

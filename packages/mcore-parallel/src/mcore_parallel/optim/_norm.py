@@ -36,13 +36,14 @@ class GradientNorm:
     Args:
         pieces: those of this rank.
         groups: the process groups.
+        device: of the sums on a rank without pieces, which takes part all the same; None for the CPU.
     """
 
-    def __init__(self, pieces: Sequence[Piece], groups: ProcessGroups) -> None:
+    def __init__(self, pieces: Sequence[Piece], groups: ProcessGroups, device: torch.device | None = None) -> None:
         place = Placement(groups)
         self._groups = groups
         self._counted = [piece for piece in pieces if place.counts(piece)]
-        self._device = pieces[0].gradient.device if pieces else torch.device("cpu")
+        self._device = pieces[0].gradient.device if pieces else device or torch.device("cpu")
         # Lists that a multi-tensor kernel takes in one go, by dtype and factor of the gradients.
         self._alike: dict[tuple[torch.dtype, float], list[Tensor]] = {}
         for piece in self._counted:

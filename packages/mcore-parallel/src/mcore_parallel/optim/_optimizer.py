@@ -107,8 +107,10 @@ class MegatronOptimizer:
             gradients = ddp.gradients()
             self._pieces = [whole_piece(name, s.spec, s.parameter, gradients[name], groups) for name, s in shards.items()]
         self._check_slices()
-        self._norm = GradientNorm(self._pieces, groups)
-        self._device = self._pieces[0].parameter.device if self._pieces else torch.device("cpu")
+        # A rank with nothing to update has its part in the collectives too, on the device that the others use.
+        devices = [piece.parameter.device for piece in self._pieces] or [shard.parameter.device for shard in everything.values()]
+        self._device = devices[0] if devices else torch.device("cpu")
+        self._norm = GradientNorm(self._pieces, groups, self._device)
         self.rules = _rules(config, {name: shard.spec.shape for name, shard in everything.items()}, groups, self._device)
         """How each parameter of this rank is updated, by name."""
         rules = self.rules
