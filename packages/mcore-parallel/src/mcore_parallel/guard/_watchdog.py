@@ -147,12 +147,16 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        broken = error is not None and broke_in_communication(error)
+        if broken and self._since is not None:
+            # Another rank may just have ended for a report that this one is about to read.
+            self._thread.join(self.config.dead_after_s)
         self._stop.set()
         self._thread.join()
         # The store may have gone with the rank that kept it; what counts is how the block itself ended.
         with contextlib.suppress(RuntimeError):
             self._board.beat(self._count, FINISHED if error is None else f"raised {type(error).__name__}: {error}")
-            if error is not None and broke_in_communication(error) and self._board.claim("post-mortem"):
+            if error is not None and broken and self._board.claim("post-mortem"):
                 for rank, what in self._fallen().items():
                     error.add_note(f"rank {rank}: {what}")
 
