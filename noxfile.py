@@ -41,16 +41,16 @@ def _find_uv() -> str:
         return shutil.which("uv") or "uv"
 
 
-def _pip_find_links() -> list[str]:
-    """Folders of wheels that pip was told of on this machine."""
-    if value := os.environ.get("PIP_FIND_LINKS"):
-        return value.split()
-    command = [sys.executable, "-m", "pip", "config", "get", "global.find-links"]
+def _pip_setting(name: str) -> str:
+    """What pip was told on this machine, empty if nothing."""
+    if value := os.environ.get("PIP_" + name.upper().replace("-", "_")):
+        return value
+    command = [sys.executable, "-m", "pip", "config", "get", f"global.{name}"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return []
-    return answer.stdout.split() if answer.returncode == 0 else []
+        return ""
+    return answer.stdout.strip() if answer.returncode == 0 else ""
 
 
 def _enable_pyenv_versions() -> None:
@@ -65,8 +65,10 @@ def _enable_pyenv_versions() -> None:
 
 UV = _find_uv()
 # uv reads none of pip's settings: what pip was told, uv is told too. pip separates by blanks, uv by commas.
-if "UV_FIND_LINKS" not in os.environ and (links := _pip_find_links()):
-    os.environ["UV_FIND_LINKS"] = ",".join(links)
+if "UV_FIND_LINKS" not in os.environ and (links := _pip_setting("find-links")):
+    os.environ["UV_FIND_LINKS"] = ",".join(links.split())
+if "SSL_CERT_FILE" not in os.environ and (certificates := _pip_setting("cert")):
+    os.environ["SSL_CERT_FILE"] = certificates
 _enable_pyenv_versions()
 
 
