@@ -4,12 +4,15 @@
 
 import os
 import signal
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support import world
 from tests.support.world import run
 
 
@@ -56,3 +59,22 @@ def test_a_world_that_crashed_runs_once_more_and_only_once(tmp_path: Path, capsy
         else:
             with pytest.raises(AssertionError, match="rank 0 died without a word"):
                 run(crash, 2, folder=str(folder), times=times)
+
+
+def finish_early() -> None:
+    """Rank 0 is done at once, the others one after the other."""
+    time.sleep(0.5 * dist.get_rank())
+
+
+def test_ranks_that_are_done_stay_until_all_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = []
+    collect = world._collect
+
+    def watched(pending: Any, ranks: list[Any], deadline: float) -> list[Any]:
+        results = collect(pending, ranks, deadline)
+        left.extend(process.exitcode for process in ranks)
+        return results
+
+    monkeypatch.setattr(world, "_collect", watched)
+    run(finish_early, 3)
+    assert left == [None] * 3

@@ -58,9 +58,13 @@ def _run_once(check: Callable[..., Any], num_ranks: int, timeout_s: float, backe
             ranks.append(process)
             theirs.close()
             pending[ours] = rank
+        # Kept open to the end: a rank leaves when its pipe closes, and others may still be connecting to it.
+        pipes = list(pending)
         try:
             return _collect(pending, ranks, time.monotonic() + timeout_s)
         finally:
+            for pipe in pipes:
+                pipe.close()
             for process in ranks:
                 process.kill()
                 process.join()
