@@ -23,8 +23,8 @@ def run(check: Callable[..., Any], num_ranks: int, *, timeout_s: float = 60.0, b
 
     With backend "nccl" each rank owns the GPU of its number.
 
-    Once in some thousand gloo worlds a rank dies in native code of a damaged heap ("malloc(): unaligned tcache chunk", a fault in gloo's run
-    loop). The cause is not known yet. A gloo world that lost a rank to such a signal says so and is run once more.
+    Once in some thousand gloo worlds a rank dies in native code of a damaged heap ("malloc(): unaligned tcache chunk", a fault
+    in gloo's run loop). The cause is not known yet. A gloo world that lost a rank to such a signal says so and is run once more.
 
     Raises:
         AssertionError: a rank failed; carries its number and traceback.
