@@ -5,11 +5,11 @@
 python -m tools.bench.dense_step --runs dense-1b:dp1,mbs4,gbs16 dense-8b:tp2,dp2,mbs2,gbs8 --output docs/benchmarks/dense_step.json
 
 A run names a model and, by commas: tpN, ppN, vppN, dpN (their product is the number of GPUs), mbsN sequences a micro-batch, gbsN a step,
-and optionally zb or combined (another schedule), norm (recompute the norms), core (recompute attention).
+and optionally zb (the zero-bubble schedule), norm (recompute the norms), core (recompute attention), plain (weight gradients go through
+autograd instead of into the buffer by the product).
 """
 
 import argparse
-import functools
 import itertools
 import json
 import re
@@ -27,7 +27,7 @@ from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDat
 from mcore_parallel.models import GPTModel, TransformerConfig, flops_per_token
 from mcore_parallel.nn import RecomputeConfig
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
-from mcore_parallel.pipeline import ModelChunks, PipelineLayout, Schedule, interleaved_one_f_one_b, one_f_one_b, zero_bubble
+from mcore_parallel.pipeline import ModelChunks, PipelineConfig, Schedule
 from mcore_parallel.training import Batch, CrossEntropyObjective, train_step
 from tools.bench._record import record
 from tools.launch import launch
@@ -79,7 +79,7 @@ class Run:
         return self.numbers["tp"] * self.numbers["pp"] * self.numbers["dp"]
 
 
-def build(run: Run, device: torch.device) -> tuple[Any, DistributedDataParallel, MegatronOptimizer, Schedule | None]:
+def build(run: Run, device: torch.device) -> tuple[Any, DistributedDataParallel, MegatronOptimizer, Schedule]:
     """The rank's part of the model, its gradient sum, its optimizer and its schedule."""
     config, _ = MODELS[run.model]
     groups = ProcessGroups.build(run.plan)
@@ -87,18 +87,15 @@ def build(run: Run, device: torch.device) -> tuple[Any, DistributedDataParallel,
     modules = tuple(name for flag, name in (("norm", "norm"), ("core", "core_attention")) if flag in run.flags)
     recompute = RecomputeConfig(granularity="selective", modules=modules) if modules else None
 
-    def stage(layers: Any) -> GPTModel:
-        return GPTModel(config, groups, layers=layers, recompute=recompute, dtype=torch.bfloat16, device=device, seed=None)
-
-    schedule: Schedule | None = None
-    if pp == 1:
-        model: Any = stage(None)
-    else:
-        layout = PipelineLayout.parse(balanced(config, pp * vpp), num_stages=pp)
-        chunks = [stage(layout.stage(groups.pp.rank, chunk)) for chunk in range(vpp)]
-        model = chunks[0] if vpp == 1 else ModelChunks(chunks)
-        schedule = one_f_one_b if vpp == 1 else functools.partial(interleaved_one_f_one_b, num_chunks=vpp)
-        schedule = zero_bubble if "zb" in run.flags else schedule
+    pipeline = PipelineConfig(
+        schedule="zero_bubble" if "zb" in run.flags else "auto", layout=balanced(config, pp * vpp) if pp > 1 else None
+    )
+    layout = pipeline.place(config.num_layers, num_stages=pp, num_chunks=vpp)
+    chunks = [
+        GPTModel(config, groups, layers=part, recompute=recompute, dtype=torch.bfloat16, device=device, seed=None)
+        for part in layout.of_rank(groups.pp.rank)
+    ]
+    model = chunks[0] if vpp == 1 else ModelChunks(chunks)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.fill_(1.0) if parameter.dim() == 1 or "norm" in name else parameter.normal_(std=0.02)
@@ -111,7 +108,7 @@ def build(run: Run, device: torch.device) -> tuple[Any, DistributedDataParallel,
         groups,
     )
     optimizer = MegatronOptimizer(OptimizerConfig(lr=1e-4, weight_decay=0.1, clip_grad=1.0, use_distributed_optimizer=sliced), sync, groups)
-    return model, sync, optimizer, schedule
+    return model, sync, optimizer, pipeline.build(vpp)
 
 
 def balanced(config: TransformerConfig, stages: int) -> str:

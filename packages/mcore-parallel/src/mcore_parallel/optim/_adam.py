@@ -44,10 +44,7 @@ def adam(unit: Unit, gradient: Tensor, config: OptimizerConfig, numbers: Numbers
     p, m, v = unit.master.read(), unit.exp_avg.read(), unit.exp_avg_sq.read()
     lr, decay = numbers.rate(unit.rule), numbers.decay(unit.rule)
     g = gradient.to(p.dtype) * (numbers.factor * unit.piece.factor)
-    if decay and config.decoupled_weight_decay:
-        p.mul_(1.0 - lr * decay)
-    elif decay:
-        g.add_(p, alpha=decay)
+    _decay(p, g, lr, decay, config)
     m.mul_(config.adam_beta1).add_(g, alpha=1.0 - config.adam_beta1)
     v.mul_(config.adam_beta2).addcmul_(g, g, value=1.0 - config.adam_beta2)
     p.addcdiv_(m, v.sqrt().div_(numbers.root2).add_(config.adam_eps), value=-lr / numbers.correction1)
@@ -72,11 +69,16 @@ def lion(unit: Unit, gradient: Tensor, config: OptimizerConfig, numbers: Numbers
     p, m = unit.master.read(), unit.exp_avg.read()
     lr, decay = numbers.rate(unit.rule), numbers.decay(unit.rule)
     g = gradient.to(p.dtype) * (numbers.factor * unit.piece.factor)
-    if decay and config.decoupled_weight_decay:
-        p.mul_(1.0 - lr * decay)
-    elif decay:
-        g.add_(p, alpha=decay)
+    _decay(p, g, lr, decay, config)
     p.add_(m.mul(config.lion_beta1).add_(g, alpha=1.0 - config.lion_beta1).sign_(), alpha=-lr)
     m.mul_(config.lion_beta2).add_(g, alpha=1.0 - config.lion_beta2)
     unit.exp_avg.write(m)
     unit.master.write(p)
+
+
+def _decay(p: Tensor, g: Tensor, lr: float, decay: float, config: OptimizerConfig) -> None:
+    """Weight decay in place: of the parameter when decoupled, else added to the gradient."""
+    if decay and config.decoupled_weight_decay:
+        p.mul_(1.0 - lr * decay)
+    elif decay:
+        g.add_(p, alpha=decay)

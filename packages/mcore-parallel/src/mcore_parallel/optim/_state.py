@@ -78,38 +78,28 @@ class Scaled:
         self.data.copy_(ratio.clamp(-limit, limit).view(-1)[: len(self.data)])
 
 
-class Master:
-    """float32 master beside a 16-bit parameter."""
+class _Beside(Plain):
+    """What is kept of a master beside its 16-bit parameter."""
 
     def __init__(self, data: Tensor, parameter: Tensor) -> None:
-        self.data, self._parameter = data, parameter
+        super().__init__(data)
+        self._parameter = parameter
 
-    @property
-    def num_bytes(self) -> int:
-        return self.data.numel() * self.data.element_size()
 
-    def read(self) -> Tensor:
-        return self.data
+class Master(_Beside):
+    """float32 master beside a 16-bit parameter."""
 
     def write(self, values: Tensor) -> None:
-        if values is not self.data:
-            self.data.copy_(values)
+        super().write(values)
         self._parameter.copy_(self.data)
 
 
-class Remainder:
+class Remainder(_Beside):
     """The float32 master of a bfloat16 parameter as the parameter and the 16 bits that it lacks.
 
     The parameter is the master rounded to the nearest value, ties away from zero. master bits = parameter bits * 2^16 + remainder,
     a signed number: negative where the parameter was rounded up.
     """
-
-    def __init__(self, data: Tensor, parameter: Tensor) -> None:
-        self.data, self._parameter = data, parameter
-
-    @property
-    def num_bytes(self) -> int:
-        return self.data.numel() * self.data.element_size()
 
     def read(self) -> Tensor:
         return join_bits(self._parameter, self.data)
