@@ -3,9 +3,7 @@
 """The harness of worlds: what it says of ranks that fail, die or crash."""
 
 import os
-import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,14 +28,6 @@ def leave() -> None:
     os._exit(3)
 
 
-def crash(folder: str, times: int) -> str:
-    """Rank 0 dies of a memory fault as often as told, then no longer."""
-    if dist.get_rank() == 0 and len(list(Path(folder).iterdir())) < times:
-        (Path(folder) / str(os.getpid())).touch()
-        os.kill(os.getpid(), signal.SIGSEGV)
-    return "well"
-
-
 def test_results_come_in_rank_order_and_failures_with_their_rank() -> None:
     assert run(add_up, 3) == [3.0] * 3
     with pytest.raises(AssertionError, match="rank 1:(.|\n)*no luck"):
@@ -47,18 +37,6 @@ def test_results_come_in_rank_order_and_failures_with_their_rank() -> None:
 def test_a_rank_that_leaves_is_a_failure_with_its_exit_code() -> None:
     with pytest.raises(AssertionError, match="died without a word, exit code 3"):
         run(leave, 2)
-
-
-def test_a_world_that_crashed_runs_once_more_and_only_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for times in (1, 2):
-        folder = tmp_path / str(times)
-        folder.mkdir()
-        if times == 1:
-            assert run(crash, 2, folder=str(folder), times=times) == ["well"] * 2
-            assert f"rank 0 died without a word, exit code {-signal.SIGSEGV}; the world runs once more" in capsys.readouterr().err
-        else:
-            with pytest.raises(AssertionError, match="rank 0 died without a word"):
-                run(crash, 2, folder=str(folder), times=times)
 
 
 def finish_early() -> None:

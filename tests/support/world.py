@@ -5,7 +5,6 @@
 import contextlib
 import multiprocessing
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -23,29 +22,10 @@ def run(check: Callable[..., Any], num_ranks: int, *, timeout_s: float = 60.0, b
 
     With backend "nccl" each rank owns the GPU of its number.
 
-    Once in some thousand gloo worlds a rank dies in native code of a damaged heap ("malloc(): unaligned tcache chunk", a fault
-    in gloo's run loop). The cause is not known yet. A gloo world that lost a rank to such a signal says so and is run once more.
-
     Raises:
         AssertionError: a rank failed; carries its number and traceback.
         TimeoutError: ranks that gave no answer in time, by number.
     """
-    try:
-        return _run_once(check, num_ranks, timeout_s, backend, inputs)
-    except _RankDied as death:
-        if backend != "gloo" or death.exit_code not in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT):
-            raise
-        print(f"{death}; the world runs once more", file=sys.stderr)
-        return _run_once(check, num_ranks, timeout_s, backend, inputs)
-
-
-class _RankDied(AssertionError):
-    def __init__(self, rank: int, exit_code: int | None) -> None:
-        super().__init__(f"rank {rank} died without a word, exit code {exit_code}")
-        self.exit_code = exit_code
-
-
-def _run_once(check: Callable[..., Any], num_ranks: int, timeout_s: float, backend: str, inputs: dict[str, Any]) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         pending: dict[Connection, int] = {}
         ranks: list[Any] = []
@@ -83,7 +63,7 @@ def _collect(pending: dict[Connection, int], ranks: list[Any], deadline: float) 
                 ok, value = pipe.recv()
             except EOFError:
                 ranks[rank].join(5)
-                raise _RankDied(rank, ranks[rank].exitcode) from None
+                raise AssertionError(f"rank {rank} died without a word, exit code {ranks[rank].exitcode}") from None
             if not ok:
                 raise AssertionError(f"rank {rank}:\n{value}")
             results[rank] = value

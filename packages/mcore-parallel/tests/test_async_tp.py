@@ -57,7 +57,7 @@ def check_order(tp: int) -> None:
     class Events(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             name = func.__name__.split(".")[0]
-            if name in ("all_gather_into_tensor", "reduce_scatter_tensor", "wait_tensor", "bmm"):
+            if name in ("all_gather_into_tensor_out", "reduce_scatter_tensor", "wait_tensor", "bmm"):
                 events.append(name)
             return func(*args, **(kwargs or {}))
 
@@ -66,7 +66,7 @@ def check_order(tp: int) -> None:
     x = torch.ones(4, 6, dtype=torch.float64, requires_grad=True)
     with Events():
         model[0](x)
-    assert events == ["all_gather_into_tensor"] * 2 + ["wait_tensor", "bmm"] * 2
+    assert events == ["all_gather_into_tensor_out"] * 2 + ["wait_tensor", "bmm"] * 2
     events.clear()
     with Events():
         model[1](torch.ones(8, 8, dtype=torch.float64, requires_grad=True))

@@ -390,3 +390,30 @@ def test_two_neighbours_exchange_both_ways(world) -> None:
 @pytest.mark.world(4)
 def test_four_neighbours_exchange_both_ways(world) -> None:
     world(check_neighbours)
+
+
+def check_operators() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    used: set[str] = set()
+
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            used.add(str(func))
+            return func(*args, **(kwargs or {}))
+
+    group = whole_group()
+    x = drawn("operators", (4, 4, 4)).requires_grad_()
+    with Operators():
+        for region in REGIONS.values():
+            region(x, group).sum().backward()
+        comm.all_gather(x, group, 1)
+    assert "_c10d_functional.all_gather_into_tensor_out.default" in used
+    assert "_c10d_functional.all_gather_into_tensor.default" not in used
+    assert not any("coalesced" in name for name in used)
+
+
+@pytest.mark.world(2)
+def test_collectives_use_no_operator_that_damages_the_heap_on_gloo(world) -> None:
+    """Its worker threads store the name of what they finished without a lock; names of 16 characters and more are freed twice."""
+    world(check_operators)

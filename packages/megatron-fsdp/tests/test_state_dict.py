@@ -146,3 +146,28 @@ def check_silence() -> None:
 @pytest.mark.world(2)
 def test_nothing_warns(world):
     world(check_silence)
+
+
+def check_operators() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    used: set[str] = set()
+
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            used.add(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Operators():
+        model, optimizer = build(0)
+        step(model, optimizer, 0)
+        dict(model.full_state_dict())
+    assert "_c10d_functional.all_gather_into_tensor_out.default" in used
+    assert "_c10d_functional.all_gather_into_tensor.default" not in used
+    assert not any("coalesced" in name for name in used)
+
+
+@pytest.mark.world(2)
+def test_no_operator_is_used_that_damages_the_heap_on_gloo(world):
+    """Its worker threads store the name of what they finished without a lock; names of 16 characters and more are freed twice."""
+    world(check_operators)

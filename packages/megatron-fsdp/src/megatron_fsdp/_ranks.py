@@ -33,6 +33,7 @@ class Ranks:
 
     def gather_into(self, full: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
         """Start filling ``full`` [size * n] with every rank's ``shard`` [n]; ``wait`` ends it."""
+        # Only this form is safe on gloo: of the one that allocates, its threads store a long name without a lock and free memory twice.
         return _c10d.all_gather_into_tensor_out(shard, self.size, self.name, out=full)
 
     def reduce_scatter(self, full: torch.Tensor) -> torch.Tensor:
@@ -49,7 +50,9 @@ class Ranks:
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Concatenate equal shapes over ranks along dimension 0 and wait."""
-        return x if self.size == 1 else wait(_c10d.all_gather_into_tensor(x.contiguous(), self.size, self.name))
+        if self.size == 1:
+            return x
+        return wait(self.gather_into(x.new_empty((self.size * x.shape[0], *x.shape[1:])), x.contiguous()))
 
     def broadcast(self, x: torch.Tensor) -> None:
         """Overwrite ``x`` by the first rank's."""

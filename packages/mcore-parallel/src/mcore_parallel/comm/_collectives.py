@@ -143,7 +143,10 @@ def start_all_gather(x: Tensor, group: Group) -> Tensor:
     """Ranks' tensors below each other along dim 0."""
     if group.size == 1:
         return x
-    return torch.ops._c10d_functional.all_gather_into_tensor(x.detach().contiguous(), group.size, group.name)
+    x = x.detach().contiguous()
+    rows = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
+    # Only this form is safe on gloo: of the one that allocates, its threads store a long name without a lock and free memory twice.
+    return torch.ops._c10d_functional.all_gather_into_tensor_out(x, group.size, group.name, out=rows)
 
 
 def start_reduce_scatter(x: Tensor, group: Group, dim: int = 0) -> Tensor:
