@@ -153,6 +153,13 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def parity(session: nox.Session) -> None:
+    """Every family of models in every layout against transformers; `-- --write-table` writes the figures and docs/models.md."""
+    python = _dev(session, "test")
+    session.run(str(python), "-m", "pytest", "-q", "-m", "not gpu", "tests/parity", *session.posargs, external=True)
+
+
+@nox.session(venv_backend="none")
 def lint(session: nox.Session) -> None:
     """Code style and formatting, then the GitHub files: their schema and their safety."""
     python = _dev(session, "lint")

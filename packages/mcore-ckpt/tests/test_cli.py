@@ -12,7 +12,9 @@ import torch
 from mcore_ckpt import CheckpointManager, load, save
 from mcore_ckpt.cli import main
 from mcore_ckpt.hf import import_hf
+from mcore_ckpt.hf._config import complete, measure
 from mcore_ckpt.hf._families import FAMILIES
+from mcore_ckpt.hf._rules import sites
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -63,8 +65,8 @@ def test_what_cannot_be_done_exits_2_with_one_line(tmp_path, capsys):
 
 def test_a_model_goes_out_to_hugging_face_and_back(tmp_path, capsys):
     config = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 16}
-    sizes = {"L": 1, "D": 8, "V": 16, "F": 32, "A": 2, "K": 2, "H": 4, "Q": 8, "C": 8, "R": 12, "E": 0}
-    state = {f"model.{site.name}": torch.randn(site.shape) for site in FAMILIES["llama"].sites(sizes, tied=False)}
+    full = complete(config, FAMILIES["llama"])
+    state = {f"model.{site.name}": torch.randn(site.shape) for site in sites(FAMILIES["llama"].rules, measure(full), full)}
     save(state, tmp_path / "c")
     (tmp_path / "sizes.json").write_text(json.dumps(config))
     arguments = ["--family", "llama", "--config", str(tmp_path / "sizes.json"), "--prefix", "model."]

@@ -4,6 +4,7 @@
 
 import json
 import os
+import weakref
 
 import pytest
 import torch
@@ -13,8 +14,11 @@ transformers = pytest.importorskip("transformers")
 
 from mcore_ckpt import CheckpointingException, ShardedTensor, save  # noqa: E402
 from mcore_ckpt._storage import SafetensorsFile  # noqa: E402
-from mcore_ckpt.hf import export_checkpoint_hf, export_hf, import_hf  # noqa: E402
+from mcore_ckpt.hf import _import as importing  # noqa: E402
+from mcore_ckpt.hf import export_checkpoint_hf, export_hf, import_checkpoint_hf, import_hf  # noqa: E402
+from mcore_ckpt.hf._config import complete, measure  # noqa: E402
 from mcore_ckpt.hf._families import FAMILIES  # noqa: E402
+from mcore_ckpt.hf._rules import join, sites  # noqa: E402
 
 SIZES = {
     "vocab_size": 48,
@@ -175,8 +179,8 @@ def test_wrong_weights_are_named_and_leave_no_folder(llama, tmp_path):
     assert "final_norm.weight given twice" in refusal([*good.items(), ("final_norm.weight", torch.ones(16))])
     part = {**good, "final_norm.weight": ShardedTensor(torch.ones(8), (16,), (8,))}
     assert "only a part" in refusal(part)
-    assert "the families are llama, mixtral" in refusal(good, ValueError, family="gpt5")
-    assert "family llama does not express: mup_width; leave out" in refusal(good, ValueError, config={**config, "mup_width": 3})
+    assert "the families are bamba, " in refusal(good, ValueError, family="gpt5")
+    assert "family llama does not express: mup_width (did you mean" in refusal(good, ValueError, config={**config, "mup_width": 3})
     assert "config lacks num_layers" in refusal(good, ValueError, config={k: v for k, v in config.items() if k != "num_layers"})
     assert "does not have: output.weight" in refusal(good, config={**config, "share_embeddings_and_output_weights": True})
     (tmp_path / "out").mkdir()
@@ -186,13 +190,9 @@ def test_wrong_weights_are_named_and_leave_no_folder(llama, tmp_path):
 
 
 def test_a_short_config_means_what_it_leaves_out(llama, tmp_path):
-    tensors = {
-        site.name: torch.zeros(site.shape)
-        for site in FAMILIES["llama"].sites(
-            {"L": 1, "D": 8, "V": 16, "F": 32, "A": 2, "K": 2, "H": 4, "Q": 8, "C": 8, "R": 12, "E": 0}, tied=True
-        )
-    }
     config = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 16, "share_embeddings_and_output_weights": True}
+    full = complete(config, FAMILIES["llama"])
+    tensors = {site.name: torch.zeros(site.shape) for site in sites(FAMILIES["llama"].rules, measure(full), full)}
     (tmp_path / "out").mkdir()
     export_hf(tensors, tmp_path / "out", family="llama", config={**config, "num_query_groups": None, "ffn_hidden_size": None})
     read = import_hf(tmp_path / "out")
@@ -209,12 +209,12 @@ def test_a_short_config_means_what_it_leaves_out(llama, tmp_path):
 
 
 CONFIG_CHANGES = {
-    "rope_type='llama3'": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}},
-    "rope_type='linear'": {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}},
+    "lacks factor": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}},
+    "rope_type='dynamic'": {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2}},
     "attention_bias=True": {"attention_bias": True},
     "hidden_act='gelu'": {"hidden_act": "gelu"},
     "quantization_config": {"quantization_config": {"bits": 4}},
-    "model_type='gpt2' is none of llama, mixtral": {"model_type": "gpt2"},
+    "model_type='gpt2' is none of ": {"model_type": "gpt2"},
     "lacks hidden_size": {"hidden_size": ...},
     "num_hidden_layers": {"num_hidden_layers": "2"},
 }
@@ -242,9 +242,41 @@ def test_weights_that_do_not_match_the_config_are_listed(llama, tmp_path):
         import_hf(copy)
     assert "missing weights: model.layers.2." in str(caught.value)
     assert "model.layers.0.mlp.down_proj.weight has shape [16, 20], config.json means [16, 21]" in str(caught.value)
+    with pytest.raises(CheckpointingException, match="missing weights"):
+        import_checkpoint_hf(copy, tmp_path / "c")
+    assert not (tmp_path / "c").exists()
     edit(copy, {"num_hidden_layers": 1, "intermediate_size": 20})
     with pytest.raises(CheckpointingException, match=r"weights this model does not have: model\.layers\.1\."):
         import_hf(copy)
+
+
+def test_memory_holds_one_tensor_at_a_time(llama, tmp_path, monkeypatch):
+    alive = weakref.WeakSet()
+    most = 0
+
+    def watched(*arguments):
+        nonlocal most
+        most = max(most, len(alive))
+        tensor = join(*arguments)
+        alive.add(tensor)
+        return tensor
+
+    monkeypatch.setattr(importing, "join", watched)
+    import_checkpoint_hf(llama, tmp_path / "c")
+    assert most <= 1
+    family, config, tensors = import_hf(llama)
+    export_hf(tensors, tmp_path / "out", family=family, config=config, max_shard_bytes=100)
+    assert most <= 1
+    assert read_all(llama).keys() == read_all(tmp_path / "out").keys()
+
+
+def test_a_sentence_pair_head_that_is_stored_is_there_whatever_the_class_is_called(tmp_path):
+    sizes = {name: value for name, value in SIZES.items() if name not in ("num_key_value_heads", "head_dim")}
+    transformers.BertForPreTraining(transformers.BertConfig(**sizes)).save_pretrained(tmp_path / "bert")
+    edit(tmp_path / "bert", {"architectures": ["BertForMaskedLM"]})
+    read = import_hf(tmp_path / "bert")
+    assert read.config["add_binary_head"] is True
+    assert "binary_head.weight" in dict(read.tensors)
 
 
 def test_an_output_layer_of_its_own_in_a_tied_model_is_refused(llama, tmp_path):

@@ -3,6 +3,6 @@
 """Hugging Face checkpoints out and in. A family is data: rules for names and shapes, and a table of config fields."""
 
 from mcore_ckpt.hf._export import export_checkpoint_hf, export_hf
-from mcore_ckpt.hf._import import HFModel, import_hf
+from mcore_ckpt.hf._import import HFModel, import_checkpoint_hf, import_hf
 
-__all__ = ["HFModel", "export_checkpoint_hf", "export_hf", "import_hf"]
+__all__ = ["HFModel", "export_checkpoint_hf", "export_hf", "import_checkpoint_hf", "import_hf"]

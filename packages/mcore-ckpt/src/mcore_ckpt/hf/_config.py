@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Model sizes in our field names and in config.json's, both ways, by the table of the family."""
+"""A model's config in our field names and as config.json, both ways, by the codecs of the family."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from mcore_ckpt._errors import CheckpointingException, list_names
-from mcore_ckpt.hf._families import FAMILIES
-from mcore_ckpt.hf._rules import Family
+from mcore_ckpt.hf._families import FAMILIES, NOT_COVERED
+from mcore_ckpt.hf._fields import DEFAULTS, NESTED, Config, Family, refuse
 
-__all__ = ["complete", "family_named", "from_hf_config", "measure", "to_hf_config"]
+__all__ = ["brief", "complete", "family_named", "from_hf_config", "measure", "to_hf_config"]
 
-_NOT_SIZES = ("norm_epsilon", "rotary_base", "init_method_std", "share_embeddings_and_output_weights")
+_NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
+_SIZES = (*_NEEDED, "num_query_groups", "ffn_hidden_size", "kv_channels")
+# What an import always says; other fields only when they are not at their default.
+_SAID = (*_SIZES, "norm_epsilon", "rotary_base", "init_method_std", "share_embeddings_and_output_weights")
+# Without a meaning for the weights of any family, or written as it is.
+_FREE = {"attention_backend", "max_position_embeddings", "mtp_detach"}
+_MAYBE_SIZES = ("max_position_embeddings", "num_moe_experts", "moe_router_topk", "num_token_types")
 
 
 def family_named(name: str) -> Family:
@@ -25,41 +32,102 @@ def family_named(name: str) -> Family:
     return FAMILIES[name]
 
 
-def complete(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Our config with every field of the family, absent and None ones replaced by their meaning.
+def complete(config: Config, family: Family) -> dict[str, Any]:
+    """Our config with every field: what is absent has the family's value, what is None its meaning.
 
     Raises:
-        ValueError: a size is missing or does not fit, or a field is one the family cannot express.
+        ValueError: a size is missing or does not fit, there is no such field, or the family cannot express its value.
     """
-    known = {field.ours for field in family.fields} | {"rotary_base"}
-    unknown = config.keys() - known
+    unknown = config.keys() - DEFAULTS.keys()
     if unknown:
         raise ValueError(
-            f"config has fields that family {family.name} does not express: {list_names(unknown, known)}; leave out what does not matter"
+            f"config has fields that family {family.name} does not express: {list_names(unknown, DEFAULTS)}; leave out what does not matter"
         )
-    full = {"norm_epsilon": 1e-5, "rotary_base": 10_000.0, "init_method_std": 0.02, "share_embeddings_and_output_weights": False}
-    full |= {name: value for name, value in config.items() if value is not None}
-    for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size"):
-        if name not in full:
+    full = {name: _plain(value) for name, value in {**DEFAULTS, **family.free, **config}.items()}
+    for name, value in family.free.items():
+        full[name] = value if full[name] is None else full[name]
+    for name in _NEEDED:
+        if full[name] is None:
             raise ValueError(f"config lacks {name}")
-    full.setdefault("num_query_groups", full["num_attention_heads"])
-    full.setdefault("ffn_hidden_size", 4 * full["hidden_size"])
-    full.setdefault("kv_channels", full["hidden_size"] // full["num_attention_heads"])
-    missing = known - full.keys()
-    if missing:
-        raise ValueError(f"config lacks {', '.join(sorted(missing))}, which family {family.name} needs")
-    for name, value in full.items():
-        if name not in _NOT_SIZES and (type(value) is not int or value < 1):
-            raise ValueError(f"config {name}={value!r} must be an int of at least 1")
+    _check_kinds(full)
+    for name, derived in (
+        ("num_query_groups", full["num_attention_heads"]),
+        ("ffn_hidden_size", 4 * full["hidden_size"]),
+        ("kv_channels", full["hidden_size"] // full["num_attention_heads"]),
+    ):
+        full[name] = derived if full[name] is None else full[name]
+    for name, defaults in NESTED.items():
+        if full[name] is not None:
+            full[name] = _fill(name, full[name], defaults)
+    if mamba := full["mamba"]:
+        if mamba["num_heads"] is None:
+            mamba["num_heads"] = mamba["expand"] * full["hidden_size"] // mamba["head_dim"]
+        if mamba["num_heads"] % mamba["num_groups"]:
+            refuse("mamba.num_groups", mamba["num_groups"], f"must divide its num_heads={mamba['num_heads']}")
     if full["num_attention_heads"] % full["num_query_groups"]:
-        raise ValueError(f"num_query_groups={full['num_query_groups']} must divide num_attention_heads={full['num_attention_heads']}")
+        refuse("num_query_groups", full["num_query_groups"], f"must divide num_attention_heads={full['num_attention_heads']}")
+    _check_implied(full, config, family)
+    for codec in family.codecs:
+        codec.write(full)
     return full
 
 
-def measure(full: Mapping[str, Any]) -> dict[str, int]:
-    """Sizes by the letters of the rules."""
+def _plain(value: Any) -> Any:
+    """Lists, which JSON makes of tuples, as tuples again; groups of fields as dicts of our own."""
+    if isinstance(value, list | tuple):
+        return tuple(_plain(one) for one in value)
+    return {key: _plain(one) for key, one in value.items()} if isinstance(value, Mapping) else value
+
+
+def _check_kinds(full: Config) -> None:
+    for name, value in full.items():
+        if name in _SIZES or name in _MAYBE_SIZES:
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"config {name}={value!r} must be an int of at least 1")
+        elif name in NESTED:
+            if value is not None and not isinstance(value, Mapping):
+                raise ValueError(f"config {name}={value!r} must be None or a group of fields: {', '.join(NESTED[name])}")
+        elif isinstance(DEFAULTS[name], bool):
+            if type(value) is not bool:
+                raise ValueError(f"config {name}={value!r} must be True or False")
+        elif isinstance(DEFAULTS[name], float) and (type(value) not in (int, float) or not math.isfinite(value)):
+            raise ValueError(f"config {name}={value!r} must be a number")
+
+
+def _fill(name: str, given: Config, defaults: Config) -> dict[str, Any]:
+    unknown = given.keys() - defaults.keys()
+    if unknown:
+        raise ValueError(f"config {name} has no {list_names(unknown, defaults)}")
+    values = {**defaults, **given}
+    missing = [key for key, value in values.items() if value is ...]
+    if missing:
+        raise ValueError(f"config {name} lacks {', '.join(missing)}")
+    return values
+
+
+def _check_implied(full: dict[str, Any], config: Config, family: Family) -> None:
+    """Fields that config.json does not carry have the family's value; those that were not given get it."""
+    for name in DEFAULTS.keys() - family.carried - family.free.keys() - _FREE:
+        value = family.implies.get(name, DEFAULTS[name])
+        value = value(full) if callable(value) else value
+        if full[name] is None or name not in config:
+            full[name] = value
+        same = math.isclose(full[name], value, rel_tol=1e-9) if isinstance(value, float) else full[name] == value
+        if not same:
+            others = sorted(other.name for other in FAMILIES.values() if name in other.carried or other.implies.get(name) == full[name])
+            hint = f", or export as a family that has it: {', '.join(others)}" if others else ""
+            refuse(name, full[name], f"cannot be expressed by family {family.name}, which means {value!r}; train with that{hint}")
+
+
+def brief(full: Config) -> dict[str, Any]:
+    """The sizes, and what is not at its default."""
+    return {name: value for name, value in full.items() if name in _SAID or value != DEFAULTS[name]}
+
+
+def measure(full: Config) -> dict[str, int]:
+    """Sizes by the letters of the rules; those of mixers only where the config has them."""
     heads, groups, width, ffn = (full[name] for name in ("num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size"))
-    return {
+    sizes = {
         "L": full["num_layers"],
         "D": full["hidden_size"],
         "V": full["vocab_size"],
@@ -71,28 +139,62 @@ def measure(full: Mapping[str, Any]) -> dict[str, int]:
         "Q": heads * width,
         "C": groups * width,
         "R": (heads // groups + 2) * width,
-        "E": full.get("num_moe_experts", 0),
+        "E": full["num_moe_experts"] or 0,
+        "P": full["max_position_embeddings"] or 0,
+        "types": full["num_token_types"] or 0,
     }
+    if full["latent_attention"]:
+        sizes |= _latent_sizes(full["latent_attention"], heads)
+    if full["mamba"]:
+        sizes |= _mamba_sizes(full["mamba"])
+    return sizes
 
 
-def to_hf_config(full: Mapping[str, Any], family: Family, dtype: str) -> dict[str, Any]:
-    """config.json of a model with these sizes, readable by releases of transformers before and after the renaming of two fields."""
-    config = {"architectures": [family.architecture], "model_type": family.model_type, **family.fixed}
-    config |= {field.theirs: full[field.ours] for field in family.fields}
-    base = float(full["rotary_base"])
-    config |= {"rope_theta": base, "rope_parameters": {"rope_type": "default", "rope_theta": base}}
+def _latent_sizes(latent: Config, heads: int) -> dict[str, int]:
+    """qr and kr the ranks, qh a query head, vh a value head, krr kv rank and rotary key, kvh what a head reads from the
+    rank, qrope its channels that turn; A before a letter for all heads."""
+    nope, rope, value = (latent[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    rank = latent["kv_lora_rank"]
+    return {
+        "qr": latent["q_lora_rank"] or 0, "kr": rank, "krr": rank + rope, "qh": nope + rope, "vh": value, "kvh": nope + value,
+        "qrope": rope, "Aqh": heads * (nope + rope), "Akvh": heads * (nope + value), "Avh": heads * value,
+    }  # fmt: skip
+
+
+def _mamba_sizes(mamba: Config) -> dict[str, int]:
+    """mh heads, mi the inner width, mg groups, ms groups times states, mk the convolution's taps, mc its channels, mp rows of the
+    projection in; /g for those of one group."""
+    heads, groups = mamba["num_heads"], mamba["num_groups"]
+    width, states = heads * mamba["head_dim"], groups * mamba["state_dim"]
+    channels, rows = width + 2 * states, 2 * width + 2 * states + heads
+    return {
+        "mh": heads, "mi": width, "mg": groups, "ms": states, "mk": mamba["conv_kernel"], "mc": channels, "mp": rows,
+        "mc/g": channels // groups, "mp/g": rows // groups,
+    }  # fmt: skip
+
+
+def to_hf_config(full: Config, family: Family, dtype: str) -> dict[str, Any]:
+    """config.json of a model with this complete config."""
+    config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type, **family.fixed}
+    for codec in family.codecs:
+        config |= codec.write(full)
+    if full["max_position_embeddings"] is not None:
+        config["max_position_embeddings"] = full["max_position_embeddings"]
     return {**config, "torch_dtype": dtype, "dtype": dtype, "use_cache": True}
 
 
-def from_hf_config(config: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
-    """The family of a config.json and its sizes in our field names.
+def from_hf_config(config: Config) -> tuple[Family, dict[str, Any]]:
+    """The family of a config.json and the complete config in our field names.
 
     Raises:
         CheckpointingException: an unknown family, a missing size, or a setting that means another model than the family describes.
     """
-    family = next((one for one in FAMILIES.values() if one.model_type == config.get("model_type")), None)
+    kinds = {one.model_type: one for one in FAMILIES.values()}
+    kind = str(config.get("model_type"))
+    family = kinds.get(kind)
     if family is None:
-        raise CheckpointingException(f"config.json: model_type={config.get('model_type')!r} is none of {', '.join(sorted(FAMILIES))}")
+        why = f"; not covered: {NOT_COVERED[kind]}" if kind in NOT_COVERED else ""
+        raise CheckpointingException(f"config.json: model_type={config.get('model_type')!r} is none of {', '.join(sorted(kinds))}{why}")
     for name, value in family.fixed.items():
         if config.get(name, value) != value:
             raise CheckpointingException(f"config.json: {name}={config[name]!r} is not supported for {family.name}; only {value!r} is")
@@ -100,22 +202,13 @@ def from_hf_config(config: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
         raise CheckpointingException(
             "config.json: quantization_config is set; quantised weights are not supported, use the unquantised model"
         )
-    ours = {"rotary_base": _rotary_base(config, family)}
-    for field in family.fields:
-        value = config.get(field.theirs, field.default)
-        if value is ...:
-            raise CheckpointingException(f"config.json lacks {field.theirs}")
-        ours[field.ours] = value
+    ours: dict[str, Any] = {}
     try:
+        for codec in family.codecs:
+            for path, value in codec.read(config).items():
+                group, _, name = path.rpartition(".")
+                (ours.setdefault(group, {}) if group else ours)[name] = value
         return family, complete(ours, family)
-    except ValueError as error:
-        raise CheckpointingException(f"config.json: {error}") from error
-
-
-def _rotary_base(config: Mapping[str, Any], family: Family) -> float:
-    rope = config.get("rope_parameters") or {}
-    scaling = config.get("rope_scaling") or {}
-    kind = rope.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind != "default":
-        raise CheckpointingException(f"config.json: rope_type={kind!r} is not supported; only 'default' is")
-    return float(rope.get("rope_theta") or config.get("rope_theta") or family.rope_theta)
+    except (ValueError, TypeError, KeyError) as error:
+        reason = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise CheckpointingException(f"config.json: {reason}") from error

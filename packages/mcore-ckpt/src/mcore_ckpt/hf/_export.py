@@ -20,6 +20,7 @@ from mcore_ckpt._sharded import as_sharded
 from mcore_ckpt._storage import dtype_code, sync_folder, write_file, write_safetensors
 from mcore_ckpt.chunks import Box
 from mcore_ckpt.hf._config import complete, family_named, measure, to_hf_config
+from mcore_ckpt.hf._rules import sites as sites_of
 from mcore_ckpt.hf._rules import split
 from mcore_ckpt.manifest import read_manifest
 
@@ -36,7 +37,7 @@ def export_hf(
     dtype: torch.dtype | None = None,
     hf_config: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a folder that ``transformers.AutoModelForCausalLM.from_pretrained`` loads. Not collective: call it on one rank.
+    """Write a folder that ``from_pretrained`` of the family's class in transformers loads. Not collective: call it on one rank.
 
     Tensors are taken one at a time; host memory holds at most one file's worth and one tensor. The folder appears under its
     name only when it is complete.
@@ -44,7 +45,7 @@ def export_hf(
     Args:
         tensors: our global names and whole tensors, in any order. For parts use `export_checkpoint_hf`.
         directory: must not exist, or be empty.
-        family: "llama" or "mixtral".
+        family: name of one, as an import gives it or the table of families lists it.
         config: the model's sizes in our field names.
         max_shard_bytes: data a file holds before the next is begun; a larger tensor gets a file of its own.
         dtype: convert to this; None to keep.
@@ -56,7 +57,7 @@ def export_hf(
     """
     described = family_named(family)
     full = complete(config, described)
-    sites = {site.name: site for site in described.sites(measure(full), tied=full["share_embeddings_and_output_weights"])}
+    sites = {site.name: site for site in sites_of(described.rules, measure(full), full)}
     target = Path(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} exists and is not an empty folder; choose another or remove it")
@@ -122,7 +123,7 @@ def export_checkpoint_hf(
     described = family_named(family)
     full = complete(config, described)
     manifest = read_manifest(checkpoint)
-    names = [site.name for site in described.sites(measure(full), tied=full["share_embeddings_and_output_weights"])]
+    names = [site.name for site in sites_of(described.rules, measure(full), full)]
     missing = {prefix + name for name in names} - manifest.tensors.keys()
     if missing:
         raise CheckpointingException(f"{checkpoint} lacks {list_names(missing, manifest.tensors)}; is prefix={prefix!r} right?")

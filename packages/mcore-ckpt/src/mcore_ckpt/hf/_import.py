@@ -4,6 +4,8 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,13 +13,19 @@ import torch
 from torch import Tensor
 
 from mcore_ckpt._errors import CheckpointingException, list_names
-from mcore_ckpt._storage import SafetensorsFile
-from mcore_ckpt.hf._config import from_hf_config, measure
-from mcore_ckpt.hf._rules import Family, Form, Site, join
+from mcore_ckpt._save import save
+from mcore_ckpt._sharded import DeferredTensor
+from mcore_ckpt._storage import SafetensorsFile, dtype_of
+from mcore_ckpt.hf._config import brief, from_hf_config, measure
+from mcore_ckpt.hf._fields import Family
+from mcore_ckpt.hf._rules import Form, Site, join, sites
 
-__all__ = ["HFModel", "import_hf"]
+__all__ = ["HFModel", "import_checkpoint_hf", "import_hf"]
 
 _INDEX = "model.safetensors.index.json"
+_TIED = "share_embeddings_and_output_weights"
+# Entries of config.json that say nothing about the weights, and that an export of the same model should have again.
+_KEPT = ("bos_token_id", "eos_token_id", "max_position_embeddings", "pad_token_id")
 
 
 class HFModel(NamedTuple):
@@ -36,20 +44,76 @@ def import_hf(directory: str | Path) -> HFModel:
     Raises:
         CheckpointingException: an unknown family or setting; missing, unexpected or misshapen weights, by name; a damaged file.
     """
-    folder = Path(directory)
-    family, config = from_hf_config(_read_json(folder / "config.json"))
+    opened = _open(Path(directory))
+    return HFModel(opened.family.name, brief(opened.config), opened.stream())
+
+
+def import_checkpoint_hf(
+    directory: str | Path, checkpoint: str | Path, *, prefix: str = "", dtype: torch.dtype | None = None, max_file_bytes: int = 4 * 2**30
+) -> None:
+    """A checkpoint of the model in a Hugging Face folder. Not collective: call it on one rank.
+
+    Host memory holds one tensor at a time. ``extra`` of the checkpoint says "family" and "config", from which `export_checkpoint_hf` and a
+    model can be built again, and under "hf_config" the token ids and the context length of config.json.
+
+    Args:
+        directory: the folder to read.
+        checkpoint: folder to write, as for `save`.
+        prefix: what to put before the model's names, for instance "model.".
+        dtype: convert to this; None to keep.
+        max_file_bytes: as for `save`.
+
+    Raises:
+        CheckpointingException: as `import_hf` and `save`.
+    """
+    opened = _open(Path(directory))
+    state = {prefix + name: tensor for name, tensor in opened.deferred(dtype).items()}
+    kept = {name: opened.theirs[name] for name in _KEPT if opened.theirs.get(name) is not None}
+    extra = {"family": opened.family.name, "config": brief(opened.config), "hf_config": kept}
+    save(state, checkpoint, extra=extra, max_file_bytes=max_file_bytes)
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A folder whose headers fit the family."""
+
+    family: Family
+    config: dict[str, Any]
+    """Complete, in our names."""
+    theirs: Mapping[str, Any]
+    chosen: list[tuple[Site, Form]]
+    weights: Mapping[str, SafetensorsFile]
+
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        for site, form in self.chosen:
+            yield site.name, self.read(site, form)
+
+    def read(self, site: Site, form: Form, dtype: torch.dtype | None = None) -> Tensor:
+        return join([self.weights[name].tensor(name) for name, _ in site.parts(form)], form, site).to(dtype)
+
+    def deferred(self, dtype: torch.dtype | None) -> dict[str, DeferredTensor]:
+        found = {}
+        for site, form in self.chosen:
+            first = site.parts(form)[0][0]
+            stored = dtype_of(self.weights[first].slots[first].dtype)
+            found[site.name] = DeferredTensor(dtype or stored, site.shape, partial(self.read, site, form, dtype))
+        return found
+
+
+def _open(folder: Path) -> _Opened:
+    theirs = _read_json(folder / "config.json")
+    family, config = from_hf_config(theirs)
     weights = _open_weights(folder)
-    tied = config["share_embeddings_and_output_weights"]
-    sizes = measure(config)
+    config |= {name: True for name, weight in family.shown_by.items() if weight in weights}
     chosen, problems, used = [], [], set()
-    for site in family.sites(sizes, tied=tied):
+    for site in sites(family.rules, measure(config), config):
         form = _choose(site, weights)
         names = [name for name, _ in site.parts(form)]
         used |= set(names)
         chosen.append((site, form))
         problems += _check(site, form, weights)
-    if tied:
-        used |= _tied_copies(family, sizes, weights)
+    if config[_TIED]:
+        used |= _tied_copies(family, config, weights)
     missing = {name for site, form in chosen for name, _ in site.parts(form)} - weights.keys()
     unexpected = {name for name in weights.keys() - used if not name.endswith(family.ignored)}
     if missing:
@@ -58,12 +122,7 @@ def import_hf(directory: str | Path) -> HFModel:
         problems.insert(0, f"weights this model does not have: {list_names(unexpected, missing)}")
     if problems:
         raise CheckpointingException(f"{folder}: " + "; ".join(problems))
-    return HFModel(family.name, config, _stream(chosen, weights))
-
-
-def _stream(chosen: list[tuple[Site, Form]], weights: Mapping[str, SafetensorsFile]) -> Iterator[tuple[str, Tensor]]:
-    for site, form in chosen:
-        yield site.name, join([weights[name].tensor(name) for name, _ in site.parts(form)], form, site)
+    return _Opened(family, config, theirs, chosen, weights)
 
 
 def _choose(site: Site, weights: Mapping[str, SafetensorsFile]) -> Form:
@@ -86,11 +145,14 @@ def _check(site: Site, form: Form, weights: Mapping[str, SafetensorsFile]) -> li
     return problems
 
 
-def _tied_copies(family: Family, sizes: Mapping[str, int], weights: Mapping[str, SafetensorsFile]) -> set[str]:
+def _tied_copies(family: Family, config: Mapping[str, Any], weights: Mapping[str, SafetensorsFile]) -> set[str]:
     """Names of stored copies of what is shared; equal to the original, or the model is not tied at all."""
-    copies = {name for site in family.sites(sizes, tied=False) if not site.rule.when_tied for name, _ in site.parts(site.rule.forms[0])}
-    original = next(site for site in family.sites(sizes, tied=True) if site.name == "embedding.weight")
-    source = original.parts(original.rule.forms[0])[0][0]
+    tied, untied = (
+        {site.name: site.parts(site.rule.forms[0])[0][0] for site in sites(family.rules, measure(config), {**config, _TIED: shared})}
+        for shared in (True, False)
+    )
+    source = tied["embedding.weight"]
+    copies = {untied[name] for name in untied.keys() - tied.keys()}
     for name in copies & weights.keys():
         if source in weights and not torch.equal(weights[name].tensor(name), weights[source].tensor(source)):
             raise CheckpointingException(

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""The language in which a family of models is described, and the two tensor transforms it needs.
+"""The language in which the weights of a family are described, and the tensor transforms it needs.
 
 Sizes by letter: D hidden, V vocabulary, F feed-forward, A attention heads, K key-value heads, H width of a head,
-Q = A*H, C = K*H, R = (A/K + 2)*H rows of one key-value group in our fused QKV, E experts, L layers.
+Q = A*H, C = K*H, R = (A/K + 2)*H rows of one key-value group in our fused QKV, E experts, L layers; `measure` lists the others.
 """
 
 import enum
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["ConfigField", "Dim", "Family", "Form", "Layout", "Part", "Rule", "Site", "join", "split"]
+__all__ = ["Dim", "Form", "Layout", "Part", "Rule", "Site", "join", "sites", "split"]
 
 Dim = int | str
 
@@ -25,16 +25,22 @@ class Layout(enum.Enum):
 
     STACK = "stack"
     """Equal parts one after another in memory order: our tensor is their stack, reshaped. One part: a reshape."""
-    GROUPED_QKV = "grouped_qkv"
-    """Query [A*H, D], key and value [K*H, D] become [K, R, D]: per key-value group its A/K query heads, its key, its value."""
+    GROUPED = "grouped"
+    """The rows of each part are blocks, and each block is `Form.groups` equal pieces. Ours has group by group its piece of every block:
+    queries, keys and values become [K, R, D], per key-value group its A/K query heads, its key, its value."""
+    TURNED = "turned"
+    """One part of `Form.groups` equal pieces, the last `Form.turned` rows of each in another order: rows 2 i and 2 i + 1 there, which the
+    rotary embedding turns together, are rows i and i + half here."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of the other side: name with ``{layer}`` and ``{expert}`` to fill in, and its shape in letters."""
+    """A tensor of the other side: name with ``{layer}``, ``{pair}`` (half of that), ``{expert}`` to fill in; shape in letters."""
 
     name: str
     shape: tuple[Dim, ...]
+    blocks: tuple[Dim, ...] = ()
+    """Rows of its blocks, with `Layout.GROUPED`; none for a single one."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,8 @@ class Form:
 
     parts: tuple[Part, ...]
     layout: Layout = Layout.STACK
+    groups: Dim = 1
+    turned: Dim = 0
 
 
 @dataclass(frozen=True)
@@ -52,42 +60,31 @@ class Rule:
     name: str
     shape: tuple[Dim, ...]
     forms: tuple[Form, ...]
-    when_tied: bool = True
-    """False: the tensor does not exist of its own when embedding and output weights are shared."""
+    when: str = ""
+    """Config fields, joined by " and ", some after "not ", that must be true, or set, for the tensor to exist; nothing for always."""
+    kinds: str = ""
+    """Symbols of the hybrid layer pattern at which it exists; nothing for all layers."""
 
 
-@dataclass(frozen=True)
-class ConfigField:
-    """Our config field, its name there, and the value to take when it is absent there (`...` when it must be present)."""
-
-    ours: str
-    theirs: str
-    default: Any = ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """Everything that is particular to one family of models."""
-
-    name: str
-    model_type: str
-    architecture: str
-    fields: tuple[ConfigField, ...]
-    rope_theta: float
-    """Rotary base when the other config is silent about it."""
-    fixed: Mapping[str, Any]
-    """Config entries that are always written, and whose other values mean a model that we do not describe."""
-    rules: tuple[Rule, ...]
-    ignored: tuple[str, ...] = field(default=())
-    """Endings of names there that carry no weights."""
-
-    def sites(self, sizes: Mapping[str, int], *, tied: bool) -> Iterator["Site"]:
-        """Every tensor of a model with these sizes, in the order of the rules, layer by layer."""
-        for rule in self.rules:
-            if tied and not rule.when_tied:
-                continue
-            for layer in range(sizes["L"]) if "{layer}" in rule.name else [0]:
+def sites(rules: Sequence[Rule], sizes: Mapping[str, int], full: Mapping[str, Any]) -> Iterator["Site"]:
+    """Every tensor of a model with these sizes and this complete config, in the order of the rules, layer by layer."""
+    kinds = (full.get("hybrid_layer_pattern") or "").replace("|", "")
+    for rule in rules:
+        if not _holds(rule.when, full):
+            continue
+        for layer in range(sizes["L"]) if "{layer}" in rule.name else [0]:
+            if not rule.kinds or kinds[layer] in rule.kinds:
                 yield Site(rule, layer, sizes)
+
+
+def _holds(condition: str, full: Mapping[str, Any]) -> bool:
+    for clause in condition.split(" and ") if condition else ():
+        value: Any = full
+        for key in clause.removeprefix("not ").split("."):
+            value = None if value is None else value[key]
+        if bool(value) == clause.startswith("not "):
+            return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -106,36 +103,59 @@ class Site:
     @property
     def shape(self) -> tuple[int, ...]:
         """Our shape."""
-        return _measure(self.rule.shape, self.sizes)
+        return self.measure(self.rule.shape)
+
+    def measure(self, shape: tuple[Dim, ...]) -> tuple[int, ...]:
+        """Letters as numbers."""
+        return tuple(self.sizes[dim] if isinstance(dim, str) else dim for dim in shape)
 
     def parts(self, form: Form) -> list[tuple[str, tuple[int, ...]]]:
         """Names and shapes of the other side's tensors, in order."""
         experts = range(self.sizes["E"]) if any("{expert}" in part.name for part in form.parts) else [0]
         return [
-            (part.name.format(layer=self.layer, expert=expert), _measure(part.shape, self.sizes))
+            (part.name.format(layer=self.layer, pair=self.layer // 2, expert=expert), self.measure(part.shape))
             for expert in experts
             for part in form.parts
         ]
 
 
-def _measure(shape: tuple[Dim, ...], sizes: Mapping[str, int]) -> tuple[int, ...]:
-    return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in shape)
-
-
 def split(ours: Tensor, form: Form, site: Site) -> list[Tensor]:
     """Our tensor as the parts of ``form``; views where that is possible."""
     shapes = [shape for _, shape in site.parts(form)]
-    if form.layout is Layout.GROUPED_QKV:
-        heads, width = site.sizes["A"] // site.sizes["K"], site.sizes["H"]
-        pieces = ours.split([heads * width, width, width], dim=1)
-        return [piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+    if form.layout is Layout.GROUPED:
+        (groups,) = site.measure((form.groups,))
+        inner = shapes[0][1:]
+        rows = [site.measure(part.blocks or part.shape[:1]) for part in form.parts]
+        pieces = iter(ours.reshape(groups, -1, *inner).split([count // groups for counts in rows for count in counts], dim=1))
+        return [_together([next(pieces).reshape(count, *inner) for count in counts]) for counts in rows]
+    if form.layout is Layout.TURNED:
+        return [_turn(ours, form, site, back=True).reshape(shapes[0])]
     assert len(set(shapes)) == 1 and math.prod(shapes[0]) * len(shapes) == ours.numel()
     return list(ours.reshape(len(shapes), *shapes[0]).unbind())
 
 
+def _together(blocks: list[Tensor]) -> Tensor:
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+
+
 def join(parts: Sequence[Tensor], form: Form, site: Site) -> Tensor:
     """Inverse of `split`; always memory of its own."""
-    if form.layout is Layout.GROUPED_QKV:
-        groups, inner = site.sizes["K"], site.sizes["D"]
-        return torch.cat([part.reshape(groups, -1, inner) for part in parts], dim=1)
+    if form.layout is Layout.GROUPED:
+        (groups,) = site.measure((form.groups,))
+        blocks = [
+            block.reshape(groups, -1, *tensor.shape[1:])
+            for part, tensor in zip(form.parts, parts, strict=True)
+            for block in tensor.split(site.measure(part.blocks or part.shape[:1]))
+        ]
+        return torch.cat(blocks, dim=1).reshape(site.shape)
+    if form.layout is Layout.TURNED:
+        return _turn(parts[0], form, site, back=False).reshape(site.shape)
     return torch.stack(list(parts)).reshape(site.shape)
+
+
+def _turn(tensor: Tensor, form: Form, site: Site, *, back: bool) -> Tensor:
+    groups, rows = site.measure((form.groups, form.turned))
+    pieces = tensor.reshape(groups, -1, site.shape[-1])
+    kept, turned = pieces.split([pieces.shape[1] - rows, rows], dim=1)
+    pairs = turned.unflatten(1, (2, rows // 2) if back else (rows // 2, 2))
+    return torch.cat([kept, pairs.transpose(1, 2).flatten(1, 2)], dim=1)

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Decoders of attention and a gated feed-forward: Llama, Mistral, Qwen, Gemma."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mcore_ckpt.hf._fields import Codec, Family, named, refuse, renamed
+from mcore_ckpt.hf._parts import ATTENTION, DENSE_FFN, ENDS, FFN_NORM, SIZES, same
+from mcore_ckpt.hf._positions import rotary
+from mcore_ckpt.hf._windows import one_window, window_by_layer
+
+__all__ = ["DENSE"]
+
+_INV_FREQ = (".rotary_emb.inv_freq",)
+_LAYER = "model.layers.{layer}."
+
+
+def _llama_biases() -> Codec:
+    """attention_bias puts one on all four projections of attention, mlp_bias on those of the feed-forward; ours come together."""
+
+    def write(full: Mapping[str, Any]) -> dict[str, Any]:
+        if full["add_qkv_bias"] != full["add_bias_linear"]:
+            refuse("add_qkv_bias", full["add_qkv_bias"], f"must equal add_bias_linear={full['add_bias_linear']} in this family")
+        return {"attention_bias": full["add_qkv_bias"], "mlp_bias": full["add_bias_linear"]}
+
+    def read(config: Mapping[str, Any]) -> dict[str, Any]:
+        attention, mlp = (bool(config.get(name)) for name in ("attention_bias", "mlp_bias"))
+        if attention != mlp:
+            refuse("attention_bias", attention, f"beside mlp_bias={mlp} is not supported; both or neither are")
+        return {"add_qkv_bias": attention, "add_bias_linear": mlp}
+
+    return Codec(ours=("add_qkv_bias", "add_bias_linear"), write=write, read=read)
+
+
+def _qwen_kinds(config: Mapping[str, Any]) -> Sequence[str]:
+    layers, first = config["num_hidden_layers"], config.get("max_window_layers", 28)
+    return ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
+
+
+def _gemma_kinds(config: Mapping[str, Any]) -> Sequence[str]:
+    period = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6
+    return ["full_attention" if (layer + 1) % period == 0 else "sliding_attention" for layer in range(config["num_hidden_layers"])]
+
+
+def _query_scale() -> Codec:
+    """The score's factor as the width that it is the inverse root of."""
+
+    def write(full: Mapping[str, Any]) -> dict[str, Any]:
+        scale = full["softmax_scale"]
+        width = full["kv_channels"] if scale is None else scale**-2
+        return {"query_pre_attn_scalar": round(width) if math.isclose(width, round(width), rel_tol=1e-9) else width}
+
+    def read(config: Mapping[str, Any]) -> dict[str, Any]:
+        width = config.get("query_pre_attn_scalar", 256)
+        return {"softmax_scale": None if width == config.get("head_dim", 256) else width**-0.5}
+
+    return Codec(ours=("softmax_scale",), write=write, read=read)
+
+
+_TIED = "share_embeddings_and_output_weights"
+_DECODER = (*SIZES, renamed("norm_epsilon", "rms_norm_eps", 1e-6), renamed(_TIED, "tie_word_embeddings", False), rotary(base=1e4))
+_LLAMA = Family(
+    name="llama",
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    codecs=(*_DECODER, _llama_biases()),
+    fixed={"hidden_act": "silu"},
+    rules=(*ENDS, *ATTENTION, FFN_NORM, *DENSE_FFN),
+    ignored=_INV_FREQ,
+)
+_MISTRAL = Family(
+    name="mistral",
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    codecs=(*_DECODER, one_window()),
+    fixed={"hidden_act": "silu"},
+    rules=(*ENDS, *ATTENTION, FFN_NORM, *DENSE_FFN),
+    ignored=_INV_FREQ,
+)
+_QWEN = (*_DECODER, window_by_layer(_qwen_kinds, switch=True))
+_QWEN2 = Family(
+    name="qwen2",
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    codecs=_QWEN,
+    implies={"add_qkv_bias": True},
+    fixed={"hidden_act": "silu"},
+    rules=(*ENDS, *ATTENTION, FFN_NORM, *DENSE_FFN),
+    ignored=_INV_FREQ,
+)
+_QWEN3 = Family(
+    name="qwen3",
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    codecs=_QWEN,
+    implies={"qk_layernorm": True},
+    fixed={"hidden_act": "silu", "attention_bias": False},
+    rules=(*ENDS, *ATTENTION, FFN_NORM, *DENSE_FFN),
+    ignored=_INV_FREQ,
+)
+_GEMMA_IMPLIES = {"layernorm_zero_centered_gamma": True, "embedding_multiplier": lambda full: math.sqrt(full["hidden_size"])}
+_GEMMA = Family(
+    name="gemma",
+    model_type="gemma",
+    architecture="GemmaForCausalLM",
+    codecs=(*SIZES, renamed("norm_epsilon", "rms_norm_eps", 1e-6), renamed(_TIED, "tie_word_embeddings", True), rotary(base=1e4)),
+    implies={**_GEMMA_IMPLIES, "activation": "geglu_tanh"},
+    # hidden_activation is how releases before the fix of the activation spelled it; null there means this one.
+    fixed={"hidden_act": "gelu_pytorch_tanh", "attention_bias": False},
+    rules=(*ENDS, *ATTENTION, FFN_NORM, *DENSE_FFN),
+    ignored=_INV_FREQ,
+)
+_GEMMA3_NORMS = tuple(
+    same(f"layers.{{layer}}.{ours}.weight", f"{_LAYER}{theirs}.weight", "D")
+    for ours, theirs in (
+        ("attention_post_norm", "post_attention_layernorm"),
+        ("ffn_norm", "pre_feedforward_layernorm"),
+        ("mlp_post_norm", "post_feedforward_layernorm"),
+    )
+)
+_GEMMA3 = Family(
+    name="gemma3",
+    model_type="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    codecs=(
+        *SIZES,
+        renamed("norm_epsilon", "rms_norm_eps", 1e-6),
+        renamed(_TIED, "tie_word_embeddings", True),
+        rotary(base=1e6, window_base=1e4),
+        window_by_layer(_gemma_kinds),
+        named("activation", "hidden_activation", {"gelu_pytorch_tanh": "geglu_tanh", "silu": "swiglu"}, "gelu_pytorch_tanh"),
+        _query_scale(),
+    ),
+    implies={**_GEMMA_IMPLIES, "qk_layernorm": True, "sandwich_norm": True},
+    fixed={"attention_bias": False, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    rules=(*ENDS, *ATTENTION, *_GEMMA3_NORMS, *DENSE_FFN),
+    ignored=_INV_FREQ,
+)
+DENSE = (_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GEMMA, _GEMMA3)

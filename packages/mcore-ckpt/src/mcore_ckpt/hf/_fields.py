@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The fields of our config with their defaults, and how a family says which of them its config.json carries."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+from mcore_ckpt.hf._rules import Rule
+
+__all__ = ["DEFAULTS", "NESTED", "Codec", "Family", "inner", "named", "refuse", "renamed"]
+
+Config = Mapping[str, Any]
+
+DEFAULTS: Config = MappingProxyType(
+    {
+        "num_layers": None,
+        "hidden_size": None,
+        "num_attention_heads": None,
+        "vocab_size": None,
+        "num_query_groups": None,
+        "ffn_hidden_size": None,
+        "kv_channels": None,
+        "normalization": "RMSNorm",
+        "norm_epsilon": 1e-5,
+        "layernorm_zero_centered_gamma": False,
+        "qk_layernorm": False,
+        "sandwich_norm": False,
+        "post_norm": False,
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "activation": "swiglu",
+        "glu_linear_offset": 0.0,
+        "activation_func_clamp_value": None,
+        "softmax_type": "vanilla",
+        "softmax_scale": None,
+        "window_size": None,
+        "window_attn_skip_freq": None,
+        "attention_output_gate": False,
+        "latent_attention": None,
+        "attention_backend": "auto",
+        "position_embedding_type": "rope",
+        "max_position_embeddings": None,
+        "rotary_base": 10_000.0,
+        "rotary_base_window": None,
+        "rotary_percent": 1.0,
+        "rotary_interleaved": False,
+        "seq_len_interpolation_factor": None,
+        "rope_scaling": None,
+        "yarn": None,
+        "mrope_section": None,
+        "no_rope_freq": None,
+        "hybrid_layer_pattern": None,
+        "mamba": None,
+        "delta_net": None,
+        "mtp_num_layers": 0,
+        "mtp_detach": False,
+        "embedding_multiplier": 1.0,
+        "output_multiplier": 1.0,
+        "init_method_std": 0.02,
+        "share_embeddings_and_output_weights": False,
+        "num_moe_experts": None,
+        "moe_router_topk": None,
+        "num_token_types": None,
+        "add_binary_head": None,
+    }
+)
+"""Our fields and what each means when nothing is said; the last four are those of slots and heads, not of the trunk's config."""
+
+NESTED: Mapping[str, Config] = MappingProxyType(
+    {
+        "latent_attention": {
+            "q_lora_rank": None, "kv_lora_rank": ..., "qk_nope_head_dim": ..., "qk_rope_head_dim": ..., "v_head_dim": ...,
+        },
+        "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+        "yarn": {
+            "factor": 1.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
+            "mscale_all_dim": 0.0, "correction_range_round_to_int": True,
+        },
+        "mamba": {
+            "state_dim": 128, "head_dim": 64, "num_groups": 8, "num_heads": None, "expand": 2, "conv_kernel": 4, "chunk_size": 128,
+            "use_conv_bias": True, "dt_limits": (0.0, float("inf")),
+        },
+        "delta_net": {
+            "num_key_heads": ..., "num_value_heads": ..., "key_head_dim": 128, "value_head_dim": 128, "conv_kernel": 4, "chunk_size": 64,
+        },
+    }
+)  # fmt: skip
+"""Fields that are groups of fields; `...` where something must be said."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codec:
+    """Carries some of our fields in entries of the other config, both ways."""
+
+    ours: tuple[str, ...]
+    """Names, without the part behind a dot; every value of them goes through ``write``."""
+    write: Callable[[Config], dict[str, Any]]
+    """Our complete config -> their entries. Raises ValueError for a value that they cannot hold."""
+    read: Callable[[Config], dict[str, Any]]
+    """Their config -> our fields, "mamba.state_dim" for one of a group; those left out have their default. Raises ValueError."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Everything that is particular to one family of models."""
+
+    name: str
+    model_type: str
+    architecture: str
+    codecs: tuple[Codec, ...]
+    implies: Config = field(default_factory=dict)
+    """Our fields that no codec carries and that are not at their default in this family; a function computes from the complete config."""
+    free: Config = field(default_factory=dict)
+    """Our fields without a meaning for this family, and what an import makes of them."""
+    fixed: Config
+    """Their entries that are always written, and whose other values mean a model that we do not describe."""
+    rules: tuple[Rule, ...]
+    shown_by: Mapping[str, str] = field(default_factory=dict)
+    """Our fields that are true where a weight of this name is stored, whatever config.json says."""
+    ignored: tuple[str, ...] = ()
+    """Endings of names there that carry no weights."""
+
+    @property
+    def carried(self) -> frozenset[str]:
+        """Our fields that a codec carries."""
+        return frozenset(name for codec in self.codecs for name in codec.ours)
+
+
+def refuse(name: str, value: Any, why: str) -> NoReturn:
+    """Raises:
+    ValueError: names the field, its value, and what to do.
+    """
+    raise ValueError(f"{name}={value!r} {why}")
+
+
+def inner(config: Config, path: str) -> Any:
+    """The value at "group.field"; None below a group that is None or absent."""
+    value: Any = config
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def renamed(ours: str, theirs: str, default: Any = ...) -> Codec:
+    """A field that only has another name there; ``default`` is what it means to leave it out there, `...` if that is not allowed."""
+
+    def read(config: Config) -> dict[str, Any]:
+        value = config.get(theirs)
+        if value is None and default is ...:
+            raise ValueError(f"lacks {theirs}")
+        return {ours: default if value is None else value}
+
+    return Codec(ours=(ours.partition(".")[0],), write=lambda full: {theirs: inner(full, ours)}, read=read)
+
+
+def named(ours: str, theirs: str, words: Mapping[Any, Any], default: Any = ...) -> Codec:
+    """A field whose values have other names there; ``words`` gives theirs to ours, the first of several spellings is written."""
+
+    def write(full: Config) -> dict[str, Any]:
+        value = inner(full, ours)
+        for word, meaning in words.items():
+            if meaning == value:
+                return {theirs: word}
+        refuse(ours, value, f"has no name in {theirs}; use one of {', '.join(sorted(map(repr, words.values())))}")
+
+    def read(config: Config) -> dict[str, Any]:
+        word = config.get(theirs, default)
+        if word is ...:
+            raise ValueError(f"lacks {theirs}")
+        if word not in words:
+            refuse(theirs, word, f"is not supported; only {', '.join(map(repr, words))} is")
+        return {ours: words[word]}
+
+    return Codec(ours=(ours.partition(".")[0],), write=write, read=read)

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""What the config.json of published models says, understood: as many parameters as they are known to have."""
+
+import math
+
+import pytest
+
+from mcore_ckpt import CheckpointingException
+from mcore_ckpt.hf._config import from_hf_config, measure, to_hf_config
+from mcore_ckpt.hf._rules import sites
+
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
+QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 28}
+NEMOTRON = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
+
+
+def decoder(kind, layers, hidden, ffn, heads, groups, vocabulary, **more):
+    sizes = {
+        "model_type": kind, "num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": ffn, "num_attention_heads": heads,
+        "num_key_value_heads": groups, "vocab_size": vocabulary, "hidden_act": "silu", "rms_norm_eps": 1e-5, "initializer_range": 0.02,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "bos_token_id": 1, "eos_token_id": 2,
+        "attention_dropout": 0.0, "max_position_embeddings": 32768,
+    }  # fmt: skip
+    return sizes | more
+
+
+PUBLISHED = {
+    "Llama-3.1-8B": (
+        decoder("llama", 32, 4096, 14336, 32, 8, 128256, rope_theta=5e5, rope_scaling=LLAMA3, attention_bias=False, mlp_bias=False),
+        8_030_261_248,
+    ),
+    "Llama-3.2-1B": (
+        decoder("llama", 16, 2048, 8192, 32, 8, 128256, rope_theta=5e5, rope_scaling=LLAMA3, head_dim=64, tie_word_embeddings=True),
+        1_235_814_400,
+    ),
+    "Mistral-7B-v0.1": (decoder("mistral", 32, 4096, 14336, 32, 8, 32000, rope_theta=1e4, sliding_window=4096), 7_241_732_096),
+    "Qwen2.5-7B": (decoder("qwen2", 28, 3584, 18944, 28, 4, 152064, rope_theta=1e6, **QWEN_WINDOW), 7_615_616_512),
+    "Qwen3-8B": (
+        decoder("qwen3", 36, 4096, 12288, 32, 8, 151936, head_dim=128, rope_theta=1e6, rope_scaling=None, attention_bias=False),
+        8_190_735_360,
+    ),
+    "gemma-2b": (
+        decoder(
+            "gemma", 18, 2048, 16384, 8, 1, 256000, head_dim=256, hidden_act="gelu_pytorch_tanh", hidden_activation=None,
+            tie_word_embeddings=True,
+        ),
+        2_506_172_416,
+    ),
+    "gemma-3-1b-pt": (
+        decoder(
+            "gemma3_text", 26, 1152, 6912, 4, 1, 262144, head_dim=256, hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=256,
+            rope_theta=1e6, rope_local_base_freq=1e4, rope_scaling=None, sliding_window=512, sliding_window_pattern=6,
+            attn_logit_softcapping=None, final_logit_softcapping=None, attention_bias=False, tie_word_embeddings=True,
+        ),
+        999_885_952,
+    ),
+    "Mixtral-8x7B-v0.1": (
+        decoder("mixtral", 32, 4096, 14336, 32, 8, 32000, num_local_experts=8, num_experts_per_tok=2, sliding_window=None, rope_theta=1e6),
+        46_702_792_704,
+    ),
+    "Qwen3-30B-A3B": (
+        decoder(
+            "qwen3_moe", 48, 2048, 6144, 32, 4, 151936, head_dim=128, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8,
+            norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[], rope_theta=1e6, use_sliding_window=False, sliding_window=None,
+        ),
+        30_532_122_624,
+    ),
+    "Mamba-Codestral-7B-v0.1": (
+        {
+            "model_type": "mamba2", "num_hidden_layers": 64, "hidden_size": 4096, "vocab_size": 32768, "num_heads": 128, "head_dim": 64,
+            "state_size": 128, "n_groups": 8, "expand": 2, "conv_kernel": 4, "chunk_size": 256, "use_conv_bias": True, "use_bias": False,
+            "hidden_act": "silu", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": False, "time_step_limit": [0.0, math.inf],
+        },
+        7_285_403_648,
+    ),
+    "Nemotron-H-8B-Base-8K": (
+        decoder(
+            "nemotron_h", 52, 4096, 21504, 32, 8, 131072, head_dim=128, hybrid_override_pattern=NEMOTRON, mlp_hidden_act="relu2",
+            ssm_state_size=128, mamba_num_heads=128, mamba_head_dim=64, n_groups=8, expand=2, conv_kernel=4, layer_norm_epsilon=1e-5,
+        ),
+        8.1e9,
+    ),
+    "Bamba-9B-v2": (
+        decoder(
+            "bamba", 32, 4096, 14336, 32, 8, 128256, attn_layer_indices=[9, 18, 27], mamba_d_state=128, mamba_d_head=64, mamba_n_heads=128,
+            mamba_n_groups=1, mamba_d_conv=4, mamba_expand=2, mamba_chunk_size=256, partial_rotary_factor=0.5,
+        ),
+        9.8e9,
+    ),
+    "bert-base-uncased": (
+        {
+            "model_type": "bert", "architectures": ["BertForMaskedLM"], "num_hidden_layers": 12, "hidden_size": 768, "vocab_size": 30522,
+            "intermediate_size": 3072, "num_attention_heads": 12, "hidden_act": "gelu", "layer_norm_eps": 1e-12, "type_vocab_size": 2,
+            "max_position_embeddings": 512, "position_embedding_type": "absolute", "hidden_dropout_prob": 0.1,
+        },
+        109_514_298,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_model_has_as_many_parameters_as_it_is_known_to_have(name):
+    theirs, known = PUBLISHED[name]
+    family, config = from_hf_config(theirs)
+    found = sum(math.prod(site.shape) for site in sites(family.rules, measure(config), config))
+    assert (found if isinstance(known, int) else round(found, -8)) == known
+    again = {"max_position_embeddings": 32768} | to_hf_config(config, family, "bfloat16")
+    assert from_hf_config(again) == (family, config)
+
+
+def test_what_a_family_does_not_describe_is_refused_by_the_name_of_its_setting():
+    changes = {
+        "Qwen3-30B-A3B": ({"norm_topk_prob": False}, "norm_topk_prob=False is not supported"),
+        "Qwen2.5-7B": ({"layer_types": ["chunked_attention"] * 28, "use_sliding_window": True}, "layer_types='chunked_attention'"),
+        "gemma-3-1b-pt": ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        "Llama-3.1-8B": ({"model_type": "gemma2"}, "not covered: soft caps of scores and logits"),
+        "Nemotron-H-8B-Base-8K": ({"hybrid_override_pattern": "ME*-"}, "layers_block_type='E'"),
+        "bert-base-uncased": ({"architectures": ["BertForQuestionAnswering"]}, "architectures='BertForQuestionAnswering'"),
+        "Mamba-Codestral-7B-v0.1": ({"num_heads": 12}, "mamba.num_groups=8 must divide its num_heads=12"),
+    }
+    for name, (change, words) in changes.items():
+        with pytest.raises(CheckpointingException) as caught:
+            from_hf_config(PUBLISHED[name][0] | change)
+        assert words in str(caught.value), name
