@@ -5,7 +5,8 @@
 import pytest
 import torch
 
-from mcore_ckpt import CheckpointingException, CheckpointManager
+from mcore_ckpt import CheckpointingException, CheckpointManager, _save
+from mcore_ckpt._plan import plan_layouts
 from mcore_ckpt.manifest import is_checkpoint
 
 
@@ -86,3 +87,19 @@ def test_wrong_arguments_name_field_and_remedy(tmp_path):
         CheckpointManager(tmp_path).save(-1, {})
     with pytest.raises(CheckpointingException, match="holds no checkpoint"):
         CheckpointManager(tmp_path).load({})
+
+
+@pytest.mark.parametrize("name", ["native", "torch_dist"])
+def test_a_plan_serves_again_while_the_structure_stays(tmp_path, monkeypatch, name):
+    plans = []
+    monkeypatch.setattr(_save, "plan_layouts", lambda *given: plans.append(1) or plan_layouts(*given))
+    manager = CheckpointManager(tmp_path, keep=None, format=name)
+    shapes = [(2, 3), (2, 3), (2, 3), (4, 3), (4, 3), (2, 3)]
+    for step, shape in enumerate(shapes):
+        manager.save(step, {"w": torch.full(shape, step), "b": torch.full((5,), step)}, asynchronous=step % 2 == 1)
+    manager.wait()
+    assert len(plans) == 3
+    for step, shape in enumerate(shapes):
+        state = {"w": torch.full(shape, -1), "b": torch.full((5,), -1)}
+        manager.load(state, step)
+        assert all(bool((value == step).all()) for value in state.values())

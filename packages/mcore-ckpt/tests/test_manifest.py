@@ -115,7 +115,7 @@ def test_what_is_no_checkpoint_says_what_it_is(tmp_path):
     assert "has no manifest.json" in refusal(tmp_path)
     (tmp_path / "file").write_text("x")
     assert "it is a file" in refusal(tmp_path / "file")
-    for name, word in ((".zarray", "torch_dist"), (".metadata", "torch distributed checkpoint"), ("step_00000001", "CheckpointManager")):
+    for name, word in ((".zarray", "torch_dist"), ("step_00000001", "CheckpointManager")):
         folder = tmp_path / f"with{name}"
         (folder / name).mkdir(parents=True)
         assert word in refusal(folder)

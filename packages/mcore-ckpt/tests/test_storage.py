@@ -82,6 +82,13 @@ def test_views_survive_the_file_and_never_write_to_it(tmp_path):
     assert (tmp_path / "f").read_bytes() == before
 
 
+def test_a_file_named_through_a_link_is_read(tmp_path):
+    write(tmp_path / "blob", {"a": torch.ones(4)})
+    (tmp_path / "model.safetensors").symlink_to("blob")
+    with SafetensorsFile(tmp_path / "model.safetensors") as file:
+        assert file.tensor("a").tolist() == [1.0] * 4
+
+
 HEADERS = {
     "not json": b"{",
     "a list": b"[]",

@@ -6,7 +6,15 @@ import importlib
 
 import pytest
 
-MODULES = ["mcore_ckpt", "mcore_ckpt.chunks", "mcore_ckpt.cli", "mcore_ckpt.hf", "mcore_ckpt.inspect", "mcore_ckpt.manifest"]
+MODULES = [
+    "mcore_ckpt",
+    "mcore_ckpt.chunks",
+    "mcore_ckpt.cli",
+    "mcore_ckpt.hf",
+    "mcore_ckpt.inspect",
+    "mcore_ckpt.manifest",
+    "mcore_ckpt.restack",
+]
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -3,7 +3,7 @@
 """Agreement between the ranks of a save or load: every step succeeds on all of them or fails on all of them."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,11 @@ from torch import Tensor
 from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt._storage import tensor_bytes
 
-__all__ = ["Control"]
+__all__ = ["Control", "LostContact"]
+
+
+class LostContact(CheckpointingException):
+    """A rank went away, so nobody here knows how far the others came."""
 
 
 class Control:
@@ -46,6 +50,7 @@ class Control:
 
         Raises:
             CheckpointingException: it failed somewhere; the same error on every rank, naming the first rank and its cause.
+            LostContact: the ranks could not tell each other.
         """
         cause: Exception | None = None
         try:
@@ -61,6 +66,30 @@ class Control:
             raise CheckpointingException(f"{what} failed on rank {self.ranks[failed[0]]}{others}: {answers[failed[0]]['error']}") from cause
         return [answer["result"] for answer in answers]
 
+    def share(self, what: str, mine: str, lengths: Mapping[int, int]) -> list[str]:
+        """The texts of some ranks, on every rank, one after another: memory holds those texts and no more.
+
+        Args:
+            what: for messages.
+            mine: this rank's text, where it is one of them.
+            lengths: for each place in the group whose text is wanted, the number of its bytes.
+
+        Raises:
+            LostContact: the ranks could not tell each other.
+        """
+        if self._group is None or self.size == 1:
+            return [mine for _ in lengths]
+        texts = []
+        try:
+            for place, length in lengths.items():
+                content = mine.encode() if place == self.rank else bytes(length)
+                row = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self._device)
+                dist.broadcast(row, src=self.ranks[place], group=self._group)
+                texts.append(bytes(tensor_bytes(row.cpu())).decode())
+        except RuntimeError as error:
+            raise LostContact(f"{what}: rank {self.ranks[self.rank]} lost contact with the other ranks: {error}") from error
+        return texts
+
     def _exchange(self, what: str, message: dict[str, Any]) -> list[dict[str, Any]]:
         if self._group is None or self.size == 1:
             return [json.loads(json.dumps(message))]
@@ -71,7 +100,7 @@ class Control:
             padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8).to(self._device)
             rows = self._gather(padded)
         except RuntimeError as error:
-            raise CheckpointingException(f"{what}: rank {self.ranks[self.rank]} lost contact with the other ranks: {error}") from error
+            raise LostContact(f"{what}: rank {self.ranks[self.rank]} lost contact with the other ranks: {error}") from error
         return [json.loads(bytes(tensor_bytes(row.cpu()))) for row in rows]
 
     def _gather(self, mine: Tensor) -> list[Tensor]:

@@ -13,18 +13,19 @@ from torch import Tensor
 
 from mcore_ckpt._control import Control
 from mcore_ckpt._errors import CheckpointingException, list_names
+from mcore_ckpt._formats import ShardFile, open_shard
 from mcore_ckpt._plan import Read, assign_files, compare, plan_load
 from mcore_ckpt._sharded import ShardedTensor, as_parts
-from mcore_ckpt._storage import SafetensorsFile, dtype_code, dtype_of, file_digest
+from mcore_ckpt._storage import Folder, StoredFile, digest_file, dtype_code, dtype_of, open_folder
 from mcore_ckpt.chunks import Box
-from mcore_ckpt.manifest import Chunk, Manifest, TensorRecord, read_manifest
+from mcore_ckpt.manifest import Manifest, TensorRecord, read_manifest
 
 __all__ = ["check_files", "load", "read_tensor"]
 
 
 def load(
     state: Mapping[str, Any],
-    directory: str | Path,
+    directory: str | Path | Folder,
     *,
     strict: bool = True,
     verify: bool = True,
@@ -47,7 +48,7 @@ def load(
         CheckpointingException: on every rank: not a checkpoint; missing, unexpected, differently shaped or typed tensors, all
             listed, with nothing written yet; a damaged file, by name.
     """
-    control, folder = Control(group), Path(directory)
+    control, folder = Control(group), open_folder(directory)
     opened: list[Manifest] = []
     shards: dict[str, list[ShardedTensor]] = {}
 
@@ -84,40 +85,47 @@ def load(
     return dict(manifest.extra)
 
 
-def check_files(folder: Path, manifest: Manifest, names: Iterable[str], *, digests: bool = True) -> None:
+def check_files(directory: str | Path | Folder, manifest: Manifest, names: Iterable[str], *, digests: bool = True) -> None:
     """Compare files with what the manifest says about them.
 
     Raises:
         CheckpointingException: one is missing, a link, or not what was written; names it.
     """
+    folder = open_folder(directory)
     for name in names:
-        path, expected = folder / name, manifest.files[name]
-        if path.is_symlink() or not path.is_file():
-            raise CheckpointingException(f"{path}: missing, or not a plain file")
-        size = path.stat().st_size
+        file, expected = StoredFile(folder, name), manifest.files[name]
+        size = folder.size(name)
+        if size is None:
+            raise CheckpointingException(f"{file}: missing, or not a plain file")
         if size != expected.bytes:
-            raise CheckpointingException(f"{path}: {size} bytes instead of {expected.bytes}; the file is damaged")
-        if digests and file_digest(path) != expected:
-            raise CheckpointingException(f"{path}: its SHA-256 is not the one in the manifest; the file is damaged")
+            raise CheckpointingException(f"{file}: {size} bytes instead of {expected.bytes}; the file is damaged")
+        # Another system's checkpoint has no digests.
+        if digests and expected.sha256 and digest_file(file) != expected:
+            raise CheckpointingException(f"{file}: its SHA-256 is not the one in the manifest; the file is damaged")
 
 
-def _fill(folder: Path, shards: Mapping[str, list[ShardedTensor]], reads: list[Read]) -> None:
+def _fill(folder: Folder, shards: Mapping[str, list[ShardedTensor]], reads: list[Read]) -> None:
     for name, same_file in itertools.groupby(reads, key=lambda read: read.chunk.file):
-        with SafetensorsFile(folder / name) as file, torch.no_grad():
+        file = open_shard(StoredFile(folder, name))
+        with torch.no_grad():
             for read in same_file:
                 shard = next(part for part in shards[read.name] if part.box.contains(read.box))
                 target = shard.data[read.box.relative_to(shard.box).slices()]
-                target.copy_(_stored(file, read.chunk, shard.data.dtype)[read.box.relative_to(read.chunk.box).slices()])
+                target.copy_(_stored(file, read, shard.data.dtype))
 
 
-def _stored(file: SafetensorsFile, chunk: Chunk, dtype: torch.dtype) -> Tensor:
-    tensor = file.tensor(chunk.key)
-    if tuple(tensor.shape) != chunk.box.shape or tensor.dtype != dtype:
-        raise CheckpointingException(f"{file.path}: {chunk.key} is {tensor.dtype} {list(tensor.shape)}, not what the manifest says")
-    return tensor
+def _stored(file: ShardFile, read: Read, dtype: torch.dtype) -> Tensor:
+    chunk, slot = read.chunk, file.slot(read.chunk.key)
+    if slot is None or slot.shape != chunk.box.shape or dtype_of(slot.dtype) != dtype:
+        said = "missing" if slot is None else f"{slot.dtype} {list(slot.shape)}"
+        raise CheckpointingException(f"{file.file}: {chunk.key} is {said}, not what the manifest says")
+    slices = read.box.relative_to(chunk.box).slices()
+    if not slices:
+        return file.tensor(chunk.key)
+    return file.tensor(chunk.key, (slices[0].start, slices[0].stop))[:, *slices[1:]]
 
 
-def read_tensor(directory: str | Path, name: str, manifest: Manifest | None = None) -> Tensor:
+def read_tensor(directory: str | Path | Folder, name: str, manifest: Manifest | None = None) -> Tensor:
     """One whole tensor of a checkpoint in host memory. Not collective; digests are not compared.
 
     Args:
@@ -130,7 +138,9 @@ def read_tensor(directory: str | Path, name: str, manifest: Manifest | None = No
     if name not in manifest.tensors:
         raise CheckpointingException(f"{directory} has no tensor {list_names([name], manifest.tensors)}")
     record = manifest.tensors[name]
+    folder = open_folder(directory)
+    # The files first: no memory is taken for a tensor that cannot be in them.
+    check_files(folder, manifest, {chunk.file for chunk in record.chunks}, digests=False)
     whole = ShardedTensor(torch.empty(record.shape, dtype=dtype_of(record.dtype)), record.shape, (0,) * len(record.shape))
-    check_files(Path(directory), manifest, {chunk.file for chunk in record.chunks}, digests=False)
-    _fill(Path(directory), {name: [whole]}, plan_load([(name, Box.whole(record.shape))], manifest.tensors))
+    _fill(folder, {name: [whole]}, plan_load([(name, Box.whole(record.shape))], manifest.tensors))
     return whole.data

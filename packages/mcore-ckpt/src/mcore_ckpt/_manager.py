@@ -3,7 +3,6 @@
 """A folder of numbered checkpoints, of which the newest few are kept."""
 
 import re
-import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,8 +13,9 @@ import torch.distributed as dist
 from mcore_ckpt._control import Control
 from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt._load import load
-from mcore_ckpt._save import AsyncRequest, save
-from mcore_ckpt._storage import remove_file, sync_folder
+from mcore_ckpt._plan import PlanCache
+from mcore_ckpt._save import DEFAULT_FILE_BYTES, AsyncRequest, check_format, run_save
+from mcore_ckpt._storage import Folder, LocalFolder, open_folder
 from mcore_ckpt.manifest import MANIFEST_NAME, is_checkpoint
 
 __all__ = ["CheckpointManager"]
@@ -29,26 +29,55 @@ class CheckpointManager:
     A step exists when its manifest does; there is no pointer file that could disagree. Older steps go only after a newer one is committed.
 
     Args:
-        directory: need not exist; on a file system all ranks share.
+        directory: a path on a file system all ranks share, an address such as ``s3://bucket/run``, or a `mcore_ckpt.storage.Folder`.
+            It need not exist.
         keep: how many of the newest steps stay; None for all.
         group: None for the default group, or for this process alone where torch.distributed is not initialised.
+        format: as for `mcore_ckpt.save`.
+
+    Raises:
+        ValueError: ``keep`` below 1, or an unknown format.
     """
 
-    def __init__(self, directory: str | Path, *, keep: int | None = 3, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, directory: str | Path | Folder, *, keep: int | None = 3, group: dist.ProcessGroup | None = None, format: str = "native"
+    ) -> None:
         if keep is not None and keep < 1:
             raise ValueError(f"keep={keep} must be at least 1, or None to keep all")
-        self.directory = Path(directory)
+        self._folder = open_folder(directory)
         self.keep = keep
+        check_format(format)
+        self._format, self._cache = format, PlanCache()
         self._group = group
         self._pending: AsyncRequest | None = None
 
+    @property
+    def directory(self) -> Path:
+        """Where the steps lie on the disk.
+
+        Raises:
+            ValueError: they lie elsewhere; use ``folder``.
+        """
+        if not isinstance(self._folder, LocalFolder):
+            raise ValueError(f"{self._folder} is not on a disk; use folder(step)")
+        return self._folder.path
+
     def path(self, step: int) -> Path:
-        """Folder of a step."""
-        return self.directory / f"step_{step:08d}"
+        """Path of a step on the disk; see ``directory``."""
+        return self.directory / _name(step)
+
+    def folder(self, step: int) -> Folder:
+        """Folder of a step, wherever it lies; `mcore_ckpt.save` and `mcore_ckpt.load` take it."""
+        return self._folder.child(_name(step))
 
     def steps(self) -> list[int]:
         """Committed steps, ascending, as this rank sees the folder now."""
-        return sorted(step for step, path in self._folders().items() if is_checkpoint(path))
+        while True:
+            present = self._present()
+            committed = [step for step in present if is_checkpoint(self.folder(step))]
+            # Between looking at the folder and at its steps, retention may have taken all of them for newer ones: look again.
+            if committed or present == self._present():
+                return sorted(committed)
 
     def latest(self) -> int | None:
         """The newest committed step, None when there is none."""
@@ -67,13 +96,13 @@ class CheckpointManager:
         if type(step) is not int or step < 0:
             raise ValueError(f"step={step!r} must be an int of at least 0")
         self.wait()
-        if asynchronous:
-            self._pending = save(state, self.path(step), extra=extra, group=self._group, asynchronous=True)
-            self._pending.then(self._prune)
-            return self._pending
-        save(state, self.path(step), extra=extra, group=self._group)
-        self._prune()
-        return None
+        request = run_save(state, self.folder(step), extra, self._group, self._format, asynchronous, DEFAULT_FILE_BYTES, self._cache)
+        if request is None:
+            self._prune()
+        else:
+            request.then(self._prune)
+        self._pending = request
+        return request
 
     def wait(self) -> None:
         """Commit a pending asynchronous save, if there is one. Collective."""
@@ -92,25 +121,24 @@ class CheckpointManager:
         self.wait()
         control = Control(self._group)
         # The first rank looks, so that all load the same step even while another job is writing.
-        step = control.run(f"finding a step in {self.directory}", lambda: self._choose(step) if control.rank == 0 else None)[0]
+        step = control.run(f"finding a step in {self._folder}", lambda: self._choose(step) if control.rank == 0 else None)[0]
         assert step is not None
-        return step, load(state, self.path(step), strict=strict, verify=verify, group=self._group)
+        return step, load(state, self.folder(step), strict=strict, verify=verify, group=self._group)
 
     def _choose(self, step: int | None) -> int:
         steps = self.steps()
         if not steps:
-            raise CheckpointingException(f"{self.directory} holds no checkpoint")
+            raise CheckpointingException(f"{self._folder} holds no checkpoint")
         if step is None:
             return steps[-1]
         if step not in steps:
-            raise CheckpointingException(f"{self.directory} has no step {step}; it has {steps}")
+            raise CheckpointingException(f"{self._folder} has no step {step}; it has {steps}")
         return step
 
-    def _folders(self) -> dict[int, Path]:
-        if not self.directory.is_dir():
-            return {}
-        matches = ((_STEP.fullmatch(entry.name), entry) for entry in self.directory.iterdir())
-        return {int(match[1]): entry for match, entry in matches if match and self.path(int(match[1])) == entry}
+    def _present(self) -> list[int]:
+        """Steps that have a folder, finished or not."""
+        matches = ((_STEP.fullmatch(name), name) for name in self._folder.names())
+        return [int(match[1]) for match, name in matches if match and _name(int(match[1])) == name]
 
     def _prune(self) -> None:
         if self.keep is None or Control(self._group).rank:
@@ -118,12 +146,17 @@ class CheckpointManager:
         committed = self.steps()
         gone = set(committed[: -self.keep])
         # Folders without a manifest that are older than what was just committed are saves that never finished.
-        gone |= {step for step in self._folders() if step < committed[-1] and step not in committed}
+        gone |= {step for step in self._present() if step < committed[-1] and step not in committed}
         for step in sorted(gone):
+            folder = self.folder(step)
             try:
                 # Without its manifest a step is no checkpoint: no reader meets a half-removed one.
-                remove_file(self.path(step) / MANIFEST_NAME)
-                sync_folder(self.path(step))
-                shutil.rmtree(self.path(step))
+                folder.remove(MANIFEST_NAME)
+                folder.sync()
+                folder.remove_all()
             except OSError as error:
-                warnings.warn(f"could not remove old checkpoint {self.path(step)}: {error}", RuntimeWarning, stacklevel=3)
+                warnings.warn(f"could not remove old checkpoint {folder}: {error}", RuntimeWarning, stacklevel=3)
+
+
+def _name(step: int) -> str:
+    return f"step_{step:08d}"

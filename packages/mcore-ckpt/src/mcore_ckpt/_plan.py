@@ -5,17 +5,32 @@
 Every rank computes the same save plan from the same records, so a mistake in the state is the same error on every rank.
 """
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt._storage import itemsize
 from mcore_ckpt.chunks import Box, check_tiling
 from mcore_ckpt.manifest import Chunk, TensorRecord
 
-__all__ = ["Read", "SavePlan", "ShardRecord", "Write", "assign_files", "compare", "pack_files", "plan_load", "plan_save"]
+__all__ = [
+    "Layout",
+    "PlanCache",
+    "Read",
+    "SavePlan",
+    "ShardRecord",
+    "Write",
+    "assign_files",
+    "compare",
+    "decode_layouts",
+    "encode_layout",
+    "pack_files",
+    "plan_layouts",
+    "plan_load",
+    "plan_save",
+]
 
 
 @dataclass(frozen=True)
@@ -29,15 +44,58 @@ class ShardRecord:
     box: Box
     replica: int
 
-    def to_json(self) -> list[Any]:
-        """As a list for the wire."""
-        return [self.name, self.dtype, list(self.shape), *self.box.to_json(), self.replica]
 
-    @classmethod
-    def from_json(cls, value: list[Any]) -> "ShardRecord":
-        """Inverse of ``to_json``."""
-        name, dtype, shape, offset, size, replica = value
-        return cls(name, dtype, tuple(shape), Box(tuple(offset), tuple(size)), replica)
+@dataclass(frozen=True)
+class Layout:
+    """The parts that some ranks hold alike, such as the data-parallel copies of one shard: planned once for all of them."""
+
+    names: Sequence[str]
+    """Of the tensors, one for each part."""
+    kinds: Sequence[tuple[str, tuple[int, ...], Box]]
+    """For each part: element type and shape of the tensor, and which box of it; equal ones are one object."""
+    ranks: tuple[int, ...]
+    main: Sequence[bool]
+    """For each part: whether one of the ranks holds it with replica 0."""
+
+
+def encode_layout(records: Sequence[ShardRecord]) -> tuple[str, list[list[int]]]:
+    """What a rank holds, as text that is equal for ranks that hold alike, and its replica numbers in runs of [number, length].
+
+    Layers repeat, so element types, shapes and boxes stand in a table of their own.
+    """
+    runs: list[list[int]] = []
+    kinds: dict[tuple[str, tuple[int, ...], Box], int] = {}
+    for record in records:
+        if runs and runs[-1][0] == record.replica:
+            runs[-1][1] += 1
+        else:
+            runs.append([record.replica, 1])
+    places = [kinds.setdefault((record.dtype, record.shape, record.box), len(kinds)) for record in records]
+    table = [[dtype, shape, *box.to_json()] for dtype, shape, box in kinds]
+    return json.dumps([[record.name for record in records], places, table], separators=(",", ":")), runs
+
+
+def decode_layouts(texts: Sequence[str], owners: Sequence[Sequence[int]], runs: Sequence[Sequence[Sequence[int]]]) -> list[Layout]:
+    """Inverse of `encode_layout` for all ranks at once.
+
+    Args:
+        texts: the distinct ones.
+        owners: for each text, the ranks that sent it.
+        runs: for each rank, its replica numbers.
+    """
+    layouts = []
+    for text, ranks in zip(texts, owners, strict=True):
+        names, places, table = json.loads(text)
+        kinds = [(dtype, tuple(shape), Box(tuple(offset), tuple(size))) for dtype, shape, offset, size in table]
+        main = [False] * len(names)
+        for rank in ranks:
+            place = 0
+            for replica, length in runs[rank]:
+                if replica == 0:
+                    main[place : place + length] = [True] * length
+                place += length
+        layouts.append(Layout(names, [kinds[place] for place in places], tuple(ranks), main))
+    return layouts
 
 
 @dataclass(frozen=True)
@@ -57,6 +115,14 @@ class SavePlan:
     writes: tuple[tuple[Write, ...], ...]
 
 
+class PlanCache:
+    """The plan of the last save, for the next one of the same structure: ranks then exchange digests only."""
+
+    def __init__(self) -> None:
+        self.key = ""
+        self.plan: SavePlan | None = None
+
+
 @dataclass(frozen=True)
 class Read:
     """Copy indices ``box`` of the global tensor ``name`` out of ``chunk``."""
@@ -67,55 +133,87 @@ class Read:
 
 
 def plan_save(records: Sequence[Sequence[ShardRecord]]) -> SavePlan:
+    """`plan_layouts` of what each rank holds.
+
+    Raises:
+        CheckpointingException: see there.
+    """
+    told = [encode_layout(held) for held in records]
+    owners: dict[str, list[int]] = {}
+    for rank, (text, _) in enumerate(told):
+        owners.setdefault(text, []).append(rank)
+    return plan_layouts(decode_layouts(list(owners), list(owners.values()), [runs for _, runs in told]), len(records))
+
+
+def plan_layouts(layouts: Sequence[Layout], num_ranks: int) -> SavePlan:
     """Assign each distinct part to one of the ranks that hold it, so that the ranks write about equally many bytes.
 
     The parts held with replica 0 must tile their tensor. Parts with few holders are placed first, then large ones, each on
-    its holder with the least to write (the lowest rank of equals): the result depends on the records only.
+    its holder with the least to write (the lowest rank of equals): the result depends on the layouts only.
 
     Args:
-        records: per rank, what it holds.
+        layouts: each rank is in one of them.
+        num_ranks: how many there are.
 
     Raises:
         CheckpointingException: ranks disagree about a tensor, or parts overlap or leave a gap; names tensor and ranks.
     """
     tensors: dict[str, TensorRecord] = {}
     first_rank: dict[str, int] = {}
-    holders: dict[str, dict[Box, list[int]]] = defaultdict(lambda: defaultdict(list))
+    holders: dict[str, dict[Box, tuple[int, ...]]] = defaultdict(dict)
     main: dict[str, set[Box]] = defaultdict(set)
-    for rank, held in enumerate(records):
-        for record in held:
-            known = tensors.setdefault(record.name, TensorRecord(record.dtype, record.shape))
-            first_rank.setdefault(record.name, rank)
-            if (known.dtype, known.shape) != (record.dtype, record.shape):
+    for layout in layouts:
+        rank = layout.ranks[0]
+        for name, (dtype, shape, box), is_main in zip(layout.names, layout.kinds, layout.main, strict=True):
+            known = tensors.get(name)
+            if known is None:
+                known = tensors[name] = TensorRecord(dtype, shape)
+                first_rank[name] = rank
+            if known.dtype != dtype or known.shape != shape:
                 raise CheckpointingException(
-                    f"{record.name} is {known.dtype} {list(known.shape)} on rank {first_rank[record.name]} "
-                    f"and {record.dtype} {list(record.shape)} on rank {rank}"
+                    f"{name} is {known.dtype} {list(known.shape)} on rank {first_rank[name]} and {dtype} {list(shape)} on rank {rank}"
                 )
-            if record.box.num_elements:
-                holders[record.name][record.box].append(rank)
-                if record.replica == 0:
-                    main[record.name].add(record.box)
-    jobs = []
+            if box.num_elements:
+                owners = holders[name]
+                owners[box] = owners[box] + layout.ranks if box in owners else layout.ranks
+                if is_main:
+                    main[name].add(box)
+    jobs: list[tuple[int, int, str, Box, tuple[int, ...]]] = []
+    sound: set[tuple[tuple[int, ...], frozenset[Box]]] = set()
     for name, tensor in tensors.items():
-        parts = sorted(main[name])
-        try:
-            check_tiling(tensor.shape, parts)
-        except ValueError as error:
-            ranks = sorted({rank for owners in holders[name].values() for rank in owners})
-            raise CheckpointingException(
-                f"{name} (on ranks {ranks}): {error}; the parts with replica 0 must cover it exactly once"
-            ) from error
-        for box in parts:
-            jobs.append((sorted(set(holders[name][box])), Write(name, box, box.num_elements * itemsize(tensor.dtype))))
-    jobs.sort(key=lambda job: (len(job[0]), -job[1].num_bytes, job[1].name, job[1].box))
-    load = [0] * len(records)
-    writes: list[list[Write]] = [[] for _ in records]
-    for ranks, write in jobs:
-        writer = min(ranks, key=lambda rank: (load[rank], rank))
-        load[writer] += write.num_bytes
-        writes[writer].append(write)
+        _check_parts(name, tensor, main[name], holders[name], sound)
+        width = itemsize(tensor.dtype)
+        for box in main[name]:
+            ranks = holders[name][box]
+            jobs.append((len(ranks), -box.num_elements * width, name, box, ranks))
+    jobs.sort(key=lambda job: (job[0], job[1], job[2], job[3].offset))
+    load = [0] * num_ranks
+    writes: list[list[Write]] = [[] for _ in range(num_ranks)]
+    for _, negative_bytes, name, box, ranks in jobs:
+        writer = ranks[0] if len(ranks) == 1 else min(ranks, key=lambda rank: (load[rank], rank))
+        load[writer] -= negative_bytes
+        writes[writer].append(Write(name, box, -negative_bytes))
     # In order of name again: neighbours in the model are neighbours on disk, whatever the balancing did.
-    return SavePlan(tensors, tuple(tuple(sorted(rows, key=lambda row: (row.name, row.box))) for rows in writes))
+    return SavePlan(tensors, tuple(tuple(sorted(rows, key=lambda row: (row.name, row.box.offset))) for rows in writes))
+
+
+def _check_parts(
+    name: str,
+    tensor: TensorRecord,
+    parts: set[Box],
+    holders: Mapping[Box, tuple[int, ...]],
+    sound: set[tuple[tuple[int, ...], frozenset[Box]]],
+) -> None:
+    """Check that ``parts`` tile ``tensor``; what was found sound is remembered, because layers repeat."""
+    tiling = (tensor.shape, frozenset(parts))
+    if tiling in sound:
+        return
+    try:
+        check_tiling(tensor.shape, sorted(parts))
+    except ValueError as error:
+        ranks = sorted({rank for owners in holders.values() for rank in owners})
+        raise CheckpointingException(f"{name} (on ranks {ranks}): {error}; the parts with replica 0 must cover it exactly once") from error
+    sound.add(tiling)
 
 
 def pack_files(writes: Sequence[Write], max_file_bytes: int) -> list[list[Write]]:

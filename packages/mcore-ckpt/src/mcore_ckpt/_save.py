@@ -3,8 +3,8 @@
 """Saving: agree on a plan, write shards, commit by renaming the manifest into place."""
 
 import contextlib
+import hashlib
 import json
-import re
 import secrets
 import threading
 from collections.abc import Callable, Mapping
@@ -16,50 +16,53 @@ from typing import Any, Literal, overload
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_ckpt._control import Control
+from mcore_ckpt._control import Control, LostContact
 from mcore_ckpt._errors import CheckpointingException
-from mcore_ckpt._plan import SavePlan, ShardRecord, Write, pack_files, plan_save
-from mcore_ckpt._sharded import ShardedTensor, as_parts
-from mcore_ckpt._storage import FileRecord, dtype_code, remove_file, replace_file, sync_folder, write_safetensors
+from mcore_ckpt._formats import FORMATS, METADATA_NAME, own_file, shard_name, side_files, write_shard
+from mcore_ckpt._plan import PlanCache, SavePlan, ShardRecord, Write, decode_layouts, encode_layout, pack_files, plan_layouts
+from mcore_ckpt._sharded import DeferredTensor, ShardedTensor, as_parts
+from mcore_ckpt._storage import FileRecord, Folder, StoredFile, dtype_code, open_folder
 from mcore_ckpt.chunks import Box
 from mcore_ckpt.manifest import MANIFEST_NAME, Chunk, Manifest, TensorRecord, check_extra, is_checkpoint
 
 __all__ = ["AsyncRequest", "save"]
 
-_DATA_FILE = re.compile(r"[0-9a-f]{8}-r[0-9]+-[0-9]+\.safetensors")
+DEFAULT_FILE_BYTES = 4 * 2**30
+_SIDE_NAMES = tuple(name + end for name in (METADATA_NAME, "metadata.json", MANIFEST_NAME) for end in ("", ".partial"))
+"""What a save writes beside its shards; a manifest only by committing."""
 
 
 @overload
 def save(
     state: Mapping[str, Any],
-    directory: str | Path,
+    directory: str | Path | Folder,
     *,
     extra: Mapping[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
     format: str = "native",
     asynchronous: Literal[False] = False,
-    max_file_bytes: int = 4 * 2**30,
+    max_file_bytes: int = DEFAULT_FILE_BYTES,
 ) -> None: ...
 @overload
 def save(
     state: Mapping[str, Any],
-    directory: str | Path,
+    directory: str | Path | Folder,
     *,
     extra: Mapping[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
     format: str = "native",
     asynchronous: Literal[True],
-    max_file_bytes: int = 4 * 2**30,
+    max_file_bytes: int = DEFAULT_FILE_BYTES,
 ) -> "AsyncRequest": ...
 def save(
     state: Mapping[str, Any],
-    directory: str | Path,
+    directory: str | Path | Folder,
     *,
     extra: Mapping[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
     format: str = "native",
     asynchronous: bool = False,
-    max_file_bytes: int = 4 * 2**30,
+    max_file_bytes: int = DEFAULT_FILE_BYTES,
 ) -> "AsyncRequest | None":
     """Write ``state`` as a new checkpoint in ``directory``. Collective over ``group``.
 
@@ -69,10 +72,12 @@ def save(
     Args:
         state: global name -> `ShardedTensor`, any `ShardLike`, DTensor or plain tensor (held alike by every rank that names it).
             Ranks may hold different names.
-        directory: on a file system all ranks share. It may exist, but hold no checkpoint; what an unfinished save left is removed.
+        directory: a path on a file system all ranks share, the address of an object store (``s3://bucket/run``, by fsspec), or a
+            `mcore_ckpt.storage.Folder`. It may exist, but hold no checkpoint; what an unfinished save left is removed.
         extra: JSON values kept in the manifest. Equal on every rank that gives any.
         group: None for the default group, or for this process alone where torch.distributed is not initialised.
-        format: "native".
+        format: "native", safetensors and a manifest; or "torch_dist", which `torch.distributed.checkpoint` reads too, with the same
+            manifest beside.
         asynchronous: return once the state is copied to host memory; a thread writes. The checkpoint exists when the
             request's ``wait()`` has returned on every rank.
         max_file_bytes: data a shard file holds before the next is begun.
@@ -84,7 +89,21 @@ def save(
     check_format(format)
     if max_file_bytes < 1:
         raise ValueError(f"max_file_bytes={max_file_bytes} must be at least 1")
-    job = _prepare(Control(group), state, Path(directory), extra or {}, max_file_bytes)
+    return run_save(state, open_folder(directory), extra, group, format, asynchronous, max_file_bytes, None)
+
+
+def run_save(
+    state: Mapping[str, Any],
+    directory: Folder,
+    extra: Mapping[str, Any] | None,
+    group: dist.ProcessGroup | None,
+    format: str,
+    asynchronous: bool,
+    max_file_bytes: int,
+    cache: PlanCache | None,
+) -> "AsyncRequest | None":
+    """`save` with a place to keep its plan in; a cache belongs to one group."""
+    job = _prepare(Control(group), state, directory, extra or {}, format, max_file_bytes, cache)
     if asynchronous:
         return AsyncRequest(job)
     _commit(job, job.write)
@@ -100,10 +119,10 @@ def check_format(name: str) -> None:
     if name == "zarr":
         raise ValueError(
             "format='zarr' is not supported; rewrite such a checkpoint as torch_dist with the system that wrote it, "
-            "and save new ones with format='native'"
+            "and save new ones with format='torch_dist'"
         )
-    if name != "native":
-        raise ValueError(f"format={name!r} is not available; the formats of this release are: native")
+    if name not in FORMATS:
+        raise ValueError(f"format={name!r} is not available; the formats of this release are: {', '.join(FORMATS)}")
 
 
 @dataclass(frozen=True)
@@ -111,23 +130,25 @@ class _Job:
     """What this rank has to do for one save."""
 
     control: Control
-    directory: Path
+    directory: Folder
     extra: Mapping[str, Any]
+    format: str
     plan: SavePlan
     files: Mapping[str, list[Write]]
     """This rank's files by name."""
-    shards: Mapping[tuple[str, Box], ShardedTensor]
+    shards: Mapping[tuple[str, Box], ShardedTensor | DeferredTensor]
 
     def write(self) -> list[list[Any]]:
-        """Write this rank's files; [name, bytes, sha256] each. No collectives: it may run on another thread."""
+        """Write this rank's files; [name, bytes, sha256, keys of its tensors] each. No collectives: it may run on another thread."""
         results = []
         try:
             for file, writes in self.files.items():
-                entries = [(_key(write, self.plan), *self._entry(write)) for write in writes]
-                record = write_safetensors(self.directory / file, entries)
-                results.append([file, record.bytes, record.sha256])
+                keys = [_key(write, self.plan) for write in writes]
+                entries = [(key, *self._entry(write)) for key, write in zip(keys, writes, strict=True)]
+                record, places = write_shard(StoredFile(self.directory, file), entries)
+                results.append([file, record.bytes, record.sha256, [places[key] for key in keys]])
             if results:
-                sync_folder(self.directory)
+                self.directory.sync()
         except BaseException:
             self.discard()
             raise
@@ -137,14 +158,14 @@ class _Job:
         """Remove this rank's files of a save that failed."""
         for file in self.files:
             with contextlib.suppress(OSError):
-                remove_file(self.directory / file)
+                self.directory.remove(file)
 
     def _entry(self, write: Write) -> tuple[str, tuple[int, ...], Callable[[], Tensor]]:
         tensor = self.plan.tensors[write.name]
         return tensor.dtype, write.box.shape, partial(_data, self.shards[write.name, write.box])
 
 
-def _data(shard: ShardedTensor) -> Tensor:
+def _data(shard: ShardedTensor | DeferredTensor) -> Tensor:
     return shard.data
 
 
@@ -155,21 +176,34 @@ def _key(write: Write, plan: SavePlan) -> str:
     return f"{write.name}@{'.'.join(map(str, write.box.offset))}"
 
 
-def _prepare(control: Control, state: Mapping[str, Any], directory: Path, extra: Mapping[str, Any], max_file_bytes: int) -> _Job:
-    shards: dict[tuple[str, Box], ShardedTensor] = {}
+def _prepare(
+    control: Control,
+    state: Mapping[str, Any],
+    directory: Folder,
+    extra: Mapping[str, Any],
+    format: str,
+    max_file_bytes: int,
+    cache: PlanCache | None,
+) -> _Job:
+    shards: dict[tuple[str, Box], ShardedTensor | DeferredTensor] = {}
+    layout = ""
 
     def describe() -> dict[str, Any]:
+        nonlocal layout
         check_extra(extra)
         records = []
         for name, value in state.items():
-            for shard in as_parts(name, value):
+            for shard in [value] if isinstance(value, DeferredTensor) else as_parts(name, value):
                 shards[name, shard.box] = shard
-                records.append(ShardRecord(name, dtype_code(shard.data.dtype), shard.global_shape, shard.box, shard.replica).to_json())
+                records.append(ShardRecord(name, dtype_code(shard.dtype), shard.global_shape, shard.box, shard.replica))
+        layout, runs = encode_layout(records)
         token = None
         if control.rank == 0:
             token = secrets.token_hex(4)
             _open_directory(directory)
-        return {"records": records, "extra": json.dumps(extra, sort_keys=True), "directory": str(directory.absolute()), "token": token}
+        told = {"layout": hashlib.sha256(layout.encode()).hexdigest(), "length": len(layout.encode()), "runs": runs}
+        facts = {"extra": json.dumps(extra, sort_keys=True), "directory": directory.address, "token": token}
+        return {**told, **facts, "cached": cache.key if cache is not None else ""}
 
     answers = control.run(f"preparing to save {directory}", describe)
     for key in ("directory", "extra"):
@@ -179,22 +213,41 @@ def _prepare(control: Control, state: Mapping[str, Any], directory: Path, extra:
             raise CheckpointingException(
                 f"{key} differs between ranks: {one[:200]} on rank {first}, {other[:200]} on rank {second}; pass the same on all"
             )
-    plan = plan_save([[ShardRecord.from_json(record) for record in answer["records"]] for answer in answers])
+    plan = _agree(control, directory, layout, answers, cache)
     token = answers[0]["token"]
     packed = pack_files(plan.writes[control.rank], max_file_bytes)
-    files = {f"{token}-r{control.rank:05d}-{number:03d}.safetensors": writes for number, writes in enumerate(packed)}
+    files = {shard_name(format, token, control.rank, number): writes for number, writes in enumerate(packed)}
     given = next((json.loads(answer["extra"]) for answer in answers if answer["extra"] != "{}"), {})
-    return _Job(control, directory, given, plan, files, shards)
+    return _Job(control, directory, given, format, plan, files, shards)
 
 
-def _open_directory(directory: Path) -> None:
+def _agree(control: Control, directory: Folder, layout: str, answers: list[Any], cache: PlanCache | None) -> SavePlan:
+    """The plan, the same on every rank: of the last save where nothing changed, else of the distinct layouts."""
+    key = hashlib.sha256(json.dumps([[answer["layout"], answer["runs"]] for answer in answers]).encode()).hexdigest()
+    if cache is not None and cache.plan is not None and all(answer["cached"] == key for answer in answers):
+        return cache.plan
+    owners: dict[str, list[int]] = {}
+    for rank, answer in enumerate(answers):
+        owners.setdefault(answer["layout"], []).append(rank)
+    first = {ranks[0]: answers[ranks[0]]["length"] for ranks in owners.values()}
+    texts = control.share(f"planning to save {directory}", layout, first)
+    plan = plan_layouts(decode_layouts(texts, list(owners.values()), [answer["runs"] for answer in answers]), control.size)
+    if cache is not None:
+        cache.key, cache.plan = key, plan
+    return plan
+
+
+def _open_directory(directory: Folder) -> None:
     if is_checkpoint(directory):
         raise CheckpointingException(f"{directory} already holds a checkpoint; choose another folder or remove it first")
-    directory.mkdir(parents=True, exist_ok=True)
-    sync_folder(directory.parent)
-    for entry in list(directory.iterdir()):
-        if _DATA_FILE.fullmatch(entry.name) or entry.name == f"{MANIFEST_NAME}.partial":
-            remove_file(entry)
+    names = directory.names()
+    unfinished = [name for name in names if own_file(name)]
+    if METADATA_NAME in names and not unfinished:
+        raise CheckpointingException(f"{directory} already holds a checkpoint of another system ({METADATA_NAME}); choose another folder")
+    directory.create()
+    for name in [*unfinished, *_SIDE_NAMES]:
+        if name in names:
+            directory.remove(name)
 
 
 def _commit(job: _Job, write: Callable[[], list[list[Any]]]) -> None:
@@ -204,27 +257,41 @@ def _commit(job: _Job, write: Callable[[], list[list[Any]]]) -> None:
     def publish() -> None:
         if control.rank:
             return
-        files = {name: FileRecord(size, digest) for rows in written for name, size, digest in rows}
+        files = {name: FileRecord(size, digest) for rows in written for name, size, digest, _ in rows}
         for name, record in files.items():
-            size = (directory / name).stat().st_size
+            size = directory.size(name)
             if size != record.bytes:
-                raise CheckpointingException(
-                    f"{name} has {size} bytes here, its writer wrote {record.bytes}; do the ranks share the folder?"
-                )
-        replace_file(directory / MANIFEST_NAME, Manifest(tensors=_place(job.plan, answers), files=files, extra=job.extra).encode())
+                seen = "is not" if size is None else f"has {size} bytes"
+                raise CheckpointingException(f"{name} {seen} here, its writer wrote {record.bytes}; do the ranks share the folder?")
+        tensors = _place(job.plan, answers)
+        stored = {name: (t.dtype, t.shape, [(chunk.file, chunk.key, chunk.box) for chunk in t.chunks]) for name, t in tensors.items()}
+        for name, content in side_files(job.format, stored).items():
+            directory.publish(name, content)
+        directory.publish(MANIFEST_NAME, Manifest(tensors=tensors, files=files, extra=job.extra).encode())
 
     def report() -> dict[str, Any]:
         rows = write()
-        return {"rows": rows, "chunks": [[w.name, *w.box.to_json(), file, _key(w, job.plan)] for file, ws in job.files.items() for w in ws]}
+        chunks = [[w.name, *w.box.to_json(), file, key] for file, *_, keys in rows for w, key in zip(job.files[file], keys, strict=True)]
+        return {"rows": rows, "chunks": chunks}
 
     try:
         answers = control.run(f"writing {directory}", report)
         written = [answer["rows"] for answer in answers]
         control.run(f"committing {directory}", publish)
+    except LostContact:
+        # The first rank may be committing at this very moment: the files stay, and go with the next save if it was not.
+        raise
     except CheckpointingException:
-        # A rename that was made but could not be confirmed leaves a checkpoint; its files must then stay.
-        if not is_checkpoint(directory):
+        # A rename that was made but could not be confirmed leaves a checkpoint; its files must then stay. The first rank knows.
+        if not control.run(f"looking at {directory}", lambda: control.rank == 0 and is_checkpoint(directory))[0]:
             job.discard()
+            if control.rank == 0:
+                for name in _SIDE_NAMES:
+                    with contextlib.suppress(OSError):
+                        directory.remove(name)
+            # No rank writes any more; the last one to get here finds nothing left.
+            with contextlib.suppress(OSError):
+                directory.remove_all(only_empty=True)
         raise
 
 
@@ -255,7 +322,7 @@ class AsyncRequest:
         self._job: _Job | None = replace(job, shards=staged)
         self._rows: list[list[Any]] = []
         self._then: list[Callable[[], None]] = []
-        self._thread = threading.Thread(target=self._write, args=(self._job,), name=f"save {job.directory.name}", daemon=True)
+        self._thread = threading.Thread(target=self._write, args=(self._job,), name=f"save {job.directory}", daemon=True)
         self._thread.start()
 
     def _write(self, job: _Job) -> None:
@@ -295,5 +362,5 @@ class AsyncRequest:
         return self._rows
 
 
-def _snapshot(shard: ShardedTensor) -> ShardedTensor:
-    return ShardedTensor(shard.data.detach().to("cpu", copy=True), shard.global_shape, shard.offset, shard.replica)
+def _snapshot(shard: ShardedTensor | DeferredTensor) -> ShardedTensor:
+    return ShardedTensor(shard.data.detach().to("cpu", copy=True), shard.global_shape, shard.box.offset, shard.replica)

@@ -3,6 +3,7 @@
 """The part of a global tensor that this rank holds, from whatever describes it."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt.chunks import Box
 
-__all__ = ["ShardLike", "ShardedTensor", "as_sharded"]
+__all__ = ["DeferredTensor", "ShardLike", "ShardedTensor", "as_parts", "as_sharded"]
 
 
 @runtime_checkable
@@ -71,6 +72,30 @@ class ShardedTensor:
     def box(self) -> Box:
         """Which indices of the global tensor this part is."""
         return Box(self.offset, tuple(self.data.shape))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.data.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class DeferredTensor:
+    """A whole tensor that is made when its turn to be written comes, so that a state of many needs the memory of one."""
+
+    dtype: torch.dtype
+    global_shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+    """Returns it, in host memory; called once a save."""
+    replica: int = 0
+
+    @property
+    def box(self) -> Box:
+        """All of it."""
+        return Box.whole(self.global_shape)
+
+    @property
+    def data(self) -> Tensor:
+        return self.read()
 
 
 def as_sharded(name: str, value: Any) -> ShardedTensor:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt._errors import CheckpointingException
+from mcore_ckpt._formats import open_shard
 from mcore_ckpt._load import check_files
 from mcore_ckpt._manager import CheckpointManager
-from mcore_ckpt._storage import read_header
+from mcore_ckpt._storage import Folder, LocalFolder, StoredFile, open_folder
 from mcore_ckpt.manifest import Manifest, is_checkpoint, read_manifest
 
 __all__ = ["Summary", "resolve_checkpoint", "summarize", "verify"]
@@ -20,7 +21,7 @@ __all__ = ["Summary", "resolve_checkpoint", "summarize", "verify"]
 class Summary:
     """What a checkpoint holds, as figures."""
 
-    directory: Path
+    directory: Folder
     manifest: Manifest
 
     @property
@@ -61,37 +62,45 @@ class Summary:
 
 
 def resolve_checkpoint(directory: str | Path) -> Path:
-    """``directory`` itself where it is a checkpoint, else the newest step of the `CheckpointManager` folder it is.
+    """``directory`` itself where it is a checkpoint, else the newest step of the `CheckpointManager` folder it is. On a disk only.
 
     Raises:
         CheckpointingException: it is neither.
     """
-    if not is_checkpoint(directory):
-        manager = CheckpointManager(directory)
+    folder = _resolve(directory)
+    if not isinstance(folder, LocalFolder):
+        raise CheckpointingException(f"{folder} is not on a disk; copy it to one first")
+    return folder.path
+
+
+def _resolve(directory: str | Path | Folder) -> Folder:
+    folder = open_folder(directory)
+    if not is_checkpoint(folder):
+        manager = CheckpointManager(folder)
         step = manager.latest()
         if step is not None:
-            return manager.path(step)
-    read_manifest(directory)
-    return Path(directory)
+            return manager.folder(step)
+    read_manifest(folder)
+    return folder
 
 
-def summarize(directory: str | Path) -> Summary:
+def summarize(directory: str | Path | Folder) -> Summary:
     """Read the manifest of ``directory`` (see `resolve_checkpoint`); no tensor is read.
 
     Raises:
         CheckpointingException: not a checkpoint.
     """
-    folder = resolve_checkpoint(directory)
+    folder = _resolve(directory)
     return Summary(directory=folder, manifest=read_manifest(folder))
 
 
-def verify(directory: str | Path) -> list[str]:
+def verify(directory: str | Path | Folder) -> list[str]:
     """Read every byte and compare it with the manifest; returns what is wrong, one line a file, empty when all is well.
 
     Raises:
         CheckpointingException: not a checkpoint.
     """
-    folder = resolve_checkpoint(directory)
+    folder = _resolve(directory)
     manifest = read_manifest(folder)
     problems = []
     promised: dict[str, list[tuple[str, str, tuple[int, ...]]]] = defaultdict(list)
@@ -101,12 +110,11 @@ def verify(directory: str | Path) -> list[str]:
     for name in sorted(manifest.files):
         try:
             check_files(folder, manifest, [name])
-            slots, _ = read_header(folder / name)
+            file = open_shard(StoredFile(folder, name))
+            for key, dtype, shape in promised[name]:
+                slot = file.slot(key)
+                if slot is None or (slot.dtype, slot.shape) != (dtype, shape):
+                    problems.append(f"{file.file}: {key} is not the {dtype} {list(shape)} that the manifest says")
         except CheckpointingException as error:
             problems.append(str(error))
-            continue
-        for key, dtype, shape in promised[name]:
-            slot = slots.get(key)
-            if slot is None or (slot.dtype, slot.shape) != (dtype, shape):
-                problems.append(f"{folder / name}: {key} is not the {dtype} {list(shape)} that the manifest says")
     return problems

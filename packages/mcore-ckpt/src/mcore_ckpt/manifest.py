@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt._errors import CheckpointingException
-from mcore_ckpt._storage import FileRecord, itemsize
+from mcore_ckpt._formats import METADATA_NAME, read_metadata
+from mcore_ckpt._storage import FileRecord, Folder, LocalFolder, itemsize, open_folder
 from mcore_ckpt.chunks import Box, check_tiling
 
 __all__ = ["Chunk", "FileRecord", "Manifest", "TensorRecord", "is_checkpoint", "read_manifest"]
@@ -21,8 +22,11 @@ FORMAT_VERSION = 1
 """Raised when a reader of the previous version would misread a new checkpoint; unknown fields alone do not need it."""
 
 _FORMAT = "mcore-ckpt"
-_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors|[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.distcp")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _MAX_BYTES = 2**30
+_MAX_DIMS = 64
+_MAX_COUNT = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,8 @@ class Manifest:
     files: Mapping[str, FileRecord]
     extra: Mapping[str, Any] = field(default_factory=dict)
     version: int = FORMAT_VERSION
+    others: tuple[str, ...] = ()
+    """Entries of another system's checkpoint that are no tensors; they are not read."""
 
     def encode(self) -> bytes:
         """The manifest as JSON, with a digest over all its other fields."""
@@ -92,43 +98,44 @@ class Manifest:
         if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
             raise ValueError(f"format version {version!r}; this release reads up to {FORMAT_VERSION}, upgrade mcore-ckpt")
         expected = body.pop("sha256", None)
-        if expected != _digest(body):
-            raise ValueError("its digest does not match its content; the manifest is damaged")
         try:
-            files = {_file_name(name): FileRecord(_count(file["bytes"]), str(file["sha256"])) for name, file in body["files"].items()}
+            if expected != _digest(body):
+                raise ValueError("its digest does not match its content; the manifest is damaged")
+            files = {_file_name(name): FileRecord(_count(file["bytes"]), _sha256(file["sha256"])) for name, file in body["files"].items()}
             tensors = {name: _tensor(name, record, files) for name, record in body["tensors"].items()}
+            _check_room(tensors, files)
             extra = body["extra"]
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"malformed: {type(error).__name__} {error}") from error
         if not isinstance(extra, dict):
             raise ValueError("extra is not an object")
         return cls(tensors=tensors, files=files, extra=extra, version=version)
 
 
-def is_checkpoint(directory: str | Path) -> bool:
+def is_checkpoint(directory: str | Path | Folder) -> bool:
     """Whether ``directory`` holds a committed checkpoint."""
-    return (Path(directory) / MANIFEST_NAME).is_file()
+    return open_folder(directory).size(MANIFEST_NAME) is not None
 
 
-def read_manifest(directory: str | Path) -> Manifest:
-    """Manifest of the checkpoint in ``directory``.
+def read_manifest(directory: str | Path | Folder) -> Manifest:
+    """Manifest of the checkpoint in ``directory``; of one that ``torch.distributed.checkpoint`` wrote, what its metadata says.
 
     Raises:
         CheckpointingException: there is none, or it cannot be believed; says what lies there instead where that is known.
     """
-    path = Path(directory) / MANIFEST_NAME
+    folder = open_folder(directory)
+    path = f"{folder}/{MANIFEST_NAME}"
     try:
-        with path.open("rb") as file:
-            content = file.read(_MAX_BYTES + 1)
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        raise CheckpointingException(f"{directory} is not a checkpoint: {_what_lies_there(Path(directory))}") from None
-    except OSError as error:
-        raise CheckpointingException(f"{path}: {error}") from error
-    try:
-        if len(content) > _MAX_BYTES:
+        size = folder.size(MANIFEST_NAME)
+        if size is None and folder.size(METADATA_NAME) is not None:
+            path = f"{folder}/{METADATA_NAME}"
+            return _foreign(folder)
+        if size is None:
+            raise CheckpointingException(f"{folder} is not a checkpoint: {_what_lies_there(folder)}")
+        if size > _MAX_BYTES:
             raise ValueError(f"longer than {_MAX_BYTES} bytes")
-        return Manifest.decode(content)
-    except ValueError as error:
+        return Manifest.decode(bytes(folder.read(MANIFEST_NAME, 0, size)))
+    except (OSError, ValueError) as error:
         raise CheckpointingException(f"{path}: {error}") from error
 
 
@@ -150,17 +157,27 @@ def check_extra(value: Any, path: str = "extra") -> None:
         raise ValueError(f"{path} is {type(value).__name__}; extra holds JSON values only, tensors belong in the state")
 
 
-def _what_lies_there(directory: Path) -> str:
-    if not directory.exists():
-        return "there is no such folder"
-    if not directory.is_dir():
-        return "it is a file"
-    names = {entry.name for entry in directory.iterdir()}
-    metadata = directory / "metadata.json"
-    if names & {".zarray", ".zgroup"} or (metadata.is_file() and b"zarr" in metadata.read_bytes()[:4096]):
+def _foreign(folder: Folder) -> Manifest:
+    stored, others = read_metadata(folder)
+    tensors = {
+        name: TensorRecord(dtype, shape, tuple(Chunk(*chunk) for chunk in chunks)) for name, (dtype, shape, chunks) in stored.items()
+    }
+    sizes = {name: folder.size(name) for name in sorted({chunk.file for tensor in tensors.values() for chunk in tensor.chunks})}
+    missing = [name for name, size in sizes.items() if size is None]
+    if missing:
+        raise ValueError(f"{missing[0]} is missing, or not a plain file")
+    files = {name: FileRecord(size or 0, "") for name, size in sizes.items()}
+    _check_room(tensors, files)
+    return Manifest(tensors=tensors, files=files, others=tuple(others))
+
+
+def _what_lies_there(folder: Folder) -> str:
+    if isinstance(folder, LocalFolder) and not folder.path.is_dir():
+        return "it is a file" if folder.path.exists() else "there is no such folder"
+    names = set(folder.names())
+    size = folder.size("metadata.json")
+    if names & {".zarray", ".zgroup"} or (size and b"zarr" in bytes(folder.read("metadata.json", 0, min(size, 4096)))):
         return "it holds zarr arrays, which are not supported; rewrite it as torch_dist with the system that wrote it"
-    if ".metadata" in names:
-        return "it holds a torch distributed checkpoint (.metadata), which this release does not read"
     steps = sorted(name for name in names if name.startswith("step_"))
     if steps:
         return f"it holds {', '.join(steps[-3:])}; name one of them or use CheckpointManager"
@@ -168,6 +185,8 @@ def _what_lies_there(directory: Path) -> str:
 
 
 def _tensor(name: str, record: Any, files: Mapping[str, FileRecord]) -> TensorRecord:
+    if len(record["shape"]) > _MAX_DIMS:
+        raise ValueError(f"tensor {name}: {len(record['shape'])} dims; at most {_MAX_DIMS} are read")
     shape = tuple(_count(size) for size in record["shape"])
     itemsize(record["dtype"])
     chunks = []
@@ -182,15 +201,32 @@ def _tensor(name: str, record: Any, files: Mapping[str, FileRecord]) -> TensorRe
     return TensorRecord(record["dtype"], shape, tuple(chunks))
 
 
+def _check_room(tensors: Mapping[str, TensorRecord], files: Mapping[str, FileRecord]) -> None:
+    """Chunks cannot hold more than their files: so nobody makes room for a tensor that is not there."""
+    used = dict.fromkeys(files, 0)
+    for tensor in tensors.values():
+        for chunk in tensor.chunks:
+            used[chunk.file] += chunk.box.num_elements * itemsize(tensor.dtype)
+    for name, num_bytes in used.items():
+        if num_bytes > files[name].bytes:
+            raise ValueError(f"file {name} of {files[name].bytes} bytes is said to hold {num_bytes} bytes of tensors")
+
+
 def _file_name(name: str) -> str:
     if not _FILE_NAME.fullmatch(name):
         raise ValueError(f"file name {name!r} does not stay inside the folder")
     return name
 
 
+def _sha256(value: Any) -> str:
+    if not isinstance(value, str) or not _SHA256.fullmatch(value):
+        raise ValueError(f"{value!r} is no SHA-256")
+    return value
+
+
 def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} must be an int of at least 0")
+    if type(value) is not int or not 0 <= value <= _MAX_COUNT:
+        raise ValueError(f"{value!r} must be an int from 0 to 2**63 - 1")
     return value
 
 

@@ -1,24 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Bytes on disk: durable files with their digests, and the safetensors container."""
+"""Bytes and where they lie: folders, durable files with their digests, and the safetensors container."""
 
 from mcore_ckpt._storage._dtypes import dtype_code, dtype_of, itemsize
-from mcore_ckpt._storage._files import FileRecord, file_digest, remove_file, replace_file, sync_folder, write_file
-from mcore_ckpt._storage._safetensors import SafetensorsFile, TensorSlot, read_header, tensor_bytes, write_safetensors
+from mcore_ckpt._storage._files import file_digest, sync_folder, write_file
+from mcore_ckpt._storage._folder import FileRecord, Folder, StoredFile, digest_file, write_hashed
+from mcore_ckpt._storage._local import LocalFolder
+from mcore_ckpt._storage._memory import MemoryFolder
+from mcore_ckpt._storage._object import ObjectFolder
+from mcore_ckpt._storage._open import as_file, open_folder
+from mcore_ckpt._storage._safetensors import SafetensorsFile, TensorSlot, bytes_as_tensor, read_header, tensor_bytes, write_safetensors
 
 __all__ = [
     "FileRecord",
+    "Folder",
+    "LocalFolder",
+    "MemoryFolder",
+    "ObjectFolder",
     "SafetensorsFile",
+    "StoredFile",
     "TensorSlot",
+    "as_file",
+    "bytes_as_tensor",
+    "digest_file",
     "dtype_code",
     "dtype_of",
     "file_digest",
     "itemsize",
+    "open_folder",
     "read_header",
-    "remove_file",
-    "replace_file",
     "sync_folder",
     "tensor_bytes",
     "write_file",
+    "write_hashed",
     "write_safetensors",
 ]

@@ -9,7 +9,6 @@ load maps the file and touches only the pages it needs, and a foreign header is 
 import ctypes
 import json
 import math
-import mmap
 import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,11 +22,14 @@ from torch import Tensor
 
 from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt._storage._dtypes import dtype_of, itemsize
-from mcore_ckpt._storage._files import FileRecord, write_file
+from mcore_ckpt._storage._folder import FileRecord, StoredFile, write_hashed
+from mcore_ckpt._storage._open import as_file
 
-__all__ = ["SafetensorsFile", "TensorSlot", "read_header", "tensor_bytes", "write_safetensors"]
+__all__ = ["SafetensorsFile", "TensorSlot", "bytes_as_tensor", "read_header", "tensor_bytes", "write_safetensors"]
 
 _MAX_HEADER_BYTES = 100 * 2**20
+_MAX_DIMS = 64
+_MAX_SIZE = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,9 @@ class TensorSlot:
 
 
 def write_safetensors(
-    path: Path, tensors: Sequence[tuple[str, str, tuple[int, ...], Callable[[], Tensor]]], metadata: Mapping[str, str] | None = None
+    path: Path | StoredFile,
+    tensors: Sequence[tuple[str, str, tuple[int, ...], Callable[[], Tensor]]],
+    metadata: Mapping[str, str] | None = None,
 ) -> FileRecord:
     """Write a new file and return its length and SHA-256.
 
@@ -72,7 +76,7 @@ def write_safetensors(
                 raise CheckpointingException(f"{key} changed to {tensor.dtype} {tuple(tensor.shape)} while it was being written")
             yield tensor_bytes(tensor)
 
-    return write_file(path, parts())
+    return write_hashed(as_file(path), parts())
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
@@ -87,7 +91,15 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return memoryview(buffer).cast("B")
 
 
-def read_header(path: Path) -> tuple[dict[str, TensorSlot], int]:
+def bytes_as_tensor(content: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """A tensor over ``content``, copied only where its memory is not aligned for ``dtype``; keeps it alive."""
+    if len(content) == 0:
+        return torch.empty(shape, dtype=dtype)
+    raw = torch.frombuffer(content, dtype=torch.uint8)
+    return (raw.clone() if raw.data_ptr() % dtype.itemsize else raw).view(dtype).reshape(shape)
+
+
+def read_header(path: Path | StoredFile) -> tuple[dict[str, TensorSlot], int]:
     """The tensors of a file by key, and the position of its first data byte.
 
     Every field is checked against the size of the file before anything is mapped or allocated: the tensors must follow
@@ -96,20 +108,18 @@ def read_header(path: Path) -> tuple[dict[str, TensorSlot], int]:
     Raises:
         CheckpointingException: not a safetensors file, or a damaged one; names the file.
     """
+    file = as_file(path)
     try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(0)
-            prefix = file.read(8)
-            if len(prefix) < 8:
-                raise ValueError(f"only {size} bytes long")
-            (length,) = struct.unpack("<Q", prefix)
-            if length > min(_MAX_HEADER_BYTES, size - 8):
-                raise ValueError(f"a header of {length} bytes in a file of {size}")
-            header = json.loads(file.read(length), object_pairs_hook=_distinct)
+        size = file.size()
+        if size < 8:
+            raise ValueError(f"only {size} bytes long")
+        (length,) = struct.unpack("<Q", file.read(0, 8))
+        if length > min(_MAX_HEADER_BYTES, size - 8):
+            raise ValueError(f"a header of {length} bytes in a file of {size}")
+        header = json.loads(bytes(file.read(8, 8 + length)), object_pairs_hook=_distinct)
         return _slots(header, size - 8 - length), 8 + length
     except (ValueError, RecursionError, OSError) as error:
-        raise CheckpointingException(f"{path}: not a sound safetensors file: {error}") from error
+        raise CheckpointingException(f"{file}: not a sound safetensors file: {error}") from error
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -132,6 +142,8 @@ def _slots(header: Any, data_bytes: int) -> dict[str, TensorSlot]:
         if not all(isinstance(row, list) and all(type(value) is int and value >= 0 for value in row) for row in numbers):
             raise ValueError(f"entry {key!r} is malformed")
         shape, offsets = entry["shape"], entry["data_offsets"]
+        if len(shape) > _MAX_DIMS or any(size > _MAX_SIZE for size in shape):
+            raise ValueError(f"entry {key!r}: no tensor has {len(shape)} dims of such sizes")
         if len(offsets) != 2 or offsets[1] - offsets[0] != math.prod(shape) * itemsize(entry["dtype"]):
             raise ValueError(f"entry {key!r}: bytes {offsets} do not fit shape {shape} of {entry['dtype']}")
         slots[key] = TensorSlot(entry["dtype"], tuple(shape), offsets[0], offsets[1])
@@ -146,7 +158,7 @@ def _slots(header: Any, data_bytes: int) -> dict[str, TensorSlot]:
 
 
 class SafetensorsFile:
-    """A file mapped for reading; tensors are views of the mapping, so only the pages that are touched get read.
+    """A file opened for reading; only the pages or ranges that are touched get read.
 
     Raises:
         CheckpointingException: see `read_header`.
@@ -156,34 +168,34 @@ class SafetensorsFile:
             rows = file.tensor("weight")[10:20].clone()
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.slots, self._start = read_header(path)
-        with path.open("rb") as file:
-            # Copy-on-write: torch wants a writable buffer, the file itself can never be changed through it.
-            self._map: mmap.mmap | None = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    def __init__(self, path: Path | StoredFile) -> None:
+        self.file = as_file(path)
+        self.slots, self._start = read_header(self.file)
 
     def __enter__(self) -> "SafetensorsFile":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # The mapping goes when the last view of it does.
-        self._map = None
+        """Nothing to do: what was read lives as long as the tensors over it."""
 
-    def tensor(self, key: str) -> Tensor:
-        """View of one whole tensor in host memory; copy what you keep.
+    def slot(self, key: str) -> TensorSlot | None:
+        """Type and shape of the tensor of that key, None where there is none."""
+        return self.slots.get(key)
+
+    def tensor(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """One tensor in host memory, of a local file a view of its pages; copy what you keep.
+
+        Args:
+            rows: the indices of dim 0 that are wanted, first and one past the last; None for the whole tensor.
 
         Raises:
             CheckpointingException: no such key.
         """
-        if key not in self.slots or self._map is None:
-            raise CheckpointingException(f"{self.path}: no tensor {key!r}")
+        if key not in self.slots:
+            raise CheckpointingException(f"{self.file}: no tensor {key!r}")
         slot = self.slots[key]
-        dtype, count = dtype_of(slot.dtype), math.prod(slot.shape)
-        if count == 0:
-            return torch.empty(slot.shape, dtype=dtype)
-        begin = self._start + slot.begin
-        if begin % dtype.itemsize:
-            raw = torch.frombuffer(self._map, dtype=torch.uint8, count=slot.end - slot.begin, offset=begin)
-            return raw.clone().view(dtype).reshape(slot.shape)
-        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=begin).reshape(slot.shape)
+        shape, begin, end = slot.shape, self._start + slot.begin, self._start + slot.end
+        if rows is not None and shape:
+            row_bytes = math.prod(shape[1:]) * itemsize(slot.dtype)
+            shape, begin, end = (rows[1] - rows[0], *shape[1:]), begin + rows[0] * row_bytes, begin + rows[1] * row_bytes
+        return bytes_as_tensor(self.file.read(begin, end), dtype_of(slot.dtype), shape)

@@ -8,6 +8,9 @@ from mcore_ckpt.chunks._box import Box
 
 __all__ = ["check_tiling", "find_gap", "find_overlap", "subtract"]
 
+_MAX_SEARCH = 2000
+"""Of more parts than this the hole is not looked for: each part may cut every piece that is left."""
+
 
 def subtract(box: Box, hole: Box) -> list[Box]:
     """Disjoint boxes that together hold the indices of ``box`` outside ``hole``."""
@@ -78,6 +81,9 @@ def check_tiling(shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
         raise ValueError(f"parts {describe(boxes[overlap[0]])} and {describe(boxes[overlap[1]])} overlap")
     # Disjoint boxes inside the tensor cover it exactly when their sizes add up; the search for the hole only serves the message.
     if sum(box.num_elements for box in boxes) != whole.num_elements:
+        if len(boxes) > _MAX_SEARCH:
+            held = sum(box.num_elements for box in boxes)
+            raise ValueError(f"the {len(boxes)} parts hold {held} of {whole.num_elements} elements of shape {list(shape)}")
         gap = find_gap(whole, boxes)
         assert gap is not None
         raise ValueError(f"no part holds {describe(gap)} of shape {list(shape)}")

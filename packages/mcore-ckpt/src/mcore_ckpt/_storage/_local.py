@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""A folder on a disk of this machine, or on a file system that the machines share."""
+
+import contextlib
+import mmap
+import os
+import shutil
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+__all__ = ["LocalFolder"]
+
+
+class LocalFolder:
+    """A `Folder` of the file system; what it writes is synced to the disk, names included.
+
+    Args:
+        path: need not exist.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def address(self) -> str:
+        return str(self.path.absolute())
+
+    def child(self, name: str) -> "LocalFolder":
+        return LocalFolder(self.path / name)
+
+    def names(self) -> list[str]:
+        try:
+            return sorted(os.listdir(self.path))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def size(self, name: str) -> int | None:
+        try:
+            status = os.lstat(self.path / name)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+    def create(self) -> None:
+        missing = [folder for folder in (self.path, *self.path.absolute().parents) if not folder.exists()]
+        self.path.mkdir(parents=True, exist_ok=True)
+        for folder in missing or [self.path]:
+            _sync(folder.parent)
+
+    def write(self, name: str, parts: Iterable[memoryview]) -> None:
+        path = self.path / name
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
+        try:
+            for part in parts:
+                while part:
+                    written = os.write(handle, part)
+                    if not written:
+                        raise OSError(f"{path}: the disk takes no more bytes")
+                    part = part[written:]
+            os.fsync(handle)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            raise
+        finally:
+            os.close(handle)
+
+    def sync(self) -> None:
+        _sync(self.path)
+
+    def publish(self, name: str, content: bytes) -> None:
+        draft = name + ".partial"
+        self.remove(draft)
+        self.write(draft, [memoryview(content)])
+        try:
+            os.replace(self.path / draft, self.path / name)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self.remove(draft)
+            raise
+        self.sync()
+
+    def read(self, name: str, begin: int, end: int) -> memoryview:
+        if begin >= end:
+            return memoryview(bytearray())
+        start = begin - begin % mmap.ALLOCATIONGRANULARITY
+        handle = os.open(self.path / name, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0))
+        try:
+            size = os.fstat(handle).st_size
+            if end > size:
+                raise OSError(f"{self.path / name}: bytes {begin} to {end} of {size}")
+            # Copy-on-write: torch wants a writable buffer, and the file can never be changed through this one.
+            return memoryview(mmap.mmap(handle, end - start, access=mmap.ACCESS_COPY, offset=start))[begin - start :]
+        finally:
+            os.close(handle)
+
+    def remove(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path / name)
+
+    def remove_all(self, *, only_empty: bool = False) -> None:
+        if only_empty:
+            os.rmdir(self.path)
+        else:
+            shutil.rmtree(self.path)
+
+
+def _sync(folder: Path) -> None:
+    """Wait until the names in ``folder`` are on the disk."""
+    handle = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""From what a user writes to the folder it means."""
+
+from pathlib import Path
+
+from mcore_ckpt._storage._folder import Folder, StoredFile
+from mcore_ckpt._storage._local import LocalFolder
+from mcore_ckpt._storage._object import ObjectFolder
+
+__all__ = ["as_file", "open_folder"]
+
+
+def open_folder(directory: str | Path | Folder) -> Folder:
+    """The folder of a path, of an address such as ``s3://bucket/run``, or the folder itself.
+
+    Raises:
+        ImportError: the library for this kind of address is not installed.
+        ValueError: an address of an unknown kind, or neither of these.
+    """
+    if isinstance(directory, Path):
+        return LocalFolder(directory)
+    if isinstance(directory, str):
+        if directory.startswith("file://"):
+            return LocalFolder(directory.removeprefix("file://"))
+        return ObjectFolder(directory) if "://" in directory else LocalFolder(directory)
+    if isinstance(directory, Folder):
+        return directory
+    raise ValueError(f"directory is {type(directory).__name__}; give a path, an address such as s3://bucket/run, or a Folder")
+
+
+def as_file(path: Path | StoredFile) -> StoredFile:
+    """A path as a file in a local folder. A link is followed: who names a file means what it points to."""
+    if isinstance(path, StoredFile):
+        return path
+    path = path.resolve() if path.is_symlink() else path
+    return StoredFile(LocalFolder(path.parent), path.name)

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The campaigns in short: each in a process of its own, which forks, is killed, or has a limit on its memory."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+CAMPAIGNS = {
+    "kill": (["checkpoint_kill", "--kills", "20"], ["checkpoint_kill", "--kills", "1000"]),
+    "damage": (
+        ["checkpoint_damage", "--flips", "200", "--swaps", "120", "--lies", "2000"],
+        ["checkpoint_damage", "--flips", "10000", "--swaps", "1000", "--lies", "100000"],
+    ),
+}
+
+
+def run(arguments, folder, timeout):
+    module, *rest = arguments
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "TMPDIR": str(folder),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", f"tests.campaigns.{module}", *rest]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout)
+
+
+def check(figures):
+    if "kills" in figures:
+        assert figures["lost_or_damaged"] == 0 and figures["killed_with_a_step_half_done"] > 0
+    else:
+        assert figures["bad"] == 0 and figures["lies"]["refused"] > figures["lies"]["read"] > 0
+
+
+@pytest.mark.parametrize("name", CAMPAIGNS)
+def test_the_short_campaign_loses_nothing(name, tmp_path):
+    check(run(CAMPAIGNS[name][0], tmp_path, 110))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("name", CAMPAIGNS)
+def test_the_long_campaign_loses_nothing(name, tmp_path):
+    check(run(CAMPAIGNS[name][1], tmp_path, 7000))

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Bytes a second of saving and loading, beside plain writes and reads and torch.distributed.checkpoint, on one state in one run.
+
+python -m tools.bench.checkpoint --ranks 8 --gibibytes 4 --folder /data --output docs/benchmarks/checkpoint.json
+
+Each rank holds its rows of every tensor. `load` compares every SHA-256 first, which torch does not; `load_unverified` does not either.
+A plain write is what `dd conv=fsync` does: one file a rank, 16 MiB at a time, synced at the end.
+What is read was just written, so it comes from the page cache. The rounds of all ways take turns; the best of each counts.
+"""
+
+import argparse
+import os
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.multiprocessing.spawn import spawn
+
+from mcore_ckpt import load, save
+from tools.bench._record import record
+
+_BLOCK = 16 * 2**20
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it and write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--gibibytes", type=float, default=4.0, help="of all ranks together")
+    parser.add_argument("--tensors", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(dir=options.folder) as place:
+        rows = max(1, round(options.gibibytes * 2**30 / (options.tensors * options.ranks * 4096 * 4)))
+        config = {"ranks": options.ranks, "tensors": options.tensors, "rows": rows, "rounds": options.rounds, "place": place}
+        spawn(_rank, args=(config,), nprocs=options.ranks)
+        figures = _seconds(Path(place) / "figures")
+    total = rows * options.ranks * 4096 * 4 * options.tensors
+    rates = {name: round(total / seconds / 2**30, 3) for name, seconds in figures.items()}
+    results = {
+        "gibibytes": round(total / 2**30, 3),
+        "ranks": options.ranks,
+        "tensors": options.tensors,
+        "gibibytes_a_second": rates,
+        "save_over_plain_write": round(rates["save"] / rates["plain_write"], 3),
+        "save_over_torch": round(rates["save"] / rates["torch_save"], 3),
+        "load_over_plain_read": round(rates["load"] / rates["plain_read"], 3),
+        "load_over_torch": round(rates["load"] / rates["torch_load"], 3),
+        "unverified_load_over_plain_read": round(rates["load_unverified"] / rates["plain_read"], 3),
+        "unverified_load_over_torch": round(rates["load_unverified"] / rates["torch_load"], 3),
+    }
+    for name, value in results.items():
+        print(f"{name}: {value}")
+    if options.output:
+        record(options.output, results)
+    return 0
+
+
+def _seconds(path: Path) -> dict[str, float]:
+    """Seconds by name, as the first rank wrote them."""
+    pairs = (line.split() for line in path.read_text().splitlines())
+    return {name: float(seconds) for name, seconds in pairs}
+
+
+def _rank(rank: int, config: dict[str, Any]) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    place = Path(config["place"])
+    dist.init_process_group("gloo", init_method=f"file://{place}/store", rank=rank, world_size=config["ranks"])
+    mesh = init_device_mesh("cpu", (config["ranks"],))
+    generator = torch.Generator().manual_seed(rank)
+    local = [torch.rand(config["rows"], 4096, generator=generator) for _ in range(config["tensors"])]
+    state = {f"layers.{i}.weight": DTensor.from_local(tensor, mesh, [Shard(0)]) for i, tensor in enumerate(local)}
+    blank = {name: DTensor.from_local(torch.empty_like(local[0]), mesh, [Shard(0)]) for name in state}
+    plain = place / f"plain-{rank}"
+    trials: dict[str, Callable[[], Any]] = {
+        "plain_write": lambda: _write(plain, local),
+        "plain_read": lambda: _read(plain, list(blank.values())),
+        "save": lambda: save(state, place / "ours"),
+        "load": lambda: load(blank, place / "ours"),
+        "load_unverified": lambda: load(blank, place / "ours", verify=False),
+        "save_torch_dist": lambda: save(state, place / "both", format="torch_dist"),
+        "load_torch_dist": lambda: load(blank, place / "both"),
+        "torch_save": lambda: state_dict_saver.save(dict(state), checkpoint_id=place / "theirs"),
+        "torch_load": lambda: state_dict_loader.load(dict(blank), checkpoint_id=place / "theirs"),
+    }
+    best = dict.fromkeys(trials, float("inf"))
+    for _ in range(config["rounds"]):
+        for name, trial in trials.items():
+            dist.barrier()
+            start = time.perf_counter()
+            trial()
+            dist.barrier()
+            best[name] = min(best[name], time.perf_counter() - start)
+        assert all(torch.equal(blank[name].to_local(), state[name].to_local()) for name in state)
+        dist.barrier()
+        if rank == 0:
+            for name in ("ours", "both", "theirs"):
+                shutil.rmtree(place / name)
+        plain.unlink()
+    if rank == 0:
+        (place / "figures").write_text("".join(f"{name} {seconds}\n" for name, seconds in best.items()))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _write(path: Path, tensors: Sequence[torch.Tensor]) -> None:
+    with path.open("wb", buffering=0) as file:
+        for tensor in tensors:
+            view = _bytes(tensor)
+            for begin in range(0, len(view), _BLOCK):
+                file.write(view[begin : begin + _BLOCK])
+        os.fsync(file.fileno())
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return tensor.numpy().reshape(-1).view("uint8").data
+
+
+def _read(path: Path, tensors: Sequence[DTensor]) -> None:
+    with path.open("rb", buffering=0) as file:
+        for tensor in tensors:
+            file.readinto(_bytes(tensor.to_local()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
