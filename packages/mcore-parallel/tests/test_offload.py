@@ -3,6 +3,7 @@
 """Offloaded activations come back with the same bits; on the CPU the copies are real, only the place is not another."""
 
 import contextlib
+import functools
 import gc
 import weakref
 
@@ -24,6 +25,8 @@ CHOICES = [
     {"modules": ("norm", "mlp", "attention"), "prefetch": 2},
     {"modules": ("core_attention", "mlp"), "prefetch": 0},
     {"modules": ("norm", "mlp"), "keep_bytes": 20_000},
+    {"modules": ("norm", "mlp"), "max_inflight": 1},
+    {"modules": ("layer",), "max_inflight": 0},
 ]
 
 
@@ -200,6 +203,30 @@ def test_the_first_modules_stay_as_far_as_their_bytes_are_allowed() -> None:
         assert offloader.bytes_kept == offloader.bytes_out == 0
 
 
+@pytest.mark.parametrize(("bound", "joins"), [(None, 0), (0, 8), (1, 6), (2, 4), (4, 0)])
+def test_only_so_many_offloads_of_a_part_are_under_way(bound: int | None, joins: int) -> None:
+    offloader = ActivationOffloader(OffloadConfig(**SMALL, max_inflight=bound))
+    x = torch.linspace(0, 1, 16, dtype=torch.float64, requires_grad=True)
+    y, storages = x, []
+    for _ in range(4):
+        for name in ("attention", "mlp"):
+            with offloader.group(name=name):
+                y = (y / 2).exp()
+            storages.append(weakref.ref(y.untyped_storage()))
+    z = y.sum()
+    del y
+    assert offloader.num_joins == joins
+    assert offloader.bytes_out == 8 * 128
+    (expected,) = torch.autograd.grad(functools.reduce(lambda y, _: (y / 2).exp(), range(8), x).sum(), x)
+    for retain in (True, False):
+        assert torch.equal(torch.autograd.grad(z, x, retain_graph=retain)[0], expected)
+    del z
+    assert offloader.num_joins == joins, "a backward makes nobody wait"
+    assert offloader.bytes_out == 0
+    gc.collect()
+    assert all(storage() is None for storage in storages)
+
+
 def test_weights_small_tensors_and_quiet_runs_stay() -> None:
     offloader = ActivationOffloader(OffloadConfig(min_offloaded_tensor_size=10, on_cpu=True))
     layer = torch.nn.Linear(8, 8)
@@ -225,6 +252,7 @@ def test_weights_small_tensors_and_quiet_runs_stay() -> None:
         ({"fraction": 1.5}, "fraction=1.5"),
         ({"prefetch": -1}, "prefetch=-1"),
         ({"keep_bytes": -1}, "keep_bytes=-1"),
+        ({"max_inflight": -1}, "max_inflight=-1"),
     ],
 )
 def test_bad_choices_are_named(options, message) -> None:

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mcore_parallel import Group, ParallelPlan, ProcessGroups, ShardSpec, named_shards
+from mcore_parallel import Group, NamedShard, ParallelPlan, Piece, ProcessGroups, ShardSpec, named_shards
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
-from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig, global_grad_norm
+from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig, ParamGroup, StepResult, global_grad_norm
 from mcore_parallel.optim._norm import GradientNorm
 from mcore_parallel.optim._unit import whole_piece
 from mcore_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -214,8 +214,25 @@ def check_norm(plans: list[dict[str, int]]) -> None:
         expected = sum(gradient(shard.name, stage, shard.spec).square().sum() for shard in shards for stage in range(groups.pp.size))
         torch.testing.assert_close(norm, expected.sqrt(), rtol=1e-12, atol=0.0, msg=lambda text, degrees=degrees: f"{degrees}: {text}")
         pieces = [whole_piece(shard.name, shard.spec, shard.parameter, gradients[shard.name], groups) for shard in shards]
+        for p in (1.0, 3.5, math.inf):
+            found = global_grad_norm(gradients, shards, groups, norm_type=p)
+            everything = torch.cat([gradient(s.name, stage, s.spec).flatten() for s in shards for stage in range(groups.pp.size)])
+            torch.testing.assert_close(found, torch.linalg.vector_norm(everything, p), rtol=1e-12, atol=0.0)
+        check_parts(shards, pieces, groups)
         zeros = sum(int((gradient(shard.name, stage, shard.spec) == 0).sum()) for shard in shards for stage in range(groups.pp.size))
-        assert GradientNorm(pieces, groups).totals(count_zeros=True)[1] == zeros > 0, degrees
+        for p in (2.0, math.inf):
+            assert GradientNorm(pieces, groups, norm_type=p).totals(count_zeros=True)[1] == zeros > 0, degrees
+
+
+def check_parts(shards: list[NamedShard], pieces: list[Piece], groups: ProcessGroups) -> None:
+    """Norms of two groups of parameters taken apart."""
+    of_second = {shard.name: 1 for shard in shards if shard.name in ("experts", "up.weight")}
+    for p in (2.0, math.inf):
+        norms, _ = GradientNorm(pieces, groups, norm_type=p, parts=of_second, num_parts=2).totals()
+        for part in range(2):
+            chosen = [shard for shard in shards if of_second.get(shard.name, 0) == part]
+            values = torch.cat([gradient(s.name, stage, s.spec).flatten() for s in chosen for stage in range(groups.pp.size)])
+            torch.testing.assert_close(norms[part], torch.linalg.vector_norm(values, p), rtol=1e-12, atol=0.0)
 
 
 @pytest.mark.world(4)
@@ -281,17 +298,29 @@ class Block(nn.Module):
         return self.down(self.up(x * self.norm).relu()).sin().sum()
 
 
-def trajectory(groups: ProcessGroups) -> tuple[list[float], dict[str, Tensor], Group]:
+CLIPPING: list[dict[str, object]] = [
+    {},
+    {"grad_norm_type": 1.0},
+    {"grad_norm_type": math.inf},
+    {"param_groups": (ParamGroup(patterns=("up.*", "norm"), grad_norm_group="first"),)},
+]
+
+
+def numbers_of(result: StepResult) -> list[float]:
+    return [result.grad_norm.item(), *(norm.item() for norm in result.group_norms.values())]
+
+
+def trajectory(groups: ProcessGroups, clipping: dict[str, object]) -> tuple[list[float], dict[str, Tensor], Group]:
     """Four clipped steps on eight rows of data, two of them on each of four micro-batches over the replicas."""
     ddp = DistributedDataParallel(DistributedDataParallelConfig(bucket_size=8), Block(groups), groups)
-    optimizer = MegatronOptimizer(OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.05), ddp, groups)
+    optimizer = MegatronOptimizer(OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.05, **clipping), ddp, groups)
     norms = []
     for step in range(4):
         rows = data(step).double()[:, :4].chunk(groups.dp.size)[groups.dp.rank]
         if groups.sequence_parallel:
             rows = rows.chunk(groups.tp.size)[groups.tp.rank]
         backward(ddp, rows)
-        norms.append(optimizer.step(grad_scale=1 / 8).grad_norm.item())
+        norms += numbers_of(optimizer.step(grad_scale=1 / 8))
     whole = {}
     for shard in named_shards(ddp.module):
         full = torch.zeros(shard.spec.shape, dtype=torch.float64)
@@ -301,30 +330,76 @@ def trajectory(groups: ProcessGroups) -> tuple[list[float], dict[str, Tensor], G
     return norms, whole, groups.dp
 
 
-def check_trajectories() -> None:
+def check_trajectories(clipping: dict[str, object]) -> None:
     alone = ProcessGroups.single()
     model = Block(alone)
     ddp = DistributedDataParallel(DistributedDataParallelConfig(), model, alone)
-    optimizer = MegatronOptimizer(OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.05), ddp, alone)
+    optimizer = MegatronOptimizer(OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.05, **clipping), ddp, alone)
     norms = []
     for step in range(4):
         backward(ddp, data(step).double())
-        norms.append(optimizer.step(grad_scale=1 / 8).grad_norm.item())
+        norms += numbers_of(optimizer.step(grad_scale=1 / 8))
     for degrees in ({"dp": 4}, {"tp": 4}, {"tp": 2, "dp": 2}):
         for sequence_parallel in (True, False):
             groups = ProcessGroups.build(ParallelPlan(**degrees, sequence_parallel=sequence_parallel))
-            ours, whole, _ = trajectory(groups)
+            ours, whole, _ = trajectory(groups, clipping)
             assert ours == pytest.approx(norms, rel=1e-10)
             for name, parameter in model.named_parameters():
                 torch.testing.assert_close(whole[name], parameter.detach(), rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.world(4)
-def test_training_is_the_same_in_every_layout(world) -> None:
-    world(check_trajectories)
+@pytest.mark.parametrize("clipping", CLIPPING)
+def test_training_is_the_same_in_every_layout(world, clipping: dict[str, object]) -> None:
+    world(check_trajectories, clipping=clipping)
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("optimizer", ["sgd", "muon"])
+def test_groups_are_clipped_by_norms_of_their_own(p: float, optimizer: str) -> None:
+    ours, twin = Net(torch.float64), Net(torch.float64)
+    groups = (
+        ParamGroup(patterns=("up.*",), grad_norm_group="up"),
+        ParamGroup(patterns=("down.weight",), grad_norm_group="down"),
+        ParamGroup(patterns=("down.bias",), grad_norm_group="down", lr_mult=1.0),
+    )
+    options = {"optimizer": optimizer, "lr": 0.1, "weight_decay": 0.0, "clip_grad": 0.5, "grad_norm_type": p}
+    ddp, apart = wrap(ours, **options, param_groups=groups)
+    twin_ddp, plain = wrap(twin, **{**options, "clip_grad": 0.0})
+    for step in range(3):
+        backward(ddp, data(step, torch.float64))
+        backward(twin_ddp, data(step, torch.float64))
+        result = apart.step()
+        gradients = twin_ddp.gradients()
+        members = {"up": ("up.weight", "up.bias"), "down": ("down.weight", "down.bias"), "rest": ("norm",)}
+        norms = {}
+        for group, names in members.items():
+            norms[group] = torch.linalg.vector_norm(torch.cat([gradients[name].flatten() for name in names]), p)
+            for name in names:
+                gradients[name].mul_((0.5 / (norms[group] + 1e-6)).clamp(max=1.0))
+        plain.step()
+        assert list(result.group_norms) == ["down", "up"]
+        torch.testing.assert_close(dict(result.group_norms), {name: norms[name] for name in ("down", "up")}, rtol=1e-10, atol=0.0)
+        torch.testing.assert_close(result.grad_norm, torch.linalg.vector_norm(torch.stack(list(norms.values())), p))
+        assert step or max(norms.values()) > 0.5, "something is clipped"
+    for parameter, expected in zip(ours.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("p", [1.0, math.inf])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_other_norms_see_bad_gradients_too(p: float, bad: float) -> None:
+    ddp, optimizer = wrap(Net(), grad_norm_type=p, param_groups=(ParamGroup(patterns=("up.*",), grad_norm_group="up"),))
+    backward(ddp, data(0))
+    ddp.gradients()["up.weight"][0, 0] = bad
+    before = [parameter.clone() for parameter in ddp.parameters()]
+    assert optimizer.step().skipped
+    assert all(map(torch.equal, before, ddp.parameters()))
 
 
 def test_config_names_what_is_wrong() -> None:
+    with pytest.raises(ValueError, match=r"grad_norm_type=0\.0 must be positive"):
+        OptimizerConfig(lr=1e-3, grad_norm_type=0.0)
     with pytest.raises(ValueError, match="overlap_cpu_optimizer_d2h_h2d=True needs optimizer_cpu_offload=True"):
         OptimizerConfig(lr=1e-3, overlap_cpu_optimizer_d2h_h2d=True)
     with pytest.raises(ValueError, match=r"optimizer_offload_fraction=0\.5 needs optimizer_cpu_offload=True"):

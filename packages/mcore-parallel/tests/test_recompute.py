@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mcore_parallel import ParallelPlan, ProcessGroups
+from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.models import GPTModel, TransformerConfig
-from mcore_parallel.nn import RecomputeConfig, Step, causal_attention, discard_output, recompute
+from mcore_parallel.nn import OffloadConfig, RecomputeConfig, Step, causal_attention, discard_output, recompute
+from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from mcore_parallel.tensor_parallel import MainGradient, WeightGradientSink
 from mcore_parallel.training import Batch, CrossEntropyObjective, train_step
 
@@ -105,6 +107,58 @@ def test_every_choice_works_on_two_ranks(world) -> None:
     world(check_ranks, tp=2)
 
 
+def partly(count: int, num_layers: int) -> RecomputeConfig:
+    return RecomputeConfig(
+        granularity="full", method="block", num_layers=num_layers, num_microbatches_with_partial_activation_checkpoints=count
+    )
+
+
+# Stage 0 of two holds two micro-batches at once, the last one a single one; layer by layer how often four micro-batches run again.
+RUNS_AGAIN = [
+    (partly(0, 1), {0: 4, 1: 4, 2: 4, 3: 4}),
+    (partly(1, 1), {0: 4, 1: 2, 2: 4, 3: 0}),
+    (partly(1, 0), {0: 2, 1: 2, 2: 0, 3: 0}),
+    (partly(2, 1), {0: 4, 1: 0, 2: 4, 3: 0}),
+]
+
+
+def check_partial() -> None:
+    groups = ProcessGroups.build(ParallelPlan(pp=2))
+    tokens = torch.arange(12).view(2, 6)
+    batches = [Batch(tokens=tokens, labels=tokens.roll(-1), loss_mask=torch.ones(2, 6)) for _ in range(4)]
+
+    def train(config: RecomputeConfig | None) -> tuple[list[Tensor], dict[int, int]]:
+        model = GPTModel(CONFIG, groups, dtype=torch.float64, seed=1, recompute=config)
+        runs = dict.fromkeys(model.stage_layers, -len(batches))
+        for number in model.stage_layers:
+            model.layers[str(number)].register_forward_pre_hook(lambda *_, number=number: runs.update({number: runs[number] + 1}))
+        ddp = DistributedDataParallel(DistributedDataParallelConfig(), model, groups)
+        train_step(model, batches, CrossEntropyObjective(), ddp, MegatronOptimizer(OptimizerConfig(lr=0.1), ddp, groups), lr=0.1)
+        return [grad.clone() for grad in ddp.gradients().values()], runs
+
+    plain, runs = train(None)
+    assert set(runs.values()) == {0}
+    for config, expected in RUNS_AGAIN:
+        found, runs = train(config)
+        assert runs == {layer: count for layer, count in expected.items() if layer in runs}
+        assert len(runs) == 2 and all(map(torch.equal, found, plain))
+
+
+@pytest.mark.world(2)
+def test_the_first_micro_batches_in_flight_run_only_a_part_again(world) -> None:
+    world(check_partial)
+
+
+def test_without_a_schedule_every_pass_runs_all_layers_again() -> None:
+    assert partly(1, 1).spans(3) == [(0, 1, True), (1, 2, True), (2, 3, True)]
+    assert partly(1, 1).spans(3, 0) == [(0, 1, True), (1, 3, False)]
+
+
+def test_partial_recomputation_excludes_offloading() -> None:
+    with pytest.raises(ValueError, match="exclude one another"):
+        GPTModel(CONFIG, ProcessGroups.single(), recompute=partly(1, 1), offload=OffloadConfig(), seed=None)
+
+
 def check_pipeline() -> None:
     class Ignore:
         def zero_grad_buffer(self): ...
@@ -195,6 +249,8 @@ def test_nothing_is_set_up_without_gradients() -> None:
         assert torch.equal(discard_output(torch.exp, torch.sin, x), x.exp().sin())
 
 
+# Torch makes an object of its own class, and warns of it.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_layers_compile_with_recomputation() -> None:
     tokens, step = torch.arange(6), Step.causal(1, 6)
     config = RecomputeConfig(modules=("norm", "mlp"))
@@ -219,6 +275,9 @@ def test_layers_compile_with_recomputation() -> None:
         ({"num_layers": 0}, "num_layers=0"),
         ({"method": "random"}, "method='random'"),
         ({"distribute_saved_activations": True}, "needs granularity='full'"),
+        ({"num_microbatches_with_partial_activation_checkpoints": 1}, "needs granularity='full' and method='block'"),
+        ({"granularity": "full", "num_microbatches_with_partial_activation_checkpoints": 1}, "needs granularity='full' and method='block'"),
+        ({"granularity": "full", "method": "block", "num_microbatches_with_partial_activation_checkpoints": -1}, "must not be negative"),
     ],
 )
 def test_bad_choices_are_named(options, message) -> None:

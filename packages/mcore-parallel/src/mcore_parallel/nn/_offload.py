@@ -4,7 +4,7 @@
 
 import contextlib
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +39,9 @@ class OffloadConfig:
     keep_bytes: int = 0
     """Device bytes of this rank that stay all the same, of the first modules to ask. Later pipeline stages hold fewer micro-batches:
     rank * delta gives each stage what it has room for."""
+    max_inflight: int | None = None
+    """Runs of one part whose copies to the host may be under way: one more makes the device wait for the oldest, whose memory it can use
+    from then on. 0 waits at once; None for never, memory then comes back when the copy happens to be over."""
     prefetch: int = 1
     """Modules whose tensors are on their way back while the backward of another runs."""
     on_cpu: bool = False
@@ -58,6 +61,8 @@ class OffloadConfig:
         for name in ("min_offloaded_tensor_size", "keep_last_layers", "keep_bytes", "prefetch"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        if self.max_inflight is not None and self.max_inflight < 0:
+            raise ValueError(f"max_inflight={self.max_inflight} must not be negative; None for no bound")
 
     def covers(self, layer: int, num_layers: int) -> bool:
         """Whether layer number ``layer`` of a stage's ``num_layers`` is offloaded."""
@@ -95,6 +100,9 @@ class ActivationOffloader:
         self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
         self._newest: weakref.ref[_Group] | None = None
         self._bytes_kept = 0
+        self._inflight: dict[str, deque[weakref.ref[_Group]]] = defaultdict(deque)
+        self.num_joins = 0
+        """Times that the device was made to wait because of ``max_inflight``."""
 
     @property
     def bytes_out(self) -> int:
@@ -112,8 +120,13 @@ class ActivationOffloader:
         return self._pool.num_allocations
 
     @contextlib.contextmanager
-    def group(self, parameters: Iterable[Tensor] = ()) -> Iterator[None]:
-        """What is saved inside goes out when the block is left; ``parameters`` and views of them stay."""
+    def group(self, parameters: Iterable[Tensor] = (), *, name: str = "") -> Iterator[None]:
+        """What is saved inside goes out when the block is left; ``parameters`` and views of them stay.
+
+        Args:
+            parameters: they stay.
+            name: of the part; ``max_inflight`` counts runs of one name.
+        """
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             yield
             return
@@ -123,6 +136,19 @@ class ActivationOffloader:
         if group.copies and not self.keeps(group.copies.values()):
             group.previous, self._newest = self._newest, weakref.ref(group)
             group.send()
+            self._bound(name, group)
+
+    def _bound(self, name: str, group: "_Group") -> None:
+        """Join the oldest offloads of the part that are one too many."""
+        if self.config.max_inflight is None:
+            return
+        waiting = self._inflight[name]
+        waiting.append(weakref.ref(group))
+        while len(waiting) > self.config.max_inflight:
+            oldest = waiting.popleft()()
+            # One whose backward came first needs no bound any more.
+            if oldest is not None and oldest.join():
+                self.num_joins += 1
 
     def keeps(self, copies: Collection["_Copy"]) -> bool:
         """Whether these copies still fit into ``keep_bytes``; if so they are counted until the graph lets them go."""
@@ -185,6 +211,10 @@ class _Group:
         for copy in self.copies.values():
             copy.send()
 
+    def join(self) -> bool:
+        """Let go of what was held until the copies are over; False if nothing is."""
+        return sum(copy.join() for copy in self.copies.values()) > 0
+
     def fetch(self) -> None:
         if not self.back:
             self.back = True
@@ -210,6 +240,9 @@ class _Copy:
         self.host: _HostBuffer | None = None
         self.num_uses = self.num_used = 0
         self.arrived: torch.cuda.Event | None = None
+        self.held: Tensor | None = None
+        """The device's bytes until the copy to the host is joined, when their number in flight is bounded."""
+        self.left: torch.cuda.Event | None = None
 
     def send(self) -> None:
         assert self.device is not None
@@ -223,13 +256,35 @@ class _Copy:
                 out.wait_event(self.host.last_read)
             with torch.cuda.stream(out):
                 self.host.data.copy_(self.device, non_blocking=True)
-            self.device.record_stream(out)
+                if self.owner.config.max_inflight is not None:
+                    self.left = torch.cuda.Event()
+                    self.left.record(out)
+            if self.left is None:
+                self.device.record_stream(out)
         else:
             self.host.data.copy_(self.device)
+        if self.owner.config.max_inflight is not None:
+            self.held = self.device
         self.device = None
+
+    def join(self) -> bool:
+        """Make the compute stream wait for the copy to the host, so that it may use the memory; False if that is done."""
+        if self.held is None:
+            return False
+        if self.left is not None:
+            torch.cuda.current_stream(self.place).wait_event(self.left)
+        self.held = self.left = None
+        return True
 
     def fetch(self) -> None:
         if self.device is not None:
+            return
+        if self.held is not None:
+            # It never left, and need not come back.
+            self.device, self.held = self.held, None
+            if self.left is not None:
+                self.device.record_stream(self.owner.streams(self.place)[0])
+                self.left = None
             return
         assert self.host is not None
         self.device = torch.empty(self.host.data.numel(), dtype=torch.uint8, device=self.place)
@@ -244,7 +299,11 @@ class _Copy:
             self.device.copy_(self.host.data, non_blocking=True)
             self.arrived = self.host.last_read = torch.cuda.Event()
             self.arrived.record(back)
-        self.device.record_stream(back)
+
+    def __del__(self) -> None:
+        # Whoever uses the bytes waits for them, so their memory is free with the last use; of those that nobody used, when they are here.
+        if self.device is not None and self.arrived is not None and not self.num_used:
+            self.device.record_stream(self.owner.streams(self.place)[1])
 
     def use(self, layout: tuple[Any, ...]) -> Tensor:
         assert self.device is not None

@@ -40,6 +40,9 @@ class RecomputeConfig:
     method: Literal["uniform", "block"] = "uniform"
     """For "full": "uniform" runs ``num_layers`` layers again at a time, "block" only the first ``num_layers`` of a stage, one at a time."""
     num_layers: int = 1
+    num_microbatches_with_partial_activation_checkpoints: int | None = None
+    """For "block": of the micro-batches whose forwards a stage holds at once, so many run only the first ``num_layers`` layers again
+    (0 layers are allowed), the others all layers. Stages behind hold fewer, and can afford to keep more of each. None for all alike."""
     distribute_saved_activations: bool = False
     """For "full" without sequence parallelism: each tp rank keeps its share of an input and gathers it for the backward."""
     preserve_rng_state: bool = True
@@ -50,7 +53,15 @@ class RecomputeConfig:
             raise ValueError(f"granularity={self.granularity!r} must be 'full' or 'selective'; for none pass no config")
         if self.method not in ("uniform", "block"):
             raise ValueError(f"method={self.method!r} must be 'uniform' or 'block'")
-        if self.num_layers < 1:
+        partial = self.num_microbatches_with_partial_activation_checkpoints
+        if partial is not None and partial < 0:
+            raise ValueError(f"num_microbatches_with_partial_activation_checkpoints={partial} must not be negative")
+        if partial is not None and (self.granularity, self.method) != ("full", "block"):
+            raise ValueError(
+                f"num_microbatches_with_partial_activation_checkpoints={partial} needs granularity='full' and method='block', "
+                f"found {self.granularity!r} and {self.method!r}: with others no micro-batch keeps a part"
+            )
+        if self.num_layers < (1 if partial is None else 0):
             raise ValueError(f"num_layers={self.num_layers} must be at least 1")
         if unknown := set(self.modules) - set(_PARTS):
             raise ValueError(f"modules holds {sorted(unknown)}, choose among {', '.join(_PARTS)}")
@@ -66,13 +77,20 @@ class RecomputeConfig:
         """Parts of a layer that run again; none for "full", whose layers do so as a whole."""
         return frozenset(self.modules) if self.granularity == "selective" else frozenset()
 
-    def spans(self, num_layers: int) -> list[tuple[int, int, bool]]:
-        """Layers of a stage in order as (first, end, run again as one)."""
+    def spans(self, num_layers: int, slot: int | None = None) -> list[tuple[int, int, bool]]:
+        """Layers of a stage in order as (first, end, run again as one).
+
+        Args:
+            num_layers: of the stage.
+            slot: as ``Step.slot``; without one all layers count that any micro-batch runs again.
+        """
         if self.granularity == "selective":
             return [(0, num_layers, False)]
         if self.method == "uniform":
             return [(first, min(first + self.num_layers, num_layers), True) for first in range(0, num_layers, self.num_layers)]
-        again = min(self.num_layers, num_layers)
+        partial = self.num_microbatches_with_partial_activation_checkpoints
+        everything = partial is not None and (slot is None or slot >= partial)
+        again = num_layers if everything else min(self.num_layers, num_layers)
         return [(first, first + 1, True) for first in range(again)] + ([(again, num_layers, False)] if again < num_layers else [])
 
 

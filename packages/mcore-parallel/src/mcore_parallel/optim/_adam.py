@@ -16,8 +16,8 @@ from mcore_parallel.optim._unit import Unit
 class Numbers:
     """What a step's update depends on, on the host."""
 
-    factor: float
-    """Of the gradients: their scale times the clipping."""
+    factors: Mapping[str | None, float]
+    """Of the gradients, by ``Rule.norm_group``: their scale times the clipping."""
     lr: float
     correction1: float
     """1 - beta1 ** step."""
@@ -27,6 +27,10 @@ class Numbers:
     weight_decay: float
     rates: Mapping[Limits, tuple[float, float]]
     """Of ``group_rates``."""
+
+    def factor(self, unit: Unit) -> float:
+        """Of the gradient of a unit."""
+        return self.factors[unit.rule.norm_group] * unit.piece.factor
 
     def rate(self, rule: Rule) -> float:
         """Learning rate of a parameter."""
@@ -43,7 +47,7 @@ def adam(unit: Unit, gradient: Tensor, config: OptimizerConfig, numbers: Numbers
     assert unit.exp_avg_sq is not None
     p, m, v = unit.master.read(), unit.exp_avg.read(), unit.exp_avg_sq.read()
     lr, decay = numbers.rate(unit.rule), numbers.decay(unit.rule)
-    g = gradient.to(p.dtype) * (numbers.factor * unit.piece.factor)
+    g = gradient.to(p.dtype) * numbers.factor(unit)
     _decay(p, g, lr, decay, config)
     m.mul_(config.adam_beta1).add_(g, alpha=1.0 - config.adam_beta1)
     v.mul_(config.adam_beta2).addcmul_(g, g, value=1.0 - config.adam_beta2)
@@ -56,7 +60,7 @@ def adam(unit: Unit, gradient: Tensor, config: OptimizerConfig, numbers: Numbers
 def sgd(unit: Unit, gradient: Tensor, config: OptimizerConfig, numbers: Numbers) -> None:
     """Momentum with L2: m = momentum * m + g + decay * p, p moves by lr * m."""
     p, m = unit.master.read(), unit.exp_avg.read()
-    g = gradient.to(p.dtype) * (numbers.factor * unit.piece.factor)
+    g = gradient.to(p.dtype) * numbers.factor(unit)
     g.add_(p, alpha=numbers.decay(unit.rule))
     m.mul_(config.sgd_momentum).add_(g)
     p.add_(m, alpha=-numbers.rate(unit.rule))
@@ -68,7 +72,7 @@ def lion(unit: Unit, gradient: Tensor, config: OptimizerConfig, numbers: Numbers
     """Lion (arXiv 2302.06675): p moves by lr * sign(beta1 * m + (1 - beta1) * g), then m = beta2 * m + (1 - beta2) * g."""
     p, m = unit.master.read(), unit.exp_avg.read()
     lr, decay = numbers.rate(unit.rule), numbers.decay(unit.rule)
-    g = gradient.to(p.dtype) * (numbers.factor * unit.piece.factor)
+    g = gradient.to(p.dtype) * numbers.factor(unit)
     _decay(p, g, lr, decay, config)
     p.add_(m.mul(config.lion_beta1).add_(g, alpha=1.0 - config.lion_beta1).sign_(), alpha=-lr)
     m.mul_(config.lion_beta2).add_(g, alpha=1.0 - config.lion_beta2)

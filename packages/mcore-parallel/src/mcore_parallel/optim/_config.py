@@ -41,6 +41,9 @@ class ParamGroup:
     """Factor of the weight decay; None for 1, or 0 for biases and parameters of one dimension."""
     optimizer: str | None = None
     """Update rule; None for the config's."""
+    grad_norm_group: str | None = None
+    """Name under which the gradients of these parameters, with those of all groups of that name, have a norm of their own, by which they
+    are clipped; None to be among the others."""
 
     def __post_init__(self) -> None:
         if isinstance(self.patterns, str) or not (self.patterns or self.predicate):
@@ -104,9 +107,12 @@ class OptimizerConfig:
     param_groups: tuple[ParamGroup, ...] = ()
     """Exceptions by name."""
     clip_grad: float = 1.0
-    """Largest global gradient norm; a larger one is scaled down to it. 0 switches clipping off."""
+    """Largest global gradient norm, and norm of each ``ParamGroup.grad_norm_group``; a larger one is scaled down to it. 0 switches
+    clipping off."""
+    grad_norm_type: float = 2.0
+    """p of the norm: the p-th root of the sum of p-th powers; ``math.inf`` for the largest absolute value."""
     grad_norm_skip_threshold: float = math.inf
-    """A step whose gradient norm exceeds this is skipped."""
+    """A step whose gradient norm, of all parameters together, exceeds this is skipped."""
     log_num_zeros_in_grad: bool = False
     """Count the zeros of the gradient, each parameter once (``StepResult.num_zeros``)."""
     fp16: bool = False
@@ -152,6 +158,8 @@ class OptimizerConfig:
         for name in ("muon_num_ns_steps", "loss_scale_window", "hysteresis"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if not self.grad_norm_type > 0.0:
+            raise ValueError(f"grad_norm_type={self.grad_norm_type} must be positive; 2.0, 1.0 or math.inf are usual")
         if self.muon_scale_mode not in ("spectral", "shape"):
             raise ValueError(f"muon_scale_mode={self.muon_scale_mode!r} must be 'spectral' or 'shape'")
         if self.decoupled_min_lr is not None and self.decoupled_lr is None:
@@ -187,6 +195,11 @@ class OptimizerConfig:
         ends = ParamGroup(patterns=tuple(f"{end}.*" for end in ENDS), max_lr=self.decoupled_lr, min_lr=self.decoupled_min_lr)
         return (*self.param_groups, ends)
 
+    @property
+    def norm_groups(self) -> tuple[str | None, ...]:
+        """Parameters whose gradient norms are taken apart: None for those of no group, then the names."""
+        return (None, *sorted({group.grad_norm_group for group in self.param_groups if group.grad_norm_group is not None}))
+
     def rule(self, name: str, shape: Sequence[int]) -> "Rule":
         """How the parameter of that global name and shape is updated.
 
@@ -212,6 +225,7 @@ class OptimizerConfig:
             lr_mult=float(values.get("lr_mult", 1.0)),
             wd_mult=float(values.get("wd_mult", 0.0 if vector else 1.0)),
             limits=(limits[0], limits[1]),
+            norm_group=None if (group := values.get("grad_norm_group")) is None else str(group),
         )
 
 
@@ -224,3 +238,5 @@ class Rule:
     wd_mult: float = 1.0
     limits: tuple[float | None, float | None] = (None, None)
     """(max_lr, min_lr) of its schedule, None for the schedule's own."""
+    norm_group: str | None = None
+    """As ``ParamGroup.grad_norm_group``."""

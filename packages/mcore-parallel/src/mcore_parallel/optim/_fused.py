@@ -154,21 +154,22 @@ class FusedAdam:
             assert unit.exp_avg_sq is not None
             dtypes = (unit.piece.parameter.dtype, unit.piece.gradient.dtype, unit.exp_avg.data.dtype, unit.exp_avg_sq.data.dtype)
             alike.setdefault((*dtypes, type(unit.master), _aligned(unit)), []).append(unit)
-        tables = [_Table(members, full=full) for members in alike.values() for full in (True, False)]
+        tables = [_Table(members, self._config.norm_groups, full=full) for members in alike.values() for full in (True, False)]
         self._tables = [table for table in tables if table.num_chunks]
 
-    def run(self, numbers: Tensor, rates: Mapping[Limits, tuple[float, float]]) -> None:
+    def run(self, numbers: Tensor, rates: Mapping[Limits, tuple[float, float]], factors_G: Tensor | None = None) -> None:
         """One step.
 
         Args:
             numbers: float64 [6] on the device: gradient factor, learning rate, 1 - beta1 ** step, (1 - beta2 ** step) ** 0.5, skip,
                 weight decay.
             rates: of ``group_rates``.
+            factors_G: further factors of the gradients of each of ``config.norm_groups``, on the device; None for 1.
         """
         if self._places != self._addresses():
             self._rebuild()
         for table in self._tables:
-            table.run(numbers, rates, self._config)
+            table.run(numbers, rates, factors_G, self._config)
 
     def _addresses(self) -> list[int]:
         return [address for unit in self._units for address in _row(unit)]
@@ -177,7 +178,7 @@ class FusedAdam:
 class _Table:
     """Full blocks of some pieces, or what is left at their ends."""
 
-    def __init__(self, units: Sequence[Unit], *, full: bool) -> None:
+    def __init__(self, units: Sequence[Unit], norm_groups: Sequence[str | None], *, full: bool) -> None:
         rows = [_row(unit) for unit in units]
         first, device = units[0], units[0].piece.parameter.device
         numels = torch.tensor([len(unit.piece.parameter) for unit in units])
@@ -193,6 +194,8 @@ class _Table:
         constants = [(unit.rule.lr_mult, unit.rule.wd_mult, unit.piece.factor, 0.0) for unit in units]
         self.constants = torch.tensor(constants, dtype=torch.float32).T.contiguous().to(device)
         """Factors of the step's rate, of its weight decay and of the gradient, and a rate to add."""
+        self.factors = self.constants[2].clone()
+        self.parts = torch.tensor([norm_groups.index(unit.rule.norm_group) for unit in units]).to(device)
         mults = torch.tensor([unit.rule.lr_mult for unit in units])
         limits = [unit.rule.limits for unit in units]
         self.members = {
@@ -216,7 +219,7 @@ class _Table:
             "FULL": full,
         }
 
-    def run(self, numbers: Tensor, rates: Mapping[Limits, tuple[float, float]], config: OptimizerConfig) -> None:
+    def run(self, numbers: Tensor, rates: Mapping[Limits, tuple[float, float]], factors_G: Tensor | None, config: OptimizerConfig) -> None:
         if any(pair in rates for pair in self.members):
             # Numbers of the host as arguments of kernels: nothing is copied, nothing waits.
             self.constants[::3].zero_()
@@ -224,6 +227,8 @@ class _Table:
                 share, own = rates.get(pair, (1.0, 0.0))
                 self.constants[0].add_(mults, alpha=share)
                 self.constants[3].add_(mults, alpha=own)
+        if factors_G is not None:
+            torch.mul(self.factors, factors_G.float()[self.parts], out=self.constants[2])
         _adam[(self.num_chunks,)](
             self.addresses, self.numels, self.constants, self.owners, self.places, numbers, self.num_units,
             config.adam_beta1, 1.0 - config.adam_beta1, config.adam_beta2, 1.0 - config.adam_beta2, config.adam_eps,

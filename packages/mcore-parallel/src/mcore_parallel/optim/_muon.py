@@ -94,7 +94,7 @@ class LayerwiseMuon:
         config, piece = self._config, unit.piece
         p, m = unit.master.read(), unit.exp_avg.read()
         lr, decay = numbers.rate(unit.rule), numbers.decay(unit.rule)
-        g = piece.gradient.to(p.dtype) * (numbers.factor * piece.factor)
+        g = piece.gradient.to(p.dtype) * numbers.factor(unit)
         if decay and not config.decoupled_weight_decay:
             g.add_(p, alpha=decay)
         m.mul_(config.muon_momentum).add_(g)

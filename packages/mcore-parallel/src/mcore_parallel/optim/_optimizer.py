@@ -4,7 +4,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Protocol, runtime_checkable
 
@@ -18,7 +18,7 @@ from mcore_parallel.optim._adam import Numbers, adam, lion, sgd
 from mcore_parallel.optim._config import OptimizerConfig, Rule
 from mcore_parallel.optim._loss_scale import DynamicLossScale
 from mcore_parallel.optim._muon import LayerwiseMuon
-from mcore_parallel.optim._norm import GradientNorm
+from mcore_parallel.optim._norm import GradientNorm, joint_norm
 from mcore_parallel.optim._offload import HostUpdates, split_for_host
 from mcore_parallel.optim._rate import Limits, Rate, group_rates
 from mcore_parallel.optim._unit import Placement, Unit, whole_piece
@@ -57,6 +57,8 @@ class StepResult:
     """Boolean scalar: nothing was updated, because the norm is not finite or above the threshold."""
     num_zeros: Tensor | None = None
     """Elements of the whole model's gradient that are exactly zero, if the config asks for them."""
+    group_norms: Mapping[str, Tensor] = field(default_factory=dict)
+    """The same norm of each ``ParamGroup.grad_norm_group``, by name."""
 
     @property
     def skipped(self) -> bool:
@@ -110,10 +112,17 @@ class MegatronOptimizer:
         # A rank with nothing to update has its part in the collectives too, on the device that the others use.
         devices = [piece.parameter.device for piece in self._pieces] or [shard.parameter.device for shard in everything.values()]
         self._device = devices[0] if devices else torch.device("cpu")
-        self._norm = GradientNorm(self._pieces, groups, self._device)
         self.rules = _rules(config, {name: shard.spec.shape for name, shard in everything.items()}, groups, self._device)
         """How each parameter of this rank is updated, by name."""
-        rules = self.rules
+        rules, parts = self.rules, config.norm_groups
+        self._norm = GradientNorm(
+            self._pieces,
+            groups,
+            self._device,
+            norm_type=config.grad_norm_type,
+            parts={name: parts.index(rule.norm_group) for name, rule in rules.items()},
+            num_parts=len(parts),
+        )
         self._muon = LayerwiseMuon([piece for piece in self._pieces if rules[piece.name].kind == "muon"], groups, config)
         owned = {piece.name for piece in self._muon.owned()}
         mine = [piece for piece in self._pieces if rules[piece.name].kind != "muon" or piece.name in owned]
@@ -245,31 +254,36 @@ class MegatronOptimizer:
             weight_decay = config.weight_decay if carried is None else carried
         self._refresh_gradients()
         self._host.fetch()
-        squares, zeros = self._norm.totals(count_zeros=config.log_num_zeros_in_grad)
-        scale = _scalar(grad_scale, squares.device)
+        norms_G, zeros = self._norm.totals(count_zeros=config.log_num_zeros_in_grad)
+        scale = _scalar(grad_scale, norms_G.device)
         if self._loss_scale is not None:
             scale = scale / self._loss_scale[0]
-        norm = squares.sqrt() * scale
+        norms_G = norms_G * scale
+        norm = joint_norm(norms_G, config.grad_norm_type)
         overflow = ~torch.isfinite(norm)
         skip = overflow | (norm > config.grad_norm_skip_threshold)
-        factor = scale * (config.clip_grad / (norm + 1e-6)).clamp(max=1.0) if config.clip_grad else scale
+        factors_G = scale * (config.clip_grad / (norms_G + 1e-6)).clamp(max=1.0) if config.clip_grad else scale.expand(len(norms_G))
         self._count += (~skip).to(self._count.dtype)
-        rate = _scalar(config.lr if lr is None else lr, squares.device)
+        rate = _scalar(config.lr if lr is None else lr, norms_G.device)
         # max(1): the corrections of a first step that is skipped must not divide by zero.
         count = self._count.clamp(min=1.0)
         roots = (1.0 - config.adam_beta1**count, (1.0 - config.adam_beta2**count).sqrt())
-        decay = _scalar(weight_decay, squares.device)
-        self._update(torch.stack([factor, rate, *roots, skip.to(torch.float64), decay]), rates)
+        decay = _scalar(weight_decay, norms_G.device)
+        self._update(torch.stack([rate, *roots, skip.to(torch.float64), decay]), factors_G, rates)
         if self._loss_scale_rule is not None and self._loss_scale is not None:
             self._loss_scale_rule.update(self._loss_scale, overflow)
-        return StepResult(norm, skip, zeros if config.log_num_zeros_in_grad else None)
+        by_group = {name: norms_G[part] for part, name in enumerate(config.norm_groups) if name is not None}
+        return StepResult(norm, skip, zeros if config.log_num_zeros_in_grad else None, by_group)
 
-    def _update(self, numbers: Tensor, rates: Mapping[Limits, tuple[float, float]]) -> None:
-        if self._fused is not None:
-            self._fused.run(numbers, rates)
+    def _update(self, numbers: Tensor, factors_G: Tensor, rates: Mapping[Limits, tuple[float, float]]) -> None:
+        if self._fused is not None and len(factors_G) == 1:
+            self._fused.run(torch.cat((factors_G, numbers)), rates)
+        elif self._fused is not None:
+            self._fused.run(torch.cat((factors_G.new_ones(1), numbers)), rates, factors_G)
         if self._plain or self._host.units:
-            factor, rate, correction1, root2, skip, decay = numbers.tolist()
-            on_host = Numbers(factor, rate, correction1, root2, bool(skip), decay, rates)
+            *factors, rate, correction1, root2, skip, decay = torch.cat((factors_G, numbers)).tolist()
+            by_group = dict(zip(self.config.norm_groups, factors, strict=True))
+            on_host = Numbers(by_group, rate, correction1, root2, bool(skip), decay, rates)
             self._host.run(on_host)
             for unit in () if on_host.skip else self._plain:
                 if unit.rule.kind == "muon":
@@ -316,7 +330,7 @@ def _scalar(value: float | Tensor, device: torch.device) -> Tensor:
 
 
 class _DeviceAdam(Protocol):
-    def run(self, numbers: Tensor, rates: Mapping[Limits, tuple[float, float]]) -> None: ...
+    def run(self, numbers: Tensor, rates: Mapping[Limits, tuple[float, float]], factors_G: Tensor | None = None) -> None: ...
 
 
 def _rules(config: OptimizerConfig, shapes: Mapping[str, tuple[int, ...]], groups: ProcessGroups, device: torch.device) -> dict[str, Rule]:
