@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 _WHEELS = ("mcore-parallel", "mcore-moe", "megatron-fsdp", "mcore-ckpt", "mcore-inference", "mcore-rl")
+_OTHERS = ("triton", "transformer-engine", "megatron-core")
 
 
 def record(path: Path, results: Mapping[str, Any]) -> None:
@@ -44,7 +45,7 @@ def _without_folder(argument: str) -> str:
 
 def _installed() -> dict[str, str]:
     versions = {}
-    for wheel in _WHEELS:
+    for wheel in (*_WHEELS, *_OTHERS):
         try:
             versions[wheel] = metadata.version(wheel)
         except metadata.PackageNotFoundError:

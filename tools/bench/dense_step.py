@@ -6,7 +6,9 @@ python -m tools.bench.dense_step --runs dense-1b:dp1,mbs4,gbs16 dense-8b:tp2,dp2
 
 A run names a model and, by commas: tpN, ppN, vppN, dpN (their product is the number of GPUs), mbsN sequences a micro-batch, gbsN a step,
 and optionally zb (the zero-bubble schedule), norm (recompute the norms), core (recompute attention), plain (weight gradients go through
-autograd instead of into the buffer by the product).
+autograd instead of into the buffer by the product), torch or te (who computes products: torch or Transformer Engine; else ``--backend``),
+fp8=RECIPE (products in eight bits: tensorwise, rowwise, or with te delayed, blockwise ..., or none; else ``--fp8``), e4m3 (gradients
+in that format), wide (weight gradients from factors in the model's dtype), ends (first and last layer in the model's dtype).
 """
 
 import argparse
@@ -15,7 +17,7 @@ import json
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,6 +25,7 @@ from typing import Any
 import torch
 
 from mcore_parallel import ParallelPlan, ProcessGroups
+from mcore_parallel.backends import RECIPES, Backend, Fp8Config, choose_backend
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.models import GPTModel, TransformerConfig, flops_per_token
 from mcore_parallel.nn import RecomputeConfig
@@ -63,16 +66,47 @@ class Run:
             found = re.fullmatch(r"(tp|pp|vpp|dp|mbs|gbs)(\d+)", word)
             if found:
                 numbers[found[1]] = int(found[2])
-            elif word in ("zb", "norm", "core", "plain"):
+            elif word in ("zb", "norm", "core", "plain", "torch", "te", "e4m3", "wide", "ends") or word.startswith("fp8="):
                 flags.append(word)
             else:
                 raise SystemExit(f"{word!r} in run {text!r} is no choice; see --help")
         return cls(model=model, numbers=numbers, flags=tuple(flags))
 
+    def completed(self, backend: str, recipe: str) -> "Run":
+        """With the backend and the recipe of runs that name none."""
+        flags = self.flags
+        if not {"torch", "te"} & set(flags):
+            flags += (backend,)
+        if not any(flag.startswith("fp8=") for flag in flags):
+            flags += (f"fp8={recipe}",)
+        return replace(self, flags=flags)
+
     @property
     def plan(self) -> ParallelPlan:
         numbers = self.numbers
         return ParallelPlan(tp=numbers["tp"], pp=numbers["pp"], vpp=numbers["vpp"], dp=numbers["dp"])
+
+    @property
+    def fp8(self) -> Fp8Config | None:
+        recipe = next((flag.removeprefix("fp8=") for flag in self.flags if flag.startswith("fp8=")), None)
+        if recipe in (None, "none"):
+            return None
+        ends = int("ends" in self.flags)
+        choices: dict[str, Any] = {"recipe": recipe, "gradient_format": "e4m3" if "e4m3" in self.flags else None}
+        return Fp8Config(
+            **choices, weight_gradients="wide" not in self.flags, num_layers_at_start_in_bf16=ends, num_layers_at_end_in_bf16=ends
+        )
+
+    def check(self) -> None:
+        """Leave the program where the recipe does not exist."""
+        try:
+            _ = self.fp8
+        except ValueError as error:
+            raise SystemExit(str(error)) from None
+
+    def backend(self) -> Backend:
+        """On the device where it runs."""
+        return choose_backend("te" if "te" in self.flags else "torch", fp8=self.fp8)
 
     @property
     def ranks(self) -> int:
@@ -91,8 +125,9 @@ def build(run: Run, device: torch.device) -> tuple[Any, DistributedDataParallel,
         schedule="zero_bubble" if "zb" in run.flags else "auto", layout=balanced(config, pp * vpp) if pp > 1 else None
     )
     layout = pipeline.place(config.num_layers, num_stages=pp, num_chunks=vpp)
+    backend = run.backend()
     chunks = [
-        GPTModel(config, groups, layers=part, recompute=recompute, dtype=torch.bfloat16, device=device, seed=None)
+        GPTModel(config, groups, layers=part, recompute=recompute, backend=backend, dtype=torch.bfloat16, device=device, seed=None)
         for part in layout.of_rank(groups.pp.rank)
     ]
     model = chunks[0] if vpp == 1 else ModelChunks(chunks)
@@ -181,6 +216,8 @@ def table(step: Any) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", nargs="+", default=["tiny:gbs4"], type=Run.parse)
+    parser.add_argument("--backend", choices=("torch", "te"), default="torch", help="of runs that name none")
+    parser.add_argument("--fp8", choices=("none", *RECIPES), default="none", help="recipe of runs that name none")
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--profile", action="store_true", help="print the costliest kernels of one more step of each run")
@@ -189,7 +226,10 @@ def main() -> None:
     arguments = parser.parse_args()
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     rows = []
-    for run in arguments.runs:
+    runs = [run.completed(arguments.backend, arguments.fp8) for run in arguments.runs]
+    for run in runs:
+        run.check()
+    for run in runs:
         options = {"warmup": arguments.warmup, "steps": arguments.steps, "profile": arguments.profile}
         try:
             values = launch(measure, run.ranks, device=kind, run=run, kind=kind, timeout_s=240.0, **options)
