@@ -16,20 +16,30 @@ from mcore_parallel.data import (
     BlendedMegatronDatasetBuilder,
     GPTDataset,
     GPTDatasetConfig,
+    MaskedTokensDataset,
     PretrainingSampler,
     Tokenizer,
     batches,
 )
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
-from mcore_parallel.models import GPTModel, dense_feed_forward
+from mcore_parallel.models import BertModel, GPTModel, dense_feed_forward, place_layers
 from mcore_parallel.nn import AttentionCore
 from mcore_parallel.optim import CosineSchedule, MegatronOptimizer
 from mcore_parallel.pipeline import ModelChunks, Overlap, Schedule, StageLayout, plan_pipeline
-from mcore_parallel.training import Batch, TensorShard, model_state, optimizer_state
+from mcore_parallel.training import (
+    Batch,
+    BertObjective,
+    CrossEntropyObjective,
+    Objective,
+    TensorShard,
+    model_state,
+    optimizer_state,
+)
 from tools.fully_sharded import FullyShardedModel
 from tools.recipes import RunConfig
 
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+Samples = GPTDataset | MaskedTokensDataset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +47,10 @@ class Parts:
     """What a training step needs."""
 
     groups: ProcessGroups
-    model: GPTModel | ModelChunks | FullyShardedModel
+    model: GPTModel | BertModel | ModelChunks | FullyShardedModel
     sync: DistributedDataParallel | FullyShardedModel
     optimizer: MegatronOptimizer
+    objective: Objective
     pipeline: Schedule
     overlap: Overlap | None
 
@@ -56,27 +67,28 @@ def build_model(
     attention_core: AttentionCore | None = None,
     layers: StageLayout | None = None,
     overlap: Overlap | None = None,
-) -> GPTModel:
+) -> GPTModel | BertModel:
     """The model of a run, with the weights of its seed; one chunk of it when ``layers`` are given."""
+    place = {"layers": layers, "dtype": DTYPES[config.train.dtype], "device": device, "seed": config.train.seed}
+    if config.masked:
+        # Sentence pairs are another matter than hidden tokens.
+        return BertModel(config.model, groups, num_token_types=0, add_binary_head=False, **place)
     pause = None if overlap is None else overlap.pause
     return GPTModel(
         config.model,
         groups,
         feed_forward=moe_feed_forward(config.moe, pause=pause) if config.moe else dense_feed_forward,
         attention_core=attention_core,
-        layers=layers,
-        dtype=DTYPES[config.train.dtype],
-        device=device,
-        seed=config.train.seed,
+        **place,
     )
 
 
 def build_stage(
     config: RunConfig, groups: ProcessGroups, device: torch.device | str, overlap: Overlap | None = None
-) -> GPTModel | ModelChunks:
+) -> GPTModel | BertModel | ModelChunks:
     """What this rank's pipeline stage holds: a model, or several chunks of one."""
     plan = config.plan
-    layout = config.pipeline.place(config.model.num_layers, num_stages=plan.pp, num_chunks=plan.vpp)
+    layout = place_layers(config.model, config.pipeline, num_stages=plan.pp, num_chunks=plan.vpp)
     chunks = [build_model(config, groups, device, layers=part, overlap=overlap) for part in layout.of_rank(groups.pp.rank)]
     return chunks[0] if len(chunks) == 1 else ModelChunks(chunks)
 
@@ -93,16 +105,22 @@ def assemble(config: RunConfig, device: torch.device | str) -> Parts:
     overlap = Overlap() if config.pipeline.schedule == "combined" else None
     groups = ProcessGroups.build(config.plan)
     model = build_stage(config, groups, device, overlap)
+    shared = {"groups": groups, "objective": objective(config), "pipeline": pipeline, "overlap": overlap}
     if config.data_parallel == "fsdp":
         assert isinstance(model, GPTModel), "RunConfig refuses several chunks with fsdp"
         sharded = FullyShardedModel(model, groups)
         rule = dataclasses.replace(config.optimizer, use_distributed_optimizer=True)
         optimizer = MegatronOptimizer(rule, sharded, groups)
-        return Parts(groups=groups, model=sharded, sync=sharded, optimizer=optimizer, pipeline=pipeline, overlap=overlap)
+        return Parts(model=sharded, sync=sharded, optimizer=optimizer, **shared)
     slices = config.optimizer.use_distributed_optimizer
     sync = DistributedDataParallel(DistributedDataParallelConfig(use_distributed_optimizer=slices), model, groups)
     optimizer = MegatronOptimizer(config.optimizer, sync, groups)
-    return Parts(groups=groups, model=model, sync=sync, optimizer=optimizer, pipeline=pipeline, overlap=overlap)
+    return Parts(model=model, sync=sync, optimizer=optimizer, **shared)
+
+
+def objective(config: RunConfig) -> Objective:
+    """What the run trains on."""
+    return BertObjective() if config.masked else CrossEntropyObjective()
 
 
 def schedule(config: RunConfig) -> CosineSchedule:
@@ -112,7 +130,7 @@ def schedule(config: RunConfig) -> CosineSchedule:
     )
 
 
-def datasets(config: RunConfig, tokenizer: Tokenizer) -> tuple[GPTDataset, GPTDataset]:
+def datasets(config: RunConfig, tokenizer: Tokenizer) -> tuple[Samples, Samples]:
     """Training and validation samples.
 
     Raises:
@@ -135,11 +153,24 @@ def datasets(config: RunConfig, tokenizer: Tokenizer) -> tuple[GPTDataset, GPTDa
             raise ValueError(
                 f"data.split={config.data.split!r} leaves no document of {config.data.prefix} for {name}; give it a larger share"
             )
-    return train_set, valid_set
+    return _hidden(config, tokenizer, train_set, train.seed), _hidden(config, tokenizer, valid_set, train.seed + 1)
+
+
+def _hidden(config: RunConfig, tokenizer: Tokenizer, samples: GPTDataset, seed: int) -> Samples:
+    """Samples as the run trains on them."""
+    if config.masked is None:
+        return samples
+    if (mask := config.masked.mask_token) in range(tokenizer.vocab_size) and mask != tokenizer.special_tokens_dict.get("mask"):
+        raise ValueError(
+            f"masked.mask_token={mask} is a token of text among the {tokenizer.vocab_size} of {config.data.tokenizer}; "
+            f"set it to {tokenizer.vocab_size} or more, below model.vocab_size"
+        )
+    special = [token for token in (tokenizer.eod, tokenizer.bos, tokenizer.pad) if token is not None]
+    return MaskedTokensDataset(samples, config.masked, vocab_size=tokenizer.vocab_size, seed=seed, special_tokens=special)
 
 
 def step_batches(
-    config: RunConfig, dataset: GPTDataset, groups: ProcessGroups, device: torch.device | str, consumed: int = 0
+    config: RunConfig, dataset: Samples, groups: ProcessGroups, device: torch.device | str, consumed: int = 0
 ) -> Iterator[list[Batch]]:
     """The micro-batches of this rank, one list an optimizer step, from sample ``consumed`` on."""
     train = config.train

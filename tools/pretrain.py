@@ -9,7 +9,7 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import torch
@@ -57,13 +57,14 @@ def _join(config: RunConfig, kind: str) -> Iterator[Watchdog]:
             dist.destroy_process_group()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="pretrain", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", required=True, help=f"one of: {', '.join(RECIPES)}")
+def main(default_recipe: str | None = None, check: Callable[[RunConfig], RunConfig] = lambda config: config) -> int:
+    """The command; ``check`` may refuse a run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", required=default_recipe is None, default=default_recipe, help=f"one of: {', '.join(RECIPES)}")
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change a field, for instance plan.tp=2")
     arguments = parser.parse_args()
     try:
-        pretrain(override(recipe(arguments.recipe), arguments.set))
+        pretrain(check(override(recipe(arguments.recipe), arguments.set)))
     except (ValueError, OSError, CheckpointingException, NonFiniteLossError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -16,6 +16,7 @@ from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, Inf
 from mcore_inference.server import serve
 from mcore_parallel import ProcessGroups
 from mcore_parallel.data import Tokenizer
+from mcore_parallel.models import GPTModel
 from tools.assemble import DTYPES, build_model
 from tools.recipes import RunConfig
 
@@ -37,6 +38,7 @@ def build_engine(
 ) -> DynamicInferenceEngine:
     """An engine with a model of its own, whole on this rank; its weights are those of the run's seed until some are loaded."""
     model = build_model(config, ProcessGroups.single(), device, attention_core=PagedAttention()).eval()
+    assert isinstance(model, GPTModel), "a BertModel generates nothing"
     sizes = InferenceConfig(max_sequence_length=max_length, max_requests=64, block_size_tokens=16, buffer_size_gb=0.25)
     context = DynamicInferenceContext(config.model, sizes, dtype=DTYPES[config.train.dtype], device=device)
     return DynamicInferenceEngine(model, context, tokenizer, seed=seed, vocab_size=min(tokenizer.vocab_size, config.model.vocab_size))

@@ -18,7 +18,6 @@ from mcore_parallel.data import HuggingFaceTokenizer
 from mcore_parallel.guard import Watchdog
 from mcore_parallel.training import (
     Batch,
-    CrossEntropyObjective,
     JsonLinesWriter,
     RichProgress,
     TensorBoardWriter,
@@ -27,7 +26,7 @@ from mcore_parallel.training import (
     evaluate,
     model_state,
 )
-from tools.assemble import assemble, build_model, build_stage, datasets, schedule, step_batches
+from tools.assemble import assemble, build_model, build_stage, datasets, objective, schedule, step_batches
 from tools.recipes import RunConfig
 
 
@@ -96,7 +95,7 @@ def train_rank(config: RunConfig, kind: str, watchdog: Watchdog | None = None) -
         parts.model,
         parts.sync,
         parts.optimizer,
-        CrossEntropyObjective(),
+        parts.objective,
         data,
         schedule(config),
         writers,
@@ -109,7 +108,7 @@ def train_rank(config: RunConfig, kind: str, watchdog: Watchdog | None = None) -
     )
     trainer.resume()
     trainer.run()
-    loss = evaluate(parts.model, _validation(config, valid_set, parts.groups, device), CrossEntropyObjective(), groups=parts.groups)
+    loss = evaluate(parts.model, _validation(config, valid_set, parts.groups, device), parts.objective, groups=parts.groups)
     counted = sum(p.numel() for p in build_model(config, ProcessGroups.single(), "meta").parameters())
     return Trained(history=history, validation_loss=loss.mean.item(), seconds=time.perf_counter() - begin, num_parameters=counted)
 
@@ -121,7 +120,7 @@ def validate_rank(config: RunConfig, kind: str) -> float:
     model = build_stage(dataclasses.replace(config, train=dataclasses.replace(config.train, seed=0)), groups, device)
     CheckpointManager(Path(config.output) / "checkpoints").load(model_state(model, groups), strict=False)
     _, valid_set = datasets(config, _tokenizer(config))
-    return evaluate(model, _validation(config, valid_set, groups, device), CrossEntropyObjective(), groups=groups).mean.item()
+    return evaluate(model, _validation(config, valid_set, groups, device), objective(config), groups=groups).mean.item()
 
 
 def _tokenizer(config: RunConfig) -> HuggingFaceTokenizer:

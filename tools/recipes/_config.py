@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from mcore_moe import MoEConfig
 from mcore_parallel import ParallelPlan
+from mcore_parallel.data import MaskedTokensConfig
 from mcore_parallel.guard import WatchdogConfig
 from mcore_parallel.models import TransformerConfig
 from mcore_parallel.optim import OptimizerConfig
@@ -75,6 +76,8 @@ class RunConfig:
     model: TransformerConfig
     moe: MoEConfig | None = None
     """None for dense feed-forwards."""
+    masked: MaskedTokensConfig | None = None
+    """Train a ``BertModel`` on hidden tokens; None for a ``GPTModel`` on the next ones."""
     plan: ParallelPlan = field(default_factory=ParallelPlan)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     """Schedule and placement of the layers on the stages."""
@@ -97,8 +100,18 @@ class RunConfig:
             )
         if self.data_parallel not in DATA_PARALLEL:
             raise ValueError(f"data_parallel={self.data_parallel!r} must be one of {', '.join(DATA_PARALLEL)}")
+        if self.masked:
+            self._check_masked(self.masked)
         if self.data_parallel == "fsdp":
             self._check_fully_sharded()
+
+    def _check_masked(self, masked: MaskedTokensConfig) -> None:
+        if self.moe or self.data_parallel == "fsdp":
+            raise ValueError("masked trains a BertModel, which has no experts and no fsdp; set moe=none and data_parallel=ddp")
+        if masked.mask_token >= self.model.vocab_size:
+            raise ValueError(
+                f"masked.mask_token={masked.mask_token} must lie below model.vocab_size={self.model.vocab_size}; raise vocab_size"
+            )
 
     def _check_fully_sharded(self) -> None:
         plan = self.plan

@@ -61,5 +61,9 @@ def test_the_core_gets_the_turned_heads_the_layer_and_the_step() -> None:
 
 def test_a_tp_that_does_not_divide_the_key_value_heads_is_an_error() -> None:
     groups = dataclasses.replace(ProcessGroups.single(), tp=Group((0, 1), 0))
-    with pytest.raises(ValueError, match=r"tp=2 must divide num_query_groups=1.*lower tp"):
-        SelfAttention(8, 4, 1, 2, groups)
+    with pytest.raises(ValueError, match=r"tp=2 must divide num_query_groups=3 .*or be a multiple of it"):
+        SelfAttention(8, 6, 3, 2, groups)
+    with pytest.raises(ValueError, match=r"num_query_groups=3 must divide num_attention_heads=4"):
+        SelfAttention(8, 4, 3, 2, groups)
+    with pytest.raises(ValueError, match=r"tp=2 must divide num_attention_heads=3"):
+        SelfAttention(8, 3, 1, 2, groups)

@@ -309,6 +309,8 @@ def test_choices_that_do_not_exist_are_refused() -> None:
         context_parallel_attention(groups_of(4), "a2a+p2p")
     with pytest.raises(ValueError, match=r"window_size=\(-2, 0\)"):
         context_parallel_attention(one, window_size=(-2, 0))
+    with pytest.raises(ValueError, match=r"window_size=\(2, 1\) sees 1 tokens ahead in causal attention; give \(2, 0\)"):
+        context_parallel_attention(one, window_size=[(2, 1), None])
     with pytest.raises(ValueError, match=r"softmax_type='learnable'.*SelfAttention"):
         context_parallel_attention(one, softmax_type="learnable")
     with pytest.raises(ValueError, match=r"window_size has 2 entries, but layers=range\(1, 3\)"):

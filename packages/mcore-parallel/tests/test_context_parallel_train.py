@@ -139,4 +139,8 @@ def test_learnt_sinks_train_as_on_one_rank(world, plan: ParallelPlan) -> None:
 
 def test_an_unknown_softmax_is_refused() -> None:
     with pytest.raises(ValueError, match=r"softmax_type='off-by-one' must be .*choice of the core"):
-        GPTModel(CONFIG, ProcessGroups.single(), mixer=self_attention(softmax_type="off-by-one"))
+        GPTModel(
+            CONFIG,
+            ProcessGroups.single(),
+            mixer=self_attention(context_parallel_attention(ProcessGroups.single()), softmax_type="off-by-one"),
+        )

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from mcore_parallel import Group, ParallelPlan, ProcessGroups
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.models import GPTModel, TransformerConfig
-from mcore_parallel.nn import ActivationOffloader, OffloadConfig, RecomputeConfig, Step
+from mcore_parallel.nn import ActivationOffloader, OffloadConfig, RecomputeConfig, Step, causal_attention
 from mcore_parallel.tensor_parallel import (
     ColumnParallelLinear,
     MainGradient,
@@ -147,7 +147,9 @@ CONFIG = TransformerConfig(num_layers=6, hidden_size=512, num_attention_heads=8,
 
 def forward_backward(**options) -> tuple[int, list[Tensor]]:
     """Bytes held between forward and backward, and the results."""
-    model = GPTModel(CONFIG, ProcessGroups.single(), dtype=torch.bfloat16, device="cuda", seed=1, **options)
+    model = GPTModel(
+        CONFIG, ProcessGroups.single(), attention_core=causal_attention, dtype=torch.bfloat16, device="cuda", seed=1, **options
+    )
     tokens = torch.randint(0, 1024, (4096,), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
     step = Step.causal(4, 1024, device="cuda")
     results: list[Tensor] = []

@@ -120,11 +120,11 @@ def test_both_ends_share_the_embedding_beside_other_axes(world, degrees: dict[st
 
 def test_ends_of_tied_embeddings_that_cannot_meet_are_an_error() -> None:
     for part in PipelineLayout.parse("Ett|tttL", num_stages=1).stages:
-        with pytest.raises(ValueError, match=r"needs embedding and output in one chunk.* on stage 0 of pp=1"):
+        with pytest.raises(ValueError, match=r"need embedding and output in one chunk.* on stage 0 of pp=1"):
             GPTModel(TIED, ProcessGroups.single(), layers=part)
 
 
 def test_a_layout_of_further_tokens_is_refused_by_a_model_without_them() -> None:
     layout = PipelineLayout.parse("Etm|L", num_stages=2)
-    with pytest.raises(ValueError, match="places mtp_layers, which GPTModel does not hold"):
+    with pytest.raises(ValueError, match="puts 1 depths 'm' on a stage without the loss"):
         GPTModel(CONFIG, ProcessGroups.single(), layers=layout.stage(0))

@@ -2,7 +2,9 @@
 # Copyright (c) 2026 the mcore authors
 """Layouts that the planner proposes, and the inputs it refuses."""
 
+import dataclasses
 import json
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,8 @@ import torch
 
 from mcore_parallel import ParallelPlan, ProcessGroups, named_shards
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
-from mcore_parallel.models import GPTModel, TransformerConfig
+from mcore_parallel.models import GPTModel, Site, TransformerConfig, dense_feed_forward, hybrid_config
+from mcore_parallel.nn import GatedDeltaNetConfig, LatentAttentionConfig, MambaConfig
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from mcore_parallel.pipeline import interleaved_one_f_one_b, one_f_one_b, simulate
 from mcore_parallel.planner import (
@@ -66,6 +69,56 @@ def test_parameters_of_all_ranks_add_up_to_the_model() -> None:
             dense = model.num_parameters - whole - routed
             counted = sum(memory.params for memory in stages) // 2
             assert counted == dense // plan.tp + whole + routed // ep
+
+
+FAMILIES: dict[str, TransformerConfig] = {
+    "biases and learned positions": dataclasses.replace(
+        TINY, normalization="LayerNorm", add_bias_linear=True, add_qkv_bias=True, activation="gelu",
+        position_embedding_type="learned_absolute", max_position_embeddings=64, softmax_type="learnable", attention_output_gate=True,
+    ),
+    "latent attention, tied, further tokens": dataclasses.replace(
+        TINY, num_query_groups=None, share_embeddings_and_output_weights=True, mtp_num_layers=2,
+        latent_attention=LatentAttentionConfig(q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8),
+    ),
+    "hybrid": hybrid_config(
+        "M-G-|*-ME/*-", hidden_size=TINY.hidden_size, num_attention_heads=TINY.num_attention_heads, vocab_size=TINY.vocab_size,
+        mamba=MambaConfig(head_dim=8, num_groups=2, state_dim=8),
+        delta_net=GatedDeltaNetConfig(num_key_heads=2, num_value_heads=4, key_head_dim=8, value_head_dim=8),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_parameters_of_every_family_are_those_of_the_model(name: str, tp: int) -> None:
+    config = FAMILIES[name]
+    experts = ExpertSizes(num_experts=8, topk=2, ffn_hidden_size=32) if "E" in (config.hybrid_layer_pattern or "") else None
+    work = Workload(model=ModelSizes(config=config, experts=experts), sequence=64, global_batch=32)
+    plan = ParallelPlan(tp=tp, pp=2)
+    stages = [estimate(work, Layout(plan=plan), stage=stage) for stage in range(2)]
+    feed_forward = dense_feed_forward if experts is None else nothing
+    built = GPTModel(config, ProcessGroups.single(), feed_forward=feed_forward, device="meta")
+    expected = 0 if experts is None else 8 * config.hidden_size + 8 * 3 * 32 * config.hidden_size // plan.expert_tp
+    for shard in named_shards(built):
+        numel = math.prod(shard.spec.shape) // (tp if "tp" in shard.spec.shards else 1)
+        # Both ends hold what further tokens look up.
+        expected += numel * (2 if shard.name == "embedding.weight" and config.mtp_num_layers else 1)
+    assert sum(memory.params for memory in stages) // 2 == expected
+    assert all(memory.activations > 0 for memory in stages)
+    assert propose(work, 8, Cluster(), top=1)[0].fits
+
+
+def nothing(site: Site) -> torch.nn.Module:
+    return torch.nn.Identity()
+
+
+def test_a_mixer_that_tp_cannot_cut_is_an_error() -> None:
+    experts = ExpertSizes(num_experts=8, topk=2, ffn_hidden_size=32)
+    work = Workload(model=ModelSizes(config=FAMILIES["hybrid"], experts=experts), sequence=64, global_batch=32)
+    with pytest.raises(PlannerError, match="tp=4 must divide num_groups of mamba=2"):
+        estimate(work, Layout(plan=ParallelPlan(tp=4)))
+    with pytest.raises(PlannerError, match="has 2 segments, but pp.vpp=4.1 virtual stages"):
+        estimate(work, Layout(plan=ParallelPlan(pp=4)))
 
 
 def test_states_are_those_of_the_optimizer() -> None:

@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_leaves
 
 from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
-from mcore_parallel.models import GPTModel, ModelOutput, TransformerConfig
-from mcore_parallel.nn import RecomputeConfig, Step
+from mcore_parallel.models import GPTModel, ModelOutput, TransformerConfig, hybrid_config, place_layers
+from mcore_parallel.nn import LatentAttentionConfig, RecomputeConfig, Step
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
-from mcore_parallel.pipeline import ModelChunks, PipelineLayout
+from mcore_parallel.pipeline import ModelChunks, PipelineConfig
 from mcore_parallel.planner import Layout, ModelSizes, Workload, estimate
 from mcore_parallel.planner._activations import head_bytes, sizes, stage_activations
 from mcore_parallel.planner._parameters import stage_parts
@@ -75,7 +75,7 @@ def workload(config: TransformerConfig, dtype: torch.dtype, microbatches: int = 
 def kept_bytes(config: TransformerConfig, dtype: torch.dtype, recompute: RecomputeConfig | None, kernels: bool) -> tuple[int, int]:
     """Estimates: of layers, tables and token ids, and of the final norm and its result."""
     work, layout = workload(config, dtype), Layout(plan=ParallelPlan(), recompute=recompute)
-    found = stage_activations(work, layout, stage_parts(config.num_layers, 1, 1, 0), 1, kernels=kernels)
+    found = stage_activations(work, layout, stage_parts(config, 1, 1, 0), 1, kernels=kernels)
     s = sizes(work, layout, kernels=kernels)
     return found.kept, s.norm + s.hidden
 
@@ -84,14 +84,12 @@ def kept_bytes(config: TransformerConfig, dtype: torch.dtype, recompute: Recompu
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the kernels of a GPU are in place: all of their memory, and none of their arithmetic."""
     if request.param:
-        layers, rows = (
-            pytest.importorskip(name) for name in ("mcore_parallel.nn._triton_layers", "mcore_parallel.tensor_parallel._triton_rows")
-        )
-        for module in (layers, rows):
+        names = ("nn._triton_layers", "nn._triton_activations", "tensor_parallel._triton_rows")
+        for module in [pytest.importorskip(f"mcore_parallel.{name}") for name in names]:
             for name in [name for name in vars(module) if name.endswith("_kernel")]:
                 monkeypatch.setattr(module, name, Unlaunched())
-        for name in ("_attention", "_mlp", "_norm"):
-            monkeypatch.setattr(importlib.import_module(f"mcore_parallel.nn.{name}"), "has_kernel", lambda x: True)
+        for name in ("_fused", "_rope", "_attention", "_activations", "_norm"):
+            monkeypatch.setattr(importlib.import_module(f"mcore_parallel.nn.{name}"), "has_kernel", lambda x: True, raising=False)
         monkeypatch.setattr(importlib.import_module("mcore_parallel.tensor_parallel._rows"), "_use_triton", lambda x: True)
         for name in ("_fused_linear", "_weight_gradient"):
             module = importlib.import_module(f"mcore_parallel.tensor_parallel.{name}")
@@ -214,7 +212,7 @@ def check_ring() -> None:
             output, _ = model(mine, step)
         work, layout = workload(GROUPED, dtype), Layout(plan=plan)
         s = sizes(work, layout, kernels=False)
-        found = stage_activations(work, layout, stage_parts(GROUPED.num_layers, 1, 1, 0), 1, kernels=False)
+        found = stage_activations(work, layout, stage_parts(GROUPED, 1, 1, 0), 1, kernels=False)
         assert found.kept + s.norm + s.hidden == pytest.approx(alive.now + mine.nbytes, rel=0.02)
         del output
 
@@ -222,7 +220,7 @@ def check_ring() -> None:
 def peak(groups: ProcessGroups, config: TransformerConfig, layout: Layout, dtype: torch.dtype, microbatches: int) -> tuple[int, int]:
     """Most bytes alive during a step, and those of parameters, gradients and states."""
     plan = layout.plan
-    pipeline = PipelineLayout.even(config.num_layers, num_stages=plan.pp, num_chunks=plan.vpp)
+    pipeline = place_layers(config, PipelineConfig(), num_stages=plan.pp, num_chunks=plan.vpp)
     chunks = [GPTModel(config, groups, layers=part, recompute=layout.recompute, dtype=dtype) for part in pipeline.of_rank(groups.pp.rank)]
     model = chunks[0] if len(chunks) == 1 else ModelChunks(chunks)
     sync = DistributedDataParallel(layout.sync, model, groups)
@@ -238,3 +236,24 @@ def peak(groups: ProcessGroups, config: TransformerConfig, layout: Layout, dtype
     with Alive([*fixed, *inputs, *states]) as alive:
         train_step(model, batches, CrossEntropyObjective(), sync, optimizer, lr=1e-3, groups=groups)
     return total + sum(tensor.nbytes for tensor in inputs) + alive.peak, total
+
+
+OTHERS = {
+    "latent attention": TransformerConfig(
+        **SIZES,
+        latent_attention=LatentAttentionConfig(q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16),
+    ),
+    "no gate": TransformerConfig(**SIZES, activation="squared_relu"),
+    "further tokens": TransformerConfig(**SIZES, mtp_num_layers=2),
+    "pattern": hybrid_config("*-*-|*--", **{name: SIZES[name] for name in SIZES if name != "num_layers"}, position_embedding_type="rope"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_peak_of_other_families_is_estimated_roughly(name: str) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        layout = Layout(plan=ParallelPlan())
+        measured, static = peak(ProcessGroups.single(), OTHERS[name], layout, dtype, 1)
+        memory = estimate(workload(OTHERS[name], dtype), layout, kernels=False)
+        assert memory.params + memory.grads + memory.optimizer == pytest.approx(static, rel=0.01)
+        assert memory.allocated - static == pytest.approx(measured - static, rel=0.25), (dtype, memory)

@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Context parallelism: sequences split over ranks, and attention across them."""
 
+from mcore_parallel.context_parallel._ahead import tokens_ahead
 from mcore_parallel.context_parallel._core import ContextParallelAttention, LayeredAttention, SequenceStep
 from mcore_parallel.context_parallel._errors import HeadSplitError, SequenceSplitError
 from mcore_parallel.context_parallel._factory import CP_COMM_TYPES, context_parallel_attention
@@ -16,6 +17,7 @@ __all__ = [
     "SequenceStep",
     "context_parallel_attention",
     "sequence_lengths",
+    "tokens_ahead",
     "zigzag_indices",
     "zigzag_inverse",
 ]

@@ -100,9 +100,11 @@ class ContextParallelAttention:
             k, v = permute_rows(kv, layout.order, layout.places).split((k.shape[-1], v.shape[-1]), dim=-1)
         width = v.shape[-1]
         flash = flash_can_run(q, k, v)
-        if flash and width % HEAD_DIM_MULTIPLE:
-            # Channels of zeros change no score.
-            q, k, v = (F.pad(x, (0, -width % HEAD_DIM_MULTIPLE)) for x in (q, k, v))
+        if flash:
+            # Channels of zeros change no score, and give zeros that are cut off again.
+            widest = max(q.shape[-1], width)
+            even = widest + -widest % HEAD_DIM_MULTIPLE
+            q, k, v = (x if x.shape[-1] == even else F.pad(x, (0, even - x.shape[-1])) for x in (q, k, v))
         out = ring_attention(q, k, v, sink, layout.rounds, self.ring, FlashAttention() if flash else TorchAttention(), scale)
         out = out[..., :width]
         return out if self.heads.size == 1 else join_heads(out, self.heads, layout.order, layout.places)

@@ -31,7 +31,7 @@ def context_parallel_attention(
             "a2a" (tokens are exchanged for heads) or "a2a+p2p" (heads between neighbours, a ring across them, with the two sizes of
             ``ParallelPlan.hierarchical_cp``); one name, or one a layer.
         window_size: (left, right) tokens that a query sees before and behind it, -1 for no limit; one window, or one a layer
-            (None for a layer without). Causal attention sees nothing behind.
+            (None for a layer without). Causal attention sees nothing behind: right is 0, or -1.
         causal: a query sees no later key.
         softmax_type: "vanilla", or "off-by-one" to add 1 to the denominator. Learnt sinks belong to
             ``mcore_parallel.nn.SelfAttention`` (softmax_type="learnable").
@@ -43,7 +43,8 @@ def context_parallel_attention(
         A core that conforms to ``mcore_parallel.nn.AttentionCore``.
 
     Raises:
-        ValueError: an unknown name, other than two levels of ``hierarchical_cp``, a window below -1, lists that do not match the layers.
+        ValueError: an unknown name, other than two levels of ``hierarchical_cp``, a window below -1 or one that sees ahead in causal
+            attention, lists that do not match the layers.
 
     Example:
         >>> core = context_parallel_attention(ProcessGroups.single(), window_size=(128, 0))
@@ -96,6 +97,8 @@ def _window(window: Window | None, causal: bool) -> Window:
     left, right = (-1, -1) if window is None else window
     if min(left, right) < -1:
         raise ValueError(f"window_size={(left, right)} must be two numbers of tokens, or -1 for no limit")
+    if causal and right > 0:
+        raise ValueError(f"window_size={(left, right)} sees {right} tokens ahead in causal attention; give ({left}, 0), or causal=False")
     return left, 0 if causal else right
 
 

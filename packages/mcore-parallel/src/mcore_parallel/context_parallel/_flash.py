@@ -12,8 +12,8 @@ HEAD_DIM_MULTIPLE = 8
 
 
 def flash_can_run(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the kernels take such heads (once their width is padded to a multiple of 8)."""
-    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] == v.shape[-1] <= MAX_HEAD_DIM
+    """Whether the kernels take such heads (once their widths are padded to one multiple of 8)."""
+    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and max(q.shape[-1], v.shape[-1]) <= MAX_HEAD_DIM
 
 
 class FlashAttention:

@@ -112,31 +112,60 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         q, kv, sink, out, lse = ctx.saved_tensors
-        rounds, group, kernel, scale, width = ctx.plan
+        rounds, _, kernel, scale, width = ctx.plan
         (grad,) = grads
         grad = grad.contiguous()
-        ring = _Ring(group)
-        dq, travelling = torch.zeros_like(q, dtype=lse.dtype), None
-        for number, round_ in enumerate(rounds):
-            ahead = rounds[number + 1].distance if number + 1 < len(rounds) else None
-            coming = None if ahead is None else ring.pass_on(kv, ahead - round_.distance)
-            dkv = torch.zeros_like(kv, dtype=lse.dtype)
-            for tile in round_.tiles:
-                parts = kernel.backward(grad, q, kv[..., :width], kv[..., width:], out, lse, tile, scale)
-                _add(dq, tile.queries, parts[0])
-                _add(dkv, tile.keys, torch.cat(parts[1:], dim=-1))
-            # Gradients follow their keys: they come with what the ranks before this one added, and from the last one go home.
-            total = dkv if travelling is None else dkv.add_(travelling())
-            travelling = ring.pass_on(total, (group.size if ahead is None else ahead) - round_.distance)
-            kv = kv if coming is None else coming()
-        assert travelling is not None
-        dkv = travelling().to(kv.dtype)
-        ring.finish()
+        tile = _only_tile(rounds, q, kv)
+        if tile is not None:
+            dq, dk, dv = kernel.backward(grad, q, kv[..., :width], kv[..., width:], out, lse, tile, scale)
+        else:
+            dq, dk, dv = _add_up(grad, q, kv, out, lse, *ctx.plan)
         dsink = None
         if sink is not None:
             share = (sink.to(lse.dtype) - lse).exp()
             dsink = -(share * (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum(0).to(sink.dtype)
-        return dq.to(q.dtype), dkv[..., :width], dkv[..., width:], dsink, None, None, None, None
+        return dq.to(q.dtype), dk.to(kv.dtype), dv.to(kv.dtype), dsink, None, None, None, None
+
+
+def _only_tile(rounds: Sequence[Round], q: Tensor, kv: Tensor) -> Tile | None:
+    """The tile that is all there is to compute, over all rows in their order: a kernel's results need not be added to anything."""
+    if len(rounds) != 1 or len(rounds[0].tiles) != 1:
+        return None
+    (tile,) = rounds[0].tiles
+    return tile if sum(tile.queries.lengths) == len(q) and sum(tile.keys.lengths) == len(kv) else None
+
+
+def _add_up(
+    grad: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    rounds: Sequence[Round],
+    group: Group,
+    kernel: PartialAttention,
+    scale: float,
+    width: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v over all rounds, in the dtype of ``lse``."""
+    ring = _Ring(group)
+    dq, travelling = torch.zeros_like(q, dtype=lse.dtype), None
+    for number, round_ in enumerate(rounds):
+        ahead = rounds[number + 1].distance if number + 1 < len(rounds) else None
+        coming = None if ahead is None else ring.pass_on(kv, ahead - round_.distance)
+        dkv = torch.zeros_like(kv, dtype=lse.dtype)
+        for tile in round_.tiles:
+            parts = kernel.backward(grad, q, kv[..., :width], kv[..., width:], out, lse, tile, scale)
+            _add(dq, tile.queries, parts[0])
+            _add(dkv, tile.keys, torch.cat(parts[1:], dim=-1))
+        # Gradients follow their keys: they come with what the ranks before this one added, and from the last one go home.
+        total = dkv if travelling is None else dkv.add_(travelling())
+        travelling = ring.pass_on(total, (group.size if ahead is None else ahead) - round_.distance)
+        kv = kv if coming is None else coming()
+    assert travelling is not None
+    dkv = travelling()
+    ring.finish()
+    return dq, dkv[..., :width], dkv[..., width:]
 
 
 class _Ring:
@@ -165,34 +194,42 @@ class _Merged:
 
     def __init__(self, q: Tensor, width: int) -> None:
         self.dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        self.out = q.new_zeros((*q.shape[:-1], width), dtype=self.dtype)
-        self.lse = q.new_full(q.shape[:-1], float("-inf"), dtype=self.dtype)
-        self._is_empty = True
+        self._q, self._width = q, width
+        self._found: tuple[Tensor, Tensor] | None = None
 
     def add(self, rows: Spans, out: Tensor, lse: Tensor) -> None:
         """Merge the result over further keys for some of the rows."""
-        if self._is_empty and sum(rows.lengths) == len(self.out):
+        if self._found is None and sum(rows.lengths) == len(self._q):
             # All rows in order: often the only tile, which then needs no rounding twice.
-            self.out, self.lse, self._is_empty = out, lse, False
+            self._found = out, lse
             return
-        self.out, self._is_empty = self.out.to(self.dtype), False
+        total, norms = self._so_far()
+        total = total.to(self.dtype)
         if rows.stride is not None:
-            old_out, old_lse = rows.view(self.out), rows.view(self.lse)
+            old_out, old_lse = rows.view(total), rows.view(norms)
             merged, both = _merge(old_out, old_lse, out.view(old_out.shape), lse.reshape(old_lse.shape))
             old_out.copy_(merged)
             old_lse.copy_(both)
         else:
             index = rows.rows(out.device)
-            merged, both = _merge(self.out.index_select(0, index), self.lse.index_select(0, index), out, lse)
-            self.out.index_copy_(0, index, merged)
-            self.lse.index_copy_(0, index, both)
+            merged, both = _merge(total.index_select(0, index), norms.index_select(0, index), out, lse)
+            total.index_copy_(0, index, merged)
+            norms.index_copy_(0, index, both)
+        self._found = total, norms
 
     def finish(self, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of all keys, the sink among them once."""
+        out, norms = self._so_far()
         if sink is None:
-            return self.out, self.lse
-        lse = torch.logaddexp(self.lse, sink.to(self.lse.dtype))
-        return self.out * (self.lse - lse).exp()[..., None], lse
+            return out, norms
+        lse = torch.logaddexp(norms, sink.to(norms.dtype))
+        return out * (norms - lse).exp()[..., None], lse
+
+    def _so_far(self) -> tuple[Tensor, Tensor]:
+        if self._found is not None:
+            return self._found
+        q = self._q
+        return q.new_zeros((*q.shape[:-1], self._width), dtype=self.dtype), q.new_full(q.shape[:-1], float("-inf"), dtype=self.dtype)
 
 
 def _merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:

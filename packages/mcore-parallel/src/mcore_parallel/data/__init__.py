@@ -12,6 +12,7 @@ from mcore_parallel.data._gpt import GPTDataset, GPTDatasetConfig
 from mcore_parallel.data._hf_tokenizer import HuggingFaceTokenizer, train_bpe
 from mcore_parallel.data._index_file import token_dtype
 from mcore_parallel.data._indexed import IndexedDataset
+from mcore_parallel.data._masked import MaskedTokensConfig, MaskedTokensDataset
 from mcore_parallel.data._preprocess import PreprocessReport, preprocess
 from mcore_parallel.data._sampler import PretrainingSampler, batches
 from mcore_parallel.data._tokenizer import ByteTokenizer, NullTokenizer, Tokenizer, build_tokenizer
@@ -29,6 +30,8 @@ __all__ = [
     "IndexedDataset",
     "IndexedDatasetBuilder",
     "IndexedDatasetError",
+    "MaskedTokensConfig",
+    "MaskedTokensDataset",
     "NullTokenizer",
     "PreprocessReport",
     "PretrainingSampler",

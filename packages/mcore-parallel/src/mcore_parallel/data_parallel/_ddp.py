@@ -18,7 +18,7 @@ from mcore_parallel.data_parallel._buffer import DataGroups, GradBuffer
 from mcore_parallel.data_parallel._config import DistributedDataParallelConfig
 from mcore_parallel.data_parallel._gather import ParamGather
 from mcore_parallel.data_parallel._subgroups import DataGroupSplitter
-from mcore_parallel.tensor_parallel import MainGradient, WeightGradientSink
+from mcore_parallel.tensor_parallel import MainGradient, WeightCopyHolder, WeightGradientSink
 
 
 class DistributedDataParallel(nn.Module):
@@ -65,6 +65,8 @@ class DistributedDataParallel(nn.Module):
         self._fed = self._feed_layers(shards) if config.gradient_accumulation_fusion else []
         self._names = [shard.name for shard in shards][::-1]
         self._gather = ParamGather(module, self.grad_buffers)
+        self._copy_holders = [part for part in module.modules() if isinstance(part, WeightCopyHolder)]
+        self._drop_weight_copies()
         if config.overlap_param_gather:
             self.enable_forward_pre_hook()
 
@@ -157,8 +159,9 @@ class DistributedDataParallel(nn.Module):
         """Gather the slices of all updated parameters; the optimizer calls this after its step.
 
         With ``overlap_param_gather`` the gathers end in the next forward, otherwise here. Without the distributed optimizer
-        there is nothing to gather.
+        there is nothing to gather. Layers that keep copies of their weights in another form (``WeightCopyHolder``) make new ones.
         """
+        self._drop_weight_copies()
         self._gather.start()
         if not self._gather.has_hooks:
             self._gather.finish()
@@ -231,6 +234,10 @@ class DistributedDataParallel(nn.Module):
 
     def _main_gradient(self, name: str) -> MainGradient:
         return MainGradient(self._accumulator(name), functools.partial(self._begin, name), functools.partial(self._done, name))
+
+    def _drop_weight_copies(self) -> None:
+        for layer in self._copy_holders:
+            layer.parameters_changed()
 
     def _accumulator(self, name: str) -> Tensor:
         return self._bucket_of[name].accumulators.get(name, self._grads[name])

@@ -1,18 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Models: configuration, the transformer layer with its slots, the decoder-only transformer, its cost."""
+"""Models: configuration, the transformer layer with its slots, decoders, hybrids and BERT, what they cost."""
 
+from mcore_parallel.models._bert import BertModel
+from mcore_parallel.models._bert_heads import BertOutput
 from mcore_parallel.models._config import TransformerConfig
-from mcore_parallel.models._cost import flops_per_token, num_parameters
+from mcore_parallel.models._cost import feed_forward_share, flops_per_token, num_bert_parameters, num_parameters
 from mcore_parallel.models._gpt import GPTModel, init_parameters
+from mcore_parallel.models._hybrid import MambaModel, as_pattern, hybrid_config, pattern_name, plain_name
 from mcore_parallel.models._init import SelfInitialised
+from mcore_parallel.models._latent import latent_attention
 from mcore_parallel.models._layer import TransformerLayer, dense_feed_forward, self_attention
 from mcore_parallel.models._output import ModelOutput, OutputLayer
+from mcore_parallel.models._pattern import (
+    LayerPattern,
+    LayerPatternError,
+    allocate_layers,
+    get_layer_maps_from_layer_type_list,
+    layer_maps_by_symbol,
+)
+from mcore_parallel.models._rules import CONFIG_RULES, ConfigRule
 from mcore_parallel.models._slots import FeedForwardBuilder, MixerBuilder, Site
+from mcore_parallel.models._stack import place_layers
 
 __all__ = [
+    "CONFIG_RULES",
+    "BertModel",
+    "BertOutput",
+    "ConfigRule",
     "FeedForwardBuilder",
     "GPTModel",
+    "LayerPattern",
+    "LayerPatternError",
+    "MambaModel",
     "MixerBuilder",
     "ModelOutput",
     "OutputLayer",
@@ -20,9 +40,20 @@ __all__ = [
     "Site",
     "TransformerConfig",
     "TransformerLayer",
+    "allocate_layers",
+    "as_pattern",
     "dense_feed_forward",
+    "feed_forward_share",
     "flops_per_token",
+    "get_layer_maps_from_layer_type_list",
+    "hybrid_config",
     "init_parameters",
+    "latent_attention",
+    "layer_maps_by_symbol",
+    "num_bert_parameters",
     "num_parameters",
+    "pattern_name",
+    "place_layers",
+    "plain_name",
     "self_attention",
 ]

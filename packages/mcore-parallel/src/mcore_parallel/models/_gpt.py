@@ -1,22 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""The decoder-only transformer, whole or one pipeline stage of it."""
+"""The decoder-only stack of any layers, whole or one pipeline stage of it."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from mcore_parallel._groups import ProcessGroups
+from mcore_parallel.backends import Backend, TorchBackend
 from mcore_parallel.models._config import TransformerConfig
 from mcore_parallel.models._init import fill_parameters
-from mcore_parallel.models._layer import TransformerLayer, build_norm, dense_feed_forward, self_attention
+from mcore_parallel.models._latent import latent_attention
+from mcore_parallel.models._layer import build_norm, dense_feed_forward, self_attention
 from mcore_parallel.models._memory import StageMemory
+from mcore_parallel.models._mixers import delta_net_mixer, mamba_mixer
+from mcore_parallel.models._mtp import TokenDepth, predict_further
 from mcore_parallel.models._output import ModelOutput, OutputLayer
+from mcore_parallel.models._positions import rotary_config
 from mcore_parallel.models._slots import FeedForwardBuilder, MixerBuilder, Site
-from mcore_parallel.nn import AttentionCore, OffloadConfig, RecomputeConfig, Step, default_attention, rotary_frequencies, rotary_tables
-from mcore_parallel.pipeline import StageLayout, partition_layers
+from mcore_parallel.models._stack import LayerStack, depth_symbols, place_stage, shares_table
+from mcore_parallel.nn import AttentionCore, AttentionCoreBuilder, LearnedPositions, OffloadConfig, RecomputeConfig, Step
+from mcore_parallel.pipeline import StageLayout
 from mcore_parallel.tensor_parallel import VocabParallelEmbedding
 
 
@@ -24,21 +31,29 @@ from mcore_parallel.tensor_parallel import VocabParallelEmbedding
 class GPTModel(nn.Module):
     """Embedding, layers, final norm, output; each pipeline stage holds its share.
 
-    Parameter names are global: ``layers.17.attention.qkv.weight`` whatever stage holds layer 17.
+    A layer is attention and feed-forward, or what ``config.hybrid_layer_pattern`` says. Parameter names are global:
+    ``layers.17.attention.qkv.weight`` whatever stage holds layer 17.
 
-    With tied embeddings the first and the last of several stages hold a copy of ``embedding.weight`` each, which start equal and whose
-    gradients are summed over the ``embd`` group (``ShardSpec.partial``); the output layer is then the last stage's ``embedding``.
+    With ``config.mtp_num_layers`` the last stage also holds heads that predict further tokens (``mtp.0.*``), and looks its tokens'
+    embeddings up itself. They run in training mode only.
+
+    With tied embeddings or such heads the first and the last of several stages hold a copy of ``embedding.weight`` each, which start
+    equal and whose gradients are summed over the ``embd`` group (``ShardSpec.partial``); the output layer of tied embeddings is then the
+    last stage's ``embedding``, unless there are heads.
 
     Args:
         config: the architecture.
         groups: the layout.
-        feed_forward: fills the feed-forward slot of every layer.
-        mixer: fills the mixer slot; None for self-attention around ``attention_core``.
-        attention_core: None for causal attention: torch's, or a ring over cp.
-        layers: global numbers of the layers held here; None for this stage's share by ``partition_layers``. A ``StageLayout``
-            (from a ``PipelineLayout``) also says whether this is the virtual stage with the embedding or with the output.
+        feed_forward: fills the feed-forward slot of every layer; with a pattern, of its E.
+        mixer: fills the mixer slot; None for self-attention around ``attention_core``. With a pattern, that of its * and +.
+        attention_core: one for all layers, or an ``AttentionCoreBuilder``; None for ``choose_attention`` by the config.
+        layers: global numbers of the layers held here; None for this stage's share by ``partition_layers``, or by the segments of the
+            pattern. A ``StageLayout`` (from a ``PipelineLayout``) also says whether this is the virtual stage with the embedding or
+            with the output.
+        layer_configs: configs of layers that differ from the others, by global number; what all layers share must be equal.
         recompute: what the backward computes again instead of keeping it; None for nothing. The results have the same bits.
         offload: which activations wait in host memory for their backward; None for none. The results have the same bits.
+        backend: who computes norms and projections (``mcore_parallel.backends.choose_backend``); None for torch in ``dtype``.
         unpadded_vocab_size: rows of the vocabulary that are real; losses leave the padding after them out. None for all.
         dtype: of the parameters and the hidden states.
         device: of the parameters. With "meta" nothing is allocated or initialised: call ``to_empty``, then ``init_parameters`` or load.
@@ -46,7 +61,8 @@ class GPTModel(nn.Module):
 
     Raises:
         ValueError: degrees that do not divide the sizes, mixer and attention_core together, recomputation and offloading of the
-            same part, tied embeddings whose ends are neither one chunk nor on the first and the last stage.
+            same part, tied embeddings or heads whose ends are neither one chunk nor on the first and the last stage, a layout or
+            pattern that does not fit.
 
     Example:
         >>> config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=16)
@@ -62,10 +78,12 @@ class GPTModel(nn.Module):
         *,
         feed_forward: FeedForwardBuilder = dense_feed_forward,
         mixer: MixerBuilder | None = None,
-        attention_core: AttentionCore | None = None,
+        attention_core: AttentionCore | AttentionCoreBuilder | None = None,
         layers: range | StageLayout | None = None,
+        layer_configs: Mapping[int, TransformerConfig] | None = None,
         recompute: RecomputeConfig | None = None,
         offload: OffloadConfig | None = None,
+        backend: Backend | None = None,
         unpadded_vocab_size: int | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
@@ -73,46 +91,57 @@ class GPTModel(nn.Module):
     ) -> None:
         super().__init__()
         stages = groups.pp
+        self.config, self.groups, self.dtype = config, groups, dtype
+        self._backend = TorchBackend() if backend is None else backend
+        if config.post_norm:
+            raise ValueError("post_norm=True normalises sums and leaves nothing before the output; use BertModel, or set it to False")
         if mixer is not None and attention_core is not None:
             raise ValueError("mixer and attention_core exclude one another; give the core to the mixer's builder")
-        self.is_first, self.is_last = stages.is_first, stages.is_last
-        if isinstance(layers, StageLayout):
-            if layers.mtp_layers:
-                raise ValueError(f"layers={layers} places mtp_layers, which GPTModel does not hold; leave m out of the layout")
-            self.is_first, self.is_last, layers = layers.embedding, layers.loss, layers.layers
-        if layers is None:
-            layers = partition_layers(config.num_layers, stages.size, stages.rank)
-        elif not 0 <= layers.start <= layers.stop <= config.num_layers:
-            raise ValueError(f"layers={layers} must lie in range(0, num_layers={config.num_layers})")
-        tied = config.share_embeddings_and_output_weights
-        shared = tied and self.is_first != self.is_last
-        if shared and not (stages.size > 1 and (stages.is_first if self.is_first else stages.is_last)):
-            raise ValueError(
-                f"share_embeddings_and_output_weights=True needs embedding and output in one chunk, or on the first and the last of "
-                f"several stages, found one of them on stage {stages.rank} of pp={stages.size}; change the layout or untie the weights"
-            )
-        self.memory = StageMemory(recompute, offload, len(layers), groups, own_core=mixer is None)
-        mixer = self_attention(self.memory.core(attention_core or default_attention(groups))) if mixer is None else mixer
-        self.config, self.groups, self.stage_layers = config, groups, layers
-        self.dtype = dtype
+        here = place_stage(config, stages, layers)
+        self.is_first, self.is_last, held, depths = here.embedding, here.loss, here.layers, here.mtp_layers
+        tied, shared = config.share_embeddings_and_output_weights, shares_table(config, stages, here)
+        further = len(depths) > 0
+        own = len(depth_symbols(config)) if further else 0
+        self.memory = StageMemory(recompute, offload, len(held) + own * len(depths), groups, own_core=mixer is None)
+        if mixer is None and config.latent_attention is not None:
+            mixer = latent_attention(attention_core, manage=self.memory.core)
+        elif mixer is None:
+            mixer = self_attention(attention_core, manage=self.memory.core)
+        mixers = {"*": mixer, "+": mixer, "M": mamba_mixer(), "G": delta_net_mixer()}
+        stack = LayerStack(config=config, mixers=mixers, feed_forward=feed_forward, layer_configs=layer_configs or {})
+        self.stage_layers = held
         sizes = (config.vocab_size, config.hidden_size, groups)
         place: dict[str, Any] = {"dtype": dtype, "device": device}
         ends: dict[str, Any] = {**place, "partial": ("embd",) if shared else ()}
 
-        def site(layer: int) -> Site:
-            return Site(layer=layer, local_layer=layer - layers.start, config=config, groups=groups, dtype=dtype, device=device)
+        def site(layer: int, local_layer: int) -> Site:
+            parts = self._backend.layers(layer, config.num_layers)
+            return Site(layer=layer, local_layer=local_layer, config=config, groups=groups, dtype=dtype, device=device, layers=parts)
 
-        self.embedding = VocabParallelEmbedding(*sizes, init=False, **ends) if self.is_first else None
+        def depth(number: int) -> TokenDepth:
+            first = number * own
+            sites = [site(config.num_layers + first + i, len(held) + first + i) for i in range(own)]
+            symbols = zip(sites, depth_symbols(config), strict=True)
+            return TokenDepth(sites[0], [stack.depth_layer(at, self.memory.layer(at.local_layer), symbol) for at, symbol in symbols])
+
+        self.embedding = VocabParallelEmbedding(*sizes, init=False, **ends) if self.is_first or further else None
+        self.position_embedding = self._learned_positions(**place) if self.is_first or further else None
         self.layers = nn.ModuleDict(
-            {str(layer): TransformerLayer(site(layer), mixer, feed_forward, self.memory.layer(layer - layers.start)) for layer in layers}
+            {str(layer): stack.layer(site(layer, local), self.memory.layer(local)) for local, layer in enumerate(held)}
         )
-        self.final_norm = build_norm(site(layers.stop)) if self.is_last else None
-        output = OutputLayer(*sizes, tied=tied and not shared, unpadded_vocab_size=unpadded_vocab_size, **ends) if self.is_last else None
-        self._holds_copy = shared and self.is_last
+        self.final_norm = build_norm(site(held.stop, len(held))) if self.is_last else None
+        # Where the table is here anyway, tied logits are computed with it.
+        copied = tied and shared and not further
+        output_ends = ends if tied else place
+        output = (
+            OutputLayer(*sizes, tied=tied and not copied, unpadded_vocab_size=unpadded_vocab_size, **output_ends) if self.is_last else None
+        )
+        self._holds_copy = copied and self.is_last
         if self._holds_copy:
             # The copy bears the name of the table, and hooks find it in the module that uses it.
             self.embedding, output = output, None
         self.output = output
+        self.mtp = nn.ModuleDict({str(number): depth(number) for number in depths}) if further else None
         if seed is not None and torch.device(device).type != "meta":
             init_parameters(self, seed)
 
@@ -129,26 +158,71 @@ class GPTModel(nn.Module):
         Raises:
             ValueError: under sequence parallelism, tp does not divide T.
         """
-        tokens = step.positions.shape[0]
+        tokens = step.positions.shape[-1]
         if self.groups.sequence_parallel and tokens % self.groups.tp.size:
             raise ValueError(
                 f"tp={self.groups.tp.size} must divide the {tokens} tokens of a step; pad the batch or set sequence_parallel=False"
             )
         if step.rotary is None:
-            step = dataclasses.replace(step, rotary=self.rotary(step.positions))
-        if self.embedding is not None and not self._holds_copy:
-            x = self.embedding(x)
-        x, aux_total = self.memory.run(list(self.layers.values()), x, step)
+            positions = step.positions
+            step = dataclasses.replace(step, rotary=self.rotary(positions), rotary_window=self.rotary(positions, window=True))
+        tokens = x if self.is_first else step.tokens
+        if self.is_first:
+            x = self.embed(x, step)
+        with self._backend.running(self.groups):
+            x, aux_total = self.memory.run(list(self.layers.values()), x, step)
         layer = cast(OutputLayer, self.embedding) if self._holds_copy else self.output
         if self.final_norm is None or layer is None:
             return x, aux_total
         tied = self.config.share_embeddings_and_output_weights and not self._holds_copy
         shared = self.embedding.weight if tied and self.embedding is not None else None
-        return ModelOutput(self.final_norm(x), layer, shared), aux_total
+        hidden, factor = self.final_norm(x), self.config.output_multiplier
+        further, aux = self._predict_further(hidden, tokens, step)
+        if aux is not None:
+            aux_total = aux if aux_total is None else aux_total + aux
+        detach = self.config.mtp_detach
+        depths = tuple(ModelOutput(_scaled(states, factor), layer, shared, detached=detach) for states in further)
+        return ModelOutput(_scaled(hidden, factor), layer, shared, depths=depths), aux_total
 
-    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, d] of the positions [T], float32."""
-        return rotary_tables(positions, rotary_frequencies(self.config.head_dim, self.config.rotary_base, positions.device))
+    def embed(self, tokens: Tensor, step: Step) -> Tensor:
+        """Token ids [T] -> [T or T / tp, D], on a stage that holds the table."""
+        x, factor = cast(VocabParallelEmbedding, self.embedding)(tokens), self.config.embedding_multiplier
+        x = x if factor == 1.0 else x * factor
+        return x if self.position_embedding is None else x + self.position_embedding(step.positions)
+
+    def _learned_positions(self, **place: Any) -> LearnedPositions | None:
+        config = self.config
+        if config.position_embedding_type != "learned_absolute" or config.max_position_embeddings is None:
+            return None
+        # The last stage looks up positions too when it has heads that predict further tokens.
+        partial = ("embd",) if config.mtp_num_layers and self.is_first != self.is_last else ()
+        return LearnedPositions(config.max_position_embeddings, config.hidden_size, self.groups, partial=partial, **place)
+
+    def _predict_further(self, hidden: Tensor, tokens: Tensor | None, step: Step) -> tuple[list[Tensor], Tensor | None]:
+        """Hidden states of the depths, and their auxiliary loss; none outside training."""
+        if self.mtp is None or not self.training:
+            return [], None
+        if tokens is None:
+            raise ValueError(
+                f"mtp_num_layers={self.config.mtp_num_layers} needs step.tokens on the last stage; make the step with Batch.step()"
+            )
+        shared: dict[str, Any] = {"memory": self.memory, "config": self.config, "cp": self.groups.cp}
+        return predict_further(self.mtp, hidden, tokens, step, embed=lambda ids: self.embed(ids, step), **shared)
+
+    def rotary(self, positions: Tensor, *, window: bool = False) -> tuple[Tensor, Tensor] | None:
+        """cos and sin [T, channels of a head that turn] of the positions [T] or [C, T], float32; None where nothing turns.
+
+        Args:
+            positions: as of ``Step``.
+            window: of the layers with a window; None unless they have a base of their own.
+        """
+        turns = rotary_config(self.config, window=window)
+        return None if turns is None else turns.tables(positions)
+
+
+def _scaled(hidden: Tensor, factor: float) -> Tensor:
+    """Hidden states whose logits are ``factor`` times as large, whichever way logits are used."""
+    return hidden if factor == 1.0 else hidden * factor
 
 
 def init_parameters(model: GPTModel, seed: int) -> None:

@@ -15,7 +15,7 @@ from mcore_parallel._shards import NamedShard, named_shards
 from mcore_parallel.models._config import TransformerConfig
 
 # Parameters that write into the residual stream.
-_OUTPUTS = (".out.weight", ".down.weight", ".experts.down")
+_OUTPUTS = (".out.weight", ".out_proj.weight", ".down.weight", ".experts.down")
 
 
 @runtime_checkable
@@ -62,7 +62,8 @@ def _initial(parameter: str, name: str, shape: tuple[int, ...], owner: nn.Module
         return 0.0
     std = config.init_method_std
     if parameter.endswith(_OUTPUTS):
-        std /= math.sqrt(2 * config.num_layers)
+        # Each layer of a pattern adds once to the residual stream, any other one twice.
+        std /= math.sqrt(config.num_layers * (2 if config.hybrid_layer_pattern is None else 1))
     return torch.empty(shape).normal_(0.0, std, generator=generator)
 
 

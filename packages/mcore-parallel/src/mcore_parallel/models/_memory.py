@@ -48,6 +48,11 @@ class StageMemory:
             )
         if recompute is not None and recompute.granularity == "full" and offloaded - {"layer"}:
             raise ValueError(f"offload.modules={sorted(offloaded)} lie inside layers that run again as a whole; offload 'layer'")
+        if recompute is not None and recompute.num_microbatches_with_partial_activation_checkpoints is not None and offloaded:
+            raise ValueError(
+                f"offload.modules={sorted(offloaded)} and num_microbatches_with_partial_activation_checkpoints exclude one another: "
+                "which layers run again differs between micro-batches; leave one of the two out"
+            )
         inside = {"core_attention": "attention"}
         if clash := {part for part in offloaded if part in recomputed or inside.get(part) in recomputed}:
             raise ValueError(f"{sorted(clash)} is recomputed and offloaded; choose one of the two for it")
@@ -76,7 +81,7 @@ class StageMemory:
     def run(self, layers: Sequence[RunLayer], x: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
         """All layers in order; hidden states and the sum of the auxiliary losses."""
         total: Tensor | None = None
-        spans = [(0, len(layers), False)] if self.recompute is None else self.recompute.spans(len(layers))
+        spans = [(0, len(layers), False)] if self.recompute is None else self.recompute.spans(len(layers), step.slot)
         for first, end, again in spans:
             x, aux = self._run_again(layers, first, end, x, step) if again else _run(layers[first:end], x, step)
             if aux is not None:
@@ -91,7 +96,7 @@ class StageMemory:
             return _run(layers[first:end], x, step)
 
         if self.offloader is not None and self._offloads("layer", first):
-            with self.offloader.group():
+            with self.offloader.group(name="layer"):
                 return recompute(run, x, preserve_rng_state=self.recompute.preserve_rng_state, share=share)
         return recompute(run, x, preserve_rng_state=self.recompute.preserve_rng_state, share=share)
 

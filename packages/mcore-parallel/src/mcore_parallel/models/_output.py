@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from mcore_parallel._groups import ProcessGroups
 from mcore_parallel._shards import ShardSpec
 from mcore_parallel.comm import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
-from mcore_parallel.tensor_parallel import MainGradient, WeightGradientQueue, fused_linear_cross_entropy, vocab_parallel_cross_entropy
+from mcore_parallel.tensor_parallel import (
+    InvariantProducts,
+    MainGradient,
+    WeightGradientQueue,
+    fused_linear_cross_entropy,
+    vocab_parallel_cross_entropy,
+)
 from mcore_parallel.tensor_parallel._product import ProductLayer, column_product
 
 _FUSED_FROM = 1 << 26
@@ -57,12 +63,12 @@ class OutputLayer(ProductLayer):
             raise ValueError(f"unpadded_vocab_size={unpadded_vocab_size} must lie between 1 and vocab_size={vocab_size}")
         self.groups, self.vocab_size = groups, vocab_size
         self.unpadded_vocab_size = vocab_size if unpadded_vocab_size is None else unpadded_vocab_size
-        self._spec = ShardSpec(shape=(vocab_size, hidden_size), shards={"tp": 0}, partial=partial)
-        local = self._spec.local_shape(groups)
+        self.weight_spec = ShardSpec(shape=(vocab_size, hidden_size), shards={"tp": 0}, partial=partial)
+        local = self.weight_spec.local_shape(groups)
         self.weight = None if tied else nn.Parameter(torch.empty(local, dtype=dtype, device=device))
 
     def shard_specs(self) -> Mapping[str, ShardSpec]:
-        return {} if self.weight is None else {"weight": self._spec}
+        return {} if self.weight is None else {"weight": self.weight_spec}
 
     def forward(
         self,
@@ -86,6 +92,8 @@ class OutputLayer(ProductLayer):
         assert weight is not None, "a tied output layer is called with the weight of the embedding"
         if function is not None:
             return function(hidden, weight)
+        if self.products is not None and rows is None:
+            return self.products.column(hidden, weight, self.route(self.groups))
         if own and rows is None and (route := self.route(self.groups)).main_grad is not None:
             return column_product(hidden, weight, route)
         if self.groups.sequence_parallel:
@@ -100,14 +108,21 @@ class ModelOutput:
     """What the last stage returns; nothing of size V exists before a method asks for it."""
 
     hidden: Tensor
-    """[T or T / tp, D], after the final norm."""
+    """[T or T / tp, D], after the final norm, times the config's ``output_multiplier``."""
     layer: OutputLayer
     weight: Tensor | None = None
     """[V / tp, D] of the embedding when it is shared with the output."""
+    depths: tuple["ModelOutput", ...] = ()
+    """Of the heads that predict further tokens, in training: depth k (from 1) predicts the label k tokens later."""
+    detached: bool = False
+    """Losses give the output weight no gradient."""
 
     def logits(self, rows: Tensor | None = None) -> Tensor:
         """[T, V / tp] in the model's dtype, or [R, V / tp] of R chosen tokens."""
-        return self.layer(self.hidden, self.weight, rows)
+        weight = self.weight
+        if self.detached:
+            weight = (self.layer.weight if weight is None else weight).detach()  # pyright: ignore[reportOptionalMemberAccess]
+        return self.layer(self.hidden, weight, rows)
 
     def token_losses(self, labels: Tensor, *, fused: bool | None = None) -> Tensor:
         """Cross entropy of each token against labels [T]; [T], float32 or wider. A negative label has loss 0.
@@ -128,6 +143,8 @@ class ModelOutput:
             labels: [T] int64; a negative one has loss 0.
             weights: [T] float, for instance the loss mask.
         """
+        if self.layer.products is not None:
+            return (self._losses_of_logits(labels, 1.0) * weights).sum()
         if self._sink()[1] is not None:
             return (self._fused(labels) * weights).sum()
         return self._fused(labels, token_weights=weights).sum()
@@ -155,7 +172,7 @@ class ModelOutput:
         def losses(hidden: Tensor, weight: Tensor) -> Any:
             return fused_linear_cross_entropy(
                 hidden,
-                weight,
+                weight.detach() if self.detached else weight,
                 labels,
                 layer.groups.tp,
                 vocab_size=layer.unpadded_vocab_size,
@@ -170,15 +187,19 @@ class ModelOutput:
     def _losses_of_logits(self, labels: Tensor, temperature: float) -> Tensor:
         logits, layer = self.logits(), self.layer
         logits = logits if temperature == 1.0 else logits / temperature
+        if isinstance(layer.products, InvariantProducts):
+            return layer.products.cross_entropy(logits, labels, layer.unpadded_vocab_size)
         return vocab_parallel_cross_entropy(logits, labels, group=layer.groups.tp, vocab_size=layer.unpadded_vocab_size)
 
     def _sink(self) -> tuple[MainGradient | None, WeightGradientQueue | None]:
         """Where the weight gradient goes instead of autograd; one shared with the embedding stays with autograd."""
         route = self.layer.route(self.layer.groups)
-        return (None, None) if self.weight is not None or route.main_grad is None else (route.main_grad, route.queue)
+        return (None, None) if self.weight is not None or self.detached or route.main_grad is None else (route.main_grad, route.queue)
 
     def _fuse(self, labels: Tensor, fused: bool | None) -> bool:
         if fused is not None:
             return fused
+        if self.layer.products is not None:
+            return False
         width = self.layer.vocab_size // self.layer.groups.tp.size
         return labels.numel() * width >= _FUSED_FROM

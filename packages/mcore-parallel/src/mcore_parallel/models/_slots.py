@@ -2,7 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """The slots of a transformer layer: who builds what goes into them, and what it must do."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 
 from mcore_parallel._groups import ProcessGroups
 from mcore_parallel.models._config import TransformerConfig
+from mcore_parallel.nn import LayerFactory, TorchLayers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,8 @@ class Site:
     """Of the parameters the slot creates."""
     device: torch.device | str = "cpu"
     """Of the parameters the slot creates; "meta" for none yet."""
+    layers: LayerFactory = field(default_factory=TorchLayers)
+    """Builds the norms and projections of the slot."""
 
 
 class FeedForwardBuilder(Protocol):

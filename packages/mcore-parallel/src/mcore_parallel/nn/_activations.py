@@ -1,10 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Activations of feed-forward layers; "glu" ones take gate and value as two tensors."""
+"""Activations of feed-forward layers; those ending in "glu" have a gate."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from mcore_parallel.nn._fused import has_kernel, unit_stride
+
+# N rows, F width of the result, W width of the input: 2 F with a gate, gates first, else F.
+
+_E4M3_LARGEST = 448.0
 
 
 def swiglu(gate: Tensor, value: Tensor) -> Tensor:
@@ -42,6 +52,225 @@ def quick_geglu(gate: Tensor, value: Tensor, *, offset: float = 0.0, clamp: floa
     return quick_gelu(gate) * (value + offset)
 
 
-def weighted_quick_geglu(gate: Tensor, value: Tensor, weights: Tensor, *, offset: float = 0.0, clamp: float | None = None) -> Tensor:
-    """``quick_geglu`` of [N, F] times a weight a row, [N, 1] or [N, F]; the result has the dtype of gate."""
-    return (quick_geglu(gate, value, offset=offset, clamp=clamp) * weights).to(gate.dtype)
+def weighted_swiglu(gate: Tensor, value: Tensor, weights: Tensor, *, fp8_input_store: bool = False) -> Tensor:
+    """``swiglu`` of [N, F] times a weight a row, [N] or [N, 1]; as ``Activation`` does it, for inputs that come as two tensors."""
+    return Activation(name="swiglu", fp8_input_store=fp8_input_store)(torch.cat((gate, value), dim=-1), weights=weights)
+
+
+def weighted_quick_geglu(
+    gate: Tensor,
+    value: Tensor,
+    weights: Tensor,
+    *,
+    offset: float = 0.0,
+    clamp: float | None = None,
+    fp8_input_store: bool = False,
+) -> Tensor:
+    """``quick_geglu`` of [N, F] times a weight a row, [N] or [N, 1]; as ``Activation`` does it, for inputs that come as two tensors."""
+    activation = Activation(name="quick_geglu", offset=offset, clamp=clamp, fp8_input_store=fp8_input_store)
+    return activation(torch.cat((gate, value), dim=-1), weights=weights)
+
+
+class _Curve(NamedTuple):
+    """A function of one number."""
+
+    value: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor], Tensor]
+    """Gradient of the result and input -> gradient of the input."""
+
+
+def _quick_gelu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    share = torch.sigmoid(1.702 * x)
+    return grad * share * (1 + 1.702 * x * (1 - share))
+
+
+_CURVES = {
+    "silu": _Curve(F.silu, lambda grad, x: torch.ops.aten.silu_backward(grad, x)),
+    "gelu": _Curve(F.gelu, lambda grad, x: torch.ops.aten.gelu_backward(grad, x)),
+    "gelu_tanh": _Curve(lambda x: F.gelu(x, approximate="tanh"), lambda grad, x: torch.ops.aten.gelu_backward(grad, x, approximate="tanh")),
+    "quick_gelu": _Curve(quick_gelu, _quick_gelu_backward),
+    "relu": _Curve(F.relu, lambda grad, x: grad * (x > 0)),
+    "squared_relu": _Curve(squared_relu, lambda grad, x: 2 * grad * F.relu(x)),
+}
+_GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "quick_geglu": "quick_gelu"}
+
+ACTIVATIONS = (*_GATED, *_CURVES)
+"""Names that ``Activation`` knows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activation:
+    """An activation by its name, with bias, weight and gradient in one kernel each way on a GPU; in torch code elsewhere.
+
+    Computed in float32 or wider; the result has the dtype of the input. Only the input is kept for the backward.
+
+    Raises:
+        ValueError: an unknown name, or options of a gate without one.
+
+    Example:
+        >>> Activation(name="swiglu")(torch.zeros(3, 8)).shape
+        torch.Size([3, 4])
+    """
+
+    name: str
+    """"swiglu", "geglu", "geglu_tanh", "quick_geglu", or without a gate "gelu", "gelu_tanh", "quick_gelu", "relu", "silu",
+    "squared_relu"."""
+    offset: float = 0.0
+    """Added to the value, beside the gate."""
+    clamp: float | None = None
+    """Gates are cut to at most clamp and values to [-clamp, clamp]; no gradient flows where it cuts."""
+    fp8_input_store: bool = False
+    """Keep the input for the backward as e4m3 with a float32 factor a row; under ``torch.compile`` the compiler chooses what to keep."""
+
+    def __post_init__(self) -> None:
+        if self.name not in ACTIVATIONS:
+            raise ValueError(f"activation={self.name!r} must be one of {', '.join(ACTIVATIONS)}")
+        if not self.gated and (self.offset or self.clamp is not None):
+            raise ValueError(
+                f"activation={self.name!r} has no gate, but glu_linear_offset={self.offset}, "
+                f"activation_func_clamp_value={self.clamp}; leave them at 0.0 and None"
+            )
+        if self.clamp is not None and not self.clamp > 0.0:
+            raise ValueError(f"activation_func_clamp_value={self.clamp} must be positive")
+
+    @property
+    def gated(self) -> bool:
+        """Whether the input is twice as wide as the result, gates first."""
+        return self.name in _GATED
+
+    @property
+    def curve(self) -> str:
+        """Name of the function of the gate, or of the whole."""
+        return _GATED.get(self.name, self.name)
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+        """[..., W] -> [..., F].
+
+        Args:
+            x: gates and values behind one another, or without a gate just the input.
+            bias: added to x before; [W], or any shape that broadcasts to x.
+            weights: of the rows, [...] or [..., 1] in any float dtype; they multiply the result.
+
+        Raises:
+            ValueError: an odd width with a gate, or weights of another shape.
+        """
+        if self.gated and x.shape[-1] % 2:
+            raise ValueError(f"{self.name} takes gates and values, so the last dim of x {tuple(x.shape)} must be even")
+        if weights is not None and tuple(weights.shape) not in (tuple(x.shape[:-1]), (*x.shape[:-1], 1)):
+            raise ValueError(f"weights {tuple(weights.shape)} must have one number a row of x {tuple(x.shape)}")
+        if bias is not None and tuple(bias.shape) != (x.shape[-1],):
+            x, bias = (x + bias).to(x.dtype), None
+        rows = x.reshape(-1, x.shape[-1])
+        # Triton knows e4m3 from Ada on.
+        kernels = has_kernel(x) and not (self.fp8_input_store and torch.cuda.get_device_capability(x.device) < (8, 9))
+        y = self.run(rows, bias, None if weights is None else weights.reshape(-1), kernels)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    def run(self, x_NW: Tensor, bias_W: Tensor | None, weights_N: Tensor | None, kernels: bool) -> Tensor:
+        """``__call__`` on rows, with the kernels or without."""
+        cut = (self.curve, self.gated, self.offset, self.clamp)
+        if torch.compiler.is_compiling():
+            # A compiler fuses the formula and chooses itself what to keep.
+            return _forward(_wide(x_NW, None, bias_W), weights_N, *cut).to(x_NW.dtype)
+        return _Activate.apply(x_NW, bias_W, weights_N, *cut, self.fp8_input_store, kernels)
+
+
+class _Activate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_NW: Tensor,
+        bias_W: Tensor | None,
+        weights_N: Tensor | None,
+        curve: str,
+        gated: bool,
+        offset: float,
+        clamp: float | None,
+        fp8_input_store: bool,
+        kernels: bool,
+    ) -> Tensor:
+        ctx.options, ctx.kernels = (curve, gated, offset, clamp), kernels
+        scale_N = None
+        if kernels:
+            x_NW = unit_stride(x_NW)
+            y_NF = _kernels().activate(x_NW, bias_W, weights_N, curve=curve, gated=gated, offset=offset, clamp=clamp)
+        else:
+            y_NF = _forward(_wide(x_NW, None, bias_W), weights_N, *ctx.options).to(x_NW.dtype)
+        if fp8_input_store and any(ctx.needs_input_grad):
+            x_NW, scale_N = _kernels().quantize_rows(x_NW, _E4M3_LARGEST) if kernels else quantize_rows(x_NW)
+        ctx.save_for_backward(x_NW, scale_N, bias_W, weights_N)
+        return y_NF
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x_NW, scale_N, bias_W, weights_N = ctx.saved_tensors
+        curve, gated, offset, clamp = ctx.options
+        if ctx.kernels:
+            grad_x_NW, grad_weights_N = _kernels().activate_backward(
+                unit_stride(grads[0]), x_NW, scale_N, bias_W, weights_N, curve=curve, gated=gated, offset=offset, clamp=clamp
+            )
+        else:
+            grad_NF = grads[0] if grads[0].dtype == torch.float64 else grads[0].float()
+            grad_x_NW, grad_weights_N = _backward(grad_NF, _wide(x_NW, scale_N, bias_W), weights_N, *ctx.options)
+        grad_bias_W = None
+        if bias_W is not None and ctx.needs_input_grad[1]:
+            grad_bias_W = grad_x_NW.sum(0, dtype=torch.promote_types(grad_x_NW.dtype, torch.float32)).to(bias_W.dtype)
+        if weights_N is not None and grad_weights_N is not None:
+            grad_weights_N = grad_weights_N.to(weights_N.dtype)
+        return grad_x_NW.to(grads[0].dtype), grad_bias_W, grad_weights_N, None, None, None, None, None, None
+
+
+def _kernels() -> Any:
+    from mcore_parallel.nn import _triton_activations
+
+    return _triton_activations
+
+
+def quantize_rows(x_NW: Tensor) -> tuple[Tensor, Tensor]:
+    """e4m3 [N, W] and the float32 factor a row [N] that its largest magnitude needs, so that none saturates."""
+    scale_N = x_NW.abs().amax(-1).float() / _E4M3_LARGEST if x_NW.numel() else x_NW.new_ones(x_NW.shape[0], dtype=torch.float32)
+    # A row of zeros, or of numbers too small for a factor.
+    scale_N = torch.where(scale_N > 1e-30, scale_N, 1.0)
+    return (x_NW / scale_N[:, None]).to(torch.float8_e4m3fn), scale_N
+
+
+def _wide(x_NW: Tensor, scale_N: Tensor | None, bias_W: Tensor | None) -> Tensor:
+    """The input in float32 or wider, as it was before it was narrowed, with the bias."""
+    x_NW = x_NW if x_NW.dtype == torch.float64 else x_NW.float()
+    if scale_N is not None:
+        x_NW = x_NW * scale_N[:, None]
+    return x_NW if bias_W is None else x_NW + bias_W
+
+
+def _forward(x_NW: Tensor, weights_N: Tensor | None, curve: str, gated: bool, offset: float, clamp: float | None) -> Tensor:
+    if not gated:
+        y_NF = _CURVES[curve].value(x_NW)
+    else:
+        gate_NF, value_NF = _cut(x_NW, clamp)
+        y_NF = _CURVES[curve].value(gate_NF) * (value_NF + offset if offset else value_NF)
+    return y_NF if weights_N is None else y_NF * weights_N[:, None]
+
+
+def _backward(
+    grad_NF: Tensor, x_NW: Tensor, weights_N: Tensor | None, curve: str, gated: bool, offset: float, clamp: float | None
+) -> tuple[Tensor, Tensor | None]:
+    grad_weights_N = None
+    if weights_N is not None:
+        grad_weights_N = (grad_NF * _forward(x_NW, None, curve, gated, offset, clamp)).sum(-1)
+        grad_NF = grad_NF * weights_N[:, None]
+    if not gated:
+        return _CURVES[curve].backward(grad_NF, x_NW), grad_weights_N
+    gate_NF, value_NF = _cut(x_NW, clamp)
+    grad_value_NF = grad_NF * _CURVES[curve].value(gate_NF)
+    grad_gate_NF = _CURVES[curve].backward(grad_NF * (value_NF + offset if offset else value_NF), gate_NF)
+    if clamp is not None:
+        raw_gate_NF, raw_value_NF = x_NW.chunk(2, dim=-1)
+        grad_gate_NF = grad_gate_NF.masked_fill(raw_gate_NF > clamp, 0.0)
+        grad_value_NF = grad_value_NF.masked_fill(raw_value_NF.abs() > clamp, 0.0)
+    return torch.cat((grad_gate_NF, grad_value_NF), dim=-1), grad_weights_N
+
+
+def _cut(x_NW: Tensor, clamp: float | None) -> tuple[Tensor, Tensor]:
+    """Gates and values."""
+    gate_NF, value_NF = x_NW.chunk(2, dim=-1)
+    return (gate_NF, value_NF) if clamp is None else (gate_NF.clamp(max=clamp), value_NF.clamp(min=-clamp, max=clamp))

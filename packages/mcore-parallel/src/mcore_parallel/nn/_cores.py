@@ -3,13 +3,14 @@
 """Attention without parameters: the core slot of attention and the plain torch way to fill it."""
 
 import functools
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_parallel._groups import Group, ProcessGroups
 from mcore_parallel.context_parallel import ContextParallelAttention, context_parallel_attention
+from mcore_parallel.nn._attention_spec import AttentionSpec
 from mcore_parallel.nn._step import Step
 
 
@@ -27,6 +28,18 @@ class SinkAttentionCore(Protocol):
     """An attention core that can leave a part of each softmax to a sink: a key without a value, whose logit [A] is learnt."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, step: Step, *, sink: Tensor | None = None) -> Tensor: ...
+
+
+@runtime_checkable
+class AttentionCoreBuilder(Protocol):
+    """Makes the core of a layer when it is told what the layer asks for: window, sink, scale, widths.
+
+    Where a core can be given, this can be given in its place.
+    """
+
+    def build_core(self, spec: AttentionSpec, groups: ProcessGroups, layer: int) -> AttentionCore | SinkAttentionCore:
+        """Args: what is asked for, the layout, the number of the layer among those of the stage."""
+        ...
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, layer: int, step: Step) -> Tensor:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Normalisation, gating and rotation as one kernel each way, with autograd; the torch code beside each is the reference."""
+"""Normalisation and rotation as one kernel each way, with autograd; the torch code beside each is the reference."""
 
 import functools
 import importlib.util
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# T tokens, D model, F feed-forward, K key-value heads, G query heads of each, d width of a head.
+# T tokens, D width of a norm, K key-value heads, G query heads of each, A heads, d width of a head.
 
 
 def has_kernel(x: Tensor) -> bool:
@@ -17,19 +17,30 @@ def has_kernel(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16, torch.float32) and not torch.compiler.is_compiling() and _has_triton()
 
 
-def fused_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """``RMSNorm`` over the last dim."""
-    return _RMSNorm.apply(x.reshape(-1, x.shape[-1]), weight, epsilon).view(x.shape)
+def fused_rms_norm(x: Tensor, weight: Tensor, epsilon: float, *, shift: float = 0.0) -> Tensor:
+    """``RMSNorm`` over the last dim by ``weight + shift``."""
+    return _Norm.apply(x.reshape(-1, x.shape[-1]), weight, None, epsilon, shift).view(x.shape)
 
 
-def fused_swiglu(up_TF: Tensor) -> Tensor:
-    """``swiglu`` of [T, 2 F], gates first; the gradient is one tensor, ready for the product behind."""
-    return _SwiGLU.apply(up_TF)
+def fused_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, *, shift: float = 0.0) -> Tensor:
+    """``LayerNorm`` over the last dim by ``weight + shift``."""
+    return _Norm.apply(x.reshape(-1, x.shape[-1]), weight, bias, epsilon, shift).view(x.shape)
 
 
-def fused_split_rotary(qkv_TKHd: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """[T, K, G + 2, d] -> rotated queries [T, K G, d] and keys [T, K, d], and values [T, K, d]; tables as of ``rotary_tables``."""
-    return _SplitRotary.apply(qkv_TKHd, *tables)
+def fused_split_rotary(qkv_TKHd: Tensor, tables: tuple[Tensor, Tensor], *, interleaved: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """[T, K, G + 2, d] -> rotated queries [T, K G, d] and keys [T, K, d], and values [T, K, d].
+
+    Args:
+        qkv_TKHd: rows of one width; queries, keys and values of different widths go through ``apply_rotary`` one by one.
+        tables: cos and sin of ``rotary_tables`` for all channels of a head, or for the first ones.
+        interleaved: as in ``apply_rotary``.
+    """
+    return _SplitRotary.apply(qkv_TKHd, *tables, interleaved)
+
+
+def fused_rotary(x_TAd: Tensor, tables: tuple[Tensor, Tensor], *, interleaved: bool = False) -> Tensor:
+    """``apply_rotary``."""
+    return _Rotary.apply(x_TAd, *tables, interleaved)
 
 
 # Kept: the answer does not change while a process runs.
@@ -44,43 +55,48 @@ def _kernels() -> Any:
     return _triton_layers
 
 
-class _RMSNorm(torch.autograd.Function):
+class _Norm(torch.autograd.Function):
+    """Layer norm with a bias, RMS norm without."""
+
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
-        x_TD = _unit_stride(x_TD)
-        y_TD, scale_T = _kernels().rms_norm(x_TD, weight_D, epsilon)
-        ctx.save_for_backward(x_TD, weight_D, scale_T)
+    def forward(ctx: Any, x_TD: Tensor, weight_D: Tensor, bias_D: Tensor | None, epsilon: float, shift: float) -> Tensor:
+        x_TD = unit_stride(x_TD)
+        y_TD, scale_T, mean_T = _kernels().norm(x_TD, weight_D, bias_D, epsilon, shift)
+        ctx.save_for_backward(x_TD, weight_D, scale_T, mean_T)
+        ctx.shift = shift
         return y_TD
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return *_kernels().rms_norm_backward(_unit_stride(grads[0]), *ctx.saved_tensors), None
-
-
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, up_TF: Tensor) -> Tensor:
-        up_TF = _unit_stride(up_TF)
-        ctx.save_for_backward(up_TF)
-        return _kernels().swiglu(up_TF)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return _kernels().swiglu_backward(_unit_stride(grads[0]), *ctx.saved_tensors)
+        return *_kernels().norm_backward(unit_stride(grads[0]), *ctx.saved_tensors, ctx.shift), None, None
 
 
 class _SplitRotary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, qkv_TKHd: Tensor, cos_Td: Tensor, sin_Td: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        tables = cos_Td.contiguous(), sin_Td.contiguous()
+    def forward(ctx: Any, qkv_TKHd: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
+        tables = cos.contiguous(), sin.contiguous()
         ctx.save_for_backward(*tables)
-        return _kernels().split_rotated(qkv_TKHd.contiguous(), tables)
+        ctx.interleaved = interleaved
+        return _kernels().split_rotated(qkv_TKHd.contiguous(), tables, interleaved)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _kernels().split_rotated_backward(grads, ctx.saved_tensors), None, None
+        return _kernels().split_rotated_backward(grads, ctx.saved_tensors, ctx.interleaved), None, None, None
 
 
-def _unit_stride(x: Tensor) -> Tensor:
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TAd: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        tables = cos.contiguous(), sin.contiguous()
+        ctx.save_for_backward(*tables)
+        ctx.interleaved = interleaved
+        return _kernels().rotated(unit_stride(x_TAd), tables, interleaved)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _kernels().rotated(unit_stride(grads[0]), ctx.saved_tensors, ctx.interleaved, backward=True), None, None, None
+
+
+def unit_stride(x: Tensor) -> Tensor:
     """Rows whose elements lie side by side; the rows themselves may have any distance."""
     return x if x.stride(-1) == 1 else x.contiguous()

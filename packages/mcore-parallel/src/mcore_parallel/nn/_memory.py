@@ -4,11 +4,11 @@
 
 import contextlib
 from collections.abc import Collection
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
-from mcore_parallel.nn._cores import AttentionCore
+from mcore_parallel.nn._cores import AttentionCore, SinkAttentionCore
 from mcore_parallel.nn._offload import ActivationOffloader
 from mcore_parallel.nn._recompute import discard_output, recompute
 from mcore_parallel.nn._step import Step
@@ -36,8 +36,10 @@ class LayerMemory:
         self.offloader = offloader
         self.preserve_rng_state = preserve_rng_state
 
-    def branch(self, name: str, norm: nn.Module, module: nn.Module, x: Tensor, step: Step) -> Any:
-        """``module(norm(x), step)``, where ``module`` is the part ``name``."""
+    def branch(self, name: str, norm: nn.Module | None, module: nn.Module, x: Tensor, step: Step) -> Any:
+        """``module(norm(x), step)``, where ``module`` is the part ``name``; without a norm ``module(x, step)``."""
+        if norm is None:
+            return self._run(name, module, x, step)
         if "norm" not in self.recomputed:
             return self._run(name, module, self._run("norm", norm, x), step)
 
@@ -53,7 +55,7 @@ class LayerMemory:
         """Around a run of the part ``name``."""
         if self.offloader is None or name not in self.offloaded:
             return contextlib.nullcontext()
-        return self.offloader.group(module.parameters())
+        return self.offloader.group(module.parameters(), name=name)
 
     def _run(self, name: str, module: nn.Module, *inputs: Any) -> Any:
         with self.offloading(name, module):
@@ -75,7 +77,7 @@ class ManagedCore:
 
     def __init__(
         self,
-        core: AttentionCore,
+        core: AttentionCore | SinkAttentionCore,
         *,
         recomputed: bool = False,
         offloader: ActivationOffloader | None = None,
@@ -85,9 +87,15 @@ class ManagedCore:
         self.core, self.recomputed, self.offloader = core, recomputed, offloader
         self.offloaded_layers, self.preserve_rng_state = frozenset(offloaded_layers), preserve_rng_state
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, step: Step) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, step: Step, *, sink: Tensor | None = None) -> Tensor:
         offload = self.offloader is not None and layer in self.offloaded_layers
-        with self.offloader.group() if offload and self.offloader is not None else contextlib.nullcontext():
+
+        def run(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Tensor:
+            if sink is None:
+                return self.core(q, k, v, layer, step)
+            return cast(SinkAttentionCore, self.core)(q, k, v, layer, step, sink=sink)
+
+        with self.offloader.group(name="core_attention") if offload and self.offloader is not None else contextlib.nullcontext():
             if self.recomputed:
-                return recompute(self.core, q, k, v, layer, step, preserve_rng_state=self.preserve_rng_state)
-            return self.core(q, k, v, layer, step)
+                return recompute(run, q, k, v, sink, preserve_rng_state=self.preserve_rng_state)
+            return run(q, k, v, sink)

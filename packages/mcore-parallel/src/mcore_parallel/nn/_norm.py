@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Root-mean-square normalisation."""
+"""Normalisation over the last dim."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mcore_parallel._shards import ShardSpec
-from mcore_parallel.nn._fused import fused_rms_norm, has_kernel
+from mcore_parallel.nn._fused import fused_layer_norm, fused_rms_norm, has_kernel
 
 
 class RMSNorm(nn.Module):
@@ -19,6 +20,7 @@ class RMSNorm(nn.Module):
     Args:
         size: width of the last dim.
         epsilon: added to the mean square.
+        zero_centered: the weight is stored less 1, so that weight decay draws it towards 1.
         partial: model axes over which the gradient of the weight is a partial sum. Under sequence parallelism
             a rank sees T / tp of the tokens, so it is ``("tp",)``; a per-head norm behind a column-parallel layer says the same.
         dtype: of the weight.
@@ -34,24 +36,89 @@ class RMSNorm(nn.Module):
         size: int,
         *,
         epsilon: float = 1e-5,
+        zero_centered: bool = False,
         partial: tuple[str, ...] = (),
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.epsilon = epsilon
-        self.partial = partial
-        self.weight = nn.Parameter(torch.ones(size, dtype=dtype, device=device))
+        self.epsilon, self.partial, self.zero_centered = epsilon, partial, zero_centered
+        self.weight = nn.Parameter(torch.full((size,), 0.0 if zero_centered else 1.0, dtype=dtype, device=device))
 
     def shard_specs(self) -> Mapping[str, ShardSpec]:
         return {"weight": ShardSpec(shape=tuple(self.weight.shape), partial=self.partial)}
 
+    def initial_value(self, name: str, shape: tuple[int, ...], generator: torch.Generator, config: Any) -> Tensor:
+        """1, stored less 1 when that is how the weight is stored."""
+        return _initial_value(name, shape, self.zero_centered)
+
     def forward(self, x: Tensor) -> Tensor:
         if has_kernel(x):
-            return fused_rms_norm(x, self.weight, self.epsilon)
+            return fused_rms_norm(x, self.weight, self.epsilon, shift=float(self.zero_centered))
         wide = x if x.dtype == torch.float64 else x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
-        return (wide * scale * self.weight).to(x.dtype)
+        return (wide * scale * _factor(self.weight, self.zero_centered)).to(x.dtype)
 
     def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, epsilon={self.epsilon}, partial={self.partial}"
+        return f"{self.weight.shape[0]}, epsilon={self.epsilon}, zero_centered={self.zero_centered}, partial={self.partial}"
+
+
+class LayerNorm(nn.Module):
+    """``y = (x - mean(x)) / sqrt(var(x) + epsilon) * weight + bias`` over the last dim (Ba et al., 2016).
+
+    Statistics and scaling are computed in float32 (float64 input stays float64); the result has the dtype of x.
+
+    Args:
+        size: width of the last dim.
+        epsilon: added to the variance.
+        zero_centered: the weight is stored less 1, so that weight decay draws it towards 1.
+        partial: as of ``RMSNorm``, for weight and bias.
+        dtype: of the parameters.
+        device: of the parameters.
+
+    Example:
+        >>> LayerNorm(2, epsilon=0.0)(torch.tensor([[1.0, 3.0]])).tolist()
+        [[-1.0, 1.0]]
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        epsilon: float = 1e-5,
+        zero_centered: bool = False,
+        partial: tuple[str, ...] = (),
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.epsilon, self.partial, self.zero_centered = epsilon, partial, zero_centered
+        self.weight = nn.Parameter(torch.full((size,), 0.0 if zero_centered else 1.0, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.zeros(size, dtype=dtype, device=device))
+
+    def shard_specs(self) -> Mapping[str, ShardSpec]:
+        return {name: ShardSpec(shape=tuple(self.weight.shape), partial=self.partial) for name in ("weight", "bias")}
+
+    def initial_value(self, name: str, shape: tuple[int, ...], generator: torch.Generator, config: Any) -> Tensor:
+        """1, stored less 1 when that is how the weight is stored, and 0 for the bias."""
+        return _initial_value(name, shape, self.zero_centered)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if has_kernel(x):
+            return fused_layer_norm(x, self.weight, self.bias, self.epsilon, shift=float(self.zero_centered))
+        wide = x if x.dtype == torch.float64 else x.float()
+        centred = wide - wide.mean(-1, keepdim=True)
+        scale = torch.rsqrt(centred.square().mean(-1, keepdim=True) + self.epsilon)
+        return (centred * scale * _factor(self.weight, self.zero_centered) + self.bias).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, epsilon={self.epsilon}, zero_centered={self.zero_centered}, partial={self.partial}"
+
+
+def _factor(weight: Tensor, zero_centered: bool) -> Tensor:
+    """What multiplies; a stored difference from 1 keeps its digits in float32."""
+    return weight.to(torch.promote_types(weight.dtype, torch.float32)) + 1.0 if zero_centered else weight
+
+
+def _initial_value(name: str, shape: tuple[int, ...], zero_centered: bool) -> Tensor:
+    return torch.ones(shape) if name == "weight" and not zero_centered else torch.zeros(shape)

@@ -23,14 +23,22 @@ class Step:
     seq_len: int
     """S."""
     positions: Tensor
-    """[T] int64, position of each token in its sequence."""
+    """[T] int64, position of each token in its sequence; [C, T] where positions have C components (``mrope_section``)."""
+    tokens: Tensor | None = None
+    """[T] int64, the token ids, for what reads them on a later stage (heads that predict further tokens)."""
+    token_types: Tensor | None = None
+    """[T] int64, which part of its sequence a token belongs to, for models that tell them apart."""
     cu_seqlens: Tensor | None = None
     """[N + 1] integers on the host: bounds of N packed sequences among the tokens of all context-parallel ranks; they attend to
     themselves only. None for B sequences."""
     attention: Any = None
     """Data for the attention core that was chosen (page tables, sequence bounds); other layers ignore it."""
     rotary: tuple[Tensor, Tensor] | None = None
-    """cos and sin of the rotary embedding, each [T, d]; the model fills them in once for all its layers."""
+    """cos and sin of the rotary embedding, each [T, channels of a head that turn]; the model fills them in once for all its layers."""
+    rotary_window: tuple[Tensor, Tensor] | None = None
+    """The same for layers with a window, where these have a base of their own; None where they share ``rotary``."""
+    slot: int | None = None
+    """Number of this pass among those whose backward a pipeline stage has still to run, from 0; None outside a schedule."""
 
     @classmethod
     def causal(cls, batch_size: int, seq_len: int, device: torch.device | str = "cpu") -> "Step":

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Triton kernels of what lies between a layer's products: normalisation, rotation, gating; imported only when they run."""
+"""Triton kernels of normalisation and rotation; imported only when they run."""
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
 
@@ -9,204 +9,238 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# T tokens, D model, F feed-forward, K key-value heads, G query heads of each, d width of a head.
+# T tokens, D width of a norm, K key-value heads, G query heads of each, A heads, d width of a head.
 
 _NORM_PROGRAMS = 512
-"""Programs of the norm's backward: each holds one partial sum of the weight gradient."""
-_GLU_BLOCK = 1024
+"""Programs of the norms' backward: each holds one partial sum of the weight gradient."""
+_NORM_TILE = 2048
+"""Elements of narrow rows that one program takes together."""
 
 
-def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """The norm [T, D] and the reciprocal root mean squares [T] float32."""
+def norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor | None, epsilon: float, shift: float) -> tuple[Tensor, Tensor, Tensor | None]:
+    """RMS norm, or with a bias layer norm, with ``weight + shift``: the result [T, D], and float32 statistics [T]: the reciprocal
+    root mean squares, and the means of a layer norm."""
     tokens, width = x_TD.shape
-    y_TD = torch.empty_like(x_TD)
+    y_TD = torch.empty((tokens, width), dtype=x_TD.dtype, device=x_TD.device)
     scale_T = torch.empty(tokens, dtype=torch.float32, device=x_TD.device)
+    mean_T = None if bias_D is None else torch.empty_like(scale_T)
     if tokens:
-        _norm_kernel[(tokens,)](x_TD, weight_D, y_TD, scale_T, x_TD.stride(0), width, epsilon, **_row_constants(width))
-    return y_TD, scale_T
+        constants = _row_constants(width)
+        _norm_kernel[(triton.cdiv(tokens, constants["ROWS"]),)](
+            x_TD, weight_D, bias_D, y_TD, scale_T, mean_T, x_TD.stride(0), tokens, width, epsilon, shift,
+            LAYER=bias_D is not None, **constants,
+        )  # fmt: skip
+    return y_TD, scale_T, mean_T
 
 
-def rms_norm_backward(grad_TD: Tensor, x_TD: Tensor, weight_D: Tensor, scale_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the weight; the latter is summed in a fixed order."""
+def norm_backward(
+    grad_TD: Tensor, x_TD: Tensor, weight_D: Tensor, scale_T: Tensor, mean_T: Tensor | None, shift: float
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of x, of the weight, and with means of the bias; the latter two are summed in a fixed order."""
     tokens, width = x_TD.shape
-    grad_x_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
-    programs = max(1, min(_NORM_PROGRAMS, tokens))
-    parts_PD = torch.zeros((programs, width), dtype=torch.float32, device=x_TD.device)
+    grad_x_TD = torch.empty((tokens, width), dtype=x_TD.dtype, device=x_TD.device)
+    constants, layer = _row_constants(width), mean_T is not None
+    programs = min(_NORM_PROGRAMS, triton.cdiv(tokens, constants["ROWS"]))
+    parts_2PD = torch.empty((1 + layer, programs, width), dtype=torch.float32, device=x_TD.device)
     if tokens:
         _norm_backward_kernel[(programs,)](
-            grad_TD, x_TD, weight_D, scale_T, grad_x_TD, parts_PD,
-            grad_TD.stride(0), x_TD.stride(0), tokens, width, **_row_constants(width),
+            grad_TD, x_TD, weight_D, scale_T, mean_T, grad_x_TD, parts_2PD,
+            grad_TD.stride(0), x_TD.stride(0), tokens, width, shift, LAYER=layer, **constants,
         )  # fmt: skip
-    return grad_x_TD, parts_PD.sum(0).to(weight_D.dtype)
+    totals = parts_2PD.sum(1).to(weight_D.dtype)
+    return grad_x_TD, totals[0], totals[1] if layer else None
 
 
-def swiglu(up_TF: Tensor) -> Tensor:
-    """``silu(gate) * value`` of [T, 2 F], gates first."""
-    tokens, width = up_TF.shape[0], up_TF.shape[1] // 2
-    out_TF = torch.empty((tokens, width), dtype=up_TF.dtype, device=up_TF.device)
-    if out_TF.numel():
-        grid = (tokens, triton.cdiv(width, _GLU_BLOCK))
-        _glu_kernel[grid](up_TF, out_TF, up_TF.stride(0), width, BLOCK=_GLU_BLOCK, num_warps=4)
-    return out_TF
-
-
-def swiglu_backward(grad_TF: Tensor, up_TF: Tensor) -> Tensor:
-    """Gradient [T, 2 F]."""
-    tokens, width = grad_TF.shape
-    grad_up_TF = torch.empty((tokens, 2 * width), dtype=up_TF.dtype, device=up_TF.device)
-    if grad_TF.numel():
-        grid = (tokens, triton.cdiv(width, _GLU_BLOCK))
-        _glu_backward_kernel[grid](grad_TF, up_TF, grad_up_TF, grad_TF.stride(0), up_TF.stride(0), width, BLOCK=_GLU_BLOCK, num_warps=4)
-    return grad_up_TF
-
-
-def split_rotated(qkv_TKHd: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def split_rotated(qkv_TKHd: Tensor, tables: tuple[Tensor, Tensor], interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Rotated queries [T, K G, d] and keys [T, K, d], and values [T, K, d], of the packed projection [T, K, G + 2, d]."""
     tokens, kv_heads, blocks, width = qkv_TKHd.shape
     shapes = ((tokens, kv_heads * (blocks - 2), width), (tokens, kv_heads, width), (tokens, kv_heads, width))
     q, k, v = (torch.empty(shape, dtype=qkv_TKHd.dtype, device=qkv_TKHd.device) for shape in shapes)
-    _rotate(qkv_TKHd, q, k, v, tables, backward=False)
+    _rotate(qkv_TKHd, q, k, v, tables, interleaved, backward=False)
     return q, k, v
 
 
-def split_rotated_backward(grads: tuple[Tensor, Tensor, Tensor], tables: tuple[Tensor, Tensor]) -> Tensor:
+def split_rotated_backward(grads: tuple[Tensor, Tensor, Tensor], tables: tuple[Tensor, Tensor], interleaved: bool) -> Tensor:
     """Gradient [T, K, G + 2, d] of the packed projection."""
     grad_q, grad_k, grad_v = (grad.contiguous() for grad in grads)
     tokens, kv_heads, width = grad_k.shape
     packed = torch.empty((tokens, kv_heads, grad_q.shape[1] // kv_heads + 2, width), dtype=grad_q.dtype, device=grad_q.device)
-    _rotate(packed, grad_q, grad_k, grad_v, tables, backward=True)
+    _rotate(packed, grad_q, grad_k, grad_v, tables, interleaved, backward=True)
     return packed
 
 
-def _rotate(packed: Tensor, q: Tensor, k: Tensor, v: Tensor, tables: tuple[Tensor, Tensor], *, backward: bool) -> None:
+def rotated(x_TAd: Tensor, tables: tuple[Tensor, Tensor], interleaved: bool, *, backward: bool = False) -> Tensor:
+    """Heads [T, A, d] turned forth, or back; the last stride of x is 1."""
+    tokens, heads, width = x_TAd.shape
+    y_TAd = torch.empty((tokens, heads, width), dtype=x_TAd.dtype, device=x_TAd.device)
+    if y_TAd.numel():
+        tile = _head_tile(heads, width)
+        _turn_kernel[(tokens, triton.cdiv(heads, tile))](
+            x_TAd, y_TAd, *tables, x_TAd.stride(0), x_TAd.stride(1), tables[0].stride(0), heads,
+            BACKWARD=backward, ROWS=tile, **_pair_constants(width, tables, interleaved),
+        )  # fmt: skip
+    return y_TAd
+
+
+def _rotate(packed: Tensor, q: Tensor, k: Tensor, v: Tensor, tables: tuple[Tensor, Tensor], interleaved: bool, *, backward: bool) -> None:
     tokens, kv_heads, blocks, width = packed.shape
     if not tokens:
         return
-    cos_Td, sin_Td = tables
-    rows = triton.next_power_of_2(kv_heads * blocks)
-    # A block of rows is a power of two, whatever the width of a head.
-    tile = min(rows, max(1, 4096 // triton.next_power_of_2(width)))
-    grid = (tokens, triton.cdiv(kv_heads * blocks, tile))
-    _rotate_kernel[grid](
-        packed, q, k, v, cos_Td, sin_Td, packed.stride(0), cos_Td.stride(0), kv_heads * blocks, blocks,
-        WIDTH=width, HALF=width // 2, HALF_BLOCK=triton.next_power_of_2(width // 2), ROWS=tile, BACKWARD=backward, num_warps=4,
+    tile = _head_tile(kv_heads * blocks, width)
+    _rotate_kernel[(tokens, triton.cdiv(kv_heads * blocks, tile))](
+        packed, q, k, v, *tables, packed.stride(0), tables[0].stride(0), kv_heads * blocks, blocks,
+        BACKWARD=backward, ROWS=tile, **_pair_constants(width, tables, interleaved),
     )  # fmt: skip
 
 
 def _row_constants(width: int) -> dict[str, int]:
     block = triton.next_power_of_2(width)
-    return {"BLOCK": block, "num_warps": min(16, max(1, block // 512))}
+    rows = max(1, _NORM_TILE // block)
+    return {"ROWS": rows, "BLOCK": block, "num_warps": min(16, max(1, rows * block // 512))}
+
+
+def _head_tile(rows: int, width: int) -> int:
+    """Heads that a program takes: a power of two, whatever the width of a head."""
+    return min(triton.next_power_of_2(rows), max(1, 4096 // triton.next_power_of_2(width)))
+
+
+def _pair_constants(width: int, tables: tuple[Tensor, Tensor], interleaved: bool) -> dict[str, int]:
+    """How many pairs of a head turn, how they lie, and how many channels behind them pass through."""
+    turning = tables[0].shape[-1]
+    half, rest = turning // 2, width - turning
+    return {
+        "WIDTH": width, "HALF": half, "HALF_BLOCK": triton.next_power_of_2(half), "INTERLEAVED": interleaved,
+        "REST": rest, "REST_BLOCK": triton.next_power_of_2(max(1, rest)), "num_warps": 4,
+    }  # fmt: skip
 
 
 @triton.jit
-def _norm_kernel(x_ptr, weight_ptr, y_ptr, scale_ptr, stride, width, epsilon, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+def _norm_kernel(
+    x_ptr, weight_ptr, bias_ptr, y_ptr, scale_ptr, mean_ptr, stride, tokens, width, epsilon, shift,
+    LAYER: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     lanes = tl.arange(0, BLOCK)
-    inside = lanes < width
-    x = tl.load(x_ptr + row * stride + lanes, mask=inside, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + lanes, mask=inside, other=0.0).to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / width + epsilon)
-    tl.store(y_ptr + row * width + lanes, (x * scale * weight).to(y_ptr.dtype.element_ty), mask=inside)
-    tl.store(scale_ptr + row, scale)
+    columns = lanes < width
+    inside = (rows < tokens)[:, None] & columns[None, :]
+    x = tl.load(x_ptr + rows[:, None] * stride + lanes[None, :], mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + lanes, mask=columns, other=0.0).to(tl.float32) + shift
+    if LAYER:
+        mean = tl.sum(x, 1) / width
+        tl.store(mean_ptr + rows, mean, mask=rows < tokens)
+        x = tl.where(columns[None, :], x - mean[:, None], 0.0)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / width + epsilon)
+    y = x * scale[:, None] * weight[None, :]
+    if LAYER:
+        y += tl.load(bias_ptr + lanes, mask=columns, other=0.0).to(tl.float32)[None, :]
+    tl.store(y_ptr + rows[:, None] * width + lanes[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(scale_ptr + rows, scale, mask=rows < tokens)
 
 
 @triton.jit
 def _norm_backward_kernel(
-    grad_ptr, x_ptr, weight_ptr, scale_ptr, grad_x_ptr, parts_ptr, grad_stride, x_stride, tokens, width, BLOCK: tl.constexpr
-):
+    grad_ptr, x_ptr, weight_ptr, scale_ptr, mean_ptr, grad_x_ptr, parts_ptr, grad_stride, x_stride, tokens, width, shift,
+    LAYER: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
-    inside = lanes < width
-    weight = tl.load(weight_ptr + lanes, mask=inside, other=0.0).to(tl.float32)
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    # Offsets of 64 bits, also where a row number is a plain integer.
-    wide = tl.zeros((), dtype=tl.int64)
-    grad_stride, x_stride, line = wide + grad_stride, wide + x_stride, wide + width
-    for row in range(program, tokens, tl.num_programs(0)):
-        grad = tl.load(grad_ptr + row * grad_stride + lanes, mask=inside, other=0.0).to(tl.float32)
-        x = tl.load(x_ptr + row * x_stride + lanes, mask=inside, other=0.0).to(tl.float32)
-        scale = tl.load(scale_ptr + row)
+    columns = lanes < width
+    weight = tl.load(weight_ptr + lanes, mask=columns, other=0.0).to(tl.float32)[None, :] + shift
+    total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    if LAYER:
+        bias_total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for start in range(program * ROWS, tokens, tl.num_programs(0) * ROWS):
+        # Offsets of 64 bits.
+        rows = start + tl.arange(0, ROWS).to(tl.int64)
+        inside = (rows < tokens)[:, None] & columns[None, :]
+        grad = tl.load(grad_ptr + rows[:, None] * grad_stride + lanes[None, :], mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + rows[:, None] * x_stride + lanes[None, :], mask=inside, other=0.0).to(tl.float32)
+        scale = tl.load(scale_ptr + rows, mask=rows < tokens, other=0.0)[:, None]
+        if LAYER:
+            x -= tl.load(mean_ptr + rows, mask=rows < tokens, other=0.0)[:, None]
+            bias_total += grad
+        # Outside the row the gradient is 0.
         unit = x * scale
         inner = grad * weight
-        mean = tl.sum(inner * unit, 0) / width
-        tl.store(grad_x_ptr + row * line + lanes, ((inner - unit * mean) * scale).to(grad_x_ptr.dtype.element_ty), mask=inside)
+        grad_x = inner - unit * (tl.sum(inner * unit, 1) / width)[:, None]
+        if LAYER:
+            grad_x -= (tl.sum(inner, 1) / width)[:, None]
+        tl.store(grad_x_ptr + rows[:, None] * width + lanes[None, :], (grad_x * scale).to(grad_x_ptr.dtype.element_ty), mask=inside)
         total += grad * unit
-    tl.store(parts_ptr + program * width + lanes, total, mask=inside)
+    tl.store(parts_ptr + program * width + lanes, tl.sum(total, 0), mask=columns)
+    if LAYER:
+        tl.store(parts_ptr + (tl.num_programs(0) + program) * width + lanes, tl.sum(bias_total, 0), mask=columns)
 
 
 @triton.jit
-def _glu_kernel(up_ptr, out_ptr, stride, width, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = lanes < width
-    gate = tl.load(up_ptr + row * stride + lanes, mask=inside, other=0.0).to(tl.float32)
-    value = tl.load(up_ptr + row * stride + width + lanes, mask=inside, other=0.0).to(tl.float32)
-    out = gate * tl.sigmoid(gate) * value
-    tl.store(out_ptr + row * width + lanes, out.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _glu_backward_kernel(grad_ptr, up_ptr, grad_up_ptr, grad_stride, up_stride, width, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = lanes < width
-    grad = tl.load(grad_ptr + row * grad_stride + lanes, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(up_ptr + row * up_stride + lanes, mask=inside, other=0.0).to(tl.float32)
-    value = tl.load(up_ptr + row * up_stride + width + lanes, mask=inside, other=0.0).to(tl.float32)
-    share = tl.sigmoid(gate)
-    line_ptr = grad_up_ptr + row * 2 * width
-    tl.store(line_ptr + lanes, (grad * value * share * (1.0 + gate * (1.0 - share))).to(grad_up_ptr.dtype.element_ty), mask=inside)
-    tl.store(line_ptr + width + lanes, (grad * gate * share).to(grad_up_ptr.dtype.element_ty), mask=inside)
+def _turn_kernel(
+    x_ptr, y_ptr, cos_ptr, sin_ptr, token_stride, head_stride, table_stride, heads,
+    BACKWARD: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr,
+    INTERLEAVED: tl.constexpr, REST: tl.constexpr, REST_BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
+    inside = rows < heads
+    x_rows = x_ptr + token * token_stride + rows.to(tl.int64) * head_stride
+    y_rows = y_ptr + (token * heads + rows) * WIDTH
+    table = token * table_stride
+    _turn_rows(x_rows, y_rows, inside, inside, cos_ptr + table, sin_ptr + table, BACKWARD, HALF, HALF_BLOCK, INTERLEAVED, REST, REST_BLOCK)
 
 
 @triton.jit
 def _rotate_kernel(
     packed_ptr, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, packed_stride, table_stride, num_rows, blocks,
-    WIDTH: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, ROWS: tl.constexpr, BACKWARD: tl.constexpr,
+    BACKWARD: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr,
+    INTERLEAVED: tl.constexpr, REST: tl.constexpr, REST_BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    lanes = tl.arange(0, HALF_BLOCK)
-    inside = (rows < num_rows)[:, None] & (lanes < HALF)[None, :]
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
+    inside = rows < num_rows
     head = rows // blocks
     block = rows % blocks
     kv_heads = num_rows // blocks
     group = blocks - 2
     # Where each row lies in its own tensor.
-    q_at = (token * kv_heads * group + head * group + block)[:, None] * WIDTH + lanes[None, :]
-    kv_at = (token * kv_heads + head)[:, None] * WIDTH + lanes[None, :]
-    at = token * packed_stride + rows[:, None] * WIDTH + lanes[None, :]
-    is_q = inside & (block < group)[:, None]
-    is_k = inside & (block == group)[:, None]
-    is_v = inside & (block > group)[:, None]
-    turns = (block <= group)[:, None]
-    cos = tl.load(cos_ptr + token * table_stride + lanes, mask=lanes < HALF, other=0.0)[None, :]
-    sin = tl.load(sin_ptr + token * table_stride + lanes, mask=lanes < HALF, other=0.0)[None, :]
-    cos = tl.where(turns, cos, 1.0)
-    sin = tl.where(turns, sin, 0.0)
+    q_rows = q_ptr + (token * kv_heads * group + head * group + block) * WIDTH
+    kv_row = (token * kv_heads + head) * WIDTH
+    own_rows = tl.where(block < group, q_rows, tl.where(block == group, k_ptr + kv_row, v_ptr + kv_row))
+    packed_rows = packed_ptr + token * packed_stride + rows * WIDTH
+    x_rows = own_rows if BACKWARD else packed_rows
+    y_rows = packed_rows if BACKWARD else own_rows
+    table = token * table_stride
+    _turn_rows(
+        x_rows, y_rows, inside, block <= group, cos_ptr + table, sin_ptr + table, BACKWARD, HALF, HALF_BLOCK, INTERLEAVED, REST, REST_BLOCK
+    )
+
+
+@triton.jit
+def _turn_rows(
+    x_rows, y_rows, inside, turns, cos_ptr, sin_ptr,
+    BACKWARD: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr,
+    INTERLEAVED: tl.constexpr, REST: tl.constexpr, REST_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Heads at pointers x_rows [ROWS, 1] to y_rows; those that do not turn are copied."""
+    lanes = tl.arange(0, HALF_BLOCK)[None, :]
+    at = lanes * 2 if INTERLEAVED else lanes
+    cos = tl.where(turns, tl.load(cos_ptr + at, mask=lanes < HALF, other=0.0), 1.0)
+    sin = tl.where(turns, tl.load(sin_ptr + at, mask=lanes < HALF, other=0.0), 0.0)
     if BACKWARD:
-        first = (
-            tl.load(q_ptr + q_at, mask=is_q, other=0.0).to(tl.float32)
-            + tl.load(k_ptr + kv_at, mask=is_k, other=0.0).to(tl.float32)
-            + tl.load(v_ptr + kv_at, mask=is_v, other=0.0).to(tl.float32)
-        )
-        second = (
-            tl.load(q_ptr + q_at + HALF, mask=is_q, other=0.0).to(tl.float32)
-            + tl.load(k_ptr + kv_at + HALF, mask=is_k, other=0.0).to(tl.float32)
-            + tl.load(v_ptr + kv_at + HALF, mask=is_v, other=0.0).to(tl.float32)
-        )
-        element = packed_ptr.dtype.element_ty
-        tl.store(packed_ptr + at, (first * cos + second * sin).to(element), mask=inside)
-        tl.store(packed_ptr + at + HALF, (second * cos - first * sin).to(element), mask=inside)
+        sin = -sin
+    element = y_rows.dtype.element_ty
+    if INTERLEAVED:
+        # Whole lines, taken apart in registers.
+        line = tl.arange(0, 2 * HALF_BLOCK)[None, :]
+        x = tl.load(x_rows + line, mask=inside & (line < 2 * HALF), other=0.0).to(tl.float32)
+        first, second = tl.split(tl.reshape(x, (x.shape[0], HALF_BLOCK, 2)))
+        y = tl.reshape(tl.join(first * cos - second * sin, second * cos + first * sin), (x.shape[0], 2 * HALF_BLOCK))
+        tl.store(y_rows + line, y.to(element), mask=inside & (line < 2 * HALF))
     else:
-        first = tl.load(packed_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        second = tl.load(packed_ptr + at + HALF, mask=inside, other=0.0).to(tl.float32)
-        element = q_ptr.dtype.element_ty
-        low = (first * cos - second * sin).to(element)
-        high = (second * cos + first * sin).to(element)
-        tl.store(q_ptr + q_at, low, mask=is_q)
-        tl.store(q_ptr + q_at + HALF, high, mask=is_q)
-        tl.store(k_ptr + kv_at, low, mask=is_k)
-        tl.store(k_ptr + kv_at + HALF, high, mask=is_k)
-        tl.store(v_ptr + kv_at, low, mask=is_v)
-        tl.store(v_ptr + kv_at + HALF, high, mask=is_v)
+        half = inside & (lanes < HALF)
+        first = tl.load(x_rows + lanes, mask=half, other=0.0).to(tl.float32)
+        second = tl.load(x_rows + HALF + lanes, mask=half, other=0.0).to(tl.float32)
+        tl.store(y_rows + lanes, (first * cos - second * sin).to(element), mask=half)
+        tl.store(y_rows + HALF + lanes, (second * cos + first * sin).to(element), mask=half)
+    if REST:
+        behind = 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
+        passing = inside & (behind < 2 * HALF + REST)
+        tl.store(y_rows + behind, tl.load(x_rows + behind, mask=passing, other=0.0), mask=passing)

@@ -80,8 +80,8 @@ class PipelineConfig:
             return functools.partial(interleaved_one_f_one_b, num_chunks=num_chunks, group_size=self.group_size)
         return zero_bubble if name == "zero_bubble" else one_f_one_b
 
-    def place(self, num_layers: int, *, num_stages: int, num_chunks: int) -> PipelineLayout:
-        """Where the layers lie.
+    def place(self, num_layers: int, *, num_stages: int, num_chunks: int, mtp_num_layers: int = 0) -> PipelineLayout:
+        """Where the layers lie, and with the loss the depths that predict further tokens.
 
         Raises:
             ScheduleError: fewer layers than virtual stages, or a layout of another number of chunks.
@@ -104,4 +104,5 @@ class PipelineConfig:
             account_for_loss=self.account_for_loss,
             num_layers_in_first_stage=self.num_layers_in_first_stage,
             num_layers_in_last_stage=self.num_layers_in_last_stage,
+            mtp_num_layers=mtp_num_layers,
         )

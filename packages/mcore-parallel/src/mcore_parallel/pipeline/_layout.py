@@ -70,6 +70,7 @@ class PipelineLayout:
         account_for_loss: bool = False,
         num_layers_in_first_stage: int | None = None,
         num_layers_in_last_stage: int | None = None,
+        mtp_num_layers: int = 0,
     ) -> "PipelineLayout":
         """As many layers on each virtual stage as can be; what is left over goes as ``partition_layers`` says.
 
@@ -81,6 +82,7 @@ class PipelineLayout:
             account_for_loss: output layer and loss count as a layer.
             num_layers_in_first_stage: layers of stage 0 over all its chunks, in equal parts; the others share the rest.
             num_layers_in_last_stage: the same for stage p - 1.
+            mtp_num_layers: depths that predict further tokens; they lie with the loss and count as nothing.
 
         Raises:
             ValueError: a stage between would be empty, a number that its chunks do not divide, one end both counted and given.
@@ -106,7 +108,9 @@ class PipelineLayout:
             sizes[place] = len(partition_layers(counted, len(free), number))
         sizes[0] -= account_for_embedding
         sizes[-1] -= account_for_loss
-        return cls._build([[*"E"] * (place == 0) + [*"t"] * size for place, size in enumerate(sizes)], num_stages, close=True)
+        stages = [[*"E"] * (place == 0) + [*"t"] * size for place, size in enumerate(sizes)]
+        stages[-1] += [*"m"] * mtp_num_layers
+        return cls._build(stages, num_stages, close=True)
 
     @classmethod
     def parse(cls, layout: str | Sequence[str | Sequence[str]], *, num_stages: int, num_layers: int | None = None) -> "PipelineLayout":

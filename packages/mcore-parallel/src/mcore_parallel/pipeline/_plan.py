@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mcore_parallel.pipeline._clock import Costs, Table, Transfer, clock, count_chunks, given
-from mcore_parallel.pipeline._schedule import Schedule
+from mcore_parallel.pipeline._schedule import Schedule, parts
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,26 @@ class PipelinePlan:
     tables: tuple[Table, ...]
     exchanges: tuple[tuple[Exchange, ...], ...]
     num_chunks: int
+
+    def slots(self, stage: int) -> dict[tuple[int, int], int]:
+        """(chunk, micro-batch) -> the lowest number that no other forward has whose backward the stage has still to finish.
+
+        Example:
+            >>> actions = [Action(kind, number) for number in range(2) for kind in "FB"]
+            >>> PipelinePlan.of([actions]).slots(0)
+            {(0, 0): 0, (0, 1): 0}
+        """
+        found: dict[tuple[int, int], int] = {}
+        live: dict[tuple[int, int], int] = {}
+        for entry in self.tables[stage]:
+            # The parts of a pair run beside each other, so the forward's comes first.
+            for action in sorted(parts(entry), key=lambda action: action.kind != "F"):
+                key = (action.chunk, action.microbatch)
+                if action.kind == "F":
+                    found[key] = live[key] = min(set(range(len(live) + 1)) - set(live.values()))
+                elif action.kind in "BW":
+                    del live[key]
+        return found
 
     @classmethod
     def of(cls, tables: Sequence[Table]) -> "PipelinePlan":

@@ -5,10 +5,13 @@
 Every term is a tensor that the code of ``nn``, ``models``, ``tensor_parallel`` and ``mcore_moe`` saves or makes.
 """
 
+import dataclasses
 import functools
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from mcore_parallel.nn import RecomputeConfig
+from mcore_parallel.models import TransformerConfig
+from mcore_parallel.nn import Activation, RecomputeConfig
 from mcore_parallel.planner._parameters import Part, padded_vocab
 from mcore_parallel.planner._workload import Layout, Workload
 
@@ -75,6 +78,12 @@ class _Sizes:
     local_experts: int = 0
     num_experts: int = 0
     grouped_queries: bool = False
+    more_attention: int = 0
+    """Bytes that attention keeps beside its heads: latents, the norms of heads, the gate."""
+    mixers: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that linear mixers keep, by symbol."""
+    gates: int = 2
+    """Widths of the feed-forward's input to its activation."""
 
     @property
     def hidden(self) -> int:
@@ -103,12 +112,21 @@ class _Sizes:
         keeps keys and values as one tensor of its own.
         """
         unturned = 0 if self.kernels or self.context_parallel else self.a + self.k
-        return self.e * self.T * (unturned + self.a + 2 * self.k + self.a) + _WIDE * self.T * self.heads
+        return self.e * self.T * (unturned + self.a + 2 * self.k + self.a) + _WIDE * self.T * self.heads + self.more_attention
 
     @property
     def gated(self) -> int:
-        """Gate and value, the product; without kernels the activated gate too."""
-        return (3 if self.kernels else 4) * self.e * self.T * self.F
+        """Gate and value (or one of them), the product."""
+        return (self.gates + 1) * self.e * self.T * self.F
+
+    @property
+    def activation_work(self) -> int:
+        """What the activation's backward makes, in place of the product: both gradients; without kernels in float32, and a narrow
+        input and gradient widened."""
+        if self.kernels:
+            return self.gates * self.e * self.T * self.F
+        wide = 2 * self.gates if self.gates > 1 else 1
+        return (wide + (self.gates + 1 if self.e < _WIDE else 0)) * _WIDE * self.T * self.F
 
     @property
     def routed(self) -> int:
@@ -127,8 +145,9 @@ def sizes(workload: Workload, layout: Layout, *, kernels: bool = True) -> _Sizes
     T = workload.micro_batch * workload.sequence // plan.cp
     t = T // tp if layout.sequence_parallel else T
     width = config.ffn_size if experts is None else experts.shared_ffn_hidden_size
+    e = workload.dtype.itemsize
     found = _Sizes(
-        T=T, t=t, D=config.hidden_size, e=workload.dtype.itemsize, sequence_parallel=layout.sequence_parallel,
+        T=T, t=t, D=config.hidden_size, e=e, sequence_parallel=layout.sequence_parallel,
         context_parallel=plan.cp > 1,
         kernels=kernels,
         a=config.num_attention_heads * config.head_dim // tp, k=config.kv_heads * config.head_dim // tp,
@@ -138,7 +157,37 @@ def sizes(workload: Workload, layout: Layout, *, kernels: bool = True) -> _Sizes
         rows=t * experts.topk * plan.expert_tp if experts else 0,
         expert_F=experts.ffn_hidden_size // plan.expert_tp if experts else 0,
         local_experts=experts.num_experts // plan.ep if experts else 0, num_experts=experts.num_experts if experts else 0,
+        mixers=_linear_mixers(config, e * T // tp),
+        gates=2 if experts or Activation(name=config.activation).gated else 1,
     )  # fmt: skip
+    if config.latent_attention is None:
+        gate = 2 * found.a * config.attention_output_gate
+        return dataclasses.replace(found, more_attention=e * T * (gate + (found.a + found.k) * config.qk_layernorm))
+    latent = config.latent_attention
+    # Keys and values are of two widths; the latents are kept before and behind their norms.
+    heads = config.num_attention_heads * (latent.qk_head_dim + latent.v_head_dim) // (2 * tp)
+    narrow = 2 * ((latent.q_lora_rank or 0) + latent.kv_lora_rank) + latent.qk_rope_head_dim
+    return dataclasses.replace(found, a=heads, k=heads, grouped_queries=False, more_attention=e * T * narrow)
+
+
+def _linear_mixers(config: TransformerConfig, tokens: int) -> dict[str, int]:
+    """Of the mixers with a state: projection, convolution, scan and gated norm keep what they read, in the model's dtype.
+
+    Args:
+        config: the architecture.
+        tokens: bytes of an element times tokens, over tp.
+    """
+    found = {}
+    if config.mamba is not None:
+        heads = config.mamba.heads(config.hidden_size)
+        inner = heads * config.mamba.head_dim
+        found["M"] = tokens * (5 * inner + 4 * config.mamba.num_groups * config.mamba.state_dim + heads)
+    if config.delta_net is not None:
+        sizes = config.delta_net
+        inner, keys = sizes.num_value_heads * sizes.value_head_dim, sizes.num_key_heads * sizes.key_head_dim
+        # The scan is torch code in float32: products of a chunk's tokens with each other, and widened queries, keys and values.
+        wide = 3 * sizes.num_value_heads * sizes.chunk_size + 4 * inner + 6 * keys
+        found["G"] = tokens * (5 * inner + 4 * keys + 2 * sizes.num_value_heads) + tokens * 2 * wide
     return found
 
 
@@ -147,14 +196,16 @@ def tables_bytes(s: _Sizes, head_dim: int) -> int:
     return 2 * _WIDE * s.T * head_dim
 
 
-def layer_bytes(s: _Sizes, recompute: RecomputeConfig | None, *, fusion: bool) -> LayerBytes:
+def layer_bytes(s: _Sizes, recompute: RecomputeConfig | None, *, fusion: bool, symbol: str = "L") -> LayerBytes:
     """One layer of a stage that recomputes as said ("full" is the matter of ``stage_activations``).
 
     Args:
-        s: what the rank sees.
+        s: what the rank sees, of a layer of that symbol (``for_symbol``).
+        symbol: as of ``Part``.
         recompute: parts that run again.
         fusion: weight gradients go into the main gradients and are never tensors of their own.
     """
+    mlp, mixer = symbol in "LE-", symbol not in "E-"
     parts = frozenset() if recompute is None else recompute.parts
     norm = s.hidden if "norm" in parts else s.norm
     out = 0 if "norm" in parts else s.hidden
@@ -167,13 +218,27 @@ def layer_bytes(s: _Sizes, recompute: RecomputeConfig | None, *, fusion: bool) -
     again_mlp, again_attention = feed_forward - kept_mlp, s.attention - attention
     # A part that runs again reads its norm first; one that does not, when the gradients of its projections are due.
     at_once = brought if "mlp" in parts else 0
-    moments = list(_feed_forward_moments(s, fusion, again=again_mlp + at_once, inner=brought - at_once))
+    moments = list(_feed_forward_moments(s, fusion, again=again_mlp + at_once, inner=brought - at_once)) if mlp else []
     # Routers widen their input and nothing else of a mixture keeps it, unless it runs again.
     ffn_out = 0 if s.rows and not s.F and s.e < _WIDE and "mlp" not in parts else out
-    gone = norm + ffn_out + kept_mlp
+    gone = norm + ffn_out + kept_mlp if mlp else 0
     at_once = brought if "attention" in parts else 0
-    moments += _attention_moments(s, fusion, gone=gone, again=again_attention + at_once, inner=brought - at_once)
-    return LayerBytes(kept=2 * norm + out + ffn_out + attention + kept_mlp, moments=tuple(moments))
+    if symbol in s.mixers:
+        # Backward the gradients of all it kept are there at once, at most; no part of its own runs again.
+        moments.append(Moment("scan", brought + s.hidden + s.mixers[symbol]))
+        attention = s.mixers[symbol]
+    elif mixer:
+        moments += _attention_moments(s, fusion, gone=gone, again=again_attention + at_once, inner=brought - at_once)
+    kept = (norm + out + attention if mixer else 0) + (norm + ffn_out + kept_mlp if mlp else 0)
+    return LayerBytes(kept=kept, moments=tuple(moments))
+
+
+def for_symbol(s: _Sizes, config: TransformerConfig, tp: int, symbol: str) -> _Sizes:
+    """Sizes of a layer of that symbol: a feed-forward "-" beside experts is dense."""
+    if symbol != "-" or not s.num_experts:
+        return s
+    gates = 2 if Activation(name=config.activation).gated else 1
+    return dataclasses.replace(s, F=config.ffn_size // tp, gates=gates, picks=0, rows=0, expert_F=0, local_experts=0, num_experts=0)
 
 
 def _feed_forward_moments(s: _Sizes, fusion: bool, *, again: int, inner: int) -> list[Moment]:
@@ -184,7 +249,7 @@ def _feed_forward_moments(s: _Sizes, fusion: bool, *, again: int, inner: int) ->
     if s.F:
         weight = 0 if fusion else e * s.D * s.F
         up_weight = 2 * weight
-        found.append(Moment("feed-forward activation", again + residual + 2 * e * s.T * s.F))
+        found.append(Moment("feed-forward activation", again + residual + s.activation_work))
         found.append(Moment("feed-forward down", again + residual + whole + e * s.T * s.F + weight))
         up = again + inner + residual + whole + e * s.T * s.D + 2 * e * s.T * s.F + up_weight - s.gated
         found.append(Moment("feed-forward up", up))
@@ -252,6 +317,15 @@ def head_bytes(s: _Sizes, *, fusion: bool) -> HeadBytes:
     return HeadBytes(kept=kept, moments=tuple(moments))
 
 
+def _turning(config: TransformerConfig) -> int:
+    """Channels of a head that turn."""
+    if config.position_embedding_type not in ("rope", "yarn", "mrope"):
+        return 0
+    if config.latent_attention is not None:
+        return config.latent_attention.qk_rope_head_dim
+    return round(config.head_dim * config.rotary_percent) * (1 if config.rotary_base_window is None else 2)
+
+
 @functools.lru_cache(maxsize=256)
 def loss_chunk(tokens: int, vocabulary: int) -> tuple[int, int]:
     """Tokens of a chunk of ``fused_linear_cross_entropy``, and how many chunks there are."""
@@ -288,31 +362,41 @@ def stage_activations(workload: Workload, layout: Layout, parts: tuple[Part, ...
     """
     s, recompute = sizes(workload, layout, kernels=kernels), layout.recompute
     fusion = layout.sync.gradient_accumulation_fusion
-    chunk = max(part.num_layers for part in parts)
-    layer = layer_bytes(s, recompute, fusion=fusion)
+    config, tp = workload.model.config, layout.plan.tp
+
+    def of(symbol: str) -> LayerBytes:
+        return layer_bytes(for_symbol(s, config, tp, symbol), recompute, fusion=fusion, symbol=symbol)
+
+    kinds = {symbol: of(symbol) for part in parts for symbol in {*part.symbols, *"".join(part.depths)}}
+    whole_chunks = [sum(kinds[symbol].kept for symbol in part.symbols) for part in parts]
+    kept = max(whole_chunks)
+    chunk = parts[whole_chunks.index(kept)].num_layers
     first, last = any(part.first for part in parts), any(part.last for part in parts)
-    again, kept = 0, chunk * layer.kept
-    num_inputs = 0
-    if recompute is not None and recompute.granularity == "full":
+    again = num_inputs = 0
+    if recompute is not None and recompute.granularity == "full" and chunk:
         spans = recompute.spans(chunk)
         share = layout.plan.tp if recompute.distribute_saved_activations else 1
+        most = max(layer.kept for layer in kinds.values())
         whole = max((end - start for start, end, runs_again in spans if runs_again), default=0)
         rest = sum(end - start for start, end, runs_again in spans if not runs_again)
         num_inputs = sum(runs_again for _, _, runs_again in spans)
-        kept = num_inputs * s.hidden // share + rest * layer.kept
+        kept = num_inputs * s.hidden // share + rest * kept // chunk
         # The input of the first one is there already where that is what its norm keeps.
-        again = 0 if rest else whole * layer.kept + (s.hidden if share > 1 else 0) - (s.hidden if s.kernels or s.e == _WIDE else 0)
-    tables = tables_bytes(s, workload.model.config.head_dim)
+        again = 0 if rest else whole * most + (s.hidden if share > 1 else 0) - (s.hidden if s.kernels or s.e == _WIDE else 0)
+    tables = tables_bytes(s, _turning(config))
     # What came from the stage before is kept too; where a layer runs again, or is wide, it is among what that keeps.
     received = 0 if s.kernels or s.e == _WIDE or num_inputs or (recompute and "norm" in recompute.parts) else s.hidden
+    depths = [depth for part in parts for depth in part.depths]
     each = kept + tables + (embedding_bytes(s, masked=kernels or s.V * layout.plan.tp != s.V) if first else received)
     head = head_bytes(s, fusion=fusion) if last else None
-    moments = [Moment(moment.name, again + moment.extra) for moment in layer.moments] if chunk else []
+    moments = [Moment(moment.name, again + moment.extra) for layer in kinds.values() for moment in layer.moments]
     if first:
         # Last of all: the embedding's gradient, when its micro-batch has let go of the layers.
-        tied = last and workload.model.config.share_embeddings_and_output_weights
+        tied = last and config.share_embeddings_and_output_weights
         moments.append(Moment("embedding", (1 + tied) * s.e * s.V * s.D + 2 * s.e * s.T * s.D - kept))
     if head is not None:
-        moments += head.moments
+        # A depth keeps three norms, their results side by side and projected, its layers, and its loss until the backward begins.
+        further = sum(3 * s.norm + 4 * s.hidden + sum(kinds[symbol].kept for symbol in depth) for depth in depths)
+        moments += [Moment(moment.name, moment.extra + further + len(depths) * head.kept) for moment in head.moments]
     worst = max(moments, key=lambda moment: moment.extra)
     return StageActivations(each * live, worst.extra, worst.name)

@@ -88,7 +88,7 @@ def step_cost(workload: Workload, layout: Layout, cluster: Cluster) -> StepCost:
     plan, model = layout.plan, workload.model
     count = layout.num_microbatches(workload)
     s = sizes(workload, layout)
-    parts = stage_parts(model.config.num_layers, plan.pp, plan.vpp, min(1, plan.pp - 1))
+    parts = stage_parts(model.config, plan.pp, plan.vpp, min(1, plan.pp - 1))
     layers = sum(part.num_layers for part in parts)
     imbalance = layers * plan.pp / model.config.num_layers
     again = recompute_share(model, layout.recompute)

@@ -62,7 +62,8 @@ class RankMemory:
 def estimate(workload: Workload, layout: Layout, *, stage: int | None = None, exact: bool = True, kernels: bool = True) -> RankMemory:
     """The memory of a rank of ``stage``, or of the stage that needs most.
 
-    Experts are taken to be evenly loaded. Offloaded activations are not modelled.
+    Experts are taken to be evenly loaded. Mamba-2 is taken to keep what its kernels keep, a delta net roughly what torch code does;
+    without kernels both need several times as much. Offloaded activations are not modelled.
 
     Args:
         workload: what is trained.
@@ -98,9 +99,14 @@ def check_fit(workload: Workload, layout: Layout) -> None:
     """
     plan, config, experts = layout.plan, workload.model.config, workload.model.experts
     checks = [("tp", plan.tp, "num_query_groups", config.kv_heads), ("tp", plan.tp, "ffn_hidden_size", config.ffn_size)]
+    if config.mamba is not None:
+        checks += [("tp", plan.tp, "num_groups of mamba", config.mamba.num_groups)]
+    if config.delta_net is not None:
+        checks += [("tp", plan.tp, "num_key_heads of delta_net", config.delta_net.num_key_heads)]
+    mixed = checks[2:]
     if experts is not None:
         checks = [checks[0], ("ep", plan.ep, "num_experts", experts.num_experts)]
-        checks += [("etp", plan.expert_tp, "ffn_hidden_size of an expert", experts.ffn_hidden_size)]
+        checks += [*mixed, ("etp", plan.expert_tp, "ffn_hidden_size of an expert", experts.ffn_hidden_size)]
         checks += [("tp", plan.tp, "shared_ffn_hidden_size", experts.shared_ffn_hidden_size)]
     elif plan.ep > 1:
         raise PlannerError(f"ep={plan.ep} needs a model with experts; set ep=1")
@@ -115,6 +121,10 @@ def check_fit(workload: Workload, layout: Layout) -> None:
         raise PlannerError(f"pp*vpp={plan.pp}*{plan.vpp} must not exceed num_layers={config.num_layers}; lower one of them")
     if experts is not None and plan.tp > 1 and not layout.sequence_parallel:
         raise PlannerError(f"tp={plan.tp} with experts needs sequence parallelism; switch it on")
+    try:
+        stage_parts(config, plan.pp, plan.vpp, 0)
+    except ValueError as error:
+        raise PlannerError(str(error)) from error
     num_microbatches = layout.num_microbatches(workload)
     if plan.vpp > 1 and not group_size(num_microbatches, plan.pp):
         raise PlannerError(
@@ -139,7 +149,7 @@ def live_forwards(layout: Layout, stage: int, num_microbatches: int) -> int:
 def _rank(workload: Workload, layout: Layout, stage: int, exact: bool, kernels: bool) -> RankMemory:
     plan, config = layout.plan, workload.model.config
     num_microbatches = layout.num_microbatches(workload)
-    parts = stage_parts(config.num_layers, plan.pp, plan.vpp, stage)
+    parts = stage_parts(config, plan.pp, plan.vpp, stage)
     live = live_forwards(layout, stage, num_microbatches)
     static = static_bytes(workload, layout, stage, exact=exact)
     found = stage_activations(workload, layout, parts, live, kernels=kernels)

@@ -4,7 +4,7 @@
 
 from dataclasses import dataclass
 
-from mcore_parallel.models import TransformerConfig, flops_per_token, num_parameters
+from mcore_parallel.models import TransformerConfig, feed_forward_share, flops_per_token, num_parameters
 from mcore_parallel.planner._errors import PlannerError
 
 
@@ -64,10 +64,8 @@ class ModelSizes:
 
     @property
     def feed_forward_flops_share(self) -> float:
-        """Part of a layer's matrix products that its feed-forward has."""
-        config = self.config
-        inside = self._feed_forward(1) or 3 * config.hidden_size * config.ffn_size
-        return inside / (inside + 2 * (config.num_attention_heads + config.kv_heads) * config.head_dim * config.hidden_size)
+        """Part of the layers' matrix products that their feed-forwards have."""
+        return feed_forward_share(self.config, feed_forward=self._feed_forward(1))
 
     def _feed_forward(self, chosen: int | None) -> int | None:
         """Parameters of a layer's mixture: of all experts, or (1) of those one token meets; None for a dense layer."""

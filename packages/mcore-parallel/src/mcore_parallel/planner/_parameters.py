@@ -2,20 +2,28 @@
 # Copyright (c) 2026 the mcore authors
 """The parameters of one rank, and the bytes of everything that is kept for them."""
 
+import collections
+import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
 
+from mcore_parallel._groups import ProcessGroups
+from mcore_parallel._shards import ShardSpec, named_shards
 from mcore_parallel.data_parallel import lay_out_slices
+from mcore_parallel.models import GPTModel, LayerPattern, Site, TransformerConfig, dense_feed_forward, place_layers
 from mcore_parallel.optim import OptimizerConfig
-from mcore_parallel.pipeline import partition_layers
+from mcore_parallel.pipeline import PipelineConfig
 from mcore_parallel.planner._model import ModelSizes
 from mcore_parallel.planner._workload import Layout, Workload
 from mcore_parallel.tensor_parallel import pad_vocab_size
 
-# L layers, D model, A heads, K key-value heads, d width of a head, F feed-forward, E experts, V vocabulary
+# D model
 
 _TABLE_BYTES = 8 / 1024
 """What the fused optimizer's tables take an element: two int32 a block of 1024."""
@@ -32,19 +40,30 @@ class StaticBytes:
 
 @dataclass(frozen=True)
 class Part:
-    """The layers of one virtual stage, and which ends of the model it holds."""
+    """What one virtual stage holds."""
 
-    num_layers: int
+    symbols: str
+    """Its layers, as in ``hybrid_layer_pattern``; "L" for one with attention and feed-forward."""
     first: bool
     last: bool
+    depths: tuple[str, ...] = ()
+    """Layers of each depth that predicts a further token."""
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.symbols)
 
 
 @functools.lru_cache(maxsize=4096)
-def stage_parts(num_layers: int, pp: int, vpp: int, stage: int) -> tuple[Part, ...]:
+def stage_parts(config: TransformerConfig, pp: int, vpp: int, stage: int) -> tuple[Part, ...]:
     """The chunks of one stage, in order."""
-    total = pp * vpp
-    places = [chunk * pp + stage for chunk in range(vpp)]
-    return tuple(Part(len(partition_layers(num_layers, total, place)), place == 0, place == total - 1) for place in places)
+    pattern = None if config.hybrid_layer_pattern is None else LayerPattern.parse(config.hybrid_layer_pattern)
+    depths = ("L",) * config.mtp_num_layers if pattern is None else pattern.mtp
+    symbols = "L" * config.num_layers if pattern is None else pattern.layers
+    chunks = place_layers(config, PipelineConfig(), num_stages=pp, num_chunks=vpp).of_rank(stage)
+    return tuple(
+        Part(symbols[chunk.layers.start : chunk.layers.stop], chunk.embedding, chunk.loss, depths if chunk.loss else ()) for chunk in chunks
+    )
 
 
 def padded_vocab(model: ModelSizes, tp: int) -> int:
@@ -53,23 +72,53 @@ def padded_vocab(model: ModelSizes, tp: int) -> int:
     return rows if rows % tp == 0 else pad_vocab_size(rows, tp)
 
 
+Shapes = tuple[tuple[int, ...], ...]
+
+
 @functools.lru_cache(maxsize=4096)
-def layer_shapes(model: ModelSizes, tp: int, ep: int, etp: int) -> dict[str, tuple[tuple[int, ...], ...]]:
+def layer_shapes(model: ModelSizes, symbol: str, tp: int, ep: int, etp: int) -> dict[str, Shapes]:
     """Local shapes of one layer's parameters by the buffer their gradients go to, in the order of their registration.
 
     "dense" ones are cut over tp, "partial" ones are whole and see a share of the tokens, "expert" ones are cut over ep and etp.
     """
-    config, experts = model.config, model.experts
-    D, d = config.hidden_size, config.head_dim
-    norm: tuple[int, ...] = (D,)
-    dense = [(config.kv_heads // tp, (config.num_attention_heads // config.kv_heads + 2) * d, D), (D, config.num_attention_heads * d // tp)]
-    if experts is None:
-        return {"dense": (*dense, *_gated(config.ffn_size // tp, D)), "partial": (norm, norm), "expert": ()}
+    specs = {name: spec for name, spec in _specs(model, symbol).items() if name.startswith("layers.")}
+    dense, partial = _cut(specs, tp)
+    experts, D = model.experts, model.config.hidden_size
+    if experts is None or symbol not in ("L", "E"):
+        return {"dense": dense, "partial": partial, "expert": ()}
     if experts.shared_ffn_hidden_size:
         dense += _gated(experts.shared_ffn_hidden_size // tp, D)
     local, width = experts.num_experts // ep, experts.ffn_hidden_size // etp
     stacked = tuple((local, *shape) for shape in _gated(width, D))
-    return {"dense": tuple(dense), "partial": (norm, norm, (experts.num_experts, D)), "expert": stacked}
+    return {"dense": dense, "partial": (*partial, (experts.num_experts, D)), "expert": stacked}
+
+
+@functools.lru_cache(maxsize=512)
+def _specs(model: ModelSizes, symbol: str) -> dict[str, ShardSpec]:
+    """Of a model of one such layer: its parameters by name, but for experts."""
+    config = model.config
+    own = {"M": "mamba", "G": "delta_net", "+": "latent_attention"}
+    plain: dict[str, Any] = {"window_attn_skip_freq": None, "no_rope_freq": None, "mtp_num_layers": 0, "mtp_detach": False}
+    if symbol != "L":
+        plain["hybrid_layer_pattern"] = symbol
+        plain |= {field: None for kind, field in own.items() if kind != symbol}
+    one = dataclasses.replace(config, num_layers=1, **plain)
+    elsewhere = symbol == "E" or (symbol == "L" and model.experts is not None)
+    built = GPTModel(one, ProcessGroups.single(), feed_forward=_nothing if elsewhere else dense_feed_forward, device="meta")
+    return {shard.name: shard.spec for shard in named_shards(built)}
+
+
+def _nothing(site: Site) -> nn.Module:
+    return nn.Identity()
+
+
+def _cut(specs: Mapping[str, ShardSpec], tp: int) -> tuple[Shapes, Shapes]:
+    """Shapes of those that tp cuts, on one rank, and of the others."""
+    dense, partial = [], []
+    for spec in specs.values():
+        dim = spec.shards.get("tp")
+        (partial if dim is None else dense).append(tuple(size // tp if number == dim else size for number, size in enumerate(spec.shape)))
+    return tuple(dense), tuple(partial)
 
 
 def static_bytes(workload: Workload, layout: Layout, stage: int, *, exact: bool) -> StaticBytes:
@@ -116,20 +165,29 @@ def _stage_shapes(
 ) -> dict[str, tuple[tuple[tuple[int, ...], ...], int]]:
     """Shapes by buffer, and how many elements they have."""
     config = model.config
-    layer = layer_shapes(model, tp, ep, etp)
-    table = (padded_vocab(model, tp) // tp, config.hidden_size)
-    parts = stage_parts(config.num_layers, pp, vpp, stage)
-    count = sum(part.num_layers for part in parts)
-    found = {kind: members * count for kind, members in layer.items()}
+    parts = stage_parts(config, pp, vpp, stage)
+    found: dict[str, Shapes] = {"dense": (), "partial": (), "expert": ()}
+    symbols = "".join((*(part.symbols for part in parts), *(depth for part in parts for depth in part.depths)))
+    for symbol, count in collections.Counter(symbols).items():
+        for kind, members in layer_shapes(model, symbol, tp, ep, etp).items():
+            found[kind] += members * count
     first, last = any(part.first for part in parts), any(part.last for part in parts)
-    tied = config.share_embeddings_and_output_weights
-    if tied and pp > 1:
+    depths = sum(len(part.depths) for part in parts)
+    tied, D = config.share_embeddings_and_output_weights, config.hidden_size
+    table = (padded_vocab(model, tp) // tp, D)
+    norm = ((D,),) * (2 if config.normalization == "LayerNorm" else 1)
+    learned = config.position_embedding_type == "learned_absolute"
+    positions: Shapes = ((config.max_position_embeddings or 0, D),) if learned else ()
+    if (tied or config.mtp_num_layers) and pp > 1:
         # Each end has a copy, whose gradients are summed over both by themselves.
-        found["ends"] = (table,) * (first or last)
+        found["ends"] = (table, *(positions if config.mtp_num_layers else ())) * (first or last)
+        found["partial"] += positions * (first and not config.mtp_num_layers)
     elif first:
         found["dense"] = (table, *found["dense"])
+        found["partial"] += positions
     if last:
-        found["partial"] = (*found["partial"], (config.hidden_size,))
+        # Of a depth two norms and the one at its end, and the projection.
+        found["partial"] += norm + (norm * 3 + ((D, 2 * D),)) * depths
         if not tied:
             found["dense"] = (*found["dense"], table)
     if tp == 1:
@@ -138,7 +196,7 @@ def _stage_shapes(
     return {kind: (members, sum(map(math.prod, members))) for kind, members in found.items()}
 
 
-def _gated(width: int, hidden_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _gated(width: int, hidden_size: int) -> Shapes:
     return (2, width, hidden_size), (hidden_size, width)
 
 

@@ -12,7 +12,7 @@ from mcore_parallel._groups import ProcessGroups
 from mcore_parallel._shards import ShardSpec
 from mcore_parallel.comm._regions import gather
 from mcore_parallel.tensor_parallel._init import normal_shard_
-from mcore_parallel.tensor_parallel._product import ProductLayer, column_product, num_pieces, row_product
+from mcore_parallel.tensor_parallel._product import LinearProducts, ProductLayer, column_product, num_pieces, row_product
 
 # T tokens, I input features of this rank, O output features of this rank
 
@@ -39,6 +39,7 @@ class ColumnParallelLinear(ProductLayer):
         init: draw the weight from N(0, 1 / in_features), the same global values in every layout; False leaves the
             memory uninitialised for a caller that fills it.
         seed: of that draw.
+        products: who computes the products of this layer, and of no other; None for torch in the dtype of the weight.
 
     Raises:
         ValueError: tp does not divide the dim that is cut, or ``shard_dim`` does not exist.
@@ -58,6 +59,7 @@ class ColumnParallelLinear(ProductLayer):
         device: torch.device | str | None = None,
         init: bool = True,
         seed: int = 0,
+        products: LinearProducts | None = None,
     ) -> None:
         super().__init__()
         self.in_features = in_features
@@ -65,7 +67,9 @@ class ColumnParallelLinear(ProductLayer):
         if not 0 <= shard_dim < len(self.out_features):
             raise ValueError(f"shard_dim={shard_dim} must index out_features={self.out_features}")
         self.groups, self.shard_dim, self.gather_output, self.overlap = groups, shard_dim, gather_output, overlap
+        self.products = products
         specs = self._specs(bias)
+        self.weight_spec = specs["weight"]
         self.weight = nn.Parameter(torch.empty(specs["weight"].local_shape(groups), dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(specs["bias"].local_shape(groups), dtype=dtype, device=device)) if bias else None
         if init:
@@ -86,9 +90,12 @@ class ColumnParallelLinear(ProductLayer):
         bias_O = None if self.bias is None else self.bias.flatten()
         pieces = num_pieces(x, x.shape[0], self.overlap) if self.groups.sequence_parallel else 1
         route = self.route(self.groups, pieces)
-        if self.groups.tp.size == 1 and route.main_grad is None:
+        if self.products is not None:
+            y_TO = self.products.column(x, weight_OI, route)
+        elif self.groups.tp.size == 1 and route.main_grad is None:
             return F.linear(x, weight_OI, bias_O)
-        y_TO = column_product(x, weight_OI, route)
+        else:
+            y_TO = column_product(x, weight_OI, route)
         if bias_O is not None:
             y_TO = y_TO + bias_O
         if not self.gather_output:
@@ -123,6 +130,7 @@ class RowParallelLinear(ProductLayer):
         init: draw the weight from N(0, 1 / in_features), the same global values in every layout; False leaves the
             memory uninitialised for a caller that fills it.
         seed: of that draw.
+        products: who computes the products of this layer, and of no other; None for torch in the dtype of the weight.
 
     Raises:
         ValueError: tp does not divide ``in_features``.
@@ -140,10 +148,13 @@ class RowParallelLinear(ProductLayer):
         device: torch.device | str | None = None,
         init: bool = True,
         seed: int = 0,
+        products: LinearProducts | None = None,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.groups, self.overlap = in_features, out_features, groups, overlap
+        self.products = products
         specs = self._specs(bias)
+        self.weight_spec = specs["weight"]
         self.weight = nn.Parameter(torch.empty(specs["weight"].local_shape(groups), dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
         if init:
@@ -164,9 +175,12 @@ class RowParallelLinear(ProductLayer):
         # What does not divide is not cut, and named by the collective.
         rank_tokens = x_TI.shape[0] if not self.groups.sequence_parallel else 0 if x_TI.shape[0] % tp.size else x_TI.shape[0] // tp.size
         route = self.route(self.groups, num_pieces(x_TI, rank_tokens, self.overlap) if tp.size > 1 else 1)
-        if tp.size == 1 and route.main_grad is None:
+        if self.products is not None:
+            y = self.products.row(x_TI, self.weight, route)
+        elif tp.size == 1 and route.main_grad is None:
             return F.linear(x_TI, self.weight, self.bias)
-        y = row_product(x_TI, self.weight, route)
+        else:
+            y = row_product(x_TI, self.weight, route)
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:

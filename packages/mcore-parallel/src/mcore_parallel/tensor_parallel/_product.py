@@ -6,13 +6,14 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mcore_parallel._groups import Group, ProcessGroups
+from mcore_parallel._shards import ShardSpec
 from mcore_parallel.comm import all_gather, all_reduce, reduce_scatter
 from mcore_parallel.comm._collectives import start_all_gather, start_all_reduce, start_reduce_scatter, wait
 from mcore_parallel.tensor_parallel._weight_gradient import LaterGradients, MainGradient, WeightGradientQueue
@@ -38,9 +39,29 @@ class Route:
     """For a backward in two parts; None under compilation."""
 
 
-class ProductLayer(nn.Module):
-    """What the layers of one weight share: where the gradient of that goes."""
+class LinearProducts(Protocol):
+    """Computes the products of one layer another way, in eight bits for instance, and communicates as the route says."""
 
+    def column(self, x: Tensor, weight_OI: Tensor, route: Route) -> Tensor:
+        """[T or T / tp, I] -> [T, O]: what ``ColumnParallelLinear`` gives before its bias."""
+        ...
+
+    def row(self, x_TI: Tensor, weight_OI: Tensor, route: Route) -> Tensor:
+        """[T, I] -> [T or T / tp, O]: what ``RowParallelLinear`` gives before its bias."""
+        ...
+
+    def weight_changed(self) -> None:
+        """As ``WeightCopyHolder.parameters_changed``."""
+        ...
+
+
+class ProductLayer(nn.Module):
+    """What the layers of one weight share: where the gradient of that goes, and who computes the products."""
+
+    products: LinearProducts | None = None
+    groups: ProcessGroups
+    weight_spec: ShardSpec
+    """Of the weight that the layer multiplies by, its own or another layer's."""
     _main_grad: MainGradient | None = None
     _queue: WeightGradientQueue | None = None
 
@@ -58,6 +79,11 @@ class ProductLayer(nn.Module):
         ``accumulate_weight_gradients_into`` says where it goes.
         """
         self._queue = queue
+
+    def parameters_changed(self) -> None:
+        """As ``WeightCopyHolder``."""
+        if self.products is not None:
+            self.products.weight_changed()
 
     def route(self, groups: ProcessGroups, pieces: int = 1) -> Route:
         """Of a call now."""

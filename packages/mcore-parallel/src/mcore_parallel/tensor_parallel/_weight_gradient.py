@@ -39,6 +39,14 @@ class MainGradient:
         if self.done is not None:
             self.done()
 
+    def add(self, grad: Tensor) -> None:
+        """``total += grad``, of any shape with as many elements."""
+        if self.begin is not None:
+            self.begin()
+        self.total.add_(grad.view_as(self.total))
+        if self.done is not None:
+            self.done()
+
     def add_scaled(self, grad: Tensor, scale: Tensor) -> None:
         """``total += grad * scale`` for a scalar ``scale``."""
         if self.begin is not None:
@@ -70,6 +78,19 @@ class WeightGradientSink(Protocol):
 
         From then on the backward of the layer adds their gradients there and gives autograd none; names that the
         layer cannot serve are left to autograd. An empty mapping gives everything back to autograd.
+        """
+        ...
+
+
+@runtime_checkable
+class WeightCopyHolder(Protocol):
+    """A layer that may keep copies of its weights in another form, in eight bits for instance."""
+
+    def parameters_changed(self) -> None:
+        """The parameters have new values, or will have before the next forward; drop the copies.
+
+        Who calls this does so after every update that leaves the version counters of the parameters as they were, and once at the
+        beginning. A layer that never hears of it must not keep copies.
         """
         ...
 

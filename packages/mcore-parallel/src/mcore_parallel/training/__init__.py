@@ -3,7 +3,7 @@
 """Training: batches, objectives, the train step, evaluation, checkpoint state and the loop."""
 
 from mcore_parallel.training._batch import Batch
-from mcore_parallel.training._objective import CrossEntropyObjective, LossReport
+from mcore_parallel.training._objective import BertObjective, CrossEntropyObjective, LossReport
 from mcore_parallel.training._protocols import Checkpointer, GradSync, Objective, Optimizer, Schedule, UpdateResult, Writer
 from mcore_parallel.training._state import PlacedTensor, SlicedModel, StatefulOptimizer, TensorShard, model_state, optimizer_state
 from mcore_parallel.training._step import TrainReport, evaluate, train_step
@@ -12,6 +12,7 @@ from mcore_parallel.training._writers import JsonLinesWriter, RichProgress, Tens
 
 __all__ = [
     "Batch",
+    "BertObjective",
     "Checkpointer",
     "CrossEntropyObjective",
     "GradSync",

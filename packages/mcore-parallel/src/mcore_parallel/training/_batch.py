@@ -5,12 +5,13 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mcore_parallel._groups import Group
-from mcore_parallel.context_parallel import SequenceSplitError, sequence_lengths, zigzag_indices
+from mcore_parallel.context_parallel import SequenceSplitError, sequence_lengths, tokens_ahead, zigzag_indices
 from mcore_parallel.nn import Step
 
 
@@ -38,7 +39,7 @@ class Batch:
     cu_seqlens: Tensor | None = None
     """[N + 1] integers on the host: bounds of N packed sequences among the B * S tokens, row by row; None when each row is one."""
     extras: Mapping[str, Tensor] = field(default_factory=dict)
-    """What an objective needs beside (advantages, teacher logits)."""
+    """What an objective needs beside (advantages, teacher logits); ``token_types`` [B, S] and ``attention_mask`` go into the step."""
     context_size: int = 1
     """Ranks that hold a share of each sequence, S tokens of it; ``context_share`` sets it."""
 
@@ -53,10 +54,28 @@ class Batch:
     def step(self) -> Step:
         """The forward pass over this batch."""
         B, S = self.tokens.shape
+        types = self.extras.get("token_types")
+        more: dict[str, Any] = {
+            "tokens": self.tokens.flatten(),
+            "token_types": None if types is None else types.flatten(),
+            "attention": self.extras.get("attention_mask"),
+        }
         if self.positions is None and self.cu_seqlens is None:
-            return Step.causal(B, S, self.tokens.device)
+            return dataclasses.replace(Step.causal(B, S, self.tokens.device), **more)
         positions = self._positions() if self.positions is None else self.positions
-        return Step(batch_size=B, seq_len=S, positions=positions.flatten(), cu_seqlens=self.cu_seqlens)
+        return Step(batch_size=B, seq_len=S, positions=positions.flatten(), cu_seqlens=self.cu_seqlens, **more)
+
+    def ahead(self, by: int, group: Group) -> "Batch":
+        """The same tokens with the labels and weights of those ``by`` places later in their sequences, 0 behind the ends.
+
+        Args:
+            by: how many places.
+            group: the context-parallel ranks that share the sequences.
+        """
+        B, S = self.tokens.shape
+        lengths = (S * group.size,) * B if self.cu_seqlens is None else sequence_lengths(self.cu_seqlens)
+        labels, mask = (tokens_ahead(x.flatten(), lengths, group, by=by).view(B, S) for x in (self.labels, self.loss_mask))
+        return dataclasses.replace(self, labels=labels, loss_mask=mask)
 
     def context_share(self, group: Group) -> "Batch":
         """The tokens of a context-parallel rank: of every sequence its two chunks, with their positions.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mcore_parallel.models import ModelOutput
+from mcore_parallel.models import BertOutput, ModelOutput
 from mcore_parallel.training._batch import Batch
 
 
@@ -28,6 +28,8 @@ class LossReport:
     weighted by that) are to weigh differently."""
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
     """Scalars that are sums over the same tokens; they are reported divided by the global count."""
+    counts: Mapping[str, Tensor] = field(default_factory=dict)
+    """Of metrics over other tokens: what their global sum is divided by instead."""
 
     @property
     def mean(self) -> Tensor:
@@ -37,7 +39,42 @@ class LossReport:
 
 @dataclass(frozen=True, kw_only=True)
 class CrossEntropyObjective:
-    """Sum of the masked cross entropies of the labels."""
+    """Sum of the masked cross entropies of the labels.
+
+    Heads that predict further tokens, if the model has them, add those of their own labels, times ``mtp_loss_scaling_factor`` divided
+    by how many there are; ``lm_loss`` and ``mtp_1_loss``, ``mtp_2_loss`` ... are reported apart, each as the mean over its own labels.
+    """
+
+    mtp_loss_scaling_factor: float = 0.1
 
     def __call__(self, output: ModelOutput, batch: Batch) -> LossReport:
-        return LossReport(sum=output.loss_sum(batch.labels.flatten(), batch.loss_mask.flatten()), count=batch.weight())
+        total = output.loss_sum(batch.labels.flatten(), batch.loss_mask.flatten())
+        if not output.depths:
+            return LossReport(sum=total, count=batch.weight())
+        metrics, counts = {"lm_loss": total.detach()}, {}
+        scale = self.mtp_loss_scaling_factor / len(output.depths)
+        for number, depth in enumerate(output.depths, 1):
+            ahead = batch.ahead(number, output.layer.groups.cp)
+            loss = depth.loss_sum(ahead.labels.flatten(), ahead.loss_mask.flatten())
+            total = total + scale * loss
+            metrics[f"mtp_{number}_loss"], counts[f"mtp_{number}_loss"] = loss.detach(), ahead.weight()
+        return LossReport(sum=total, count=batch.weight(), metrics=metrics, counts=counts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BertObjective:
+    """Sum of the cross entropies of the masked tokens, and the sentence-pair loss where a batch knows the pairs.
+
+    ``batch.loss_mask`` marks the masked tokens and ``batch.labels`` says what they were. ``batch.extras["is_random"]`` [B] is 1 where the
+    second sentence does not follow the first one; the mean over the sequences of a micro-batch is added to the mean over its masked
+    tokens. ``lm_loss`` and ``sentence_loss`` are reported apart.
+    """
+
+    def __call__(self, output: BertOutput, batch: Batch) -> LossReport:
+        total, count = output.loss_sum(batch.labels.flatten(), batch.loss_mask.flatten()), batch.weight()
+        if "is_random" not in batch.extras:
+            return LossReport(sum=total, count=count)
+        pairs = output.sentence_losses(batch.extras["is_random"].flatten())
+        metrics = {"lm_loss": total.detach(), "sentence_loss": pairs.detach().sum()}
+        both = total + pairs.mean() * count.to(pairs.dtype)
+        return LossReport(sum=both, count=count, metrics=metrics, counts={"sentence_loss": count.new_tensor(pairs.numel())})

@@ -8,15 +8,15 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from mcore_parallel.models import ModelOutput
 from mcore_parallel.training._batch import Batch
 from mcore_parallel.training._objective import LossReport
 
 
 class Objective(Protocol):
-    """What is minimised: from the output of the last stage and its micro-batch to a sum over tokens."""
+    """What is minimised: from the output of the last stage (``ModelOutput`` of a ``GPTModel``, ``BertOutput`` of a ``BertModel``) and its
+    micro-batch to a sum over tokens."""
 
-    def __call__(self, output: ModelOutput, batch: Batch) -> LossReport: ...
+    def __call__(self, output: Any, batch: Batch) -> LossReport: ...
 
 
 class GradSync(Protocol):

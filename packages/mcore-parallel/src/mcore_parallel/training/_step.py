@@ -88,6 +88,7 @@ def train_step(
     sync.zero_grad_buffer()
     pp = stage.groups.pp
     plan = plan_pipeline(pipeline or _default_schedule(len(stage.chunks)), pp.size, len(batches))
+    stage.slots.update(plan.slots(pp.rank))
     run_schedule(plan, stage.forwards, pp, hidden=stage.hidden_spec(), no_sync=sync.no_sync, overlap=overlap)
     sync.finish_grad_sync()
     totals = add_up(stage.reports, stage.aux, stage.groups, stage.device)
@@ -152,6 +153,8 @@ class _Stage:
     """Factor of what is differentiated; reports are without it."""
     reports: list[LossReport] = field(default_factory=list)
     aux: list[Tensor] = field(default_factory=list)
+    slots: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Of ``PipelinePlan.slots``."""
 
     @classmethod
     def of(
@@ -193,7 +196,8 @@ class _Stage:
     def forward(self, chunk: int, microbatch: int, hidden: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """A chunk's part of one micro-batch: hidden states or the summed loss, and the weighted auxiliary loss."""
         batch = self.batches[microbatch]
-        output, aux = self.chunks[chunk](batch.tokens.flatten() if hidden is None else hidden, batch.step())
+        step = dataclasses.replace(batch.step(), slot=self.slots.get((chunk, microbatch)))
+        output, aux = self.chunks[chunk](batch.tokens.flatten() if hidden is None else hidden, step)
         if aux is not None:
             # Divided by the global count later, like everything: a mean over micro-batches, each weighing its tokens.
             aux = aux * all_reduce(batch.weight(), self.groups.cp).to(aux.dtype)

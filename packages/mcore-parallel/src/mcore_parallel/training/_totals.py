@@ -16,6 +16,8 @@ from mcore_parallel.training._objective import LossReport
 # room for this many metrics, and for their names.
 _MAX_METRICS, _MAX_NAME_BYTES = 64, 2048
 _FIXED = 3
+_COUNT = "/count"
+"""Behind a metric's name: the entry it is divided by."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,10 @@ class Totals:
         """Loss, count, auxiliary loss and metrics from the vector's numbers on the host."""
         total, count, aux = values[:_FIXED]
         names = _decode(values[_FIXED + _MAX_METRICS :]) if self.names is None else self.names
-        means = [value / count if count else 0.0 for value in (total, aux, *values[_FIXED : _FIXED + len(names)])]
-        return means[0], count, means[1], dict(zip(names, means[2:], strict=True))
+        sums = dict(zip(names, values[_FIXED : _FIXED + len(names)], strict=True))
+        counts = {name.removesuffix(_COUNT): sums.pop(name) for name in names if name.endswith(_COUNT)}
+        metrics = {name: _mean(value, counts.get(name, count)) for name, value in sums.items()}
+        return _mean(total, count), count, _mean(aux, count), metrics
 
 
 def add_up(reports: Sequence[LossReport], aux: Sequence[Tensor], groups: ProcessGroups, device: torch.device) -> Totals:
@@ -52,15 +56,16 @@ def add_up(reports: Sequence[LossReport], aux: Sequence[Tensor], groups: Process
     Raises:
         ValueError: micro-batches with different metrics, or (over several stages) more metrics than there is room for.
     """
-    names = tuple(sorted(reports[0].metrics)) if reports else ()
+    names = tuple(sorted(_entries(reports[0]))) if reports else ()
     rows = [torch.zeros(_FIXED + len(names), dtype=torch.float64, device=device)]
     # The tp ranks hold the same reports; auxiliary losses are parts that add up over them.
     for report in reports if groups.tp.is_first else ():
-        if set(report.metrics) != set(names):
+        entries = _entries(report)
+        if set(entries) != set(names):
             raise ValueError(
-                f"an objective reported the metrics {sorted(report.metrics)} after {list(names)}; report the same for every micro-batch"
+                f"an objective reported the metrics {sorted(entries)} after {list(names)}; report the same for every micro-batch"
             )
-        scalars = [report.sum, report.count, torch.zeros_like(report.sum), *(report.metrics[name] for name in names)]
+        scalars = [report.sum, report.count, torch.zeros_like(report.sum), *(entries[name] for name in names)]
         rows.append(torch.stack([scalar.detach().to(device, torch.float64) for scalar in scalars]))
     vector = torch.stack(rows).sum(0)
     if aux:
@@ -74,6 +79,15 @@ def add_up(reports: Sequence[LossReport], aux: Sequence[Tensor], groups: Process
         code = _encode(names)
         wide[_FIXED + _MAX_METRICS :][: len(code)] = torch.tensor(code, dtype=torch.float64).to(device, non_blocking=True)
     return Totals(all_reduce(wide, groups.world), None)
+
+
+def _entries(report: LossReport) -> dict[str, Tensor]:
+    """What is added up for the metrics of a report."""
+    return {**report.metrics, **{name + _COUNT: count for name, count in report.counts.items()}}
+
+
+def _mean(total: float, count: float) -> float:
+    return total / count if count else 0.0
 
 
 def _encode(names: Sequence[str]) -> list[int]:

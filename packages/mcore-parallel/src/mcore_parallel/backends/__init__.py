@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Who computes the norms and products of a model: torch or Transformer Engine, in the model's dtype or in eight bits."""
+
+from mcore_parallel.backends._factory import choose_backend
+from mcore_parallel.backends._fp8_config import RECIPES, Fp8Config
+from mcore_parallel.backends._grouped import GroupedLinear
+from mcore_parallel.backends._norm_linear import NormColumnLinear
+from mcore_parallel.backends._protocol import Backend, BackendLayers
+from mcore_parallel.backends._torch import TorchBackend
+
+__all__ = [
+    "RECIPES",
+    "Backend",
+    "BackendLayers",
+    "Fp8Config",
+    "GroupedLinear",
+    "NormColumnLinear",
+    "TorchBackend",
+    "choose_backend",
+]

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The choice of a backend, and what this machine allows."""
+
+import importlib.util
+from typing import Literal
+
+import torch
+
+from mcore_parallel.backends._fp8_config import Fp8Config
+from mcore_parallel.backends._protocol import Backend
+from mcore_parallel.backends._torch import RECIPES_OF_TORCH, TorchBackend
+
+_LEAST_CAPABILITY = {
+    "tensorwise": (8, 9),
+    "rowwise": (9, 0),
+    "delayed": (8, 9),
+    "blockwise": (9, 0),
+    "mxfp8": (10, 0),
+    "nvfp4": (10, 0),
+}
+_GENERATIONS = {(8, 9): "Ada", (9, 0): "Hopper", (10, 0): "Blackwell"}
+
+
+def choose_backend(name: Literal["torch", "te"] = "torch", *, fp8: Fp8Config | None = None) -> Backend:
+    """The backend of a model (``GPTModel(backend=...)``).
+
+    Args:
+        name: "torch", or "te" for Transformer Engine (extra ``te``), which is imported here and nowhere else.
+        fp8: products in eight bits; None for the model's dtype.
+
+    Raises:
+        ValueError: an unknown name, a recipe that the backend does not have or that this machine's GPU has no units for.
+        RuntimeError: Transformer Engine is not installed, or there is no GPU for it.
+
+    Example:
+        >>> type(choose_backend("torch", fp8=Fp8Config(recipe="rowwise"))).__name__
+        'TorchBackend'
+    """
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    if name not in ("torch", "te"):
+        raise ValueError(f'backend={name!r} is unknown; use "torch" or "te"')
+    if fp8 is not None and (reason := missing_units(fp8, capability)):
+        raise ValueError(reason)
+    if name == "torch":
+        return TorchBackend(fp8)
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise RuntimeError(
+            'backend="te" needs transformer_engine, which is not installed: pip install "mcore-parallel[te]", or use "torch"'
+        )
+    if capability is None:
+        raise RuntimeError('backend="te" needs a CUDA device, and torch finds none; use "torch"')
+    from mcore_parallel.backends._transformer_engine import TransformerEngineBackend
+
+    return TransformerEngineBackend(fp8)
+
+
+def missing_units(fp8: Fp8Config, capability: tuple[int, int] | None) -> str | None:
+    """Why a GPU of this compute capability cannot run a recipe; None if it can.
+
+    Without a GPU (None) "tensorwise" and "rowwise" run all the same: the eight-bit values are exact, and multiplied in float32.
+    """
+    least = _LEAST_CAPABILITY[fp8.recipe]
+    if capability is None:
+        if fp8.recipe in RECIPES_OF_TORCH:
+            return None
+        return f'recipe={fp8.recipe!r} needs a CUDA device; without one use "tensorwise" or "rowwise"'
+    if capability >= least:
+        return None
+    able = [name for name, needed in _LEAST_CAPABILITY.items() if capability >= needed]
+    remedy = f"use {' or '.join(repr(name) for name in able)}" if able else "use no fp8"
+    return (
+        f"recipe={fp8.recipe!r} needs compute capability {least[0]}.{least[1]} ({_GENERATIONS[least]}) or newer, "
+        f"this GPU has {capability[0]}.{capability[1]}; {remedy}"
+    )

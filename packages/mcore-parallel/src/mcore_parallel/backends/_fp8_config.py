@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""How products in eight (or four) bits are scaled, and in which layers."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Recipe = Literal["tensorwise", "rowwise", "delayed", "blockwise", "mxfp8", "nvfp4"]
+RECIPES: tuple[Recipe, ...] = ("tensorwise", "rowwise", "delayed", "blockwise", "mxfp8", "nvfp4")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Config:
+    """A recipe and where it holds. Embedding, norms, attention's core and the output layer keep the dtype of the model in any case.
+
+    Raises:
+        ValueError: a value that does not exist, or choices that exclude one another.
+
+    Example:
+        >>> Fp8Config(recipe="rowwise", num_layers_at_start_in_bf16=1).covers(layer=0, num_layers=4)
+        False
+    """
+
+    recipe: Recipe = "tensorwise"
+    """"tensorwise": one scale a tensor, from its largest value now. "rowwise": one a token and one an output feature; weight gradients
+    stay in the model's dtype. "delayed": one a tensor, from its largest values in past steps. "blockwise": one a tile of 128. "mxfp8":
+    one, a power of two, each 32 values. "nvfp4": four bits, one each 16 values. The torch backend has the first two."""
+    gradient_format: Literal["e5m2", "e4m3"] | None = None
+    """Of output gradients; everything else is e4m3. None for the recipe's: e5m2 for "tensorwise" and "delayed", otherwise e4m3."""
+    weight_gradients: bool = True
+    """Compute weight gradients from eight-bit factors, too ("rowwise" never does)."""
+    reduce_amax: bool = False
+    """With one scale a tensor: share it among the tp ranks that hold parts of one tensor, so that results do not depend on tp. Without,
+    each rank scales its part; tokens that are gathered share their scale in any case."""
+    num_layers_at_start_in_bf16: int = 0
+    """First layers that keep the model's dtype."""
+    num_layers_at_end_in_bf16: int = 0
+
+    def __post_init__(self) -> None:
+        if self.recipe not in RECIPES:
+            raise ValueError(f"recipe={self.recipe!r} is unknown; choose one of {', '.join(RECIPES)}")
+        if self.gradient_format not in (None, "e5m2", "e4m3"):
+            raise ValueError(f'gradient_format={self.gradient_format!r} must be "e5m2", "e4m3" or None')
+        for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        if self.reduce_amax and self.recipe not in ("tensorwise", "delayed"):
+            raise ValueError(f'reduce_amax=True needs one scale a tensor, found recipe={self.recipe!r}; use "tensorwise" or leave it off')
+
+    def covers(self, layer: int, num_layers: int) -> bool:
+        """Whether layer ``layer`` of ``num_layers`` computes its products so."""
+        return self.num_layers_at_start_in_bf16 <= layer < num_layers - self.num_layers_at_end_in_bf16

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""One product with a weight an expert."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mcore_parallel._groups import ProcessGroups
+from mcore_parallel._shards import ShardSpec
+from mcore_parallel.tensor_parallel import MainGradient
+
+
+# R rows, N experts of this rank, I input features, O output features (of this rank)
+class GroupedProducts(Protocol):
+    """Computes the products of one ``GroupedLinear`` another way."""
+
+    def grouped(self, rows_RI: Tensor, weight_NOI: Tensor, rows_per_expert: Sequence[int], main_grad: MainGradient | None) -> Tensor:
+        """[R, I] -> [R, O]."""
+        ...
+
+    def weight_changed(self) -> None:
+        """As ``WeightCopyHolder.parameters_changed``."""
+        ...
+
+
+class GroupedLinear(nn.Module):
+    """``y = x W_e^T`` for rows that are sorted by expert; weight [N, *out, I], experts cut over ep.
+
+    Nothing is communicated: with expert tensor parallelism each rank holds a part of one dim, and the caller sums.
+
+    Args:
+        num_experts: of all ranks.
+        in_features: global size of the last dim of the input.
+        out_features: global output features.
+        groups: ep and expert tensor parallelism are used.
+        tp_dim: dim of the weight that is cut over expert tensor parallelism; None for none.
+        dtype: of the weight.
+        device: of the weight.
+        products: who computes; None for torch.
+
+    Raises:
+        ValueError: a degree does not divide its dim.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        out_features: int | tuple[int, ...],
+        groups: ProcessGroups,
+        *,
+        tp_dim: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        products: GroupedProducts | None = None,
+    ) -> None:
+        super().__init__()
+        out = (out_features,) if isinstance(out_features, int) else tuple(out_features)
+        shards = {"ep": 0} | ({} if tp_dim is None else {"tp": tp_dim})
+        self._spec = ShardSpec(shape=(num_experts, *out, in_features), view="expert", shards=shards)
+        self.weight = nn.Parameter(torch.empty(self._spec.local_shape(groups), dtype=dtype, device=device))
+        self.products = products
+        self._main_grad: MainGradient | None = None
+
+    def shard_specs(self) -> Mapping[str, ShardSpec]:
+        return {"weight": self._spec}
+
+    def accumulate_weight_gradients_into(self, main_grads: Mapping[str, MainGradient]) -> None:
+        """As ``WeightGradientSink``; torch's products leave the gradient to autograd."""
+        self._main_grad = main_grads.get("weight")
+
+    def parameters_changed(self) -> None:
+        """As ``WeightCopyHolder``."""
+        if self.products is not None:
+            self.products.weight_changed()
+
+    def forward(self, rows_RI: Tensor, rows_per_expert: Sequence[int]) -> Tensor:
+        """[R, I] rows in expert order -> [R, prod(out)]."""
+        weight_NOI = self.weight.flatten(1, -2)
+        if self.products is not None:
+            return self.products.grouped(rows_RI, weight_NOI, rows_per_expert, self._main_grad)
+        if rows_RI.is_cuda and rows_RI.dtype == torch.bfloat16 and rows_RI.shape[0]:
+            ends = torch.tensor(rows_per_expert, device=rows_RI.device).cumsum(0).to(torch.int32)
+            return F.grouped_mm(rows_RI, weight_NOI.transpose(1, 2), offs=ends)
+        parts = rows_RI.split(list(rows_per_expert))
+        return torch.cat([F.linear(rows, weight_OI) for rows, weight_OI in zip(parts, weight_NOI, strict=True)])

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""What a backend offers to the models."""
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from mcore_parallel._groups import ProcessGroups
+from mcore_parallel.nn import LayerFactory
+
+
+class BackendLayers(LayerFactory, Protocol):
+    """A ``LayerFactory`` that also builds parts which only some models have."""
+
+    def norm_linear(
+        self,
+        in_features: int,
+        out_features: int | tuple[int, ...],
+        groups: ProcessGroups,
+        *,
+        shard_dim: int = 0,
+        epsilon: float = 1e-5,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        init: bool = True,
+    ) -> nn.Module:
+        """As ``NormColumnLinear``: a norm and the column-parallel layer that reads it, in one."""
+        ...
+
+    def grouped_linear(
+        self,
+        num_experts: int,
+        in_features: int,
+        out_features: int | tuple[int, ...],
+        groups: ProcessGroups,
+        *,
+        tp_dim: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> nn.Module:
+        """As ``GroupedLinear``: a product with a weight an expert."""
+        ...
+
+
+class Backend(Protocol):
+    """Decides who computes the norms and products of a model, and in how many bits.
+
+    Attention's core is chosen by name among those of ``mcore_parallel.nn.choose_attention``, Transformer Engine's being one of them.
+    """
+
+    def layers(self, layer: int, num_layers: int) -> BackendLayers:
+        """The parts of layer ``layer`` of ``num_layers``; a number from ``num_layers`` on is the end of the model."""
+        ...
+
+    def running(self, groups: ProcessGroups) -> AbstractContextManager[object]:
+        """Around each forward of a model."""
+        ...

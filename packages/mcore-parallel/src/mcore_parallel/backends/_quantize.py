@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Tensors in eight bits: scales, casts and the product of two of them."""
+
+import functools
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_parallel._groups import Group
+from mcore_parallel.comm import all_reduce
+
+# T rows, K columns, N columns of a product
+
+MULTIPLE = 16
+"""Every dim of an eight-bit product is a multiple of it."""
+LEAST_AMAX = 1e-30
+"""Largest value that a tensor of zeros is taken to have."""
+
+
+@dataclass(frozen=True, eq=False)
+class Scaled:
+    """``data * inverse`` is what it stands for."""
+
+    data: Tensor
+    """[T, K] in an eight-bit format, rows side by side."""
+    inverse: Tensor
+    """float32: [] for one scale, [T, 1] for one a row."""
+
+    def value(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[T, K] in ``dtype``."""
+        return self.data.to(dtype) * self.inverse.to(dtype)
+
+
+def has_kernel(x: Tensor) -> bool:
+    """Whether casts of ``x`` run as kernels; a graph under compilation fuses the torch code itself."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16, torch.float32) and not torch.compiler.is_compiling() and _has_triton()
+
+
+def quantize(
+    x_TK: Tensor, dtype: torch.dtype, *, group: Group | None = None, rows: bool = True, columns: bool = False
+) -> tuple[Scaled | None, Scaled | None]:
+    """``x`` with one scale, and the same transposed.
+
+    Args:
+        x_TK: [T, K], side by side. What is not finite makes everything not finite, or stays so.
+        dtype: of the result, ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        group: ranks that share the scale; None for this one.
+        rows: return [T, K].
+        columns: return [K, T].
+    """
+    if has_kernel(x_TK):
+        kernels = _kernels()
+        amax = kernels.partial_amax(x_TK)
+        if group is not None and group.size > 1:
+            amax = all_reduce(amax.amax(0, keepdim=True), group, op="max")
+        data, turned, inverse = kernels.cast(x_TK, amax, dtype, rows=rows, columns=columns)
+    else:
+        amax = x_TK.abs().amax().float() if x_TK.numel() else x_TK.new_zeros((), dtype=torch.float32)
+        if group is not None and group.size > 1:
+            amax = all_reduce(amax, group, op="max")
+        inverse = _inverse(amax, dtype)
+        data = _cast(x_TK, inverse, dtype)
+        turned = data.t().contiguous() if columns else None
+    return Scaled(data, inverse) if rows else None, None if turned is None else Scaled(turned, inverse)
+
+
+def quantize_rows(x_TK: Tensor, dtype: torch.dtype) -> Scaled:
+    """``x`` with one scale a row."""
+    if has_kernel(x_TK):
+        return Scaled(*_kernels().cast_rows(x_TK, dtype))
+    inverse = _inverse(x_TK.abs().amax(-1, keepdim=True).float(), dtype)
+    return Scaled(_cast(x_TK, inverse, dtype), inverse)
+
+
+def turn(scaled: Scaled) -> Scaled:
+    """[T, K] -> [K, T], of one scale."""
+    data = scaled.data
+    if data.is_cuda and not torch.compiler.is_compiling() and _has_triton():
+        return Scaled(_kernels().transpose(data), scaled.inverse)
+    return Scaled(data.t().contiguous(), scaled.inverse)
+
+
+def scaled_product(a_TK: Scaled, b_NK: Scaled, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+    """``a b^T`` [T, N] in ``dtype``, summed in float32 or wider.
+
+    Where there is no unit for it (a CPU), the same eight-bit values are multiplied in float32, or float64 for a result of that.
+
+    Args:
+        a_TK: left factor.
+        b_NK: right factor, transposed; both have one scale, or both one a row.
+        dtype: of the result.
+        fast: sum in the unit's own, shorter accumulators.
+    """
+    if not a_TK.data.is_cuda:
+        wide = torch.promote_types(dtype, torch.float32)
+        # Scales are common factors: the sums are those of the unit, up to their order.
+        y_TN = a_TK.data.to(wide) @ b_NK.data.to(wide).t()
+        return (y_TN * a_TK.inverse.to(wide) * b_NK.inverse.to(wide).t()).to(dtype)
+    # One scale a row gives bfloat16 only.
+    out_dtype = dtype if a_TK.inverse.dim() == 0 else torch.bfloat16
+    product = torch.ops.aten._scaled_mm.default
+    y_TN = product(a_TK.data, b_NK.data.t(), a_TK.inverse, b_NK.inverse.t(), out_dtype=out_dtype, use_fast_accum=fast)
+    return y_TN.to(dtype)
+
+
+def _inverse(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    return amax.clamp(min=LEAST_AMAX) / torch.finfo(dtype).max
+
+
+def _cast(x: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
+    largest = torch.finfo(dtype).max
+    return (x.float() * inverse.reciprocal()).clamp(-largest, largest).to(dtype)
+
+
+# Kept: the answer does not change while a process runs.
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _kernels() -> Any:
+    from mcore_parallel.backends import _triton_quantize
+
+    return _triton_quantize

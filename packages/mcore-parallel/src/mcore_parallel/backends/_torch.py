@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The backend that needs torch only."""
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from mcore_parallel._groups import ProcessGroups
+from mcore_parallel.backends._fp8_config import Fp8Config
+from mcore_parallel.backends._fp8_products import Fp8Products
+from mcore_parallel.backends._grouped import GroupedLinear
+from mcore_parallel.backends._norm_linear import NormColumnLinear
+from mcore_parallel.backends._quantize import MULTIPLE
+from mcore_parallel.nn import TorchLayers
+from mcore_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+RECIPES_OF_TORCH = ("tensorwise", "rowwise")
+
+
+class TorchBackend:
+    """The classes of this package, with products in the model's dtype or in eight bits; conforms to ``Backend``.
+
+    Eight bits hold for the projections of attention and feed-forward, not for experts.
+
+    Args:
+        fp8: None for the model's dtype everywhere; recipes "tensorwise" and "rowwise".
+
+    Raises:
+        ValueError: a recipe that needs Transformer Engine.
+    """
+
+    def __init__(self, fp8: Fp8Config | None = None) -> None:
+        if fp8 is not None and fp8.recipe not in RECIPES_OF_TORCH:
+            raise ValueError(f'recipe={fp8.recipe!r} needs backend "te"; torch alone has "tensorwise" and "rowwise"')
+        self.fp8 = fp8
+
+    def layers(self, layer: int, num_layers: int) -> "TorchBackendLayers":
+        return TorchBackendLayers(self.fp8 if self.fp8 is not None and self.fp8.covers(layer, num_layers) else None)
+
+    def running(self, groups: ProcessGroups) -> AbstractContextManager[object]:
+        return nullcontext()
+
+
+class TorchBackendLayers:
+    """The parts of one layer; conforms to ``BackendLayers``.
+
+    Args:
+        fp8: None for products in the dtype of the weights. A layer whose features do not come in multiples of 16 keeps that, too.
+    """
+
+    def __init__(self, fp8: Fp8Config | None = None) -> None:
+        self.fp8 = fp8
+
+    def norm(self, size: int, **options: Any) -> nn.Module:
+        return TorchLayers().norm(size, **options)
+
+    def column_linear(
+        self, in_features: int, out_features: int | tuple[int, ...], groups: ProcessGroups, **options: Any
+    ) -> ColumnParallelLinear:
+        out = math.prod((out_features,) if isinstance(out_features, int) else out_features)
+        products = self._products(in_features, out // groups.tp.size)
+        return ColumnParallelLinear(in_features, out_features, groups, products=products, **options)
+
+    def row_linear(self, in_features: int, out_features: int, groups: ProcessGroups, **options: Any) -> RowParallelLinear:
+        products = self._products(in_features // groups.tp.size, out_features)
+        return RowParallelLinear(in_features, out_features, groups, products=products, **options)
+
+    def norm_linear(
+        self,
+        in_features: int,
+        out_features: int | tuple[int, ...],
+        groups: ProcessGroups,
+        *,
+        shard_dim: int = 0,
+        epsilon: float = 1e-5,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        init: bool = True,
+    ) -> NormColumnLinear:
+        partial = ("tp",) if groups.sequence_parallel else ()
+        norm = self.norm(in_features, epsilon=epsilon, partial=partial, dtype=dtype, device=device)
+        linear = self.column_linear(in_features, out_features, groups, shard_dim=shard_dim, dtype=dtype, device=device, init=init)
+        return NormColumnLinear(norm, linear)
+
+    def grouped_linear(
+        self, num_experts: int, in_features: int, out_features: int | tuple[int, ...], groups: ProcessGroups, **options: Any
+    ) -> GroupedLinear:
+        return GroupedLinear(num_experts, in_features, out_features, groups, **options)
+
+    def _products(self, in_features: int, out_features: int) -> Fp8Products | None:
+        if self.fp8 is None or in_features % MULTIPLE or out_features % MULTIPLE:
+            return None
+        return Fp8Products(self.fp8)

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Sequences cut into chunks: what a linear mixer computes side by side and what it hands from chunk to chunk."""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+# T tokens, B sequences, C chunks, Q places of a chunk.
+@dataclass(frozen=True, eq=False)
+class ChunkPlan:
+    """Where B sequences that lie behind one another are cut. A chunk begins with its sequence or Q tokens after the one before it."""
+
+    lengths: tuple[int, ...]
+    chunk_size: int
+    """Q."""
+    counts: tuple[int, ...]
+    """Chunks of each sequence."""
+    positions: Tensor
+    """[T] int32, of each token in its sequence."""
+    tokens: Tensor
+    """[B + 1] int32, first token of each sequence, then T."""
+    bounds: Tensor
+    """[C, 2] int32, first token of a chunk and the one behind its last."""
+    first_chunk: Tensor
+    """[B + 1] int32, first chunk of each sequence, then C."""
+    rows: Tensor
+    """[C, Q] int64, token at each place of a chunk; T where there is none."""
+    places: Tensor
+    """[T] int64, place of each token among the C Q places."""
+    going: tuple[int, ...]
+    """Of each step along the sequences side by side, how many still go on."""
+    visits: Tensor
+    """[C] int64, chunks in the order of these steps."""
+    order: Tensor
+    """[B] int64, sequences in the order within a step: the longest first."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.places)
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.bounds)
+
+    def cut(self, x: Tensor) -> Tensor:
+        """[T, ...] -> [C, Q, ...], zeros at places without a token."""
+        if self.rows.numel() == self.num_tokens:
+            return x.unflatten(0, self.rows.shape)
+        return F.pad(x, (0, 0) * (x.dim() - 1) + (0, 1)).index_select(0, self.rows.flatten()).unflatten(0, self.rows.shape)
+
+    def join(self, x: Tensor) -> Tensor:
+        """[C, Q, ...] -> [T, ...]."""
+        x = x.flatten(0, 1)
+        return x if len(x) == self.num_tokens else x.index_select(0, self.places)
+
+    def pass_states(self, initial: Tensor, advance: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """Go through the chunks of all sequences side by side.
+
+        Args:
+            initial: [B, ...] state before each sequence.
+            advance: from the states [n, ...] before chunks and the numbers [n] of these chunks to the states behind them.
+
+        Returns:
+            [C, ...] state before each chunk and [B, ...] state behind each sequence.
+        """
+        state = initial[self.order]
+        before, behind, done = [initial[:0]], [], 0
+        for going in (*self.going, 0):
+            behind.append(state[going:])
+            if not going:
+                break
+            state = state[:going]
+            before.append(state)
+            state = advance(state, self.visits[done : done + going])
+            done += going
+        return torch.cat(before)[self.visits.argsort()], torch.cat(behind[::-1])[self.order.argsort()]
+
+
+# Kept: all layers of a step, and most steps, have the same lengths. A plan is a function of the arguments alone.
+@functools.lru_cache(maxsize=16)
+def plan_chunks(lengths: tuple[int, ...], chunk_size: int, device: torch.device) -> ChunkPlan:
+    """The plan of sequences of these lengths.
+
+    Example:
+        >>> plan_chunks((3, 4), 2, torch.device("cpu")).bounds.tolist()
+        [[0, 2], [2, 3], [3, 5], [5, 7]]
+    """
+    counts = tuple(-(-length // chunk_size) for length in lengths)
+    starts = _starts(lengths)
+    begins = torch.tensor([start + chunk_size * n for start, count in zip(starts, counts, strict=False) for n in range(count)])
+    begins = begins.to(torch.int64)
+    ends = torch.tensor([end for end, count in zip(starts[1:], counts, strict=True) for _ in range(count)]).to(torch.int64)
+    ends = torch.minimum(begins + chunk_size, ends)
+    rows = begins[:, None] + torch.arange(chunk_size)
+    inside = rows < ends[:, None]
+    parts = [torch.arange(length) for length in lengths]
+    order = sorted(range(len(counts)), key=lambda sequence: -counts[sequence])
+    first_chunk = _starts(counts)
+    numbers = range(max(counts, default=0))
+    steps = [[first_chunk[sequence] + number for sequence in order if counts[sequence] > number] for number in numbers]
+    tables = {
+        "positions": torch.cat([torch.empty(0, dtype=torch.int64), *parts]).to(torch.int32),
+        "tokens": torch.tensor(starts, dtype=torch.int32),
+        "bounds": torch.stack((begins, ends), dim=1).to(torch.int32),
+        "first_chunk": torch.tensor(first_chunk, dtype=torch.int32),
+        "rows": rows.masked_fill(~inside, starts[-1]),
+        "places": inside.flatten().nonzero().flatten(),
+        "visits": torch.tensor([chunk for step in steps for chunk in step], dtype=torch.int64),
+        "order": torch.tensor(order, dtype=torch.int64),
+    }
+    going = tuple(len(step) for step in steps)
+    return ChunkPlan(lengths, chunk_size, counts, going=going, **{name: table.to(device) for name, table in tables.items()})
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    return [0, *itertools.accumulate(sizes)]

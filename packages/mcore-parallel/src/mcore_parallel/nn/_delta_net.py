@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The gated delta net mixer."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from mcore_parallel._groups import ProcessGroups
+from mcore_parallel.nn._chunks import ChunkPlan
+from mcore_parallel.nn._delta_rule import delta_chunked, delta_step
+from mcore_parallel.nn._factory import LayerFactory
+from mcore_parallel.nn._gated_norm import GatedRMSNorm
+from mcore_parallel.nn._linear_heads import GroupRows
+from mcore_parallel.nn._linear_mixer import LinearMixer
+from mcore_parallel.nn._mamba_config import GatedDeltaNetConfig
+from mcore_parallel.nn._ssd import step_sizes
+
+
+# T tokens, D model, G key heads, h value heads of each, H value heads, K width of keys, V width of values.
+class GatedDeltaNet(LinearMixer):
+    """Gated delta net (Yang et al., 2024) over tensor-parallel key heads, with the value heads that read each.
+
+    ``in_proj.weight`` is [G, 2 h V + 2 K + 2 h, D]: of each key head the gates z and the values of its value heads, the key, the query,
+    and of each value head a (decay) and b (strength of writing). ``conv.weight`` [G, h V + 2 K, taps] acts on values, key and query;
+    ``A_log`` and ``dt_bias`` are [H]. All these are cut over tp along G or H. ``norm.weight`` [V] serves all heads;
+    ``out_proj.weight`` is [D, H V]. Under context parallelism the ranks exchange tokens for heads around convolution and scan.
+
+    Args:
+        hidden_size: D.
+        config: sizes.
+        groups: tp and cp are used.
+        norm_epsilon: of the gated norm.
+        layers: builds the projections; None for those of ``mcore_parallel.tensor_parallel``.
+        dtype: of the weights; ``A_log`` and ``dt_bias`` are kept in float32 at least.
+        device: of the weights.
+        init: draw the weights; False leaves them to a caller.
+
+    Raises:
+        HeadSplitError: tp does not divide the key heads, cp not the value heads of a tp rank.
+
+    Example:
+        >>> from mcore_parallel.nn import Step
+        >>> sizes = GatedDeltaNetConfig(num_key_heads=2, num_value_heads=4, key_head_dim=8, value_head_dim=8)
+        >>> GatedDeltaNet(32, sizes, ProcessGroups.single())(torch.randn(6, 32), Step.causal(2, 3)).shape
+        torch.Size([6, 32])
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        config: GatedDeltaNetConfig,
+        groups: ProcessGroups,
+        *,
+        norm_epsilon: float = 1e-5,
+        layers: LayerFactory | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        init: bool = True,
+    ) -> None:
+        self.config = config
+        heads = config.num_value_heads // config.num_key_heads
+        super().__init__(
+            hidden_size,
+            config.num_key_heads,
+            GroupRows(heads=heads, head_dim=config.value_head_dim, shared=2 * config.key_head_dim, numbers=2),
+            groups,
+            norm=GatedRMSNorm(config.value_head_dim, groups, epsilon=norm_epsilon, dtype=dtype, device=device),
+            conv_kernel=config.conv_kernel,
+            conv_bias=False,
+            chunk_size=config.chunk_size,
+            layers=layers,
+            name="num_key_heads",
+            dtype=dtype,
+            device=device,
+            init=init,
+        )
+
+    def _head_parameters(self) -> tuple[str, ...]:
+        return ("A_log", "dt_bias")
+
+    def _memory_shape(self) -> tuple[int, ...]:
+        return (self.local_groups * self.rows.heads, self.config.key_head_dim, self.config.value_head_dim)
+
+    def _scan(
+        self, mixed: Tensor, numbers: Tensor, heads: Mapping[str, Tensor], plan: ChunkPlan, initial: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return delta_chunked(*self._parts(mixed), *_decay_and_strength(numbers, heads["A_log"], heads["dt_bias"]), plan, initial)
+
+    def _scan_step(self, mixed: Tensor, numbers: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        g, beta = _decay_and_strength(numbers, self.get_parameter("A_log"), self.get_parameter("dt_bias"))
+        return delta_step(*self._parts(mixed), g, beta, memory)
+
+    def _parts(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys [T, G, K], values [T, H, V]."""
+        width = self.config.key_head_dim
+        v, k, q = mixed.split((mixed.shape[-1] - 2 * width, width, width), dim=-1)
+        return q, k, v.unflatten(-1, (-1, self.config.value_head_dim)).flatten(1, 2)
+
+
+def _decay_and_strength(numbers_TGn: Tensor, a_log_H: Tensor, bias_H: Tensor) -> tuple[Tensor, Tensor]:
+    """g and beta [T, H] of the columns [T, G, 2 h]."""
+    a, b = numbers_TGn.unflatten(-1, (2, -1)).unbind(-2)
+    sizes = step_sizes(a.flatten(1), bias_H, (0.0, float("inf")))
+    return -torch.exp(a_log_H.to(sizes.dtype)) * sizes, torch.sigmoid(b.flatten(1).to(sizes.dtype))

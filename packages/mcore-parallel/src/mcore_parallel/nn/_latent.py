@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Multi-head latent attention: keys and values from one narrow vector a token."""
+
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from mcore_parallel._groups import ProcessGroups
+from mcore_parallel.comm import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from mcore_parallel.nn._attention_spec import AttentionSpec
+from mcore_parallel.nn._cores import AttentionCore, causal_attention
+from mcore_parallel.nn._factory import LayerFactory, TorchLayers
+from mcore_parallel.nn._latent_config import LatentAttentionConfig
+from mcore_parallel.nn._qk_clip import LogitTracker
+from mcore_parallel.nn._rope import apply_rotary
+from mcore_parallel.nn._step import Step
+from mcore_parallel.tensor_parallel import ReplicatedLinear
+
+
+@runtime_checkable
+class LatentCore(Protocol):
+    """Attention to a cache of latent entries, in place of keys and values of every head."""
+
+    def attend_latent(self, queries: Tensor, entries: Tensor, scale: float, layer: int, step: Step) -> Tensor:
+        """queries [T, A, C + R] and the entries [T, C + R] of the same tokens -> [T, A, C], sums of the first C channels of entries.
+
+        The core remembers the entries for later calls; a token attends to those of its sequence up to its own.
+        """
+        ...
+
+
+# T tokens, D model, A heads of this tp rank; C rank of keys and values, N channels of a query or key head without rotary embedding,
+# R with it, V of a value head.
+class LatentSelfAttention(nn.Module):
+    """Attention whose keys and values are expanded from a latent of ``kv_lora_rank`` channels (DeepSeek-V2, 2024).
+
+    Down projections ``q_down`` [q_lora_rank, D] and ``kv_down`` [C + R, D] are whole on every tp rank and see the tokens that are here,
+    so that under sequence parallelism the narrow latents are gathered, not the hidden states. Up projections ``q_up`` [A, N + R,
+    q_lora_rank] and ``kv_up`` [A, N + V, C] are cut by head. The last R channels of ``kv_down`` are the key's rotary part, which all
+    heads share. Without ``q_lora_rank`` one projection ``q`` [A, N + R, D] takes the place of ``q_down``, ``q_norm`` and ``q_up``.
+
+    A core that is a ``LatentCore`` gets the latents themselves and queries that have been taken through ``kv_up``'s key part
+    ("absorbed"): the result is the same, the cache C + R channels a token, whatever the number of heads.
+
+    Args:
+        hidden_size: D.
+        num_heads: of all tp ranks.
+        latent: the other sizes.
+        groups: tp is used.
+        layer: number among the layers of this stage, handed to the core.
+        core: attention itself, with ``softmax_scale`` in it; values may be of another width than keys.
+        softmax_scale: factor of the scores when the core is a ``LatentCore``; None for 1 / sqrt(N + R).
+        norm_epsilon: of the norms of the latents.
+        rotary: whether the step's tables turn the R channels.
+        rotary_interleaved: channel 2 i pairs with 2 i + 1, as in DeepSeek's weights, in place of i + R / 2.
+        out_bias: add a bias behind the last projection.
+        spec: what the core computes, for those who watch it; None for causal attention.
+        layers: builds norms and the cut projections.
+        dtype: of the weights.
+        device: of the weights.
+        init: as in the linear layers.
+
+    Raises:
+        ValueError: sizes below 1, an odd R, tp that does not divide the heads.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        latent: LatentAttentionConfig,
+        groups: ProcessGroups,
+        *,
+        layer: int = 0,
+        core: AttentionCore | LatentCore = causal_attention,
+        softmax_scale: float | None = None,
+        norm_epsilon: float = 1e-6,
+        rotary: bool = True,
+        rotary_interleaved: bool = False,
+        out_bias: bool = False,
+        spec: AttentionSpec | None = None,
+        layers: LayerFactory | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        init: bool = True,
+    ) -> None:
+        super().__init__()
+        if num_heads % groups.tp.size:
+            raise ValueError(f"tp={groups.tp.size} must divide num_attention_heads={num_heads}; lower tp or change the heads")
+        layers = TorchLayers() if layers is None else layers
+        self.latent, self.groups, self.layer, self.core = latent, groups, layer, core
+        self.softmax_scale = latent.qk_head_dim**-0.5 if softmax_scale is None else softmax_scale
+        self.rotary, self.rotary_interleaved = rotary, rotary_interleaved
+        self.local_heads = num_heads // groups.tp.size
+        self.spec = spec or AttentionSpec(
+            num_heads=self.local_heads,
+            num_kv_heads=self.local_heads,
+            head_dim=latent.qk_head_dim,
+            value_dim=latent.v_head_dim,
+            softmax_scale=self.softmax_scale,
+        )
+        self.logits: LogitTracker | None = None
+        """Set by ``track_max_logits``."""
+        q_rank, rank, turned = latent.q_lora_rank, latent.kv_lora_rank, latent.qk_rope_head_dim
+        place = {"dtype": dtype, "device": device}
+        norm = {"epsilon": norm_epsilon, "partial": ("tp",) if groups.sequence_parallel else ()}
+        self.q_down = self.q_norm = self.q_up = self.q = None
+        if q_rank is None:
+            self.q = layers.column_linear(hidden_size, (num_heads, latent.qk_head_dim), groups, init=init, **place)
+        else:
+            self.q_down = ReplicatedLinear(hidden_size, q_rank, groups, init=init, **place)
+            self.q_norm = layers.norm(q_rank, **norm, **place)
+            self.q_up = layers.column_linear(q_rank, (num_heads, latent.qk_head_dim), groups, init=init, **place)
+        self.kv_down = ReplicatedLinear(hidden_size, rank + turned, groups, init=init, **place)
+        self.kv_norm = layers.norm(rank, **norm, **place)
+        self.kv_up = layers.column_linear(rank, (num_heads, latent.qk_nope_head_dim + latent.v_head_dim), groups, init=init, **place)
+        self.out = layers.row_linear(num_heads * latent.v_head_dim, hidden_size, groups, bias=out_bias, init=init, **place)
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        """[T or T / tp, D] -> the same."""
+        q_nope, q_rope = self._queries(x, step)
+        latent, k_rope = self._latents(x)
+        if isinstance(self.core, LatentCore):
+            entries = torch.cat((self._gathered(latent), self._turned(self._gathered(k_rope)[:, None], step)[:, 0]), dim=-1)
+            out = self.core.attend_latent(self._absorb(q_nope, q_rope), entries, self.softmax_scale, self.layer, step)
+            return self.out(self._expand(out).flatten(1))
+        kv = self.kv_up(latent).unflatten(-1, (self.local_heads, -1))
+        k_nope, v = kv.split((self.latent.qk_nope_head_dim, self.latent.v_head_dim), dim=-1)
+        k_rope = self._turned(self._gathered(k_rope)[:, None], step)
+        q = torch.cat((q_nope, q_rope), dim=-1)
+        k = torch.cat((k_nope, k_rope.expand(-1, self.local_heads, -1)), dim=-1)
+        if self.logits is not None:
+            self.logits.see(q, k, step)
+        return self.out(self.core(q, k, v, self.layer, step).flatten(1))
+
+    def qk_clip_factors(self, gamma: Tensor, alpha: float) -> Mapping[str, Tensor]:
+        """By what the rows of queries and keys are to be multiplied so that each head's logits shrink by its ``gamma`` [A].
+
+        The rotary part of the key belongs to all heads and stays; that of the queries takes the whole factor.
+        """
+        nope, rope, value = (getattr(self.latent, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+        keep = torch.ones_like(gamma)
+        queries = torch.cat(((gamma**alpha)[:, None].expand(-1, nope), gamma[:, None].expand(-1, rope)), dim=1)
+        keys = torch.cat(((gamma ** (1 - alpha))[:, None].expand(-1, nope), keep[:, None].expand(-1, value)), dim=1)
+        return {"q.weight" if self.q_up is None else "q_up.weight": queries[..., None], "kv_up.weight": keys[..., None]}
+
+    def _queries(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """[T, A, N] and [T, A, R], turned."""
+        if self.q is not None:
+            q = self.q(x)
+        else:
+            assert self.q_down is not None and self.q_norm is not None and self.q_up is not None
+            q = self.q_up(self.q_norm(self.q_down(x)))
+        q_nope, q_rope = q.unflatten(-1, (self.local_heads, -1)).split((self.latent.qk_nope_head_dim, self.latent.qk_rope_head_dim), -1)
+        return q_nope, self._turned(q_rope, step)
+
+    def _latents(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the tokens that are here: [.., C] normalised and [.., R] not yet turned."""
+        latent, k_rope = self.kv_down(x).split((self.latent.kv_lora_rank, self.latent.qk_rope_head_dim), dim=-1)
+        return self.kv_norm(latent), k_rope
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        """What is the same for all heads, for this rank's heads: all tokens, and a gradient that is summed over tp."""
+        if self.groups.sequence_parallel:
+            return gather_from_sequence_parallel_region(x, self.groups.tp)
+        return copy_to_tensor_model_parallel_region(x, self.groups.tp)
+
+    def _turned(self, x: Tensor, step: Step) -> Tensor:
+        """[T, heads, R] by the step's tables."""
+        if not self.rotary or step.rotary is None:
+            return x
+        return apply_rotary(x, step.rotary, interleaved=self.rotary_interleaved)
+
+    def _absorb(self, q_nope: Tensor, q_rope: Tensor) -> Tensor:
+        """Queries [T, A, C + R] whose products with entries are those of the heads' queries with their keys."""
+        keys_ANC = self._up_weight()[:, : self.latent.qk_nope_head_dim]
+        return torch.cat((torch.einsum("tan,anc->tac", q_nope, keys_ANC), q_rope), dim=-1)
+
+    def _expand(self, sums_TAC: Tensor) -> Tensor:
+        """Values [T, A, V] of sums of latents."""
+        return torch.einsum("tac,avc->tav", sums_TAC, self._up_weight()[:, self.latent.qk_nope_head_dim :])
+
+    def _up_weight(self) -> Tensor:
+        """[A, N + V, C]."""
+        return self.get_parameter("kv_up.weight")

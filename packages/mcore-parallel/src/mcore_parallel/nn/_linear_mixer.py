@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""What Mamba-2 and the gated delta net have in common: projection, convolution, a scan over the sequence, gated norm, projection back."""
+
+import abc
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mcore_parallel._groups import ProcessGroups
+from mcore_parallel._shards import ShardSpec
+from mcore_parallel.nn._chunks import ChunkPlan, plan_chunks
+from mcore_parallel.nn._conv import CausalConv, causal_conv, conv_step, extend
+from mcore_parallel.nn._factory import LayerFactory, TorchLayers
+from mcore_parallel.nn._gated_norm import GatedRMSNorm
+from mcore_parallel.nn._linear_heads import GroupRows, HeadExchange, check_degrees, whole_lengths
+from mcore_parallel.nn._step import Step
+
+_LARGEST_RATE = 16.0
+_STEP_SIZES = (1e-3, 0.1)
+_SMALLEST_STEP_SIZE = 1e-4
+
+
+# B sequences, G groups, W channels of a group, H heads, K taps of the convolution; all of this tp rank.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RecurrentState:
+    """All that a linear mixer keeps of B sequences; its size does not depend on their lengths.
+
+    ``LinearMixer.prefill`` and ``step`` return it, ``empty_state`` is where sequences begin. A state is never written to: to go back, keep
+    the one before.
+    """
+
+    conv: Tensor
+    """[B, K - 1, G, W] what the convolution saw last, in the dtype of the projection."""
+    memory: Tensor
+    """[B, H, ...] state of each head, float32 or float64: Mamba-2 [P, N], delta net [width of keys, width of values]."""
+
+    def rows(self, index: Tensor) -> "RecurrentState":
+        """Of some sequences."""
+        return RecurrentState(conv=self.conv[index], memory=self.memory[index])
+
+
+# T tokens, D model, G groups, R columns of a group, P channels of a head.
+class LinearMixer(nn.Module, abc.ABC):
+    """A mixer whose state has one size. The subclass says what the scan does.
+
+    ``in_proj.weight`` is [G, R, D], cut over tp by group; the columns of a group are those of ``GroupRows``.
+
+    Args:
+        hidden_size: D.
+        num_groups: G.
+        rows: of a group.
+        groups: tp and cp are used.
+        norm: behind the scan.
+        conv_kernel: taps.
+        conv_bias: whether the convolution has one.
+        chunk_size: tokens that are computed side by side.
+        layers: builds the projections.
+        name: of G among the settings, for errors.
+        dtype: of the weights; what there is once a head is kept in float32 at least.
+        device: of the weights.
+        init: draw the weights; False leaves them to a caller.
+
+    Raises:
+        HeadSplitError: tp does not divide G, cp not the heads of a tp rank.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_groups: int,
+        rows: GroupRows,
+        groups: ProcessGroups,
+        *,
+        norm: GatedRMSNorm,
+        conv_kernel: int,
+        conv_bias: bool,
+        chunk_size: int,
+        layers: LayerFactory | None,
+        name: str,
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+        init: bool,
+    ) -> None:
+        super().__init__()
+        check_degrees(num_groups, rows.heads, groups, name)
+        layers = TorchLayers() if layers is None else layers
+        heads = num_groups * rows.heads
+        self.groups, self.rows, self.chunk_size = groups, rows, chunk_size
+        self.local_groups = num_groups // groups.tp.size
+        self._head = ShardSpec(shape=(heads,), shards={"tp": 0})
+        self._exchange = HeadExchange(rows=rows, num_groups=self.local_groups, cp=groups.cp)
+        self.in_proj = layers.column_linear(hidden_size, (num_groups, rows.width), groups, dtype=dtype, device=device, init=init)
+        self.conv = CausalConv(num_groups, rows.channels, conv_kernel, groups, bias=conv_bias, dtype=dtype, device=device)
+        wide = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
+        for parameter in self._head_parameters():
+            self.register_parameter(parameter, nn.Parameter(torch.empty(self._head.local_shape(groups), dtype=wide, device=device)))
+        self.norm = norm
+        self.out_proj = layers.row_linear(heads * rows.head_dim, hidden_size, groups, dtype=dtype, device=device, init=init)
+        if init:
+            self.reset_parameters()
+
+    def shard_specs(self) -> Mapping[str, ShardSpec]:
+        return dict.fromkeys(self._head_parameters(), self._head)
+
+    def initial_value(self, name: str, shape: tuple[int, ...], generator: torch.Generator, config: Any) -> Tensor:
+        """Rates of decay evenly from 1 to 16, step sizes from 0.001 to 0.1 evenly in their logarithm, skips of 1."""
+        if name == "D":
+            return torch.ones(shape)
+        drawn = torch.rand(shape, generator=generator)
+        if name == "A_log":
+            return (1.0 + (_LARGEST_RATE - 1.0) * drawn).log()
+        low, high = (math.log(size) for size in _STEP_SIZES)
+        sizes = (low + (high - low) * drawn).exp().clamp(min=_SMALLEST_STEP_SIZE)
+        # Inverse of the softplus.
+        return sizes + torch.log(-torch.expm1(-sizes))
+
+    def reset_parameters(self, seed: int = 0) -> None:
+        """Initial values of the convolution and of what there is once a head, the same in every layout."""
+        with torch.no_grad():
+            for owner in (self, self.conv):
+                for number, (name, spec) in enumerate(owner.shard_specs().items()):
+                    parameter = owner.get_parameter(name)
+                    if not parameter.is_meta:
+                        generator = torch.Generator().manual_seed(seed + number)
+                        parameter.copy_(owner.initial_value(name, spec.shape, generator, None)[spec.slices(self.groups)])
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        """[T or T / tp, D] -> the same; each sequence of the step begins from nothing.
+
+        Raises:
+            SequenceSplitError: sequences with another number of tokens than there are, or that cp cannot split.
+        """
+        z, channels, numbers = self._project(x)
+        lengths = whole_lengths(step, len(z), self.groups.cp.size)
+        weight, bias, heads = self.conv.weight, self.conv.bias, {name: self.get_parameter(name) for name in self._head_parameters()}
+        if self.groups.cp.size > 1:
+            mixed = self._exchange.scatter(torch.cat((channels, numbers), dim=-1), lengths)
+            numbers = mixed[..., self._exchange.rows.divided(self._exchange.pieces).channels :]
+            channels = mixed[..., : mixed.shape[-1] - numbers.shape[-1]]
+            weight, bias = self._exchange.channels(weight), None if bias is None else self._exchange.channels(bias)
+            heads = {name: self._exchange.numbers(parameter) for name, parameter in heads.items()}
+        plan = plan_chunks(lengths, self.chunk_size, x.device)
+        y = self._scan(causal_conv(channels, weight, bias, plan.positions), numbers, heads, plan, None)[0]
+        if self.groups.cp.size > 1:
+            y = self._exchange.gather(y, lengths)
+        return self._finish(y, z)
+
+    @torch.no_grad()
+    def prefill(self, x: Tensor, step: Step, state: RecurrentState | None = None) -> tuple[Tensor, RecurrentState]:
+        """``forward`` that goes on from ``state`` and gives the state behind each sequence; without gradients.
+
+        Args:
+            x: [T or T / tp, D].
+            step: says where the B sequences lie.
+            state: of these B sequences, in their order; None for sequences that begin here.
+
+        Returns:
+            [T or T / tp, D], and the state of the B sequences.
+
+        Raises:
+            NotImplementedError: cp above 1.
+        """
+        if self.groups.cp.size > 1:
+            raise NotImplementedError(f"cp={self.groups.cp.size} keeps no states; build the model for inference with cp=1")
+        z, channels, numbers = self._project(x)
+        lengths = whole_lengths(step, len(z), 1)
+        kernel, batch = self.conv.weight.shape[-1], len(lengths)
+        before = channels.new_zeros(batch, kernel - 1, *channels.shape[1:]) if state is None else state.conv
+        longer, positions, rows, conv = extend(channels, before, lengths)
+        mixed = causal_conv(longer, self.conv.weight, self.conv.bias, positions)[rows]
+        plan = plan_chunks(lengths, self.chunk_size, x.device)
+        heads = {name: self.get_parameter(name) for name in self._head_parameters()}
+        y, memory = self._scan(mixed, numbers, heads, plan, None if state is None else state.memory)
+        return self._finish(y, z), RecurrentState(conv=conv, memory=memory)
+
+    @torch.no_grad()
+    def step(self, x: Tensor, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
+        """One token of each of B sequences, without gradients.
+
+        Args:
+            x: [B or B / tp, D].
+            state: before it.
+
+        Returns:
+            [B or B / tp, D], and the state behind it.
+        """
+        z, channels, numbers = self._project(x)
+        mixed, conv = conv_step(channels, state.conv, self.conv.weight, self.conv.bias)
+        y, memory = self._scan_step(mixed, numbers, state.memory)
+        return self._finish(y, z), RecurrentState(conv=conv, memory=memory)
+
+    def empty_state(self, batch_size: int) -> RecurrentState:
+        """Of sequences that have not begun."""
+        weight = self.conv.weight
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        conv = weight.new_zeros(batch_size, weight.shape[-1] - 1, *weight.shape[:-1])
+        return RecurrentState(conv=conv, memory=torch.zeros(batch_size, *self._memory_shape(), dtype=wide, device=weight.device))
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gates, channels of the convolution and numbers of the heads, each [T, G, ...]."""
+        sizes = (self.rows.inner, self.rows.channels, self.rows.numbers * self.rows.heads)
+        z, channels, numbers = self.in_proj(x).unflatten(-1, (self.local_groups, self.rows.width)).split(sizes, dim=-1)
+        return z, channels, numbers
+
+    def _finish(self, y_THP: Tensor, z_TGI: Tensor) -> Tensor:
+        return self.out_proj(self.norm(y_THP.flatten(1).unflatten(1, (-1, self.norm.width)), z_TGI).flatten(1))
+
+    @abc.abstractmethod
+    def _head_parameters(self) -> tuple[str, ...]:
+        """Names of the parameters [H]."""
+
+    @abc.abstractmethod
+    def _memory_shape(self) -> tuple[int, ...]:
+        """Of one sequence."""
+
+    @abc.abstractmethod
+    def _scan(
+        self, mixed: Tensor, numbers: Tensor, heads: Mapping[str, Tensor], plan: ChunkPlan, initial: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """From [T, G, W] and [T, G, n h] to (y [T, H, P], states behind the sequences)."""
+
+    @abc.abstractmethod
+    def _scan_step(self, mixed: Tensor, numbers: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """From [B, G, W] and [B, G, n h] to (y [B, H, P], the next states)."""

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The Mamba-2 mixer."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from mcore_parallel._groups import ProcessGroups
+from mcore_parallel.nn._chunks import ChunkPlan
+from mcore_parallel.nn._factory import LayerFactory
+from mcore_parallel.nn._fused import has_kernel
+from mcore_parallel.nn._fused_mixers import fits_ssd, fused_ssd, kernel_plan
+from mcore_parallel.nn._gated_norm import GatedRMSNorm
+from mcore_parallel.nn._linear_heads import GroupRows
+from mcore_parallel.nn._linear_mixer import LinearMixer
+from mcore_parallel.nn._mamba_config import MambaConfig
+from mcore_parallel.nn._ssd import ssd_chunked, ssd_step, step_sizes
+
+
+# T tokens, D model, H heads, P channels of a head, G groups, h heads of a group, N channels of a state, K taps.
+class MambaMixer(LinearMixer):
+    """Mamba-2 (Dao and Gu, 2024) over tensor-parallel groups of heads.
+
+    ``in_proj.weight`` is [G, 2 h P + 2 N + h, D]: of each group the gates z and the values x of its heads, b, c, and the step sizes.
+    ``conv.weight`` [G, h P + 2 N, K] and ``conv.bias`` [G, h P + 2 N] act on x, b and c; ``A_log``, ``D`` and ``dt_bias`` are [H];
+    ``norm.weight`` is [H P], ``out_proj.weight`` [D, H P]. All are cut over tp along G or H. Under context parallelism the ranks
+    exchange tokens for heads around convolution and scan.
+
+    Args:
+        hidden_size: D.
+        config: sizes.
+        groups: tp and cp are used.
+        norm_epsilon: of the gated norm.
+        layers: builds the projections; None for those of ``mcore_parallel.tensor_parallel``.
+        dtype: of the weights; ``A_log``, ``D`` and ``dt_bias`` are kept in float32 at least.
+        device: of the weights.
+        init: draw the weights; False leaves them to a caller.
+
+    Raises:
+        HeadSplitError: tp does not divide the groups, cp not the heads of a tp rank.
+        ValueError: sizes that do not fit together.
+
+    Example:
+        >>> from mcore_parallel.nn import Step
+        >>> mixer = MambaMixer(32, MambaConfig(head_dim=8, num_groups=2, state_dim=16), ProcessGroups.single())
+        >>> mixer(torch.randn(6, 32), Step.causal(2, 3)).shape
+        torch.Size([6, 32])
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        config: MambaConfig,
+        groups: ProcessGroups,
+        *,
+        norm_epsilon: float = 1e-5,
+        layers: LayerFactory | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        init: bool = True,
+    ) -> None:
+        self.config = config
+        heads = config.heads(hidden_size) // config.num_groups
+        rows = GroupRows(heads=heads, head_dim=config.head_dim, shared=2 * config.state_dim, numbers=1)
+        super().__init__(
+            hidden_size,
+            config.num_groups,
+            rows,
+            groups,
+            norm=GatedRMSNorm(rows.inner, groups, rows=config.num_groups, epsilon=norm_epsilon, dtype=dtype, device=device),
+            conv_kernel=config.conv_kernel,
+            conv_bias=config.use_conv_bias,
+            chunk_size=config.chunk_size,
+            layers=layers,
+            name="num_groups",
+            dtype=dtype,
+            device=device,
+            init=init,
+        )
+
+    def _head_parameters(self) -> tuple[str, ...]:
+        return ("A_log", "D", "dt_bias")
+
+    def _memory_shape(self) -> tuple[int, ...]:
+        return (self.local_groups * self.rows.heads, self.config.head_dim, self.config.state_dim)
+
+    def _scan(
+        self, mixed: Tensor, numbers: Tensor, heads: Mapping[str, Tensor], plan: ChunkPlan, initial: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        config = self.config
+        sizes = config.head_dim, config.state_dim
+        if has_kernel(mixed) and fits_ssd(mixed, sizes):
+            chunks, rates = kernel_plan(plan, mixed.dtype), -torch.exp(heads["A_log"].float())
+            return fused_ssd(mixed, numbers, heads["dt_bias"], rates, heads["D"], chunks, sizes, config.dt_limits, initial)
+        x, b, c = self._parts(mixed)
+        dt = step_sizes(numbers.flatten(1), heads["dt_bias"], config.dt_limits)
+        rates = -torch.exp(heads["A_log"].to(dt.dtype))
+        return ssd_chunked(x, dt, rates, b, c, heads["D"].to(dt.dtype), plan, initial)
+
+    def _scan_step(self, mixed: Tensor, numbers: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        x, b, c = self._parts(mixed)
+        dt = step_sizes(numbers.flatten(1), self.get_parameter("dt_bias"), self.config.dt_limits)
+        rates = -torch.exp(self.get_parameter("A_log").to(dt.dtype))
+        return ssd_step(x, dt, rates, b, c, self.get_parameter("D").to(dt.dtype), memory)
+
+    def _parts(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [T, H, P], b and c [T, G, N]."""
+        width = self.config.state_dim
+        x, b, c = mixed.split((mixed.shape[-1] - 2 * width, width, width), dim=-1)
+        return x.unflatten(-1, (-1, self.config.head_dim)).flatten(1, 2), b, c

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Kernels of the linear mixers against torch in float64: in the interpreter with small sizes, on a GPU with real ones."""
+
+import copy
+import dataclasses
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_parallel import ProcessGroups
+from mcore_parallel.nn import GatedDeltaNet, GatedDeltaNetConfig, LinearMixer, MambaConfig, MambaMixer, Step
+from mcore_parallel.nn._chunks import plan_chunks
+from mcore_parallel.nn._conv import causal_conv
+from mcore_parallel.nn._fused import has_kernel
+from mcore_parallel.nn._fused_mixers import fits_ssd, fused_causal_conv, fused_gated_rms_norm, fused_ssd, kernel_plan
+from mcore_parallel.nn._gated_norm import gated_rms_norm
+from mcore_parallel.nn._ssd import ssd_chunked, step_sizes
+
+# G groups, h heads of each, P channels of a head, N channels of a state.
+SMALL = ((2, 3, 20, 24), (1, 4, 16, 16))
+LARGE = ((2, 3, 20, 24), (2, 4, 64, 128))
+PACKED = (40, 1, 0, 67)
+
+
+def draw(*shape: int, device: str, dtype: torch.dtype = torch.float32, margin: int = 0, seed: int = 0) -> Tensor:
+    """A leaf that is a part of wider rows where there is a margin, as the parts of a projection are."""
+    shape = (*shape[:-1], shape[-1] + margin)
+    whole = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+    return whole[..., margin // 2 : whole.shape[-1] - (margin - margin // 2)].detach().requires_grad_()
+
+
+def compare(found, wanted, leaves: list[Tensor], wide: list[Tensor], tolerance: float) -> None:
+    """Results and gradients, relative to the largest element."""
+    grad = draw(*found.shape, device=str(found.device), dtype=found.dtype, seed=99).detach()
+    grads = zip(torch.autograd.grad(found, leaves, grad), torch.autograd.grad(wanted, wide, grad.double()), strict=True)
+    for a, b in ((found, wanted), *grads):
+        assert a.shape == b.shape
+        torch.testing.assert_close(a.double(), b, rtol=0.0, atol=tolerance * b.abs().max().item())
+
+
+def doubles(leaves: list[Tensor]) -> list[Tensor]:
+    return [leaf.detach().double().requires_grad_() for leaf in leaves]
+
+
+def check_conv(device: str, dtype: torch.dtype, tolerance: float, sizes: tuple[tuple[int, ...], ...]) -> None:
+    for lengths, kernel, bias in ((PACKED, 4, True), ((67,), 2, False)):
+        plan = plan_chunks(lengths, 16, torch.device(device))
+        leaves = [draw(sum(lengths), 2, 40, device=device, dtype=dtype, margin=6), draw(2, 40, kernel, device=device, dtype=dtype, seed=1)]
+        leaves += [draw(2, 40, device=device, dtype=dtype, seed=2)] if bias else []
+        wide, none = doubles(leaves), [] if bias else [None]
+        found = fused_causal_conv(*leaves, *none, plan.positions)
+        compare(found, causal_conv(*wide, *none, plan.positions), leaves, wide, tolerance)
+
+
+def check_gated_norm(device: str, dtype: torch.dtype, tolerance: float, sizes: tuple[tuple[int, ...], ...]) -> None:
+    for gate_first, rows, width in ((True, 4, 24), (False, 4, 24), *([(True, 2, 1024)] if device == "cuda" else [])):
+        leaves = [
+            draw(37, rows, width, device=device, dtype=dtype),
+            draw(37, 2, rows // 2 * width, device=device, dtype=dtype, margin=10, seed=1),
+            draw(rows * width if gate_first else width, device=device, dtype=dtype, seed=2),
+        ]
+        wide = doubles(leaves)
+        found = fused_gated_rms_norm(leaves[0], leaves[1], leaves[2], 1e-5, gate_first=gate_first)
+        compare(found, gated_rms_norm(wide[0], wide[1], wide[2], 1e-5, gate_first=gate_first), leaves, wide, tolerance)
+
+
+def check_scan(device: str, dtype: torch.dtype, tolerance: float, sizes: tuple[tuple[int, ...], ...]) -> None:
+    for number, (groups, heads, p, n) in enumerate(sizes):
+        for lengths, started, limits in ((PACKED, True, (0.0, float("inf"))), ((35,), False, (0.2, 1.0)))[number:]:
+            check_one_scan(device, dtype, tolerance, (groups, heads, p, n), lengths, started, limits)
+
+
+def check_one_scan(
+    device: str, dtype: torch.dtype, tolerance: float, sizes: tuple[int, ...], lengths: tuple[int, ...], started: bool, limits
+) -> None:
+    groups, heads, p, n = sizes
+    tokens, total = sum(lengths), groups * heads
+    plan = kernel_plan(plan_chunks(lengths, 16, torch.device(device)), dtype)
+    leaves = [
+        draw(tokens, groups, heads * p + 2 * n, device=device, dtype=dtype),
+        draw(tokens, groups, heads, device=device, dtype=dtype, margin=6, seed=1),
+        draw(total, device=device, seed=2),
+        draw(total, device=device, seed=3).detach().exp().neg().requires_grad_(),
+        draw(total, device=device, seed=4),
+    ]
+    assert fits_ssd(leaves[0], (p, n))
+    initial = draw(len(lengths), total, p, n, device=device, seed=5).detach() if started else None
+    y, behind = fused_ssd(leaves[0], leaves[1], leaves[2], leaves[3], leaves[4], plan, (p, n), limits, initial)
+    wide = doubles(leaves)
+    x, b, c = wide[0].split((heads * p, n, n), dim=-1)
+    dt = step_sizes(wide[1].flatten(1), wide[2], limits)
+    x = x.unflatten(-1, (-1, p)).flatten(1, 2)
+    wanted, last = ssd_chunked(x, dt, wide[3], b, c, wide[4], plan, None if initial is None else initial.double())
+    torch.testing.assert_close(behind.double(), last, rtol=0.0, atol=tolerance * last.abs().max().item())
+    compare(y, wanted, leaves, wide, tolerance)
+
+
+CHECKS = (check_conv, check_gated_norm, check_scan)
+
+
+def test_kernels_equal_torch_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-W", "ignore", __file__], env=environment, capture_output=True, text=True, timeout=240)
+    assert done.stdout == "same\n", done.stderr[-3000:]
+
+
+def test_states_that_the_kernels_cannot_hold_are_left_to_torch() -> None:
+    narrow, wide = torch.zeros(0, dtype=torch.bfloat16), torch.zeros(0)
+    assert fits_ssd(narrow, (64, 256)) and fits_ssd(narrow, (128, 128)) and fits_ssd(wide, (64, 128))
+    assert not fits_ssd(narrow, (128, 200)) and not fits_ssd(narrow, (16, 512)) and not fits_ssd(wide, (128, 128))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "sizes"), [(torch.float32, 2e-4, SMALL), (torch.bfloat16, 3e-2, LARGE), (torch.float16, 5e-3, LARGE[1:])]
+)
+@pytest.mark.parametrize("check", CHECKS)
+def test_kernels_equal_torch_on_a_gpu(check, dtype: torch.dtype, tolerance: float, sizes: tuple[tuple[int, ...], ...]) -> None:
+    assert has_kernel(torch.zeros(2, dtype=dtype, device="cuda"))
+    check("cuda", dtype, tolerance, sizes)
+
+
+@pytest.mark.gpu
+def test_heads_of_a_group_in_one_program_equal_torch(monkeypatch) -> None:
+    from mcore_parallel.nn import _triton_ssd
+
+    monkeypatch.setattr(_triton_ssd, "_PROGRAMS", 1)
+    check_one_scan("cuda", torch.bfloat16, 3e-2, LARGE[1], (300, 77), False, (0.0, float("inf")))
+
+
+def build(kind: str) -> LinearMixer:
+    mixer: LinearMixer
+    if kind == "mamba":
+        mixer = MambaMixer(128, MambaConfig(num_groups=2, head_dim=64, num_heads=8), ProcessGroups.single(), dtype=torch.bfloat16)
+    else:
+        sizes = GatedDeltaNetConfig(num_key_heads=2, num_value_heads=4, key_head_dim=64, value_head_dim=32)
+        mixer = GatedDeltaNet(128, sizes, ProcessGroups.single(), dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in mixer.named_parameters():
+            if name.endswith("_proj.weight"):
+                parameter.normal_(0.0, 0.1)
+    return mixer.cuda()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["mamba", "delta_net"])
+def test_mixers_on_a_gpu_equal_double_precision(kind: str) -> None:
+    mixer = build(kind)
+    wide = copy.deepcopy(mixer).double()
+    lengths = (300, 1, 76)
+    step = dataclasses.replace(Step.causal(1, sum(lengths), "cuda"), cu_seqlens=torch.tensor([0, *lengths]).cumsum(0))
+    x = draw(sum(lengths), 128, device="cuda", dtype=torch.bfloat16)
+    (wide_x,) = doubles([x])
+    y, wanted = mixer(x, step), wide(wide_x, step)
+    grad = draw(*y.shape, device="cuda", dtype=torch.bfloat16, seed=1).detach()
+    y.backward(grad)
+    wanted.backward(grad.double())
+    pairs = [("y", y, wanted), ("x", x.grad, wide_x.grad)]
+    pairs += [(name, a.grad, b.grad) for (name, a), b in zip(mixer.named_parameters(), wide.parameters(), strict=True)]
+    for name, a, b in pairs:
+        assert a is not None and b is not None, name
+        assert (a.double() - b).norm() <= 3e-2 * b.norm(), (name, ((a.double() - b).norm() / b.norm()).item())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["mamba", "delta_net"])
+def test_single_steps_on_a_gpu_go_on_from_a_prefill(kind: str) -> None:
+    mixer, x = build(kind), draw(2, 90, 128, device="cuda", dtype=torch.bfloat16).detach()
+    wanted = mixer(x.flatten(0, 1), Step.causal(2, 90, "cuda")).unflatten(0, (2, 90)).detach()
+    y, state = mixer.prefill(x[:, :60].flatten(0, 1), Step.causal(2, 60, "cuda"))
+    torch.testing.assert_close(y.unflatten(0, (2, 60)), wanted[:, :60], rtol=5e-2, atol=5e-2)
+    y, state = mixer.prefill(x[:, 60:87].flatten(0, 1), Step.causal(2, 27, "cuda"), state)
+    torch.testing.assert_close(y.unflatten(0, (2, 27)), wanted[:, 60:87], rtol=5e-2, atol=5e-2)
+    for token in range(87, 90):
+        y, state = mixer.step(x[:, token], state)
+        torch.testing.assert_close(y, wanted[:, token], rtol=5e-2, atol=5e-2)
+
+
+if __name__ == "__main__":
+    for check in CHECKS:
+        check("cpu", torch.float32, 1e-4, SMALL)
+    # The interpreter's products of bfloat16 are wrong, those of float16 are not.
+    check_scan("cpu", torch.float16, 5e-3, SMALL[1:])
+    from mcore_parallel.nn import _triton_ssd
+
+    _triton_ssd._PROGRAMS = 1
+    for kernel in (_triton_ssd._output_kernel, _triton_ssd._head_gradient_kernel):
+        kernel.configs[0].kwargs["HEADS"] = 4
+    check_one_scan("cpu", torch.float32, 1e-4, SMALL[1], (40, 3), False, (0.0, float("inf")))
+    print("same")
