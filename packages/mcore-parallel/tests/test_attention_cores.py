@@ -3,8 +3,10 @@
 """The table of attention cores: each row does what it claims, and the choice says why."""
 
 import dataclasses
+import importlib.util
 import itertools
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from mcore_parallel.nn import (
     reference_attention,
 )
 from mcore_parallel.nn._flex import BLOCK, FlexAttention, block_mask
+from mcore_parallel.nn._registry import select_attention
 from mcore_parallel.nn._sdpa import SDPAttention
 
 ROWS = {row.backend: row for row in attention_capabilities()}
@@ -165,6 +168,23 @@ def test_auto_prefers_torch_kernels_and_tiles_for_windows() -> None:
     assert choose_attention(dataclasses.replace(plain, softmax_type="off-by-one"), ONE).sink_is_one
     split = dataclasses.replace(ONE, cp=Group((0, 1), 0))
     assert isinstance(choose_attention(plain, split), ContextParallelAttention)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+@pytest.mark.parametrize(
+    ("change", "chosen"),
+    [
+        ({}, "sdpa"),
+        ({"window": (127, 0)}, "context_parallel"),
+        ({"window": (1023, 0)}, "flex"),
+        ({"softmax_type": "learnable"}, "flex"),
+        ({"window": (127, 0), "dtype": torch.float32}, "flex"),
+        ({"window": (127, 0), "value_dim": 32}, "flex"),
+    ],
+)
+def test_auto_takes_what_is_fastest_on_a_gpu(change: dict[str, Any], chosen: str) -> None:
+    spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16, device="cuda")
+    assert select_attention(dataclasses.replace(spec, **change), ONE)[0].backend == chosen
 
 
 def test_the_choice_and_its_reason_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
