@@ -89,3 +89,11 @@ GOOD_CONFIGS: list[dict[str, Any]] = [
 def test_what_no_rule_forbids_can_be_made_and_changed(changes: dict[str, Any]) -> None:
     config = TransformerConfig(**{**GOOD, **changes})
     assert dataclasses.replace(config, vocab_size=32).vocab_size == 32 and config.vocab_size == 16
+
+
+def test_a_name_that_is_no_field_is_told_with_the_nearest_one() -> None:
+    sizes = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 16}
+    with pytest.raises(ValueError, match=r"'windowsize' is no field of TransformerConfig; write 'window_size', or leave it out"):
+        TransformerConfig.from_dict({**sizes, "windowsize": (3, 0)})
+    with pytest.raises(ValueError, match="'zzz' is no field of TransformerConfig; leave it out"):
+        TransformerConfig.from_dict({**sizes, "zzz": 1})

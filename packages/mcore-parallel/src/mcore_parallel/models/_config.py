@@ -2,6 +2,8 @@
 # Copyright (c) 2026 the mcore authors
 """Sizes and choices of a transformer."""
 
+import dataclasses
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -117,8 +119,15 @@ class TransformerConfig:
         """Inverse of ``dataclasses.asdict``, also behind JSON: groups of fields become their classes, lists tuples.
 
         Raises:
-            TypeError: a name that is no field.
+            ValueError: a name that is no field.
         """
+        fields = [item.name for item in dataclasses.fields(cls)]
+        for name in values:
+            if name not in fields:
+                nearest = difflib.get_close_matches(name, fields, 1)
+                raise ValueError(
+                    f"{name!r} is no field of TransformerConfig; " + (f"write {nearest[0]!r}, or leave" if nearest else "leave") + " it out"
+                )
 
         def built(name: str, value: Any) -> Any:
             if name in _GROUPS and isinstance(value, Mapping):
