@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_ckpt import load, save
+from mcore_ckpt import CheckpointManager, load, save
 
 pytestmark = pytest.mark.gpu
 
@@ -27,3 +27,37 @@ def test_device_tensors_come_back_bit_for_bit(tmp_path: Path, asynchronous: bool
         request.wait()
     load(state, tmp_path / "step")
     assert all(torch.equal(state[name], before[name]) for name in state)
+
+
+def test_copies_of_a_gpu_state_are_page_locked_and_serve_again(tmp_path: Path) -> None:
+    state = {"a": torch.randn(1025, 333, device="cuda"), "b": torch.arange(7, device="cuda"), "host": torch.ones(3)}
+    manager = CheckpointManager(tmp_path, max_pending=2)
+    for step in range(4):
+        before = {name: value.clone() for name, value in state.items()}
+        manager.save(step, state, asynchronous=True)
+        for value in state.values():
+            value.zero_()
+        manager.wait()
+        manager.load(state)
+        assert all(torch.equal(state[name], before[name]) for name in state)
+    # One buffer for each save that may be pending, of the state's bytes and the alignment of its three tensors.
+    sizes = [staging.num_bytes for staging in manager._staging]
+    assert all(1025 * 333 * 4 < size < 1025 * 333 * 4 + 4 * 64 for size in sizes) and all(staging._locked for staging in manager._staging)
+
+
+def test_files_written_on_threads_hold_what_another_stream_wrote_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mcore_ckpt._save._MIN_FILE_BYTES", 2**20)
+    monkeypatch.setattr("mcore_ckpt._control.num_cores", lambda: 4)
+    state = {f"w{i}": torch.zeros(2**20, device="cuda") for i in range(8)}
+    matrix = torch.randn(4096, 4096, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(50):
+            matrix = matrix @ matrix / 64
+        for number, value in enumerate(state.values()):
+            value.fill_(float(number + 1))
+        save(state, tmp_path / "c")
+    assert len(list((tmp_path / "c").glob("*.safetensors"))) == 4
+    back = {name: torch.zeros(2**20) for name in state}
+    load(back, tmp_path / "c")
+    assert all(bool((value == number + 1).all()) for number, value in enumerate(back.values()))

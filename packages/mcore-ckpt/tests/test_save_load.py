@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mcore_ckpt import CheckpointingException, ShardedTensor, _save, load, read_tensor, save
+from mcore_ckpt import CheckpointingException, ShardedTensor, load, read_tensor, save
+from mcore_ckpt._staging import Staging
 from mcore_ckpt.manifest import is_checkpoint, read_manifest
 
 
@@ -154,7 +155,8 @@ def test_a_full_disk_is_a_typed_error_and_leaves_no_files(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("zarr", "torch_dist"), ("fsdp_dtensor", "not available.*native, torch_dist"), ("x", "the formats of this release")]
+    ("name", "words"),
+    [("zarr", "torch_dist"), ("torch", "not available.*native, torch_dist, fsdp_dtensor"), ("x", "the formats of this release")],
 )
 def test_other_formats_say_where_to_go(tmp_path, name, words):
     with pytest.raises(ValueError, match=words):
@@ -179,14 +181,14 @@ def test_an_asynchronous_save_holds_the_values_of_the_call(tmp_path):
 
 
 def test_a_finished_request_keeps_no_copy_of_the_state(tmp_path, monkeypatch):
-    copies, real = [], _save._snapshot
+    copies, real = [], Staging.copy
 
-    def snapshot(shard):
-        copy = real(shard)
-        copies.append(weakref.ref(copy))
-        return copy
+    def copy(self, shards):
+        staged, release = real(self, shards)
+        copies.extend(weakref.ref(part.data) for part in staged.values())
+        return staged, release
 
-    monkeypatch.setattr(_save, "_snapshot", snapshot)
+    monkeypatch.setattr(Staging, "copy", copy)
     request = save({"a": torch.ones(4)}, tmp_path / "c", asynchronous=True)
     assert copies and copies[0]() is not None
     request.wait()

@@ -10,10 +10,12 @@ MODULES = [
     "mcore_ckpt",
     "mcore_ckpt.chunks",
     "mcore_ckpt.cli",
+    "mcore_ckpt.foreign",
     "mcore_ckpt.hf",
     "mcore_ckpt.inspect",
     "mcore_ckpt.manifest",
     "mcore_ckpt.restack",
+    "mcore_ckpt.rewrite",
 ]
 
 

@@ -3,7 +3,7 @@
 """Agreement between the ranks of a save or load: every step succeeds on all of them or fails on all of them."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_ckpt._errors import CheckpointingException
-from mcore_ckpt._storage import tensor_bytes
+from mcore_ckpt._storage import num_cores, tensor_bytes
 
-__all__ = ["Control", "LostContact"]
+__all__ = ["Control", "LostContact", "threads_each"]
+
+_MAX_THREADS = 8
+
+
+def threads_each(hosts: Sequence[str], place: int) -> int:
+    """Threads for the rank at ``place``, when the ranks on each of ``hosts`` share its cores; at most 8."""
+    return max(1, min(_MAX_THREADS, num_cores() // sum(host == hosts[place] for host in hosts)))
 
 
 class LostContact(CheckpointingException):

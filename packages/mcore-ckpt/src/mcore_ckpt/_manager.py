@@ -4,18 +4,22 @@
 
 import re
 import warnings
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from mcore_ckpt._async import AsyncRequest
 from mcore_ckpt._control import Control
 from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt._load import load
 from mcore_ckpt._plan import PlanCache
-from mcore_ckpt._save import DEFAULT_FILE_BYTES, AsyncRequest, check_format, run_save
+from mcore_ckpt._save import SaveOptions, check_format, run_save
+from mcore_ckpt._staging import Staging
 from mcore_ckpt._storage import Folder, LocalFolder, open_folder
+from mcore_ckpt._strictness import Strictness
 from mcore_ckpt.manifest import MANIFEST_NAME, is_checkpoint
 
 __all__ = ["CheckpointManager"]
@@ -34,22 +38,38 @@ class CheckpointManager:
         keep: how many of the newest steps stay; None for all.
         group: None for the default group, or for this process alone where torch.distributed is not initialised.
         format: as for `mcore_ckpt.save`.
+        max_pending: asynchronous saves whose copies of the state may be in host memory at a time; the next save waits for the oldest.
+        stalled_s: see `AsyncRequest.wait`.
 
     Raises:
-        ValueError: ``keep`` below 1, or an unknown format.
+        ValueError: ``keep`` or ``max_pending`` below 1, ``stalled_s`` not above 0, or an unknown format.
     """
 
     def __init__(
-        self, directory: str | Path | Folder, *, keep: int | None = 3, group: dist.ProcessGroup | None = None, format: str = "native"
+        self,
+        directory: str | Path | Folder,
+        *,
+        keep: int | None = 3,
+        group: dist.ProcessGroup | None = None,
+        format: str = "native",
+        max_pending: int = 1,
+        stalled_s: float | None = None,
     ) -> None:
         if keep is not None and keep < 1:
             raise ValueError(f"keep={keep} must be at least 1, or None to keep all")
+        if max_pending < 1:
+            raise ValueError(f"max_pending={max_pending} must be at least 1")
+        if stalled_s is not None and not stalled_s > 0:
+            raise ValueError(f"stalled_s={stalled_s} must be above 0, or None to wait for ever")
         self._folder = open_folder(directory)
         self.keep = keep
         check_format(format)
         self._format, self._cache = format, PlanCache()
         self._group = group
-        self._pending: AsyncRequest | None = None
+        self._stalled_s = stalled_s
+        # One buffer for each save that may be pending; they serve in turn.
+        self._staging = deque(Staging() for _ in range(max_pending))
+        self._pending: deque[tuple[int, AsyncRequest]] = deque()
 
     @property
     def directory(self) -> Path:
@@ -88,30 +108,49 @@ class CheckpointManager:
     ) -> AsyncRequest | None:
         """Save ``state`` as ``step``, then remove what is older than the newest ``keep``; see `mcore_ckpt.save`.
 
-        A pending asynchronous save is committed first: steps appear in the order in which they were saved.
+        Steps are committed in the order in which they were saved: a save that is not asynchronous commits the pending ones first, an
+        asynchronous one the oldest of ``max_pending``. Where that fails, this save is not begun.
 
         Raises:
             CheckpointingException: the step exists, or the save failed on some rank. The older steps are all still there.
         """
         if type(step) is not int or step < 0:
             raise ValueError(f"step={step!r} must be an int of at least 0")
-        self.wait()
-        request = run_save(state, self.folder(step), extra, self._group, self._format, asynchronous, DEFAULT_FILE_BYTES, self._cache)
+        while self._pending and (not asynchronous or len(self._pending) >= len(self._staging)):
+            self._commit_oldest()
+        # The newest buffer in use is never the first: it was moved to the end when its save began.
+        staging = self._staging[0]
+        self._staging.rotate(-1)
+        options = SaveOptions(format=self._format, cache=self._cache, staging=staging)
+        request = run_save(state, self.folder(step), extra, self._group, options, asynchronous=asynchronous)
         if request is None:
             self._prune()
         else:
             request.then(self._prune)
-        self._pending = request
+            self._pending.append((step, request))
         return request
 
     def wait(self) -> None:
-        """Commit a pending asynchronous save, if there is one. Collective."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.wait()
+        """Commit the pending asynchronous saves, oldest first. Collective.
+
+        Raises:
+            CheckpointingException: one failed; the others are committed all the same.
+        """
+        failures: list[CheckpointingException] = []
+        while self._pending:
+            try:
+                self._commit_oldest()
+            except CheckpointingException as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+
+    def _commit_oldest(self) -> None:
+        _, request = self._pending.popleft()
+        request.wait(stalled_s=self._stalled_s)
 
     def load(
-        self, state: Mapping[str, Any], step: int | None = None, *, strict: bool = True, verify: bool = True
+        self, state: Mapping[str, Any], step: int | None = None, *, strict: bool | Strictness = True, verify: bool = True
     ) -> tuple[int, dict[str, Any]]:
         """Fill ``state`` from ``step``, by default the newest; returns the step and its extra values. See `mcore_ckpt.load`.
 
@@ -146,7 +185,8 @@ class CheckpointManager:
         committed = self.steps()
         gone = set(committed[: -self.keep])
         # Folders without a manifest that are older than what was just committed are saves that never finished.
-        gone |= {step for step in self._present() if step < committed[-1] and step not in committed}
+        pending = {step for step, _ in self._pending}
+        gone |= {step for step in self._present() if step < committed[-1] and step not in committed and step not in pending}
         for step in sorted(gone):
             folder = self.folder(step)
             try:

@@ -10,8 +10,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mcore_ckpt._errors import CheckpointingException, list_names
+from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt._storage import itemsize
+from mcore_ckpt._strictness import Mismatches
 from mcore_ckpt.chunks import Box, check_tiling
 from mcore_ckpt.manifest import Chunk, TensorRecord
 
@@ -229,20 +230,13 @@ def pack_files(writes: Sequence[Write], max_file_bytes: int) -> list[list[Write]
     return files
 
 
-def compare(wanted: Mapping[str, TensorRecord], stored: Mapping[str, TensorRecord]) -> list[str]:
-    """What is wrong with asking a checkpoint of ``stored`` tensors for ``wanted`` ones; one line a kind, empty when nothing is."""
-    problems = []
-    missing = wanted.keys() - stored.keys()
-    if missing:
-        problems.append(f"missing from the checkpoint: {list_names(missing, stored.keys() - wanted.keys())}")
+def compare(wanted: Mapping[str, TensorRecord], stored: Mapping[str, TensorRecord]) -> Mismatches:
+    """What is wrong with asking a checkpoint of ``stored`` tensors for ``wanted`` ones, all kinds at once."""
     both = sorted(wanted.keys() & stored.keys())
-    shapes = [f"{n} (stored {list(stored[n].shape)}, asked {list(wanted[n].shape)})" for n in both if stored[n].shape != wanted[n].shape]
-    dtypes = [f"{n} (stored {stored[n].dtype}, asked {wanted[n].dtype})" for n in both if stored[n].dtype != wanted[n].dtype]
-    if shapes:
-        problems.append(f"other global shape: {list_names(shapes)}")
-    if dtypes:
-        problems.append(f"other dtype: {list_names(dtypes)}; load into the stored dtype and convert after")
-    return problems
+    shapes = (f"{n} (stored {list(stored[n].shape)}, asked {list(wanted[n].shape)})" for n in both if stored[n].shape != wanted[n].shape)
+    dtypes = (f"{n} (stored {stored[n].dtype}, asked {wanted[n].dtype})" for n in both if stored[n].dtype != wanted[n].dtype)
+    missing, unexpected = wanted.keys() - stored.keys(), stored.keys() - wanted.keys()
+    return Mismatches(missing=tuple(sorted(missing)), unexpected=tuple(sorted(unexpected)), shapes=tuple(shapes), dtypes=tuple(dtypes))
 
 
 def plan_load(wanted: Iterable[tuple[str, Box]], stored: Mapping[str, TensorRecord]) -> list[Read]:

@@ -3,7 +3,7 @@
 """The part of a global tensor that this rank holds, from whatever describes it."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt.chunks import Box
 
-__all__ = ["DeferredTensor", "ShardLike", "ShardedTensor", "as_parts", "as_sharded"]
+__all__ = ["DeferredTensor", "ShardLike", "ShardedTensor", "as_parts", "as_sharded", "as_writable"]
 
 
 @runtime_checkable
@@ -80,18 +80,20 @@ class ShardedTensor:
 
 @dataclass(frozen=True, eq=False)
 class DeferredTensor:
-    """A whole tensor that is made when its turn to be written comes, so that a state of many needs the memory of one."""
+    """A tensor, or a part of one, that is made when its turn to be written comes, so that a state of many needs the memory of one."""
 
     dtype: torch.dtype
     global_shape: tuple[int, ...]
     read: Callable[[], Tensor]
     """Returns it, in host memory; called once a save."""
     replica: int = 0
+    part: Box | None = None
+    """Which indices of the global tensor ``read`` returns; None for all."""
 
     @property
     def box(self) -> Box:
-        """All of it."""
-        return Box.whole(self.global_shape)
+        """Which indices of the global tensor this is."""
+        return Box.whole(self.global_shape) if self.part is None else self.part
 
     @property
     def data(self) -> Tensor:
@@ -125,6 +127,15 @@ def as_sharded(name: str, value: Any) -> ShardedTensor:
         f"{name} is {type(value).__name__}; give a tensor, a DTensor, or an object with data, global_shape, offset and replica "
         "(numbers and strings belong in extra)"
     )
+
+
+def as_writable(name: str, value: Any) -> Sequence[ShardedTensor | DeferredTensor]:
+    """The parts of one global tensor that this rank can write: `as_parts`, or those made when their turn comes."""
+    if isinstance(value, DeferredTensor):
+        return [value]
+    if isinstance(value, list) and value and all(isinstance(part, DeferredTensor) for part in value):
+        return value
+    return as_parts(name, value)
 
 
 def as_parts(name: str, value: Any) -> list[ShardedTensor]:

@@ -3,18 +3,20 @@
 """Looking at a checkpoint without loading it: no model code, no device, no process group."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mcore_ckpt._diff import Difference, diff
 from mcore_ckpt._errors import CheckpointingException
-from mcore_ckpt._formats import open_shard
+from mcore_ckpt._formats import BACKEND_NAME, open_shard
 from mcore_ckpt._load import check_files
 from mcore_ckpt._manager import CheckpointManager
-from mcore_ckpt._storage import Folder, LocalFolder, StoredFile, open_folder
+from mcore_ckpt._storage import Folder, LocalFolder, StoredFile, WatchedFolder, open_folder
 from mcore_ckpt.manifest import Manifest, is_checkpoint, read_manifest
 
-__all__ = ["Summary", "resolve_checkpoint", "summarize", "verify"]
+__all__ = ["Difference", "Summary", "diff", "resolve_checkpoint", "resolve_folder", "summarize", "verify"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,14 +36,23 @@ class Summary:
         """Bytes of all files."""
         return sum(file.bytes for file in self.manifest.files.values())
 
+    @property
+    def stored_format(self) -> str:
+        """One of the formats of `mcore_ckpt.save`: what its files are. A checkpoint that torch wrote is as "fsdp_dtensor" is."""
+        if not any(name.endswith(".distcp") for name in self.manifest.files):
+            return "native"
+        return "fsdp_dtensor" if self.directory.size(BACKEND_NAME) is None else "torch_dist"
+
     def to_json(self) -> dict[str, Any]:
         """For machines: totals, then every tensor and file."""
         return {
             "directory": str(self.directory),
+            "format": self.stored_format,
             "version": self.manifest.version,
             "num_elements": self.num_elements,
             "num_bytes": self.num_bytes,
             "extra": dict(self.manifest.extra),
+            "others": list(self.manifest.others),
             "tensors": {
                 name: {"dtype": tensor.dtype, "shape": list(tensor.shape), "num_chunks": len(tensor.chunks), "num_bytes": tensor.num_bytes}
                 for name, tensor in sorted(self.manifest.tensors.items())
@@ -58,6 +69,8 @@ class Summary:
         left = "{:<{}}  {:<{}}  {:<{}}  {:>{}}  {:>{}}"
         lines = [left.format(*(value for pair in zip(row, widths, strict=True) for value in pair)) for row in rows]
         total = f"{len(rows) - 1} tensors, {self.num_elements} elements, {len(self.manifest.files)} files, {self.num_bytes} bytes"
+        if self.manifest.others:
+            lines.append(f"entries that are no tensors, which load leaves: {', '.join(sorted(self.manifest.others))}")
         return "\n".join([*lines, total, f"extra: {', '.join(sorted(self.manifest.extra)) or 'none'}"])
 
 
@@ -67,13 +80,18 @@ def resolve_checkpoint(directory: str | Path) -> Path:
     Raises:
         CheckpointingException: it is neither.
     """
-    folder = _resolve(directory)
+    folder = resolve_folder(directory)
     if not isinstance(folder, LocalFolder):
         raise CheckpointingException(f"{folder} is not on a disk; copy it to one first")
     return folder.path
 
 
-def _resolve(directory: str | Path | Folder) -> Folder:
+def resolve_folder(directory: str | Path | Folder) -> Folder:
+    """`resolve_checkpoint` wherever it lies, also in an object store.
+
+    Raises:
+        CheckpointingException: neither a checkpoint nor a folder of steps.
+    """
     folder = open_folder(directory)
     if not is_checkpoint(folder):
         manager = CheckpointManager(folder)
@@ -90,26 +108,31 @@ def summarize(directory: str | Path | Folder) -> Summary:
     Raises:
         CheckpointingException: not a checkpoint.
     """
-    folder = _resolve(directory)
+    folder = resolve_folder(directory)
     return Summary(directory=folder, manifest=read_manifest(folder))
 
 
-def verify(directory: str | Path | Folder) -> list[str]:
+def verify(directory: str | Path | Folder, *, on_bytes: Callable[[int], None] | None = None) -> list[str]:
     """Read every byte and compare it with the manifest; returns what is wrong, one line a file, empty when all is well.
+
+    Args:
+        directory: see `resolve_checkpoint`.
+        on_bytes: told of bytes as they are compared.
 
     Raises:
         CheckpointingException: not a checkpoint.
     """
-    folder = _resolve(directory)
+    folder = resolve_folder(directory)
     manifest = read_manifest(folder)
     problems = []
     promised: dict[str, list[tuple[str, str, tuple[int, ...]]]] = defaultdict(list)
     for tensor in manifest.tensors.values():
         for chunk in tensor.chunks:
             promised[chunk.file].append((chunk.key, tensor.dtype, chunk.box.shape))
+    watched = folder if on_bytes is None else WatchedFolder(folder, on_bytes)
     for name in sorted(manifest.files):
         try:
-            check_files(folder, manifest, [name])
+            check_files(watched, manifest, [name])
             file = open_shard(StoredFile(folder, name))
             for key, dtype, shape in promised[name]:
                 slot = file.slot(key)

@@ -3,17 +3,22 @@
 """The formats of a checkpoint's files, and the metadata that other readers want beside them."""
 
 from mcore_ckpt._formats._archive import DistcpFile
-from mcore_ckpt._formats._layout import FORMATS, ShardFile, open_shard, own_file, shard_name, side_files, write_shard
-from mcore_ckpt._formats._torch_dist import METADATA_NAME, read_metadata, write_metadata
+from mcore_ckpt._formats._layout import BACKEND_NAME, FORMATS, ShardFile, open_shard, own_file, shard_name, side_files, write_shard
+from mcore_ckpt._formats._objects import Foreign, read_objects
+from mcore_ckpt._formats._torch_dist import METADATA_NAME, read_metadata, read_places, write_metadata
 
 __all__ = [
+    "BACKEND_NAME",
     "FORMATS",
     "METADATA_NAME",
     "DistcpFile",
+    "Foreign",
     "ShardFile",
     "open_shard",
     "own_file",
     "read_metadata",
+    "read_objects",
+    "read_places",
     "shard_name",
     "side_files",
     "write_metadata",

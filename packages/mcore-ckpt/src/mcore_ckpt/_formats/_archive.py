@@ -10,7 +10,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt._formats._records import Call, Name, Persistent, decode_records, encode_records
 from mcore_ckpt._storage import FileRecord, StoredFile, TensorSlot, bytes_as_tensor, dtype_code, dtype_of, tensor_bytes, write_hashed
 
-__all__ = ["DistcpFile", "write_distcp"]
+__all__ = ["DistcpFile", "bytes_of", "check_reach", "describe", "open_window", "write_distcp"]
 
 _ALIGNMENT = 64
 _MAX_RECORD_BYTES = 2**20
@@ -140,6 +140,11 @@ class _Window(io.RawIOBase):
         return bytes(self._file.read(self._begin + begin, self._begin + end)) if begin < end else b""
 
 
+def open_window(file: StoredFile, begin: int, length: int) -> BinaryIO:
+    """Bytes ``begin`` to ``begin + length`` of a file, as a file for a zip reader."""
+    return cast(BinaryIO, _Window(file, begin, length))
+
+
 @dataclass(frozen=True)
 class _Place:
     """Where a tensor lies in its file; bytes of a slot that is not contiguous are those of its whole storage."""
@@ -208,25 +213,16 @@ class DistcpFile:
 
 def _locate(file: StoredFile, begin: int, length: int) -> _Place:
     """The one tensor of an archive; its bytes are counted from the start of the file."""
-    with zipfile.ZipFile(_Window(file, begin, length)) as archive:
+    with zipfile.ZipFile(open_window(file, begin, length)) as archive:
         entries = {name.partition("/")[2]: entry for name, entry in archive.NameToInfo.items()}
         if "data.pkl" not in entries or entries["data.pkl"].file_size > _MAX_RECORD_BYTES or entries["data.pkl"].compress_type:
             raise ValueError("no description of a tensor")
         record = decode_records(archive.read(entries["data.pkl"]))
         if "byteorder" in entries and archive.read(entries["byteorder"]) != b"little":
             raise ValueError("not little-endian")
-    code, shape, stride, first, storage, storage_bytes = _describe(record)
-    entry, width = entries.get(f"data/{storage}"), dtype_of(code).itemsize
-    last = first + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    reach = (last + 1) * width if math.prod(shape) else 0
-    if entry is None or entry.compress_type or entry.file_size != storage_bytes or reach > storage_bytes:
-        raise ValueError(f"no bytes for a tensor of {code} {list(shape)}")
-    header = bytes(file.read(begin + entry.header_offset, begin + min(entry.header_offset + 30, length)))
-    name_length, extra_length = struct.unpack("<HH", header[26:30])
-    start = entry.header_offset + 30 + name_length + extra_length
-    if start + entry.file_size > length:
-        raise ValueError("the data reach outside the archive")
-    data = begin + start
+    code, shape, stride, first, storage, storage_bytes = describe(record)
+    data, width = bytes_of(file, begin, length, entries.get(f"data/{storage}"), storage_bytes), dtype_of(code).itemsize
+    check_reach(code, shape, stride, first, storage_bytes)
     place = _Place(TensorSlot(code, shape, data, data + storage_bytes), stride, first)
     if place.contiguous:
         data += first * width if math.prod(shape) else 0
@@ -234,15 +230,37 @@ def _locate(file: StoredFile, begin: int, length: int) -> _Place:
     return place
 
 
-def _describe(record: Any) -> tuple[str, tuple[int, ...], tuple[int, ...], int, str, int]:
-    """Element type, shape, stride, first element in the storage, name of the storage, bytes of the storage."""
+def bytes_of(file: StoredFile, begin: int, length: int, entry: zipfile.ZipInfo | None, num_bytes: int) -> int:
+    """Where the bytes of a storage begin, counted from the start of the file; they lie there as they are."""
+    if entry is None or entry.compress_type or entry.file_size != num_bytes:
+        raise ValueError(f"no storage of {num_bytes} bytes")
+    header = bytes(file.read(begin + entry.header_offset, begin + min(entry.header_offset + 30, length)))
+    name_length, extra_length = struct.unpack("<HH", header[26:30])
+    start = entry.header_offset + 30 + name_length + extra_length
+    if start + entry.file_size > length:
+        raise ValueError("the data reach outside the archive")
+    return begin + start
+
+
+def check_reach(code: str, shape: tuple[int, ...], stride: tuple[int, ...], first: int, storage_bytes: int) -> None:
+    """Check that a tensor stays inside its storage.
+
+    Raises:
+        ValueError: it does not.
+    """
+    last = first + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    if math.prod(shape) and (last + 1) * dtype_of(code).itemsize > storage_bytes:
+        raise ValueError(f"no bytes for a tensor of {code} {list(shape)}")
+
+
+def describe(record: Any) -> tuple[str, tuple[int, ...], tuple[int, ...], int, str, int]:
+    """Of the record of a tensor: element type, shape, stride, first element in the storage, name of the storage, bytes of the storage."""
     if isinstance(record, Call) and record.name == "torch._utils._rebuild_parameter" and record.arguments:
         record = record.arguments[0]
     if not isinstance(record, Call) or record.name not in ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"):
         raise ValueError("not a plain tensor")
-    reference, offset, shape, stride, *more = record.arguments
-    if isinstance(shape, Call) and shape.name == "torch.Size":
-        (shape,) = shape.arguments
+    reference, offset, size, stride, *more = record.arguments
+    shape: Any = size.arguments[0] if isinstance(size, Call) and size.name == "torch.Size" else size
     _, storage, key, _, numel = reference.value
     code = _CODES.get(storage.text)
     if record.name.endswith("v3"):

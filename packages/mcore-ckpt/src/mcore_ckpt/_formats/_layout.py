@@ -14,9 +14,10 @@ from mcore_ckpt._formats._archive import DistcpFile, write_distcp
 from mcore_ckpt._formats._torch_dist import METADATA_NAME, Stored, write_metadata
 from mcore_ckpt._storage import FileRecord, SafetensorsFile, StoredFile, TensorSlot, write_safetensors
 
-__all__ = ["FORMATS", "ShardFile", "open_shard", "own_file", "shard_name", "side_files", "write_shard"]
+__all__ = ["BACKEND_NAME", "FORMATS", "ShardFile", "open_shard", "own_file", "shard_name", "side_files", "write_shard"]
 
-FORMATS = ("native", "torch_dist")
+FORMATS = ("native", "torch_dist", "fsdp_dtensor")
+BACKEND_NAME = "metadata.json"
 _OWN = re.compile(r"[0-9a-f]{8}-r[0-9]+-[0-9]+\.safetensors|__[0-9]+_[0-9]+_[0-9a-f]{8}\.distcp")
 _BACKEND = MappingProxyType({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
 
@@ -42,7 +43,7 @@ def own_file(name: str) -> bool:
 
 def shard_name(format: str, token: str, rank: int, number: int) -> str:
     """Name of the ``number``-th file of ``rank``; ``token`` differs from one attempt to the next."""
-    if format == "torch_dist":
+    if format != "native":
         return f"__{rank}_{number}_{token}.distcp"
     return f"{token}-r{rank:05d}-{number:03d}.safetensors"
 
@@ -67,6 +68,8 @@ def open_shard(file: StoredFile) -> ShardFile:
 
 def side_files(format: str, tensors: Mapping[str, Stored]) -> dict[str, bytes]:
     """Files for other readers, by name, in the order in which they are to appear."""
-    if format != "torch_dist":
+    if format == "native":
         return {}
-    return {METADATA_NAME: write_metadata(tensors), "metadata.json": json.dumps(dict(_BACKEND)).encode()}
+    files = {METADATA_NAME: write_metadata(tensors)}
+    # What tells the two apart for their other readers: fsdp_dtensor is what torch.distributed.checkpoint writes, and nothing beside.
+    return files if format == "fsdp_dtensor" else {**files, BACKEND_NAME: json.dumps(dict(_BACKEND)).encode()}

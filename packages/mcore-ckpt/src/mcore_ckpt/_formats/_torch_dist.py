@@ -12,7 +12,7 @@ from mcore_ckpt._formats._records import Call, Name, Table, decode_records, enco
 from mcore_ckpt._storage import Folder, StoredFile, dtype_code, dtype_of
 from mcore_ckpt.chunks import Box, check_tiling
 
-__all__ = ["METADATA_NAME", "read_metadata", "write_metadata"]
+__all__ = ["METADATA_NAME", "read_metadata", "read_places", "write_metadata"]
 
 METADATA_NAME = ".metadata"
 _MODULE = "torch.distributed.checkpoint.metadata"
@@ -58,12 +58,8 @@ def read_metadata(folder: Folder) -> tuple[dict[str, Stored], list[str]]:
         ValueError: it is not one, or it contradicts itself.
         OSError: it cannot be read.
     """
-    file = StoredFile(folder, METADATA_NAME)
-    size = file.size()
-    if size > _MAX_BYTES:
-        raise ValueError(f"longer than {_MAX_BYTES} bytes")
     try:
-        root = _fields(decode_records(bytes(file.read(0, size))), "Metadata")
+        root = _root(folder)
         places: dict[tuple[str, tuple[int, ...]], tuple[str, str]] = {}
         for index, info in root["storage_data"].pairs:
             key, where = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
@@ -83,6 +79,36 @@ def read_metadata(folder: Folder) -> tuple[dict[str, Stored], list[str]]:
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"malformed: {type(error).__name__} {error}") from error
     return tensors, others
+
+
+def read_places(folder: Folder) -> dict[str, tuple[StoredFile, int, int]]:
+    """Where the entries lie that are no tensors, by name: file, first byte and number of bytes.
+
+    Raises:
+        ValueError: the metadata contradict themselves.
+        OSError: they cannot be read.
+    """
+    places = {}
+    try:
+        for index, info in _root(folder)["storage_data"].pairs:
+            key, where = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
+            if key.get("offset") is not None or where.get("transform_descriptors"):
+                continue
+            if not _FILE.fullmatch(where["relative_path"]):
+                raise ValueError(f"file name {where['relative_path']!r} does not stay inside the folder")
+            begin, length = _numbers((where["offset"], where["length"]))
+            places[key["fqn"]] = (StoredFile(folder, where["relative_path"]), begin, length)
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"malformed: {type(error).__name__} {error}") from error
+    return places
+
+
+def _root(folder: Folder) -> dict[str, Any]:
+    file = StoredFile(folder, METADATA_NAME)
+    size = file.size()
+    if size > _MAX_BYTES:
+        raise ValueError(f"longer than {_MAX_BYTES} bytes")
+    return _fields(decode_records(bytes(file.read(0, size))), "Metadata")
 
 
 def _tensor(name: str, fields: dict[str, Any], places: Mapping[tuple[str, tuple[int, ...]], tuple[str, str]]) -> Stored:

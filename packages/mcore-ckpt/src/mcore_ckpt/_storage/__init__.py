@@ -4,12 +4,13 @@
 
 from mcore_ckpt._storage._dtypes import dtype_code, dtype_of, itemsize
 from mcore_ckpt._storage._files import file_digest, sync_folder, write_file
-from mcore_ckpt._storage._folder import FileRecord, Folder, StoredFile, digest_file, write_hashed
+from mcore_ckpt._storage._folder import FileRecord, Folder, StoredFile, digest_file, num_cores, write_hashed
 from mcore_ckpt._storage._local import LocalFolder
 from mcore_ckpt._storage._memory import MemoryFolder
 from mcore_ckpt._storage._object import ObjectFolder
 from mcore_ckpt._storage._open import as_file, open_folder
 from mcore_ckpt._storage._safetensors import SafetensorsFile, TensorSlot, bytes_as_tensor, read_header, tensor_bytes, write_safetensors
+from mcore_ckpt._storage._watched import WatchedFolder
 
 __all__ = [
     "FileRecord",
@@ -20,6 +21,7 @@ __all__ = [
     "SafetensorsFile",
     "StoredFile",
     "TensorSlot",
+    "WatchedFolder",
     "as_file",
     "bytes_as_tensor",
     "digest_file",
@@ -27,6 +29,7 @@ __all__ = [
     "dtype_of",
     "file_digest",
     "itemsize",
+    "num_cores",
     "open_folder",
     "read_header",
     "sync_folder",

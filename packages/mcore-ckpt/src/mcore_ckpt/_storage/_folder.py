@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-__all__ = ["FileRecord", "Folder", "StoredFile", "digest_file", "write_hashed"]
+__all__ = ["FileRecord", "Folder", "StoredFile", "digest_file", "num_cores", "write_hashed"]
 
 CHUNK_BYTES = 16 * 2**20
 """Between hashing and writing: small enough to stay in cache and under the limit of one write call."""
@@ -30,7 +30,8 @@ class Folder(Protocol):
     """Files by name, in one place. Failures are `OSError`.
 
     A save creates the folder, writes files under names that never existed, syncs, then publishes the manifest: only ``publish`` must be
-    atomic, so a disk, an object store and memory can all keep the promise that a checkpoint exists or does not.
+    atomic, so a disk, an object store and memory can all keep the promise that a checkpoint exists or does not. Several files may be
+    written or read at a time, on threads.
     """
 
     @property
@@ -137,6 +138,11 @@ def write_hashed(file: StoredFile, parts: Iterable[bytes | bytearray | memoryvie
     with ThreadPoolExecutor(1, "hash") as pool:
         file.folder.write(file.name, hashed(pool))
     return FileRecord(total, digest.hexdigest())
+
+
+def num_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def digest_file(file: StoredFile) -> FileRecord:

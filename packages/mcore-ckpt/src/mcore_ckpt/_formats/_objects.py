@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""What ``torch.save`` wrote, as plain values and tensors: nothing in it is imported, and nothing is called."""
+
+import struct
+import zipfile
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from mcore_ckpt._errors import CheckpointingException
+from mcore_ckpt._formats._archive import bytes_of, check_reach, describe, open_window
+from mcore_ckpt._formats._records import Call, Name, Persistent, Table, decode_records
+from mcore_ckpt._storage import StoredFile, bytes_as_tensor, dtype_of
+
+__all__ = ["Foreign", "read_objects"]
+
+_MAX_RECORD_BYTES = 2**30
+_TENSORS = frozenset({"torch._utils._rebuild_parameter", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"})
+_NAMESPACES = frozenset({"argparse.Namespace", "types.SimpleNamespace"})
+
+
+@dataclass(frozen=True, eq=False)
+class Foreign:
+    """An object that is no plain value: the name of what would make it, with what, and the state it would be given. It was not made."""
+
+    name: str
+    arguments: tuple[Any, ...] = ()
+    state: Any = None
+
+
+def read_objects(file: StoredFile, begin: int = 0, length: int | None = None) -> Any:
+    """The value in a file of ``torch.save``, or in a part of a file.
+
+    None, bool, int, float, str, bytes, list, tuple and dict come as they are, ordered dicts and namespaces as dict, tensors as views of the
+    file (copy what you keep), anything else as `Foreign`.
+
+    Raises:
+        CheckpointingException: it is not such a file, or a damaged one; names it.
+    """
+    try:
+        size = file.size()
+        length = size - begin if length is None else length
+        if begin + length > size:
+            raise ValueError(f"bytes {begin} to {begin + length} of {size}")
+        with zipfile.ZipFile(open_window(file, begin, length)) as archive:
+            entries = {name.partition("/")[2]: entry for name, entry in archive.NameToInfo.items()}
+            described = entries.get("data.pkl")
+            if described is None or described.compress_type or described.file_size > min(_MAX_RECORD_BYTES, length):
+                raise ValueError("no description of what it holds; files of torch before 1.6 are not read")
+            record = decode_records(archive.read(described))
+            if "byteorder" in entries and archive.read(entries["byteorder"]) != b"little":
+                raise ValueError("not little-endian")
+        return _Reading(file, begin, length, entries).value(record)
+    except (ValueError, TypeError, AttributeError, OSError, RecursionError, zipfile.BadZipFile, RuntimeError, struct.error) as error:
+        raise CheckpointingException(f"{file}: not a sound file of torch.save: {error}") from error
+
+
+class _Reading:
+    """One file's records turned into values; what was shared stays shared, so no value grows by being referred to often."""
+
+    def __init__(self, file: StoredFile, begin: int, length: int, entries: dict[str, zipfile.ZipInfo]) -> None:
+        self._file, self._begin, self._length, self._entries = file, begin, length, entries
+        self._made: dict[int, Any] = {}
+
+    def value(self, record: Any) -> Any:
+        if isinstance(record, Table | Call | list | tuple):
+            if id(record) not in self._made:
+                self._made[id(record)] = self._make(record)
+            return self._made[id(record)]
+        if isinstance(record, Name):
+            return Foreign(record.text)
+        return Foreign("storage") if isinstance(record, Persistent) else record
+
+    def _make(self, record: Any) -> Any:
+        if isinstance(record, tuple | list):
+            return type(record)(self.value(item) for item in record)
+        if isinstance(record, Table):
+            return self._dict(record.pairs)
+        if record.name in _TENSORS:
+            return self._tensor(record)
+        if record.name == "collections.OrderedDict":
+            return self._dict([pair for pair in record.arguments if isinstance(pair, tuple) and len(pair) == 2])
+        if record.name in _NAMESPACES and isinstance(record.state, Table):
+            return self._dict(record.state.pairs)
+        if record.name == "torch.Size":
+            return tuple(self.value(record.arguments[0]))
+        return Foreign(record.name, self.value(record.arguments), self.value(record.state))
+
+    def _dict(self, pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+        return {self.value(key): self.value(item) for key, item in pairs}
+
+    def _tensor(self, record: Call) -> Tensor:
+        code, shape, stride, first, storage, num_bytes = describe(record)
+        check_reach(code, shape, stride, first, num_bytes)
+        begin = bytes_of(self._file, self._begin, self._length, self._entries.get(f"data/{storage}"), num_bytes)
+        dtype = dtype_of(code)
+        whole = bytes_as_tensor(self._file.read(begin, begin + num_bytes), dtype, (num_bytes // dtype.itemsize,))
+        return whole.as_strided(shape, stride, first)

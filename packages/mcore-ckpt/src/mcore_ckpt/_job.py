@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""What one rank has to write for a save, and the commit that makes it a checkpoint."""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_ckpt._control import Control, LostContact
+from mcore_ckpt._errors import CheckpointingException
+from mcore_ckpt._formats import BACKEND_NAME, METADATA_NAME, side_files, write_shard
+from mcore_ckpt._plan import SavePlan, Write
+from mcore_ckpt._sharded import DeferredTensor, ShardedTensor
+from mcore_ckpt._storage import FileRecord, Folder, StoredFile, WatchedFolder
+from mcore_ckpt.chunks import Box
+from mcore_ckpt.manifest import MANIFEST_NAME, Chunk, Manifest, TensorRecord, is_checkpoint
+
+__all__ = ["SIDE_NAMES", "Job", "commit"]
+
+SIDE_NAMES = tuple(name + end for name in (METADATA_NAME, BACKEND_NAME, MANIFEST_NAME) for end in ("", ".partial"))
+"""What a save writes beside its shards; a manifest only by committing."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What this rank has to do for one save."""
+
+    control: Control
+    directory: Folder
+    extra: Mapping[str, Any]
+    format: str
+    plan: SavePlan
+    files: Mapping[str, list[Write]]
+    """This rank's files by name."""
+    shards: Mapping[tuple[str, Box], ShardedTensor | DeferredTensor]
+    num_threads: int = 1
+    """Files written at a time."""
+
+    def write(self, on_bytes: Callable[[int], None] | None = None) -> list[list[Any]]:
+        """Write this rank's files; [name, bytes, sha256, keys of its tensors] each. No collectives: it may run on another thread.
+
+        Args:
+            on_bytes: told of bytes as they are written; what it raises ends the save.
+        """
+        failures: list[BaseException] = []
+
+        def passed(count: int) -> None:
+            if failures:
+                raise CheckpointingException("another file of this rank failed")
+            if on_bytes is not None:
+                on_bytes(count)
+
+        folder = WatchedFolder(self.directory, passed)
+
+        def write_one(file: str) -> list[Any]:
+            try:
+                return self._write_file(folder, file)
+            except BaseException as error:
+                failures.append(error)
+                raise
+
+        try:
+            if self.num_threads == 1 or len(self.files) < 2:
+                results = [write_one(file) for file in self.files]
+            else:
+                self._finish_devices()
+                with ThreadPoolExecutor(self.num_threads, "save") as pool:
+                    results = list(pool.map(write_one, self.files))
+            if results:
+                self.directory.sync()
+        except BaseException:
+            self.discard()
+            if failures:
+                # The first, which the others only followed.
+                raise failures[0] from None
+            raise
+        return results
+
+    def _finish_devices(self) -> None:
+        """Wait for what this thread has queued on devices: other threads queue their copies elsewhere."""
+        devices = {shard.data.device for shard in self.shards.values() if isinstance(shard, ShardedTensor) and shard.data.is_cuda}
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+
+    def _write_file(self, folder: Folder, file: str) -> list[Any]:
+        writes = self.files[file]
+        keys = [_key(write, self.plan) for write in writes]
+        entries = [(key, *self._entry(write)) for key, write in zip(keys, writes, strict=True)]
+        record, places = write_shard(StoredFile(folder, file), entries)
+        return [file, record.bytes, record.sha256, [places[key] for key in keys]]
+
+    def discard(self) -> None:
+        """Remove this rank's files of a save that failed."""
+        for file in self.files:
+            with contextlib.suppress(OSError):
+                self.directory.remove(file)
+
+    def _entry(self, write: Write) -> tuple[str, tuple[int, ...], Callable[[], Tensor]]:
+        tensor = self.plan.tensors[write.name]
+        return tensor.dtype, write.box.shape, partial(_data, self.shards[write.name, write.box])
+
+
+def _data(shard: ShardedTensor | DeferredTensor) -> Tensor:
+    return shard.data
+
+
+def _key(write: Write, plan: SavePlan) -> str:
+    """The plain name where the whole tensor is in one chunk: such a file reads like any other safetensors file."""
+    if write.box == Box.whole(plan.tensors[write.name].shape):
+        return write.name
+    return f"{write.name}@{'.'.join(map(str, write.box.offset))}"
+
+
+def commit(job: Job, write: Callable[[], list[list[Any]]]) -> None:
+    """Gather what the ranks wrote; the first rank makes it a checkpoint."""
+    control, directory = job.control, job.directory
+
+    def publish() -> None:
+        if control.rank:
+            return
+        files = {name: FileRecord(size, digest) for rows in written for name, size, digest, _ in rows}
+        for name, record in files.items():
+            size = directory.size(name)
+            if size != record.bytes:
+                seen = "is not" if size is None else f"has {size} bytes"
+                raise CheckpointingException(f"{name} {seen} here, its writer wrote {record.bytes}; do the ranks share the folder?")
+        tensors = _place(job.plan, answers)
+        stored = {name: (t.dtype, t.shape, [(chunk.file, chunk.key, chunk.box) for chunk in t.chunks]) for name, t in tensors.items()}
+        for name, content in side_files(job.format, stored).items():
+            directory.publish(name, content)
+        directory.publish(MANIFEST_NAME, Manifest(tensors=tensors, files=files, extra=job.extra).encode())
+
+    def report() -> dict[str, Any]:
+        rows = write()
+        chunks = [[w.name, *w.box.to_json(), file, key] for file, *_, keys in rows for w, key in zip(job.files[file], keys, strict=True)]
+        return {"rows": rows, "chunks": chunks}
+
+    try:
+        answers = control.run(f"writing {directory}", report)
+        written = [answer["rows"] for answer in answers]
+        control.run(f"committing {directory}", publish)
+    except LostContact:
+        # The first rank may be committing at this very moment: the files stay, and go with the next save if it was not.
+        raise
+    except CheckpointingException:
+        # A rename that was made but could not be confirmed leaves a checkpoint; its files must then stay. The first rank knows.
+        if not control.run(f"looking at {directory}", lambda: control.rank == 0 and is_checkpoint(directory))[0]:
+            job.discard()
+            if control.rank == 0:
+                for name in SIDE_NAMES:
+                    with contextlib.suppress(OSError):
+                        directory.remove(name)
+            # No rank writes any more; the last one to get here finds nothing left.
+            with contextlib.suppress(OSError):
+                directory.remove_all(only_empty=True)
+        raise
+
+
+def _place(plan: SavePlan, answers: list[Any]) -> dict[str, TensorRecord]:
+    chunks: dict[str, list[Chunk]] = {name: [] for name in plan.tensors}
+    for answer in answers:
+        for name, offset, shape, file, key in answer["chunks"]:
+            chunks[name].append(Chunk(file, key, Box(tuple(offset), tuple(shape))))
+    return {name: TensorRecord(tensor.dtype, tensor.shape, tuple(chunks[name])) for name, tensor in plan.tensors.items()}

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""What several verbs share: arguments, and choosing tensors by pattern."""
+
+import argparse
+import fnmatch
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from mcore_ckpt._errors import list_names
+from mcore_ckpt._storage import dtype_of
+
+__all__ = ["DTYPES", "Commands", "add_dtype", "add_source", "add_verify", "choose", "chosen_dtype"]
+
+Commands = Any
+"""What argparse returns from ``add_subparsers``; it has no public name."""
+
+DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+
+
+def add_source(command: argparse.ArgumentParser, name: str = "directory") -> None:
+    """A checkpoint to read."""
+    command.add_argument(name, help="a checkpoint, or a folder of steps (its newest)")
+
+
+def add_verify(command: argparse.ArgumentParser) -> None:
+    """Whether to compare what is read with its digests."""
+    command.add_argument("--no-verify", dest="verify", action="store_false", help="do not compare the files with their SHA-256 first")
+
+
+def add_dtype(command: argparse.ArgumentParser) -> None:
+    """An element type to convert to."""
+    command.add_argument("--dtype", choices=sorted(DTYPES), help="convert to it; default: keep")
+
+
+def chosen_dtype(options: argparse.Namespace) -> torch.dtype | None:
+    """The type of `add_dtype`, None to keep what there is."""
+    return None if options.dtype is None else dtype_of(DTYPES[options.dtype])
+
+
+def choose(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
+    """The names that match one of some shell patterns.
+
+    Raises:
+        ValueError: a pattern that no name matches.
+    """
+    names, chosen = list(names), set[str]()
+    for pattern in patterns:
+        found = [name for name in names if name == pattern] or fnmatch.filter(names, pattern)
+        if not found:
+            raise ValueError(f"no tensor is called {list_names([pattern], names)}")
+        chosen.update(found)
+    return chosen
