@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Knowledge distillation: a student learns the distributions and hidden states of a teacher, which runs beside it or was written down."""
+
+from mcore_parallel.training.distill._balance import FixedBalancer, LossBalancer, LossParts, RatioBalancer
+from mcore_parallel.training.distill._capture import HiddenCapture
+from mcore_parallel.training.distill._divergence import (
+    vocab_parallel_kl_divergence,
+    vocab_parallel_sparse_kl_divergence,
+    vocab_parallel_top_k,
+)
+from mcore_parallel.training.distill._hidden import HiddenPair, HiddenProjection, hidden_cosine_loss, hidden_mse_loss
+from mcore_parallel.training.distill._objective import DistillationConfig, DistillationObjective
+from mcore_parallel.training.distill._store import LogProbStore, LogProbStoreConfig, LogProbStoreError, LogProbStoreWriter, record, writes
+from mcore_parallel.training.distill._teacher import Teacher
+
+__all__ = [
+    "DistillationConfig",
+    "DistillationObjective",
+    "FixedBalancer",
+    "HiddenCapture",
+    "HiddenPair",
+    "HiddenProjection",
+    "LogProbStore",
+    "LogProbStoreConfig",
+    "LogProbStoreError",
+    "LogProbStoreWriter",
+    "LossBalancer",
+    "LossParts",
+    "RatioBalancer",
+    "Teacher",
+    "hidden_cosine_loss",
+    "hidden_mse_loss",
+    "record",
+    "vocab_parallel_kl_divergence",
+    "vocab_parallel_sparse_kl_divergence",
+    "vocab_parallel_top_k",
+    "writes",
+]

@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""A teacher's likeliest tokens on disk."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mcore_parallel.comm import all_reduce
+from mcore_parallel.training._batch import Batch
+from mcore_parallel.training.distill._divergence import vocab_parallel_top_k
+from mcore_parallel.training.distill._teacher import Teacher
+
+LOG_PROBS, TOKEN_IDS = "teacher_log_probs", "teacher_token_ids"
+"""Entries of ``Batch.extras``, [B, S, K]."""
+_KEY_BYTES = 16
+_ARRAYS = ("keys", "log_probs", "token_ids")
+_SETTINGS = "store.json"
+
+
+class LogProbStoreError(ValueError):
+    """A store that does not exist, is damaged, was made otherwise, or lacks a sample."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogProbStoreConfig:
+    """What the numbers of a store are; all that is written to it and learnt from it agrees.
+
+    Raises:
+        ValueError: a number out of its range.
+    """
+
+    teacher: str
+    """Which weights: whatever identifies them to the user, for instance the SHA-256 of their manifest."""
+    seq_len: int
+    """Tokens of a sample."""
+    top_k: int = 64
+    """Tokens that are kept of each distribution."""
+    temperature: float = 1.0
+    """Of the log-probabilities; that of the student must be the same."""
+
+    def __post_init__(self) -> None:
+        for name in ("seq_len", "top_k"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if not self.temperature > 0:
+            raise ValueError(f"temperature={self.temperature} must be above 0")
+
+
+class LogProbStoreWriter:
+    """Adds samples to a store. Many may write to one folder, each under a name of its own.
+
+    A shard is a folder that is renamed into place when it is complete: whatever is killed, a store holds whole shards, and a writer of the
+    same name goes on behind them.
+
+    Args:
+        folder: of the store; made if it does not exist.
+        config: must equal that of the samples that are there.
+        name: of this writer (letters, digits, _).
+        shard_samples: samples of a shard.
+
+    Raises:
+        LogProbStoreError: the folder holds samples made otherwise.
+        ValueError: a name with other characters, a size below 1.
+    """
+
+    def __init__(self, folder: str | Path, config: LogProbStoreConfig, *, name: str = "0", shard_samples: int = 1024) -> None:
+        if not name.isidentifier() and not name.isdigit():
+            raise ValueError(f"name={name!r} must consist of letters, digits and _")
+        if shard_samples < 1:
+            raise ValueError(f"shard_samples={shard_samples} must be at least 1")
+        self.folder, self.config, self.name, self.shard_samples = Path(folder), config, name, shard_samples
+        self.folder.mkdir(parents=True, exist_ok=True)
+        settings = self.folder / _SETTINGS
+        if settings.exists():
+            if (found := _read_settings(self.folder)) != config:
+                raise LogProbStoreError(f"{self.folder} was made with {found}, not with {config}; write to another folder")
+        else:
+            partial = settings.with_name(f".{_SETTINGS}.{name}.partial")
+            partial.write_text(json.dumps(dataclasses.asdict(config), indent=1) + "\n", encoding="utf-8")
+            os.replace(partial, settings)
+        self._known = {key for shard in _shards(self.folder, config) for key in shard.samples()}
+        self._waiting: list[tuple[bytes, NDArray[Any], NDArray[Any]]] = []
+
+    def holds(self, batch: Batch) -> bool:
+        """Whether all samples of a batch are there, or wait to be written."""
+        return self._known.issuperset(_keys(batch, self.config))
+
+    def add(self, batch: Batch, log_probs: Tensor, token_ids: Tensor) -> None:
+        """The samples of a batch that are not there yet.
+
+        Args:
+            batch: [B, S], whole sequences.
+            log_probs: [B, S, K] float.
+            token_ids: [B, S, K] integers.
+
+        Raises:
+            LogProbStoreError: other sizes than the store's.
+        """
+        keys = _keys(batch, self.config)
+        expected = (len(keys), self.config.seq_len, self.config.top_k)
+        if log_probs.shape != expected or token_ids.shape != expected:
+            shapes = f"{tuple(log_probs.shape)} and {tuple(token_ids.shape)}"
+            raise LogProbStoreError(f"log_probs and token_ids of shapes {shapes} must both be [B, seq_len, top_k] = {expected}")
+        values, ids = log_probs.float().cpu().numpy(), token_ids.to(torch.int32).cpu().numpy()
+        for key, row, row_ids in zip(keys, values, ids, strict=True):
+            if key not in self._known:
+                self._known.add(key)
+                self._waiting.append((key, row, row_ids))
+        while len(self._waiting) >= self.shard_samples:
+            self._write(self.shard_samples)
+
+    def close(self) -> None:
+        """Write what waits."""
+        if self._waiting:
+            self._write(len(self._waiting))
+
+    def __enter__(self) -> "LogProbStoreWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _write(self, count: int) -> None:
+        rows, self._waiting = self._waiting[:count], self._waiting[count:]
+        number = 1 + max((int(path.name.rpartition("-")[2]) for path in self.folder.glob(f"shard-{self.name}-*")), default=-1)
+        final = self.folder / f"shard-{self.name}-{number:06d}"
+        partial = self.folder / f".{final.name}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        keys = np.frombuffer(b"".join(key for key, _, _ in rows), dtype=np.uint8).reshape(count, _KEY_BYTES)
+        arrays = (keys, np.stack([row for _, row, _ in rows]), np.stack([ids for _, _, ids in rows]))
+        for name, array in zip(_ARRAYS, arrays, strict=True):
+            with (partial / f"{name}.npy").open("wb") as file:
+                np.save(file, array, allow_pickle=False)
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(partial, final)
+
+
+class LogProbStore:
+    """Reads a store; samples are found by their tokens, so that their order, the layout and the replicas may be others than before.
+
+    Args:
+        folder: of the store.
+        temperature: at which the student is compared.
+
+    Raises:
+        LogProbStoreError: no store, a damaged shard, another temperature.
+    """
+
+    def __init__(self, folder: str | Path, *, temperature: float = 1.0) -> None:
+        self.folder = Path(folder)
+        self.config = _read_settings(self.folder)
+        if self.config.temperature != temperature:
+            raise LogProbStoreError(
+                f"{self.folder} holds log-probabilities at temperature={self.config.temperature}, not {temperature}; "
+                "use that one, or write them down again"
+            )
+        self._places: dict[bytes, tuple[_Shard, int]] = {}
+        for shard in _shards(self.folder, self.config):
+            for row, key in enumerate(shard.samples()):
+                self._places.setdefault(key, (shard, row))
+
+    def __len__(self) -> int:
+        """Samples."""
+        return len(self._places)
+
+    def label(self, batches: Sequence[Batch]) -> list[Batch]:
+        """The batches with the teacher's likeliest tokens as extras.
+
+        Args:
+            batches: whole sequences (before ``context_share``, which cuts the extras too).
+
+        Raises:
+            LogProbStoreError: a sample that is not there.
+        """
+        return [self._label(batch) for batch in batches]
+
+    def _label(self, batch: Batch) -> Batch:
+        keys = _keys(batch, self.config)
+        if missing := [number for number, key in enumerate(keys) if key not in self._places]:
+            raise LogProbStoreError(
+                f"{self.folder} has none of the rows {missing} of a batch among its {len(self)} samples; "
+                "run the teacher over the same data, with the same seed and seq_len"
+            )
+        found = [self._places[key] for key in keys]
+        device = batch.tokens.device
+        log_probs = torch.from_numpy(np.stack([shard.log_probs[row] for shard, row in found])).to(device)
+        ids = torch.from_numpy(np.stack([shard.token_ids[row] for shard, row in found])).to(device)
+        return dataclasses.replace(batch, extras={**batch.extras, LOG_PROBS: log_probs, TOKEN_IDS: ids})
+
+
+def record(teacher: Teacher, steps: Iterable[Sequence[Batch]], writer: LogProbStoreWriter | None) -> int:
+    """Run a teacher over data and write its likeliest tokens down; batches that a store holds already are passed over.
+
+    Every rank of the teacher's layout calls it. One rank of a replica writes: the first tp rank of the last pipeline stage.
+
+    Args:
+        teacher: runs.
+        steps: lists of micro-batches, as the student's training gets them.
+        writer: on the ranks that write (``writes``), under a name of their own each; None on the others.
+
+    Returns:
+        Batches that the teacher ran over.
+
+    Raises:
+        ValueError: a layout with cp, a writer missing or too many.
+    """
+    groups = teacher.groups
+    if groups.cp.size > 1:
+        raise ValueError(f"cp={groups.cp.size} cuts sequences, which are written down whole; run the teacher with cp=1")
+    if (writer is not None) != writes(teacher):
+        raise ValueError("a writer belongs on the first tp rank of the last pipeline stage of each replica, and nowhere else; ask writes()")
+    count = 0
+    for batches in steps:
+        missing = [0 if writer is None or writer.holds(batch) else 1 for batch in batches]
+        flags = torch.tensor(missing, device=batches[0].tokens.device)
+        wanted = all_reduce(flags, groups.tp_pp, "max").tolist()
+        todo = [batch for batch, flag in zip(batches, wanted, strict=True) if flag]
+        count += len(todo)
+        for batch in teacher.label(todo) if todo else ():
+            if groups.pp.is_last:
+                _write_down(teacher, batch, writer)
+    return count
+
+
+def writes(teacher: Teacher) -> bool:
+    """Whether this rank hands ``record`` a writer."""
+    return teacher.groups.pp.is_last and teacher.groups.tp.is_first
+
+
+def _write_down(teacher: Teacher, batch: Batch, writer: LogProbStoreWriter | None) -> None:
+    output = teacher.output(batch)
+    # The first tp rank's settings are those of all.
+    settings = torch.zeros(2, dtype=torch.float64, device=batch.tokens.device)
+    if writer is not None:
+        settings[0], settings[1] = writer.config.top_k, writer.config.temperature
+    top_k, temperature = all_reduce(settings, teacher.groups.tp).tolist()
+    with torch.no_grad():
+        logits = output.logits()
+    size = output.layer.unpadded_vocab_size
+    log_probs, ids = vocab_parallel_top_k(logits, int(top_k), group=teacher.groups.tp, temperature=temperature, vocab_size=size)
+    if writer is not None:
+        shape = (*batch.tokens.shape, int(top_k))
+        writer.add(batch, log_probs.view(shape), ids.view(shape))
+
+
+class _Shard:
+    """Samples in one folder, mapped into memory."""
+
+    def __init__(self, folder: Path, config: LogProbStoreConfig) -> None:
+        try:
+            found = [np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in _ARRAYS]
+        except (OSError, ValueError, EOFError) as error:
+            raise LogProbStoreError(f"{folder} is damaged: {error}; remove it and record again") from error
+        self._keys, self.log_probs, self.token_ids = found
+        rows = (len(self._keys), config.seq_len, config.top_k)
+        kinds = [(array.dtype, array.shape) for array in found]
+        expected = [(np.dtype(np.uint8), (rows[0], _KEY_BYTES)), (np.dtype(np.float32), rows), (np.dtype(np.int32), rows)]
+        if kinds != expected:
+            raise LogProbStoreError(f"{folder} is damaged: its arrays are {kinds}, not {expected}; remove it and record again")
+
+    def samples(self) -> list[bytes]:
+        return [row.tobytes() for row in self._keys]
+
+
+def _shards(folder: Path, config: LogProbStoreConfig) -> list[_Shard]:
+    return [_Shard(path, config) for path in sorted(folder.glob("shard-*"))]
+
+
+def _read_settings(folder: Path) -> LogProbStoreConfig:
+    path = folder / _SETTINGS
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return LogProbStoreConfig(**found)
+    except FileNotFoundError:
+        raise LogProbStoreError(f"{folder} is no store: it has no {_SETTINGS}; write one with record") from None
+    except (ValueError, TypeError) as error:
+        raise LogProbStoreError(f"{path} is damaged: {error}") from error
+
+
+def _keys(batch: Batch, config: LogProbStoreConfig) -> list[bytes]:
+    """Of each sample, a digest of its tokens."""
+    if batch.context_size > 1 or batch.cu_seqlens is not None:
+        raise LogProbStoreError(
+            "samples of a store are whole rows of one sequence each; give batches without cu_seqlens, before context_share"
+        )
+    if batch.tokens.shape[1] != config.seq_len:
+        raise LogProbStoreError(f"samples of {batch.tokens.shape[1]} tokens do not fit a store with seq_len={config.seq_len}")
+    rows = batch.tokens.cpu().numpy().astype("<i8")
+    return [hashlib.blake2b(row.tobytes(), digest_size=_KEY_BYTES).digest() for row in rows]

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""A small student comes close to a trained teacher, which runs beside it or was written down."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from mcore_parallel.data import preprocess, train_bpe
+from tools.distill import DistillConfig, distill_rank, main, record_rank
+from tools.journey import train_rank
+from tools.recipes import DataConfig, RunConfig, override, recipe
+
+TEXT = "a student hears what its teacher finds likely, and every other word it could have been. "
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    """A run that has learnt the text."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for number in range(20):
+        (folder / f"{number}.txt").write_text(TEXT * 20, encoding="ascii")
+    tokenizer = train_bpe([TEXT * 20], 290, folder / "tokenizer.json")
+    preprocess(sorted(folder.glob("*.txt")), str(folder / "corpus"), tokenizer, append_eod=True)
+    config = override(
+        recipe("gpt_tiny"),
+        [
+            *("model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=64", "model.vocab_size=320", "train.steps=16"),
+            *("train.seq_len=32", "train.micro_batch_size=4", "train.warmup_steps=2", "train.eval_interval=0", "train.eval_batches=1"),
+            *("optimizer.lr=1e-2", f"output={folder / 'teacher'}"),
+        ],
+    )
+    data = DataConfig(prefix=str(folder / "corpus"), tokenizer=str(folder / "tokenizer.json"), split="80,20,0")
+    config = dataclasses.replace(config, data=data)
+    train_rank(config, "cpu")
+    return config
+
+
+def student(teacher: RunConfig, output: Path) -> RunConfig:
+    return override(teacher, ["model.num_layers=1", "model.hidden_size=16", f"output={output}"])
+
+
+def rows(config: RunConfig) -> list[dict[str, float]]:
+    lines = (Path(config.output) / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    return [row for row in map(json.loads, lines) if "loss" in row]
+
+
+def test_the_student_approaches_a_teacher_that_runs(teacher: RunConfig, tmp_path: Path) -> None:
+    config = DistillConfig(student=student(teacher, tmp_path), teacher=teacher, pairs="layers.0=layers.1,final_norm=final_norm=mse")
+    trained = distill_rank(config, "cpu")
+    curve = rows(config.student)
+    first, last = curve[0], curve[-1]
+    # At the beginning the divergence is that from an even guess.
+    assert last["logits_distillation_loss"] < 0.6 * first["logits_distillation_loss"]
+    assert last["intermediate_distillation_loss"] < first["intermediate_distillation_loss"]
+    # The labels were learnt without being looked at.
+    assert last["lm_loss"] < first["lm_loss"] - 0.5
+    assert trained.validation_loss < first["loss"]
+    again = distill_rank(dataclasses.replace(config, student=override(config.student, ["train.steps=17"])), "cpu")
+    assert len(rows(config.student)) == 17 and again.validation_loss < trained.validation_loss + 0.1
+
+
+def test_a_recorded_teacher_teaches_as_the_one_that_runs(teacher: RunConfig, tmp_path: Path) -> None:
+    runs = override(student(teacher, tmp_path / "runs"), ["train.steps=3"])
+    config = DistillConfig(student=runs, teacher=teacher, top_k=320)
+    distill_rank(config, "cpu")
+    recorded = dataclasses.replace(
+        config, student=dataclasses.replace(runs, output=str(tmp_path / "store_run")), store=str(tmp_path / "store")
+    )
+    assert record_rank(recorded, "cpu") > 3 * 4
+    assert record_rank(recorded, "cpu") == 0
+    distill_rank(recorded, "cpu")
+    assert [row["loss"] for row in rows(recorded.student)] == pytest.approx([row["loss"] for row in rows(runs)], rel=1e-4)
+
+
+def test_the_command(teacher: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(sys, "argv", ["distill", "--recipe", "gpt_tiny", "--teacher", "gpt_tiny"])
+    assert main() == 1
+    assert "student.data.prefix is empty" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["distill", "--recipe", "gpt_tiny", "--teacher", "gpt_tiny", "--set", "pairs=layers.0"])
+    assert main() == 1
+    assert "pairs holds 'layers.0'; write STUDENT=TEACHER" in capsys.readouterr().err
+    fields = {"model.num_layers": 2, "model.hidden_size": 32, "model.ffn_hidden_size": 64, "model.vocab_size": 320}
+    changes = {f"{name}.{field}": value for name in ("student", "teacher") for field, value in fields.items()}
+    changes |= {"student.data.prefix": teacher.data.prefix, "student.data.tokenizer": teacher.data.tokenizer}
+    changes |= {"teacher.output": teacher.output, "student.output": tmp_path / "student", "student.data.split": "80,20,0"}
+    changes |= {
+        f"student.train.{field}": value for field, value in {"steps": 2, "seq_len": 32, "eval_batches": 1, "warmup_steps": 0}.items()
+    }
+    words = [word for path, value in changes.items() for word in ("--set", f"{path}={value}")]
+    words += ["--set", f"store={tmp_path / 'store'}", "--set", "top_k=8"]
+    for more, message in ((["--record"], "the teacher ran over"), ([], "validation loss")):
+        monkeypatch.setattr(sys, "argv", ["distill", "--recipe", "gpt_tiny", "--teacher", "gpt_tiny", *words, *more])
+        assert main() == 0
+        assert message in capsys.readouterr().out
+
+
+def test_choices_that_do_not_go_together_are_refused() -> None:
+    tiny = recipe("gpt_tiny")
+    with pytest.raises(ValueError, match=r"student.model.vocab_size=2048 and teacher.model.vocab_size=4096 must be equal"):
+        DistillConfig(student=tiny, teacher=override(tiny, ["model.vocab_size=4096"]))
+    with pytest.raises(ValueError, match="student must predict the next token only"):
+        DistillConfig(student=recipe("bert_tiny"), teacher=tiny)
+    with pytest.raises(ValueError, match="a store holds likely tokens only"):
+        DistillConfig(student=tiny, teacher=tiny, store="folder", reverse=True)
+    with pytest.raises(ValueError, match="student.data_parallel='fsdp' has no distillation"):
+        DistillConfig(student=dataclasses.replace(tiny, data_parallel="fsdp"), teacher=tiny)
