@@ -175,7 +175,7 @@ def test_cached_indices_equal_built_ones_and_name_their_inputs(tmp_path):
     loaded = make(corpus, cache=cache, num_samples=50)
     assert [os.stat(os.path.join(cache, name)).st_mtime_ns for name in files] == stamps
     for name in ("document_index", "sample_index", "shuffle_index"):
-        assert isinstance(getattr(loaded, name), np.memmap)
+        assert isinstance(getattr(loaded, name).base, np.memmap)
         assert np.array_equal(getattr(built, name), getattr(loaded, name))
         assert getattr(built, name).dtype == getattr(loaded, name).dtype
 
@@ -255,6 +255,17 @@ def test_documents_in_a_sample_are_told_apart(tmp_path):
     assert [plain[name].dtype for name in sorted(plain)] == [torch.int64, torch.float32, torch.int64, torch.int64]
 
 
+def test_bounds_tell_documents_apart_without_a_mask(tmp_path):
+    corpus = text_corpus(tmp_path, [[1, 2, EOD, 3, EOD, EOD, 4, 5, 6]])
+    sample = make(corpus, inter_document_masking=True)[0]
+    assert sample["cu_seqlens"].tolist() == [0, 3, 5, 6, 8]
+    assert sample["cu_seqlens"].dtype == torch.int32
+    assert sample["position_ids"].tolist() == [0, 1, 2, 0, 1, 0, 0, 1]
+    assert "attention_mask" not in sample
+    ending = make(text_corpus(tmp_path, [[1, 2, 3, 4, 5, 6, 7, EOD, 8]]), inter_document_masking=True)[0]
+    assert ending["cu_seqlens"].tolist() == [0, 8]
+
+
 def test_sample_none_has_shapes_and_no_loss(tmp_path):
     dataset = make(text_corpus(tmp_path, [list(range(1, 20))]))
     assert dataset[None]["tokens"].shape == (8,)
@@ -322,6 +333,7 @@ def test_too_little_text_names_the_need(tmp_path):
         ({"sequence_length": 0}, "sequence_length=0"),
         ({"random_seed": -1}, "random_seed=-1"),
         ({"eod_mask_loss": True}, "eod_mask_loss=True needs a tokenizer with an eod id"),
+        ({"inter_document_masking": True}, "inter_document_masking=True needs a tokenizer with an eod id"),
         ({"reset_attention_mask": True, "tokenizer": Words()}, "create_attention_mask=True"),
     ],
 )

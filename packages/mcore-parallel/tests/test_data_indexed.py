@@ -16,15 +16,11 @@ from mcore_parallel.data import IndexedDataset, IndexedDatasetBuilder, IndexedDa
 DTYPES = ["u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2"]
 
 # Three sequences [1 2 3] [] [258] in documents {0, 1} {} {2}, uint16, modes 0 1 2; written by hand from the format's table.
-GOLDEN_IDX = (
-    "4d4d494449445800 00"  # magic
-    "0100000000000000"  # version
-    "08"  # uint16
-    "0300000000000000 0400000000000000"  # sequences, boundaries
-    "03000000 00000000 01000000"  # lengths
-    "0000000000000000 0600000000000000 0600000000000000"  # byte offsets
-    "0000000000000000 0200000000000000 0200000000000000 0300000000000000"  # boundaries
-)
+GOLDEN_HEAD = "4d4d494449445800 000100000000000000"  # magic, version
+GOLDEN_COUNTS = "0300000000000000 040000000000000003000000 00000000 01000000"  # sequences, boundaries; lengths
+GOLDEN_BOUNDS = "0000000000000000 0200000000000000 0200000000000000 0300000000000000"
+GOLDEN_POINTERS = "0000000000000000 0600000000000000 0600000000000000"
+GOLDEN_IDX = GOLDEN_HEAD + "08" + GOLDEN_COUNTS + GOLDEN_POINTERS + GOLDEN_BOUNDS  # 08: uint16
 GOLDEN_MODES = "000102"
 GOLDEN_BIN = "0100 0200 0300 0201"
 
@@ -93,6 +89,34 @@ def test_bulk_documents_equal_one_by_one(tmp_path):
         assert (tmp_path / f"a.{end}").read_bytes() == (tmp_path / f"b.{end}").read_bytes()
 
 
+# Dtype, its code, the byte offset of the second and third sequence, the .bin of [1 2 3] [] [100]: as Megatron-Core 0.16.1 wrote them.
+GOLDEN_DTYPES = [
+    ("u1", "01", "03", "01020364"),
+    ("i1", "02", "03", "01020364"),
+    ("<i2", "03", "06", "0100 0200 0300 6400"),
+    ("<i4", "04", "0c", "01000000 02000000 03000000 64000000"),
+    ("<i8", "05", "18", "0100000000000000 0200000000000000 0300000000000000 6400000000000000"),
+    ("<f8", "06", "18", "000000000000f03f 0000000000000040 0000000000000840 0000000000005940"),
+    ("<f4", "07", "0c", "0000803f 00000040 00004040 0000c842"),
+    ("<u2", "08", "06", "0100 0200 0300 6400"),
+]
+
+
+@pytest.mark.parametrize("multimodal", [False, True])
+@pytest.mark.parametrize(("dtype", "code", "offset", "tokens"), GOLDEN_DTYPES)
+def test_every_dtype_and_mode_has_the_bytes_of_megatron(tmp_path, dtype, code, offset, tokens, multimodal):
+    with IndexedDatasetBuilder(tmp_path / "a.bin", dtype=dtype, multimodal=multimodal) as builder:
+        builder.add_document(torch.tensor([1, 2, 3]), [3, 0], [0, 1] if multimodal else None)
+        builder.end_document()
+        builder.add_item(torch.tensor([100]), 2 if multimodal else 0)
+        builder.end_document()
+        builder.finalize()
+    pointers = "00" * 8 + 2 * (offset + "00" * 7)
+    golden = GOLDEN_HEAD + code + GOLDEN_COUNTS + pointers + GOLDEN_BOUNDS + (GOLDEN_MODES if multimodal else "")
+    assert (tmp_path / "a.idx").read_bytes() == bytes.fromhex(golden)
+    assert (tmp_path / "a.bin").read_bytes() == bytes.fromhex(tokens)
+
+
 @pytest.mark.parametrize("multimodal", [False, True])
 def test_merged_shards_equal_one_build(tmp_path, multimodal):
     write_golden(tmp_path / "a", multimodal)
@@ -119,6 +143,35 @@ def test_merge_refuses_other_dtypes_and_no_shards(tmp_path):
     with pytest.raises(IndexedDatasetError, match="name at least one"):
         merge_indexed([], tmp_path / "c")
     assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx", "b.bin", "b.idx"]
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_gathered_sequences_equal_those_read_one_by_one(tmp_path, mmap):
+    generator = np.random.default_rng(5)
+    parts = [generator.integers(0, 1000, length) for length in (4, 0, 7, 1, 12)]
+    with IndexedDatasetBuilder(tmp_path / "a.bin", dtype="u2") as builder:
+        for part in parts:
+            builder.add_document(part, [part.size])
+        builder.finalize()
+    dataset = IndexedDataset(tmp_path / "a", mmap=mmap)
+    for _ in range(200):
+        indices = generator.integers(0, 5, int(generator.integers(1, 6)))
+        begin, end = int(generator.integers(0, parts[indices[0]].size + 1)), int(generator.integers(0, parts[indices[-1]].size + 1))
+        out = np.full(80, -1)
+        stream = [parts[index] for index in indices]
+        if len(indices) == 1 and begin > end:
+            with pytest.raises(ValueError, match=f"begin={begin}, end={end} give"):
+                dataset.gather(indices, begin, end, out)
+            continue
+        stream[-1] = stream[-1][:end]
+        stream[0] = stream[0][begin:]
+        expected = np.concatenate(stream)
+        assert dataset.gather(indices, begin, end, out) == expected.size
+        assert out.tolist() == expected.tolist() + [-1] * (80 - expected.size)
+    with pytest.raises(ValueError, match="give 4 tokens, out holds 3"):
+        dataset.gather(np.array([0]), 0, 4, np.empty(3, np.int64))
+    with pytest.raises(ValueError, match="begin=5 or end=4 leaves"):
+        dataset.gather(np.array([0]), 5, 4, np.empty(9, np.int64))
 
 
 def test_dataset_without_sequences_opens(tmp_path):

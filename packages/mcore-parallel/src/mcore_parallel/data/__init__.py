@@ -6,8 +6,11 @@ from mcore_parallel.data._blend import BlendedDataset
 from mcore_parallel.data._blend_builder import BlendedMegatronDatasetBuilder
 from mcore_parallel.data._blend_config import BlendedMegatronDatasetConfig, Split, parse_blend, parse_split
 from mcore_parallel.data._builder import IndexedDatasetBuilder, merge_indexed
+from mcore_parallel.data._chat import ChatTurn
+from mcore_parallel.data._conversations import ChatTokenizer, preprocess_conversations, read_conversations
 from mcore_parallel.data._documents import read_documents
 from mcore_parallel.data._errors import DataError, DocumentError, IndexedDatasetError, TokenizerError
+from mcore_parallel.data._fim import GPTFIMDataset, GPTFIMDatasetConfig
 from mcore_parallel.data._gpt import GPTDataset, GPTDatasetConfig
 from mcore_parallel.data._hf_tokenizer import HuggingFaceTokenizer, train_bpe
 from mcore_parallel.data._index_file import token_dtype
@@ -15,17 +18,25 @@ from mcore_parallel.data._indexed import IndexedDataset
 from mcore_parallel.data._masked import MaskedTokensConfig, MaskedTokensDataset
 from mcore_parallel.data._preprocess import PreprocessReport, preprocess
 from mcore_parallel.data._sampler import PretrainingSampler, batches
-from mcore_parallel.data._tokenizer import ByteTokenizer, NullTokenizer, Tokenizer, build_tokenizer
+from mcore_parallel.data._sentencepiece_tokenizer import SentencePieceTokenizer
+from mcore_parallel.data._sft import SFTDataset, SFTDatasetConfig
+from mcore_parallel.data._tiktoken_tokenizer import TiktokenTokenizer
+from mcore_parallel.data._tokenizer import ByteTokenizer, NullTokenizer, Tokenizer
+from mcore_parallel.data._tokenizer_files import build_tokenizer, save_tokenizer
 
 __all__ = [
     "BlendedDataset",
     "BlendedMegatronDatasetBuilder",
     "BlendedMegatronDatasetConfig",
     "ByteTokenizer",
+    "ChatTokenizer",
+    "ChatTurn",
     "DataError",
     "DocumentError",
     "GPTDataset",
     "GPTDatasetConfig",
+    "GPTFIMDataset",
+    "GPTFIMDatasetConfig",
     "HuggingFaceTokenizer",
     "IndexedDataset",
     "IndexedDatasetBuilder",
@@ -35,7 +46,11 @@ __all__ = [
     "NullTokenizer",
     "PreprocessReport",
     "PretrainingSampler",
+    "SFTDataset",
+    "SFTDatasetConfig",
+    "SentencePieceTokenizer",
     "Split",
+    "TiktokenTokenizer",
     "Tokenizer",
     "TokenizerError",
     "batches",
@@ -44,7 +59,10 @@ __all__ = [
     "parse_blend",
     "parse_split",
     "preprocess",
+    "preprocess_conversations",
+    "read_conversations",
     "read_documents",
+    "save_tokenizer",
     "token_dtype",
     "train_bpe",
 ]

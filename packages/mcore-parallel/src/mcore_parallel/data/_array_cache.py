@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import warnings
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_parallel.data._atomic import atomic_file
+from mcore_parallel.data._remote import is_url
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -20,6 +22,18 @@ Arrays = Mapping[str, NDArray[Any]]
 def describe(facts: Mapping[str, Any]) -> str:
     """Canonical JSON of ``facts``; what the hash is taken of and what the cache keeps to be read by people."""
     return json.dumps(facts, indent=4, default=lambda value: getattr(value, "unique_identifiers", str(value)))
+
+
+def fingerprint(numbers: NDArray[np.integer]) -> list[int]:
+    """Count and checksum: a corpus rewritten under the same name must not meet old arrays."""
+    return [numbers.size, zlib.crc32(np.ascontiguousarray(numbers, dtype=np.int32).view(np.uint8).data)]
+
+
+def cache_folder(path_to_cache: str | None, dataset_path: str | None, name: str) -> str | None:
+    """The folder asked for, else one beside the corpus, or none where there is no place on a disk."""
+    if path_to_cache is not None or dataset_path is None or is_url(dataset_path):
+        return path_to_cache
+    return os.path.join(os.path.dirname(dataset_path) or ".", "cache", f"{name}_indices")
 
 
 def cached_arrays(folder: str | None, label: str, description: str, build: Callable[[], Arrays]) -> Arrays:

@@ -2,12 +2,13 @@
 # Copyright (c) 2026 the mcore authors
 """Documents read from text files, folders of them, and JSON lines."""
 
+import contextlib
 import gzip
 import json
 import os
 import zlib
 from collections.abc import Iterator
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from mcore_parallel.data._errors import DocumentError
 
@@ -32,17 +33,25 @@ def read_documents(path: str | os.PathLike[str], *, json_key: str = "text", enco
     if encoding_errors not in ("strict", "replace"):
         raise DocumentError(f"encoding_errors={encoding_errors!r} must be strict or replace")
     for name in document_files(path):
-        try:
-            with _open(name) as file:
-                if _plain_name(name).endswith(_LINE_ENDINGS):
-                    yield from _lines(file, name, json_key, encoding_errors)
-                else:
-                    yield _decode(file.read(), name, encoding_errors)
-        except DocumentError:
-            raise
-        except (OSError, EOFError, zlib.error) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise DocumentError(f"cannot read {name}: {reason}; check its rights, or copy it again") from error
+        with _opened(name) as file:
+            if _plain_name(name).endswith(_LINE_ENDINGS):
+                yield from _lines(file, name, json_key, encoding_errors)
+            else:
+                yield _decode(file.read(), name, encoding_errors)
+
+
+def read_entries(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """JSON objects of a file or of all .jsonl files of a folder, each with its place as ``file:line``.
+
+    Raises:
+        DocumentError: a file cannot be read, or a line is no JSON object.
+    """
+    for name in document_files(path):
+        if os.path.isdir(path) and not _plain_name(name).endswith(_LINE_ENDINGS):
+            continue
+        with _opened(name) as file:
+            for place, _, entry in _entries(file, name, "strict"):
+                yield place, entry
 
 
 def document_files(path: str | os.PathLike[str]) -> list[str]:
@@ -75,11 +84,19 @@ def _plain_name(name: str) -> str:
     return name.lower().removesuffix(".gz")
 
 
-def _open(name: str) -> BinaryIO:
-    return cast(BinaryIO, gzip.open(name, "rb")) if name.lower().endswith(".gz") else open(name, "rb")
+@contextlib.contextmanager
+def _opened(name: str) -> Iterator[BinaryIO]:
+    """The file, unpacked; what goes wrong while it is read names it."""
+    try:
+        with cast(BinaryIO, gzip.open(name, "rb")) if name.lower().endswith(".gz") else open(name, "rb") as file:
+            yield file
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DocumentError(f"cannot read {name}: {reason}; check its rights, or copy it again") from error
 
 
-def _lines(file: BinaryIO, name: str, json_key: str, encoding_errors: str) -> Iterator[str]:
+def _entries(file: BinaryIO, name: str, encoding_errors: str) -> Iterator[tuple[str, bytes, dict[str, Any]]]:
+    """Place, line and object of each line that is not blank."""
     for number, line in enumerate(file, start=1):
         if line.isspace():
             continue
@@ -91,7 +108,12 @@ def _lines(file: BinaryIO, name: str, json_key: str, encoding_errors: str) -> It
                 raise
             raise DocumentError(f"{place} is no JSON: {error}; each line must hold one object") from error
         if not isinstance(entry, dict):
-            raise DocumentError(f"{place} holds a {type(entry).__name__}, expected an object with the field {json_key!r}")
+            raise DocumentError(f"{place} holds a {type(entry).__name__}, expected an object")
+        yield place, line, entry
+
+
+def _lines(file: BinaryIO, name: str, json_key: str, encoding_errors: str) -> Iterator[str]:
+    for place, line, entry in _entries(file, name, encoding_errors):
         text = entry.get(json_key)
         if not isinstance(text, str):
             found = f"it is a {type(text).__name__}" if json_key in entry else f"fields are {', '.join(sorted(entry)[:8]) or 'none'}"

@@ -4,9 +4,6 @@
 
 # S tokens a sample, e = 1 when samples carry one token more for the labels
 
-import os
-import warnings
-import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +13,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from mcore_parallel.data._array_cache import cached_arrays, describe
+from mcore_parallel.data._array_cache import cache_folder, cached_arrays, describe, fingerprint
 from mcore_parallel.data._blend_config import BlendedMegatronDatasetConfig, Split
 from mcore_parallel.data._errors import DataError
 from mcore_parallel.data._gpt_indices import build_gpt_indices, plan_epochs
 from mcore_parallel.data._indexed import IndexedDataset
-
-_NO_PAD = -1
-"""Stands for padding inside a sample when no token id can; never leaves the dataset."""
+from mcore_parallel.data._pad import pad_id
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +35,8 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     """Hide earlier documents in the attention mask; goes with ``create_attention_mask``."""
     eod_mask_loss: bool = False
     """Give no loss to what is predicted from an eod token."""
+    inter_document_masking: bool = False
+    """Add ``cu_seqlens``, bounds of the documents in the sample: attention and positions stay within each, without a mask of S x S."""
     create_attention_mask: bool = False
     """Add ``attention_mask`` [1, S, S]; off by default because the attention cores build causal masks themselves."""
     drop_last_partial_validation_sequence: bool = True
@@ -51,7 +48,11 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        needs_eod = [name for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(self, name)]
+        needs_eod = [
+            name
+            for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "inter_document_masking")
+            if getattr(self, name)
+        ]
         if needs_eod and getattr(self.tokenizer, "eod", None) is None:
             raise DataError(f"{needs_eod[0]}=True needs a tokenizer with an eod id; set tokenizer")
         if self.reset_attention_mask and not self.create_attention_mask:
@@ -90,15 +91,15 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
         self.config = config
         self.index_split = index_split
         self._extra = int(config.add_extra_token_to_sequence)
-        self._pad_id = _pad_id(config)
+        self._pad_id = self._padding()
         documents = np.asarray(indexed_indices)
         drop_last = index_split is Split.train or config.drop_last_partial_validation_sequence
         self.description = describe(self._facts(dataset_path, documents, num_samples))
 
         def build() -> dict[str, NDArray[Any]]:
-            lengths = indexed_dataset.sequence_lengths
+            lengths = indexed_dataset.sequence_lengths[documents]
             plan = plan_epochs(
-                tokens_per_epoch=int(lengths[documents].sum(dtype=np.int64)),
+                tokens_per_epoch=int(lengths.sum(dtype=np.int64)),
                 num_samples=num_samples,
                 seq_len=config.sequence_length,
                 extra=self._extra,
@@ -109,10 +110,12 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
             )
             return {"document_index": indices.documents, "sample_index": indices.samples, "shuffle_index": indices.shuffle}
 
-        arrays = cached_arrays(_cache_folder(config, dataset_path), f"{type(self).__name__}-{index_split.name}", self.description, build)
-        self.document_index = arrays["document_index"]
-        self.sample_index = arrays["sample_index"]
-        self.shuffle_index = arrays["shuffle_index"]
+        folder = cache_folder(config.path_to_cache, dataset_path, "GPTDataset")
+        arrays = cached_arrays(folder, f"{type(self).__name__}-{index_split.name}", self.description, build)
+        # Plain views: indexing the subclass that maps a file is several times slower.
+        self.document_index = np.asarray(arrays["document_index"])
+        self.sample_index = np.asarray(arrays["sample_index"])
+        self.shuffle_index = np.asarray(arrays["shuffle_index"])
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> IndexedDataset:
@@ -132,24 +135,29 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
 
         Returns:
             ``tokens`` and ``labels`` [S] int64, ``loss_mask`` [S] float32 of 0 and 1, ``position_ids`` [S] int64 and, if
-            configured, ``attention_mask`` [1, S, S] bool, True where attention is forbidden. All are fresh tensors.
+            configured, ``attention_mask`` [1, S, S] bool, True where attention is forbidden, and ``cu_seqlens`` int32 of 0, the
+            ends of documents and S. All are fresh tensors.
         """
         if idx is not None and not -len(self) <= idx < len(self):
             raise IndexError(f"sample {idx} of a dataset of {len(self)}; ask the builder for more samples")
-        text = torch.from_numpy(self._text(0 if idx is None else idx % len(self)))
-        if self._extra:
-            tokens, labels = text[:-1].clone(), text[1:].clone()
-        else:
-            tokens, labels = text.clone(), text.roll(-1)
-            labels[-1] = self._pad_id
-        loss_mask = torch.ones(labels.shape, dtype=torch.float32)
-        loss_mask[labels == self._pad_id] = 0.0
-        sample = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "position_ids": torch.arange(tokens.numel())}
-        self._mask_documents(sample)
-        tokens[tokens == self._pad_id] = 0
-        labels[labels == self._pad_id] = 0
-        if idx is None:
-            loss_mask.zero_()
+        text = self._text(0 if idx is None else idx % len(self))
+        S = self.config.sequence_length
+        if not self._extra:
+            text = np.append(text, self._pad_id)
+        tokens, labels = text[:S].copy(), text[1:]
+        loss_mask = np.full(S, 0.0 if idx is None else 1.0, dtype=np.float32)
+        is_pad = text == self._pad_id
+        any_pad = bool(is_pad.any())
+        if any_pad:
+            loss_mask[is_pad[1:]] = 0.0
+        arrays = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "position_ids": np.arange(S)}
+        sample = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        config = self.config
+        if config.reset_position_ids or config.eod_mask_loss or config.inter_document_masking or config.create_attention_mask:
+            self._mask_documents(sample)
+        if any_pad:
+            tokens[is_pad[:S]] = 0
+            labels[is_pad[1:]] = 0
         return sample
 
     def _mask_documents(self, sample: dict[str, Tensor]) -> None:
@@ -160,28 +168,29 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
             sample["loss_mask"][is_eod] = 0.0
         # document number of each token; an eod belongs to the document it ends
         document = is_eod.cumsum(0) - is_eod.long()
-        if config.reset_position_ids:
-            first = torch.cat([torch.ones(1, dtype=torch.bool), is_eod[:-1]])
-            starts = torch.arange(tokens.numel())[first]
+        first = torch.cat([torch.ones(1, dtype=torch.bool), is_eod[:-1]])
+        starts = torch.arange(tokens.numel())[first]
+        if config.reset_position_ids or config.inter_document_masking:
             sample["position_ids"] = sample["position_ids"] - starts[document]
+        if config.inter_document_masking:
+            sample["cu_seqlens"] = torch.cat([starts, torch.tensor([tokens.numel()])]).int()
         if config.create_attention_mask:
             mask = torch.ones(tokens.numel(), tokens.numel(), dtype=torch.bool).triu(1)
             if config.reset_attention_mask:
                 mask |= document[:, None] != document[None, :]
             sample["attention_mask"] = mask[None]
 
+    def _padding(self) -> int:
+        """Id that marks padding inside of a sample."""
+        return pad_id(self.config.tokenizer, allow_ambiguous=self.config.allow_ambiguous_pad_tokens)
+
     def _text(self, idx: int) -> NDArray[np.int64]:
         """[S + e] tokens of a sample, padded at the end."""
         row = int(self.shuffle_index[idx])
-        (first, begin), (last, end) = self.sample_index[row].tolist(), self.sample_index[row + 1].tolist()
-        text = np.full(self.config.sequence_length + self._extra, self._pad_id, dtype=np.int64)
-        filled = 0
-        for position in range(first, last + 1):
-            start = begin if position == first else 0
-            length = end + self._extra - start if position == last else None
-            part = self.dataset.get(int(self.document_index[position]), start, length)
-            text[filled : filled + part.size] = part
-            filled += part.size
+        (first, begin), (last, end) = self.sample_index[row : row + 2].tolist()
+        text = np.empty(self.config.sequence_length + self._extra, dtype=np.int64)
+        filled = self.dataset.gather(self.document_index[first : last + 1], begin, end + self._extra, text)
+        text[filled:] = self._pad_id
         return text
 
     def _facts(self, dataset_path: str | None, documents: NDArray[np.integer], num_samples: int | None) -> dict[str, Any]:
@@ -200,39 +209,6 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
             "add_extra_token_to_sequence": config.add_extra_token_to_sequence,
             "drop_last_partial_validation_sequence": config.drop_last_partial_validation_sequence,
             # A corpus rewritten under the same name must not meet old indices.
-            "corpus": _fingerprint(lengths),
-            "documents": _fingerprint(documents),
+            "corpus": fingerprint(lengths),
+            "documents": fingerprint(documents),
         }
-
-
-def _pad_id(config: GPTDatasetConfig) -> int:
-    """Id that marks padding while a sample is made."""
-    tokenizer = config.tokenizer
-    pad = getattr(tokenizer, "pad", None)
-    if pad is None or pad < 0:
-        return _NO_PAD
-    specials = {name: getattr(tokenizer, name, None) for name in ("eod", "eos", "bos", "unk", "cls", "sep", "mask")}
-    specials |= getattr(tokenizer, "special_tokens_dict", {})
-    others = sorted(name for name, token in specials.items() if token == pad and name != "pad")
-    if not others:
-        return pad
-    if config.allow_ambiguous_pad_tokens:
-        warnings.warn(
-            f"pad id {pad} is also {', '.join(others)}: every such token loses its loss; set allow_ambiguous_pad_tokens=False to keep it",
-            stacklevel=3,
-        )
-        return pad
-    warnings.warn(f"pad id {pad} is also {', '.join(others)}; padding is marked apart, real tokens keep their loss", stacklevel=3)
-    return _NO_PAD
-
-
-def _fingerprint(numbers: NDArray[np.integer]) -> list[int]:
-    return [numbers.size, zlib.crc32(np.ascontiguousarray(numbers, dtype=np.int32).view(np.uint8).data)]
-
-
-def _cache_folder(config: GPTDatasetConfig, dataset_path: str | None) -> str | None:
-    if config.path_to_cache is not None:
-        return config.path_to_cache
-    if dataset_path is None:
-        return None
-    return os.path.join(os.path.dirname(dataset_path) or ".", "cache", "GPTDataset_indices")

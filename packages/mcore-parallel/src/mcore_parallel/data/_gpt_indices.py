@@ -69,7 +69,7 @@ def plan_epochs(*, tokens_per_epoch: int, num_samples: int | None, seq_len: int,
 def build_gpt_indices(
     documents: NDArray[np.integer], lengths: NDArray[np.int32], plan: EpochPlan, *, seq_len: int, extra: int, seed: int
 ) -> GPTIndices:
-    """Indices over ``documents`` [N], numbers into ``lengths`` [all sequences of the corpus].
+    """Indices over ``documents`` [N] of ``lengths`` [N] tokens.
 
     Orders come from numpy's legacy generator, whose stream numpy keeps frozen: first the documents, then the samples.
     """
@@ -114,13 +114,18 @@ def _document_order(
 
     Number and length ride in one 8-byte word: numpy swaps those fastest, and no gather from random places follows.
     """
-    words = (lengths[documents].astype(np.int64) << 32) | documents.astype(np.int64)
     groups = (num_epochs - 1, 1) if apart else (num_epochs,)
-    parts = [np.tile(words, count) for count in groups]
-    for part in parts:
-        generator.shuffle(part)
-    order = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    return order.astype(np.int32), (order >> 32).astype(np.int32)
+    pairs = np.empty((num_epochs, documents.size, 2), dtype=np.int32)
+    pairs[..., 0] = documents
+    pairs[..., 1] = lengths
+    words = pairs.reshape(-1).view(np.int64)
+    start = 0
+    for count in groups:
+        end = start + count * documents.size
+        generator.shuffle(words[start:end])
+        start = end
+    flat = pairs.reshape(-1, 2)
+    return np.ascontiguousarray(flat[:, 0]), np.ascontiguousarray(flat[:, 1])
 
 
 def _shuffle(bounds: tuple[int, ...], generator: np.random.RandomState) -> NDArray[np.integer]:

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from mcore_parallel.data._atomic import atomic_file
-from mcore_parallel.data._chat import TURN_END, TURN_START, render_chat
+from mcore_parallel.data._chat import TURN_END, TURN_START, ChatTurn, chat_turns, join_turns
 from mcore_parallel.data._errors import TokenizerError
 
 # Names by which roles are known when no tokenizer_config.json declares them, the most telling first.
@@ -69,6 +69,7 @@ class HuggingFaceTokenizer:
             tokenizer.no_padding()
         self._plain.encode_special_tokens = True
         self._tokenizer = self._parsing if parse_special else self._plain
+        self.parse_special = parse_special
         self._digest = hashlib.sha256(text.encode()).hexdigest()
         declared = _declared(os.path.join(os.path.dirname(self.path), "tokenizer_config.json"))
         wanted = {**declared, **{role: name for role, name in (("eod", eod), ("pad", pad), ("bos", bos)) if name is not None}}
@@ -103,6 +104,21 @@ class HuggingFaceTokenizer:
         return self._roles.get("bos")
 
     @property
+    def eod_token(self) -> str | None:
+        """Name of the token that ends a document."""
+        return None if self.eod is None else self._plain.id_to_token(self.eod)
+
+    @property
+    def pad_token(self) -> str | None:
+        """Name of the token that fills up."""
+        return None if self.pad is None else self._plain.id_to_token(self.pad)
+
+    @property
+    def bos_token(self) -> str | None:
+        """Name of the token that begins a text."""
+        return None if self.bos is None else self._plain.id_to_token(self.bos)
+
+    @property
     def special_tokens_dict(self) -> dict[str, int]:
         return dict(self._roles)
 
@@ -126,16 +142,22 @@ class HuggingFaceTokenizer:
         Raises:
             TokenizerError: the tokenizer has no such tokens.
         """
+        turns = self.chat_turns(messages)
+        return join_turns(turns, [self._roles["turn_start"], *self._plain_ids("assistant\n")] if add_generation_prompt else [])
+
+    def chat_turns(self, messages: Sequence[Mapping[str, str]]) -> list[ChatTurn]:
+        """Ids of each message, apart by what a model is given and what it writes.
+
+        Raises:
+            TokenizerError: the tokenizer has no tokens for turns.
+        """
         missing = [role for role in ("turn_start", "turn_end") if role not in self._roles]
         if missing:
             raise TokenizerError(f"{self.path} has no {TURN_START} and {TURN_END} tokens; add them, or render the conversation yourself")
-        return render_chat(
-            messages,
-            encode=lambda text: self._plain.encode(text, add_special_tokens=False).ids,
-            start=self._roles["turn_start"],
-            end=self._roles["turn_end"],
-            add_generation_prompt=add_generation_prompt,
-        )
+        return chat_turns(messages, encode=self._plain_ids, start=self._roles["turn_start"], end=self._roles["turn_end"])
+
+    def _plain_ids(self, text: str) -> list[int]:
+        return self._plain.encode(text, add_special_tokens=False).ids
 
     def _id(self, name: str, role: str) -> int:
         token = self._plain.token_to_id(name)

@@ -6,13 +6,15 @@
 
 import os
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from mcore_parallel.data._errors import IndexedDatasetError
+from mcore_parallel.data._remote import RemoteFile, is_url
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -81,20 +83,16 @@ def write_index(
         file.write(modes_S.astype("i1", copy=False).tobytes())
 
 
-def read_index(path: str, *, multimodal: bool) -> IndexArrays:
-    """Map a .idx file; the cost does not depend on its size.
+def read_index(path: str, *, multimodal: bool, storage_options: Mapping[str, Any] | None = None) -> IndexArrays:
+    """Map a .idx file; the cost does not depend on its size. One behind a URL comes as a whole.
 
     Raises:
         IndexedDatasetError: the file is missing, empty, cut short, of another format, version or dtype, or lacks modes.
     """
-    try:
-        size = os.path.getsize(path)
-    except OSError as error:
-        raise IndexedDatasetError(f"cannot open {path}: {error.strerror}; give the path prefix without .idx, or {_REBUILD}") from error
+    raw = _mapped(path) if not is_url(path) else _fetched(RemoteFile(path, storage_options or {}))
+    size, head = raw.size, raw[: _HEADER.size].tobytes()
     if size == 0:
         raise IndexedDatasetError(f"{path} is empty, expected at least {_HEADER.size} bytes of header; {_REBUILD}")
-    with open(path, "rb") as file:
-        head = file.read(_HEADER.size)
     if head[: len(MAGIC)] != MAGIC[: len(head)]:
         raise IndexedDatasetError(f"{path} begins with {head[: len(MAGIC)]!r}, expected {MAGIC!r}: not an index of this format; {_REBUILD}")
     if len(head) < _HEADER.size:
@@ -115,7 +113,6 @@ def read_index(path: str, *, multimodal: bool) -> IndexArrays:
             f"{path} has {size} bytes, expected {expected} for {num_sequences} sequences and {num_boundaries} document boundaries: "
             f"{state}; copy it again or {_REBUILD}"
         )
-    raw = np.memmap(path, dtype=np.uint8, mode="r")
     at_pointers = _HEADER.size + 4 * num_sequences
     at_documents = at_pointers + 8 * num_sequences
     arrays = IndexArrays(
@@ -129,3 +126,15 @@ def read_index(path: str, *, multimodal: bool) -> IndexArrays:
         ends = f"first {arrays.pointers_S[0]}, last {arrays.pointers_S[-1]}"
         raise IndexedDatasetError(f"{path} points outside of its .bin ({ends}); {_REBUILD}")
     return arrays
+
+
+def _mapped(path: str) -> NDArray[np.uint8]:
+    """Bytes of a local file; numpy cannot map an empty one."""
+    try:
+        return np.memmap(path, dtype=np.uint8, mode="r") if os.path.getsize(path) else np.empty(0, np.uint8)
+    except OSError as error:
+        raise IndexedDatasetError(f"cannot open {path}: {error.strerror}; give the path prefix without .idx, or {_REBUILD}") from error
+
+
+def _fetched(file: RemoteFile) -> NDArray[np.uint8]:
+    return np.frombuffer(file.read(0, file.size()), np.uint8)

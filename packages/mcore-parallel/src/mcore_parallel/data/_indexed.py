@@ -3,6 +3,7 @@
 """Reader of tokenised corpora: a .bin of raw tokens beside a .idx that says where each sequence lies."""
 
 import os
+from collections.abc import Mapping
 from typing import Any, overload
 
 import numpy as np
@@ -10,18 +11,22 @@ from numpy.typing import NDArray
 
 from mcore_parallel.data._errors import IndexedDatasetError
 from mcore_parallel.data._index_file import IndexArrays, read_index
+from mcore_parallel.data._remote import RemoteFile, is_url
 
 
 class IndexedDataset:
     """Sequences of tokens, by number, straight from disk.
 
     Opening costs a header read whatever the corpus size. Arrays handed out are read-only and, when mapped, share the
-    page cache. The object can be sent to worker processes; they map the files again.
+    page cache. The object can be sent to worker processes; they map the files again. Behind a URL the index is read into
+    memory and each access to tokens is one request for their bytes; nothing is copied to a disk.
 
     Args:
-        path_prefix: path of both files without ``.bin`` and ``.idx``.
+        path_prefix: path of both files without ``.bin`` and ``.idx``, or a URL that fsspec understands, such as
+            ``s3://bucket/corpus`` (extra ``s3``).
         multimodal: the index carries one mode (int8) per sequence, and items are ``(tokens, mode)``.
-        mmap: map the .bin; otherwise each access is one checked read through a fresh handle.
+        mmap: map the .bin; otherwise, and behind a URL, each access is one checked read.
+        storage_options: of the file system behind a URL, such as ``endpoint_url``.
 
     Raises:
         IndexedDatasetError: a file is missing or damaged, or the .bin is shorter than the index says.
@@ -31,15 +36,23 @@ class IndexedDataset:
         >>> len(corpus), corpus[0], corpus.get(0, offset=2, length=3)   # doctest: +SKIP
     """
 
-    def __init__(self, path_prefix: str | os.PathLike[str], multimodal: bool = False, mmap: bool = True) -> None:
+    def __init__(
+        self,
+        path_prefix: str | os.PathLike[str],
+        multimodal: bool = False,
+        mmap: bool = True,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
         self.path_prefix = os.fspath(path_prefix)
         self.multimodal = multimodal
         self.mmap = mmap
+        self.storage_options = storage_options
         self._bin_path = self.path_prefix + ".bin"
-        self._index: IndexArrays = read_index(self.path_prefix + ".idx", multimodal=multimodal)
+        self._index: IndexArrays = read_index(self.path_prefix + ".idx", multimodal=multimodal, storage_options=storage_options)
         needed = self._index.num_bytes
+        self._remote = RemoteFile(self._bin_path, storage_options or {}) if is_url(self._bin_path) else None
         try:
-            size = os.path.getsize(self._bin_path)
+            size = os.path.getsize(self._bin_path) if self._remote is None else self._remote.size()
         except OSError as error:
             raise IndexedDatasetError(
                 f"cannot open {self._bin_path}: {error.strerror}; its index exists and describes {needed} bytes: copy the .bin beside it"
@@ -51,16 +64,17 @@ class IndexedDataset:
             )
         # numpy cannot map an empty file
         self._bin: NDArray[np.uint8] | None = None
-        if mmap:
+        if mmap and self._remote is None:
             self._bin = np.memmap(self._bin_path, dtype=np.uint8, mode="r") if size else np.empty(0, np.uint8)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return IndexedDataset, (self.path_prefix, self.multimodal, self.mmap)
+        return IndexedDataset, (self.path_prefix, self.multimodal, self.mmap, self.storage_options)
 
     @staticmethod
     def exists(path_prefix: str | os.PathLike[str]) -> bool:
         """Whether both files are there."""
-        return all(os.path.exists(os.fspath(path_prefix) + end) for end in (".idx", ".bin"))
+        paths = [os.fspath(path_prefix) + end for end in (".idx", ".bin")]
+        return all(RemoteFile(path, {}).exists() if is_url(path) else os.path.exists(path) for path in paths)
 
     def __len__(self) -> int:
         return self._index.lengths_S.size
@@ -93,6 +107,45 @@ class IndexedDataset:
         begin = int(self._index.pointers_S[index]) + offset * self.dtype.itemsize
         tokens = self._read(begin, length)
         return tokens if self._index.modes_S is None else (tokens, int(self._index.modes_S[index]))
+
+    def gather(self, indices: NDArray[np.integer], begin: int, end: int, out: NDArray[Any]) -> int:
+        """Copy sequences back to back to the start of ``out``: the first from its token ``begin``, the last up to its token ``end``.
+
+        Behind a URL all of them are asked for at once.
+
+        Args:
+            indices: [n] sequence numbers, none negative.
+            begin: token offset into the first.
+            end: token offset into the last, which is left out.
+            out: where they go, of any dtype that holds them.
+
+        Returns:
+            How many tokens were copied.
+
+        Raises:
+            ValueError: an offset leaves its sequence, or ``out`` is too short.
+        """
+        counts, starts = self._index.lengths_S[indices].tolist(), self._index.pointers_S[indices].tolist()
+        if not 0 <= begin <= counts[0] or not 0 <= end <= counts[-1]:
+            raise ValueError(f"begin={begin} or end={end} leaves its sequence of {counts[0]} or {counts[-1]} tokens; shorten the range")
+        counts[-1] = end
+        counts[0] -= begin
+        starts[0] += begin * self.dtype.itemsize
+        total = sum(counts)
+        if counts[0] < 0 or total > out.size:
+            raise ValueError(f"begin={begin}, end={end} give {total} tokens, out holds {out.size}; shorten the range")
+        places = [place for place in zip(starts, counts, strict=True) if place[1]]
+        source, dtype = self._bin, self.dtype
+        if source is not None:
+            parts = [np.frombuffer(source, dtype, count, start) for start, count in places]
+        elif self._remote is not None:
+            found = self._remote.read_many([(start, start + count * dtype.itemsize) for start, count in places])
+            parts = [np.frombuffer(data, dtype) for data in found]
+        else:
+            parts = [self._read(start, count) for start, count in places]
+        if parts:
+            np.concatenate(parts, out=out[:total], casting="same_kind")
+        return total
 
     @property
     def dtype(self) -> np.dtype:
@@ -160,6 +213,8 @@ class IndexedDataset:
         if self._bin is not None:
             return np.frombuffer(self._bin, self.dtype, count, begin) if count else np.frombuffer(b"", self.dtype)
         num_bytes = count * self.dtype.itemsize
+        if self._remote is not None:
+            return np.frombuffer(self._remote.read(begin, begin + num_bytes), self.dtype)
         with open(self._bin_path, "rb") as file:
             file.seek(begin)
             data = file.read(num_bytes)

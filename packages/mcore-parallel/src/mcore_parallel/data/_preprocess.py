@@ -20,7 +20,8 @@ from mcore_parallel.data._builder import IndexedDatasetBuilder
 from mcore_parallel.data._documents import document_files, read_documents
 from mcore_parallel.data._errors import DataError, DocumentError
 from mcore_parallel.data._index_file import token_dtype
-from mcore_parallel.data._tokenizer import Tokenizer, build_tokenizer
+from mcore_parallel.data._tokenizer import Tokenizer
+from mcore_parallel.data._tokenizer_files import build_tokenizer
 
 _BATCH_DOCUMENTS = 2048
 _BATCH_CHARACTERS = 1 << 22

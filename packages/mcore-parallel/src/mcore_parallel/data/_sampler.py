@@ -63,7 +63,17 @@ class PretrainingSampler:
 
 
 def batches(dataset: SampleSource, sampler: PretrainingSampler) -> Iterator[dict[str, Tensor]]:
-    """One dict of stacked tensors [micro_batch_size, ...] for each list of sample numbers."""
+    """One dict of stacked tensors [micro_batch_size, ...] for each list of sample numbers.
+
+    ``cu_seqlens`` become one row of bounds over all micro_batch_size * S tokens, as `Batch` takes them.
+    """
     for numbers in sampler:
         samples = [dataset[number] for number in numbers]
-        yield {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+        stacked = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0] if name != "cu_seqlens"}
+        if "cu_seqlens" in samples[0]:
+            bounds, end = [samples[0]["cu_seqlens"][:1]], 0
+            for sample in samples:
+                bounds.append(sample["cu_seqlens"][1:] + end)
+                end = int(bounds[-1][-1])
+            stacked["cu_seqlens"] = torch.cat(bounds)
+        yield stacked

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""What a tokenizer offers, two that need no files, and how one is chosen by name."""
+"""What a tokenizer offers, and two that need no files."""
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from mcore_parallel.data._chat import TURN_END, TURN_START, render_chat
+from mcore_parallel.data._chat import TURN_END, TURN_START, ChatTurn, chat_turns, join_turns
 from mcore_parallel.data._errors import TokenizerError
 
 
@@ -101,7 +100,11 @@ class ByteTokenizer:
         return b"".join(pieces).decode("utf-8", errors="replace")
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = False) -> list[int]:
-        return render_chat(messages, encode=self.tokenize, start=259, end=260, add_generation_prompt=add_generation_prompt)
+        return join_turns(self.chat_turns(messages), [259, *self.tokenize("assistant\n")] if add_generation_prompt else [])
+
+    def chat_turns(self, messages: Sequence[Mapping[str, str]]) -> list[ChatTurn]:
+        """Ids of each message, apart by what a model is given and what it writes."""
+        return chat_turns(messages, encode=self.tokenize, start=259, end=260)
 
 
 class NullTokenizer:
@@ -154,31 +157,6 @@ class NullTokenizer:
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = False) -> list[int]:
         raise TokenizerError("NullTokenizer has no chat template; use ByteTokenizer or HuggingFaceTokenizer")
-
-
-def build_tokenizer(name: str | os.PathLike[str]) -> Tokenizer:
-    """Tokenizer of a name or a path.
-
-    Args:
-        name: ``byte``, ``null:VOCAB_SIZE``, or the path of a tokenizer.json or of the folder that holds one.
-
-    Raises:
-        TokenizerError: no such choice, or the file is missing or damaged.
-    """
-    text = os.fspath(name)
-    kind, _, argument = text.partition(":")
-    if text == "byte":
-        return ByteTokenizer()
-    if kind == "null":
-        if not argument.isdecimal():
-            raise TokenizerError(f"tokenizer={text!r} needs a vocabulary size; write for instance null:32000")
-        return NullTokenizer(int(argument))
-    if os.path.exists(text):
-        # the one place that decides for the optional library
-        from mcore_parallel.data._hf_tokenizer import HuggingFaceTokenizer
-
-        return HuggingFaceTokenizer(text)
-    raise TokenizerError(f"tokenizer={text!r} is no choice; give byte, null:VOCAB_SIZE, or the path of a tokenizer.json or its folder")
 
 
 def _utf8(text: str) -> bytes:

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Conversations into a tokenised corpus on disk that knows which tokens are to be learnt."""
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from mcore_parallel.data._builder import IndexedDatasetBuilder
+from mcore_parallel.data._chat import ChatTurn
+from mcore_parallel.data._documents import document_files, read_entries
+from mcore_parallel.data._errors import DataError, DocumentError
+from mcore_parallel.data._index_file import token_dtype
+from mcore_parallel.data._preprocess import PreprocessReport
+
+LEARNT = 1
+"""Mode of sequences whose tokens are to be predicted; 0 marks those that are given."""
+
+
+@runtime_checkable
+class ChatTokenizer(Protocol):
+    """What it takes to tokenise conversations."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    def chat_turns(self, messages: Sequence[Mapping[str, str]]) -> list[ChatTurn]: ...
+
+
+def read_conversations(path: str | os.PathLike[str], *, json_key: str = "messages") -> Iterator[list[Mapping[str, Any]]]:
+    """Conversations of a JSON lines file or of all such files of a folder, gzipped ones too.
+
+    Args:
+        path: file or folder, see `read_documents`.
+        json_key: which field of a line holds the list of messages.
+
+    Raises:
+        DocumentError: a file cannot be read, a line is no JSON object or lacks the list.
+    """
+    for place, entry in read_entries(path):
+        messages = entry.get(json_key)
+        if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
+            raise DocumentError(f"{place} has no list of messages in the field {json_key!r} (fields are {', '.join(sorted(entry)[:8])})")
+        yield messages
+
+
+def preprocess_conversations(
+    inputs: Sequence[str | os.PathLike[str]],
+    output_prefix: str | os.PathLike[str],
+    tokenizer: ChatTokenizer,
+    *,
+    trained_roles: Sequence[str] = ("assistant",),
+    json_key: str = "messages",
+) -> PreprocessReport:
+    """Write ``<output_prefix>.bin`` and ``.idx`` for `SFTDataset`: one document a conversation.
+
+    Sequences alternate between what is given and what is to be learnt, the mode of each says which: the contents and turn
+    ends of ``trained_roles`` are learnt. A conversation without such a turn is left out. If anything fails no dataset appears.
+
+    Args:
+        inputs: files and folders, see `read_conversations`.
+        output_prefix: folder and stem of the output; the folder is made.
+        tokenizer: gives the turns; ids lie in [0, vocab_size).
+        trained_roles: whose turns are learnt.
+        json_key: which field holds the messages.
+
+    Raises:
+        DocumentError: a conversation is missing, unreadable or none is left.
+        TokenizerError: a message lacks role or content, or the tokenizer has no turns.
+        IndexedDatasetError: the output cannot be written.
+    """
+    if not inputs or not trained_roles:
+        raise DataError("inputs and trained_roles must not be empty; name files, and whose turns are learnt")
+    for path in inputs:
+        document_files(path)  # a wrong path shows before hours of work
+    prefix, dtype = os.fspath(output_prefix), token_dtype(tokenizer.vocab_size)
+    os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
+    started = time.perf_counter()
+    num_documents = num_tokens = num_skipped = 0
+    with IndexedDatasetBuilder(prefix + ".bin", dtype=dtype, multimodal=True) as builder:
+        for messages in (messages for path in inputs for messages in read_conversations(path, json_key=json_key)):
+            parts, modes = _parts(tokenizer.chat_turns(messages), trained_roles)
+            if LEARNT not in modes:
+                num_skipped += 1
+                continue
+            ids = [token for part in parts for token in part]
+            builder.add_document(np.array(ids, dtype=np.int64), [len(part) for part in parts], modes)
+            num_documents += 1
+            num_tokens += len(ids)
+        if num_documents == 0:
+            raise DocumentError(f"no conversation with a turn of {', '.join(trained_roles)} ({num_skipped} without); check trained_roles")
+        builder.finalize(prefix + ".idx")
+    seconds = time.perf_counter() - started
+    return PreprocessReport(num_documents=num_documents, num_tokens=num_tokens, num_skipped=num_skipped, dtype=dtype.name, seconds=seconds)
+
+
+def _parts(turns: Sequence[ChatTurn], trained_roles: Sequence[str]) -> tuple[list[list[int]], list[int]]:
+    """Stretches of ids and the mode of each, neighbours of one mode joined."""
+    parts: list[list[int]] = []
+    modes: list[int] = []
+    for turn in turns:
+        learnt = LEARNT if turn.role in trained_roles else 0
+        for ids, mode in ((turn.header, 0), (turn.body, learnt), (turn.tail, 0)):
+            if modes and modes[-1] == mode:
+                parts[-1] += ids
+            elif ids:
+                parts.append(list(ids))
+                modes.append(mode)
+    return parts, modes

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Samples for supervised fine-tuning: whole conversations packed into a fixed length."""
+
+# S tokens a sample, N conversations in it
+
+import itertools
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from mcore_parallel.data._array_cache import cache_folder, cached_arrays, describe, fingerprint
+from mcore_parallel.data._blend_config import BlendedMegatronDatasetConfig, Split
+from mcore_parallel.data._conversations import LEARNT
+from mcore_parallel.data._errors import DataError
+from mcore_parallel.data._indexed import IndexedDataset
+from mcore_parallel.data._packing import build_packs
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTDatasetConfig(BlendedMegatronDatasetConfig):
+    """How conversations become samples.
+
+    Raises:
+        DataError: fields contradict each other or leave their range.
+    """
+
+    sequence_multiple: int = 1
+    """Each conversation is padded to a multiple of it; context parallelism needs 2 cp."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sequence_multiple < 1 or self.sequence_length % self.sequence_multiple:
+            raise DataError(f"sequence_multiple={self.sequence_multiple} must divide sequence_length={self.sequence_length}")
+
+
+class SFTDataset(Dataset[dict[str, Tensor]]):
+    """Conversations packed so that none is cut and little room is left; attention and positions stay within each.
+
+    Every epoch holds each conversation once. One that is longer than S is cut at S, of which a warning tells once.
+
+    Args:
+        indexed_dataset: what `preprocess_conversations` wrote, opened with its modes.
+        dataset_path: its path prefix; None keeps the packing in memory unless ``path_to_cache`` is set.
+        indexed_indices: numbers of the documents of this split.
+        num_samples: samples wanted; None is one epoch. The dataset may hold more, to the end of its last epoch.
+        index_split: which split this is.
+        config: see `SFTDatasetConfig`.
+
+    Raises:
+        DataError: the corpus has no modes, or the split no conversation.
+    """
+
+    def __init__(
+        self,
+        indexed_dataset: IndexedDataset,
+        dataset_path: str | None,
+        indexed_indices: NDArray[np.integer],
+        num_samples: int | None,
+        index_split: Split,
+        config: SFTDatasetConfig,
+    ) -> None:
+        if indexed_dataset.sequence_modes is None:
+            raise DataError(f"{indexed_dataset.path_prefix} is open without modes; pass multimodal=True")
+        self.dataset, self.config, self.index_split = indexed_dataset, config, index_split
+        documents = np.asarray(indexed_indices)
+        bounds, lengths = indexed_dataset.document_indices, indexed_dataset.sequence_lengths
+        ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        sizes = ends[bounds[documents + 1]] - ends[bounds[documents]]
+        kept = documents[sizes > 1]
+        if not kept.size:
+            raise DataError(f"none of the {documents.size} documents of this split has two tokens; add conversations")
+        overlong = int((sizes > config.sequence_length).sum())
+        if overlong:
+            warnings.warn(
+                f"{overlong} of {sizes.size} conversations exceed sequence_length={config.sequence_length}; cut there", stacklevel=2
+            )
+        facts: dict[str, Any] = {
+            "class": type(self).__name__,
+            "dataset_path": dataset_path,
+            "num_samples": num_samples,
+            "index_split": index_split.name,
+            "random_seed": config.random_seed,
+            "sequence_length": config.sequence_length,
+            "sequence_multiple": config.sequence_multiple,
+            "sizes": fingerprint(sizes),
+            "documents": fingerprint(documents),
+        }
+        self.description = describe(facts)
+
+        def build() -> dict[str, NDArray[Any]]:
+            rooms = _rounded(np.minimum(sizes[sizes > 1], config.sequence_length), config.sequence_multiple)
+            order, starts = build_packs(rooms, num_samples, config.sequence_length, config.random_seed)
+            return {"document_index": kept[order].astype(np.int32), "sample_index": starts}
+
+        folder = cache_folder(config.path_to_cache, dataset_path, type(self).__name__)
+        arrays = cached_arrays(folder, f"{type(self).__name__}-{index_split.name}", self.description, build)
+        self.document_index = np.asarray(arrays["document_index"])
+        self.sample_index = np.asarray(arrays["sample_index"])
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: SFTDatasetConfig) -> IndexedDataset:
+        """Open the corpus that samples are packed from."""
+        return IndexedDataset(dataset_path, multimodal=True, mmap=config.mmap_bin_files)
+
+    @staticmethod
+    def numel_low_level_dataset(low_level_dataset: IndexedDataset) -> int:
+        """Documents, which splits are counted in."""
+        return low_level_dataset.document_indices.size - 1
+
+    def __len__(self) -> int:
+        return self.sample_index.size - 1
+
+    def __getitem__(self, idx: int | None) -> dict[str, Tensor]:
+        """One sample; None gives one of the right shapes that carries no loss.
+
+        Returns:
+            ``tokens`` and ``labels`` [S] int64, ``loss_mask`` [S] float32, 1 where the label is to be learnt,
+            ``position_ids`` [S] int64 from 0 in each conversation, and ``cu_seqlens`` int32 of 0, the ends of the
+            conversations and S. Padding is 0 and has no loss.
+        """
+        if idx is not None and not -len(self) <= idx < len(self):
+            raise IndexError(f"sample {idx} of a dataset of {len(self)}; ask the builder for more samples")
+        S = self.config.sequence_length
+        tokens, labels = np.zeros(S, np.int64), np.zeros(S, np.int64)
+        loss_mask, positions = np.zeros(S, np.float32), np.zeros(S, np.int64)
+        row = 0 if idx is None else idx % len(self)
+        begin, bounds = 0, [0]
+        for document in self.document_index[self.sample_index[row] : self.sample_index[row + 1]].tolist():
+            ids, learnt = self._conversation(document)
+            end = begin + ids.size
+            tokens[begin:end] = ids
+            labels[begin : end - 1] = ids[1:]
+            loss_mask[begin : end - 1] = learnt[1:]
+            begin += int(_rounded(ids.size, self.config.sequence_multiple))
+            bounds.append(begin)
+        if begin < S:
+            bounds.append(S)
+        for first, last in itertools.pairwise(bounds):
+            positions[first:last] = np.arange(last - first)
+        if idx is None:
+            loss_mask[:] = 0.0
+        arrays = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "position_ids": positions}
+        sample = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return {**sample, "cu_seqlens": torch.tensor(bounds, dtype=torch.int32)}
+
+    def _conversation(self, document: int) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+        """Ids [n] and which of them are to be learnt [n]; n is at most S."""
+        first, last = self.dataset.document_indices[document : document + 2].tolist()
+        parts = self.dataset[first:last]
+        ids = np.concatenate([part for part, _ in parts])[: self.config.sequence_length]
+        learnt = np.concatenate([np.full(part.size, mode == LEARNT) for part, mode in parts])
+        return ids, learnt[: ids.size]
+
+
+def _rounded(size: Any, multiple: int) -> Any:
+    """``size`` up to the next multiple."""
+    return -(-size // multiple) * multiple
