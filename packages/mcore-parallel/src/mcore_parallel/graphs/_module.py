@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""A block whose forward and backward are replayed from graphs."""
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mcore_parallel.graphs._capture import Capture, CudaCapture, why_not
+from mcore_parallel.graphs._checks import check_inside
+from mcore_parallel.graphs._pair import Pair, capture_pair
+from mcore_parallel.graphs._tree import Tree
+
+# Known to no stub.
+_INTERNALS: Any = torch._C
+
+
+@dataclass(frozen=True, kw_only=True)
+class CudaGraphConfig:
+    """When and how blocks are captured.
+
+    Raises:
+        ValueError: a negative number of steps.
+    """
+
+    warmup_steps: int = 3
+    """Calls of each kind (shapes, place in the pipeline) that run as ever before one is captured; kernels are compiled and chosen there."""
+    recompute: bool = False
+    """Graphs keep the inputs of the block only, and its backward runs it again."""
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps={self.warmup_steps} must not be negative")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphReport:
+    """What became of the calls of a block, or of many."""
+
+    graphs: int = 0
+    """Pairs of a forward and a backward that were captured."""
+    replays: int = 0
+    """Forwards that were replayed."""
+    memory_bytes: int = 0
+    """Device memory that the graphs hold: inputs, outputs, gradients and activations."""
+    eager: Counter[str] = field(default_factory=Counter)
+    """Calls that ran without a graph, by reason."""
+
+    def __add__(self, other: "GraphReport") -> "GraphReport":
+        return GraphReport(
+            graphs=self.graphs + other.graphs,
+            replays=self.replays + other.replays,
+            memory_bytes=self.memory_bytes + other.memory_bytes,
+            eager=self.eager + other.eager,
+        )
+
+
+class ModuleGraphs:
+    """Takes over the forward of a module, and gives it back on ``remove``.
+
+    The first calls with a gradient run as ever. Then each kind of call has a forward and a backward graph for every micro-batch
+    that a pipeline has under way; a call whose graphs are all waiting for their backward captures another pair. Results have
+    the bits of the module. They lie in memory that is filled anew after their backward: whoever keeps an output longer copies it.
+    Hooks, of data parallelism for instance, run on the module itself, and are refused inside it.
+
+    Calls without a gradient, inside a backward or a recomputation, or with tensors on the host run as ever; ``report`` tells why.
+
+    Args:
+        module: any block; its inputs and outputs are tensors, and tuples, dicts and dataclasses of them.
+        config: when and how.
+        capture: records; None for CUDA graphs, and where there is no CUDA device everything runs as ever.
+    """
+
+    def __init__(self, module: nn.Module, config: CudaGraphConfig | None = None, *, capture: Capture | None = None) -> None:
+        self.module = module
+        self.config = CudaGraphConfig() if config is None else config
+        self._capture = capture if capture is not None or why_not() else CudaCapture()
+        self._pairs: dict[Hashable, list[Pair]] = {}
+        self._calls: Counter[Hashable] = Counter()
+        self._eager: Counter[str] = Counter()
+        self._replays = self._bytes = 0
+        if "forward" in vars(module):
+            raise ValueError(
+                f"{type(module).__name__} has its forward replaced already; remove the other graphs, or take it before torch.compile"
+            )
+        check_inside(module)
+        self._parameters = tuple(module.parameters())
+        self._forward = module.forward
+        # As an attribute of the instance, so that names, parameters and hooks stay as they are.
+        module.forward = self._run
+
+    def remove(self) -> None:
+        """Give the module its own forward back and drop the graphs; call when no backward is due."""
+        vars(self.module).pop("forward", None)
+        self._pairs.clear()
+
+    def report(self) -> GraphReport:
+        """What became of the calls so far."""
+        graphs = sum(map(len, self._pairs.values()))
+        return GraphReport(graphs=graphs, replays=self._replays, memory_bytes=self._bytes, eager=Counter(self._eager))
+
+    def _run(self, *inputs: Any, **options: Any) -> Any:
+        reason = self._state()
+        tree = None
+        if not reason:
+            try:
+                tree = Tree.of((inputs, options))
+            except TypeError as error:
+                reason = str(error)
+        if tree is not None and not reason:
+            reason = self._unfit(tree)
+        if tree is None or reason:
+            self._eager[reason] += 1
+            return self._forward(*inputs, **options)
+        pair = self._free_pair(tree)
+        self._replays += 1
+        return pair.run(tree.tensors)
+
+    def _state(self) -> str:
+        """Why nothing can be replayed now."""
+        if self._capture is None:
+            return why_not()
+        if not torch.is_grad_enabled():
+            return "no gradient is wanted"
+        if torch._C._current_graph_task_id() != -1:
+            return "it runs again inside a backward"
+        # Such hooks would take what a graph keeps for its own backward.
+        if _INTERNALS._autograd._top_saved_tensors_default_hooks(False) is not None:
+            return "the caller recomputes or offloads it; set CudaGraphConfig.recompute instead"
+        return ""
+
+    def _unfit(self, tree: Tree) -> str:
+        """Why these inputs cannot be replayed."""
+        if not any(tensor.requires_grad for tensor in (*tree.tensors, *self._parameters)):
+            return "nothing needs a gradient"
+        homes = {tensor.device for tensor in (*tree.tensors, *self._parameters)}
+        if len(homes) > 1:
+            return f"inputs lie on {', '.join(sorted(map(str, homes)))}"
+        self._calls[tree.key] += 1
+        return "warm-up" if self._calls[tree.key] <= self.config.warmup_steps else ""
+
+    def _free_pair(self, tree: Tree) -> Pair:
+        # What was captured reads parameters and main gradients where they were.
+        pairs = self._pairs[tree.key] = [pair for pair in self._pairs.get(tree.key, ()) if pair.bound.holds]
+        pair = next((pair for pair in pairs if not pair.busy), None)
+        if pair is None:
+            assert self._capture is not None
+            check_inside(self.module)
+            before = _allocated(tree.tensors)
+            pair = capture_pair(self._capture, self._work(), self.module, tree)
+            self._bytes += _allocated(tree.tensors) - before
+            pairs.append(pair)
+        return pair
+
+    def _work(self) -> Callable[..., Any]:
+        if not self.config.recompute:
+            return self._forward
+        return functools.partial(checkpoint, self._forward, use_reentrant=False, preserve_rng_state=False)
+
+
+def _allocated(tensors: Sequence[Tensor]) -> int:
+    device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+    return 0 if device is None else torch.cuda.memory_allocated(device)

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""A forward and a backward that were recorded together."""
+
+import contextlib
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mcore_parallel.graphs._capture import Capture, CaptureError
+from mcore_parallel.graphs._tree import Tree
+from mcore_parallel.tensor_parallel import MainGradient, WeightCopyHolder
+
+
+class _Flight:
+    """A replayed forward whose backward is due; it ends with its backward, or when nobody can run that any more."""
+
+    landed = False
+
+
+@dataclass(eq=False)
+class Pair:
+    """A forward graph and its backward graph, with the memory that they read and write."""
+
+    inputs: list[Tensor]
+    outputs: Tree
+    differentiable: list[bool]
+    """Of the outputs."""
+    grads_out: list[Tensor]
+    """Of the differentiable outputs."""
+    grads_in: tuple[Tensor | None, ...]
+    """Of the inputs that need one, then of the parameters."""
+    parameters: list[nn.Parameter]
+    """That need a gradient."""
+    replay_forward: Callable[[], None]
+    replay_backward: Callable[[], None]
+    begins: list[Callable[[], None]]
+    dones: list[Callable[[], None]]
+    bound: "_Bound"
+    keep: Any
+    """The recorded graph of autograd, whose saved tensors the backward reads."""
+    flight: Callable[[], _Flight | None] = lambda: None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a backward is due that needs what the graphs hold."""
+        flight = self.flight()
+        return flight is not None and not flight.landed
+
+    def run(self, tensors: Sequence[Tensor]) -> Any:
+        """Replay the forward on these tensors; what autograd is given replays the backward."""
+        with torch.no_grad():
+            copy_tensors(self.inputs, tensors)
+        flight = _Flight()
+        self.flight = weakref.ref(flight)
+        wanted = [tensor for tensor in tensors if tensor.requires_grad]
+        # What another graph reads is read before it changes; whatever else takes a gradient may keep it, or send it on later.
+        copied = [not isinstance(getattr(tensor.grad_fn, "flight", None), _Flight) for tensor in wanted]
+        outputs = _Replay.apply(self, flight, copied, *wanted, *self.parameters)
+        return self.outputs.rebuilt(outputs)
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pair: Pair, flight: _Flight, copied: list[bool], *sources: Tensor) -> Any:
+        ctx.pair, ctx.flight, ctx.copied = pair, flight, copied
+        pair.replay_forward()
+        outputs = [tensor.detach() for tensor in pair.outputs.tensors]
+        ctx.mark_non_differentiable(*(x for x, wanted in zip(outputs, pair.differentiable, strict=True) if not wanted))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        pair: Pair = ctx.pair
+        if ctx.flight.landed:
+            raise RuntimeError("a graph runs its backward once for each forward; run the forward again, or do without retain_graph")
+        wanted = [grad for grad, differentiable in zip(grads, pair.differentiable, strict=True) if differentiable]
+        for begin in pair.begins:
+            begin()
+        copy_tensors(pair.grads_out, wanted)
+        pair.replay_backward()
+        for done in pair.dones:
+            done()
+        ctx.flight.landed = True
+        found: list[Tensor | None] = list(pair.grads_in)
+        for place, copied in enumerate(ctx.copied):
+            grad = found[place]
+            found[place] = grad.clone() if copied and grad is not None else grad
+        return None, None, None, *found
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """What a recording refers to by its address."""
+
+    tensors: tuple[tuple[Tensor, int], ...]
+    attributes: tuple[tuple[nn.Module, str, Any], ...]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "_Bound":
+        """Parameters, buffers and main gradients."""
+        attributes = tuple(_main_gradients(module))
+        totals = [grad.total for _, _, value in attributes for grad in _members(value)]
+        return cls(tuple((tensor, tensor.data_ptr()) for tensor in (*module.parameters(), *module.buffers(), *totals)), attributes)
+
+    @property
+    def holds(self) -> bool:
+        """Whether everything is where it was."""
+        still = all(vars(part).get(name) is value for part, name, value in self.attributes)
+        return still and all(tensor.data_ptr() == address for tensor, address in self.tensors)
+
+
+def capture_pair(capture: Capture, work: Callable[..., Any], module: nn.Module, tree: Tree) -> Pair:
+    """Record the forward of ``work`` on such inputs, and its backward.
+
+    Args:
+        capture: records.
+        work: the forward of the module.
+        module: whose parameters it uses.
+        tree: inputs like those of the calls to come.
+
+    Raises:
+        CaptureError: what cannot be recorded.
+    """
+    pool, bound = capture.pool(), _Bound.of(module)
+    holders = [part for part in module.modules() if isinstance(part, WeightCopyHolder)]
+    inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tree.tensors]
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    with _silent_main_gradients(module) as (begins, dones), _stand_ins(module) as stand_in:
+        sources = [*wanted, *(stand_in[id(parameter)] for parameter in parameters)]
+
+        def forward() -> Any:
+            arguments, options = tree.rebuilt(inputs)
+            return work(*arguments, **options)
+
+        # Copies of weights in another form are made inside the recording, and nobody else may use those.
+        _drop_copies(holders)
+        result, replay_forward = capture.record(forward, pool)
+        outputs = Tree.of(result)
+        differentiable = [tensor.requires_grad for tensor in outputs.tensors]
+        ends = [tensor for tensor in outputs.tensors if tensor.requires_grad]
+        if not ends:
+            raise CaptureError(f"no output of {type(module).__name__} depends on an input or parameter that needs a gradient")
+        grads_out = [torch.zeros_like(tensor) for tensor in ends]
+        # Kept for later: memory of saved tensors that were let go would be given to the next recording.
+        gradients = functools.partial(torch.autograd.grad, ends, sources, grads_out, allow_unused=True, retain_graph=True)
+        grads_in, replay_backward = capture.record(gradients, pool)
+        _drop_copies(holders)
+    return Pair(
+        inputs=[tensor.detach() for tensor in inputs],
+        outputs=dataclasses.replace(outputs, tensors=[tensor.detach() for tensor in outputs.tensors]),
+        differentiable=differentiable,
+        grads_out=grads_out,
+        grads_in=grads_in,
+        parameters=parameters,
+        replay_forward=replay_forward,
+        replay_backward=replay_backward,
+        begins=begins,
+        dones=dones,
+        bound=bound,
+        keep=ends,
+    )
+
+
+@contextlib.contextmanager
+def _silent_main_gradients(module: nn.Module) -> Iterator[tuple[list[Callable[[], None]], list[Callable[[], None]]]]:
+    """Inside, main gradients tell nobody about additions, which are recorded and not done; who is to be told, in order, is given out."""
+    begins: list[Callable[[], None]] = []
+    dones: list[Callable[[], None]] = []
+
+    def silent(grad: MainGradient) -> MainGradient:
+        begin = None if grad.begin is None else functools.partial(begins.append, grad.begin)
+        done = None if grad.done is None else functools.partial(dones.append, grad.done)
+        return dataclasses.replace(grad, begin=begin, done=done)
+
+    swapped = list(_main_gradients(module))
+    for part, name, value in swapped:
+        setattr(part, name, {key: silent(one) for key, one in value.items()} if isinstance(value, dict) else silent(value))
+    try:
+        yield begins, dones
+    finally:
+        for part, name, value in swapped:
+            setattr(part, name, value)
+
+
+@contextlib.contextmanager
+def _stand_ins(module: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
+    """Inside, other parameters over the same memory take the places of the module's; by the ``id`` of these.
+
+    Autograd ties a parameter to the stream of its first use, which is none that can be recorded on.
+    """
+    found: dict[int, nn.Parameter] = {}
+    swapped: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                found.setdefault(id(parameter), nn.Parameter(parameter.detach(), parameter.requires_grad))
+                swapped.append((part._parameters, name, parameter))
+    for place, name, parameter in swapped:
+        place[name] = found[id(parameter)]
+    try:
+        yield found
+    finally:
+        for place, name, parameter in swapped:
+            place[name] = parameter
+
+
+def _main_gradients(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Attributes of the module and its parts that are main gradients, or dicts of them."""
+    for part in module.modules():
+        for name, value in list(vars(part).items()):
+            if isinstance(value, MainGradient) or (isinstance(value, dict) and value and _all_main(value)):
+                yield part, name, value
+
+
+def _all_main(values: dict[Any, Any]) -> bool:
+    return all(isinstance(value, MainGradient) for value in values.values())
+
+
+def _members(value: Any) -> list[MainGradient]:
+    return list(value.values()) if isinstance(value, dict) else [value]
+
+
+def _drop_copies(holders: Sequence[WeightCopyHolder]) -> None:
+    for holder in holders:
+        holder.parameters_changed()
+
+
+def copy_tensors(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """One launch for each dtype."""
+    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        if target.data_ptr() != source.data_ptr() or not target.numel():
+            into, out = by_dtype.setdefault(target.dtype, ([], []))
+            into.append(target)
+            out.append(source)
+    launch: Any = torch
+    for into, out in by_dtype.values():
+        launch._foreach_copy_(into, out)

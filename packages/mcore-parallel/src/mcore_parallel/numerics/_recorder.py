@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Writes down what flows through a model."""
+
+import functools
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from mcore_parallel._groups import ProcessGroups
+from mcore_parallel._shards import ShardSpec, named_shards
+from mcore_parallel.comm import all_gather
+from mcore_parallel.numerics._dump import entry_key, statistics, write_dump
+
+
+# T tokens, D model
+class TensorRecorder:
+    """A context in which the outputs of a model's blocks and their gradients are kept, and at whose end they are written.
+
+    Kept are the hidden states [T, D] of the embedding, of each layer, its norms, mixer and feed-forward, and of the final norm, whole in
+    every layout: shares of the tokens under sequence parallelism are gathered. One rank of each pipeline stage writes, that of the first
+    replica, so runs with the same sequences in their first replica have dumps that ``compare_dumps`` can compare.
+
+    Each kept tensor is copied to the host, which waits for the device: for steps that are looked at, not for training on.
+
+    Args:
+        model: a stage, or its chunks (``ModelChunks``).
+        folder: of the files.
+        groups: the layout; None for ``model.groups``, or a single rank where there is none.
+        statistics_only: keep norm, mean, deviation, and range of each tensor in place of the tensor.
+
+    Raises:
+        ValueError: context parallelism, whose ranks hold tokens in an order of their own.
+    """
+
+    def __init__(self, model: nn.Module, folder: str | Path, *, groups: ProcessGroups | None = None, statistics_only: bool = False) -> None:
+        found: Any = getattr(model, "groups", None) if groups is None else groups
+        self.groups: ProcessGroups = found if isinstance(found, ProcessGroups) else ProcessGroups.single()
+        if self.groups.cp.size > 1:
+            raise ValueError(f"cp={self.groups.cp.size} gives each rank other tokens of a sequence; record a run with cp=1")
+        self.model, self.folder, self.statistics_only = model, Path(folder), statistics_only
+        self._entries: dict[str, tuple[Tensor, torch.dtype, tuple[int, ...]]] = {}
+        self._calls: Counter[str] = Counter()
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> "TensorRecorder":
+        for name, module in self.model.named_modules():
+            if _is_block(name):
+                self._handles.append(module.register_forward_hook(functools.partial(self._see, name)))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if kind is None:
+            self.write()
+
+    def add(self, phase: Literal["gradient", "parameter"], tensors: Mapping[str, Tensor]) -> None:
+        """Keep gradients or parameters by global name, gathered from the tp and ep ranks that hold parts; every rank calls this.
+
+        Args:
+            phase: which of the two they are.
+            tensors: this rank's parts, for instance ``sync.gradients()`` between the sum and the update. Gradients of a distributed
+                optimizer are complete in slices only and cannot be recorded.
+
+        Raises:
+            ValueError: a name that is no parameter, another shape than the rank's part has.
+        """
+        specs = {shard.name: shard.spec for shard in named_shards(self.model)}
+        if unknown := tensors.keys() - specs.keys():
+            raise ValueError(f"tensors holds {sorted(unknown)[:3]}, which are no parameters of {type(self.model).__name__}")
+        for name, spec in specs.items():
+            if name not in tensors:
+                continue
+            local = tensors[name].detach()
+            if tuple(local.shape) != spec.local_shape(self.groups):
+                raise ValueError(f"{name} has the shape {tuple(local.shape)}, this rank holds {spec.local_shape(self.groups)}")
+            whole = self._gathered(local, spec)
+            if spec.pipeline_copy(self.groups) == 0:
+                self._keep(entry_key(phase, 0, name), whole)
+
+    def write(self) -> None:
+        """Write what was kept so far; leaving the context does so too.
+
+        Raises:
+            ImportError: the extra ``compare`` is not installed.
+        """
+        groups = self.groups
+        if groups.tp.is_first and groups.dp_cp.is_first and self._entries:
+            entries = [(key, *entry) for key, entry in self._entries.items()]
+            write_dump(self.folder / f"stage{groups.pp.rank}.safetensors", entries, statistics_only=self.statistics_only)
+
+    def _see(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        # What runs again in a backward was seen before.
+        if torch._C._current_graph_task_id() != -1:
+            return
+        call = self._calls[name]
+        self._calls[name] += 1
+        tensor = output[0] if isinstance(output, tuple) and output else output
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            return
+        self._keep(entry_key("forward", call, name), self._all_tokens(tensor.detach()))
+        if tensor.requires_grad:
+            tensor.register_hook(lambda grad: self._keep(entry_key("backward", call, name), self._all_tokens(grad.detach())))
+
+    def _all_tokens(self, x: Tensor) -> Tensor:
+        return all_gather(x, self.groups.tp) if self.groups.sequence_parallel and x.dim() == 2 else x
+
+    def _gathered(self, local: Tensor, spec: ShardSpec) -> Tensor:
+        for axis, dim in spec.shards.items():
+            local = all_gather(local.contiguous(), self.groups.axis(spec.view, axis), dim)
+        return local
+
+    def _keep(self, key: str, tensor: Tensor) -> None:
+        # A clone: what is on the host already would change with the model.
+        kept = statistics(tensor) if self.statistics_only else tensor.detach().to("cpu", copy=True)
+        self._entries[key] = (kept, tensor.dtype, tuple(tensor.shape))
+
+
+def _is_block(name: str) -> bool:
+    """Modules between which hidden states travel, as all layouts have them."""
+    parts = name.split(".")
+    if parts[0] in ("layers", "mtp"):
+        return len(parts) in (2, 3) and parts[1].isdigit()
+    return len(parts) == 1 and parts[0] in ("embedding", "final_norm")

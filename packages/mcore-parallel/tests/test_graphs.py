@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Blocks and iterations that are replayed, recorded here by a tape in place of a GPU."""
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mcore_parallel import ParallelPlan, ProcessGroups
+from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
+from mcore_parallel.graphs import (
+    CaptureError,
+    CudaGraphConfig,
+    GraphableMegatronModule,
+    IterationGraph,
+    ModuleGraphs,
+    collection_paused,
+    graph_modules,
+)
+from mcore_parallel.models import GPTModel, TransformerConfig
+from mcore_parallel.nn import OffloadConfig, RecomputeConfig
+from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
+from mcore_parallel.pipeline import ModelChunks, PipelineConfig
+from mcore_parallel.training import Batch, CrossEntropyObjective, evaluate, train_step
+
+CONFIG = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=2, ffn_hidden_size=32, vocab_size=32)
+B, S = 2, 8
+
+
+class Tape(TorchDispatchMode):
+    """Writes operations down with the very tensors they touch, so that running them again fills the same memory, as a CUDA graph does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[tuple[Any, Any, Any, Any]] = []
+        self.undo: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            written = [args[0]] if isinstance(args[0], Tensor) else list(args[0])
+            written += [kwargs["out"]] if "out" in kwargs else []
+            self.undo += [(tensor, tensor.clone()) for tensor in written]
+        found = func(*args, **kwargs)
+        self.operations.append((func, args, kwargs, found))
+        return found
+
+    def replay(self) -> None:
+        with torch.no_grad():
+            for func, args, kwargs, before in self.operations:
+                _refill(before, func(*args, **kwargs))
+
+
+def _refill(before: Any, now: Any) -> None:
+    if isinstance(before, Tensor) and before.data_ptr() != now.data_ptr():
+        before.copy_(now)
+    elif isinstance(before, tuple | list):
+        for old, new in zip(before, now, strict=True):
+            _refill(old, new)
+
+
+class TapeCapture:
+    """Recording without a device; conforms to ``Capture``."""
+
+    def __init__(self) -> None:
+        self.recorded = 0
+
+    def pool(self) -> Any:
+        return None
+
+    def warm(self, work: Callable[[], Any]) -> Any:
+        return work()
+
+    def record(self, work: Callable[[], Any], pool: Any) -> tuple[Any, Callable[[], None]]:
+        self.recorded += 1
+        with Tape() as tape:
+            found = work()
+        # A recording changes nothing: only its replays do.
+        with torch.no_grad():
+            for tensor, before in reversed(tape.undo):
+                tensor.copy_(before)
+        return found, tape.replay
+
+
+def batch(number: int) -> Batch:
+    tokens = torch.randint(CONFIG.vocab_size, (B, S + 1), generator=torch.Generator().manual_seed(number))
+    return Batch(tokens=tokens[:, :-1], labels=tokens[:, 1:], loss_mask=torch.ones(B, S))
+
+
+@dataclass
+class Run:
+    """What ten steps left behind."""
+
+    losses: list[float]
+    norms: list[float]
+    parameters: dict[str, Tensor]
+
+
+def trained(graphs: Callable[[nn.Module], Any] | None, *, fusion: bool = False, steps: int = 3, **options: Any) -> tuple[Run, Any]:
+    groups = ProcessGroups.single()
+    model = GPTModel(CONFIG, groups, dtype=torch.float64, seed=3, **options)
+    sync = DistributedDataParallel(DistributedDataParallelConfig(gradient_accumulation_fusion=fusion), model, groups)
+    optimizer = MegatronOptimizer(OptimizerConfig(lr=0.01), sync, groups)
+    held = None if graphs is None else graphs(model)
+    reports = [
+        train_step(model, [batch(2 * step + n) for n in range(2)], CrossEntropyObjective(), sync, optimizer, lr=0.01)
+        for step in range(steps)
+    ]
+    names = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return Run([report.loss for report in reports], [report.grad_norm for report in reports], names), held
+
+
+def same(found: Run, wanted: Run) -> None:
+    assert found.losses == wanted.losses
+    assert found.norms == wanted.norms
+    assert found.parameters.keys() == wanted.parameters.keys()
+    for name, value in wanted.parameters.items():
+        assert torch.equal(found.parameters[name], value), name
+
+
+@pytest.mark.parametrize("fusion", [False, True])
+@pytest.mark.parametrize("patterns", [("layers.*",), ("layers.*.attention", "layers.*.mlp")])
+def test_replayed_blocks_train_with_the_bits_of_the_eager_ones(patterns: tuple[str, ...], fusion: bool) -> None:
+    capture = TapeCapture()
+    wanted, _ = trained(None, fusion=fusion)
+    found, graphed = trained(lambda model: graph_modules(model, patterns, capture=capture), fusion=fusion)
+    same(found, wanted)
+    report, blocks = graphed.report(), 2 * len(patterns)
+    assert (report.graphs, capture.recorded) == (blocks, 2 * blocks), "one micro-batch is under way at a time"
+    assert report.eager == {"warm-up": 3 * blocks}
+    assert report.replays == (3 * 2 - 3) * blocks
+
+
+@pytest.mark.parametrize("config", [CudaGraphConfig(recompute=True), CudaGraphConfig(warmup_steps=0)])
+def test_the_choices_keep_the_bits(config: CudaGraphConfig) -> None:
+    wanted, _ = trained(None, steps=3)
+    found, _ = trained(lambda model: graph_modules(model, config=config, capture=TapeCapture()), steps=3)
+    same(found, wanted)
+
+
+def test_recomputation_inside_blocks_is_recorded_with_them() -> None:
+    recompute = RecomputeConfig(modules=("norm", "mlp"), preserve_rng_state=False)
+    wanted, _ = trained(None, steps=3)
+    found, graphed = trained(lambda model: graph_modules(model, capture=TapeCapture()), steps=3, recompute=recompute)
+    same(found, wanted)
+    assert graphed.report().replays == 2 * (6 - 3)
+
+
+def test_a_caller_that_recomputes_keeps_blocks_eager_and_is_named() -> None:
+    wanted, _ = trained(None, steps=2)
+    found, graphed = trained(
+        lambda model: graph_modules(model, capture=TapeCapture()), steps=2, recompute=RecomputeConfig(granularity="full")
+    )
+    same(found, wanted)
+    report = graphed.report()
+    assert report.graphs == 0
+    assert any("CudaGraphConfig.recompute" in reason for reason in report.eager)
+
+
+def check_pipeline(chunks: int) -> None:
+    groups, pipeline = ProcessGroups.build(ParallelPlan(pp=2, vpp=chunks)), PipelineConfig()
+    config = TransformerConfig(num_layers=4, hidden_size=16, num_attention_heads=2, ffn_hidden_size=32, vocab_size=32)
+    layout = pipeline.place(4, num_stages=2, num_chunks=chunks)
+
+    def run(graphed: bool) -> list[Any]:
+        parts = [GPTModel(config, groups, layers=part, dtype=torch.float64, seed=3) for part in layout.of_rank(groups.pp.rank)]
+        model: nn.Module = parts[0] if chunks == 1 else ModelChunks(parts)
+        sync = DistributedDataParallel(DistributedDataParallelConfig(gradient_accumulation_fusion=True), model, groups)
+        optimizer = MegatronOptimizer(OptimizerConfig(lr=0.01), sync, groups)
+        graphs = graph_modules(model, config=CudaGraphConfig(warmup_steps=1), capture=TapeCapture()) if graphed else None
+        options: dict[str, Any] = {"lr": 0.01, "groups": groups, "pipeline": pipeline.build(chunks)}
+        found: list[Any] = []
+        for step in range(3):
+            data = [batch(4 * step + n) for n in range(4)]
+            found.append(train_step(model, data, CrossEntropyObjective(), sync, optimizer, **options).loss)
+        if graphs is not None:
+            # Before its backward a graph serves one micro-batch.
+            assert graphs.report().replays == 2 * 12 - graphs.report().eager["warm-up"]
+            assert graphs.report().graphs > (2 if groups.pp.is_first else 1)
+        sync.close()
+        return found + [parameter.detach().clone() for parameter in model.parameters()]
+
+    for found, wanted in zip(run(True), run(False), strict=True):
+        assert torch.equal(torch.as_tensor(found), torch.as_tensor(wanted))
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_replayed_layers_of_a_pipeline_have_the_bits_of_the_eager_ones(world: Callable[..., list[Any]], chunks: int) -> None:
+    world(check_pipeline, chunks=chunks)
+
+
+class Block(GraphableMegatronModule):
+    """Takes a dict, gives a tuple with a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.weight = nn.Parameter(torch.randn(4, 4, generator=generator, dtype=torch.float64))
+
+    def forward(self, x: Tensor, more: dict[str, Any]) -> tuple[Tensor, None, Tensor]:
+        y = torch.tanh(x @ self.weight) * more["scale"]
+        return y, None, (y > 0).sum()
+
+
+def gradients(block: nn.Module, inputs: list[Tensor], scale: float, order: list[int]) -> tuple[list[Tensor], Tensor]:
+    """Forwards of all inputs, then backwards in some order, as a pipeline does."""
+    for parameter in block.parameters():
+        parameter.grad = None
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    outputs = [block(x, {"scale": torch.tensor(scale, dtype=torch.float64)}) for x in leaves]
+    for place in order:
+        outputs[place][0].square().sum().backward()
+    grads = [leaf.grad for leaf in leaves]
+    total = next(block.parameters()).grad
+    assert total is not None and all(grad is not None for grad in grads)
+    return [grad for grad in grads if grad is not None], total
+
+
+def test_micro_batches_under_way_have_graphs_of_their_own() -> None:
+    plain, block = Block(), Block()
+    capture = TapeCapture()
+    graphs = block.enable_cuda_graphs(CudaGraphConfig(warmup_steps=0), capture=capture)
+    inputs = [torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+    for order in ([0, 1, 2], [2, 1, 0], [1, 0, 2]):
+        found, total = gradients(block, inputs, 0.5, order)
+        wanted, wanted_total = gradients(plain, inputs, 0.5, order)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        assert torch.equal(total, wanted_total)
+    assert graphs.report().graphs == 3
+    assert capture.recorded == 6
+    # A forward whose result is dropped gives its graphs back.
+    for _ in range(4):
+        block(inputs[0].requires_grad_(), {"scale": torch.tensor(0.5, dtype=torch.float64)})
+    assert graphs.report().graphs == 3
+
+
+def test_outputs_without_a_gradient_and_constants_come_through() -> None:
+    block = Block()
+    block.enable_cuda_graphs(CudaGraphConfig(warmup_steps=0), capture=TapeCapture())
+    x = torch.ones(2, 4, dtype=torch.float64)
+    for factor in (1.0, -1.0):
+        y, nothing, count = block(factor * x, {"scale": torch.tensor(1.0, dtype=torch.float64)})
+        assert nothing is None and not count.requires_grad
+        assert int(count) == int((y > 0).sum())
+
+
+def test_another_shape_and_moved_parameters_are_recorded_anew() -> None:
+    plain, block = Block(), Block()
+    graphs = block.enable_cuda_graphs(CudaGraphConfig(warmup_steps=0), capture=TapeCapture())
+    for rows in (2, 5, 2):
+        inputs = [torch.ones(rows, 4, dtype=torch.float64)]
+        assert torch.equal(gradients(block, inputs, 1.0, [0])[1], gradients(plain, inputs, 1.0, [0])[1])
+    assert graphs.report().graphs == 2
+    for module in (plain, block):
+        module.weight.data = module.weight.data * 2.0
+    inputs = [torch.ones(2, 4, dtype=torch.float64)]
+    assert torch.equal(gradients(block, inputs, 1.0, [0])[1], gradients(plain, inputs, 1.0, [0])[1])
+
+
+def test_calls_that_cannot_be_replayed_run_as_ever_and_tell_why() -> None:
+    block = Block()
+    graphs = block.enable_cuda_graphs(CudaGraphConfig(warmup_steps=0), capture=TapeCapture())
+    x, scale = torch.ones(2, 4, dtype=torch.float64), torch.tensor(1.0, dtype=torch.float64)
+    with torch.no_grad():
+        block(x, {"scale": scale})
+    block(x, {"scale": scale, "other": {1, 2}})
+    assert graphs.report().eager == {
+        "no gradient is wanted": 1,
+        "an input is a set, which has no key; pass tensors, numbers and dataclasses of them": 1,
+    }
+    y = block(x.requires_grad_(), {"scale": scale})[0].sum()
+    y.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="once for each forward"):
+        y.backward()
+    block.disable_cuda_graphs()
+    assert "forward" not in vars(block)
+
+
+def test_without_a_device_everything_runs_as_ever_and_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    wanted, _ = trained(None, steps=1)
+    found, graphed = trained(lambda model: graph_modules(model), steps=1)
+    same(found, wanted)
+    assert graphed.report().eager == {"there is no CUDA device": 4}
+    graph = IterationGraph(lambda x: x + 1)
+    assert graph(torch.ones(1)) == 2.0
+    assert graph.report().eager == {"there is no CUDA device": 1}
+
+
+def test_evaluation_stays_eager() -> None:
+    model = GPTModel(CONFIG, ProcessGroups.single(), seed=3)
+    with graph_modules(model, config=CudaGraphConfig(warmup_steps=0), capture=TapeCapture()) as graphed:
+        evaluate(model, [batch(0)], CrossEntropyObjective())
+        assert graphed.report().eager == {"no gradient is wanted": 2}
+    assert all("forward" not in vars(layer) for layer in model.layers.values())
+
+
+def test_what_no_graph_can_hold_is_refused_before_the_first_step() -> None:
+    groups = ProcessGroups.single()
+    with pytest.raises(CaptureError, match=r"preserve_rng_state=False"):
+        graph_modules(GPTModel(CONFIG, groups, seed=None, recompute=RecomputeConfig(modules=("mlp",))), capture=TapeCapture())
+    with pytest.raises(CaptureError, match="leave offloading out"):
+        graph_modules(GPTModel(CONFIG, groups, seed=None, offload=OffloadConfig(modules=("mlp",))), capture=TapeCapture())
+    model = GPTModel(CONFIG, groups, seed=None)
+    with pytest.raises(ValueError, match=r"'layer\.\*'"):
+        graph_modules(model, ["layer.*"], capture=TapeCapture())
+    with pytest.raises(ValueError, match="around it"):
+        graph_modules(model, ["layers.*", "layers.*.mlp"], capture=TapeCapture())
+    handle = model.layers["1"].mlp.register_forward_hook(lambda *_: None)
+    with pytest.raises(CaptureError, match="mlp has forward hooks"):
+        graph_modules(model, capture=TapeCapture())
+    assert all("forward" not in vars(layer) for layer in model.layers.values()), "a refusal leaves nothing behind"
+    handle.remove()
+    graph_modules(model, capture=TapeCapture())
+    with pytest.raises(ValueError, match="replaced already"):
+        ModuleGraphs(model.layers["0"], capture=TapeCapture())
+
+
+@pytest.mark.parametrize("steps", [-1])
+def test_negative_warm_ups_are_refused(steps: int) -> None:
+    with pytest.raises(ValueError, match="warmup_steps=-1"):
+        CudaGraphConfig(warmup_steps=steps)
+    with pytest.raises(ValueError, match="warmup_steps=-1"):
+        IterationGraph(lambda: None, warmup_steps=steps)
+
+
+def test_a_whole_iteration_is_one_graph() -> None:
+    def run(capture: TapeCapture | None) -> list[float]:
+        weight = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        moment = torch.zeros_like(weight)
+
+        def work(x: Tensor, *, lr: Tensor) -> Tensor:
+            loss = torch.tanh(x @ weight).square().sum()
+            (grad,) = torch.autograd.grad(loss, weight)
+            with torch.no_grad():
+                moment.mul_(0.9).add_(grad)
+                weight.sub_(lr * moment)
+            return loss.detach()
+
+        step = work if capture is None else IterationGraph(work, warmup_steps=2, capture=capture)
+        losses = []
+        for number in range(6):
+            x = torch.randn(3 if number != 4 else 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+            losses.append(float(step(x, lr=torch.tensor(0.1 / (number + 1), dtype=torch.float64))))
+        if isinstance(step, IterationGraph):
+            assert step.report().graphs == 1 and step.report().replays == 3
+            assert step.report().eager == {"warm-up": 3}
+        return losses
+
+    assert run(TapeCapture()) == run(None)
+
+
+def test_nothing_is_collected_during_a_capture_and_everything_is_as_before() -> None:
+    assert gc.isenabled()
+    with collection_paused():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with collection_paused():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
