@@ -18,8 +18,8 @@ WHEELS = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.tom
 PYTHONS = ["3.11", "3.12", "3.13"]
 THIS_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 CONSTRAINTS = "constraints/dev.txt"
-# Extras that build or run only beside a GPU: no session installs them.
-GPU_EXTRAS = {"te"}
+# Extras that build or run only beside a GPU, or talk to a service: no session installs them.
+GPU_EXTRAS = {"te", "wandb"}
 # What follows torch's own release; the sessions that change torch must not be held by these pins.
 TORCH_FAMILY = ("cuda-", "nvidia-", "torch=", "triton=")
 # Settings that would leave a trace of this machine in the constraint file.

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,20 +25,27 @@ from mcore_parallel.data import (
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.models import BertModel, GPTModel, dense_feed_forward, place_layers
 from mcore_parallel.nn import AttentionCore
-from mcore_parallel.optim import CosineSchedule, MegatronOptimizer
+from mcore_parallel.optim import ConstantSchedule, CosineSchedule, InverseSquareRootSchedule, LinearSchedule, MegatronOptimizer, WSDSchedule
 from mcore_parallel.pipeline import ModelChunks, Overlap, Schedule, StageLayout, plan_pipeline
+from mcore_parallel.planner import ExpertSizes, ModelSizes
 from mcore_parallel.training import (
     Batch,
+    BatchSizeSchedule,
     BertObjective,
     CrossEntropyObjective,
     Objective,
     TensorShard,
+    Throughput,
     model_state,
     optimizer_state,
+    samples_after,
 )
+from mcore_parallel.training import Schedule as RateSchedule
 from tools.fully_sharded import FullyShardedModel
 from tools.recipes import RunConfig
 
+PEAK_FLOPS: Mapping[str, float] = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12}
+"""Dense operations a second in bfloat16, by a part of the device's name, as its vendor gives them for the SXM form."""
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 Samples = GPTDataset | MaskedTokensDataset
 
@@ -101,7 +109,8 @@ def assemble(config: RunConfig, device: torch.device | str) -> Parts:
     """
     pipeline = config.pipeline.build(config.plan.vpp)
     train = config.train
-    plan_pipeline(pipeline, config.plan.pp, max(1, train.global_batch_size // (train.micro_batch_size * config.plan.dp)))
+    for size in train.batch_sizes().sizes():
+        plan_pipeline(pipeline, config.plan.pp, max(1, size // (train.micro_batch_size * config.plan.dp)))
     overlap = Overlap() if config.pipeline.schedule == "combined" else None
     groups = ProcessGroups.build(config.plan)
     model = build_stage(config, groups, device, overlap)
@@ -123,11 +132,34 @@ def objective(config: RunConfig) -> Objective:
     return BertObjective() if config.masked else CrossEntropyObjective()
 
 
-def schedule(config: RunConfig) -> CosineSchedule:
-    """Warm-up and cosine over the run's steps."""
-    return CosineSchedule(
-        max_lr=config.optimizer.lr, min_lr=config.optimizer.min_lr, warmup_steps=config.train.warmup_steps, decay_steps=config.train.steps
-    )
+def schedule(config: RunConfig) -> RateSchedule:
+    """Learning rates of the run's steps."""
+    train, high, low = config.train, config.optimizer.lr, config.optimizer.min_lr
+    warm_up: Any = {"max_lr": high, "warmup_steps": train.warmup_steps}
+    if train.lr_schedule == "constant":
+        return ConstantSchedule(**warm_up)
+    warm_up |= {"min_lr": low, "decay_steps": train.steps}
+    if train.lr_schedule == "wsd":
+        return WSDSchedule(**warm_up, wsd_decay_steps=train.wsd_decay_steps)
+    kinds = {"linear": LinearSchedule, "cosine": CosineSchedule, "inverse_square_root": InverseSquareRootSchedule}
+    return kinds[train.lr_schedule](**warm_up)
+
+
+def throughput(config: RunConfig, device: torch.device | str) -> Throughput:
+    """Operations a token of the run, and those that a device can do in its dtype."""
+    moe, sizes = config.moe, ModelSizes(config=config.model)
+    if moe is not None:
+        experts = ExpertSizes(
+            num_experts=moe.num_moe_experts,
+            topk=moe.moe_router_topk,
+            ffn_hidden_size=moe.moe_ffn_hidden_size or config.model.ffn_size,
+        )
+        sizes = ModelSizes(config=config.model, experts=experts)
+    peak = config.log.peak_tflops * 1e12
+    if not peak and torch.device(device).type == "cuda" and config.train.dtype == "bfloat16":
+        name = torch.cuda.get_device_name(device)
+        peak = next((flops for part, flops in PEAK_FLOPS.items() if part in name), 0.0)
+    return Throughput(flops_per_token=sizes.flops_per_token(config.train.seq_len), peak_flops=peak or None)
 
 
 def datasets(config: RunConfig, tokenizer: Tokenizer) -> tuple[Samples, Samples]:
@@ -146,7 +178,7 @@ def datasets(config: RunConfig, tokenizer: Tokenizer) -> tuple[Samples, Samples]
         tokenizer=tokenizer,
         path_to_cache=str(Path(config.output) / "index_cache"),
     )
-    sizes = [train.steps * train.global_batch_size, evaluations * train.eval_batches * train.global_batch_size, 0]
+    sizes = [samples_after(train.batch_sizes(), train.steps), evaluations * train.eval_batches * train.global_batch_size, 0]
     train_set, valid_set, _ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, data).build()
     for name, found in (("training", train_set), ("validation", valid_set)):
         if found is None:
@@ -170,17 +202,32 @@ def _hidden(config: RunConfig, tokenizer: Tokenizer, samples: GPTDataset, seed: 
 
 
 def step_batches(
-    config: RunConfig, dataset: Samples, groups: ProcessGroups, device: torch.device | str, consumed: int = 0
+    config: RunConfig,
+    dataset: Samples,
+    groups: ProcessGroups,
+    device: torch.device | str,
+    consumed: int = 0,
+    sizes: BatchSizeSchedule | None = None,
 ) -> Iterator[list[Batch]]:
-    """The micro-batches of this rank, one list an optimizer step, from sample ``consumed`` on."""
+    """The micro-batches of this rank, one list an optimizer step, from sample ``consumed`` on.
+
+    Args:
+        config: the run.
+        dataset: of all replicas.
+        groups: the layout.
+        device: of the batches.
+        consumed: samples that the steps before took.
+        sizes: sequences of each step; None for ``global_batch_size``.
+    """
     train = config.train
-    sampler = PretrainingSampler(len(dataset), consumed, train.micro_batch_size, groups.dp.rank, groups.dp.size, train.global_batch_size)
-    stream = batches(dataset, sampler)
-    count = train.global_batch_size // (train.micro_batch_size * groups.dp.size)
+    stride = train.micro_batch_size * groups.dp.size
+    stream = batches(dataset, PretrainingSampler(len(dataset), consumed, train.micro_batch_size, groups.dp.rank, groups.dp.size, stride))
     while True:
-        micro = [sample for _, sample in zip(range(count), stream, strict=False)]
-        if len(micro) < count:
+        size = train.global_batch_size if sizes is None else sizes.size(consumed)
+        micro = [sample for _, sample in zip(range(size // stride), stream, strict=False)]
+        if len(micro) < size // stride:
             return
+        consumed += size
         yield [_batch(sample, device) for sample in micro]
 
 

@@ -3,6 +3,10 @@
 """Train a recipe on one machine or many; a run whose output folder holds checkpoints goes on from the newest.
 
 torchrun --nproc-per-node 8 -m tools.pretrain --recipe moe_tiny --set data.prefix=corpus --set data.tokenizer=tokenizer
+
+Exit status: 0 the run came to its end; 1 it was refused or failed, and says why; 16 a result that these machines cannot judge, start it
+again on others; 17 a result that others found to be the same, and that is no number; 75 a rank was stuck; 143 it was asked to stop
+(SIGTERM, SIGINT, time limit) and saved, start it again to go on.
 """
 
 import argparse
@@ -18,13 +22,21 @@ from torch.distributed.rendezvous import rendezvous
 
 from mcore_ckpt import CheckpointingException
 from mcore_parallel.guard import Watchdog, preflight
-from mcore_parallel.training import NonFiniteLossError
-from tools.journey import train_rank
-from tools.recipes import RECIPES, RunConfig, override, recipe
+from mcore_parallel.training import (
+    INVALID_EXIT_CODE,
+    STOPPED_EXIT_CODE,
+    SUSPECT_EXIT_CODE,
+    InvalidResultError,
+    NonFiniteLossError,
+    StopSignals,
+    SuspectResultError,
+)
+from tools.journey import Trained, train_rank
+from tools.recipes import RECIPES, RecipeError, RunConfig, config_text, override, read_config, recipe, write_config
 
 
-def pretrain(config: RunConfig) -> None:
-    """Train on this rank of the world that torchrun, Slurm or nobody started."""
+def pretrain(config: RunConfig) -> Trained:
+    """Train on this rank of the world that torchrun, Slurm or nobody started; SIGTERM and SIGINT end it after a step, saved."""
     for name in ("prefix", "tokenizer"):
         if not getattr(config.data, name):
             raise ValueError(f"data.{name} is empty; make the corpus with mcore-preprocess and pass --set data.{name}=PATH")
@@ -33,14 +45,17 @@ def pretrain(config: RunConfig) -> None:
     if kind == "cuda":
         torch.cuda.set_device(local)
     with contextlib.ExitStack() as stack:
-        watchdog = stack.enter_context(_join(config, kind)) if "WORLD_SIZE" in os.environ else None
-        trained = train_rank(config, kind, watchdog)
+        watchdog = stack.enter_context(join(config, kind)) if "WORLD_SIZE" in os.environ else None
+        trained = train_rank(config, kind, watchdog, stack.enter_context(StopSignals()))
         if int(os.environ.get("RANK", "0")) == 0:
-            print(f"validation loss {trained.validation_loss:.6f} after {trained.seconds:.0f} s; checkpoints under {config.output}")
+            stopped = f"stopped and saved after step {trained.stopped_at}; start it again to go on"
+            result = f"validation loss {trained.validation_loss:.6f}" if trained.stopped_at is None else stopped
+            print(f"{result} after {trained.seconds:.0f} s; checkpoints under {config.output}")
+        return trained
 
 
 @contextlib.contextmanager
-def _join(config: RunConfig, kind: str) -> Iterator[Watchdog]:
+def join(config: RunConfig, kind: str) -> Iterator[Watchdog]:
     """The world of this process: compared with the others, connected, and watched."""
     patience_s = config.guard.stall_timeout_s
     # Read by torch when the first group is made; what the user set stays.
@@ -60,15 +75,33 @@ def _join(config: RunConfig, kind: str) -> Iterator[Watchdog]:
 def main(default_recipe: str | None = None, check: Callable[[RunConfig], RunConfig] = lambda config: config) -> int:
     """The command; ``check`` may refuse a run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", required=default_recipe is None, default=default_recipe, help=f"one of: {', '.join(RECIPES)}")
+    parser.add_argument("--recipe", help=f"one of: {', '.join(RECIPES)}" + (f" (default: {default_recipe})" if default_recipe else ""))
+    parser.add_argument("--config", metavar="FILE", help="YAML with fields of the run, and `recipe: NAME` or --recipe for the others")
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change a field, for instance plan.tp=2")
+    parser.add_argument("--write-config", metavar="FILE", help="write the whole run as YAML (- for the terminal) and end")
     arguments = parser.parse_args()
     try:
-        pretrain(check(override(recipe(arguments.recipe), arguments.set)))
-    except (ValueError, OSError, CheckpointingException, NonFiniteLossError) as error:
+        config = check(override(_chosen(arguments, default_recipe), arguments.set))
+        if arguments.write_config == "-":
+            print(config_text(config), end="")
+        elif arguments.write_config:
+            write_config(config, arguments.write_config)
+        else:
+            return 0 if pretrain(config).stopped_at is None else STOPPED_EXIT_CODE
+    except (ValueError, OSError, CheckpointingException, NonFiniteLossError, SuspectResultError, InvalidResultError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return {SuspectResultError: SUSPECT_EXIT_CODE, InvalidResultError: INVALID_EXIT_CODE}.get(type(error), 1)
     return 0
+
+
+def _chosen(arguments: argparse.Namespace, default_recipe: str | None) -> RunConfig:
+    """The run of a file, of a recipe, or of a file that changes a recipe."""
+    base = None if arguments.recipe is None else recipe(arguments.recipe)
+    if arguments.config is not None:
+        return read_config(arguments.config, base)
+    if base is None and default_recipe is None:
+        raise RecipeError(f"there is neither --recipe nor --config; recipes: {', '.join(RECIPES)}")
+    return base or recipe(default_recipe or "")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # Distributions whose import name is not their own name.
-IMPORT_NAMES = {"pyyaml": "yaml", "pyzmq": "zmq", "protobuf": "google"}
+IMPORT_NAMES = {"opentelemetry-api": "opentelemetry", "pyyaml": "yaml", "pyzmq": "zmq", "protobuf": "google"}
 IMPORT_BUDGET_S = 0.3
 _TIMER = """
 import importlib, sys, time

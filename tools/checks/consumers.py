@@ -23,8 +23,8 @@ from packaging.version import Version
 from tools.checks._tree import ROOT, Wheel, wheels
 from tools.checks.release import parse_tag
 
-# Extras that build or run only beside a GPU, as in the noxfile.
-GPU_EXTRAS = {"te"}
+# Extras that no session installs, as in the noxfile.
+GPU_EXTRAS = {"te", "wandb"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,10 +3,12 @@
 """The journey as one self-contained page."""
 
 import html
-import io
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from tools.journey._plot import Plot, svg
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 68rem; margin: 2rem auto; padding: 0 1rem; color: #1c2024; background: #fff }
@@ -19,17 +21,6 @@ pre { background: #f5f6f8; padding: .8rem; overflow-x: auto; border-radius: 4px 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plot:
-    """Curves over one horizontal axis."""
-
-    title: str
-    x_label: str
-    y_label: str
-    curves: Mapping[str, tuple[Sequence[float], Sequence[float]]]
-    """Label -> (x, y)."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Section:
     """Measured facts, and text the model wrote."""
 
@@ -38,34 +29,26 @@ class Section:
     text: str = ""
 
 
-def write_report(path: Path, title: str, sections: Sequence[Section], plots: Sequence[Plot]) -> None:
-    """Write the page; it needs no network and no other file."""
-    parts = [f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{html.escape(title)}</title><style>{_STYLE}</style>"]
+def write_report(path: Path, title: str, sections: Sequence[Section], plots: Sequence[Plot], refresh_s: int | None = None) -> None:
+    """Write the page, whole or not at all; it needs no network and no other file.
+
+    Args:
+        path: of the page.
+        title: its heading.
+        sections: below the plots.
+        plots: on top.
+        refresh_s: seconds after which a browser reads the page again; None for a page that stays as it is.
+    """
+    again = f"<meta http-equiv='refresh' content='{refresh_s}'>" if refresh_s else ""
+    parts = [f"<!doctype html><html lang='en'><meta charset='utf-8'>{again}<title>{html.escape(title)}</title><style>{_STYLE}</style>"]
     parts.append(f"<h1>{html.escape(title)}</h1><div class='plots'>")
-    parts += [f"<figure>{_svg(plot)}</figure>" for plot in plots]
+    parts += [f"<figure>{svg(plot)}</figure>" for plot in plots]
     parts.append("</div>")
     for section in sections:
         rows = "".join(f"<tr><td>{html.escape(name)}</td><td>{html.escape(value)}</td></tr>" for name, value in section.facts)
         text = f"<pre>{html.escape(section.text)}</pre>" if section.text else ""
         parts.append(f"<h2>{html.escape(section.title)}</h2><table>{rows}</table>{text}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(parts), encoding="utf-8")
-
-
-def _svg(plot: Plot) -> str:
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.6, 3.2), layout="constrained")
-    FigureCanvasSVG(figure)
-    axes = figure.add_subplot()
-    for label, (x, y) in plot.curves.items():
-        axes.plot(x, y, label=label, linewidth=1.4, marker="o" if len(x) < 20 else None, markersize=3)
-    axes.set(title=plot.title, xlabel=plot.x_label, ylabel=plot.y_label)
-    axes.grid(alpha=0.25)
-    if len(plot.curves) > 1:
-        axes.legend(fontsize=8)
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg")
-    # The XML prologue does not belong inside a page.
-    return buffer.getvalue().partition("<svg")[1] + buffer.getvalue().partition("<svg")[2]
+    fresh = path.with_name(f".{path.name}.new")
+    fresh.write_text("".join(parts), encoding="utf-8")
+    os.replace(fresh, path)

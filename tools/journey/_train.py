@@ -3,8 +3,11 @@
 """What each rank does to train, and to look at the same weights in another layout."""
 
 import dataclasses
+import secrets
+import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,32 +22,21 @@ from mcore_parallel.guard import Watchdog
 from mcore_parallel.training import (
     Batch,
     JsonLinesWriter,
+    Rerun,
     RichProgress,
+    StragglerProbe,
+    TelemetrySpans,
     TensorBoardWriter,
     Trainer,
     TrainerConfig,
+    WandbWriter,
+    Writer,
     evaluate,
     model_state,
 )
-from tools.assemble import assemble, build_model, build_stage, datasets, objective, schedule, step_batches
-from tools.recipes import RunConfig
-
-
-class History:
-    """Keeps the numbers of each step; a writer like the others."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[int, Mapping[str, float]]] = []
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        self.rows.append((step, dict(values)))
-
-    def close(self) -> None:
-        pass
-
-    def curve(self, name: str) -> tuple[list[float], list[float]]:
-        points = [(step, values[name]) for step, values in self.rows if name in values]
-        return [float(step) for step, _ in points], [value for _, value in points]
+from tools.assemble import Parts, assemble, build_model, build_stage, datasets, objective, schedule, step_batches, throughput
+from tools.journey._live import History, LiveReport
+from tools.recipes import RunConfig, config_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +47,8 @@ class Trained:
     validation_loss: float
     seconds: float
     num_parameters: int
+    stopped_at: int | None = None
+    """The step after which the run ended because it was asked to; None when it came to its end."""
 
 
 def device_of(kind: str) -> torch.device:
@@ -62,35 +56,37 @@ def device_of(kind: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
 
 
-def train_rank(config: RunConfig, kind: str, watchdog: Watchdog | None = None) -> Trained:
-    """Train from the newest checkpoint under ``config.output`` or from the beginning, validate and save, on this rank of the world."""
+def train_rank(config: RunConfig, kind: str, watchdog: Watchdog | None = None, stop: Callable[[], bool] | None = None) -> Trained:
+    """Train from the newest checkpoint under ``config.output`` or from the beginning, validate and save, on this rank of the world.
+
+    A run that ``stop`` ends (asked before each step; one rank is enough) saves and is not validated: its loss is NaN.
+    """
     device = device_of(kind)
     begin = time.perf_counter()
+    train, output = config.train, Path(config.output)
     parts = assemble(config, device)
     train_set, valid_set = datasets(config, _tokenizer(config))
-    output, history = Path(config.output), History()
-    first = parts.groups.world.is_first
-    writers = [
-        RichProgress(config.train.steps),
-        JsonLinesWriter(output / "train.jsonl"),
-        TensorBoardWriter(output / "tensorboard"),
-        history,
-    ] if first else []  # fmt: skip
+    checkpoints = CheckpointManager(output / "checkpoints")
+    history, writers = History(), []
+    if parts.groups.world.is_first:
+        history = History.read(output / "train.jsonl", checkpoints.latest() or 0)
+        writers = _writers(config, history)
 
     def data(consumed: int):
-        stream = step_batches(config, train_set, parts.groups, device, consumed)
+        stream = step_batches(config, train_set, parts.groups, device, consumed, train.batch_sizes())
         return stream if watchdog is None else watchdog.watch(stream, start=trainer.state.step + 1)
 
-    def probe() -> dict[str, float]:
-        load = sum(pop_expert_load(parts.model).values(), start=torch.zeros(1, dtype=torch.int64, device=device))
-        share = all_reduce(load, parts.groups.world).double()
-        return {f"expert_{number}_share": value for number, value in enumerate((share / share.sum()).tolist())}
+    limit_s = 60 * train.stop_after_minutes
+
+    def asked() -> bool:
+        return (stop is not None and stop()) or bool(limit_s and time.perf_counter() - begin > limit_s)
 
     trainer = Trainer(
         TrainerConfig(
-            steps=config.train.steps,
-            eval_every=config.train.eval_interval,
-            save_every=config.train.checkpoint_interval or config.train.steps,
+            steps=train.steps,
+            eval_every=train.eval_interval,
+            save_every=train.checkpoint_interval or train.steps,
+            max_skipped_steps=train.max_skipped_steps,
         ),
         parts.model,
         parts.sync,
@@ -99,18 +95,76 @@ def train_rank(config: RunConfig, kind: str, watchdog: Watchdog | None = None) -
         data,
         schedule(config),
         writers,
-        CheckpointManager(output / "checkpoints"),
+        checkpoints,
         evaluation=lambda: _validation(config, valid_set, parts.groups, device),
-        probe=probe if config.moe else None,
+        probe=_probe(config, parts, device),
         groups=parts.groups,
         pipeline=parts.pipeline,
         overlap=parts.overlap,
+        stop=asked,
+        rerun=Rerun(config.rerun, output / "rerun.json"),
+        throughput=throughput(config, device),
+        spans=TelemetrySpans(rank=parts.groups.world.rank) if config.log.telemetry else nullcontext,
     )
     trainer.resume()
     trainer.run()
-    loss = evaluate(parts.model, _validation(config, valid_set, parts.groups, device), parts.objective, groups=parts.groups)
+    loss = float("nan")
+    if not trainer.stopped:
+        found = evaluate(parts.model, _validation(config, valid_set, parts.groups, device), parts.objective, groups=parts.groups)
+        loss = found.mean.item()
     counted = sum(p.numel() for p in build_model(config, ProcessGroups.single(), "meta").parameters())
-    return Trained(history=history, validation_loss=loss.mean.item(), seconds=time.perf_counter() - begin, num_parameters=counted)
+    return Trained(
+        history=history,
+        validation_loss=loss,
+        seconds=time.perf_counter() - begin,
+        num_parameters=counted,
+        stopped_at=trainer.state.step if trainer.stopped else None,
+    )
+
+
+def _writers(config: RunConfig, history: History) -> list[Writer]:
+    """Where the numbers go, and beside them what the run was told; on the first rank."""
+    output, log = Path(config.output), config.log
+    output.mkdir(parents=True, exist_ok=True)
+    text = config_text(config)
+    (output / "config.yaml").write_text(text, encoding="utf-8")
+    _keep_tokenizer(Path(config.data.tokenizer), output / "tokenizer")
+    writers: list[Writer] = [RichProgress(config.train.steps), JsonLinesWriter(output / "train.jsonl")]
+    if log.tensorboard:
+        writers.append(TensorBoardWriter(output / "tensorboard"))
+    if log.wandb_project:
+        name = output / "wandb_run"
+        if not name.exists():
+            name.write_text(secrets.token_hex(4), encoding="ascii")
+        shown = dataclasses.asdict(config)
+        writers.append(WandbWriter(log.wandb_project, output, run_id=name.read_text(encoding="ascii"), config=shown))
+    writers.append(LiveReport(output / "report.html", output.name, config.train.steps, text, history) if log.html else history)
+    return writers
+
+
+def _keep_tokenizer(source: Path, folder: Path) -> None:
+    """Put the tokenizer's files beside the checkpoints, so that the run's folder is all that a model needs."""
+    files = [path for path in source.iterdir() if path.is_file()] if source.is_dir() else [source]
+    folder.mkdir(exist_ok=True)
+    for path in files:
+        if path.resolve() != (folder / path.name).resolve():
+            shutil.copyfile(path, folder / path.name)
+
+
+def _probe(config: RunConfig, parts: Parts, device: torch.device) -> Callable[[], dict[str, float]]:
+    """Further numbers of each step: load of the experts, the slowest rank."""
+    every = config.log.straggler_interval
+    stragglers = StragglerProbe(parts.model, parts.groups, every=every) if every else None
+
+    def probe() -> dict[str, float]:
+        found = {} if stragglers is None else stragglers()
+        if config.moe is None:
+            return found
+        load = sum(pop_expert_load(parts.model).values(), start=torch.zeros(1, dtype=torch.int64, device=device))
+        share = all_reduce(load, parts.groups.world).double()
+        return {**found, **{f"expert_{number}_share": value for number, value in enumerate((share / share.sum()).tolist())}}
+
+    return probe
 
 
 def validate_rank(config: RunConfig, kind: str) -> float:

@@ -11,8 +11,10 @@ from mcore_parallel.guard import WatchdogConfig
 from mcore_parallel.models import TransformerConfig
 from mcore_parallel.optim import OptimizerConfig
 from mcore_parallel.pipeline import PipelineConfig
+from mcore_parallel.training import BatchRampUp, BatchSizeSchedule, BatchSizeSteps, ConstantBatchSize, RerunConfig, check_batch_sizes
 
 DTYPE_NAMES = ("float32", "bfloat16", "float64")
+LR_SCHEDULES = ("constant", "linear", "cosine", "inverse_square_root", "wsd")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,14 @@ class TrainConfig:
     micro_batch_size: int = 4
     global_batch_size: int = 16
     """Sequences a step, over all data-parallel ranks."""
+    batch_ramp_up: tuple[int, int, int] | None = None
+    """First batch size, increment and samples over which it grows to ``global_batch_size``; None to begin with that."""
+    batch_steps: str = ""
+    """``"0:256 1M:512"``: sequences a step from a number of samples on, in place of ``global_batch_size``."""
+    lr_schedule: str = "cosine"
+    """constant, linear, cosine, inverse_square_root or wsd, over all steps, between ``optimizer.lr`` and ``optimizer.min_lr``."""
+    wsd_decay_steps: int = 0
+    """Steps of the decay at the end of wsd."""
     warmup_steps: int = 10
     eval_interval: int = 50
     """Steps between validations; 0 for none."""
@@ -47,6 +57,10 @@ class TrainConfig:
     """Global batches a validation."""
     checkpoint_interval: int = 0
     """Steps between checkpoints; 0 for one at the end."""
+    stop_after_minutes: float = 0.0
+    """Save and end after the first step that ends later than this; 0 for no limit."""
+    max_skipped_steps: int = 0
+    """Steps of the run that may be skipped because their gradients are not finite."""
     dtype: str = "float32"
     """Of parameters and activations: float32, bfloat16 or float64."""
     seed: int = 1234
@@ -55,11 +69,55 @@ class TrainConfig:
         for name in ("steps", "seq_len", "micro_batch_size", "global_batch_size", "eval_batches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("warmup_steps", "eval_interval", "checkpoint_interval"):
+        for name in ("warmup_steps", "eval_interval", "checkpoint_interval", "wsd_decay_steps", "stop_after_minutes", "max_skipped_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
         if self.dtype not in DTYPE_NAMES:
             raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPE_NAMES)}")
+        if self.lr_schedule not in LR_SCHEDULES:
+            raise ValueError(f"lr_schedule={self.lr_schedule!r} must be one of {', '.join(LR_SCHEDULES)}")
+        if (self.lr_schedule == "wsd") != bool(self.wsd_decay_steps):
+            raise ValueError(
+                f"wsd_decay_steps={self.wsd_decay_steps} does not go with lr_schedule={self.lr_schedule!r}; wsd needs it, no other does"
+            )
+        if self.batch_ramp_up and self.batch_steps:
+            raise ValueError("batch_ramp_up and batch_steps both say how the batch grows; give one")
+        self.batch_sizes()
+
+    def batch_sizes(self) -> BatchSizeSchedule:
+        """Sequences of each step."""
+        if self.batch_steps:
+            return BatchSizeSteps.parse(self.batch_steps)
+        if self.batch_ramp_up is None:
+            return ConstantBatchSize(global_batch_size=self.global_batch_size)
+        start, increment, samples = self.batch_ramp_up
+        return BatchRampUp(start=start, increment=increment, ramp_samples=samples, global_batch_size=self.global_batch_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """Where the numbers of a run go, beside one JSON line a step in ``train.jsonl``.
+
+    Raises:
+        ValueError: a negative number.
+    """
+
+    tensorboard: bool = True
+    html: bool = True
+    """Keep ``report.html`` up to date."""
+    wandb_project: str = ""
+    """Project of Weights & Biases; empty for none."""
+    telemetry: bool = False
+    """Spans of OpenTelemetry, to whatever SDK the process was started with (``opentelemetry-instrument``)."""
+    straggler_interval: int = 0
+    """Steps between two searches for slow ranks; 0 for none."""
+    peak_tflops: float = 0.0
+    """10^12 operations a second of one device, of which the share is reported; 0 for what is known of the device."""
+
+    def __post_init__(self) -> None:
+        for name in ("straggler_interval", "peak_tflops"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
 
 
 DATA_PARALLEL = ("ddp", "fsdp")
@@ -88,6 +146,9 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     guard: WatchdogConfig = field(default_factory=WatchdogConfig)
     """How long ranks may wait for each other."""
+    rerun: RerunConfig = field(default_factory=RerunConfig)
+    """What becomes of a loss that cannot be right."""
+    log: LogConfig = field(default_factory=LogConfig)
     output: str = "runs/pretrain"
     """Folder for checkpoints and logs."""
 
@@ -98,6 +159,7 @@ class RunConfig:
                 f"train.global_batch_size={train.global_batch_size} must be a multiple of "
                 f"train.micro_batch_size={train.micro_batch_size} * plan.dp={self.plan.dp}"
             )
+        check_batch_sizes(train.batch_sizes(), train.micro_batch_size, self.plan.dp)
         if self.data_parallel not in DATA_PARALLEL:
             raise ValueError(f"data_parallel={self.data_parallel!r} must be one of {', '.join(DATA_PARALLEL)}")
         if self.masked:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""``a.b=c``: change one field of a frozen configuration."""
+"""``a.b=c``: change fields of a frozen configuration."""
 
 import dataclasses
 import difflib
-import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
+
+from tools.recipes._values import MismatchError, Text, dataclass_of, name_of, read_value
 
 T = TypeVar("T")
 
@@ -19,55 +20,83 @@ class RecipeError(ValueError):
 def override(config: T, assignments: Sequence[str]) -> T:
     """A copy of ``config`` in which all ``path=value`` hold; values are read by the type of their field.
 
-    They take effect together, so that their order does not matter; of two for one field the later counts.
+    They take effect together, so that their order does not matter; of two for one field the later counts. A part that is None
+    (``moe``) comes into being with the first field that is set in it.
 
     Raises:
         RecipeError: no ``=``, an unknown field (names the nearest), a value of another type, or one the configuration refuses.
     """
-    values: dict[str, str] = {}
+    values: dict[str, Text] = {}
     for assignment in assignments:
         path, equals, text = assignment.partition("=")
         if not equals:
             raise RecipeError(f"--set {assignment!r} has no '='; write path.to.field=value")
         values.pop(path.strip(), None)
-        values[path.strip()] = text.strip()
-    return _set(config, "", values)
+        values[path.strip()] = Text(text.strip())
+
+    def given(prefix: str, below: Mapping[str, Any]) -> str:
+        return " ".join(f"--set {prefix}{path}={text}" for path, text in below.items())
+
+    return _set(config, values, "", "--set ", given)
 
 
-def _set(config: Any, prefix: str, values: Mapping[str, str]) -> Any:
-    """``config`` with ``values`` by their path below it; ``prefix`` is the path of ``config`` itself, for messages."""
-    fields = {field.name for field in dataclasses.fields(config)} if dataclasses.is_dataclass(config) else set()
+def merge(config: Any, values: Mapping[str, Any], source: str) -> Any:
+    """A copy of ``config`` with nested ``values``; the class of a configuration instead of one builds it from them alone.
+
+    Args:
+        config: an instance, or a dataclass.
+        values: field -> value, or for a part that is a configuration itself field -> values of it.
+        source: where they come from, for messages.
+
+    Raises:
+        RecipeError: as of ``override``, and a field without a default that is not there.
+    """
+    return _set(config, values, "", f"{source}: ", lambda prefix, _: f"{source}: {prefix.rstrip('.') or 'the run'}")
+
+
+def _set(owner: Any, values: Mapping[str, Any], prefix: str, origin: str, given: Callable[[str, Mapping[str, Any]], str]) -> Any:
+    """``owner`` with ``values`` by their path below it.
+
+    Args:
+        owner: a dataclass, an instance of one, or anything else, which has no fields.
+        values: by path.
+        prefix: path of ``owner`` itself, for messages.
+        origin: begins a message about one path.
+        given: says what was asked for below a prefix.
+    """
+    kind = owner if isinstance(owner, type) else type(owner)
+    fields = {field.name: field for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else {}
+    hints = typing.get_type_hints(kind) if fields else {}
     changed: dict[str, Any] = {}
-    for path, text in values.items():
-        name, _, rest = path.partition(".")
+    below: dict[str, dict[str, Any]] = {}
+    for path, value in values.items():
+        name, _, rest = str(path).partition(".")
         if name not in fields:
             near = difflib.get_close_matches(name, fields, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"fields here: {', '.join(sorted(fields)) or 'none'}"
-            raise RecipeError(f"--set {prefix}{path}: no field {name!r}; {hint}")
-        if not rest:
-            changed[name] = _read(text, typing.get_type_hints(type(config))[name], prefix + path)
-    for name in dict.fromkeys(path.partition(".")[0] for path in values if "." in path):
-        below = {path.partition(".")[2]: text for path, text in values.items() if path.startswith(f"{name}.")}
-        changed[name] = _set(changed.get(name, getattr(config, name)), f"{prefix}{name}.", below)
-    try:
-        owner: Any = config
-        return dataclasses.replace(owner, **changed)
-    except ValueError as error:
-        given = " ".join(f"--set {prefix}{path}={text}" for path, text in values.items())
-        raise RecipeError(f"{given}: {error}") from None
-
-
-def _read(text: str, kind: Any, path: str) -> Any:
-    options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-    if text.lower() in ("none", "null") and type(None) in options:
-        return None
-    for option in options:
-        if option is bool and text.lower() in ("true", "false"):
-            return text.lower() == "true"
-        if option in (int, float, str):
+            raise RecipeError(f"{origin}{prefix}{path}: no field {name!r}; {hint}")
+        if rest:
+            below.setdefault(name, {})[rest] = value
+        elif isinstance(value, Mapping) and dataclass_of(hints[name]) is not None:
+            below.setdefault(name, {}).update(value)
+        else:
             try:
-                return option(text)
-            except ValueError:
-                continue
-    names = " or ".join("None" if option is type(None) else getattr(option, "__name__", str(option)) for option in options)
-    raise RecipeError(f"--set {path}={text!r} is not of type {names}")
+                changed[name] = read_value(value, hints[name])
+            except MismatchError:
+                raise RecipeError(f"{origin}{prefix}{path}={value!r} is not of type {name_of(hints[name])}") from None
+    for name, inner in below.items():
+        part = changed[name] if name in changed else None if owner is kind else getattr(owner, name)
+        if part is None and name not in changed:
+            part = dataclass_of(hints[name])
+        changed[name] = _set(part, inner, f"{prefix}{name}.", origin, given)
+    if owner is kind and (missing := [name for name, field in fields.items() if name not in changed and _is_required(field)]):
+        raise RecipeError(f"{given(prefix, values)}: {', '.join(missing)} has no default; give it")
+    instance: Any = owner
+    try:
+        return kind(**changed) if owner is kind else dataclasses.replace(instance, **changed)
+    except ValueError as error:
+        raise RecipeError(f"{given(prefix, values)}: {error}") from None
+
+
+def _is_required(field: "dataclasses.Field[Any]") -> bool:
+    return field.init and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING

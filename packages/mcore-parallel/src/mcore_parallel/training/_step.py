@@ -5,7 +5,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ from mcore_parallel.pipeline import (
 from mcore_parallel.training._batch import Batch
 from mcore_parallel.training._objective import LossReport
 from mcore_parallel.training._protocols import DeferredResult, GradSync, LossScaler, Objective, Optimizer
-from mcore_parallel.training._totals import add_up
+from mcore_parallel.training._totals import Totals, add_up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +46,8 @@ class TrainReport:
     """The objective's metrics, means over the counted tokens."""
     skipped: bool
     """The optimizer did not update anything."""
+    votes: int = 0
+    """Ranks that voted."""
 
 
 def train_step(
@@ -59,6 +61,8 @@ def train_step(
     groups: ProcessGroups | None = None,
     pipeline: Schedule | None = None,
     overlap: Overlap | None = None,
+    vote: bool = False,
+    check: "Callable[[GradientPass], Totals] | None" = None,
 ) -> TrainReport:
     """Forward and backward of all micro-batches, then one update; every rank of the world calls it.
 
@@ -79,28 +83,27 @@ def train_step(
         pipeline: the schedule (``PipelineConfig.build``, kept over the steps); None for one forward, one backward, interleaved when
             the stage has several chunks.
         overlap: interleaves the pairs of a ``combined_one_f_one_b``.
+        vote: counted over the world without a collective of its own; the sum is ``TrainReport.votes``.
+        check: runs the forwards and backwards instead, looks at what they gave, and may run them again (``Rerun.check``).
 
     Raises:
         ScheduleError: a number of micro-batches that the schedule refuses, before anything runs.
         ValueError: no micro-batch, a schedule for another number of chunks.
     """
-    stage = _Stage.of(model, batches, objective, groups, optimizer.loss_scale if isinstance(optimizer, LossScaler) else None)
-    sync.zero_grad_buffer()
-    pp = stage.groups.pp
-    plan = plan_pipeline(pipeline or _default_schedule(len(stage.chunks)), pp.size, len(batches))
-    stage.slots.update(plan.slots(pp.rank))
-    run_schedule(plan, stage.forwards, pp, hidden=stage.hidden_spec(), no_sync=sync.no_sync, overlap=overlap)
-    sync.finish_grad_sync()
-    totals = add_up(stage.reports, stage.aux, stage.groups, stage.device)
+    scale = optimizer.loss_scale if isinstance(optimizer, LossScaler) else None
+    work = GradientPass(_Stage.of(model, batches, objective, groups, scale), sync, pipeline, overlap, vote)
+    totals = work() if check is None else check(work)
+    device = totals.vector.device
     result = optimizer.step(grad_scale=totals.count.reciprocal(), lr=lr)
-    norm = result.grad_norm.detach().to(stage.device, torch.float64).reshape(1)
+    norm = result.grad_norm.detach().to(device, torch.float64).reshape(1)
     # A decision that is on the device comes along, instead of a synchronisation of its own.
-    skip = result.skip.detach().to(stage.device, torch.float64).reshape(1) if isinstance(result, DeferredResult) else norm.new_zeros(1)
+    skip = result.skip.detach().to(device, torch.float64).reshape(1) if isinstance(result, DeferredResult) else norm.new_zeros(1)
     *values, grad_norm, skip_value = torch.cat([totals.vector, norm, skip]).tolist()
     skipped = bool(skip_value) if isinstance(result, DeferredResult) else result.skipped
     loss, count, aux, metrics = totals.read(values)
     counted = round(count) if math.isfinite(count) else 0
-    return TrainReport(loss=loss, grad_norm=grad_norm, num_tokens=counted, aux=aux, metrics=metrics, skipped=skipped)
+    votes = totals.votes(values)
+    return TrainReport(loss=loss, grad_norm=grad_norm, num_tokens=counted, aux=aux, metrics=metrics, skipped=skipped, votes=votes)
 
 
 @torch.no_grad()
@@ -211,6 +214,44 @@ class _Stage:
 
     def _scaled(self, loss: Tensor) -> Tensor:
         return loss if self.loss_scale is None else loss * self.loss_scale.to(loss.dtype)
+
+
+@dataclass(frozen=True)
+class GradientPass:
+    """Forwards and backwards of one step, as often as asked: each time the gradients begin at zero."""
+
+    stage: _Stage
+    sync: GradSync
+    pipeline: Schedule | None
+    overlap: Overlap | None
+    vote: bool = False
+
+    @property
+    def groups(self) -> ProcessGroups:
+        """The layout."""
+        return self.stage.groups
+
+    def __call__(self) -> Totals:
+        """Sums over all micro-batches, replicas and stages; the gradients are complete."""
+        self._run()
+        self.sync.finish_grad_sync()
+        stage = self.stage
+        return add_up(stage.reports, stage.aux, stage.groups, stage.device, vote=self.vote)
+
+    def alone(self) -> list[LossReport]:
+        """The reports of this rank's micro-batches; the gradients are those of this rank, not summed over replicas."""
+        with self.sync.no_sync():
+            self._run()
+        return list(self.stage.reports)
+
+    def _run(self) -> None:
+        stage, pp = self.stage, self.stage.groups.pp
+        stage.reports.clear()
+        stage.aux.clear()
+        self.sync.zero_grad_buffer()
+        plan = plan_pipeline(self.pipeline or _default_schedule(len(stage.chunks)), pp.size, len(stage.batches))
+        stage.slots.update(plan.slots(pp.rank))
+        run_schedule(plan, stage.forwards, pp, hidden=stage.hidden_spec(), no_sync=self.sync.no_sync, overlap=self.overlap)
 
 
 # Kept, so that plan_pipeline finds the plan of the last step again.

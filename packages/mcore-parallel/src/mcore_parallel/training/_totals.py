@@ -15,7 +15,8 @@ from mcore_parallel.training._objective import LossReport
 # Only the last stage knows which metrics there are. Over several stages the vector therefore has a fixed size:
 # room for this many metrics, and for their names.
 _MAX_METRICS, _MAX_NAME_BYTES = 64, 2048
-_FIXED = 3
+_FIXED = 4
+_VOTES = 3
 _COUNT = "/count"
 """Behind a metric's name: the entry it is divided by."""
 
@@ -25,7 +26,7 @@ class Totals:
     """Sums over the world, on the device."""
 
     vector: Tensor
-    """float64: loss sum, count, weighted auxiliary sum, metrics, and over several stages the bytes of their names."""
+    """float64: loss sum, count, weighted auxiliary sum, votes, metrics, and over several stages the bytes of their names."""
     names: tuple[str, ...] | None
     """Metrics in the vector's order; None when the names are in the vector."""
 
@@ -34,17 +35,29 @@ class Totals:
         """Scalar; at least the smallest normal number, so that a step in which nothing counts divides by no zero."""
         return self.vector[1].clamp(min=torch.finfo(torch.float32).tiny)
 
+    @property
+    def mean(self) -> float:
+        """The loss on the host, which waits for the device; the auxiliary loss is left out."""
+        total, count = self.vector[:2].tolist()
+        return _mean(total, count)
+
     def read(self, values: Sequence[float]) -> tuple[float, float, float, dict[str, float]]:
         """Loss, count, auxiliary loss and metrics from the vector's numbers on the host."""
-        total, count, aux = values[:_FIXED]
+        total, count, aux = values[:_VOTES]
         names = _decode(values[_FIXED + _MAX_METRICS :]) if self.names is None else self.names
         sums = dict(zip(names, values[_FIXED : _FIXED + len(names)], strict=True))
         counts = {name.removesuffix(_COUNT): sums.pop(name) for name in names if name.endswith(_COUNT)}
         metrics = {name: _mean(value, counts.get(name, count)) for name, value in sums.items()}
         return _mean(total, count), count, _mean(aux, count), metrics
 
+    def votes(self, values: Sequence[float]) -> int:
+        """Ranks that voted, from the vector's numbers on the host."""
+        return round(values[_VOTES])
 
-def add_up(reports: Sequence[LossReport], aux: Sequence[Tensor], groups: ProcessGroups, device: torch.device) -> Totals:
+
+def add_up(
+    reports: Sequence[LossReport], aux: Sequence[Tensor], groups: ProcessGroups, device: torch.device, *, vote: bool = False
+) -> Totals:
     """Totals over micro-batches, replicas and stages; the same on every rank.
 
     Args:
@@ -52,6 +65,7 @@ def add_up(reports: Sequence[LossReport], aux: Sequence[Tensor], groups: Process
         aux: weighted auxiliary losses of this rank.
         groups: the layout; the world is summed over.
         device: of the result.
+        vote: of this rank.
 
     Raises:
         ValueError: micro-batches with different metrics, or (over several stages) more metrics than there is room for.
@@ -65,11 +79,14 @@ def add_up(reports: Sequence[LossReport], aux: Sequence[Tensor], groups: Process
             raise ValueError(
                 f"an objective reported the metrics {sorted(entries)} after {list(names)}; report the same for every micro-batch"
             )
-        scalars = [report.sum, report.count, torch.zeros_like(report.sum), *(entries[name] for name in names)]
+        nothing = torch.zeros_like(report.sum)
+        scalars = [report.sum, report.count, nothing, nothing, *(entries[name] for name in names)]
         rows.append(torch.stack([scalar.detach().to(device, torch.float64) for scalar in scalars]))
     vector = torch.stack(rows).sum(0)
     if aux:
         vector[2] = torch.stack([value.detach().double() for value in aux]).sum()
+    if vote:
+        vector[_VOTES] = 1.0
     if groups.pp.size == 1:
         return Totals(all_reduce(vector, groups.world), names)
     wide = torch.zeros(_FIXED + _MAX_METRICS + _MAX_NAME_BYTES, dtype=torch.float64, device=device)

@@ -2,9 +2,11 @@
 # Copyright (c) 2026 the mcore authors
 """The training loop."""
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -15,8 +17,10 @@ from mcore_parallel.pipeline import ModelChunks, Overlap
 from mcore_parallel.pipeline import Schedule as PipelineSchedule
 from mcore_parallel.training._batch import Batch
 from mcore_parallel.training._protocols import Checkpointer, GradSync, Objective, Optimizer, Schedule, Writer
+from mcore_parallel.training._rerun import Rerun, SuspectResultError
 from mcore_parallel.training._state import StatefulOptimizer, TensorShard, model_state, optimizer_state
 from mcore_parallel.training._step import TrainReport, evaluate, train_step
+from mcore_parallel.training._throughput import Throughput
 
 
 class NonFiniteLossError(ArithmeticError):
@@ -41,7 +45,7 @@ class TrainerConfig:
     eval_every: int = 0
     """Evaluate after every n-th step; 0 for never."""
     save_every: int = 0
-    """Save after every n-th step and after the last; 0 for never."""
+    """Save after every n-th step and after the last one, wherever the run ends without an error; 0 for never."""
     max_skipped_steps: int = 0
     """Steps of the run that the optimizer may skip (gradients that are not finite) before it is an error."""
 
@@ -84,6 +88,10 @@ class Trainer:
         groups: the layout; None for ``model.groups``.
         pipeline: the order of forwards and backwards (``PipelineConfig.build``); None as in ``train_step``.
         overlap: interleaves the pairs of a combined schedule.
+        stop: asked on every rank before each step (``StopSignals``); when one rank says yes, all end after the step and save.
+        rerun: looks at each loss before the update and runs the step again when it cannot be right.
+        throughput: adds operations a second to the numbers of a step.
+        spans: a context around each part, by its name: "step", "evaluate", "save", "load" (``TelemetrySpans``).
 
     Raises:
         ValueError: a rhythm without the part it needs.
@@ -106,6 +114,10 @@ class Trainer:
         groups: ProcessGroups | None = None,
         pipeline: PipelineSchedule | None = None,
         overlap: Overlap | None = None,
+        stop: Callable[[], bool] | None = None,
+        rerun: Rerun | None = None,
+        throughput: Throughput | None = None,
+        spans: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         if config.save_every and checkpointer is None:
             raise ValueError(f"save_every={config.save_every} needs a checkpointer; pass one or set save_every=0")
@@ -118,7 +130,11 @@ class Trainer:
         self.pipeline, self.overlap = pipeline, overlap
         self.groups: ProcessGroups = owner.groups if groups is None else groups
         self.writers = tuple(writers) if self.groups.world.is_first else ()
+        self.stop, self.rerun, self.throughput, self.spans = stop, rerun, throughput, spans
         self.state = TrainerState()
+        self.stopped = False
+        """The run ended because a rank asked for it."""
+        self._saved: int | None = None
 
     def tensors(self) -> dict[str, TensorShard | list[TensorShard]]:
         """All tensors of a checkpoint, live."""
@@ -133,9 +149,13 @@ class Trainer:
         if self.checkpointer is None:
             raise ValueError("resume needs a checkpointer; pass one to Trainer")
         if self.checkpointer.latest() is not None:
-            _, extra = self.checkpointer.load(self.tensors())
+            with self.spans("load"):
+                _, extra = self.checkpointer.load(self.tensors())
             self.state = TrainerState(**extra["trainer"])
             self.optimizer.load_step_count(int(extra["optimizer_step"]))
+            if self.rerun is not None and "rerun" in extra:
+                self.rerun.load_state(extra["rerun"])
+            self._saved = self.state.step
         return self.state
 
     def save(self) -> None:
@@ -146,35 +166,55 @@ class Trainer:
         """
         if self.checkpointer is None:
             raise ValueError("save needs a checkpointer; pass one to Trainer")
-        extra = {"trainer": asdict(self.state), "optimizer_step": self.optimizer.step_count}
-        self.checkpointer.save(self.state.step, self.tensors(), extra)
+        extra: dict[str, Any] = {"trainer": asdict(self.state), "optimizer_step": self.optimizer.step_count}
+        if self.rerun is not None:
+            extra["rerun"] = self.rerun.state()
+        with self.spans("save"):
+            self.checkpointer.save(self.state.step, self.tensors(), extra)
+        self._saved = self.state.step
 
     def run(self) -> TrainerState:
-        """Train up to ``config.steps`` or to the end of the data; call it once.
+        """Train up to ``config.steps``, to the end of the data or until ``stop``; call it once.
 
         Raises:
             NonFiniteLossError: more steps were skipped than allowed, or a loss that is not finite led to an update.
+            SuspectResultError, InvalidResultError: of ``rerun``; before the first one the state before the step is saved.
         """
         self.model.train()
         try:
-            stream = iter(self.data(self.state.consumed_samples))
-            begin = time.perf_counter()
-            while self.state.step < self.config.steps:
-                batches = next(stream, None)
-                if batches is None:
-                    break
-                values = self._step(batches)
-                now = time.perf_counter()
-                tokens = sum(batch.tokens.numel() for batch in batches) * self.groups.dp_cp.size
-                values |= {"step_s": now - begin, "tokens_per_s": tokens / (now - begin)}
-                values |= self._after(self.state.step)
-                for writer in self.writers:
-                    writer.write(self.state.step, values)
-                begin = time.perf_counter()
+            self._train()
+            self._save_end()
+        except SuspectResultError:
+            self._save_end()
+            raise
         finally:
             for writer in self.writers:
                 writer.close()
         return self.state
+
+    def _train(self) -> None:
+        stream = iter(self.data(self.state.consumed_samples))
+        begin = time.perf_counter()
+        while self.state.step < self.config.steps and not self.stopped:
+            batches = next(stream, None)
+            if batches is None:
+                break
+            with self.spans("step"):
+                values = self._step(batches)
+            seconds = time.perf_counter() - begin
+            tokens_per_s = sum(batch.tokens.numel() for batch in batches) * self.groups.dp_cp.size / seconds
+            values |= {"step_s": seconds, "tokens_per_s": tokens_per_s}
+            if self.throughput is not None:
+                values |= self.throughput.values(tokens_per_s=tokens_per_s, num_ranks=self.groups.world.size)
+            values |= self._after(self.state.step)
+            for writer in self.writers:
+                writer.write(self.state.step, values)
+            begin = time.perf_counter()
+
+    def _save_end(self) -> None:
+        """The last step, unless it is saved already."""
+        if self.config.save_every and self.state.step and self._saved != self.state.step:
+            self.save()
 
     def _step(self, batches: Sequence[Batch]) -> dict[str, float]:
         state = self.state
@@ -189,15 +229,21 @@ class Trainer:
             groups=self.groups,
             pipeline=self.pipeline,
             overlap=self.overlap,
+            vote=self.stop is not None and self.stop(),
+            check=None if self.rerun is None else functools.partial(self.rerun.check, state.step + 1),
         )
+        self.stopped = report.votes > 0
+        samples = sum(len(batch.tokens) for batch in batches) * self.groups.dp.size
         self.state = TrainerState(
             step=state.step + 1,
-            consumed_samples=state.consumed_samples + sum(len(batch.tokens) for batch in batches) * self.groups.dp.size,
+            consumed_samples=state.consumed_samples + samples,
             skipped_steps=state.skipped_steps + report.skipped,
         )
         self._check(report)
         values = {"loss": report.loss, "grad_norm": report.grad_norm, "lr": lr, "num_tokens": report.num_tokens, "aux": report.aux}
-        return {**values, "skipped_steps": self.state.skipped_steps, **report.metrics, **(self.probe() if self.probe else {})}
+        values |= {"num_samples": samples, "skipped_steps": self.state.skipped_steps, **report.metrics}
+        values |= {} if self.rerun is None else self.rerun.pop_values()
+        return {**values, **(self.probe() if self.probe else {})}
 
     def _check(self, report: TrainReport) -> None:
         step, skipped, allowed = self.state.step, self.state.skipped_steps, self.config.max_skipped_steps
@@ -214,9 +260,10 @@ class Trainer:
         """Evaluation and saving, when they are due."""
         values: dict[str, float] = {}
         if self.evaluation is not None and self.config.eval_every and step % self.config.eval_every == 0:
-            found = evaluate(self.model, self.evaluation(), self.objective, groups=self.groups)
+            with self.spans("evaluate"):
+                found = evaluate(self.model, self.evaluation(), self.objective, groups=self.groups)
             values = {"eval/loss": found.mean.item()}
             values |= {f"eval/{name}": (value / found.count).item() for name, value in found.metrics.items()}
-        if self.config.save_every and (step % self.config.save_every == 0 or step == self.config.steps):
+        if self.config.save_every and step % self.config.save_every == 0:
             self.save()
         return values

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The page of a run under way."""
+
+import math
+import xml.etree.ElementTree
+from pathlib import Path
+
+import pytest
+
+from tools.journey import History, LiveReport, Plot
+from tools.journey._plot import _ticks, svg
+
+
+def test_the_page_is_written_while_the_run_is_under_way_and_at_its_end(tmp_path: Path) -> None:
+    clock = [0.0]
+    report = LiveReport(tmp_path / "report.html", "a <run>", 30, "train:\n  steps: 30", History(), lambda: clock[0])
+    page = tmp_path / "report.html"
+    for step in range(1, 16):
+        clock[0] += 1.0
+        report.write(step, {"loss": 3.0 - step / 10, "lr": 0.1, "tokens_per_s": 5.0, "step_s": 2.0, "expert_0_share": 1.0})
+        assert page.exists() == (step >= 10), step
+    text = page.read_text(encoding="utf-8")
+    assert "http-equiv='refresh'" in text and "running, about 0:00:40 left, step 10 of 30" in text
+    report.close()
+    text = page.read_text(encoding="utf-8")
+    assert "http-equiv='refresh'" not in text and "ended, step 15 of 30" in text
+    assert "a &lt;run&gt;" in text and "steps: 30" in text
+    for title in ("Loss", "Learning rate", "Throughput", "Expert load"):
+        assert title in text
+    assert "src=" not in text and "href=" not in text, "the page needs another file"
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_a_resumed_run_shows_the_steps_before(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    assert History.read(path, 9).rows == []
+    path.write_text(
+        '{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 9.0}\n{"step": 2, "loss": null}\n{"step": 3, "loss": 1.0}\n{"step": 4, "lo'
+    )
+    history = History.read(path, 2)
+    assert [step for step, _ in history.rows] == [1, 2]
+    assert math.isnan(history.curve("loss")[1][1])
+
+
+@pytest.mark.parametrize("values", [[], [1.0], [0.0, 0.0], [-3.0, 1e-9, 17.2], [1e12, 1e12 + 1], [math.nan, 2.0], [0.001, 0.0014]])
+def test_a_plot_is_well_formed_whatever_the_numbers(values: list[float]) -> None:
+    plot = Plot(title="a & b", x_label="x", y_label="y", curves={"one": (list(range(len(values))), values), "two": ([], [])})
+    tree = xml.etree.ElementTree.fromstring(svg(plot))
+    points = [point for line in tree.iter("{http://www.w3.org/2000/svg}polyline") for point in (line.get("points") or "").split()]
+    assert len(points) == sum(map(math.isfinite, values))
+    for point in points:
+        x, y = map(float, point.split(","))
+        assert 0 <= x <= 560 and 0 <= y <= 320
+    ticks = _ticks([value for value in values if math.isfinite(value)])
+    assert 2 <= len(ticks) <= 8
+
+
+def test_a_long_curve_is_thinned_and_keeps_its_ends() -> None:
+    plot = Plot(title="", x_label="", y_label="", curves={"": ([float(x) for x in range(12345)], [float(x) for x in range(12345)])})
+    text = svg(plot)
+    assert len(text) < 40_000

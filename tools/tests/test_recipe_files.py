@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Runs as files, and from the command line."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tools import pretrain
+from tools.recipes import RECIPES, RecipeError, config_text, override, read_config, recipe, write_config
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_written_run_reads_back_the_same(name: str, tmp_path: Path) -> None:
+    write_config(recipe(name), tmp_path / "folder" / "run.yaml")
+    assert read_config(tmp_path / "folder" / "run.yaml") == recipe(name)
+
+
+def test_typed_values_survive_the_file(tmp_path: Path) -> None:
+    config = override(
+        recipe("gpt_tiny"),
+        [
+            *("moe.num_moe_experts=8", "model.window_size=[16,0]", "model.window_attn_skip_freq=[1, 0, 1, 0]", "model.norm_epsilon=1e-6"),
+            *("optimizer.use_precision_aware_optimizer=true", "optimizer.exp_avg_dtype=bfloat16", "train.batch_ramp_up=[8,8,64]"),
+        ],
+    )
+    assert (config.moe and config.moe.num_moe_experts, config.model.window_size) == (8, (16, 0))
+    assert (config.model.window_attn_skip_freq, config.optimizer.exp_avg_dtype) == ((1, 0, 1, 0), torch.bfloat16)
+    write_config(config, tmp_path / "run.yaml")
+    assert read_config(tmp_path / "run.yaml") == config
+
+
+def test_a_file_changes_a_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("recipe: gpt_tiny\nmodel: {num_layers: 6, window_size: [8, 0]}\noptimizer: {lr: 1e-4}\nmoe: {num_moe_experts: 2}\n")
+    config = read_config(path)
+    assert (config.model.num_layers, config.model.window_size, config.optimizer.lr) == (6, (8, 0), 1e-4)
+    assert config.model.hidden_size == recipe("gpt_tiny").model.hidden_size
+    assert config.moe is not None and config.moe.num_moe_experts == 2
+    path.write_text("model: {num_layers: 2, hidden_size: 8, num_attention_heads: 2, vocab_size: 16}\n")
+    assert read_config(path).model.hidden_size == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("recipe: gpt_tiny\ntrain: {stpes: 4}", "train.stpes: no field 'stpes'; did you mean 'steps'"),
+        ("recipe: gpt_tin\n", "did you mean 'gpt_tiny'"),
+        ("recipe: gpt_tiny\ntrain: {steps: many}", "train.steps='many' is not of type int"),
+        ("recipe: gpt_tiny\ntrain: {steps: true}", "train.steps=True is not of type int"),
+        ("recipe: gpt_tiny\ntrain: {steps: 0}", "run.yaml: train: steps=0 must be at least 1"),
+        ("recipe: gpt_tiny\nmodel: {window_size: [1, 2, 3]}", "is not of type tuple"),
+        ("train: {steps: 4}", "the run: model has no default"),
+        ("model: {num_layers: 4}", "model: hidden_size, num_attention_heads, vocab_size has no default"),
+        ("- gpt_tiny", "must map fields to values, found list"),
+        ("train: {steps: [", "is no YAML"),
+        ("recipe: !!python/object/apply:os.getcwd []", "is no YAML"),
+    ],
+)
+def test_a_bad_file_names_what_is_wrong(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(RecipeError) as caught:
+        read_config(tmp_path / "run.yaml")
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("train.batch_ramp_up=[8,16,100]", r"global_batch_size=16 is not start=8 plus a multiple of increment=16"),
+        ("train.batch_ramp_up=[4,4,100]", r"batch sizes \[4, 12\] are not multiples of micro_batch_size=8"),
+        ("train.batch_steps=0:8 100:12", r"batch sizes \[12\] are not multiples"),
+        ("train.lr_schedule=cosin", "lr_schedule='cosin' must be one of constant, linear, cosine"),
+        ("train.lr_schedule=wsd", "wsd_decay_steps=0 does not go with lr_schedule='wsd'"),
+        ("rerun.mode=on", "is not of type"),
+    ],
+)
+def test_schedules_are_checked_when_they_are_set(change: str, words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        override(recipe("gpt_tiny"), [change])
+
+
+def test_the_command_writes_and_reads_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.yaml"
+
+    def run(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["pretrain", *arguments])
+        return pretrain.main()
+
+    assert run("--recipe", "gpt_tiny", "--set", "train.steps=7", "--write-config", str(path)) == 0
+    assert run("--config", str(path), "--set", "train.seq_len=32", "--write-config", "-") == 0
+    assert capsys.readouterr().out == config_text(override(recipe("gpt_tiny"), ["train.steps=7", "train.seq_len=32"]))
+    assert run() == 1
+    assert "neither --recipe nor --config" in capsys.readouterr().err
