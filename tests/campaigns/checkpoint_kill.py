@@ -2,6 +2,8 @@
 # Copyright (c) 2026 the mcore authors
 """Ranks that save steps one after another, killed at a random time: the newest committed step loads, none is lost.
 
+Every other asynchronous trial also kills the writer processes again and again meanwhile; training goes on and saves the next step.
+
 python -m tests.campaigns.checkpoint_kill --kills 1000 --output docs/benchmarks/checkpoint_kill.json
 """
 
@@ -10,7 +12,9 @@ import json
 import os
 import random
 import signal
+import struct
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -21,12 +25,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from mcore_ckpt import CheckpointManager, ShardedTensor, read_tensor
+from mcore_ckpt import CheckpointingException, CheckpointManager, ShardedTensor, read_tensor
 from mcore_ckpt.manifest import is_checkpoint
 from tools.bench._record import record
 
 __all__ = ["Kill", "campaign", "main"]
 
+_REPORT = struct.Struct("<i")
+"""A step that is committed; -1 for one that was lost with its writer."""
 _SHAPES = {"layers.0.weight": (64, 48), "layers.1.weight": (64, 48), "norm": (48,), "optim.moments": (4001,)}
 
 
@@ -37,6 +43,10 @@ class Kill:
     asynchronous: bool
     whole_job: bool
     """Whether all ranks were killed at once, or one first and the others when they had noticed."""
+    kill_writers: bool
+    """Whether the writer processes were killed meanwhile."""
+    saves_lost: int
+    """Saves that were refused because of it."""
     confirmed: int
     """The newest step whose save had returned on the first rank."""
     found: int
@@ -57,23 +67,35 @@ def campaign(kills: int, folder: Path, *, num_ranks: int = 4, seed: int = 0, spa
     results = []
     for number in range(kills):
         with tempfile.TemporaryDirectory(dir=folder) as place:
-            results.append(_one(Path(place), num_ranks, number % 2 == 1, number % 3 != 2, rng.uniform(0, span_s), rng.randrange(num_ranks)))
+            trial = _Trial(number % 2 == 1, number % 3 != 2, number % 4 == 3, rng.uniform(0, span_s), rng.randrange(num_ranks))
+            results.append(_one(Path(place), num_ranks, trial))
     return results
 
 
-def _one(place: Path, num_ranks: int, asynchronous: bool, whole_job: bool, delay_s: float, victim: int) -> Kill:
+@dataclass(frozen=True)
+class _Trial:
+    asynchronous: bool
+    whole_job: bool
+    kill_writers: bool
+    delay_s: float
+    victim: int
+
+
+def _one(place: Path, num_ranks: int, trial: _Trial) -> Kill:
+    asynchronous, whole_job, victim = trial.asynchronous, trial.whole_job, trial.victim
     reading, writing = os.pipe()
     ranks = []
     for rank in range(num_ranks):
         ranks.append(os.fork())
         if ranks[-1] == 0:
             os.close(reading)
-            _save_for_ever(place, rank, num_ranks, asynchronous, writing)
+            _save_for_ever(place, rank, num_ranks, trial, writing)
     os.close(writing)
     with os.fdopen(reading, "rb") as reports:
         # Step 0 is there: saving goes on from here.
-        first = reports.read(1)
-        time.sleep(delay_s)
+        first = reports.read(_REPORT.size)
+        # Where writers are killed, there is time for some of them.
+        time.sleep(trial.delay_s * (4 if trial.kill_writers else 1))
         os.kill(ranks[victim], signal.SIGKILL)
         if not whole_job:
             # The others must hear of it by themselves; a rank that waits longer than its limit ends too.
@@ -85,35 +107,52 @@ def _one(place: Path, num_ranks: int, asynchronous: bool, whole_job: bool, delay
         for rank in ranks:
             if whole_job or rank != ranks[victim]:
                 os.waitpid(rank, 0)
-        confirmed = len(first + reports.read()) - 1
+        said = first + reports.read()
+    steps = [step for (step,) in _REPORT.iter_unpack(said)]
+    confirmed, lost = max(steps, default=-1), sum(step < 0 for step in steps)
     manager = CheckpointManager(place / "run", keep=2)
     found = manager.latest()
     facts = {"asynchronous": asynchronous, "whole_job": whole_job, "confirmed": confirmed}
+    facts |= {"kill_writers": trial.kill_writers, "saves_lost": lost}
     if not first or found is None:
         return Kill(**facts, found=-1, half_done=False, problem="no step at all")
     begun = [path for path in (place / "run").iterdir() if not is_checkpoint(path)]
     problem = _check(manager, found) or ("" if found >= confirmed else f"step {confirmed} was confirmed and is gone")
     if not problem:
-        # Whoever starts again saves on, and what was half done goes.
-        manager.save(found + 1, {"w": torch.ones(1)})
+        # Whoever starts again saves on, and what was half done goes. Steps lost with their writer were skipped.
+        newest = max([found, *(int(path.name.removeprefix("step_")) for path in begun)])
+        manager.save(newest + 1, {"w": torch.ones(1)})
         if any(path.exists() and not is_checkpoint(path) for path in begun):
             problem = "what was half done stays"
     return Kill(**facts, found=found, half_done=bool(begun), problem=problem)
 
 
-def _save_for_ever(place: Path, rank: int, num_ranks: int, asynchronous: bool, report: int) -> None:
+def _save_for_ever(place: Path, rank: int, num_ranks: int, trial: _Trial, report: int) -> None:
     try:
         limit = timedelta(seconds=60)
         dist.init_process_group("gloo", init_method=f"file://{place}/store", rank=rank, world_size=num_ranks, timeout=limit)
         manager = CheckpointManager(place / "run", keep=2)
+        rng = random.Random(rank)
         for step in range(1_000_000):
-            request = manager.save(step, _state(rank, num_ranks, step), {"step": step}, asynchronous=asynchronous)
-            if request is not None:
-                request.wait()
+            told = step
+            if trial.kill_writers and step and rng.random() < 0.3:
+                threading.Timer(rng.uniform(0, 0.02), _kill_writer, (manager,)).start()
+            try:
+                request = manager.save(step, _state(rank, num_ranks, step), {"step": step}, asynchronous=trial.asynchronous)
+                if request is not None:
+                    request.wait()
+            except CheckpointingException as error:
+                if "the writer process" not in str(error):
+                    raise
+                told = -1
             if rank == 0:
-                os.write(report, b".")
+                os.write(report, _REPORT.pack(told))
     finally:
         os._exit(1)
+
+
+def _kill_writer(manager: CheckpointManager) -> None:
+    manager._worker.kill()
 
 
 def _state(rank: int, num_ranks: int, step: int) -> dict[str, ShardedTensor]:
@@ -155,6 +194,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "kills": len(results),
         "ranks": options.ranks,
         "asynchronous": sum(result.asynchronous for result in results),
+        "writers_killed_meanwhile": sum(result.kill_writers for result in results),
+        "saves_lost_with_their_writer": sum(result.saves_lost for result in results),
         "one_rank_alone": sum(not result.whole_job for result in results),
         "killed_with_a_step_half_done": sum(result.half_done for result in results),
         "newest_after_minus_confirmed": dict(sorted(Counter(str(result.found - result.confirmed) for result in results).items())),

@@ -132,16 +132,16 @@ def test_bad_bounds_are_named(tmp_path, field, value):
 def test_staging_serves_again_and_grows():
     staging = Staging()
     part = ShardedTensor(torch.arange(6.0).reshape(2, 3).T, (3, 2), (0, 0))
-    staged, release = staging.copy({"a": part, "b": ShardedTensor(torch.tensor(True), (), ())})
-    assert torch.equal(staged["a"].data, part.data) and bool(staged["b"].data) and staging.num_bytes == 0
-    place = staged["a"].data.data_ptr()
-    release()
-    again, release = staging.copy({"a": part})
-    assert again["a"].data.data_ptr() == place and staging.num_bytes == 0
-    release()
-    larger, release = staging.copy({"a": ShardedTensor(torch.ones(1000), (1000,), (0,))})
-    release()
-    assert staging.num_bytes >= 4000 and bool(larger["a"].data.all())
+    first = staging.copy({"a": part, "b": ShardedTensor(torch.tensor(True), (), ())})
+    assert torch.equal(first.shards["a"].data, part.data) and bool(first.shards["b"].data) and staging.num_bytes == 0
+    place = first.shards["a"].data.data_ptr()
+    first.release()
+    again = staging.copy({"a": part})
+    assert again.shards["a"].data.data_ptr() == place and again.memory is first.memory and staging.num_bytes == 0
+    again.release()
+    larger = staging.copy({"a": ShardedTensor(torch.ones(1000), (1000,), (0,))})
+    larger.release()
+    assert staging.num_bytes >= 4000 and bool(larger.shards["a"].data.all())
 
 
 class StuckOnce(LocalFolder):

@@ -15,6 +15,7 @@ CAMPAIGNS = {
         ["checkpoint_damage", "--flips", "200", "--swaps", "120", "--lies", "2000"],
         ["checkpoint_damage", "--flips", "10000", "--swaps", "1000", "--lies", "100000"],
     ),
+    "layouts": (["checkpoint_layouts", "--pairs", "6"], ["checkpoint_layouts", "--pairs", "500"]),
 }
 
 
@@ -35,6 +36,8 @@ def run(arguments, folder, timeout):
 def check(figures):
     if "kills" in figures:
         assert figures["lost_or_damaged"] == 0 and figures["killed_with_a_step_half_done"] > 0
+    elif "pairs" in figures:
+        assert figures["unequal"] == figures["failed"] == figures["extra lost"] == 0 and figures["parts"] > 100 * figures["pairs"]
     else:
         assert figures["bad"] == 0 and figures["lies"]["refused"] > figures["lies"]["read"] > 0
 

@@ -14,7 +14,7 @@ import torch
 from mcore_ckpt import CheckpointingException, CheckpointManager, load, save
 from mcore_ckpt._control import Control, LostContact
 from mcore_ckpt.manifest import is_checkpoint, read_manifest
-from mcore_ckpt.storage import MemoryFolder
+from mcore_ckpt.storage import LocalFolder, MemoryFolder
 from tests.support.faulty_disk import FaultyDisk, after_power_cut
 
 ERRORS = {
@@ -23,6 +23,13 @@ ERRORS = {
     "quota": (OSError(122, "Disk quota exceeded"), True),
     "stuck": (None, True),
 }
+
+
+class Here(LocalFolder):
+    """Written by a thread of this process, whose operations are seen and may fail."""
+
+    def child(self, name):
+        return Here(self.path / name)
 
 
 def state(value):
@@ -44,7 +51,7 @@ def tree(folder):
 
 def attempt(folder, step, disk, *, asynchronous, keep=1):
     with disk:
-        request = CheckpointManager(folder, keep=keep).save(step, state(step), {"step": step}, asynchronous=asynchronous)
+        request = CheckpointManager(Here(folder), keep=keep).save(step, state(step), {"step": step}, asynchronous=asynchronous)
         if request:
             request.wait()
 

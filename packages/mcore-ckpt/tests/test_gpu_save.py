@@ -2,12 +2,14 @@
 # Copyright (c) 2026 the mcore authors
 """Tensors that live on a GPU."""
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 
-from mcore_ckpt import CheckpointManager, load, save
+from mcore_ckpt import CheckpointingException, CheckpointManager, load, save
 
 pytestmark = pytest.mark.gpu
 
@@ -61,3 +63,32 @@ def test_files_written_on_threads_hold_what_another_stream_wrote_last(tmp_path: 
     back = {name: torch.zeros(2**20) for name in state}
     load(back, tmp_path / "c")
     assert all(bool((value == number + 1).all()) for number, value in enumerate(back.values()))
+
+
+def test_the_writer_process_reads_page_locked_memory_and_a_killed_one_is_replaced(tmp_path: Path) -> None:
+    state = {f"w{i}": torch.randn(2**20 + i, device="cuda") for i in range(16)}
+    manager, pids, held = CheckpointManager(tmp_path, keep=None), set(), []
+    for step in range(4):
+        before = {name: value.clone() for name, value in state.items()}
+        manager.save(step, state, asynchronous=True)
+        for value in state.values():
+            value.mul_(2)
+        manager.wait()
+        pids.add(manager._worker.pid)
+        back = {name: torch.empty_like(value) for name, value in state.items()}
+        manager.load(back, step)
+        assert all(torch.equal(back[name], before[name]) for name in state)
+        del before, back
+        torch.cuda.synchronize()
+        held.append(torch.cuda.memory_allocated())
+    assert len(pids) == 1 and len(set(held)) == 1
+    pid = manager._worker.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    manager.save(4, state, asynchronous=True)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(CheckpointingException, match=f"the writer process {pid} was killed by SIGKILL"):
+        manager.wait()
+    manager.save(5, state, asynchronous=True)
+    manager.wait()
+    assert manager.steps() == [0, 1, 2, 3, 5]

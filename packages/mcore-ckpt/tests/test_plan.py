@@ -4,6 +4,7 @@
 
 import random
 import time
+import tracemalloc
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from mcore_ckpt._plan import (
     plan_layouts,
     plan_load,
     plan_save,
+    take_share,
+    tell_writes,
 )
 from mcore_ckpt._storage import itemsize
 from mcore_ckpt.chunks import Box
@@ -172,3 +175,31 @@ def test_a_thousand_ranks_with_thousands_of_tensors_are_planned_in_seconds():
     assert time.process_time() - start < 3
     loads = [sum(write.num_bytes for write in writes) for writes in plan.writes]
     assert sum(loads) == 10_000 * 64 * 16 * 2 and max(loads) - min(loads) <= 8 * 16 * 2
+
+
+def test_each_rank_is_told_its_own_writes_and_knows_no_more():
+    rng = random.Random(8)
+    for _ in range(30):
+        held = scatter(rng, random_tensors(rng), 4)
+        told = [encode_layout(rows) for rows in held]
+        layouts = decode_layouts([text for text, _ in told], [[rank] for rank in range(4)], [runs for _, runs in told])
+        plan = plan_layouts(layouts, 4)
+        for rank, text in enumerate(tell_writes(layouts, plan)):
+            share = take_share(held[rank], text, plan if rank == 0 else None)
+            assert tuple(share.writes) == plan.writes[rank]
+            assert share.tensors.keys() == (plan.tensors.keys() if rank == 0 else {write.name for write in share.writes})
+
+
+def test_the_memory_of_a_rank_does_not_grow_with_their_number():
+    records = [ShardRecord(f"layers.{i}.weight", "BF16", (64, 16), Box.whole((64, 16)), 0) for i in range(500)]
+    text, runs = encode_layout(records)
+    kept = {}
+    for num_ranks in (8, 64):
+        layouts = decode_layouts([text], [range(num_ranks)], [runs] * num_ranks)
+        told = list(tell_writes(layouts, plan_layouts(layouts, num_ranks)))
+        tracemalloc.start()
+        share = take_share(records, told[-1], None)
+        kept[num_ranks] = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert share.writes
+    assert kept[64] <= kept[8]

@@ -184,16 +184,16 @@ def test_a_finished_request_keeps_no_copy_of_the_state(tmp_path, monkeypatch):
     copies, real = [], Staging.copy
 
     def copy(self, shards):
-        staged, release = real(self, shards)
-        copies.extend(weakref.ref(part.data) for part in staged.values())
-        return staged, release
+        staged = real(self, shards)
+        copies.extend([*(weakref.ref(part.data) for part in staged.shards.values()), weakref.ref(staged.memory)])
+        return staged
 
     monkeypatch.setattr(Staging, "copy", copy)
     request = save({"a": torch.ones(4)}, tmp_path / "c", asynchronous=True)
     assert copies and copies[0]() is not None
     request.wait()
     gc.collect()
-    assert request.done() and copies[0]() is None
+    assert request.done() and all(copy() is None for copy in copies)
 
 
 def test_an_asynchronous_save_that_fails_says_so_in_wait(tmp_path):

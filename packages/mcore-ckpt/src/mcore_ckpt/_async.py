@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """A save that goes on while training does."""
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -10,7 +11,10 @@ from typing import Any
 
 from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt._job import Job, commit
+from mcore_ckpt._sharded import ShardedTensor
 from mcore_ckpt._staging import Staging
+from mcore_ckpt._storage import LocalFolder
+from mcore_ckpt._worker import Worker, WorkerFolder
 
 __all__ = ["AsyncRequest", "SaveProgress"]
 
@@ -47,13 +51,15 @@ class _Meter:
 
 
 class AsyncRequest:
-    """A save whose files a thread of this process writes.
+    """A save whose files are written while training goes on.
 
-    The state was copied to host memory before ``save`` returned: training may change it at once. The thread uses no
-    collectives; the commit is part of ``wait()``, which is therefore collective. A request that is never waited for leaves no checkpoint.
+    The state was copied to host memory before ``save`` returned: training may change it at once. A process of its own hashes and writes
+    what goes to a disk, out of memory shared with it; a folder that another process cannot reach, such as one in memory, is written by a
+    thread. Neither uses collectives; the commit is part of ``wait()``, which is therefore collective. A request that is never waited
+    for leaves no checkpoint.
     """
 
-    def __init__(self, job: Job, staging: Staging | None = None) -> None:
+    def __init__(self, job: Job, staging: Staging | None = None, worker: Worker | None = None) -> None:
         needed = {(write.name, write.box) for writes in job.files.values() for write in writes}
         self._error: BaseException | None = None
         self._meter = _Meter()
@@ -61,23 +67,35 @@ class AsyncRequest:
         self._rows: list[list[Any]] = []
         self._then: list[Callable[[], None]] = []
         self._release: Callable[[], None] | None = None
-        staged = {}
+        self._remote: WorkerFolder | None = None
+        # One that serves this save alone ends with it.
+        self._own_worker = Worker() if worker is None else None
+        shards: dict[Any, ShardedTensor] = {}
         try:
-            staged, self._release = (staging or Staging()).copy({key: shard for key, shard in job.shards.items() if key in needed})
+            staged = (staging or Staging()).copy({key: shard for key, shard in job.shards.items() if key in needed})
+            shards, self._release = staged.shards, staged.release
+            if type(job.directory) is LocalFolder and staged.memory is not None and sys.executable:
+                worker = worker or self._own_worker
+                assert worker is not None
+                worker.start()
+                self._worker, self._remote = worker, WorkerFolder(job.directory.path, worker, staged.memory)
         except Exception as error:
             # The other ranks have gone on: they hear of it in wait(), like of any failed write.
             self._error = error
-        self._job: Job | None = replace(job, shards=staged)
-        self._thread = threading.Thread(target=self._write, args=(self._job,), name=f"save {job.directory}", daemon=True)
+        self._job: Job | None = replace(job, shards=shards)
+        its_job = self._job if self._remote is None else replace(self._job, directory=self._remote)
+        self._thread = threading.Thread(target=self._write, args=(its_job,), name=f"save {job.directory}", daemon=True)
         self._thread.start()
 
     def _write(self, job: Job) -> None:
-        if self._error is not None:
-            return
         try:
-            self._rows = job.write(self._meter)
+            if self._error is None:
+                self._rows = job.write(self._meter)
         except Exception as error:
             self._error = error
+        finally:
+            if self._own_worker is not None:
+                self._own_worker.close()
 
     def done(self) -> bool:
         """Whether this rank's files are written, or failed; ``wait()`` then has only the commit left to do. Not collective."""
@@ -95,6 +113,8 @@ class AsyncRequest:
         ``wait()`` must still be called by all ranks, and raises. A save whose files are all written by then is committed all the same.
         """
         self._meter.cancelled = True
+        if self._remote is not None:
+            self._remote.cancel()
 
     def then(self, action: Callable[[], None]) -> None:
         """Call ``action`` on this rank once the checkpoint is committed, inside ``wait()``."""
@@ -121,6 +141,7 @@ class AsyncRequest:
             # A stalled writer may still read the copy: its memory then goes with it.
             if release is not None and self.done():
                 release()
+            self._remote = None
         for action in self._then:
             action()
 
@@ -130,6 +151,9 @@ class AsyncRequest:
             idle = self.progress().idle_s
             if stalled_s is not None and idle > stalled_s:
                 self.cancel()
+                if self._remote is not None:
+                    # Its thread then ends, and the memory serves again.
+                    self._worker.kill()
                 told = f"{self._meter.written} of {self._total} bytes"
                 raise CheckpointingException(f"the writer moved nothing for {idle:.0f} s after {told}; does the storage answer?")
         if self._error is not None:

@@ -2,13 +2,14 @@
 # Copyright (c) 2026 the mcore authors
 """Agreement between the ranks of a save or load: every step succeeds on all of them or fails on all of them."""
 
+import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt._storage import num_cores, tensor_bytes
@@ -16,6 +17,8 @@ from mcore_ckpt._storage import num_cores, tensor_bytes
 __all__ = ["Control", "LostContact", "threads_each"]
 
 _MAX_THREADS = 8
+_SHORT = 1016
+"""Bytes of a message that go in the first round."""
 
 
 def threads_each(hosts: Sequence[str], place: int) -> int:
@@ -35,17 +38,24 @@ class Control:
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._group: dist.ProcessGroup | None = None
-        self.rank, self.ranks, self._device = 0, [0], torch.device("cpu")
+        self.group: dist.ProcessGroup | None = None
+        self.rank, self.ranks, self.device = 0, [0], torch.device("cpu")
         if group is not None or (dist.is_available() and dist.is_initialized()):
-            self._group = dist.group.WORLD if group is None else group
-            assert self._group is not None
-            self.rank = dist.get_rank(self._group)
+            self.group = dist.group.WORLD if group is None else group
+            assert self.group is not None
+            self.rank = dist.get_rank(self.group)
             if self.rank < 0:
                 raise ValueError("this rank is not in group; call only on the group's ranks")
-            self.ranks = dist.get_process_group_ranks(self._group)
-            if "cpu:" not in dist.get_backend_config(self._group):
-                self._device = torch.device("cuda", torch.cuda.current_device())
+            self.ranks = dist.get_process_group_ranks(self.group)
+            if "cpu:" not in dist.get_backend_config(self.group):
+                self.device = torch.device("cuda", torch.cuda.current_device())
+
+    @classmethod
+    def alone(cls) -> "Control":
+        """This process by itself."""
+        control = object.__new__(cls)
+        control.group, control.rank, control.ranks, control.device = None, 0, [0], torch.device("cpu")
+        return control
 
     @property
     def size(self) -> int:
@@ -73,8 +83,8 @@ class Control:
             raise CheckpointingException(f"{what} failed on rank {self.ranks[failed[0]]}{others}: {answers[failed[0]]['error']}") from cause
         return [answer["result"] for answer in answers]
 
-    def share(self, what: str, mine: str, lengths: Mapping[int, int]) -> list[str]:
-        """The texts of some ranks, on every rank, one after another: memory holds those texts and no more.
+    def collect(self, what: str, mine: str, lengths: Mapping[int, int]) -> list[str]:
+        """The texts of some ranks, on the first rank; nothing on the others.
 
         Args:
             what: for messages.
@@ -84,33 +94,81 @@ class Control:
         Raises:
             LostContact: the ranks could not tell each other.
         """
-        if self._group is None or self.size == 1:
-            return [mine for _ in lengths]
         texts = []
-        try:
+        with self._contact(what):
             for place, length in lengths.items():
-                content = mine.encode() if place == self.rank else bytes(length)
-                row = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self._device)
-                dist.broadcast(row, src=self.ranks[place], group=self._group)
-                texts.append(bytes(tensor_bytes(row.cpu())).decode())
+                if place == 0:
+                    texts.append(mine)
+                elif self.rank == 0:
+                    texts.append(self._receive(place, length).decode())
+                elif self.rank == place:
+                    self._send(0, mine.encode())
+        return texts if self.rank == 0 else []
+
+    def deal(self, what: str, texts: Iterable[str]) -> str:
+        """This rank's of the ``texts`` that the first rank has for each of them, in their order; it makes one after another.
+
+        Raises:
+            LostContact: the ranks could not tell each other.
+        """
+        with self._contact(what):
+            if self.rank:
+                (length,) = struct.unpack("<q", self._receive(0, 8))
+                return self._receive(0, length).decode()
+            mine = ""
+            for place, text in enumerate(texts):
+                if place == 0:
+                    mine = text
+                else:
+                    content = text.encode()
+                    self._send(place, struct.pack("<q", len(content)))
+                    self._send(place, content)
+            return mine
+
+    def union(self, what: str, flags: bytes) -> bytes:
+        """For each place in ``flags``, equally many on every rank, the largest byte that any rank has there.
+
+        Raises:
+            LostContact: the ranks could not tell each other.
+        """
+        if self.group is None or self.size == 1 or not flags:
+            return flags
+        row = torch.frombuffer(bytearray(flags), dtype=torch.uint8).to(self.device)
+        with self._contact(what):
+            dist.all_reduce(row, op=dist.ReduceOp.MAX, group=self.group)
+        return bytes(tensor_bytes(row.cpu()))
+
+    @contextlib.contextmanager
+    def _contact(self, what: str) -> Iterator[None]:
+        try:
+            yield
         except RuntimeError as error:
             raise LostContact(f"{what}: rank {self.ranks[self.rank]} lost contact with the other ranks: {error}") from error
-        return texts
+
+    def _send(self, place: int, content: bytes) -> None:
+        if content:
+            dist.send(torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self.device), self.ranks[place], self.group)
+
+    def _receive(self, place: int, length: int) -> bytes:
+        row = torch.empty(length, dtype=torch.uint8, device=self.device)
+        if length:
+            dist.recv(row, self.ranks[place], self.group)
+        return bytes(tensor_bytes(row.cpu()))
 
     def _exchange(self, what: str, message: dict[str, Any]) -> list[dict[str, Any]]:
-        if self._group is None or self.size == 1:
+        if self.group is None or self.size == 1:
             return [json.loads(json.dumps(message))]
         text = json.dumps(message, separators=(",", ":")).encode()
-        try:
-            lengths = self._gather(torch.tensor([len(text)], device=self._device))
-            longest = max(int(length) for length in lengths)
-            padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8).to(self._device)
-            rows = self._gather(padded)
-        except RuntimeError as error:
-            raise LostContact(f"{what}: rank {self.ranks[self.rank]} lost contact with the other ranks: {error}") from error
-        return [json.loads(bytes(tensor_bytes(row.cpu()))) for row in rows]
+        with self._contact(what):
+            # Most messages are short: one round then does.
+            rows = self._gather(len(text).to_bytes(8, "little") + text[:_SHORT].ljust(_SHORT))
+            lengths = [int.from_bytes(row[:8], "little") for row in rows]
+            if max(lengths) > _SHORT:
+                rows = self._gather(bytes(8) + text.ljust(max(lengths)))
+        return [json.loads(row[8 : 8 + length]) for row, length in zip(rows, lengths, strict=True)]
 
-    def _gather(self, mine: Tensor) -> list[Tensor]:
-        rows = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(rows, mine, group=self._group)
-        return rows
+    def _gather(self, mine: bytes) -> list[bytes]:
+        row = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self.device)
+        rows = [torch.empty_like(row) for _ in range(self.size)]
+        dist.all_gather(rows, row, group=self.group)
+        return [bytes(tensor_bytes(one.cpu())) for one in rows]

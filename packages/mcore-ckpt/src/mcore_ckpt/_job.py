@@ -3,7 +3,8 @@
 """What one rank has to write for a save, and the commit that makes it a checkpoint."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,7 @@ from torch import Tensor
 from mcore_ckpt._control import Control, LostContact
 from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt._formats import BACKEND_NAME, METADATA_NAME, side_files, write_shard
-from mcore_ckpt._plan import SavePlan, Write
+from mcore_ckpt._plan import Write
 from mcore_ckpt._sharded import DeferredTensor, ShardedTensor
 from mcore_ckpt._storage import FileRecord, Folder, StoredFile, WatchedFolder
 from mcore_ckpt.chunks import Box
@@ -35,7 +36,8 @@ class Job:
     directory: Folder
     extra: Mapping[str, Any]
     format: str
-    plan: SavePlan
+    tensors: Mapping[str, TensorRecord]
+    """Those of ``files``; on the first rank all of the checkpoint, their chunks still empty."""
     files: Mapping[str, list[Write]]
     """This rank's files by name."""
     shards: Mapping[tuple[str, Box], ShardedTensor | DeferredTensor]
@@ -90,7 +92,7 @@ class Job:
 
     def _write_file(self, folder: Folder, file: str) -> list[Any]:
         writes = self.files[file]
-        keys = [_key(write, self.plan) for write in writes]
+        keys = [_key(write, self.tensors) for write in writes]
         entries = [(key, *self._entry(write)) for key, write in zip(keys, writes, strict=True)]
         record, places = write_shard(StoredFile(folder, file), entries)
         return [file, record.bytes, record.sha256, [places[key] for key in keys]]
@@ -102,7 +104,7 @@ class Job:
                 self.directory.remove(file)
 
     def _entry(self, write: Write) -> tuple[str, tuple[int, ...], Callable[[], Tensor]]:
-        tensor = self.plan.tensors[write.name]
+        tensor = self.tensors[write.name]
         return tensor.dtype, write.box.shape, partial(_data, self.shards[write.name, write.box])
 
 
@@ -110,9 +112,9 @@ def _data(shard: ShardedTensor | DeferredTensor) -> Tensor:
     return shard.data
 
 
-def _key(write: Write, plan: SavePlan) -> str:
+def _key(write: Write, tensors: Mapping[str, TensorRecord]) -> str:
     """The plain name where the whole tensor is in one chunk: such a file reads like any other safetensors file."""
-    if write.box == Box.whole(plan.tensors[write.name].shape):
+    if write.box == Box.whole(tensors[write.name].shape):
         return write.name
     return f"{write.name}@{'.'.join(map(str, write.box.offset))}"
 
@@ -124,26 +126,31 @@ def commit(job: Job, write: Callable[[], list[list[Any]]]) -> None:
     def publish() -> None:
         if control.rank:
             return
-        files = {name: FileRecord(size, digest) for rows in written for name, size, digest, _ in rows}
+        written = [json.loads(text) for text in texts]
+        files = {name: FileRecord(size, digest) for rows, _ in written for name, size, digest in rows}
         for name, record in files.items():
             size = directory.size(name)
             if size != record.bytes:
                 seen = "is not" if size is None else f"has {size} bytes"
                 raise CheckpointingException(f"{name} {seen} here, its writer wrote {record.bytes}; do the ranks share the folder?")
-        tensors = _place(job.plan, answers)
+        tensors = _place(job.tensors, (chunks for _, chunks in written))
         stored = {name: (t.dtype, t.shape, [(chunk.file, chunk.key, chunk.box) for chunk in t.chunks]) for name, t in tensors.items()}
         for name, content in side_files(job.format, stored).items():
             directory.publish(name, content)
         directory.publish(MANIFEST_NAME, Manifest(tensors=tensors, files=files, extra=job.extra).encode())
 
-    def report() -> dict[str, Any]:
+    mine = ""
+
+    def report() -> int:
+        nonlocal mine
         rows = write()
         chunks = [[w.name, *w.box.to_json(), file, key] for file, *_, keys in rows for w, key in zip(job.files[file], keys, strict=True)]
-        return {"rows": rows, "chunks": chunks}
+        mine = json.dumps([[row[:3] for row in rows], chunks], separators=(",", ":"))
+        return len(mine.encode())
 
     try:
-        answers = control.run(f"writing {directory}", report)
-        written = [answer["rows"] for answer in answers]
+        lengths = control.run(f"writing {directory}", report)
+        texts = control.collect(f"writing {directory}", mine, dict(enumerate(lengths)))
         control.run(f"committing {directory}", publish)
     except LostContact:
         # The first rank may be committing at this very moment: the files stay, and go with the next save if it was not.
@@ -162,9 +169,9 @@ def commit(job: Job, write: Callable[[], list[list[Any]]]) -> None:
         raise
 
 
-def _place(plan: SavePlan, answers: list[Any]) -> dict[str, TensorRecord]:
-    chunks: dict[str, list[Chunk]] = {name: [] for name in plan.tensors}
-    for answer in answers:
-        for name, offset, shape, file, key in answer["chunks"]:
+def _place(tensors: Mapping[str, TensorRecord], written: Iterable[Any]) -> dict[str, TensorRecord]:
+    chunks: dict[str, list[Chunk]] = {name: [] for name in tensors}
+    for rows in written:
+        for name, offset, shape, file, key in rows:
             chunks[name].append(Chunk(file, key, Box(tuple(offset), tuple(shape))))
-    return {name: TensorRecord(tensor.dtype, tensor.shape, tuple(chunks[name])) for name, tensor in plan.tensors.items()}
+    return {name: TensorRecord(tensor.dtype, tensor.shape, tuple(chunks[name])) for name, tensor in tensors.items()}

@@ -2,7 +2,9 @@
 # Copyright (c) 2026 the mcore authors
 """Loading: any layout from any layout, reading only the bytes this rank needs."""
 
+import hashlib
 import itertools
+import json
 import socket
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +21,7 @@ from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt._formats import ShardFile, open_shard
 from mcore_ckpt._plan import Read, assign_files, compare, plan_load
 from mcore_ckpt._sharded import ShardedTensor, as_parts
-from mcore_ckpt._storage import Folder, StoredFile, digest_file, dtype_code, dtype_of, open_folder
+from mcore_ckpt._storage import Folder, SafetensorsFile, StoredFile, digest_file, dtype_code, dtype_of, open_folder
 from mcore_ckpt._strictness import Mismatches, Strictness, as_strictness
 from mcore_ckpt.chunks import Box
 from mcore_ckpt.manifest import Manifest, TensorRecord, read_manifest
@@ -89,6 +91,7 @@ def _survey(
         CheckpointingException: something that ``strictness`` does not allow, but for unexpected tensors, which the caller judges.
     """
     opened: list[Manifest] = []
+    asked = bytearray()
     shards: dict[str, list[ShardedTensor]] = {}
 
     def look() -> dict[str, Any]:
@@ -104,18 +107,21 @@ def _survey(
             stored = manifest.tensors.get(name)
             if stored is None or stored.shape != part.shape:
                 del shards[name]
-        told: dict[str, Any] = {"missing": mine.missing, "shapes": mine.shapes, "dtypes": mine.dtypes}
-        told["host"] = socket.gethostname()
-        return {"names": list(wanted), "files": sorted(file.sha256[:16] for file in manifest.files.values()), **told}
+        asked.extend(name in wanted for name in manifest.tensors)
+        # Every rank tells what differs, which is little; what it asks for is added up below.
+        seen = hashlib.sha256(json.dumps([list(manifest.tensors), sorted(file.sha256 for file in manifest.files.values())]).encode())
+        told = {"missing": mine.missing, "shapes": mine.shapes, "dtypes": mine.dtypes}
+        return {"seen": seen.hexdigest(), "host": socket.gethostname(), **told}
 
     answers = control.run(f"opening {folder}", look)
     for rank, answer in zip(control.ranks, answers, strict=True):
-        if answer["files"] != answers[0]["files"]:
+        if answer["seen"] != answers[0]["seen"]:
             raise CheckpointingException(
                 f"ranks {control.ranks[0]} and {rank} see different checkpoints in {folder}; they must share the file system"
             )
     (manifest,) = opened
-    unexpected = manifest.tensors.keys() - {name for answer in answers for name in answer["names"]}
+    wanted = control.union(f"opening {folder}", bytes(asked))
+    unexpected = [name for name, flag in zip(manifest.tensors, wanted, strict=True) if not flag]
     told = {key: tuple(sorted({one for answer in answers for one in answer[key]})) for key in ("missing", "shapes", "dtypes")}
     num_threads = threads_each([answer["host"] for answer in answers], control.rank)
     return manifest, shards, Mismatches(unexpected=tuple(sorted(unexpected)), **told), num_threads
@@ -158,7 +164,17 @@ def _fill(folder: Folder, shards: Mapping[str, list[ShardedTensor]], reads: list
             for read in same_file:
                 shard = next(part for part in shards[read.name] if part.box.contains(read.box))
                 target = shard.data[read.box.relative_to(shard.box).slices()]
-                target.copy_(stored_part(file, read, shard.data.dtype))
+                _copy(file, read, target)
+
+
+def _copy(file: ShardFile, read: Read, target: Tensor) -> None:
+    slices = _check_slot(file, read, target.dtype)
+    whole_rows = read.box.shape[1:] == read.chunk.box.shape[1:]
+    plain = target.device.type == "cpu" and target.is_contiguous() and not (target.is_conj() or target.is_neg())
+    if isinstance(file, SafetensorsFile) and whole_rows and plain:
+        file.fill(read.chunk.key, target, (slices[0].start, slices[0].stop) if slices else None)
+    else:
+        target.copy_(stored_part(file, read, target.dtype))
 
 
 def stored_part(file: ShardFile, read: Read, dtype: torch.dtype) -> Tensor:
@@ -167,14 +183,23 @@ def stored_part(file: ShardFile, read: Read, dtype: torch.dtype) -> Tensor:
     Raises:
         CheckpointingException: it does not lie there as the manifest says.
     """
+    slices = _check_slot(file, read, dtype)
+    if not slices:
+        return file.tensor(read.chunk.key)
+    return file.tensor(read.chunk.key, (slices[0].start, slices[0].stop))[:, *slices[1:]]
+
+
+def _check_slot(file: ShardFile, read: Read, dtype: torch.dtype) -> tuple[slice, ...]:
+    """Where ``read`` lies in the stored tensor of its chunk.
+
+    Raises:
+        CheckpointingException: see `stored_part`.
+    """
     chunk, slot = read.chunk, file.slot(read.chunk.key)
     if slot is None or slot.shape != chunk.box.shape or dtype_of(slot.dtype) != dtype:
         said = "missing" if slot is None else f"{slot.dtype} {list(slot.shape)}"
         raise CheckpointingException(f"{file.file}: {chunk.key} is {said}, not what the manifest says")
-    slices = read.box.relative_to(chunk.box).slices()
-    if not slices:
-        return file.tensor(chunk.key)
-    return file.tensor(chunk.key, (slices[0].start, slices[0].stop))[:, *slices[1:]]
+    return read.box.relative_to(chunk.box).slices()
 
 
 def read_tensor(directory: str | Path | Folder, name: str, manifest: Manifest | None = None) -> Tensor:

@@ -20,6 +20,7 @@ from mcore_ckpt._save import SaveOptions, check_format, run_save
 from mcore_ckpt._staging import Staging
 from mcore_ckpt._storage import Folder, LocalFolder, open_folder
 from mcore_ckpt._strictness import Strictness
+from mcore_ckpt._worker import Worker
 from mcore_ckpt.manifest import MANIFEST_NAME, is_checkpoint
 
 __all__ = ["CheckpointManager"]
@@ -70,6 +71,7 @@ class CheckpointManager:
         # One buffer for each save that may be pending; they serve in turn.
         self._staging = deque(Staging() for _ in range(max_pending))
         self._pending: deque[tuple[int, AsyncRequest]] = deque()
+        self._worker = Worker()
 
     @property
     def directory(self) -> Path:
@@ -121,7 +123,7 @@ class CheckpointManager:
         # The newest buffer in use is never the first: it was moved to the end when its save began.
         staging = self._staging[0]
         self._staging.rotate(-1)
-        options = SaveOptions(format=self._format, cache=self._cache, staging=staging)
+        options = SaveOptions(format=self._format, cache=self._cache, staging=staging, worker=self._worker)
         request = run_save(state, self.folder(step), extra, self._group, options, asynchronous=asynchronous)
         if request is None:
             self._prune()

@@ -2,12 +2,13 @@
 # Copyright (c) 2026 the mcore authors
 """Who writes what, and what fills what: saving and loading decided as data, before a byte moves.
 
-Every rank computes the same save plan from the same records, so a mistake in the state is the same error on every rank.
+The first rank makes the plan of a save from what ranks hold, taken once for those that hold alike, and tells each its writes: no other
+rank's memory grows with their number. A mistake in the state is the same error on every rank.
 """
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mcore_ckpt._errors import CheckpointingException
@@ -22,6 +23,7 @@ __all__ = [
     "Read",
     "SavePlan",
     "ShardRecord",
+    "Share",
     "Write",
     "assign_files",
     "compare",
@@ -31,6 +33,8 @@ __all__ = [
     "plan_layouts",
     "plan_load",
     "plan_save",
+    "take_share",
+    "tell_writes",
 ]
 
 
@@ -116,12 +120,21 @@ class SavePlan:
     writes: tuple[tuple[Write, ...], ...]
 
 
+@dataclass(frozen=True)
+class Share:
+    """What one rank keeps of a plan."""
+
+    tensors: Mapping[str, TensorRecord]
+    """Those that it has to do with; on the first rank, which writes the manifest, all of them."""
+    writes: Sequence[Write]
+
+
 class PlanCache:
-    """The plan of the last save, for the next one of the same structure: ranks then exchange digests only."""
+    """What the last save came to, for the next one of the same structure: ranks then exchange digests only."""
 
     def __init__(self) -> None:
         self.key = ""
-        self.plan: SavePlan | None = None
+        self.share: Share | None = None
 
 
 @dataclass(frozen=True)
@@ -196,6 +209,30 @@ def plan_layouts(layouts: Sequence[Layout], num_ranks: int) -> SavePlan:
         writes[writer].append(Write(name, box, -negative_bytes))
     # In order of name again: neighbours in the model are neighbours on disk, whatever the balancing did.
     return SavePlan(tensors, tuple(tuple(sorted(rows, key=lambda row: (row.name, row.box.offset))) for rows in writes))
+
+
+def tell_writes(layouts: Sequence[Layout], plan: SavePlan) -> Iterator[str]:
+    """For each rank, as text: what it writes, as positions in what it holds."""
+    layout_of = {rank: layout for layout in layouts for rank in layout.ranks}
+    place, known = {}, None
+    for rank, writes in enumerate(plan.writes):
+        layout = layout_of[rank]
+        if layout is not known:
+            place = {(name, box): number for number, (name, (_, _, box)) in enumerate(zip(layout.names, layout.kinds, strict=True))}
+            known = layout
+        yield json.dumps([place[write.name, write.box] for write in writes], separators=(",", ":"))
+
+
+def take_share(records: Sequence[ShardRecord], told: str, plan: SavePlan | None) -> Share:
+    """What a rank that holds ``records`` has to do with a plan.
+
+    Args:
+        told: what `tell_writes` says for it.
+        plan: where this rank made it.
+    """
+    mine = [records[place] for place in json.loads(told)]
+    writes = [Write(record.name, record.box, record.box.num_elements * itemsize(record.dtype)) for record in mine]
+    return Share({record.name: TensorRecord(record.dtype, record.shape) for record in mine} if plan is None else plan.tensors, writes)
 
 
 def _check_parts(

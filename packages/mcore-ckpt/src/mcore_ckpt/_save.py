@@ -6,7 +6,7 @@ import hashlib
 import json
 import secrets
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -19,10 +19,24 @@ from mcore_ckpt._control import Control, threads_each
 from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt._formats import FORMATS, METADATA_NAME, own_file, shard_name
 from mcore_ckpt._job import SIDE_NAMES, Job, commit
-from mcore_ckpt._plan import PlanCache, SavePlan, ShardRecord, Write, decode_layouts, encode_layout, pack_files, plan_layouts
+from mcore_ckpt._plan import (
+    Layout,
+    PlanCache,
+    SavePlan,
+    ShardRecord,
+    Share,
+    Write,
+    decode_layouts,
+    encode_layout,
+    pack_files,
+    plan_layouts,
+    take_share,
+    tell_writes,
+)
 from mcore_ckpt._sharded import DeferredTensor, ShardedTensor, as_writable
 from mcore_ckpt._staging import Staging
 from mcore_ckpt._storage import Folder, dtype_code, open_folder
+from mcore_ckpt._worker import Worker
 from mcore_ckpt.chunks import Box
 from mcore_ckpt.manifest import check_extra, is_checkpoint
 
@@ -79,8 +93,8 @@ def save(
         group: None for the default group, or for this process alone where torch.distributed is not initialised.
         format: "native", safetensors and a manifest; "torch_dist", which `torch.distributed.checkpoint` reads too, with the same
             manifest beside; or "fsdp_dtensor", as that without the file that says torch_dist.
-        asynchronous: return once the state is copied to host memory; a thread writes. The checkpoint exists when the
-            request's ``wait()`` has returned on every rank.
+        asynchronous: return once the state is copied to host memory; see `AsyncRequest`. The checkpoint exists when the request's
+            ``wait()`` has returned on every rank.
         max_file_bytes: data a shard file holds before the next is begun.
 
     Raises:
@@ -102,6 +116,7 @@ class SaveOptions:
     max_file_bytes: int = DEFAULT_FILE_BYTES
     cache: PlanCache | None = None
     staging: Staging | None = None
+    worker: Worker | None = None
     shelf: Callable[[Write], int] | None = None
     """A number for each part: parts of unequal numbers share no file."""
 
@@ -118,7 +133,7 @@ def run_save(
     """`save` by one who has more to say."""
     job = _prepare(Control(group), state, directory, extra or {}, options)
     if asynchronous:
-        return AsyncRequest(job, options.staging)
+        return AsyncRequest(job, options.staging, options.worker)
     commit(job, job.write)
     return None
 
@@ -147,12 +162,12 @@ def _prepare(
 ) -> Job:
     cache, shelf = options.cache, options.shelf
     shards: dict[tuple[str, Box], ShardedTensor | DeferredTensor] = {}
-    layout = ""
+    records: list[ShardRecord] = []
+    layout = given = ""
 
     def describe() -> dict[str, Any]:
-        nonlocal layout
+        nonlocal layout, given
         check_extra(extra)
-        records = []
         for name, value in state.items():
             for shard in as_writable(name, value):
                 shards[name, shard.box] = shard
@@ -162,48 +177,68 @@ def _prepare(
         if control.rank == 0:
             token = secrets.token_hex(4)
             _open_directory(directory)
-        told = {"layout": hashlib.sha256(layout.encode()).hexdigest(), "length": len(layout.encode()), "runs": runs}
-        facts = {"extra": json.dumps(extra, sort_keys=True), "directory": directory.address, "token": token, "host": socket.gethostname()}
-        return {**told, **facts, "cached": cache.key if cache is not None else ""}
+        told = {"layout": _digest(layout), "length": len(layout.encode()), "runs": runs}
+        given = json.dumps(extra, sort_keys=True)
+        noted = {"extra": [given[:200], _digest(given)], "extra_length": len(given.encode())}
+        facts = {"directory": [directory.address], "token": token, "host": socket.gethostname()}
+        return {**told, **noted, **facts, "cached": cache.key if cache is not None else ""}
 
     answers = control.run(f"preparing to save {directory}", describe)
     for key in ("directory", "extra"):
-        said = {answer[key]: rank for rank, answer in reversed(list(zip(control.ranks, answers, strict=True))) if answer[key] != "{}"}
+        ranked = reversed(list(zip(control.ranks, answers, strict=True)))
+        said = {tuple(answer[key]): rank for rank, answer in ranked if answer[key][0] != "{}"}
         if len(said) > 1:
             (one, first), (other, second) = list(said.items())[:2]
             raise CheckpointingException(
-                f"{key} differs between ranks: {one[:200]} on rank {first}, {other[:200]} on rank {second}; pass the same on all"
+                f"{key} differs between ranks: {one[0]} on rank {first}, {other[0]} on rank {second}; pass the same on all"
             )
-    plan = _agree(control, directory, layout, answers, cache)
-    token = answers[0]["token"]
-    writes = plan.writes[control.rank]
+    share = _agree(control, directory, layout, records, answers, cache)
+    token, writes = answers[0]["token"], share.writes
     shelves = [writes] if shelf is None else [list(rows) for _, rows in groupby(sorted(writes, key=shelf), key=shelf)]
     # As many files at a time as this rank has cores: a digest follows a file from end to end, so one core cannot be helped by another.
     # Tensors that are made when their turn comes come one at a time.
     deferred = any(isinstance(shard, DeferredTensor) for shard in shards.values())
     num_threads = 1 if deferred else threads_each([answer["host"] for answer in answers], control.rank)
-    share = -(-sum(write.num_bytes for write in writes) // num_threads)
-    file_bytes = min(options.max_file_bytes, max(_MIN_FILE_BYTES, share))
+    even = -(-sum(write.num_bytes for write in writes) // num_threads)
+    file_bytes = min(options.max_file_bytes, max(_MIN_FILE_BYTES, even))
     packed = [rows for those in shelves for rows in pack_files(those, file_bytes)]
     files = {shard_name(options.format, token, control.rank, number): rows for number, rows in enumerate(packed)}
-    given = next((json.loads(answer["extra"]) for answer in answers if answer["extra"] != "{}"), {})
-    return Job(control, directory, given, options.format, plan, files, shards, num_threads)
+    # The first rank writes the manifest: it alone needs what any of them gave.
+    source = next((place for place, answer in enumerate(answers) if answer["extra"][0] != "{}"), 0)
+    texts = control.collect(f"preparing to save {directory}", given, {source: answers[source]["extra_length"]})
+    kept = json.loads(texts[0]) if texts else {}
+    return Job(control, directory, kept, options.format, share.tensors, files, shards, num_threads)
 
 
-def _agree(control: Control, directory: Folder, layout: str, answers: list[Any], cache: PlanCache | None) -> SavePlan:
-    """The plan, the same on every rank: of the last save where nothing changed, else of the distinct layouts."""
-    key = hashlib.sha256(json.dumps([[answer["layout"], answer["runs"]] for answer in answers]).encode()).hexdigest()
-    if cache is not None and cache.plan is not None and all(answer["cached"] == key for answer in answers):
-        return cache.plan
+def _agree(
+    control: Control, directory: Folder, layout: str, records: Sequence[ShardRecord], answers: list[Any], cache: PlanCache | None
+) -> Share:
+    """What this rank writes: as at the last save where nothing changed, else by a plan that the first rank makes."""
+    key = _digest(json.dumps([[answer["layout"], answer["runs"]] for answer in answers]))
+    if cache is not None and cache.share is not None and all(answer["cached"] == key for answer in answers):
+        return cache.share
     owners: dict[str, list[int]] = {}
     for rank, answer in enumerate(answers):
         owners.setdefault(answer["layout"], []).append(rank)
-    first = {ranks[0]: answers[ranks[0]]["length"] for ranks in owners.values()}
-    texts = control.share(f"planning to save {directory}", layout, first)
-    plan = plan_layouts(decode_layouts(texts, list(owners.values()), [answer["runs"] for answer in answers]), control.size)
+    what = f"planning to save {directory}"
+    texts = control.collect(what, layout, {ranks[0]: answers[ranks[0]]["length"] for ranks in owners.values()})
+    made: list[tuple[list[Layout], SavePlan]] = []
+
+    def plan() -> None:
+        if control.rank == 0:
+            layouts = decode_layouts(texts, list(owners.values()), [answer["runs"] for answer in answers])
+            made.append((layouts, plan_layouts(layouts, control.size)))
+
+    control.run(what, plan)
+    told = control.deal(what, (text for layouts, its in made for text in tell_writes(layouts, its)))
+    share = take_share(records, told, made[0][1] if made else None)
     if cache is not None:
-        cache.key, cache.plan = key, plan
-    return plan
+        cache.key, cache.share = key, share
+    return share
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _open_directory(directory: Folder) -> None:

@@ -96,6 +96,11 @@ class DeferredTensor:
         return Box.whole(self.global_shape) if self.part is None else self.part
 
     @property
+    def num_bytes(self) -> int:
+        """Of the part."""
+        return self.box.num_elements * self.dtype.itemsize
+
+    @property
     def data(self) -> Tensor:
         return self.read()
 
@@ -139,8 +144,22 @@ def as_writable(name: str, value: Any) -> Sequence[ShardedTensor | DeferredTenso
 
 
 def as_parts(name: str, value: Any) -> list[ShardedTensor]:
-    """The parts of one global tensor that this rank holds: those of a list, or the one of `as_sharded`."""
-    return [as_sharded(name, part) for part in value] if isinstance(value, list | tuple) else [as_sharded(name, value)]
+    """The parts of one global tensor that this rank holds: those of a list, the boxes of a DTensor, or the one of `as_sharded`."""
+    if isinstance(value, list | tuple):
+        return [as_sharded(name, part) for part in value]
+    return _boxes(name, value) or [as_sharded(name, value)]
+
+
+def _boxes(name: str, value: Any) -> list[ShardedTensor]:
+    """The boxes of a DTensor whose local part answers torch's questions for them; else nothing."""
+    box = getattr(getattr(value, "_local_tensor", None), "__get_tensor_shard__", None)
+    if box is None:
+        return []
+    chunks = value.__create_chunk_list__()
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    replica = _replica(value)
+    return [ShardedTensor(box(MetadataIndex(name, c.offsets)), tuple(value.shape), tuple(c.offsets), replica) for c in chunks]
 
 
 def _from_dtensor(value: Any) -> ShardedTensor:
@@ -159,8 +178,13 @@ def _from_dtensor(value: Any) -> ShardedTensor:
     chunks = value.__create_chunk_list__()
     if len(chunks) != 1 or tuple(chunks[0].sizes) != tuple(local.shape):
         raise ValueError(f"the local part of a DTensor placed {value.placements} is not one box of it; redistribute it to plain Shard")
+    return ShardedTensor(local.detach(), global_shape, tuple(chunks[0].offsets), _replica(value))
+
+
+def _replica(value: Any) -> int:
+    """Number of a DTensor's local part among the ranks that hold the same one."""
     replica = 0
-    for place, size, placement in zip(coordinate, value.device_mesh.shape, value.placements, strict=True):
+    for place, size, placement in zip(value.device_mesh.get_coordinate(), value.device_mesh.shape, value.placements, strict=True):
         if placement.is_replicate():
             replica = replica * size + place
-    return ShardedTensor(local.detach(), global_shape, tuple(chunks[0].offsets), replica)
+    return replica

@@ -4,7 +4,7 @@
 
 from mcore_ckpt._formats._archive import DistcpFile
 from mcore_ckpt._formats._layout import BACKEND_NAME, FORMATS, ShardFile, open_shard, own_file, shard_name, side_files, write_shard
-from mcore_ckpt._formats._objects import Foreign, read_objects
+from mcore_ckpt._formats._objects import Foreign, read_objects, write_objects
 from mcore_ckpt._formats._torch_dist import METADATA_NAME, read_metadata, read_places, write_metadata
 
 __all__ = [
@@ -22,5 +22,6 @@ __all__ = [
     "shard_name",
     "side_files",
     "write_metadata",
+    "write_objects",
     "write_shard",
 ]

@@ -80,6 +80,8 @@ def write_distcp(
             yield from sink.pieces
             places[key] = f"{begin}:{sink.length}"
             begin += sink.length
+            # Not two tensors at a time.
+            del tensor, sink
 
     return write_hashed(file, parts()), places
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""What ``torch.save`` wrote, as plain values and tensors: nothing in it is imported, and nothing is called."""
+"""What ``torch.save`` writes, as plain values and tensors: nothing in it is imported, and nothing is called."""
 
+import io
 import struct
 import zipfile
 from dataclasses import dataclass
@@ -11,10 +12,10 @@ from torch import Tensor
 
 from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt._formats._archive import bytes_of, check_reach, describe, open_window
-from mcore_ckpt._formats._records import Call, Name, Persistent, Table, decode_records
+from mcore_ckpt._formats._records import Call, Name, Persistent, Table, decode_records, encode_records
 from mcore_ckpt._storage import StoredFile, bytes_as_tensor, dtype_of
 
-__all__ = ["Foreign", "read_objects"]
+__all__ = ["Foreign", "read_objects", "write_objects"]
 
 _MAX_RECORD_BYTES = 2**30
 _TENSORS = frozenset({"torch._utils._rebuild_parameter", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"})
@@ -55,6 +56,26 @@ def read_objects(file: StoredFile, begin: int = 0, length: int | None = None) ->
         return _Reading(file, begin, length, entries).value(record)
     except (ValueError, TypeError, AttributeError, OSError, RecursionError, zipfile.BadZipFile, RuntimeError, struct.error) as error:
         raise CheckpointingException(f"{file}: not a sound file of torch.save: {error}") from error
+
+
+def write_objects(value: Any, *, namespaces: tuple[str, ...] = ()) -> bytes:
+    """A file of ``torch.save`` that holds plain values without tensors.
+
+    Args:
+        value: None, bool, int, float, str, and lists, tuples and dicts of them.
+        namespaces: keys of the outermost dict whose dicts are written as ``argparse.Namespace``.
+
+    Raises:
+        ValueError: another value.
+    """
+    if namespaces:
+        made = {key: Call("argparse.Namespace", (), item, make=True) if key in namespaces else item for key, item in value.items()}
+        value = Table(list(made.items()))
+    sink = io.BytesIO()
+    with zipfile.ZipFile(sink, "w") as archive:
+        for name, content in (("data.pkl", encode_records(value)), ("byteorder", b"little"), ("version", b"3\n")):
+            archive.writestr(zipfile.ZipInfo(f"archive/{name}"), content)
+    return sink.getvalue()
 
 
 class _Reading:

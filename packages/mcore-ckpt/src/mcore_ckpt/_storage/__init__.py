@@ -10,9 +10,12 @@ from mcore_ckpt._storage._memory import MemoryFolder
 from mcore_ckpt._storage._object import ObjectFolder
 from mcore_ckpt._storage._open import as_file, open_folder
 from mcore_ckpt._storage._safetensors import SafetensorsFile, TensorSlot, bytes_as_tensor, read_header, tensor_bytes, write_safetensors
+from mcore_ckpt._storage._stream import PIECE, WRITER_PROGRAM, cut, receive
 from mcore_ckpt._storage._watched import WatchedFolder
 
 __all__ = [
+    "PIECE",
+    "WRITER_PROGRAM",
     "FileRecord",
     "Folder",
     "LocalFolder",
@@ -24,6 +27,7 @@ __all__ = [
     "WatchedFolder",
     "as_file",
     "bytes_as_tensor",
+    "cut",
     "digest_file",
     "dtype_code",
     "dtype_of",
@@ -32,6 +36,7 @@ __all__ = [
     "num_cores",
     "open_folder",
     "read_header",
+    "receive",
     "sync_folder",
     "tensor_bytes",
     "write_file",

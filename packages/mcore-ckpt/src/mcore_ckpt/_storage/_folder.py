@@ -3,18 +3,19 @@
 """The one protocol that saving and loading see of a disk, an object store or memory."""
 
 import hashlib
+import mmap
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-__all__ = ["FileRecord", "Folder", "StoredFile", "digest_file", "num_cores", "write_hashed"]
+from mcore_ckpt._storage._stream import hash_pieces
 
-CHUNK_BYTES = 16 * 2**20
-"""Between hashing and writing: small enough to stay in cache and under the limit of one write call."""
+__all__ = ["FileRecord", "FillingFolder", "Folder", "HashingFolder", "StoredFile", "digest_file", "num_cores", "write_hashed"]
 
-_WORTH_A_THREAD = 2**20
+
+_READ_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,28 @@ class Folder(Protocol):
         ...
 
 
+@runtime_checkable
+class HashingFolder(Protocol):
+    """A folder that takes the digest of what it writes by itself."""
+
+    def write_hashed(self, name: str, parts: Iterable[bytes | bytearray | memoryview]) -> FileRecord:
+        """`Folder.write` that returns length and SHA-256."""
+        ...
+
+
+@runtime_checkable
+class FillingFolder(Protocol):
+    """A folder that reads into memory that is there already."""
+
+    def read_into(self, name: str, begin: int, target: memoryview) -> None:
+        """Fill ``target`` with the bytes of a file from ``begin`` on.
+
+        Raises:
+            OSError: no such file, or it is shorter.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class StoredFile:
     """A file in a folder."""
@@ -109,6 +132,13 @@ class StoredFile:
         """See `Folder.read`."""
         return self.folder.read(self.name, begin, end)
 
+    def read_into(self, begin: int, target: memoryview) -> None:
+        """See `FillingFolder.read_into`; any folder will do."""
+        if isinstance(self.folder, FillingFolder):
+            self.folder.read_into(self.name, begin, target)
+        else:
+            target[:] = self.folder.read(self.name, begin, begin + len(target))
+
 
 def write_hashed(file: StoredFile, parts: Iterable[bytes | bytearray | memoryview]) -> FileRecord:
     """Write a new file and return its length and SHA-256, taken on the way.
@@ -117,26 +147,17 @@ def write_hashed(file: StoredFile, parts: Iterable[bytes | bytearray | memoryvie
         FileExistsError: there is such a file.
         OSError: what the storage says.
     """
+    if isinstance(file.folder, HashingFolder):
+        return file.folder.write_hashed(file.name, parts)
     digest, total = hashlib.sha256(), 0
 
-    def hashed(pool: ThreadPoolExecutor) -> Iterator[memoryview]:
+    def counted() -> Iterator[memoryview]:
         nonlocal total
-        for part in parts:
-            view = memoryview(part).cast("B")
-            for begin in range(0, len(view), CHUNK_BYTES):
-                piece = view[begin : begin + CHUNK_BYTES]
-                total += len(piece)
-                if len(piece) < _WORTH_A_THREAD:
-                    digest.update(piece)
-                    yield piece
-                else:
-                    # Hashed while whoever asked for the piece writes it.
-                    done = pool.submit(digest.update, piece)
-                    yield piece
-                    done.result()
+        for piece in hash_pieces(parts, digest):
+            total += len(piece)
+            yield piece
 
-    with ThreadPoolExecutor(1, "hash") as pool:
-        file.folder.write(file.name, hashed(pool))
+    file.folder.write(file.name, counted())
     return FileRecord(total, digest.hexdigest())
 
 
@@ -146,8 +167,20 @@ def num_cores() -> int:
 
 
 def digest_file(file: StoredFile) -> FileRecord:
-    """Length and SHA-256 of a stored file, read in bounded memory."""
+    """Length and SHA-256 of a stored file, read in bounded memory: the next piece while one is hashed."""
     digest, size = hashlib.sha256(), file.size()
-    for begin in range(0, size, CHUNK_BYTES):
-        digest.update(file.read(begin, min(begin + CHUNK_BYTES, size)))
+    blocks = [memoryview(mmap.mmap(-1, _READ_BYTES)) for _ in range(2)]
+
+    def fetch(begin: int) -> memoryview:
+        piece = blocks[begin // _READ_BYTES % 2][: size - begin]
+        file.read_into(begin, piece)
+        return piece
+
+    with ThreadPoolExecutor(1, "read") as pool:
+        ahead = pool.submit(fetch, 0)
+        for begin in range(0, size, _READ_BYTES):
+            piece = ahead.result()
+            if begin + _READ_BYTES < size:
+                ahead = pool.submit(fetch, begin + _READ_BYTES)
+            digest.update(piece)
     return FileRecord(size, digest.hexdigest())

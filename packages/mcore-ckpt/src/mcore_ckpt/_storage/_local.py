@@ -7,8 +7,10 @@ import mmap
 import os
 import shutil
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from mcore_ckpt._storage._stream import write_stream
 
 __all__ = ["LocalFolder"]
 
@@ -53,22 +55,7 @@ class LocalFolder:
             _sync(folder.parent)
 
     def write(self, name: str, parts: Iterable[memoryview]) -> None:
-        path = self.path / name
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
-        try:
-            for part in parts:
-                while part:
-                    written = os.write(handle, part)
-                    if not written:
-                        raise OSError(f"{path}: the disk takes no more bytes")
-                    part = part[written:]
-            os.fsync(handle)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(path)
-            raise
-        finally:
-            os.close(handle)
+        write_stream(str(self.path / name), parts)
 
     def sync(self) -> None:
         _sync(self.path)
@@ -89,13 +76,27 @@ class LocalFolder:
         if begin >= end:
             return memoryview(bytearray())
         start = begin - begin % mmap.ALLOCATIONGRANULARITY
+        with self._open(name, begin, end) as handle:
+            # Copy-on-write: torch wants a writable buffer, and the file can never be changed through this one.
+            return memoryview(mmap.mmap(handle, end - start, access=mmap.ACCESS_COPY, offset=start))[begin - start :]
+
+    def read_into(self, name: str, begin: int, target: memoryview) -> None:
+        end = begin + len(target)
+        with self._open(name, begin, end) as handle:
+            while target:
+                length = os.preadv(handle, [target], end - len(target))
+                if not length:
+                    raise OSError(f"{self.path / name}: became shorter while it was read")
+                target = target[length:]
+
+    @contextlib.contextmanager
+    def _open(self, name: str, begin: int, end: int) -> Iterator[int]:
         handle = os.open(self.path / name, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0))
         try:
             size = os.fstat(handle).st_size
             if end > size:
                 raise OSError(f"{self.path / name}: bytes {begin} to {end} of {size}")
-            # Copy-on-write: torch wants a writable buffer, and the file can never be changed through this one.
-            return memoryview(mmap.mmap(handle, end - start, access=mmap.ACCESS_COPY, offset=start))[begin - start :]
+            yield handle
         finally:
             os.close(handle)
 
@@ -106,8 +107,15 @@ class LocalFolder:
     def remove_all(self, *, only_empty: bool = False) -> None:
         if only_empty:
             os.rmdir(self.path)
-        else:
-            shutil.rmtree(self.path)
+            return
+        for last in (False, False, True):
+            try:
+                shutil.rmtree(self.path)
+                return
+            except FileNotFoundError:
+                # A writer that lost its training process may take its file away at the same time.
+                if last or not self.path.exists():
+                    raise
 
 
 def _sync(folder: Path) -> None:

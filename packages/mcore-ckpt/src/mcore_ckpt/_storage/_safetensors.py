@@ -75,6 +75,8 @@ def write_safetensors(
             if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype_of(code):
                 raise CheckpointingException(f"{key} changed to {tensor.dtype} {tuple(tensor.shape)} while it was being written")
             yield tensor_bytes(tensor)
+            # Not two tensors at a time.
+            del tensor
 
     return write_hashed(as_file(path), parts())
 
@@ -191,6 +193,21 @@ class SafetensorsFile:
         Raises:
             CheckpointingException: no such key.
         """
+        slot, shape, begin, end = self._place(key, rows)
+        return bytes_as_tensor(self.file.read(begin, end), dtype_of(slot.dtype), shape)
+
+    def fill(self, key: str, target: Tensor, rows: tuple[int, int] | None = None) -> None:
+        """`tensor` read straight into ``target``, contiguous in host memory, of the same type and shape.
+
+        Raises:
+            CheckpointingException: no such key.
+        """
+        _, _, begin, end = self._place(key, rows)
+        if begin < end:
+            self.file.read_into(begin, tensor_bytes(target))
+
+    def _place(self, key: str, rows: tuple[int, int] | None) -> tuple[TensorSlot, tuple[int, ...], int, int]:
+        """Of one tensor or rows of it: its slot, the shape, and the bytes of the file."""
         if key not in self.slots:
             raise CheckpointingException(f"{self.file}: no tensor {key!r}")
         slot = self.slots[key]
@@ -198,4 +215,4 @@ class SafetensorsFile:
         if rows is not None and shape:
             row_bytes = math.prod(shape[1:]) * itemsize(slot.dtype)
             shape, begin, end = (rows[1] - rows[0], *shape[1:]), begin + rows[0] * row_bytes, begin + rows[1] * row_bytes
-        return bytes_as_tensor(self.file.read(begin, end), dtype_of(slot.dtype), shape)
+        return slot, shape, begin, end

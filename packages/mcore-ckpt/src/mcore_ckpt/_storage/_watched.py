@@ -4,7 +4,8 @@
 
 from collections.abc import Callable, Iterable, Iterator
 
-from mcore_ckpt._storage._folder import Folder
+from mcore_ckpt._storage._folder import FileRecord, Folder, StoredFile, write_hashed
+from mcore_ckpt._storage._stream import cut
 
 __all__ = ["WatchedFolder"]
 
@@ -41,13 +42,16 @@ class WatchedFolder:
         self._folder.create()
 
     def write(self, name: str, parts: Iterable[memoryview]) -> None:
-        def watched() -> Iterator[memoryview]:
-            for part in parts:
-                length = len(part)
-                yield part
-                self._on_bytes(length)
+        self._folder.write(name, self._watch(parts))
 
-        self._folder.write(name, watched())
+    def write_hashed(self, name: str, parts: Iterable[bytes | bytearray | memoryview]) -> FileRecord:
+        return write_hashed(StoredFile(self._folder, name), self._watch(cut(parts)))
+
+    def _watch(self, parts: Iterable[memoryview]) -> Iterator[memoryview]:
+        for part in parts:
+            length = len(part)
+            yield part
+            self._on_bytes(length)
 
     def sync(self) -> None:
         self._folder.sync()
@@ -59,6 +63,10 @@ class WatchedFolder:
         content = self._folder.read(name, begin, end)
         self._on_bytes(len(content))
         return content
+
+    def read_into(self, name: str, begin: int, target: memoryview) -> None:
+        StoredFile(self._folder, name).read_into(begin, target)
+        self._on_bytes(len(target))
 
     def remove(self, name: str) -> None:
         self._folder.remove(name)

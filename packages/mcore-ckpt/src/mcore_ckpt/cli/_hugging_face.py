@@ -3,11 +3,10 @@
 """``mcore-ckpt export-hf`` and ``import-hf``."""
 
 import argparse
-import json
 from pathlib import Path
-from typing import Any
 
-from mcore_ckpt.cli._parts import Commands, add_dtype, add_source, chosen_dtype
+from mcore_ckpt.cli._parts import Commands, add_dtype, add_source, chosen_dtype, read_settings
+from mcore_ckpt.cli._progress import progress
 from mcore_ckpt.hf import export_checkpoint_hf, import_checkpoint_hf
 from mcore_ckpt.hf._families import FAMILIES
 from mcore_ckpt.inspect import resolve_checkpoint
@@ -37,27 +36,25 @@ def add_to(commands: Commands) -> None:
 
 def _export_hf(options: argparse.Namespace) -> int:
     checkpoint = resolve_checkpoint(options.directory)
-    noted = read_manifest(checkpoint).extra
+    manifest = read_manifest(checkpoint)
+    noted = manifest.extra
     family, config = options.family or noted.get("family"), noted.get("config")
     if options.config is not None:
-        config = _read_sizes(options.config)
+        config = read_settings(options.config)
     if family is None or not isinstance(config, dict):
         raise ValueError(f"{checkpoint} does not say what model it holds; give --family and --config")
     more = {"dtype": chosen_dtype(options), "hf_config": noted.get("hf_config")}
-    export_checkpoint_hf(checkpoint, options.output, family=family, config=config, prefix=options.prefix, **more)
+    tensors = [tensor for name, tensor in manifest.tensors.items() if name.startswith(options.prefix)]
+    files = {chunk.file for tensor in tensors for chunk in tensor.chunks}
+    total = sum(tensor.num_bytes for tensor in tensors) + sum(manifest.files[file].bytes for file in files)
+    with progress("exporting", total) as on_bytes:
+        more |= {"family": family, "config": config, "prefix": options.prefix, "on_bytes": on_bytes}
+        export_checkpoint_hf(checkpoint, options.output, **more)
     return 0
 
 
-def _read_sizes(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"--config {path} is no JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"--config {path} holds a {type(config).__name__}; give an object with the model's sizes")
-    return config
-
-
 def _import_hf(options: argparse.Namespace) -> int:
-    import_checkpoint_hf(options.directory, options.output, prefix=options.prefix, dtype=chosen_dtype(options))
+    dtype, stored = chosen_dtype(options), sum(path.stat().st_size for path in Path(options.directory).glob("*.safetensors"))
+    with progress("importing", stored) as on_bytes:
+        import_checkpoint_hf(options.directory, options.output, prefix=options.prefix, dtype=dtype, on_bytes=on_bytes)
     return 0

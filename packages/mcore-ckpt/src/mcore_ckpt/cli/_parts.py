@@ -4,7 +4,9 @@
 
 import argparse
 import fnmatch
+import json
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ import torch
 from mcore_ckpt._errors import list_names
 from mcore_ckpt._storage import dtype_of
 
-__all__ = ["DTYPES", "Commands", "add_dtype", "add_source", "add_verify", "choose", "chosen_dtype"]
+__all__ = ["DTYPES", "Commands", "add_dtype", "add_source", "add_verify", "choose", "chosen_dtype", "read_settings"]
 
 Commands = Any
 """What argparse returns from ``add_subparsers``; it has no public name."""
@@ -53,3 +55,18 @@ def choose(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
             raise ValueError(f"no tensor is called {list_names([pattern], names)}")
         chosen.update(found)
     return chosen
+
+
+def read_settings(path: str | Path) -> dict[str, Any]:
+    """The JSON object of ``--config``.
+
+    Raises:
+        ValueError: the file holds something else.
+    """
+    try:
+        config = json.loads(Path(path).read_text())
+    except ValueError as error:
+        raise ValueError(f"--config {path} is no JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"--config {path} holds a {type(config).__name__}; give an object with the model's sizes")
+    return config

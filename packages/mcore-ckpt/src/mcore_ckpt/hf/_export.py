@@ -6,7 +6,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt._load import check_files, read_tensor
 from mcore_ckpt._sharded import as_sharded
-from mcore_ckpt._storage import dtype_code, sync_folder, write_file, write_safetensors
+from mcore_ckpt._storage import WatchedFolder, dtype_code, open_folder, sync_folder, write_file, write_safetensors
 from mcore_ckpt.chunks import Box
 from mcore_ckpt.hf._config import complete, family_named, measure, to_hf_config
 from mcore_ckpt.hf._rules import sites as sites_of
@@ -109,6 +109,7 @@ def export_checkpoint_hf(
     max_shard_bytes: int = 4 * 2**30,
     dtype: torch.dtype | None = None,
     hf_config: Mapping[str, Any] | None = None,
+    on_bytes: Callable[[int], None] | None = None,
 ) -> None:
     """`export_hf` of the model inside a checkpoint, whatever layout wrote it; other tensors in it, such as optimizer state, stay out.
 
@@ -116,6 +117,7 @@ def export_checkpoint_hf(
         checkpoint: folder of one committed checkpoint.
         prefix: what precedes the model's names there, for instance "model.".
         verify: compare the SHA-256 of the files that hold the model first.
+        on_bytes: told of bytes as they are compared and, of the stored tensors, as they are taken over.
 
     Raises:
         CheckpointingException: as `export_hf`, or the checkpoint is damaged.
@@ -132,11 +134,15 @@ def export_checkpoint_hf(
     unexpected = {name for name in manifest.tensors if name.startswith(roots)} - {prefix + name for name in names}
     if unexpected:
         raise CheckpointingException(_mismatch(set(), unexpected))
-    check_files(Path(checkpoint), manifest, {c.file for name in names for c in manifest.tensors[prefix + name].chunks}, digests=verify)
+    folder = open_folder(checkpoint) if on_bytes is None else WatchedFolder(open_folder(checkpoint), on_bytes)
+    check_files(folder, manifest, {c.file for name in names for c in manifest.tensors[prefix + name].chunks}, digests=verify)
 
     def stream() -> Iterator[tuple[str, Tensor]]:
         for name in names:
-            yield name, read_tensor(checkpoint, prefix + name, manifest)
+            tensor = read_tensor(checkpoint, prefix + name, manifest)
+            yield name, tensor
+            if on_bytes is not None:
+                on_bytes(tensor.nbytes)
 
     export_hf(stream(), directory, family=family, config=config, max_shard_bytes=max_shard_bytes, dtype=dtype, hf_config=hf_config)
 

@@ -3,7 +3,7 @@
 """A Hugging Face folder as our tensors, one at a time."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from mcore_ckpt._errors import CheckpointingException, list_names
-from mcore_ckpt._save import save
+from mcore_ckpt._save import DEFAULT_FILE_BYTES, save
 from mcore_ckpt._sharded import DeferredTensor
-from mcore_ckpt._storage import SafetensorsFile, dtype_of
+from mcore_ckpt._storage import SafetensorsFile, WatchedFolder, dtype_of, open_folder
 from mcore_ckpt.hf._config import brief, from_hf_config, measure
 from mcore_ckpt.hf._fields import Family
 from mcore_ckpt.hf._rules import Form, Site, join, sites
@@ -49,7 +49,13 @@ def import_hf(directory: str | Path) -> HFModel:
 
 
 def import_checkpoint_hf(
-    directory: str | Path, checkpoint: str | Path, *, prefix: str = "", dtype: torch.dtype | None = None, max_file_bytes: int = 4 * 2**30
+    directory: str | Path,
+    checkpoint: str | Path,
+    *,
+    prefix: str = "",
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = DEFAULT_FILE_BYTES,
+    on_bytes: Callable[[int], None] | None = None,
 ) -> None:
     """A checkpoint of the model in a Hugging Face folder. Not collective: call it on one rank.
 
@@ -62,6 +68,7 @@ def import_checkpoint_hf(
         prefix: what to put before the model's names, for instance "model.".
         dtype: convert to this; None to keep.
         max_file_bytes: as for `save`.
+        on_bytes: told of bytes as they are written.
 
     Raises:
         CheckpointingException: as `import_hf` and `save`.
@@ -70,7 +77,8 @@ def import_checkpoint_hf(
     state = {prefix + name: tensor for name, tensor in opened.deferred(dtype).items()}
     kept = {name: opened.theirs[name] for name in _KEPT if opened.theirs.get(name) is not None}
     extra = {"family": opened.family.name, "config": brief(opened.config), "hf_config": kept}
-    save(state, checkpoint, extra=extra, max_file_bytes=max_file_bytes)
+    folder = open_folder(checkpoint) if on_bytes is None else WatchedFolder(open_folder(checkpoint), on_bytes)
+    save(state, folder, extra=extra, max_file_bytes=max_file_bytes)
 
 
 @dataclass(frozen=True)

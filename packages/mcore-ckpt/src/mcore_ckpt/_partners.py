@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Who keeps whose copies, and files passed between ranks in bounded memory."""
+
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mcore_ckpt._control import Control, LostContact
+from mcore_ckpt._storage import tensor_bytes
+
+__all__ = ["check_present", "partners", "pass_bytes"]
+
+_CHUNK_BYTES = 8 * 2**20
+
+
+def partners(nodes: Sequence[str], copies: int) -> list[list[int]]:
+    """For each place the places that keep its file: itself, then the ranks of its number on the next nodes, around the end.
+
+    Args:
+        nodes: of each place; equally many places on each.
+        copies: on so many nodes.
+
+    Raises:
+        ValueError: fewer nodes than copies, or unequal numbers of ranks.
+
+    Example:
+        >>> partners(["a", "a", "b", "b"], 2)
+        [[0, 2], [1, 3], [2, 0], [3, 1]]
+    """
+    members: dict[str, list[int]] = {}
+    for place, node in enumerate(nodes):
+        members.setdefault(node, []).append(place)
+    rows = list(members.values())
+    if copies > len(rows):
+        raise ValueError(f"copies={copies} but the ranks run on {len(rows)} nodes; lower copies, a second one on a node goes with it")
+    if len({len(row) for row in rows}) != 1:
+        raise ValueError(f"nodes have {sorted(len(row) for row in rows)} ranks; they must have equally many")
+    found: list[list[int]] = [[] for _ in nodes]
+    for number, row in enumerate(rows):
+        for seat, place in enumerate(row):
+            found[place] = [rows[(number + step) % len(rows)][seat] for step in range(copies)]
+    return found
+
+
+def check_present(control: Control, what: str, timeout_s: float) -> None:
+    """Wait until every rank is here.
+
+    Raises:
+        LostContact: some did not come in time; names them, where the group has gloo.
+    """
+    group = control.group
+    if group is None or control.size == 1 or "gloo" not in dist.get_backend_config(group):
+        return
+    try:
+        dist.monitored_barrier(group, timeout=timedelta(seconds=timeout_s), wait_all_ranks=True)
+    except RuntimeError as error:
+        raise LostContact(f"{what}: not all ranks came within {timeout_s:g} s: {error}") from error
+
+
+def pass_bytes(
+    control: Control, what: str, outgoing: tuple[int, memoryview] | None, incoming: tuple[int, int] | None, timeout_s: float
+) -> Iterator[memoryview]:
+    """Send bytes to one place and receive from another at the same time; to be run to its end even where what comes is of no use.
+
+    Args:
+        control: the ranks.
+        what: for messages.
+        outgoing: place and bytes; None for nothing.
+        incoming: place and number of bytes; None for nothing.
+        timeout_s: for each piece.
+
+    Yields:
+        What was received, piece by piece.
+
+    Raises:
+        LostContact: a rank did not answer in time; names it.
+    """
+    sent, limit = 0, timedelta(seconds=timeout_s)
+    received = 0
+    while (outgoing and sent < len(outgoing[1])) or (incoming and received < incoming[1]):
+        works: list[tuple[int, Any]] = []
+        piece = None
+        # Both are begun before either is waited for: two partners that send to one another do not wait for each other.
+        if incoming and received < incoming[1]:
+            piece = torch.empty(min(_CHUNK_BYTES, incoming[1] - received), dtype=torch.uint8, device=control.device)
+            works.append((incoming[0], dist.irecv(piece, control.ranks[incoming[0]], control.group)))
+            received += piece.numel()
+        if outgoing and sent < len(outgoing[1]):
+            part = outgoing[1][sent : sent + _CHUNK_BYTES]
+            row = torch.frombuffer(bytearray(part), dtype=torch.uint8).to(control.device)
+            works.append((outgoing[0], dist.isend(row, control.ranks[outgoing[0]], control.group)))
+            sent += len(part)
+        for place, work in works:
+            try:
+                work.wait(limit)
+            except RuntimeError as error:
+                who = control.ranks[place]
+                raise LostContact(f"{what}: rank {who} did not answer rank {control.ranks[control.rank]} in {timeout_s:g} s") from error
+        if piece is not None:
+            yield tensor_bytes(piece.cpu())

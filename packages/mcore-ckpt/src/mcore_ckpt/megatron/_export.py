@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""A checkpoint of ours as one of theirs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mcore_ckpt._errors import CheckpointingException
+from mcore_ckpt._formats import write_objects
+from mcore_ckpt._load import check_files
+from mcore_ckpt._reader import CheckpointReader
+from mcore_ckpt._save import SaveOptions, run_save
+from mcore_ckpt._sharded import DeferredTensor
+from mcore_ckpt._storage import Folder, WatchedFolder, dtype_of, open_folder
+from mcore_ckpt.chunks import Box
+from mcore_ckpt.manifest import is_checkpoint
+from mcore_ckpt.megatron._config import args_of
+from mcore_ckpt.megatron._names import LAYERS, their_name, their_shape
+
+__all__ = ["export_checkpoint_megatron"]
+
+_KINDS = {"master": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+
+
+def export_checkpoint_megatron(
+    checkpoint: str | Path | Folder,
+    output: str | Path | Folder,
+    *,
+    prefix: str = "model.",
+    optimizer: bool = True,
+    verify: bool = True,
+    on_bytes: Callable[[int], None] | None = None,
+) -> list[str]:
+    """Write a GPT model's checkpoint as ``torch_dist`` with Megatron's names: layers stacked, optimizer state ``fully_reshardable``.
+
+    Settings and the iteration go into ``common.pt``, which both generations read, the settings from "config" in ``extra``. Parameter groups
+    of the optimizer (learning rates) are not written. Host memory holds one tensor of one layer at a time. Not collective.
+
+    Args:
+        checkpoint: a committed checkpoint.
+        output: where to write, as for `mcore_ckpt.save`.
+        prefix: what precedes the names of the model's weights.
+        optimizer: also write the optimizer's state.
+        verify: compare the SHA-256 of every file first.
+        on_bytes: told of bytes as they are compared and as they are written.
+
+    Returns:
+        Names of tensors that have no place there, and were left out.
+
+    Raises:
+        CheckpointingException: ``checkpoint`` is none, or damaged; ``output`` holds one; no weight has a name there.
+    """
+    reader, target = CheckpointReader(checkpoint), open_folder(output)
+    if is_checkpoint(target):
+        raise CheckpointingException(f"{target} already holds a checkpoint; choose another folder or remove it first")
+    if verify:
+        seen = reader.folder if on_bytes is None else WatchedFolder(reader.folder, on_bytes)
+        check_files(seen, reader.manifest, sorted(reader.manifest.files))
+    keys, left = _keys(reader, prefix, optimizer=optimizer)
+    if not any(name.startswith(prefix) for name in keys):
+        raise CheckpointingException(f"{reader.folder} holds no weights of a GPT model behind the prefix {prefix!r}")
+    extra = reader.manifest.extra
+    common: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": int(extra.get("iteration") or extra.get("step") or 0)}
+    kinds = {"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    config = extra.get("config")
+    common |= {"args": args_of(config) if isinstance(config, Mapping) else {}, "content_metadata": kinds}
+    if optimizer and extra.get("optimizer_step") is not None:
+        common["optimizer_step"] = extra["optimizer_step"]
+    target.create()
+    target.write("common.pt", [memoryview(write_objects(common, namespaces=("args",)))])
+    place = target if on_bytes is None else WatchedFolder(target, on_bytes)
+    run_save(_stacked(reader, keys), place, {}, None, SaveOptions(format="torch_dist"))
+    return left
+
+
+def _keys(reader: CheckpointReader, prefix: str, *, optimizer: bool) -> tuple[dict[str, str], list[str]]:
+    """Their per-layer key, with what precedes it, by our name; names without one."""
+    names, keys, left = set(reader.manifest.tensors), {}, []
+    for name in sorted(names):
+        before, ours = "", name.removeprefix(prefix)
+        first, _, rest = name.removeprefix("optimizer.").partition(".")
+        if name.startswith("optimizer.") and first in _KINDS:
+            if not optimizer:
+                continue
+            before, ours = f"optimizer.state.{_KINDS[first]}.", rest
+        elif not name.startswith(prefix):
+            left.append(name)
+            continue
+        layer = ours.partition(".")[2].partition(".")[0]
+        experts = f"{prefix}layers.{layer}.mlp.router.weight" in names
+        key = their_name(ours, experts=experts)
+        if key is None:
+            left.append(name)
+            continue
+        keys[name] = before + key
+        if optimizer and not before and f"optimizer.exp_avg.{ours}" in names and f"optimizer.master.{ours}" not in names:
+            # A weight of 32 bits is its own master here, and has one there.
+            keys[f"{name}\0master"] = f"optimizer.state.param.{key}"
+    return keys, left
+
+
+def _stacked(reader: CheckpointReader, keys: Mapping[str, str]) -> dict[str, Any]:
+    """Their tensors: what each layer has becomes one, a part for each layer."""
+    layers: dict[str, dict[int, str]] = {}
+    state: dict[str, Any] = {}
+    for name, key in keys.items():
+        before, found, after = key.partition(LAYERS)
+        number, _, part = after.partition(".")
+        if found and number.isdigit():
+            layers.setdefault(f"{before}{LAYERS}{part}", {})[int(number)] = name
+        else:
+            state[key] = [_part(reader, name, None, 0)]
+    count = 1 + max((number for names in layers.values() for number in names), default=-1)
+    for key, names in layers.items():
+        if len(names) == count and len({reader.record(_stored(name)).shape for name in names.values()}) == 1:
+            state[key] = [_part(reader, name, number, count) for number, name in sorted(names.items())]
+        else:
+            raise CheckpointingException(f"{key}: only the layers {sorted(names)} of {count} have it; a stack of layers alike is expected")
+    return state
+
+
+def _stored(name: str) -> str:
+    return name.partition("\0")[0]
+
+
+def _part(reader: CheckpointReader, name: str, layer: int | None, count: int) -> DeferredTensor:
+    stored = _stored(name)
+    record = reader.record(stored)
+    shape = their_shape(stored, record.shape)
+    if layer is None:
+        return DeferredTensor(dtype_of(record.dtype), shape, partial(_read, reader, stored, shape))
+    box = Box((layer, *(0 for _ in shape)), (1, *shape))
+    return DeferredTensor(dtype_of(record.dtype), (count, *shape), partial(_read, reader, stored, box.shape), part=box)
+
+
+def _read(reader: CheckpointReader, name: str, shape: Sequence[int]) -> Tensor:
+    return reader.read(name).reshape(tuple(shape))

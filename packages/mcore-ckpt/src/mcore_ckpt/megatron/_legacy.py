@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The older form: a directory for each model-parallel rank, ``mp_rank_TT[_PPP][_EEE]``, with files of ``torch.save``. Read only."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_ckpt._errors import CheckpointingException
+from mcore_ckpt._formats import read_objects
+from mcore_ckpt._sharded import DeferredTensor
+from mcore_ckpt._storage import Folder, StoredFile
+from mcore_ckpt.megatron._flat import Domain, Flat, read_flat_states
+from mcore_ckpt.megatron._names import LAYERS, Cut, is_gated, join_cut, rule_of
+from mcore_ckpt.megatron._source import Source, find_steps
+
+__all__ = ["is_legacy", "open_legacy"]
+
+_RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
+_MODEL_FILE = "model_optim_rng.pt"
+_STATE_FILE = "distrib_optim.pt"
+_LAYER = re.compile(re.escape(LAYERS) + r"(\d+)\.(.+)")
+_ONE_EXPERT = re.compile(
+    r"mlp\.experts\.(?:local_experts\.(?P<one>\d+)\.(?P<fc>linear_fc[12])\.weight|(?P<fc_>linear_fc[12])\.weight(?P<one_>\d+))"
+)
+_KINDS = ("param", "exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """A directory: its place among the tensor, pipeline and expert ranks, and the weights of its chunks."""
+
+    folder: Folder
+    tp: int
+    pp: int
+    ep: int
+    content: Mapping[str, Any]
+
+    @property
+    def chunks(self) -> list[Mapping[str, Any]]:
+        if "model" in self.content:
+            return [self.content["model"]]
+        return [self.content[f"model{number}"] for number in range(len(self.content)) if f"model{number}" in self.content]
+
+
+_Parts = dict[str, dict[tuple[int, int], Tensor]]
+"""By whole key: the parts by expert (0 for none) and tensor-parallel rank."""
+
+
+def is_legacy(folder: Folder) -> bool:
+    """Whether directories of ranks lie there."""
+    return any(_RANK.fullmatch(name) for name in folder.names())
+
+
+def open_legacy(folder: Folder, config: Mapping[str, Any], *, optimizer: bool = True) -> Source:
+    """Open all ranks' files; tensors are views of them.
+
+    Raises:
+        CheckpointingException: damaged, a rank is missing, or a form older than that of the GPT models of megatron-core.
+    """
+    ranks = _ranks(folder, config)
+    common = {key: value for key, value in ranks[0].content.items() if not key.startswith("model") and key != "optimizer"}
+    args = {**_args(common), **config}
+    parts = _parts(folder, ranks)
+    if args.get("untie_embeddings_and_output_weights") is False:
+        parts.pop("output_layer.weight", None)
+    gated = is_gated({key: next(iter(found.values())).shape for key, found in parts.items()})
+    tensors = {key: _whole(key, found, args, gated=gated) for key, found in parts.items()}
+    steps = [step for rank in ranks for step in find_steps(rank.content.get("optimizer"))]
+    domains, left = _domains(ranks) if optimizer else ([], [])
+    states = read_flat_states(domains, tensors, args) if domains else {}
+    if optimizer and not domains and any("optimizer" in rank.content for rank in ranks):
+        left = [*left, "optimizer"]
+    return Source(tensors, common, states, max(steps, default=None), tuple(left))
+
+
+def _ranks(folder: Folder, config: Mapping[str, Any]) -> list[_Rank]:
+    """All directories, in the order of pipeline, tensor and expert rank; of a number that may be either, the settings say which."""
+    ranks = []
+    for name in folder.names():
+        found = _RANK.fullmatch(name)
+        if found is None:
+            continue
+        place = folder.child(name)
+        content = read_objects(StoredFile(place, _MODEL_FILE))
+        if not isinstance(content, dict) or not any(key.startswith("model") for key in content if isinstance(key, str)):
+            raise CheckpointingException(f"{place}/{_MODEL_FILE} holds no model")
+        given = {**_args(content), **config}
+        numbers = [int(number) for number in found.groups()[1:] if number is not None]
+        if len(numbers) == 1:
+            staged = int(given.get("pipeline_model_parallel_size") or (1 if (given.get("expert_model_parallel_size") or 1) > 1 else 2)) > 1
+            numbers = [numbers[0], 0] if staged else [0, numbers[0]]
+        pp, ep = numbers or (0, 0)
+        ranks.append(_Rank(place, int(found[1]), pp, ep, content))
+    ranks.sort(key=lambda rank: (rank.pp, rank.tp, rank.ep))
+    for axis in ("tp", "pp", "ep"):
+        there = {getattr(rank, axis) for rank in ranks}
+        if missing := sorted(set(range(max(there))) - there):
+            raise CheckpointingException(f"{folder}: no directory of {axis} rank {missing[0]}, though there is one of rank {max(there)}")
+    if missing := sorted({(rank.tp, stage.pp) for rank in ranks for stage in ranks} - {(rank.tp, rank.pp) for rank in ranks}):
+        raise CheckpointingException(f"{folder}: no directory of tensor-parallel rank {missing[0][0]} of stage {missing[0][1]}")
+    return ranks
+
+
+def _args(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = content.get("args")
+    return found if isinstance(found, Mapping) else {}
+
+
+def _parts(folder: Folder, ranks: Sequence[_Rank]) -> _Parts:
+    """The parts of every weight, its layer counted over the stages, its expert over the expert ranks."""
+    counts: dict[tuple[int, int], int] = {}
+    for rank in ranks:
+        for number, chunk in enumerate(rank.chunks):
+            if not isinstance(chunk, Mapping) or "language_model" in chunk:
+                raise CheckpointingException(
+                    f"{rank.folder}: a model of a release before megatron-core; load and save it with a later release first"
+                )
+            layers = [int(found[1]) for key in chunk if (found := _LAYER.fullmatch(str(key)))]
+            counts[number, rank.pp] = 1 + max(layers, default=-1)
+    firsts, total = {}, 0
+    for place in sorted(counts):
+        firsts[place], total = total, total + counts[place]
+    num_experts = 1 + max((_expert(str(key)) or 0 for rank in ranks for chunk in rank.chunks for key in chunk), default=0)
+    parts: _Parts = {}
+    for rank in ranks:
+        for number, chunk in enumerate(rank.chunks):
+            for key, value in chunk.items():
+                if not isinstance(value, Tensor) or key.endswith("_extra_state"):
+                    continue
+                found, expert = _LAYER.fullmatch(key), _expert(key)
+                if found is not None:
+                    key = f"{LAYERS}{firsts[number, rank.pp] + int(found[1])}.{found[2]}"
+                if expert is None:
+                    parts.setdefault(key, {}).setdefault((0, rank.tp), value)
+                    continue
+                one = _ONE_EXPERT.search(key)
+                assert one is not None
+                key = f"{key[: one.start()]}mlp.experts.experts.{one['fc'] or one['fc_']}.weight"
+                parts.setdefault(key, {}).setdefault((rank.ep * num_experts + expert, rank.tp), value)
+    if not parts:
+        raise CheckpointingException(f"{folder} holds no weights")
+    return parts
+
+
+def _expert(key: str) -> int | None:
+    found = _ONE_EXPERT.search(key)
+    return int(found["one"] or found["one_"] or 0) if found else None
+
+
+def _whole(key: str, found: Mapping[tuple[int, int], Tensor], args: Mapping[str, Any], *, gated: bool) -> DeferredTensor:
+    """The tensor of all parts; made when it is asked for."""
+    rule, stacked = rule_of(key, gated=gated), ".experts." in key
+    how = Cut.WHOLE if rule is None or (stacked and args.get("expert_tensor_parallel_size") == 1) else rule.cut
+    experts: dict[int, list[Tensor]] = {}
+    for (expert, _), part in sorted(found.items(), key=lambda item: item[0]):
+        experts.setdefault(expert, []).append(part)
+    sketch = _joined({one: [torch.empty(part.shape, device="meta") for part in parts] for one, parts in experts.items()}, how, stacked)
+    return DeferredTensor(next(iter(found.values())).dtype, tuple(sketch.shape), partial(_joined, experts, how, stacked))
+
+
+def _joined(experts: Mapping[int, Sequence[Tensor]], how: Cut, stacked: bool) -> Tensor:
+    wholes = [join_cut(parts, how) for parts in experts.values()]
+    return torch.stack(wholes) if stacked else wholes[0]
+
+
+def _domains(ranks: Sequence[_Rank]) -> tuple[list[Domain], list[str]]:
+    """The flat states of the distributed optimizer, where it wrote a file beside the weights."""
+    domains, left = [], []
+    num_tp = 1 + max(rank.tp for rank in ranks)
+    for rank in ranks:
+        if rank.folder.size(_STATE_FILE) is None or rank.ep:
+            continue
+        content = read_objects(StoredFile(rank.folder, _STATE_FILE))
+        if not isinstance(content, dict) or not content.get("buckets_coalesced"):
+            left.append(f"{rank.folder}/{_STATE_FILE}")
+            continue
+        buffers = [
+            [_bucket(states)] for number in sorted(key for key in content if type(key) is int) for states in content[number].values()
+        ]
+        domains.append(Domain(0, rank.pp * num_tp + rank.tp, buffers, coalesced=True))
+    return domains, left
+
+
+def _bucket(states: Mapping[str, Tensor]) -> dict[str, Flat]:
+    return {kind: Flat(view.dtype, len(view), partial(_range, view)) for kind, view in states.items() if kind in _KINDS}
+
+
+def _range(view: Tensor, begin: int, end: int) -> Tensor:
+    return view[begin:end]

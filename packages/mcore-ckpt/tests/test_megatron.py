@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Checkpoints that the megatron-core wheel wrote, in both generations and the older form; `fixtures/make_megatron.py` says how."""
+
+import json
+import os
+import pickle
+import zipfile
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_ckpt import CheckpointingException, read_tensor
+from mcore_ckpt.cli import main
+from mcore_ckpt.foreign import read_torch
+from mcore_ckpt.hf import import_hf
+from mcore_ckpt.inspect import diff
+from mcore_ckpt.manifest import read_manifest
+from mcore_ckpt.megatron import export_checkpoint_megatron, import_checkpoint_megatron
+
+FIXTURES = Path(__file__).parent / "fixtures"
+DENSE = {
+    "input_norm.weight": ("self_attention.linear_qkv.layer_norm_weight", (16,)),
+    "attention.qkv.weight": ("self_attention.linear_qkv.weight", (32, 16)),
+    "attention.out.weight": ("self_attention.linear_proj.weight", (16, 16)),
+    "attention.q_norm.weight": ("self_attention.q_layernorm.weight", (4,)),
+    "attention.k_norm.weight": ("self_attention.k_layernorm.weight", (4,)),
+    "ffn_norm.weight": ("mlp.linear_fc1.layer_norm_weight", (16,)),
+    "mlp.up.weight": ("mlp.linear_fc1.weight", (48, 16)),
+    "mlp.down.weight": ("mlp.linear_fc2.weight", (16, 24)),
+}
+EXPERTS = {name: row for name, row in DENSE.items() if not name.startswith("mlp.")} | {
+    "mlp.router.weight": ("mlp.router.weight", (4, 16)),
+    "mlp.experts.up": ("mlp.experts.experts.linear_fc1.weight", (4, 48, 16)),
+    "mlp.experts.down": ("mlp.experts.experts.linear_fc2.weight", (4, 16, 24)),
+}
+ENDS = {
+    "embedding.weight": ("embedding.word_embeddings.weight", (32, 16)),
+    "final_norm.weight": ("decoder.final_layernorm.weight", (16,)),
+    "output.weight": ("output_layer.weight", (32, 16)),
+}
+# name -> (weights of a layer, whether its keys carry the layer's number, whether optimizer state is there)
+CASES = {
+    "0.16_reshardable": (DENSE, False, True),
+    "0.16_buckets": (DENSE, False, True),
+    "0.19_layers": (DENSE, True, True),
+    "0.19_experts": (EXPERTS, False, True),
+    "0.16_legacy": (DENSE, False, True),
+    "0.16_legacy_experts": (EXPERTS, False, False),
+}
+
+
+def unpack(name, folder):
+    with zipfile.ZipFile(FIXTURES / f"megatron_{name}.zip") as archive:
+        archive.extractall(folder / name)
+    return folder / name
+
+
+def values(key, shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(key.encode())))
+
+
+def expected(name, kind=""):
+    """Every tensor by our name, float32, from the rule by which the fixtures were filled."""
+    layer, numbered, _ = CASES[name]
+    found = {ours: values(kind + key, shape) for ours, (key, shape) in ENDS.items()}
+    for number in range(2):
+        for ours, (key, shape) in layer.items():
+            if numbered:
+                whole = values(f"{kind}decoder.layers.{number}.{key}", shape)
+            else:
+                whole = values(f"{kind}decoder.layers.{key}", (2, *shape))[number]
+            groups = {"attention.qkv.weight": (2, 16, 16), "mlp.up.weight": (2, 24, 16), "mlp.experts.up": (4, 2, 24, 16)}
+            found[f"layers.{number}.{ours}"] = whole.reshape(groups.get(ours, shape))
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_tensor_of_a_real_checkpoint_is_the_one_that_was_written(name, tmp_path):
+    import_checkpoint_megatron(unpack(name, tmp_path), tmp_path / "ours")
+    wanted = {f"model.{ours}": value.bfloat16() for ours, value in expected(name).items()}
+    if CASES[name][2]:
+        wanted |= {f"optimizer.master.{ours}": value for ours, value in expected(name).items()}
+        for kind in ("exp_avg", "exp_avg_sq"):
+            wanted |= {f"optimizer.{kind}.{ours}": value for ours, value in expected(name, f"{kind}.").items()}
+    manifest = read_manifest(tmp_path / "ours")
+    assert set(manifest.tensors) == set(wanted)
+    for ours, value in wanted.items():
+        assert torch.equal(read_tensor(tmp_path / "ours", ours), value), ours
+    assert manifest.extra["iteration"] == 7 and manifest.extra["config"]["num_query_groups"] == 2
+    assert manifest.extra["family"] == ("qwen3_moe" if CASES[name][0] is EXPERTS else "qwen3")
+    if "legacy" not in name:
+        assert manifest.extra["optimizer_step"] == 7
+
+
+@pytest.mark.parametrize("name", ["0.16_reshardable", "0.19_experts"])
+def test_a_real_checkpoint_becomes_a_hugging_face_model_by_the_command(name, tmp_path):
+    assert main(["import-megatron", str(unpack(name, tmp_path)), str(tmp_path / "ours"), "--no-optimizer"]) == 0
+    assert main(["export-hf", str(tmp_path / "ours"), str(tmp_path / "hf"), "--prefix", "model."]) == 0
+    model, wanted = import_hf(tmp_path / "hf"), expected(name)
+    found = dict(model.tensors)
+    assert found.keys() == wanted.keys() and all(torch.equal(found[one], wanted[one].bfloat16()) for one in wanted)
+    # Rows of the fused product there: for each of 2 groups its 2 query heads, its key, its value, of 4 channels each.
+    from mcore_ckpt._storage import SafetensorsFile
+
+    file = SafetensorsFile(tmp_path / "hf" / "model.safetensors")
+    fused = values("decoder.layers.self_attention.linear_qkv.weight", (2, 32, 16))[1].bfloat16()
+    rows = {"q": [*range(8), *range(16, 24)], "k": [*range(8, 12), *range(24, 28)], "v": [*range(12, 16), *range(28, 32)]}
+    for letter, places in rows.items():
+        assert torch.equal(file.tensor(f"model.layers.1.self_attn.{letter}_proj.weight"), fused[places]), letter
+
+
+@pytest.mark.parametrize("name", ["0.16_buckets", "0.19_experts"])
+def test_what_is_exported_comes_back_and_the_optimizer_is_fully_reshardable(name, tmp_path):
+    import_checkpoint_megatron(unpack(name, tmp_path), tmp_path / "ours")
+    assert export_checkpoint_megatron(tmp_path / "ours", tmp_path / "theirs") == []
+    tensors = read_manifest(tmp_path / "theirs").tensors
+    assert tensors["optimizer.state.exp_avg.decoder.layers.self_attention.linear_qkv.weight"].shape == (2, 32, 16)
+    assert json.loads((tmp_path / "theirs" / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
+    common = torch.load(tmp_path / "theirs" / "common.pt", weights_only=False)
+    assert common["args"].num_query_groups == 2 and common["content_metadata"]["distrib_optim_sharding_type"] == "fully_reshardable"
+    assert main(["import-megatron", str(tmp_path / "theirs"), str(tmp_path / "again")]) == 0
+    assert diff(tmp_path / "ours", tmp_path / "again") == []
+
+
+def test_layers_that_differ_and_names_without_a_place_are_named(tmp_path):
+    from mcore_ckpt import save
+
+    save({"model.layers.0.mlp.down.weight": torch.ones(4, 4), "model.layers.1.mlp.up.weight": torch.ones(4, 4)}, tmp_path / "odd")
+    with pytest.raises(CheckpointingException, match=r"only the layers \[0\] of 2 have it"):
+        export_checkpoint_megatron(tmp_path / "odd", tmp_path / "out")
+    save({"weight": torch.ones(2)}, tmp_path / "plain")
+    with pytest.raises(CheckpointingException, match="no weights of a GPT model behind the prefix"):
+        export_checkpoint_megatron(tmp_path / "plain", tmp_path / "out2")
+
+
+def test_the_newest_iteration_is_found_by_its_tracker(tmp_path):
+    run = tmp_path / "run"
+    unpack("0.16_buckets", run)
+    (run / "0.16_buckets").rename(run / "iter_0000007")
+    (run / "latest_checkpointed_iteration.txt").write_text("7")
+    import_checkpoint_megatron(run, tmp_path / "ours", optimizer=False)
+    assert "optimizer_step" not in read_manifest(tmp_path / "ours").extra
+    (run / "latest_checkpointed_iteration.txt").write_text("../elsewhere")
+    with pytest.raises(CheckpointingException, match="an iteration or release is expected"):
+        import_checkpoint_megatron(run, tmp_path / "more")
+
+
+def test_a_missing_rank_and_sizes_that_do_not_fit_are_named(tmp_path):
+    legacy = unpack("0.16_legacy", tmp_path)
+    for file in (legacy / "mp_rank_01_000").iterdir():
+        file.unlink()
+    (legacy / "mp_rank_01_000").rmdir()
+    with pytest.raises(CheckpointingException, match="no directory of tensor-parallel rank 1 of stage 0"):
+        import_checkpoint_megatron(legacy, tmp_path / "ours")
+    flat = unpack("0.16_buckets", tmp_path)
+    with pytest.raises(CheckpointingException, match="fits no known order"):
+        import_checkpoint_megatron(flat, tmp_path / "ours", config={"tensor_model_parallel_size": 1})
+    with pytest.raises(CheckpointingException, match="num_query_groups=5 does not divide"):
+        import_checkpoint_megatron(flat, tmp_path / "ours", config={"num_query_groups": 5})
+    assert not (tmp_path / "ours").exists()
+
+
+def test_nothing_in_common_state_or_a_ranks_file_is_run(tmp_path):
+    class Attack:
+        def __reduce__(self):
+            return (os.mkdir, (str(tmp_path / "ran"),))
+
+    folder = unpack("0.16_reshardable", tmp_path)
+    common = read_torch(folder / "common.pt")
+    plain = {"iteration": 7, "attack": Attack(), "args": {"num_query_groups": 2}}
+    assert common["iteration"] == 7
+    torch.save(plain, folder / "common.pt", pickle_module=pickle)
+    import_checkpoint_megatron(folder, tmp_path / "ours", config={"num_query_groups": 2})
+    assert not (tmp_path / "ran").exists() and read_manifest(tmp_path / "ours").extra["iteration"] == 7
+
+
+def test_zarr_names_torch_dist(tmp_path):
+    folder = tmp_path / "iter_0000001"
+    folder.mkdir()
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr", "sharded_backend_version": 1}))
+    with pytest.raises(CheckpointingException, match="torch_dist"):
+        import_checkpoint_megatron(folder, tmp_path / "ours")
+
+
+def test_unknown_tensors_are_named_and_can_be_dropped(tmp_path):
+    from mcore_ckpt import save
+
+    save(
+        {"decoder.layers.0.mlp.linear_fc2.weight": torch.ones(2, 2), "mtp.layers.0.eh_proj.weight": torch.ones(2)},
+        tmp_path / "a",
+        format="torch_dist",
+    )
+    with pytest.raises(CheckpointingException, match=r"does not know: mtp\.layers\.0\.eh_proj\.weight"):
+        import_checkpoint_megatron(tmp_path / "a", tmp_path / "ours")
+    assert import_checkpoint_megatron(tmp_path / "a", tmp_path / "ours", drop=("mtp.*",)) == ["mtp.layers.0.eh_proj.weight"]
+    assert set(read_manifest(tmp_path / "ours").tensors) == {"model.layers.0.mlp.down.weight"}

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Steps on the nodes: a node that is lost, a file that is damaged, a rank that does not come."""
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mcore_ckpt import CheckpointingException, CheckpointManager, LocalCheckpoints, ShardedTensor, _partners
+from mcore_ckpt._partners import partners
+
+
+def state(value=0.0, rows=3):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    part = torch.full((rows, 4), value + 10 * rank)
+    return {"w": ShardedTensor(part, (rows * size, 4), (rows * rank, 0)), "same": torch.full((5,), value)}
+
+
+def holds(found, value):
+    return all(
+        torch.equal(found[name].data if name == "w" else found[name], want)
+        for name, want in (("w", torch.full((3, 4), value + 10 * dist.get_rank())), ("same", torch.full((5,), value)))
+    )
+
+
+def node_of(rank):
+    """Two ranks a node."""
+    return f"node{rank // 2}"
+
+
+def opened(folder, **options):
+    node = node_of(dist.get_rank())
+    return LocalCheckpoints(Path(folder) / node, node=node, **options)
+
+
+def lose(folder, node):
+    if dist.get_rank() == 0:
+        shutil.rmtree(Path(folder) / node)
+    dist.barrier()
+
+
+def check_a_lost_node(folder):
+    # A piece is smaller than a file, so files travel in several.
+    _partners._CHUNK_BYTES = 64
+    local, rank = opened(folder, keep=2), dist.get_rank()
+    for step in (1, 2, 3):
+        local.save(step, state(float(step)), {"rank": rank, "step": step})
+    assert sorted({name[:13] for name in os.listdir(Path(folder) / node_of(rank))}) == ["step_00000002", "step_00000003"]
+    lose(folder, "node1")
+    found = state()
+    assert opened(folder).load(found) == (3, {"rank": rank, "step": 3}) and holds(found, 3.0)
+    # What was fetched is kept: the other node may go now.
+    lose(folder, "node0")
+    if rank < 2:
+        assert not (Path(folder) / "node0").exists()
+    own = {name for name in os.listdir(Path(folder) / "node1") if name.endswith(".json")}
+    assert own == {f"step_00000003-r{r:05d}.json" for r in (2, 3)}
+    persistent = CheckpointManager(Path(folder) / "shared")
+    persistent.save(1, state(1.0), {"from": "shared"})
+    found = state()
+    with pytest.raises(CheckpointingException, match=r"no step is whole on the nodes: of step 3 the files of ranks \[0, 1\] are gone"):
+        opened(folder).load(found)
+    assert opened(folder).load(found, persistent) == (1, {"from": "shared"}) and holds(found, 1.0)
+
+
+@pytest.mark.world(4)
+def test_a_lost_node_comes_back_from_its_partner_and_two_from_shared_storage(world, tmp_path):
+    world(check_a_lost_node, folder=str(tmp_path))
+
+
+def check_damage(folder):
+    local, rank = opened(folder, keep=2), dist.get_rank()
+    local.save(1, state(1.0))
+    local.save(2, state(2.0))
+
+    def damage(node, of):
+        if rank == 0:
+            (path,) = (Path(folder) / node).glob(f"step_00000002-r{of:05d}-*.safetensors")
+            content = bytearray(path.read_bytes())
+            content[-3] ^= 1
+            path.write_bytes(content)
+        dist.barrier()
+
+    damage("node0", 1)
+    found = state()
+    assert local.load(found)[0] == 2 and holds(found, 2.0)
+    # Both copies of one file: the step before.
+    damage("node0", 0)
+    damage("node1", 0)
+    found = state()
+    assert local.load(found)[0] == 1 and holds(found, 1.0)
+    # Shared storage has a newer one.
+    persistent = CheckpointManager(Path(folder) / "shared")
+    persistent.save(7, state(7.0))
+    assert local.load(found, persistent)[0] == 7 and holds(found, 7.0)
+    # A step that only some ranks finished is none; the next save takes it away.
+    if rank == 0:
+        for path in (Path(folder) / "node1").glob("step_00000001*.json"):
+            shutil.copy(path, path.with_name(path.name.replace("00000001", "00000009")))
+    dist.barrier()
+    assert local.load(found)[0] == 1
+    # Another layout is none of these.
+    with pytest.raises(CheckpointingException, match="of another layout"):
+        local.load(state(rows=2))
+    local.save(3, state(3.0))
+    local.save(3, state(3.5))
+    assert local.load(found)[0] == 3 and holds(found, 3.5)
+    names = os.listdir(Path(folder) / node_of(rank))
+    assert len([name for name in names if "00000003" in name]) == 8 and not [
+        name for name in names if "00000009-" in name and "safe" in name
+    ]
+
+
+@pytest.mark.world(4)
+def test_damaged_files_come_from_the_partner_or_the_step_before(world, tmp_path):
+    world(check_damage, folder=str(tmp_path))
+
+
+def check_somebody_does_not_come(folder):
+    local = opened(folder, copies=1, timeout_s=0.5)
+    local.save(1, state(1.0))
+    if dist.get_rank() == 1:
+        time.sleep(1.5)
+        return ""
+    with pytest.raises(CheckpointingException) as caught:
+        local.save(2, state(2.0))
+    assert dist.get_rank() or "came within 0.5 s" in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.world(2)
+def test_a_rank_that_does_not_come_is_named(world, tmp_path):
+    assert "1" in world(check_somebody_does_not_come, folder=str(tmp_path))[0].partition("came within 0.5 s")[2].replace("1.5", "")
+
+
+def check_a_partner_that_goes_silent():
+    from mcore_ckpt._control import Control, LostContact
+
+    control = Control()
+    if control.rank == 1:
+        time.sleep(1.0)
+        return None
+    with pytest.raises(LostContact, match=r"copying: rank 1 did not answer rank 0 in 0\.3 s"):
+        list(_partners.pass_bytes(control, "copying", None, (1, 10), 0.3))
+    return None
+
+
+@pytest.mark.world(2)
+def test_a_partner_that_goes_silent_is_named(world):
+    world(check_a_partner_that_goes_silent)
+
+
+def check_a_full_disk(folder):
+    from mcore_ckpt.storage import LocalFolder
+
+    class Full(LocalFolder):
+        def write(self, name, parts):
+            if dist.get_rank() == 2 and "step_00000002-r00000" in name:
+                raise OSError(28, "No space left on device", name)
+            super().write(name, parts)
+
+    node = node_of(dist.get_rank())
+    local = LocalCheckpoints(Full(Path(folder) / node), node=node, timeout_s=20)
+    local.save(1, state(1.0))
+    with pytest.raises(CheckpointingException, match="keeping step 2 on the nodes failed on rank 2: OSError: .*No space left"):
+        local.save(2, state(2.0))
+    found = state()
+    assert local.load(found)[0] == 1 and holds(found, 1.0)
+    local.save(3, state(3.0))
+    assert not [name for name in os.listdir(Path(folder) / node) if "step_00000003" not in name]
+
+
+@pytest.mark.world(4)
+def test_a_node_without_room_fails_the_step_on_all_ranks_and_loses_no_older_one(world, tmp_path):
+    world(check_a_full_disk, folder=str(tmp_path))
+
+
+def test_partners_are_on_other_nodes_and_each_keeps_as_many():
+    nodes = [f"n{rank // 4}" for rank in range(24)]
+    for copies in (1, 2, 3, 6):
+        rows = partners(nodes, copies)
+        assert all(row[0] == rank and len({nodes[place] for place in row}) == copies for rank, row in enumerate(rows))
+        assert all(sum(place in row for row in rows) == copies for place in range(24))
+    with pytest.raises(ValueError, match="copies=7 but the ranks run on 6 nodes"):
+        partners(nodes, 7)
+    with pytest.raises(ValueError, match=r"nodes have \[1, 2\] ranks"):
+        partners(["a", "a", "b"], 2)
+
+
+@pytest.mark.parametrize("wrong", [{"copies": 0}, {"keep": 0}, {"timeout_s": 0.0}])
+def test_wrong_arguments_are_named(tmp_path, wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        LocalCheckpoints(tmp_path, **wrong)
+
+
+def test_one_process_keeps_its_own(tmp_path):
+    local, weight = LocalCheckpoints(tmp_path, copies=1), torch.arange(3.0)
+    local.save(4, {"w": weight}, {"lr": 0.5})
+    (tmp_path / "step_00000005-r00000.json").write_text('{"step": 5}')
+    weight.zero_()
+    assert local.load({"w": weight}) == (4, {"lr": 0.5}) and weight.tolist() == [0, 1, 2]
+    with pytest.raises(CheckpointingException, match="they keep none"):
+        LocalCheckpoints(tmp_path / "other", copies=1).load({"w": weight})
