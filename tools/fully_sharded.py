@@ -3,84 +3,76 @@
 """A model sharded by megatron_fsdp in the trunk's places: the model, its gradient sync and the source of its gradients."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from mcore_parallel import Piece, ProcessGroups, ShardSpec, named_shards
+from mcore_parallel import Group, Piece, ProcessGroups, named_shards
 from mcore_parallel.comm import all_reduce
 from mcore_parallel.models import GPTModel, TransformerLayer
 from mcore_parallel.optim import StateShard
-from megatron_fsdp import FlatShard, MixedPrecisionPolicy, fully_shard_model
+from mcore_parallel.pipeline import ModelChunks
+from megatron_fsdp import FlatShard, MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
 
 
-class FullyShardedModel(nn.Module):
+class FullyShardedModel(nn.ModuleList):
     """A GPTModel whose parameters, gradients and optimizer state are divided among its replicas; every layer is one unit.
 
     Pass it to ``train_step`` and ``evaluate`` as model and as sync, and to ``MegatronOptimizer`` (with
-    ``use_distributed_optimizer``) as the source of gradients. Gradients are sums over the replicas.
+    ``use_distributed_optimizer``) as the source of gradients. Gradients are sums over the replicas. It is the list of this stage's
+    chunks, each of them sharded. Experts are divided among their own replicas.
 
     Args:
         model: this rank's stage, not sharded yet.
         groups: its process groups.
-
-    Raises:
-        ValueError: a parameter whose replicas are not the data-parallel ranks (of experts, unless ep=1 and etp=tp); tied embeddings
-            over several stages.
     """
 
-    def __init__(self, model: GPTModel, groups: ProcessGroups) -> None:
-        super().__init__()
-        self.groups, self.config, self.dtype = groups, model.config, model.dtype
-        self._specs: dict[str, ShardSpec] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        for shard in named_shards(model):
-            replicas = groups.data(shard.spec.view).ranks
-            if replicas != groups.dp_cp.ranks:
-                raise ValueError(
-                    f"{shard.name} has its replicas on ranks {replicas} and other parameters on {groups.dp_cp.ranks}; "
-                    "fully sharded data parallelism divides all alike, so set ep=1 and etp=tp"
-                )
-            if "embd" in shard.spec.partial:
-                # The ranges of a rank follow from its whole stage, so those of the two copies do not match.
-                raise ValueError(
-                    f"{shard.name} is shared by the first and the last of pp={groups.pp.size} stages, which fully sharded data parallelism "
-                    "cuts differently; set pp=1 or share_embeddings_and_output_weights=False"
-                )
-            self._specs[shard.name], self._shapes[shard.name] = shard.spec, tuple(shard.parameter.shape)
-        # As with DistributedDataParallel: gradients are summed in 32 bits, and the float32 master is the optimizer's.
-        narrow = model.dtype.itemsize < 4
-        policy = MixedPrecisionPolicy(main_params_dtype=model.dtype if narrow else None, main_grads_dtype=torch.float32 if narrow else None)
-        self.sharded = fully_shard_model(
-            model,
-            fsdp_unit_modules=[TransformerLayer],
-            process_group=_process_group(groups),
-            mixed_precision=policy,
-            gradient_reduce="sum",
-        )
-        self._flat: Mapping[str, FlatShard] = self.sharded.flat_shards()
+    def __init__(self, model: GPTModel | ModelChunks, groups: ProcessGroups) -> None:
+        chunks = [cast(GPTModel, chunk) for chunk in model] if isinstance(model, ModelChunks) else [model]
+        shards = list(named_shards(model))
+        meshes = {view: _mesh(groups.data(view), chunks[0]) for view in ("dense", "expert")}
+        super().__init__([_shard(chunk, meshes) for chunk in chunks])
+        self.groups = groups
+        # Not a child: its parameters have names already.
+        self._whole = (model,)
+        self._specs = {shard.name: shard.spec for shard in shards}
+        self._shapes = {shard.name: tuple(shard.parameter.shape) for shard in shards}
+        self._flat: dict[str, FlatShard] = {}
+        for chunk in self.chunks:
+            self._flat |= chunk.flat_shards()
+
+    @property
+    def chunks(self) -> list[MegatronFSDP]:
+        """Of this stage, in order."""
+        return [cast(MegatronFSDP, chunk) for chunk in self]
 
     def forward(self, x: Tensor, step: Any) -> Any:
-        return self.sharded(x, step)
+        [chunk] = self
+        return chunk(x, step)
 
     # Gradient sync
 
     def zero_grad_buffer(self) -> None:
         """Forget all gradients."""
-        self.sharded.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside only accumulate."""
-        with self.sharded.no_sync():
+        with ExitStack() as stack:
+            for chunk in self.chunks:
+                stack.enter_context(chunk.no_sync())
             yield
 
     def finish_grad_sync(self) -> None:
         """Complete all sums, those over model-parallel ranks included."""
-        self.sharded.finish_grad_sync()
+        for chunk in self.chunks:
+            chunk.finish_grad_sync()
         for name, gradient in self.gradients().items():
             for axis in self._specs[name].partial:
                 group = self.groups.axis(self._specs[name].view, axis)
@@ -92,7 +84,7 @@ class FullyShardedModel(nn.Module):
     @property
     def module(self) -> nn.Module:
         """The model itself, with the names of its parameters."""
-        return self.sharded.module
+        return self._whole[0]
 
     @property
     def is_sliced(self) -> bool:
@@ -114,7 +106,8 @@ class FullyShardedModel(nn.Module):
 
     def start_param_sync(self) -> None:
         """The next forward gathers what was updated."""
-        self.sharded.install_optimized_model_weights()
+        for chunk in self.chunks:
+            chunk.install_optimized_model_weights()
 
     def finish_param_sync(self) -> None:
         """Nothing to wait for."""
@@ -123,13 +116,16 @@ class FullyShardedModel(nn.Module):
 
     def parameter_shards(self) -> dict[str, list[StateShard]]:
         """This rank's boxes of every parameter, live: fill them in place to load."""
-        self.sharded.install_optimized_model_weights()
+        self.start_param_sync()
         found: dict[str, list[StateShard]] = {}
         for name, shard in self._flat.items():
             spec = self._specs[name]
-            base, replica = spec.offset(self.groups), shard.replica
-            if "tp" not in spec.shards:
-                replica = replica * self.groups.tp.size + self.groups.tp.rank
+            base = spec.offset(self.groups)
+            replica = spec.pipeline_copy(self.groups) * self.groups.data(spec.view).size + shard.replica
+            for axis in ("tp", "ep") if spec.view == "expert" else ("tp",):
+                if axis not in spec.shards:
+                    group = self.groups.axis(spec.view, axis)
+                    replica = replica * group.size + group.rank
             found[name] = [
                 StateShard(name, view, spec, tuple(begin + more for begin, more in zip(base, offset, strict=True)), replica)
                 for offset, view in shard.blocks(shard.parameter)
@@ -137,11 +133,31 @@ class FullyShardedModel(nn.Module):
         return found
 
 
-def _process_group(groups: ProcessGroups) -> dist.ProcessGroup | None:
+def _shard(chunk: GPTModel, meshes: Mapping[str, DeviceMesh | None]) -> MegatronFSDP:
+    # As with DistributedDataParallel: gradients are summed in 32 bits, and the float32 master is the optimizer's.
+    narrow = chunk.dtype.itemsize < 4
+    policy = MixedPrecisionPolicy(main_params_dtype=chunk.dtype if narrow else None, main_grads_dtype=torch.float32 if narrow else None)
+    specs = {shard.name: shard.spec for shard in named_shards(chunk)}
+    experts = [name for name, spec in specs.items() if spec.view == "expert"]
+    return fully_shard_model(
+        chunk,
+        fsdp_unit_modules=[TransformerLayer] if any(isinstance(module, TransformerLayer) for module in chunk.modules()) else (),
+        device_mesh=meshes["dense"],
+        expt_device_mesh=meshes["expert"] if experts else None,
+        expert_parameters=experts,
+        # The ends of the pipeline add up their gradients of a shared table, so they must cut it alike.
+        separate_parameters=[name for name, spec in specs.items() if "embd" in spec.partial],
+        mixed_precision=policy,
+        gradient_reduce="sum",
+    )
+
+
+def _mesh(replicas: Group, model: GPTModel) -> DeviceMesh | None:
     """Of the replicas; a world of other ranks must not be taken for them where there is one replica."""
-    replicas = groups.dp_cp
-    if replicas.size > 1 or not dist.is_initialized():
-        return replicas.pg
-    alone = dist.new_group(list(replicas.ranks), use_local_synchronization=True)
-    assert isinstance(alone, dist.ProcessGroup), "this rank is in the group"
-    return alone
+    if not dist.is_initialized():
+        return None
+    pg = replicas.pg
+    if pg is None:
+        pg = dist.new_group(list(replicas.ranks), use_local_synchronization=True)
+        assert isinstance(pg, dist.ProcessGroup), "this rank is in the group"
+    return DeviceMesh.from_group(pg, next(model.parameters()).device.type)

@@ -18,7 +18,6 @@ from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.optim import OptimizerConfig
 from mcore_parallel.training import Batch, CrossEntropyObjective, model_state, train_step
 from tools.assemble import Parts, assemble
-from tools.fully_sharded import FullyShardedModel
 from tools.recipes import RunConfig, TrainConfig
 
 # Three layers of this width: the border between two slices of the experts falls inside an expert, so a slice is several boxes.
@@ -120,12 +119,28 @@ def test_a_tied_model_goes_on_in_other_stages_and_is_exported(world, tmp_path: P
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 
-def check_fully_sharded_ends() -> None:
-    groups = ProcessGroups.build(ParallelPlan(pp=2))
-    with pytest.raises(ValueError, match=r"embedding\.weight is shared by the first and the last of pp=2 stages"):
-        FullyShardedModel(GPTModel(TIED.model, groups), groups)
+def check_fully_sharded_stages(folder: str) -> int:
+    """Stages of one chunk and of two, with a table at both ends, in each other's checkpoints."""
+    wide = dataclasses.replace(TIED, model=dataclasses.replace(TIED.model, num_layers=4), data_parallel="fsdp")
+    elements, expected = 0, None
+    for number, plan in enumerate((ParallelPlan(dp=4), ParallelPlan(pp=2, dp=2), ParallelPlan(pp=2, vpp=2, dp=2))):
+        parts = start(plan, True, 1, wide)
+        assert len(parts.model.chunks) == plan.vpp
+        rows = advance(parts, range(3))
+        CheckpointManager(f"{folder}/{number}").save(3, parts.state(), {"optimizer_step": parts.optimizer.step_count})
+        elements += counted(parts.state())
+        rows += advance(parts, range(3, 5))
+        if expected is None:
+            expected = rows
+        other = start(plan, True, 2, wide)
+        _, extra = CheckpointManager(f"{folder}/{max(0, number - 1)}").load(other.state())
+        other.optimizer.load_step_count(extra["optimizer_step"])
+        for ours, again, wanted in zip(rows[3:], advance(other, range(3, 5)), expected[3:], strict=True):
+            assert ours == pytest.approx(wanted, rel=1e-8) and again == pytest.approx(wanted, rel=1e-8), plan
+    return elements
 
 
-@pytest.mark.world(2)
-def test_a_table_at_both_ends_is_refused_by_fully_sharded_data_parallelism(world) -> None:
-    world(check_fully_sharded_ends)
+@pytest.mark.world(4)
+def test_fully_sharded_stages_share_a_table_and_take_turns_by_chunks(world, tmp_path: Path) -> None:
+    table = TIED.model.vocab_size * TIED.model.hidden_size
+    assert sum(world(check_fully_sharded_stages, folder=str(tmp_path))) == 3 * 3 * table, "three checkpoints of a table and two moments"

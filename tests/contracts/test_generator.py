@@ -73,12 +73,17 @@ def test_continuations_come_from_the_weights_that_were_handed_over(name: str) ->
 
 def check_fully_sharded(name: str) -> None:
     sink, interface = PROVIDERS[name]()
-    # Every rank hands its own engine the weights of the first one's policy, gathered one at a time.
-    model = fully_shard_model(policy(1 + dist.get_rank()), fsdp_unit_modules=[TransformerLayer])
-    sink.load_weights(model.full_state_dict())
     prompt = list(interface.encode("one"))
-    [[answer]] = ask(interface, [prompt], temperature=0.0)
-    assert log_probs(policy(1), list(answer.token_ids))[len(prompt) - 1 : -1].argmax(-1).tolist() == list(answer.token_ids[len(prompt) :])
+    # Every rank hands its own engine the weights of the first one's policy, gathered one at a time.
+    for seed, streams in ((1, True), (2, False)):
+        model = fully_shard_model(policy(seed + dist.get_rank()), fsdp_unit_modules=[TransformerLayer])
+        if streams:
+            sink.load_weights(model.full_state_dict())
+        else:
+            refit(model.module, model.groups, sink)
+        [[answer]] = ask(interface, [prompt], temperature=0.0)
+        expected = log_probs(policy(seed), list(answer.token_ids))[len(prompt) - 1 : -1].argmax(-1)
+        assert expected.tolist() == list(answer.token_ids[len(prompt) :])
 
 
 @pytest.mark.world(2)

@@ -83,6 +83,8 @@ FULLY_SHARDED = {
     "fsdp4": ParallelPlan(dp=4),
     "tp2-fsdp2": ParallelPlan(tp=2, etp=2, dp=2),
     "pp2-fsdp2": ParallelPlan(pp=2, dp=2),
+    "ep2-fsdp4": ParallelPlan(dp=4, ep=2),
+    "tp2-ep2-fsdp2": ParallelPlan(tp=2, etp=1, ep=2, dp=2),
 }
 
 

@@ -449,3 +449,114 @@ def test_flat_shards_cover_every_parameter_once(world):
 @pytest.mark.world(4)
 def test_flat_shards_of_replicas_cover_every_parameter_once_a_replica(world):
     assert_covered([row for rows in world(check_flat_shards) for row in rows], 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"zero_dp_stratgy": 1}, TypeError, "no keyword 'zero_dp_stratgy'; did you mean 'zero_dp_strategy'"),
+        ({"overlap_grad_reduce": False}, ValueError, "overlap_grad_reduce=False does not exist here: .*no_sync"),
+        ({"fsdp_double_buffer": True}, ValueError, "fsdp_double_buffer=True does not exist"),
+        ({"hybrid_fsdp_group": object()}, ValueError, "dp_shard_dim"),
+        ({"init_model_with_meta_device": True}, ValueError, "not on the meta device"),
+        ({"mixed_precision_policy": 3}, ValueError, "must be a MixedPrecisionPolicy of this package"),
+    ],
+)
+def test_a_foreign_keyword_without_effect_is_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        fully_shard(Tower(), **options)
+
+
+def check_foreign() -> None:
+    theirs = {
+        "mixed_precision_policy": MixedPrecisionPolicy(main_params_dtype=torch.float64),
+        "calculate_per_token_loss": True,
+        "overlap_param_gather": True,
+        "fsdp_double_buffer": False,
+    }
+    model, _ = tower(**theirs)
+    other, _ = tower(mixed_precision=MixedPrecisionPolicy(main_params_dtype=torch.float64), gradient_reduce="sum")
+    for each in (model, other):
+        each(torch.ones(2, 8)).square().mean().backward()
+    for name, gradient in model.gradients().items():
+        assert gradient.dtype == torch.float64 and torch.equal(gradient.full_tensor(), other.gradients()[name].full_tensor())
+
+
+@pytest.mark.world(2)
+def test_a_foreign_keyword_with_a_counterpart_stands_for_it(world):
+    world(check_foreign)
+
+
+class PlainSgd(torch.optim.Optimizer):
+    """Has kernels of its own: nothing but plain tensors."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "momentum": 0.9})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                assert type(parameter) is nn.Parameter, "a DTensor has no memory of its own"
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["momentum"] = state.get("momentum", torch.zeros_like(parameter)) * group["momentum"] + parameter.grad
+                    parameter -= group["lr"] * state["momentum"]
+
+
+def check_plain_shards() -> None:
+    torch.manual_seed(0)
+    net = Tower()
+    model = fully_shard_model(net, fsdp_unit_modules=Layer)
+    optimizer = fully_shard_optimizer(PlainSgd(net.parameters()), model, plain_shards=True)
+    reference, momentum = tower()
+    momentum.param_groups[0]["momentum"] = 0.9
+    train(model, optimizer, 3)
+    train(reference, momentum, 3)
+    expected = dict(reference.full_state_dict())
+    assert all(torch.allclose(value, expected[name], rtol=1e-6) for name, value in model.full_state_dict())
+    saved = model.optimizer_state_dict(optimizer)
+    assert all(isinstance(entries["momentum"], DTensor) for entries in saved["state"].values())
+    whole = {name: {"momentum": entries["momentum"].full_tensor()} for name, entries in saved["state"].items()}
+    model.load_optimizer_state_dict(optimizer, {"state": whole, "param_groups": saved["param_groups"]})
+    train(model, optimizer, 1), train(reference, momentum, 1)
+    expected = dict(reference.full_state_dict())
+    assert all(torch.allclose(value, expected[name], rtol=1e-6) for name, value in model.full_state_dict())
+
+
+@pytest.mark.world(2)
+def test_an_optimizer_may_step_plain_shards(world):
+    world(check_plain_shards)
+
+
+def check_sync_methods() -> None:
+    model, optimizer = tower()
+    reference, other = tower()
+    x = torch.ones(2, 8) * (1 + dist.get_rank())
+    for step in range(2):
+        model.set_model_auto_sync(False)
+        model(x).square().mean().backward()
+        assert not model.gradients() or step
+        model.start_grad_sync()
+        model.synchronize_gradient_reduce()
+        with model.sync():
+            model(2 * x).square().mean().backward()
+        model.scale_gradients(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        model.start_param_sync()
+        model.synchronize_param_gather()
+        for scale in (1, 2):
+            (reference(scale * x).square().mean() / 2).backward()
+        other.step()
+        other.zero_grad()
+    model.broadcast_params()
+    expected = dict(reference.full_state_dict())
+    assert all(torch.allclose(value, expected[name], rtol=1e-6) for name, value in model.full_state_dict())
+    with pytest.raises(ValueError, match="scope='inner'"), model.no_sync("inner"):
+        pass
+
+
+@pytest.mark.world(2)
+def test_gradients_are_reduced_when_they_are_asked_for(world):
+    world(check_sync_methods)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -111,6 +112,27 @@ def check_full_tensors() -> None:
 @pytest.mark.world(3)
 def test_shards_give_back_the_whole_tensors_bit_for_bit(world):
     world(check_full_tensors)
+
+
+def check_stream(path: Path, dtype: torch.dtype | None) -> None:
+    model, _ = build(1)
+    model.save_full_state_dict(path / "model.safetensors", dtype=dtype)
+    dist.barrier()
+    found, expected = load_file(path / "model.safetensors"), dict(model.full_state_dict(dtype=dtype))
+    assert found.keys() == expected.keys() and {"layers.0.weight", "tied.weight", "counter"} <= found.keys()
+    assert all(found[name].dtype == value.dtype and torch.equal(found[name], value) for name, value in expected.items())
+    assert [file.name for file in path.iterdir()] == ["model.safetensors"]
+    other, _ = build(2, zero_dp_strategy="optim")
+    other.load_state_dict(found)
+    assert all(torch.equal(value, found[name].to(value.dtype)) for name, value in other.full_state_dict())
+    with pytest.raises(ValueError, match="which safetensors lacks"):
+        model.save_full_state_dict(path / "other.safetensors", dtype=torch.complex64)
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_the_full_state_is_streamed_into_a_safetensors_file(world, tmp_path, dtype):
+    world(check_stream, path=tmp_path, dtype=dtype)
 
 
 def check_wrong_states() -> None:

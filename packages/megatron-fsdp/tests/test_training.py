@@ -106,7 +106,7 @@ def sharded(
     steps: int,
     microbatches: int,
     *,
-    no_sync: bool = False,
+    no_sync: str = "",
     max_norm: float | None = None,
     recompute: str = "none",
     **options: Any,
@@ -117,7 +117,7 @@ def sharded(
     losses = []
     for step in range(steps):
         for microbatch in range(microbatches):
-            with model.no_sync() if no_sync and microbatch < microbatches - 1 else contextlib.nullcontext():
+            with model.no_sync(no_sync) if no_sync and microbatch < microbatches - 1 else contextlib.nullcontext():
                 loss = loss_of(model, batch(step, microbatch, dist.get_rank()))
                 loss.backward()
             losses.append(loss.item())
@@ -137,18 +137,13 @@ def difference(model: MegatronFSDP, expected: dict[str, torch.Tensor]) -> float:
 
 def check_trajectories() -> None:
     warnings.simplefilter("error")
-    for make, strategies in (
-        (adamw, ("optim_grads_params", "optim_grads", "optim", "no_shard")[: 4 if dist.get_world_size() == 2 else 1]),
-        (momentum, ("optim_grads_params",)),
-    ):
-        expected, losses = replicated(make, 20, 1)
-        for strategy in strategies:
-            model, found = sharded(make, 20, 1, zero_dp_strategy=strategy)
-            # Two addends have one sum, so the bits agree; more are summed in another order.
-            exact = dist.get_world_size() == 2
-            bound = 0.0 if exact else 1e-12
-            assert difference(model, expected) <= bound, (make.__name__, strategy)
-            assert max(abs(a - b) for a, b in zip(losses, found, strict=True)) <= bound
+    for microbatches, variants in ((1, ((3, "none"), (2, "non-reentrant"))), (2, ((3, "none"), (1, "none"), (0, "none")))):
+        expected, losses = replicated(adamw, 20, microbatches)
+        for strategy, recompute in variants:
+            model, found = sharded(adamw, 20, microbatches, zero_dp_strategy=strategy, recompute=recompute, no_sync="all")
+            # Two addends have one sum, so the bits agree.
+            assert difference(model, expected) == 0, (microbatches, strategy)
+            assert found == losses
 
 
 @pytest.mark.world(2)
@@ -156,15 +151,23 @@ def test_20_steps_on_two_ranks_equal_replicated_training_bit_for_bit(world):
     world(check_trajectories)
 
 
+def check_more_ranks() -> None:
+    expected, losses = replicated(momentum, 8, 1)
+    model, found = sharded(momentum, 8, 1)
+    # More addends are summed in another order.
+    assert difference(model, expected) < 1e-12
+    assert max(abs(a - b) for a, b in zip(losses, found, strict=True)) < 1e-12
+
+
 @pytest.mark.world(4)
-def test_20_steps_on_four_ranks_equal_replicated_training(world):
-    world(check_trajectories)
+def test_steps_on_four_ranks_equal_replicated_training(world):
+    world(check_more_ranks)
 
 
 def check_accumulation() -> None:
     expected, losses = replicated(adamw, 2, 3)
     for strategy in range(4):
-        for no_sync in (False, True):
+        for no_sync in ("", "all", "outer"):
             model, found = sharded(adamw, 2, 3, zero_dp_strategy=strategy, no_sync=no_sync)
             assert difference(model, expected) < 1e-12
             assert max(abs(a - b) for a, b in zip(losses, found, strict=True)) < 1e-12
@@ -200,9 +203,18 @@ def check_hybrid() -> None:
     expected, _ = replicated(adamw, 2, 2)
     for shape, strategies in (((2, 2), range(4)), ((1, 4), (3,)), ((4, 1), (3,))):
         mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner"))
+        named = {"device_mesh": mesh, "dp_shard_dim": "inner", "dp_outer_dim": "outer"}
         for strategy in strategies:
             model, _ = sharded(adamw, 2, 2, device_mesh=mesh, zero_dp_strategy=strategy)
             assert difference(model, expected) < 1e-12, (shape, strategy)
+            model, _ = sharded(adamw, 2, 2, zero_dp_strategy=strategy, no_sync="outer", **named)
+            assert difference(model, expected) < 1e-12, (shape, strategy)
+        for no_sync in ("", "all", "outer"):
+            model, _ = sharded(adamw, 2, 2, outer_dp_sharding_strategy="optim", no_sync=no_sync, **named)
+            assert difference(model, expected) < 1e-12, (shape, no_sync)
+            assert all(group.main.numel() == group.layout.shard_numel for group in model.runtime.groups)
+            divided = [group for group in model.runtime.groups if group.topology.num_shards == 4]
+            assert len(divided) == 5, "three blocks and the root, which has a frozen one; not the scalars"
 
 
 @pytest.mark.world(4)

@@ -2,13 +2,17 @@
 # Copyright (c) 2026 the mcore authors
 """Fully sharded data parallelism for any torch module, with four sharding strategies."""
 
+from megatron_fsdp._eight_bit import EightBitFormat, Float8Format
 from megatron_fsdp._flat_shard import FlatShard
-from megatron_fsdp._fully_shard import MegatronFSDP, fully_shard, fully_shard_model
+from megatron_fsdp._fully_shard import fully_shard, fully_shard_model
+from megatron_fsdp._module import MegatronFSDP
 from megatron_fsdp._optimizer import fully_shard_optimizer
 from megatron_fsdp._policy import MixedPrecisionPolicy
 
 __all__ = [
+    "EightBitFormat",
     "FlatShard",
+    "Float8Format",
     "MegatronFSDP",
     "MixedPrecisionPolicy",
     "fully_shard",

@@ -2,9 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """The public entry: sharding a module and its optimizer."""
 
-import contextlib
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -12,173 +10,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp import _state_dict as _state
-from megatron_fsdp._flat_shard import FlatShard
+from megatron_fsdp._eight_bit import EightBitFormat, Float8Format
+from megatron_fsdp._families import Families, ParameterMatcher
+from megatron_fsdp._foreign import translate
 from megatron_fsdp._group import ParameterGroup
-from megatron_fsdp._hooks import Runtime, Unit
+from megatron_fsdp._hooks import Runtime
+from megatron_fsdp._lane import Lanes
 from megatron_fsdp._materialize import ResetParameters, materialize
-from megatron_fsdp._optimizer import clip_gradients, fully_shard_optimizer
+from megatron_fsdp._module import MegatronFSDP
+from megatron_fsdp._optimizer import fully_shard_optimizer
+from megatron_fsdp._placement import Placements
 from megatron_fsdp._policy import MixedPrecisionPolicy, Strategy
-from megatron_fsdp._ranks import Topology
-from megatron_fsdp._units import ParameterSite, UnitMatcher, UnitPlan, plan_units
-
-
-class MegatronFSDP(nn.Module):
-    """A module whose parameters, gradients and optimizer state are divided among ranks.
-
-    Call it as the module it wraps (``.module``). Outside of forward and backward the registered parameters are this rank's
-    shards in the main dtype: DTensors divided along dimension 0 at whole rows (plain tensors under ``no_shard`` or without a
-    process group). The root's stay whole after a forward, for callers that compute with them (a loss from hidden states), until its
-    backward is over, main parameters change, the next forward, or ``reshard()``.
-
-    All state lives in this object; nothing is attached to parameters, so re-registering or tying them later loses none.
-    """
-
-    def __init__(self, module: nn.Module, runtime: Runtime) -> None:
-        super().__init__()
-        self.module = module
-        # Not a module, and kept out of attribute look-up on the wrapped module.
-        object.__setattr__(self, "runtime", runtime)
-
-    runtime: Runtime
-    """The machinery below; not part of the stable interface."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return self.module(*args, **kwargs)
-        except BaseException:
-            self.runtime.reset()
-            raise
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":
-                raise
-            return getattr(self.module, name)
-
-    # Gradients
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards inside keep whole gradients on this rank; the next one outside, or ``finish_grad_sync``, reduces them."""
-        before, self.runtime.sync = self.runtime.sync, False
-        try:
-            yield
-        finally:
-            self.runtime.sync = before
-
-    def finish_grad_sync(self) -> None:
-        """Reduce gradients that are left from ``no_sync``; a backward outside of it has done so by itself."""
-        self.runtime.finish_grad_sync()
-
-    def zero_grad_buffer(self) -> None:
-        """Drop every gradient, reduced or not."""
-        for group in self.runtime.groups:
-            group.drop_gradients()
-        self.runtime.drop_unreduced()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop every gradient, reduced or not."""
-        self.zero_grad_buffer()
-        super().zero_grad(set_to_none)
-
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """Reduced gradients by parameter name, divided as the parameters are."""
-        return {item.name: item.sharded.grad for item in self.runtime.parameters if item.sharded.grad is not None}
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale gradients so that the norm of all of them is at most ``max_norm``; return the norm before. A collective."""
-        self.finish_grad_sync()
-        return clip_gradients(self, max_norm, norm_type)
-
-    # Parameters
-
-    def install_optimized_model_weights(self) -> None:
-        """Let the next forward use main parameters that were changed by hand; an optimizer given to ``fully_shard`` does it."""
-        self.runtime.mark_stale()
-
-    def reshard(self) -> None:
-        """Give back what the last forward left gathered; not between a forward and its backward."""
-        self.runtime.reshard()
-
-    def flat_shards(self) -> dict[str, FlatShard]:
-        """This rank's range of each parameter by name, for optimizers that step flat memory; a parameter without one is left out.
-
-        The tensors are live and stay where they are. Call ``install_optimized_model_weights()`` after changing them.
-        """
-        return {name: shard for group in self.runtime.groups for name, shard in group.flat_shards().items()}
-
-    def sharded_parameters(self) -> dict[str, nn.Parameter]:
-        """What an optimizer steps, by name, at any time."""
-        return {item.name: item.sharded for item in self.runtime.parameters}
-
-    def _apply(self, fn: Any, recurse: bool = True) -> "MegatronFSDP":
-        for group in self.runtime.groups:
-            probe = torch.empty(0, dtype=group.main.dtype, device=group.device)
-            moved = fn(probe)
-            if moved.dtype != probe.dtype or moved.device != probe.device:
-                raise RuntimeError(
-                    f"cannot move sharded parameters from {probe.dtype} on {probe.device} to {moved.dtype} on {moved.device}; "
-                    "call .to() on the module before fully_shard, and set dtypes by MixedPrecisionPolicy"
-                )
-        return self
-
-    # State
-
-    def state_dict(self, *args: Any, prefix: str = "", keep_vars: bool = False, **kwargs: Any) -> dict[str, Any]:
-        """Main parameters as shards, and buffers, under the names of the wrapped module.
-
-        Shards share memory with the parameters. Torch's distributed checkpoint saves and loads them in any layout.
-        """
-        state = self.module.state_dict(*args, prefix=prefix, keep_vars=keep_vars, **kwargs)
-        return _state.model_state_dict(self, state, prefix)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load shards, any DTensors or whole plain tensors, by the names of the wrapped module.
-
-        Raises:
-            ValueError: names do not match while ``strict``, a shape differs, or ``assign`` is set.
-        """
-        if assign:
-            raise ValueError("assign=True would replace the flat buffers; leave it False")
-        managed = {name: item for item in self.runtime.parameters for name in item.names}
-        # Buffers go the ordinary way.
-        others = {name: value for name, value in state_dict.items() if name not in managed}
-        missing, unexpected = self.module.load_state_dict(others, strict=False)
-        missing = [name for name in missing if name not in managed] + [name for name in managed if name not in state_dict]
-        if strict and (missing or unexpected):
-            raise ValueError(
-                f"state dict does not match the module: missing {missing}, unexpected {unexpected}; pass strict=False to load the rest"
-            )
-        with torch.no_grad():
-            for name, item in managed.items():
-                if name in state_dict:
-                    _state.load_parameter(item, state_dict[name], name)
-        self.runtime.mark_stale()
-        return nn.modules.module._IncompatibleKeys(missing, unexpected)
-
-    def full_state_dict(self, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Stream (name, whole main parameter on the CPU), then buffers. A collective: every rank must exhaust it.
-
-        Args:
-            dtype: cast floating-point parameters to it.
-        """
-        yield from _state.full_state(self, dtype=dtype)
-        managed = {name for item in self.runtime.parameters for name in item.names}
-        for name, value in self.module.state_dict().items():
-            if name not in managed and isinstance(value, torch.Tensor):
-                yield name, value.detach().cpu()
-
-    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """State by parameter name, as shards, made to exist if the optimizer has not stepped; see ``load_optimizer_state_dict``."""
-        _state.initialize_optimizer_state(self, optimizer)
-        return _state.optimizer_state_dict(self, optimizer)
-
-    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Load what ``optimizer_state_dict`` returned."""
-        _state.load_optimizer_state(self, optimizer, state)
+from megatron_fsdp._registered import RegisteredMemory
+from megatron_fsdp._topology import MeshAxes
+from megatron_fsdp._unit import Unit
+from megatron_fsdp._units import UnitMatcher, plan_units
 
 
 def fully_shard_model(
@@ -188,47 +34,103 @@ def fully_shard_model(
     fsdp_unit_modules: Sequence[UnitMatcher] | UnitMatcher = (),
     device_mesh: DeviceMesh | None = None,
     process_group: dist.ProcessGroup | None = None,
+    dp_shard_dim: str | None = None,
+    dp_outer_dim: str | None = None,
+    outer_dp_sharding_strategy: str | int | Strategy = "no_shard",
+    tp_dim: str | None = None,
+    placements: Placements | None = None,
+    expt_device_mesh: DeviceMesh | None = None,
+    expert_parameters: Sequence[ParameterMatcher] | ParameterMatcher = (),
+    parameter_strategies: Mapping[str, str | int | Strategy] | None = None,
+    separate_parameters: Sequence[ParameterMatcher] | ParameterMatcher = (),
+    eight_bit_parameters: Sequence[ParameterMatcher] | ParameterMatcher = (),
+    eight_bit_format: EightBitFormat | None = None,
     mixed_precision: MixedPrecisionPolicy | None = None,
     gradient_reduce: Literal["mean", "sum"] = "mean",
     num_prefetch_units: int = 1,
+    prefetch_bytes: int | None = None,
+    nccl_ub: bool = False,
+    disable_symmetric_registration: bool = False,
     device: torch.device | str | None = None,
     reset_parameters: ResetParameters | None = None,
+    **foreign: Any,
 ) -> MegatronFSDP:
     """Shard a module; the same arguments as ``fully_shard``, without the optimizer."""
+    if foreign:
+        named = translate(foreign, module, fully_shard_model.__kwdefaults__ or ())
+        mixed_precision = named.get("mixed_precision", mixed_precision)
+        gradient_reduce = named.get("gradient_reduce", gradient_reduce)
+        device_mesh = named.get("device_mesh", device_mesh)
     strategy = Strategy.parse(zero_dp_strategy)
     if gradient_reduce not in ("mean", "sum"):
         raise ValueError(f"gradient_reduce={gradient_reduce!r} must be 'mean' or 'sum'")
     if num_prefetch_units < 0:
         raise ValueError(f"num_prefetch_units={num_prefetch_units} must not be negative; 0 gathers nothing ahead")
+    if prefetch_bytes is not None and prefetch_bytes < 0:
+        raise ValueError(f"prefetch_bytes={prefetch_bytes} must not be negative; None bounds by num_prefetch_units alone")
     if isinstance(module, MegatronFSDP):
         raise ValueError("module is sharded already; pass the plain module")
     policy = mixed_precision or MixedPrecisionPolicy()
-    originals = dict(module.named_parameters(remove_duplicate=False))
-    if any(parameter.is_meta for parameter in originals.values()):
-        materialize(module, torch.device(device or "cpu"), reset_parameters)
-    devices = {parameter.device for parameter in module.parameters()}
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise ValueError(f"mixed_precision={policy!r} must be a MixedPrecisionPolicy of this package")
+    to = torch.device(device or "cpu")
+    devices = {to if parameter.is_meta else parameter.device for parameter in module.parameters()}
     if len(devices) > 1:
         raise ValueError(f"module has parameters on {sorted(map(str, devices))}; move it to one device first")
     plans = plan_units(module, fsdp_unit_modules)
-    topology = Topology.build(strategy, devices.pop(), device_mesh, process_group)
-    _check_same_model(plans, topology)
-    units = []
-    for index, plan in enumerate(plans):
-        groups = []
-        for sites in _by_kind(plan.sites):
-            # A scalar has no dimension to divide.
-            mine = topology.replicated() if sites[0].parameter.ndim == 0 else topology
-            groups.append(ParameterGroup(sites, strategy, policy, mine, mean=gradient_reduce == "mean"))
+    place = devices.pop()
+    outer_strategy = Strategy.parse(outer_dp_sharding_strategy, "outer_dp_sharding_strategy")
+    axes = MeshAxes(shard=dp_shard_dim, outer=dp_outer_dim, outer_strategy=outer_strategy)
+    families = Families(
+        plans,
+        strategy=strategy,
+        strategies=parameter_strategies or {},
+        dense=axes.topology("device_mesh", place, device_mesh, process_group),
+        expert=None if expt_device_mesh is None else axes.topology("expt_device_mesh", place, expt_device_mesh, None),
+        expert_parameters=expert_parameters,
+        separate_parameters=separate_parameters,
+        eight_bit_parameters=eight_bit_parameters,
+        placements=placements or {},
+        tp_dim=tp_dim,
+    )
+    families.check_same(plans, place)
+    # A gradient of experts is complete on fewer ranks, each of which has seen the samples of several.
+    divisor = families.dense.size if gradient_reduce == "mean" else 1
+    memory = RegisteredMemory(families.all_ranks, place, symmetric=not disable_symmetric_registration) if nccl_ub else None
+    lanes = Lanes(place, memory)
+    form = eight_bit_format or Float8Format()
+    units: dict[int, Unit] = {}
+    for index in materialize(module, plans, to, reset_parameters):
+        plan = plans[index]
+        groups = [
+            ParameterGroup(
+                group.sites,
+                group.parts,
+                group.strategy,
+                policy,
+                group.topology,
+                divisor=divisor,
+                lanes=lanes,
+                eight_bit=form if group.eight_bit else None,
+            )
+            for group in families.groups(plan.sites)
+        ]
         for group in groups:
             for item in group.parameters:
-                item.original = originals[item.name]
                 item.register(full=False)
-        units.append(Unit(index, plan.name, plan.module, groups))
+        units[index] = Unit(index, plan.name, plan.module, groups)
     for buffer in module.buffers():
-        for ranks in topology.all_ranks:
+        for ranks in families.dense.all_ranks:
             ranks.broadcast(buffer)
-    runtime = Runtime(units, strategy, policy, topology, num_prefetch_units=num_prefetch_units)
-    return MegatronFSDP(module, runtime)
+    runtime = Runtime(
+        [units[index] for index in range(len(plans))],
+        policy,
+        families.all_ranks,
+        num_prefetch_units=num_prefetch_units,
+        prefetch_bytes=prefetch_bytes,
+        memory=memory,
+    )
+    return MegatronFSDP(module, runtime, is_first=families.dense.is_first)
 
 
 def fully_shard(
@@ -239,11 +141,26 @@ def fully_shard(
     fsdp_unit_modules: Sequence[UnitMatcher] | UnitMatcher = (),
     device_mesh: DeviceMesh | None = None,
     process_group: dist.ProcessGroup | None = None,
+    dp_shard_dim: str | None = None,
+    dp_outer_dim: str | None = None,
+    outer_dp_sharding_strategy: str | int | Strategy = "no_shard",
+    tp_dim: str | None = None,
+    placements: Placements | None = None,
+    expt_device_mesh: DeviceMesh | None = None,
+    expert_parameters: Sequence[ParameterMatcher] | ParameterMatcher = (),
+    parameter_strategies: Mapping[str, str | int | Strategy] | None = None,
+    separate_parameters: Sequence[ParameterMatcher] | ParameterMatcher = (),
+    eight_bit_parameters: Sequence[ParameterMatcher] | ParameterMatcher = (),
+    eight_bit_format: EightBitFormat | None = None,
     mixed_precision: MixedPrecisionPolicy | None = None,
     gradient_reduce: Literal["mean", "sum"] = "mean",
     num_prefetch_units: int = 1,
+    prefetch_bytes: int | None = None,
+    nccl_ub: bool = False,
+    disable_symmetric_registration: bool = False,
     device: torch.device | str | None = None,
     reset_parameters: ResetParameters | None = None,
+    **foreign: Any,
 ) -> tuple[MegatronFSDP, torch.optim.Optimizer | None]:
     """Divide parameters, gradients and optimizer state of a module among data-parallel ranks.
 
@@ -255,19 +172,41 @@ def fully_shard(
         zero_dp_strategy: ``no_shard`` (0), ``optim`` (1), ``optim_grads`` (2) or ``optim_grads_params`` (3).
         fsdp_unit_modules: which submodules are gathered and released as one: classes, ``fnmatch`` patterns for qualified or
             class names, predicates ``(name, module) -> bool``. The rest belongs to the root, which is one unit.
-        device_mesh: the data axes: (shard,), or (replicate, shard) to shard within nodes and replicate across them.
+        device_mesh: the data axes: (shard,), or (replicate, shard) to shard within nodes and replicate across them; with further axes
+            when ``dp_shard_dim`` names the one that shards.
         process_group: the ranks to shard over instead of a mesh. Default: all, or one rank if torch.distributed is not set up.
+        dp_shard_dim: name of the axis of the mesh that cuts parameters.
+        dp_outer_dim: name of the axis that holds copies of the shards: gradients are summed inside ``dp_shard_dim`` first.
+        outer_dp_sharding_strategy: ``no_shard`` (0), or ``optim`` (1) to cut main parameters and optimizer state of each shard over
+            ``dp_outer_dim`` too; parameters are gathered over it once a step.
+        tp_dim: name of the axis over which the module is divided already, for ``placements`` that give a dim alone.
+        placements: how the module's own parameters are divided: pattern for names -> dim along ``tp_dim``, or -> {axis: dim}. Parameters
+            that are DTensors say it themselves; others are whole, with complete gradients, on every rank of the axes that are not for data.
+        expt_device_mesh: mesh of the experts, with the data axes' names of ``device_mesh``: (edp,), or (edp, ep) with ``dp_shard_dim``.
+        expert_parameters: which parameters are experts: ``fnmatch`` patterns or predicates ``(name, parameter) -> bool``.
+        parameter_strategies: pattern for parameter names -> strategy, where it is not ``zero_dp_strategy``; the first match wins.
+        separate_parameters: which parameters have a flat buffer of their own, so that what a rank holds of them follows from their shape
+            alone, whatever else their unit owns.
+        eight_bit_parameters: which parameters are gathered as scaled 8-bit copies of the main ones, made once a step. Forward and backward
+            compute with what the copies stand for; the optimizer steps the main ones.
+        eight_bit_format: how the copies are made; None means ``Float8Format()``.
         mixed_precision: dtypes; by default the module's own for compute, float32 for main parameters and gradients.
         gradient_reduce: ``mean`` over ranks, or ``sum`` for callers who divide by a global count themselves.
         num_prefetch_units: units gathered ahead of the running one; the bound on memory is that many plus the running one
             and the root.
+        prefetch_bytes: most bytes of parameters gathered ahead; a unit that is larger is not gathered ahead. None sets no such bound.
+        nccl_ub: gathered parameters and gradients lie in memory registered with NCCL, from the second step on; ignored by other backends.
+        disable_symmetric_registration: register it plainly, and not as windows that lie alike on all ranks.
         device: where a module from the meta device goes; default is the CPU.
         reset_parameters: initialises one module from the meta device; default is its own ``reset_parameters()``.
+        foreign: other keywords of Megatron-FSDP: those with a counterpart here stand for it, those that describe what always happens are
+            taken with that value only.
 
     Returns:
         The sharded module, and the same optimizer (None if none was given).
 
     Raises:
+        TypeError: a keyword that does not exist.
         ValueError: an argument is wrong, ranks hold different models, or the module has no parameters; the message says what to do.
 
     Example:
@@ -282,37 +221,25 @@ def fully_shard(
         fsdp_unit_modules=fsdp_unit_modules,
         device_mesh=device_mesh,
         process_group=process_group,
+        dp_shard_dim=dp_shard_dim,
+        dp_outer_dim=dp_outer_dim,
+        outer_dp_sharding_strategy=outer_dp_sharding_strategy,
+        tp_dim=tp_dim,
+        placements=placements,
+        expt_device_mesh=expt_device_mesh,
+        expert_parameters=expert_parameters,
+        parameter_strategies=parameter_strategies,
+        separate_parameters=separate_parameters,
+        eight_bit_parameters=eight_bit_parameters,
+        eight_bit_format=eight_bit_format,
         mixed_precision=mixed_precision,
         gradient_reduce=gradient_reduce,
         num_prefetch_units=num_prefetch_units,
+        prefetch_bytes=prefetch_bytes,
+        nccl_ub=nccl_ub,
+        disable_symmetric_registration=disable_symmetric_registration,
         device=device,
         reset_parameters=reset_parameters,
+        **foreign,
     )
     return model, None if optimizer is None else fully_shard_optimizer(optimizer, model)
-
-
-def _by_kind(sites: Sequence[ParameterSite]) -> list[list[ParameterSite]]:
-    """Parameters that can share a buffer: one dtype, all trainable or all frozen, all scalar or none."""
-    kinds: dict[tuple[torch.dtype, bool, bool], list[ParameterSite]] = {}
-    for site in sites:
-        kinds.setdefault((site.parameter.dtype, site.parameter.requires_grad, site.parameter.ndim == 0), []).append(site)
-    return list(kinds.values())
-
-
-def _check_same_model(plans: Sequence[UnitPlan], topology: Topology) -> None:
-    """Refuse models that differ between ranks: their buffers would be cut and summed without a word."""
-    text = repr(
-        [
-            (
-                plan.name,
-                [(site.names, tuple(site.parameter.shape), str(site.parameter.dtype), site.parameter.requires_grad) for site in plan.sites],
-            )
-            for plan in plans
-        ]
-    )
-    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-    device = next(site.parameter.device for plan in plans for site in plan.sites)
-    mine = torch.tensor([digest], dtype=torch.int64, device=device)
-    for ranks in topology.all_ranks:
-        if len(ranks.all_gather(mine).unique()) != 1:
-            raise ValueError("ranks hold modules with different parameters; build the same module with the same units on every rank")

@@ -2,8 +2,9 @@
 # Copyright (c) 2026 the mcore authors
 """What happens around the forward and backward of each unit."""
 
+import collections
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,55 +12,13 @@ from torch import nn
 from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 
+from megatron_fsdp._agreement import Agreement
 from megatron_fsdp._group import ManagedParameter, ParameterGroup
-from megatron_fsdp._policy import MixedPrecisionPolicy, Strategy
+from megatron_fsdp._policy import MixedPrecisionPolicy
 from megatron_fsdp._prefetch import GatherOrder
-from megatron_fsdp._ranks import Topology
-
-
-class Unit:
-    """A module whose parameter groups are gathered together."""
-
-    def __init__(self, index: int, name: str, module: nn.Module, groups: list[ParameterGroup]) -> None:
-        self.index, self.name, self.module, self.groups = index, name, module, groups
-        self.depth = 0
-        """Calls in progress, above one when the module calls itself."""
-        self.open_calls = 0
-        """Calls of the current forward whose backward is not over."""
-        self.reduced = False
-        """Whether this backward has started its reduction."""
-        self.gathered = False
-        """Whether the whole parameters are registered and readable."""
-
-    @property
-    def is_root(self) -> bool:
-        return self.index == 0
-
-    def start_gather(self) -> None:
-        for group in self.groups:
-            if group.reshards and not group.gathering:
-                group.start_gather()
-
-    def open(self) -> None:
-        """Make the whole parameters readable and register them."""
-        self.start_gather()
-        for group in self.groups:
-            group.finish_gather()
-        if not self.gathered:
-            self.gathered = True
-            for group in self.groups:
-                for parameter in group.parameters:
-                    parameter.register(full=True)
-
-    def close(self) -> None:
-        """Register the sharded parameters and give gathered memory back."""
-        for group in self.groups:
-            group.release()
-        if self.gathered:
-            self.gathered = False
-            for group in self.groups:
-                for parameter in group.parameters:
-                    parameter.register(full=False)
+from megatron_fsdp._ranks import Ranks
+from megatron_fsdp._registered import RegisteredMemory
+from megatron_fsdp._unit import Unit
 
 
 class Runtime:
@@ -68,25 +27,47 @@ class Runtime:
     Collectives are issued in one order on every rank, whatever parameters a rank's data reaches: gathers follow the calls
     of units, which ranks share, and a unit's reduction starts when the gradients of its inputs are there, or at the end
     of the backward. A gradient that comes after that is reduced at the end too, which the ranks agree upon in their
-    first backward.
+    first backward. In the first forward and backward the ranks compare every call before they communicate, so that ranks that
+    differ get an error instead of waiting for each other.
+
+    The hooks run outside of what torch.compile makes of a unit, so that each unit is one graph.
     """
 
     def __init__(
-        self, units: list[Unit], strategy: Strategy, policy: MixedPrecisionPolicy, topology: Topology, *, num_prefetch_units: int
+        self,
+        units: list[Unit],
+        policy: MixedPrecisionPolicy,
+        all_ranks: Sequence[Ranks],
+        *,
+        num_prefetch_units: int,
+        prefetch_bytes: int | None = None,
+        memory: RegisteredMemory | None = None,
     ) -> None:
-        self.units, self.topology = units, topology
+        self.units, self._all_ranks = units, all_ranks
         self.sync = True
         """Whether a backward reduces its gradients."""
-        self.refresh_after_backward = strategy in (Strategy.no_shard, Strategy.optim, Strategy.optim_grads)
+        self.outer_sync = True
+        """Whether it also reduces them over the outer axis."""
+        self.refresh_after_backward = any(group.remembers for group in self.groups)
         """Replicated parameters are gathered again after a backward, unless an optimizer says when they change."""
-        self._policy = policy
-        self._order = GatherOrder(num_prefetch_units)
+        self._policy, self._memory = policy, memory
+        self._order = GatherOrder(num_prefetch_units, num_bytes=[unit.num_bytes for unit in units], budget=prefetch_bytes)
+        self._names = [unit.name or "the root" for unit in units]
+        self._agreement: Agreement | None = Agreement(all_ranks, next(self.groups).device)
+        """Until the first forward and backward are over."""
+        self._reducing: collections.deque[Unit] = collections.deque()
+        """Units whose reduction was started and not waited for, oldest first."""
+        self._reducing_budget = max(group.layout.numel * group.grad_dtype.itemsize for group in self.groups)
         self._stale = False
-        self._unreduced = False
+        self._unreduced = self._outer_unreduced = False
         self._in_backward = False
         self._root_in_graph = False
         """Whether the root was last gathered by a forward that builds a graph."""
         self._late_units: frozenset[int] | None = None
+        self._root_is_early = False
+        """Whether all gradients of the root come before the backward of any other unit, on all ranks."""
+        self._root_was_early: bool | None = None
+        """Whether it is so in this backward; None until another unit begins."""
         for unit in units:
             unit.module.register_forward_pre_hook(_bind(self._before_forward, unit), with_kwargs=True, prepend=True)
             unit.module.register_forward_hook(_bind(self._after_forward, unit), with_kwargs=True)
@@ -105,8 +86,15 @@ class Runtime:
     def mark_stale(self) -> None:
         """Main parameters have changed: replicated parameters are gathered before the next forward."""
         self._stale = True
+        for group in self.groups:
+            group.main_changed()
         if not self._root_in_graph:
             self.units[0].close()
+
+    def close(self) -> None:
+        """Deregister the memory of collectives."""
+        if self._memory is not None:
+            self._memory.close()
 
     def reshard(self) -> None:
         """Give back what a forward left gathered."""
@@ -114,25 +102,48 @@ class Runtime:
             unit.close()
 
     def reset(self) -> None:
-        """Return to the state between steps after a forward or backward failed; its gradients are dropped."""
+        """Return to the state between steps after a forward or backward failed; the latter drops all gradients."""
+        self._reducing.clear()
         for group in self.groups:
             if self._in_backward:
-                group.drop_unreduced()
-        self._in_backward = self._root_in_graph = False
+                # Sums of units that came before the failure are in there, and cannot be taken out again.
+                group.drop_gradients()
+        self._unreduced = self._outer_unreduced = self._in_backward = self._root_in_graph = False
         for unit in self.units:
             unit.depth = unit.open_calls = 0
             unit.close()
 
     def finish_grad_sync(self) -> None:
         """Reduce what ``no_sync`` backwards left."""
+        self.start_grad_sync()
+        self.wait_for_reductions()
+
+    def start_grad_sync(self) -> None:
+        """Start reducing what ``no_sync`` backwards left; ``wait_for_reductions`` ends it."""
         if self._unreduced:
             for unit in reversed(self.units):
                 self._start_reduce(unit)
-            self._finish_reduce()
+        elif self._outer_unreduced:
+            for unit in reversed(self.units):
+                for group in unit.groups:
+                    if group.trainable:
+                        group.start_outer_reduce()
+        self._unreduced = self._outer_unreduced = False
+
+    def start_param_sync(self) -> None:
+        """Start gathering replicated parameters that are stale."""
+        if self._stale:
+            self._start_stale_gathers()
+
+    def _start_stale_gathers(self) -> None:
+        self._stale = False
+        for group in self.groups:
+            if not group.reshards:
+                group.start_gather()
 
     def drop_unreduced(self) -> None:
         """Forget gradients that were not reduced."""
-        self._unreduced = False
+        self._unreduced = self._outer_unreduced = False
         for group in self.groups:
             group.drop_unreduced()
 
@@ -145,10 +156,9 @@ class Runtime:
         if unit.is_root and not replaying and unit.depth == 0:
             self._begin_forward()
         if self._stale and not replaying and unit.depth == 0:
-            self._stale = False
-            for group in self.groups:
-                if not group.reshards:
-                    group.start_gather()
+            self._start_stale_gathers()
+        if not (self._order.frozen or replaying) and unit.depth == 0:
+            self._agree("forward of", unit.index)
         unit.depth += 1
         self._order.visit(unit.index)
         if unit.is_root and not replaying:
@@ -179,11 +189,13 @@ class Runtime:
                 register_multi_grad_hook(outputs, lambda _: self._before_backward(unit), mode="any")
         if _graph_task() != -1 or unit.depth > 0:
             return
+        if self._order.is_last(unit.index) and not unit.is_root and torch.is_grad_enabled():
+            unit.kept = True
         if unit.is_root:
             # It stays gathered, because callers may compute with its parameters after it returned (logits from hidden states).
             self._root_in_graph = torch.is_grad_enabled()
             self._end_forward()
-        else:
+        elif not unit.kept:
             unit.close()
 
     def _begin_forward(self) -> None:
@@ -191,22 +203,33 @@ class Runtime:
             self.reset()
         if not self._order.frozen:
             self._order.restart()
+            self._refuse_strangers()
         for unit in self.units:
             unit.open_calls = 0
+            if unit.kept:
+                unit.close()
 
     def _end_forward(self) -> None:
         # A unit that was gathered ahead and not called.
         for unit in self.units[1:]:
-            unit.close()
-        if self._order.frozen:
-            return
-        self._order.freeze()
-        digest = torch.tensor([self._order.digest()], dtype=torch.int64, device=next(self.groups).device)
-        for ranks in self.topology.all_ranks:
-            if len(ranks.all_gather(digest).unique()) != 1:
+            if not unit.kept:
+                unit.close()
+        if not self._order.frozen:
+            self._agree("forward of", len(self.units))
+            self._order.freeze()
+
+    def _refuse_strangers(self) -> None:
+        known = {id(form) for parameter in self.parameters for form in (parameter.sharded, parameter.full)}
+        for name, parameter in self.units[0].module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known:
                 raise RuntimeError(
-                    "ranks called the units of fsdp_unit_modules in different orders; every rank must call the same units in the same order"
+                    f"{name!r} was added after fully_shard, so that it is neither sharded nor summed over ranks; "
+                    "add adapters before, or freeze it"
                 )
+
+    def _agree(self, what: str, unit: int) -> None:
+        if self._agreement is not None:
+            self._agreement.check(what, unit, self._names)
 
     # Backward
 
@@ -214,6 +237,8 @@ class Runtime:
         def on_gradient(_: torch.Tensor) -> None:
             self._begin_backward()
             group.add_gradient(index)
+            if unit.is_root and self._root_was_early:
+                self._root_was_early = False
             if unit.reduced and self._late_units is not None and unit.index not in self._late_units:
                 raise RuntimeError(
                     f"the gradient of {parameter.name!r} came after unit {unit.name!r} was reduced, unlike in the first backward; "
@@ -227,7 +252,7 @@ class Runtime:
 
     def _begin_backward(self) -> None:
         if not self._in_backward:
-            self._in_backward = True
+            self._in_backward, self._root_was_early = True, None
             for unit in self.units:
                 unit.reduced = False
                 for group in unit.groups:
@@ -236,52 +261,84 @@ class Runtime:
 
     def _before_backward(self, unit: Unit) -> None:
         self._begin_backward()
+        self._agree("backward of", unit.index)
+        if not unit.is_root:
+            self._finish_root()
         unit.open()
         for ahead in self._order.preceding(unit.index):
-            self.units[ahead].start_gather()
+            # The root was gathered by the forward, and what of it is over stays released.
+            if not self.units[ahead].is_root:
+                self.units[ahead].start_gather()
 
     def _after_backward(self, unit: Unit) -> None:
         self._begin_backward()
         unit.open_calls -= 1
         if unit.open_calls > 0:
             return
-        complete = all(group.complete for group in unit.groups)
+        complete = unit.complete
         if self.sync and not unit.reduced and not (self._late_units and unit.index in self._late_units):
             self._start_reduce(unit)
         # Parameters without a gradient yet may still be read by the rest of this backward.
         if complete:
             unit.close()
 
+    def _finish_root(self) -> None:
+        """Reduce and close the root if it is over before any other unit, as with an output layer that no unit owns."""
+        root = self.units[0]
+        if self._root_was_early is None:
+            self._root_was_early = root.complete
+        if self._root_is_early and self.sync and not root.reduced:
+            self._start_reduce(root)
+            # Frozen parameters give no sign of when they are read no more.
+            if root.complete and all(parameter.sharded.requires_grad for group in root.groups for parameter in group.parameters):
+                root.close()
+
     def _start_reduce(self, unit: Unit) -> None:
+        self._agree("reduction of", unit.index)
         unit.reduced = True
         for group in unit.groups:
             if group.trainable:
-                group.start_reduce()
+                group.start_reduce(outer=self.outer_sync)
+        self._reducing.append(unit)
+        # Those of one unit may be read while the next one's are written.
+        while len(self._reducing) > 1 and sum(each.num_held_bytes for each in self._reducing) > self._reducing_budget:
+            for group in self._reducing.popleft().groups:
+                group.finish_reduce()
 
     def _end_backward(self) -> None:
         self._in_backward = self._root_in_graph = False
         if self.sync:
             if self._late_units is None:
-                self._late_units = self._agree_on_late_units()
+                self._late_units, self._root_is_early = self._agree_on_late_units()
             for unit in reversed(self.units):
                 if not unit.reduced or unit.index in self._late_units:
                     self._start_reduce(unit)
-            self._finish_reduce()
-            self._stale |= self.refresh_after_backward
+            self.wait_for_reductions()
+            self._unreduced, self._outer_unreduced = False, not self.outer_sync
+            if self.refresh_after_backward:
+                self.mark_stale()
         else:
             self._unreduced = True
         for unit in self.units:
             unit.close()
+        if self._agreement is not None:
+            self._agreement = None
+            if self._memory is not None:
+                self._memory.register()
 
-    def _agree_on_late_units(self) -> frozenset[int]:
+    def _agree_on_late_units(self) -> tuple[frozenset[int], bool]:
+        """Units that got gradients after their reduction on some rank, and whether the root was over first on all of them."""
         late = [unit.reduced and any(group.has_unreduced for group in unit.groups) for unit in self.units]
-        flags = torch.tensor(late, dtype=torch.int32, device=next(self.groups).device)
-        for ranks in self.topology.all_ranks:
+        trainable = any(group.trainable for group in self.units[0].groups)
+        flags = torch.tensor([*late, not (trainable and self._root_was_early)], dtype=torch.int32, device=next(self.groups).device)
+        for ranks in self._all_ranks:
             flags = ranks.all_reduce(flags, "max")
-        return frozenset(torch.nonzero(flags).flatten().tolist())
+        *late, root = flags.tolist()
+        return frozenset(index for index, flag in enumerate(late) if flag), not root
 
-    def _finish_reduce(self) -> None:
-        self._unreduced = False
+    def wait_for_reductions(self) -> None:
+        """Let reductions that were started arrive in the gradients."""
+        self._reducing.clear()
         for unit in reversed(self.units):
             for group in unit.groups:
                 group.finish_reduce()
@@ -293,10 +350,13 @@ def _graph_task() -> int:
 
 
 def _bind(hook: Callable[..., Any], unit: Unit) -> Callable[..., Any]:
+    """The hook of a unit, outside of compiled graphs."""
+
     def call(*args: Any) -> Any:
         return hook(unit, *args)
 
-    return call
+    outside: Any = torch.compiler.disable(call)
+    return outside
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -8,6 +8,7 @@ slice along the leading dimension, or along the first few merged when those rows
 (a weight ``[2, F, D]`` over 8 ranks has rows of ``D`` elements).
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,6 +76,13 @@ class FlatLayout:
     def numel(self) -> int:
         """Elements of the whole buffer, padding included."""
         return self.num_shards * self.shard_numel
+
+    @functools.cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """(first element, element after the last) of the padding between parameters and behind them."""
+        ends = sorted((segment.offset, segment.offset + segment.numel) for segment in self.segments if segment.numel)
+        borders = [0, *(border for span in ends for border in span), self.numel]
+        return tuple((begin, end) for begin, end in zip(borders[::2], borders[1::2], strict=True) if begin < end)
 
 
 def plan_layout(shapes: Sequence[Shape], num_shards: int) -> FlatLayout:

@@ -21,8 +21,8 @@ class Strategy(enum.IntEnum):
     """Also parameters: whole ones live while their unit computes."""
 
     @classmethod
-    def parse(cls, value: "str | int | Strategy") -> "Strategy":
-        """Read a strategy from its name or number.
+    def parse(cls, value: "str | int | Strategy", field: str = "zero_dp_strategy") -> "Strategy":
+        """Read a strategy from its name or number; ``field`` is what messages call it.
 
         Raises:
             ValueError: neither a name nor a number of a strategy.
@@ -32,7 +32,7 @@ class Strategy(enum.IntEnum):
         if isinstance(value, int) and not isinstance(value, bool) and value in {int(member) for member in cls}:
             return cls(value)
         known = ", ".join(f"{member.name} ({int(member)})" for member in cls)
-        raise ValueError(f"zero_dp_strategy={value!r} is unknown; choose one of {known}")
+        raise ValueError(f"{field}={value!r} is unknown; choose one of {known}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,23 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""In which order units are gathered, learnt from the first forward."""
+"""In which order units are gathered, learnt from the first forward, and which to gather ahead."""
 
-import hashlib
+from collections.abc import Sequence
 
 
 class GatherOrder:
     """Order of units in a forward, and which to gather ahead.
 
+    Args:
+        depth: how many units may be gathered ahead of the running one.
+        num_bytes: of each unit's gathered parameters.
+        budget: most bytes that may be gathered ahead; None leaves the bound to ``depth``.
+
     Example:
-        >>> order = GatherOrder(1)
+        >>> order = GatherOrder(2, num_bytes=[4, 4, 4], budget=4)
         >>> for unit in (0, 1, 2): order.visit(unit)
         >>> order.freeze()
-        >>> order.following(1), order.preceding(1)
-        ([2], [0])
+        >>> order.following(0), order.preceding(2)
+        ([1], [1])
     """
 
-    def __init__(self, depth: int) -> None:
-        self._depth = depth
+    def __init__(self, depth: int, *, num_bytes: Sequence[int], budget: int | None = None) -> None:
+        self._depth, self._num_bytes, self._budget = depth, num_bytes, budget
         self._recording: list[int] = []
         self._order: tuple[int, ...] | None = None
         self._position: dict[int, int] = {}
@@ -44,13 +49,23 @@ class GatherOrder:
     def following(self, unit: int) -> list[int]:
         """Units to gather ahead in a forward."""
         position = self._position.get(unit)
-        return [] if position is None or self._order is None else list(self._order[position + 1 : position + 1 + self._depth])
+        return [] if position is None or self._order is None else self._affordable(self._order[position + 1 :])
 
     def preceding(self, unit: int) -> list[int]:
         """Units to gather ahead in a backward."""
         position = self._position.get(unit)
-        return [] if position is None or self._order is None else list(self._order[max(0, position - self._depth) : position][::-1])
+        return [] if position is None or self._order is None else self._affordable(self._order[:position][::-1])
 
-    def digest(self) -> int:
-        """A number that differs between ranks whose order differs."""
-        return int.from_bytes(hashlib.sha256(repr(self._order).encode()).digest()[:7], "big")
+    def is_last(self, unit: int) -> bool:
+        """Whether a backward begins with this unit."""
+        return self._order is not None and self._order[-1] == unit
+
+    def _affordable(self, units: Sequence[int]) -> list[int]:
+        found: list[int] = []
+        spent = 0
+        for unit in units[: self._depth]:
+            spent += self._num_bytes[unit]
+            if self._budget is not None and spent > self._budget:
+                break
+            found.append(unit)
+        return found

@@ -1,18 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Ranks that hold shards or replicas of one model, and the collectives over them."""
+"""A process group as one of its ranks sees it, and the collectives over it."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-
-from megatron_fsdp._policy import Strategy
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import Placement
 
 # The functional operators exist under one name from torch 2.11 on and are asynchronous: `wait` ends them.
 _c10d = torch.ops._c10d_functional
@@ -63,60 +56,3 @@ class Ranks:
 def wait(x: torch.Tensor) -> torch.Tensor:
     """End what fills ``x``; nothing to do when it is already there."""
     return _c10d.wait_tensor(x)
-
-
-@dataclass(frozen=True)
-class Topology:
-    """How the ranks of one model split: ``shards`` cut each buffer, ``replicas`` hold equal copies of the cut."""
-
-    shards: Ranks
-    replicas: tuple[Ranks, ...]
-    mesh: DeviceMesh | None
-    placements: "tuple[Placement, ...]"
-
-    @property
-    def size(self) -> int:
-        """Ranks over which gradients are reduced."""
-        size = self.shards.size
-        for ranks in self.replicas:
-            size *= ranks.size
-        return size
-
-    @property
-    def all_ranks(self) -> tuple[Ranks, ...]:
-        return (self.shards, *self.replicas)
-
-    def replicated(self) -> "Topology":
-        """The same ranks, all of them replicas."""
-        if self.mesh is None:
-            return self
-        from torch.distributed.tensor import Replicate
-
-        replicas = tuple(ranks for ranks in self.all_ranks if ranks.size > 1)
-        return Topology(Ranks(), replicas, self.mesh, tuple(Replicate() for _ in self.placements))
-
-    @classmethod
-    def build(cls, strategy: Strategy, device: torch.device, mesh: DeviceMesh | None, pg: dist.ProcessGroup | None) -> "Topology":
-        """Read the mesh or group that the caller gave; with neither, the default group, or one rank without any.
-
-        Raises:
-            ValueError: both a mesh and a group, or a mesh of more than two axes.
-        """
-        if mesh is not None and pg is not None:
-            raise ValueError("device_mesh and process_group are both given; pass one of them")
-        if mesh is None:
-            if pg is None and not dist.is_initialized():
-                return cls(Ranks(), (), None, ())
-            mesh = DeviceMesh.from_group(pg if pg is not None else dist.group.WORLD, device.type)  # type: ignore[arg-type]
-        if mesh.ndim > 2:
-            raise ValueError(
-                f"device_mesh has axes {mesh.mesh_dim_names or mesh.ndim}; pass the data axes only: (shard,) or (replicate, shard)"
-            )
-        axes = [Ranks.of(mesh.get_group(axis)) for axis in range(mesh.ndim)]
-        if strategy is Strategy.no_shard:
-            # Nothing is divided, so plain tensors say it all, and step faster than DTensors.
-            return cls(Ranks(), tuple(ranks for ranks in axes if ranks.size > 1), None, ())
-        # Slow to import, so only where DTensors are made.
-        from torch.distributed.tensor import Replicate, Shard
-
-        return cls(axes[-1], tuple(axes[:-1]), mesh, (*(Replicate() for _ in axes[:-1]), Shard(0)))

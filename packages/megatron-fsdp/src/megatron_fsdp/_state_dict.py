@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_fsdp._dtensor import as_dtensor, local
 from megatron_fsdp._group import ManagedParameter
-from megatron_fsdp._uneven import Place, as_dtensor, local
+from megatron_fsdp._uneven import Place
 
 if TYPE_CHECKING:
-    from megatron_fsdp._fully_shard import MegatronFSDP
+    from megatron_fsdp._module import MegatronFSDP
 
 
 def model_state_dict(model: "MegatronFSDP", state: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -37,7 +38,7 @@ def load_parameter(parameter: ManagedParameter, value: torch.Tensor, name: str) 
             return
         value = dtensor.full_tensor()
     if tuple(value.shape) != place.shape:
-        raise ValueError(f"{name!r} has shape {tuple(value.shape)} in the state dict and {place.segment.shape} in the module")
+        raise ValueError(f"{name!r} has shape {tuple(value.shape)} in the state dict and {place.shape} in the module")
     target.copy_(place.cut(value))
 
 
@@ -61,7 +62,7 @@ def optimizer_state_dict(model: "MegatronFSDP", optimizer: torch.optim.Optimizer
     """
     state: dict[str, dict[str, Any]] = {}
     options: dict[str, dict[str, Any]] = {}
-    by_id = {id(parameter.sharded): parameter for parameter in model.runtime.parameters}
+    by_id = _by_stepped(model)
     for group in optimizer.param_groups:
         for sharded in group["params"]:
             parameter = by_id.get(id(sharded))
@@ -69,7 +70,9 @@ def optimizer_state_dict(model: "MegatronFSDP", optimizer: torch.optim.Optimizer
                 continue
             options[parameter.name] = {key: value for key, value in group.items() if key != "params"}
             if sharded in optimizer.state:
-                state[parameter.name] = {key: _shard_like(parameter.place, value) for key, value in optimizer.state[sharded].items()}
+                plain = parameter.name in model.plain_shards
+                entries = optimizer.state[sharded].items()
+                state[parameter.name] = {key: _shard_like(parameter.place, value, plain=plain) for key, value in entries}
     return {"state": state, "param_groups": options}
 
 
@@ -79,7 +82,7 @@ def load_optimizer_state(model: "MegatronFSDP", optimizer: torch.optim.Optimizer
     Raises:
         ValueError: the state lacks a parameter of the optimizer, or two parameters of a group disagree on an option.
     """
-    by_id = {id(parameter.sharded): parameter for parameter in model.runtime.parameters}
+    by_id = _by_stepped(model)
     for group in optimizer.param_groups:
         seen: dict[str, Any] = {}
         for sharded in group["params"]:
@@ -94,7 +97,7 @@ def load_optimizer_state(model: "MegatronFSDP", optimizer: torch.optim.Optimizer
                         f"{parameter.name!r} has {key}={value} but its group has {seen[key]}; build the groups as they were saved"
                     )
             for key, value in state["state"].get(parameter.name, {}).items():
-                optimizer.state[sharded][key] = _load_entry(parameter, optimizer.state[sharded].get(key), value)
+                optimizer.state[sharded][key] = _load_entry(parameter, sharded, optimizer.state[sharded].get(key), value)
         group.update(seen)
 
 
@@ -127,30 +130,34 @@ def initialize_optimizer_state(model: "MegatronFSDP", optimizer: torch.optim.Opt
             entries["step"] = 0
 
 
-def _shard_like(place: Place, value: Any) -> Any:
-    if (
-        isinstance(value, torch.Tensor)
-        and local(value).shape == place.local_shape
-        and (as_dtensor(value) is not None or place.topology.mesh is None)
-    ):
-        return place.wrap(local(value))
-    return value
+def _shard_like(place: Place, value: Any, *, plain: bool) -> Any:
+    """The state as it lies in the whole; a step count has no place in it, and neither dimensions nor a mesh."""
+    if not isinstance(value, torch.Tensor) or local(value).shape != place.local_shape:
+        return value
+    divided = as_dtensor(value) is not None or place.topology.mesh is None or (plain and value.ndim > 0)
+    return place.wrap(local(value)) if divided else value
 
 
-def _load_entry(parameter: ManagedParameter, current: Any, value: Any) -> Any:
+def _load_entry(parameter: ManagedParameter, stepped: torch.Tensor, current: Any, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     dtensor = as_dtensor(value)
     if dtensor is not None:
         rows = dtensor.to_local() if parameter.place.holds(dtensor) else parameter.place.cut(dtensor.full_tensor())
-    elif tuple(value.shape) == parameter.place.segment.shape and value.ndim > 0:
+    elif tuple(value.shape) == parameter.place.shape and value.ndim > 0:
         rows = parameter.place.cut(value)
     else:
         return value.clone() if current is None or not isinstance(current, torch.Tensor) else current.copy_(value)
     if isinstance(current, torch.Tensor):
         local(current).copy_(rows)
         return current
-    return parameter.place.wrap(rows.clone())
+    return rows.clone() if as_dtensor(stepped) is None else parameter.place.wrap(rows.clone())
+
+
+def _by_stepped(model: "MegatronFSDP") -> dict[int, ManagedParameter]:
+    """Managed parameters by the identity of what an optimizer steps for them."""
+    plain = model.plain_shards
+    return {id(plain.get(parameter.name, parameter.sharded)): parameter for parameter in model.runtime.parameters}
 
 
 def _by_name(model: "MegatronFSDP") -> dict[str, ManagedParameter]:

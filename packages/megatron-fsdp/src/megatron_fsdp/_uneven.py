@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
+from megatron_fsdp._dtensor import as_dtensor
 from megatron_fsdp._layout import FlatLayout, Segment, Shape
-from megatron_fsdp._ranks import Topology
+from megatron_fsdp._placement import ModelPart
+from megatron_fsdp._topology import Topology
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Placement
 
 TensorT = TypeVar("TensorT", bound=torch.Tensor)
 
@@ -31,34 +33,42 @@ class Place:
     """Where a parameter lies among ranks; knows how to wrap, gather and cut it."""
 
     segment: Segment
+    """In the module's own shape."""
     layout: FlatLayout
     topology: Topology
+    part: ModelPart
+    """Of the global tensor that the module's own is."""
 
     @property
     def rows(self) -> tuple[int, int]:
         """This rank's rows."""
-        return self.segment.rows(self.topology.shards.rank, self.layout.shard_numel)
+        return self.segment.rows(self.topology.shard, self.layout.shard_numel)
 
     @property
     def shape(self) -> Shape:
-        """Shape of the wrapped tensor: the parameter's."""
-        return self.segment.shape
+        """Shape of the wrapped tensor: the global one."""
+        return self.part.shape
 
     @property
     def local_shape(self) -> Shape:
-        """Shape of a local tensor: [rows, *row shape]; the whole shape when nothing is divided."""
+        """Shape of a local tensor: [rows, *row shape]; the module's own shape when nothing is divided."""
         if self.layout.num_shards == 1:
-            return self.shape
+            return self.segment.shape
         first, last = self.rows
         return (last - first, *self.segment.row_shape)
 
     def boxes(self) -> Iterator[tuple[Shape, Shape, torch.Size]]:
-        """Blocks (offsets, sizes, first element and count in the local tensor) that cover this rank's rows."""
+        """Blocks (offsets in the module's tensor, sizes, first element and count in the local one) that cover this rank's rows."""
         start = 0
         for offsets, sizes in self.segment.boxes(*self.rows):
             numel = torch.Size(sizes).numel()
             yield offsets, sizes, torch.Size((start, numel))
             start += numel
+
+    def global_boxes(self) -> Iterator[tuple[Shape, Shape, torch.Size]]:
+        """``boxes`` with offsets in the global tensor."""
+        for offsets, sizes, within in self.boxes():
+            yield tuple(base + offset for base, offset in zip(self.part.offset, offsets, strict=True)), sizes, within
 
     def wrap(self, local: torch.Tensor) -> torch.Tensor:
         """A tensor of the parameter's shape around this rank's rows; plain when there is no mesh."""
@@ -69,9 +79,15 @@ class Place:
 
         stride = torch.empty(self.shape, device="meta").stride()
         shape = torch.Size(self.shape)
-        return self.mark(
-            DTensor.from_local(local, self.topology.mesh, self.topology.placements, run_check=False, shape=shape, stride=stride)
-        )
+        return self.mark(DTensor.from_local(local, self.topology.mesh, self._placements, run_check=False, shape=shape, stride=stride))
+
+    @property
+    def _placements(self) -> "tuple[Placement, ...]":
+        return self.topology.placements(len(self.shape), dict(self.part.cuts))
+
+    @property
+    def _is_marked(self) -> bool:
+        return self.layout.num_shards > 1 or bool(self.part.cuts)
 
     def parameter(self, local: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
         """The wrapped rows as a parameter."""
@@ -83,7 +99,7 @@ class Place:
 
     def mark(self, tensor: "DTensor") -> "DTensor":
         """Tell the tensor where its rows are, unless torch's arithmetic finds them."""
-        if self.layout.num_shards > 1:
+        if self._is_marked:
             local: Any = tensor._local_tensor
             # Weak, because a tensor in a reference cycle keeps its memory until the next garbage collection.
             local_ref, tensor_ref = weakref.ref(local), weakref.ref(tensor)
@@ -96,50 +112,37 @@ class Place:
     def holds(self, tensor: "DTensor") -> bool:
         """Whether the tensor is divided exactly so; every rank gives one answer."""
         marked = vars(tensor).get("full_tensor")
-        if self.layout.num_shards == 1 or not isinstance(marked, functools.partial):
+        if not self._is_marked or not isinstance(marked, functools.partial):
             return False
         return marked.args[0] == self
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
-        """The whole parameter from every rank's rows, on every rank. A collective."""
-        shards = self.topology.shards
-        if shards.size == 1:
-            return local.detach().clone().view(self.segment.shape)
-        counts = [last - first for first, last in (self.segment.rows(rank, self.layout.shard_numel) for rank in range(shards.size))]
-        most = max(counts) * self.segment.row_numel
+        """The whole global parameter from every rank's rows, on every rank. A collective."""
+        topology, row = self.topology, self.segment.row_numel
+        counts = [
+            last - first for first, last in (self.segment.rows(shard, self.layout.shard_numel) for shard in range(topology.num_shards))
+        ]
+        if topology.num_shards == 1:
+            return self.part.gather(local.detach().clone().view(self.segment.shape), topology)
+        most = max(counts) * row
         padded = local.new_zeros(most)
         padded[: local.numel()] = local.detach().reshape(-1)
-        gathered = shards.all_gather(padded).view(shards.size, most)
-        parts = [gathered[rank, : count * self.segment.row_numel] for rank, count in enumerate(counts)]
-        return torch.cat(parts).view(self.segment.shape)
+        gathered = topology.shards.all_gather(topology.outer.all_gather(padded)).view(topology.num_shards, most)
+        parts = [gathered[shard, : count * row] for shard, count in enumerate(counts)]
+        return self.part.gather(torch.cat(parts).view(self.segment.shape), topology)
 
     def cut(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of a whole tensor."""
+        """This rank's rows of a whole global tensor."""
         first, last = self.rows
         row = self.segment.row_numel
-        return full.reshape(-1)[first * row : last * row].view(self.local_shape)
-
-
-def as_dtensor(tensor: torch.Tensor) -> "DTensor | None":
-    """The tensor if it is a DTensor; a plain one is told without the slow import."""
-    if type(tensor) in (torch.Tensor, nn.Parameter):
-        return None
-    from torch.distributed.tensor import DTensor
-
-    return tensor if isinstance(tensor, DTensor) else None
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor; a plain tensor is its own."""
-    dtensor = as_dtensor(tensor)
-    return tensor if dtensor is None else dtensor.to_local()
+        return full[self.part.slices].reshape(-1)[first * row : last * row].view(self.local_shape)
 
 
 def _chunks(place: Place) -> "list[ChunkStorageMetadata]":
     # Torch's checkpoint package is slow to import, and loaded by whoever calls this.
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-    return [ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes)) for offsets, sizes, _ in place.boxes()]
+    return [ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes)) for offsets, sizes, _ in place.global_boxes()]
 
 
 def _write_items(place: Place, local_ref: "weakref.ref[torch.Tensor]", fqn: str, _: object) -> "list[WriteItem]":
@@ -160,7 +163,7 @@ def _write_items(place: Place, local_ref: "weakref.ref[torch.Tensor]", fqn: str,
 
 def _box(place: Place, local_ref: "weakref.ref[torch.Tensor]", index: "MetadataIndex") -> torch.Tensor:
     local = _alive(local_ref)
-    for offsets, sizes, (start, numel) in place.boxes():
+    for offsets, sizes, (start, numel) in place.global_boxes():
         if index.offset is None or tuple(index.offset) == offsets:
             return local.detach().view(-1)[start : start + numel].view(sizes)
     raise ValueError(f"{index.fqn!r} has no block at {index.offset} on this rank")

@@ -26,6 +26,14 @@ class ParameterSite:
     def name(self) -> str:
         return self.names[0]
 
+    @property
+    def current(self) -> nn.Parameter:
+        """What is registered now: the parameter, or what a module from the meta device got in its place."""
+        module, attribute = self.slots[0]
+        found = module._parameters[attribute]
+        assert found is not None, "a plan holds parameters only"
+        return found
+
 
 @dataclass(frozen=True)
 class UnitPlan:

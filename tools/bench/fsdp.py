@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Tokens a second, memory and exposed communication of megatron_fsdp beside torch's FSDP2, both around the same compiled module.
+
+python -m tools.bench.fsdp --runs dense-8b:fsdp2,dp2,mbs2,gbs4 dense-8b:ours,dp2,mbs2,gbs4 --output docs/benchmarks/fsdp.json
+
+A run names a model and, by commas: who shards (ours, fsdp2, or trunk: ours around mcore_parallel's layers with its optimizer), dpN ranks,
+mbsN sequences a micro-batch, gbsN a step, lN layers instead of the model's, and optionally no_shard, optim or optim_grads (else parameters
+are sharded too), narrow (gradients cross ranks in bfloat16 and are added in float32), cudnn (attention by cuDNN), plain (nothing is
+compiled), prefetchN (units gathered ahead), aheadN (at most that many MiB of them).
+
+On a CPU runs of one size share a world and take turns, so that a busy machine meets them alike.
+"""
+
+import argparse
+import contextlib
+import json
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mcore_parallel.models import TransformerConfig, flops_per_token
+from tools.bench._llama import Block, Llama, LlamaShape, angles, compiled_loss, initialise
+from tools.bench._record import record
+from tools.launch import launch
+
+_LLAMA_3 = LlamaShape(num_layers=32, hidden=4096, feed_forward=14336, num_heads=32, num_groups=8, vocab=128256, seq_len=4096)
+MODELS: Mapping[str, LlamaShape] = MappingProxyType(
+    {
+        "tiny": LlamaShape(num_layers=8, hidden=256, feed_forward=768, num_heads=4, num_groups=2, vocab=1024, seq_len=64),
+        "dense-1b": replace(_LLAMA_3, num_layers=16, hidden=2048, feed_forward=8192),
+        "dense-8b-l8": replace(_LLAMA_3, num_layers=8),
+        "dense-8b": _LLAMA_3,
+    }
+)
+_NUMBERS = ("dp", "mbs", "gbs", "l", "prefetch", "ahead")
+_FLAGS = ("ours", "fsdp2", "trunk", "no_shard", "optim", "optim_grads", "narrow", "cudnn", "plain")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One line of the result."""
+
+    text: str
+    shape: LlamaShape
+    numbers: Mapping[str, int] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> "Run":
+        model, _, rest = text.partition(":")
+        if model not in MODELS:
+            raise SystemExit(f"model {model!r} in run {text!r} is unknown; there are {', '.join(MODELS)}")
+        numbers, flags = {"dp": 1, "mbs": 1, "prefetch": 1}, []
+        for word in filter(None, rest.split(",")):
+            found = re.fullmatch(f"({'|'.join(_NUMBERS)})(\\d+)", word)
+            if found:
+                numbers[found[1]] = int(found[2])
+            elif word in _FLAGS:
+                flags.append(word)
+            else:
+                raise SystemExit(f"{word!r} in run {text!r} is no choice; see --help")
+        numbers.setdefault("gbs", numbers["dp"] * numbers["mbs"])
+        shape = replace(MODELS[model], num_layers=numbers.get("l", MODELS[model].num_layers))
+        return cls(text=text, shape=shape, numbers=numbers, flags=tuple(flags))
+
+    @property
+    def strategy(self) -> str:
+        return next((flag for flag in self.flags if flag in ("no_shard", "optim", "optim_grads")), "optim_grads_params")
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.numbers["gbs"] // (self.numbers["mbs"] * self.numbers["dp"])
+
+    def config(self) -> TransformerConfig:
+        """The same architecture for mcore_parallel."""
+        shape = self.shape
+        return TransformerConfig(
+            num_layers=shape.num_layers, hidden_size=shape.hidden, ffn_hidden_size=shape.feed_forward, vocab_size=shape.vocab,
+            num_attention_heads=shape.num_heads, num_query_groups=shape.num_groups, rotary_base=500000.0,
+        )  # fmt: skip
+
+
+Step = Callable[[], torch.Tensor | float]
+
+
+def build(run: Run, device: torch.device) -> Step:
+    """A whole training step on this rank's random tokens."""
+    torch.manual_seed(0)
+    if "trunk" in run.flags:
+        return _trunk(run, device)
+    compiles = device.type == "cuda" and "plain" not in run.flags
+    with torch.device("meta"):
+        net = Llama(run.shape, cudnn="cudnn" in run.flags)
+    if compiles:
+        for block in net.blocks:
+            block.compile(fullgraph=True)
+    model, optimizer, clip, last = (_torch if "fsdp2" in run.flags else _ours)(run, net, device)
+    cos, sin = angles(run.shape, device)
+    data = _tokens(run, device)
+    loss_of = compiled_loss(compiles)
+    count = run.num_microbatches
+
+    def step() -> torch.Tensor:
+        loss = torch.zeros((), device=device)
+        for index in range(count):
+            with last(index == count - 1):
+                x = data[index % len(data)]
+                loss = loss_of(model(x[:, :-1], cos, sin), x[:, 1:]) / count
+                loss.backward()
+        clip()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach() * count
+
+    return step
+
+
+def _ours(run: Run, net: Llama, device: torch.device) -> tuple[Any, Any, Step, Any]:
+    from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+
+    cuda = device.type == "cuda"
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if cuda else None, grad_comm_dtype=torch.bfloat16 if "narrow" in run.flags else None
+    )
+    ahead: dict[str, Any] = {"prefetch_bytes": run.numbers["ahead"] * 2**20} if "ahead" in run.numbers else {}
+    model, optimizer = fully_shard(
+        net,
+        torch.optim.AdamW(net.parameters(), lr=1e-4, fused=cuda),
+        zero_dp_strategy=run.strategy,
+        fsdp_unit_modules=[Block, "embedding", "head"],
+        mixed_precision=policy,
+        num_prefetch_units=run.numbers["prefetch"],
+        device=device,
+        reset_parameters=initialise,
+        **ahead,
+    )
+
+    @contextlib.contextmanager
+    def last(is_last: bool) -> Iterator[None]:
+        with contextlib.nullcontext() if is_last else model.no_sync():
+            yield
+
+    return model, optimizer, lambda: model.clip_grad_norm_(1.0), last
+
+
+def _torch(run: Run, net: Llama, device: torch.device) -> tuple[Any, Any, Step, Any]:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    cuda = device.type == "cuda"
+    mesh = dist.device_mesh.init_device_mesh(device.type, (run.numbers["dp"],))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if cuda else MixedPrecisionPolicy()
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+    for block in net.blocks:
+        fully_shard(block, reshard_after_forward=run.numbers["dp"] > 1, **options)
+    fully_shard([net.norm, net.head], **options)
+    model: Any = fully_shard(net, **options)
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for module in model.modules():
+            initialise(module)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=cuda)
+
+    @contextlib.contextmanager
+    def last(is_last: bool) -> Iterator[None]:
+        model.set_requires_gradient_sync(is_last)
+        yield
+
+    return model, optimizer, lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0), last
+
+
+def _trunk(run: Run, device: torch.device) -> Step:
+    from mcore_parallel import ParallelPlan, ProcessGroups
+    from mcore_parallel.models import GPTModel
+    from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
+    from mcore_parallel.training import Batch, CrossEntropyObjective, train_step
+    from tools.fully_sharded import FullyShardedModel
+
+    groups = ProcessGroups.build(ParallelPlan(dp=run.numbers["dp"]))
+    model = GPTModel(run.config(), groups, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32, device=device, seed=None)
+    with torch.no_grad():
+        for module in model.modules():
+            initialise(module)
+    sharded = FullyShardedModel(model, groups)
+    optimizer = MegatronOptimizer(
+        OptimizerConfig(lr=1e-4, weight_decay=0.01, clip_grad=1.0, use_distributed_optimizer=True), sharded, groups
+    )
+    mask = torch.ones(run.numbers["mbs"], run.shape.seq_len, device=device)
+    data = [Batch(tokens=x[:, :-1].contiguous(), labels=x[:, 1:].contiguous(), loss_mask=mask) for x in _tokens(run, device)]
+    batches = [data[index % len(data)] for index in range(run.num_microbatches)]
+    return lambda: train_step(sharded, batches, CrossEntropyObjective(), sharded, optimizer, lr=1e-4, groups=groups).loss
+
+
+def _tokens(run: Run, device: torch.device) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return [torch.randint(run.shape.vocab, (run.numbers["mbs"], run.shape.seq_len + 1), generator=generator).to(device) for _ in range(4)]
+
+
+def measure(runs: list[Run], kind: str, warmup: int, steps: int) -> list[dict[str, Any]]:
+    """Times of the steps of each run on this rank, its peak memory and what communication it waited for."""
+    device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
+    works = [build(run, device) for run in runs]
+    if kind == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    losses = [[float(work()) for _ in range(warmup)] for work in works]
+    times: list[list[float]] = [[] for _ in runs]
+    if kind == "cuda":
+        # One clock around all steps, as in training: nothing waits for the device between them.
+        [work] = works
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(steps):
+            loss = work()
+        torch.cuda.synchronize()
+        times[0].append((time.perf_counter() - begin) / steps)
+        losses[0].append(float(loss))
+    else:
+        for _ in range(steps):
+            for index, work in enumerate(works):
+                dist.barrier()
+                begin = time.perf_counter()
+                losses[index].append(float(work()))
+                times[index].append(time.perf_counter() - begin)
+    rows = [
+        {"ms": statistics.median(spent) * 1e3, "first_loss": values[0], "last_loss": values[-1]}
+        for spent, values in zip(times, losses, strict=True)
+    ]
+    if kind == "cuda":
+        memory = {"peak_gib": torch.cuda.max_memory_allocated() / 2**30, "reserved_gib": torch.cuda.max_memory_reserved() / 2**30}
+        rows[0] |= memory | _communication(works[0])
+    return rows
+
+
+def _communication(step: Step) -> dict[str, float]:
+    """Of one more step: milliseconds in which collectives ran, and in which nothing else did."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    communicating, computing = [], []
+    for event in profiler.events() or ():
+        if event.device_type == torch.profiler.DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
+            span = (event.time_range.start, event.time_range.end)
+            (communicating if "nccl" in event.name.lower() else computing).append(span)
+    both = _covered(communicating + computing)
+    computed = _covered(computing)
+    end = max((stop for _, stop in communicating + computing), default=0.0)
+    begin = min((start for start, _ in communicating + computing), default=0.0)
+    spans = {"communication_ms": _covered(communicating), "exposed_ms": both - computed, "idle_ms": end - begin - both}
+    return {name: value / 1e3 for name, value in spans.items()}
+
+
+def _covered(spans: list[tuple[float, float]]) -> float:
+    """Length of the union of intervals."""
+    total, reached = 0.0, float("-inf")
+    for start, stop in sorted(spans):
+        total += max(0.0, stop - max(start, reached))
+        reached = max(reached, stop)
+    return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", nargs="+", default=["tiny:fsdp2,dp4", "tiny:ours,dp4"], type=Run.parse)
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--timeout-s", type=float, default=280.0, help="of one run")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    batches: list[list[Run]] = [[run] for run in arguments.runs]
+    if kind == "cpu":
+        sizes = dict.fromkeys(run.numbers["dp"] for run in arguments.runs)
+        batches = [[run for run in arguments.runs if run.numbers["dp"] == size] for size in sizes]
+    rows = []
+    for runs in batches:
+        size = runs[0].numbers["dp"]
+        options = {"kind": kind, "warmup": arguments.warmup, "steps": arguments.steps}
+        try:
+            values = launch(measure, size, device=kind, runs=runs, timeout_s=arguments.timeout_s, **options)
+        except Exception as error:
+            rows.append({"run": [run.text for run in runs], "error": str(error)[-1500:]})
+            print(json.dumps(rows[-1]), flush=True)
+            continue
+        for index, run in enumerate(runs):
+            rows.append(_row(run, [value[index] for value in values]))
+            print(json.dumps(rows[-1]), flush=True)
+    if arguments.output:
+        record(arguments.output, {"work": "sharded training steps on random tokens", "rows": rows})
+
+
+def _row(run: Run, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    slowest = max(rank["ms"] for rank in ranks)
+    per_rank = run.numbers["gbs"] * run.shape.seq_len / slowest * 1e3 / run.numbers["dp"]
+    row: dict[str, Any] = {
+        "run": run.text, "layers": run.shape.num_layers, "ranks": run.numbers["dp"], "ms": round(slowest, 2),
+        "tokens_per_s_per_rank": round(per_rank),
+        "tflops_per_rank": round(per_rank * flops_per_token(run.config(), run.shape.seq_len) / 1e12, 1),
+    }  # fmt: skip
+    for name in ("peak_gib", "reserved_gib", "communication_ms", "exposed_ms", "idle_ms"):
+        if name in ranks[0]:
+            row[name] = round(max(rank[name] for rank in ranks), 2)
+    return {**row, "first_loss": ranks[-1]["first_loss"], "last_loss": ranks[-1]["last_loss"]}
+
+
+if __name__ == "__main__":
+    main()
