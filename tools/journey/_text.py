@@ -61,10 +61,10 @@ def prepare(text: Sequence[Path], folder: Path, vocab_size: int, console: Consol
         task = progress.add_task("learning a tokenizer")
         tokenizer = train_bpe(_documents(text), vocab_size, folder / "tokenizer")
         progress.update(task, description=f"tokenizer of {tokenizer.vocab_size:,} tokens", completed=1, total=1)
-        task = progress.add_task("writing tokens")
+        task = progress.add_task("writing tokens", total=None)
 
-        def show(documents: int, tokens: int) -> None:
-            progress.update(task, description=f"writing tokens: {documents:,} documents, {tokens:,} tokens")
+        def show(documents: int, tokens: int, share: float) -> None:
+            progress.update(task, description=f"writing tokens: {documents:,} documents, {tokens:,} tokens", total=1.0, completed=share)
 
         prefix = str(folder / "corpus")
         report = preprocess(text, prefix, tokenizer, append_eod=True, encoding_errors="replace", on_progress=show)

@@ -4,11 +4,13 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from mcore_parallel.data import DataError, MaskedTokensConfig, MaskedTokensDataset
+from mcore_parallel.data import DataError, MaskedTokensConfig, MaskedTokensDataset, word_starts
+from mcore_parallel.data._word_masking import hide_words, ngram_shares
 
 S, V, MASK = 400, 50, 60
 CONFIG = MaskedTokensConfig(mask_token=MASK)
@@ -66,3 +68,69 @@ def test_a_sample_hides_one_token_at_least() -> None:
 def test_shares_out_of_range_are_errors(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         MaskedTokensConfig(**{"mask_token": MASK, **changes})
+
+
+def runs(chosen: Tensor) -> list[tuple[int, int]]:
+    """(begin, end) of neighbours that are hidden."""
+    edges = torch.diff(torch.nn.functional.pad(chosen.long(), (1, 1))).nonzero().flatten().tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def test_whole_words_are_hidden_within_the_budget() -> None:
+    starts = torch.arange(V) % 3 == 0  # a third of the ids begin a word
+    hidden = MaskedTokensDataset(Texts(), CONFIG, vocab_size=V, seed=1, special_tokens=[0], word_starts=starts)
+    shares = []
+    for number in range(len(hidden)):
+        sample = hidden[number]
+        allowed = (Texts()[number]["loss_mask"] > 0) & (sample["labels"] != 0)
+        begins = allowed & (starts[sample["labels"]] | ~torch.nn.functional.pad(allowed, (1, 0))[:-1])
+        for begin, end in runs(sample["loss_mask"] > 0):
+            assert allowed[begin:end].all() and begins[begin]
+            assert end == S or begins[end] or not allowed[end]
+        shares.append((sample["loss_mask"].sum() / allowed.sum()).item())
+        assert sample["loss_mask"].sum() <= round(0.15 * allowed.sum().item())
+    assert min(shares) > 0.14
+    assert torch.equal(hidden[3]["tokens"], hidden[3]["tokens"])
+
+
+@pytest.mark.parametrize("choice", ["inverse", "longer", "geometric"])
+def test_runs_have_the_chances_asked_for(choice: str) -> None:
+    shares = ngram_shares(choice, 3)
+    assert shares.sum() == pytest.approx(1.0)
+    expected = {"inverse": [6 / 11, 3 / 11, 2 / 11], "longer": [2 / 11, 3 / 11, 6 / 11], "geometric": [0.2, 0.16, 0.128]}[choice]
+    assert shares == pytest.approx(np.array(expected) / sum(expected))
+    source, counts, size = np.random.default_rng(1), np.zeros(4), 2000
+    for _ in range(60):
+        hidden = hide_words(np.ones(size, bool), np.ones(size, bool), 0.02, shares, source)
+        for begin, end in runs(torch.from_numpy(hidden)):
+            counts[min(end - begin, 4) - 1] += 1
+    # Few are hidden, so runs seldom touch.
+    assert counts[:3] / counts.sum() == pytest.approx(shares, abs=0.06)
+
+
+def test_a_word_longer_than_the_budget_is_hidden_all_the_same() -> None:
+    begins = np.array([True] + [False] * 19)
+    assert hide_words(begins, np.ones(20, bool), 0.15, ngram_shares("inverse", 1), np.random.default_rng(0)).all()
+    assert not hide_words(begins, np.zeros(20, bool), 0.15, ngram_shares("inverse", 1), np.random.default_rng(0)).any()
+
+
+@pytest.mark.parametrize(
+    ("vocab", "expected"),
+    [
+        ({"un": 0, "##able": 1, "##": 2, "[MASK]": 4}, [True, False, True, True, True]),
+        ({"\u0120the": 0, "ing": 1, ".": 2, "\u2581a": 3, "\u00c3": 4}, [True, False, True, True, False]),
+    ],
+)
+def test_word_starts_follow_the_marks_of_the_vocabulary(vocab: dict[str, int], expected: list[bool]) -> None:
+    assert word_starts(vocab, 5).tolist() == expected
+    with pytest.raises(DataError, match="no token marks where words begin"):
+        word_starts({"a": 0}, 5)
+
+
+def test_words_that_do_not_fit_are_errors() -> None:
+    with pytest.raises(DataError, match="max_ngram=0 must be at least 1"):
+        MaskedTokensConfig(mask_token=1, max_ngram=0)
+    with pytest.raises(DataError, match="ngram_choice='shortest' one of inverse, longer, geometric"):
+        MaskedTokensConfig(mask_token=1, ngram_choice="shortest")
+    with pytest.raises(DataError, match=r"word_starts of shape \(3,\) must have one entry for each of vocab_size=50"):
+        MaskedTokensDataset(Texts(), CONFIG, vocab_size=V, seed=1, word_starts=torch.ones(3, dtype=torch.bool))

@@ -70,7 +70,7 @@ def test_bad_bytes_can_be_replaced(tmp_path):
 def test_missing_and_empty_places_are_named(tmp_path):
     with pytest.raises(DocumentError, match="no such file or folder"):
         list(read_documents(tmp_path / "none"))
-    with pytest.raises(DocumentError, match=r"holds no \.py, \.txt, \.md or \.jsonl file"):
+    with pytest.raises(DocumentError, match=r"holds no \.py, \.txt, \.md, \.jsonl or \.parquet file"):
         list(read_documents(tmp_path))
 
 

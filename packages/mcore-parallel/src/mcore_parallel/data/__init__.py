@@ -16,6 +16,7 @@ from mcore_parallel.data._hf_tokenizer import HuggingFaceTokenizer, train_bpe
 from mcore_parallel.data._index_file import token_dtype
 from mcore_parallel.data._indexed import IndexedDataset
 from mcore_parallel.data._masked import MaskedTokensConfig, MaskedTokensDataset
+from mcore_parallel.data._pairs import SentencePairConfig, SentencePairDataset
 from mcore_parallel.data._preprocess import PreprocessReport, preprocess
 from mcore_parallel.data._sampler import PretrainingSampler, batches
 from mcore_parallel.data._sentencepiece_tokenizer import SentencePieceTokenizer
@@ -23,6 +24,7 @@ from mcore_parallel.data._sft import SFTDataset, SFTDatasetConfig
 from mcore_parallel.data._tiktoken_tokenizer import TiktokenTokenizer
 from mcore_parallel.data._tokenizer import ByteTokenizer, NullTokenizer, Tokenizer
 from mcore_parallel.data._tokenizer_files import build_tokenizer, save_tokenizer
+from mcore_parallel.data._word_masking import word_starts
 
 __all__ = [
     "BlendedDataset",
@@ -48,6 +50,8 @@ __all__ = [
     "PretrainingSampler",
     "SFTDataset",
     "SFTDatasetConfig",
+    "SentencePairConfig",
+    "SentencePairDataset",
     "SentencePieceTokenizer",
     "Split",
     "TiktokenTokenizer",
@@ -65,4 +69,5 @@ __all__ = [
     "save_tokenizer",
     "token_dtype",
     "train_bpe",
+    "word_starts",
 ]

@@ -24,8 +24,17 @@ def describe(facts: Mapping[str, Any]) -> str:
     return json.dumps(facts, indent=4, default=lambda value: getattr(value, "unique_identifiers", str(value)))
 
 
-def fingerprint(numbers: NDArray[np.integer]) -> list[int]:
-    """Count and checksum: a corpus rewritten under the same name must not meet old arrays."""
+def as_run(numbers: NDArray[np.integer]) -> slice | NDArray[np.integer]:
+    """``numbers`` as a slice where each is one more than that before it, which spares a copy of what it selects."""
+    if not numbers.size or numbers[-1] - numbers[0] != numbers.size - 1 or not (numbers[1:] > numbers[:-1]).all():
+        return numbers
+    return slice(int(numbers[0]), int(numbers[-1]) + 1)
+
+
+def fingerprint(numbers: NDArray[np.integer] | slice) -> list[int]:
+    """Count and checksum, or the ends of a run: a corpus rewritten under the same name must not meet old arrays."""
+    if isinstance(numbers, slice):
+        return [numbers.stop - numbers.start, numbers.start, numbers.stop]
     return [numbers.size, zlib.crc32(np.ascontiguousarray(numbers, dtype=np.int32).view(np.uint8).data)]
 
 

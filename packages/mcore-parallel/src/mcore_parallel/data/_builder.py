@@ -7,7 +7,7 @@ import os
 import shutil
 import weakref
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -101,7 +101,7 @@ class IndexedDatasetBuilder:
         if shard.dtype != self.dtype:
             raise IndexedDatasetError(f"{prefix} holds {shard.dtype} tokens, the output {self.dtype}; merge shards of one dtype")
         try:
-            with open(prefix + ".bin", "rb") as source:
+            with open(prefix + ".bin", "rb") as source, self._writing():
                 _copy(source, self._file, shard.num_bytes)
         except OSError as error:
             raise IndexedDatasetError(f"cannot open {prefix}.bin: {error.strerror}; its index exists: copy the .bin beside it") from error
@@ -115,10 +115,11 @@ class IndexedDatasetBuilder:
         if not self._cleanup.alive:
             raise IndexedDatasetError(f"builder of {self._bin_path} is already finished; make a new one")
         index = os.fspath(idx_path) if idx_path is not None else os.path.splitext(self._bin_path)[0] + ".idx"
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        with atomic_file(index) as file:
+        with self._writing():
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+        with self._writing(), atomic_file(index) as file:
             write_index(
                 file,
                 dtype=self.dtype,
@@ -136,6 +137,14 @@ class IndexedDatasetBuilder:
         """Forget everything added and remove the temporary file."""
         self._cleanup()
 
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror or error
+            raise IndexedDatasetError(f"cannot write {self._bin_path}: {reason}; make room, or name another folder") from error
+
     def _append(self, tokens: NDArray[Any], lengths: Sequence[int] | NDArray[np.int64], modes: Sequence[int] | None) -> None:
         sizes = np.asarray(lengths, dtype=np.int64)
         if tokens.ndim != 1 or sizes.sum() != tokens.size or (sizes < 0).any():
@@ -149,7 +158,8 @@ class IndexedDatasetBuilder:
             raise IndexedDatasetError(f"{len(modes)} modes for {sizes.size} sequences; give one a sequence")
         stored = _as_stored(tokens, self.dtype, self._bin_path)
         kinds = array("b", modes if modes is not None else bytes(sizes.size)) if self.multimodal else array("b")
-        self._file.write(stored.view(np.uint8).data if stored.size else b"")
+        with self._writing():
+            self._file.write(stored.view(np.uint8).data if stored.size else b"")
         self._lengths.frombytes(sizes.astype(np.intc).tobytes())
         self._modes.extend(kinds)
 

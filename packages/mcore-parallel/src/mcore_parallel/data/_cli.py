@@ -1,57 +1,75 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Command ``mcore-preprocess``: text files into a .bin/.idx corpus."""
+"""Command ``mcore-preprocess``: files of text into a .bin/.idx corpus, and its indices for a run."""
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import time
+import warnings
+from collections.abc import Sequence
 
+from mcore_parallel.data._blend_builder import BlendedMegatronDatasetBuilder
+from mcore_parallel.data._blend_config import Split, parse_blend
+from mcore_parallel.data._cli_progress import progress
 from mcore_parallel.data._conversations import ChatTokenizer, preprocess_conversations
 from mcore_parallel.data._errors import DataError
+from mcore_parallel.data._gpt import GPTDataset, GPTDatasetConfig
 from mcore_parallel.data._preprocess import PreprocessReport, preprocess
 from mcore_parallel.data._tokenizer_files import build_tokenizer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; 0 when a corpus was written, 1 when not, 2 for wrong usage."""
-    arguments = _parser().parse_args(argv)
+    """Run the command; 0 when all was written, 1 when not, 2 for wrong usage."""
+    arguments = _parsed(argv)
     try:
-        with _progress(_shown(arguments.progress)) as on_progress:
-            if arguments.conversations:
-                report = _conversations(arguments)
-            else:
-                report = preprocess(
-                    arguments.input,
-                    arguments.output_prefix,
-                    arguments.tokenizer,
-                    append_eod=arguments.append_eod,
-                    json_key=arguments.json_key or "text",
-                    encoding_errors=arguments.encoding_errors,
-                    workers=arguments.workers,
-                    on_progress=on_progress,
-                )
+        if arguments.input:
+            _write(arguments)
+        if arguments.build_cache:
+            _build_cache(arguments)
     except (DataError, OSError) as error:
         print(f"mcore-preprocess: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("mcore-preprocess: interrupted; nothing was written", file=sys.stderr)
+        print("mcore-preprocess: interrupted; finished pieces stay, the same command goes on with the others", file=sys.stderr)
         return 130
+    return 0
+
+
+def _write(arguments: argparse.Namespace) -> None:
+    with progress(arguments.progress) as on_progress:
+        if arguments.conversations:
+            report = _conversations(arguments)
+        else:
+            report = preprocess(
+                arguments.input,
+                arguments.output_prefix,
+                arguments.tokenizer,
+                append_eod=arguments.append_eod,
+                json_key=arguments.json_key or "text",
+                encoding_errors=arguments.encoding_errors,
+                workers=arguments.workers,
+                partitions=arguments.partitions,
+                partition=arguments.partition,
+                on_progress=on_progress,
+            )
     what = "without such a turn" if arguments.conversations else "empty ones"
     skipped = f", {report.num_skipped} {what} skipped" if report.num_skipped else ""
+    resumed = f", {report.num_resumed} of them by an earlier run" if report.num_resumed else ""
+    piece = "" if arguments.partition is None else f" piece {arguments.partition} of {arguments.partitions}"
     print(
-        f"{arguments.output_prefix}: {report.num_documents} documents{skipped}, {report.num_tokens} {report.dtype} tokens, "
+        f"{arguments.output_prefix}{piece}: {report.num_documents} documents{resumed}{skipped}, {report.num_tokens} {report.dtype} tokens, "
         f"{report.seconds:.1f} s, {report.documents_per_second:.0f} documents/s"
     )
-    return 0
 
 
 def _conversations(arguments: argparse.Namespace) -> PreprocessReport:
     tokenizer = build_tokenizer(arguments.tokenizer)
     if not isinstance(tokenizer, ChatTokenizer):
         raise DataError(f"--tokenizer {arguments.tokenizer} knows no turns; name another")
-    if arguments.append_eod or arguments.workers != 1:
-        raise DataError("--conversations end with their last turn and are read by one process; leave out --append-eod and --workers")
+    if arguments.append_eod or arguments.workers != 1 or arguments.partitions is not None:
+        raise DataError(
+            "--conversations end with their last turn and are read by one process; leave out --append-eod, --workers and --partitions"
+        )
     return preprocess_conversations(
         arguments.input,
         arguments.output_prefix,
@@ -61,49 +79,69 @@ def _conversations(arguments: argparse.Namespace) -> PreprocessReport:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="mcore-preprocess", description="Tokenise text into a .bin/.idx corpus.")
-    parser.add_argument("--input", nargs="+", required=True, help="files or folders; .txt, .md, .py hold one document, .jsonl one a line")
-    parser.add_argument("--output-prefix", required=True, help="where to write, without .bin and .idx")
+def _build_cache(arguments: argparse.Namespace) -> None:
+    started = time.perf_counter()
+    config = GPTDatasetConfig(
+        random_seed=arguments.seed,
+        sequence_length=arguments.sequence_length,
+        blend=parse_blend(arguments.blend or [arguments.output_prefix]),
+        split=arguments.split,
+        path_to_cache=arguments.cache,
+        tokenizer=build_tokenizer(arguments.tokenizer),
+        num_dataset_builder_threads=arguments.workers,
+    )
+    with warnings.catch_warnings():
+        # A run goes on without a cache; here it is all that was asked for.
+        warnings.filterwarnings("error", "index cache .* cannot be written")
+        try:
+            built = BlendedMegatronDatasetBuilder(GPTDataset, arguments.samples, lambda: True, config).build()
+        except UserWarning as warning:
+            raise DataError(str(warning).replace("set path_to_cache to", "set --cache to")) from warning
+    found = ", ".join(f"{split.name} {len(part)}" for split, part in zip(Split, built, strict=True) if part is not None)
+    where = arguments.cache or "a folder beside each corpus"
+    print(f"indices in {where}: samples of {found}; {time.perf_counter() - started:.1f} s")
+
+
+def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="mcore-preprocess", description="Tokenise text into a .bin/.idx corpus, and index it for a run.")
+    parser.add_argument(
+        "--input", nargs="+", help="files or folders; .jsonl holds a document a line, .parquet one a row, other text is one; packed or not"
+    )
+    parser.add_argument("--output-prefix", help="where to write, without .bin and .idx")
     parser.add_argument(
         "--tokenizer", required=True, help="byte, null:VOCAB_SIZE, or the path of a tokenizer.json, .model, .tiktoken or its folder"
     )
     parser.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document id")
     parser.add_argument("--conversations", action="store_true", help="lines hold lists of messages; write turns with what is to be learnt")
     parser.add_argument("--trained-roles", nargs="+", default=["assistant"], help="whose turns are learnt (default: assistant)")
-    parser.add_argument("--json-key", help="field of a JSON line that holds the text or the messages (default: text, messages)")
+    parser.add_argument("--json-key", help="field of a line or column that holds the text or the messages (default: text, messages)")
     parser.add_argument("--encoding-errors", choices=("strict", "replace"), default="strict", help="bytes that are not UTF-8")
-    parser.add_argument("--workers", type=int, default=1, help="processes that tokenise (default: %(default)s)")
-    parser.add_argument("--progress", choices=("auto", "on", "off"), default="auto", help="progress line on stderr; auto: on a terminal")
-    return parser
+    parser.add_argument("--workers", type=int, default=1, help="processes that tokenise, one for each core (default: one, with threads)")
+    parser.add_argument("--partitions", type=int, help="pieces, finished ones of which outlive a killed run (default: one for each GiB)")
+    parser.add_argument("--partition", type=int, help="make this piece only, from 0; without it, those that are missing, and join all")
+    parser.add_argument("--progress", choices=("auto", "on", "off"), default="auto", help="progress on stderr; auto: on a terminal")
+    cache = parser.add_argument_group("indices of a run", "All of these must be as in the run, the paths of corpora too.")
+    cache.add_argument("--build-cache", action="store_true", help="build the indices of GPTDataset, so that no rank has to")
+    cache.add_argument("--blend", nargs="+", help="prefixes, or weight and prefix in turn (default: the output prefix)")
+    cache.add_argument("--sequence-length", type=int, help="tokens of a sample")
+    cache.add_argument("--samples", nargs=3, type=_samples, metavar=("TRAIN", "VALID", "TEST"), help='numbers, or "all" for one epoch')
+    cache.add_argument("--seed", type=int, default=1234, help="of the order (default: %(default)s)")
+    cache.add_argument("--split", help="shares of the documents, such as 99,1,0")
+    cache.add_argument("--cache", help="folder of the indices (default: one beside each corpus)")
+    arguments = parser.parse_args(argv)
+    if not arguments.input and not arguments.build_cache:
+        parser.error("--input or --build-cache is required")
+    if not arguments.output_prefix and (arguments.input or not arguments.blend):
+        parser.error("--output-prefix is required")
+    if arguments.build_cache and None in (arguments.sequence_length, arguments.samples, arguments.split):
+        parser.error("--build-cache requires --sequence-length, --samples and --split")
+    if arguments.build_cache and arguments.partition is not None:
+        parser.error("--build-cache needs the whole corpus; leave out --partition")
+    return arguments
 
 
-def _shown(choice: str) -> bool:
-    return choice == "on" or (choice == "auto" and sys.stderr.isatty())
-
-
-@contextmanager
-def _progress(shown: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """Callback that draws documents, tokens and documents/s, with rich if it is installed, else as one rewritten line."""
-    if not shown:
-        yield None
-        return
-    try:
-        from rich.console import Console
-        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-    except ImportError:
-        yield lambda documents, tokens: print(f"\r{documents} documents, {tokens} tokens", end="", file=sys.stderr, flush=True)
-        print(file=sys.stderr)
-        return
-    line = TextColumn("{task.completed:,.0f} documents, {task.fields[tokens]:,} tokens, {task.fields[rate]}")
-    with Progress(SpinnerColumn(), line, TimeElapsedColumn(), console=Console(stderr=True)) as bar:
-        task = bar.add_task("tokenise", total=None, tokens=0, rate="")
-
-        def show(documents: int, tokens: int) -> None:
-            elapsed = bar.tasks[0].elapsed or 0.0
-            bar.update(task, completed=documents, tokens=tokens, rate=f"{documents / elapsed:,.0f} documents/s" if elapsed else "")
-
-        yield show
+def _samples(word: str) -> int | None:
+    return None if word == "all" else int(word)
 
 
 if __name__ == "__main__":

@@ -1,43 +1,118 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Documents read from text files, folders of them, and JSON lines."""
+"""Documents read from text files, folders of them, JSON lines and Parquet."""
 
-import contextlib
-import gzip
 import json
 import os
-import zlib
-from collections.abc import Iterator
-from typing import Any, BinaryIO, cast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+from mcore_parallel.data._compressed import opened, plain_name
 from mcore_parallel.data._errors import DocumentError
+from mcore_parallel.data._parquet import read_column, row_groups
+from mcore_parallel.data._spans import LINE_ENDINGS, PARQUET_ENDING, Span, whole
 
 _TEXT_ENDINGS = (".py", ".txt", ".md")
-_LINE_ENDINGS = (".jsonl", ".json")
+_FOLDER_ENDINGS = (*_TEXT_ENDINGS, ".jsonl", PARQUET_ENDING)
+_BATCH_BYTES = 1 << 20
 
 
 def read_documents(path: str | os.PathLike[str], *, json_key: str = "text", encoding_errors: str = "strict") -> Iterator[str]:
     """Documents of a file or, in order of their names, of all files of a folder.
 
-    A file ending in .jsonl or .json holds one JSON object a line, any other file is one document; either may be
-    gzipped, with .gz after its ending. A folder is searched to any depth for .py, .txt, .md and .jsonl files.
+    A file ending in .jsonl or .json holds one JSON object a line, one ending in .parquet one row a document (extra ``parquet``), any
+    other file is one document. Text and lines may be packed, with .gz, .bz2, .xz or .zst (extra ``zstd``) after their ending. A folder is
+    searched to any depth for .py, .txt, .md, .jsonl and .parquet files.
 
     Args:
         path: file or folder.
-        json_key: which field of a JSON object is the text.
+        json_key: which field of a JSON object, or column of a Parquet file, is the text.
         encoding_errors: "strict" refuses text that is not UTF-8, "replace" puts a replacement character.
 
     Raises:
         DocumentError: nothing is there, a file cannot be read or decoded, a line is no JSON object or lacks the field.
     """
-    if encoding_errors not in ("strict", "replace"):
-        raise DocumentError(f"encoding_errors={encoding_errors!r} must be strict or replace")
+    check_encoding_errors(encoding_errors)
     for name in document_files(path):
-        with _opened(name) as file:
-            if _plain_name(name).endswith(_LINE_ENDINGS):
-                yield from _lines(file, name, json_key, encoding_errors)
-            else:
-                yield _decode(file.read(), name, encoding_errors)
+        for batch in read_batches(whole(name), json_key):
+            yield from decode(batch, json_key, encoding_errors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RawBatch:
+    """Documents as a file holds them, cheap to read and to send to another process."""
+
+    path: str
+    kind: str
+    """"lines" of JSON, "rows" of a column, or a whole "file"."""
+    items: Sequence[bytes | None]
+    first: int
+    """Line or row of the first item in what was read of the file, from 1."""
+    place: str = ""
+    """Where that began, if not at the start."""
+    num_bytes: float
+    """Share of the file's bytes on the disk that it took to read them."""
+
+
+def read_batches(span: Span, json_key: str) -> Iterator[RawBatch]:
+    """The documents of a span, some at a time.
+
+    Raises:
+        DocumentError: the file cannot be read.
+    """
+    name = plain_name(span.path)
+    if name.endswith(PARQUET_ENDING):
+        yield from _row_batches(span, json_key)
+        return
+    with opened(span.path) as (file, raw):
+        if not name.endswith(LINE_ENDINGS):
+            yield RawBatch(path=span.path, kind="file", items=[file.read()], first=1, num_bytes=span.num_bytes)
+            return
+        place, at = "", 0
+        if span.begin:
+            file.seek(span.begin - 1)
+            file.readline()  # a line belongs to the span that it begins in
+            at = file.tell()
+            place = f" after byte {at}"
+        first, told = 1, raw.tell()
+        while span.end is None or at < span.end:
+            lines = file.readlines(_BATCH_BYTES)
+            if not lines:
+                return
+            at += sum(map(len, lines))
+            while span.end is not None and at - len(lines[-1]) >= span.end:
+                at -= len(lines.pop())
+            num_bytes = raw.tell() - told
+            yield RawBatch(path=span.path, kind="lines", items=lines, first=first, place=place, num_bytes=num_bytes)
+            first += len(lines)
+            told += num_bytes
+
+
+def _row_batches(span: Span, column: str) -> Iterator[RawBatch]:
+    rows = row_groups(span.path)
+    groups = range(span.begin, len(rows) if span.end is None else span.end)
+    first, total = 1 + sum(rows[: span.begin]), sum(rows[group] for group in groups)
+    for texts in read_column(span.path, column, groups):
+        yield RawBatch(path=span.path, kind="rows", items=texts, first=first, num_bytes=span.num_bytes * len(texts) / total)
+        first += len(texts)
+
+
+def decode(batch: RawBatch, json_key: str, encoding_errors: str) -> list[str]:
+    """The texts of a batch.
+
+    Raises:
+        DocumentError: text is not UTF-8, a line is no JSON object or lacks the field, a row has no text.
+    """
+    if batch.kind == "lines":
+        return [_field(place, line, entry, json_key, encoding_errors) for place, line, entry in _entries(batch, encoding_errors)]
+    texts = []
+    for number, data in enumerate(batch.items, start=batch.first):
+        place = batch.path if batch.kind == "file" else f"{batch.path} row {number}"
+        if data is None:
+            raise DocumentError(f"{place} has no text in column {json_key!r}; choose the field with --json-key, or remove such rows")
+        texts.append(_decode(data, place, encoding_errors))
+    return texts
 
 
 def read_entries(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -47,10 +122,12 @@ def read_entries(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, 
         DocumentError: a file cannot be read, or a line is no JSON object.
     """
     for name in document_files(path):
-        if os.path.isdir(path) and not _plain_name(name).endswith(_LINE_ENDINGS):
-            continue
-        with _opened(name) as file:
-            for place, _, entry in _entries(file, name, "strict"):
+        if not plain_name(name).endswith(LINE_ENDINGS):
+            if os.path.isdir(path):
+                continue
+            raise DocumentError(f"{name} ends in none of {', '.join(LINE_ENDINGS)}; conversations are read from JSON lines")
+        for batch in read_batches(whole(name), ""):
+            for place, _, entry in _entries(batch, "strict"):
                 yield place, entry
 
 
@@ -73,34 +150,26 @@ def document_files(path: str | os.PathLike[str]) -> list[str]:
         os.path.join(folder, name)
         for folder, _, names in os.walk(top, onerror=stop)
         for name in names
-        if _plain_name(name).endswith((*_TEXT_ENDINGS, ".jsonl"))
+        if plain_name(name).endswith(_FOLDER_ENDINGS)
     ]
     if not found:
-        raise DocumentError(f"{top} holds no {', '.join(_TEXT_ENDINGS)} or .jsonl file; name the files themselves")
+        known = ", ".join(_FOLDER_ENDINGS[:-1])
+        raise DocumentError(f"{top} holds no {known} or {_FOLDER_ENDINGS[-1]} file; name the files themselves")
     return sorted(found)
 
 
-def _plain_name(name: str) -> str:
-    return name.lower().removesuffix(".gz")
+def check_encoding_errors(choice: str) -> None:
+    """Raise `DocumentError` for a choice that is none."""
+    if choice not in ("strict", "replace"):
+        raise DocumentError(f"encoding_errors={choice!r} must be strict or replace")
 
 
-@contextlib.contextmanager
-def _opened(name: str) -> Iterator[BinaryIO]:
-    """The file, unpacked; what goes wrong while it is read names it."""
-    try:
-        with cast(BinaryIO, gzip.open(name, "rb")) if name.lower().endswith(".gz") else open(name, "rb") as file:
-            yield file
-    except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DocumentError(f"cannot read {name}: {reason}; check its rights, or copy it again") from error
-
-
-def _entries(file: BinaryIO, name: str, encoding_errors: str) -> Iterator[tuple[str, bytes, dict[str, Any]]]:
+def _entries(batch: RawBatch, encoding_errors: str) -> Iterator[tuple[str, bytes, dict[str, Any]]]:
     """Place, line and object of each line that is not blank."""
-    for number, line in enumerate(file, start=1):
-        if line.isspace():
+    for number, line in enumerate(batch.items, start=batch.first):
+        if line is None or line.isspace():
             continue
-        place = f"{name}:{number}"
+        place = f"{batch.path}:{number}{batch.place}"
         try:
             entry = json.loads(_decode(line, place, encoding_errors))
         except ValueError as error:
@@ -112,13 +181,12 @@ def _entries(file: BinaryIO, name: str, encoding_errors: str) -> Iterator[tuple[
         yield place, line, entry
 
 
-def _lines(file: BinaryIO, name: str, json_key: str, encoding_errors: str) -> Iterator[str]:
-    for place, line, entry in _entries(file, name, encoding_errors):
-        text = entry.get(json_key)
-        if not isinstance(text, str):
-            found = f"it is a {type(text).__name__}" if json_key in entry else f"fields are {', '.join(sorted(entry)[:8]) or 'none'}"
-            raise DocumentError(f"{place} has no text in the field {json_key!r} ({found}); choose the field with --json-key")
-        yield _without_surrogates(text, place, encoding_errors) if b"\\ud" in line or b"\\uD" in line else text
+def _field(place: str, line: bytes, entry: dict[str, Any], json_key: str, encoding_errors: str) -> str:
+    text = entry.get(json_key)
+    if not isinstance(text, str):
+        found = f"it is a {type(text).__name__}" if json_key in entry else f"fields are {', '.join(sorted(entry)[:8]) or 'none'}"
+        raise DocumentError(f"{place} has no text in the field {json_key!r} ({found}); choose the field with --json-key")
+    return _without_surrogates(text, place, encoding_errors) if b"\\ud" in line or b"\\uD" in line else text
 
 
 def _decode(data: bytes, place: str, encoding_errors: str) -> str:

@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from mcore_parallel.data._array_cache import cache_folder, cached_arrays, describe, fingerprint
+from mcore_parallel.data._array_cache import as_run, fingerprint
 from mcore_parallel.data._blend_config import BlendedMegatronDatasetConfig, Split
 from mcore_parallel.data._errors import DataError
 from mcore_parallel.data._gpt_indices import build_gpt_indices, plan_epochs
 from mcore_parallel.data._indexed import IndexedDataset
 from mcore_parallel.data._pad import pad_id
+from mcore_parallel.data._sample_index import sample_indices, sample_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +95,10 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
         self._pad_id = self._padding()
         documents = np.asarray(indexed_indices)
         drop_last = index_split is Split.train or config.drop_last_partial_validation_sequence
-        self.description = describe(self._facts(dataset_path, documents, num_samples))
+        chosen = as_run(documents)
 
         def build() -> dict[str, NDArray[Any]]:
-            lengths = indexed_dataset.sequence_lengths[documents]
+            lengths = indexed_dataset.sequence_lengths[chosen]
             plan = plan_epochs(
                 tokens_per_epoch=int(lengths.sum(dtype=np.int64)),
                 num_samples=num_samples,
@@ -110,12 +111,19 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
             )
             return {"document_index": indices.documents, "sample_index": indices.samples, "shuffle_index": indices.shuffle}
 
-        folder = cache_folder(config.path_to_cache, dataset_path, "GPTDataset")
-        arrays = cached_arrays(folder, f"{type(self).__name__}-{index_split.name}", self.description, build)
-        # Plain views: indexing the subclass that maps a file is several times slower.
-        self.document_index = np.asarray(arrays["document_index"])
-        self.sample_index = np.asarray(arrays["sample_index"])
-        self.shuffle_index = np.asarray(arrays["shuffle_index"])
+        self.description, arrays = sample_indices(
+            type(self).__name__,
+            config,
+            index_split,
+            build,
+            dataset_path=dataset_path,
+            num_samples=num_samples,
+            facts=self._facts(chosen),
+            folder="GPTDataset",
+        )
+        self.document_index = arrays["document_index"]
+        self.sample_index = arrays["sample_index"]
+        self.shuffle_index = arrays["shuffle_index"]
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> IndexedDataset:
@@ -138,9 +146,7 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
             configured, ``attention_mask`` [1, S, S] bool, True where attention is forbidden, and ``cu_seqlens`` int32 of 0, the
             ends of documents and S. All are fresh tensors.
         """
-        if idx is not None and not -len(self) <= idx < len(self):
-            raise IndexError(f"sample {idx} of a dataset of {len(self)}; ask the builder for more samples")
-        text = self._text(0 if idx is None else idx % len(self))
+        text = self._text(sample_number(idx, len(self)))
         S = self.config.sequence_length
         if not self._extra:
             text = np.append(text, self._pad_id)
@@ -193,16 +199,10 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
         text[filled:] = self._pad_id
         return text
 
-    def _facts(self, dataset_path: str | None, documents: NDArray[np.integer], num_samples: int | None) -> dict[str, Any]:
-        """Everything the indices follow from, and what tells one use of them from another."""
+    def _facts(self, documents: NDArray[np.integer] | slice) -> dict[str, Any]:
+        """What the indices follow from beside the seed and the sizes, and what tells one use of them from another."""
         config, lengths = self.config, self.dataset.sequence_lengths
         return {
-            "class": type(self).__name__,
-            "dataset_path": dataset_path,
-            "num_samples": num_samples,
-            "index_split": self.index_split.name,
-            "random_seed": config.random_seed,
-            "sequence_length": config.sequence_length,
             "split": config.split,
             "split_matrix": config.split_matrix,
             "tokenizer": getattr(config.tokenizer, "unique_identifiers", None),

@@ -5,13 +5,14 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
 from mcore_parallel.data._atomic import atomic_file
-from mcore_parallel.data._chat import TURN_END, TURN_START, ChatTurn, chat_turns, join_turns
+from mcore_parallel.data._chat import TURN_END, TURN_START
 from mcore_parallel.data._errors import TokenizerError
+from mcore_parallel.data._roles import RoleTokenizer
 
 # Names by which roles are known when no tokenizer_config.json declares them, the most telling first.
 _KNOWN_NAMES = {
@@ -25,7 +26,7 @@ _KNOWN_NAMES = {
 _DECLARED_KEYS = {"eod": "eos_token", "pad": "pad_token", "bos": "bos_token", "unk": "unk_token"}
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(RoleTokenizer):
     """A tokenizer.json with the roles of its special tokens.
 
     Roles come from a tokenizer_config.json beside the file, else from well-known token names; keywords override both.
@@ -78,6 +79,7 @@ class HuggingFaceTokenizer:
             found = [self._plain.token_to_id(name) for name in names if self._plain.token_to_id(name) is not None]
             if role not in self._roles and found:
                 self._roles[role] = found[0]
+        self._no_turns = f"{self.path} has no {TURN_START} and {TURN_END} tokens; add them, or render the conversation yourself"
         # Added tokens may leave gaps, so the count of entries would be too low.
         self._vocab_size = max(self.vocab.values(), default=-1) + 1
 
@@ -90,18 +92,6 @@ class HuggingFaceTokenizer:
     def vocab(self) -> dict[str, int]:
         """Token to id."""
         return self._plain.get_vocab(with_added_tokens=True)
-
-    @property
-    def eod(self) -> int | None:
-        return self._roles.get("eod")
-
-    @property
-    def pad(self) -> int | None:
-        return self._roles.get("pad")
-
-    @property
-    def bos(self) -> int | None:
-        return self._roles.get("bos")
 
     @property
     def eod_token(self) -> str | None:
@@ -119,10 +109,6 @@ class HuggingFaceTokenizer:
         return None if self.bos is None else self._plain.id_to_token(self.bos)
 
     @property
-    def special_tokens_dict(self) -> dict[str, int]:
-        return dict(self._roles)
-
-    @property
     def unique_identifiers(self) -> dict[str, Any]:
         return {"class": "HuggingFaceTokenizer", "sha256": self._digest, "roles": dict(sorted(self._roles.items()))}
 
@@ -135,26 +121,6 @@ class HuggingFaceTokenizer:
 
     def detokenize(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return self._plain.decode(list(ids), skip_special_tokens=skip_special)
-
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = False) -> list[int]:
-        """Turns between the tokens of roles ``turn_start`` and ``turn_end``; a template stored with the tokenizer is not run.
-
-        Raises:
-            TokenizerError: the tokenizer has no such tokens.
-        """
-        turns = self.chat_turns(messages)
-        return join_turns(turns, [self._roles["turn_start"], *self._plain_ids("assistant\n")] if add_generation_prompt else [])
-
-    def chat_turns(self, messages: Sequence[Mapping[str, str]]) -> list[ChatTurn]:
-        """Ids of each message, apart by what a model is given and what it writes.
-
-        Raises:
-            TokenizerError: the tokenizer has no tokens for turns.
-        """
-        missing = [role for role in ("turn_start", "turn_end") if role not in self._roles]
-        if missing:
-            raise TokenizerError(f"{self.path} has no {TURN_START} and {TURN_END} tokens; add them, or render the conversation yourself")
-        return chat_turns(messages, encode=self._plain_ids, start=self._roles["turn_start"], end=self._roles["turn_end"])
 
     def _plain_ids(self, text: str) -> list[int]:
         return self._plain.encode(text, add_special_tokens=False).ids

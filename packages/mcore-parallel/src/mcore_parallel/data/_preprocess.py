@@ -2,31 +2,26 @@
 # Copyright (c) 2026 the mcore authors
 """Text into a tokenised corpus on disk."""
 
-import multiprocessing
 import os
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from mcore_parallel.data._builder import IndexedDatasetBuilder
-from mcore_parallel.data._documents import document_files, read_documents
+from mcore_parallel.data._documents import RawBatch, check_encoding_errors, document_files, read_batches
+from mcore_parallel.data._encode import Encoder, Encoding
 from mcore_parallel.data._errors import DataError, DocumentError
 from mcore_parallel.data._index_file import token_dtype
+from mcore_parallel.data._pieces import Counts, PieceFolder
+from mcore_parallel.data._spans import Span, cut_spans, whole
 from mcore_parallel.data._tokenizer import Tokenizer
 from mcore_parallel.data._tokenizer_files import build_tokenizer
 
-_BATCH_DOCUMENTS = 2048
-_BATCH_CHARACTERS = 1 << 22
+_PIECE_BYTES = 1 << 30
 
-Encoded = tuple[NDArray[Any], NDArray[np.int64]]
+OnProgress = Callable[[int, int, float], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +34,12 @@ class PreprocessReport:
     """Documents without any text."""
     dtype: str
     seconds: float
+    num_resumed: int = 0
+    """Of the documents, how many an earlier run had already made."""
 
     @property
     def documents_per_second(self) -> float:
-        return self.num_documents / max(self.seconds, 1e-9)
+        return (self.num_documents - self.num_resumed) / max(self.seconds, 1e-9)
 
 
 def preprocess(
@@ -54,119 +51,145 @@ def preprocess(
     json_key: str = "text",
     encoding_errors: str = "strict",
     workers: int = 1,
-    on_progress: Callable[[int, int], None] | None = None,
+    partitions: int | None = None,
+    partition: int | None = None,
+    on_progress: OnProgress | None = None,
 ) -> PreprocessReport:
     """Write ``<output_prefix>.bin`` and ``.idx`` from the documents of ``inputs``, in their order.
 
-    Documents are tokenised in batches; the result does not depend on ``workers``. If anything fails no dataset appears.
+    Documents are tokenised in batches. The result does not depend on ``workers`` and ``partitions``. If anything fails no
+    dataset appears. Several partitions are pieces in the folder ``<output_prefix>.pieces`` until the last one is there:
+    the same call after one that was killed makes those that are missing, and joins them.
 
     Args:
         inputs: files and folders, see `read_documents`.
         output_prefix: folder and stem of the output; the folder is made.
         tokenizer: a tokenizer, or a name or path for `build_tokenizer`.
         append_eod: end every document with the tokenizer's eod id.
+        json_key: which field of a line, or column of a Parquet file, is the text.
+        encoding_errors: "strict" or "replace", see `read_documents`.
         workers: processes that tokenise; 1 leaves it to this process and the tokenizer's own threads.
-        on_progress: told (documents, tokens) so far after each batch.
+        partitions: pieces of about equal size in bytes; None makes one for each GiB of input.
+        partition: number from 0 of the one piece to make, so that several machines share the work; None makes all that are
+            missing and joins them.
+        on_progress: told (documents, tokens, share of the work from 0 to 1) of this call after each batch.
 
     Raises:
         DocumentError: text is missing, unreadable or empty, or a worker died.
-        TokenizerError: the tokenizer is unknown, or has no eod while ``append_eod`` asks for it.
+        TokenizerError: the tokenizer is unknown.
+        DataError: numbers out of range, no eod while ``append_eod`` asks for it, or pieces of another job lie there.
         IndexedDatasetError: the output cannot be written.
     """
     if not inputs:
         raise DocumentError("no input given; name at least one file or folder")
     if workers < 1:
         raise DataError(f"workers={workers} must be at least 1")
-    for path in inputs:
-        document_files(path)  # a wrong path shows before hours of work
+    check_encoding_errors(encoding_errors)
+    spans = [whole(name) for path in inputs for name in document_files(path)]  # a wrong path shows before hours of work
     chosen = build_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
-    eod = chosen.eod if append_eod else None
-    if append_eod and eod is None:
+    if append_eod and chosen.eod is None:
         raise DataError("append_eod=True needs a tokenizer with an eod id; name its eod token, or leave append_eod out")
-    dtype = token_dtype(chosen.vocab_size)
-    documents = chain.from_iterable(read_documents(path, json_key=json_key, encoding_errors=encoding_errors) for path in inputs)
+    count = _count(spans, partitions, partition)
+    encoding = Encoding(
+        tokenizer=chosen,
+        eod=chosen.eod if append_eod else None,
+        dtype=token_dtype(chosen.vocab_size),
+        json_key=json_key,
+        encoding_errors=encoding_errors,
+    )
     prefix = os.fspath(output_prefix)
     os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
     started = time.perf_counter()
-    num_documents = num_tokens = num_skipped = 0
-    with IndexedDatasetBuilder(prefix + ".bin", dtype=dtype) as builder:
-        for tokens, lengths in _encode_all(chosen, _batched(documents), eod, dtype, workers):
-            kept = lengths[lengths > 0]
-            builder.add_documents(tokens, kept)
-            num_documents += kept.size
-            num_tokens += tokens.size
-            num_skipped += lengths.size - kept.size
-            if on_progress is not None:
-                on_progress(num_documents, num_tokens)
-        if num_documents == 0:
-            names = ", ".join(os.fspath(path) for path in inputs)
-            raise DocumentError(f"{names}: no document with text ({num_skipped} empty ones); nothing was written, give other input")
-        builder.finalize(prefix + ".idx")
-    return PreprocessReport(
-        num_documents=num_documents,
-        num_tokens=num_tokens,
-        num_skipped=num_skipped,
-        dtype=dtype.name,
-        seconds=time.perf_counter() - started,
-    )
+    resumed = 0
+    with Encoder(encoding, workers) as encoder:
+        writer = _Writer(encoder, encoding, on_progress)
+        if count == 1:
+            counts = writer.write(prefix, spans, sum(span.num_bytes for span in spans), keep_empty=False)
+        else:
+            folder = PieceFolder(prefix, _job(spans, encoding, count))
+            counts, resumed = _write_pieces(writer, folder, cut_spans(spans, count), partition)
+            if partition is None:
+                if not counts["num_documents"]:
+                    folder.remove()
+                    raise _no_text(spans, counts["num_skipped"])
+                folder.join(count)
+    seconds = time.perf_counter() - started
+    return PreprocessReport(**counts, dtype=encoding.dtype.name, seconds=seconds, num_resumed=resumed)
 
 
-def _batched(documents: Iterable[str]) -> Iterator[list[str]]:
-    """Batches bounded in documents and in characters, so that memory stays flat on long ones."""
-    batch: list[str] = []
-    size = 0
-    for document in documents:
-        batch.append(document)
-        size += len(document)
-        if len(batch) >= _BATCH_DOCUMENTS or size >= _BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+def _count(spans: Sequence[Span], partitions: int | None, partition: int | None) -> int:
+    if partitions is None:
+        if partition is not None:
+            raise DataError(f"partition={partition} needs partitions; say how many there are")
+        return max(1, -(-sum(span.num_bytes for span in spans) // _PIECE_BYTES))
+    if partitions < 1 or not 0 <= (partition or 0) < partitions:
+        raise DataError(f"partitions={partitions} must be at least 1, and partition={partition} lie in 0..{partitions - 1}")
+    return partitions
 
 
-def _encode(tokenizer: Tokenizer, texts: list[str], eod: int | None, dtype: np.dtype) -> Encoded:
-    """Ids of all texts back to back and how many each has; a text without ids gets no eod either."""
-    ids = tokenizer.tokenize_batch(texts)
-    if eod is not None:
-        for document in ids:
-            if document:
-                document.append(eod)
-    lengths = np.fromiter(map(len, ids), np.int64, len(ids))
-    return np.fromiter(chain.from_iterable(ids), dtype, int(lengths.sum())), lengths
+def _job(spans: Sequence[Span], encoding: Encoding, count: int) -> dict[str, Any]:
+    """What tells the pieces of one run from those of another; machines may have mounted the input in different places."""
+    return {
+        "input": [[os.path.basename(span.path), span.num_bytes] for span in spans],
+        "tokenizer": encoding.tokenizer.unique_identifiers,
+        "append_eod": encoding.eod is not None,
+        "json_key": encoding.json_key,
+        "encoding_errors": encoding.encoding_errors,
+        "partitions": count,
+    }
 
 
-def _encode_all(tokenizer: Tokenizer, batches: Iterator[list[str]], eod: int | None, dtype: np.dtype, workers: int) -> Iterator[Encoded]:
-    """Batches encoded in order; with several workers a bounded number is under way."""
-    if workers == 1:
-        for texts in batches:
-            yield _encode(tokenizer, texts, eod, dtype)
-        return
-    # Not fork: the tokenizer's threads would not survive it.
-    spawn = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start_worker, initargs=(tokenizer, eod, dtype))
-    pending: deque[Future[Encoded]] = deque()
-    try:
-        for texts in batches:
-            pending.append(pool.submit(_work, texts))
-            if len(pending) > 2 * workers:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    except BrokenProcessPool as error:
-        raise DocumentError(f"one of {workers} workers died, perhaps for lack of memory; lower workers") from error
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+def _write_pieces(writer: "_Writer", folder: PieceFolder, parts: list[list[Span]], partition: int | None) -> tuple[Counts, int]:
+    """Make the pieces asked for that are missing; counts of all asked for, and the documents of those that were there."""
+    numbers = range(len(parts)) if partition is None else [partition]
+    done = {number: counts for number in numbers if (counts := folder.counts(number)) is not None}
+    resumed = sum(counts["num_documents"] for counts in done.values())
+    total = sum(span.num_bytes for number in numbers if number not in done for span in parts[number])
+    for number in numbers:
+        if number not in done:
+            folder.begin(number)
+            done[number] = writer.write(folder.prefix(number), parts[number], total, keep_empty=True)
+            folder.finish(number, done[number])
+    return {name: sum(counts[name] for counts in done.values()) for name in _COUNTS}, resumed
 
 
-_worker: list[Any] = []
-"""What a worker process was started with; stays empty in the main process."""
+_COUNTS = ("num_documents", "num_tokens", "num_skipped")
 
 
-def _start_worker(*job: Any) -> None:
-    _worker[:] = job
+class _Writer:
+    """Writes one corpus after the other and tells how far the whole is."""
+
+    def __init__(self, encoder: Encoder, encoding: Encoding, on_progress: OnProgress | None) -> None:
+        self._encoder, self._encoding, self._on_progress = encoder, encoding, on_progress
+        self._documents = self._tokens = 0
+        self._bytes = 0.0
+
+    def write(self, prefix: str, spans: Sequence[Span], total: int, *, keep_empty: bool) -> Counts:
+        """Write the documents of ``spans``; ``total`` bytes are the work of the whole."""
+        counts: Counter[str] = Counter()
+        with IndexedDatasetBuilder(prefix + ".bin", dtype=self._encoding.dtype) as builder:
+            for batch in self._encoder.encode(self._batches(spans)):
+                kept = batch.lengths[batch.lengths > 0]
+                builder.add_documents(batch.tokens, kept)
+                counts.update(num_documents=kept.size, num_tokens=batch.tokens.size, num_skipped=batch.lengths.size - kept.size)
+                self._tell(kept.size, batch.tokens.size, batch.num_bytes, total)
+            if not counts["num_documents"] and not keep_empty:
+                raise _no_text(spans, counts["num_skipped"])
+            builder.finalize(prefix + ".idx")
+        return {name: int(counts[name]) for name in _COUNTS}
+
+    def _batches(self, spans: Sequence[Span]) -> Iterator[RawBatch]:
+        for span in spans:
+            yield from read_batches(span, self._encoding.json_key)
+
+    def _tell(self, documents: int, tokens: int, num_bytes: float, total: int) -> None:
+        self._documents += documents
+        self._tokens += tokens
+        self._bytes += num_bytes
+        if self._on_progress is not None:
+            self._on_progress(self._documents, self._tokens, min(1.0, self._bytes / max(1, total)))
 
 
-def _work(texts: list[str]) -> Encoded:
-    tokenizer, eod, dtype = _worker
-    return _encode(tokenizer, texts, eod, dtype)
+def _no_text(spans: Sequence[Span], num_skipped: int) -> DocumentError:
+    names = ", ".join(span.path for span in spans[:4])
+    return DocumentError(f"{names}: no document with text ({num_skipped} empty ones); nothing was written, give other input")

@@ -4,15 +4,16 @@
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from mcore_parallel.data._chat import TURN_END, TURN_START, ChatTurn, chat_turns, join_turns
+from mcore_parallel.data._chat import TURN_END, TURN_START
 from mcore_parallel.data._errors import TokenizerError
+from mcore_parallel.data._roles import RoleTokenizer, check_ids
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(RoleTokenizer):
     """A .model file; roles of special tokens are those stored in it, and chat turns where it has their pieces.
 
     Text comes back as the model's own normalisation leaves it; models with byte fallback cover all text.
@@ -43,27 +44,12 @@ class SentencePieceTokenizer:
             number = self._model.PieceToId(name)
             stored[role] = number if self._model.IdToPiece(number) == name else -1
         self._roles = {role: number for role, number in stored.items() if number >= 0}
+        self._no_turns = f"{self.path} has no {TURN_START} and {TURN_END} pieces; train it with them as user-defined symbols"
         self._digest = hashlib.sha256(data).hexdigest()
 
     @property
     def vocab_size(self) -> int:
         return self._model.GetPieceSize()
-
-    @property
-    def eod(self) -> int | None:
-        return self._roles.get("eod")
-
-    @property
-    def pad(self) -> int | None:
-        return self._roles.get("pad")
-
-    @property
-    def bos(self) -> int | None:
-        return self._roles.get("bos")
-
-    @property
-    def special_tokens_dict(self) -> dict[str, int]:
-        return dict(self._roles)
 
     @property
     def unique_identifiers(self) -> dict[str, Any]:
@@ -77,9 +63,7 @@ class SentencePieceTokenizer:
         return self._model.Encode(list(texts), out_type=int)
 
     def detokenize(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        bad = [token for token in ids if not 0 <= token < self.vocab_size]
-        if bad:
-            raise TokenizerError(f"id {bad[0]} lies outside of 0..{self.vocab_size - 1}; padding of a vocabulary has no text")
+        check_ids(ids, self.vocab_size)
         parts: list[str] = []
         run: list[int] = []
         for token in ids:
@@ -90,32 +74,11 @@ class SentencePieceTokenizer:
                 run = []
         return "".join([*parts, self._model.DecodeIds(run)])
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = False) -> list[int]:
-        """Turns between the pieces ``<|im_start|>`` and ``<|im_end|>``.
-
-        Raises:
-            TokenizerError: the model has no such pieces.
-        """
-        turns = self.chat_turns(messages)
-        return join_turns(turns, [self._roles["turn_start"], *self.tokenize("assistant\n")] if add_generation_prompt else [])
-
-    def chat_turns(self, messages: Sequence[Mapping[str, str]]) -> list[ChatTurn]:
-        """Ids of each message, apart by what a model is given and what it writes.
-
-        Raises:
-            TokenizerError: the model has no pieces for turns, or a message spells one out.
-        """
-        if not {"turn_start", "turn_end"} <= set(self._roles):
-            raise TokenizerError(f"{self.path} has no {TURN_START} and {TURN_END} pieces; train it with them as user-defined symbols")
-        start, end = self._roles["turn_start"], self._roles["turn_end"]
-
-        def encode(text: str) -> list[int]:
-            ids = self.tokenize(text)
-            if start in ids or end in ids:
-                raise TokenizerError(f"a message spells out {TURN_START} or {TURN_END}, which this library always parses; replace it")
-            return ids
-
-        return chat_turns(messages, encode=encode, start=start, end=end)
+    def _plain_ids(self, text: str) -> list[int]:
+        ids = self.tokenize(text)
+        if self._roles["turn_start"] in ids or self._roles["turn_end"] in ids:
+            raise TokenizerError(f"a message spells out {TURN_START} or {TURN_END}, which this library always parses; replace it")
+        return ids
 
     def _is_special(self, token: int) -> bool:
         return self._model.IsControl(token) or token in (self._roles.get("turn_start"), self._roles.get("turn_end"))

@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from mcore_parallel.data._array_cache import cache_folder, cached_arrays, describe, fingerprint
+from mcore_parallel.data._array_cache import fingerprint
 from mcore_parallel.data._blend_config import BlendedMegatronDatasetConfig, Split
 from mcore_parallel.data._conversations import LEARNT
 from mcore_parallel.data._errors import DataError
 from mcore_parallel.data._indexed import IndexedDataset
 from mcore_parallel.data._packing import build_packs
+from mcore_parallel.data._sample_index import sample_indices, sample_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,28 +82,18 @@ class SFTDataset(Dataset[dict[str, Tensor]]):
             warnings.warn(
                 f"{overlong} of {sizes.size} conversations exceed sequence_length={config.sequence_length}; cut there", stacklevel=2
             )
-        facts: dict[str, Any] = {
-            "class": type(self).__name__,
-            "dataset_path": dataset_path,
-            "num_samples": num_samples,
-            "index_split": index_split.name,
-            "random_seed": config.random_seed,
-            "sequence_length": config.sequence_length,
-            "sequence_multiple": config.sequence_multiple,
-            "sizes": fingerprint(sizes),
-            "documents": fingerprint(documents),
-        }
-        self.description = describe(facts)
 
         def build() -> dict[str, NDArray[Any]]:
             rooms = _rounded(np.minimum(sizes[sizes > 1], config.sequence_length), config.sequence_multiple)
             order, starts = build_packs(rooms, num_samples, config.sequence_length, config.random_seed)
             return {"document_index": kept[order].astype(np.int32), "sample_index": starts}
 
-        folder = cache_folder(config.path_to_cache, dataset_path, type(self).__name__)
-        arrays = cached_arrays(folder, f"{type(self).__name__}-{index_split.name}", self.description, build)
-        self.document_index = np.asarray(arrays["document_index"])
-        self.sample_index = np.asarray(arrays["sample_index"])
+        facts = {"sequence_multiple": config.sequence_multiple, "sizes": fingerprint(sizes), "documents": fingerprint(documents)}
+        self.description, arrays = sample_indices(
+            type(self).__name__, config, index_split, build, dataset_path=dataset_path, num_samples=num_samples, facts=facts
+        )
+        self.document_index = arrays["document_index"]
+        self.sample_index = arrays["sample_index"]
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: SFTDatasetConfig) -> IndexedDataset:
@@ -125,12 +116,10 @@ class SFTDataset(Dataset[dict[str, Tensor]]):
             ``position_ids`` [S] int64 from 0 in each conversation, and ``cu_seqlens`` int32 of 0, the ends of the
             conversations and S. Padding is 0 and has no loss.
         """
-        if idx is not None and not -len(self) <= idx < len(self):
-            raise IndexError(f"sample {idx} of a dataset of {len(self)}; ask the builder for more samples")
+        row = sample_number(idx, len(self))
         S = self.config.sequence_length
         tokens, labels = np.zeros(S, np.int64), np.zeros(S, np.int64)
         loss_mask, positions = np.zeros(S, np.float32), np.zeros(S, np.int64)
-        row = 0 if idx is None else idx % len(self)
         begin, bounds = 0, [0]
         for document in self.document_index[self.sample_index[row] : self.sample_index[row + 1]].tolist():
             ids, learnt = self._conversation(document)

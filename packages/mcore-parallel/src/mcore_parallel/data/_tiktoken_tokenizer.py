@@ -6,19 +6,20 @@ import base64
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from mcore_parallel.data._chat import TURN_END, TURN_START, ChatTurn, chat_turns, join_turns
+from mcore_parallel.data._chat import TURN_END, TURN_START
 from mcore_parallel.data._errors import TokenizerError
+from mcore_parallel.data._roles import RoleTokenizer, check_ids, utf8
 
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 """How GPT-2 cuts text into words before pairs are merged (Radford et al., 2019)."""
 _ROLES = {"eod": "<|endoftext|>", "pad": "<|pad|>", "bos": "<|bos|>", "turn_start": TURN_START, "turn_end": TURN_END}
 
 
-class TiktokenTokenizer:
+class TiktokenTokenizer(RoleTokenizer):
     """Ranked byte strings and, behind them, special tokens. Covers all text; no network.
 
     Args:
@@ -52,23 +53,8 @@ class TiktokenTokenizer:
         except ValueError as error:
             raise TokenizerError(f"pattern={pattern!r} does not fit {self.path}: {error}") from error
         self._roles = {role: self._specials[name] for role, name in _ROLES.items() if name in self._specials}
+        self._no_turns = f"special_tokens={self.special_tokens} lack {TURN_START} and {TURN_END}; add them"
         self._digest = hashlib.sha256(data).hexdigest()
-
-    @property
-    def eod(self) -> int | None:
-        return self._roles.get("eod")
-
-    @property
-    def pad(self) -> int | None:
-        return self._roles.get("pad")
-
-    @property
-    def bos(self) -> int | None:
-        return self._roles.get("bos")
-
-    @property
-    def special_tokens_dict(self) -> dict[str, int]:
-        return dict(self._roles)
 
     @property
     def unique_identifiers(self) -> dict[str, Any]:
@@ -84,32 +70,11 @@ class TiktokenTokenizer:
 
     def detokenize(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Bytes that are no UTF-8 become U+FFFD."""
-        bad = [token for token in ids if not 0 <= token < self.vocab_size]
-        if bad:
-            raise TokenizerError(f"id {bad[0]} lies outside of 0..{self.vocab_size - 1}; padding of a vocabulary has no text")
+        check_ids(ids, self.vocab_size)
         first = self.vocab_size - len(self._specials)
         return self._encoding.decode([token for token in ids if token < first or not skip_special])
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = False) -> list[int]:
-        """Turns between ``<|im_start|>`` and ``<|im_end|>``.
-
-        Raises:
-            TokenizerError: they are not among the special tokens.
-        """
-        turns = self.chat_turns(messages)
-        return join_turns(turns, [self._roles["turn_start"], *self._plain("assistant\n")] if add_generation_prompt else [])
-
-    def chat_turns(self, messages: Sequence[Mapping[str, str]]) -> list[ChatTurn]:
-        """Ids of each message, apart by what a model is given and what it writes.
-
-        Raises:
-            TokenizerError: the special tokens of turns are missing.
-        """
-        if not {"turn_start", "turn_end"} <= set(self._roles):
-            raise TokenizerError(f"special_tokens={self.special_tokens} lack {TURN_START} and {TURN_END}; add them")
-        return chat_turns(messages, encode=self._plain, start=self._roles["turn_start"], end=self._roles["turn_end"])
-
-    def _plain(self, text: str) -> list[int]:
+    def _plain_ids(self, text: str) -> list[int]:
         return self._encoding.encode_ordinary(_whole(text))
 
 
@@ -129,10 +94,7 @@ def _ranks(data: bytes, path: str) -> dict[bytes, int]:
 
 
 def _whole(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise TokenizerError(f"text has half a surrogate pair, {text[error.start]!r}, at {error.start}; replace it") from error
+    utf8(text)  # the library would write the halves of a pair as other text
     return text
 
 

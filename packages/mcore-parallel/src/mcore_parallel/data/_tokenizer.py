@@ -3,12 +3,14 @@
 """What a tokenizer offers, and two that need no files."""
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from mcore_parallel.data._chat import TURN_END, TURN_START, ChatTurn, chat_turns, join_turns
+from mcore_parallel.data._chat import TURN_END, TURN_START
 from mcore_parallel.data._errors import TokenizerError
+from mcore_parallel.data._roles import RoleTokenizer, check_ids, utf8
 
 
 @runtime_checkable
@@ -62,7 +64,7 @@ class Tokenizer(Protocol):
         ...
 
 
-class ByteTokenizer:
+class ByteTokenizer(RoleTokenizer):
     """UTF-8 bytes as ids 0..255, five special ids after them. Needs no training, covers all text.
 
     Example:
@@ -71,40 +73,30 @@ class ByteTokenizer:
     """
 
     _SPECIALS = ("<|endoftext|>", "<|pad|>", "<|bos|>", TURN_START, TURN_END)
+    _roles: Mapping[str, int] = MappingProxyType({"eod": 256, "pad": 257, "bos": 258, "turn_start": 259, "turn_end": 260})
 
     vocab_size = 256 + len(_SPECIALS)
-    eod = 256
-    pad = 257
-    bos = 258
-
-    @property
-    def special_tokens_dict(self) -> dict[str, int]:
-        return {"eod": self.eod, "pad": self.pad, "bos": self.bos, "turn_start": 259, "turn_end": 260}
 
     @property
     def unique_identifiers(self) -> dict[str, Any]:
         return {"class": "ByteTokenizer"}
 
     def tokenize(self, text: str) -> list[int]:
-        return list(_utf8(text))
+        return list(utf8(text))
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [list(_utf8(text)) for text in texts]
+        return [list(utf8(text)) for text in texts]
 
     def detokenize(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Bytes that are no UTF-8 become U+FFFD."""
-        _check_ids(ids, self.vocab_size)
+        check_ids(ids, self.vocab_size)
         if skip_special:
             return bytes(token for token in ids if token < 256).decode("utf-8", errors="replace")
         pieces = (bytes([token]) if token < 256 else self._SPECIALS[token - 256].encode() for token in ids)
         return b"".join(pieces).decode("utf-8", errors="replace")
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = False) -> list[int]:
-        return join_turns(self.chat_turns(messages), [259, *self.tokenize("assistant\n")] if add_generation_prompt else [])
-
-    def chat_turns(self, messages: Sequence[Mapping[str, str]]) -> list[ChatTurn]:
-        """Ids of each message, apart by what a model is given and what it writes."""
-        return chat_turns(messages, encode=self.tokenize, start=259, end=260)
+    def _plain_ids(self, text: str) -> list[int]:
+        return self.tokenize(text)
 
 
 class NullTokenizer:
@@ -145,29 +137,15 @@ class NullTokenizer:
             ids = np.array(text.split(), dtype=np.int64).tolist()
         except (ValueError, OverflowError) as error:
             raise TokenizerError(f"text {text[:40]!r} is not all decimal ids; NullTokenizer reads numbers between blanks") from error
-        _check_ids(ids, self.vocab_size)
+        check_ids(ids, self.vocab_size)
         return ids
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.tokenize(text) for text in texts]
 
     def detokenize(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        _check_ids(ids, self.vocab_size)
+        check_ids(ids, self.vocab_size)
         return " ".join(str(token) for token in ids if not (skip_special and token == self.eod))
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = False) -> list[int]:
         raise TokenizerError("NullTokenizer has no chat template; use ByteTokenizer or HuggingFaceTokenizer")
-
-
-def _utf8(text: str) -> bytes:
-    try:
-        return text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        # half a surrogate pair, as escaped JSON can hold, has no bytes
-        raise TokenizerError(f"text has half a surrogate pair, {text[error.start]!r}, at {error.start}; replace it") from error
-
-
-def _check_ids(ids: Sequence[int], vocab_size: int) -> None:
-    if len(ids) and (min(ids) < 0 or max(ids) >= vocab_size):
-        bad = min(ids) if min(ids) < 0 else max(ids)
-        raise TokenizerError(f"id {bad} lies outside of 0..{vocab_size - 1}; padding of a vocabulary has no text")
