@@ -54,6 +54,7 @@ from mcore_parallel.training.distill import (
     LogProbStoreWriter,
     RatioBalancer,
     Teacher,
+    quantize_student,
     record,
     writes,
 )
@@ -87,12 +88,21 @@ class DistillConfig:
     """Folder of log-probabilities to learn from, without running the teacher; empty to run it."""
     top_k: int = 64
     """Tokens a store keeps of each distribution."""
+    targets: str = "base"
+    """What of the student learns: base, mtp (its heads that predict further tokens) or both."""
+    quantize: str = ""
+    """Preset of nvidia-modelopt (FP8_DEFAULT_CFG): the student begins with the teacher's weights and computes quantised; empty for
+    neither."""
 
     def __post_init__(self) -> None:
         student, teacher = self.student, self.teacher
         for name, run in (("student", student), ("teacher", teacher)):
-            if run.masked or run.model.mtp_num_layers:
-                raise ValueError(f"{name} must predict the next token only; set {name}.masked=none and {name}.model.mtp_num_layers=0")
+            if run.masked:
+                raise ValueError(f"{name} must predict the next token; set {name}.masked=none")
+        if self.targets != "base" and not student.model.mtp_num_layers:
+            raise ValueError(f"targets={self.targets} needs heads that predict further tokens; set student.model.mtp_num_layers")
+        if self.quantize and dataclasses.replace(student.model, mtp_num_layers=0) != dataclasses.replace(teacher.model, mtp_num_layers=0):
+            raise ValueError(f"quantize={self.quantize} begins with the teacher's weights; make student.model equal to teacher.model")
         if student.model.vocab_size != teacher.model.vocab_size:
             raise ValueError(
                 f"student.model.vocab_size={student.model.vocab_size} and teacher.model.vocab_size={teacher.model.vocab_size} must be equal"
@@ -114,7 +124,11 @@ class DistillConfig:
             raise ValueError(f"pairs holds {'='.join(wrong[0])!r}; write STUDENT=TEACHER or STUDENT=TEACHER=LOSS, with commas between")
         pairs = tuple(HiddenPair(student=name[0], teacher=name[1], **({"loss": name[2]} if name[2:] else {})) for name in names)
         return DistillationConfig(
-            temperature=self.temperature, reverse=self.reverse, temperature_squared=self.temperature_squared, pairs=pairs
+            targets=self.targets,
+            temperature=self.temperature,
+            reverse=self.reverse,
+            temperature_squared=self.temperature_squared,
+            pairs=pairs,
         )
 
 
@@ -159,10 +173,14 @@ def distill_rank(config: DistillConfig, kind: str, watchdog: Watchdog | None = N
     teacher = None if config.store else build_teacher(config, groups, device)
     source = LogProbStore(config.store, temperature=config.temperature) if teacher is None else teacher
     model = build_stage(run, groups, device)
+    train_set, valid_set = _datasets(run)
+    if config.quantize:
+        CheckpointManager(Path(config.teacher.output) / "checkpoints").load(model_state(model, groups), strict=False)
+        steps = itertools.islice(step_batches(run, valid_set, groups, device), run.train.eval_batches)
+        quantize_student(model, config.quantize, [batch for step in steps for batch in step], groups=groups)
     projection = _project(config, model, groups, device)
     slices = run.optimizer.use_distributed_optimizer
     sync = DistributedDataParallel(DistributedDataParallelConfig(use_distributed_optimizer=slices), model, groups)
-    train_set, valid_set = _datasets(run)
     output, history = Path(run.output), History()
     writers = [
         RichProgress(run.train.steps),
@@ -283,7 +301,7 @@ def main() -> int:
     try:
         base = DistillConfig(student=recipe(arguments.recipe), teacher=recipe(arguments.teacher))
         return distill(override(base, arguments.set), only_record=arguments.record)
-    except (ValueError, OSError, CheckpointingException, NonFiniteLossError) as error:
+    except (ValueError, OSError, ImportError, CheckpointingException, NonFiniteLossError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 

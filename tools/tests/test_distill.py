@@ -103,8 +103,12 @@ def test_choices_that_do_not_go_together_are_refused() -> None:
     tiny = recipe("gpt_tiny")
     with pytest.raises(ValueError, match=r"student.model.vocab_size=2048 and teacher.model.vocab_size=4096 must be equal"):
         DistillConfig(student=tiny, teacher=override(tiny, ["model.vocab_size=4096"]))
-    with pytest.raises(ValueError, match="student must predict the next token only"):
+    with pytest.raises(ValueError, match="student must predict the next token; set student.masked=none"):
         DistillConfig(student=recipe("bert_tiny"), teacher=tiny)
+    with pytest.raises(ValueError, match="targets=mtp needs heads that predict further tokens"):
+        DistillConfig(student=tiny, teacher=tiny, targets="mtp")
+    with pytest.raises(ValueError, match="quantize=FP8_DEFAULT_CFG begins with the teacher's weights"):
+        DistillConfig(student=override(tiny, ["model.num_layers=1"]), teacher=tiny, quantize="FP8_DEFAULT_CFG")
     with pytest.raises(ValueError, match="a store holds likely tokens only"):
         DistillConfig(student=tiny, teacher=tiny, store="folder", reverse=True)
     with pytest.raises(ValueError, match="student.data_parallel='fsdp' has no distillation"):

@@ -206,9 +206,9 @@ def test_stores_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_shard_that_was_cut_short_is_none(tmp_path: Path) -> None:
+    (tmp_path / ".shard-0-000000.partial").mkdir()
     with LogProbStoreWriter(tmp_path, settings(top_k=2), shard_samples=4) as writer:
         writer.add(batch(0), torch.zeros(B, S, 2), torch.zeros(B, S, 2, dtype=torch.int64))
-        (tmp_path / ".shard-0-000000.partial").mkdir()
         assert writer.holds(batch(0)) and not writer.holds(batch(1))
         assert len(LogProbStore(tmp_path, temperature=1.5)) == 0
     assert len(LogProbStore(tmp_path, temperature=1.5)) == 2

@@ -10,6 +10,7 @@ from mcore_parallel.training.distill._divergence import (
     vocab_parallel_top_k,
 )
 from mcore_parallel.training.distill._hidden import HiddenPair, HiddenProjection, hidden_cosine_loss, hidden_mse_loss
+from mcore_parallel.training.distill._modelopt import ModeloptMissingError, quantize_student
 from mcore_parallel.training.distill._objective import DistillationConfig, DistillationObjective
 from mcore_parallel.training.distill._store import LogProbStore, LogProbStoreConfig, LogProbStoreError, LogProbStoreWriter, record, writes
 from mcore_parallel.training.distill._teacher import Teacher
@@ -27,10 +28,12 @@ __all__ = [
     "LogProbStoreWriter",
     "LossBalancer",
     "LossParts",
+    "ModeloptMissingError",
     "RatioBalancer",
     "Teacher",
     "hidden_cosine_loss",
     "hidden_mse_loss",
+    "quantize_student",
     "record",
     "vocab_parallel_kl_divergence",
     "vocab_parallel_sparse_kl_divergence",

@@ -4,6 +4,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,14 +21,23 @@ from mcore_parallel.training.distill._hidden import HIDDEN_LOSSES, HiddenPair, H
 from mcore_parallel.training.distill._store import LOG_PROBS, TOKEN_IDS
 from mcore_parallel.training.distill._teacher import HIDDEN, Teacher
 
+TARGETS = ("base", "mtp", "both")
+
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationConfig:
     """Which losses there are.
 
     Raises:
-        ValueError: a temperature out of range.
+        ValueError: a number out of range, unknown targets.
     """
+
+    targets: str = "base"
+    """What of the student learns the teacher's distributions: "base" (its output), "mtp" (its heads that predict further tokens), or
+    "both". A head that predicts the token k places further learns what the teacher says when it has read that far. In an evaluation, where
+    the heads do not run, it is always the output."""
+    mtp_loss_scaling_factor: float = 0.1
+    """Weight of the mean divergence over the heads; the output has 1."""
 
     temperature: float = 1.0
     """Of both distributions."""
@@ -41,6 +51,10 @@ class DistillationConfig:
     def __post_init__(self) -> None:
         if not self.temperature > 0:
             raise ValueError(f"temperature={self.temperature} must be above 0")
+        if self.targets not in TARGETS:
+            raise ValueError(f"targets={self.targets!r} must be one of {', '.join(TARGETS)}")
+        if not self.mtp_loss_scaling_factor >= 0:
+            raise ValueError(f"mtp_loss_scaling_factor={self.mtp_loss_scaling_factor} must be at least 0")
 
     @property
     def student_modules(self) -> tuple[str, ...]:
@@ -59,7 +73,8 @@ class DistillationObjective:
 
     Batches come from ``Teacher.label``, or from ``LogProbStore.label`` with likeliest tokens that were written down before; then there
     is no teacher here. All losses are sums weighted by the loss mask; ``lm_loss``, ``logits_distillation_loss`` and
-    ``intermediate_distillation_loss`` (a mean over the pairs) are reported apart. All tp ranks return the same.
+    ``intermediate_distillation_loss`` (a mean over the pairs) are reported apart, and ``mtp_K_distillation_loss`` of heads that learn (a
+    mean over their own labels). All tp ranks return the same.
 
     Raises:
         ValueError: pairs without teacher or capture.
@@ -85,13 +100,14 @@ class DistillationObjective:
         """See the class.
 
         Raises:
-            ValueError: a batch without the teacher's part, another vocabulary or layout, heads that predict further tokens.
+            ValueError: a batch without the teacher's part, another vocabulary or layout, targets among heads that there are not, or
+                with cp.
         """
-        if output.depths:
-            raise ValueError(f"{len(output.depths)} heads that predict further tokens have no teacher; set mtp_num_layers=0")
         mask, layer = batch.loss_mask.flatten(), output.layer
-        logits = output.logits()
-        divergence = (self._divergence(logits, output, batch) * mask).sum()
+        logits, theirs = output.logits(), self._theirs(output, batch)
+        divergence, metrics, counts = self._further(output, batch, theirs)
+        if self.config.targets != "mtp" or not output.depths:
+            divergence = divergence + (self._divergence(logits, theirs, output) * mask).sum()
         if self.config.temperature_squared:
             divergence = divergence * self.config.temperature**2
         labels, trained = batch.labels.flatten(), self.balancer.trains_language
@@ -102,34 +118,59 @@ class DistillationObjective:
         total = weights.logits * parts.logits
         if trained:
             total = total + weights.language * parts.language
-        metrics = {"lm_loss": parts.language.detach(), "logits_distillation_loss": parts.logits.detach()}
+        metrics |= {"lm_loss": parts.language.detach(), "logits_distillation_loss": parts.logits.detach()}
         if parts.intermediate is not None and weights.intermediate is not None:
             total = total + weights.intermediate * parts.intermediate
             metrics["intermediate_distillation_loss"] = parts.intermediate.detach()
-        return LossReport(sum=total, count=batch.weight(), metrics=metrics)
+        return LossReport(sum=total, count=batch.weight(), metrics=metrics, counts=counts)
 
-    def _divergence(self, logits: Tensor, output: ModelOutput, batch: Batch) -> Tensor:
+    def _further(self, output: ModelOutput, batch: Batch, theirs: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """Weighted divergence of the heads that predict further tokens, and what is reported of each."""
+        total, metrics, counts = batch.loss_mask.new_zeros(()), {}, {}
+        if self.config.targets == "base":
+            return total, metrics, counts
+        if not output.depths and torch.is_grad_enabled():
+            raise ValueError(f"targets={self.config.targets!r} needs heads that predict further tokens; set the student's mtp_num_layers")
+        cp = output.layer.groups.cp
+        if cp.size > 1:
+            raise ValueError(f"targets={self.config.targets!r} reads the teacher further on, which cp={cp.size} keeps elsewhere; set cp=1")
+        numbers = torch.arange(1, batch.tokens.numel() + 1, device=batch.tokens.device).view(batch.tokens.shape)
+        for number, depth in enumerate(output.depths, 1):
+            ahead = replace(batch, labels=numbers).ahead(number, cp)
+            rows = (ahead.labels.flatten() - 1).clamp(min=0)
+            found = self._divergence(depth.logits(), [x[rows] for x in theirs], output) * ahead.loss_mask.flatten()
+            total = total + self.config.mtp_loss_scaling_factor / len(output.depths) * found.sum()
+            name = f"mtp_{number}_distillation_loss"
+            metrics[name], counts[name] = found.detach().sum(), ahead.weight()
+        return total, metrics, counts
+
+    def _divergence(self, logits: Tensor, theirs: Sequence[Tensor], output: ModelOutput) -> Tensor:
+        """Of every token, from what ``_theirs`` found."""
         config, layer = self.config, output.layer
-        tp, size = layer.groups.tp, layer.unpadded_vocab_size
+        options: dict[str, Any] = {"group": layer.groups.tp, "temperature": config.temperature, "vocab_size": layer.unpadded_vocab_size}
+        if self.teacher is None:
+            return vocab_parallel_sparse_kl_divergence(logits, *theirs, **options)
+        return vocab_parallel_kl_divergence(logits, *theirs, reverse=config.reverse, **options)
+
+    def _theirs(self, output: ModelOutput, batch: Batch) -> Sequence[Tensor]:
+        """What the teacher says of every token: its logits, or its likeliest tokens and their log-probabilities."""
+        config, layer = self.config, output.layer
         if self.teacher is None:
             if LOG_PROBS not in batch.extras:
                 raise ValueError(f"the batch has no extra {LOG_PROBS!r}; pass a teacher, or batches through LogProbStore.label")
             if config.reverse:
                 raise ValueError("reverse=True needs the teacher's probability of every token, which a store lacks; pass a teacher")
-            log_probs, ids = (batch.extras[name].flatten(0, 1) for name in (LOG_PROBS, TOKEN_IDS))
-            return vocab_parallel_sparse_kl_divergence(logits, log_probs, ids, group=tp, temperature=config.temperature, vocab_size=size)
+            return [batch.extras[name].flatten(0, 1) for name in (LOG_PROBS, TOKEN_IDS)]
         found = self.teacher.output(batch)
         sizes = (found.layer.unpadded_vocab_size, found.layer.vocab_size, found.layer.groups.tp.size)
-        if sizes != (size, layer.vocab_size, tp.size):
+        mine = (layer.unpadded_vocab_size, layer.vocab_size, layer.groups.tp.size)
+        if sizes != mine:
             raise ValueError(
-                f"teacher and student differ in (vocabulary, padded vocabulary, tp): {sizes} and {(size, layer.vocab_size, tp.size)}; "
+                f"teacher and student differ in (vocabulary, padded vocabulary, tp): {sizes} and {mine}; "
                 "give both one tokenizer, one padding and one tp, or write the teacher's log-probabilities down first (record)"
             )
         with torch.no_grad():
-            theirs = found.logits()
-        return vocab_parallel_kl_divergence(
-            logits, theirs, group=tp, temperature=config.temperature, reverse=config.reverse, vocab_size=size
-        )
+            return [found.logits()]
 
     def _intermediate(self, output: ModelOutput, batch: Batch, mask: Tensor) -> Tensor | None:
         pairs = self.config.pairs

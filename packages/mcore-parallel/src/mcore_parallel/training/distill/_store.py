@@ -3,30 +3,24 @@
 """A teacher's likeliest tokens on disk."""
 
 import dataclasses
-import hashlib
-import json
-import os
-import shutil
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from mcore_parallel.comm import all_reduce
 from mcore_parallel.training._batch import Batch
 from mcore_parallel.training.distill._divergence import vocab_parallel_top_k
+from mcore_parallel.training.distill._shards import Shard, ShardWriter, StoreLayout, open_shards, place_settings, read_settings, sample_keys
 from mcore_parallel.training.distill._teacher import Teacher
 
 LOG_PROBS, TOKEN_IDS = "teacher_log_probs", "teacher_token_ids"
 """Entries of ``Batch.extras``, [B, S, K]."""
-_KEY_BYTES = 16
-_ARRAYS = ("keys", "log_probs", "token_ids")
-_SETTINGS = "store.json"
 
 
 class LogProbStoreError(ValueError):
@@ -76,26 +70,13 @@ class LogProbStoreWriter:
     """
 
     def __init__(self, folder: str | Path, config: LogProbStoreConfig, *, name: str = "0", shard_samples: int = 1024) -> None:
-        if not name.isidentifier() and not name.isdigit():
-            raise ValueError(f"name={name!r} must consist of letters, digits and _")
-        if shard_samples < 1:
-            raise ValueError(f"shard_samples={shard_samples} must be at least 1")
-        self.folder, self.config, self.name, self.shard_samples = Path(folder), config, name, shard_samples
-        self.folder.mkdir(parents=True, exist_ok=True)
-        settings = self.folder / _SETTINGS
-        if settings.exists():
-            if (found := _read_settings(self.folder)) != config:
-                raise LogProbStoreError(f"{self.folder} was made with {found}, not with {config}; write to another folder")
-        else:
-            partial = settings.with_name(f".{_SETTINGS}.{name}.partial")
-            partial.write_text(json.dumps(dataclasses.asdict(config), indent=1) + "\n", encoding="utf-8")
-            os.replace(partial, settings)
-        self._known = {key for shard in _shards(self.folder, config) for key in shard.samples()}
-        self._waiting: list[tuple[bytes, NDArray[Any], NDArray[Any]]] = []
+        self.folder, self.config = Path(folder), config
+        place_settings(self.folder, config, LogProbStoreError, name=name)
+        self._shards = ShardWriter(self.folder, _layout(config), name=name, shard_samples=shard_samples)
 
     def holds(self, batch: Batch) -> bool:
         """Whether all samples of a batch are there, or wait to be written."""
-        return self._known.issuperset(_keys(batch, self.config))
+        return self._shards.known.issuperset(_keys(batch, self.config))
 
     def add(self, batch: Batch, log_probs: Tensor, token_ids: Tensor) -> None:
         """The samples of a batch that are not there yet.
@@ -115,38 +96,17 @@ class LogProbStoreWriter:
             raise LogProbStoreError(f"log_probs and token_ids of shapes {shapes} must both be [B, seq_len, top_k] = {expected}")
         values, ids = log_probs.float().cpu().numpy(), token_ids.to(torch.int32).cpu().numpy()
         for key, row, row_ids in zip(keys, values, ids, strict=True):
-            if key not in self._known:
-                self._known.add(key)
-                self._waiting.append((key, row, row_ids))
-        while len(self._waiting) >= self.shard_samples:
-            self._write(self.shard_samples)
+            self._shards.add(key, {"log_probs": row, "token_ids": row_ids})
 
     def close(self) -> None:
-        """Write what waits."""
-        if self._waiting:
-            self._write(len(self._waiting))
+        """Complete the shard that was begun."""
+        self._shards.close()
 
     def __enter__(self) -> "LogProbStoreWriter":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _write(self, count: int) -> None:
-        rows, self._waiting = self._waiting[:count], self._waiting[count:]
-        number = 1 + max((int(path.name.rpartition("-")[2]) for path in self.folder.glob(f"shard-{self.name}-*")), default=-1)
-        final = self.folder / f"shard-{self.name}-{number:06d}"
-        partial = self.folder / f".{final.name}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        keys = np.frombuffer(b"".join(key for key, _, _ in rows), dtype=np.uint8).reshape(count, _KEY_BYTES)
-        arrays = (keys, np.stack([row for _, row, _ in rows]), np.stack([ids for _, _, ids in rows]))
-        for name, array in zip(_ARRAYS, arrays, strict=True):
-            with (partial / f"{name}.npy").open("wb") as file:
-                np.save(file, array, allow_pickle=False)
-                file.flush()
-                os.fsync(file.fileno())
-        os.replace(partial, final)
 
 
 class LogProbStore:
@@ -162,14 +122,14 @@ class LogProbStore:
 
     def __init__(self, folder: str | Path, *, temperature: float = 1.0) -> None:
         self.folder = Path(folder)
-        self.config = _read_settings(self.folder)
+        self.config = read_settings(self.folder, LogProbStoreConfig, LogProbStoreError)
         if self.config.temperature != temperature:
             raise LogProbStoreError(
                 f"{self.folder} holds log-probabilities at temperature={self.config.temperature}, not {temperature}; "
                 "use that one, or write them down again"
             )
-        self._places: dict[bytes, tuple[_Shard, int]] = {}
-        for shard in _shards(self.folder, self.config):
+        self._places: dict[bytes, tuple[Shard, int]] = {}
+        for shard in open_shards(self.folder, _layout(self.config)):
             for row, key in enumerate(shard.samples()):
                 self._places.setdefault(key, (shard, row))
 
@@ -197,8 +157,8 @@ class LogProbStore:
             )
         found = [self._places[key] for key in keys]
         device = batch.tokens.device
-        log_probs = torch.from_numpy(np.stack([shard.log_probs[row] for shard, row in found])).to(device)
-        ids = torch.from_numpy(np.stack([shard.token_ids[row] for shard, row in found])).to(device)
+        log_probs = torch.from_numpy(np.stack([shard["log_probs"][row] for shard, row in found])).to(device)
+        ids = torch.from_numpy(np.stack([shard["token_ids"][row] for shard, row in found])).to(device)
         return dataclasses.replace(batch, extras={**batch.extras, LOG_PROBS: log_probs, TOKEN_IDS: ids})
 
 
@@ -218,6 +178,35 @@ def record(teacher: Teacher, steps: Iterable[Sequence[Batch]], writer: LogProbSt
     Raises:
         ValueError: a layout with cp, a writer missing or too many.
     """
+    return run_missing(teacher, steps, writer, functools.partial(_write_down, teacher, writer=writer))
+
+
+def writes(teacher: Teacher) -> bool:
+    """Whether this rank hands ``record`` a writer."""
+    return teacher.groups.pp.is_last and teacher.groups.tp.is_first
+
+
+class _Holder(Protocol):
+    """Knows what it has."""
+
+    def holds(self, batch: Batch) -> bool: ...
+
+
+def run_missing(teacher: Teacher, steps: Iterable[Sequence[Batch]], writer: _Holder | None, write_down: Callable[[Batch], None]) -> int:
+    """Run a teacher over the batches that a writer does not hold, and hand them over labelled on the last pipeline stage.
+
+    Args:
+        teacher: runs.
+        steps: lists of micro-batches.
+        writer: as of ``record``.
+        write_down: called by all tp ranks.
+
+    Returns:
+        Batches that the teacher ran over.
+
+    Raises:
+        ValueError: as of ``record``.
+    """
     groups = teacher.groups
     if groups.cp.size > 1:
         raise ValueError(f"cp={groups.cp.size} cuts sequences, which are written down whole; run the teacher with cp=1")
@@ -232,13 +221,8 @@ def record(teacher: Teacher, steps: Iterable[Sequence[Batch]], writer: LogProbSt
         count += len(todo)
         for batch in teacher.label(todo) if todo else ():
             if groups.pp.is_last:
-                _write_down(teacher, batch, writer)
+                write_down(batch)
     return count
-
-
-def writes(teacher: Teacher) -> bool:
-    """Whether this rank hands ``record`` a writer."""
-    return teacher.groups.pp.is_last and teacher.groups.tp.is_first
 
 
 def _write_down(teacher: Teacher, batch: Batch, writer: LogProbStoreWriter | None) -> None:
@@ -257,47 +241,11 @@ def _write_down(teacher: Teacher, batch: Batch, writer: LogProbStoreWriter | Non
         writer.add(batch, log_probs.view(shape), ids.view(shape))
 
 
-class _Shard:
-    """Samples in one folder, mapped into memory."""
-
-    def __init__(self, folder: Path, config: LogProbStoreConfig) -> None:
-        try:
-            found = [np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in _ARRAYS]
-        except (OSError, ValueError, EOFError) as error:
-            raise LogProbStoreError(f"{folder} is damaged: {error}; remove it and record again") from error
-        self._keys, self.log_probs, self.token_ids = found
-        rows = (len(self._keys), config.seq_len, config.top_k)
-        kinds = [(array.dtype, array.shape) for array in found]
-        expected = [(np.dtype(np.uint8), (rows[0], _KEY_BYTES)), (np.dtype(np.float32), rows), (np.dtype(np.int32), rows)]
-        if kinds != expected:
-            raise LogProbStoreError(f"{folder} is damaged: its arrays are {kinds}, not {expected}; remove it and record again")
-
-    def samples(self) -> list[bytes]:
-        return [row.tobytes() for row in self._keys]
-
-
-def _shards(folder: Path, config: LogProbStoreConfig) -> list[_Shard]:
-    return [_Shard(path, config) for path in sorted(folder.glob("shard-*"))]
-
-
-def _read_settings(folder: Path) -> LogProbStoreConfig:
-    path = folder / _SETTINGS
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return LogProbStoreConfig(**found)
-    except FileNotFoundError:
-        raise LogProbStoreError(f"{folder} is no store: it has no {_SETTINGS}; write one with record") from None
-    except (ValueError, TypeError) as error:
-        raise LogProbStoreError(f"{path} is damaged: {error}") from error
+def _layout(config: LogProbStoreConfig) -> StoreLayout:
+    sample = (config.seq_len, config.top_k)
+    arrays = {"log_probs": (np.float32, sample), "token_ids": (np.int32, sample)}
+    return StoreLayout(arrays=arrays, error=LogProbStoreError, again="remove it and record again")
 
 
 def _keys(batch: Batch, config: LogProbStoreConfig) -> list[bytes]:
-    """Of each sample, a digest of its tokens."""
-    if batch.context_size > 1 or batch.cu_seqlens is not None:
-        raise LogProbStoreError(
-            "samples of a store are whole rows of one sequence each; give batches without cu_seqlens, before context_share"
-        )
-    if batch.tokens.shape[1] != config.seq_len:
-        raise LogProbStoreError(f"samples of {batch.tokens.shape[1]} tokens do not fit a store with seq_len={config.seq_len}")
-    rows = batch.tokens.cpu().numpy().astype("<i8")
-    return [hashlib.blake2b(row.tobytes(), digest_size=_KEY_BYTES).digest() for row in rows]
+    return sample_keys(batch, config.seq_len, LogProbStoreError)

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""A draft head is trained for a small model, from it and from its features, measured and published."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_parallel import ProcessGroups
+from mcore_parallel.data import preprocess, train_bpe
+from mcore_parallel.models.eagle import EagleConfig, EagleHead, load_published, published_vocabulary, read_published
+from mcore_parallel.training.eagle import FeatureStoreError
+from tools.eagle import EagleRun, evaluate_rank, extract_rank, main, train_head
+from tools.journey import train_rank
+from tools.recipes import DataConfig, override, recipe
+
+TEXT = "a draft is short, a target is slow, and what the target would have said the draft has said before. "
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> EagleRun:
+    """A target that has learnt the text, and a head for it."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for number in range(20):
+        (folder / f"{number}.txt").write_text(TEXT * 20, encoding="ascii")
+    tokenizer = train_bpe([TEXT * 20], 290, folder / "tokenizer.json")
+    preprocess(sorted(folder.glob("*.txt")), str(folder / "corpus"), tokenizer, append_eod=True)
+    target = override(
+        recipe("gpt_tiny"),
+        [
+            *("model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=64", "model.vocab_size=320", "train.steps=50"),
+            *("train.seq_len=32", "train.micro_batch_size=4", "train.warmup_steps=2", "train.eval_interval=0", "train.eval_batches=1"),
+            *("optimizer.lr=1e-2", f"output={folder / 'target'}"),
+        ],
+    )
+    data = DataConfig(prefix=str(folder / "corpus"), tokenizer=str(folder / "tokenizer.json"), split="80,20,0")
+    target = dataclasses.replace(target, data=data)
+    train_rank(target, "cpu")
+    return EagleRun(run=override(target, ["train.steps=30", "optimizer.lr=2e-2"]), target=target, draft_vocab_size=128, num_steps=3)
+
+
+def at(base: EagleRun, output: Path, *changes: str) -> EagleRun:
+    return override(base, [f"run.output={output}", *changes])
+
+
+def losses(config: EagleRun) -> list[float]:
+    lines = (Path(config.run.output) / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    return [row["loss"] for row in map(json.loads, lines) if "loss" in row]
+
+
+def test_a_head_learns_and_is_published(base: EagleRun, tmp_path: Path) -> None:
+    config = at(base, tmp_path / "head", f"published={tmp_path / 'published'}")
+    first = train_head(dataclasses.replace(config, run=override(config.run, ["train.steps=1", "train.lr_schedule=constant"])), "cpu")
+    trained = train_head(config, "cpu")
+    assert trained.step == 30 and len(losses(config)) == 30
+    # The text has few continuations; the target knows them.
+    assert first.accepted_tokens < 0.5 < trained.accepted_tokens <= 3, (first, trained)
+    again = evaluate_rank(config, "cpu")
+    assert again == trained
+    weights = read_published(tmp_path / "published")
+    found = published_vocabulary(weights, 320)
+    assert found is not None and found.token_ids.tolist() == json.loads((tmp_path / "head" / "draft_vocabulary.json").read_text("utf-8"))
+    head = EagleHead(config.architecture(), ProcessGroups.single(), vocabulary=found, seed=None)
+    load_published(head, weights)
+    assert all(torch.isfinite(x).all() for x in head.parameters())
+    assert json.loads((tmp_path / "published" / "config.json").read_text("utf-8"))["draft_vocab_size"] == 128
+    with pytest.raises(FileExistsError, match="exists; give another folder"):
+        evaluate_rank(config, "cpu")
+
+
+def test_features_on_disk_teach_as_well(base: EagleRun, tmp_path: Path) -> None:
+    path = tmp_path / "head.json"
+    path.write_text(EagleConfig.of_target(base.target.model, draft_vocab_size=64).to_json(), encoding="utf-8")
+    config = at(base, tmp_path / "head", f"store={tmp_path / 'features'}", f"head={path}", "shard_samples=7")
+    assert extract_rank(config, "cpu") > 10
+    assert extract_rank(config, "cpu") == 0
+    trained = train_head(config, "cpu")
+    assert losses(config)[-1] < 0.7 * losses(config)[0] and trained.accepted_tokens > 0.5
+    # Beside the target, on samples of the same text.
+    running = evaluate_rank(dataclasses.replace(config, store=""), "cpu")
+    assert running.loss == pytest.approx(trained.loss, rel=0.1)
+    other = override(
+        config, ["target.train.seed=7", "target.train.steps=1", "target.train.lr_schedule=constant", f"target.output={tmp_path / 'other'}"]
+    )
+    train_rank(other.target, "cpu")
+    with pytest.raises(FeatureStoreError, match="holds features of .*target step 50"):
+        train_head(other, "cpu")
+
+
+def test_the_command(base: EagleRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    fields = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "vocab_size": 320}
+    changes: dict[str, object] = {f"target.model.{name}": value for name, value in fields.items()}
+    changes |= {"target.output": base.target.output, "run.output": tmp_path / "head", "run.data.split": "80,20,0", "num_steps": 2}
+    changes |= {"run.data.prefix": base.run.data.prefix, "run.data.tokenizer": base.run.data.tokenizer}
+    sizes = {"steps": 2, "seq_len": 32, "eval_batches": 1, "warmup_steps": 0, "eval_interval": 0}
+    changes |= {f"run.train.{name}": value for name, value in sizes.items()} | {"published": tmp_path / "published"}
+
+    def command(verb: str, changes: dict[str, object]) -> int:
+        words = [word for path, value in changes.items() for word in ("--set", f"{path}={value}")]
+        monkeypatch.setattr(sys, "argv", ["eagle", verb, "--recipe", "gpt_tiny", *words])
+        return main()
+
+    assert command("train", {}) == 1
+    assert "run.data.prefix is empty" in capsys.readouterr().err
+    for verb, message in (("train", "step 2: loss"), ("evaluate", "acceptance length"), ("export", "acceptance length")):
+        assert command(verb, changes) == 0
+        assert message in capsys.readouterr().out
+    assert (tmp_path / "published" / "model.safetensors").exists()
+    for change, message in (
+        ({"run.plan.pp": 2}, "a head has tp and ddp only"),
+        ({"run.train.dtype": "bfloat16"}, "run.train.dtype=bfloat16 and target.train.dtype=float32 must be equal"),
+        ({"head": tmp_path / "none.json"}, "none.json"),
+        ({"target.output": tmp_path / "nothing", "store": tmp_path / "store"}, "holds no checkpoint"),
+    ):
+        assert command("extract" if "store" in change else "train", {**changes, **change}) == 1
+        assert message in capsys.readouterr().err
