@@ -23,6 +23,7 @@ from mcore_parallel.data import (
     batches,
 )
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
+from mcore_parallel.graphs import GraphedModel, graph_modules
 from mcore_parallel.models import BertModel, GPTModel, dense_feed_forward, place_layers
 from mcore_parallel.nn import AttentionCore
 from mcore_parallel.optim import ConstantSchedule, CosineSchedule, InverseSquareRootSchedule, LinearSchedule, MegatronOptimizer, WSDSchedule
@@ -61,10 +62,18 @@ class Parts:
     objective: Objective
     pipeline: Schedule
     overlap: Overlap | None
+    graphs: GraphedModel | None = None
 
     def state(self) -> dict[str, TensorShard | list[TensorShard]]:
         """Everything a checkpoint holds, as the live tensors of this rank."""
         return {**model_state(self.model, self.groups), **optimizer_state(self.optimizer, self.groups)}
+
+    def close(self) -> None:
+        """Give up graphs and hooks, through which the parts would outlive their last user; the model stays usable."""
+        if self.graphs is not None:
+            self.graphs.remove()
+        if isinstance(self.sync, DistributedDataParallel):
+            self.sync.close()
 
 
 def build_model(
@@ -106,6 +115,8 @@ def assemble(config: RunConfig, device: torch.device | str) -> Parts:
 
     Raises:
         ScheduleError: a schedule that does not fit the stages, layers or micro-batches of the run.
+        CaptureError: ``cuda_graphs`` names a block that no graph can replay.
+        ValueError: it names no module.
     """
     pipeline = config.pipeline.build(config.plan.vpp)
     train = config.train
@@ -116,15 +127,19 @@ def assemble(config: RunConfig, device: torch.device | str) -> Parts:
     model = build_stage(config, groups, device, overlap)
     shared = {"groups": groups, "objective": objective(config), "pipeline": pipeline, "overlap": overlap}
     if config.data_parallel == "fsdp":
-        assert isinstance(model, GPTModel), "RunConfig refuses several chunks with fsdp"
+        assert isinstance(model, GPTModel | ModelChunks), "RunConfig refuses masked with fsdp"
         sharded = FullyShardedModel(model, groups)
         rule = dataclasses.replace(config.optimizer, use_distributed_optimizer=True)
         optimizer = MegatronOptimizer(rule, sharded, groups)
         return Parts(model=sharded, sync=sharded, optimizer=optimizer, **shared)
     slices = config.optimizer.use_distributed_optimizer
-    sync = DistributedDataParallel(DistributedDataParallelConfig(use_distributed_optimizer=slices), model, groups)
+    gradients = DistributedDataParallelConfig(
+        use_distributed_optimizer=slices, gradient_accumulation_fusion=train.gradient_accumulation_fusion
+    )
+    sync = DistributedDataParallel(gradients, model, groups)
     optimizer = MegatronOptimizer(config.optimizer, sync, groups)
-    return Parts(model=model, sync=sync, optimizer=optimizer, **shared)
+    graphs = graph_modules(model, config.cuda_graphs, config.cuda_graph) if config.cuda_graphs else None
+    return Parts(model=model, sync=sync, optimizer=optimizer, graphs=graphs, **shared)
 
 
 def objective(config: RunConfig) -> Objective:

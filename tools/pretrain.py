@@ -13,30 +13,44 @@ import argparse
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from mcore_ckpt import CheckpointingException
-from mcore_parallel.guard import Watchdog, preflight
+from mcore_parallel.guard import Attempt, RankFailedError, RanksLostError, StallReport, Watchdog, preflight, run_with_restarts
 from mcore_parallel.training import (
     INVALID_EXIT_CODE,
     STOPPED_EXIT_CODE,
     SUSPECT_EXIT_CODE,
     InvalidResultError,
     NonFiniteLossError,
+    StartupStamps,
     StopSignals,
     SuspectResultError,
 )
+from tools import STARTED_AT
 from tools.journey import Trained, train_rank
 from tools.recipes import RECIPES, RecipeError, RunConfig, config_text, override, read_config, recipe, write_config
 
+# What another attempt in the same processes would meet again.
+FINAL = (ValueError, NonFiniteLossError, SuspectResultError, InvalidResultError)
 
-def pretrain(config: RunConfig) -> Trained:
-    """Train on this rank of the world that torchrun, Slurm or nobody started; SIGTERM and SIGINT end it after a step, saved."""
+
+def pretrain(config: RunConfig, main_entry: float | None = None) -> Trained:
+    """Train on this rank of the world that torchrun, Slurm or nobody started; SIGTERM and SIGINT end it after a step, saved.
+
+    Args:
+        config: the run.
+        main_entry: when the imports were done, in seconds since the epoch; None for now.
+    """
+    now = time.time()
+    stamps = StartupStamps(program_start=STARTED_AT, main_entry=main_entry or now, pretrain_entry=now)
     for name in ("prefix", "tokenizer"):
         if not getattr(config.data, name):
             raise ValueError(f"data.{name} is empty; make the corpus with mcore-preprocess and pass --set data.{name}=PATH")
@@ -44,36 +58,75 @@ def pretrain(config: RunConfig) -> Trained:
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if kind == "cuda":
         torch.cuda.set_device(local)
-    with contextlib.ExitStack() as stack:
-        watchdog = stack.enter_context(join(config, kind)) if "WORLD_SIZE" in os.environ else None
-        trained = train_rank(config, kind, watchdog, stack.enter_context(StopSignals()))
+    with StopSignals() as stop:
+        if "WORLD_SIZE" in os.environ:
+            trained = _in_world(config, kind, stop, stamps)
+        else:
+            trained = train_rank(config, kind, None, stop, stamps)
         if int(os.environ.get("RANK", "0")) == 0:
             stopped = f"stopped and saved after step {trained.stopped_at}; start it again to go on"
             result = f"validation loss {trained.validation_loss:.6f}" if trained.stopped_at is None else stopped
+            for remark in trained.remarks:
+                print(remark)
             print(f"{result} after {trained.seconds:.0f} s; checkpoints under {config.output}")
         return trained
+
+
+def _in_world(config: RunConfig, kind: str, stop: StopSignals, stamps: StartupStamps) -> Trained:
+    """Compare this process with the others, and train, again if a rank fails and ``restart`` says so."""
+    if not config.restart.max_restarts:
+        with join(config, kind) as watchdog:
+            return train_rank(config, kind, watchdog, stop, stamps)
+    store, rank, world_size = _meet(config)
+
+    def work(attempt: Attempt) -> Trained:
+        def stalled(report: StallReport) -> None:
+            if report.is_author:
+                attempt.fail(report.text)
+
+        watchdog = Watchdog(attempt.store, rank=rank, world_size=world_size, config=config.guard, on_stall=stalled)
+        with watchdog:
+            _connect(config, kind, attempt.store, rank, world_size)
+            trained = train_rank(config, kind, watchdog, stop, None if attempt.number else stamps)
+            # After a failure the groups are aborted instead: what is under way in them would never end.
+            dist.destroy_process_group()
+            return trained
+
+    return run_with_restarts(work, store, rank=rank, world_size=world_size, config=config.restart, final=FINAL)
 
 
 @contextlib.contextmanager
 def join(config: RunConfig, kind: str) -> Iterator[Watchdog]:
     """The world of this process: compared with the others, connected, and watched."""
-    patience_s = config.guard.stall_timeout_s
-    # Read by torch when the first group is made; what the user set stays.
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-    store, rank, world_size = next(rendezvous("env://"))
-    preflight({"run": config}, store, rank=rank, world_size=world_size, timeout_s=patience_s)
-    with config.guard.build(store, rank=rank, world_size=world_size) as watchdog:
-        # The watchdog speaks before the backend ends the process.
-        limit = timedelta(seconds=2 * patience_s)
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+    store, rank, world_size = _meet(config)
+    watchdog = config.guard.build(store, rank=rank, world_size=world_size)
+    with watchdog:
+        _connect(config, kind, store, rank, world_size)
         try:
             yield watchdog
         finally:
             dist.destroy_process_group()
 
 
+def _meet(config: RunConfig) -> tuple[Store, int, int]:
+    """The store, rank and size of a world whose ranks were told the same."""
+    # Read by torch when the first group is made; what the user set stays.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    store, rank, world_size = next(rendezvous("env://"))
+    preflight({"run": config}, store, rank=rank, world_size=world_size, timeout_s=config.guard.stall_timeout_s)
+    return store, rank, world_size
+
+
+def _connect(config: RunConfig, kind: str, store: Store, rank: int, world_size: int) -> None:
+    """Make the process groups of a world."""
+    # The watchdog speaks before the backend ends the process.
+    limit = timedelta(seconds=2 * config.guard.stall_timeout_s)
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+
+
 def main(default_recipe: str | None = None, check: Callable[[RunConfig], RunConfig] = lambda config: config) -> int:
     """The command; ``check`` may refuse a run."""
+    entry = time.time()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", help=f"one of: {', '.join(RECIPES)}" + (f" (default: {default_recipe})" if default_recipe else ""))
     parser.add_argument("--config", metavar="FILE", help="YAML with fields of the run, and `recipe: NAME` or --recipe for the others")
@@ -87,8 +140,8 @@ def main(default_recipe: str | None = None, check: Callable[[RunConfig], RunConf
         elif arguments.write_config:
             write_config(config, arguments.write_config)
         else:
-            return 0 if pretrain(config).stopped_at is None else STOPPED_EXIT_CODE
-    except (ValueError, OSError, CheckpointingException, NonFiniteLossError, SuspectResultError, InvalidResultError) as error:
+            return 0 if pretrain(config, entry).stopped_at is None else STOPPED_EXIT_CODE
+    except (*FINAL, OSError, CheckpointingException, RankFailedError, RanksLostError) as error:
         print(f"error: {error}", file=sys.stderr)
         return {SuspectResultError: SUSPECT_EXIT_CODE, InvalidResultError: INVALID_EXIT_CODE}.get(type(error), 1)
     return 0

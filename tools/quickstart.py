@@ -44,7 +44,10 @@ T = TypeVar("T")
 PROMPTS = ("def ", "import ", "class ", "    return ", "for i in ", "if __name__", "# The ", "self.")
 WANTED = "aeiou"
 # What a run leaves in its folder, and what the next one may therefore remove.
-OURS = {"checkpoints", "config.yaml", "data", "hf", "index_cache", "report.html", "tensorboard", "tokenizer", "train.jsonl"}
+OURS = {
+    *("checkpoints", "config.yaml", "data", "dumps", "hf", "index_cache", "profile", "report.html", "tensorboard", "tokenizer"),
+    "train.jsonl",
+}
 
 
 class JourneyError(RuntimeError):

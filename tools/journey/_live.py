@@ -100,9 +100,13 @@ class LiveReport:
             ("Model flops utilisation", "share of the peak", "mfu"),
             ("Batch", "sequences", "num_samples"),
             ("Slowest rank", "times the median of its stage", "straggler/slowdown"),
+            ("Exposed communication", "share of a traced step", "communication/exposed_share"),
         ):
             if name in names:
                 found.append(Plot(title=title, x_label="step", y_label=unit, curves={"": curve(name)}))
+        times = {name.removeprefix("time/"): curve(name) for name in names if name.startswith("time/") and name.count("/") == 1}
+        if times:
+            found.append(Plot(title="Parts of a step, slowest rank", x_label="step", y_label="seconds a step", curves=times))
         experts = {name.removesuffix("_share"): curve(name) for name in names if name.startswith("expert_")}
         if experts:
             found.append(Plot(title="Expert load", x_label="step", y_label="share of tokens", curves=experts))

@@ -18,15 +18,20 @@ from mcore_moe import pop_expert_load
 from mcore_parallel import ProcessGroups
 from mcore_parallel.comm import all_reduce
 from mcore_parallel.data import HuggingFaceTokenizer
+from mcore_parallel.data_parallel import DistributedDataParallel
 from mcore_parallel.guard import Watchdog
 from mcore_parallel.training import (
     Batch,
     JsonLinesWriter,
+    ProfileWindow,
     Rerun,
     RichProgress,
+    StartupStamps,
+    StepDumps,
     StragglerProbe,
     TelemetrySpans,
     TensorBoardWriter,
+    Timers,
     Trainer,
     TrainerConfig,
     WandbWriter,
@@ -49,6 +54,8 @@ class Trained:
     num_parameters: int
     stopped_at: int | None = None
     """The step after which the run ended because it was asked to; None when it came to its end."""
+    remarks: tuple[str, ...] = ()
+    """What this rank's profiler and graphs have to say."""
 
 
 def device_of(kind: str) -> torch.device:
@@ -56,10 +63,17 @@ def device_of(kind: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
 
 
-def train_rank(config: RunConfig, kind: str, watchdog: Watchdog | None = None, stop: Callable[[], bool] | None = None) -> Trained:
+def train_rank(
+    config: RunConfig,
+    kind: str,
+    watchdog: Watchdog | None = None,
+    stop: Callable[[], bool] | None = None,
+    stamps: StartupStamps | None = None,
+) -> Trained:
     """Train from the newest checkpoint under ``config.output`` or from the beginning, validate and save, on this rank of the world.
 
-    A run that ``stop`` ends (asked before each step; one rank is enough) saves and is not validated: its loss is NaN.
+    A run that ``stop`` ends (asked before each step; one rank is enough) saves and is not validated: its loss is NaN. With ``stamps`` and
+    timers the line of the first step also tells how long the start took.
     """
     device = device_of(kind)
     begin = time.perf_counter()
@@ -67,6 +81,10 @@ def train_rank(config: RunConfig, kind: str, watchdog: Watchdog | None = None, s
     parts = assemble(config, device)
     train_set, valid_set = datasets(config, _tokenizer(config))
     checkpoints = CheckpointManager(output / "checkpoints")
+    world = parts.groups.world
+    timers = Timers(group=world, device=device) if config.log.timers_interval else None
+    tracing = dataclasses.replace(config.profile, output=str(output / config.profile.output))
+    profile = tracing.build(rank=world.rank, model=parts.model)
     history, writers = History(), []
     if parts.groups.world.is_first:
         history = History.read(output / "train.jsonl", checkpoints.latest() or 0)
@@ -86,6 +104,7 @@ def train_rank(config: RunConfig, kind: str, watchdog: Watchdog | None = None, s
             steps=train.steps,
             eval_every=train.eval_interval,
             save_every=train.checkpoint_interval or train.steps,
+            timers_every=config.log.timers_interval,
             max_skipped_steps=train.max_skipped_steps,
         ),
         parts.model,
@@ -104,14 +123,23 @@ def train_rank(config: RunConfig, kind: str, watchdog: Watchdog | None = None, s
         stop=asked,
         rerun=Rerun(config.rerun, output / "rerun.json"),
         throughput=throughput(config, device),
-        spans=TelemetrySpans(rank=parts.groups.world.rank) if config.log.telemetry else nullcontext,
+        spans=TelemetrySpans(rank=world.rank) if config.log.telemetry else nullcontext,
+        timers=timers,
+        profile=profile,
+        dumps=_dumps(config, parts),
     )
-    trainer.resume()
-    trainer.run()
-    loss = float("nan")
-    if not trainer.stopped:
-        found = evaluate(parts.model, _validation(config, valid_set, parts.groups, device), parts.objective, groups=parts.groups)
-        loss = found.mean.item()
+    try:
+        trainer.resume()
+        if timers is not None and stamps is not None:
+            timers.startup(stamps)
+        trainer.run()
+        loss = float("nan")
+        if not trainer.stopped:
+            found = evaluate(parts.model, _validation(config, valid_set, parts.groups, device), parts.objective, groups=parts.groups)
+            loss = found.mean.item()
+        remarks = _remarks(parts, profile)
+    finally:
+        parts.close()
     counted = sum(p.numel() for p in build_model(config, ProcessGroups.single(), "meta").parameters())
     return Trained(
         history=history,
@@ -119,7 +147,29 @@ def train_rank(config: RunConfig, kind: str, watchdog: Watchdog | None = None, s
         seconds=time.perf_counter() - begin,
         num_parameters=counted,
         stopped_at=trainer.state.step if trainer.stopped else None,
+        remarks=remarks,
     )
+
+
+def _dumps(config: RunConfig, parts: Parts) -> StepDumps | None:
+    """What is written down of some steps; None for nothing."""
+    if not config.dumps.every:
+        return None
+    assert isinstance(parts.sync, DistributedDataParallel), "RunConfig refuses dumps of fsdp"
+    placed = dataclasses.replace(config.dumps, output=str(Path(config.output) / config.dumps.output))
+    return placed.build(parts.model, parts.groups, parts.sync)
+
+
+def _remarks(parts: Parts, profile: ProfileWindow) -> tuple[str, ...]:
+    found = [str(profile.communication)] if profile.communication else []
+    found += [f"profile: {path}" for path in profile.files]
+    if parts.graphs is not None:
+        report = parts.graphs.report()
+        eager = ", ".join(f"{count} {reason}" for reason, count in report.eager.items()) or "none"
+        found.append(
+            f"cuda graphs: {report.graphs} captured, {report.replays} replays, {report.memory_bytes / 2**20:.0f} MiB; eager calls: {eager}"
+        )
+    return tuple(found)
 
 
 def _writers(config: RunConfig, history: History) -> list[Writer]:

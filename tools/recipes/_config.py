@@ -7,11 +7,21 @@ from dataclasses import dataclass, field
 from mcore_moe import MoEConfig
 from mcore_parallel import ParallelPlan
 from mcore_parallel.data import MaskedTokensConfig
-from mcore_parallel.guard import WatchdogConfig
+from mcore_parallel.graphs import CudaGraphConfig
+from mcore_parallel.guard import RestartConfig, WatchdogConfig
 from mcore_parallel.models import TransformerConfig
 from mcore_parallel.optim import OptimizerConfig
 from mcore_parallel.pipeline import PipelineConfig
-from mcore_parallel.training import BatchRampUp, BatchSizeSchedule, BatchSizeSteps, ConstantBatchSize, RerunConfig, check_batch_sizes
+from mcore_parallel.training import (
+    BatchRampUp,
+    BatchSizeSchedule,
+    BatchSizeSteps,
+    ConstantBatchSize,
+    DumpConfig,
+    ProfileConfig,
+    RerunConfig,
+    check_batch_sizes,
+)
 
 DTYPE_NAMES = ("float32", "bfloat16", "float64")
 LR_SCHEDULES = ("constant", "linear", "cosine", "inverse_square_root", "wsd")
@@ -63,6 +73,8 @@ class TrainConfig:
     """Steps of the run that may be skipped because their gradients are not finite."""
     dtype: str = "float32"
     """Of parameters and activations: float32, bfloat16 or float64."""
+    gradient_accumulation_fusion: bool = False
+    """With ddp, products add weight gradients to the main gradients themselves."""
     seed: int = 1234
 
     def __post_init__(self) -> None:
@@ -111,11 +123,13 @@ class LogConfig:
     """Spans of OpenTelemetry, to whatever SDK the process was started with (``opentelemetry-instrument``)."""
     straggler_interval: int = 0
     """Steps between two searches for slow ranks; 0 for none."""
+    timers_interval: int = 0
+    """Steps between two lines that say how long the parts of a step take, on the fastest and the slowest rank; 0 for none."""
     peak_tflops: float = 0.0
     """10^12 operations a second of one device, of which the share is reported; 0 for what is known of the device."""
 
     def __post_init__(self) -> None:
-        for name in ("straggler_interval", "peak_tflops"):
+        for name in ("straggler_interval", "timers_interval", "peak_tflops"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
 
@@ -146,9 +160,19 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     guard: WatchdogConfig = field(default_factory=WatchdogConfig)
     """How long ranks may wait for each other."""
+    restart: RestartConfig = field(default_factory=RestartConfig)
+    """How often the ranks start again in their processes when one of them fails."""
     rerun: RerunConfig = field(default_factory=RerunConfig)
     """What becomes of a loss that cannot be right."""
     log: LogConfig = field(default_factory=LogConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    """Steps that are traced; its folder lies in ``output``."""
+    dumps: DumpConfig = field(default_factory=DumpConfig)
+    """Steps whose tensors are written down; its folder lies in ``output``."""
+    cuda_graphs: tuple[str, ...] = ()
+    """Modules that are replayed from CUDA graphs, as ``[layers.*]`` or, with experts, ``[layers.*.attention]``; empty for none."""
+    cuda_graph: CudaGraphConfig = field(default_factory=CudaGraphConfig)
+    """When and how they are captured."""
     output: str = "runs/pretrain"
     """Folder for checkpoints and logs."""
 
@@ -164,8 +188,24 @@ class RunConfig:
             raise ValueError(f"data_parallel={self.data_parallel!r} must be one of {', '.join(DATA_PARALLEL)}")
         if self.masked:
             self._check_masked(self.masked)
+        if self.dumps.every:
+            self._check_dumps()
         if self.data_parallel == "fsdp":
             self._check_fully_sharded()
+
+    def _check_dumps(self) -> None:
+        if self.data_parallel == "fsdp" or self.cuda_graphs:
+            raise ValueError(
+                f"dumps.every={self.dumps.every} looks at the tensors of whole modules, which data_parallel='fsdp' and cuda_graphs do not "
+                "show; set data_parallel=ddp and cuda_graphs=[], or dumps.every=0"
+            )
+        if self.dumps.gradients and self.optimizer.use_distributed_optimizer:
+            raise ValueError(
+                "dumps.gradients=true needs gradients that are whole on every replica; set dumps.gradients=false or "
+                "optimizer.use_distributed_optimizer=false"
+            )
+        if self.plan.cp > 1:
+            raise ValueError(f"dumps.every={self.dumps.every} needs plan.cp=1, whose ranks see whole sequences, found {self.plan.cp}")
 
     def _check_masked(self, masked: MaskedTokensConfig) -> None:
         if self.moe or self.data_parallel == "fsdp":
@@ -176,21 +216,15 @@ class RunConfig:
             )
 
     def _check_fully_sharded(self) -> None:
-        plan = self.plan
-        if self.moe and (plan.ep > 1 or plan.expert_tp != plan.tp):
+        if self.cuda_graphs:
             raise ValueError(
-                f"data_parallel='fsdp' divides all parameters over the same ranks, but ep={plan.ep} and etp={plan.expert_tp} replicate "
-                f"experts on others; set plan.ep=1 and plan.etp={plan.tp}, or data_parallel='ddp'"
+                f"data_parallel='fsdp' gathers parameters by hooks inside the layers, which no graph replays; set cuda_graphs=[], found "
+                f"{list(self.cuda_graphs)}, or data_parallel='ddp'"
             )
-        if plan.vpp > 1 or self.pipeline.schedule not in ("auto", "1f1b"):
+        if self.pipeline.schedule not in ("auto", "1f1b", "interleaved"):
             raise ValueError(
-                f"data_parallel='fsdp' trains one chunk a stage by 1f1b, found plan.vpp={plan.vpp} and "
-                f"pipeline.schedule={self.pipeline.schedule!r}; set plan.vpp=1 and pipeline.schedule=auto, or data_parallel='ddp'"
-            )
-        if self.model.share_embeddings_and_output_weights and plan.pp > 1:
-            raise ValueError(
-                f"data_parallel='fsdp' cannot share the embedding between the ends of pp={plan.pp} stages; set plan.pp=1 or "
-                "model.share_embeddings_and_output_weights=false, or data_parallel='ddp'"
+                f"data_parallel='fsdp' cannot take backwards apart, which pipeline.schedule={self.pipeline.schedule!r} does; set "
+                "pipeline.schedule=auto, or data_parallel='ddp'"
             )
         if self.optimizer.optimizer == "muon" or any(group.optimizer == "muon" for group in self.optimizer.param_groups):
             raise ValueError("data_parallel='fsdp' cannot step with optimizer='muon', which needs whole matrices; use 'adam', or 'ddp'")

@@ -28,20 +28,22 @@ def test_a_signal_ends_a_run_that_the_next_start_completes(
         *("model.num_layers=1", "model.hidden_size=16", "model.ffn_hidden_size=16", "train.seq_len=16", "train.micro_batch_size=2"),
         *("train.global_batch_size=4", "train.steps=6", "train.batch_ramp_up=[2,2,6]", "train.eval_batches=1", "train.eval_interval=0"),
         *("train.warmup_steps=0", "log.tensorboard=false", "log.straggler_interval=2", "rerun.mode=validate"),
+        *("log.timers_interval=2", "dumps.every=4", "profile.tool=torch", "profile.step_start=2", "profile.step_end=3"),
+        "cuda_graphs=[]",
     ]
     arguments = ["pretrain", "--recipe", "gpt_tiny", *(word for change in changes for word in ("--set", change))]
     monkeypatch.setattr(sys, "argv", arguments)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     original, output = pretrain.train_rank, tmp_path / "run"
 
-    def interrupted(config, kind, watchdog, stop):
+    def interrupted(config, kind, watchdog, stop, stamps):
         def asked() -> bool:
             # As a scheduler does, after the second line.
             if len((output / "train.jsonl").read_text().splitlines()) == 2:
                 signal.raise_signal(signal.SIGTERM)
             return stop()
 
-        return original(config, kind, watchdog, asked)
+        return original(config, kind, watchdog, asked, stamps)
 
     monkeypatch.setattr(pretrain, "train_rank", interrupted)
     assert pretrain.main() == STOPPED_EXIT_CODE == 143
@@ -55,6 +57,11 @@ def test_a_signal_ends_a_run_that_the_next_start_completes(
     assert [row["num_samples"] for row in rows] == [2, 2, 2, 4, 4, 4]
     assert {"tflops_per_rank", "tokens_per_s", "loss", "lr", "grad_norm"} <= set(rows[0])
     assert "straggler/rank" in rows[1]
+    assert rows[0]["time/program-setup"] >= 0 and "time/program-setup" not in rows[1]
+    assert rows[1]["time/forward-backward"] > 0 and "time/forward-backward" not in rows[4]
+    assert rows[2]["time/load"] > 0 if "time/load" in rows[2] else rows[3]["time/load"] > 0
+    assert {path.name for path in (output / "profile").iterdir()} == {"rank0.trace.json.gz", "rank0.txt"}
+    assert [path.name for path in sorted((output / "dumps").iterdir())] == ["step_00000001", "step_00000005"]
     page = (output / "report.html").read_text(encoding="utf-8")
     assert "ended, step 6 of 6" in page and "Loss" in page
     assert read_config(output / "config.yaml").train.batch_ramp_up == (2, 2, 6)

@@ -11,6 +11,8 @@ from mcore_parallel.training._batch_size import (
     check_batch_sizes,
     samples_after,
 )
+from mcore_parallel.training._communication import CommunicationReport, exposed_communication, read_trace
+from mcore_parallel.training._dumps import DumpConfig, StepDumps
 from mcore_parallel.training._objective import BertObjective, CrossEntropyObjective, LossReport
 from mcore_parallel.training._profile import Annotation, NvtxRanges, ProfileConfig, ProfileWindow, RangeSink
 from mcore_parallel.training._protocols import Checkpointer, GradSync, Objective, Optimizer, Schedule, UpdateResult, Writer
@@ -46,8 +48,10 @@ __all__ = [
     "BatchSizeSteps",
     "BertObjective",
     "Checkpointer",
+    "CommunicationReport",
     "ConstantBatchSize",
     "CrossEntropyObjective",
+    "DumpConfig",
     "GradSync",
     "InvalidResultError",
     "JsonLinesWriter",
@@ -68,6 +72,7 @@ __all__ = [
     "SlicedModel",
     "StartupStamps",
     "StatefulOptimizer",
+    "StepDumps",
     "StopSignals",
     "StragglerProbe",
     "SuspectResultError",
@@ -88,8 +93,10 @@ __all__ = [
     "Writer",
     "check_batch_sizes",
     "evaluate",
+    "exposed_communication",
     "model_state",
     "optimizer_state",
+    "read_trace",
     "samples_after",
     "train_step",
 ]

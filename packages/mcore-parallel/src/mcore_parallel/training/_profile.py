@@ -4,6 +4,7 @@
 
 import contextlib
 import functools
+import json
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from mcore_parallel.training._communication import CommunicationReport, exposed_communication, read_trace
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -210,7 +213,8 @@ class ProfileConfig:
     """
 
     tool: Literal["none", "torch", "nsys"] = "none"
-    """"torch" writes a trace and a table of each rank; "nsys" tells Nsight Systems when to record
+    """"torch" writes a trace and a table of each rank, and where there are kernels of a device how much of a step waits for communication
+    (``CommunicationReport``); "nsys" tells Nsight Systems when to record
     (``nsys profile --capture-range=cudaProfilerApi``)."""
     step_start: int = 10
     """First step that is traced; the first step of a run is 1."""
@@ -258,8 +262,11 @@ class ProfileWindow:
         self.config, self.rank, self.model = config, rank, model
         self.files: list[Path] = []
         """What was written."""
+        self.communication: CommunicationReport | None = None
+        """Of the steps that were traced, once the window is closed; None where no kernel ran."""
         self._takes_part = config.tool != "none" and rank in config.ranks
         self._stack: contextlib.ExitStack | None = None
+        self._step = contextlib.ExitStack()
         self._profiler: Any = None
         self.ranges = NvtxRanges(None if self._takes_part and config.nvtx_ranges else False)
         if self._takes_part and config.tool == "nsys" and not torch.cuda.is_available():
@@ -274,16 +281,23 @@ class ProfileWindow:
         """Call before a step; a resumed run may begin inside the window or behind it."""
         if self._takes_part and self._stack is None and self.config.step_start <= step < self.config.step_end:
             self._open()
-        self.ranges.push(f"step {step}")
+        self._step.enter_context(self.range(f"step {step}"))
+
+    def range(self, name: str) -> contextlib.AbstractContextManager[object]:
+        """A range around a part of a step, as the tool shows it; outside the window nothing."""
+        if self._profiler is not None:
+            return torch.profiler.record_function(name)
+        return self.ranges.range(name)
 
     def end_step(self, step: int) -> None:
         """Call after a step."""
-        self.ranges.unwind(0)
+        self._step.close()
         if self._stack is not None and step >= self.config.step_end - 1:
             self.close()
 
     def close(self) -> None:
         """End the window if it is open, also in the middle of a step; call it in any case when training ends."""
+        self._step.close()
         self.ranges.unwind(0)
         stack, self._stack = self._stack, None
         if stack is not None:
@@ -301,7 +315,7 @@ class ProfileWindow:
                 activities = [torch.profiler.ProfilerActivity.CPU]
                 if torch.cuda.is_available():
                     activities.append(torch.profiler.ProfilerActivity.CUDA)
-                self._profiler = torch.profiler.profile(activities=activities, record_shapes=self.config.record_shapes)
+                self._profiler = torch.profiler.profile(activities=activities, record_shapes=self.config.record_shapes, acc_events=True)
                 self._profiler.start()
                 stack.callback(self._write)
             else:
@@ -326,6 +340,12 @@ class ProfileWindow:
         order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
         table.write_text(profiler.key_averages().table(sort_by=order, row_limit=50, max_name_column_width=80))
         self.files += [trace, table]
+        if torch.cuda.is_available():
+            self.communication = exposed_communication(read_trace(trace))
+        if self.communication is not None:
+            path = folder / f"rank{self.rank}.communication.json"
+            path.write_text(json.dumps(self.communication.to_json(), indent=1) + "\n", encoding="utf-8")
+            self.files.append(path)
 
 
 def _first_tensor(value: Any) -> Tensor | None:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +64,7 @@ def train_step(
     overlap: Overlap | None = None,
     vote: bool = False,
     check: "Callable[[GradientPass], Totals] | None" = None,
+    span: Callable[[str], AbstractContextManager[object]] = nullcontext,
 ) -> TrainReport:
     """Forward and backward of all micro-batches, then one update; every rank of the world calls it.
 
@@ -85,16 +87,19 @@ def train_step(
         overlap: interleaves the pairs of a ``combined_one_f_one_b``.
         vote: counted over the world without a collective of its own; the sum is ``TrainReport.votes``.
         check: runs the forwards and backwards instead, looks at what they gave, and may run them again (``Rerun.check``).
+        span: a context around each part, by its name: "forward-backward", "grad-sync" (what of the sums the backwards did not hide) and
+            "optimizer" (``Timers``).
 
     Raises:
         ScheduleError: a number of micro-batches that the schedule refuses, before anything runs.
         ValueError: no micro-batch, a schedule for another number of chunks.
     """
     scale = optimizer.loss_scale if isinstance(optimizer, LossScaler) else None
-    work = GradientPass(_Stage.of(model, batches, objective, groups, scale), sync, pipeline, overlap, vote)
+    work = GradientPass(_Stage.of(model, batches, objective, groups, scale), sync, pipeline, overlap, vote, span)
     totals = work() if check is None else check(work)
     device = totals.vector.device
-    result = optimizer.step(grad_scale=totals.count.reciprocal(), lr=lr)
+    with span("optimizer"):
+        result = optimizer.step(grad_scale=totals.count.reciprocal(), lr=lr)
     norm = result.grad_norm.detach().to(device, torch.float64).reshape(1)
     # A decision that is on the device comes along, instead of a synchronisation of its own.
     skip = result.skip.detach().to(device, torch.float64).reshape(1) if isinstance(result, DeferredResult) else norm.new_zeros(1)
@@ -225,6 +230,7 @@ class GradientPass:
     pipeline: Schedule | None
     overlap: Overlap | None
     vote: bool = False
+    span: Callable[[str], AbstractContextManager[object]] = nullcontext
 
     @property
     def groups(self) -> ProcessGroups:
@@ -233,8 +239,10 @@ class GradientPass:
 
     def __call__(self) -> Totals:
         """Sums over all micro-batches, replicas and stages; the gradients are complete."""
-        self._run()
-        self.sync.finish_grad_sync()
+        with self.span("forward-backward"):
+            self._run()
+        with self.span("grad-sync"):
+            self.sync.finish_grad_sync()
         stage = self.stage
         return add_up(stage.reports, stage.aux, stage.groups, stage.device, vote=self.vote)
 

@@ -164,6 +164,23 @@ class Timers:
         if spreads and self.group.rank == (self.group.size - 1 if rank is None else rank):
             emit(self._text(spreads, normalizer))
 
+    def values(
+        self, names: Sequence[str] | None = None, *, normalizer: float = 1.0, reset: bool = True, barrier: bool = False
+    ) -> dict[str, float]:
+        """The times over the ranks as ``time/<name>`` in seconds (and ``/min``, ``/rank<n>``); every rank calls this.
+
+        Args:
+            names: as of ``aggregate``, as are ``reset`` and ``barrier``.
+            normalizer: as of ``log``.
+            reset: see ``aggregate``.
+            barrier: see ``aggregate``.
+
+        Raises:
+            ValueError: a normalizer that is not positive.
+        """
+        _check_normalizer(normalizer)
+        return self._values(self.aggregate(names, reset=reset, barrier=barrier), normalizer)
+
     def write(
         self,
         names: Sequence[str] | None,
@@ -173,7 +190,7 @@ class Timers:
         reset: bool = True,
         barrier: bool = False,
     ) -> None:
-        """Hand the times over the ranks to a writer, as ``time/<name>`` in seconds (and ``/min``, ``/rank<n>``); every rank calls this.
+        """Hand ``values`` to a writer; every rank calls this.
 
         Args:
             names: as of ``aggregate``, as are ``reset`` and ``barrier``.
@@ -186,8 +203,7 @@ class Timers:
         Raises:
             ValueError: a normalizer that is not positive.
         """
-        _check_normalizer(normalizer)
-        values = self._values(self.aggregate(names, reset=reset, barrier=barrier), normalizer)
+        values = self.values(names, normalizer=normalizer, reset=reset, barrier=barrier)
         if writer is not None and values:
             writer.write(iteration, values)
 

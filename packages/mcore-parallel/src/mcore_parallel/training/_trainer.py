@@ -5,8 +5,8 @@
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -16,11 +16,14 @@ from mcore_parallel._groups import ProcessGroups
 from mcore_parallel.pipeline import ModelChunks, Overlap
 from mcore_parallel.pipeline import Schedule as PipelineSchedule
 from mcore_parallel.training._batch import Batch
+from mcore_parallel.training._dumps import StepDumps
+from mcore_parallel.training._profile import ProfileConfig, ProfileWindow
 from mcore_parallel.training._protocols import Checkpointer, GradSync, Objective, Optimizer, Schedule, Writer
 from mcore_parallel.training._rerun import Rerun, SuspectResultError
 from mcore_parallel.training._state import StatefulOptimizer, TensorShard, model_state, optimizer_state
 from mcore_parallel.training._step import TrainReport, evaluate, train_step
 from mcore_parallel.training._throughput import Throughput
+from mcore_parallel.training._timers import Timers
 
 
 class NonFiniteLossError(ArithmeticError):
@@ -46,6 +49,8 @@ class TrainerConfig:
     """Evaluate after every n-th step; 0 for never."""
     save_every: int = 0
     """Save after every n-th step and after the last one, wherever the run ends without an error; 0 for never."""
+    timers_every: int = 0
+    """Read ``timers`` after the first step and every n-th, which waits for the ranks; 0 for never."""
     max_skipped_steps: int = 0
     """Steps of the run that the optimizer may skip (gradients that are not finite) before it is an error."""
 
@@ -91,7 +96,11 @@ class Trainer:
         stop: asked on every rank before each step (``StopSignals``); when one rank says yes, all end after the step and save.
         rerun: looks at each loss before the update and runs the step again when it cannot be right.
         throughput: adds operations a second to the numbers of a step.
-        spans: a context around each part, by its name: "step", "evaluate", "save", "load" (``TelemetrySpans``).
+        spans: a context around each part, by its name: "step" and in it "forward-backward", "grad-sync", "optimizer"; "batch" (waiting for
+            data), "evaluate", "save", "load" (``TelemetrySpans``).
+        timers: of these parts but "step"; seconds a step, by ``config.timers_every``, as ``time/<part>``.
+        profile: the steps that are traced; closed at the end of ``run``.
+        dumps: what is written down of some steps.
 
     Raises:
         ValueError: a rhythm without the part it needs.
@@ -118,11 +127,16 @@ class Trainer:
         rerun: Rerun | None = None,
         throughput: Throughput | None = None,
         spans: Callable[[str], AbstractContextManager[object]] = nullcontext,
+        timers: Timers | None = None,
+        profile: ProfileWindow | None = None,
+        dumps: StepDumps | None = None,
     ) -> None:
         if config.save_every and checkpointer is None:
             raise ValueError(f"save_every={config.save_every} needs a checkpointer; pass one or set save_every=0")
         if config.eval_every and evaluation is None:
             raise ValueError(f"eval_every={config.eval_every} needs evaluation batches; pass evaluation or set eval_every=0")
+        if config.timers_every and timers is None:
+            raise ValueError(f"timers_every={config.timers_every} needs timers; pass them or set timers_every=0")
         owner: Any = model[0] if isinstance(model, ModelChunks) else model
         self.config, self.model, self.sync, self.optimizer, self.objective = config, model, sync, optimizer, objective
         self.data, self.schedule, self.checkpointer = data, schedule, checkpointer
@@ -131,10 +145,13 @@ class Trainer:
         self.groups: ProcessGroups = owner.groups if groups is None else groups
         self.writers = tuple(writers) if self.groups.world.is_first else ()
         self.stop, self.rerun, self.throughput, self.spans = stop, rerun, throughput, spans
+        self.timers, self.dumps = timers, dumps
+        self.profile = ProfileConfig().build() if profile is None else profile
         self.state = TrainerState()
         self.stopped = False
         """The run ended because a rank asked for it."""
         self._saved: int | None = None
+        self._timed: int | None = None
 
     def tensors(self) -> dict[str, TensorShard | list[TensorShard]]:
         """All tensors of a checkpoint, live."""
@@ -149,7 +166,7 @@ class Trainer:
         if self.checkpointer is None:
             raise ValueError("resume needs a checkpointer; pass one to Trainer")
         if self.checkpointer.latest() is not None:
-            with self.spans("load"):
+            with self._part("load"):
                 _, extra = self.checkpointer.load(self.tensors())
             self.state = TrainerState(**extra["trainer"])
             self.optimizer.load_step_count(int(extra["optimizer_step"]))
@@ -169,7 +186,7 @@ class Trainer:
         extra: dict[str, Any] = {"trainer": asdict(self.state), "optimizer_step": self.optimizer.step_count}
         if self.rerun is not None:
             extra["rerun"] = self.rerun.state()
-        with self.spans("save"):
+        with self._part("save"):
             self.checkpointer.save(self.state.step, self.tensors(), extra)
         self._saved = self.state.step
 
@@ -188,6 +205,7 @@ class Trainer:
             self._save_end()
             raise
         finally:
+            self.profile.close()
             for writer in self.writers:
                 writer.close()
         return self.state
@@ -196,7 +214,9 @@ class Trainer:
         stream = iter(self.data(self.state.consumed_samples))
         begin = time.perf_counter()
         while self.state.step < self.config.steps and not self.stopped:
-            batches = next(stream, None)
+            self.profile.begin_step(self.state.step + 1)
+            with self._part("batch"):
+                batches = next(stream, None)
             if batches is None:
                 break
             with self.spans("step"):
@@ -207,6 +227,8 @@ class Trainer:
             if self.throughput is not None:
                 values |= self.throughput.values(tokens_per_s=tokens_per_s, num_ranks=self.groups.world.size)
             values |= self._after(self.state.step)
+            values |= self._times(self.state.step)
+            values |= self._end_profile(self.state.step)
             for writer in self.writers:
                 writer.write(self.state.step, values)
             begin = time.perf_counter()
@@ -219,19 +241,22 @@ class Trainer:
     def _step(self, batches: Sequence[Batch]) -> dict[str, float]:
         state = self.state
         lr = self.schedule.lr(state.step - state.skipped_steps)
-        report = train_step(
-            self.model,
-            batches,
-            self.objective,
-            self.sync,
-            self.optimizer,
-            lr=lr,
-            groups=self.groups,
-            pipeline=self.pipeline,
-            overlap=self.overlap,
-            vote=self.stop is not None and self.stop(),
-            check=None if self.rerun is None else functools.partial(self.rerun.check, state.step + 1),
-        )
+        check = None if self.rerun is None else functools.partial(self.rerun.check, state.step + 1)
+        with nullcontext(check) if self.dumps is None else self.dumps.step(state.step + 1, check) as check:
+            report = train_step(
+                self.model,
+                batches,
+                self.objective,
+                self.sync,
+                self.optimizer,
+                lr=lr,
+                groups=self.groups,
+                pipeline=self.pipeline,
+                overlap=self.overlap,
+                vote=self.stop is not None and self.stop(),
+                check=check,
+                span=self._part,
+            )
         self.stopped = report.votes > 0
         samples = sum(len(batch.tokens) for batch in batches) * self.groups.dp.size
         self.state = TrainerState(
@@ -260,10 +285,37 @@ class Trainer:
         """Evaluation and saving, when they are due."""
         values: dict[str, float] = {}
         if self.evaluation is not None and self.config.eval_every and step % self.config.eval_every == 0:
-            with self.spans("evaluate"):
+            with self._part("evaluate"):
                 found = evaluate(self.model, self.evaluation(), self.objective, groups=self.groups)
             values = {"eval/loss": found.mean.item()}
             values |= {f"eval/{name}": (value / found.count).item() for name, value in found.metrics.items()}
         if self.config.save_every and step % self.config.save_every == 0:
             self.save()
         return values
+
+    @contextmanager
+    def _part(self, name: str) -> Iterator[None]:
+        """Around a part of the run, for all who want to know."""
+        timer = nullcontext() if self.timers is None else self.timers(name)
+        with self.spans(name), self.profile.range(name), timer:
+            yield
+
+    def _times(self, step: int) -> dict[str, float]:
+        """Seconds a step of each part since the last reading, when it is due; the first step, which compiles, is told by itself."""
+        every, timers = self.config.timers_every, self.timers
+        if timers is None or not every or (self._timed is not None and step % every):
+            return {}
+        first = self._timed is None
+        found = timers.values(normalizer=1 if self._timed is None else step - self._timed, reset=not first)
+        if first:
+            timers.end_first_iteration()
+        self._timed = step
+        # What did not run since, such as the start-up, is left out.
+        return {name: value for name, value in found.items() if value}
+
+    def _end_profile(self, step: int) -> dict[str, float]:
+        """How much of the traced steps waited for communication, in the line of the last one."""
+        known = self.profile.communication
+        self.profile.end_step(step)
+        found = self.profile.communication
+        return {} if found is None or found is known else found.values()
