@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from mcore_parallel import ProcessGroups
 from mcore_parallel.nn import AttentionSpec, Step, attention_capabilities, choose_attention
 from tools.bench._record import record
-from tools.bench.elementwise import milliseconds
+from tools.bench._timing import milliseconds
 
 Core = Callable[[Tensor, Tensor, Tensor], Tensor]
 """[T, A, d] and twice [T, K, d] -> [T, A, d]."""
@@ -147,7 +147,7 @@ def measure(shape: Shape, device: torch.device, repeats: int, part: str) -> list
                 torch.autograd.grad(core(*leaves), leaves, grad)
 
             for way, work, factor in (("forward", forward, 1.0), ("forward and backward", both, 3.5)):
-                times = milliseconds(work, device, repeats)
+                times = milliseconds(work, device, repeats, calls=10)
                 ms = statistics.median(times)
                 rate = factor * shape.forward_flops / ms / 1e9
                 rows.append({**facts, "way": way, "ms": ms, "min_ms": min(times), "max_ms": max(times), "tflops": rate})

@@ -8,7 +8,8 @@ A run names a model and, by commas: tpN, ppN, vppN, dpN (their product is the nu
 and optionally zb (the zero-bubble schedule), norm (recompute the norms), core (recompute attention), plain (weight gradients go through
 autograd instead of into the buffer by the product), torch or te (who computes products: torch or Transformer Engine; else ``--backend``),
 fp8=RECIPE (products in eight bits: tensorwise, rowwise, or with te delayed, blockwise ..., or none; else ``--fp8``), e4m3 (gradients
-in that format), wide (weight gradients from factors in the model's dtype), ends (first and last layer in the model's dtype).
+in that format), wide (weight gradients from factors in the model's dtype), ends (first and last layer in the model's dtype),
+head (the loss of the output layer in eight bits, too).
 """
 
 import argparse
@@ -66,7 +67,7 @@ class Run:
             found = re.fullmatch(r"(tp|pp|vpp|dp|mbs|gbs)(\d+)", word)
             if found:
                 numbers[found[1]] = int(found[2])
-            elif word in ("zb", "norm", "core", "plain", "torch", "te", "e4m3", "wide", "ends") or word.startswith("fp8="):
+            elif word in ("zb", "norm", "core", "plain", "torch", "te", "e4m3", "wide", "ends", "head") or word.startswith("fp8="):
                 flags.append(word)
             else:
                 raise SystemExit(f"{word!r} in run {text!r} is no choice; see --help")
@@ -92,7 +93,9 @@ class Run:
         if recipe in (None, "none"):
             return None
         ends = int("ends" in self.flags)
-        choices: dict[str, Any] = {"recipe": recipe, "gradient_format": "e4m3" if "e4m3" in self.flags else None}
+        choices: dict[str, Any] = {
+            "recipe": recipe, "gradient_format": "e4m3" if "e4m3" in self.flags else None, "output_layer": "head" in self.flags
+        }  # fmt: skip
         return Fp8Config(
             **choices, weight_gradients="wide" not in self.flags, num_layers_at_start_in_bf16=ends, num_layers_at_end_in_bf16=ends
         )
@@ -178,7 +181,9 @@ def measure(run: Run, kind: str, warmup: int, steps: int, profile: bool) -> dict
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    losses = [step() for _ in range(warmup)]
+    losses = [step()]
+    first_step_at = time.time()
+    losses += [step() for _ in range(warmup - 1)]
     # One clock around all steps, as in training: the parameters of a step are gathered beside the next forward.
     begin = finish()
     losses += [step() for _ in range(steps)]
@@ -188,7 +193,7 @@ def measure(run: Run, kind: str, warmup: int, steps: int, profile: bool) -> dict
     elif profile:
         step()
     memory = torch.cuda.max_memory_allocated() / 2**30 if kind == "cuda" else 0.0
-    return {"ms": seconds * 1e3, "peak_gib": memory, "first_loss": losses[0], "last_loss": losses[-1]}
+    return {"ms": seconds * 1e3, "peak_gib": memory, "first_step_at": first_step_at, "first_loss": losses[0], "last_loss": losses[-1]}
 
 
 def table(step: Any) -> None:
@@ -244,6 +249,7 @@ def main() -> None:
             "model": run.model, **run.numbers, "flags": list(run.flags), "gpus": run.ranks, "ms": round(slowest, 2),
             "tokens_per_s_per_gpu": round(per_gpu), "tflops_per_gpu": round(per_gpu * flops_per_token(config, seq_len) / 1e12, 1),
             "peak_gib": [round(value["peak_gib"], 1) for value in values],
+            "first_step_at": max(value["first_step_at"] for value in values),
             "first_loss": values[-1]["first_loss"], "last_loss": values[-1]["last_loss"],
         }  # fmt: skip
         rows.append(row)

@@ -10,7 +10,6 @@ import importlib
 import itertools
 import json
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,9 +20,8 @@ from torch import Tensor, nn
 
 from mcore_parallel.nn import Activation, LayerNorm, RMSNorm, apply_rotary, rotary_frequencies, rotary_tables, split_rotary
 from tools.bench._record import record
+from tools.bench._timing import COPY_BYTES_PER_S, milliseconds
 
-_COPY_BYTES_PER_S = 4.3e12
-"""Of an H200, measured as a device copy, reads and writes counted."""
 _CALLS = 10
 """In a row between two time stamps."""
 
@@ -62,7 +60,7 @@ class Operation:
                     function(self.x)
 
             for way, work in (("forward", forward), ("forward and backward", both)):
-                times, floor = milliseconds(work, device, repeats), floors[way] / _COPY_BYTES_PER_S * 1e3
+                times, floor = milliseconds(work, device, repeats, calls=_CALLS), floors[way] / COPY_BYTES_PER_S * 1e3
                 ms = statistics.median(times)
                 rows.append(
                     {"operation": self.name, "shape": list(self.x.shape), "way": way, "by": who, "ms": ms,
@@ -70,31 +68,6 @@ class Operation:
                 )  # fmt: skip
                 print(json.dumps(rows[-1]), flush=True)
         return rows
-
-
-def milliseconds(work: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
-    """Time of one call, measured over several in a row; a product ahead keeps the device busy until they are queued."""
-    for _ in range(3):
-        work()
-    times = []
-    if device.type != "cuda":
-        for _ in range(repeats):
-            start = time.perf_counter()
-            work()
-            times.append((time.perf_counter() - start) * 1e3)
-        return times
-    ahead = torch.zeros(8192, 8192, dtype=torch.bfloat16, device=device)
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        for _ in range(6):
-            ahead @ ahead
-        begin.record()
-        for _ in range(_CALLS):
-            work()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / _CALLS)
-    return times
 
 
 def operations(tokens: int, width: int, ffn: int, device: torch.device, peers: bool) -> list[Callable[[], Operation]]:

@@ -21,10 +21,8 @@ from mcore_parallel import ProcessGroups
 from mcore_parallel.backends import Fp8Config, choose_backend
 from mcore_parallel.tensor_parallel import MainGradient
 from tools.bench._record import record
-from tools.bench.kernels import milliseconds
+from tools.bench._timing import COPY_BYTES_PER_S, median_ms
 
-_COPY_BYTES_PER_S = 4.3e12
-"""Of an H200, measured as a device copy, reads and writes counted."""
 _SHAPES = {"qkv": (4096, 6144), "out": (4096, 4096), "up": (4096, 28672), "down": (14336, 4096)}
 """(input, output) features of Llama-3 8B."""
 _SMALL = {"up": (64, 128), "down": (128, 64)}
@@ -72,10 +70,10 @@ def layers(name: str, shape: tuple[int, int], tokens: int, device: torch.device)
                 y = layer(x)
             y.backward(grad)
 
-        ms = milliseconds(both, device, 20)
+        ms = median_ms(both, device, 20)
         rows.append({
             "layer": name, "backend": backend, "recipe": recipe, "ms": ms, "tflops": 6 * tokens * shape[0] * shape[1] / ms / 1e9,
-            "floor_ms": None if recipe is None else tokens * sum(shape) * 6 / _COPY_BYTES_PER_S * 1e3, "kernels_us": kernels(both, device),
+            "floor_ms": None if recipe is None else tokens * sum(shape) * 6 / COPY_BYTES_PER_S * 1e3, "kernels_us": kernels(both, device),
         })  # fmt: skip
     return rows
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mcore_parallel import Group
-from mcore_parallel.tensor_parallel import MainGradient, fused_linear_cross_entropy, vocab_parallel_cross_entropy
+from mcore_parallel.backends import Fp8Config, Fp8LossProducts
+from mcore_parallel.tensor_parallel import MainGradient, Route, fused_linear_cross_entropy, vocab_parallel_cross_entropy
 from tools.bench._record import record
 
 
@@ -48,6 +49,11 @@ def variants(hidden: Tensor, weight: Tensor, target: Tensor, chunk_tokens: int |
     def backward(losses: Tensor) -> object:
         return torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
 
+    narrow = Fp8LossProducts(Fp8Config(output_layer=True))
+    route = Route(group=one, sequence_parallel=False, main_grad=total)
+    # As in training, where the weight is cast once a step.
+    narrow.weight_changed()
+
     def fused(**options: Any) -> object:
         return backward(fused_linear_cross_entropy(hidden, weight, target, one, chunk_tokens=chunk_tokens, **options))
 
@@ -58,6 +64,7 @@ def variants(hidden: Tensor, weight: Tensor, target: Tensor, chunk_tokens: int |
         "fused, weights known": lambda: fused(token_weights=ones),
         "fused, main gradient": lambda: fused(main_grad=total),
         "fused, weights known, main gradient": lambda: fused(token_weights=ones, main_grad=total),
+        "eight bits, main gradient": lambda: backward(narrow.losses(hidden, weight, target, ones, route, weight.shape[0])),
     }
 
 

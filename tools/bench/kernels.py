@@ -7,8 +7,6 @@ python -m tools.bench.kernels --ranks 4 --output docs/benchmarks/kernels.json
 
 import argparse
 import json
-import statistics
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +19,8 @@ from mcore_parallel.comm import start_reduce_scatter_into
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from tools.bench._record import record
+from tools.bench._timing import COPY_BYTES_PER_S, median_ms
 from tools.launch import launch
-
-_COPY_BYTES_PER_S = 4.3e12
-"""Of an H200, measured as a device copy, reads and writes counted."""
-
-
-def milliseconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median time of one call."""
-    for _ in range(3):
-        work()
-    if device.type != "cuda":
-        return float("nan")
-    times = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times)
 
 
 def optimizer_step(device: torch.device, elements: int) -> list[dict[str, Any]]:
@@ -68,8 +47,8 @@ def optimizer_step(device: torch.device, elements: int) -> list[dict[str, Any]]:
         for grad in sync.gradients().values():
             grad.normal_()
         count = sum(parameter.numel() for parameter in model)
-        floor = count * moved / _COPY_BYTES_PER_S * 1e3
-        ms = milliseconds(lambda optimizer=optimizer: optimizer.step(grad_scale=1e-3), device, 10)
+        floor = count * moved / COPY_BYTES_PER_S * 1e3
+        ms = median_ms(lambda optimizer=optimizer: optimizer.step(grad_scale=1e-3), device, 10)
         rows.append({"operation": "optimizer step", "variant": name, "parameters": count, "ms": ms, "floor_ms": floor, "ratio": ms / floor})
         del model, sync, optimizer
     return rows
@@ -103,7 +82,7 @@ def reduce_scatter(device: torch.device, mebibytes: int) -> list[dict[str, Any]]
         norms = torch.stack([out.double().square().sum(), exact.double().square().sum()])
         dist.all_reduce(norms)
         norm_error = abs((norms[0] / norms[1]).sqrt().item() - 1)
-        ms = milliseconds(run, device, 20)
+        ms = median_ms(run, device, 20)
         rows.append(
             {"operation": "reduce-scatter", "fp32_accumulation": wide, "mib": mebibytes, "ranks": groups.dp.size, "ms": ms,
              "relative_error": error, "norm_error": norm_error, "is_fp32_sum_rounded_once": rounded}

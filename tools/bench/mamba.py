@@ -12,7 +12,6 @@ import argparse
 import importlib
 import json
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,29 +23,12 @@ from torch.nn import functional as F
 from mcore_parallel import ProcessGroups
 from mcore_parallel.nn import MambaConfig, MambaMixer, Step
 from tools.bench._record import record
+from tools.bench._timing import in_turn
 
 # B sequences, S tokens of each, T tokens, G groups, h heads of a group, H heads, P channels of a head, N channels of a state.
 Scan = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """From x [B, S, H, P], dt [B, S, H], its bias [H], rates [H], b and c [B, S, G, N], D [H] to y [B, S, H, P]."""
 Part = Callable[[], Tensor]
-
-
-def milliseconds(works: dict[str, Callable[[], object]], device: torch.device, calls: int, rounds: int) -> dict[str, float]:
-    """Median over rounds, in which the works take turns, of the time of one of several calls in a row."""
-    times: dict[str, list[float]] = {name: [] for name in works}
-    for number in range(rounds + 2):
-        for name, work in works.items():
-            work()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            begin = time.perf_counter()
-            for _ in range(calls):
-                work()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            if number >= 2:
-                times[name].append((time.perf_counter() - begin) / calls * 1e3)
-    return {name: statistics.median(found) for name, found in times.items()}
 
 
 class OtherBlock:
@@ -147,7 +129,8 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> list[dict[st
     blocks |= {name: (lambda block=block: block(x), [x, *block.parameters()]) for name, block in peers.items()}
     with torch.no_grad():
         results = {name: work().flatten(0, -2).float() for name, (work, _) in blocks.items()}
-    times = milliseconds({name: trained(*block) for name, block in blocks.items()}, device, arguments.calls, arguments.rounds)
+    found = in_turn({name: trained(*block) for name, block in blocks.items()}, device, arguments.rounds, calls=arguments.calls)
+    times = {name: statistics.median(values) for name, values in found.items()}
     rows: list[dict[str, Any]] = []
     products = 2 * flat.shape[0] * sum(mixer.get_parameter(name).numel() for name in ("in_proj.weight", "out_proj.weight"))
     for name in blocks:

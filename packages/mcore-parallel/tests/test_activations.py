@@ -152,8 +152,6 @@ def test_eight_bits_are_what_is_kept() -> None:
     assert sorted((t.dtype, tuple(t.shape)) for t in kept if t.numel() > 7) == [(torch.float8_e4m3fn, (7, 16))]
 
 
-# The compiler makes an object of every autograd function it meets.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("activation", [*CHOICES, Activation(name="swiglu", fp8_input_store=True)], ids=str)
 def test_activations_compile_as_a_whole(activation: Activation) -> None:
     torch.compiler.reset()

@@ -21,6 +21,14 @@ from mcore_parallel.nn._fused import fused_layer_norm, fused_rms_norm, fused_rot
 
 
 def check_norms(device: str, dtype: torch.dtype, tolerance: float) -> None:
+    from mcore_parallel.nn import _triton_layers
+
+    # Few enough that a program takes several rows.
+    with mock.patch.object(_triton_layers, "_NORM_PROGRAMS", 3):
+        check_norms_of_all_sizes(device, dtype, tolerance)
+
+
+def check_norms_of_all_sizes(device: str, dtype: torch.dtype, tolerance: float) -> None:
     for number, (tokens, width) in enumerate(((5, 48), (130, 300), (1, 1024), (67, 128), (3, 4100), (0, 16))):
         for build in (RMSNorm, LayerNorm):
             zero_centered = (number + (build is RMSNorm)) % 2 == 1
@@ -63,8 +71,13 @@ def check_activations(device: str, dtype: torch.dtype, tolerance: float) -> None
                 against(device, dtype, tolerance, activation, inputs)
                 continue
             # Both sides round the same input to eight bits, seldom apart by a step. The interpreter's own rounding loses carries.
-            narrow = _triton_activations.quantize_rows if device == "cuda" else lambda x, largest: quantize_rows(x)
-            with mock.patch.object(_triton_activations, "quantize_rows", narrow):
+            fused = _triton_activations.activate_and_store
+
+            def stored(x: Tensor, *arguments: Any, fused: Any = fused, **options: Any) -> tuple[Tensor, ...]:
+                y, narrow, scale = fused(x, *arguments, **options)
+                return (y, narrow, scale) if device == "cuda" else (y, *quantize_rows(x))
+
+            with mock.patch.object(_triton_activations, "activate_and_store", stored):
                 against(device, dtype, 0.15, activation, inputs)
 
 
@@ -84,10 +97,12 @@ def against(device: str, dtype: torch.dtype, tolerance: float, activation: Activ
 
 
 def check_narrow_rows(device: str, dtype: torch.dtype, tolerance: float) -> None:
-    from mcore_parallel.nn._triton_activations import quantize_rows as fused
+    from mcore_parallel.nn._triton_activations import activate_and_store
 
+    options: dict[str, Any] = {"curve": "silu", "gated": True, "offset": 0.0, "clamp": None}
     x = torch.randn(4, 5000) * torch.tensor([1.0, 1e4, 1e-6, 0.0])[:, None]
-    (narrow, scale), (wanted, wanted_scale) = fused(x.to(device, dtype), 448.0), quantize_rows(x.to(dtype))
+    _, narrow, scale = activate_and_store(x.to(device, dtype), None, None, 448.0, **options)
+    wanted, wanted_scale = quantize_rows(x.to(dtype))
     close(scale, wanted_scale, 1e-6)
     assert narrow.float().abs().amax(-1).tolist() == [448.0, 448.0, 448.0, 0.0]
     assert (narrow.float().cpu() == wanted.float()).float().mean() > 0.9

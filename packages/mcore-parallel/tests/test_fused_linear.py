@@ -242,7 +242,7 @@ def test_bad_arguments_are_named(change, message) -> None:
 
 KERNELS = """
 import itertools, torch
-from mcore_parallel.tensor_parallel import _rows, _triton_rows
+from mcore_parallel.tensor_parallel import _picked_rows, _rows, _triton_embedding, _triton_rows
 # Smaller than the row, so that the running maximum is carried from block to block.
 _triton_rows._BLOCK = 128
 cases = itertools.product((torch.float32, torch.bfloat16), (0.0, 0.1), (False, True), (300, 257), (1.0, 1e3))
@@ -265,6 +265,14 @@ for dtype, smoothing, entropy, valid, scale in cases:
     tolerance = 2**-7 if dtype == torch.bfloat16 else 1e-6 * (20 + scale)
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=1e-4)
     assert not ours[:, valid:].any()
+for dtype in (torch.float32, torch.bfloat16):
+    rows = torch.randint(-1, 7, (53,), generator=generator)
+    rows[10:40] = 3  # more than a program takes at a time
+    grad, start = torch.randn(53, 600, generator=generator).to(dtype), torch.randn(9, 600, generator=generator)
+    ours, theirs = start.clone(), start.clone()
+    _triton_embedding.add_rows_(ours, rows, grad)
+    _picked_rows.add_rows_(theirs, rows, grad.float())
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 print("same")
 """
 

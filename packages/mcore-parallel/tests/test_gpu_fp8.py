@@ -4,6 +4,7 @@
 
 import importlib.util
 import runpy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,13 @@ from torch import Tensor, nn
 from mcore_parallel import ProcessGroups, named_shards
 from mcore_parallel.backends import Backend, Fp8Config, choose_backend
 from mcore_parallel.backends._doctor import main
+from mcore_parallel.backends._fp8_loss import Fp8LossProducts
 from mcore_parallel.backends._quantize import has_kernel, quantize, quantize_rows, scaled_product
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.nn import AttentionSpec, RecomputeConfig, Step, choose_attention
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
-from mcore_parallel.tensor_parallel import MainGradient
+from mcore_parallel.tensor_parallel import MainGradient, Route, fused_linear_cross_entropy
 
 pytestmark = [
     pytest.mark.gpu,
@@ -62,6 +64,31 @@ def gradients(layer: nn.Module, x: Tensor, grad: Tensor, backend: Backend) -> li
 def test_kernels_give_the_bits_of_the_torch_code() -> None:
     assert has_kernel(torch.ones(2, device="cuda"))
     runpy.run_path(str(Path(__file__).with_name("test_fp8.py")))["check_kernels"]("cuda")
+
+
+def test_kernel_of_the_narrow_gradient_gives_what_the_torch_code_does() -> None:
+    runpy.run_path(str(Path(__file__).with_name("test_fp8_loss.py")))["check_kernel"]("cuda")
+
+
+@pytest.mark.parametrize("gradient_format", [None, "e4m3"])
+def test_loss_from_eight_bit_factors_is_near_the_wide_one(gradient_format) -> None:
+    hidden, weight = draw(2048, 512).requires_grad_(), draw(4096, 512, scale=0.05, seed=1).requires_grad_()
+    target = torch.randint(0, 4000, (2048,), device="cuda")
+    weights = torch.ones(2048, device="cuda")
+    target[::7] = -100
+    route = Route(group=SINGLE.tp, sequence_parallel=False)
+    products = Fp8LossProducts(Fp8Config(gradient_format=gradient_format))
+    found = products.losses(hidden, weight, target, weights, route, 4000)
+    wide = fused_linear_cross_entropy(hidden.float(), weight.float(), target, SINGLE.tp, vocab_size=4000)
+    assert relative(found, wide) < 0.01
+    wanted = torch.autograd.grad(wide.sum(), (hidden, weight))
+    ours = torch.autograd.grad(found.sum(), (hidden, weight), retain_graph=True)
+    for mine, theirs in zip(ours, wanted, strict=True):
+        assert relative(mine.float(), theirs.float()) < (0.08 if gradient_format is None else 0.05)
+    total = torch.ones(4096, 512, device="cuda")
+    sink = products.losses(hidden, weight, target, weights, replace(route, main_grad=MainGradient(total)), 4000)
+    sink.sum().backward()
+    assert weight.grad is None and relative(total - 1, ours[1].float()) < 0.005
 
 
 @pytest.mark.parametrize("by_rows", [False, True])

@@ -16,6 +16,7 @@ from mcore_parallel.tensor_parallel import (
     ColumnParallelLinear,
     MainGradient,
     RowParallelLinear,
+    VocabParallelEmbedding,
     fused_linear_cross_entropy,
     vocab_parallel_cross_entropy,
 )
@@ -44,6 +45,27 @@ def peak(work) -> int:
     work()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_picked_rows_get_the_gradient_of_a_dense_table(dtype) -> None:
+    layer = VocabParallelEmbedding(50304, 1000, ProcessGroups.single(), dtype=dtype, device="cuda")
+    tokens = torch.randint(0, 50304, (4096,), device="cuda")
+    tokens[100:3000] = 7
+    grad = draw(4096, 1000, dtype=dtype)
+    layer(tokens).backward(grad)
+    assert layer.weight.grad is not None
+    expected, layer.weight.grad = layer.weight.grad.float() + 1.0, None
+    totals = []
+    for _ in range(2):
+        totals.append(torch.ones(50304, 1000, device="cuda"))
+        layer.accumulate_weight_gradients_into({"weight": MainGradient(totals[-1])})
+        layer(tokens).backward(grad)
+    assert layer.weight.grad is None
+    assert torch.equal(*totals)
+    exact = torch.ones(50304, 1000, device="cuda", dtype=torch.float64).index_add_(0, tokens, grad.double())
+    torch.testing.assert_close(totals[0].double(), exact, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(totals[0], expected, rtol=2**-7, atol=0.5 if dtype == torch.bfloat16 else 1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -29,6 +29,7 @@ from mcore_parallel.planner import (
     estimate,
     find_model,
     propose,
+    scale,
     step_cost,
 )
 from mcore_parallel.planner._activations import loss_chunk
@@ -36,7 +37,7 @@ from mcore_parallel.planner._cli import main
 from mcore_parallel.planner._estimate import group_size, live_forwards
 from mcore_parallel.planner._parameters import state_bytes
 from mcore_parallel.planner._presets import PRESETS
-from mcore_parallel.tensor_parallel._fused_linear import _chunks
+from mcore_parallel.tensor_parallel._fused_linear import token_chunks
 
 TINY = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, num_query_groups=2, vocab_size=256)
 EIGHT_B = Workload(model=find_model("llama3-8b"), sequence=8192, global_batch=64)
@@ -155,7 +156,7 @@ def test_live_forwards_are_those_of_the_schedules() -> None:
 def test_chunks_of_the_loss_are_those_of_the_layer() -> None:
     for tokens in (1, 100, 128, 4096, 8192, 65_536):
         for width in (256, 16_032, 128_256):
-            chunks = _chunks(tokens, width, None)
+            chunks = token_chunks(tokens, width, None)
             assert loss_chunk(tokens, width) == (chunks[0][1], len(chunks))
 
 
@@ -265,3 +266,51 @@ def test_the_command_says_what_is_too_large(capsys: pytest.CaptureFixture[str]) 
 def test_the_command_refuses_what_it_cannot_plan(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(*words) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("degrees", "micro_batch", "global_batch", "measured_ms"),
+    [
+        ({"tp": 2, "dp": 2}, 2, 8, 794.7),
+        ({"pp": 2, "dp": 2}, 1, 16, 1577.6),
+        ({"pp": 2, "vpp": 2, "dp": 2}, 1, 16, 1512.7),
+        ({"dp": 4}, 2, 8, 744.6),
+    ],
+)
+def test_steps_are_near_those_measured_on_four_gpus(degrees, micro_batch, global_batch, measured_ms) -> None:
+    work = Workload(model=find_model("llama3-8b"), sequence=4096, global_batch=global_batch, micro_batch=micro_batch)
+    sync = DistributedDataParallelConfig(use_distributed_optimizer=True, gradient_accumulation_fusion=True)
+    cost = step_cost(work, Layout(plan=ParallelPlan(**degrees), sync=sync), Cluster())
+    assert cost.total * 1e3 == pytest.approx(measured_ms, rel=0.04)
+
+
+def test_scaling_grows_the_batch_or_keeps_it() -> None:
+    points = scale(EIGHT_B, [64, 512], Cluster())
+    assert [(point.gpus, point.batch, point.workload.global_batch) for point in points[:2]] == [(64, "grows", 64), (512, "grows", 512)]
+    assert [point.batch for point in points[2:]] == ["stays"] * len(points[2:])
+    assert points[0].efficiency == points[2].efficiency == 1.0
+    assert 0.8 < points[1].efficiency <= 1.01 and points[1].efficiency >= points[-1].efficiency
+    tokens = points[0].workload.tokens / points[0].proposal.cost.total / 64
+    assert points[0].tokens_per_s_per_gpu == pytest.approx(tokens)
+
+
+def test_more_hops_take_longer_when_nothing_hides_them() -> None:
+    work = dataclasses.replace(EIGHT_B, global_batch=2048)
+    layout = Layout(plan=ParallelPlan(dp=2048), sync=DistributedDataParallelConfig(use_distributed_optimizer=True))
+    quick, slow = (step_cost(work, layout, Cluster(hop_s=hop)).data for hop in (1e-9, 1e-3))
+    assert slow - quick == pytest.approx(2 * 4 * 255e-3, rel=0.5)
+
+
+@pytest.mark.parametrize(("counts", "says"), [([64, 64], "numbers of GPUs that increase"), ([64, 65], "whole number")])
+def test_scaling_refuses_numbers_that_do_not_fit(counts, says) -> None:
+    with pytest.raises(PlannerError, match=says):
+        scale(dataclasses.replace(EIGHT_B, global_batch=32), counts, Cluster())
+
+
+def test_the_command_scales(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "llama3-8b", "--gpus", "64", "--sequence", "8192", "--global-batch", "64", "--scale", "128", "--json"]
+    assert main(words) == 0
+    points = json.loads(capsys.readouterr().out)["points"]
+    assert [point["gpus"] for point in points][:2] == [64, 128] and points[0]["efficiency"] == 1.0
+    assert main(words[:-1]) == 0
+    assert "tokens_per_s_per_gpu" in capsys.readouterr().out

@@ -84,13 +84,14 @@ def kept_bytes(config: TransformerConfig, dtype: torch.dtype, recompute: Recompu
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the kernels of a GPU are in place: all of their memory, and none of their arithmetic."""
     if request.param:
-        names = ("nn._triton_layers", "nn._triton_activations", "tensor_parallel._triton_rows")
+        names = ("nn._triton_layers", "nn._triton_activations", "tensor_parallel._triton_rows", "tensor_parallel._triton_embedding")
         for module in [pytest.importorskip(f"mcore_parallel.{name}") for name in names]:
             for name in [name for name in vars(module) if name.endswith("_kernel")]:
                 monkeypatch.setattr(module, name, Unlaunched())
         for name in ("_fused", "_rope", "_attention", "_activations", "_norm"):
             monkeypatch.setattr(importlib.import_module(f"mcore_parallel.nn.{name}"), "has_kernel", lambda x: True, raising=False)
-        monkeypatch.setattr(importlib.import_module("mcore_parallel.tensor_parallel._rows"), "_use_triton", lambda x: True)
+        for name in ("_rows", "_picked_rows"):
+            monkeypatch.setattr(importlib.import_module(f"mcore_parallel.tensor_parallel.{name}"), "use_triton", lambda x: True)
         for name in ("_fused_linear", "_weight_gradient"):
             module = importlib.import_module(f"mcore_parallel.tensor_parallel.{name}")
             monkeypatch.setattr(module, "add_product_", lambda total, grad, x: None)

@@ -4,6 +4,7 @@
 
 from mcore_parallel.backends._factory import choose_backend
 from mcore_parallel.backends._fp8_config import RECIPES, Fp8Config
+from mcore_parallel.backends._fp8_loss import Fp8LossProducts
 from mcore_parallel.backends._grouped import GroupedLinear
 from mcore_parallel.backends._norm_linear import NormColumnLinear
 from mcore_parallel.backends._protocol import Backend, BackendLayers
@@ -14,6 +15,7 @@ __all__ = [
     "Backend",
     "BackendLayers",
     "Fp8Config",
+    "Fp8LossProducts",
     "GroupedLinear",
     "NormColumnLinear",
     "TorchBackend",

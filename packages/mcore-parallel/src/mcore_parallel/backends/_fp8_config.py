@@ -11,7 +11,7 @@ RECIPES: tuple[Recipe, ...] = ("tensorwise", "rowwise", "delayed", "blockwise", 
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Config:
-    """A recipe and where it holds. Embedding, norms, attention's core and the output layer keep the dtype of the model in any case.
+    """A recipe and where it holds. Embedding, norms and attention's core keep the dtype of the model in any case.
 
     Raises:
         ValueError: a value that does not exist, or choices that exclude one another.
@@ -35,6 +35,9 @@ class Fp8Config:
     num_layers_at_start_in_bf16: int = 0
     """First layers that keep the model's dtype."""
     num_layers_at_end_in_bf16: int = 0
+    output_layer: bool = False
+    """Compute the training loss from eight-bit factors, too; with "tensorwise" only. Logits and log-probabilities keep the model's dtype.
+    The last layer is the one whose errors no later layer sees, and the usual recipes leave it wide: compare loss curves before."""
 
     def __post_init__(self) -> None:
         if self.recipe not in RECIPES:
@@ -46,6 +49,12 @@ class Fp8Config:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
         if self.reduce_amax and self.recipe not in ("tensorwise", "delayed"):
             raise ValueError(f'reduce_amax=True needs one scale a tensor, found recipe={self.recipe!r}; use "tensorwise" or leave it off')
+
+        if self.output_layer and (self.recipe != "tensorwise" or not self.weight_gradients):
+            raise ValueError(
+                f'output_layer=True needs recipe="tensorwise" and weight_gradients=True, found recipe={self.recipe!r} and '
+                f"weight_gradients={self.weight_gradients}; leave it off"
+            )
 
     def covers(self, layer: int, num_layers: int) -> bool:
         """Whether layer ``layer`` of ``num_layers`` computes its products so."""

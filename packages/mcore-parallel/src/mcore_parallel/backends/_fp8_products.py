@@ -19,6 +19,8 @@ from mcore_parallel.tensor_parallel._product import column_product, row_product
 
 # T tokens (t of this rank), I input features of this rank, O output features of this rank
 
+_SUM_ELEMENTS = 1 << 26
+"""Of a weight gradient that are computed before they are added to the sum: a quarter of a gibibyte."""
 _FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
@@ -110,7 +112,7 @@ class _Column(torch.autograd.Function):
         group = route.group if gathers else None
         rows, columns = products.cast(x_tI, torch.float8_e4m3fn, group, columns=narrow and not gathers)
         forth, back = products.weights(weight_OI, route.group)
-        whole = _wait_rows(_start_rows(rows, route.group), rows, route.group) if gathers else rows
+        whole = gather_rows(rows, route.group) if gathers else rows
         # Of gathered tokens this rank keeps its own, and gathers again.
         kept = None if not wants_weight else (rows if gathers else columns) if narrow else x_tI
         _save(ctx, kept, back if wants_x else None, route, products)
@@ -126,7 +128,7 @@ class _Column(torch.autograd.Function):
         weight_gradient: Callable[[], Tensor | None] | None = None
         if isinstance(kept, Scaled):
             assert columns is not None
-            weight_gradient = functools.partial(_narrow_weight_product, route, columns, kept, dtype, gather=gathers)
+            weight_gradient = functools.partial(narrow_weight_product, route, columns, kept, dtype, gather=gathers)
         elif kept is not None:
             weight_gradient = functools.partial(_wide_weight_product, route, grads[0], kept, gather=gathers)
         grad_x = None
@@ -158,11 +160,11 @@ class _Row(torch.autograd.Function):
         rows, columns = products.cast(grads[0], products.gradient_dtype, group, columns=narrow and not gathers)
         whole_grad = grads[0]
         if gathers:
-            rows = _wait_rows(_start_rows(rows, route.group), rows, route.group)
+            rows = gather_rows(rows, route.group)
         weight_gradient: Callable[[], Tensor | None] | None = None
         if isinstance(kept, Scaled):
             columns = turn(rows) if columns is None else columns
-            weight_gradient = functools.partial(_narrow_weight_product, route, columns, kept, dtype, gather=False)
+            weight_gradient = functools.partial(narrow_weight_product, route, columns, kept, dtype, gather=False)
         elif kept is not None:
             whole_grad = all_gather(whole_grad, route.group) if gathers else whole_grad
             weight_gradient = functools.partial(_wide_weight_product, route, whole_grad, kept, gather=False)
@@ -199,12 +201,27 @@ def _weight_gradient(ctx: Any, route: Route, compute: Callable[[], Tensor | None
     return compute()
 
 
-def _narrow_weight_product(route: Route, grad_OT: Scaled, x: Scaled, dtype: torch.dtype, *, gather: bool) -> Tensor | None:
-    """x is [I, T], or of this rank's tokens [t, I] that are gathered first."""
-    x_IT = turn(_wait_rows(_start_rows(x, route.group), x, route.group)) if gather else x
+def narrow_weight_product(route: Route, grad_OT: Scaled, x: Scaled, dtype: torch.dtype, *, gather: bool = False) -> Tensor | None:
+    """``grad x^T`` [O, I] into the main gradient, or returned in ``dtype`` where there is none.
+
+    Args:
+        route: says where it goes.
+        grad_OT: of the output, transposed.
+        x: the input [I, T], or with ``gather`` this rank's tokens [t, I].
+        dtype: of a result.
+        gather: gather the tokens first.
+    """
+    x_IT = turn(gather_rows(x, route.group)) if gather else x
     if route.main_grad is None:
         return scaled_product(grad_OT, x_IT, dtype)
-    route.main_grad.add(scaled_product(grad_OT, x_IT, route.main_grad.total.dtype))
+    width = x_IT.data.shape[0]
+    step = max(MULTIPLE, _SUM_ELEMENTS // width)
+    with route.main_grad.open() as total:
+        total_OI = total.view(-1, width)
+        # The unit cannot add to what is there; a slice of the product goes through memory once more.
+        for begin in range(0, total_OI.shape[0], step):
+            part = Scaled(grad_OT.data[begin : begin + step], grad_OT.inverse)
+            total_OI[begin : begin + step].add_(scaled_product(part, x_IT, total.dtype))
     return None
 
 
@@ -216,11 +233,8 @@ def _wide_weight_product(route: Route, grad_TO: Tensor, x_TI: Tensor, *, gather:
     return None
 
 
-def _start_rows(rows: Scaled, group: Group) -> tuple[Tensor, Tensor | None]:
-    """All ranks' rows on their way: their bytes, and their scales if each has one."""
-    return start_all_gather(rows.data.view(torch.uint8), group), start_all_gather(rows.inverse, group) if rows.inverse.dim() else None
-
-
-def _wait_rows(pending: tuple[Tensor, Tensor | None], mine: Scaled, group: Group) -> Scaled:
+def gather_rows(rows: Scaled, group: Group) -> Scaled:
+    """All ranks' rows: their bytes, and their scales if each has one."""
+    pending = start_all_gather(rows.data.view(torch.uint8), group), start_all_gather(rows.inverse, group) if rows.inverse.dim() else None
     data, inverse = pending
-    return Scaled(wait(data, group).view(mine.data.dtype), mine.inverse if inverse is None else wait(inverse, group))
+    return Scaled(wait(data, group).view(rows.data.dtype), rows.inverse if inverse is None else wait(inverse, group))

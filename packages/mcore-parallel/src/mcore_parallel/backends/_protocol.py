@@ -10,6 +10,7 @@ from torch import nn
 
 from mcore_parallel._groups import ProcessGroups
 from mcore_parallel.nn import LayerFactory
+from mcore_parallel.tensor_parallel import LossProducts
 
 
 class BackendLayers(LayerFactory, Protocol):
@@ -53,6 +54,10 @@ class Backend(Protocol):
 
     def layers(self, layer: int, num_layers: int) -> BackendLayers:
         """The parts of layer ``layer`` of ``num_layers``; a number from ``num_layers`` on is the end of the model."""
+        ...
+
+    def output_loss(self) -> LossProducts | None:
+        """What computes the loss of an output layer; None for ``fused_linear_cross_entropy``."""
         ...
 
     def running(self, groups: ProcessGroups) -> AbstractContextManager[object]:

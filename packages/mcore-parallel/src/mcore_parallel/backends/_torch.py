@@ -11,6 +11,7 @@ from torch import nn
 
 from mcore_parallel._groups import ProcessGroups
 from mcore_parallel.backends._fp8_config import Fp8Config
+from mcore_parallel.backends._fp8_loss import Fp8LossProducts
 from mcore_parallel.backends._fp8_products import Fp8Products
 from mcore_parallel.backends._grouped import GroupedLinear
 from mcore_parallel.backends._norm_linear import NormColumnLinear
@@ -40,6 +41,9 @@ class TorchBackend:
 
     def layers(self, layer: int, num_layers: int) -> "TorchBackendLayers":
         return TorchBackendLayers(self.fp8 if self.fp8 is not None and self.fp8.covers(layer, num_layers) else None)
+
+    def output_loss(self) -> Fp8LossProducts | None:
+        return Fp8LossProducts(self.fp8) if self.fp8 is not None and self.fp8.output_layer else None
 
     def running(self, groups: ProcessGroups) -> AbstractContextManager[object]:
         return nullcontext()

@@ -20,6 +20,7 @@ from transformer_engine.common import recipe as recipes
 from mcore_parallel._groups import ProcessGroups
 from mcore_parallel._shards import ShardSpec
 from mcore_parallel.backends._fp8_config import Fp8Config
+from mcore_parallel.backends._fp8_loss import Fp8LossProducts
 from mcore_parallel.backends._grouped import GroupedLinear
 from mcore_parallel.backends._norm_linear import NormColumnLinear
 from mcore_parallel.backends._quantize import MULTIPLE
@@ -60,6 +61,9 @@ class TransformerEngineBackend:
     def layers(self, layer: int, num_layers: int) -> "TransformerEngineLayers":
         covered = self.fp8 is not None and self.fp8.covers(layer, num_layers)
         return TransformerEngineLayers(self.recipe if covered else None)
+
+    def output_loss(self) -> Fp8LossProducts | None:
+        return Fp8LossProducts(self.fp8) if self.fp8 is not None and self.fp8.output_layer else None
 
     def running(self, groups: ProcessGroups) -> AbstractContextManager[object]:
         """Delayed scaling takes stock at the end of a forward; the other recipes need nothing."""

@@ -121,13 +121,7 @@ class TransformerConfig:
         Raises:
             ValueError: a name that is no field.
         """
-        fields = [item.name for item in dataclasses.fields(cls)]
-        for name in values:
-            if name not in fields:
-                nearest = difflib.get_close_matches(name, fields, 1)
-                raise ValueError(
-                    f"{name!r} is no field of TransformerConfig; " + (f"write {nearest[0]!r}, or leave" if nearest else "leave") + " it out"
-                )
+        refuse_unknown_fields(cls, values)
 
         def built(name: str, value: Any) -> Any:
             if name in _GROUPS and isinstance(value, Mapping):
@@ -147,6 +141,21 @@ class TransformerConfig:
     @property
     def ffn_size(self) -> int:
         return self.ffn_hidden_size or 4 * self.hidden_size
+
+
+def refuse_unknown_fields(cls: Any, values: Mapping[str, Any]) -> None:
+    """Whether every name is a field of the dataclass.
+
+    Raises:
+        ValueError: names one that is none, and the nearest field.
+    """
+    fields = [item.name for item in dataclasses.fields(cls)]
+    for name in values:
+        if name not in fields:
+            nearest = difflib.get_close_matches(name, fields, 1)
+            raise ValueError(
+                f"{name!r} is no field of {cls.__name__}; " + (f"write {nearest[0]!r}, or leave" if nearest else "leave") + " it out"
+            )
 
 
 _GROUPS: Mapping[str, Any] = {

@@ -133,9 +133,8 @@ class GPTModel(nn.Module):
         # Where the table is here anyway, tied logits are computed with it.
         copied = tied and shared and not further
         output_ends = ends if tied else place
-        output = (
-            OutputLayer(*sizes, tied=tied and not copied, unpadded_vocab_size=unpadded_vocab_size, **output_ends) if self.is_last else None
-        )
+        output_ends = {**output_ends, "unpadded_vocab_size": unpadded_vocab_size, "loss": self._backend.output_loss()}
+        output = OutputLayer(*sizes, tied=tied and not copied, **output_ends) if self.is_last else None
         self._holds_copy = copied and self.is_last
         if self._holds_copy:
             # The copy bears the name of the table, and hooks find it in the module that uses it.

@@ -131,6 +131,7 @@ def self_attention(
     *,
     softmax_type: str | None = None,
     causal: bool = True,
+    input_size: int | None = None,
     manage: Callable[[AttentionCore | SinkAttentionCore], AttentionCore | SinkAttentionCore] | None = None,
 ) -> MixerBuilder:
     """A builder of self-attention as the config describes it: sizes, biases, norms, gate, and each layer's window, sinks and rotary tables.
@@ -139,6 +140,7 @@ def self_attention(
         core: as of ``CoreChooser``.
         softmax_type: None for the config's. "learnable" with a ``core`` of one's own needs one that takes sinks.
         causal: a token sees no later one.
+        input_size: as of ``SelfAttention``.
         manage: as of ``CoreChooser``.
     """
     chooser = CoreChooser(core, manage=manage)
@@ -166,6 +168,7 @@ def self_attention(
             qkv_bias=config.add_qkv_bias,
             out_bias=config.add_bias_linear,
             output_gate=config.attention_output_gate,
+            input_size=input_size,
             layers=site.layers,
             dtype=site.dtype,
             device=site.device,

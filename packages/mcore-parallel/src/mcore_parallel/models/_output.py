@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """From the last hidden states to logits, losses and log-probabilities."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from mcore_parallel._shards import ShardSpec
 from mcore_parallel.comm import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from mcore_parallel.tensor_parallel import (
     InvariantProducts,
+    LossProducts,
     MainGradient,
     WeightGradientQueue,
     fused_linear_cross_entropy,
@@ -37,6 +39,7 @@ class OutputLayer(ProductLayer):
         tied: hold no weight; each call brings the one of the embedding.
         unpadded_vocab_size: rows that are real; losses and log-probabilities leave the padding after them out. None for all.
         partial: as in ``ShardSpec``.
+        loss: computes ``ModelOutput.loss_sum``; None for ``fused_linear_cross_entropy``.
         dtype: of the weight.
         device: of the weight.
 
@@ -53,6 +56,7 @@ class OutputLayer(ProductLayer):
         tied: bool = False,
         unpadded_vocab_size: int | None = None,
         partial: tuple[str, ...] = (),
+        loss: LossProducts | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -61,11 +65,16 @@ class OutputLayer(ProductLayer):
             raise ValueError(f"tp={groups.tp.size} must divide vocab_size={vocab_size}; pad it with pad_vocab_size")
         if unpadded_vocab_size is not None and not 1 <= unpadded_vocab_size <= vocab_size:
             raise ValueError(f"unpadded_vocab_size={unpadded_vocab_size} must lie between 1 and vocab_size={vocab_size}")
-        self.groups, self.vocab_size = groups, vocab_size
+        self.groups, self.vocab_size, self.loss = groups, vocab_size, loss
         self.unpadded_vocab_size = vocab_size if unpadded_vocab_size is None else unpadded_vocab_size
         self.weight_spec = ShardSpec(shape=(vocab_size, hidden_size), shards={"tp": 0}, partial=partial)
         local = self.weight_spec.local_shape(groups)
         self.weight = None if tied else nn.Parameter(torch.empty(local, dtype=dtype, device=device))
+
+    def parameters_changed(self) -> None:
+        super().parameters_changed()
+        if self.loss is not None:
+            self.loss.weight_changed()
 
     def shard_specs(self) -> Mapping[str, ShardSpec]:
         return {} if self.weight is None else {"weight": self.weight_spec}
@@ -145,6 +154,8 @@ class ModelOutput:
         """
         if self.layer.products is not None:
             return (self._losses_of_logits(labels, 1.0) * weights).sum()
+        if self.layer.loss is not None:
+            return self._narrow(self.layer.loss, labels, weights).sum()
         if self._sink()[1] is not None:
             return (self._fused(labels) * weights).sum()
         return self._fused(labels, token_weights=weights).sum()
@@ -181,6 +192,17 @@ class ModelOutput:
                 queue=queue,
                 **options,
             )
+
+        return layer(self.hidden, self.weight, function=losses)
+
+    def _narrow(self, loss: LossProducts, labels: Tensor, weights: Tensor) -> Tensor:
+        layer = self.layer
+        main_grad, queue = self._sink()
+        route = dataclasses.replace(layer.route(layer.groups), main_grad=main_grad, queue=queue)
+
+        def losses(hidden: Tensor, weight: Tensor) -> Tensor:
+            weight = weight.detach() if self.detached else weight
+            return loss.losses(hidden, weight, labels, weights, route, layer.unpadded_vocab_size)
 
         return layer(self.hidden, self.weight, function=losses)
 

@@ -190,14 +190,17 @@ class _Activate(torch.autograd.Function):
         kernels: bool,
     ) -> Tensor:
         ctx.options, ctx.kernels = (curve, gated, offset, clamp), kernels
-        scale_N = None
+        scale_N, stores = None, fp8_input_store and any(ctx.needs_input_grad)
         if kernels:
-            x_NW = unit_stride(x_NW)
-            y_NF = _kernels().activate(x_NW, bias_W, weights_N, curve=curve, gated=gated, offset=offset, clamp=clamp)
+            x_NW, options = unit_stride(x_NW), {"curve": curve, "gated": gated, "offset": offset, "clamp": clamp}
+            if stores:
+                y_NF, x_NW, scale_N = _kernels().activate_and_store(x_NW, bias_W, weights_N, _E4M3_LARGEST, **options)
+            else:
+                y_NF = _kernels().activate(x_NW, bias_W, weights_N, **options)
         else:
             y_NF = _forward(_wide(x_NW, None, bias_W), weights_N, *ctx.options).to(x_NW.dtype)
-        if fp8_input_store and any(ctx.needs_input_grad):
-            x_NW, scale_N = _kernels().quantize_rows(x_NW, _E4M3_LARGEST) if kernels else quantize_rows(x_NW)
+            if stores:
+                x_NW, scale_N = quantize_rows(x_NW)
         ctx.save_for_backward(x_NW, scale_N, bias_W, weights_N)
         return y_NF
 

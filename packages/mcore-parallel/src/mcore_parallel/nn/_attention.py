@@ -48,6 +48,7 @@ class SelfAttention(nn.Module):
         qkv_bias: biases of queries, keys and values, ``qkv.bias`` [K, (A / K + 2) d].
         out_bias: bias of the projection back, ``out.bias`` [D].
         output_gate: multiply what the core gives by the sigmoid of ``gate.weight`` [A d, D] times the input.
+        input_size: width of the input where it is another than D; None for D.
         spec: what the core computes, for those who watch it; None for causal attention with scores over sqrt(d).
         layers: builds the projections and norms.
         dtype: of the weights.
@@ -78,6 +79,7 @@ class SelfAttention(nn.Module):
         qkv_bias: bool = False,
         out_bias: bool = False,
         output_gate: bool = False,
+        input_size: int | None = None,
         spec: AttentionSpec | None = None,
         layers: LayerFactory | None = None,
         dtype: torch.dtype | None = None,
@@ -99,13 +101,14 @@ class SelfAttention(nn.Module):
         self.spec = spec or AttentionSpec(num_heads=num_heads // tp.size, num_kv_heads=self.local_kv_heads, head_dim=head_dim)
         self.rotary, self.rotary_interleaved = rotary, rotary_interleaved
         place = {"dtype": dtype, "device": device}
+        read = hidden_size if input_size is None else input_size
         if num_kv_heads % tp.size:
-            self.qkv = SharedKVProjection(hidden_size, num_heads, num_kv_heads, head_dim, groups, bias=qkv_bias, init=init, **place)
+            self.qkv = SharedKVProjection(read, num_heads, num_kv_heads, head_dim, groups, bias=qkv_bias, init=init, **place)
         else:
             rows = (num_heads // num_kv_heads + 2) * head_dim
-            self.qkv = layers.column_linear(hidden_size, (num_kv_heads, rows), groups, shard_dim=0, bias=qkv_bias, init=init, **place)
+            self.qkv = layers.column_linear(read, (num_kv_heads, rows), groups, shard_dim=0, bias=qkv_bias, init=init, **place)
         width = num_heads * head_dim
-        self.gate = layers.column_linear(hidden_size, width, groups, init=init, **place) if output_gate else None
+        self.gate = layers.column_linear(read, width, groups, init=init, **place) if output_gate else None
         self.out = layers.row_linear(width, hidden_size, groups, bias=out_bias, init=init, **place)
 
         def head_norm() -> nn.Module | None:

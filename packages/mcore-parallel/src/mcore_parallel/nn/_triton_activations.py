@@ -12,6 +12,7 @@ from torch import Tensor
 # N rows, F width of the result, W width of the input: 2 F with a gate, gates first, else F.
 
 _BLOCK = 1024
+_STORE_BLOCK = 2048
 
 
 def activate(
@@ -54,14 +55,29 @@ def activate_backward(
     return grad_x_NW, None if parts_NB is None else parts_NB.sum(1)
 
 
-def quantize_rows(x_NW: Tensor, largest: float) -> tuple[Tensor, Tensor]:
-    """e4m3 [N, W] and a float32 factor a row [N] that maps ``largest`` to the row's largest magnitude."""
-    rows, width = x_NW.shape
-    narrow_NW = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=x_NW.device)
+def activate_and_store(
+    x_NW: Tensor,
+    bias_W: Tensor | None,
+    weights_N: Tensor | None,
+    largest: float,
+    *,
+    curve: str,
+    gated: bool,
+    offset: float,
+    clamp: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``activate``, and the input in e4m3 [N, W] with a float32 factor a row [N] that maps ``largest`` to its largest magnitude."""
+    rows, whole = x_NW.shape
+    width = whole // (1 + gated)
+    out_NF = torch.empty((rows, width), dtype=x_NW.dtype, device=x_NW.device)
+    narrow_NW = torch.empty((rows, whole), dtype=torch.float8_e4m3fn, device=x_NW.device)
     scale_N = torch.empty(rows, dtype=torch.float32, device=x_NW.device)
     if narrow_NW.numel():
-        _quantize_kernel[(rows,)](x_NW, narrow_NW, scale_N, x_NW.stride(0), width, largest, BLOCK=4096, num_warps=8)
-    return narrow_NW, scale_N
+        _activation_store_kernel[(rows,)](
+            x_NW, bias_W, weights_N, out_NF, narrow_NW, scale_N, x_NW.stride(0), width, offset, clamp or 0.0, largest,
+            CURVE=curve, GATED=gated, CUTS=clamp is not None, BLOCK=_STORE_BLOCK, num_warps=8,
+        )  # fmt: skip
+    return out_NF, narrow_NW, scale_N
 
 
 @triton.jit
@@ -98,15 +114,12 @@ def _curve(x, CURVE: tl.constexpr):
 
 
 @triton.jit
-def _activation_kernel(
-    x_ptr, bias_ptr, weights_ptr, out_ptr, stride, width, blocks, offset, clamp,
-    CURVE: tl.constexpr, GATED: tl.constexpr, CUTS: tl.constexpr, BLOCK: tl.constexpr,
+def _activated(
+    line_ptr, bias_ptr, lanes, inside, width, offset, clamp, CURVE: tl.constexpr, GATED: tl.constexpr, CUTS: tl.constexpr
 ):  # fmt: skip
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    lanes = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-    inside = lanes < width
-    line_ptr = x_ptr + row * stride
+    """Results of a piece of a row, and at each lane the largest magnitude of what it was made of."""
     gate = tl.load(line_ptr + lanes, mask=inside, other=0.0).to(tl.float32)
+    top = tl.abs(gate)
     if bias_ptr is not None:
         gate += tl.load(bias_ptr + lanes, mask=inside, other=0.0).to(tl.float32)
     if CUTS:
@@ -114,14 +127,56 @@ def _activation_kernel(
     out, _ = _curve(gate, CURVE)
     if GATED:
         value = tl.load(line_ptr + width + lanes, mask=inside, other=0.0).to(tl.float32)
+        top = tl.maximum(top, tl.abs(value))
         if bias_ptr is not None:
             value += tl.load(bias_ptr + width + lanes, mask=inside, other=0.0).to(tl.float32)
         if CUTS:
             value = tl.where(value > clamp, clamp, tl.where(value < -clamp, -clamp, value))
         out *= value + offset
+    return out, top
+
+
+@triton.jit
+def _activation_kernel(
+    x_ptr, bias_ptr, weights_ptr, out_ptr, stride, width, blocks, offset, clamp,
+    CURVE: tl.constexpr, GATED: tl.constexpr, CUTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    lanes = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    inside = lanes < width
+    out, _ = _activated(x_ptr + row * stride, bias_ptr, lanes, inside, width, offset, clamp, CURVE, GATED, CUTS)
     if weights_ptr is not None:
         out *= tl.load(weights_ptr + row).to(tl.float32)
     tl.store(out_ptr + row * width + lanes, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _activation_store_kernel(
+    x_ptr, bias_ptr, weights_ptr, out_ptr, narrow_ptr, scale_ptr, stride, width, offset, clamp, largest,
+    CURVE: tl.constexpr, GATED: tl.constexpr, CUTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A whole row: the second reading, with the scale of the first, comes from a cache."""
+    row = tl.program_id(0).to(tl.int64)
+    line_ptr = x_ptr + row * stride
+    top = tl.zeros((BLOCK,), dtype=tl.float32)
+    weight = 1.0
+    if weights_ptr is not None:
+        weight = tl.load(weights_ptr + row).to(tl.float32)
+    for start in range(0, width, BLOCK):
+        lanes = start + tl.arange(0, BLOCK)
+        inside = lanes < width
+        out, here = _activated(line_ptr, bias_ptr, lanes, inside, width, offset, clamp, CURVE, GATED, CUTS)
+        top = tl.maximum(top, here)
+        tl.store(out_ptr + row * width + lanes, (out * weight).to(out_ptr.dtype.element_ty), mask=inside)
+    scale = tl.max(top, 0) / largest
+    # A row of zeros, or of numbers too small for a factor.
+    scale = tl.where(scale > 1e-30, scale, 1.0)
+    tl.store(scale_ptr + row, scale)
+    whole = 2 * width if GATED else width
+    for start in range(0, whole, BLOCK):
+        lanes = start + tl.arange(0, BLOCK)
+        x = tl.load(line_ptr + lanes, mask=lanes < whole, other=0.0).to(tl.float32)
+        tl.store(narrow_ptr + row * whole + lanes, (x / scale).to(narrow_ptr.dtype.element_ty), mask=lanes < whole)
 
 
 @triton.jit
@@ -172,21 +227,3 @@ def _activation_backward_kernel(
     tl.store(line_out_ptr + lanes, grad_gate.to(element), mask=inside)
     if parts_ptr is not None:
         tl.store(parts_ptr + row * blocks + block, tl.sum(tl.where(inside, grad * out, 0.0), 0))
-
-
-@triton.jit
-def _quantize_kernel(x_ptr, narrow_ptr, scale_ptr, stride, width, largest, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    line_ptr = x_ptr + row * stride
-    top = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in range(0, width, BLOCK):
-        lanes = start + tl.arange(0, BLOCK)
-        top = tl.maximum(top, tl.abs(tl.load(line_ptr + lanes, mask=lanes < width, other=0.0).to(tl.float32)))
-    scale = tl.max(top, 0) / largest
-    # A row of zeros, or of numbers too small for a factor.
-    scale = tl.where(scale > 1e-30, scale, 1.0)
-    tl.store(scale_ptr + row, scale)
-    for start in range(0, width, BLOCK):
-        lanes = start + tl.arange(0, BLOCK)
-        x = tl.load(line_ptr + lanes, mask=lanes < width, other=0.0).to(tl.float32)
-        tl.store(narrow_ptr + row * width + lanes, (x / scale).to(tl.float8e4nv), mask=lanes < width)

@@ -11,8 +11,10 @@ from torch import Tensor
 
 # T tokens, D width of a norm, K key-value heads, G query heads of each, A heads, d width of a head.
 
-_NORM_PROGRAMS = 512
-"""Programs of the norms' backward: each holds one partial sum of the weight gradient."""
+_NORM_PROGRAMS = 264
+"""Programs of the norms' backward, each of which holds one partial sum of the weight gradient: two on a multiprocessor of Hopper."""
+_TOTAL_ROWS, _TOTAL_COLUMNS = 64, 32
+"""Tile of the sum over them."""
 _NORM_TILE = 2048
 """Elements of narrow rows that one program takes together."""
 
@@ -40,15 +42,18 @@ def norm_backward(
     tokens, width = x_TD.shape
     grad_x_TD = torch.empty((tokens, width), dtype=x_TD.dtype, device=x_TD.device)
     constants, layer = _row_constants(width), mean_T is not None
-    programs = min(_NORM_PROGRAMS, triton.cdiv(tokens, constants["ROWS"]))
+    # Programs of fewer warps come in larger numbers.
+    programs = min(_NORM_PROGRAMS * max(1, 8 // constants["num_warps"]), triton.cdiv(tokens, constants["ROWS"]))
     parts_2PD = torch.empty((1 + layer, programs, width), dtype=torch.float32, device=x_TD.device)
     if tokens:
         _norm_backward_kernel[(programs,)](
             grad_TD, x_TD, weight_D, scale_T, mean_T, grad_x_TD, parts_2PD,
             grad_TD.stride(0), x_TD.stride(0), tokens, width, shift, LAYER=layer, **constants,
         )  # fmt: skip
-    totals = parts_2PD.sum(1).to(weight_D.dtype)
-    return grad_x_TD, totals[0], totals[1] if layer else None
+    totals_2D = torch.empty((1 + layer, width), dtype=weight_D.dtype, device=x_TD.device)
+    grid = (triton.cdiv(width, _TOTAL_COLUMNS), 1 + layer)
+    _norm_total_kernel[grid](parts_2PD, totals_2D, programs, width, ROWS=_TOTAL_ROWS, BLOCK=_TOTAL_COLUMNS, num_warps=4)
+    return grad_x_TD, totals_2D[0], totals_2D[1] if layer else None
 
 
 def split_rotated(qkv_TKHd: Tensor, tables: tuple[Tensor, Tensor], interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -149,15 +154,22 @@ def _norm_backward_kernel(
     total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     if LAYER:
         bias_total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-    for start in range(program * ROWS, tokens, tl.num_programs(0) * ROWS):
-        # Offsets of 64 bits.
-        rows = start + tl.arange(0, ROWS).to(tl.int64)
+    step = tl.num_programs(0) * ROWS
+    # Offsets of 64 bits.
+    rows = program * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    inside = (rows < tokens)[:, None] & columns[None, :]
+    next_grad = tl.load(grad_ptr + rows[:, None] * grad_stride + lanes[None, :], mask=inside, other=0.0)
+    next_x = tl.load(x_ptr + rows[:, None] * x_stride + lanes[None, :], mask=inside, other=0.0)
+    for _ in range(program * ROWS, tokens, step):
+        grad, x, here, at = next_grad.to(tl.float32), next_x.to(tl.float32), inside, rows
+        # The next rows are on their way while these are worked on: the sums over a row wait for all warps.
+        rows += step
         inside = (rows < tokens)[:, None] & columns[None, :]
-        grad = tl.load(grad_ptr + rows[:, None] * grad_stride + lanes[None, :], mask=inside, other=0.0).to(tl.float32)
-        x = tl.load(x_ptr + rows[:, None] * x_stride + lanes[None, :], mask=inside, other=0.0).to(tl.float32)
-        scale = tl.load(scale_ptr + rows, mask=rows < tokens, other=0.0)[:, None]
+        next_grad = tl.load(grad_ptr + rows[:, None] * grad_stride + lanes[None, :], mask=inside, other=0.0)
+        next_x = tl.load(x_ptr + rows[:, None] * x_stride + lanes[None, :], mask=inside, other=0.0)
+        scale = tl.load(scale_ptr + at, mask=at < tokens, other=0.0)[:, None]
         if LAYER:
-            x -= tl.load(mean_ptr + rows, mask=rows < tokens, other=0.0)[:, None]
+            x -= tl.load(mean_ptr + at, mask=at < tokens, other=0.0)[:, None]
             bias_total += grad
         # Outside the row the gradient is 0.
         unit = x * scale
@@ -165,11 +177,23 @@ def _norm_backward_kernel(
         grad_x = inner - unit * (tl.sum(inner * unit, 1) / width)[:, None]
         if LAYER:
             grad_x -= (tl.sum(inner, 1) / width)[:, None]
-        tl.store(grad_x_ptr + rows[:, None] * width + lanes[None, :], (grad_x * scale).to(grad_x_ptr.dtype.element_ty), mask=inside)
+        tl.store(grad_x_ptr + at[:, None] * width + lanes[None, :], (grad_x * scale).to(grad_x_ptr.dtype.element_ty), mask=here)
         total += grad * unit
     tl.store(parts_ptr + program * width + lanes, tl.sum(total, 0), mask=columns)
     if LAYER:
         tl.store(parts_ptr + (tl.num_programs(0) + program) * width + lanes, tl.sum(bias_total, 0), mask=columns)
+
+
+@triton.jit
+def _norm_total_kernel(parts_ptr, total_ptr, programs, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    which = tl.program_id(1)
+    total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for start in range(0, programs, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        inside = (rows < programs)[:, None] & (lanes < width)[None, :]
+        total += tl.load(parts_ptr + (which * programs + rows)[:, None] * width + lanes[None, :], mask=inside, other=0.0)
+    tl.store(total_ptr + which * width + lanes, tl.sum(total, 0).to(total_ptr.dtype.element_ty), mask=lanes < width)
 
 
 @triton.jit

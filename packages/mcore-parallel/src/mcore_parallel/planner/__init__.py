@@ -7,6 +7,7 @@ from mcore_parallel.planner._errors import PlannerError
 from mcore_parallel.planner._estimate import RankMemory, estimate
 from mcore_parallel.planner._model import ExpertSizes, ModelSizes
 from mcore_parallel.planner._presets import find_model
+from mcore_parallel.planner._scale import ScalePoint, scale
 from mcore_parallel.planner._search import Limits, Proposal, propose
 from mcore_parallel.planner._workload import Layout, Workload
 
@@ -19,10 +20,12 @@ __all__ = [
     "PlannerError",
     "Proposal",
     "RankMemory",
+    "ScalePoint",
     "StepCost",
     "Workload",
     "estimate",
     "find_model",
     "propose",
+    "scale",
     "step_cost",
 ]

@@ -297,8 +297,9 @@ def head_bytes(s: _Sizes, *, fusion: bool) -> HeadBytes:
     whole = e * s.T * s.D if s.sequence_parallel else 0
     base = s.norm + s.hidden + labels
     logits = chunk * s.V * e
-    # Without kernels the statistics of the rows are made of float32 copies of a chunk.
-    copies = 0 if s.kernels else 12 * chunk * s.V
+    # Without kernels the statistics of the rows are made of float32 copies of a chunk: the logits where they are narrower, and what is left
+    # of them below the largest.
+    copies = 0 if s.kernels else _WIDE * (2 if e < _WIDE else 1) * chunk * s.V
     # Without a product of a wider result the factors of the weight gradient are widened.
     widened = _WIDE * chunk * (s.V + s.D) if not s.kernels and e < _WIDE and num_chunks > 1 else 0
     moments = [Moment("final norm", s.norm + s.norm_work)]
@@ -335,7 +336,7 @@ def loss_chunk(tokens: int, vocabulary: int) -> tuple[int, int]:
 
 
 def embedding_bytes(s: _Sizes, *, masked: bool) -> int:
-    """Token ids, and off the CPU which of them this rank holds."""
+    """Token ids, and off the CPU which of them this rank holds, where that is not marked in them."""
     return s.T * (8 + (1 if masked else 0))
 
 
@@ -387,13 +388,14 @@ def stage_activations(workload: Workload, layout: Layout, parts: tuple[Part, ...
     # What came from the stage before is kept too; where a layer runs again, or is wide, it is among what that keeps.
     received = 0 if s.kernels or s.e == _WIDE or num_inputs or (recompute and "norm" in recompute.parts) else s.hidden
     depths = [depth for part in parts for depth in part.depths]
-    each = kept + tables + (embedding_bytes(s, masked=kernels or s.V * layout.plan.tp != s.V) if first else received)
+    each = kept + tables + (embedding_bytes(s, masked=not fusion and (kernels or s.V * layout.plan.tp != s.V)) if first else received)
     head = head_bytes(s, fusion=fusion) if last else None
     moments = [Moment(moment.name, again + moment.extra) for layer in kinds.values() for moment in layer.moments]
     if first:
         # Last of all: the embedding's gradient, when its micro-batch has let go of the layers.
         tied = last and config.share_embeddings_and_output_weights
-        moments.append(Moment("embedding", (1 + tied) * s.e * s.V * s.D + 2 * s.e * s.T * s.D - kept))
+        picked = fusion and s.kernels  # of the rows of its tokens only
+        moments.append(Moment("embedding", (tied + (not picked)) * s.e * s.V * s.D + (2 - picked) * s.e * s.T * s.D - kept))
     if head is not None:
         # A depth keeps three norms, their results side by side and projected, its layers, and its loss until the backward begins.
         further = sum(3 * s.norm + 4 * s.hidden + sum(kinds[symbol].kept for symbol in depth) for depth in depths)

@@ -15,6 +15,7 @@ from mcore_parallel.optim import OptimizerConfig
 from mcore_parallel.planner._cost import Cluster
 from mcore_parallel.planner._errors import PlannerError
 from mcore_parallel.planner._presets import PRESETS, find_model, parse_overrides
+from mcore_parallel.planner._scale import ScalePoint, scale
 from mcore_parallel.planner._search import AXES, RECOMPUTE, Limits, Proposal, advice, propose
 from mcore_parallel.planner._workload import Workload
 
@@ -30,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         workload, cluster, limits = _read(arguments)
+        if arguments.scale:
+            return _scale(scale(workload, [arguments.gpus, *arguments.scale], cluster, limits=limits), arguments.json)
         proposals = propose(workload, arguments.gpus, cluster, limits=limits, top=arguments.top)
     except PlannerError as error:
         print(f"mcore-plan: error: {error}", file=sys.stderr)
@@ -75,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"{', '.join(PRESETS)}, or the path of a config.json; fields after it replace the model's",
     )  # fmt: skip
     parser.add_argument("--gpus", type=int, required=True, help="ranks of the world")
+    parser.add_argument("--scale", type=int, nargs="+", metavar="GPUS", help="estimate the fastest layout of further numbers of GPUs, too")
     parser.add_argument("--gpu-memory-gib", type=float, default=141.0, help="memory of a GPU (default: %(default)s)")
     parser.add_argument("--sequence", type=int, required=True, help="tokens of a sequence")
     parser.add_argument("--global-batch", type=int, required=True, help="sequences of one optimizer step")
@@ -136,6 +140,24 @@ def _row(proposal: Proposal) -> list[str]:
     return [*map(str, degrees), *choices, proposal.recompute, *memory, "yes" if proposal.fits else "no", *speed]
 
 
+def _scale(points: Sequence[ScalePoint], as_json: bool) -> int:
+    found = [
+        {
+            "gpus": point.gpus, "batch": point.batch, "global_batch": point.workload.global_batch,
+            **{axis: getattr(point.proposal.layout.plan, axis) for axis in ("tp", "pp", "vpp", "cp", "ep", "dp")},
+            "recompute": point.proposal.recompute, "step_s": round(point.proposal.cost.total, 3),
+            "tokens_per_s_per_gpu": round(point.tokens_per_s_per_gpu), "tflops_per_gpu": round(point.flops_per_gpu / 1e12),
+            "efficiency": round(point.efficiency, 3),
+        }
+        for point in points
+    ]  # fmt: skip
+    if as_json:
+        print(json.dumps({"points": found}, indent=1))
+    else:
+        _print_columns(tuple(found[0]), [[str(value) for value in row.values()] for row in found])
+    return 0
+
+
 def _show(workload: Workload, gpus: int, cluster: Cluster, proposals: Sequence[Proposal]) -> None:
     model = workload.model
     active = f", {model.num_active_parameters / 1e9:.1f} B active" if model.experts is not None else ""
@@ -156,8 +178,12 @@ def _show(workload: Workload, gpus: int, cluster: Cluster, proposals: Sequence[P
                 table.add_row(*row)
             Console().print(table)
             return
-    widths = [max(len(cell) for cell in column) for column in zip(_COLUMNS, *rows, strict=True)]
-    for row in (_COLUMNS, *rows):
+    _print_columns(_COLUMNS, rows)
+
+
+def _print_columns(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(len(cell) for cell in column) for column in zip(names, *rows, strict=True)]
+    for row in (names, *rows):
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
 
 

@@ -7,7 +7,7 @@ from mcore_parallel.tensor_parallel._embedding import VocabParallelEmbedding
 from mcore_parallel.tensor_parallel._fused_linear import fused_linear_cross_entropy
 from mcore_parallel.tensor_parallel._invariant import InvariantProducts, make_tp_invariant
 from mcore_parallel.tensor_parallel._linear import ColumnParallelLinear, RowParallelLinear
-from mcore_parallel.tensor_parallel._product import LinearProducts, Route
+from mcore_parallel.tensor_parallel._product import LinearProducts, LossProducts, Route
 from mcore_parallel.tensor_parallel._replicated import ReplicatedLinear
 from mcore_parallel.tensor_parallel._vocab import pad_vocab_size
 from mcore_parallel.tensor_parallel._weight_gradient import MainGradient, WeightCopyHolder, WeightGradientQueue, WeightGradientSink
@@ -16,6 +16,7 @@ __all__ = [
     "ColumnParallelLinear",
     "InvariantProducts",
     "LinearProducts",
+    "LossProducts",
     "MainGradient",
     "ReplicatedLinear",
     "Route",

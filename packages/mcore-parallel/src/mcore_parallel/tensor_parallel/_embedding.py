@@ -12,7 +12,9 @@ from mcore_parallel._groups import ProcessGroups
 from mcore_parallel._shards import ShardSpec
 from mcore_parallel.comm import reduce_from_tensor_model_parallel_region, reduce_scatter_to_sequence_parallel_region
 from mcore_parallel.tensor_parallel._init import normal_shard_
+from mcore_parallel.tensor_parallel._picked_rows import pick_rows
 from mcore_parallel.tensor_parallel._vocab import check_ids, owned_rows
+from mcore_parallel.tensor_parallel._weight_gradient import MainGradient
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -35,6 +37,8 @@ class VocabParallelEmbedding(nn.Module):
     Raises:
         ValueError: tp does not divide ``vocab_size``.
     """
+
+    _main_grad: MainGradient | None = None
 
     def __init__(
         self,
@@ -64,6 +68,10 @@ class VocabParallelEmbedding(nn.Module):
         """Normal table that is the same in every layout."""
         normal_shard_(self.weight, self.shard_specs()["weight"], self.groups, std=std, seed=seed)
 
+    def accumulate_weight_gradients_into(self, main_grads: Mapping[str, MainGradient]) -> None:
+        """As ``WeightGradientSink``; in a graph under compilation autograd gets the gradient."""
+        self._main_grad = main_grads.get("weight")
+
     def forward(self, tokens_T: Tensor) -> Tensor:
         """tokens [T] int64 -> [T, D], or [T/tp, D] under sequence parallelism.
 
@@ -71,10 +79,14 @@ class VocabParallelEmbedding(nn.Module):
             ValueError: an id outside [0, V) (on CPU), or tp does not divide T under sequence parallelism.
         """
         check_ids(tokens_T, "tokens", self.vocab_size)
-        if self.groups.tp.size == 1 and tokens_T.device.type == "cpu" and not torch.compiler.is_compiling():
+        main_grad = None if torch.compiler.is_compiling() else self._main_grad
+        if main_grad is None and self.groups.tp.size == 1 and tokens_T.device.type == "cpu" and not torch.compiler.is_compiling():
             return F.embedding(tokens_T, self.weight)
         rows_T, owned_T = owned_rows(tokens_T, self.weight.shape[0], self.groups.tp)
-        part = F.embedding(rows_T, self.weight).masked_fill(~owned_T.unsqueeze(-1), 0.0)
+        if main_grad is None:
+            part = F.embedding(rows_T, self.weight).masked_fill(~owned_T.unsqueeze(-1), 0.0)
+        else:
+            part = pick_rows(self.weight, torch.where(owned_T, rows_T, -1), main_grad)
         reduce = reduce_scatter_to_sequence_parallel_region if self.groups.sequence_parallel else reduce_from_tensor_model_parallel_region
         return reduce(part, self.groups.tp)
 

@@ -143,7 +143,7 @@ def fused_linear_cross_entropy(
     job = _Job(
         group=group,
         maths=maths,
-        chunks=_chunks(tokens, weight.shape[0], chunk_tokens),
+        chunks=token_chunks(tokens, weight.shape[0], chunk_tokens),
         sequence_parallel=sequence_parallel,
         main_grad=main_grad,
         queue=queue,
@@ -177,16 +177,17 @@ class _Job:
 
 
 @dataclass(frozen=True)
-class _Labels:
+class Labels:
     """Where the labels lie among this rank's columns."""
 
     column_T: Tensor
     counted_T: Tensor
 
     @classmethod
-    def of(cls, target_T: Tensor, width: int, job: _Job) -> "_Labels":
-        counted_T = (target_T >= 0) & (target_T < job.maths.vocab_size)
-        local_T = target_T - job.group.rank * width
+    def of(cls, target_T: Tensor, width: int, vocab_size: int, rank: int) -> "Labels":
+        """Of ``width`` columns on each rank, the first ``vocab_size`` of all counting."""
+        counted_T = (target_T >= 0) & (target_T < vocab_size)
+        local_T = target_T - rank * width
         return cls(torch.where(counted_T & (local_T >= 0) & (local_T < width), local_T, -1), counted_T)
 
 
@@ -229,7 +230,7 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight_vD: Tensor, target_T: Tensor, job: _Job) -> Any:
-        labels = _Labels.of(target_T, weight_vD.shape[0], job)
+        labels = Labels.of(target_T, weight_vD.shape[0], job.maths.vocab_size, job.group.rank)
         whole_TD, valid = job.whole(hidden), job.valid(weight_vD)
         parts = [
             row_statistics(F.linear(whole_TD[begin:end], weight_vD), labels.column_T[begin:end], valid, job.maths)
@@ -249,7 +250,7 @@ class _Precomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight_vD: Tensor, target_T: Tensor, weights_T: Tensor, job: _Job) -> Any:
-        labels = _Labels.of(target_T, weight_vD.shape[0], job)
+        labels = Labels.of(target_T, weight_vD.shape[0], job.maths.vocab_size, job.group.rank)
         whole_TD, valid = job.whole(hidden), job.valid(weight_vD)
         weights_T = torch.where(labels.counted_T, weights_T, 0.0).to(maths_dtype(hidden))
         gradients = _Gradients(whole_TD, weight_vD, job, ctx.needs_input_grad[:2])
@@ -262,7 +263,7 @@ class _Precomputed(torch.autograd.Function):
             to_gradient_(logits_Cv, column_C, valid, job.maths, part.log_norm_T, weights_T[begin:end])
             gradients.add((begin, end), logits_Cv)
             del logits_Cv  # before the next ones are made
-        result = _join(results)
+        result = join_rows(results)
         loss_T = torch.where(labels.counted_T, result.loss_T, 0.0)
         _save(ctx, hidden, weight_vD, labels, result, job, loss_T, weights_T, gradients.hidden_sum(), _in_dtype(gradients, job))
         if result.entropy_T is not None:
@@ -292,7 +293,7 @@ class _Precomputed(torch.autograd.Function):
         return grad_hidden, grad_weight, None, grad_weights, None
 
 
-def _save(ctx: Any, hidden: Tensor, weight_vD: Tensor, labels: _Labels, result: RowResult, job: _Job, *more: Tensor | None) -> None:
+def _save(ctx: Any, hidden: Tensor, weight_vD: Tensor, labels: Labels, result: RowResult, job: _Job, *more: Tensor | None) -> None:
     ctx.save_for_backward(hidden, weight_vD, labels.column_T, labels.counted_T, result.log_norm_T, result.entropy_T, *more)
     ctx.job = job
     # A loss that nothing was made of arrives as None instead of zeros, and so does an entropy.
@@ -343,7 +344,8 @@ def _in_dtype(gradients: _Gradients, job: _Job) -> Tensor | None:
     return gradients.weight.to(gradients.weight_vD.dtype)
 
 
-def _join(results: list[RowResult]) -> RowResult:
+def join_rows(results: list[RowResult]) -> RowResult:
+    """Of chunks in order."""
     if len(results) == 1:
         return results[0]
     entropies = [result.entropy_T for result in results if result.entropy_T is not None]
@@ -354,7 +356,7 @@ def _join(results: list[RowResult]) -> RowResult:
     )
 
 
-def _chunks(tokens: int, width: int, chunk_tokens: int | None) -> tuple[tuple[int, int], ...]:
+def token_chunks(tokens: int, width: int, chunk_tokens: int | None) -> tuple[tuple[int, int], ...]:
     """Even chunks, multiples of 128 where the size is ours to choose; at least one."""
     return tuple(_spans(tokens, chunk_tokens or _even(tokens, max(128, _CHUNK_LOGITS // width)))) or ((0, 0),)
 

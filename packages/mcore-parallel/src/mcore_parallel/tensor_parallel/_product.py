@@ -55,6 +55,18 @@ class LinearProducts(Protocol):
         ...
 
 
+class LossProducts(Protocol):
+    """Computes the loss of an output layer from hidden states another way than ``fused_linear_cross_entropy``."""
+
+    def losses(self, hidden: Tensor, weight_vD: Tensor, target_T: Tensor, weights_T: Tensor, route: Route, vocab_size: int) -> Tensor:
+        """``fused_linear_cross_entropy`` with ``token_weights``: [T or T / tp, D] -> [T]."""
+        ...
+
+    def weight_changed(self) -> None:
+        """As ``WeightCopyHolder.parameters_changed``."""
+        ...
+
+
 class ProductLayer(nn.Module):
     """What the layers of one weight share: where the gradient of that goes, and who computes the products."""
 

@@ -55,7 +55,7 @@ def row_statistics(logits_Tv: Tensor, column_T: Tensor, valid: int, maths: RowMa
         valid: leading columns that count.
         maths: which statistics.
     """
-    if _use_triton(logits_Tv) and valid:
+    if use_triton(logits_Tv) and valid:
         from mcore_parallel.tensor_parallel import _triton_rows
 
         return _triton_rows.statistics(logits_Tv, column_T, valid, maths)
@@ -68,7 +68,7 @@ def row_statistics(logits_Tv: Tensor, column_T: Tensor, valid: int, maths: RowMa
     picked_T = z_Tv.gather(-1, column_T.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     max_T = z_Tv.amax(-1).clamp(min=lowest(dtype))
     below_Tv = z_Tv - max_T.unsqueeze(-1)
-    exp_Tv = below_Tv.exp()
+    exp_Tv = below_Tv.exp() if maths.smoothing or maths.entropy else below_Tv.exp_()
     rows = [max_T, exp_Tv.sum(-1), torch.where(column_T >= 0, picked_T, 0.0)]
     if maths.smoothing:
         rows.append(below_Tv.sum(-1))
@@ -129,7 +129,7 @@ def to_gradient_(
         entropy_T: of ``combine``, with ``entropy_grad_T``.
         entropy_grad_T: of the entropy, or None.
     """
-    if _use_triton(logits_Tv) and valid:
+    if use_triton(logits_Tv) and valid:
         from mcore_parallel.tensor_parallel import _triton_rows
 
         _triton_rows.to_gradient_(logits_Tv, column_T, valid, maths, log_norm_T, grad_T, entropy_T, entropy_grad_T)
@@ -138,19 +138,61 @@ def to_gradient_(
         logits_Tv[:, valid:].zero_()
     if not valid:
         return
-    log_p_Tv = _scaled(logits_Tv[:, :valid].to(log_norm_T.dtype), maths) - log_norm_T.unsqueeze(-1)
-    result_Tv = log_p_Tv.exp()
+    # In place wherever the dtypes allow: on a CPU fresh memory costs more than the arithmetic.
+    part_Tv = logits_Tv[:, :valid]
+    result_Tv = part_Tv if part_Tv.dtype == log_norm_T.dtype else part_Tv.to(log_norm_T.dtype)
+    if maths.temperature != 1.0:
+        result_Tv.div_(maths.temperature)
+    result_Tv.sub_(log_norm_T.unsqueeze(-1))
     if entropy_grad_T is not None and entropy_T is not None:
+        log_p_Tv, result_Tv = result_Tv, result_Tv.exp()
         # dH/dz = -p (log p + H); p is 0 where log p is -inf.
         surprise_Tv = torch.where(result_Tv > 0, -log_p_Tv, 0.0) - entropy_T.unsqueeze(-1)
-        result_Tv = result_Tv * (grad_T.unsqueeze(-1) + entropy_grad_T.unsqueeze(-1) * surprise_Tv)
+        result_Tv.mul_(grad_T.unsqueeze(-1) + entropy_grad_T.unsqueeze(-1) * surprise_Tv)
     else:
-        result_Tv = result_Tv * grad_T.unsqueeze(-1)
+        result_Tv.exp_().mul_(grad_T.unsqueeze(-1))
     if maths.smoothing:
-        result_Tv = result_Tv - (grad_T * (maths.smoothing / maths.vocab_size)).unsqueeze(-1)
+        result_Tv.sub_((grad_T * (maths.smoothing / maths.vocab_size)).unsqueeze(-1))
     at_label_T = torch.where(column_T >= 0, grad_T * (1.0 - maths.smoothing), 0.0)
-    result_Tv = result_Tv.scatter_add(-1, column_T.clamp(min=0).unsqueeze(-1), -at_label_T.unsqueeze(-1))
-    logits_Tv[:, :valid].copy_(_scaled(result_Tv, maths))
+    result_Tv.scatter_add_(-1, column_T.clamp(min=0).unsqueeze(-1), -at_label_T.unsqueeze(-1).to(result_Tv.dtype))
+    if maths.temperature != 1.0:
+        result_Tv.div_(maths.temperature)
+    if result_Tv is not part_Tv:
+        part_Tv.copy_(result_Tv)
+
+
+def to_narrow_gradient(
+    logits_Tv: Tensor,
+    column_T: Tensor,
+    valid: int,
+    maths: RowMaths,
+    log_norm_T: Tensor,
+    grad_T: Tensor,
+    inverse: Tensor,
+    turned_vT: Tensor,
+) -> Tensor:
+    """The gradient of logits in eight bits with one scale, [T, v], and transposed.
+
+    Args:
+        logits_Tv: in; what they hold afterwards is not defined.
+        column_T: as in ``to_gradient_``.
+        valid: as there.
+        maths: as there, without entropy.
+        log_norm_T: as there.
+        grad_T: as there.
+        inverse: [], by which the eight-bit values are to be multiplied; none may saturate.
+        turned_vT: out, [v, T] with any stride of its rows; its dtype is that of the result.
+    """
+    if use_triton(logits_Tv) and valid:
+        from mcore_parallel.tensor_parallel import _triton_rows
+
+        return _triton_rows.to_narrow_gradient(logits_Tv, column_T, valid, maths, log_norm_T, grad_T, inverse, turned_vT)
+    grad_Tv = logits_Tv.to(log_norm_T.dtype, copy=True)
+    to_gradient_(grad_Tv, column_T, valid, maths, log_norm_T, grad_T)
+    largest = torch.finfo(turned_vT.dtype).max
+    narrow_Tv = (grad_Tv * inverse.reciprocal()).clamp(-largest, largest).to(turned_vT.dtype)
+    turned_vT.copy_(narrow_Tv.t())
+    return narrow_Tv
 
 
 def maths_dtype(logits: Tensor) -> torch.dtype:
@@ -167,7 +209,8 @@ def _scaled(x: Tensor, maths: RowMaths) -> Tensor:
     return x if maths.temperature == 1.0 else x / maths.temperature
 
 
-def _use_triton(logits: Tensor) -> bool:
+def use_triton(logits: Tensor) -> bool:
+    """Whether kernels of this package work on the tensor."""
     return logits.is_cuda and logits.dtype != torch.float64 and not torch.compiler.is_compiling() and _has_triton()
 
 

@@ -2,6 +2,8 @@
 # Copyright (c) 2026 the mcore authors
 """Triton kernels of the row statistics and of their gradient, one program a row; imported only when they run."""
 
+# pyright: reportCallIssue=false
+
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ from mcore_parallel.tensor_parallel._rows import RowMaths, lowest
 
 _BLOCK = 4096
 _NUM_WARPS = 8
+_TILE_ROWS, _TILE_COLUMNS = 128, 64
+"""Of the eight-bit gradient: a transposed line of a tile is 128 bytes."""
 
 
 def statistics(logits_Tv: Tensor, column_T: Tensor, valid: int, maths: RowMaths) -> Tensor:
@@ -63,6 +67,45 @@ def to_gradient_(
             maths.smoothing / maths.vocab_size,
             **_constants(width, ENTROPY=with_entropy),
         )
+
+
+def to_narrow_gradient(
+    logits_Tv: Tensor,
+    column_T: Tensor,
+    valid: int,
+    maths: RowMaths,
+    log_norm_T: Tensor,
+    grad_T: Tensor,
+    inverse: Tensor,
+    turned_vT: Tensor,
+) -> Tensor:
+    """As there, in one pass over the logits."""
+    rows, width = logits_Tv.shape
+    narrow_Tv = torch.empty((rows, width), dtype=turned_vT.dtype, device=logits_Tv.device)
+    if rows:
+        grid = (triton.cdiv(rows, _TILE_ROWS), triton.cdiv(width, _TILE_COLUMNS))
+        _narrow_gradient_kernel[grid](
+            logits_Tv,
+            column_T,
+            log_norm_T,
+            grad_T.contiguous(),
+            inverse,
+            narrow_Tv,
+            turned_vT,
+            logits_Tv.stride(0),
+            turned_vT.stride(0),
+            rows,
+            width,
+            valid,
+            1.0 / maths.temperature,
+            1.0 - maths.smoothing,
+            maths.smoothing / maths.vocab_size,
+            LARGEST=torch.finfo(turned_vT.dtype).max,
+            ROWS=_TILE_ROWS,
+            COLUMNS=_TILE_COLUMNS,
+            num_warps=_NUM_WARPS,
+        )
+    return narrow_Tv
 
 
 def _constants(columns: int, **flags: bool) -> dict[str, Any]:
@@ -132,3 +175,31 @@ def _gradient_kernel(
         result -= tl.where(at == column, grad * label_share, 0.0)
         result = tl.where(at < valid, result * inverse_temperature, 0.0)
         tl.store(line_ptr + at, result.to(logits_ptr.dtype.element_ty), mask=at < width)
+
+
+@triton.jit
+def _narrow_gradient_kernel(
+    logits_ptr, column_ptr, log_norm_ptr, grad_ptr, inverse_ptr, narrow_ptr, turned_ptr, stride, turned_stride, tokens, width, valid,
+    inverse_temperature, label_share, even_share, LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    # Offsets inside a tile fit 32 bits, those of a tile need not.
+    row, first = tl.program_id(0).to(tl.int64) * ROWS, tl.program_id(1).to(tl.int64) * COLUMNS
+    rows, columns = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    there, at = rows < tokens - row, first + columns
+    inside = there[:, None] & (at < width)[None, :]
+    column = tl.load(column_ptr + row + rows, mask=there, other=-1)
+    log_norm = tl.load(log_norm_ptr + row + rows, mask=there, other=0.0)
+    grad = tl.load(grad_ptr + row + rows, mask=there, other=0.0)
+    scale = tl.div_rn(inverse_temperature, tl.load(inverse_ptr))
+    counts = there[:, None] & (at < valid)[None, :]
+    line = row * stride + first
+    z = tl.load(logits_ptr + line + rows[:, None] * stride + columns[None, :], mask=counts, other=float("-inf")).to(tl.float32)
+    result = tl.exp(z * inverse_temperature - log_norm[:, None]) - even_share
+    result -= tl.where(at[None, :] == column[:, None], label_share, 0.0)
+    result = tl.where(counts, result * (grad * scale)[:, None], 0.0)
+    # The comparison leaves NaN as it is.
+    result = tl.where(result > LARGEST, LARGEST, tl.where(result < -LARGEST, -LARGEST, result))
+    narrow = result.to(narrow_ptr.dtype.element_ty)
+    tl.store(narrow_ptr + row * width + first + rows[:, None] * width + columns[None, :], narrow, mask=inside)
+    turned_at = columns[:, None] * turned_stride + rows[None, :]
+    tl.store(turned_ptr + first * turned_stride + row + turned_at, tl.trans(narrow), mask=tl.trans(inside))

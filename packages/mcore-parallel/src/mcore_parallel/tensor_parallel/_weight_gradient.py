@@ -2,8 +2,9 @@
 # Copyright (c) 2026 the mcore authors
 """Where a layer puts its weight gradient when it does not hand it to autograd, and when it computes it."""
 
+import contextlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -31,29 +32,29 @@ class MainGradient:
     done: Callable[[], None] | None = None
     """Called after each addition that completes one use of the parameter."""
 
-    def add_product(self, grad_TO: Tensor, x_TI: Tensor) -> None:
-        """``total += grad^T x``, seen as one matrix [O, I]."""
+    @contextlib.contextmanager
+    def open(self) -> Iterator[Tensor]:
+        """The sum, to be added to inside the block, once for one use of the parameter."""
         if self.begin is not None:
             self.begin()
-        add_product_(self.total.view(-1, self.total.shape[-1]), grad_TO, x_TI)
+        yield self.total
         if self.done is not None:
             self.done()
+
+    def add_product(self, grad_TO: Tensor, x_TI: Tensor) -> None:
+        """``total += grad^T x``, seen as one matrix [O, I]."""
+        with self.open() as total:
+            add_product_(total.view(-1, total.shape[-1]), grad_TO, x_TI)
 
     def add(self, grad: Tensor) -> None:
         """``total += grad``, of any shape with as many elements."""
-        if self.begin is not None:
-            self.begin()
-        self.total.add_(grad.view_as(self.total))
-        if self.done is not None:
-            self.done()
+        with self.open() as total:
+            total.add_(grad.view_as(total))
 
     def add_scaled(self, grad: Tensor, scale: Tensor) -> None:
         """``total += grad * scale`` for a scalar ``scale``."""
-        if self.begin is not None:
-            self.begin()
-        self.total.addcmul_(grad.view_as(self.total).to(self.total.dtype), scale.to(self.total.dtype))
-        if self.done is not None:
-            self.done()
+        with self.open() as total:
+            total.addcmul_(grad.view_as(total).to(total.dtype), scale.to(total.dtype))
 
 
 @dataclass(eq=False)

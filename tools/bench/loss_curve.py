@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Loss curves of eight-bit recipes beside the model's dtype, over real text.
+
+python -m tools.bench.loss_curve --steps 500 --output docs/benchmarks/loss_curve.json
+
+The text is the interpreter's standard library, cut by a byte-level tokenizer that learns it first. 95 % of the documents train, the rest
+judges at the end. Every run begins with the same weights and reads the same batches in the same order; the first has no recipe. Recipes are
+named as in ``tools.bench.dense_step``, words joined by commas: fp8=tensorwise,head. The difference is that of losses averaged over
+``--window`` steps, in parts of the first run's: at the end, and the largest one of the second half.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from mcore_parallel import ProcessGroups
+from mcore_parallel.data import HuggingFaceTokenizer
+from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
+from mcore_parallel.models import GPTModel, TransformerConfig
+from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
+from mcore_parallel.tensor_parallel import pad_vocab_size
+from mcore_parallel.training import CrossEntropyObjective, evaluate, train_step
+from tools.assemble import DTYPES, datasets, schedule, step_batches
+from tools.bench._record import record
+from tools.bench.dense_step import Run
+from tools.journey import default_text, prepare
+from tools.launch import launch
+from tools.recipes import DataConfig, RunConfig, TrainConfig
+
+_MODELS = {
+    "cuda": TransformerConfig(
+        num_layers=12, hidden_size=1024, num_attention_heads=16, num_query_groups=4, ffn_hidden_size=4096, vocab_size=16384
+    ),
+    "cpu": TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=2, ffn_hidden_size=128, vocab_size=512),
+}
+"""About 0.2e9 parameters, and a model to try the script with."""
+
+
+def configure(kind: str, steps: int, lr: float, folder: Path) -> RunConfig:
+    """What all runs have in common."""
+    sizes: dict[str, Any] = (
+        {"seq_len": 1024, "micro_batch_size": 16, "dtype": "bfloat16"} if kind == "cuda" else {"seq_len": 64, "micro_batch_size": 4}
+    )
+    batch = sizes["micro_batch_size"]
+    train = TrainConfig(**sizes, global_batch_size=batch, steps=steps, warmup_steps=max(1, steps // 20), eval_interval=0, eval_batches=8)
+    optimizer = OptimizerConfig(lr=lr, min_lr=lr / 10, weight_decay=0.1, clip_grad=1.0, adam_beta2=0.95)
+    return RunConfig(model=_MODELS[kind], train=train, optimizer=optimizer, output=str(folder))
+
+
+def curve(config: RunConfig, kind: str, words: str) -> dict[str, Any]:
+    """One run on this rank."""
+    device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
+    groups, train = ProcessGroups.single(), config.train
+    backend = Run.parse(f"tiny:{words}").completed("torch", "none").backend()
+    model = GPTModel(config.model, groups, backend=backend, dtype=DTYPES[train.dtype], device=device, seed=train.seed)
+    sync = DistributedDataParallel(DistributedDataParallelConfig(gradient_accumulation_fusion=True), model, groups)
+    optimizer = MegatronOptimizer(config.optimizer, sync, groups)
+    learn, judge = datasets(config, HuggingFaceTokenizer(config.data.tokenizer))
+    batches, rates, objective = step_batches(config, learn, groups, device), schedule(config), CrossEntropyObjective()
+    losses, begin = [], time.perf_counter()
+    for step in range(train.steps):
+        losses.append(train_step(model, next(batches), objective, sync, optimizer, lr=rates.lr(step)).loss)
+    seconds = time.perf_counter() - begin
+    held = [
+        batch for _, some in zip(range(train.eval_batches), step_batches(config, judge, groups, device), strict=False) for batch in some
+    ]
+    report = evaluate(model, held, objective)
+    sync.close()
+    validation = (report.sum / report.count).item()
+    return {"run": words or train.dtype, "seconds": round(seconds, 1), "validation_loss": validation, "losses": losses}
+
+
+def compared(runs: list[dict[str, Any]], window: int) -> list[dict[str, Any]]:
+    """Each run with its differences to the first, in parts of that one's loss."""
+    smooth = [[statistics.fmean(run["losses"][at : at + window]) for at in range(len(run["losses"]) - window + 1)] for run in runs]
+    plain, out = smooth[0], []
+    for run, means in zip(runs, smooth, strict=True):
+        apart = [(mine - theirs) / theirs for mine, theirs in zip(means, plain, strict=True)]
+        validation = run["validation_loss"] / runs[0]["validation_loss"] - 1
+        second_half = max(apart[len(apart) // 2 :], key=abs)
+        differences = {"difference_at_end": apart[-1], "largest_difference": second_half, "validation_difference": validation}
+        out.append({**run, "loss_at_end": means[-1], **differences, "losses": [round(loss, 5) for loss in run["losses"]]})
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", nargs="+", default=["fp8=tensorwise", "fp8=tensorwise,head"], help="beside the one without a recipe")
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--window", type=int, default=25)
+    parser.add_argument("--lr", type=float, default=6e-4)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    if not 1 <= arguments.window <= arguments.steps:
+        raise SystemExit(f"--window {arguments.window} must lie between 1 and --steps {arguments.steps}")
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        config = configure(kind, arguments.steps, arguments.lr, folder)
+        corpus = prepare(default_text(), folder / "data", config.model.vocab_size, Console(stderr=True))
+        # Sixteens for the units.
+        padded = pad_vocab_size(corpus.tokenizer.vocab_size, 1)
+        data = DataConfig(prefix=corpus.prefix, tokenizer=str(folder / "data" / "tokenizer"))
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=padded), data=data)
+        runs = [launch(curve, 1, device=kind, config=config, kind=kind, words=words)[0] for words in ("", *arguments.runs)]
+    rows = compared(runs, arguments.window)
+    for row in rows:
+        print(json.dumps({key: value for key, value in row.items() if key != "losses"}), flush=True)
+    if arguments.output:
+        facts = {"tokens": corpus.report.num_tokens, "sequence": config.train.seq_len, "global_batch": config.train.global_batch_size}
+        record(arguments.output, {"work": "loss curves on the standard library", **facts, "window": arguments.window, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
