@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from mcore_ckpt import CheckpointingException, CheckpointManager
-from mcore_ckpt.manifest import MANIFEST_NAME
+from mcore_ckpt.manifest import read_manifest
 from mcore_parallel import ProcessGroups
 from mcore_parallel.comm import all_reduce
 from mcore_parallel.data import HuggingFaceTokenizer
@@ -123,7 +123,7 @@ class EagleRun:
         manager = CheckpointManager(Path(self.target.output) / "checkpoints")
         if (step := manager.latest()) is None:
             raise ValueError(f"target.output={self.target.output} holds no checkpoint; train the target, or give its folder")
-        digest = json.loads((manager.path(step) / MANIFEST_NAME).read_text(encoding="utf-8"))["sha256"]
+        digest = json.loads(read_manifest(manager.path(step)).encode())["sha256"]
         return f"{self.target.output} step {step} {digest}"
 
 

@@ -15,7 +15,7 @@ from mcore_ckpt._formats import METADATA_NAME, read_metadata
 from mcore_ckpt._storage import FileRecord, Folder, LocalFolder, itemsize, open_folder
 from mcore_ckpt.chunks import Box, check_tiling
 
-__all__ = ["MANIFEST_NAME", "Chunk", "FileRecord", "Manifest", "TensorRecord", "is_checkpoint", "read_manifest"]
+__all__ = ["Chunk", "FileRecord", "Manifest", "TensorRecord", "is_checkpoint", "read_manifest"]
 
 MANIFEST_NAME = "manifest.json"
 """The file that makes a folder a checkpoint; published last."""
