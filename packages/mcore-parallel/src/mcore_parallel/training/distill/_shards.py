@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, Generic, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,8 @@ C = TypeVar("C")
 class StoreLayout:
     """What a store holds."""
 
+    seq_len: int
+    """Tokens of a sample."""
     arrays: Mapping[str, tuple[Any, tuple[int, ...]]]
     """Of each array its dtype and the shape of one sample."""
     error: type[ValueError]
@@ -117,6 +119,44 @@ class ShardWriter:
         return self.folder / f".{self._next()}.partial"
 
 
+class StoreWriter(Generic[C]):
+    """What the writers of stores have in common: settings, whose samples are there, and an end.
+
+    Args:
+        folder: of the store; made if it does not exist.
+        config: a dataclass, equal to that of the samples that are there.
+        layout: of the samples.
+        name: as of ``ShardWriter``.
+        shard_samples: as of ``ShardWriter``.
+
+    Raises:
+        layout.error: the folder holds samples made otherwise.
+        ValueError: as of ``ShardWriter``.
+    """
+
+    def __init__(self, folder: str | Path, config: C, layout: StoreLayout, *, name: str, shard_samples: int) -> None:
+        self.folder, self.config = Path(folder), config
+        place_settings(self.folder, config, layout.error, name=name)
+        self._shards = ShardWriter(self.folder, layout, name=name, shard_samples=shard_samples)
+
+    def holds(self, batch: Batch) -> bool:
+        """Whether all samples of a batch are there, or wait to be written."""
+        return self._shards.known.issuperset(self._keys(batch))
+
+    def close(self) -> None:
+        """Complete the shard that was begun."""
+        self._shards.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _keys(self, batch: Batch) -> list[bytes]:
+        return sample_keys(batch, self._shards.layout)
+
+
 class Shard:
     """Samples in one folder, mapped into memory."""
 
@@ -193,16 +233,16 @@ def read_settings(folder: Path, kind: type[C], error: type[ValueError]) -> C:
         raise error(f"{path} is damaged: {problem}") from problem
 
 
-def sample_keys(batch: Batch, seq_len: int, error: type[ValueError]) -> list[bytes]:
+def sample_keys(batch: Batch, layout: StoreLayout) -> list[bytes]:
     """Of each sample, a digest of its tokens.
 
     Raises:
-        error: packed or cut samples, or of another length.
+        layout.error: packed or cut samples, or of another length.
     """
     if batch.context_size > 1 or batch.cu_seqlens is not None:
-        raise error("samples of a store are whole rows of one sequence each; give batches without cu_seqlens, before context_share")
-    if batch.tokens.shape[1] != seq_len:
-        raise error(f"samples of {batch.tokens.shape[1]} tokens do not fit a store with seq_len={seq_len}")
+        raise layout.error("samples of a store are whole rows of one sequence each; give batches without cu_seqlens, before context_share")
+    if batch.tokens.shape[1] != layout.seq_len:
+        raise layout.error(f"samples of {batch.tokens.shape[1]} tokens do not fit a store with seq_len={layout.seq_len}")
     rows = batch.tokens.cpu().numpy().astype("<i8")
     return [hashlib.blake2b(row.tobytes(), digest_size=KEY_BYTES).digest() for row in rows]
 

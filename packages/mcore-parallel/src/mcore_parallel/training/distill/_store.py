@@ -16,7 +16,7 @@ from torch import Tensor
 from mcore_parallel.comm import all_reduce
 from mcore_parallel.training._batch import Batch
 from mcore_parallel.training.distill._divergence import vocab_parallel_top_k
-from mcore_parallel.training.distill._shards import Shard, ShardWriter, StoreLayout, open_shards, place_settings, read_settings, sample_keys
+from mcore_parallel.training.distill._shards import Shard, StoreLayout, StoreWriter, open_shards, read_settings, sample_keys
 from mcore_parallel.training.distill._teacher import Teacher
 
 LOG_PROBS, TOKEN_IDS = "teacher_log_probs", "teacher_token_ids"
@@ -52,7 +52,7 @@ class LogProbStoreConfig:
             raise ValueError(f"temperature={self.temperature} must be above 0")
 
 
-class LogProbStoreWriter:
+class LogProbStoreWriter(StoreWriter[LogProbStoreConfig]):
     """Adds samples to a store. Many may write to one folder, each under a name of its own.
 
     A shard is a folder that is renamed into place when it is complete: whatever is killed, a store holds whole shards, and a writer of the
@@ -70,13 +70,7 @@ class LogProbStoreWriter:
     """
 
     def __init__(self, folder: str | Path, config: LogProbStoreConfig, *, name: str = "0", shard_samples: int = 1024) -> None:
-        self.folder, self.config = Path(folder), config
-        place_settings(self.folder, config, LogProbStoreError, name=name)
-        self._shards = ShardWriter(self.folder, _layout(config), name=name, shard_samples=shard_samples)
-
-    def holds(self, batch: Batch) -> bool:
-        """Whether all samples of a batch are there, or wait to be written."""
-        return self._shards.known.issuperset(_keys(batch, self.config))
+        super().__init__(folder, config, _layout(config), name=name, shard_samples=shard_samples)
 
     def add(self, batch: Batch, log_probs: Tensor, token_ids: Tensor) -> None:
         """The samples of a batch that are not there yet.
@@ -89,7 +83,7 @@ class LogProbStoreWriter:
         Raises:
             LogProbStoreError: other sizes than the store's.
         """
-        keys = _keys(batch, self.config)
+        keys = self._keys(batch)
         expected = (len(keys), self.config.seq_len, self.config.top_k)
         if log_probs.shape != expected or token_ids.shape != expected:
             shapes = f"{tuple(log_probs.shape)} and {tuple(token_ids.shape)}"
@@ -97,16 +91,6 @@ class LogProbStoreWriter:
         values, ids = log_probs.float().cpu().numpy(), token_ids.to(torch.int32).cpu().numpy()
         for key, row, row_ids in zip(keys, values, ids, strict=True):
             self._shards.add(key, {"log_probs": row, "token_ids": row_ids})
-
-    def close(self) -> None:
-        """Complete the shard that was begun."""
-        self._shards.close()
-
-    def __enter__(self) -> "LogProbStoreWriter":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class LogProbStore:
@@ -128,8 +112,9 @@ class LogProbStore:
                 f"{self.folder} holds log-probabilities at temperature={self.config.temperature}, not {temperature}; "
                 "use that one, or write them down again"
             )
+        self._layout = _layout(self.config)
         self._places: dict[bytes, tuple[Shard, int]] = {}
-        for shard in open_shards(self.folder, _layout(self.config)):
+        for shard in open_shards(self.folder, self._layout):
             for row, key in enumerate(shard.samples()):
                 self._places.setdefault(key, (shard, row))
 
@@ -149,7 +134,7 @@ class LogProbStore:
         return [self._label(batch) for batch in batches]
 
     def _label(self, batch: Batch) -> Batch:
-        keys = _keys(batch, self.config)
+        keys = sample_keys(batch, self._layout)
         if missing := [number for number, key in enumerate(keys) if key not in self._places]:
             raise LogProbStoreError(
                 f"{self.folder} has none of the rows {missing} of a batch among its {len(self)} samples; "
@@ -244,8 +229,4 @@ def _write_down(teacher: Teacher, batch: Batch, writer: LogProbStoreWriter | Non
 def _layout(config: LogProbStoreConfig) -> StoreLayout:
     sample = (config.seq_len, config.top_k)
     arrays = {"log_probs": (np.float32, sample), "token_ids": (np.int32, sample)}
-    return StoreLayout(arrays=arrays, error=LogProbStoreError, again="remove it and record again")
-
-
-def _keys(batch: Batch, config: LogProbStoreConfig) -> list[bytes]:
-    return sample_keys(batch, config.seq_len, LogProbStoreError)
+    return StoreLayout(seq_len=config.seq_len, arrays=arrays, error=LogProbStoreError, again="remove it and record again")

@@ -15,15 +15,7 @@ from torch import Tensor
 from mcore_parallel._groups import ProcessGroups
 from mcore_parallel.comm import all_gather
 from mcore_parallel.training._batch import Batch
-from mcore_parallel.training.distill._shards import (
-    Shard,
-    ShardWriter,
-    StoreLayout,
-    open_shards,
-    place_settings,
-    read_settings,
-    sample_keys,
-)
+from mcore_parallel.training.distill._shards import Shard, StoreLayout, StoreWriter, open_shards, read_settings
 from mcore_parallel.training.distill._store import run_missing
 from mcore_parallel.training.distill._teacher import HIDDEN, Teacher
 
@@ -72,7 +64,7 @@ class FeatureStoreConfig:
         return self.seq_len * (states + 12)
 
 
-class FeatureStoreWriter:
+class FeatureStoreWriter(StoreWriter[FeatureStoreConfig]):
     """Adds samples to a store. Many may write to one folder, each under a name of its own; each sample goes to the disk as it comes.
 
     A shard is a folder that is renamed into place when it is complete: whatever is killed, a store holds whole shards, and a writer of the
@@ -90,13 +82,7 @@ class FeatureStoreWriter:
     """
 
     def __init__(self, folder: str | Path, config: FeatureStoreConfig, *, name: str = "0", shard_samples: int = 64) -> None:
-        self.folder, self.config = Path(folder), config
-        place_settings(self.folder, config, FeatureStoreError, name=name)
-        self._shards = ShardWriter(self.folder, _layout(config), name=name, shard_samples=shard_samples)
-
-    def holds(self, batch: Batch) -> bool:
-        """Whether all samples of a batch are there, or wait to be written."""
-        return self._shards.known.issuperset(self._keys(batch))
+        super().__init__(folder, config, _layout(config), name=name, shard_samples=shard_samples)
 
     def add(self, batch: Batch, hidden: Tensor, aux: Sequence[Tensor]) -> None:
         """The samples of a batch that are not there yet.
@@ -119,19 +105,6 @@ class FeatureStoreWriter:
         for row, key in enumerate(keys):
             values = {name: value[row] for name, value in small.items()}
             self._shards.add(key, {**values, "hidden": states[0][row], "aux": np.stack([x[row] for x in states[1:]])})
-
-    def close(self) -> None:
-        """Complete the shard that was begun."""
-        self._shards.close()
-
-    def __enter__(self) -> "FeatureStoreWriter":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _keys(self, batch: Batch) -> list[bytes]:
-        return sample_keys(batch, self.config.seq_len, FeatureStoreError)
 
 
 class FeatureStore:
@@ -237,7 +210,7 @@ def _layout(config: FeatureStoreConfig) -> StoreLayout:
         "hidden": (states, (S, D)),
         "aux": (states, (len(config.aux_modules), S, D)),
     }
-    return StoreLayout(arrays=arrays, error=FeatureStoreError, again="remove it and extract again")
+    return StoreLayout(seq_len=S, arrays=arrays, error=FeatureStoreError, again="remove it and extract again")
 
 
 def _numpy(x: Tensor) -> Any:
