@@ -4,14 +4,13 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_parallel.data._blend_config import Split
 from mcore_parallel.data._errors import DataError
 from mcore_parallel.data._gpt import GPTDataset, GPTDatasetConfig
-from mcore_parallel.data._indexed import IndexedDataset
 from mcore_parallel.data._pad import pad_id
 
 _ROLES = ("prefix", "middle", "suffix")
@@ -80,21 +79,13 @@ class GPTFIMDataset(GPTDataset):
 
     config: GPTFIMDatasetConfig
 
-    def __init__(
-        self,
-        indexed_dataset: IndexedDataset,
-        dataset_path: str | None,
-        indexed_indices: NDArray[np.integer],
-        num_samples: int | None,
-        index_split: Split,
-        config: GPTFIMDatasetConfig,
-    ) -> None:
-        super().__init__(indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config)
-        self._ids = _role_ids(config)
+    @cached_property
+    def _ids(self) -> dict[str, int]:
+        return _role_ids(self.config)
 
     def _padding(self) -> int:
         token = self.config.fim_extra_tokens.get("pad")
-        others = {f"fim {role}": number for role, number in _role_ids(self.config).items()}
+        others = {f"fim {role}": number for role, number in self._ids.items()}
         pad = None if token is None else _single_id(self.config, "pad", token)
         return pad_id(self.config.tokenizer, allow_ambiguous=self.config.allow_ambiguous_pad_tokens, pad=pad, others=others)
 

@@ -4,22 +4,21 @@
 
 # S tokens a sample, e = 1 when samples carry one token more for the labels
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset
 
-from mcore_parallel.data._array_cache import as_run, fingerprint
+from mcore_parallel.data._array_cache import Arrays, as_run, fingerprint
 from mcore_parallel.data._blend_config import BlendedMegatronDatasetConfig, Split
+from mcore_parallel.data._corpus_dataset import CorpusDataset
 from mcore_parallel.data._errors import DataError
 from mcore_parallel.data._gpt_indices import build_gpt_indices, plan_epochs
-from mcore_parallel.data._indexed import IndexedDataset
 from mcore_parallel.data._pad import pad_id
-from mcore_parallel.data._sample_index import sample_indices, sample_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +59,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
             raise DataError("reset_attention_mask=True has no effect without the mask; set create_attention_mask=True")
 
 
-class GPTDataset(Dataset[dict[str, Tensor]]):
+class GPTDataset(CorpusDataset[GPTDatasetConfig]):
     """Samples of one split of one corpus, in a fixed shuffled order, repeated for as many epochs as asked.
 
     Each epoch uses every token once, but for the e-token overlaps and a tail shorter than a sample. Indices are kept
@@ -79,26 +78,23 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
         DataError: the split has too few tokens for one sample.
     """
 
-    def __init__(
-        self,
-        indexed_dataset: IndexedDataset,
-        dataset_path: str | None,
-        indexed_indices: NDArray[np.integer],
-        num_samples: int | None,
-        index_split: Split,
-        config: GPTDatasetConfig,
-    ) -> None:
-        self.dataset = indexed_dataset
-        self.config = config
-        self.index_split = index_split
+    document_index: NDArray[Any]
+    """Sequence numbers in the order of reading, epoch by epoch."""
+    sample_index: NDArray[Any]
+    """[samples + 1, 2], where each begins: place in ``document_index``, token in that sequence."""
+    shuffle_index: NDArray[Any]
+    """[samples], the order of the samples."""
+    _cache_name: ClassVar[str | None] = "GPTDataset"
+
+    def _plan(self, documents: NDArray[np.integer], num_samples: int | None) -> tuple[Callable[[], Arrays], Mapping[str, Any]]:
+        config = self.config
         self._extra = int(config.add_extra_token_to_sequence)
         self._pad_id = self._padding()
-        documents = np.asarray(indexed_indices)
-        drop_last = index_split is Split.train or config.drop_last_partial_validation_sequence
+        drop_last = self.index_split is Split.train or config.drop_last_partial_validation_sequence
         chosen = as_run(documents)
 
         def build() -> dict[str, NDArray[Any]]:
-            lengths = indexed_dataset.sequence_lengths[chosen]
+            lengths = self.dataset.sequence_lengths[chosen]
             plan = plan_epochs(
                 tokens_per_epoch=int(lengths.sum(dtype=np.int64)),
                 num_samples=num_samples,
@@ -111,29 +107,7 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
             )
             return {"document_index": indices.documents, "sample_index": indices.samples, "shuffle_index": indices.shuffle}
 
-        self.description, arrays = sample_indices(
-            type(self).__name__,
-            config,
-            index_split,
-            build,
-            dataset_path=dataset_path,
-            num_samples=num_samples,
-            facts=self._facts(chosen),
-            folder="GPTDataset",
-        )
-        self.document_index = arrays["document_index"]
-        self.sample_index = arrays["sample_index"]
-        self.shuffle_index = arrays["shuffle_index"]
-
-    @staticmethod
-    def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> IndexedDataset:
-        """Open the corpus that samples are cut from."""
-        return IndexedDataset(dataset_path, multimodal=False, mmap=config.mmap_bin_files)
-
-    @staticmethod
-    def numel_low_level_dataset(low_level_dataset: IndexedDataset) -> int:
-        """Sequences that splits are counted in."""
-        return len(low_level_dataset)
+        return build, self._facts(chosen)
 
     def __len__(self) -> int:
         return self.shuffle_index.shape[0]
@@ -146,7 +120,7 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
             configured, ``attention_mask`` [1, S, S] bool, True where attention is forbidden, and ``cu_seqlens`` int32 of 0, the
             ends of documents and S. All are fresh tensors.
         """
-        text = self._text(sample_number(idx, len(self)))
+        text = self._text(self._number(idx))
         S = self.config.sequence_length
         if not self._extra:
             text = np.append(text, self._pad_id)

@@ -4,6 +4,7 @@
 
 # S tokens a sample, N samples
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +12,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset
 
-from mcore_parallel.data._array_cache import as_run, fingerprint
-from mcore_parallel.data._blend_config import BlendedMegatronDatasetConfig, Split
+from mcore_parallel.data._array_cache import Arrays, as_run, fingerprint
+from mcore_parallel.data._blend_config import BlendedMegatronDatasetConfig
+from mcore_parallel.data._corpus_dataset import CorpusDataset
 from mcore_parallel.data._errors import DataError
-from mcore_parallel.data._indexed import IndexedDataset
-from mcore_parallel.data._sample_index import sample_indices, sample_number
 
 _FRAME = 3
 """Special tokens of a sample."""
@@ -53,7 +52,7 @@ class SentencePairConfig(BlendedMegatronDatasetConfig):
             raise DataError(f"short_share={self.short_share} must lie in [0, 1]; 0.1 is usual")
 
 
-class SentencePairDataset(Dataset[dict[str, Tensor]]):
+class SentencePairDataset(CorpusDataset[SentencePairConfig]):
     """``[cls] A [sep] B [sep]`` of neighbouring stretches A, B of one document, swapped in half of the samples.
 
     A model learns which (sentence order prediction; Lan et al., 2019) beside the tokens that `MaskedTokensDataset` hides in
@@ -72,18 +71,11 @@ class SentencePairDataset(Dataset[dict[str, Tensor]]):
         DataError: no document has two tokens.
     """
 
-    def __init__(
-        self,
-        indexed_dataset: IndexedDataset,
-        dataset_path: str | None,
-        indexed_indices: NDArray[np.integer],
-        num_samples: int | None,
-        index_split: Split,
-        config: SentencePairConfig,
-    ) -> None:
-        self.dataset, self.config, self.index_split = indexed_dataset, config, index_split
-        documents = np.asarray(indexed_indices)
-        lengths = indexed_dataset.sequence_lengths[as_run(documents)]
+    sample_index: NDArray[Any]
+    """[samples, 3]: sequence number, first token, tokens."""
+
+    def _plan(self, documents: NDArray[np.integer], num_samples: int | None) -> tuple[Callable[[], Arrays], Mapping[str, Any]]:
+        config, lengths = self.config, self.dataset.sequence_lengths[as_run(documents)]
 
         def build() -> dict[str, NDArray[Any]]:
             rows = _stretches(documents, lengths, config.sequence_length - _FRAME)
@@ -93,26 +85,7 @@ class SentencePairDataset(Dataset[dict[str, Tensor]]):
             epochs = 1 if num_samples is None else max(1, -(-num_samples // len(rows)))
             return {"sample_index": np.concatenate([rows[generator.permutation(len(rows))] for _ in range(epochs)])}
 
-        self.description, arrays = sample_indices(
-            type(self).__name__,
-            config,
-            index_split,
-            build,
-            dataset_path=dataset_path,
-            num_samples=num_samples,
-            facts={"lengths": fingerprint(lengths), "documents": fingerprint(documents)},
-        )
-        self.sample_index = arrays["sample_index"]
-
-    @staticmethod
-    def build_low_level_dataset(dataset_path: str, config: SentencePairConfig) -> IndexedDataset:
-        """Open the corpus that samples are cut from."""
-        return IndexedDataset(dataset_path, multimodal=False, mmap=config.mmap_bin_files)
-
-    @staticmethod
-    def numel_low_level_dataset(low_level_dataset: IndexedDataset) -> int:
-        """Sequences that splits are counted in."""
-        return len(low_level_dataset)
+        return build, {"lengths": fingerprint(lengths), "documents": fingerprint(documents)}
 
     def __len__(self) -> int:
         return self.sample_index.shape[0]
@@ -125,7 +98,7 @@ class SentencePairDataset(Dataset[dict[str, Tensor]]):
             second stretch and the ``sep_token`` behind it; ``attention_mask`` [1, 1, S] bool, True at padding; ``is_random`` int64
             scalar, 1 where the stretches are swapped.
         """
-        number = sample_number(idx, len(self))
+        number = self._number(idx)
         config, S = self.config, self.config.sequence_length
         source = np.random.default_rng((config.random_seed, number))
         document, begin, length = self.sample_index[number].tolist()

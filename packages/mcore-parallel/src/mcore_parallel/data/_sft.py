@@ -6,6 +6,7 @@
 
 import itertools
 import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,15 +14,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset
 
-from mcore_parallel.data._array_cache import fingerprint
-from mcore_parallel.data._blend_config import BlendedMegatronDatasetConfig, Split
+from mcore_parallel.data._array_cache import Arrays, fingerprint
+from mcore_parallel.data._blend_config import BlendedMegatronDatasetConfig
 from mcore_parallel.data._conversations import LEARNT
+from mcore_parallel.data._corpus_dataset import CorpusDataset
 from mcore_parallel.data._errors import DataError
 from mcore_parallel.data._indexed import IndexedDataset
 from mcore_parallel.data._packing import build_packs
-from mcore_parallel.data._sample_index import sample_indices, sample_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class SFTDatasetConfig(BlendedMegatronDatasetConfig):
             raise DataError(f"sequence_multiple={self.sequence_multiple} must divide sequence_length={self.sequence_length}")
 
 
-class SFTDataset(Dataset[dict[str, Tensor]]):
+class SFTDataset(CorpusDataset[SFTDatasetConfig]):
     """Conversations packed so that none is cut and little room is left; attention and positions stay within each.
 
     Every epoch holds each conversation once. One that is longer than S is cut at S, of which a warning tells once.
@@ -58,20 +58,16 @@ class SFTDataset(Dataset[dict[str, Tensor]]):
         DataError: the corpus has no modes, or the split no conversation.
     """
 
-    def __init__(
-        self,
-        indexed_dataset: IndexedDataset,
-        dataset_path: str | None,
-        indexed_indices: NDArray[np.integer],
-        num_samples: int | None,
-        index_split: Split,
-        config: SFTDatasetConfig,
-    ) -> None:
-        if indexed_dataset.sequence_modes is None:
-            raise DataError(f"{indexed_dataset.path_prefix} is open without modes; pass multimodal=True")
-        self.dataset, self.config, self.index_split = indexed_dataset, config, index_split
-        documents = np.asarray(indexed_indices)
-        bounds, lengths = indexed_dataset.document_indices, indexed_dataset.sequence_lengths
+    document_index: NDArray[Any]
+    """Documents in the order in which they are packed."""
+    sample_index: NDArray[Any]
+    """[samples + 1], where each begins in ``document_index``."""
+
+    def _plan(self, documents: NDArray[np.integer], num_samples: int | None) -> tuple[Callable[[], Arrays], Mapping[str, Any]]:
+        config, corpus = self.config, self.dataset
+        if corpus.sequence_modes is None:
+            raise DataError(f"{corpus.path_prefix} is open without modes; pass multimodal=True")
+        bounds, lengths = corpus.document_indices, corpus.sequence_lengths
         ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         sizes = ends[bounds[documents + 1]] - ends[bounds[documents]]
         kept = documents[sizes > 1]
@@ -80,7 +76,7 @@ class SFTDataset(Dataset[dict[str, Tensor]]):
         overlong = int((sizes > config.sequence_length).sum())
         if overlong:
             warnings.warn(
-                f"{overlong} of {sizes.size} conversations exceed sequence_length={config.sequence_length}; cut there", stacklevel=2
+                f"{overlong} of {sizes.size} conversations exceed sequence_length={config.sequence_length}; cut there", stacklevel=3
             )
 
         def build() -> dict[str, NDArray[Any]]:
@@ -89,14 +85,10 @@ class SFTDataset(Dataset[dict[str, Tensor]]):
             return {"document_index": kept[order].astype(np.int32), "sample_index": starts}
 
         facts = {"sequence_multiple": config.sequence_multiple, "sizes": fingerprint(sizes), "documents": fingerprint(documents)}
-        self.description, arrays = sample_indices(
-            type(self).__name__, config, index_split, build, dataset_path=dataset_path, num_samples=num_samples, facts=facts
-        )
-        self.document_index = arrays["document_index"]
-        self.sample_index = arrays["sample_index"]
+        return build, facts
 
     @staticmethod
-    def build_low_level_dataset(dataset_path: str, config: SFTDatasetConfig) -> IndexedDataset:
+    def build_low_level_dataset(dataset_path: str, config: BlendedMegatronDatasetConfig) -> IndexedDataset:
         """Open the corpus that samples are packed from."""
         return IndexedDataset(dataset_path, multimodal=True, mmap=config.mmap_bin_files)
 
@@ -116,7 +108,7 @@ class SFTDataset(Dataset[dict[str, Tensor]]):
             ``position_ids`` [S] int64 from 0 in each conversation, and ``cu_seqlens`` int32 of 0, the ends of the
             conversations and S. Padding is 0 and has no loss.
         """
-        row = sample_number(idx, len(self))
+        row = self._number(idx)
         S = self.config.sequence_length
         tokens, labels = np.zeros(S, np.int64), np.zeros(S, np.int64)
         loss_mask, positions = np.zeros(S, np.float32), np.zeros(S, np.int64)
