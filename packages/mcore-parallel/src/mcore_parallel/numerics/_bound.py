@@ -1,10 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""How far the gradients of two correct runs may lie apart."""
+"""How far the gradients of two correct runs may lie apart, and how far those of two runs do."""
 
 import re
+from dataclasses import dataclass
 
 import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """How one tensor fares."""
+
+    name: str
+    layer: int
+    """As ``expected_rel_bound`` counts."""
+    rel: float
+    """Relative difference."""
+    bound: float
+    hint: str = ""
+    """What the mistake looks like, of one beyond its bound."""
+
+    @property
+    def ok(self) -> bool:
+        """Within the bound; a difference that is not a number is not."""
+        return self.rel <= self.bound
 
 
 def precision(dtype: torch.dtype) -> float:

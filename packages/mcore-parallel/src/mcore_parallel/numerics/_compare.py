@@ -11,27 +11,13 @@ from torch import Tensor
 from mcore_parallel._groups import ProcessGroups
 from mcore_parallel._shards import ShardSpec
 from mcore_parallel.comm import all_reduce
-from mcore_parallel.numerics._bound import expected_rel_bound, layer_of
+from mcore_parallel.numerics._bound import Difference, expected_rel_bound, layer_of
 from mcore_parallel.numerics._diagnose import diagnose
 
 
 @dataclass(frozen=True, kw_only=True)
-class GradientCheck:
+class GradientCheck(Difference):
     """How one gradient fares."""
-
-    name: str
-    layer: int
-    """As ``expected_rel_bound`` counts."""
-    rel: float
-    """Relative difference."""
-    bound: float
-    hint: str = ""
-    """What the mistake looks like, of a gradient beyond its bound."""
-
-    @property
-    def ok(self) -> bool:
-        """Within the bound; a difference that is not a number is not."""
-        return self.rel <= self.bound
 
 
 @dataclass(frozen=True)

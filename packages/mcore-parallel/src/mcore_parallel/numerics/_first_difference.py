@@ -9,30 +9,17 @@ from pathlib import Path
 
 import torch
 
-from mcore_parallel.numerics._bound import expected_rel_bound, layer_of, precision
+from mcore_parallel.numerics._bound import Difference, expected_rel_bound, layer_of, precision
 from mcore_parallel.numerics._diagnose import diagnose
 from mcore_parallel.numerics._dump import STATISTICS, DumpEntry, DumpError, num_layers, read_entries, read_tensor, statistics
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorDifference:
-    """How one tensor of a run fares against that of another."""
+class TensorDifference(Difference):
+    """How one tensor of a run fares against that of another; of statistics ``rel`` is the largest, relative to the norm or the range."""
 
     phase: str
     call: int
-    name: str
-    layer: int
-    """As ``expected_rel_bound`` counts."""
-    rel: float
-    """Relative difference; of statistics the largest one, relative to the norm or the range."""
-    bound: float
-    hint: str = ""
-    """What the mistake looks like, of one beyond its bound."""
-
-    @property
-    def ok(self) -> bool:
-        """Within the bound; a difference that is not a number is not."""
-        return self.rel <= self.bound
 
 
 @dataclass(frozen=True)
