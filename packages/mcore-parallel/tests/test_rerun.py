@@ -5,7 +5,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,7 @@ import pytest
 import torch
 
 from mcore_parallel import ParallelPlan, ProcessGroups
-from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
-from mcore_parallel.models import GPTModel, ModelOutput, TransformerConfig
-from mcore_parallel.optim import ConstantSchedule, MegatronOptimizer, OptimizerConfig
+from mcore_parallel.models import ModelOutput
 from mcore_parallel.training import (
     Batch,
     CrossEntropyObjective,
@@ -28,8 +26,7 @@ from mcore_parallel.training import (
     Trainer,
     TrainerConfig,
 )
-
-CONFIG = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=2, ffn_hidden_size=16, vocab_size=16)
+from tests.support.trainers import Rows, build_trainer
 
 
 class Faulty:
@@ -44,30 +41,8 @@ class Faulty:
         return dataclasses.replace(report, sum=report.sum * self.factor) if self.count in self.calls else report
 
 
-class Lines:
-    def __init__(self) -> None:
-        self.rows: list[Mapping[str, float]] = []
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        self.rows.append(values)
-
-    def close(self) -> None:
-        pass
-
-
-def data(consumed: int) -> Iterator[list[Batch]]:
-    while True:
-        tokens = (torch.arange(9) + torch.arange(consumed, consumed + 2)[:, None]) % 16
-        yield [Batch(tokens=tokens[:, :-1], labels=tokens[:, 1:], loss_mask=torch.ones(2, 8))]
-        consumed += 2
-
-
 def trainer(objective: Any, rerun: Rerun | None, groups: ProcessGroups | None = None, steps: int = 6) -> Trainer:
-    groups = groups or ProcessGroups.single()
-    model = GPTModel(CONFIG, groups, dtype=torch.float64)
-    sync = DistributedDataParallel(DistributedDataParallelConfig(), model, groups)
-    optimizer = MegatronOptimizer(OptimizerConfig(lr=0.01), sync, groups)
-    return Trainer(TrainerConfig(steps=steps), model, sync, optimizer, objective, data, ConstantSchedule(max_lr=0.01), rerun=rerun)
+    return build_trainer(TrainerConfig(steps=steps), objective=objective, groups=groups, rerun=rerun)
 
 
 def validate(reports: list[RerunReport], record: Path | None = None, **options: Any) -> Rerun:
@@ -125,7 +100,7 @@ def test_a_spike_that_comes_again_is_right_and_no_number_is_an_error(tmp_path: P
 
 def test_disabled_runs_nothing_twice_and_report_measures_every_step() -> None:
     for mode, count, difference in (("disabled", 6, None), ("report", 12, 0.0)):
-        objective, lines = Faulty([], 1.0), Lines()
+        objective, lines = Faulty([], 1.0), Rows()
         loop = trainer(objective, Rerun(RerunConfig(mode=mode)))
         loop.writers = (lines,)
         loop.run()

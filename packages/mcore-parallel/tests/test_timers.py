@@ -3,7 +3,7 @@
 """Stop watches by name, on one rank and over several."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,20 +12,9 @@ import torch.distributed as dist
 
 from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.training import StartupStamps, Timers
+from tests.support.trainers import Rows
 
 WAIT_S = 0.02
-
-
-class Lines:
-    """A writer that remembers."""
-
-    def __init__(self) -> None:
-        self.written: dict[int, dict[str, float]] = {}
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        self.written[step] = dict(values)
-
-    def close(self) -> None: ...
 
 
 def test_spans_add_up_until_they_are_read() -> None:
@@ -124,7 +113,7 @@ def test_a_log_names_times_in_milliseconds() -> None:
     timers("a").set_elapsed(0.25)
     timers.log(normalizer=2.0, reset=False, emit=told.append)
     assert told == ["(min at rank, max at rank) time across ranks (ms):\n    a: 125.00 at 0, 125.00 at 0\n    b: 250.00 at 0, 250.00 at 0"]
-    lines = Lines()
+    lines = Rows()
     timers.write(["a"], lines, 7)
     assert lines.written == {7: {"time/a": 0.25, "time/a/min": 0.25}}
 

@@ -14,12 +14,10 @@ import pytest
 import torch
 
 from mcore_parallel import ParallelPlan, ProcessGroups
-from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
-from mcore_parallel.models import GPTModel, TransformerConfig
-from mcore_parallel.optim import CosineSchedule, MegatronOptimizer, OptimizerConfig
+from mcore_parallel.models import TransformerConfig
+from mcore_parallel.optim import CosineSchedule
 from mcore_parallel.training import (
     Batch,
-    CrossEntropyObjective,
     JsonLinesWriter,
     NonFiniteLossError,
     RichProgress,
@@ -29,6 +27,7 @@ from mcore_parallel.training import (
     TrainerConfig,
     TrainerState,
 )
+from tests.support.trainers import Rows, build_trainer, counting
 
 CONFIG = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, ffn_hidden_size=64, vocab_size=16)
 
@@ -54,26 +53,16 @@ class Memory:
         return max(self.saved, default=None)
 
 
-def batch(number: int, rows: int = 4, mask: float = 1.0) -> Batch:
-    """Sequences that count upwards from a start that depends on the number."""
-    tokens = (torch.arange(9) + torch.arange(number, number + rows)[:, None]) % 16
-    return Batch(tokens=tokens[:, :-1], labels=tokens[:, 1:], loss_mask=torch.full((rows, 8), mask))
-
-
 def data(consumed: int) -> Iterator[list[Batch]]:
     """Two micro-batches of two rows a step, without end."""
     while True:
-        yield [batch(consumed, 2), batch(consumed + 2, 2)]
+        yield [counting(consumed), counting(consumed + 2)]
         consumed += 4
 
 
-def trainer(config: TrainerConfig, source=data, groups: ProcessGroups | None = None, dtype=torch.float32, **options: Any) -> Trainer:
-    groups = ProcessGroups.single() if groups is None else groups
-    model = GPTModel(CONFIG, groups, dtype=dtype)
-    sync = DistributedDataParallel(DistributedDataParallelConfig(), model, groups)
-    optimizer = MegatronOptimizer(OptimizerConfig(lr=0.01), sync, groups)
-    schedule = CosineSchedule(max_lr=0.01, decay_steps=1000, warmup_steps=2)
-    return Trainer(config, model, sync, optimizer, CrossEntropyObjective(), source, schedule, **options)
+def trainer(config: TrainerConfig, source=data, *, dtype=torch.float32, warmup_steps: int = 2, **options: Any) -> Trainer:
+    schedule = CosineSchedule(max_lr=0.01, decay_steps=1000, warmup_steps=warmup_steps)
+    return build_trainer(config, source, model=CONFIG, schedule=schedule, dtype=dtype, **options)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -88,7 +77,8 @@ def test_a_rule_is_learnt_and_every_step_leaves_a_line(tmp_path: Path) -> None:
         seen.append(len(lines(path)))
         return {"expert_load": 1.5}
 
-    loop = trainer(TrainerConfig(steps=40, eval_every=20), writers=[JsonLinesWriter(path)], evaluation=lambda: [batch(3)], probe=probe)
+    config = TrainerConfig(steps=40, eval_every=20)
+    loop = trainer(config, writers=[JsonLinesWriter(path)], evaluation=lambda: [counting(3, 4)], probe=probe)
     assert loop.run() == TrainerState(step=40, consumed_samples=160)
     records = lines(path)
     assert [record["step"] for record in records] == list(range(1, 41))
@@ -124,13 +114,13 @@ def test_a_run_without_a_checkpoint_resumes_at_the_start() -> None:
 
 
 def test_the_end_of_the_data_ends_the_run() -> None:
-    assert trainer(TrainerConfig(steps=10), lambda consumed: [[batch(0)], [batch(4)]]).run().step == 2
+    assert trainer(TrainerConfig(steps=10), lambda consumed: [[counting(0)], [counting(4)]]).run().step == 2
 
 
 def spoilt(consumed: int) -> Iterator[list[Batch]]:
     """Every third step has a weight that is not finite."""
     for number in range(9):
-        yield [batch(number, mask=math.inf if number % 3 == 2 else 1.0)]
+        yield [counting(number, mask=math.inf if number % 3 == 2 else 1.0)]
 
 
 def test_skipped_steps_are_counted_and_too_many_are_an_error(tmp_path: Path) -> None:
@@ -148,26 +138,13 @@ def test_skipped_steps_are_counted_and_too_many_are_an_error(tmp_path: Path) -> 
 
 
 def test_the_rate_waits_while_the_loss_scale_is_too_large() -> None:
-    groups = ProcessGroups.single()
-    model = GPTModel(CONFIG, groups, dtype=torch.float16)
-    sync = DistributedDataParallel(DistributedDataParallelConfig(), model, groups)
     scaling = {"fp16": True, "initial_loss_scale": 2.0**20, "hysteresis": 1}
-    optimizer = MegatronOptimizer(OptimizerConfig(lr=0.01, **scaling), sync, groups)
-    schedule = CosineSchedule(max_lr=0.01, decay_steps=1000, warmup_steps=50)
-    written: list[Mapping[str, float]] = []
-
-    class Numbers:
-        def write(self, step: int, values: Mapping[str, float]) -> None:
-            written.append(values)
-
-        def close(self) -> None:
-            pass
-
-    config = TrainerConfig(steps=16, max_skipped_steps=14)
-    state = Trainer(config, model, sync, optimizer, CrossEntropyObjective(), data, schedule, [Numbers()]).run()
-    assert 0 < state.skipped_steps == 16 - optimizer.step_count < 16
-    before = [0, *(int(values["skipped_steps"]) for values in written)]
-    assert [values["lr"] for values in written] == [schedule.lr(step - before[step]) for step in range(16)]
+    config, numbers = TrainerConfig(steps=16, max_skipped_steps=14), Rows()
+    loop = trainer(config, dtype=torch.float16, warmup_steps=50, rule=scaling, writers=[numbers])
+    state = loop.run()
+    assert 0 < state.skipped_steps == 16 - loop.optimizer.step_count < 16
+    before = [0, *(int(values["skipped_steps"]) for values in numbers.rows)]
+    assert [values["lr"] for values in numbers.rows] == [loop.schedule.lr(step - before[step]) for step in range(16)]
 
 
 def test_a_rhythm_without_its_part_is_an_error() -> None:
@@ -212,11 +189,11 @@ def check_only_the_first_rank_writes(folder: str) -> TrainerState:
 
     def share(consumed: int) -> Iterator[list[Batch]]:
         for step in range(3):
-            whole = batch(consumed + 4 * step)
+            whole = counting(consumed + 4 * step, 4)
             yield [dataclasses.replace(whole, **{name: getattr(whole, name)[mine] for name in ("tokens", "labels", "loss_mask")})]
 
     writer = JsonLinesWriter(Path(folder) / f"{groups.world.rank}.jsonl")
-    return trainer(TrainerConfig(steps=5), share, groups, writers=[writer]).run()
+    return trainer(TrainerConfig(steps=5), share, groups=groups, writers=[writer]).run()
 
 
 @pytest.mark.world(4)
@@ -224,9 +201,8 @@ def test_only_the_first_rank_writes_and_it_speaks_for_all(world, tmp_path: Path)
     assert world(check_only_the_first_rank_writes, folder=str(tmp_path)) == [TrainerState(step=3, consumed_samples=12)] * 4
     records = [lines(tmp_path / f"{rank}.jsonl") for rank in range(4)]
     assert [len(found) for found in records] == [3, 0, 0, 0]
-    trainer(
-        TrainerConfig(steps=3), lambda consumed: [[batch(4 * step)] for step in range(3)], writers=[JsonLinesWriter(tmp_path / "one.jsonl")]
-    ).run()
+    writer = JsonLinesWriter(tmp_path / "one.jsonl")
+    trainer(TrainerConfig(steps=3), lambda consumed: [[counting(4 * step, 4)] for step in range(3)], writers=[writer]).run()
     for found, wanted in zip(records[0], lines(tmp_path / "one.jsonl"), strict=True):
         assert found["num_tokens"] == wanted["num_tokens"] == 32
         assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)

@@ -16,12 +16,8 @@ import torch
 from torch import nn
 
 from mcore_parallel import ParallelPlan, ProcessGroups
-from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
-from mcore_parallel.models import GPTModel, TransformerConfig
-from mcore_parallel.optim import ConstantSchedule, MegatronOptimizer, OptimizerConfig
 from mcore_parallel.training import (
     Batch,
-    CrossEntropyObjective,
     StopSignals,
     StragglerProbe,
     TelemetrySpans,
@@ -31,8 +27,7 @@ from mcore_parallel.training import (
     WandbWriter,
 )
 from mcore_parallel.training._stragglers import _slowest
-
-CONFIG = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=2, ffn_hidden_size=16, vocab_size=16)
+from tests.support.trainers import Rows, build_trainer, count_on
 
 
 class Saves:
@@ -51,45 +46,22 @@ class Saves:
         return None
 
 
-class Lines:
-    def __init__(self) -> None:
-        self.rows: list[Mapping[str, float]] = []
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        self.rows.append(values)
-
-    def close(self) -> None:
-        pass
-
-
-def data(consumed: int) -> Iterator[list[Batch]]:
-    while True:
-        tokens = (torch.arange(9) + torch.arange(consumed, consumed + 2)[:, None]) % 16
-        yield [Batch(tokens=tokens[:, :-1], labels=tokens[:, 1:], loss_mask=torch.ones(2, 8))]
-
-
-def trainer(groups: ProcessGroups | None = None, source: Any = data, **options: Any) -> tuple[Trainer, Saves]:
-    groups, saves = groups or ProcessGroups.single(), Saves()
-    model = GPTModel(CONFIG, groups, dtype=torch.float64)
-    sync = DistributedDataParallel(DistributedDataParallelConfig(), model, groups)
-    optimizer = MegatronOptimizer(OptimizerConfig(lr=0.01), sync, groups)
-    rhythm = TrainerConfig(steps=6, save_every=4)
-    return Trainer(
-        rhythm, model, sync, optimizer, CrossEntropyObjective(), source, ConstantSchedule(max_lr=0.01), (), saves, **options
-    ), saves
+def trainer(groups: ProcessGroups | None = None, source: Any = count_on, **options: Any) -> tuple[Trainer, Saves]:
+    saves = Saves()
+    return build_trainer(TrainerConfig(steps=6, save_every=4), source, groups=groups, checkpointer=saves, **options), saves
 
 
 def test_every_end_is_saved_once() -> None:
     loop, saves = trainer()
     loop.run()
     assert saves.steps == [4, 6] and not loop.stopped
-    short, saves = trainer(source=lambda consumed: [next(data(0))] * 3)
+    short, saves = trainer(source=lambda consumed: [next(count_on(0))] * 3)
     assert short.run().step == 3 and saves.steps == [3]
 
 
 def test_a_signal_ends_the_run_after_its_step_and_saves() -> None:
     def source(consumed: int) -> Iterator[list[Batch]]:
-        for number, batches in enumerate(data(consumed)):
+        for number, batches in enumerate(count_on(consumed)):
             if number == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
             yield batches
@@ -130,7 +102,7 @@ def test_all_ranks_stop_when_one_is_asked(world: Callable[..., list[Any]], plan:
 
 
 def test_speed_is_reported_against_the_peak() -> None:
-    lines = Lines()
+    lines = Rows()
     loop, _ = trainer(throughput=Throughput(flops_per_token=1e6, peak_flops=1e9))
     loop.writers = (lines,)
     loop.run()

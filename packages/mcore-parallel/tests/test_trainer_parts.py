@@ -12,15 +12,12 @@ import pytest
 import torch
 
 from mcore_parallel import ParallelPlan, ProcessGroups
-from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.numerics import compare_dumps
 from mcore_parallel.numerics._dump import read_entries
-from mcore_parallel.optim import ConstantSchedule, MegatronOptimizer, OptimizerConfig
 from mcore_parallel.training import (
     Batch,
     CommunicationReport,
-    CrossEntropyObjective,
     DumpConfig,
     ProfileConfig,
     Rerun,
@@ -29,45 +26,24 @@ from mcore_parallel.training import (
     Trainer,
     TrainerConfig,
 )
+from tests.support.trainers import Rows, build_trainer, counting
 
 CONFIG = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, ffn_hidden_size=8, vocab_size=16)
 PARTS = {"time/batch", "time/forward-backward", "time/grad-sync", "time/optimizer"}
 
 
-class Rows:
-    """A writer that keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, float]] = []
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        self.rows.append(dict(values))
-
-    def close(self) -> None:
-        pass
-
-
-def batch(number: int) -> Batch:
-    tokens = (torch.arange(9) + number)[None] % 16
-    return Batch(tokens=tokens[:, :-1], labels=tokens[:, 1:], loss_mask=torch.ones(1, 8))
-
-
-def trainer(rows: Rows, steps: int = 5, groups: ProcessGroups | None = None, **options: Any) -> Trainer:
+def trainer(rows: Rows, steps: int = 5, groups: ProcessGroups | None = None, dumps: DumpConfig | None = None, **options: Any) -> Trainer:
     groups = ProcessGroups.single() if groups is None else groups
 
     def data(consumed: int) -> Iterator[list[Batch]]:
         while True:
-            yield [batch(consumed + groups.dp.rank)]
+            yield [counting(consumed + groups.dp.rank, 1)]
             consumed += groups.dp.size
 
-    model = GPTModel(CONFIG, groups, seed=1, dtype=torch.float64)
-    sync = DistributedDataParallel(DistributedDataParallelConfig(), model, groups)
-    optimizer = MegatronOptimizer(OptimizerConfig(lr=0.01), sync, groups)
     rhythm = TrainerConfig(steps=steps, eval_every=2, timers_every=2 if options.get("timers") else 0)
-    parts = (model, sync, optimizer, CrossEntropyObjective(), data, ConstantSchedule(max_lr=0.01), [rows])
-    if "dumps" in options:
-        options["dumps"] = options["dumps"].build(model, groups, sync)
-    return Trainer(rhythm, *parts, evaluation=lambda: [batch(3)], **options)
+    loop = build_trainer(rhythm, data, model=CONFIG, groups=groups, writers=[rows], evaluation=lambda: [counting(3, 1)], **options)
+    loop.dumps = None if dumps is None else dumps.build(loop.model, groups, loop.sync)
+    return loop
 
 
 def times(row: Mapping[str, float]) -> dict[str, float]:
