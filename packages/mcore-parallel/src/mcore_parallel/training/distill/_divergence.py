@@ -126,7 +126,18 @@ def vocab_parallel_top_k(
     return best - norm, ids.gather(-1, place)
 
 
-class _Divergence(torch.autograd.Function):
+class _OfTokens(torch.autograd.Function):
+    """A loss of each token, the first of six inputs being the logits, whose gradient the forward keeps."""
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (grad,) = ctx.saved_tensors
+        # Without a wide copy of either.
+        return torch.mul(grad, grads[0].unsqueeze(-1), out=torch.empty_like(grad)), None, None, None, None, None
+
+
+class _Divergence(_OfTokens):
     @staticmethod
     def forward(ctx: Any, student: Tensor, teacher: Tensor, group: Group, temperature: float, reverse: bool, columns: int) -> Tensor:
         maths = torch.promote_types(_maths_dtype(student), _maths_dtype(teacher))
@@ -160,13 +171,8 @@ class _Divergence(torch.autograd.Function):
             ctx.save_for_backward(grad)
         return loss_T.view(student.shape[:-1])
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _weighted(ctx, grads[0]), None, None, None, None, None
 
-
-class _SparseDivergence(torch.autograd.Function):
+class _SparseDivergence(_OfTokens):
     @staticmethod
     def forward(ctx: Any, student: Tensor, log_probs: Tensor, token_ids: Tensor, group: Group, temperature: float, columns: int) -> Tensor:
         maths = torch.promote_types(_maths_dtype(student), _maths_dtype(log_probs))
@@ -209,17 +215,6 @@ class _SparseDivergence(torch.autograd.Function):
                 grad_Tc[rows] = part[:, :columns].to(grad.dtype)
             ctx.save_for_backward(grad)
         return loss_T.view(student.shape[:-1])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _weighted(ctx, grads[0]), None, None, None, None, None
-
-
-def _weighted(ctx: Any, grad_T: Tensor) -> Tensor:
-    """The kept gradient times the weight of each token, without a wide copy of either."""
-    (grad,) = ctx.saved_tensors
-    return torch.mul(grad, grad_T.unsqueeze(-1), out=torch.empty_like(grad))
 
 
 def _chunks(x_Tc: Tensor) -> Iterator[slice]:
