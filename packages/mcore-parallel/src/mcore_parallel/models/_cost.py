@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mcore_parallel.models._config import TransformerConfig
 from mcore_parallel.models._cores import has_window
-from mcore_parallel.models._pattern import LayerPattern, is_feed_forward
+from mcore_parallel.models._pattern import is_feed_forward, read_pattern
 from mcore_parallel.nn import Activation
 
 # D model, A heads, K key-value heads, d width of a head, F feed-forward, V vocabulary; of linear mixers H heads, P channels of a
@@ -79,18 +79,18 @@ def _branches(config: TransformerConfig, seq_len: int, causal: bool, feed_forwar
     norms = (2 if config.sandwich_norm else 1) * _norm(config)
     dense = _dense(config, norms)
     given = dense if feed_forward is None else _Cost(matrices=feed_forward, others=norms)
-    if config.hybrid_layer_pattern is None:
+    pattern = read_pattern(config.hybrid_layer_pattern)
+    if pattern is None:
         # A mixer and a feed-forward each.
         symbols = ("+" if config.latent_attention is not None else "*") * (config.num_layers + config.mtp_num_layers)
     else:
-        pattern = LayerPattern.parse(config.hybrid_layer_pattern)
         symbols = pattern.layers + "".join(pattern.mtp)
     for layer, symbol in enumerate(symbols):
         if is_feed_forward(symbol):
             yield True, given if symbol == "E" else dense
             continue
         yield False, _mixer(config, symbol, _visible(config, layer, seq_len, causal), norms)
-        if config.hybrid_layer_pattern is None:
+        if pattern is None:
             yield True, given
 
 

@@ -106,6 +106,15 @@ class LayerPattern:
         return PipelineLayout(num_stages=num_stages, stages=tuple(stages))
 
 
+def read_pattern(text: str | None) -> LayerPattern | None:
+    """A config's pattern; None for a model without one.
+
+    Raises:
+        LayerPatternError: as of ``LayerPattern.parse``.
+    """
+    return None if text is None else LayerPattern.parse(text)
+
+
 def allocate_layers(num_layers: int, attention_ratio: float, mlp_ratio: float, override_pattern: str | None = None) -> list[str]:
     """Symbols of a stack of Mamba-2 layers with attention and feed-forward layers spread evenly over it.
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mcore_parallel.models._pattern import LayerPattern
+from mcore_parallel.models._pattern import read_pattern
 from mcore_parallel.nn import is_layer_window_attention
 
 if TYPE_CHECKING:
@@ -89,10 +89,6 @@ def _per_layer(name: str) -> ConfigRule:
 
     must = "must be at least 1, or 0 or 1 for each layer"
     return ConfigRule(f"per-layer-{name}", (name, "num_layers"), holds, must, f"give {name} as many entries as layers")
-
-
-def _pattern(config: TransformerConfig) -> LayerPattern | None:
-    return None if config.hybrid_layer_pattern is None else LayerPattern.parse(config.hybrid_layer_pattern)
 
 
 def _symbols(config: TransformerConfig) -> str:
@@ -203,12 +199,12 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
     ),
     ConfigRule(
         "pattern-length", ("num_layers", "hybrid_layer_pattern"),
-        lambda c: (pattern := _pattern(c)) is None or pattern.num_layers == c.num_layers,
+        lambda c: (pattern := read_pattern(c.hybrid_layer_pattern)) is None or pattern.num_layers == c.num_layers,
         "must hold as many layers", "set num_layers to the number of symbols before the first '/', without '|'",
     ),
     ConfigRule(
         "pattern-depths", ("mtp_num_layers", "hybrid_layer_pattern"),
-        lambda c: (pattern := _pattern(c)) is None or len(pattern.mtp) == c.mtp_num_layers,
+        lambda c: (pattern := read_pattern(c.hybrid_layer_pattern)) is None or len(pattern.mtp) == c.mtp_num_layers,
         "must hold as many depths", "append '/' and the layers of a depth for each, or change mtp_num_layers",
     ),
     *_has("M", "mamba", "MambaConfig"),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from mcore_parallel._groups import Group
 from mcore_parallel.models._config import TransformerConfig
 from mcore_parallel.models._layer import TransformerLayer, dense_feed_forward
-from mcore_parallel.models._pattern import SYMBOLS, LayerPattern, LayerPatternError
+from mcore_parallel.models._pattern import SYMBOLS, LayerPattern, LayerPatternError, read_pattern
 from mcore_parallel.models._slots import FeedForwardBuilder, MixerBuilder, Site
 from mcore_parallel.nn import LayerMemory
 from mcore_parallel.pipeline import PipelineConfig, PipelineLayout, StageLayout, partition_layers
@@ -56,9 +56,9 @@ class LayerStack:
                 if found != wanted:
                     raise ValueError(f"layer_configs[{layer}] has {name}={found!r}, the model {wanted!r}; all layers share it")
 
-    @property
+    @functools.cached_property
     def pattern(self) -> LayerPattern | None:
-        return None if self.config.hybrid_layer_pattern is None else LayerPattern.parse(self.config.hybrid_layer_pattern)
+        return read_pattern(self.config.hybrid_layer_pattern)
 
     def layer(self, site: Site, memory: LayerMemory) -> TransformerLayer:
         """Layer ``site.layer`` of the trunk."""
@@ -89,7 +89,8 @@ def _is_dense(feed_forward: FeedForwardBuilder) -> bool:
 
 def depth_symbols(config: TransformerConfig) -> list[str | None]:
     """What a multi-token prediction depth is made of: the pattern's symbols, or None for attention and feed-forward."""
-    return [None] if config.hybrid_layer_pattern is None else list(LayerPattern.parse(config.hybrid_layer_pattern).mtp[0])
+    pattern = read_pattern(config.hybrid_layer_pattern)
+    return [None] if pattern is None else list(pattern.mtp[0])
 
 
 def place_layers(config: TransformerConfig, pipeline: PipelineConfig, *, num_stages: int, num_chunks: int = 1) -> PipelineLayout:
@@ -105,7 +106,7 @@ def place_layers(config: TransformerConfig, pipeline: PipelineConfig, *, num_sta
         ValueError: segments beside a layout of ``pipeline``, a layout without the depths of ``mtp_num_layers``, and what
             ``LayerPattern.layout`` and ``PipelineConfig.place`` raise.
     """
-    pattern = None if config.hybrid_layer_pattern is None else LayerPattern.parse(config.hybrid_layer_pattern)
+    pattern = read_pattern(config.hybrid_layer_pattern)
     if pattern is not None and len(pattern.segments) > 1:
         if pipeline.layout is not None:
             raise LayerPatternError(
@@ -129,7 +130,7 @@ def place_stage(config: TransformerConfig, stages: Group, layers: range | StageL
     Raises:
         ValueError: layers that do not exist, depths that are missing or elsewhere than beside the loss.
     """
-    pattern = None if config.hybrid_layer_pattern is None else LayerPattern.parse(config.hybrid_layer_pattern)
+    pattern = read_pattern(config.hybrid_layer_pattern)
     if layers is None and pattern is not None:
         layers = pattern.layout(stages.size).stage(stages.rank)
     if layers is None:
