@@ -17,10 +17,11 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,20 +57,19 @@ class Kill:
     problem: str = ""
 
 
-def campaign(kills: int, folder: Path, *, num_ranks: int = 4, seed: int = 0, span_s: float = 0.25) -> list[Kill]:
+def campaign(kills: int, folder: Path, *, num_ranks: int = 4, seed: int = 0, span_s: float = 0.25) -> Iterator[Kill]:
     """Kill ``kills`` jobs of ``num_ranks`` processes, each at a time drawn evenly from ``span_s`` of continuous saving.
 
-    Synchronous and asynchronous saves take turns; every third time one rank dies alone.
+    Synchronous and asynchronous saves take turns; every third time one rank dies alone. What came of each is told as it happens.
     """
     rng = random.Random(seed)
     # The children are forked: no thread may be running here.
     torch.set_num_threads(1)
-    results = []
     for number in range(kills):
         with tempfile.TemporaryDirectory(dir=folder) as place:
             trial = _Trial(number % 2 == 1, number % 3 != 2, number % 4 == 3, rng.uniform(0, span_s), rng.randrange(num_ranks))
-            results.append(_one(Path(place), num_ranks, trial))
-    return results
+            result = _one(Path(place), num_ranks, trial)
+        yield result
 
 
 @dataclass(frozen=True)
@@ -187,12 +187,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where the steps lie meanwhile")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
-    start = time.monotonic()
-    results = campaign(options.kills, options.folder, num_ranks=options.ranks, seed=options.seed)
+    start, results = time.monotonic(), []
+    for result in campaign(options.kills, options.folder, num_ranks=options.ranks, seed=options.seed):
+        results.append(result)
+        # What was done stands, should it be interrupted.
+        if options.output and len(results) % 50 == 0:
+            record(options.output, _figures(results, options.ranks, start))
+    figures = _figures(results, options.ranks, start)
+    print(json.dumps(figures, indent=1))
+    if options.output:
+        record(options.output, figures)
+    return 1 if figures["lost_or_damaged"] else 0
+
+
+def _figures(results: Sequence[Kill], num_ranks: int, start: float) -> dict[str, Any]:
     bad = [result.problem for result in results if result.problem]
-    figures = {
+    return {
         "kills": len(results),
-        "ranks": options.ranks,
+        "ranks": num_ranks,
         "asynchronous": sum(result.asynchronous for result in results),
         "writers_killed_meanwhile": sum(result.kill_writers for result in results),
         "saves_lost_with_their_writer": sum(result.saves_lost for result in results),
@@ -203,10 +215,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "problems": bad[:10],
         "seconds": round(time.monotonic() - start, 1),
     }
-    print(json.dumps(figures, indent=1))
-    if options.output:
-        record(options.output, figures)
-    return 1 if bad else 0
 
 
 if __name__ == "__main__":

@@ -147,6 +147,15 @@ def test_files_to_verify_are_divided_evenly():
     assert {len(share) for share in shares} == {5}
 
 
+def test_files_are_verified_by_those_who_had_best_unless_they_have_enough():
+    sizes = {f"f{i}": 10 for i in range(8)}
+    wish = {f"f{i}": (i + 1) % 4 for i in range(8)}
+    shares = assign_files(sizes, 4, wish)
+    assert all(wish[name] == rank for rank, share in enumerate(shares) for name in share)
+    crowded = assign_files(sizes, 4, dict.fromkeys(sizes, 2))
+    assert {len(share) for share in crowded} == {2} and sorted(name for share in crowded for name in share) == sorted(sizes)
+
+
 def test_ranks_that_hold_alike_are_planned_once_and_come_to_the_same():
     rng = random.Random(6)
     for _ in range(30):

@@ -278,8 +278,11 @@ def check_damage(folder):
     rank = dist.get_rank()
     state = {"w": ShardedTensor(torch.zeros(2), (4,), (2 * rank,))}
     with pytest.raises(CheckpointingException, match=r"verifying .* failed on rank \d: .*-r00001-000.safetensors: its SHA-256"):
-        load(state, folder)
+        load(state, folder, verify="first")
     assert not state["w"].data.any()
+    # Who reads a file compares its digest on the way.
+    with pytest.raises(CheckpointingException, match=r"reading .* failed on rank 1: .*-r00001-000.safetensors: its SHA-256"):
+        load(state, folder)
     with pytest.raises(CheckpointingException, match="rank 1: the state does not fit: missing from the checkpoint: z"):
         load({**state, **({"z": torch.zeros(1)} if rank else {})}, folder)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt._storage import num_cores, tensor_bytes
@@ -131,12 +132,24 @@ class Control:
         Raises:
             LostContact: the ranks could not tell each other.
         """
-        if self.group is None or self.size == 1 or not flags:
-            return flags
-        row = torch.frombuffer(bytearray(flags), dtype=torch.uint8).to(self.device)
+        row = self._most(what, torch.frombuffer(bytearray(flags), dtype=torch.uint8)) if flags else torch.empty(0)
+        return bytes(tensor_bytes(row))
+
+    def largest(self, what: str, numbers: Sequence[int]) -> list[int]:
+        """For each place in ``numbers``, equally many below 2**63 on every rank, the largest that any rank has there.
+
+        Raises:
+            LostContact: the ranks could not tell each other.
+        """
+        return self._most(what, torch.tensor(numbers, dtype=torch.int64)).tolist() if numbers else []
+
+    def _most(self, what: str, row: Tensor) -> Tensor:
+        if self.group is None or self.size == 1:
+            return row
+        row = row.to(self.device)
         with self._contact(what):
             dist.all_reduce(row, op=dist.ReduceOp.MAX, group=self.group)
-        return bytes(tensor_bytes(row.cpu()))
+        return row.cpu()
 
     @contextlib.contextmanager
     def _contact(self, what: str) -> Iterator[None]:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_ckpt._reader import SLAB_BYTES, CheckpointReader, slabs
+from mcore_ckpt._plan import slabs
+from mcore_ckpt._reader import SLAB_BYTES, CheckpointReader
 from mcore_ckpt._storage import Folder, itemsize
 from mcore_ckpt.chunks import Box
 
@@ -22,9 +23,9 @@ class Difference:
     """One thing that two checkpoints do not have alike."""
 
     name: str
-    """Of the tensor, or of the extra value as ``extra.key``."""
+    """Of the tensor, of the extra value as ``extra.key``, or of the asset as ``asset.name``."""
     kind: str
-    """"only in first", "only in second", "dtype", "shape", "values" or "extra"."""
+    """"only in first", "only in second", "dtype", "shape", "values", "asset" or "extra"."""
     text: str
     """What each of them has; for values, how many differ and by how much at most."""
 
@@ -78,7 +79,8 @@ def diff(
             found.append(Difference(name=name, kind="shape", text=f"{list(a.shape)}, {list(b.shape)}"))
         elif values:
             found += _values(one, two, name, (atol, rtol), on_bytes)
-    return found + _extras(one.manifest.extra, two.manifest.extra)
+    digests = [{name: asset.sha256 for name, asset in reader.manifest.assets.items()} for reader in (one, two)]
+    return [*found, *_values_by_key("asset", *digests), *_values_by_key("extra", one.manifest.extra, two.manifest.extra)]
 
 
 def _values(
@@ -122,12 +124,12 @@ def _unlike(a: Tensor, b: Tensor, atol: float, rtol: float) -> tuple[Tensor, Ten
     return ~alike, far
 
 
-def _extras(one: Any, two: Any) -> list[Difference]:
+def _values_by_key(kind: str, one: Any, two: Any) -> list[Difference]:
     found = []
     for key in sorted(one.keys() | two.keys()):
         if key not in one or key not in two:
             where = "only in second" if key not in one else "only in first"
-            found.append(Difference(name=f"extra.{key}", kind=where, text=repr(one.get(key, two.get(key)))[:200]))
+            found.append(Difference(name=f"{kind}.{key}", kind=where, text=repr(one.get(key, two.get(key)))[:200]))
         elif one[key] != two[key]:
-            found.append(Difference(name=f"extra.{key}", kind="extra", text=f"{one[key]!r:.200}, {two[key]!r:.200}"))
+            found.append(Difference(name=f"{kind}.{key}", kind=kind, text=f"{one[key]!r:.200}, {two[key]!r:.200}"))
     return found

@@ -3,14 +3,12 @@
 """Loading: any layout from any layout, reading only the bytes this rank needs."""
 
 import hashlib
-import itertools
 import json
 import socket
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,15 +16,18 @@ from torch import Tensor
 
 from mcore_ckpt._control import Control, threads_each
 from mcore_ckpt._errors import CheckpointingException, list_names
-from mcore_ckpt._formats import ShardFile, open_shard
+from mcore_ckpt._formats import open_shard
 from mcore_ckpt._plan import Read, assign_files, compare, plan_load
 from mcore_ckpt._sharded import ShardedTensor, as_parts
-from mcore_ckpt._storage import Folder, SafetensorsFile, StoredFile, digest_file, dtype_code, dtype_of, open_folder
+from mcore_ckpt._storage import Folder, StoredFile, digest_file, dtype_code, dtype_of, itemsize, open_folder
 from mcore_ckpt._strictness import Mismatches, Strictness, as_strictness
+from mcore_ckpt._sweep import Filling, fill_from, in_threads, sweep_file
 from mcore_ckpt.chunks import Box
 from mcore_ckpt.manifest import Manifest, TensorRecord, read_manifest
 
-__all__ = ["check_files", "find_mismatches", "load", "read_tensor", "stored_part"]
+__all__ = ["check_files", "find_mismatches", "load", "read_tensor"]
+
+_DAMAGED = "its SHA-256 is not the one in the manifest; the file is damaged"
 
 
 def load(
@@ -34,7 +35,7 @@ def load(
     directory: str | Path | Folder,
     *,
     strict: bool | Strictness = True,
-    verify: bool = True,
+    verify: bool | Literal["first"] = True,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Fill the tensors of ``state`` from the checkpoint in ``directory``, whatever layout wrote it. Collective over ``group``.
@@ -43,8 +44,8 @@ def load(
         state: as for `save`; the tensors are written in place. A name that the checkpoint lacks is an error, unless ``strict`` says
             otherwise: leave it out of ``state`` to keep its value.
         strict: a stored tensor that no rank asks for is an error; False to load a part of a checkpoint; or a `Strictness`.
-        verify: compare the SHA-256 of every file that is read before anything is written; the ranks share the files.
-            False compares lengths only.
+        verify: compare the SHA-256 of every file that is read; the ranks share the files, and each file is read once for both.
+            "first" compares all before anything is written, which takes a second reading. False compares lengths only.
         group: as for `save`.
 
     Returns:
@@ -52,8 +53,12 @@ def load(
 
     Raises:
         CheckpointingException: on every rank: not a checkpoint; missing, unexpected, differently shaped or typed tensors, all
-            listed, with nothing written yet; a damaged file, by name.
+            listed, with nothing written yet; a damaged file, by name: unless its length tells or ``verify`` is "first", some of the
+            tensors hold values of the checkpoint then, and the state is good for loading another only.
+        ValueError: ``verify`` is none of these.
     """
+    if verify not in (True, False, "first"):
+        raise ValueError(f"verify={verify!r} must be True, False or 'first'")
     control, folder = Control(group), open_folder(directory)
     strictness = as_strictness(strict)
     manifest, shards, found, num_threads = _survey(control, state, folder, strictness)
@@ -62,13 +67,13 @@ def load(
     if control.rank == 0:
         found.warn(strictness, f"loading {folder}")
     asked = manifest.tensors.keys() - set(found.unexpected)
-    needed = {chunk.file for name in asked for chunk in manifest.tensors[name].chunks}
-    share = assign_files({file: manifest.files[file].bytes for file in needed}, control.size)[control.rank]
-    control.run(f"verifying {folder}", lambda: check_files(folder, manifest, share, digests=verify, num_threads=num_threads))
-    control.run(
-        f"reading {folder}",
-        lambda: _fill(folder, shards, plan_load(((n, s.box) for n, parts in shards.items() for s in parts), manifest.tensors)),
-    )
+    sizes = {chunk.file: manifest.files[chunk.file].bytes for name in asked for chunk in manifest.tensors[name].chunks}
+    reads = plan_load(((n, s.box) for n, parts in shards.items() for s in parts), manifest.tensors)
+    share = assign_files(sizes, control.size, _readers(control, folder, sizes, reads, manifest) if verify is True else None)[control.rank]
+    first = verify == "first"
+    control.run(f"verifying {folder}", lambda: check_files(folder, manifest, share, digests=first, num_threads=num_threads))
+    swept = share if verify is True else []
+    control.run(f"reading {folder}", lambda: _fill(folder, manifest, shards, reads, swept, num_threads))
     return dict(manifest.extra)
 
 
@@ -136,13 +141,7 @@ def check_files(
         CheckpointingException: one is missing, a link, or not what was written; names the first.
     """
     folder = open_folder(directory)
-    if num_threads == 1 or not digests:
-        for name in names:
-            _check_file(folder, manifest, name, digests)
-    else:
-        with ThreadPoolExecutor(num_threads, "verify") as pool:
-            for _ in pool.map(lambda name: _check_file(folder, manifest, name, digests), names):
-                pass
+    in_threads(lambda name: _check_file(folder, manifest, name, digests), names, num_threads if digests else 1)
 
 
 def _check_file(folder: Folder, manifest: Manifest, name: str, digests: bool) -> None:
@@ -154,52 +153,49 @@ def _check_file(folder: Folder, manifest: Manifest, name: str, digests: bool) ->
         raise CheckpointingException(f"{file}: {size} bytes instead of {expected.bytes}; the file is damaged")
     # Another system's checkpoint has no digests.
     if digests and expected.sha256 and digest_file(file) != expected:
-        raise CheckpointingException(f"{file}: its SHA-256 is not the one in the manifest; the file is damaged")
+        raise CheckpointingException(f"{file}: {_DAMAGED}")
 
 
-def _fill(folder: Folder, shards: Mapping[str, list[ShardedTensor]], reads: list[Read]) -> None:
-    for name, same_file in itertools.groupby(reads, key=lambda read: read.chunk.file):
-        file = open_shard(StoredFile(folder, name))
-        with torch.no_grad():
-            for read in same_file:
-                shard = next(part for part in shards[read.name] if part.box.contains(read.box))
-                target = shard.data[read.box.relative_to(shard.box).slices()]
-                _copy(file, read, target)
+def _readers(control: Control, folder: Folder, files: Iterable[str], reads: Iterable[Read], manifest: Manifest) -> dict[str, int]:
+    """For each file the rank that reads the most of it: it can compare the digest on the way. Of equals, another for each file."""
+    mine = dict.fromkeys(sorted(files), 0)
+    for read in reads:
+        mine[read.chunk.file] += read.box.num_elements * itemsize(manifest.tensors[read.name].dtype)
+    size = control.size
+    bids = [num_bytes * size + (control.rank - place) % size for place, num_bytes in enumerate(mine.values())]
+    best = control.largest(f"sharing the files of {folder}", bids)
+    return {file: (bid + place) % size for place, (file, bid) in enumerate(zip(mine, best, strict=True))}
 
 
-def _copy(file: ShardFile, read: Read, target: Tensor) -> None:
-    slices = _check_slot(file, read, target.dtype)
-    whole_rows = read.box.shape[1:] == read.chunk.box.shape[1:]
-    plain = target.device.type == "cpu" and target.is_contiguous() and not (target.is_conj() or target.is_neg())
-    if isinstance(file, SafetensorsFile) and whole_rows and plain:
-        file.fill(read.chunk.key, target, (slices[0].start, slices[0].stop) if slices else None)
-    else:
-        target.copy_(stored_part(file, read, target.dtype))
+def _fill(
+    folder: Folder,
+    manifest: Manifest,
+    shards: Mapping[str, list[ShardedTensor]],
+    reads: Iterable[Read],
+    swept: Iterable[str] = (),
+    num_threads: int = 1,
+) -> None:
+    """Do ``reads``, on the way through those files whose digest this rank compares, and from the others what is asked of them."""
+    wanted: dict[str, list[Filling]] = {file: [] for file in swept}
+    for read in reads:
+        part = next(part for part in shards[read.name] if part.box.contains(read.box))
+        target = part.data.detach()[read.box.relative_to(part.box).slices()]
+        wanted.setdefault(read.chunk.file, []).append(Filling(read, target))
 
+    def sweep(name: str) -> None:
+        file, expected = StoredFile(folder, name), manifest.files[name]
+        try:
+            found = sweep_file(file, wanted.pop(name))
+        except CheckpointingException:
+            # Damage is the first thing to say about a file that makes no sense.
+            _check_file(folder, manifest, name, digests=True)
+            raise
+        if expected.sha256 and found != expected:
+            raise CheckpointingException(f"{file}: {_DAMAGED}")
 
-def stored_part(file: ShardFile, read: Read, dtype: torch.dtype) -> Tensor:
-    """What ``read`` asks of an open file; copy what you keep.
-
-    Raises:
-        CheckpointingException: it does not lie there as the manifest says.
-    """
-    slices = _check_slot(file, read, dtype)
-    if not slices:
-        return file.tensor(read.chunk.key)
-    return file.tensor(read.chunk.key, (slices[0].start, slices[0].stop))[:, *slices[1:]]
-
-
-def _check_slot(file: ShardFile, read: Read, dtype: torch.dtype) -> tuple[slice, ...]:
-    """Where ``read`` lies in the stored tensor of its chunk.
-
-    Raises:
-        CheckpointingException: see `stored_part`.
-    """
-    chunk, slot = read.chunk, file.slot(read.chunk.key)
-    if slot is None or slot.shape != chunk.box.shape or dtype_of(slot.dtype) != dtype:
-        said = "missing" if slot is None else f"{slot.dtype} {list(slot.shape)}"
-        raise CheckpointingException(f"{file.file}: {chunk.key} is {said}, not what the manifest says")
-    return read.box.relative_to(chunk.box).slices()
+    in_threads(sweep, swept, num_threads, [part.data for parts in shards.values() for part in parts])
+    for name, fillings in wanted.items():
+        fill_from(open_shard(StoredFile(folder, name)), fillings)
 
 
 def read_tensor(directory: str | Path | Folder, name: str, manifest: Manifest | None = None) -> Tensor:
@@ -219,5 +215,5 @@ def read_tensor(directory: str | Path | Folder, name: str, manifest: Manifest | 
     # The files first: no memory is taken for a tensor that cannot be in them.
     check_files(folder, manifest, {chunk.file for chunk in record.chunks}, digests=False)
     whole = ShardedTensor(torch.empty(record.shape, dtype=dtype_of(record.dtype)), record.shape, (0,) * len(record.shape))
-    _fill(folder, {name: [whole]}, plan_load([(name, Box.whole(record.shape))], manifest.tensors))
+    _fill(folder, manifest, {name: [whole]}, plan_load([(name, Box.whole(record.shape))], manifest.tensors))
     return whole.data

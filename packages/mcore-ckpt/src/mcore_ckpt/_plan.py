@@ -33,6 +33,7 @@ __all__ = [
     "plan_layouts",
     "plan_load",
     "plan_save",
+    "slabs",
     "take_share",
     "tell_writes",
 ]
@@ -193,18 +194,21 @@ def plan_layouts(layouts: Sequence[Layout], num_ranks: int) -> SavePlan:
                 if is_main:
                     main[name].add(box)
     jobs: list[tuple[int, int, str, Box, tuple[int, ...]]] = []
+    ascending: dict[tuple[int, ...], tuple[int, ...]] = {}
     sound: set[tuple[tuple[int, ...], frozenset[Box]]] = set()
     for name, tensor in tensors.items():
         _check_parts(name, tensor, main[name], holders[name], sound)
         width = itemsize(tensor.dtype)
         for box in main[name]:
             ranks = holders[name][box]
+            ranks = ascending.setdefault(ranks, tuple(sorted(ranks)))
             jobs.append((len(ranks), -box.num_elements * width, name, box, ranks))
     jobs.sort(key=lambda job: (job[0], job[1], job[2], job[3].offset))
     load = [0] * num_ranks
     writes: list[list[Write]] = [[] for _ in range(num_ranks)]
     for _, negative_bytes, name, box, ranks in jobs:
-        writer = ranks[0] if len(ranks) == 1 else min(ranks, key=lambda rank: (load[rank], rank))
+        # They ascend: of equals it is the lowest.
+        writer = ranks[0] if len(ranks) == 1 else min(ranks, key=load.__getitem__)
         load[writer] -= negative_bytes
         writes[writer].append(Write(name, box, -negative_bytes))
     # In order of name again: neighbours in the model are neighbours on disk, whatever the balancing did.
@@ -214,13 +218,17 @@ def plan_layouts(layouts: Sequence[Layout], num_ranks: int) -> SavePlan:
 def tell_writes(layouts: Sequence[Layout], plan: SavePlan) -> Iterator[str]:
     """For each rank, as text: what it writes, as positions in what it holds."""
     layout_of = {rank: layout for layout in layouts for rank in layout.ranks}
-    place, known = {}, None
     for rank, writes in enumerate(plan.writes):
         layout = layout_of[rank]
-        if layout is not known:
-            place = {(name, box): number for number, (name, (_, _, box)) in enumerate(zip(layout.names, layout.kinds, strict=True))}
-            known = layout
-        yield json.dumps([place[write.name, write.box] for write in writes], separators=(",", ":"))
+        # By name first: that is quick to compare, and most of what a rank holds others write.
+        order: dict[str, dict[Box, int]] = {}
+        for number, write in enumerate(writes):
+            order.setdefault(write.name, {})[write.box] = number
+        places = [0] * len(writes)
+        for place, name in enumerate(layout.names):
+            if name in order and (number := order[name].get(layout.kinds[place][2])) is not None:
+                places[number] = place
+        yield json.dumps(places, separators=(",", ":"))
 
 
 def take_share(records: Sequence[ShardRecord], told: str, plan: SavePlan | None) -> Share:
@@ -290,12 +298,40 @@ def plan_load(wanted: Iterable[tuple[str, Box]], stored: Mapping[str, TensorReco
     return sorted(reads, key=lambda read: (read.chunk.file, read.name, read.box))
 
 
-def assign_files(sizes: Mapping[str, int], num_ranks: int) -> list[list[str]]:
-    """Files divided over ranks, the largest first to whoever has the fewest bytes."""
+def slabs(box: Box, max_elements: int) -> Iterator[Box]:
+    """``box`` cut into consecutive boxes of at most ``max_elements`` (at least 1), along its first dims."""
+    if box.num_elements <= max_elements or not box.shape:
+        yield box
+        return
+    row = box.num_elements // box.shape[0]
+    step = max(1, max_elements // row)
+    for begin in range(0, box.shape[0], step):
+        size = min(step, box.shape[0] - begin)
+        piece = Box((box.offset[0] + begin, *box.offset[1:]), (size, *box.shape[1:]))
+        if piece.num_elements <= max_elements:
+            yield piece
+        else:
+            inner = slabs(Box(piece.offset[1:], piece.shape[1:]), max_elements)
+            yield from (Box((piece.offset[0], *rest.offset), (1, *rest.shape)) for rest in inner)
+
+
+def assign_files(sizes: Mapping[str, int], num_ranks: int, preferred: Mapping[str, int] | None = None) -> list[list[str]]:
+    """Files divided over ranks, the largest first, each to whoever has the fewest bytes.
+
+    Args:
+        sizes: bytes of each file.
+        num_ranks: how many there are.
+        preferred: the rank that had best take a file; it does while that gives it no more than a quarter above its share.
+    """
     load = [0] * num_ranks
     shares: list[list[str]] = [[] for _ in range(num_ranks)]
+    fair = sum(sizes.values()) / num_ranks
     for name in sorted(sizes, key=lambda file: (-sizes[file], file)):
-        rank = min(range(num_ranks), key=lambda r: (load[r], r))
-        load[rank] += sizes[name]
+        size, wish = sizes[name], (preferred or {}).get(name)
+        if wish is not None and load[wish] + size <= 1.25 * max(fair, size):
+            rank = wish
+        else:
+            rank = min(range(num_ranks), key=lambda r: (load[r], r))
+        load[rank] += size
         shares[rank].append(name)
     return shares

@@ -2,7 +2,6 @@
 # Copyright (c) 2026 the mcore authors
 """One checkpoint read tensor by tensor, or box by box, outside any group."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -10,33 +9,17 @@ from torch import Tensor
 
 from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt._formats import ShardFile, open_shard
-from mcore_ckpt._load import check_files, stored_part
-from mcore_ckpt._plan import Read, plan_load
+from mcore_ckpt._load import check_files
+from mcore_ckpt._plan import Read, plan_load, slabs
 from mcore_ckpt._storage import Folder, StoredFile, dtype_of, itemsize, open_folder
+from mcore_ckpt._sweep import stored_part
 from mcore_ckpt.chunks import Box
 from mcore_ckpt.manifest import Manifest, TensorRecord, read_manifest
 
-__all__ = ["CheckpointReader", "slabs"]
+__all__ = ["CheckpointReader"]
 
 SLAB_BYTES = 32 * 2**20
 """Copied at once: what a mapped file holds in memory beside the tensor that is filled."""
-
-
-def slabs(box: Box, max_elements: int) -> Iterator[Box]:
-    """``box`` cut into consecutive boxes of at most ``max_elements`` (at least 1), along its first dims."""
-    if box.num_elements <= max_elements or not box.shape:
-        yield box
-        return
-    row = box.num_elements // box.shape[0]
-    step = max(1, max_elements // row)
-    for begin in range(0, box.shape[0], step):
-        size = min(step, box.shape[0] - begin)
-        piece = Box((box.offset[0] + begin, *box.offset[1:]), (size, *box.shape[1:]))
-        if piece.num_elements <= max_elements:
-            yield piece
-        else:
-            inner = slabs(Box(piece.offset[1:], piece.shape[1:]), max_elements)
-            yield from (Box((piece.offset[0], *rest.offset), (1, *rest.shape)) for rest in inner)
 
 
 class CheckpointReader:

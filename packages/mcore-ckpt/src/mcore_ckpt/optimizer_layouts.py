@@ -21,8 +21,8 @@ import torch.distributed as dist
 from mcore_ckpt._control import Control
 from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt._load import check_files, load
-from mcore_ckpt._plan import assign_files
-from mcore_ckpt._reader import CheckpointReader, slabs
+from mcore_ckpt._plan import assign_files, slabs
+from mcore_ckpt._reader import CheckpointReader
 from mcore_ckpt._save import save
 from mcore_ckpt._sharded import ShardedTensor, as_parts
 from mcore_ckpt._storage import Folder, dtype_code, itemsize, open_folder

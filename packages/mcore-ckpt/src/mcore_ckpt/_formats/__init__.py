@@ -3,7 +3,17 @@
 """The formats of a checkpoint's files, and the metadata that other readers want beside them."""
 
 from mcore_ckpt._formats._archive import DistcpFile
-from mcore_ckpt._formats._layout import BACKEND_NAME, FORMATS, ShardFile, open_shard, own_file, shard_name, side_files, write_shard
+from mcore_ckpt._formats._layout import (
+    BACKEND_NAME,
+    FORMATS,
+    ShardFile,
+    asset_file,
+    open_shard,
+    own_file,
+    shard_name,
+    side_files,
+    write_shard,
+)
 from mcore_ckpt._formats._objects import Foreign, read_objects, write_objects
 from mcore_ckpt._formats._torch_dist import METADATA_NAME, read_metadata, read_places, write_metadata
 
@@ -14,6 +24,7 @@ __all__ = [
     "DistcpFile",
     "Foreign",
     "ShardFile",
+    "asset_file",
     "open_shard",
     "own_file",
     "read_metadata",

@@ -196,6 +196,15 @@ class DistcpFile:
                 raise CheckpointingException(f"{self.file}: no sound tensor at {key}: {error}") from error
         return self._found[key].slot
 
+    def begin(self, key: str) -> int | None:
+        """First byte in the file of a tensor whose elements follow one another there; None where they do not.
+
+        Raises:
+            CheckpointingException: see `slot`.
+        """
+        slot = self.slot(key)
+        return slot.begin if slot is not None and self._found[key].contiguous else None
+
     def tensor(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
         """See `SafetensorsFile.tensor`."""
         slot = self.slot(key)

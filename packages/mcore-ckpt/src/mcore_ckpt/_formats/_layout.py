@@ -14,11 +14,11 @@ from mcore_ckpt._formats._archive import DistcpFile, write_distcp
 from mcore_ckpt._formats._torch_dist import METADATA_NAME, Stored, write_metadata
 from mcore_ckpt._storage import FileRecord, SafetensorsFile, StoredFile, TensorSlot, write_safetensors
 
-__all__ = ["BACKEND_NAME", "FORMATS", "ShardFile", "open_shard", "own_file", "shard_name", "side_files", "write_shard"]
+__all__ = ["BACKEND_NAME", "FORMATS", "ShardFile", "asset_file", "open_shard", "own_file", "shard_name", "side_files", "write_shard"]
 
 FORMATS = ("native", "torch_dist", "fsdp_dtensor")
 BACKEND_NAME = "metadata.json"
-_OWN = re.compile(r"[0-9a-f]{8}-r[0-9]+-[0-9]+\.safetensors|__[0-9]+_[0-9]+_[0-9a-f]{8}\.distcp")
+_OWN = re.compile(r"[0-9a-f]{8}-r[0-9]+-[0-9]+\.safetensors|__[0-9]+_[0-9]+_[0-9a-f]{8}\.distcp|[0-9a-f]{8}-asset-[A-Za-z0-9._+-]+")
 _BACKEND = MappingProxyType({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
 
 
@@ -29,6 +29,10 @@ class ShardFile(Protocol):
 
     def slot(self, key: str) -> TensorSlot | None:
         """Type and shape of the tensor of that key, None where there is none."""
+        ...
+
+    def begin(self, key: str) -> int | None:
+        """First byte in the file of a tensor whose elements follow one another there; None where they do not."""
         ...
 
     def tensor(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
@@ -46,6 +50,11 @@ def shard_name(format: str, token: str, rank: int, number: int) -> str:
     if format != "native":
         return f"__{rank}_{number}_{token}.distcp"
     return f"{token}-r{rank:05d}-{number:03d}.safetensors"
+
+
+def asset_file(token: str, name: str) -> str:
+    """Name of the file of an asset; of all assets different ones."""
+    return f"{token}-asset-{name.replace('/', '+')}"
 
 
 def write_shard(

@@ -4,7 +4,7 @@
 
 from mcore_ckpt._storage._dtypes import dtype_code, dtype_of, itemsize
 from mcore_ckpt._storage._files import file_digest, sync_folder, write_file
-from mcore_ckpt._storage._folder import FileRecord, Folder, StoredFile, digest_file, num_cores, write_hashed
+from mcore_ckpt._storage._folder import BLOCK_BYTES, FileRecord, Folder, StoredFile, Taker, digest_file, num_cores, write_hashed
 from mcore_ckpt._storage._local import LocalFolder
 from mcore_ckpt._storage._memory import MemoryFolder
 from mcore_ckpt._storage._object import ObjectFolder
@@ -14,6 +14,7 @@ from mcore_ckpt._storage._stream import PIECE, WRITER_PROGRAM, cut, receive
 from mcore_ckpt._storage._watched import WatchedFolder
 
 __all__ = [
+    "BLOCK_BYTES",
     "PIECE",
     "WRITER_PROGRAM",
     "FileRecord",
@@ -23,6 +24,7 @@ __all__ = [
     "ObjectFolder",
     "SafetensorsFile",
     "StoredFile",
+    "Taker",
     "TensorSlot",
     "WatchedFolder",
     "as_file",

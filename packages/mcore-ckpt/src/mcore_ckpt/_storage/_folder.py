@@ -5,17 +5,32 @@
 import hashlib
 import mmap
 import os
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from mcore_ckpt._storage._stream import hash_pieces
+from mcore_ckpt._storage._stream import CHUNK_BYTES, hash_pieces
 
-__all__ = ["FileRecord", "FillingFolder", "Folder", "HashingFolder", "StoredFile", "digest_file", "num_cores", "write_hashed"]
+__all__ = [
+    "BLOCK_BYTES",
+    "FileRecord",
+    "FillingFolder",
+    "Folder",
+    "HashingFolder",
+    "StoredFile",
+    "Taker",
+    "digest_file",
+    "num_cores",
+    "write_hashed",
+]
 
-
-_READ_BYTES = 4 * 2**20
+BLOCK_BYTES = 4 * 2**20
+"""Read at a time of what is only hashed."""
+_AHEAD = 2
+"""Pieces that are read or wait while one is hashed."""
+_WORTH_A_READ = 2**20
 
 
 @dataclass(frozen=True)
@@ -166,21 +181,87 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def digest_file(file: StoredFile) -> FileRecord:
-    """Length and SHA-256 of a stored file, read in bounded memory: the next piece while one is hashed."""
+@dataclass(frozen=True)
+class Taker:
+    """Who wants some bytes of a file: memory of that length, or a function that is given them and keeps no reference.
+
+    A function can be given no more than ``BLOCK_BYTES``.
+    """
+
+    begin: int
+    end: int
+    target: memoryview | Callable[[memoryview], None]
+
+
+def digest_file(file: StoredFile, takers: Iterable[Taker] = ()) -> FileRecord:
+    """Length and SHA-256 of a stored file, read once in bounded memory: the next pieces while one is hashed.
+
+    Args:
+        file: where it lies.
+        takers: disjoint, in the order of their bytes: given theirs on the way, before anybody knows whether they are sound. Long memory is
+            read into directly.
+    """
     digest, size = hashlib.sha256(), file.size()
-    blocks = [memoryview(mmap.mmap(-1, _READ_BYTES)) for _ in range(2)]
 
-    def fetch(begin: int) -> memoryview:
-        piece = blocks[begin // _READ_BYTES % 2][: size - begin]
-        file.read_into(begin, piece)
-        return piece
+    def finish(piece: _Piece, view: memoryview, done: "Future[None] | None" = None) -> None:
+        if done is not None:
+            done.result()
+        digest.update(view)
+        for taker in piece.takers:
+            part = view[taker.begin - piece.begin : taker.end - piece.begin]
+            if isinstance(taker.target, memoryview):
+                taker.target[:] = part
+            else:
+                taker.target(part)
 
+    if size <= BLOCK_BYTES:
+        # Not worth a thread.
+        view = memoryview(bytearray(size))
+        file.read_into(0, view)
+        finish(_Piece(0, size, None, tuple(takers)), view)
+        return FileRecord(size, digest.hexdigest())
+    blocks = [memoryview(mmap.mmap(-1, BLOCK_BYTES)) for _ in range(_AHEAD + 1)]
+    reading: deque[tuple[_Piece, memoryview, Future[None]]] = deque()
     with ThreadPoolExecutor(1, "read") as pool:
-        ahead = pool.submit(fetch, 0)
-        for begin in range(0, size, _READ_BYTES):
-            piece = ahead.result()
-            if begin + _READ_BYTES < size:
-                ahead = pool.submit(fetch, begin + _READ_BYTES)
-            digest.update(piece)
+        for number, piece in enumerate(_pieces(size, takers)):
+            if len(reading) > _AHEAD:
+                finish(*reading.popleft())
+            view = blocks[number % len(blocks)][: piece.end - piece.begin] if piece.target is None else piece.target
+            reading.append((piece, view, pool.submit(file.read_into, piece.begin, view)))
+        while reading:
+            finish(*reading.popleft())
     return FileRecord(size, digest.hexdigest())
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Bytes of a file that are read at once: into ``target``, or into a block of which ``takers`` get theirs."""
+
+    begin: int
+    end: int
+    target: memoryview | None = None
+    takers: tuple[Taker, ...] = ()
+
+
+def _pieces(size: int, takers: Iterable[Taker]) -> Iterator[_Piece]:
+    """A file of ``size`` bytes in consecutive pieces; short neighbours share one."""
+    begin, held = 0, []
+    for taker in takers:
+        # What nobody wants, up to the next that somebody does.
+        while taker.begin - begin > BLOCK_BYTES:
+            yield _Piece(begin, begin + BLOCK_BYTES, None, tuple(held))
+            begin, held = begin + BLOCK_BYTES, []
+        # Long memory is read into; the rest shares blocks.
+        memory = taker.target if isinstance(taker.target, memoryview) and len(taker.target) >= _WORTH_A_READ else None
+        if begin < taker.begin and (memory is not None or taker.end - begin > BLOCK_BYTES):
+            yield _Piece(begin, taker.begin, None, tuple(held))
+            begin, held = taker.begin, []
+        if memory is None:
+            held.append(taker)
+            continue
+        for low in range(0, len(memory), CHUNK_BYTES):
+            part = memory[low : low + CHUNK_BYTES]
+            yield _Piece(begin + low, begin + low + len(part), part)
+        begin = taker.end
+    for low in range(begin, size, BLOCK_BYTES):
+        yield _Piece(low, min(size, low + BLOCK_BYTES), None, tuple(held) if low == begin else ())

@@ -184,6 +184,10 @@ class SafetensorsFile:
         """Type and shape of the tensor of that key, None where there is none."""
         return self.slots.get(key)
 
+    def begin(self, key: str) -> int | None:
+        """First byte of that tensor in the file, None where there is none."""
+        return self._start + self.slots[key].begin if key in self.slots else None
+
     def tensor(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
         """One tensor in host memory, of a local file a view of its pages; copy what you keep.
 
@@ -193,21 +197,6 @@ class SafetensorsFile:
         Raises:
             CheckpointingException: no such key.
         """
-        slot, shape, begin, end = self._place(key, rows)
-        return bytes_as_tensor(self.file.read(begin, end), dtype_of(slot.dtype), shape)
-
-    def fill(self, key: str, target: Tensor, rows: tuple[int, int] | None = None) -> None:
-        """`tensor` read straight into ``target``, contiguous in host memory, of the same type and shape.
-
-        Raises:
-            CheckpointingException: no such key.
-        """
-        _, _, begin, end = self._place(key, rows)
-        if begin < end:
-            self.file.read_into(begin, tensor_bytes(target))
-
-    def _place(self, key: str, rows: tuple[int, int] | None) -> tuple[TensorSlot, tuple[int, ...], int, int]:
-        """Of one tensor or rows of it: its slot, the shape, and the bytes of the file."""
         if key not in self.slots:
             raise CheckpointingException(f"{self.file}: no tensor {key!r}")
         slot = self.slots[key]
@@ -215,4 +204,4 @@ class SafetensorsFile:
         if rows is not None and shape:
             row_bytes = math.prod(shape[1:]) * itemsize(slot.dtype)
             shape, begin, end = (rows[1] - rows[0], *shape[1:]), begin + rows[0] * row_bytes, begin + rows[1] * row_bytes
-        return slot, shape, begin, end
+        return bytes_as_tensor(self.file.read(begin, end), dtype_of(slot.dtype), shape)

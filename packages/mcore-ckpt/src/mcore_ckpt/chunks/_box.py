@@ -4,6 +4,7 @@
 
 import math
 from dataclasses import dataclass
+from operator import add, le, sub
 from typing import Any
 
 __all__ = ["Box"]
@@ -41,7 +42,7 @@ class Box:
     @property
     def end(self) -> tuple[int, ...]:
         """One past the last index of each dim."""
-        return tuple(begin + size for begin, size in zip(self.offset, self.shape, strict=True))
+        return tuple(map(add, self.offset, self.shape))
 
     @property
     def num_elements(self) -> int:
@@ -53,17 +54,18 @@ class Box:
         if len(self.shape) != len(other.shape):
             raise ValueError(f"{self} and {other} have different numbers of dims")
         begin = tuple(map(max, self.offset, other.offset))
-        shape = tuple(min(ends) - start for start, *ends in zip(begin, self.end, other.end, strict=True))
-        return Box(begin, shape) if all(size > 0 for size in shape) else None
+        shape = tuple(map(sub, map(min, self.end, other.end), begin))
+        return Box(begin, shape) if min(shape, default=1) > 0 else None
 
     def contains(self, other: "Box") -> bool:
         """Whether every index of ``other`` lies inside; an empty box lies inside when its corners do."""
-        inside = zip(self.offset, other.offset, other.end, self.end, strict=True)
-        return all(low <= begin and end <= high for low, begin, end, high in inside)
+        if len(self.shape) != len(other.shape):
+            raise ValueError(f"{self} and {other} have different numbers of dims")
+        return all(map(le, self.offset, other.offset)) and all(map(le, other.end, self.end))
 
     def relative_to(self, outer: "Box") -> "Box":
         """The same indices counted from the corner of ``outer``, which contains this box."""
-        return Box(tuple(mine - base for mine, base in zip(self.offset, outer.offset, strict=True)), self.shape)
+        return Box(tuple(map(sub, self.offset, outer.offset)), self.shape)
 
     def slices(self) -> tuple[slice, ...]:
         """Index that cuts this box out of the tensor it counts in."""
