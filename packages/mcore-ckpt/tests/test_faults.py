@@ -13,6 +13,7 @@ import torch
 
 from mcore_ckpt import CheckpointingException, CheckpointManager, load, save
 from mcore_ckpt._control import Control, LostContact
+from mcore_ckpt.assets import read_asset
 from mcore_ckpt.manifest import is_checkpoint, read_manifest
 from mcore_ckpt.storage import LocalFolder, MemoryFolder
 from tests.support.faulty_disk import FaultyDisk, after_power_cut
@@ -42,6 +43,8 @@ def values(folder, step):
     extra = CheckpointManager(folder).load(target, step)[1]
     found = {float(x) for tensor in target.values() for x in tensor.flatten()}
     assert extra == {"step": step}
+    place = CheckpointManager(folder).path(step)
+    assert all(read_asset(place, name) == b"kept" for name in read_manifest(place).assets)
     return found
 
 
@@ -51,7 +54,8 @@ def tree(folder):
 
 def attempt(folder, step, disk, *, asynchronous, keep=1):
     with disk:
-        request = CheckpointManager(Here(folder), keep=keep).save(step, state(step), {"step": step}, asynchronous=asynchronous)
+        manager = CheckpointManager(Here(folder), keep=keep, assets={"run/notes": b"kept"})
+        request = manager.save(step, state(step), {"step": step}, asynchronous=asynchronous)
         if request:
             request.wait()
 

@@ -3,13 +3,16 @@
 """Tensors that live on a GPU."""
 
 import os
+import shutil
 import signal
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from mcore_ckpt import CheckpointingException, CheckpointManager, load, save
+from mcore_ckpt import CheckpointingException, CheckpointManager, LocalCheckpoints, load, save
 
 pytestmark = pytest.mark.gpu
 
@@ -65,6 +68,24 @@ def test_files_written_on_threads_hold_what_another_stream_wrote_last(tmp_path: 
     assert all(bool((value == number + 1).all()) for number, value in enumerate(back.values()))
 
 
+def test_files_read_on_threads_fill_tensors_after_what_their_stream_has_queued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mcore_ckpt._control.num_cores", lambda: 4)
+    # Longer than the blocks in which files are read, and of rows longer than those.
+    state = {f"w{i}": torch.randn(3, 2**20 + 7 * i) for i in range(4)}
+    save(state, tmp_path / "c", max_file_bytes=2**24)
+    assert len(list((tmp_path / "c").glob("*.safetensors"))) == 4
+    back = {name: torch.empty_like(value, device="cuda") for name, value in state.items()}
+    matrix = torch.randn(4096, 4096, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(50):
+            matrix = matrix @ matrix / 64
+        for value in back.values():
+            value.zero_()
+        load(back, tmp_path / "c")
+        assert all(torch.equal(back[name].cpu(), state[name]) for name in state)
+
+
 def test_the_writer_process_reads_page_locked_memory_and_a_killed_one_is_replaced(tmp_path: Path) -> None:
     state = {f"w{i}": torch.randn(2**20 + i, device="cuda") for i in range(16)}
     manager, pids, held = CheckpointManager(tmp_path, keep=None), set(), []
@@ -92,3 +113,27 @@ def test_the_writer_process_reads_page_locked_memory_and_a_killed_one_is_replace
     manager.save(5, state, asynchronous=True)
     manager.wait()
     assert manager.steps() == [0, 1, 2, 3, 5]
+
+
+def test_an_asynchronous_step_on_the_node_waits_for_the_copy_only(tmp_path: Path) -> None:
+    place = Path("/dev/shm") if Path("/dev/shm").is_dir() else tmp_path
+    folder = Path(tempfile.mkdtemp(dir=place))
+    try:
+        nodes = LocalCheckpoints(folder, copies=1)
+        state = {"w": torch.randn(2**28, device="cuda"), "b": torch.arange(7, device="cuda")}
+        blocked = []
+        for step in range(4):
+            before = {name: value.clone() for name, value in state.items()}
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            nodes.save(step, state, {"step": step}, asynchronous=True)
+            blocked.append(time.perf_counter() - begin)
+            for value in state.values():
+                value.zero_()
+            nodes.wait()
+            assert nodes.load(state) == (step, {"step": step})
+            assert all(torch.equal(state[name], before[name]) for name in state)
+        # 1 GiB; the first save also locks the memory, which serves again.
+        assert nodes._staging._locked and min(blocked[1:]) < 0.25, blocked
+    finally:
+        shutil.rmtree(folder)

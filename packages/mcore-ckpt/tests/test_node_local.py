@@ -2,8 +2,13 @@
 # Copyright (c) 2026 the mcore authors
 """Steps on the nodes: a node that is lost, a file that is damaged, a rank that does not come."""
 
+import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,6 +18,7 @@ import torch.distributed as dist
 
 from mcore_ckpt import CheckpointingException, CheckpointManager, LocalCheckpoints, ShardedTensor, _partners
 from mcore_ckpt._partners import partners
+from mcore_ckpt.storage import LocalFolder
 
 
 def state(value=0.0, rows=3):
@@ -155,15 +161,16 @@ def test_a_partner_that_goes_silent_is_named(world):
     world(check_a_partner_that_goes_silent)
 
 
+class Full(LocalFolder):
+    """Rank 2 has no room for its partner's file of step 2."""
+
+    def write(self, name, parts):
+        if dist.get_rank() == 2 and "step_00000002-r00000" in name:
+            raise OSError(28, "No space left on device", name)
+        super().write(name, parts)
+
+
 def check_a_full_disk(folder):
-    from mcore_ckpt.storage import LocalFolder
-
-    class Full(LocalFolder):
-        def write(self, name, parts):
-            if dist.get_rank() == 2 and "step_00000002-r00000" in name:
-                raise OSError(28, "No space left on device", name)
-            super().write(name, parts)
-
     node = node_of(dist.get_rank())
     local = LocalCheckpoints(Full(Path(folder) / node), node=node, timeout_s=20)
     local.save(1, state(1.0))
@@ -206,3 +213,216 @@ def test_one_process_keeps_its_own(tmp_path):
     assert local.load({"w": weight}) == (4, {"lr": 0.5}) and weight.tolist() == [0, 1, 2]
     with pytest.raises(CheckpointingException, match="they keep none"):
         LocalCheckpoints(tmp_path / "other", copies=1).load({"w": weight})
+
+
+def check_asynchronous(folder):
+    local, rank = opened(folder, keep=1, timeout_s=20), dist.get_rank()
+    for step in (1, 2, 3):
+        found, extra = state(float(step)), {"rank": rank, "deep": [step]}
+        assert local.save(step, found, extra, asynchronous=True) is None
+        # The step holds the values of the call, and training talks meanwhile.
+        found["w"].data.zero_()
+        found["same"].zero_()
+        extra["deep"].append("later")
+        for _ in range(50):
+            dist.all_reduce(torch.ones(1))
+    local.wait()
+    assert {name[:13] for name in os.listdir(Path(folder) / node_of(rank))} == {"step_00000003"}
+    dist.barrier()
+    lose(folder, "node1")
+    found = state()
+    assert local.load(found) == (3, {"rank": rank, "deep": [3]}) and holds(found, 3.0)
+    local.save(4, state(4.0), asynchronous=True)
+    # A load waits for it.
+    assert local.load(found)[0] == 4 and holds(found, 4.0)
+    lose(folder, "node0")
+    found = state()
+    assert opened(folder).load(found)[0] == 4 and holds(found, 4.0)
+    # Both kinds in turn, and the memory of the copy serves again.
+    size = local._staging.num_bytes
+    local.save(5, state(5.0))
+    local.save(6, state(6.0), asynchronous=True)
+    local.wait()
+    assert opened(folder).load(found)[0] == 6 and holds(found, 6.0) and local._staging.num_bytes == size > 0
+
+
+@pytest.mark.world(4)
+def test_an_asynchronous_step_holds_the_values_of_the_call_on_both_nodes(world, tmp_path):
+    world(check_asynchronous, folder=str(tmp_path))
+
+
+def check_asynchronous_failures(folder):
+    node, rank = node_of(dist.get_rank()), dist.get_rank()
+    local = LocalCheckpoints(Full(Path(folder) / node), node=node, timeout_s=20)
+    local.save(1, state(1.0), asynchronous=True)
+    local.save(2, state(2.0), asynchronous=True)
+    with pytest.raises(CheckpointingException, match="keeping step 2 on the nodes failed on rank 2: OSError: .*No space left"):
+        local.save(3, state(3.0), asynchronous=True)
+    found = state()
+    assert local.load(found)[0] == 1 and holds(found, 1.0)
+    # What one rank cannot copy, all hear of, when they ask.
+    local.save(4, {"w": "no tensor"} if rank == 1 else state(4.0), asynchronous=True)
+    with pytest.raises(CheckpointingException, match="keeping step 4 on the nodes failed on rank 1: .*w"):
+        local.wait()
+    local.wait()
+    # A writer that is killed is one more failure.
+    local = opened(folder, timeout_s=20)
+    local.save(5, state(5.0), asynchronous=True)
+    local.wait()
+    if rank == 3:
+        os.kill(local._worker.pid, signal.SIGKILL)
+        local._worker.start = lambda: None
+    local.save(6, state(6.0), asynchronous=True)
+    with pytest.raises(CheckpointingException, match="keeping step 6 on the nodes failed on rank 3: .*was killed by SIGKILL"):
+        local.wait()
+    if rank == 3:
+        del local._worker.start
+    local.save(7, state(7.0), asynchronous=True)
+    assert local.load(found)[0] == 7 and holds(found, 7.0)
+
+
+@pytest.mark.world(4)
+def test_what_an_asynchronous_save_meets_is_raised_by_the_next_call_on_all_ranks(world, tmp_path):
+    world(check_asynchronous_failures, folder=str(tmp_path))
+
+
+def check_a_part_of_the_world(folder):
+    rank = dist.get_rank()
+    halves = [[0, 1], [2, 3]]
+    half = [dist.new_group(ranks) for ranks in halves][rank // 2]
+    own = [dist.new_group(ranks, backend="gloo") for ranks in halves][rank // 2]
+    part = {"w": torch.full((3,), float(rank))}
+    place = {"directory": f"{folder}/node{rank}", "node": f"node{rank}", "group": half}
+    with pytest.raises(ValueError, match="group has 2 of 4 ranks; an asynchronous save needs background_group"):
+        LocalCheckpoints(**place).save(1, part, asynchronous=True)
+    with pytest.raises(ValueError, match="background_group has the ranks .* they must be the same"):
+        LocalCheckpoints(**place, background_group=dist.group.WORLD).save(1, part, asynchronous=True)
+    local = LocalCheckpoints(**place, background_group=own)
+    local.save(1, part, asynchronous=True)
+    part["w"].zero_()
+    assert local.load(part)[0] == 1 and part["w"].tolist() == [float(rank)] * 3
+
+
+@pytest.mark.world(4)
+def test_a_part_of_the_world_brings_its_own_group(world, tmp_path):
+    world(check_a_part_of_the_world, folder=str(tmp_path))
+
+
+def test_only_the_copy_holds_training_up_and_one_copy_is_held_at_a_time(tmp_path):
+    gate = threading.Event()
+
+    class Slow(LocalFolder):
+        def write(self, name, parts):
+            assert gate.wait(20)
+            super().write(name, parts)
+
+    local, weight = LocalCheckpoints(Slow(tmp_path), copies=1), torch.ones(3)
+    local.save(1, {"w": weight}, asynchronous=True)
+    weight.fill_(2.0)
+    # It has returned, and nothing is kept yet.
+    assert not list(tmp_path.glob("*.json"))
+    threading.Timer(0.2, gate.set).start()
+    local.save(2, {"w": weight}, asynchronous=True)
+    assert gate.is_set()
+    weight.zero_()
+    assert local.load({"w": weight})[0] == 2 and weight.tolist() == [2.0] * 3
+
+
+KILLED = """
+import json, os, signal, sys, tempfile
+import torch
+import torch.distributed as dist
+from mcore_ckpt import CheckpointingException, LocalCheckpoints
+from mcore_ckpt.storage import LocalFolder
+
+class Here(LocalFolder):
+    # Written by a thread of this process, which can then be killed at each operation.
+    pass
+
+torch.set_num_threads(1)
+os.fsync = lambda handle: None
+root = sys.argv[1]
+
+def world(folder, name, work):
+    # The answers of two ranks on two nodes; None of one that was killed.
+    pids = []
+    for rank in (0, 1):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            try:
+                dist.init_process_group("gloo", init_method=f"file://{folder}/{name}", rank=rank, world_size=2)
+                local = LocalCheckpoints(Here(f"{folder}/node{rank}"), node=str(rank), timeout_s=20)
+                work(rank, local, {"w": torch.full((64,), float(rank)), "b": torch.full((3,), 2.0)})
+                os._exit(0)
+            except BaseException as error:
+                print(repr(error), file=sys.stderr)
+                os._exit(1)
+    statuses = [os.waitpid(pid, 0)[1] for pid in pids]
+    assert all(status in (0, signal.SIGKILL) for status in statuses), statuses
+    return [status == 0 for status in statuses]
+
+def survives(kill_at, asynchronous):
+    folder = tempfile.mkdtemp(dir=root)
+
+    def lost(rank, local, state):
+        local.save(1, state, {"step": 1})
+        count = 0
+        def deadly(real):
+            def call(*args, **kwargs):
+                nonlocal count
+                if count == kill_at:
+                    if real is write and len(args[1]) > 1:
+                        real(args[0], args[1][: len(args[1]) // 2])
+                    os.kill(os.getpid(), signal.SIGKILL)
+                count += 1
+                return real(*args, **kwargs)
+            return call
+        write = os.write
+        for name in ("open", "write", "fsync", "replace", "unlink") if rank else ():
+            setattr(os, name, deadly(getattr(os, name)))
+        for value in state.values():
+            value += 100
+        try:
+            local.save(2, state, {"step": 2}, asynchronous=asynchronous)
+            for value in state.values():
+                value.zero_()
+            local.wait()
+        except CheckpointingException as error:
+            # The rank that is left hears of it.
+            assert rank == 0 and ("lost contact" in str(error) or "rank 1" in str(error)), error
+
+    def again(rank, local, state):
+        wanted = {name: value.clone() for name, value in state.items()}
+        step, extra = local.load(state)
+        assert extra == {"step": step} and all(torch.equal(state[name], wanted[name] + 100 * (step - 1)) for name in state), (step, state)
+        local.save(3, state, {"step": 3}, asynchronous=asynchronous)
+        local.wait()
+        dist.barrier()
+        names = os.listdir(f"{folder}/node{rank}")
+        assert len(names) == 4 and all(name.startswith("step_00000003") for name in names), names
+        with open(f"{folder}/found{rank}", "w") as file:
+            file.write(str(step))
+
+    unhurt = all(world(folder, "first", lost))
+    assert all(world(folder, "second", again))
+    steps = {open(f"{folder}/found{rank}").read() for rank in (0, 1)}
+    assert len(steps) == 1, steps
+    return int(steps.pop()), unhurt
+
+found = {}
+for asynchronous in (False, True):
+    found[str(asynchronous)], unhurt = [], False
+    while not unhurt:
+        step, unhurt = survives(5 * len(found[str(asynchronous)]), asynchronous)
+        found[str(asynchronous)].append(step)
+print(json.dumps(found))
+"""
+
+
+def test_a_rank_killed_at_any_point_of_either_kind_of_save_leaves_a_whole_step(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    assert done.returncode == 0, done.stderr
+    for steps in json.loads(done.stdout).values():
+        assert steps == sorted(steps) and set(steps) == {1, 2} and len(steps) >= 3, steps

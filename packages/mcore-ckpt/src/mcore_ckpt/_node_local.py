@@ -3,11 +3,13 @@
 """Checkpoints on the nodes themselves, for a restart that need not wait for shared storage."""
 
 import contextlib
+import copy
 import hashlib
 import json
 import re
 import secrets
 import socket
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -18,39 +20,43 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mcore_ckpt._background import Background
 from mcore_ckpt._control import Control
 from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt._manager import CheckpointManager
+from mcore_ckpt._node_record import NodeRecord, choose_attempt, explain_none
 from mcore_ckpt._partners import check_present, partners, pass_bytes
 from mcore_ckpt._plan import ShardRecord, encode_layout
 from mcore_ckpt._sharded import ShardedTensor, as_parts
-from mcore_ckpt._storage import Folder, SafetensorsFile, StoredFile, digest_file, dtype_code, open_folder, write_safetensors
+from mcore_ckpt._staging import Staging
+from mcore_ckpt._storage import (
+    Folder,
+    LocalFolder,
+    SafetensorsFile,
+    StoredFile,
+    digest_file,
+    dtype_code,
+    open_folder,
+    write_safetensors,
+)
+from mcore_ckpt._worker import Worker, WorkerFolder
 from mcore_ckpt.manifest import check_extra
 
 __all__ = ["LocalCheckpoints"]
 
 _RECORD = re.compile(r"step_([0-9]{8,})-r([0-9]{5,})\.json")
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 _MAX_RECORD_BYTES = 2**26
 
 
 @dataclass(frozen=True)
-class _Record:
-    """What a node says of the file of one rank that it keeps."""
+class _Held:
+    """What a rank keeps in one save."""
 
-    step: int
-    rank: int
-    token: str
-    """Of the attempt: files of two attempts at one step never mix."""
-    layout: str
-    """Digest of what the rank held."""
-    bytes: int
-    sha256: str
+    parts: Callable[[], Mapping[str, tuple[str, ShardedTensor]]]
+    """By key; or the error of taking them, on all ranks."""
     extra: dict[str, Any]
-
-    @property
-    def attempt(self) -> tuple[int, str]:
-        return self.step, self.token
+    folder: Folder
+    """Where the file goes; a process of its own may write it."""
 
 
 class LocalCheckpoints:
@@ -66,6 +72,8 @@ class LocalCheckpoints:
         group: as for `mcore_ckpt.save`.
         node: name of this rank's node; None for the name of the host.
         timeout_s: how long to wait for any other rank.
+        background_group: a gloo group of the same ranks that nothing else uses, for asynchronous saves; None makes one at the first of
+            them, where ``group`` has all ranks.
 
     Raises:
         ValueError: ``copies``, ``keep`` below 1 or ``timeout_s`` not above 0.
@@ -80,6 +88,7 @@ class LocalCheckpoints:
         group: dist.ProcessGroup | None = None,
         node: str | None = None,
         timeout_s: float = 600.0,
+        background_group: dist.ProcessGroup | None = None,
     ) -> None:
         if copies < 1 or keep < 1:
             raise ValueError(f"copies={copies} and keep={keep} must be at least 1")
@@ -88,31 +97,81 @@ class LocalCheckpoints:
         self._folder, self._copies, self._keep, self._group = open_folder(directory), copies, keep, group
         self._node = socket.gethostname() if node is None else node
         self._timeout_s = timeout_s
+        self._background = Background(group, background_group, timeout_s)
+        self._staging, self._worker = Staging(), Worker()
 
-    def save(self, step: int, state: Mapping[str, Any], extra: Mapping[str, Any] | None = None) -> None:
+    def save(self, step: int, state: Mapping[str, Any], extra: Mapping[str, Any] | None = None, *, asynchronous: bool = False) -> None:
         """Keep ``state`` as ``step`` here and with the partners, then remove what is older than the newest ``keep``.
 
         Args:
             step: at least 0.
             state: as for `mcore_ckpt.save`; all that this rank holds is kept, replicas too.
             extra: JSON values of this rank.
+            asynchronous: return once the state is copied to host memory. A thread does the rest, over a group of its own; one such save
+                is under way at a time, the next call of any method waits for it and raises what it met.
 
         Raises:
-            CheckpointingException: on every rank, when one failed; the older steps are still there.
+            CheckpointingException: on every rank, when one failed; the older steps are still there. Also of the asynchronous save before,
+                and this one is not begun then.
         """
         if type(step) is not int or step < 0:
             raise ValueError(f"step={step!r} must be an int of at least 0")
-        control, what = Control(self._group), f"keeping step {step} on the nodes"
+        self.wait()
+        if not asynchronous:
+            self._store(Control(self._group), step, _Held(partial(_parts, state), dict(extra or {}), self._folder))
+            return
+        control = self._background.control()
+        held, release = self._hold(state, extra)
+
+        def work() -> None:
+            try:
+                self._store(control, step, held)
+            finally:
+                release()
+
+        self._background.start(work)
+
+    def wait(self) -> None:
+        """Wait until the asynchronous save that is under way is kept, by this rank and its partners.
+
+        Raises:
+            CheckpointingException: on every rank, when it failed on one; the older steps are still there.
+        """
+        self._background.wait()
+
+    def _hold(self, state: Mapping[str, Any], extra: Mapping[str, Any] | None) -> tuple[_Held, Callable[[], None]]:
+        """A copy of what this rank keeps, and what to call when it is needed no more."""
+        try:
+            kept = copy.deepcopy(dict(extra or {}))
+            parts = _parts(state)
+            staged = self._staging.copy({key: part for key, (_, part) in parts.items()})
+            copies = {key: (name, staged.shards[key]) for key, (name, _) in parts.items()}
+            folder = self._folder
+            if type(folder) is LocalFolder and staged.memory is not None and sys.executable:
+                self._worker.start()
+                folder = WorkerFolder(folder.path, self._worker, staged.memory)
+            return _Held(lambda: copies, kept, folder), staged.release
+        except Exception as error:
+            # The other ranks go on: they hear of it when they are told of the files.
+            cause = error
+
+            def fail() -> Mapping[str, tuple[str, ShardedTensor]]:
+                raise cause
+
+            return _Held(fail, {}, self._folder), lambda: None
+
+    def _store(self, control: Control, step: int, held: _Held) -> None:
+        what = f"keeping step {step} on the nodes"
         check_present(control, what, self._timeout_s)
         token = control.run(what, lambda: secrets.token_hex(4))[0]
-        mine: list[_Record] = []
-        answers = control.run(what, lambda: self._write(control.rank, step, token, state, dict(extra or {}), mine))
+        mine: list[NodeRecord] = []
+        answers = control.run(what, lambda: self._write(control.rank, step, token, held, mine))
         keepers = partners([answer["node"] for answer in answers], self._copies)
         kept = [*mine, *self._copy(control, what, mine[0], keepers, [answer["record"] for answer in answers])]
 
         def publish() -> None:
             for record in kept:
-                self._folder.publish(_name(record) + ".json", json.dumps(asdict(record)).encode())
+                self._folder.publish(record.name + ".json", json.dumps(asdict(record)).encode())
 
         control.run(what, publish)
         control.run(what, lambda: self._prune({record.rank for record in kept}, step))
@@ -130,6 +189,7 @@ class LocalCheckpoints:
         Raises:
             CheckpointingException: on every rank: no step that is whole, or a rank did not answer.
         """
+        self.wait()
         control, what = Control(self._group), "looking for steps on the nodes"
         check_present(control, what, self._timeout_s)
         layout = ""
@@ -144,10 +204,10 @@ class LocalCheckpoints:
         answers = control.run(what, look)
         bad: set[tuple[int, int, str, int]] = set()
         while True:
-            attempt, sources = _choose(answers, bad, control.size)
+            attempt, sources = choose_attempt(answers, bad, control.size)
             if attempt is None or (answers[0]["newest"] or -1) > attempt[0]:
                 if persistent is None or answers[0]["newest"] is None:
-                    raise CheckpointingException(f"no step is whole on the nodes: {_explain(answers, control)}")
+                    raise CheckpointingException(f"no step is whole on the nodes: {explain_none(answers, control)}")
                 return persistent.load(state)
             found = control.run(f"verifying step {attempt[0]} on the nodes", partial(self._verify, control.rank, attempt, sources))
             damaged = {(place, *attempt, rank) for place, ranks in enumerate(found) for rank in ranks}
@@ -159,60 +219,58 @@ class LocalCheckpoints:
         control.run(f"reading step {attempt[0]}", lambda: results.append(self._fill(control.rank, attempt, state)))
         return attempt[0], results[0]
 
-    def _write(
-        self, rank: int, step: int, token: str, state: Mapping[str, Any], extra: dict[str, Any], out: list[_Record]
-    ) -> dict[str, Any]:
-        check_extra(extra)
-        parts = _parts(state)
+    def _write(self, rank: int, step: int, token: str, held: _Held, out: list[NodeRecord]) -> dict[str, Any]:
+        check_extra(held.extra)
+        parts = held.parts()
         self._folder.create()
         name = f"step_{step:08d}-r{rank:05d}-{token}.safetensors"
         entries: list[tuple[str, str, tuple[int, ...], Callable[[], Tensor]]] = [
             (key, dtype_code(part.dtype), part.box.shape, partial(getattr, part, "data")) for key, (_, part) in parts.items()
         ]
-        written = write_safetensors(StoredFile(self._folder, name), entries)
-        out.append(_Record(step, rank, token, _layout(parts), written.bytes, written.sha256, extra))
+        written = write_safetensors(StoredFile(held.folder, name), entries)
+        out.append(NodeRecord(step, rank, token, _layout(parts), written.bytes, written.sha256, held.extra))
         return {"node": self._node, "record": asdict(out[0])}
 
-    def _copy(self, control: Control, what: str, mine: _Record, keepers: list[list[int]], records: list[Any]) -> list[_Record]:
+    def _copy(self, control: Control, what: str, mine: NodeRecord, keepers: list[list[int]], records: list[Any]) -> list[NodeRecord]:
         """Pass this rank's file to its partners and take theirs; returns the records of what came."""
         came = []
         for turn in range(1, self._copies):
             source = next(place for place, row in enumerate(keepers) if row[turn] == control.rank)
-            record = _Record(**records[source])
-            content = self._folder.read(_file(mine), 0, mine.bytes)
+            record = NodeRecord(**records[source])
+            content = self._folder.read(mine.file, 0, mine.bytes)
             stream = pass_bytes(control, what, (keepers[control.rank][turn], content), (source, record.bytes), self._timeout_s)
             self._take(control, what, record, stream)
             came.append(record)
         return came
 
-    def _take(self, control: Control, what: str, record: _Record, stream: Iterator[memoryview]) -> None:
+    def _take(self, control: Control, what: str, record: NodeRecord, stream: Iterator[memoryview]) -> None:
         def receive() -> None:
             try:
-                self._folder.remove(_file(record))
-                self._folder.write(_file(record), stream)
+                self._folder.remove(record.file)
+                self._folder.write(record.file, stream)
             finally:
                 # A disk that is full here is no reason for the sender to wait.
                 for _ in stream:
                     pass
-            if digest_file(StoredFile(self._folder, _file(record))).sha256 != record.sha256:
-                raise CheckpointingException(f"{_file(record)} came damaged from rank {control.ranks[record.rank]}")
+            if digest_file(StoredFile(self._folder, record.file)).sha256 != record.sha256:
+                raise CheckpointingException(f"{record.file} came damaged from rank {control.ranks[record.rank]}")
 
         control.run(what, receive)
 
-    def _records(self) -> list[_Record]:
+    def _records(self) -> list[NodeRecord]:
         """What this node keeps; what cannot be believed is left out."""
         found = []
         for name in self._folder.names():
             match, size = _RECORD.fullmatch(name), self._folder.size(name)
             if match and size is not None and size <= _MAX_RECORD_BYTES:
                 with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                    record = _Record(**json.loads(bytes(self._folder.read(name, 0, size))))
+                    record = NodeRecord(**json.loads(bytes(self._folder.read(name, 0, size))))
                     named = (record.step, record.rank) == (int(match[1]), int(match[2]))
-                    if named and _sound(record) and self._folder.size(_file(record)) == record.bytes:
+                    if named and record.is_sound() and self._folder.size(record.file) == record.bytes:
                         found.append(record)
         return found
 
-    def _find(self, attempt: tuple[int, str], rank: int) -> _Record:
+    def _find(self, attempt: tuple[int, str], rank: int) -> NodeRecord:
         return next(record for record in self._records() if record.attempt == attempt and record.rank == rank)
 
     def _verify(self, place: int, attempt: tuple[int, str], sources: list[int]) -> list[int]:
@@ -221,7 +279,7 @@ class LocalCheckpoints:
         for rank, source in enumerate(sources):
             if source == place:
                 record = self._find(attempt, rank)
-                if digest_file(StoredFile(self._folder, _file(record))).sha256 != record.sha256:
+                if digest_file(StoredFile(self._folder, record.file)).sha256 != record.sha256:
                     bad.append(rank)
         return bad
 
@@ -232,23 +290,23 @@ class LocalCheckpoints:
                 continue
             what = f"fetching the file of rank {control.ranks[rank]} from rank {control.ranks[source]}"
             told = control.run(what, lambda s=source, r=rank: asdict(self._find(attempt, r)) if control.rank == s else None)[source]
-            record = _Record(**told)
+            record = NodeRecord(**told)
             if control.rank == source:
-                content = self._folder.read(_file(record), 0, record.bytes)
+                content = self._folder.read(record.file, 0, record.bytes)
                 for _ in pass_bytes(control, what, (rank, content), None, self._timeout_s):
                     pass
 
-            def receive(record: _Record = record, source: int = source, what: str = what) -> None:
+            def receive(record: NodeRecord = record, source: int = source, what: str = what) -> None:
                 if control.rank == record.rank:
                     self._folder.create()
                     self._take(Control.alone(), what, record, pass_bytes(control, what, None, (source, record.bytes), self._timeout_s))
-                    self._folder.publish(_name(record) + ".json", json.dumps(asdict(record)).encode())
+                    self._folder.publish(record.name + ".json", json.dumps(asdict(record)).encode())
 
             control.run(what, receive)
 
     def _fill(self, rank: int, attempt: tuple[int, str], state: Mapping[str, Any]) -> dict[str, Any]:
         record = self._find(attempt, rank)
-        with SafetensorsFile(StoredFile(self._folder, _file(record))) as file, torch.no_grad():
+        with SafetensorsFile(StoredFile(self._folder, record.file)) as file, torch.no_grad():
             for key, (_, part) in _parts(state).items():
                 part.data.copy_(file.tensor(key))
         return record.extra
@@ -259,26 +317,13 @@ class LocalCheckpoints:
         steps = sorted({record.step for record in records if record.step <= newest})[-self._keep :]
         for record in records:
             if record.step not in steps:
-                self._folder.remove(_name(record) + ".json")
-        kept = {_file(record) for record in records if record.step in steps}
-        mine = re.compile(rf"step_[0-9]+-r(?:{'|'.join(f'{rank:05d}' for rank in sorted(ranks))})-[0-9a-f]{{8}}\.safetensors")
+                self._folder.remove(record.name + ".json")
+        kept = {record.file for record in records if record.step in steps}
+        own = "|".join(f"{rank:05d}" for rank in sorted(ranks))
+        mine = re.compile(rf"step_[0-9]+-r(?:{own})(?:-[0-9a-f]{{8}}\.safetensors|\.json\.partial)")
         for name in self._folder.names():
             if mine.fullmatch(name) and name not in kept:
                 self._folder.remove(name)
-
-
-def _name(record: _Record) -> str:
-    return f"step_{record.step:08d}-r{record.rank:05d}"
-
-
-def _file(record: _Record) -> str:
-    return f"{_name(record)}-{record.token}.safetensors"
-
-
-def _sound(record: _Record) -> bool:
-    numbers = (record.step, record.rank, record.bytes)
-    texts = _DIGEST.fullmatch(record.sha256) and _DIGEST.fullmatch(record.layout) and re.fullmatch(r"[0-9a-f]{8}", record.token)
-    return all(type(number) is int and number >= 0 for number in numbers) and bool(texts) and isinstance(record.extra, dict)
 
 
 def _parts(state: Mapping[str, Any]) -> dict[str, tuple[str, ShardedTensor]]:
@@ -289,29 +334,3 @@ def _parts(state: Mapping[str, Any]) -> dict[str, tuple[str, ShardedTensor]]:
 def _layout(parts: Mapping[str, tuple[str, ShardedTensor]]) -> str:
     records = [ShardRecord(name, dtype_code(part.dtype), part.global_shape, part.box, 0) for name, part in parts.values()]
     return hashlib.sha256(encode_layout(records)[0].encode()).hexdigest()
-
-
-def _choose(answers: list[Any], bad: set[tuple[int, int, str, int]], size: int) -> tuple[tuple[int, str] | None, list[int]]:
-    """The newest attempt of which every rank's file is somewhere, and who gives the file of each: itself where it can."""
-    holders: dict[tuple[int, str], dict[int, list[int]]] = {}
-    for place, answer in enumerate(answers):
-        for step, token, rank, layout, _ in answer["held"]:
-            if rank < size and layout == answers[rank]["layout"] and (place, step, token, rank) not in bad:
-                holders.setdefault((step, token), {}).setdefault(rank, []).append(place)
-    for attempt in sorted(holders, reverse=True):
-        found = holders[attempt]
-        if len(found) == size:
-            return attempt, [rank if rank in found[rank] else min(found[rank]) for rank in range(size)]
-    return None, []
-
-
-def _explain(answers: list[Any], control: Control) -> str:
-    """Which ranks' files of the newest step are nowhere."""
-    held = {(step, rank) for answer in answers for step, _, rank, *_ in answer["held"]}
-    if not held:
-        return "they keep none"
-    newest = max(step for step, _ in held)
-    missing = [control.ranks[rank] for rank in range(control.size) if (newest, rank) not in held]
-    if missing:
-        return f"of step {newest} the files of ranks {missing} are gone"
-    return f"of step {newest} files are damaged, of different attempts, or of another layout than the state"
