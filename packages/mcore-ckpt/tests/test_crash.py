@@ -15,6 +15,8 @@ SCRIPT = """
 import json, os, signal, sys, tempfile
 import torch
 from mcore_ckpt import CheckpointManager
+from mcore_ckpt.assets import read_asset
+from mcore_ckpt.inspect import verify
 from mcore_ckpt.storage import LocalFolder
 
 class Here(LocalFolder):
@@ -43,7 +45,7 @@ def child(folder, kill_at, mode):
     write = os.write
     for name in OPERATIONS:
         setattr(os, name, deadly(getattr(os, name)))
-    manager = CheckpointManager(Here(folder) if mode == "thread" else folder, keep=1)
+    manager = CheckpointManager(Here(folder) if mode == "thread" else folder, keep=1, assets={"run/notes": b"step two"})
     request = manager.save(2, {"w": torch.full((64,), 2.0), "v": torch.full((8,), 2.0)}, {"step": 2}, asynchronous=mode != "sync")
     if request:
         request.wait()
@@ -61,6 +63,7 @@ def survives(kill_at, mode):
     for value in state.values():
         value.zero_()
     step, extra = manager.load(state)
+    assert verify(folder) == [] and (step == 1 or read_asset(manager.path(2), "run/notes") == b"step two")
     assert extra == {"step": step} and all((value == step).all() for value in state.values()), (kill_at, step)
     # Whatever was left behind, the next save works and tidies up.
     manager.save(3, state)

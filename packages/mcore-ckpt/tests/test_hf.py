@@ -4,6 +4,7 @@
 
 import json
 import os
+import shutil
 import weakref
 
 import pytest
@@ -12,13 +13,15 @@ import torch
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
 
-from mcore_ckpt import CheckpointingException, ShardedTensor, save  # noqa: E402
+from mcore_ckpt import CheckpointingException, ShardedTensor, read_tensor, save  # noqa: E402
 from mcore_ckpt._storage import SafetensorsFile  # noqa: E402
 from mcore_ckpt.hf import _import as importing  # noqa: E402
-from mcore_ckpt.hf import export_checkpoint_hf, export_hf, import_checkpoint_hf, import_hf  # noqa: E402
+from mcore_ckpt.hf import export_checkpoint_hf, export_hf, import_checkpoint_hf, import_hf, tokenizer_files  # noqa: E402
 from mcore_ckpt.hf._config import complete, measure  # noqa: E402
 from mcore_ckpt.hf._families import FAMILIES  # noqa: E402
 from mcore_ckpt.hf._rules import join, sites  # noqa: E402
+from mcore_ckpt.manifest import read_manifest  # noqa: E402
+from mcore_ckpt.rewrite import Rewrite, rewrite  # noqa: E402
 
 SIZES = {
     "vocab_size": 48,
@@ -317,3 +320,34 @@ def clone(folder, tmp_path):
 def edit(folder, changes):
     config = {**json.loads((folder / "config.json").read_text()), **changes}
     (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+
+
+def test_the_tokenizer_goes_in_and_out_with_the_weights(llama, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(llama, source)
+    texts = {"tokenizer.json": "{}", "tokenizer_config.json": "[]", "special_tokens_map.json": "1", "merges.txt": "a b"}
+    for name, text in {**texts, "README.md": "no", "training_args.bin": "no"}.items():
+        (source / name).write_text(text)
+    import_checkpoint_hf(source, tmp_path / "ours", prefix="model.")
+    assert set(read_manifest(tmp_path / "ours").assets) == {f"tokenizer/{name}" for name in texts}
+    config = read_manifest(tmp_path / "ours").extra["config"]
+    export_checkpoint_hf(tmp_path / "ours", tmp_path / "out", family="llama", config=config, prefix="model.")
+    assert {name: (tmp_path / "out" / name).read_text() for name in texts} == texts
+    # What the export itself writes is not replaced.
+    more = {"tokenizer/config.json": b"{}", "tokenizer/extra/chat.jinja": b"hi", "run.yaml": b""}
+    rewrite(tmp_path / "ours", tmp_path / "bare", Rewrite(rename=lambda name: name.removeprefix("model.")))
+    tensors = {name: read_tensor(tmp_path / "bare", name) for name in read_manifest(tmp_path / "bare").tensors}
+    save(tensors, tmp_path / "more", assets=more)
+    export_checkpoint_hf(tmp_path / "more", tmp_path / "out2", family="llama", config=config)
+    assert json.loads((tmp_path / "out2" / "config.json").read_text())["model_type"] == "llama"
+    assert (tmp_path / "out2" / "extra" / "chat.jinja").read_text() == "hi" and not (tmp_path / "out2" / "run.yaml").exists()
+
+
+def test_a_tokenizer_is_a_folder_or_a_file(tmp_path):
+    (tmp_path / "mine.json").write_text("{}")
+    assert tokenizer_files(tmp_path / "mine.json") == {"tokenizer/tokenizer.json": tmp_path / "mine.json"}
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert set(tokenizer_files(tmp_path / "mine.json")) == {"tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"}
+    assert set(tokenizer_files(tmp_path)) == {"tokenizer/tokenizer_config.json"}
+    with pytest.raises(ValueError, match="neither a file nor a folder"):
+        tokenizer_files(tmp_path / "none")

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from mcore_ckpt import CheckpointManager, ShardedTensor, load
+from mcore_ckpt.assets import read_asset
 from mcore_ckpt.inspect import verify
 from mcore_ckpt.storage import ObjectFolder
 
@@ -49,13 +50,14 @@ def bucket(monkeypatch):
 @pytest.mark.filterwarnings("ignore")
 def test_steps_come_and_go_on_s3(bucket):
     weight = torch.arange(3_000_000.0).reshape(1000, 3000)
-    manager = CheckpointManager(bucket, keep=2)
+    manager = CheckpointManager(bucket, keep=2, assets={"tokenizer/vocab.json": b"{}", "empty": b""})
     for step in (1, 2, 3):
         manager.save(step, {"w": weight * step, "s": torch.tensor(step)}, {"step": step}, asynchronous=step == 2)
     assert manager.steps() == [2, 3] and bucket.names() == ["step_00000002", "step_00000003"]
     part = torch.zeros(10, 5)
     assert load({"w": ShardedTensor(part, (1000, 3000), (7, 3))}, manager.folder(3), strict=False) == {"step": 3}
     assert torch.equal(part, 3 * weight[7:17, 3:8]) and verify(bucket) == []
+    assert read_asset(manager.folder(3), "tokenizer/vocab.json") == b"{}" and read_asset(manager.folder(2), "empty") == b""
     other = CheckpointManager(bucket.child("other"), format="torch_dist")
     other.save(1, {"w": weight})
     target = torch.zeros_like(weight)

@@ -7,6 +7,7 @@ import torch
 
 from mcore_ckpt import CheckpointingException, save
 from mcore_ckpt._load import read_tensor
+from mcore_ckpt.assets import read_asset
 from mcore_ckpt.cli import main
 from mcore_ckpt.manifest import read_manifest
 from mcore_ckpt.restack import to_hybrid, to_uniform
@@ -28,7 +29,7 @@ def content(folder):
 
 def test_there_and_back_are_the_same_bytes_and_the_config_follows(tmp_path, capsys):
     state = pairs(3)
-    save(state, tmp_path / "c", extra={"step": 7, "config": {"num_layers": 3, "hidden_size": 4}})
+    save(state, tmp_path / "c", extra={"step": 7, "config": {"num_layers": 3, "hidden_size": 4}}, assets={"run.yaml": b"3"})
     assert main(["to-hybrid", str(tmp_path / "c"), str(tmp_path / "hybrid")]) == 0
     hybrid, extra = content(tmp_path / "hybrid")
     assert extra == {"step": 7, "config": {"num_layers": 6, "hidden_size": 4, "hybrid_layer_pattern": "*-*-*-"}}
@@ -36,6 +37,7 @@ def test_there_and_back_are_the_same_bytes_and_the_config_follows(tmp_path, caps
     assert torch.equal(hybrid["model.layers.2.attention.qkv.weight"], state["model.layers.1.attention.qkv.weight"])
     assert torch.equal(hybrid["optimizer.exp_avg.layers.5.mlp.up.weight"], state["optimizer.exp_avg.layers.2.mlp.up.weight"])
     assert main(["to-uniform", str(tmp_path / "hybrid"), str(tmp_path / "back")]) == 0
+    assert read_asset(tmp_path / "back", "run.yaml") == b"3"
     back, extra = content(tmp_path / "back")
     assert extra["config"] == {"num_layers": 3, "hidden_size": 4, "hybrid_layer_pattern": None}
     assert back.keys() == state.keys() and all(torch.equal(back[name], state[name]) for name in state)

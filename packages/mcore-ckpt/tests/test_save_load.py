@@ -3,6 +3,7 @@
 """Saving and loading in one process: what comes back, and what is refused before anything is touched."""
 
 import gc
+import os
 import random
 import re
 import weakref
@@ -78,8 +79,9 @@ def test_a_stored_tensor_nobody_asks_for_needs_strict_off_and_a_missing_one_is_a
         load({"a": target, "z": torch.zeros(1)}, tmp_path / "c", strict=False)
 
 
+@pytest.mark.parametrize("verify", [True, "first"])
 @pytest.mark.parametrize("damage", ["flip", "truncate", "extend", "remove", "swap"])
-def test_a_damaged_file_is_named_and_nothing_is_written(tmp_path, damage):
+def test_a_damaged_file_is_named(tmp_path, damage, verify):
     save({"a": torch.ones(64), "b": torch.ones(64)}, tmp_path / "c", max_file_bytes=1)
     first, second = sorted((tmp_path / "c").glob("*.safetensors"))
     content = bytearray(first.read_bytes())
@@ -95,9 +97,14 @@ def test_a_damaged_file_is_named_and_nothing_is_written(tmp_path, damage):
     else:
         first.write_bytes(second.read_bytes())
     state = {"a": torch.zeros(64), "b": torch.zeros(64)}
-    with pytest.raises(CheckpointingException, match=re.escape(first.name)):
-        load(state, tmp_path / "c")
-    assert not state["a"].any() and not state["b"].any()
+    said = {"flip": "SHA-256", "swap": "SHA-256", "truncate": "bytes instead of", "extend": "bytes instead of", "remove": "missing"}[damage]
+    with pytest.raises(CheckpointingException, match=f"{re.escape(first.name)}: .*{said}"):
+        load(state, tmp_path / "c", verify=verify)
+    # What only the digest tells is known when the file was read through.
+    if said != "SHA-256" or verify == "first":
+        assert not state["a"].any() and not state["b"].any()
+    with pytest.raises(ValueError, match="verify='last' must be"):
+        load(state, tmp_path / "c", verify="last")
 
 
 def test_lengths_are_compared_even_without_verification(tmp_path):
@@ -215,3 +222,11 @@ def test_a_small_part_of_a_large_tensor_is_read_without_the_rest(tmp_path):
     load({"w": ShardedTensor(part, (48 * 2**20,), (2**20,))}, tmp_path / "c")
     assert not part.any()
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 16 * 2**10
+
+
+@pytest.mark.skipif(not os.path.isdir("/sys/kernel"), reason="no folder that nobody may write to")
+def test_a_place_without_permission_is_named():
+    # Nobody makes folders there, whatever the rights of the process.
+    for place in ("/sys/kernel/run", "/proc/self/run"):
+        with pytest.raises(CheckpointingException, match=f"preparing to save {place} failed on rank 0: .*{place}"):
+            save({"w": torch.ones(2)}, place)

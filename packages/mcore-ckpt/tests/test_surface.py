@@ -8,6 +8,7 @@ import pytest
 
 MODULES = [
     "mcore_ckpt",
+    "mcore_ckpt.assets",
     "mcore_ckpt.chunks",
     "mcore_ckpt.cli",
     "mcore_ckpt.foreign",

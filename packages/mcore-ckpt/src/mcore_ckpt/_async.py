@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mcore_ckpt._asset import AssetSource
 from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt._job import Job, commit
 from mcore_ckpt._sharded import ShardedTensor
@@ -71,7 +72,9 @@ class AsyncRequest:
         # One that serves this save alone ends with it.
         self._own_worker = Worker() if worker is None else None
         shards: dict[Any, ShardedTensor] = {}
+        assets: dict[str, AssetSource] = {}
         try:
+            assets = {file: asset.held() for file, asset in job.assets.items()}
             staged = (staging or Staging()).copy({key: shard for key, shard in job.shards.items() if key in needed})
             shards, self._release = staged.shards, staged.release
             if type(job.directory) is LocalFolder and staged.memory is not None and sys.executable:
@@ -82,7 +85,7 @@ class AsyncRequest:
         except Exception as error:
             # The other ranks have gone on: they hear of it in wait(), like of any failed write.
             self._error = error
-        self._job: Job | None = replace(job, shards=shards)
+        self._job: Job | None = replace(job, shards=shards, assets=assets)
         its_job = self._job if self._remote is None else replace(self._job, directory=self._remote)
         self._thread = threading.Thread(target=self._write, args=(its_job,), name=f"save {job.directory}", daemon=True)
         self._thread.start()

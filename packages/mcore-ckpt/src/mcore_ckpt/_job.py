@@ -6,19 +6,20 @@ import contextlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mcore_ckpt._asset import AssetRecord, AssetSource
 from mcore_ckpt._control import Control, LostContact
 from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt._formats import BACKEND_NAME, METADATA_NAME, side_files, write_shard
 from mcore_ckpt._plan import Write
 from mcore_ckpt._sharded import DeferredTensor, ShardedTensor
-from mcore_ckpt._storage import FileRecord, Folder, StoredFile, WatchedFolder
+from mcore_ckpt._storage import FileRecord, Folder, StoredFile, WatchedFolder, write_hashed
 from mcore_ckpt.chunks import Box
 from mcore_ckpt.manifest import MANIFEST_NAME, Chunk, Manifest, TensorRecord, is_checkpoint
 
@@ -43,9 +44,16 @@ class Job:
     shards: Mapping[tuple[str, Box], ShardedTensor | DeferredTensor]
     num_threads: int = 1
     """Files written at a time."""
+    assets: Mapping[str, AssetSource] = field(default_factory=dict)
+    """By file; on the first rank only."""
+
+    @property
+    def names(self) -> list[str]:
+        """All that this rank writes."""
+        return [*self.files, *self.assets]
 
     def write(self, on_bytes: Callable[[int], None] | None = None) -> list[list[Any]]:
-        """Write this rank's files; [name, bytes, sha256, keys of its tensors] each. No collectives: it may run on another thread.
+        """Write this rank's files and assets; [name, bytes, sha256, keys of its tensors] each. No collectives: any thread will do.
 
         Args:
             on_bytes: told of bytes as they are written; what it raises ends the save.
@@ -69,11 +77,11 @@ class Job:
 
         try:
             if self.num_threads == 1 or len(self.files) < 2:
-                results = [write_one(file) for file in self.files]
+                results = [write_one(file) for file in self.names]
             else:
                 self._finish_devices()
                 with ThreadPoolExecutor(self.num_threads, "save") as pool:
-                    results = list(pool.map(write_one, self.files))
+                    results = list(pool.map(write_one, self.names))
             if results:
                 self.directory.sync()
         except BaseException:
@@ -91,6 +99,9 @@ class Job:
             torch.cuda.current_stream(device).synchronize()
 
     def _write_file(self, folder: Folder, file: str) -> list[Any]:
+        if file in self.assets:
+            written = write_hashed(StoredFile(folder, file), [self.assets[file].read()])
+            return [file, written.bytes, written.sha256, []]
         writes = self.files[file]
         keys = [_key(write, self.tensors) for write in writes]
         entries = [(key, *self._entry(write)) for key, write in zip(keys, writes, strict=True)]
@@ -99,7 +110,7 @@ class Job:
 
     def discard(self) -> None:
         """Remove this rank's files of a save that failed."""
-        for file in self.files:
+        for file in self.names:
             with contextlib.suppress(OSError):
                 self.directory.remove(file)
 
@@ -137,14 +148,17 @@ def commit(job: Job, write: Callable[[], list[list[Any]]]) -> None:
         stored = {name: (t.dtype, t.shape, [(chunk.file, chunk.key, chunk.box) for chunk in t.chunks]) for name, t in tensors.items()}
         for name, content in side_files(job.format, stored).items():
             directory.publish(name, content)
-        directory.publish(MANIFEST_NAME, Manifest(tensors=tensors, files=files, extra=job.extra).encode())
+        records = {name: files.pop(name) for name in job.assets}
+        assets = {job.assets[name].name: AssetRecord(name, record.bytes, record.sha256) for name, record in records.items()}
+        directory.publish(MANIFEST_NAME, Manifest(tensors=tensors, files=files, extra=job.extra, assets=assets).encode())
 
     mine = ""
 
     def report() -> int:
         nonlocal mine
         rows = write()
-        chunks = [[w.name, *w.box.to_json(), file, key] for file, *_, keys in rows for w, key in zip(job.files[file], keys, strict=True)]
+        pairs = [(file, w, key) for file, *_, keys in rows if file in job.files for w, key in zip(job.files[file], keys, strict=True)]
+        chunks = [[w.name, *w.box.to_json(), file, key] for file, w, key in pairs]
         mine = json.dumps([[row[:3] for row in rows], chunks], separators=(",", ":"))
         return len(mine.encode())
 

@@ -7,7 +7,7 @@ import warnings
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 
@@ -41,6 +41,7 @@ class CheckpointManager:
         format: as for `mcore_ckpt.save`.
         max_pending: asynchronous saves whose copies of the state may be in host memory at a time; the next save waits for the oldest.
         stalled_s: see `AsyncRequest.wait`.
+        assets: kept with every step, as for `mcore_ckpt.save`; files are read at each save.
 
     Raises:
         ValueError: ``keep`` or ``max_pending`` below 1, ``stalled_s`` not above 0, or an unknown format.
@@ -55,6 +56,7 @@ class CheckpointManager:
         format: str = "native",
         max_pending: int = 1,
         stalled_s: float | None = None,
+        assets: Mapping[str, str | Path | bytes] | None = None,
     ) -> None:
         if keep is not None and keep < 1:
             raise ValueError(f"keep={keep} must be at least 1, or None to keep all")
@@ -66,6 +68,7 @@ class CheckpointManager:
         self.keep = keep
         check_format(format)
         self._format, self._cache = format, PlanCache()
+        self._assets = dict(assets or {})
         self._group = group
         self._stalled_s = stalled_s
         # One buffer for each save that may be pending; they serve in turn.
@@ -123,7 +126,7 @@ class CheckpointManager:
         # The newest buffer in use is never the first: it was moved to the end when its save began.
         staging = self._staging[0]
         self._staging.rotate(-1)
-        options = SaveOptions(format=self._format, cache=self._cache, staging=staging, worker=self._worker)
+        options = SaveOptions(format=self._format, cache=self._cache, staging=staging, worker=self._worker, assets=self._assets)
         request = run_save(state, self.folder(step), extra, self._group, options, asynchronous=asynchronous)
         if request is None:
             self._prune()
@@ -152,7 +155,7 @@ class CheckpointManager:
         request.wait(stalled_s=self._stalled_s)
 
     def load(
-        self, state: Mapping[str, Any], step: int | None = None, *, strict: bool | Strictness = True, verify: bool = True
+        self, state: Mapping[str, Any], step: int | None = None, *, strict: bool | Strictness = True, verify: bool | Literal["first"] = True
     ) -> tuple[int, dict[str, Any]]:
         """Fill ``state`` from ``step``, by default the newest; returns the step and its extra values. See `mcore_ckpt.load`.
 

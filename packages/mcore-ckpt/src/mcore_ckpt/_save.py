@@ -7,17 +7,18 @@ import json
 import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch.distributed as dist
 
+from mcore_ckpt._asset import AssetSource, check_assets, digest_names
 from mcore_ckpt._async import AsyncRequest
 from mcore_ckpt._control import Control, threads_each
 from mcore_ckpt._errors import CheckpointingException
-from mcore_ckpt._formats import FORMATS, METADATA_NAME, own_file, shard_name
+from mcore_ckpt._formats import FORMATS, METADATA_NAME, asset_file, own_file, shard_name
 from mcore_ckpt._job import SIDE_NAMES, Job, commit
 from mcore_ckpt._plan import (
     Layout,
@@ -53,6 +54,7 @@ def save(
     directory: str | Path | Folder,
     *,
     extra: Mapping[str, Any] | None = None,
+    assets: Mapping[str, str | Path | bytes] | None = None,
     group: dist.ProcessGroup | None = None,
     format: str = "native",
     asynchronous: Literal[False] = False,
@@ -64,6 +66,7 @@ def save(
     directory: str | Path | Folder,
     *,
     extra: Mapping[str, Any] | None = None,
+    assets: Mapping[str, str | Path | bytes] | None = None,
     group: dist.ProcessGroup | None = None,
     format: str = "native",
     asynchronous: Literal[True],
@@ -74,6 +77,7 @@ def save(
     directory: str | Path | Folder,
     *,
     extra: Mapping[str, Any] | None = None,
+    assets: Mapping[str, str | Path | bytes] | None = None,
     group: dist.ProcessGroup | None = None,
     format: str = "native",
     asynchronous: bool = False,
@@ -90,6 +94,8 @@ def save(
         directory: a path on a file system all ranks share, the address of an object store (``s3://bucket/run``, by fsspec), or a
             `mcore_ckpt.storage.Folder`. It may exist, but hold no checkpoint; what an unfinished save left is removed.
         extra: JSON values kept in the manifest. Equal on every rank that gives any.
+        assets: name -> content of a small file to keep beside the tensors, or its path: tokenizer, settings of the run. Names may have
+            parts, ``tokenizer/tokenizer.json``; together at most 256 MiB. Those of the first rank are kept; others may give none.
         group: None for the default group, or for this process alone where torch.distributed is not initialised.
         format: "native", safetensors and a manifest; "torch_dist", which `torch.distributed.checkpoint` reads too, with the same
             manifest beside; or "fsdp_dtensor", as that without the file that says torch_dist.
@@ -104,7 +110,7 @@ def save(
     check_format(format)
     if max_file_bytes < 1:
         raise ValueError(f"max_file_bytes={max_file_bytes} must be at least 1")
-    options = SaveOptions(format=format, max_file_bytes=max_file_bytes)
+    options = SaveOptions(format=format, max_file_bytes=max_file_bytes, assets=assets or {})
     return run_save(state, open_folder(directory), extra, group, options, asynchronous=asynchronous)
 
 
@@ -119,6 +125,8 @@ class SaveOptions:
     worker: Worker | None = None
     shelf: Callable[[Write], int] | None = None
     """A number for each part: parts of unequal numbers share no file."""
+    assets: Mapping[str, Any] = field(default_factory=dict)
+    """As for `save`, or sources."""
 
 
 def run_save(
@@ -163,6 +171,7 @@ def _prepare(
     cache, shelf = options.cache, options.shelf
     shards: dict[tuple[str, Box], ShardedTensor | DeferredTensor] = {}
     records: list[ShardRecord] = []
+    sources: list[AssetSource] = []
     layout = given = ""
 
     def describe() -> dict[str, Any]:
@@ -175,12 +184,13 @@ def _prepare(
         layout, runs = encode_layout(records)
         token = None
         if control.rank == 0:
+            sources.extend(check_assets(options.assets))
             token = secrets.token_hex(4)
             _open_directory(directory)
         told = {"layout": _digest(layout), "length": len(layout.encode()), "runs": runs}
         given = json.dumps(extra, sort_keys=True)
         noted = {"extra": [given[:200], _digest(given)], "extra_length": len(given.encode())}
-        facts = {"directory": [directory.address], "token": token, "host": socket.gethostname()}
+        facts = {"directory": [directory.address], "token": token, "host": socket.gethostname(), "assets": digest_names(options.assets)}
         return {**told, **noted, **facts, "cached": cache.key if cache is not None else ""}
 
     answers = control.run(f"preparing to save {directory}", describe)
@@ -191,6 +201,11 @@ def _prepare(
             (one, first), (other, second) = list(said.items())[:2]
             raise CheckpointingException(
                 f"{key} differs between ranks: {one[0]} on rank {first}, {other[0]} on rank {second}; pass the same on all"
+            )
+    for rank, answer in zip(control.ranks, answers, strict=True):
+        if answer["assets"] not in ("", answers[0]["assets"]):
+            raise CheckpointingException(
+                f"rank {rank} gives other assets than rank {control.ranks[0]}, whose are kept; pass the same, or none on the others"
             )
     share = _agree(control, directory, layout, records, answers, cache)
     token, writes = answers[0]["token"], share.writes
@@ -207,7 +222,8 @@ def _prepare(
     source = next((place for place, answer in enumerate(answers) if answer["extra"][0] != "{}"), 0)
     texts = control.collect(f"preparing to save {directory}", given, {source: answers[source]["extra_length"]})
     kept = json.loads(texts[0]) if texts else {}
-    return Job(control, directory, kept, options.format, share.tensors, files, shards, num_threads)
+    assets = {asset_file(token, source.name): source for source in sources}
+    return Job(control, directory, kept, options.format, share.tensors, files, shards, num_threads, assets)
 
 
 def _agree(

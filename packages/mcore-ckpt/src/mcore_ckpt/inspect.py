@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mcore_ckpt._asset_reader import read_asset
 from mcore_ckpt._diff import Difference, diff
 from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt._formats import BACKEND_NAME, open_shard
@@ -33,8 +34,8 @@ class Summary:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files."""
-        return sum(file.bytes for file in self.manifest.files.values())
+        """Bytes of all files, assets included."""
+        return sum(file.bytes for file in (*self.manifest.files.values(), *self.manifest.assets.values()))
 
     @property
     def stored_format(self) -> str:
@@ -44,7 +45,7 @@ class Summary:
         return "fsdp_dtensor" if self.directory.size(BACKEND_NAME) is None else "torch_dist"
 
     def to_json(self) -> dict[str, Any]:
-        """For machines: totals, then every tensor and file."""
+        """For machines: totals, then every tensor, file and asset."""
         return {
             "directory": str(self.directory),
             "format": self.stored_format,
@@ -58,6 +59,10 @@ class Summary:
                 for name, tensor in sorted(self.manifest.tensors.items())
             },
             "files": {name: {"num_bytes": file.bytes, "sha256": file.sha256} for name, file in sorted(self.manifest.files.items())},
+            "assets": {
+                name: {"file": asset.file, "num_bytes": asset.bytes, "sha256": asset.sha256}
+                for name, asset in sorted(self.manifest.assets.items())
+            },
         }
 
     def to_table(self) -> str:
@@ -69,6 +74,7 @@ class Summary:
         left = "{:<{}}  {:<{}}  {:<{}}  {:>{}}  {:>{}}"
         lines = [left.format(*(value for pair in zip(row, widths, strict=True) for value in pair)) for row in rows]
         total = f"{len(rows) - 1} tensors, {self.num_elements} elements, {len(self.manifest.files)} files, {self.num_bytes} bytes"
+        lines += [f"asset {name}: {asset.bytes} bytes" for name, asset in sorted(self.manifest.assets.items())]
         if self.manifest.others:
             lines.append(f"entries that are no tensors, which load leaves: {', '.join(sorted(self.manifest.others))}")
         return "\n".join([*lines, total, f"extra: {', '.join(sorted(self.manifest.extra)) or 'none'}"])
@@ -138,6 +144,11 @@ def verify(directory: str | Path | Folder, *, on_bytes: Callable[[int], None] | 
                 slot = file.slot(key)
                 if slot is None or (slot.dtype, slot.shape) != (dtype, shape):
                     problems.append(f"{file.file}: {key} is not the {dtype} {list(shape)} that the manifest says")
+        except CheckpointingException as error:
+            problems.append(str(error))
+    for name in sorted(manifest.assets):
+        try:
+            read_asset(watched, name, manifest)
         except CheckpointingException as error:
             problems.append(str(error))
     return problems

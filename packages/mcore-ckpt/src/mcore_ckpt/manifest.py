@@ -6,10 +6,11 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mcore_ckpt._asset import MAX_ASSETS_BYTES, AssetRecord, check_asset_names
 from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt._formats import METADATA_NAME, read_metadata
 from mcore_ckpt._storage import FileRecord, Folder, LocalFolder, itemsize, open_folder
@@ -24,6 +25,7 @@ FORMAT_VERSION = 1
 
 _FORMAT = "mcore-ckpt"
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors|[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.distcp")
+_ASSET_FILE = re.compile(r"[0-9a-f]{8}-asset-[A-Za-z0-9_][A-Za-z0-9._+-]{0,200}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MAX_BYTES = 2**30
 _MAX_DIMS = 64
@@ -60,6 +62,8 @@ class Manifest:
     tensors: Mapping[str, TensorRecord]
     files: Mapping[str, FileRecord]
     extra: Mapping[str, Any] = field(default_factory=dict)
+    assets: Mapping[str, AssetRecord] = field(default_factory=dict)
+    """Files kept beside the tensors, by name; `mcore_ckpt.assets` reads them."""
     version: int = FORMAT_VERSION
     others: tuple[str, ...] = ()
     """Entries of another system's checkpoint that are no tensors; they are not read."""
@@ -80,6 +84,8 @@ class Manifest:
             "files": {name: {"bytes": file.bytes, "sha256": file.sha256} for name, file in self.files.items()},
             "extra": self.extra,
         }
+        if self.assets:
+            body["assets"] = {name: asdict(asset) for name, asset in self.assets.items()}
         return json.dumps({**body, "sha256": _digest(body)}, indent=1).encode()
 
     @classmethod
@@ -105,12 +111,13 @@ class Manifest:
             files = {_file_name(name): FileRecord(_count(file["bytes"]), _sha256(file["sha256"])) for name, file in body["files"].items()}
             tensors = {name: _tensor(name, record, files) for name, record in body["tensors"].items()}
             _check_room(tensors, files)
+            assets = _assets(body.get("assets", {}))
             extra = body["extra"]
         except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"malformed: {type(error).__name__} {error}") from error
         if not isinstance(extra, dict):
             raise ValueError("extra is not an object")
-        return cls(tensors=tensors, files=files, extra=extra, version=version)
+        return cls(tensors=tensors, files=files, extra=extra, assets=assets, version=version)
 
 
 def is_checkpoint(directory: str | Path | Folder) -> bool:
@@ -202,6 +209,16 @@ def _tensor(name: str, record: Any, files: Mapping[str, FileRecord]) -> TensorRe
     return TensorRecord(record["dtype"], shape, tuple(chunks))
 
 
+def _assets(body: Mapping[str, Any]) -> dict[str, AssetRecord]:
+    check_asset_names(body)
+    assets = {
+        name: AssetRecord(_file_name(row["file"], _ASSET_FILE), _count(row["bytes"]), _sha256(row["sha256"])) for name, row in body.items()
+    }
+    if sum(asset.bytes for asset in assets.values()) > MAX_ASSETS_BYTES:
+        raise ValueError(f"its assets are said to have more than {MAX_ASSETS_BYTES} bytes")
+    return assets
+
+
 def _check_room(tensors: Mapping[str, TensorRecord], files: Mapping[str, FileRecord]) -> None:
     """Chunks cannot hold more than their files: so nobody makes room for a tensor that is not there."""
     used = dict.fromkeys(files, 0)
@@ -213,8 +230,8 @@ def _check_room(tensors: Mapping[str, TensorRecord], files: Mapping[str, FileRec
             raise ValueError(f"file {name} of {files[name].bytes} bytes is said to hold {num_bytes} bytes of tensors")
 
 
-def _file_name(name: str) -> str:
-    if not _FILE_NAME.fullmatch(name):
+def _file_name(name: str, pattern: re.Pattern[str] = _FILE_NAME) -> str:
+    if not pattern.fullmatch(name):
         raise ValueError(f"file name {name!r} does not stay inside the folder")
     return name
 

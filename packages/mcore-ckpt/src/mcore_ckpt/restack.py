@@ -8,11 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mcore_ckpt._asset_reader import asset_sources
 from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt._load import check_files, read_tensor
-from mcore_ckpt._save import save
+from mcore_ckpt._save import SaveOptions, run_save
 from mcore_ckpt._sharded import DeferredTensor
-from mcore_ckpt._storage import dtype_of
+from mcore_ckpt._storage import dtype_of, open_folder
 from mcore_ckpt.manifest import read_manifest
 
 __all__ = ["to_hybrid", "to_uniform"]
@@ -87,4 +88,4 @@ def _rename(
         if not uniform and layers % 2:
             raise CheckpointingException(f"{checkpoint} holds {layers} layers; a stack of pairs has an even number")
         extra["config"] = {**extra["config"], **changes(layers)}
-    save(state, output, extra=extra)
+    run_save(state, open_folder(output), extra, None, SaveOptions(assets=asset_sources(checkpoint, manifest)))

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mcore_ckpt._asset_reader import asset_sources
 from mcore_ckpt._control import threads_each
 from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt._formats import read_objects, read_places
@@ -63,9 +64,9 @@ def rewrite(
     verify: bool = True,
     on_bytes: Callable[[int], None] | None = None,
 ) -> list[str]:
-    """Write a new checkpoint with the tensors of another. Not collective: call it in one process.
+    """Write a new checkpoint with the tensors and assets of another. Not collective: call it in one process.
 
-    Host memory holds one part (see ``num_parts``) and 32 MiB at a time.
+    Host memory holds one part (see ``num_parts``) and 32 MiB, or one asset, at a time.
 
     Args:
         checkpoint: a committed checkpoint, of this library or one that torch wrote, whose entries of JSON values go into ``extra``.
@@ -102,8 +103,10 @@ def rewrite(
     entries, left = _entries(reader)
     given = {**entries, **reader.manifest.extra}
     extra = given if changes.extra is None else changes.extra(given)
+    assets = asset_sources(reader.folder, reader.manifest)
+    options = SaveOptions(format=changes.format, max_file_bytes=changes.max_file_bytes, shelf=shelf, assets=assets)
     place = target if on_bytes is None else WatchedFolder(target, on_bytes)
-    run_save(state, place, extra, None, SaveOptions(format=changes.format, max_file_bytes=changes.max_file_bytes, shelf=shelf))
+    run_save(state, place, extra, None, options)
     return left
 
 

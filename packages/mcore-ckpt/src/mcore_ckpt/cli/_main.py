@@ -7,11 +7,24 @@ import sys
 from collections.abc import Sequence
 
 from mcore_ckpt._errors import CheckpointingException
-from mcore_ckpt.cli import _convert, _diff, _edit, _extract, _hugging_face, _import_torch, _inspect, _megatron, _reshard, _restack, _verify
+from mcore_ckpt.cli import (
+    _assets,
+    _convert,
+    _diff,
+    _edit,
+    _extract,
+    _hugging_face,
+    _import_torch,
+    _inspect,
+    _megatron,
+    _reshard,
+    _restack,
+    _verify,
+)
 
 __all__ = ["main"]
 
-_VERBS = (_inspect, _verify, _diff, _extract, _edit, _reshard, _convert, _hugging_face, _import_torch, _megatron, _restack)
+_VERBS = (_inspect, _verify, _diff, _extract, _assets, _edit, _reshard, _convert, _hugging_face, _import_torch, _megatron, _restack)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -57,8 +57,8 @@ def choose(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
     return chosen
 
 
-def read_settings(path: str | Path) -> dict[str, Any]:
-    """The JSON object of ``--config``.
+def read_settings(path: str | Path, option: str = "--config") -> dict[str, Any]:
+    """The JSON object in the file of an option.
 
     Raises:
         ValueError: the file holds something else.
@@ -66,7 +66,7 @@ def read_settings(path: str | Path) -> dict[str, Any]:
     try:
         config = json.loads(Path(path).read_text())
     except ValueError as error:
-        raise ValueError(f"--config {path} is no JSON: {error}") from error
+        raise ValueError(f"{option} {path} is no JSON: {error}") from error
     if not isinstance(config, dict):
-        raise ValueError(f"--config {path} holds a {type(config).__name__}; give an object with the model's sizes")
+        raise ValueError(f"{option} {path} holds a {type(config).__name__}; give an object of settings")
     return config

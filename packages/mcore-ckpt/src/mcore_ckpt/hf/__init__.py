@@ -4,5 +4,6 @@
 
 from mcore_ckpt.hf._export import export_checkpoint_hf, export_hf
 from mcore_ckpt.hf._import import HFModel, import_checkpoint_hf, import_hf
+from mcore_ckpt.hf._tokenizer import tokenizer_files
 
-__all__ = ["HFModel", "export_checkpoint_hf", "export_hf", "import_checkpoint_hf", "import_hf"]
+__all__ = ["HFModel", "export_checkpoint_hf", "export_hf", "import_checkpoint_hf", "import_hf", "tokenizer_files"]

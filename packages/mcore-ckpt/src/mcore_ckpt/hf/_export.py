@@ -7,6 +7,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from mcore_ckpt.chunks import Box
 from mcore_ckpt.hf._config import complete, family_named, measure, to_hf_config
 from mcore_ckpt.hf._rules import sites as sites_of
 from mcore_ckpt.hf._rules import split
+from mcore_ckpt.hf._tokenizer import put_tokenizer
 from mcore_ckpt.manifest import read_manifest
 
 __all__ = ["export_checkpoint_hf", "export_hf"]
@@ -55,6 +57,28 @@ def export_hf(
         CheckpointingException: missing, unexpected or misshapen tensors, by name.
         ValueError: an unknown family, a config it cannot express, or a folder with content.
     """
+    _write(tensors, directory, _Form(family, config, max_shard_bytes, dtype, hf_config))
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What `export_hf` is told of the folder."""
+
+    family: str
+    config: Mapping[str, Any]
+    max_shard_bytes: int
+    dtype: torch.dtype | None
+    hf_config: Mapping[str, Any] | None
+
+
+def _write(
+    tensors: Mapping[str, Any] | Iterable[tuple[str, Any]],
+    directory: str | Path,
+    form: _Form,
+    put_more: Callable[[Path], None] = lambda folder: None,
+) -> None:
+    """`export_hf`; ``put_more`` may add to the folder before it gets its name."""
+    family, config, dtype = form.family, form.config, form.dtype
     described = family_named(family)
     full = complete(config, described)
     sites = {site.name: site for site in sites_of(described.rules, measure(full), full)}
@@ -65,14 +89,14 @@ def export_hf(
     draft = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
     draft.mkdir()
     try:
-        shards = _Shards(draft, max_shard_bytes)
+        shards = _Shards(draft, form.max_shard_bytes)
         seen: set[str] = set()
         unexpected: set[str] = set()
         for name, value in _pairs(tensors):
             if name not in sites:
                 unexpected.add(name)
                 continue
-            site, form = sites[name], sites[name].rule.forms[0]
+            site, stored = sites[name], sites[name].rule.forms[0]
             tensor = _whole(name, value)
             if name in seen or tuple(tensor.shape) != site.shape:
                 problem = (
@@ -82,14 +106,15 @@ def export_hf(
                 )
                 raise CheckpointingException(f"{name} {problem}")
             seen.add(name)
-            for (their_name, _), part in zip(site.parts(form), split(tensor, form, site), strict=True):
+            for (their_name, _), part in zip(site.parts(stored), split(tensor, stored, site), strict=True):
                 shards.add(their_name, part.to(device="cpu", dtype=dtype, copy=True).contiguous())
         missing = sites.keys() - seen
         if missing or unexpected:
             raise CheckpointingException(_mismatch(missing, unexpected))
         shards.finish()
-        text = {**to_hf_config(full, described, str(shards.dtype).removeprefix("torch.")), **(hf_config or {})}
+        text = {**to_hf_config(full, described, str(shards.dtype).removeprefix("torch.")), **(form.hf_config or {})}
         write_file(draft / "config.json", [json.dumps(text, indent=2).encode()])
+        put_more(draft)
         sync_folder(draft)
         os.replace(draft, target)
         sync_folder(target.parent)
@@ -112,6 +137,8 @@ def export_checkpoint_hf(
     on_bytes: Callable[[int], None] | None = None,
 ) -> None:
     """`export_hf` of the model inside a checkpoint, whatever layout wrote it; other tensors in it, such as optimizer state, stay out.
+
+    Files that the checkpoint keeps under ``tokenizer/`` (see `tokenizer_files`) come along, beside the weights.
 
     Args:
         checkpoint: folder of one committed checkpoint.
@@ -144,7 +171,8 @@ def export_checkpoint_hf(
             if on_bytes is not None:
                 on_bytes(tensor.nbytes)
 
-    export_hf(stream(), directory, family=family, config=config, max_shard_bytes=max_shard_bytes, dtype=dtype, hf_config=hf_config)
+    form = _Form(family, config, max_shard_bytes, dtype, hf_config)
+    _write(stream(), directory, form, partial(put_tokenizer, checkpoint, manifest))
 
 
 def _pairs(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:

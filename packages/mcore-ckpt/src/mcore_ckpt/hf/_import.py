@@ -19,6 +19,7 @@ from mcore_ckpt._storage import SafetensorsFile, WatchedFolder, dtype_of, open_f
 from mcore_ckpt.hf._config import brief, from_hf_config, measure
 from mcore_ckpt.hf._fields import Family
 from mcore_ckpt.hf._rules import Form, Site, join, sites
+from mcore_ckpt.hf._tokenizer import tokenizer_files
 
 __all__ = ["HFModel", "import_checkpoint_hf", "import_hf"]
 
@@ -60,7 +61,8 @@ def import_checkpoint_hf(
     """A checkpoint of the model in a Hugging Face folder. Not collective: call it on one rank.
 
     Host memory holds one tensor at a time. ``extra`` of the checkpoint says "family" and "config", from which `export_checkpoint_hf` and a
-    model can be built again, and under "hf_config" the token ids and the context length of config.json.
+    model can be built again, and under "hf_config" the token ids and the context length of config.json. The
+    tokenizer's files become assets, see `tokenizer_files`.
 
     Args:
         directory: the folder to read.
@@ -78,7 +80,7 @@ def import_checkpoint_hf(
     kept = {name: opened.theirs[name] for name in _KEPT if opened.theirs.get(name) is not None}
     extra = {"family": opened.family.name, "config": brief(opened.config), "hf_config": kept}
     folder = open_folder(checkpoint) if on_bytes is None else WatchedFolder(open_folder(checkpoint), on_bytes)
-    save(state, folder, extra=extra, max_file_bytes=max_file_bytes)
+    save(state, folder, extra=extra, assets=tokenizer_files(directory), max_file_bytes=max_file_bytes)
 
 
 @dataclass(frozen=True)

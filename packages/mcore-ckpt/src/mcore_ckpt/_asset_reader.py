@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Assets of a checkpoint read back, or written out."""
+
+import fnmatch
+import hashlib
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from mcore_ckpt._asset import AssetSource
+from mcore_ckpt._errors import CheckpointingException, list_names
+from mcore_ckpt._storage import Folder, open_folder
+from mcore_ckpt.manifest import Manifest, read_manifest
+
+__all__ = ["asset_sources", "extract_assets", "read_asset"]
+
+
+def read_asset(directory: str | Path | Folder, name: str, manifest: Manifest | None = None) -> bytes:
+    """The content of an asset, compared with its SHA-256. Not collective.
+
+    Args:
+        directory: a committed checkpoint.
+        name: one of ``read_manifest(directory).assets``.
+        manifest: of ``directory``, if it was read already.
+
+    Raises:
+        CheckpointingException: no such asset, names the nearest; or its file is missing or damaged.
+
+    Example:
+        >>> from mcore_ckpt import save
+        >>> from mcore_ckpt.storage import MemoryFolder
+        >>> place = MemoryFolder()
+        >>> save({}, place, assets={"run.json": b"{}"})
+        >>> read_asset(place, "run.json")
+        b'{}'
+    """
+    folder = open_folder(directory)
+    manifest = manifest or read_manifest(folder)
+    if name not in manifest.assets:
+        raise CheckpointingException(f"{folder} has no asset {list_names([name], manifest.assets)}")
+    record = manifest.assets[name]
+    where = f"{folder}/{record.file} (asset {name})"
+    try:
+        size = folder.size(record.file)
+        if size is None:
+            raise CheckpointingException(f"{where}: missing, or not a plain file")
+        if size != record.bytes:
+            raise CheckpointingException(f"{where}: {size} bytes instead of {record.bytes}; the file is damaged")
+        content = bytes(folder.read(record.file, 0, size)) if size else b""
+    except OSError as error:
+        raise CheckpointingException(f"{where}: {error}") from error
+    if hashlib.sha256(content).hexdigest() != record.sha256:
+        raise CheckpointingException(f"{where}: its SHA-256 is not the one in the manifest; the file is damaged")
+    return content
+
+
+def extract_assets(directory: str | Path | Folder, output: str | Path, patterns: Sequence[str] = ("*",)) -> list[Path]:
+    """Write assets as files of their names under ``output``. Not collective.
+
+    Args:
+        directory: a committed checkpoint.
+        output: a folder, created where it is missing.
+        patterns: which ones; ``*`` also stands for ``/``.
+
+    Returns:
+        The files.
+
+    Raises:
+        CheckpointingException: a damaged asset.
+        ValueError: a pattern that no name matches, or a file that is there already.
+    """
+    manifest, target = read_manifest(directory), Path(output)
+    chosen: dict[str, Path] = {}
+    for pattern in patterns:
+        found = fnmatch.filter(manifest.assets, pattern)
+        if not found and pattern != "*":
+            raise ValueError(f"no asset is called {list_names([pattern], manifest.assets)}")
+        chosen.update((name, target / name) for name in found)
+    there = [str(path) for path in chosen.values() if path.exists()]
+    if there:
+        raise ValueError(f"{there[0]} exists; choose another folder or remove it")
+    contents = {path: read_asset(directory, name, manifest) for name, path in chosen.items()}
+    for path, content in contents.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("xb") as file:
+            file.write(content)
+    return list(contents)
+
+
+def asset_sources(directory: str | Path | Folder, manifest: Manifest) -> dict[str, AssetSource]:
+    """What a copy of a checkpoint passes to its save: each asset read, and compared, when its turn comes."""
+    return {
+        name: AssetSource(name, record.bytes, partial(read_asset, directory, name, manifest)) for name, record in manifest.assets.items()
+    }
