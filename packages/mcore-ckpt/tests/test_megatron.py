@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from mcore_ckpt import CheckpointingException, read_tensor
+from mcore_ckpt.assets import read_asset
 from mcore_ckpt.cli import main
 from mcore_ckpt.foreign import read_torch
 from mcore_ckpt.hf import import_hf
@@ -110,6 +111,86 @@ def test_a_real_checkpoint_becomes_a_hugging_face_model_by_the_command(name, tmp
     rows = {"q": [*range(8), *range(16, 24)], "k": [*range(8, 12), *range(24, 28)], "v": [*range(12, 16), *range(28, 32)]}
     for letter, places in rows.items():
         assert torch.equal(file.tensor(f"model.layers.1.self_attn.{letter}_proj.weight"), fused[places]), letter
+
+
+# What their loader tells groups apart by: of 0.16 and, with the rates, of 0.19.
+IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "max_lr", "min_lr")
+WRITTEN = {
+    "is_expert_parallel": False,
+    "default_config": True,
+    "lr_mult": 1.0,
+    "is_decoupled_lr": False,
+    "max_lr": 1e-3,
+    "min_lr": None,
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.01,
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "decoupled_weight_decay": True,
+    "step": 7,
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parameter_groups_of_a_real_checkpoint_are_kept_and_given_back(name, tmp_path):
+    import_checkpoint_megatron(unpack(name, tmp_path), tmp_path / "ours")
+    if "legacy" in name:
+        # These ranks wrote none.
+        left = ["optimizer_param_groups"] if CASES[name][2] else []
+        assert export_checkpoint_megatron(tmp_path / "ours", tmp_path / "theirs") == left
+        return
+    assert export_checkpoint_megatron(tmp_path / "ours", tmp_path / "theirs") == []
+    found = torch.load(tmp_path / "theirs" / "common.pt", weights_only=False)["optimizer"]
+    dense = [{**WRITTEN, "wd_mult": 1.0}, {**WRITTEN, "wd_mult": 0.0}]
+    entries = [{"optimizer": {"param_groups": dense}, "param_state_sharding_type": "fully_reshardable"}]
+    if CASES[name][0] is EXPERTS:
+        entries.append({**entries[0], "optimizer": {"param_groups": [{**dense[0], "is_expert_parallel": True}]}})
+    assert found == (entries[0] if len(entries) == 1 else dict(enumerate(entries)))
+    real = unpack(name, tmp_path / "again") / "common.pt"
+    if real.exists() and "reshardable" in name:
+        assert found == torch.load(real, weights_only=False)["optimizer"]
+
+
+def test_parameter_groups_of_a_run_of_ours_are_made_from_its_settings(tmp_path, capsys):
+    from mcore_ckpt import save
+
+    state = {"model.layers.0.mlp.down.weight": torch.ones(4, 4).bfloat16(), "model.layers.0.ffn_norm.weight": torch.ones(4).bfloat16()}
+    state |= {
+        f"optimizer.{kind}.{name.removeprefix('model.')}": torch.ones(value.shape)
+        for name, value in state.items()
+        for kind in ("master", "exp_avg", "exp_avg_sq")
+    }
+    save(state, tmp_path / "ours", extra={"optimizer_step": 9, "trainer": {"step": 12}}, assets={"run.yaml": b"lr: 3.0e-4"})
+    assert export_checkpoint_megatron(tmp_path / "ours", tmp_path / "none") == ["optimizer_param_groups"]
+    settings = {"lr": 3e-4, "min_lr": 3e-5, "weight_decay": 0.1, "adam_beta2": 0.95, "optimizer": "adam", "clip_grad": 1.0}
+    (tmp_path / "adam.json").write_text(json.dumps(settings))
+    command = ["export-megatron", str(tmp_path / "ours"), "--optimizer-config", str(tmp_path / "adam.json")]
+    assert main([*command, str(tmp_path / "theirs")]) == 0 and "left out" not in capsys.readouterr().err
+    common = torch.load(tmp_path / "theirs" / "common.pt", weights_only=False)
+    groups = common["optimizer"]["optimizer"]["param_groups"]
+    assert read_asset(tmp_path / "theirs", "run.yaml") == b"lr: 3.0e-4"
+    assert common["iteration"] == 12 and [tuple(group[key] for key in IDENTITY) for group in groups] == [
+        (1.0, 1.0, False, False, 3e-4, 3e-5),
+        (0.0, 1.0, False, False, 3e-4, 3e-5),
+    ]
+    assert [(group["weight_decay"], group["betas"], group["step"]) for group in groups] == [(0.1, (0.9, 0.95), 9), (0.0, (0.9, 0.95), 9)]
+    # The optimizers of torch take them.
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in groups]
+    adam = torch.optim.AdamW([{"params": [weight]} for weight in weights], lr=1.0)
+    adam.load_state_dict({"state": {}, "param_groups": [{**group, "params": [number]} for number, group in enumerate(groups)]})
+    sum(weight.sum() for weight in weights).backward()
+    adam.step()
+    assert all(torch.isfinite(weight).all() and (weight < 1).all() for weight in weights)
+    for wrong, word in (({}, "no lr"), ({**settings, "optimizer": "muon"}, "muon"), ({**settings, "decoupled_lr": 1.0}, "decoupled_lr")):
+        with pytest.raises(ValueError, match=word):
+            export_checkpoint_megatron(tmp_path / "ours", tmp_path / "wrong", optimizer_config=wrong)
+        assert not (tmp_path / "wrong").exists()
 
 
 @pytest.mark.parametrize("name", ["0.16_buckets", "0.19_experts"])

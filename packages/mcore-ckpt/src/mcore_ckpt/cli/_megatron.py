@@ -31,6 +31,7 @@ def add_to(commands: Commands) -> None:
     command.add_argument("output", help="folder to create, or address of an object store")
     command.add_argument("--prefix", default="model.", help="what precedes the names of weights (default: %(default)s)")
     command.add_argument("--no-optimizer", dest="optimizer", action="store_false", help="weights only")
+    command.add_argument("--optimizer-config", metavar="FILE", help="JSON with lr, adam_beta1 ...: makes the parameter groups")
     add_verify(command)
     command.set_defaults(run=_export)
 
@@ -50,7 +51,8 @@ def _import(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace) -> int:
     summary = summarize(options.directory)
     tensors = sum(tensor.num_bytes for tensor in summary.manifest.tensors.values())
-    given = {"prefix": options.prefix, "optimizer": options.optimizer, "verify": options.verify}
+    config = None if options.optimizer_config is None else read_settings(options.optimizer_config, "--optimizer-config")
+    given = {"prefix": options.prefix, "optimizer": options.optimizer, "optimizer_config": config, "verify": options.verify}
     with progress("exporting", tensors + (summary.num_bytes if options.verify else 0)) as on_bytes:
         left = export_checkpoint_megatron(summary.directory, options.output, **given, on_bytes=on_bytes)
     if left:

@@ -16,8 +16,9 @@ from mcore_ckpt._sharded import DeferredTensor
 from mcore_ckpt._storage import Folder, StoredFile, dtype_of
 from mcore_ckpt.chunks import Box
 from mcore_ckpt.megatron._flat import FLAT_KEY, Domain, Flat, read_flat_states
+from mcore_ckpt.megatron._groups import find_groups
 from mcore_ckpt.megatron._names import LAYERS
-from mcore_ckpt.megatron._source import Source, find_steps
+from mcore_ckpt.megatron._source import Source
 
 __all__ = ["open_dist"]
 
@@ -51,10 +52,10 @@ def open_dist(folder: Folder, config: Mapping[str, Any], *, optimizer: bool = Tr
                 tensors[key] = tensor
             else:
                 states["param" if state["kind"] == "fp32_param" else state["kind"], key] = tensor
-    steps = [*find_steps(common), *(step for value in objects.values() for step in find_steps(value))]
+    groups = [*find_groups(common), *(group for value in objects.values() for group in find_groups(value))]
     if has_buckets and optimizer:
         states |= read_flat_states(_domains(reader), tensors, {**(common.get("args") or {}), **config})
-    return Source(tensors, common, states, max(steps, default=None), tuple(left))
+    return Source(tensors, common, states, tuple(groups), tuple(left))
 
 
 def _by_layer(reader: CheckpointReader, name: str, key: str) -> list[tuple[str, DeferredTensor]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mcore_ckpt._asset_reader import asset_sources
 from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt._formats import write_objects
 from mcore_ckpt._load import check_files
@@ -19,11 +20,13 @@ from mcore_ckpt._storage import Folder, WatchedFolder, dtype_of, open_folder
 from mcore_ckpt.chunks import Box
 from mcore_ckpt.manifest import is_checkpoint
 from mcore_ckpt.megatron._config import args_of
+from mcore_ckpt.megatron._groups import common_groups, make_groups
 from mcore_ckpt.megatron._names import LAYERS, their_name, their_shape
 
 __all__ = ["export_checkpoint_megatron"]
 
 _KINDS = {"master": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+_STATE = "optimizer.state."
 
 
 def export_checkpoint_megatron(
@@ -32,27 +35,35 @@ def export_checkpoint_megatron(
     *,
     prefix: str = "model.",
     optimizer: bool = True,
+    optimizer_config: Mapping[str, Any] | None = None,
     verify: bool = True,
     on_bytes: Callable[[int], None] | None = None,
 ) -> list[str]:
     """Write a GPT model's checkpoint as ``torch_dist`` with Megatron's names: layers stacked, optimizer state ``fully_reshardable``.
 
-    Settings and the iteration go into ``common.pt``, which both generations read, the settings from "config" in ``extra``. Parameter groups
-    of the optimizer (learning rates) are not written. Host memory holds one tensor of one layer at a time. Not collective.
+    Settings and the iteration go into ``common.pt``, which both generations read, the settings from "config" in ``extra``, and with
+    them the optimizer's parameter groups: those that an import kept, or made from ``optimizer_config``. Host memory holds one tensor of
+    one layer at a time. Not collective.
 
     Args:
         checkpoint: a committed checkpoint.
         output: where to write, as for `mcore_ckpt.save`.
         prefix: what precedes the names of the model's weights.
         optimizer: also write the optimizer's state.
+        optimizer_config: makes the parameter groups anew: "lr", and "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps" and
+            "decoupled_weight_decay" where they differ from the defaults of `mcore_parallel.optim.OptimizerConfig`; groups are told apart
+            by these numbers there, so they must be those of the run that reads them. "expert_model_parallel_size": 1 where that run keeps
+            all experts on each rank.
         verify: compare the SHA-256 of every file first.
         on_bytes: told of bytes as they are compared and as they are written.
 
     Returns:
-        Names of tensors that have no place there, and were left out.
+        Names of tensors that have no place there, and were left out; "optimizer_param_groups" where there is optimizer state and nothing
+        says what its groups are, without which it does not load there.
 
     Raises:
         CheckpointingException: ``checkpoint`` is none, or damaged; ``output`` holds one; no weight has a name there.
+        ValueError: an ``optimizer_config`` without lr, or with what these groups cannot express.
     """
     reader, target = CheckpointReader(checkpoint), open_folder(output)
     if is_checkpoint(target):
@@ -64,17 +75,32 @@ def export_checkpoint_megatron(
     if not any(name.startswith(prefix) for name in keys):
         raise CheckpointingException(f"{reader.folder} holds no weights of a GPT model behind the prefix {prefix!r}")
     extra = reader.manifest.extra
-    common: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": int(extra.get("iteration") or extra.get("step") or 0)}
+    common: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": _iteration(extra)}
     kinds = {"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     config = extra.get("config")
     common |= {"args": args_of(config) if isinstance(config, Mapping) else {}, "content_metadata": kinds}
-    if optimizer and extra.get("optimizer_step") is not None:
-        common["optimizer_step"] = extra["optimizer_step"]
+    if any(key.startswith(_STATE) for key in keys.values()):
+        step = int(extra.get("optimizer_step") or 0)
+        common["optimizer_step"] = step
+        groups = extra.get("optimizer_param_groups") or []
+        if optimizer_config is not None:
+            groups = make_groups(optimizer_config, experts=any(".mlp.experts." in key for key in keys.values()))
+        if groups:
+            common["optimizer"] = common_groups(groups, step)
+        else:
+            left = [*left, "optimizer_param_groups"]
     target.create()
     target.write("common.pt", [memoryview(write_objects(common, namespaces=("args",)))])
     place = target if on_bytes is None else WatchedFolder(target, on_bytes)
-    run_save(_stacked(reader, keys), place, {}, None, SaveOptions(format="torch_dist"))
+    options = SaveOptions(format="torch_dist", assets=asset_sources(reader.folder, reader.manifest))
+    run_save(_stacked(reader, keys), place, {}, None, options)
     return left
+
+
+def _iteration(extra: Mapping[str, Any]) -> int:
+    trainer = extra.get("trainer")
+    found = (extra.get("iteration"), extra.get("step"), trainer.get("step") if isinstance(trainer, Mapping) else None)
+    return next((int(value) for value in found if value), 0)
 
 
 def _keys(reader: CheckpointReader, prefix: str, *, optimizer: bool) -> tuple[dict[str, str], list[str]]:
@@ -86,7 +112,7 @@ def _keys(reader: CheckpointReader, prefix: str, *, optimizer: bool) -> tuple[di
         if name.startswith("optimizer.") and first in _KINDS:
             if not optimizer:
                 continue
-            before, ours = f"optimizer.state.{_KINDS[first]}.", rest
+            before, ours = f"{_STATE}{_KINDS[first]}.", rest
         elif not name.startswith(prefix):
             left.append(name)
             continue
@@ -99,7 +125,7 @@ def _keys(reader: CheckpointReader, prefix: str, *, optimizer: bool) -> tuple[di
         keys[name] = before + key
         if optimizer and not before and f"optimizer.exp_avg.{ours}" in names and f"optimizer.master.{ours}" not in names:
             # A weight of 32 bits is its own master here, and has one there.
-            keys[f"{name}\0master"] = f"optimizer.state.param.{key}"
+            keys[f"{name}\0master"] = f"{_STATE}param.{key}"
     return keys, left
 
 

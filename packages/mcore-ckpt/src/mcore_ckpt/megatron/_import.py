@@ -18,6 +18,7 @@ from mcore_ckpt._storage import Folder, WatchedFolder, open_folder
 from mcore_ckpt.manifest import is_checkpoint, read_manifest
 from mcore_ckpt.megatron._config import family_of, sizes_of
 from mcore_ckpt.megatron._dist import open_dist
+from mcore_ckpt.megatron._groups import plain_groups
 from mcore_ckpt.megatron._legacy import is_legacy, open_legacy
 from mcore_ckpt.megatron._names import is_gated, our_name, our_shape
 from mcore_ckpt.megatron._source import Source, plain
@@ -44,7 +45,8 @@ def import_checkpoint_megatron(
     Nothing in it is executed. Host memory holds one tensor of one layer at a time, and its parts while they are joined. Not collective.
     Weights get our names behind ``prefix``; optimizer state becomes ``optimizer.exp_avg.NAME``, ``optimizer.exp_avg_sq.NAME`` and, of
     16-bit weights, ``optimizer.master.NAME``, whichever of ``fully_reshardable`` and ``dp_reshardable`` holds it. ``extra`` gets "config"
-    and "family", by which the checkpoint can be exported to Hugging Face, "iteration", and "optimizer_step" where there is optimizer state.
+    and "family", by which the checkpoint can be exported to Hugging Face, "iteration", and of the optimizer's state
+    "optimizer_step" and "optimizer_param_groups": learning rates and decay, which an export gives back.
 
     Args:
         directory: of one iteration, or the folder above with the file that names the newest.
@@ -89,7 +91,7 @@ def import_checkpoint_megatron(
     if (family := family_of(given, sizes, gated=gated)) is not None:
         extra["family"] = family
     if optimizer and source.states and source.step is not None:
-        extra["optimizer_step"] = source.step
+        extra |= {"optimizer_step": source.step, "optimizer_param_groups": plain_groups(source.groups)}
     place = target if on_bytes is None else WatchedFolder(target, on_bytes)
     run_save(state, place, extra, None, SaveOptions())
     return sorted({*source.left, *(key for key in source.tensors if key not in shapes)})

@@ -16,8 +16,9 @@ from mcore_ckpt._formats import read_objects
 from mcore_ckpt._sharded import DeferredTensor
 from mcore_ckpt._storage import Folder, StoredFile
 from mcore_ckpt.megatron._flat import Domain, Flat, read_flat_states
+from mcore_ckpt.megatron._groups import find_groups
 from mcore_ckpt.megatron._names import LAYERS, Cut, is_gated, join_cut, rule_of
-from mcore_ckpt.megatron._source import Source, find_steps
+from mcore_ckpt.megatron._source import Source
 
 __all__ = ["is_legacy", "open_legacy"]
 
@@ -71,12 +72,12 @@ def open_legacy(folder: Folder, config: Mapping[str, Any], *, optimizer: bool = 
         parts.pop("output_layer.weight", None)
     gated = is_gated({key: next(iter(found.values())).shape for key, found in parts.items()})
     tensors = {key: _whole(key, found, args, gated=gated) for key, found in parts.items()}
-    steps = [step for rank in ranks for step in find_steps(rank.content.get("optimizer"))]
+    groups = [group for rank in ranks for group in find_groups(rank.content.get("optimizer"))]
     domains, left = _domains(ranks) if optimizer else ([], [])
     states = read_flat_states(domains, tensors, args) if domains else {}
     if optimizer and not domains and any("optimizer" in rank.content for rank in ranks):
         left = [*left, "optimizer"]
-    return Source(tensors, common, states, max(steps, default=None), tuple(left))
+    return Source(tensors, common, states, tuple(groups), tuple(left))
 
 
 def _ranks(folder: Folder, config: Mapping[str, Any]) -> list[_Rank]:
