@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import dataclasses
 import itertools
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,23 +22,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from mcore_ckpt import CheckpointingException, CheckpointManager
+from mcore_ckpt import CheckpointManager
 from mcore_parallel import ProcessGroups
-from mcore_parallel.data import HuggingFaceTokenizer
-from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.guard import Watchdog
-from mcore_parallel.optim import MegatronOptimizer
 from mcore_parallel.pipeline import ModelChunks
 from mcore_parallel.training import (
     STOPPED_EXIT_CODE,
     Batch,
-    JsonLinesWriter,
-    NonFiniteLossError,
-    RichProgress,
     StopSignals,
-    TensorBoardWriter,
-    Trainer,
-    TrainerConfig,
     evaluate,
     model_state,
 )
@@ -58,10 +48,10 @@ from mcore_parallel.training.distill import (
     record,
     writes,
 )
-from tools.assemble import DTYPES, Samples, build_model, build_stage, datasets, schedule, step_batches
-from tools.journey import History, Trained
-from tools.pretrain import join
-from tools.recipes import RECIPES, RunConfig, override, recipe
+from tools.assemble import DTYPES, Samples, build_stage, datasets, step_batches
+from tools.journey import History, Trained, device_of, open_tokenizer, validation_batches
+from tools.recipes import RECIPES, RunConfig, recipe
+from tools.successor import build_trainer, command, place, tell
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +136,7 @@ def record_rank(config: DistillConfig, kind: str) -> int:
     """Write down what the teacher makes of the student's training and validation samples; batches it ran over."""
     if not config.store:
         raise ValueError("store is empty; pass --set store=FOLDER to record into")
-    device, student = _device(kind), config.student
+    device, student = device_of(kind), config.student
     groups = ProcessGroups.build(student.plan)
     teacher = build_teacher(config, groups, device)
     step = CheckpointManager(Path(config.teacher.output) / "checkpoints").latest()
@@ -167,7 +157,7 @@ def distill_rank(config: DistillConfig, kind: str, watchdog: Watchdog | None = N
 
     A run that ``stop`` ends (asked before each step; one rank is enough) saves and is not validated: its loss is NaN.
     """
-    device, run, losses = _device(kind), config.student, config.build()
+    device, run, losses = device_of(kind), config.student, config.build()
     begin = time.perf_counter()
     groups = ProcessGroups.build(run.plan)
     teacher = None if config.store else build_teacher(config, groups, device)
@@ -176,30 +166,16 @@ def distill_rank(config: DistillConfig, kind: str, watchdog: Watchdog | None = N
     train_set, valid_set = _datasets(run)
     if config.quantize:
         CheckpointManager(Path(config.teacher.output) / "checkpoints").load(model_state(model, groups), strict=False)
-        steps = itertools.islice(step_batches(run, valid_set, groups, device), run.train.eval_batches)
-        quantize_student(model, config.quantize, [batch for step in steps for batch in step], groups=groups)
+        quantize_student(model, config.quantize, validation_batches(run, valid_set, groups, device), groups=groups)
     projection = _project(config, model, groups, device)
-    slices = run.optimizer.use_distributed_optimizer
-    sync = DistributedDataParallel(DistributedDataParallelConfig(use_distributed_optimizer=slices), model, groups)
-    output, history = Path(run.output), History()
-    writers = [
-        RichProgress(run.train.steps),
-        JsonLinesWriter(output / "train.jsonl"),
-        TensorBoardWriter(output / "tensorboard"),
-        history,
-    ] if groups.world.is_first else []  # fmt: skip
+    history = History()
 
     def data(consumed: int) -> Iterator[Sequence[Batch]]:
         for batches in step_batches(run, train_set, groups, device, consumed, run.train.batch_sizes()):
             yield source.label(batches)
 
-    def watched(consumed: int) -> Iterator[Sequence[Batch]]:
-        stream = data(consumed)
-        yield from stream if watchdog is None else watchdog.watch(stream, start=trainer.state.step + 1)
-
     def validation() -> Sequence[Batch]:
-        stream = step_batches(run, valid_set, groups, device)
-        return source.label([batch for _, step in zip(range(run.train.eval_batches), stream, strict=False) for batch in step])
+        return source.label(validation_batches(run, valid_set, groups, device))
 
     with HiddenCapture(model, losses.student_modules) as capture:
         objective = DistillationObjective(
@@ -209,34 +185,13 @@ def distill_rank(config: DistillConfig, kind: str, watchdog: Watchdog | None = N
             projection=projection,
             balancer=RatioBalancer(skip_lm_loss=config.skip_lm_loss, kd_loss_scale=config.kd_loss_scale),
         )
-        trainer = Trainer(
-            TrainerConfig(
-                steps=run.train.steps, eval_every=run.train.eval_interval, save_every=run.train.checkpoint_interval or run.train.steps
-            ),
-            model,
-            sync,
-            MegatronOptimizer(run.optimizer, sync, groups),
-            objective,
-            watched,
-            schedule(run),
-            writers,
-            CheckpointManager(output / "checkpoints"),
-            evaluation=validation,
-            groups=groups,
-            pipeline=run.pipeline.build(run.plan.vpp),
-            stop=stop,
-        )
+        pipeline = run.pipeline.build(run.plan.vpp)
+        options = {"writers": [history], "pipeline": pipeline, "watchdog": watchdog, "stop": stop}
+        trainer = build_trainer(run, model, groups, objective, data, validation, **options)
         trainer.resume()
         trainer.run()
         loss = float("nan") if trainer.stopped else evaluate(model, validation(), objective, groups=groups).mean.item()
-    counted = sum(parameter.numel() for parameter in build_model(run, ProcessGroups.single(), "meta").parameters())
-    return Trained(
-        history=history,
-        validation_loss=loss,
-        seconds=time.perf_counter() - begin,
-        num_parameters=counted,
-        stopped_at=trainer.state.step if trainer.stopped else None,
-    )
+    return Trained.of(trainer, run, history, loss=loss, begin=begin)
 
 
 def _project(config: DistillConfig, model: nn.Module, groups: ProcessGroups, device: torch.device) -> HiddenProjection | None:
@@ -250,17 +205,8 @@ def _project(config: DistillConfig, model: nn.Module, groups: ProcessGroups, dev
     return projection
 
 
-def _device(kind: str) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
-
-
 def _datasets(run: RunConfig) -> tuple[Samples, Samples]:
-    tokenizer = HuggingFaceTokenizer(run.data.tokenizer)
-    if tokenizer.vocab_size > run.model.vocab_size:
-        raise ValueError(
-            f"student.model.vocab_size={run.model.vocab_size} is smaller than the {tokenizer.vocab_size} tokens of the tokenizer"
-        )
-    return datasets(run, tokenizer)
+    return datasets(run, open_tokenizer(run.data.tokenizer, run.model.vocab_size, "student."))
 
 
 def distill(config: DistillConfig, *, only_record: bool = False) -> int:
@@ -268,26 +214,17 @@ def distill(config: DistillConfig, *, only_record: bool = False) -> int:
 
     SIGTERM and SIGINT end training after a step, saved.
     """
-    for name in ("prefix", "tokenizer"):
-        if not getattr(config.student.data, name):
-            raise ValueError(f"student.data.{name} is empty; make the corpus with mcore-preprocess and pass --set student.data.{name}=PATH")
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    if kind == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    with contextlib.ExitStack() as stack:
-        watchdog = stack.enter_context(join(config.student, kind)) if "WORLD_SIZE" in os.environ else None
-        code = 0
+    with place(config.student, "student") as (kind, watchdog):
         if only_record:
-            message = f"the teacher ran over {record_rank(config, kind)} batches a replica; {config.store} holds what it finds likely"
-        else:
-            trained = distill_rank(config, kind, watchdog, stack.enter_context(StopSignals()))
-            message = f"validation loss {trained.validation_loss:.6f} after {trained.seconds:.0f} s"
-            if trained.stopped_at is not None:
-                code, message = STOPPED_EXIT_CODE, f"stopped and saved after step {trained.stopped_at}; start it again to go on"
-            message += f"; checkpoints under {config.student.output}"
-        if int(os.environ.get("RANK", "0")) == 0:
-            print(message)
-        return code
+            tell(f"the teacher ran over {record_rank(config, kind)} batches a replica; {config.store} holds what it finds likely")
+            return 0
+        with StopSignals() as stop:
+            trained = distill_rank(config, kind, watchdog, stop)
+        message = f"validation loss {trained.validation_loss:.6f} after {trained.seconds:.0f} s"
+        if trained.stopped_at is not None:
+            message = f"stopped and saved after step {trained.stopped_at}; start it again to go on"
+        tell(f"{message}; checkpoints under {config.student.output}")
+        return 0 if trained.stopped_at is None else STOPPED_EXIT_CODE
 
 
 def main() -> int:
@@ -296,14 +233,12 @@ def main() -> int:
     parser.add_argument("--recipe", required=True, help=f"of the student, one of: {', '.join(RECIPES)}")
     parser.add_argument("--teacher", required=True, help="recipe the teacher was trained by")
     parser.add_argument("--record", action="store_true", help="run the teacher only, and write its likeliest tokens into the store")
-    parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change a field, for instance student.plan.tp=2")
-    arguments = parser.parse_args()
-    try:
-        base = DistillConfig(student=recipe(arguments.recipe), teacher=recipe(arguments.teacher))
-        return distill(override(base, arguments.set), only_record=arguments.record)
-    except (ValueError, OSError, ImportError, CheckpointingException, NonFiniteLossError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return command(
+        parser,
+        "student",
+        lambda told: DistillConfig(student=recipe(told.recipe), teacher=recipe(told.teacher)),
+        lambda told, config: distill(config, only_record=told.record),
+    )
 
 
 if __name__ == "__main__":

@@ -23,27 +23,18 @@ from pathlib import Path
 
 import torch
 
-from mcore_ckpt import CheckpointingException, CheckpointManager
+from mcore_ckpt import CheckpointManager
 from mcore_ckpt.manifest import read_manifest
 from mcore_parallel import ProcessGroups
 from mcore_parallel.comm import all_reduce
-from mcore_parallel.data import HuggingFaceTokenizer
-from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.guard import Watchdog
 from mcore_parallel.models import GPTModel
 from mcore_parallel.models.eagle import DraftVocabulary, EagleConfig, EagleHead, save_published
-from mcore_parallel.optim import MegatronOptimizer
 from mcore_parallel.pipeline import StageLayout
 from mcore_parallel.training import (
     STOPPED_EXIT_CODE,
     Batch,
-    JsonLinesWriter,
-    NonFiniteLossError,
-    RichProgress,
     StopSignals,
-    TensorBoardWriter,
-    Trainer,
-    TrainerConfig,
     evaluate,
     model_state,
 )
@@ -56,9 +47,10 @@ from mcore_parallel.training.eagle import (
     TargetEnds,
     record_features,
 )
-from tools.assemble import DTYPES, Samples, build_model, datasets, schedule, step_batches
-from tools.pretrain import join
-from tools.recipes import RECIPES, RunConfig, override, recipe
+from tools.assemble import DTYPES, Samples, build_model, datasets, step_batches
+from tools.journey import device_of, open_tokenizer
+from tools.recipes import RECIPES, RunConfig, recipe
+from tools.successor import build_trainer, command, place, tell
 
 PARTS = ("train", "valid")
 
@@ -143,11 +135,9 @@ class Workshop:
 
     def __init__(self, config: EagleRun, kind: str) -> None:
         self.config = config
-        self.device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
+        self.device = device_of(kind)
         self.groups = ProcessGroups.build(config.run.plan)
-        tokenizer = HuggingFaceTokenizer(config.run.data.tokenizer)
-        if tokenizer.vocab_size > config.target.model.vocab_size:
-            raise ValueError(f"target.model.vocab_size={config.target.model.vocab_size} is smaller than the {tokenizer.vocab_size} tokens")
+        tokenizer = open_tokenizer(config.run.data.tokenizer, config.target.model.vocab_size, "target.")
         self.samples: tuple[Samples, Samples] = datasets(config.run, tokenizer)
         self.architecture = config.architecture()
         self.vocabulary = self._vocabulary()
@@ -275,36 +265,8 @@ def train_head(config: EagleRun, kind: str, watchdog: Watchdog | None = None, st
     A run that ``stop`` ends (asked before each step; one rank is enough) saves and is not validated.
     """
     shop, run = Workshop(config, kind), config.run
-    head, objective = shop.head(), shop.objective()
-    slices = run.optimizer.use_distributed_optimizer
-    sync = DistributedDataParallel(DistributedDataParallelConfig(use_distributed_optimizer=slices), head, shop.groups)
-    output = Path(run.output)
-    writers = [
-        RichProgress(run.train.steps),
-        JsonLinesWriter(output / "train.jsonl"),
-        TensorBoardWriter(output / "tensorboard"),
-    ] if shop.groups.world.is_first else []  # fmt: skip
-
-    def watched(consumed: int) -> Iterator[Sequence[Batch]]:
-        stream = shop.steps("train", consumed)
-        yield from stream if watchdog is None else watchdog.watch(stream, start=trainer.state.step + 1)
-
-    trainer = Trainer(
-        TrainerConfig(
-            steps=run.train.steps, eval_every=run.train.eval_interval, save_every=run.train.checkpoint_interval or run.train.steps
-        ),
-        head,
-        sync,
-        MegatronOptimizer(run.optimizer, sync, shop.groups),
-        objective,
-        watched,
-        schedule(run),
-        writers,
-        CheckpointManager(output / "checkpoints"),
-        evaluation=shop.validation,
-        groups=shop.groups,
-        stop=stop,
-    )
+    head, data = shop.head(), functools.partial(shop.steps, "train")
+    trainer = build_trainer(run, head, shop.groups, shop.objective(), data, shop.validation, watchdog=watchdog, stop=stop)
     trainer.resume()
     trainer.run()
     if trainer.stopped:
@@ -333,31 +295,23 @@ def run_command(verb: str, config: EagleRun) -> int:
 
     SIGTERM and SIGINT end training after a step, saved.
     """
-    for name in ("prefix", "tokenizer"):
-        if not getattr(config.run.data, name):
-            raise ValueError(f"run.data.{name} is empty; make the corpus with mcore-preprocess and pass --set run.data.{name}=PATH")
     if verb == "export" and not config.published:
         raise ValueError("published is empty; pass --set published=FOLDER to export into")
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    if kind == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    with contextlib.ExitStack() as stack:
-        watchdog = stack.enter_context(join(config.run, kind)) if "WORLD_SIZE" in os.environ else None
-        code = 0
+    with place(config.run, "run") as (kind, watchdog):
         if verb == "extract":
-            message = f"the target ran over {extract_rank(config, kind)} batches a replica; {config.store} holds its features"
+            tell(f"the target ran over {extract_rank(config, kind)} batches a replica; {config.store} holds its features")
+            return 0
+        if verb == "train":
+            with StopSignals() as stop:
+                found = train_head(config, kind, watchdog, stop)
         else:
-            if verb == "train":
-                found = train_head(config, kind, watchdog, stack.enter_context(StopSignals()))
-            else:
-                found = evaluate_rank(config if verb == "export" else dataclasses.replace(config, published=""), kind)
-            length = f"acceptance length {1 + found.accepted_tokens:.3f} of {1 + config.num_steps}"
-            message = f"step {found.step}: loss {found.loss:.6f}, {length}"
-            if found.stopped:
-                code, message = STOPPED_EXIT_CODE, f"stopped and saved after step {found.step}; start it again to go on"
-        if int(os.environ.get("RANK", "0")) == 0:
-            print(message)
-        return code
+            found = evaluate_rank(config if verb == "export" else dataclasses.replace(config, published=""), kind)
+        if found.stopped:
+            tell(f"stopped and saved after step {found.step}; start it again to go on")
+            return STOPPED_EXIT_CODE
+        length = f"acceptance length {1 + found.accepted_tokens:.3f} of {1 + config.num_steps}"
+        tell(f"step {found.step}: loss {found.loss:.6f}, {length}")
+        return 0
 
 
 def main() -> int:
@@ -365,14 +319,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("verb", choices=("extract", "train", "evaluate", "export"))
     parser.add_argument("--recipe", required=True, help=f"the target was trained by, one of: {', '.join(RECIPES)}")
-    parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change a field, for instance run.plan.tp=2")
-    arguments = parser.parse_args()
-    try:
-        base = EagleRun(run=recipe(arguments.recipe), target=recipe(arguments.recipe))
-        return run_command(arguments.verb, override(base, arguments.set))
-    except (ValueError, OSError, ImportError, CheckpointingException, NonFiniteLossError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return command(
+        parser,
+        "run",
+        lambda told: EagleRun(run=recipe(told.recipe), target=recipe(told.recipe)),
+        lambda told, config: run_command(told.verb, config),
+    )
 
 
 if __name__ == "__main__":

@@ -51,13 +51,8 @@ def pretrain(config: RunConfig, main_entry: float | None = None) -> Trained:
     """
     now = time.time()
     stamps = StartupStamps(program_start=STARTED_AT, main_entry=main_entry or now, pretrain_entry=now)
-    for name in ("prefix", "tokenizer"):
-        if not getattr(config.data, name):
-            raise ValueError(f"data.{name} is empty; make the corpus with mcore-preprocess and pass --set data.{name}=PATH")
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    if kind == "cuda":
-        torch.cuda.set_device(local)
+    check_data(config)
+    kind = take_device()
     with StopSignals() as stop:
         if "WORLD_SIZE" in os.environ:
             trained = _in_world(config, kind, stop, stamps)
@@ -70,6 +65,21 @@ def pretrain(config: RunConfig, main_entry: float | None = None) -> Trained:
                 print(remark)
             print(f"{result} after {trained.seconds:.0f} s; checkpoints under {config.output}")
         return trained
+
+
+def check_data(config: RunConfig, owner: str = "") -> None:
+    """Refuse a run without a corpus; ``owner`` stands before its fields where another config holds it."""
+    for name in ("prefix", "tokenizer"):
+        if not getattr(config.data, name):
+            raise ValueError(f"{owner}data.{name} is empty; make the corpus with mcore-preprocess and pass --set {owner}data.{name}=PATH")
+
+
+def take_device() -> str:
+    """The kind of device; of several GPUs this process gets that of its number on the machine."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    return "cuda"
 
 
 def _in_world(config: RunConfig, kind: str, stop: StopSignals, stamps: StartupStamps) -> Trained:

@@ -201,8 +201,6 @@ def _export(config: RunConfig, checkpoint: Path, export: Path) -> list[str]:
         "moe_router_topk": config.moe.moe_router_topk,
     }
     export_checkpoint_hf(checkpoint, export, family="mixtral", config=sizes)
-    for file in Path(config.data.tokenizer).iterdir():
-        shutil.copy(file, export / file.name)
     return sorted(file.name for file in export.iterdir())
 
 

@@ -8,7 +8,7 @@ from tools.journey._reinforce import reinforce_rank
 from tools.journey._report import Section, write_report
 from tools.journey._serve import Served, build_engine, serve_exported
 from tools.journey._text import Corpus, check_text, default_text, prepare
-from tools.journey._train import Trained, train_rank, validate_rank
+from tools.journey._train import Trained, device_of, open_tokenizer, run_assets, train_rank, validate_rank, validation_batches
 
 __all__ = [
     "Corpus",
@@ -21,10 +21,14 @@ __all__ = [
     "build_engine",
     "check_text",
     "default_text",
+    "device_of",
+    "open_tokenizer",
     "prepare",
     "reinforce_rank",
+    "run_assets",
     "serve_exported",
     "train_rank",
     "validate_rank",
+    "validation_batches",
     "write_report",
 ]

@@ -6,7 +6,7 @@ import dataclasses
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from mcore_ckpt import CheckpointManager
+from mcore_ckpt.hf import tokenizer_files
 from mcore_moe import pop_expert_load
 from mcore_parallel import ProcessGroups
 from mcore_parallel.comm import all_reduce
@@ -39,7 +40,7 @@ from mcore_parallel.training import (
     evaluate,
     model_state,
 )
-from tools.assemble import Parts, assemble, build_model, build_stage, datasets, objective, schedule, step_batches, throughput
+from tools.assemble import Parts, Samples, assemble, build_model, build_stage, datasets, objective, schedule, step_batches, throughput
 from tools.journey._live import History, LiveReport
 from tools.recipes import RunConfig, config_text
 
@@ -56,6 +57,21 @@ class Trained:
     """The step after which the run ended because it was asked to; None when it came to its end."""
     remarks: tuple[str, ...] = ()
     """What this rank's profiler and graphs have to say."""
+
+    @classmethod
+    def of(
+        cls, trainer: Trainer, config: RunConfig, history: History, *, loss: float, begin: float, remarks: tuple[str, ...] = ()
+    ) -> "Trained":
+        """Of a run that ended now and began at ``begin`` of ``time.perf_counter``."""
+        counted = sum(parameter.numel() for parameter in build_model(config, ProcessGroups.single(), "meta").parameters())
+        return cls(
+            history=history,
+            validation_loss=loss,
+            seconds=time.perf_counter() - begin,
+            num_parameters=counted,
+            stopped_at=trainer.state.step if trainer.stopped else None,
+            remarks=remarks,
+        )
 
 
 def device_of(kind: str) -> torch.device:
@@ -79,8 +95,8 @@ def train_rank(
     begin = time.perf_counter()
     train, output = config.train, Path(config.output)
     parts = assemble(config, device)
-    train_set, valid_set = datasets(config, _tokenizer(config))
-    checkpoints = CheckpointManager(output / "checkpoints")
+    train_set, valid_set = datasets(config, open_tokenizer(config.data.tokenizer, config.model.vocab_size))
+    checkpoints = CheckpointManager(output / "checkpoints", assets=run_assets(config))
     world = parts.groups.world
     timers = Timers(group=world, device=device) if config.log.timers_interval else None
     tracing = dataclasses.replace(config.profile, output=str(output / config.profile.output))
@@ -115,7 +131,7 @@ def train_rank(
         schedule(config),
         writers,
         checkpoints,
-        evaluation=lambda: _validation(config, valid_set, parts.groups, device),
+        evaluation=lambda: validation_batches(config, valid_set, parts.groups, device),
         probe=_probe(config, parts, device),
         groups=parts.groups,
         pipeline=parts.pipeline,
@@ -135,20 +151,12 @@ def train_rank(
         trainer.run()
         loss = float("nan")
         if not trainer.stopped:
-            found = evaluate(parts.model, _validation(config, valid_set, parts.groups, device), parts.objective, groups=parts.groups)
+            found = evaluate(parts.model, validation_batches(config, valid_set, parts.groups, device), parts.objective, groups=parts.groups)
             loss = found.mean.item()
         remarks = _remarks(parts, profile)
     finally:
         parts.close()
-    counted = sum(p.numel() for p in build_model(config, ProcessGroups.single(), "meta").parameters())
-    return Trained(
-        history=history,
-        validation_loss=loss,
-        seconds=time.perf_counter() - begin,
-        num_parameters=counted,
-        stopped_at=trainer.state.step if trainer.stopped else None,
-        remarks=remarks,
-    )
+    return Trained.of(trainer, config, history, loss=loss, begin=begin, remarks=remarks)
 
 
 def _dumps(config: RunConfig, parts: Parts) -> StepDumps | None:
@@ -192,6 +200,11 @@ def _writers(config: RunConfig, history: History) -> list[Writer]:
     return writers
 
 
+def run_assets(config: RunConfig) -> dict[str, Path | bytes]:
+    """What each checkpoint of a run keeps beside its tensors: the tokenizer's files, and the whole run as ``run.yaml``."""
+    return {**tokenizer_files(config.data.tokenizer), "run.yaml": config_text(config).encode()}
+
+
 def _keep_tokenizer(source: Path, folder: Path) -> None:
     """Put the tokenizer's files beside the checkpoints, so that the run's folder is all that a model needs."""
     files = [path for path in source.iterdir() if path.is_file()] if source.is_dir() else [source]
@@ -223,20 +236,22 @@ def validate_rank(config: RunConfig, kind: str) -> float:
     groups = ProcessGroups.build(config.plan)
     model = build_stage(dataclasses.replace(config, train=dataclasses.replace(config.train, seed=0)), groups, device)
     CheckpointManager(Path(config.output) / "checkpoints").load(model_state(model, groups), strict=False)
-    _, valid_set = datasets(config, _tokenizer(config))
-    return evaluate(model, _validation(config, valid_set, groups, device), objective(config), groups=groups).mean.item()
+    _, valid_set = datasets(config, open_tokenizer(config.data.tokenizer, config.model.vocab_size))
+    return evaluate(model, validation_batches(config, valid_set, groups, device), objective(config), groups=groups).mean.item()
 
 
-def _tokenizer(config: RunConfig) -> HuggingFaceTokenizer:
-    tokenizer = HuggingFaceTokenizer(config.data.tokenizer)
-    if tokenizer.vocab_size > config.model.vocab_size:
+def open_tokenizer(path: str, vocab_size: int, owner: str = "") -> HuggingFaceTokenizer:
+    """A tokenizer for whose tokens a model of ``vocab_size`` has room; ``owner`` stands before its field where another config holds it."""
+    tokenizer = HuggingFaceTokenizer(path)
+    if tokenizer.vocab_size > vocab_size:
         raise ValueError(
-            f"model.vocab_size={config.model.vocab_size} is smaller than the {tokenizer.vocab_size} tokens of {config.data.tokenizer}; "
-            f"set model.vocab_size={tokenizer.vocab_size} or more"
+            f"{owner}model.vocab_size={vocab_size} is smaller than the {tokenizer.vocab_size} tokens of {path}; "
+            f"set {owner}model.vocab_size={tokenizer.vocab_size} or more"
         )
     return tokenizer
 
 
-def _validation(config: RunConfig, dataset, groups: ProcessGroups, device: torch.device) -> Sequence[Batch]:
+def validation_batches(config: RunConfig, dataset: Samples, groups: ProcessGroups, device: torch.device) -> list[Batch]:
+    """The micro-batches of one evaluation."""
     stream = step_batches(config, dataset, groups, device)
     return [batch for _, step in zip(range(config.train.eval_batches), stream, strict=False) for batch in step]

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_parallel.data import preprocess, train_bpe
+from mcore_ckpt.assets import extract_assets
+from mcore_parallel.data import HuggingFaceTokenizer, preprocess, train_bpe
 from mcore_parallel.training import STOPPED_EXIT_CODE, InvalidResultError, RerunReport, SuspectResultError
 from tools import pretrain
 from tools.recipes import read_config
@@ -66,6 +67,12 @@ def test_a_signal_ends_a_run_that_the_next_start_completes(
     assert "ended, step 6 of 6" in page and "Loss" in page
     assert read_config(output / "config.yaml").train.batch_ramp_up == (2, 2, 6)
     assert (output / "tokenizer" / "tokenizer.json").exists()
+    for step in (3, 6):
+        # A step alone says what it was trained on and by which run.
+        kept = tmp_path / f"kept{step}"
+        extract_assets(output / "checkpoints" / f"step_{step:08d}", kept)
+        assert HuggingFaceTokenizer(kept / "tokenizer").unique_identifiers == tokenizer.unique_identifiers
+        assert read_config(kept / "run.yaml") == read_config(output / "config.yaml")
 
 
 @pytest.mark.parametrize(("kind", "status"), [(SuspectResultError, 16), (InvalidResultError, 17)])
