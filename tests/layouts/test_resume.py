@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from mcore_ckpt import CheckpointManager
+from mcore_moe import MoEConfig
 from mcore_parallel import ParallelPlan
 from mcore_parallel.data import GPTDataset
 from mcore_parallel.models import TransformerConfig
@@ -90,11 +91,16 @@ LAYOUTS = {
     "pp2": {"plan": ParallelPlan(pp=2)},
     "dp2": {"plan": ParallelPlan(dp=2)},
     "dp2-sliced": {"plan": ParallelPlan(dp=2), "optimizer": dataclasses.replace(CONFIG.optimizer, use_distributed_optimizer=True)},
+    "cp2": {"plan": ParallelPlan(cp=2)},
+    "ep2": {"plan": ParallelPlan(dp=2, ep=2), "moe": MoEConfig(num_moe_experts=4, moe_router_topk=2, moe_aux_loss_coeff=0.01)},
+    "fsdp2": {"plan": ParallelPlan(dp=2), "data_parallel": "fsdp"},
+    "pp2-vpp2": {"plan": ParallelPlan(pp=2, vpp=2), "model": dataclasses.replace(CONFIG.model, num_layers=4)},
 }
 
 
 @pytest.mark.world(2)
-@pytest.mark.parametrize("name", LAYOUTS)
+# The ring takes a minute on two cores.
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name == "cp2" else name for name in LAYOUTS])
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(world: Callable[..., list[Any]], tmp_path: Path, name: str) -> None:
     config = dataclasses.replace(CONFIG, **LAYOUTS[name])
     consumed = 0

@@ -14,7 +14,12 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["pytest", "torch._dynamo", "torch.distributed.fsdp"])
+# What nearly every rank imports: loaded once here, it costs a rank nothing. A wheel that is not installed is passed over.
+_server.set_forkserver_preload([
+    "pytest", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp",
+    "mcore_parallel.data_parallel", "mcore_parallel.optim", "mcore_parallel.training",
+    "mcore_ckpt", "mcore_inference", "mcore_moe", "mcore_rl", "megatron_fsdp",
+])  # fmt: skip
 
 
 def run(check: Callable[..., Any], num_ranks: int, *, timeout_s: float = 60.0, backend: str = "gloo", **inputs: Any) -> list[Any]:

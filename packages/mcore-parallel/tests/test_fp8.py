@@ -337,6 +337,8 @@ def check_kernels(device: str) -> None:
                 assert torch.equal(kernels.transpose(data).cpu().view(torch.uint8), columns.data.view(torch.uint8))
                 only = kernels.cast(given, kernels.partial_amax(given), dtype, rows=False, columns=True)
                 assert only[0] is None and torch.equal(only[1].cpu().view(torch.uint8), columns.data.view(torch.uint8))
+            # A program a row, which the interpreter runs one after the other.
+            x = x if device == "cuda" else x[:5]
             x[:, 0] = largest
             wanted = quantize_rows(x, dtype)
             data, inverse = kernels.cast_rows(x.to(device), dtype)

@@ -132,7 +132,7 @@ def check_every_schedule(stages: int, count: int, expected: Curve) -> None:
 
 
 @pytest.mark.world(2)
-@pytest.mark.parametrize("count", [4, 8, 5])
+@pytest.mark.parametrize("count", [4, 5])
 def test_two_stages_train_as_one_with_every_schedule(world, count: int) -> None:
     world(check_every_schedule, stages=2, count=count, expected=serial(count))
 
@@ -161,10 +161,12 @@ def test_micro_batches_of_different_shapes_train_as_on_one_stage(world) -> None:
 
 def check_tensor_parallel(sequence_parallel: bool, expected: Curve) -> None:
     groups = ProcessGroups.build(ParallelPlan(tp=2, pp=2, sequence_parallel=sequence_parallel))
-    compare(expected, groups, PipelineConfig(schedule="zero_bubble"), 5)
-    compare(expected, groups, PipelineConfig(schedule="zero_bubble"), 5, fusion=True)
     compare(expected, groups, PipelineConfig(schedule="combined", delay_weight_grad=True), 5, chunks=2)
-    compare(expected, groups, PipelineConfig(schedule="zero_bubble"), 5, recompute=RecomputeConfig(granularity="full"))
+    # What a queue holds and what runs again does not depend on how the activations are cut.
+    if sequence_parallel:
+        compare(expected, groups, PipelineConfig(schedule="zero_bubble"), 5)
+        compare(expected, groups, PipelineConfig(schedule="zero_bubble"), 5, recompute=RecomputeConfig(granularity="full"))
+    compare(expected, groups, PipelineConfig(schedule="zero_bubble"), 5, fusion=True)
     compare(expected, groups, PipelineConfig(schedule="zero_bubble"), 5, recompute=RecomputeConfig(modules=("norm", "mlp")))
 
 
