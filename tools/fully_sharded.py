@@ -16,11 +16,14 @@ from mcore_parallel.comm import all_reduce
 from mcore_parallel.models import GPTModel, TransformerLayer
 from mcore_parallel.optim import StateShard
 from mcore_parallel.pipeline import ModelChunks
+from mcore_parallel.tensor_parallel import LentGradient, VocabParallelEmbedding, WeightGradientSink
 from megatron_fsdp import FlatShard, MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
 
 
 class FullyShardedModel(nn.ModuleList):
-    """A GPTModel whose parameters, gradients and optimizer state are divided among its replicas; every layer is one unit.
+    """A GPTModel whose parameters, gradients and optimizer state are divided among its replicas.
+
+    Units are its layers, and an embedding that no output layer shares.
 
     Pass it to ``train_step`` and ``evaluate`` as model and as sync, and to ``MegatronOptimizer`` (with
     ``use_distributed_optimizer``) as the source of gradients. Gradients are sums over the replicas. It is the list of this stage's
@@ -29,13 +32,14 @@ class FullyShardedModel(nn.ModuleList):
     Args:
         model: this rank's stage, not sharded yet.
         groups: its process groups.
+        zero_dp_strategy: what is divided, as in ``megatron_fsdp.fully_shard``.
     """
 
-    def __init__(self, model: GPTModel | ModelChunks, groups: ProcessGroups) -> None:
+    def __init__(self, model: GPTModel | ModelChunks, groups: ProcessGroups, *, zero_dp_strategy: str = "optim_grads_params") -> None:
         chunks = [cast(GPTModel, chunk) for chunk in model] if isinstance(model, ModelChunks) else [model]
         shards = list(named_shards(model))
         meshes = {view: _mesh(groups.data(view), chunks[0]) for view in ("dense", "expert")}
-        super().__init__([_shard(chunk, meshes) for chunk in chunks])
+        super().__init__([_shard(chunk, meshes, zero_dp_strategy) for chunk in chunks])
         self.groups = groups
         # Not a child: its parameters have names already.
         self._whole = (model,)
@@ -44,6 +48,9 @@ class FullyShardedModel(nn.ModuleList):
         self._flat: dict[str, FlatShard] = {}
         for chunk in self.chunks:
             self._flat |= chunk.flat_shards()
+            if groups.pp.size == 1:
+                # The schedules of a pipeline may compute weight gradients after the backward, when nothing is lent.
+                _feed_layers(chunk, self._shapes, chunks[0].dtype)
 
     @property
     def chunks(self) -> list[MegatronFSDP]:
@@ -133,15 +140,32 @@ class FullyShardedModel(nn.ModuleList):
         return found
 
 
-def _shard(chunk: GPTModel, meshes: Mapping[str, DeviceMesh | None]) -> MegatronFSDP:
+def _feed_layers(chunk: MegatronFSDP, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+    """Let layers that can write their weight gradients into the memory of a reduction do so."""
+    loans = chunk.gradient_loans()
+    totals = {name: torch.empty(shapes[name], dtype=_gradient_dtype(dtype), device="meta") for name in loans}
+    for prefix, module in chunk.module.named_modules():
+        if isinstance(module, WeightGradientSink):
+            own = cast(nn.Module, module).named_parameters(recurse=False)
+            names = {local: f"{prefix}.{local}" if prefix else local for local, _ in own}
+            # The shards have other shapes: what is lent is as large as the whole.
+            module.accumulate_weight_gradients_into(
+                {local: LentGradient(totals[name], lend=loans[name]) for local, name in names.items() if name in loans}
+            )
+
+
+def _shard(chunk: GPTModel, meshes: Mapping[str, DeviceMesh | None], strategy: str) -> MegatronFSDP:
     # As with DistributedDataParallel: gradients are summed in 32 bits, and the float32 master is the optimizer's.
     narrow = chunk.dtype.itemsize < 4
-    policy = MixedPrecisionPolicy(main_params_dtype=chunk.dtype if narrow else None, main_grads_dtype=torch.float32 if narrow else None)
+    policy = MixedPrecisionPolicy(main_params_dtype=chunk.dtype if narrow else None, main_grads_dtype=_gradient_dtype(chunk.dtype))
     specs = {shard.name: shard.spec for shard in named_shards(chunk)}
     experts = [name for name, spec in specs.items() if spec.view == "expert"]
+    # A table that the output layer reads too belongs to the root, which stays gathered for it.
+    kinds = (TransformerLayer,) if chunk.config.share_embeddings_and_output_weights else (VocabParallelEmbedding, TransformerLayer)
     return fully_shard_model(
         chunk,
-        fsdp_unit_modules=[TransformerLayer] if any(isinstance(module, TransformerLayer) for module in chunk.modules()) else (),
+        zero_dp_strategy=strategy,
+        fsdp_unit_modules=[kind for kind in kinds if any(isinstance(module, kind) for module in chunk.modules())],
         device_mesh=meshes["dense"],
         expt_device_mesh=meshes["expert"] if experts else None,
         expert_parameters=experts,
@@ -150,6 +174,10 @@ def _shard(chunk: GPTModel, meshes: Mapping[str, DeviceMesh | None]) -> Megatron
         mixed_precision=policy,
         gradient_reduce="sum",
     )
+
+
+def _gradient_dtype(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype.itemsize >= 4 else torch.float32
 
 
 def _mesh(replicas: Group, model: GPTModel) -> DeviceMesh | None:

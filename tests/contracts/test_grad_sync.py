@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Gradient sync: after the last micro-batch every gradient is the sum over micro-batches and replicas."""
 
+import functools
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -40,6 +41,8 @@ PROVIDERS: dict[str, tuple[Callable[[GPTModel, ProcessGroups], Any], bool | None
     "distributed-optimizer": (sliced, True),
     "megatron-fsdp": (fully_sharded, None),
     "fully-sharded-model": (FullyShardedModel, True),
+    "fully-sharded-model-optim": (functools.partial(FullyShardedModel, zero_dp_strategy="optim"), True),
+    "fully-sharded-model-no-shard": (functools.partial(FullyShardedModel, zero_dp_strategy="no_shard"), True),
 }
 
 

@@ -15,7 +15,6 @@ head (the loss of the output layer in eight bits, too).
 import argparse
 import itertools
 import json
-import re
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -34,6 +33,7 @@ from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from mcore_parallel.pipeline import ModelChunks, PipelineConfig, Schedule
 from mcore_parallel.training import Batch, CrossEntropyObjective, train_step
 from tools.bench._record import record
+from tools.bench._words import parse_run
 from tools.launch import launch
 
 _LLAMA = {"num_attention_heads": 32, "num_query_groups": 8, "vocab_size": 128256, "rotary_base": 500000.0}
@@ -46,6 +46,8 @@ MODELS: Mapping[str, tuple[TransformerConfig, int]] = MappingProxyType(
     }
 )
 """Architecture and sequence length."""
+_NUMBERS = ("tp", "pp", "vpp", "dp", "mbs", "gbs")
+_FLAGS = ("zb", "norm", "core", "plain", "torch", "te", "e4m3", "wide", "ends", "head", "fp8=")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,20 +60,8 @@ class Run:
 
     @classmethod
     def parse(cls, text: str) -> "Run":
-        model, _, rest = text.partition(":")
-        if model not in MODELS:
-            raise SystemExit(f"model {model!r} in run {text!r} is unknown; there are {', '.join(MODELS)}")
-        numbers: dict[str, int] = dict.fromkeys(("tp", "pp", "vpp", "dp", "mbs", "gbs"), 1)
-        flags = []
-        for word in filter(None, rest.split(",")):
-            found = re.fullmatch(r"(tp|pp|vpp|dp|mbs|gbs)(\d+)", word)
-            if found:
-                numbers[found[1]] = int(found[2])
-            elif word in ("zb", "norm", "core", "plain", "torch", "te", "e4m3", "wide", "ends", "head") or word.startswith("fp8="):
-                flags.append(word)
-            else:
-                raise SystemExit(f"{word!r} in run {text!r} is no choice; see --help")
-        return cls(model=model, numbers=numbers, flags=tuple(flags))
+        model, numbers, flags = parse_run(text, models=MODELS, numbers=_NUMBERS, flags=_FLAGS)
+        return cls(model=model, numbers={**dict.fromkeys(_NUMBERS, 1), **numbers}, flags=flags)
 
     def completed(self, backend: str, recipe: str) -> "Run":
         """With the backend and the recipe of runs that name none."""

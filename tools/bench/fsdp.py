@@ -4,10 +4,12 @@
 
 python -m tools.bench.fsdp --runs dense-8b:fsdp2,dp2,mbs2,gbs4 dense-8b:ours,dp2,mbs2,gbs4 --output docs/benchmarks/fsdp.json
 
-A run names a model and, by commas: who shards (ours, fsdp2, or trunk: ours around mcore_parallel's layers with its optimizer), dpN ranks,
-mbsN sequences a micro-batch, gbsN a step, lN layers instead of the model's, and optionally no_shard, optim or optim_grads (else parameters
-are sharded too), narrow (gradients cross ranks in bfloat16 and are added in float32), cudnn (attention by cuDNN), plain (nothing is
-compiled), prefetchN (units gathered ahead), aheadN (at most that many MiB of them).
+A run names a model and, by commas: who shards (ours, fsdp2, or trunk: ours around mcore_parallel's layers with its optimizer, or ddp: those
+layers and that optimizer in mcore_parallel's DistributedDataParallel, state divided unless no_shard is said), dpN ranks, mbsN sequences a
+micro-batch, gbsN a step, lN layers instead of the model's, and optionally no_shard, optim or optim_grads (else parameters are sharded too),
+narrow (gradients cross ranks in bfloat16 and are added in float32), cudnn (attention by cuDNN), plain (nothing is compiled), ub (buffers
+registered with NCCL), norms (of trunk and ddp: their outputs are made again in the backward), prefetchN (units gathered ahead), aheadN (at
+most that many MiB of them).
 
 On a CPU runs of one size share a world and take turns, so that a busy machine meets them alike.
 """
@@ -15,7 +17,6 @@ On a CPU runs of one size share a world and take turns, so that a busy machine m
 import argparse
 import contextlib
 import json
-import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -30,6 +31,7 @@ import torch.distributed as dist
 from mcore_parallel.models import TransformerConfig, flops_per_token
 from tools.bench._llama import Block, Llama, LlamaShape, angles, compiled_loss, initialise
 from tools.bench._record import record
+from tools.bench._words import parse_run
 from tools.launch import launch
 
 _LLAMA_3 = LlamaShape(num_layers=32, hidden=4096, feed_forward=14336, num_heads=32, num_groups=8, vocab=128256, seq_len=4096)
@@ -42,7 +44,7 @@ MODELS: Mapping[str, LlamaShape] = MappingProxyType(
     }
 )
 _NUMBERS = ("dp", "mbs", "gbs", "l", "prefetch", "ahead")
-_FLAGS = ("ours", "fsdp2", "trunk", "no_shard", "optim", "optim_grads", "narrow", "cudnn", "plain")
+_FLAGS = ("ours", "fsdp2", "trunk", "ddp", "no_shard", "optim", "optim_grads", "narrow", "cudnn", "plain", "ub", "norms")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,21 +58,11 @@ class Run:
 
     @classmethod
     def parse(cls, text: str) -> "Run":
-        model, _, rest = text.partition(":")
-        if model not in MODELS:
-            raise SystemExit(f"model {model!r} in run {text!r} is unknown; there are {', '.join(MODELS)}")
-        numbers, flags = {"dp": 1, "mbs": 1, "prefetch": 1}, []
-        for word in filter(None, rest.split(",")):
-            found = re.fullmatch(f"({'|'.join(_NUMBERS)})(\\d+)", word)
-            if found:
-                numbers[found[1]] = int(found[2])
-            elif word in _FLAGS:
-                flags.append(word)
-            else:
-                raise SystemExit(f"{word!r} in run {text!r} is no choice; see --help")
+        model, found, flags = parse_run(text, models=MODELS, numbers=_NUMBERS, flags=_FLAGS)
+        numbers = {"dp": 1, "mbs": 1, "prefetch": 1, **found}
         numbers.setdefault("gbs", numbers["dp"] * numbers["mbs"])
         shape = replace(MODELS[model], num_layers=numbers.get("l", MODELS[model].num_layers))
-        return cls(text=text, shape=shape, numbers=numbers, flags=tuple(flags))
+        return cls(text=text, shape=shape, numbers=numbers, flags=flags)
 
     @property
     def strategy(self) -> str:
@@ -95,7 +87,7 @@ Step = Callable[[], torch.Tensor | float]
 def build(run: Run, device: torch.device) -> Step:
     """A whole training step on this rank's random tokens."""
     torch.manual_seed(0)
-    if "trunk" in run.flags:
+    if "trunk" in run.flags or "ddp" in run.flags:
         return _trunk(run, device)
     compiles = device.type == "cuda" and "plain" not in run.flags
     with torch.device("meta"):
@@ -139,6 +131,7 @@ def _ours(run: Run, net: Llama, device: torch.device) -> tuple[Any, Any, Step, A
         fsdp_unit_modules=[Block, "embedding", "head"],
         mixed_precision=policy,
         num_prefetch_units=run.numbers["prefetch"],
+        nccl_ub="ub" in run.flags,
         device=device,
         reset_parameters=initialise,
         **ahead,
@@ -179,24 +172,32 @@ def _torch(run: Run, net: Llama, device: torch.device) -> tuple[Any, Any, Step, 
 
 def _trunk(run: Run, device: torch.device) -> Step:
     from mcore_parallel import ParallelPlan, ProcessGroups
+    from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
     from mcore_parallel.models import GPTModel
+    from mcore_parallel.nn import RecomputeConfig
     from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
     from mcore_parallel.training import Batch, CrossEntropyObjective, train_step
     from tools.fully_sharded import FullyShardedModel
 
     groups = ProcessGroups.build(ParallelPlan(dp=run.numbers["dp"]))
-    model = GPTModel(run.config(), groups, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32, device=device, seed=None)
+    place: dict[str, Any] = {"dtype": torch.bfloat16 if device.type == "cuda" else torch.float32, "device": device, "seed": None}
+    model = GPTModel(run.config(), groups, recompute=RecomputeConfig(modules=("norm",)) if "norms" in run.flags else None, **place)
     with torch.no_grad():
         for module in model.modules():
             initialise(module)
-    sharded = FullyShardedModel(model, groups)
-    optimizer = MegatronOptimizer(
-        OptimizerConfig(lr=1e-4, weight_decay=0.01, clip_grad=1.0, use_distributed_optimizer=True), sharded, groups
-    )
+    divides = "ddp" not in run.flags or run.strategy != "no_shard"
+    sharded: Any
+    if "ddp" in run.flags:
+        sharded = DistributedDataParallel(DistributedDataParallelConfig(use_distributed_optimizer=divides), model, groups)
+    else:
+        sharded = FullyShardedModel(model, groups, zero_dp_strategy=run.strategy)
+    options = OptimizerConfig(lr=1e-4, weight_decay=0.01, clip_grad=1.0, use_distributed_optimizer=divides)
+    optimizer = MegatronOptimizer(options, sharded, groups)
+    whole = model if "ddp" in run.flags else sharded
     mask = torch.ones(run.numbers["mbs"], run.shape.seq_len, device=device)
     data = [Batch(tokens=x[:, :-1].contiguous(), labels=x[:, 1:].contiguous(), loss_mask=mask) for x in _tokens(run, device)]
     batches = [data[index % len(data)] for index in range(run.num_microbatches)]
-    return lambda: train_step(sharded, batches, CrossEntropyObjective(), sharded, optimizer, lr=1e-4, groups=groups).loss
+    return lambda: train_step(whole, batches, CrossEntropyObjective(), sharded, optimizer, lr=1e-4, groups=groups).loss
 
 
 def _tokens(run: Run, device: torch.device) -> list[torch.Tensor]:

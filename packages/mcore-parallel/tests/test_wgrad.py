@@ -2,7 +2,9 @@
 # Copyright (c) 2026 the mcore authors
 """Weight gradients added to main gradients by the layers themselves, at once or later."""
 
+import contextlib
 import itertools
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.nn import Step
 from mcore_parallel.tensor_parallel import (
     ColumnParallelLinear,
+    LentGradient,
     MainGradient,
     RowParallelLinear,
     WeightGradientQueue,
@@ -36,7 +39,19 @@ def sinks(model: nn.Module) -> list[WeightGradientSink]:
     return [module for module in model.modules() if isinstance(module, WeightGradientSink)]
 
 
-def attach(model: nn.Module) -> dict[str, Tensor]:
+def lender(total: Tensor) -> LentGradient:
+    """Lends ``total``, which holds nothing at first."""
+    states = [True]
+
+    @contextlib.contextmanager
+    def lend() -> Iterator[tuple[Tensor, bool]]:
+        fresh = states.pop() if states else False
+        yield total.fill_(torch.nan) if fresh else total, fresh
+
+    return LentGradient(torch.empty_like(total, device="meta"), lend=lend)
+
+
+def attach(model: nn.Module, make: Callable[[Tensor], MainGradient] = MainGradient) -> dict[str, Tensor]:
     """Give every layer that can take one a main gradient; returns them by parameter name."""
     totals = {
         name: torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
@@ -44,7 +59,7 @@ def attach(model: nn.Module) -> dict[str, Tensor]:
     }
     for prefix, module in model.named_modules():
         if isinstance(module, WeightGradientSink):
-            own = {name: MainGradient(totals[f"{prefix}.{name}"]) for name, _ in module.named_parameters(recurse=False)}
+            own = {name: make(totals[f"{prefix}.{name}"]) for name, _ in module.named_parameters(recurse=False)}
             module.accumulate_weight_gradients_into(own)
     return totals
 
@@ -57,7 +72,7 @@ def collect(model: nn.Module, totals: dict[str, Tensor]) -> None:
             parameter.grad = None
 
 
-def check_layouts(tp: int, dtype: torch.dtype) -> None:
+def check_layouts(tp: int, dtype: torch.dtype, make: Callable[[Tensor], MainGradient] = MainGradient) -> None:
     for sequence_parallel, tied, weighted in itertools.product((False, True), (False, True), (False, True)):
         config = TransformerConfig(**{**vars(CONFIG), "share_embeddings_and_output_weights": tied})
         groups = (
@@ -67,7 +82,7 @@ def check_layouts(tp: int, dtype: torch.dtype) -> None:
         )
         plain, fused = (GPTModel(config, groups, dtype=dtype, seed=1) for _ in range(2))
         expected = {name: torch.zeros_like(p, dtype=torch.promote_types(dtype, torch.float32)) for name, p in plain.named_parameters()}
-        totals = attach(fused)
+        totals = attach(fused, make)
         served = 0
         for microbatch in range(MICROBATCHES):
             assert torch.equal(run(plain, microbatch, weighted=weighted), run(fused, microbatch, weighted=weighted))
@@ -89,6 +104,11 @@ def check_layouts(tp: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fused_accumulation_has_the_bits_of_autograd_on_one_rank(dtype) -> None:
     check_layouts(1, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_lent_is_overwritten_first_and_added_to_after(dtype) -> None:
+    check_layouts(1, dtype, lender)
 
 
 @pytest.mark.world(2)

@@ -116,8 +116,8 @@ def test_modules_and_optimizers_that_cannot_be_sharded_are_refused():
     with pytest.raises(ValueError, match="before the first step"):
         fully_shard(stepped, optimizer)
     net = nn.Linear(2, 2, bias=False)
-    with pytest.raises(ValueError, match="Muon is not elementwise"):
-        fully_shard(net, torch.optim.Muon(net.parameters()))
+    with pytest.raises(ValueError, match="LBFGS is not elementwise"):
+        fully_shard(net, torch.optim.LBFGS(net.parameters()))
     half, wide = nn.Linear(2, 2).to(torch.bfloat16), MixedPrecisionPolicy(main_params_dtype=torch.bfloat16, main_grads_dtype=torch.float32)
     with pytest.raises(ValueError, match="want one dtype"):
         fully_shard(half, torch.optim.SGD(half.parameters()), mixed_precision=wide)
@@ -456,7 +456,7 @@ def test_flat_shards_of_replicas_cover_every_parameter_once_a_replica(world):
     [
         ({"zero_dp_stratgy": 1}, TypeError, "no keyword 'zero_dp_stratgy'; did you mean 'zero_dp_strategy'"),
         ({"overlap_grad_reduce": False}, ValueError, "overlap_grad_reduce=False does not exist here: .*no_sync"),
-        ({"fsdp_double_buffer": True}, ValueError, "fsdp_double_buffer=True does not exist"),
+        ({"fsdp_db_use_persist_buf_on_alloc_fail": True}, ValueError, "fail=True does not exist here: .*before the first step"),
         ({"hybrid_fsdp_group": object()}, ValueError, "dp_shard_dim"),
         ({"init_model_with_meta_device": True}, ValueError, "not on the meta device"),
         ({"mixed_precision_policy": 3}, ValueError, "must be a MixedPrecisionPolicy of this package"),

@@ -130,7 +130,7 @@ def check_early_root() -> None:
     root, last = model.runtime.units[0], model.runtime.units[-1]
     seen = []
     model.module.layers[0].register_full_backward_pre_hook(
-        lambda *_: seen.append((root.reduced, root.groups[0].buffer.allocated, last.groups[0].grad is None))
+        lambda *_: seen.append((root.reduced, root.groups[0].buffer.allocated, last.groups[0].gradients.reduced is None))
     )
     gradients = []
     for _ in range(3):

@@ -8,13 +8,16 @@ from megatron_fsdp._fully_shard import fully_shard, fully_shard_model
 from megatron_fsdp._module import MegatronFSDP
 from megatron_fsdp._optimizer import fully_shard_optimizer
 from megatron_fsdp._policy import MixedPrecisionPolicy
+from megatron_fsdp._shard_placement import BlockAtomic, TensorAtomic
 
 __all__ = [
+    "BlockAtomic",
     "EightBitFormat",
     "FlatShard",
     "Float8Format",
     "MegatronFSDP",
     "MixedPrecisionPolicy",
+    "TensorAtomic",
     "fully_shard",
     "fully_shard_model",
     "fully_shard_optimizer",

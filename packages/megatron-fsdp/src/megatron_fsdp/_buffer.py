@@ -11,26 +11,29 @@ class FlatBuffer:
     """Flat storage with parameter views, which survive ``release`` and see the new contents after ``allocate``.
 
     Autograd keeps views of weights for the backward; because release and allocate act on the storage, those views are
-    valid again once the buffer is gathered again.
+    valid again once the buffer is gathered again. A buffer in a slot borrows its memory, whose address never changes.
     """
 
-    def __init__(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device, *, storage: torch.Tensor | None = None) -> None:
-        self.layout = layout
-        self.flat = torch.empty(layout.numel, dtype=dtype, device=device) if storage is None else storage
-        self._num_bytes = self.flat.untyped_storage().nbytes()
+    def __init__(self, layout: FlatLayout, flat: torch.Tensor, *, borrowed: bool = False) -> None:
+        self.layout, self.flat = layout, flat
+        self._num_bytes = flat.untyped_storage().nbytes()
+        self._borrowed, self._in_use = borrowed, not borrowed
 
     @property
     def allocated(self) -> bool:
-        return self.flat.untyped_storage().nbytes() == self._num_bytes
+        return self._in_use
 
     def allocate(self) -> None:
         """Make room; contents are undefined until written."""
-        if not self.allocated:
+        if not self._in_use and not self._borrowed:
             self.flat.untyped_storage().resize_(self._num_bytes)
+        self._in_use = True
 
     def release(self) -> None:
         """Give the memory back."""
-        self.flat.untyped_storage().resize_(0)
+        if not self._borrowed:
+            self.flat.untyped_storage().resize_(0)
+        self._in_use = False
 
     def view(self, segment: Segment) -> torch.Tensor:
         """The parameter's place, in its own shape.

@@ -2,13 +2,16 @@
 # Copyright (c) 2026 the mcore authors
 """Telling DTensors from plain tensors without the import that makes them, which is slow."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 
 def as_dtensor(tensor: torch.Tensor) -> "DTensor | None":
@@ -24,3 +27,18 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor; a plain tensor is its own."""
     dtensor = as_dtensor(tensor)
     return tensor if dtensor is None else dtensor.to_local()
+
+
+def spec_of(mesh: "DeviceMesh", placements: "Sequence[Placement]", shape: torch.Size, dtype: torch.dtype) -> "DTensorSpec":
+    """What a contiguous DTensor is, whatever its local part."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, torch.empty(shape, device="meta").stride(), dtype))
+
+
+def dtensor_of(local: torch.Tensor, spec: "DTensorSpec") -> "DTensor":
+    """A DTensor around this rank's part, which stays where it is: on the device of the mesh or on the host."""
+    from torch.distributed.tensor import DTensor
+
+    # `from_local` would move it to the device of the mesh, and takes ten times as long.
+    return DTensor(local, spec, requires_grad=False)

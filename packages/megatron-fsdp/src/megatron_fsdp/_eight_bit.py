@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Parameters that cross ranks in 8 bits: scaled copies, made from the main shards once a step."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -65,10 +66,10 @@ class EightBitGather:
         self._payload = None
 
     @torch.no_grad()
-    def begin(self, main: torch.Tensor) -> "Work | None":
-        """Start gathering the copies of ``main`` [shard_numel]."""
+    def begin(self, main: Callable[[], torch.Tensor]) -> "Work | None":
+        """Start gathering the copies of ``main()`` [shard_numel], which is called when there are none."""
         if self._payload is None:
-            self._payload = self._copies(main)
+            self._payload = self._copies(main())
         self._whole = self._payload.new_empty(self._layout.numel)
         return start_gather(self._whole, self._payload, self._topology.shards)
 

@@ -4,6 +4,7 @@
 
 import fnmatch
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_fsdp._layout import FlatLayout, plan_atomic, plan_layout
 from megatron_fsdp._placement import ModelPart, Placements, model_part, read_placements
 from megatron_fsdp._policy import Strategy
 from megatron_fsdp._ranks import Ranks
+from megatron_fsdp._setting import Setting
+from megatron_fsdp._shard_placement import BlockAtomic, ShardPlacement, TensorAtomic
 from megatron_fsdp._topology import Topology
 from megatron_fsdp._units import ParameterSite, UnitPlan
 
@@ -30,6 +34,28 @@ class GroupPlan:
     strategy: Strategy
     topology: Topology
     eight_bit: bool
+    layout: FlatLayout
+
+    @property
+    def keeps_whole_gradient(self) -> bool:
+        """Whether the buffer of whole gradients stays between steps."""
+        return self.strategy is Strategy.optim and self.topology.shards.size > 1
+
+    def dtypes(self, setting: Setting) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+        """Of main parameters, of computation and of gradients."""
+        first, policy = self.sites[0].current, setting.policy
+        main = policy.main_dtype(first.dtype, trainable=first.requires_grad)
+        return main, policy.compute_dtype(first.dtype), policy.gradient_dtype(first.dtype)
+
+    def aliases(self, setting: Setting) -> bool:
+        """Whether the gathered buffer is the main copy as well, so that gathering happens in place."""
+        main, compute, _ = self.dtypes(setting)
+        whole = self.strategy < Strategy.optim_grads_params or self.topology.num_shards == 1
+        return main == compute and whole and not setting.cpu_offload
+
+    def reshards(self, setting: Setting) -> bool:
+        """Whether the gathered buffer is given back when its unit does not compute."""
+        return self.strategy is Strategy.optim_grads_params and not self.aliases(setting)
 
 
 class Families:
@@ -44,6 +70,7 @@ class Families:
         expert_parameters: matchers.
         separate_parameters: matchers of those that share a buffer with no other.
         eight_bit_parameters: matchers of those that are gathered in 8 bits.
+        shard_placements: pattern -> where data axes may cut; the first match wins.
         placements: how the module itself is divided.
         tp_dim: axis of placements that name only a dim.
 
@@ -62,6 +89,7 @@ class Families:
         expert_parameters: Sequence[ParameterMatcher] | ParameterMatcher,
         separate_parameters: Sequence[ParameterMatcher] | ParameterMatcher,
         eight_bit_parameters: Sequence[ParameterMatcher] | ParameterMatcher,
+        shard_placements: Mapping[str, ShardPlacement],
         placements: Placements,
         tp_dim: str | None,
     ) -> None:
@@ -93,6 +121,16 @@ class Families:
             )
         # One tensor type for all: torch's optimizers step no mixture.
         self._plain = chosen == {Strategy.no_shard} and not any(topology.model_axes for topology in (dense, expert) if topology)
+        for pattern, placement in shard_placements.items():
+            if not isinstance(placement, ShardPlacement):
+                raise ValueError(f"shard_placements[{pattern!r}]={placement!r} is no placement; use TensorAtomic() or BlockAtomic(rows)")
+        self._shard_placements = {
+            name: placement
+            for pattern, placement in reversed(list(shard_placements.items()))
+            for name in _matched("shard_placements", pattern, sites.values())
+        }
+        self._loads: dict[int, list[int]] = {}
+        """Bytes of whole parameters that each rank of a topology was given."""
         cuts = read_placements(placements, tp_dim, list(sites))
         self._parts = {name: model_part(name, site.parameter, cuts.get(name), self._of(name)) for name, site in sites.items()}
 
@@ -109,28 +147,51 @@ class Families:
         return [ranks for topology in self.topologies for ranks in topology.all_ranks]
 
     def groups(self, sites: Sequence[ParameterSite]) -> list[GroupPlan]:
-        """Divide parameters of a unit: one dtype, family and strategy, all trainable or all frozen, all scalar or none."""
-        kinds: dict[tuple[Any, ...], GroupPlan] = {}
+        """Divide parameters of a unit: one dtype, family, strategy and placement, all trainable or all frozen, all scalar or none.
+
+        Call it once for every unit, in one order on all ranks: whole parameters go to the ranks that have the least so far.
+        """
+        kinds: dict[tuple[Any, ...], list[ParameterSite]] = {}
         for site in sites:
             parameter, name = site.parameter, site.name
-            strategy, scalar = self._strategies.get(name, self._default), site.parameter.ndim == 0
             key = (
                 parameter.dtype,
                 parameter.requires_grad,
-                scalar,
-                strategy,
+                parameter.ndim == 0,
+                self._strategies.get(name, self._default),
                 name in self._experts,
                 name if name in self._separate else "",
                 name in self._eight_bit,
+                self._block_of(name, parameter),
             )
-            if key not in kinds:
-                topology = self._of(name)
-                # A scalar has no dimension to divide.
-                topology = topology.replicated() if scalar or strategy is Strategy.no_shard else topology
-                kinds[key] = GroupPlan([], [], strategy, topology.plain() if self._plain else topology, name in self._eight_bit)
-            kinds[key].sites.append(site)
-            kinds[key].parts.append(self._parts[name])
-        return list(kinds.values())
+            kinds.setdefault(key, []).append(site)
+        return [self._group(kind) for kind in kinds.values()]
+
+    def _block_of(self, name: str, parameter: nn.Parameter) -> tuple[ShardPlacement, int] | None:
+        placement = self._shard_placements.get(name)
+        if placement is None:
+            return None
+        # Slices are multiples of a block, so that one buffer with blocks of many sizes would be mostly padding.
+        return placement, math.prod(parameter.shape[1:]) if isinstance(placement, BlockAtomic) else 0
+
+    def _group(self, sites: list[ParameterSite]) -> GroupPlan:
+        name, scalar = sites[0].name, sites[0].parameter.ndim == 0
+        strategy, topology = self._strategies.get(name, self._default), self._of(name)
+        # A scalar has no dimension to divide.
+        topology = topology.replicated() if scalar or strategy is Strategy.no_shard else topology
+        topology = topology.plain() if self._plain else topology
+        parts = [self._parts[site.name] for site in sites]
+        shapes, placement = [part.local_shape for part in parts], self._shard_placements.get(name)
+        if isinstance(placement, TensorAtomic) and topology.num_shards > 1:
+            loads = self._loads.setdefault(id(self._of(name)), [0] * topology.num_shards)
+            layout = plan_atomic(shapes, topology.num_shards, loads)
+            for segment in (segment for segment in layout.segments if segment.numel):
+                loads[segment.offset // layout.shard_numel] += segment.numel * sites[0].parameter.element_size()
+        else:
+            layout = plan_layout(
+                shapes, topology.num_shards, block_rows=placement.block_size if isinstance(placement, BlockAtomic) and not scalar else None
+            )
+        return GroupPlan(sites, parts, strategy, topology, name in self._eight_bit, layout)
 
     def check_same(self, plans: Sequence[UnitPlan], device: torch.device) -> None:
         """Refuse models that differ between data ranks: their buffers would be cut and summed without a word.

@@ -11,23 +11,23 @@ from torch import nn
 _RENAMED = {"mixed_precision_policy": "mixed_precision", "dp_mesh": "device_mesh"}
 
 _MESH_AXES = "name the axes of device_mesh by dp_shard_dim and dp_outer_dim, from which groups follow"
-_NO_POOL = "buffers of a step are handed out again by their pool, whatever their sizes; leave it False"
 
 # Keyword -> (the one value that describes what happens here, what to do for another).
 _FIXED: dict[str, tuple[Any, str]] = {
     "average_in_collective": (False, "gradients are summed and divided once after"),
-    "cuda_graph_mode": (None, "capture modules outside of fully_shard"),
+    "cuda_graph_mode": (
+        None,
+        "a unit captures itself in its forward, see CUDA graphs in docs/fsdp.md; set fsdp_double_buffer=True for one address",
+    ),
     "disable_bucketing": (False, "name larger units by fsdp_unit_modules"),
     "enable_fine_grained_param_gather": (False, "name smaller units by fsdp_unit_modules"),
     "expt_fsdp_group_ag": (None, _MESH_AXES),
-    "fsdp_db_use_persist_buf_on_alloc_fail": (False, _NO_POOL),
-    "fsdp_double_buffer": (False, _NO_POOL),
+    "fsdp_db_use_persist_buf_on_alloc_fail": (False, "the two buffers of fsdp_double_buffer are allocated before the first step"),
     "fsdp_group_ag": (None, _MESH_AXES),
     "grad_reduce_in_fp32": (True, "set MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16) to send fewer bits; sums are float32"),
     "hybrid_fsdp_expt_group": (None, _MESH_AXES),
     "hybrid_fsdp_group": (None, _MESH_AXES),
     "keep_fp8_transpose_cache": (False, "layers get parameters in the compute dtype; eight_bit_parameters gathers them in 8 bits"),
-    "maxpool_double_buffer": (False, _NO_POOL),
     "overlap_grad_reduce": (True, "reductions always run beside the backward; hold them back by no_sync()"),
     "overlap_param_gather": (True, "set num_prefetch_units=0 to gather nothing ahead"),
     "preproc_state_dict_for_dcp_ckpt": (True, "state dicts always say where rows lie"),

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron_fsdp._eight_bit import EightBitFormat, Float8Format
 from megatron_fsdp._families import Families, ParameterMatcher
 from megatron_fsdp._foreign import translate
-from megatron_fsdp._group import ParameterGroup
 from megatron_fsdp._hooks import Runtime
 from megatron_fsdp._lane import Lanes
 from megatron_fsdp._materialize import ResetParameters, materialize
@@ -22,8 +21,10 @@ from megatron_fsdp._optimizer import fully_shard_optimizer
 from megatron_fsdp._placement import Placements
 from megatron_fsdp._policy import MixedPrecisionPolicy, Strategy
 from megatron_fsdp._registered import RegisteredMemory
+from megatron_fsdp._setting import Setting
+from megatron_fsdp._shard_placement import ShardPlacement
 from megatron_fsdp._topology import MeshAxes
-from megatron_fsdp._unit import Unit
+from megatron_fsdp._unit_builder import build_unit, plan_double_buffers
 from megatron_fsdp._units import UnitMatcher, plan_units
 
 
@@ -45,10 +46,14 @@ def fully_shard_model(
     separate_parameters: Sequence[ParameterMatcher] | ParameterMatcher = (),
     eight_bit_parameters: Sequence[ParameterMatcher] | ParameterMatcher = (),
     eight_bit_format: EightBitFormat | None = None,
+    shard_placements: Mapping[str, ShardPlacement] | None = None,
     mixed_precision: MixedPrecisionPolicy | None = None,
     gradient_reduce: Literal["mean", "sum"] = "mean",
     num_prefetch_units: int = 1,
     prefetch_bytes: int | None = None,
+    fsdp_double_buffer: bool = False,
+    maxpool_double_buffer: bool = False,
+    cpu_offload: bool = False,
     nccl_ub: bool = False,
     disable_symmetric_registration: bool = False,
     device: torch.device | str | None = None,
@@ -68,6 +73,8 @@ def fully_shard_model(
         raise ValueError(f"num_prefetch_units={num_prefetch_units} must not be negative; 0 gathers nothing ahead")
     if prefetch_bytes is not None and prefetch_bytes < 0:
         raise ValueError(f"prefetch_bytes={prefetch_bytes} must not be negative; None bounds by num_prefetch_units alone")
+    if maxpool_double_buffer and not fsdp_double_buffer:
+        raise ValueError("maxpool_double_buffer=True says how large the buffers of fsdp_double_buffer are; set that too")
     if isinstance(module, MegatronFSDP):
         raise ValueError("module is sharded already; pass the plain module")
     policy = mixed_precision or MixedPrecisionPolicy()
@@ -90,6 +97,7 @@ def fully_shard_model(
         expert_parameters=expert_parameters,
         separate_parameters=separate_parameters,
         eight_bit_parameters=eight_bit_parameters,
+        shard_placements=shard_placements or {},
         placements=placements or {},
         tp_dim=tp_dim,
     )
@@ -98,33 +106,20 @@ def fully_shard_model(
     divisor = families.dense.size if gradient_reduce == "mean" else 1
     memory = RegisteredMemory(families.all_ranks, place, symmetric=not disable_symmetric_registration) if nccl_ub else None
     lanes = Lanes(place, memory)
+    setting = Setting(policy=policy, divisor=divisor, device=place, lanes=lanes, cpu_offload=cpu_offload)
+    grouped = [families.groups(plan.sites) for plan in plans]
+    slots = plan_double_buffers(plans, grouped, setting, largest=maxpool_double_buffer) if fsdp_double_buffer else None
     form = eight_bit_format or Float8Format()
-    units: dict[int, Unit] = {}
-    for index in materialize(module, plans, to, reset_parameters):
-        plan = plans[index]
-        groups = [
-            ParameterGroup(
-                group.sites,
-                group.parts,
-                group.strategy,
-                policy,
-                group.topology,
-                divisor=divisor,
-                lanes=lanes,
-                eight_bit=form if group.eight_bit else None,
-            )
-            for group in families.groups(plan.sites)
-        ]
-        for group in groups:
-            for item in group.parameters:
-                item.register(full=False)
-        units[index] = Unit(index, plan.name, plan.module, groups)
+    units = {
+        index: build_unit(index, plans[index], grouped[index], setting, slots=slots, form=form)
+        for index in materialize(module, plans, to, reset_parameters)
+    }
     for buffer in module.buffers():
         for ranks in families.dense.all_ranks:
             ranks.broadcast(buffer)
     runtime = Runtime(
         [units[index] for index in range(len(plans))],
-        policy,
+        setting,
         families.all_ranks,
         num_prefetch_units=num_prefetch_units,
         prefetch_bytes=prefetch_bytes,
@@ -152,10 +147,14 @@ def fully_shard(
     separate_parameters: Sequence[ParameterMatcher] | ParameterMatcher = (),
     eight_bit_parameters: Sequence[ParameterMatcher] | ParameterMatcher = (),
     eight_bit_format: EightBitFormat | None = None,
+    shard_placements: Mapping[str, ShardPlacement] | None = None,
     mixed_precision: MixedPrecisionPolicy | None = None,
     gradient_reduce: Literal["mean", "sum"] = "mean",
     num_prefetch_units: int = 1,
     prefetch_bytes: int | None = None,
+    fsdp_double_buffer: bool = False,
+    maxpool_double_buffer: bool = False,
+    cpu_offload: bool = False,
     nccl_ub: bool = False,
     disable_symmetric_registration: bool = False,
     device: torch.device | str | None = None,
@@ -190,11 +189,17 @@ def fully_shard(
         eight_bit_parameters: which parameters are gathered as scaled 8-bit copies of the main ones, made once a step. Forward and backward
             compute with what the copies stand for; the optimizer steps the main ones.
         eight_bit_format: how the copies are made; None means ``Float8Format()``.
+        shard_placements: pattern for parameter names -> ``TensorAtomic()`` or ``BlockAtomic(rows)``, where the data axes must not cut
+            between any two rows; the first match wins.
         mixed_precision: dtypes; by default the module's own for compute, float32 for main parameters and gradients.
         gradient_reduce: ``mean`` over ranks, or ``sum`` for callers who divide by a global count themselves.
         num_prefetch_units: units gathered ahead of the running one; the bound on memory is that many plus the running one
             and the root.
         prefetch_bytes: most bytes of parameters gathered ahead; a unit that is larger is not gathered ahead. None sets no such bound.
+        fsdp_double_buffer: gathered parameters and whole gradients of units lie in two persistent buffers that units take turns in, so that
+            none is allocated in a step and each has one address; at most one unit is then gathered ahead. Units must be alike.
+        maxpool_double_buffer: they need not: the two buffers are as large as the largest unit.
+        cpu_offload: main parameters, reduced gradients and optimizer state lie in the memory of the host, where the optimizer steps.
         nccl_ub: gathered parameters and gradients lie in memory registered with NCCL, from the second step on; ignored by other backends.
         disable_symmetric_registration: register it plainly, and not as windows that lie alike on all ranks.
         device: where a module from the meta device goes; default is the CPU.
@@ -232,10 +237,14 @@ def fully_shard(
         separate_parameters=separate_parameters,
         eight_bit_parameters=eight_bit_parameters,
         eight_bit_format=eight_bit_format,
+        shard_placements=shard_placements,
         mixed_precision=mixed_precision,
         gradient_reduce=gradient_reduce,
         num_prefetch_units=num_prefetch_units,
         prefetch_bytes=prefetch_bytes,
+        fsdp_double_buffer=fsdp_double_buffer,
+        maxpool_double_buffer=maxpool_double_buffer,
+        cpu_offload=cpu_offload,
         nccl_ub=nccl_ub,
         disable_symmetric_registration=disable_symmetric_registration,
         device=device,

@@ -2,9 +2,9 @@
 # Copyright (c) 2026 the mcore authors
 """What happens around the forward and backward of each unit."""
 
-import collections
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,21 +13,30 @@ from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 
 from megatron_fsdp._agreement import Agreement
-from megatron_fsdp._group import ManagedParameter, ParameterGroup
-from megatron_fsdp._policy import MixedPrecisionPolicy
+from megatron_fsdp._dtensor import as_dtensor
+from megatron_fsdp._graphs import in_backward, outside
+from megatron_fsdp._group import ParameterGroup
+from megatron_fsdp._managed import ManagedParameter
 from megatron_fsdp._prefetch import GatherOrder
 from megatron_fsdp._ranks import Ranks
+from megatron_fsdp._reductions import Reductions
 from megatron_fsdp._registered import RegisteredMemory
+from megatron_fsdp._setting import Setting
+from megatron_fsdp._trees import cast_floats, tensors_in
 from megatron_fsdp._unit import Unit
+
+GradientLoan = Callable[[], contextlib.AbstractContextManager[tuple[torch.Tensor, bool]]]
+"""Lends memory for the whole gradient of a parameter, and says whether it is to be overwritten."""
 
 
 class Runtime:
     """Gathers, releases and reduces as forward and backward pass through the units.
 
     Collectives are issued in one order on every rank, whatever parameters a rank's data reaches: gathers follow the calls
-    of units, which ranks share, and a unit's reduction starts when the gradients of its inputs are there, or at the end
-    of the backward. A gradient that comes after that is reduced at the end too, which the ranks agree upon in their
-    first backward. In the first forward and backward the ranks compare every call before they communicate, so that ranks that
+    of units, which ranks share, and a unit's reduction starts when the gradients of its inputs are there (if those of its
+    parameters are not, just before whatever comes next), or at the end of the backward. A gradient that comes after that is
+    reduced at the end too, which the ranks agree upon in their first backward. In the first forward and backward the ranks
+    compare every call before they communicate, so that ranks that
     differ get an error instead of waiting for each other.
 
     The hooks run outside of what torch.compile makes of a unit, so that each unit is one graph.
@@ -36,7 +45,7 @@ class Runtime:
     def __init__(
         self,
         units: list[Unit],
-        policy: MixedPrecisionPolicy,
+        setting: Setting,
         all_ranks: Sequence[Ranks],
         *,
         num_prefetch_units: int,
@@ -50,14 +59,14 @@ class Runtime:
         """Whether it also reduces them over the outer axis."""
         self.refresh_after_backward = any(group.remembers for group in self.groups)
         """Replicated parameters are gathered again after a backward, unless an optimizer says when they change."""
-        self._policy, self._memory = policy, memory
+        self._setting, self._memory = setting, memory
         self._order = GatherOrder(num_prefetch_units, num_bytes=[unit.num_bytes for unit in units], budget=prefetch_bytes)
         self._names = [unit.name or "the root" for unit in units]
         self._agreement: Agreement | None = Agreement(all_ranks, next(self.groups).device)
         """Until the first forward and backward are over."""
-        self._reducing: collections.deque[Unit] = collections.deque()
-        """Units whose reduction was started and not waited for, oldest first."""
-        self._reducing_budget = max(group.layout.numel * group.grad_dtype.itemsize for group in self.groups)
+        self._reductions = Reductions(units)
+        self._due: Unit | None = None
+        """A unit whose gradients were not all there after its backward, which the next event reduces."""
         self._stale = False
         self._unreduced = self._outer_unreduced = False
         self._in_backward = False
@@ -69,8 +78,8 @@ class Runtime:
         self._root_was_early: bool | None = None
         """Whether it is so in this backward; None until another unit begins."""
         for unit in units:
-            unit.module.register_forward_pre_hook(_bind(self._before_forward, unit), with_kwargs=True, prepend=True)
-            unit.module.register_forward_hook(_bind(self._after_forward, unit), with_kwargs=True)
+            unit.module.register_forward_pre_hook(outside(self._before_forward, unit), with_kwargs=True, prepend=True)
+            unit.module.register_forward_hook(outside(self._after_forward, unit), with_kwargs=True)
             for group in unit.groups:
                 for index, parameter in enumerate(group.parameters):
                     self._watch(unit, group, index, parameter)
@@ -82,6 +91,16 @@ class Runtime:
     @property
     def parameters(self) -> Iterator[ManagedParameter]:
         return (parameter for group in self.groups for parameter in group.parameters)
+
+    def gradient_loans(self) -> dict[str, GradientLoan]:
+        """As ``MegatronFSDP.gradient_loans``."""
+        return {
+            parameter.name: functools.partial(self.lend_gradient, unit, group, index)
+            for unit in self.units
+            for group in unit.groups
+            for index, parameter in enumerate(group.parameters)
+            if parameter.sharded.requires_grad and len(parameter.names) == 1 and as_dtensor(parameter.full) is None
+        }
 
     def mark_stale(self) -> None:
         """Main parameters have changed: replicated parameters are gathered before the next forward."""
@@ -103,11 +122,12 @@ class Runtime:
 
     def reset(self) -> None:
         """Return to the state between steps after a forward or backward failed; the latter drops all gradients."""
-        self._reducing.clear()
+        self._reductions.clear()
+        self._due = None
         for group in self.groups:
             if self._in_backward:
                 # Sums of units that came before the failure are in there, and cannot be taken out again.
-                group.drop_gradients()
+                group.gradients.drop()
         self._unreduced = self._outer_unreduced = self._in_backward = self._root_in_graph = False
         for unit in self.units:
             unit.depth = unit.open_calls = 0
@@ -127,7 +147,7 @@ class Runtime:
             for unit in reversed(self.units):
                 for group in unit.groups:
                     if group.trainable:
-                        group.start_outer_reduce()
+                        group.gradients.start_outer_reduce()
         self._unreduced = self._outer_unreduced = False
 
     def start_param_sync(self) -> None:
@@ -145,21 +165,24 @@ class Runtime:
         """Forget gradients that were not reduced."""
         self._unreduced = self._outer_unreduced = False
         for group in self.groups:
-            group.drop_unreduced()
+            group.gradients.drop_unreduced()
 
     # Forward
 
     def _before_forward(
         self, unit: Unit, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        replaying = _graph_task() != -1
+        replaying = in_backward()
         if unit.is_root and not replaying and unit.depth == 0:
             self._begin_forward()
         if self._stale and not replaying and unit.depth == 0:
             self._start_stale_gathers()
         if not (self._order.frozen or replaying) and unit.depth == 0:
             self._agree("forward of", unit.index)
-        unit.depth += 1
+        if replaying:
+            self._finish_due()
+        else:
+            unit.depth += 1
         self._order.visit(unit.index)
         if unit.is_root and not replaying:
             for group in unit.groups:
@@ -170,24 +193,27 @@ class Runtime:
         unit.open()
         if not replaying:
             for ahead in self._order.following(unit.index):
-                self.units[ahead].start_gather()
-        if unit.is_root and self._policy.param_dtype is not None and self._policy.cast_forward_inputs:
-            args, kwargs = _cast((args, kwargs), self._policy.param_dtype)
+                self.units[ahead].gather_ahead()
+        if unit.is_root and self._setting.policy.param_dtype is not None and self._setting.policy.cast_forward_inputs:
+            args, kwargs = cast_floats((args, kwargs), self._setting.policy.param_dtype)
         if torch.is_grad_enabled() and not unit.is_root:
-            inputs = [tensor for tensor in _tensors((args, kwargs)) if tensor.requires_grad]
-            if inputs:
-                if not replaying:
-                    unit.open_calls += 1
+            inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+            # A replay whose own forward built a graph has its hooks in there.
+            if inputs and not (replaying and unit.open_calls > 0):
+                unit.open_calls += 1
                 register_multi_grad_hook(inputs, lambda _: self._after_backward(unit), mode="all")
         return args, kwargs
 
     def _after_forward(self, unit: Unit, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        unit.depth -= 1
+        replaying = in_backward()
+        if not replaying:
+            # A replay may be left by an exception, once it has what it is for.
+            unit.depth -= 1
         if torch.is_grad_enabled():
-            outputs = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+            outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
             if outputs:
                 register_multi_grad_hook(outputs, lambda _: self._before_backward(unit), mode="any")
-        if _graph_task() != -1 or unit.depth > 0:
+        if replaying or unit.depth > 0:
             return
         if self._order.is_last(unit.index) and not unit.is_root and torch.is_grad_enabled():
             unit.kept = True
@@ -236,31 +262,47 @@ class Runtime:
     def _watch(self, unit: Unit, group: ParameterGroup, index: int, parameter: ManagedParameter) -> None:
         def on_gradient(_: torch.Tensor) -> None:
             self._begin_backward()
-            group.add_gradient(index)
-            if unit.is_root and self._root_was_early:
-                self._root_was_early = False
-            if unit.reduced and self._late_units is not None and unit.index not in self._late_units:
-                raise RuntimeError(
-                    f"the gradient of {parameter.name!r} came after unit {unit.name!r} was reduced, unlike in the first backward; "
-                    "leave this module out of fsdp_unit_modules so that its parent owns the parameter"
-                )
+            group.gradients.add(index)
+            self._gradient_came(unit, parameter)
 
         if parameter.full.dtype.is_floating_point:
             wanted = parameter.full.requires_grad
             parameter.full.requires_grad_(True).register_post_accumulate_grad_hook(on_gradient)
             parameter.full.requires_grad_(wanted)
 
+    @contextlib.contextmanager
+    def lend_gradient(self, unit: Unit, group: ParameterGroup, index: int) -> Iterator[tuple[torch.Tensor, bool]]:
+        """Inside a backward: where the whole gradient of a parameter is summed, and whether it is to be overwritten."""
+        self._begin_backward()
+        yield group.gradients.lend(index)
+        self._gradient_came(unit, group.parameters[index])
+
+    def _gradient_came(self, unit: Unit, parameter: ManagedParameter) -> None:
+        if unit.is_root and self._root_was_early:
+            self._root_was_early = False
+        if unit.evicted:
+            raise RuntimeError(
+                f"the gradient of {parameter.name!r} came after another unit took the buffer of unit {unit.name!r}; "
+                "set fsdp_double_buffer=False, or leave this module out of fsdp_unit_modules"
+            )
+        if unit.reduced and self._late_units is not None and unit.index not in self._late_units:
+            raise RuntimeError(
+                f"the gradient of {parameter.name!r} came after unit {unit.name!r} was reduced, unlike in the first backward; "
+                "leave this module out of fsdp_unit_modules so that its parent owns the parameter"
+            )
+
     def _begin_backward(self) -> None:
         if not self._in_backward:
             self._in_backward, self._root_was_early = True, None
             for unit in self.units:
-                unit.reduced = False
+                unit.reduced = unit.evicted = False
                 for group in unit.groups:
-                    group.arrived.clear()
+                    group.gradients.arrived.clear()
             Variable._execution_engine.queue_callback(self._end_backward)
 
     def _before_backward(self, unit: Unit) -> None:
         self._begin_backward()
+        self._finish_due()
         self._agree("backward of", unit.index)
         if not unit.is_root:
             self._finish_root()
@@ -268,18 +310,29 @@ class Runtime:
         for ahead in self._order.preceding(unit.index):
             # The root was gathered by the forward, and what of it is over stays released.
             if not self.units[ahead].is_root:
-                self.units[ahead].start_gather()
+                self.units[ahead].gather_ahead()
 
     def _after_backward(self, unit: Unit) -> None:
         self._begin_backward()
+        self._finish_due()
         unit.open_calls -= 1
+        unit.busy = False
         if unit.open_calls > 0:
             return
-        complete = unit.complete
+        # Where activations are recomputed inputs may have their gradients before parameters do.
+        self._due = unit
+        if unit.complete:
+            self._finish_due()
+
+    def _finish_due(self) -> None:
+        """Reduce and close the unit that had its backward before this event."""
+        unit, self._due = self._due, None
+        if unit is None:
+            return
         if self.sync and not unit.reduced and not (self._late_units and unit.index in self._late_units):
             self._start_reduce(unit)
         # Parameters without a gradient yet may still be read by the rest of this backward.
-        if complete:
+        if unit.complete:
             unit.close()
 
     def _finish_root(self) -> None:
@@ -295,17 +348,10 @@ class Runtime:
 
     def _start_reduce(self, unit: Unit) -> None:
         self._agree("reduction of", unit.index)
-        unit.reduced = True
-        for group in unit.groups:
-            if group.trainable:
-                group.start_reduce(outer=self.outer_sync)
-        self._reducing.append(unit)
-        # Those of one unit may be read while the next one's are written.
-        while len(self._reducing) > 1 and sum(each.num_held_bytes for each in self._reducing) > self._reducing_budget:
-            for group in self._reducing.popleft().groups:
-                group.finish_reduce()
+        self._reductions.start(unit, outer=self.outer_sync)
 
     def _end_backward(self) -> None:
+        self._finish_due()
         self._in_backward = self._root_in_graph = False
         if self.sync:
             if self._late_units is None:
@@ -321,6 +367,7 @@ class Runtime:
             self._unreduced = True
         for unit in self.units:
             unit.close()
+        self.settle()
         if self._agreement is not None:
             self._agreement = None
             if self._memory is not None:
@@ -328,7 +375,7 @@ class Runtime:
 
     def _agree_on_late_units(self) -> tuple[frozenset[int], bool]:
         """Units that got gradients after their reduction on some rank, and whether the root was over first on all of them."""
-        late = [unit.reduced and any(group.has_unreduced for group in unit.groups) for unit in self.units]
+        late = [unit.reduced and any(group.gradients.has_unreduced for group in unit.groups) for unit in self.units]
         trainable = any(group.trainable for group in self.units[0].groups)
         flags = torch.tensor([*late, not (trainable and self._root_was_early)], dtype=torch.int32, device=next(self.groups).device)
         for ranks in self._all_ranks:
@@ -338,48 +385,10 @@ class Runtime:
 
     def wait_for_reductions(self) -> None:
         """Let reductions that were started arrive in the gradients."""
-        self._reducing.clear()
-        for unit in reversed(self.units):
-            for group in unit.groups:
-                group.finish_reduce()
+        self._reductions.finish()
+        self.settle()
 
-
-def _graph_task() -> int:
-    """Number of the running backward, -1 outside: tells a forward that recomputes activations from one that begins."""
-    return torch._C._current_graph_task_id()
-
-
-def _bind(hook: Callable[..., Any], unit: Unit) -> Callable[..., Any]:
-    """The hook of a unit, outside of compiled graphs."""
-
-    def call(*args: Any) -> Any:
-        return hook(unit, *args)
-
-    outside: Any = torch.compiler.disable(call)
-    return outside
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors inside containers, mappings and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple, set)):
-        for item in value:
-            yield from _tensors(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for item in dataclasses.fields(value):
-            yield from _tensors(getattr(value, item.name, None))
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Cast floating-point tensors inside lists, tuples and dictionaries; leave everything else."""
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: _cast(item, dtype) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_cast(item, dtype) for item in value)
-    return value
+    def settle(self) -> None:
+        """Let the host see what was copied to it, and change what is copied from it."""
+        if self._setting.cpu_offload:
+            self._setting.lanes.synchronize()

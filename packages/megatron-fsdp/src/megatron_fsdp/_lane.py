@@ -60,6 +60,11 @@ class Lane:
         event.record(self._stream)
         return Ticket(event=event)
 
+    def synchronize(self) -> None:
+        """Let the host wait for all that was launched."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
 
 class Lanes:
     """Beside the computation: gathers of parameters, sums inside the shard ranks, sums over the outer axis; and what they work on."""
@@ -67,3 +72,8 @@ class Lanes:
     def __init__(self, device: torch.device, memory: RegisteredMemory | None = None) -> None:
         self.gather, self.reduce, self.cross = Lane(device), Lane(device), Lane(device)
         self.memory = memory or RegisteredMemory((), device)
+
+    def synchronize(self) -> None:
+        """Let the host wait for all that was launched, and no further."""
+        for lane in (self.gather, self.reduce, self.cross):
+            lane.synchronize()

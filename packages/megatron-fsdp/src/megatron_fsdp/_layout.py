@@ -85,10 +85,15 @@ class FlatLayout:
         return tuple((begin, end) for begin, end in zip(borders[::2], borders[1::2], strict=True) if begin < end)
 
 
-def plan_layout(shapes: Sequence[Shape], num_shards: int) -> FlatLayout:
+def plan_layout(shapes: Sequence[Shape], num_shards: int, *, block_rows: int | None = None) -> FlatLayout:
     """Place parameters in one buffer so that every rank holds an equal slice of whole rows.
 
     Rows are made finer, coarsest parameter first, until padding is below 5 % of the buffer (or 64 elements a rank).
+
+    Args:
+        shapes: of the parameters.
+        num_shards: slices.
+        block_rows: slice borders fall on multiples of so many rows of dimension 0, whatever the padding; None lets them fall on any row.
 
     Example:
         >>> layout = plan_layout([(5, 3)], 2)
@@ -100,23 +105,55 @@ def plan_layout(shapes: Sequence[Shape], num_shards: int) -> FlatLayout:
     alignment = _ALIGNMENT if total >= _ALIGNMENT**2 * num_shards else 1
     allowed = total + max(int(_MAX_PADDING * total), _MAX_PADDING_PER_SHARD * num_shards)
     while True:
-        layout = _place(shapes, merged, num_shards, alignment, limit=allowed)
+        layout = _place(shapes, merged, num_shards, alignment, block_rows or 1, limit=allowed)
         if layout is not None:
+            return layout
+        if block_rows is not None:
+            layout = _place(shapes, merged, num_shards, 1, block_rows, limit=None)
+            assert layout is not None
             return layout
         row_numels = [math.prod(shape[depth:]) for shape, depth in zip(shapes, merged, strict=True)]
         coarsest = max(range(len(shapes)), key=row_numels.__getitem__)
         if row_numels[coarsest] <= 1:
             # Rows of one element always fit; alignment alone can be over the limit.
-            layout = _place(shapes, merged, num_shards, 1, limit=None)
+            layout = _place(shapes, merged, num_shards, 1, 1, limit=None)
             assert layout is not None
             return layout
         merged[coarsest] += 1
 
 
-def _place(shapes: Sequence[Shape], merged: Sequence[int], num_shards: int, alignment: int, *, limit: int | None) -> FlatLayout | None:
+def plan_atomic(shapes: Sequence[Shape], num_shards: int, loads: Sequence[int]) -> FlatLayout:
+    """Place every parameter whole in one slice: the largest first, each where the least is, among equals where ``loads`` are least.
+
+    Args:
+        shapes: of the parameters.
+        num_shards: slices, which are as large as the fullest.
+        loads: [num_shards] of what other buffers gave the ranks.
+
+    Example:
+        >>> layout = plan_atomic([(2, 3), (4, 3), (1, 3)], 2, [9, 0])
+        >>> [segment.offset // layout.shard_numel for segment in layout.segments]
+        [0, 1, 0]
+    """
+    numels = [math.prod(shape) for shape in shapes]
+    alignment = _ALIGNMENT if sum(numels) >= _ALIGNMENT**2 * num_shards else 1
+    filled, owners, starts = [0] * num_shards, [0] * len(shapes), [0] * len(shapes)
+    for index in sorted(range(len(shapes)), key=lambda index: -numels[index]):
+        owner = min(range(num_shards), key=lambda shard: (filled[shard], loads[shard], shard))
+        owners[index], starts[index] = owner, filled[owner]
+        filled[owner] += -(-numels[index] // alignment) * alignment
+    shard_numel = max(1, *filled)
+    places = zip(shapes, owners, starts, strict=True)
+    segments = tuple(Segment(tuple(shape), min(1, len(shape)), owner * shard_numel + start) for shape, owner, start in places)
+    return FlatLayout(segments, num_shards, shard_numel)
+
+
+def _place(
+    shapes: Sequence[Shape], merged: Sequence[int], num_shards: int, alignment: int, block_rows: int, *, limit: int | None
+) -> FlatLayout | None:
     """Lay out with the given rows, or None when that needs more than ``limit`` elements."""
     total = sum(math.prod(shape) for shape in shapes)
-    row_numels = [max(1, math.prod(shape[depth:])) for shape, depth in zip(shapes, merged, strict=True)]
+    row_numels = [max(1, math.prod(shape[depth:])) * block_rows for shape, depth in zip(shapes, merged, strict=True)]
     shard_numel = max(1, -(-total // num_shards))
     step = alignment
     # Largest first; small ones then fill the gaps that row borders leave.

@@ -16,7 +16,7 @@ from megatron_fsdp import _safetensors
 from megatron_fsdp import _state_dict as _state
 from megatron_fsdp._dtensor import local
 from megatron_fsdp._flat_shard import FlatShard
-from megatron_fsdp._hooks import Runtime
+from megatron_fsdp._hooks import GradientLoan, Runtime
 from megatron_fsdp._optimizer import clip_gradients
 
 
@@ -114,12 +114,13 @@ class MegatronFSDP(nn.Module):
         """Multiply every gradient, those included that are left from ``no_sync``."""
         self.finish_grad_sync()
         for gradient in self.gradients().values():
-            local(gradient).mul_(factor)
+            rows = local(gradient)
+            rows.mul_(factor.to(rows.device) if isinstance(factor, torch.Tensor) else factor)
 
     def zero_grad_buffer(self) -> None:
         """Drop every gradient, reduced or not."""
         for group in self.runtime.groups:
-            group.drop_gradients()
+            group.gradients.drop()
         self.runtime.drop_unreduced()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -130,6 +131,15 @@ class MegatronFSDP(nn.Module):
     def gradients(self) -> dict[str, torch.Tensor]:
         """Reduced gradients by parameter name, divided as the parameters are."""
         return {item.name: item.sharded.grad for item in self.runtime.parameters if item.sharded.grad is not None}
+
+    def gradient_loans(self) -> dict[str, GradientLoan]:
+        """For layers that compute a weight gradient into memory by themselves, and give autograd none: where to, by parameter name.
+
+        Inside a backward ``with loans[name]() as (total, fresh):`` lends memory of the whole parameter's shape, in the dtype of gradients:
+        write the gradient into it if ``fresh``, else add to it. What is left there at the end of the block will be reduced. Parameters that
+        are tied, frozen or DTensors of the module's own have no loan.
+        """
+        return self.runtime.gradient_loans()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale gradients so that the norm of all of them is at most ``max_norm``; return the norm before. A collective."""
@@ -154,8 +164,7 @@ class MegatronFSDP(nn.Module):
     def broadcast_params(self) -> None:
         """Overwrite main parameters by those of the first copy; ranks that were started alike hold equal ones already."""
         for group in self.runtime.groups:
-            for ranks in group.topology.replicas:
-                ranks.broadcast(group.main)
+            group.broadcast_main()
         self.runtime.mark_stale()
 
     def reshard(self) -> None:
@@ -169,7 +178,8 @@ class MegatronFSDP(nn.Module):
     def flat_shards(self) -> dict[str, FlatShard]:
         """This rank's range of each parameter by name, for optimizers that step flat memory; a parameter without one is left out.
 
-        The tensors are live and stay where they are. Call ``install_optimized_model_weights()`` after changing them.
+        The tensors are live and stay where they are (without this call gradients have no memory between ``zero_grad`` and the next
+        reduction). Call ``install_optimized_model_weights()`` after changing them.
         """
         return {name: shard for group in self.runtime.groups for name, shard in group.flat_shards().items()}
 
@@ -215,6 +225,7 @@ class MegatronFSDP(nn.Module):
             raise ValueError(
                 f"state dict does not match the module: missing {missing}, unexpected {unexpected}; pass strict=False to load the rest"
             )
+        self.runtime.settle()
         with torch.no_grad():
             for name, item in managed.items():
                 if name in state_dict:

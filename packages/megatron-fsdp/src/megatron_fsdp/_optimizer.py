@@ -9,14 +9,16 @@ import torch
 from torch import nn
 
 from megatron_fsdp._dtensor import local
+from megatron_fsdp._managed import ManagedParameter
 from megatron_fsdp._ranks import Ranks
 
 if TYPE_CHECKING:
     from megatron_fsdp._module import MegatronFSDP
 
-# Rules that mix rows or look at a whole matrix: torch would apply them to chunks that are not where it thinks.
-_WHOLE_TENSOR_OPTIMIZERS = ("Adafactor", "LBFGS", "Muon", "Shampoo")
-
+# Rules that mix rows, and keep state that does not lie as the parameter does.
+_WHOLE_TENSOR_OPTIMIZERS = ("Adafactor", "LBFGS", "Shampoo")
+# Rules that look at one whole matrix at a time, and keep state of its shape.
+_MATRIX_OPTIMIZERS = ("Muon",)
 
 # Packages whose kernels take the memory of a tensor as it is.
 _PLAIN_PACKAGES = ("transformer_engine", "apex")
@@ -31,17 +33,19 @@ def fully_shard_optimizer(
     lets the next forward see the new values; ``zero_grad()`` also drops gradients that were not reduced yet.
 
     Args:
-        optimizer: elementwise torch optimizer, built on the parameters of the module before it was sharded (parameters
-            of other modules may be among them) or on the sharded ones. It must not have stepped yet.
+        optimizer: elementwise torch optimizer or Muon, built on the parameters of the module before it was sharded (parameters
+            of other modules may be among them) or on the sharded ones. It must not have stepped yet. Several may share a model.
         model: what ``fully_shard_model`` returned.
         plain_shards: hand it this rank's rows as plain tensors and not as DTensors, which optimizers with kernels of their own do not
-            know; they share memory. None does so for optimizers of Transformer Engine and Apex.
+            know; they share memory. None does so for optimizers of Transformer Engine and Apex. Muon always gets them, and only of
+            parameters that lie whole on a rank (``TensorAtomic``).
 
     Returns:
         The same optimizer.
 
     Raises:
-        ValueError: it has state already, is not elementwise, or knows no parameter of the model; gradients are wider than parameters.
+        ValueError: it has state already, is not elementwise, is Muon with a parameter that is divided, or knows none of the model;
+            gradients are wider than parameters.
     """
     if optimizer.state:
         raise ValueError("optimizer has state for unsharded parameters; call fully_shard before the first step, then load the state")
@@ -49,36 +53,40 @@ def fully_shard_optimizer(
         raise ValueError(f"optimizer={type(optimizer).__name__} is not elementwise and cannot step shards; use AdamW, Adam, SGD or similar")
     runtime = model.runtime
     for managed in runtime.groups:
-        if managed.trainable and managed.grad_dtype != managed.main.dtype:
+        if managed.trainable and managed.gradients.dtype != managed.main.dtype:
             raise ValueError(
-                f"main_grads_dtype={managed.grad_dtype} differs from the main parameters' {managed.main.dtype}, and torch's optimizers "
-                "want one dtype; leave it None, or step flat_shards() by an optimizer of your own"
+                f"main_grads_dtype={managed.gradients.dtype} differs from the main parameters' {managed.main.dtype}, and torch's "
+                "optimizers want one dtype; leave it None, or step flat_shards() by an optimizer of your own"
             )
-    plain = type(optimizer).__module__.startswith(_PLAIN_PACKAGES) if plain_shards is None else plain_shards
-    sharded: dict[int, nn.Parameter] = {}
-    for parameter in runtime.parameters:
-        stepped = parameter.sharded
-        if plain:
-            rows = local(parameter.sharded.detach())
-            stepped = model.plain_shards.setdefault(parameter.name, nn.Parameter(rows, requires_grad=parameter.sharded.requires_grad))
-        sharded[id(parameter.original)] = sharded[id(parameter.full)] = sharded[id(parameter.sharded)] = stepped
-    found = False
+    whole = type(optimizer).__name__ in _MATRIX_OPTIMIZERS
+    plain = whole or (type(optimizer).__module__.startswith(_PLAIN_PACKAGES) if plain_shards is None else plain_shards)
+    forms = ((form, item) for item in runtime.parameters for form in (item.original, item.full, item.sharded) if form is not None)
+    managed_by_id = {id(form): item for form, item in forms}
+    mine: list[ManagedParameter] = []
     for group in optimizer.param_groups:
-        found |= any(id(parameter) in sharded for parameter in group["params"])
-        group["params"] = [sharded.get(id(parameter), parameter) for parameter in group["params"]]
-    if not found:
+        found = [(parameter, managed_by_id.get(id(parameter))) for parameter in group["params"]]
+        mine += [item for _, item in found if item is not None]
+        for item in mine if whole else ():
+            if not item.place.is_whole:
+                raise ValueError(
+                    f"optimizer={type(optimizer).__name__} looks at whole matrices and {item.name!r} is divided; "
+                    f"set shard_placements={{{item.name!r}: TensorAtomic()}}, or step it by AdamW"
+                )
+        group["params"] = [parameter if item is None else _stepped(model, item, plain=plain) for parameter, item in found]
+    if not mine:
         raise ValueError("optimizer holds none of the module's parameters; build it from module.parameters()")
 
     def before_step(*_: Any) -> None:
         runtime.finish_grad_sync()
-        for parameter in runtime.parameters:
-            if plain and parameter.sharded.grad is not None:
-                model.plain_shards[parameter.name].grad = local(parameter.sharded.grad)
+        runtime.settle()
+        for item in mine if plain else ():
+            if item.sharded.grad is not None:
+                model.plain_shards[item.name].grad = local(item.sharded.grad)
 
     def after_step(*_: Any) -> None:
         runtime.mark_stale()
-        for shard in model.plain_shards.values():
-            shard.grad = None
+        for item in mine if plain else ():
+            model.plain_shards[item.name].grad = None
 
     optimizer.register_step_pre_hook(before_step)
     optimizer.register_step_post_hook(after_step)
@@ -89,11 +97,21 @@ def fully_shard_optimizer(
     def zero_grad_and_buffers(set_to_none: bool = True) -> None:
         runtime.drop_unreduced()
         zero_grad(set_to_none)
-        if plain:
-            model.zero_grad(set_to_none)
+        for item in mine if plain else ():
+            item.sharded.grad = None
+        for managed in runtime.groups:
+            managed.gradients.release()
 
     optimizer.zero_grad = zero_grad_and_buffers  # type: ignore[method-assign]
     return optimizer
+
+
+def _stepped(model: "MegatronFSDP", item: ManagedParameter, *, plain: bool) -> nn.Parameter:
+    """What an optimizer steps for a parameter."""
+    if not plain:
+        return item.sharded
+    rows = local(item.sharded.detach())
+    return model.plain_shards.setdefault(item.name, nn.Parameter(rows, requires_grad=item.sharded.requires_grad))
 
 
 def gradient_norm(model: "MegatronFSDP", norm_type: float = 2.0) -> torch.Tensor:
@@ -108,7 +126,7 @@ def gradient_norm(model: "MegatronFSDP", norm_type: float = 2.0) -> torch.Tensor
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type} must be positive")
     groups = list(model.runtime.groups)
-    dtype = functools.reduce(torch.promote_types, (group.grad_dtype for group in groups), torch.float32)
+    dtype = functools.reduce(torch.promote_types, (group.gradients.dtype for group in groups), torch.float32)
     total = torch.zeros((), dtype=dtype, device=groups[0].device)
     # Gradients cut over the same ranks, whose squares add up over them.
     cuts: dict[tuple[str, ...], tuple[list[Ranks], list[torch.Tensor]]] = {}
@@ -121,7 +139,7 @@ def gradient_norm(model: "MegatronFSDP", norm_type: float = 2.0) -> torch.Tensor
             if parameter.sharded.grad is not None:
                 gradients.append(local(parameter.sharded.grad))
     for ranks, gradients in cuts.values():
-        norm = _vector_norm(gradients, norm_type, dtype, total.device)
+        norm = _vector_norm(gradients, norm_type, dtype, total.device).to(total.device)
         if norm_type == float("inf"):
             for one in ranks:
                 norm = one.all_reduce(norm, "max")
@@ -138,9 +156,10 @@ def clip_gradients(model: "MegatronFSDP", max_norm: float, norm_type: float = 2.
     """Scale all reduced gradients so that their norm is at most ``max_norm``; return the norm before."""
     norm = gradient_norm(model, norm_type)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for parameter in model.runtime.parameters:
-        if parameter.sharded.grad is not None:
-            local(parameter.sharded.grad).mul_(scale)
+    gradients = [local(gradient) for gradient in model.gradients().values()]
+    scales = {device: scale.to(device) for device in {gradient.device for gradient in gradients}}
+    for gradient in gradients:
+        gradient.mul_(scales[gradient.device])
     return norm
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_fsdp._dtensor import as_dtensor, local
-from megatron_fsdp._group import ManagedParameter
+from megatron_fsdp._managed import ManagedParameter
 from megatron_fsdp._uneven import Place
 
 if TYPE_CHECKING:
@@ -151,7 +151,8 @@ def _load_entry(parameter: ManagedParameter, stepped: torch.Tensor, current: Any
     if isinstance(current, torch.Tensor):
         local(current).copy_(rows)
         return current
-    return rows.clone() if as_dtensor(stepped) is None else parameter.place.wrap(rows.clone())
+    rows = rows.clone().to(local(stepped).device)
+    return rows if as_dtensor(stepped) is None else parameter.place.wrap(rows)
 
 
 def _by_stepped(model: "MegatronFSDP") -> dict[int, ManagedParameter]:

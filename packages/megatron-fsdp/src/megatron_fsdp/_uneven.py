@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from megatron_fsdp._dtensor import as_dtensor
+from megatron_fsdp._dtensor import as_dtensor, dtensor_of, spec_of
 from megatron_fsdp._layout import FlatLayout, Segment, Shape
 from megatron_fsdp._placement import ModelPart
 from megatron_fsdp._topology import Topology
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
     from torch.distributed.tensor import DTensor, Placement
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 TensorT = TypeVar("TensorT", bound=torch.Tensor)
 
@@ -57,6 +58,14 @@ class Place:
         first, last = self.rows
         return (last - first, *self.segment.row_shape)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds all of the global tensor or none of it."""
+        if self.part.cuts:
+            return False
+        shares = [self.segment.rows(shard, self.layout.shard_numel) for shard in range(self.layout.num_shards)]
+        return sum(last > first for first, last in shares) <= 1
+
     def boxes(self) -> Iterator[tuple[Shape, Shape, torch.Size]]:
         """Blocks (offsets in the module's tensor, sizes, first element and count in the local one) that cover this rank's rows."""
         start = 0
@@ -75,11 +84,13 @@ class Place:
         local = local.view(self.local_shape)
         if self.topology.mesh is None:
             return local
-        from torch.distributed.tensor import DTensor
+        if local.dtype not in self._specs:
+            self._specs[local.dtype] = spec_of(self.topology.mesh, self._placements, torch.Size(self.shape), local.dtype)
+        return self.mark(dtensor_of(local, self._specs[local.dtype]))
 
-        stride = torch.empty(self.shape, device="meta").stride()
-        shape = torch.Size(self.shape)
-        return self.mark(DTensor.from_local(local, self.topology.mesh, self._placements, run_check=False, shape=shape, stride=stride))
+    @functools.cached_property
+    def _specs(self) -> "dict[torch.dtype, DTensorSpec]":
+        return {}
 
     @property
     def _placements(self) -> "tuple[Placement, ...]":
@@ -119,6 +130,9 @@ class Place:
     def gather(self, local: torch.Tensor) -> torch.Tensor:
         """The whole global parameter from every rank's rows, on every rank. A collective."""
         topology, row = self.topology, self.segment.row_numel
+        if topology.mesh is not None:
+            # What lies in the memory of the host is gathered where the ranks communicate.
+            local = local.to(topology.mesh.device_type)
         counts = [
             last - first for first, last in (self.segment.rows(shard, self.layout.shard_numel) for shard in range(topology.num_shards))
         ]

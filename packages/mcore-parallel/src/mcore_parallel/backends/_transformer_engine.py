@@ -31,7 +31,7 @@ from mcore_parallel.comm import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from mcore_parallel.nn import AttentionCore, AttentionSpec, RMSNorm, Step, TorchLayers
-from mcore_parallel.tensor_parallel import ColumnParallelLinear, MainGradient, Route, RowParallelLinear
+from mcore_parallel.tensor_parallel import ColumnParallelLinear, LentGradient, MainGradient, Route, RowParallelLinear
 
 # T tokens, I input features, O output features, N experts
 
@@ -234,6 +234,7 @@ class _Products:
             shell = te.GroupedLinear(num, width, out, bias=False, params_dtype=weight_NOI.dtype, device="meta")
             self._shell = _without(shell, *(f"weight{index}" for index in range(num)))
         narrow = all(rows % MULTIPLE == 0 for rows in rows_per_expert)
+        main_grad = _standing(main_grad)
         parts = _reporting(weight_NOI, main_grad).unbind(0)
         totals = [None] * num if main_grad is None else list(main_grad.total.view(num, out, width))
         lent = {f"weight{index}": (part, total) for index, (part, total) in enumerate(zip(parts, totals, strict=True))}
@@ -247,6 +248,7 @@ class _Products:
         out, width = weight_OI.shape
         if self._shell is None:
             self._shell = _without(te.Linear(width, out, bias=False, params_dtype=weight_OI.dtype, device="meta"), "weight")
+        main_grad = _standing(main_grad)
         return self._call(weight_OI, _lend(weight_OI, main_grad), main_grad is not None, x, narrow=_fits(x, weight_OI))
 
     def _call(
@@ -306,8 +308,8 @@ class _NormProducts(_Products):
             )  # fmt: skip
             self._shell = _without(shell, "weight")
         self._shell._parameters["layer_norm_weight"] = self.norm.weight
-        route = self.linear.route(groups)
-        return self._call(weight_OI, _lend(weight_OI, route.main_grad), route.main_grad is not None, x, narrow=_fits(x, weight_OI))
+        main_grad = _standing(self.linear.route(groups).main_grad)
+        return self._call(weight_OI, _lend(weight_OI, main_grad), main_grad is not None, x, narrow=_fits(x, weight_OI))
 
 
 def _fits(x: Tensor, weight_OI: Tensor) -> bool:
@@ -319,6 +321,11 @@ def _without(shell: nn.Module, *names: str) -> nn.Module:
     for name in names:
         del shell._parameters[name]
     return shell
+
+
+def _standing(main_grad: MainGradient | None) -> MainGradient | None:
+    """None for one whose memory a shell could not be handed before the backward; autograd has that gradient."""
+    return None if isinstance(main_grad, LentGradient) else main_grad
 
 
 def _lend(weight_OI: Tensor, main_grad: MainGradient | None) -> dict[str, tuple[Tensor, Tensor | None]]:

@@ -10,11 +10,18 @@ from mcore_parallel.tensor_parallel._linear import ColumnParallelLinear, RowPara
 from mcore_parallel.tensor_parallel._product import LinearProducts, LossProducts, Route
 from mcore_parallel.tensor_parallel._replicated import ReplicatedLinear
 from mcore_parallel.tensor_parallel._vocab import pad_vocab_size
-from mcore_parallel.tensor_parallel._weight_gradient import MainGradient, WeightCopyHolder, WeightGradientQueue, WeightGradientSink
+from mcore_parallel.tensor_parallel._weight_gradient import (
+    LentGradient,
+    MainGradient,
+    WeightCopyHolder,
+    WeightGradientQueue,
+    WeightGradientSink,
+)
 
 __all__ = [
     "ColumnParallelLinear",
     "InvariantProducts",
+    "LentGradient",
     "LinearProducts",
     "LossProducts",
     "MainGradient",

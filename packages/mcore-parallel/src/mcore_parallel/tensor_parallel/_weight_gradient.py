@@ -5,7 +5,7 @@
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -55,6 +55,47 @@ class MainGradient:
         """``total += grad * scale`` for a scalar ``scale``."""
         with self.open() as total:
             total.addcmul_(grad.view_as(total).to(total.dtype), scale.to(total.dtype))
+
+
+@dataclass(frozen=True, eq=False)
+class LentGradient(MainGradient):
+    """An accumulator whose memory exists only while a backward needs it, so that the first sum is written and not added.
+
+    Example:
+        >>> total = torch.full((2, 3), torch.nan)
+        >>> LentGradient(torch.empty(2, 3, device="meta"), lend=lambda: contextlib.nullcontext((total, True))).add(torch.ones(2, 3))
+        >>> total[0, 0]
+        tensor(1.)
+    """
+
+    # ``total`` is on the meta device: shape and dtype of what is lent.
+    lend: Callable[[], contextlib.AbstractContextManager[tuple[Tensor, bool]]] = field(kw_only=True)
+    """The memory, and whether it is to be overwritten because it holds nothing yet; what is left at the end of the block counts."""
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[Tensor]:
+        with self.lend() as (total, fresh):
+            yield total.zero_() if fresh else total
+
+    def add_product(self, grad_TO: Tensor, x_TI: Tensor) -> None:
+        with self.lend() as (total, fresh):
+            matrix = total.view(-1, total.shape[-1])
+            if fresh:
+                put_product_(matrix, grad_TO, x_TI)
+            else:
+                add_product_(matrix, grad_TO, x_TI)
+
+    def add(self, grad: Tensor) -> None:
+        with self.lend() as (total, fresh):
+            (total.copy_ if fresh else total.add_)(grad.view_as(total))
+
+    def add_scaled(self, grad: Tensor, scale: Tensor) -> None:
+        with self.lend() as (total, fresh):
+            grad, scale = grad.view_as(total).to(total.dtype), scale.to(total.dtype)
+            if fresh:
+                torch.mul(grad, scale, out=total)
+            else:
+                total.addcmul_(grad, scale)
 
 
 @dataclass(eq=False)
@@ -148,6 +189,16 @@ def add_product_(total_OI: Tensor, grad_TO: Tensor, x_TI: Tensor) -> None:
         total_OI.addmm_(grad_TO.T, x_TI)
     else:
         torch.addmm(total_OI, grad_TO.T, x_TI, out_dtype=total_OI.dtype, out=total_OI)
+
+
+def put_product_(total_OI: Tensor, grad_TO: Tensor, x_TI: Tensor) -> None:
+    """``total = grad^T x``; what was in it does not matter."""
+    if not total_OI.is_cuda:
+        total_OI.copy_(grad_TO.T @ x_TI)
+    elif total_OI.dtype == x_TI.dtype:
+        torch.mm(grad_TO.T, x_TI, out=total_OI)
+    else:
+        torch.mm(grad_TO.T, x_TI, out_dtype=total_OI.dtype, out=total_OI)
 
 
 def wide_product(grad_TO: Tensor, x_TI: Tensor, dtype: torch.dtype) -> Tensor:
