@@ -27,8 +27,9 @@ def optimizer_step(device: torch.device, elements: int) -> list[dict[str, Any]]:
     """AdamW over bfloat16 parameters with float32 gradients, masters and moments, with clipping; and 16-bit variants."""
     variants: dict[str, tuple[dict[str, Any], bool, int]] = {
         # Read gradient twice (norm, update); read and write master and two moments; write the parameter.
-        "float32 state": ({}, True, 4 + 4 + 8 + 16 + 2),
+        "float32 state": ({"store_param_remainders": False}, True, 4 + 4 + 8 + 16 + 2),
         # The master is the parameter and 16 bits beside it.
+        "float32 moments, 16-bit master remainders": ({}, True, 4 + 4 + 16 + 8),
         "bfloat16 moments, 16-bit master remainders, bfloat16 gradients": (
             {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16},
             False,

@@ -4,10 +4,14 @@
 
 python -m tools.bench.loss_curve --steps 500 --output docs/benchmarks/loss_curve.json
 
-The text is the interpreter's standard library, cut by a byte-level tokenizer that learns it first. 95 % of the documents train, the rest
-judges at the end. Every run begins with the same weights and reads the same batches in the same order; the first has no recipe. Recipes are
-named as in ``tools.bench.dense_step``, words joined by commas: fp8=tensorwise,head. The difference is that of losses averaged over
-``--window`` steps, in parts of the first run's: at the end, and the largest one of the second half.
+The text is the interpreter's standard library or ``--text``, cut by a byte-level tokenizer that learns it first. 95 % of the documents
+train, the rest judges at the end. Every run begins with the same weights and reads the same batches in the same order; the first has no
+recipe. Recipes are named as in ``tools.bench.dense_step``, words joined by commas: fp8=tensorwise,head. The difference is that of losses
+averaged over ``--window`` steps, in parts of the first run's: at the end, and the largest one of the second half.
+
+``--seeds N`` does all of that from N draws of the weights. Differences are then means over the draws, each to the first run from the same
+weights, beside those of every draw. For the first run itself they are those of the other draws to the first one: what is smaller than that
+is not the recipe's doing. A text that is read more than once shows how well a run remembers, too: "passes" says how often it was.
 """
 
 import argparse
@@ -56,12 +60,12 @@ def configure(kind: str, steps: int, lr: float, folder: Path) -> RunConfig:
     return RunConfig(model=_MODELS[kind], train=train, optimizer=optimizer, output=str(folder))
 
 
-def curve(config: RunConfig, kind: str, words: str) -> dict[str, Any]:
-    """One run on this rank."""
+def curve(config: RunConfig, kind: str, words: str, draw: int) -> dict[str, Any]:
+    """One run on this rank, from that draw of the weights."""
     device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
     groups, train = ProcessGroups.single(), config.train
     backend = Run.parse(f"tiny:{words}").completed("torch", "none").backend()
-    model = GPTModel(config.model, groups, backend=backend, dtype=DTYPES[train.dtype], device=device, seed=train.seed)
+    model = GPTModel(config.model, groups, backend=backend, dtype=DTYPES[train.dtype], device=device, seed=train.seed + draw)
     sync = DistributedDataParallel(DistributedDataParallelConfig(gradient_accumulation_fusion=True), model, groups)
     optimizer = MegatronOptimizer(config.optimizer, sync, groups)
     learn, judge = datasets(config, HuggingFaceTokenizer(config.data.tokenizer))
@@ -92,32 +96,64 @@ def compared(runs: list[dict[str, Any]], window: int) -> list[dict[str, Any]]:
     return out
 
 
+_DIFFERENCES = ("difference_at_end", "largest_difference", "validation_difference")
+
+
+def over_draws(draws: list[list[dict[str, Any]]], window: int) -> list[dict[str, Any]]:
+    """The rows of ``compared`` with the means of their differences over draws of the weights, and the differences of each draw.
+
+    Args:
+        draws: the runs of each.
+        window: as there.
+    """
+    each = [compared(runs, window) for runs in draws]
+    plain = compared([runs[0] for runs in draws], window)
+    rows = []
+    for index, row in enumerate(each[0]):
+        others = plain[1:] if index == 0 else [mine[index] for mine in each]
+        found = {name: [other[name] for other in others] for name in _DIFFERENCES}
+        means = {name: statistics.fmean(values) if index else 0.0 for name, values in found.items()}
+        rows.append({**row, **means, "draws": found} if len(draws) > 1 else row)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", nargs="+", default=["fp8=tensorwise", "fp8=tensorwise,head"], help="beside the one without a recipe")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--window", type=int, default=25)
     parser.add_argument("--lr", type=float, default=6e-4)
+    parser.add_argument("--seeds", type=int, default=1, help="draws of the weights")
+    parser.add_argument("--text", type=Path, nargs="+", help="files or folders; default: the standard library")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    if arguments.seeds < 1:
+        raise SystemExit(f"--seeds {arguments.seeds} must be at least 1")
     if not 1 <= arguments.window <= arguments.steps:
         raise SystemExit(f"--window {arguments.window} must lie between 1 and --steps {arguments.steps}")
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     with TemporaryDirectory() as name:
         folder = Path(name)
         config = configure(kind, arguments.steps, arguments.lr, folder)
-        corpus = prepare(default_text(), folder / "data", config.model.vocab_size, Console(stderr=True))
+        corpus = prepare(arguments.text or default_text(), folder / "data", config.model.vocab_size, Console(stderr=True))
         # Sixteens for the units.
         padded = pad_vocab_size(corpus.tokenizer.vocab_size, 1)
         data = DataConfig(prefix=corpus.prefix, tokenizer=str(folder / "data" / "tokenizer"))
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=padded), data=data)
-        runs = [launch(curve, 1, device=kind, config=config, kind=kind, words=words)[0] for words in ("", *arguments.runs)]
-    rows = compared(runs, arguments.window)
+        draws = [
+            [launch(curve, 1, device=kind, config=config, kind=kind, words=words, draw=draw)[0] for words in ("", *arguments.runs)]
+            for draw in range(arguments.seeds)
+        ]
+    rows = over_draws(draws, arguments.window)
     for row in rows:
         print(json.dumps({key: value for key, value in row.items() if key != "losses"}), flush=True)
     if arguments.output:
-        facts = {"tokens": corpus.report.num_tokens, "sequence": config.train.seq_len, "global_batch": config.train.global_batch_size}
-        record(arguments.output, {"work": "loss curves on the standard library", **facts, "window": arguments.window, "rows": rows})
+        train = config.train
+        passes = train.steps * train.global_batch_size * train.seq_len / (0.95 * corpus.report.num_tokens)
+        facts = {"tokens": corpus.report.num_tokens, "passes": round(passes, 2), "sequence": train.seq_len}
+        text = "the standard library" if arguments.text is None else ", ".join(path.name for path in arguments.text)
+        facts |= {"global_batch": train.global_batch_size, "seeds": arguments.seeds, "window": arguments.window}
+        record(arguments.output, {"work": f"loss curves on {text}", **facts, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tools.bench.dense_step import Run
-from tools.bench.loss_curve import compared
+from tools.bench.loss_curve import compared, over_draws
 from tools.bench.picture import bars, svg
 from tools.bench.train import _best, with_ratios
 
@@ -42,6 +42,16 @@ def test_curves_are_compared_by_their_running_means() -> None:
     assert plain["difference_at_end"] == plain["largest_difference"] == 0.0
     assert other["difference_at_end"] == pytest.approx(0.05) and other["validation_difference"] == pytest.approx(0.05)
     assert other["largest_difference"] == pytest.approx(0.2 / 3)
+
+
+def test_differences_of_several_draws_are_averaged_and_stand_beside_those_of_the_plain_runs() -> None:
+    def runs(plain: float, other: float) -> list[dict[str, Any]]:
+        return [{"run": name, "validation_loss": loss, "losses": [loss]} for name, loss in (("bfloat16", plain), ("fp8", other))]
+
+    plain, other = over_draws([runs(2.0, 2.02), runs(2.1, 2.1)], window=1)
+    assert other["difference_at_end"] == pytest.approx(0.005) and other["draws"]["validation_difference"] == pytest.approx([0.01, 0.0])
+    assert plain["difference_at_end"] == 0.0 and plain["draws"]["difference_at_end"] == pytest.approx([0.05])
+    assert "draws" not in over_draws([runs(2.0, 2.02)], window=1)[1]
 
 
 def test_the_picture_has_the_works_that_both_sides_did() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from mcore_parallel import ProcessGroups
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.nn import ACTIVATIONS, Activation, LayerNorm, RMSNorm, Step, apply_rotary, rotary_frequencies, rotary_tables
-from mcore_parallel.nn._activations import quantize_rows
+from mcore_parallel.nn._activations import RemadeActivation, quantize_rows
 from mcore_parallel.nn._fused import fused_layer_norm, fused_rms_norm, fused_rotary, fused_split_rotary, has_kernel
 
 
@@ -38,12 +38,15 @@ def check_norms_of_all_sizes(device: str, dtype: torch.dtype, tolerance: float) 
             ours = [parameter.detach().to(device, dtype).requires_grad_() for parameter in norm.parameters()]
             for parameter, own in zip(norm.parameters(), ours, strict=True):
                 parameter.data.copy_(own.detach())
-            x, grad = ((torch.randn(tokens, width) + 0.5).to(dtype) for _ in range(2))
+            x, grad, residual = ((torch.randn(tokens, width) + 0.5).to(dtype) for _ in range(3))
             own, reference = x.to(device).requires_grad_(), x.detach().double().requires_grad_()
             fused = fused_rms_norm if len(ours) == 1 else fused_layer_norm
-            y, wanted = fused(own, *ours, 1e-3, shift=float(zero_centered)), norm(reference)
-            y.backward(grad.to(device))
-            wanted.backward(grad.double())
+            (y, same), wanted = fused(own, *ours, 1e-3, shift=float(zero_centered)), norm(reference)
+            assert torch.equal(same, own)
+            # What flows back beside the norm is added by its kernel.
+            ends = [(y, grad), (same, residual)][: 1 + number % 2]
+            torch.autograd.backward([end for end, _ in ends], [flow.to(device) for _, flow in ends])
+            torch.autograd.backward([wanted, reference][: len(ends)], [flow.double() for _, flow in ends])
             close(y, wanted, tolerance)
             close(own.grad, reference.grad, tolerance)
             for parameter, wide in zip(ours, norm.parameters(), strict=True):
@@ -53,7 +56,7 @@ def check_norms_of_all_sizes(device: str, dtype: torch.dtype, tolerance: float) 
 def check_strided_norm(device: str, dtype: torch.dtype, tolerance: float) -> None:
     """Per-head norms read heads out of a wider row."""
     norm, rows = RMSNorm(16), torch.randn(4, 3, 40).to(dtype)
-    close(fused_rms_norm(rows.to(device)[..., 8:24], norm.weight.to(device, dtype), 1e-5), norm(rows.double()[..., 8:24]), tolerance)
+    close(fused_rms_norm(rows.to(device)[..., 8:24], norm.weight.to(device, dtype), 1e-5)[0], norm(rows.double()[..., 8:24]), tolerance)
 
 
 def check_activations(device: str, dtype: torch.dtype, tolerance: float) -> None:
@@ -69,6 +72,7 @@ def check_activations(device: str, dtype: torch.dtype, tolerance: float) -> None
             inputs = [torch.randn(rows, wide), torch.randn(wide) if bias else None, torch.rand(rows) if weighted else None]
             if not activation.fp8_input_store:
                 against(device, dtype, tolerance, activation, inputs)
+                against(device, dtype, tolerance, activation, [inputs[0]], remade=True)
                 continue
             # Both sides round the same input to eight bits, seldom apart by a step. The interpreter's own rounding loses carries.
             fused = _triton_activations.activate_and_store
@@ -81,14 +85,23 @@ def check_activations(device: str, dtype: torch.dtype, tolerance: float) -> None
                 against(device, dtype, 0.15, activation, inputs)
 
 
-def against(device: str, dtype: torch.dtype, tolerance: float, activation: Activation, inputs: list[Tensor | None]) -> None:
+def against(
+    device: str, dtype: torch.dtype, tolerance: float, activation: Activation, inputs: list[Tensor | None], *, remade: bool = False
+) -> None:
+    if remade:
+        inputs = [*inputs, None, None]
     inputs = [None if x is None else x.to(dtype) for x in inputs]
     ours = [None if x is None else x.to(device).requires_grad_() for x in inputs]
     references = [None if x is None else x.detach().double().requires_grad_() for x in inputs]
     y, wanted = activation.run(*ours, True), activation.run(*references, False)
     grad = torch.randn(y.shape).to(dtype)
-    y.backward(grad.to(device))
     wanted.backward(grad.double())
+    if remade and ours[0] is not None:
+        maker, held = RemadeActivation(activation=activation, kernels=True), grad.to(device, copy=True)
+        ours[0].grad, again = maker.unmake(held, ours[0].detach())
+        assert again.data_ptr() == held.data_ptr() and torch.equal(again, y)
+    else:
+        y.backward(grad.to(device))
     close(y, wanted, tolerance)
     for own, reference in zip(ours, references, strict=True):
         if own is not None and reference is not None:
@@ -242,7 +255,7 @@ def test_kernels_reach_behind_two_to_the_31_elements() -> None:
     norm = RMSNorm(width)
     heads = (rows, width // 128, 128)
     for found, wanted in (
-        (lambda x: fused_rms_norm(x, norm.weight.to("cuda"), 1e-5), norm),
+        (lambda x: fused_rms_norm(x, norm.weight.to("cuda"), 1e-5)[0], norm),
         (Activation(name="swiglu"), Activation(name="swiglu")),
         (
             lambda x: apply_rotary(x.view(heads), tables),

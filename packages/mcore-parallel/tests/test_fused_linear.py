@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from mcore_parallel import Group, ParallelPlan, ProcessGroups
 from mcore_parallel.tensor_parallel import MainGradient, WeightGradientQueue, fused_linear_cross_entropy
+from mcore_parallel.tensor_parallel._fused_linear import early_chunk, token_chunks
 
 TOKENS, WIDTH, VOCAB, TRUE_VOCAB = 12, 5, 24, 21
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
@@ -131,8 +132,9 @@ def test_low_precision_sums_the_weight_gradient_wide(dtype) -> None:
             torch.testing.assert_close(mine.double(), theirs.double(), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("chunk", [5, None])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_main_gradient_takes_the_weight_gradient_instead_of_autograd(weighted) -> None:
+def test_main_gradient_takes_the_weight_gradient_instead_of_autograd(weighted, chunk) -> None:
     hidden, weight, target, _, weights = inputs()
     whole = weight.clone().requires_grad_()
     (dense(hidden, whole, target, 0.0, VOCAB, 1.0)[0] * weights).sum().backward()
@@ -141,10 +143,32 @@ def test_main_gradient_takes_the_weight_gradient_instead_of_autograd(weighted) -
     w = weight.clone().requires_grad_()
     for _ in range(2):
         options = {"token_weights": weights} if weighted else {}
-        losses = fused_linear_cross_entropy(hidden, w, target, Group.single(), chunk_tokens=5, main_grad=sink, **options)
+        losses = fused_linear_cross_entropy(hidden, w, target, Group.single(), chunk_tokens=chunk, main_grad=sink, **options)
         (losses if weighted else losses * weights).sum().backward()
     assert w.grad is None and calls == ["begin", "done"] * 2
     torch.testing.assert_close(total, 2 * whole.grad, **EXACT)
+
+
+def test_one_chunk_where_it_takes_no_more_than_a_sum_and_a_chunk() -> None:
+    # An 8B model's 8192 tokens; a narrower one's 16384 in chunks as large as its sum; a vocabulary over many ranks.
+    for tokens, width, depth, itemsize, count in (
+        (8192, 128256, 4096, 2, 1), (16384, 128256, 4096, 2, 1), (16385, 128256, 4096, 2, 3),
+        (16384, 128256, 2048, 2, 4), (8192, 128256, 2048, 2, 1), (32768, 16032, 4096, 2, 2), (0, 128256, 4096, 2, 1),
+    ):  # fmt: skip
+        chunks = token_chunks(tokens, width, None, early_chunk(tokens, width, depth, itemsize))
+        assert len(chunks) == count, (tokens, width, chunks)
+        total, logits = max(4, itemsize) * width * depth, itemsize * width * (chunks[0][1] - chunks[0][0])
+        assert logits <= (2 * total if count == 1 else max(total, itemsize << 28)) + 128 * itemsize * width
+
+
+def test_kept_gradients_serve_two_backwards() -> None:
+    hidden, weight, target, _, weights = inputs()
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    loss = fused_linear_cross_entropy(*leaves, target, Group.single(), token_weights=weights).sum()
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    second = torch.autograd.grad(3 * loss, leaves)
+    for one, three in zip(first, second, strict=True):
+        torch.testing.assert_close(three, 3 * one, **EXACT)
 
 
 def test_queue_defers_the_weight_gradient() -> None:

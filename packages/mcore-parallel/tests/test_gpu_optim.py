@@ -64,6 +64,7 @@ WIDE, HALF, EIGHT = torch.float32, torch.float16, torch.float8_e4m3fn
         (torch.float32, {}, 1e-5),
         (torch.float32, {"decoupled_weight_decay": False}, 1e-5),
         (torch.bfloat16, {}, 1e-5),
+        (torch.bfloat16, {"store_param_remainders": False}, 1e-5),
         (torch.float16, {}, 1e-5),
         (torch.bfloat16, {"exp_avg_dtype": WIDE}, 1e-5),
         (torch.bfloat16, {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": HALF}, 2e-2),

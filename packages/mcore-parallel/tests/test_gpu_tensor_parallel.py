@@ -91,8 +91,9 @@ def test_row_kernels_equal_torch(dtype, vocab) -> None:
         torch.testing.assert_close(ours, theirs.cuda(), rtol=tolerance, atol=1e-6)
 
 
+@pytest.mark.parametrize("chunk", [128, None])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_fused_loss_is_as_close_to_float64_as_the_unfused_one(weighted) -> None:
+def test_fused_loss_is_as_close_to_float64_as_the_unfused_one(weighted, chunk) -> None:
     tokens, width, vocab = 512, 256, 32000
     hidden, weight = draw(tokens, width, dtype=torch.bfloat16), draw(vocab, width, dtype=torch.bfloat16, scale=0.05, seed=1)
     target = torch.randint(0, vocab, (tokens,), device="cuda")
@@ -108,8 +109,8 @@ def test_fused_loss_is_as_close_to_float64_as_the_unfused_one(weighted) -> None:
 
     def fused(x: Tensor, w: Tensor) -> Tensor:
         if weighted:
-            return fused_linear_cross_entropy(x, w, target, ONE, chunk_tokens=128, token_weights=weights).sum()
-        return (fused_linear_cross_entropy(x, w, target, ONE, chunk_tokens=128) * weights).sum()
+            return fused_linear_cross_entropy(x, w, target, ONE, chunk_tokens=chunk, token_weights=weights).sum()
+        return (fused_linear_cross_entropy(x, w, target, ONE, chunk_tokens=chunk) * weights).sum()
 
     exact = gradients(unfused, torch.float64)
     for ours, plain, best in zip(gradients(fused, torch.bfloat16), gradients(unfused, torch.bfloat16), exact, strict=True):

@@ -11,6 +11,8 @@ from torch.nn import functional as F
 
 from mcore_parallel import Group, ParallelPlan, ProcessGroups, named_shards
 from mcore_parallel.nn import MLP, Activation, Step
+from mcore_parallel.nn._activations import RemadeActivation
+from mcore_parallel.tensor_parallel import MainGradient, WeightGradientQueue
 
 CHOICES = (Activation(name="swiglu"), Activation(name="quick_geglu", offset=1.0, clamp=0.7), Activation(name="squared_relu"))
 
@@ -45,16 +47,20 @@ def test_mlp_without_a_gate_equals_its_formula() -> None:
     torch.testing.assert_close(y, F.gelu(x @ mlp.up.weight.T + mlp.up.bias) @ mlp.down.weight.T + mlp.down.bias)
 
 
-def results(activation: Activation, groups: ProcessGroups) -> list[Tensor]:
+def results(activation: Activation, groups: ProcessGroups, *, remade: bool = False, frozen: tuple[str, ...] = ()) -> list[Tensor]:
     """Output, gradient of the input, gradients of this rank's parts of the parameters."""
     mlp = with_bias(activation, groups)
+    for name in frozen:
+        mlp.get_parameter(name).requires_grad_(False)
     tp, parallel = groups.tp, groups.sequence_parallel
     held = slice(4 * tp.rank, 4 * tp.rank + 4) if parallel else slice(None)
     x = normal(8, 4)[held].requires_grad_()
-    y, _ = mlp(x, Step.causal(2, 4))
+    y = mlp.down(mlp.up(x), RemadeActivation(activation=activation, kernels=False)) if remade else mlp(x, Step.causal(2, 4))[0]
     (y * normal(8, 4, seed=3)[held]).sum().backward()
     grads = []
     for shard in named_shards(mlp):
+        if shard.name in frozen:
+            continue
         grad = shard.parameter.grad
         assert grad is not None
         if "tp" in shard.spec.partial:
@@ -64,6 +70,35 @@ def results(activation: Activation, groups: ProcessGroups) -> list[Tensor]:
     return [y.detach(), x.grad, *grads]
 
 
+@pytest.mark.parametrize("frozen", [(), ("down.weight",), ("up.weight", "up.bias")], ids=str)
+def test_an_activation_made_again_gives_the_same_gradients(frozen: tuple[str, ...]) -> None:
+    for activation in CHOICES:
+        kept, remade = (results(activation, ProcessGroups.single(), remade=remade, frozen=frozen) for remade in (False, True))
+        assert len(kept) == len(remade) == 6 - len(frozen)
+        for found, wanted in zip(remade, kept, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_only_the_input_of_a_remade_activation_is_kept() -> None:
+    for deferred in (False, True):
+        mlp = MLP(4, 6, ProcessGroups.single(), dtype=torch.float64)
+        main, queue = MainGradient(torch.zeros_like(mlp.down.weight)), WeightGradientQueue()
+        mlp.down.accumulate_weight_gradients_into({"weight": main})
+        mlp.down.defer_weight_gradients_to(queue if deferred else None)
+        up, kept = mlp.up(normal(5, 4)), []
+
+        def keep(tensor: Tensor, kept: list[torch.Size] = kept) -> Tensor:
+            kept.append(tensor.shape)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            y = mlp.down(up, RemadeActivation(activation=mlp.activation, kernels=False))
+        assert kept == [up.shape, mlp.down.weight.shape]
+        y.sum().backward()
+        queue.drain()
+        torch.testing.assert_close(main.total, torch.ones(5, 4, dtype=torch.float64).T @ mlp.activation(up.detach()))
+
+
 def check_split(sequence_parallel: bool) -> None:
     groups = ProcessGroups.build(ParallelPlan(tp=2, sequence_parallel=sequence_parallel))
     for activation in CHOICES:
@@ -71,8 +106,9 @@ def check_split(sequence_parallel: bool) -> None:
         specs = [shard.spec for shard in named_shards(with_bias(activation, groups))]
         tokens = slice(4 * groups.tp.rank, 4 * groups.tp.rank + 4) if sequence_parallel else slice(None)
         cuts = [tokens, tokens, *(spec.slices(groups) for spec in specs)]
-        for found, wanted, cut in zip(results(activation, groups), whole, cuts, strict=True):
-            torch.testing.assert_close(found, wanted[cut], rtol=1e-10, atol=1e-12)
+        for remade in (False, True):
+            for found, wanted, cut in zip(results(activation, groups, remade=remade), whole, cuts, strict=True):
+                torch.testing.assert_close(found, wanted[cut], rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.world(2)

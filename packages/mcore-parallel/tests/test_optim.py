@@ -97,7 +97,7 @@ def test_a_master_keeps_what_sixteen_bits_would_lose() -> None:
     assert model.weight.item() == torch.tensor(1 - 40e-4, dtype=torch.bfloat16).item() != 1.0
     nn.init.zeros_(model.weight)
     optimizer.reload_model_params()
-    assert shards["optimizer.master.weight"].tensor.item() == 0.0
+    assert optimizer.state_shards()["optimizer.master.weight"].tensor.item() == 0.0
 
 
 def test_gradient_scale_may_be_a_tensor() -> None:

@@ -32,12 +32,10 @@ from mcore_parallel.planner import (
     scale,
     step_cost,
 )
-from mcore_parallel.planner._activations import loss_chunk
 from mcore_parallel.planner._cli import main
 from mcore_parallel.planner._estimate import group_size, live_forwards
 from mcore_parallel.planner._parameters import state_bytes
 from mcore_parallel.planner._presets import PRESETS
-from mcore_parallel.tensor_parallel._fused_linear import token_chunks
 
 TINY = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, num_query_groups=2, vocab_size=256)
 EIGHT_B = Workload(model=find_model("llama3-8b"), sequence=8192, global_batch=64)
@@ -151,13 +149,6 @@ def test_live_forwards_are_those_of_the_schedules() -> None:
                 result = simulate([schedule(pp, stage, count) for stage in range(pp)])
                 layout = Layout(plan=ParallelPlan(pp=pp, vpp=vpp))
                 assert tuple(live_forwards(layout, stage, count) for stage in range(pp)) == result.peak_live
-
-
-def test_chunks_of_the_loss_are_those_of_the_layer() -> None:
-    for tokens in (1, 100, 128, 4096, 8192, 65_536):
-        for width in (256, 16_032, 128_256):
-            chunks = token_chunks(tokens, width, None)
-            assert loss_chunk(tokens, width) == (chunks[0][1], len(chunks))
 
 
 def test_more_of_an_axis_needs_less_of_what_it_cuts() -> None:

@@ -22,8 +22,9 @@ from mcore_parallel.nn import LatentAttentionConfig, RecomputeConfig, Step
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from mcore_parallel.pipeline import ModelChunks, PipelineConfig
 from mcore_parallel.planner import Layout, ModelSizes, Workload, estimate
-from mcore_parallel.planner._activations import head_bytes, sizes, stage_activations
+from mcore_parallel.planner._activations import head_bytes, stage_activations
 from mcore_parallel.planner._parameters import stage_parts
+from mcore_parallel.planner._sizes import sizes
 from mcore_parallel.training import Batch, CrossEntropyObjective, train_step
 
 B, S = 2, 64
@@ -88,7 +89,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         for module in [pytest.importorskip(f"mcore_parallel.{name}") for name in names]:
             for name in [name for name in vars(module) if name.endswith("_kernel")]:
                 monkeypatch.setattr(module, name, Unlaunched())
-        for name in ("_fused", "_rope", "_attention", "_activations", "_norm"):
+        for name in ("_fused", "_rope", "_attention", "_activations", "_mlp", "_norm"):
             monkeypatch.setattr(importlib.import_module(f"mcore_parallel.nn.{name}"), "has_kernel", lambda x: True, raising=False)
         for name in ("_rows", "_picked_rows"):
             monkeypatch.setattr(importlib.import_module(f"mcore_parallel.tensor_parallel.{name}"), "use_triton", lambda x: True)

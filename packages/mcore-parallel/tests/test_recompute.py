@@ -230,6 +230,20 @@ def test_discarded_output_is_gone_after_the_forward_and_comes_back() -> None:
         assert runs[-1]() is None
 
 
+def test_a_second_tensor_of_the_producer_is_handed_back() -> None:
+    x = torch.randn(5, requires_grad=True)
+
+    def produce(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.exp(), x * 2
+
+    result, more = discard_output(produce, lambda y: y * y, x)
+    expected = torch.autograd.grad((x.exp() ** 2 * (x * 2)).sum(), x)
+    torch.testing.assert_close(torch.autograd.grad((result * more).sum(), x), expected)
+    with torch.no_grad():
+        result, more = discard_output(produce, lambda y: y * y, x)
+        assert torch.equal(result, x.exp() * x.exp()) and torch.equal(more, x * 2)
+
+
 def test_a_function_that_changes_its_mind_is_named() -> None:
     calls = []
 

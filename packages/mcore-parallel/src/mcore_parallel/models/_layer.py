@@ -71,9 +71,10 @@ class TransformerLayer(nn.Module):
         mixer, aux = self.mixer, None
         with self.memory.offloading("layer", self):
             if mixer is not None:
-                x = self._add(x, self.memory.branch(self.mixer_name, self.input_norm, mixer, x, step), self.attention_post_norm)
+                y, x = self.memory.branch(self.mixer_name, self.input_norm, mixer, x, step)
+                x = self._add(x, y, self.attention_post_norm)
             if self.mlp is not None:
-                y, aux = self.memory.branch("mlp", self.ffn_norm, self.mlp, x, step)
+                (y, aux), x = self.memory.branch("mlp", self.ffn_norm, self.mlp, x, step)
                 x = self._add(x, y, self.mlp_post_norm)
         return x, aux
 

@@ -175,6 +175,33 @@ class Activation:
         return _Activate.apply(x_NW, bias_W, weights_N, *cut, self.fp8_input_store, kernels)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RemadeActivation:
+    """An activation whose result is made again beside its gradient: its backward writes once more, and nothing but its input is kept.
+
+    Conforms to ``InputMaker``.
+    """
+
+    activation: Activation
+    kernels: bool
+    """Use them; they are there."""
+
+    def make(self, source: Tensor) -> Tensor:
+        """[N, W] -> [N, F]."""
+        return self.activation.run(source, None, None, self.kernels)
+
+    def unmake(self, grad_TI: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradient [N, F] -> gradient [N, W], and the result in the memory of ``grad_TI``."""
+        a = self.activation
+        if self.kernels:
+            options: dict[str, Any] = {"curve": a.curve, "gated": a.gated, "offset": a.offset, "clamp": a.clamp}
+            grad_x_NW, _ = _kernels().activate_backward(grad_TI, unit_stride(source), None, None, None, again=True, **options)
+            return grad_x_NW, grad_TI
+        wide_NW = _wide(source, None, None)
+        grad_x_NW, _ = _backward(_wide(grad_TI, None, None), wide_NW, None, a.curve, a.gated, a.offset, a.clamp)
+        return grad_x_NW.to(grad_TI.dtype), self.make(source)
+
+
 class _Activate(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -17,14 +17,19 @@ def has_kernel(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16, torch.float32) and not torch.compiler.is_compiling() and _has_triton()
 
 
-def fused_rms_norm(x: Tensor, weight: Tensor, epsilon: float, *, shift: float = 0.0) -> Tensor:
-    """``RMSNorm`` over the last dim by ``weight + shift``."""
-    return _Norm.apply(x.reshape(-1, x.shape[-1]), weight, None, epsilon, shift).view(x.shape)
+def fused_rms_norm(x: Tensor, weight: Tensor, epsilon: float, *, shift: float = 0.0) -> tuple[Tensor, Tensor]:
+    """``RMSNorm`` over the last dim by ``weight + shift``, and x, as ``fused_layer_norm``."""
+    return _normed(x, weight, None, epsilon, shift)
 
 
-def fused_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, *, shift: float = 0.0) -> Tensor:
-    """``LayerNorm`` over the last dim by ``weight + shift``."""
-    return _Norm.apply(x.reshape(-1, x.shape[-1]), weight, bias, epsilon, shift).view(x.shape)
+def fused_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, *, shift: float = 0.0) -> tuple[Tensor, Tensor]:
+    """``LayerNorm`` over the last dim by ``weight + shift``, and x itself: what flows back to that is added by the norm's own backward."""
+    return _normed(x, weight, bias, epsilon, shift)
+
+
+def _normed(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, shift: float) -> tuple[Tensor, Tensor]:
+    y_TD, x_TD = _Norm.apply(x.reshape(-1, x.shape[-1]), weight, bias, epsilon, shift)
+    return y_TD.view(x.shape), x_TD.view(x.shape)
 
 
 def fused_split_rotary(qkv_TKHd: Tensor, tables: tuple[Tensor, Tensor], *, interleaved: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -59,16 +64,21 @@ class _Norm(torch.autograd.Function):
     """Layer norm with a bias, RMS norm without."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_D: Tensor, bias_D: Tensor | None, epsilon: float, shift: float) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, weight_D: Tensor, bias_D: Tensor | None, epsilon: float, shift: float) -> tuple[Tensor, Tensor]:
         x_TD = unit_stride(x_TD)
         y_TD, scale_T, mean_T = _kernels().norm(x_TD, weight_D, bias_D, epsilon, shift)
         ctx.save_for_backward(x_TD, weight_D, scale_T, mean_T)
         ctx.shift = shift
-        return y_TD
+        ctx.set_materialize_grads(False)
+        return y_TD, x_TD
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return *_kernels().norm_backward(unit_stride(grads[0]), *ctx.saved_tensors, ctx.shift), None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        grad_TD, residual_TD = grads
+        if grad_TD is None:
+            return residual_TD, None, None, None, None
+        residual_TD = None if residual_TD is None else unit_stride(residual_TD)
+        return *_kernels().norm_backward(unit_stride(grad_TD), residual_TD, *ctx.saved_tensors, ctx.shift), None, None
 
 
 class _SplitRotary(torch.autograd.Function):

@@ -9,6 +9,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from mcore_parallel.nn._cores import AttentionCore, SinkAttentionCore
+from mcore_parallel.nn._norm import LayerNorm, RMSNorm
 from mcore_parallel.nn._offload import ActivationOffloader
 from mcore_parallel.nn._recompute import discard_output, recompute
 from mcore_parallel.nn._step import Step
@@ -36,20 +37,22 @@ class LayerMemory:
         self.offloader = offloader
         self.preserve_rng_state = preserve_rng_state
 
-    def branch(self, name: str, norm: nn.Module | None, module: nn.Module, x: Tensor, step: Step) -> Any:
-        """``module(norm(x), step)``, where ``module`` is the part ``name``; without a norm ``module(x, step)``."""
+    def branch(self, name: str, norm: nn.Module | None, module: nn.Module, x: Tensor, step: Step) -> tuple[Any, Tensor]:
+        """``module(norm(x), step)``, where ``module`` is the part ``name``, or without a norm ``module(x, step)``; and x, to add it to."""
         if norm is None:
-            return self._run(name, module, x, step)
-        if "norm" not in self.recomputed:
-            return self._run(name, module, self._run("norm", norm, x), step)
+            return self._run(name, module, x, step), x
 
-        def produce(x: Tensor) -> Tensor:
-            return self._run("norm", norm, x)
+        def produce(x: Tensor) -> tuple[Tensor, Tensor]:
+            with self.offloading("norm", norm):
+                return norm(x, residual=True) if isinstance(norm, RMSNorm | LayerNorm) else (norm(x), x)
 
         def consume(y: Tensor) -> Any:
             return self._run(name, module, y, step)
 
-        return discard_output(produce, consume, x, preserve_rng_state=self.preserve_rng_state)
+        if "norm" in self.recomputed:
+            return discard_output(produce, consume, x, preserve_rng_state=self.preserve_rng_state)
+        y, x = produce(x)
+        return consume(y), x
 
     def offloading(self, name: str, module: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Around a run of the part ``name``."""

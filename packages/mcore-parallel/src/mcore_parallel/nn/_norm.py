@@ -3,7 +3,7 @@
 """Normalisation over the last dim."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -52,12 +52,19 @@ class RMSNorm(nn.Module):
         """1, stored less 1 when that is how the weight is stored."""
         return _initial_value(name, shape, self.zero_centered)
 
-    def forward(self, x: Tensor) -> Tensor:
+    @overload
+    def forward(self, x: Tensor) -> Tensor: ...
+    @overload
+    def forward(self, x: Tensor, *, residual: Literal[True]) -> tuple[Tensor, Tensor]: ...
+    def forward(self, x: Tensor, *, residual: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """[..., D] -> the same; with ``residual`` also x, whose further gradients the norm's backward adds to its own on a GPU."""
         if has_kernel(x):
-            return fused_rms_norm(x, self.weight, self.epsilon, shift=float(self.zero_centered))
+            found = fused_rms_norm(x, self.weight, self.epsilon, shift=float(self.zero_centered))
+            return found if residual else found[0]
         wide = x if x.dtype == torch.float64 else x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
-        return (wide * scale * _factor(self.weight, self.zero_centered)).to(x.dtype)
+        y = (wide * scale * _factor(self.weight, self.zero_centered)).to(x.dtype)
+        return (y, x) if residual else y
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, epsilon={self.epsilon}, zero_centered={self.zero_centered}, partial={self.partial}"
@@ -103,13 +110,20 @@ class LayerNorm(nn.Module):
         """1, stored less 1 when that is how the weight is stored, and 0 for the bias."""
         return _initial_value(name, shape, self.zero_centered)
 
-    def forward(self, x: Tensor) -> Tensor:
+    @overload
+    def forward(self, x: Tensor) -> Tensor: ...
+    @overload
+    def forward(self, x: Tensor, *, residual: Literal[True]) -> tuple[Tensor, Tensor]: ...
+    def forward(self, x: Tensor, *, residual: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """As ``RMSNorm``."""
         if has_kernel(x):
-            return fused_layer_norm(x, self.weight, self.bias, self.epsilon, shift=float(self.zero_centered))
+            found = fused_layer_norm(x, self.weight, self.bias, self.epsilon, shift=float(self.zero_centered))
+            return found if residual else found[0]
         wide = x if x.dtype == torch.float64 else x.float()
         centred = wide - wide.mean(-1, keepdim=True)
         scale = torch.rsqrt(centred.square().mean(-1, keepdim=True) + self.epsilon)
-        return (centred * scale * _factor(self.weight, self.zero_centered) + self.bias).to(x.dtype)
+        y = (centred * scale * _factor(self.weight, self.zero_centered) + self.bias).to(x.dtype)
+        return (y, x) if residual else y
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, epsilon={self.epsilon}, zero_centered={self.zero_centered}, partial={self.partial}"

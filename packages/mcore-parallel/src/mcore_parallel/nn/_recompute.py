@@ -113,7 +113,11 @@ def recompute(function: Callable[..., Any], *inputs: Any, preserve_rng_state: bo
 
 
 def discard_output(
-    produce: Callable[[Tensor], Tensor], consume: Callable[[Tensor], Any], x: Tensor, *, preserve_rng_state: bool = True
+    produce: Callable[[Tensor], Tensor | tuple[Tensor, Tensor]],
+    consume: Callable[[Tensor], Any],
+    x: Tensor,
+    *,
+    preserve_rng_state: bool = True,
 ) -> Any:
     """``consume(produce(x))`` that keeps neither what ``produce`` would keep nor its output, but ``x``.
 
@@ -122,7 +126,7 @@ def discard_output(
     what to keep, and this steps aside.
 
     Args:
-        produce: cheap; gives the same result when called again.
+        produce: cheap; gives the same result when called again. It may give a second tensor, which is kept and returned beside the result.
         consume: reads the output; nothing of the output may be used elsewhere.
         x: input of ``produce``.
         preserve_rng_state: as in ``recompute``.
@@ -134,17 +138,23 @@ def discard_output(
         True
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return consume(produce(x))
+        y, more = _pair(produce(x))
+        return consume(y) if more is None else (consume(y), more)
     frame = _Frame(produce, x, preserve_rng_state)
     with saved_tensors_hooks(frame.pack_inner, _unpack):
-        y = produce(x)
+        y, more = _pair(produce(x))
     storage = y.untyped_storage().data_ptr()
 
     def pack(tensor: Tensor) -> Any:
         return frame.pack_output(tensor) if tensor.untyped_storage().data_ptr() == storage else tensor
 
     with saved_tensors_hooks(pack, _unpack):
-        return consume(y)
+        result = consume(y)
+    return result if more is None else (result, more)
+
+
+def _pair(made: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
+    return made if isinstance(made, tuple) else (made, None)
 
 
 class _Slot:
@@ -158,7 +168,7 @@ class _Slot:
 class _Frame:
     """One run of ``produce`` and the slots that wait for its second one."""
 
-    def __init__(self, produce: Callable[[Tensor], Tensor], x: Tensor, preserve_rng_state: bool) -> None:
+    def __init__(self, produce: Callable[[Tensor], Any], x: Tensor, preserve_rng_state: bool) -> None:
         self.produce = produce
         self.kept = _Keep.apply(torch.empty(0, requires_grad=True), x)
         self.needs_grad = x.requires_grad
@@ -179,7 +189,7 @@ class _Frame:
         x = self.kept.grad_fn.saved_tensors[0].detach().requires_grad_(self.needs_grad)
         replayed = contextlib.nullcontext() if self.random is None else self.random.replayed()
         with torch.enable_grad(), saved_tensors_hooks(lambda tensor: inner.append(tensor.detach()), _never), replayed:
-            output = self.produce(x).detach()
+            output = _pair(self.produce(x))[0].detach()
         if len(inner) != self.num_inner:
             raise RuntimeError(
                 f"the second run saved {len(inner)} tensors, the first {self.num_inner}; the function must do the same each time"

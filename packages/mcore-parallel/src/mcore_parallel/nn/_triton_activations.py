@@ -41,8 +41,12 @@ def activate_backward(
     gated: bool,
     offset: float,
     clamp: float | None,
+    again: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of the input [N, W], in the dtype of ``grad``, and of the weights [N] float32; ``scale`` is the one of a narrow input."""
+    """Gradients of the input [N, W], in the dtype of ``grad``, and of the weights [N] float32; ``scale`` is the one of a narrow input.
+
+    With ``again`` the result without weights overwrites ``grad``.
+    """
     rows, width = grad_NF.shape
     grad_x_NW = torch.empty((rows, (1 + gated) * width), dtype=grad_NF.dtype, device=grad_NF.device)
     blocks = triton.cdiv(width, _BLOCK)
@@ -50,7 +54,7 @@ def activate_backward(
     if grad_NF.numel():
         _activation_backward_kernel[(rows * blocks,)](
             grad_NF, x_NW, scale_N, bias_W, weights_N, grad_x_NW, parts_NB, grad_NF.stride(0), x_NW.stride(0), width, blocks,
-            offset, clamp or 0.0, CURVE=curve, GATED=gated, CUTS=clamp is not None, BLOCK=_BLOCK, num_warps=4,
+            offset, clamp or 0.0, CURVE=curve, GATED=gated, CUTS=clamp is not None, AGAIN=again, BLOCK=_BLOCK, num_warps=4,
         )  # fmt: skip
     return grad_x_NW, None if parts_NB is None else parts_NB.sum(1)
 
@@ -182,7 +186,7 @@ def _activation_store_kernel(
 @triton.jit
 def _activation_backward_kernel(
     grad_ptr, x_ptr, scale_ptr, bias_ptr, weights_ptr, grad_x_ptr, parts_ptr, grad_stride, x_stride, width, blocks, offset, clamp,
-    CURVE: tl.constexpr, GATED: tl.constexpr, CUTS: tl.constexpr, BLOCK: tl.constexpr,
+    CURVE: tl.constexpr, GATED: tl.constexpr, CUTS: tl.constexpr, AGAIN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) // blocks).to(tl.int64)
     block = tl.program_id(0) % blocks
@@ -225,5 +229,7 @@ def _activation_backward_kernel(
     if CUTS:
         grad_gate = tl.where(cut, 0.0, grad_gate)
     tl.store(line_out_ptr + lanes, grad_gate.to(element), mask=inside)
+    if AGAIN:
+        tl.store(grad_ptr + row * grad_stride + lanes, out.to(grad_ptr.dtype.element_ty), mask=inside)
     if parts_ptr is not None:
         tl.store(parts_ptr + row * blocks + block, tl.sum(tl.where(inside, grad * out, 0.0), 0))

@@ -36,9 +36,16 @@ def norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor | None, epsilon: float, 
 
 
 def norm_backward(
-    grad_TD: Tensor, x_TD: Tensor, weight_D: Tensor, scale_T: Tensor, mean_T: Tensor | None, shift: float
+    grad_TD: Tensor,
+    residual_TD: Tensor | None,
+    x_TD: Tensor,
+    weight_D: Tensor,
+    scale_T: Tensor,
+    mean_T: Tensor | None,
+    shift: float,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of x, of the weight, and with means of the bias; the latter two are summed in a fixed order."""
+    """Gradients of x, to which ``residual`` is added, of the weight, and with means of the bias; the latter two are summed in a fixed
+    order."""
     tokens, width = x_TD.shape
     grad_x_TD = torch.empty((tokens, width), dtype=x_TD.dtype, device=x_TD.device)
     constants, layer = _row_constants(width), mean_T is not None
@@ -47,8 +54,9 @@ def norm_backward(
     parts_2PD = torch.empty((1 + layer, programs, width), dtype=torch.float32, device=x_TD.device)
     if tokens:
         _norm_backward_kernel[(programs,)](
-            grad_TD, x_TD, weight_D, scale_T, mean_T, grad_x_TD, parts_2PD,
-            grad_TD.stride(0), x_TD.stride(0), tokens, width, shift, LAYER=layer, **constants,
+            grad_TD, residual_TD, x_TD, weight_D, scale_T, mean_T, grad_x_TD, parts_2PD,
+            grad_TD.stride(0), 0 if residual_TD is None else residual_TD.stride(0), x_TD.stride(0), tokens, width, shift,
+            LAYER=layer, **constants,
         )  # fmt: skip
     totals_2D = torch.empty((1 + layer, width), dtype=weight_D.dtype, device=x_TD.device)
     grid = (triton.cdiv(width, _TOTAL_COLUMNS), 1 + layer)
@@ -144,8 +152,8 @@ def _norm_kernel(
 
 @triton.jit
 def _norm_backward_kernel(
-    grad_ptr, x_ptr, weight_ptr, scale_ptr, mean_ptr, grad_x_ptr, parts_ptr, grad_stride, x_stride, tokens, width, shift,
-    LAYER: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    grad_ptr, residual_ptr, x_ptr, weight_ptr, scale_ptr, mean_ptr, grad_x_ptr, parts_ptr,
+    grad_stride, residual_stride, x_stride, tokens, width, shift, LAYER: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
@@ -168,6 +176,8 @@ def _norm_backward_kernel(
         next_grad = tl.load(grad_ptr + rows[:, None] * grad_stride + lanes[None, :], mask=inside, other=0.0)
         next_x = tl.load(x_ptr + rows[:, None] * x_stride + lanes[None, :], mask=inside, other=0.0)
         scale = tl.load(scale_ptr + at, mask=at < tokens, other=0.0)[:, None]
+        if residual_ptr is not None:
+            residual = tl.load(residual_ptr + at[:, None] * residual_stride + lanes[None, :], mask=here, other=0.0)
         if LAYER:
             x -= tl.load(mean_ptr + at, mask=at < tokens, other=0.0)[:, None]
             bias_total += grad
@@ -177,7 +187,10 @@ def _norm_backward_kernel(
         grad_x = inner - unit * (tl.sum(inner * unit, 1) / width)[:, None]
         if LAYER:
             grad_x -= (tl.sum(inner, 1) / width)[:, None]
-        tl.store(grad_x_ptr + at[:, None] * width + lanes[None, :], (grad_x * scale).to(grad_x_ptr.dtype.element_ty), mask=here)
+        grad_x *= scale
+        if residual_ptr is not None:
+            grad_x += residual.to(tl.float32)
+        tl.store(grad_x_ptr + at[:, None] * width + lanes[None, :], grad_x.to(grad_x_ptr.dtype.element_ty), mask=here)
         total += grad * unit
     tl.store(parts_ptr + program * width + lanes, tl.sum(total, 0), mask=columns)
     if LAYER:

@@ -129,10 +129,10 @@ class OptimizerConfig:
     use_distributed_optimizer: bool = False
     """States exist for this rank's slices only; the data-parallel config must say the same."""
     use_precision_aware_optimizer: bool = False
-    """Allow the narrow states below."""
+    """Allow the narrow moments below."""
     store_param_remainders: bool = True
-    """With the precision-aware optimizer and bfloat16 parameters: keep the low 16 bits of the float32 master only; the upper ones are
-    the parameter. The parameter then rounds ties away from zero."""
+    """Of a bfloat16 parameter keep the low 16 bits of the float32 master only; the upper ones are the parameter. The updates and the saved
+    state are those of a whole master (False), and so is the parameter, but that ties round away from zero in place of to even."""
     exp_avg_dtype: torch.dtype = torch.float32
     exp_avg_sq_dtype: torch.dtype = torch.float32
     """Of the moments: float32, bfloat16, or, with a scale for each 1024 elements, float16 or float8_e4m3fn."""

@@ -39,7 +39,7 @@ class Unit:
         self.master: Holder
         if parameter.dtype in WIDE:
             self.master = Plain(self.target)
-        elif narrow and config.store_param_remainders and parameter.dtype == torch.bfloat16:
+        elif config.store_param_remainders and parameter.dtype == torch.bfloat16:
             self.master = Remainder(torch.zeros_like(self.target, dtype=torch.int16), self.target)
         else:
             self.master = Master(self.target.float(), self.target)

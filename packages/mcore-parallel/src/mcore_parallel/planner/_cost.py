@@ -5,10 +5,10 @@
 from dataclasses import dataclass
 
 from mcore_parallel.nn import RecomputeConfig
-from mcore_parallel.planner._activations import sizes
 from mcore_parallel.planner._errors import PlannerError
 from mcore_parallel.planner._model import ModelSizes
 from mcore_parallel.planner._parameters import stage_parts, static_bytes
+from mcore_parallel.planner._sizes import sizes
 from mcore_parallel.planner._workload import Layout, Workload
 
 

@@ -16,7 +16,8 @@ from torch import nn
 from mcore_parallel._groups import ProcessGroups
 from mcore_parallel._shards import ShardSpec, named_shards
 from mcore_parallel.data_parallel import lay_out_slices
-from mcore_parallel.models import GPTModel, LayerPattern, Site, TransformerConfig, dense_feed_forward, place_layers
+from mcore_parallel.models import GPTModel, Site, TransformerConfig, dense_feed_forward, place_layers
+from mcore_parallel.models._pattern import read_pattern
 from mcore_parallel.optim import OptimizerConfig
 from mcore_parallel.pipeline import PipelineConfig
 from mcore_parallel.planner._model import ModelSizes
@@ -57,7 +58,7 @@ class Part:
 @functools.lru_cache(maxsize=4096)
 def stage_parts(config: TransformerConfig, pp: int, vpp: int, stage: int) -> tuple[Part, ...]:
     """The chunks of one stage, in order."""
-    pattern = None if config.hybrid_layer_pattern is None else LayerPattern.parse(config.hybrid_layer_pattern)
+    pattern = read_pattern(config.hybrid_layer_pattern)
     depths = ("L",) * config.mtp_num_layers if pattern is None else pattern.mtp
     symbols = "L" * config.num_layers if pattern is None else pattern.layers
     chunks = place_layers(config, PipelineConfig(), num_stages=pp, num_chunks=vpp).of_rank(stage)
@@ -150,7 +151,7 @@ def static_bytes(workload: Workload, layout: Layout, stage: int, *, exact: bool)
 def state_bytes(optimizer: OptimizerConfig, dtype: torch.dtype) -> float:
     """Bytes of master and moments an element that this rank updates, with the scales of narrow moments."""
     narrow = optimizer.use_precision_aware_optimizer
-    master = 0 if dtype == torch.float32 else 2 if narrow and optimizer.store_param_remainders and dtype == torch.bfloat16 else 4
+    master = 0 if dtype == torch.float32 else 2 if optimizer.store_param_remainders and dtype == torch.bfloat16 else 4
     adam = optimizer.optimizer != "sgd"
     moments = [optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype] if adam else [torch.float32]
     stored = sum((kind.itemsize if narrow else 4) + (4 / 1024 if narrow and _scaled(kind) else 0) for kind in moments)

@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Output projection and cross entropy in one, a few tokens at a time."""
 
+import contextlib
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from mcore_parallel.tensor_parallel._weight_gradient import MainGradient, Weight
 # T tokens, D model, V vocabulary, v = V / group size columns of this rank, C tokens of a chunk
 
 _CHUNK_LOGITS = 1 << 28
-"""Logits that exist at a time: half a gibibyte in bfloat16. Smaller chunks add more often to the weight gradient."""
+"""Logits that exist at a time: half a gibibyte in bfloat16, or more where ``early_chunk`` says so."""
 
 
 @overload
@@ -74,22 +75,23 @@ def fused_linear_cross_entropy(
     main_grad: MainGradient | None = None,
     queue: WeightGradientQueue | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``vocab_parallel_cross_entropy(hidden @ weight.T, target)`` that never holds the logits of all tokens.
+    """``vocab_parallel_cross_entropy(hidden @ weight.T, target)`` that holds the logits of a part of the tokens at a time.
 
     Without ``token_weights`` the backward computes the logits of a chunk again (four products in all instead of three) and is
     right for any gradient that arrives. With them the forward computes the gradients too (three products), for the case
     that the backward only scales them: it must arrive as one number for all tokens, as that of ``losses.sum()``, which is seen from
-    its strides; any other gradient takes the general way and costs the extra product.
+    its strides; any other gradient takes the general way, unless there is a single chunk, and costs the extra product.
 
-    The weight gradient is accumulated over the chunks in float32 (or wider) and rounded once. Nothing is added atomically:
-    equal inputs give equal bits.
+    The weight gradient is accumulated over the chunks in float32 (or wider) and rounded once; of a single chunk it is one product. Nothing
+    is added atomically: equal inputs give equal bits.
 
     Args:
         hidden: [T, D], the same on all ranks; its gradient is summed over the group. With ``sequence_parallel`` this rank's [T / size, D].
         weight: [V / size, D], this rank's rows.
         target: [T] int64 global ids; a negative one has loss 0 and no gradient.
         group: ranks that share the vocabulary.
-        chunk_tokens: tokens whose logits exist at a time; None for as many as give 2^28 logits.
+        chunk_tokens: tokens whose logits exist at a time; None for as many as give 2^28 logits, or with ``token_weights`` for as many as
+            take the memory of the float32 sum of the weight gradient, or of all tokens if they take no more than that sum and a chunk.
         label_smoothing: as in ``vocab_parallel_cross_entropy``.
         with_entropy: return the entropy of every token's distribution too; differentiable unless ``token_weights`` are given.
         token_weights: [T] float; the losses are multiplied by them.
@@ -140,19 +142,21 @@ def fused_linear_cross_entropy(
         entropy=with_entropy,
         temperature=temperature,
     )
+    width, depth = weight.shape
+    early = token_weights is not None and torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     job = _Job(
         group=group,
         maths=maths,
-        chunks=token_chunks(tokens, weight.shape[0], chunk_tokens),
+        chunks=token_chunks(tokens, width, chunk_tokens, early_chunk(tokens, width, depth, weight.itemsize) if early else None),
         sequence_parallel=sequence_parallel,
         main_grad=main_grad,
         queue=queue,
     )
-    if token_weights is None or not torch.is_grad_enabled() or not (hidden.requires_grad or weight.requires_grad):
+    if early:
+        loss_T, entropy_T = _Precomputed.apply(hidden, weight, target, token_weights, job)
+    else:
         loss_T, entropy_T = _Recomputed.apply(hidden, weight, target, job)
         loss_T = loss_T if token_weights is None else loss_T * token_weights
-    else:
-        loss_T, entropy_T = _Precomputed.apply(hidden, weight, target, token_weights, job)
     return (loss_T, entropy_T) if with_entropy else loss_T
 
 
@@ -246,15 +250,22 @@ class _Recomputed(torch.autograd.Function):
 
 
 class _Precomputed(torch.autograd.Function):
-    """Gradients in the forward; the backward scales them."""
+    """Gradients in the forward; the backward scales them.
+
+    Of a single chunk the gradient of the logits is kept and the weight's is one product in the backward, which adds it where it belongs:
+    over several chunks every one reads and writes a wide sum, and the backward once more.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight_vD: Tensor, target_T: Tensor, weights_T: Tensor, job: _Job) -> Any:
         labels = Labels.of(target_T, weight_vD.shape[0], job.maths.vocab_size, job.group.rank)
         whole_TD, valid = job.whole(hidden), job.valid(weight_vD)
         weights_T = torch.where(labels.counted_T, weights_T, 0.0).to(maths_dtype(hidden))
-        gradients = _Gradients(whole_TD, weight_vD, job, ctx.needs_input_grad[:2])
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        later = wants_weight and len(job.chunks) == 1
+        gradients = _Gradients(whole_TD, weight_vD, job, (wants_hidden, wants_weight and not later))
         results: list[RowResult] = []
+        factors: tuple[Tensor | None, Tensor | None] = None, None
         for begin, end in job.chunks:
             logits_Cv = F.linear(whole_TD[begin:end], weight_vD)
             column_C = labels.column_T[begin:end]
@@ -262,10 +273,13 @@ class _Precomputed(torch.autograd.Function):
             results.append(part)
             to_gradient_(logits_Cv, column_C, valid, job.maths, part.log_norm_T, weights_T[begin:end])
             gradients.add((begin, end), logits_Cv)
+            if later:
+                factors = logits_Cv, whole_TD
             del logits_Cv  # before the next ones are made
         result = join_rows(results)
         loss_T = torch.where(labels.counted_T, result.loss_T, 0.0)
-        _save(ctx, hidden, weight_vD, labels, result, job, loss_T, weights_T, gradients.hidden_sum(), _in_dtype(gradients, job))
+        made = (gradients.hidden_sum(), _in_dtype(gradients, job), *factors)
+        _save(ctx, hidden, weight_vD, labels, result, job, loss_T, weights_T, *made)
         if result.entropy_T is not None:
             ctx.mark_non_differentiable(result.entropy_T)
         return loss_T * weights_T, result.entropy_T
@@ -275,22 +289,29 @@ class _Precomputed(torch.autograd.Function):
         grad_T: Tensor | None = grads[0]
         if grad_T is None:
             return None, None, None, None, None
-        loss_T, weights_T, grad_hidden, grad_weight = ctx.saved_tensors[6:]
+        loss_T, weights_T, grad_hidden, grad_weight, grad_Tv, whole_TD = ctx.saved_tensors[6:]
         grad_weights = grad_T * loss_T if ctx.needs_input_grad[3] else None
-        if grad_T.numel() > 1 and grad_T.stride() != (0,):
+        job: _Job = ctx.job
+        alike = grad_T.numel() <= 1 or grad_T.stride() == (0,)
+        if not alike and len(job.chunks) > 1:
             return (*_recompute_gradients(ctx, grad_T * weights_T, None), None, grad_weights, None)
-        scale = grad_T[0] if grad_T.numel() else grad_T.new_zeros(())
+        scale = (grad_T[:1] if alike else grad_T).unsqueeze(-1)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        grad_hidden = None if grad_hidden is None or not wants_hidden else grad_hidden * scale.to(grad_hidden.dtype)
-        grad_weight = grad_weight if wants_weight else None
-        if grad_weight is not None:
-            main_grad = ctx.job.main_grad
-            if main_grad is None:
-                grad_weight = (grad_weight * scale.to(grad_weight.dtype)).to(ctx.saved_tensors[1].dtype)
-            else:
-                main_grad.add_scaled(grad_weight, scale)
-                grad_weight = None
-        return grad_hidden, grad_weight, None, grad_weights, None
+        main_grad = job.main_grad
+        if wants_weight and grad_Tv is not None:
+            # The smaller factor is scaled, token by token if need be.
+            x_TD = whole_TD * scale.to(whole_TD.dtype)
+            grad_weight = grad_Tv.T @ x_TD if main_grad is None else main_grad.add_product(grad_Tv, x_TD)
+            del x_TD
+        elif wants_weight and main_grad is not None:
+            grad_weight = main_grad.add_scaled(grad_weight, scale[0, 0])
+        else:
+            grad_weight = (grad_weight * scale.to(grad_weight.dtype)).to(ctx.saved_tensors[1].dtype) if wants_weight else None
+        if not wants_hidden or grad_hidden is None:
+            return None, grad_weight, None, grad_weights, None
+        if job.sequence_parallel and not alike:
+            scale = scale.chunk(job.group.size)[job.group.rank]
+        return grad_hidden * scale.to(grad_hidden.dtype), grad_weight, None, grad_weights, None
 
 
 def _save(ctx: Any, hidden: Tensor, weight_vD: Tensor, labels: Labels, result: RowResult, job: _Job, *more: Tensor | None) -> None:
@@ -320,21 +341,17 @@ def _gradients(job: _Job, arguments: tuple[Any, ...], wants: tuple[bool, bool]) 
         return None, None
     whole_TD, valid = job.whole(hidden), job.valid(weight_vD)
     main_grad = job.main_grad if wants[1] else None
-    if main_grad is not None and main_grad.begin is not None:
-        main_grad.begin()
-    gradients = _Gradients(whole_TD, weight_vD, job, wants, None if main_grad is None else main_grad.total)
-    for begin, end in job.chunks:
-        logits_Cv = F.linear(whole_TD[begin:end], weight_vD)
-        part = [None if x is None else x[begin:end] for x in (log_norm_T, grad_T, entropy_T, entropy_grad_T)]
-        assert part[0] is not None and part[1] is not None
-        to_gradient_(logits_Cv, column_T[begin:end], valid, job.maths, part[0], part[1], part[2], part[3])
-        gradients.add((begin, end), logits_Cv)
-        del logits_Cv  # before the next ones are made
-    if main_grad is not None:
-        if main_grad.done is not None:
-            main_grad.done()
-        return gradients.hidden_sum(), None
-    return gradients.hidden_sum(), None if gradients.weight is None else gradients.weight.to(weight_vD.dtype)
+    with contextlib.nullcontext() if main_grad is None else main_grad.open() as total:
+        gradients = _Gradients(whole_TD, weight_vD, job, wants, total)
+        for begin, end in job.chunks:
+            logits_Cv = F.linear(whole_TD[begin:end], weight_vD)
+            part = [None if x is None else x[begin:end] for x in (log_norm_T, grad_T, entropy_T, entropy_grad_T)]
+            assert part[0] is not None and part[1] is not None
+            to_gradient_(logits_Cv, column_T[begin:end], valid, job.maths, part[0], part[1], part[2], part[3])
+            gradients.add((begin, end), logits_Cv)
+            del logits_Cv  # before the next ones are made
+    own = None if main_grad is not None or gradients.weight is None else gradients.weight.to(weight_vD.dtype)
+    return gradients.hidden_sum(), own
 
 
 def _in_dtype(gradients: _Gradients, job: _Job) -> Tensor | None:
@@ -356,9 +373,34 @@ def join_rows(results: list[RowResult]) -> RowResult:
     )
 
 
-def token_chunks(tokens: int, width: int, chunk_tokens: int | None) -> tuple[tuple[int, int], ...]:
-    """Even chunks, multiples of 128 where the size is ours to choose; at least one."""
-    return tuple(_spans(tokens, chunk_tokens or _even(tokens, max(128, _CHUNK_LOGITS // width)))) or ((0, 0),)
+def early_chunk(tokens: int, width: int, depth: int, itemsize: int) -> int:
+    """Most tokens whose logits exist at a time where gradients are computed in the forward.
+
+    A chunk more reads and writes the wide sum of the weight gradient, 4 v D bytes, once more, and the backward reads that and adds it; one
+    chunk alone needs no such sum. So a chunk may take as much memory as the sum, and a single one as much as both.
+
+    Args:
+        tokens: T.
+        width: v.
+        depth: D.
+        itemsize: bytes of a logit.
+    """
+    as_sum = depth * max(4, itemsize) // itemsize
+    most = max(128, _CHUNK_LOGITS // width, as_sum)
+    return max(1, tokens) if tokens <= most + as_sum else most
+
+
+def token_chunks(tokens: int, width: int, chunk_tokens: int | None, most: int | None = None) -> tuple[tuple[int, int], ...]:
+    """Even chunks, multiples of 128 where the size is ours to choose; at least one.
+
+    Args:
+        tokens: T.
+        width: v.
+        chunk_tokens: size of a chunk; None to choose one.
+        most: largest size to choose; None for that of 2^28 logits.
+    """
+    most = max(128, _CHUNK_LOGITS // width) if most is None else most
+    return tuple(_spans(tokens, chunk_tokens or _even(tokens, most))) or ((0, 0),)
 
 
 def _even(tokens: int, most: int) -> int:

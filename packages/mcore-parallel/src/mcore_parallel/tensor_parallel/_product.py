@@ -67,6 +67,18 @@ class LossProducts(Protocol):
         ...
 
 
+class InputMaker(Protocol):
+    """Makes the input of a product from something that is kept in its place."""
+
+    def make(self, source: Tensor) -> Tensor:
+        """[T, W] -> [T, I]; the same bits each time."""
+        ...
+
+    def unmake(self, grad_TI: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradient of the result -> that of the source, and the result once more; the gradient's memory may be used for it."""
+        ...
+
+
 class ProductLayer(nn.Module):
     """What the layers of one weight share: where the gradient of that goes, and who computes the products."""
 
@@ -129,9 +141,12 @@ def column_product(x: Tensor, weight_OI: Tensor, route: Route) -> Tensor:
     return _ColumnProduct.apply(x, weight_OI, route)
 
 
-def row_product(x: Tensor, weight_OI: Tensor, route: Route) -> Tensor:
-    """Sum over the group of x W^T, scattered to this rank's tokens under sequence parallelism."""
-    return _RowProduct.apply(x, weight_OI, route)
+def row_product(x: Tensor, weight_OI: Tensor, route: Route, maker: InputMaker | None = None) -> Tensor:
+    """Sum over the group of x W^T, scattered to this rank's tokens under sequence parallelism.
+
+    With a maker ``x`` is the source of the product's input, and what the backward keeps.
+    """
+    return _RowProduct.apply(x, weight_OI, route, maker)
 
 
 class _ColumnProduct(torch.autograd.Function):
@@ -171,8 +186,10 @@ class _ColumnProduct(torch.autograd.Function):
 
 class _RowProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_OI: Tensor, route: Route) -> Tensor:
-        _save(ctx, x, weight_OI, route)
+    def forward(ctx: Any, x: Tensor, weight_OI: Tensor, route: Route, maker: InputMaker | None) -> Tensor:
+        _save(ctx, x, weight_OI, route, source=maker is not None)
+        ctx.maker = maker
+        x = x if maker is None else maker.make(x)
         if route.pieces == 1:
             reduce: Callable[[Tensor, Group], Tensor] = reduce_scatter if route.sequence_parallel else all_reduce
             return reduce(F.linear(x, weight_OI), route.group)
@@ -202,6 +219,10 @@ class _RowProduct(torch.autograd.Function):
         if ctx.needs_input_grad[0] and grad_x is None:
             assert whole_grad is not None
             grad_x = whole_grad @ weight_OI
+        maker: InputMaker | None = ctx.maker
+        if maker is not None:
+            # The input comes back beside its gradient, before the product that reads it.
+            grad_x, x = (None, maker.make(x)) if grad_x is None else maker.unmake(grad_x, x)
         if wants_weight:
             assert whole_grad is not None
             if route.later is not None and route.later.jobs is not None:
@@ -210,13 +231,13 @@ class _RowProduct(torch.autograd.Function):
                 route.queue.put(functools.partial(_weight_product, route, whole_grad, x))
             else:
                 grad_weight = _weight_product(route, whole_grad, x)
-        return grad_x, grad_weight, None
+        return grad_x, grad_weight, None, None
 
 
-def _save(ctx: Any, x: Tensor, weight_OI: Tensor, route: Route) -> None:
-    """Keep what a gradient needs only: of a frozen weight no input, of an input without gradient no weight."""
+def _save(ctx: Any, x: Tensor, weight_OI: Tensor, route: Route, *, source: bool = False) -> None:
+    """Keep what a gradient needs only: of a frozen weight no input, unless that is a source, of an input without gradient no weight."""
     wants_x, wants_weight = ctx.needs_input_grad[:2]
-    ctx.save_for_backward(x if wants_weight else None, weight_OI if wants_x else None)
+    ctx.save_for_backward(x if wants_weight or (source and wants_x) else None, weight_OI if wants_x else None)
     ctx.route, ctx.later = route, route.later
 
 
