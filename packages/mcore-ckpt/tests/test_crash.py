@@ -18,6 +18,7 @@ from mcore_ckpt import CheckpointManager
 from mcore_ckpt.assets import read_asset
 from mcore_ckpt.inspect import verify
 from mcore_ckpt.storage import LocalFolder
+from tests.support.kills import die_at
 
 class Here(LocalFolder):
     # Written by a thread of this process, which can then be killed at each operation.
@@ -31,20 +32,7 @@ root = sys.argv[1]
 OPERATIONS = ("open", "write", "fsync", "replace", "unlink", "rmdir", "mkdir")
 
 def child(folder, kill_at, mode):
-    count = 0
-    def deadly(real):
-        def call(*args, **kwargs):
-            nonlocal count
-            if count == kill_at:
-                if real is write and len(args[1]) > 1:
-                    real(args[0], args[1][: len(args[1]) // 2])
-                os.kill(os.getpid(), signal.SIGKILL)
-            count += 1
-            return real(*args, **kwargs)
-        return call
-    write = os.write
-    for name in OPERATIONS:
-        setattr(os, name, deadly(getattr(os, name)))
+    die_at(kill_at, OPERATIONS)
     manager = CheckpointManager(Here(folder) if mode == "thread" else folder, keep=1, assets={"run/notes": b"step two"})
     request = manager.save(2, {"w": torch.full((64,), 2.0), "v": torch.full((8,), 2.0)}, {"step": 2}, asynchronous=mode != "sync")
     if request:

@@ -334,6 +334,7 @@ import torch
 import torch.distributed as dist
 from mcore_ckpt import CheckpointingException, LocalCheckpoints
 from mcore_ckpt.storage import LocalFolder
+from tests.support.kills import die_at
 
 class Here(LocalFolder):
     # Written by a thread of this process, which can then be killed at each operation.
@@ -366,20 +367,7 @@ def survives(kill_at, asynchronous):
 
     def lost(rank, local, state):
         local.save(1, state, {"step": 1})
-        count = 0
-        def deadly(real):
-            def call(*args, **kwargs):
-                nonlocal count
-                if count == kill_at:
-                    if real is write and len(args[1]) > 1:
-                        real(args[0], args[1][: len(args[1]) // 2])
-                    os.kill(os.getpid(), signal.SIGKILL)
-                count += 1
-                return real(*args, **kwargs)
-            return call
-        write = os.write
-        for name in ("open", "write", "fsync", "replace", "unlink") if rank else ():
-            setattr(os, name, deadly(getattr(os, name)))
+        die_at(kill_at, ("open", "write", "fsync", "replace", "unlink") if rank else ())
         for value in state.values():
             value += 100
         try:
