@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from mcore_parallel import Group
 from mcore_parallel.context_parallel import SequenceSplitError, sequence_lengths, zigzag_indices, zigzag_inverse
+from mcore_parallel.context_parallel._cudnn import _has_its_mask
 from mcore_parallel.context_parallel._ring import plan_ring
 from mcore_parallel.context_parallel._tiles import plan_tiles
 from mcore_parallel.context_parallel._zigzag import segments
@@ -54,6 +55,12 @@ def test_the_shares_of_two_packed_sequences() -> None:
     assert zigzag_indices(6, 1, 0).tolist() == list(range(6))
 
 
+def as_flash_kernels_take_it(window: tuple[int, int], keys: int) -> tuple[int, int]:
+    """A limit beyond the keys is none, and none beside another limit is the number of keys."""
+    left, right = (limit if limit < keys else -1 for limit in window)
+    return (left, right) if left < 0 and right < 0 else (keys if left < 0 else left, keys if right < 0 else right)
+
+
 @settings(max_examples=60, deadline=None)
 @given(layouts(), windows)
 def test_tiles_cover_each_visible_score_once(layout: tuple[int, list[int]], window: tuple[int, int]) -> None:
@@ -70,7 +77,7 @@ def test_tiles_cover_each_visible_score_once(layout: tuple[int, list[int]], wind
                 rows = tile.queries.rows(torch.device("cpu"))
                 assert len(rows.unique()) == len(rows)
                 for i, n, j, m in zip(tile.queries.starts, tile.queries.lengths, tile.keys.starts, tile.keys.lengths, strict=True):
-                    low, high = tile.window
+                    low, high = as_flash_kernels_take_it(tile.window, max(tile.keys.lengths))
                     block = torch.arange(m) - torch.arange(n)[:, None] - (m - n)
                     inside = ((low < 0) | (block >= -low)) & ((high < 0) | (block <= high))
                     # A query without a key would have a log-sum-exp of minus infinity.
@@ -163,3 +170,14 @@ def test_batches_that_cannot_be_cut_are_refused() -> None:
         share_of(short, 2, 0)
     with pytest.raises(SequenceSplitError, match=r"cu_seqlens end at 8"):
         dataclasses.replace(short).step()
+
+
+def test_cudnn_takes_every_tile_of_whole_causal_sequences() -> None:
+    for size in (1, 2, 4, 8):
+        for rank in range(size):
+            tiles = [tile for round_ in plan_ring([256 * size, 256 * size], size, rank, (-1, 0)) for tile in round_.tiles]
+            assert tiles and all(_has_its_mask(tile) for tile in tiles)
+    assert not any(_has_its_mask(tile) for round_ in plan_ring([1024], 2, 0, (100, 0)) for tile in round_.tiles)
+    assert not any(_has_its_mask(tile) for round_ in plan_ring([64], 1, 0, (-1, 0)) for tile in round_.tiles)
+    # Two sequences of different lengths are no batch.
+    assert not any(_has_its_mask(tile) for round_ in plan_ring([1024, 512], 1, 0, (-1, 0)) for tile in round_.tiles)

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from mcore_parallel import Group, ParallelPlan, ProcessGroups
 from mcore_parallel.context_parallel import context_parallel_attention, zigzag_indices
+from mcore_parallel.context_parallel._cudnn import CudnnAttention
 from mcore_parallel.context_parallel._flash import FlashAttention
 from mcore_parallel.context_parallel._partial import PartialAttention, TorchAttention
-from mcore_parallel.context_parallel._ring import Round, ring_attention
+from mcore_parallel.context_parallel._ring import Round, plan_ring, ring_attention
 from mcore_parallel.context_parallel._tiles import plan_tiles
 from mcore_parallel.context_parallel._zigzag import segments
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
@@ -62,13 +63,37 @@ def results(
     return [out.detach().double(), *(x.double() for x in torch.autograd.grad(out, leaves, grad))]
 
 
+@pytest.mark.parametrize("kernel", [FlashAttention(), CudnnAttention()], ids=["flash", "cudnn"])
 @pytest.mark.parametrize("rank", [0, 1, 3])
 @pytest.mark.parametrize(("lengths", "kv_heads", "window", "sunk"), CASES)
-def test_flash_is_as_close_to_float64_as_bfloat16_allows(lengths, kv_heads, window, sunk, rank) -> None:
+def test_kernels_are_as_close_to_float64_as_bfloat16_allows(lengths, kv_heads, window, sunk, rank, kernel) -> None:
     exact = results(TorchAttention(), torch.float64, lengths, kv_heads, window, sunk, rank)
-    ours = results(FlashAttention(), torch.bfloat16, lengths, kv_heads, window, sunk, rank)
+    ours = results(kernel, torch.bfloat16, lengths, kv_heads, window, sunk, rank)
     for found, wanted in zip(ours, exact, strict=True):
         assert (found - wanted).norm() <= 1e-2 * wanted.norm()
+
+
+@pytest.mark.parametrize("kernel", [FlashAttention(), CudnnAttention()], ids=["flash", "cudnn"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(("lengths", "kv_heads", "window", "sunk"), [*CASES, ((2048, 2048), 2, (-1, 0), False)])
+def test_every_tile_of_a_ring_is_right(lengths, kv_heads, window, sunk, size, kernel) -> None:
+    del sunk
+    T = sum(lengths) // size
+    q, k, v, _, grad = (x[:T] for x in draw(lengths, kv_heads, 64))
+    exact, wide = TorchAttention(), [x.double() for x in (q, k, v, grad)]
+    for rank in range(size):
+        for round_ in plan_ring(lengths, size, rank, window):
+            for tile in round_.tiles:
+                out, lse = kernel.forward(q, k, v, tile, 0.125)
+                wanted, norms = exact.forward(*wide[:3], tile, 0.125)
+                rows = tile.queries.rows(q.device)
+                whole = wide[0].new_zeros(T, HEADS, 64).index_copy_(0, rows, wanted)
+                sums = wide[0].new_zeros(T, HEADS).index_copy_(0, rows, norms)
+                found = kernel.backward(grad, q, k, v, whole.to(q.dtype), sums.float(), tile, 0.125)
+                grads = exact.backward(wide[3], *wide[:3], whole, sums, tile, 0.125)
+                for name, ours, theirs in zip(["out", "dq", "dk", "dv"], (out, *found), (wanted, *grads), strict=True):
+                    assert (ours.double() - theirs).norm() <= 1e-2 * theirs.norm(), (name, rank, round_.distance, tile)
+                assert (lse.double() - norms).abs().max() <= 1e-2, (rank, round_.distance, tile)
 
 
 def test_heads_of_any_width_go_to_the_flash_kernel() -> None:

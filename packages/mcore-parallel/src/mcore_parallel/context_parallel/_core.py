@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from mcore_parallel._groups import Group
 from mcore_parallel.comm import gather_from_sequence_parallel_region
+from mcore_parallel.context_parallel._cudnn import CudnnAttention, cudnn_can_run
 from mcore_parallel.context_parallel._errors import HeadSplitError, SequenceSplitError
 from mcore_parallel.context_parallel._flash import HEAD_DIM_MULTIPLE, FlashAttention, flash_can_run
 from mcore_parallel.context_parallel._heads import join_heads, permute_rows, repeated_kv_heads, split_heads
@@ -38,8 +39,8 @@ class ContextParallelAttention:
     """Attention to whole sequences from a rank that holds a share of each, by one way of communication.
 
     Conforms to ``mcore_parallel.nn.AttentionCore``. It also works on one rank, and is there the way to a window, a sink and packed
-    sequences. Scores are computed by torch's flash kernels for bfloat16 and float16 on a GPU, else by the plain formula in float32 or
-    float64, which holds the scores of a block.
+    sequences. Scores are computed by cuDNN's or torch's flash kernels for bfloat16 and float16 on a GPU, else by the plain formula in
+    float32 or float64, which holds the scores of a block.
 
     Args:
         gathered: all ranks' keys and values come here at once.
@@ -105,7 +106,8 @@ class ContextParallelAttention:
             widest = max(q.shape[-1], width)
             even = widest + -widest % HEAD_DIM_MULTIPLE
             q, k, v = (x if x.shape[-1] == even else F.pad(x, (0, even - x.shape[-1])) for x in (q, k, v))
-        out = ring_attention(q, k, v, sink, layout.rounds, self.ring, FlashAttention() if flash else TorchAttention(), scale)
+        kernel = TorchAttention() if not flash else CudnnAttention() if cudnn_can_run(q) else FlashAttention()
+        out = ring_attention(q, k, v, sink, layout.rounds, self.ring, kernel, scale)
         out = out[..., :width]
         return out if self.heads.size == 1 else join_heads(out, self.heads, layout.order, layout.places)
 

@@ -106,7 +106,7 @@ def plan_tiles(queries: Sequence[Sequence[Segment]], keys: Sequence[Sequence[Seg
 
 
 def plan_blocks(queries: Sequence[Segment], keys: Sequence[Segment], window: Window) -> list[Block]:
-    """The blocks of one sequence; neighbours that one window describes are one block."""
+    """The blocks of one sequence; neighbours that one window describes are one block, with no more queries than keys under a window."""
     found: list[Block] = []
     for own in queries:
         row: list[Block] = []
@@ -122,7 +122,7 @@ def plan_blocks(queries: Sequence[Segment], keys: Sequence[Segment], window: Win
             last, block = found.pop(), row.pop()
             row = [block._replace(query=last.query, queries=last.queries + block.queries)]
         found += row
-    return found
+    return [part for block in found for part in _no_taller_than_wide(block)]
 
 
 def _block(own: Segment, theirs: Segment, window: Window) -> Block | None:
@@ -144,6 +144,25 @@ def _block(own: Segment, theirs: Segment, window: Window) -> Block | None:
     left = -1 if left >= keys - 1 else left
     right = -1 if right >= queries - 1 else right
     return Block(own.row + q0 - own.position, queries, theirs.row + k0 - theirs.position, keys, (left, right))
+
+
+def _no_taller_than_wide(block: Block) -> list[Block]:
+    """The block, cut where its limits begin and end if it has a window and more queries than keys.
+
+    The flash kernels take no limit that exceeds the number of keys: they take it for none, and none on the right for that number.
+    """
+    left, right = block.window
+    if block.window == (-1, -1) or block.queries <= block.keys:
+        return [block]
+    under_right = block.queries - right if right >= 0 else 0
+    under_left = block.queries - block.keys + left + 1 if left >= 0 else block.queries
+    found = []
+    for begin, end in itertools.pairwise(sorted({0, under_right, under_left, block.queries})):
+        # Limits are counted from the last query.
+        behind = block.queries - end
+        window = left + behind if begin >= under_left else -1, right - behind if end <= under_right else -1
+        found.append(block._replace(query=block.query + begin, queries=end - begin, window=window))
+    return found
 
 
 def _extends_keys(first: Block, second: Block) -> bool:
