@@ -25,13 +25,20 @@ class LlamaShape:
     num_groups: int
     vocab: int
     seq_len: int
+    num_experts: int = 0
+    """0 for a dense feed-forward, else ``num_choices`` of them compute a token, together as wide as ``feed_forward``."""
+    num_choices: int = 1
 
 
 class Block(nn.Module):
-    """One layer; ``cudnn`` computes attention by that library, with keys and values repeated for it, else torch chooses."""
+    """One layer; ``cudnn`` computes attention by that library, with keys and values repeated for it, else torch chooses.
 
-    def __init__(self, shape: LlamaShape, *, cudnn: bool) -> None:
+    ``attend`` computes it instead, from [B, A, S, D] each.
+    """
+
+    def __init__(self, shape: LlamaShape, *, cudnn: bool, attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None) -> None:
         super().__init__()
+        self.attend = attend
         self.width, self.repeats, self.cudnn = shape.hidden // shape.num_heads, shape.num_heads // shape.num_groups, cudnn
         linear = functools.partial(nn.Linear, bias=False)
         self.norm_1, self.norm_2 = nn.RMSNorm(shape.hidden), nn.RMSNorm(shape.hidden)
@@ -45,7 +52,9 @@ class Block(nn.Module):
         h = self.norm_1(x_BSH)
         q, k, v = (product(h).view(batch, length, -1, self.width).transpose(1, 2) for product in (self.q, self.k, self.v))
         q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
-        if self.cudnn:
+        if self.attend is not None:
+            y = self.attend(q, k, v)
+        elif self.cudnn:
             k, v = (x.repeat_interleave(self.repeats, dim=1) for x in (k, v))
             with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
                 y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -64,10 +73,10 @@ def _rotated(x_BASD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Llama(nn.Module):
     """Tokens [B, S] -> logits [B, S, V]."""
 
-    def __init__(self, shape: LlamaShape, *, cudnn: bool = False) -> None:
+    def __init__(self, shape: LlamaShape, *, cudnn: bool = False, attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None) -> None:
         super().__init__()
         self.embedding = nn.Embedding(shape.vocab, shape.hidden)
-        self.blocks = nn.ModuleList(Block(shape, cudnn=cudnn) for _ in range(shape.num_layers))
+        self.blocks = nn.ModuleList(Block(shape, cudnn=cudnn, attend=attend) for _ in range(shape.num_layers))
         self.norm = nn.RMSNorm(shape.hidden)
         self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
 

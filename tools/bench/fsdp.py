@@ -6,10 +6,12 @@ python -m tools.bench.fsdp --runs dense-8b:fsdp2,dp2,mbs2,gbs4 dense-8b:ours,dp2
 
 A run names a model and, by commas: who shards (ours, fsdp2, or trunk: ours around mcore_parallel's layers with its optimizer, or ddp: those
 layers and that optimizer in mcore_parallel's DistributedDataParallel, state divided unless no_shard is said), dpN ranks, mbsN sequences a
-micro-batch, gbsN a step, lN layers instead of the model's, and optionally no_shard, optim or optim_grads (else parameters are sharded too),
-narrow (gradients cross ranks in bfloat16 and are added in float32), cudnn (attention by cuDNN), plain (nothing is compiled), ub (buffers
-registered with NCCL), norms (of trunk and ddp: their outputs are made again in the backward), prefetchN (units gathered ahead), aheadN (at
-most that many MiB of them).
+micro-batch, gbsN a step, lN layers instead of the model's, seqN tokens a sequence, and optionally no_shard, optim or optim_grads (else
+parameters are sharded too), narrow (gradients cross ranks in bfloat16 and are added in float32), cudnn (attention by cuDNN), plain (nothing
+is compiled), ub (buffers registered with NCCL), norms (of trunk and ddp: their outputs are made again in the backward), layers (of trunk,
+ddp and fsdp2: whole layers are computed again in the backward), prefetchN (units gathered ahead), aheadN (at most that many MiB of them),
+epN (of trunk and ddp: ranks among which a layer's experts lie), cpN with heads or ring (of trunk, ddp and fsdp2: ranks among which a
+sequence lies, and how its parts meet), keep (of fsdp2: parameters stay gathered between forward and backward).
 
 On a CPU runs of one size share a world and take turns, so that a busy machine meets them alike.
 """
@@ -31,6 +33,7 @@ import torch.distributed as dist
 from mcore_parallel.models import TransformerConfig, flops_per_token
 from tools.bench._llama import Block, Llama, LlamaShape, angles, compiled_loss, initialise
 from tools.bench._record import record
+from tools.bench._sequences import ring, whole_sequences
 from tools.bench._words import parse_run
 from tools.launch import launch
 
@@ -41,10 +44,26 @@ MODELS: Mapping[str, LlamaShape] = MappingProxyType(
         "dense-1b": replace(_LLAMA_3, num_layers=16, hidden=2048, feed_forward=8192),
         "dense-8b-l8": replace(_LLAMA_3, num_layers=8),
         "dense-8b": _LLAMA_3,
+        "dense-30b": replace(_LLAMA_3, num_layers=48, hidden=7168, feed_forward=20480, num_heads=56),
+        "moe-15b": LlamaShape(
+            num_layers=24,
+            hidden=2048,
+            feed_forward=8 * 768,
+            num_heads=32,
+            num_groups=4,
+            vocab=151936,
+            seq_len=4096,
+            num_experts=128,
+            num_choices=8,
+        ),
+        "moe-tiny": LlamaShape(
+            num_layers=4, hidden=64, feed_forward=64, num_heads=4, num_groups=2, vocab=512, seq_len=32, num_experts=8, num_choices=2
+        ),
     }
 )
-_NUMBERS = ("dp", "mbs", "gbs", "l", "prefetch", "ahead")
-_FLAGS = ("ours", "fsdp2", "trunk", "ddp", "no_shard", "optim", "optim_grads", "narrow", "cudnn", "plain", "ub", "norms")
+_NUMBERS = ("dp", "cp", "ep", "mbs", "gbs", "l", "seq", "prefetch", "ahead")
+_WAYS = ("ours", "fsdp2", "trunk", "ddp")
+_FLAGS = (*_WAYS, "no_shard", "optim", "optim_grads", "narrow", "cudnn", "plain", "ub", "norms", "layers", "heads", "ring", "keep")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +78,24 @@ class Run:
     @classmethod
     def parse(cls, text: str) -> "Run":
         model, found, flags = parse_run(text, models=MODELS, numbers=_NUMBERS, flags=_FLAGS)
-        numbers = {"dp": 1, "mbs": 1, "prefetch": 1, **found}
+        numbers = {"dp": 1, "cp": 1, "ep": 1, "mbs": 1, "prefetch": 1, **found}
         numbers.setdefault("gbs", numbers["dp"] * numbers["mbs"])
-        shape = replace(MODELS[model], num_layers=numbers.get("l", MODELS[model].num_layers))
-        return cls(text=text, shape=shape, numbers=numbers, flags=flags)
+        shape = MODELS[model]
+        shape = replace(shape, num_layers=numbers.get("l", shape.num_layers), seq_len=numbers.get("seq", shape.seq_len))
+        run = cls(text=text, shape=shape, numbers=numbers, flags=flags)
+        if shape.num_experts and run.way not in ("trunk", "ddp"):
+            raise SystemExit(f"run {text!r} has experts, which plain modules have not; add trunk or ddp")
+        if numbers["cp"] > 1 and (run.way == "ours" or not {"heads", "ring"} & set(flags)):
+            raise SystemExit(f"run {text!r} splits sequences; add trunk, ddp or fsdp2, and heads or ring")
+        return run
+
+    @property
+    def way(self) -> str:
+        return next((flag for flag in self.flags if flag in _WAYS), "ours")
+
+    @property
+    def ranks(self) -> int:
+        return self.numbers["dp"] * self.numbers["cp"]
 
     @property
     def strategy(self) -> str:
@@ -87,15 +120,19 @@ Step = Callable[[], torch.Tensor | float]
 def build(run: Run, device: torch.device) -> Step:
     """A whole training step on this rank's random tokens."""
     torch.manual_seed(0)
-    if "trunk" in run.flags or "ddp" in run.flags:
+    if run.way in ("trunk", "ddp"):
         return _trunk(run, device)
     compiles = device.type == "cuda" and "plain" not in run.flags
+    attend, share = None, _all_of
+    if run.numbers["cp"] > 1:
+        mesh = dist.device_mesh.init_device_mesh(device.type, (run.numbers["dp"], run.numbers["cp"]), mesh_dim_names=("dp", "cp"))
+        attend, share = (ring if "ring" in run.flags else whole_sequences)(mesh["cp"])
     with torch.device("meta"):
-        net = Llama(run.shape, cudnn="cudnn" in run.flags)
+        net = Llama(run.shape, cudnn="cudnn" in run.flags, attend=attend)
     if compiles:
         for block in net.blocks:
-            block.compile(fullgraph=True)
-    model, optimizer, clip, last = (_torch if "fsdp2" in run.flags else _ours)(run, net, device)
+            block.compile(fullgraph="ring" not in run.flags)
+    model, optimizer, clip, last = (_torch if run.way == "fsdp2" else _ours)(run, net, device)
     cos, sin = angles(run.shape, device)
     data = _tokens(run, device)
     loss_of = compiled_loss(compiles)
@@ -106,14 +143,21 @@ def build(run: Run, device: torch.device) -> Step:
         for index in range(count):
             with last(index == count - 1):
                 x = data[index % len(data)]
-                loss = loss_of(model(x[:, :-1], cos, sin), x[:, 1:]) / count
-                loss.backward()
+                with share(x[:, :-1], x[:, 1:], cos, sin, dims=(1, 1, 0, 0)) as (tokens, labels, *turns):
+                    loss = loss_of(model(tokens, *turns), labels) / count
+                    loss.backward()
         clip()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss.detach() * count
 
     return step
+
+
+@contextlib.contextmanager
+def _all_of(*tensors: torch.Tensor, dims: tuple[int, ...]) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Of sequences that lie on one rank."""
+    yield tensors
 
 
 def _ours(run: Run, net: Llama, device: torch.device) -> tuple[Any, Any, Step, Any]:
@@ -146,14 +190,16 @@ def _ours(run: Run, net: Llama, device: torch.device) -> tuple[Any, Any, Step, A
 
 
 def _torch(run: Run, net: Llama, device: torch.device) -> tuple[Any, Any, Step, Any]:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     cuda = device.type == "cuda"
-    mesh = dist.device_mesh.init_device_mesh(device.type, (run.numbers["dp"],))
+    mesh = dist.device_mesh.init_device_mesh(device.type, (run.ranks,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if cuda else MixedPrecisionPolicy()
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
-    for block in net.blocks:
-        fully_shard(block, reshard_after_forward=run.numbers["dp"] > 1, **options)
+    for index, block in enumerate(net.blocks):
+        net.blocks[index] = block = checkpoint_wrapper(block) if "layers" in run.flags else block
+        fully_shard(block, reshard_after_forward=run.ranks > 1 and "keep" not in run.flags, **options)
     fully_shard([net.norm, net.head], **options)
     model: Any = fully_shard(net, **options)
     model.to_empty(device=device)
@@ -171,7 +217,9 @@ def _torch(run: Run, net: Llama, device: torch.device) -> tuple[Any, Any, Step, 
 
 
 def _trunk(run: Run, device: torch.device) -> Step:
+    from mcore_moe import MoEConfig, moe_feed_forward
     from mcore_parallel import ParallelPlan, ProcessGroups
+    from mcore_parallel.context_parallel import context_parallel_attention
     from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
     from mcore_parallel.models import GPTModel
     from mcore_parallel.nn import RecomputeConfig
@@ -179,21 +227,31 @@ def _trunk(run: Run, device: torch.device) -> Step:
     from mcore_parallel.training import Batch, CrossEntropyObjective, train_step
     from tools.fully_sharded import FullyShardedModel
 
-    groups = ProcessGroups.build(ParallelPlan(dp=run.numbers["dp"]))
-    place: dict[str, Any] = {"dtype": torch.bfloat16 if device.type == "cuda" else torch.float32, "device": device, "seed": None}
-    model = GPTModel(run.config(), groups, recompute=RecomputeConfig(modules=("norm",)) if "norms" in run.flags else None, **place)
+    groups = ProcessGroups.build(ParallelPlan(dp=run.numbers["dp"], cp=run.numbers["cp"], ep=run.numbers["ep"]))
+    options: dict[str, Any] = {"dtype": torch.bfloat16 if device.type == "cuda" else torch.float32, "device": device, "seed": None}
+    if "layers" in run.flags:
+        options["recompute"] = RecomputeConfig(granularity="full")
+    elif "norms" in run.flags:
+        options["recompute"] = RecomputeConfig(modules=("norm",))
+    if run.numbers["cp"] > 1:
+        options["attention_core"] = context_parallel_attention(groups, "p2p" if "ring" in run.flags else "a2a")
+    if run.shape.num_experts:
+        experts = MoEConfig(num_moe_experts=run.shape.num_experts, moe_router_topk=run.shape.num_choices, moe_aux_loss_coeff=0.01)
+        width = run.shape.feed_forward // run.shape.num_choices
+        options["feed_forward"] = moe_feed_forward(replace(experts, moe_ffn_hidden_size=width))
+    model = GPTModel(run.config(), groups, **options)
     with torch.no_grad():
         for module in model.modules():
             initialise(module)
-    divides = "ddp" not in run.flags or run.strategy != "no_shard"
+    divides = run.way == "trunk" or run.strategy != "no_shard"
     sharded: Any
-    if "ddp" in run.flags:
+    if run.way == "ddp":
         sharded = DistributedDataParallel(DistributedDataParallelConfig(use_distributed_optimizer=divides), model, groups)
     else:
         sharded = FullyShardedModel(model, groups, zero_dp_strategy=run.strategy)
-    options = OptimizerConfig(lr=1e-4, weight_decay=0.01, clip_grad=1.0, use_distributed_optimizer=divides)
-    optimizer = MegatronOptimizer(options, sharded, groups)
-    whole = model if "ddp" in run.flags else sharded
+    settings = OptimizerConfig(lr=1e-4, weight_decay=0.01, clip_grad=1.0, use_distributed_optimizer=divides)
+    optimizer = MegatronOptimizer(settings, sharded, groups)
+    whole = model if run.way == "ddp" else sharded
     mask = torch.ones(run.numbers["mbs"], run.shape.seq_len, device=device)
     data = [Batch(tokens=x[:, :-1].contiguous(), labels=x[:, 1:].contiguous(), loss_mask=mask) for x in _tokens(run, device)]
     batches = [data[index % len(data)] for index in range(run.num_microbatches)]
@@ -201,7 +259,7 @@ def _trunk(run: Run, device: torch.device) -> Step:
 
 
 def _tokens(run: Run, device: torch.device) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(dist.get_rank())
+    generator = torch.Generator().manual_seed(dist.get_rank() // run.numbers["cp"])
     return [torch.randint(run.shape.vocab, (run.numbers["mbs"], run.shape.seq_len + 1), generator=generator).to(device) for _ in range(4)]
 
 
@@ -279,11 +337,11 @@ def main() -> None:
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     batches: list[list[Run]] = [[run] for run in arguments.runs]
     if kind == "cpu":
-        sizes = dict.fromkeys(run.numbers["dp"] for run in arguments.runs)
-        batches = [[run for run in arguments.runs if run.numbers["dp"] == size] for size in sizes]
+        sizes = dict.fromkeys(run.ranks for run in arguments.runs)
+        batches = [[run for run in arguments.runs if run.ranks == size] for size in sizes]
     rows = []
     for runs in batches:
-        size = runs[0].numbers["dp"]
+        size = runs[0].ranks
         options = {"kind": kind, "warmup": arguments.warmup, "steps": arguments.steps}
         try:
             values = launch(measure, size, device=kind, runs=runs, timeout_s=arguments.timeout_s, **options)
@@ -300,9 +358,9 @@ def main() -> None:
 
 def _row(run: Run, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     slowest = max(rank["ms"] for rank in ranks)
-    per_rank = run.numbers["gbs"] * run.shape.seq_len / slowest * 1e3 / run.numbers["dp"]
+    per_rank = run.numbers["gbs"] * run.shape.seq_len / slowest * 1e3 / run.ranks
     row: dict[str, Any] = {
-        "run": run.text, "layers": run.shape.num_layers, "ranks": run.numbers["dp"], "ms": round(slowest, 2),
+        "run": run.text, "layers": run.shape.num_layers, "ranks": run.ranks, "ms": round(slowest, 2),
         "tokens_per_s_per_rank": round(per_rank),
         "tflops_per_rank": round(per_rank * flops_per_token(run.config(), run.shape.seq_len) / 1e12, 1),
     }  # fmt: skip
