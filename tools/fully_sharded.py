@@ -41,6 +41,7 @@ class FullyShardedModel(nn.ModuleList):
         meshes = {view: _mesh(groups.data(view), chunks[0]) for view in ("dense", "expert")}
         super().__init__([_shard(chunk, meshes, zero_dp_strategy) for chunk in chunks])
         self.groups = groups
+        self._divides_gradients = zero_dp_strategy in ("optim_grads", "optim_grads_params")
         # Not a child: its parameters have names already.
         self._whole = (model,)
         self._specs = {shard.name: shard.spec for shard in shards}
@@ -70,9 +71,9 @@ class FullyShardedModel(nn.ModuleList):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside only accumulate."""
+        """Backwards inside only accumulate; gradients that are divided are summed in every backward, and no rank keeps whole ones."""
         with ExitStack() as stack:
-            for chunk in self.chunks:
+            for chunk in [] if self._divides_gradients else self.chunks:
                 stack.enter_context(chunk.no_sync())
             yield
 

@@ -103,6 +103,25 @@ def test_gradients_are_sums_over_micro_batches_and_replicas(world, name: str) ->
         assert covered(pieces) == {name: gradient.numel() for name, gradient in expected.items()}
 
 
+def check_held(name: str) -> tuple[int, int]:
+    """Elements of gradients that a rank holds between two micro-batches, and of all parameters."""
+    groups = ProcessGroups.build(ParallelPlan(dp=2))
+    model = GPTModel(CONFIG, groups, dtype=torch.float64)
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    sync = PROVIDERS[name][0](model, groups)
+    with sync.no_sync():
+        backward(sync, micro_batches(0)[groups.dp.rank])
+    held = [group.gradients for chunk in sync.chunks for group in chunk.runtime.groups]
+    return sum(gradients._whole.numel() if gradients.has_unreduced else gradients.reduced.numel() for gradients in held), numel
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize(("name", "share"), [("fully-sharded-model", 2), ("fully-sharded-model-optim", 1)])
+def test_divided_gradients_are_divided_between_micro_batches_too(world, name: str, share: int) -> None:
+    for held, numel in world(check_held, name=name):
+        assert numel / share <= held <= 1.1 * numel / share
+
+
 def covered(pieces: list[tuple[str, int, int, Tensor]]) -> dict[str, int]:
     """Elements of each parameter that are held by somebody, from the first without a gap."""
     ends: dict[str, int] = {}
