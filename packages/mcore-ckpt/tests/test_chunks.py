@@ -9,6 +9,7 @@ import torch
 
 from mcore_ckpt import ShardedTensor
 from mcore_ckpt.chunks import Box, check_tiling, find_gap, find_overlap, subtract
+from mcore_ckpt.chunks._runs import runs
 
 
 def indices(box):
@@ -111,3 +112,17 @@ def test_a_tensor_without_dense_storage_is_refused():
     for data in (torch.zeros(2, 2, device="meta"), torch.zeros(2, 2).to_sparse()):
         with pytest.raises(ValueError, match="dense tensor with storage"):
             ShardedTensor(data, (2, 2), (0, 0))
+
+
+def test_any_run_of_elements_is_boxes_of_consecutive_ones():
+    rng = random.Random(4)
+    for shape in ((), (1,), (9,), (4, 5), (3, 1, 4), (2, 3, 2, 2)):
+        numbers = torch.arange(torch.Size(shape).numel()).reshape(shape)
+        for _ in range(60):
+            begin, end = sorted(rng.randint(0, numbers.numel()) for _ in range(2))
+            found = list(runs(shape, begin, end))
+            for first, box in found:
+                part = numbers[box.slices()].flatten()
+                assert part.tolist() == list(range(first, first + box.num_elements))
+            assert [number for first, box in found for number in range(first, first + box.num_elements)] == list(range(begin, end))
+            assert len(found) <= max(1, 2 * len(shape) - 1)

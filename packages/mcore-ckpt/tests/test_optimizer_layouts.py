@@ -13,6 +13,8 @@ import torch.distributed as dist
 from mcore_ckpt import CheckpointingException, ShardedTensor, Strictness, load, save
 from mcore_ckpt.manifest import read_manifest
 from mcore_ckpt.optimizer_layouts import load_any_layout, save_in_layout
+from mcore_ckpt.rewrite import Rewrite, rewrite
+from mcore_ckpt.storage import LocalFolder
 
 WEIGHT = torch.arange(60.0).reshape(5, 12)
 MOMENT = WEIGHT + 1000
@@ -97,6 +99,72 @@ def test_a_damaged_vector_and_a_lying_table_are_refused(tmp_path):
     save({"v": torch.zeros(60)}, tmp_path / "gone", extra={"optimizer_layout": {"type": "dp_reshardable", "rows": gone}})
     with pytest.raises(CheckpointingException, match="no tensor elsewhere"):
         load_any_layout({"optimizer.exp_avg.w": torch.zeros(5, 12)}, tmp_path / "gone")
+
+
+def test_a_table_whose_rows_share_elements_or_contradict_each_other_is_refused(tmp_path):
+    name, other = "optimizer.exp_avg.w", "optimizer.exp_avg.v"
+    tables = {
+        "overlap in v": [[name, "v", 0, [30], [0], [30]], [other, "v", 29, [30], [0], [30]]],
+        "contradict": [[name, "v", 0, [30], [0], [15]], [name, "v", 15, [31], [15], [15]]],
+        "no part holds": [[name, "v", 0, [5, 12], [0, 0], [4, 12]]],
+        "does not fit": [[name, "v", 1, [60], [0], [60]]],
+        "no tensor u": [[name, "u", 0, [60], [0], [60]]],
+        "malformed": [[name, ["v"], 0, [60], [0], [60]]],
+    }
+    for number, (words, table) in enumerate(tables.items()):
+        folder = tmp_path / str(number)
+        save({"v": torch.zeros(60)}, folder, extra={"optimizer_layout": {"type": "dp_reshardable", "rows": table}})
+        with pytest.raises(CheckpointingException, match=f"malformed.*{words}" if words != "malformed" else words):
+            load_any_layout({name: torch.zeros(5, 12)}, folder)
+
+
+def test_a_state_with_a_hole_is_refused_and_a_tensor_without_elements_stays(tmp_path):
+    with pytest.raises(CheckpointingException, match=r"optimizer\.exp_avg\.w: no part holds \[3:5, 0:12\]"):
+        save_in_layout({"optimizer.exp_avg.w": rows(MOMENT, 0, 3)}, tmp_path / "c", "dp_reshardable")
+    assert not (tmp_path / "c").exists()
+    state = {"optimizer.exp_avg.w": MOMENT, "optimizer.exp_avg.none": torch.zeros(0, 3)}
+    save_in_layout(state, tmp_path / "c", "dp_reshardable")
+    blank = {name: torch.zeros_like(value) for name, value in state.items()}
+    load_any_layout(blank, tmp_path / "c")
+    assert torch.equal(blank["optimizer.exp_avg.w"], MOMENT)
+
+
+class Counting(LocalFolder):
+    """Notes the bytes that are read."""
+
+    num_bytes = 0
+
+    def read_into(self, name, begin, target):
+        self.num_bytes += len(target)
+        super().read_into(name, begin, target)
+
+    def read(self, name, begin, end):
+        self.num_bytes += end - begin
+        return super().read(name, begin, end)
+
+
+@pytest.mark.parametrize("form", ["native", "torch_dist"])
+def test_vectors_are_read_once_however_they_were_cut(tmp_path, form):
+    generator = torch.Generator().manual_seed(2)
+    shapes = {"a": (7, 5, 60_001), "b": (1_300_003,), "c": (), "d": (3, 4)}
+    whole = {f"optimizer.exp_avg.{name}": torch.rand(shape, generator=generator) for name, shape in shapes.items()}
+    save_in_layout(whole, tmp_path / "flat", "dp_reshardable", format=form)
+    # Cut anew, rows of the table lie in several pieces of the vector, and pieces hold several of them.
+    rewrite(tmp_path / "flat", tmp_path / "cut", Rewrite(num_parts=5, format=form))
+    total = sum(value.nbytes for value in whole.values())
+    for name, verify in (("flat", True), ("cut", True), ("cut", "first"), ("cut", False)):
+        folder = Counting(tmp_path / name)
+        blank = {name: torch.zeros_like(value) for name, value in whole.items()}
+        load_any_layout(blank, folder, verify=verify)
+        assert all(torch.equal(blank[name], value) for name, value in whole.items()), (name, verify)
+        assert folder.num_bytes < total * (2 if verify == "first" else 1) + 60_000, (name, verify)
+        columns = {
+            "optimizer.exp_avg.a": [ShardedTensor(torch.zeros(7, 2, 30_000), shapes["a"], (0, 3, 11))],
+            "optimizer.exp_avg.d": [ShardedTensor(torch.zeros(2, 1), (3, 4), (1, 3))],
+        }
+        load_any_layout(columns, folder, verify=verify, strict=False)
+        for key, (part,) in columns.items():
+            assert torch.equal(part.data, whole[key][part.box.slices()])
 
 
 PEAK = """

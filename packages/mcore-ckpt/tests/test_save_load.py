@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import re
+import sys
 import weakref
 from types import SimpleNamespace
 
@@ -230,3 +231,28 @@ def test_a_place_without_permission_is_named():
     for place in ("/sys/kernel/run", "/proc/self/run"):
         with pytest.raises(CheckpointingException, match=f"preparing to save {place} failed on rank 0: .*{place}"):
             save({"w": torch.ones(2)}, place)
+
+
+def test_a_state_that_is_none_is_named_before_anything_is_written(tmp_path):
+    save({"a": torch.ones(3), "b": torch.ones(3, 2)}, tmp_path / "sound")
+    for state, words in (
+        (torch.nn.Linear(2, 2), r"the state is Linear; give names and tensors, such as model\.state_dict\(\)"),
+        ([torch.ones(2)], "the state is list"),
+        ({3: torch.ones(2)}, "an entry called 3, which is int; names are strings"),
+        ({"model": {"w": torch.ones(2)}}, r"model is dict; .*under names such as model\.weight"),
+    ):
+        with pytest.raises(CheckpointingException, match=words):
+            save(state, tmp_path / "c")
+        with pytest.raises(CheckpointingException, match=words):
+            load(state, tmp_path / "sound")
+    assert not (tmp_path / "c").exists()
+    wanted = {"a": torch.zeros(3), "b": torch.zeros(3, 1).expand(3, 2)}
+    with pytest.raises(CheckpointingException, match="b: its elements share memory"):
+        load(wanted, tmp_path / "sound")
+    assert not wanted["a"].any()
+
+
+def test_an_address_whose_library_is_missing_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(ImportError, match=r's3://bucket/run cannot be reached: .*; pip install "mcore-ckpt\[s3\]"'):
+        save({"a": torch.ones(2)}, "s3://bucket/run")

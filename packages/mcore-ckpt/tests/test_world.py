@@ -202,6 +202,50 @@ def test_a_weight_cut_by_tensor_parallelism_and_fsdp_along_one_dim_is_one_box(wo
     world(check_fsdp_times_tp, folder=str(tmp_path / "c"))
 
 
+class Answering(torch.Tensor):
+    """A tensor that answers torch's questions for chunks: some runs of rows."""
+
+    @staticmethod
+    def __new__(cls, whole, runs):
+        self = torch.Tensor._make_subclass(cls, torch.empty(whole.shape))
+        self.boxes = {(begin, 0): whole[begin:end].clone() for begin, end in runs}
+        return self
+
+    def __create_chunk_list__(self):
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [ChunkStorageMetadata(torch.Size(offset), box.size()) for offset, box in self.boxes.items()]
+
+    def __get_tensor_shard__(self, index):
+        return self.boxes[tuple(index.offset)]
+
+
+def check_chunk_protocol(folder):
+    from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shards
+
+    rank, whole = dist.get_rank(), torch.arange(18.0).reshape(6, 3)
+    split, lone = [[(0, 1), (4, 5)], [(1, 4), (5, 6)]][rank], [[(0, 2), (2, 6)], []][rank]
+
+    def half(value):
+        return init_from_local_shards([Shard.from_tensor_and_offsets(value[3 * rank : 3 * rank + 3].clone(), [3 * rank, 0], rank)], 6, 3)
+
+    save({"a": Answering(whole, split), "b": half(whole + 1), "c": Answering(whole + 2, lone)}, folder)
+    plain = {name: torch.zeros(6, 3) for name in "abc"}
+    load(plain, folder)
+    assert all(torch.equal(plain[name], whole + number) for number, name in enumerate("abc"))
+    blank = {"a": half(whole * 0), "b": Answering(whole * 0, lone), "c": Answering(whole * 0, split)}
+    load(blank, folder)
+    assert torch.equal(blank["a"].local_shards()[0].tensor, whole[3 * rank : 3 * rank + 3])
+    for number, name in ((1, "b"), (2, "c")):
+        assert all(torch.equal(box, whole[at : at + len(box)] + number) for (at, _), box in blank[name].boxes.items())
+
+
+@pytest.mark.world(2)
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_that_name_their_chunks_themselves_go_both_ways(world, tmp_path):
+    world(check_chunk_protocol, folder=str(tmp_path / "c"))
+
+
 def check_partial_sum(folder):
     from torch.distributed.tensor import DTensor, Partial, init_device_mesh
 

@@ -5,7 +5,7 @@
 import hashlib
 import json
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,14 +18,14 @@ from mcore_ckpt._control import Control, threads_each
 from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt._formats import open_shard
 from mcore_ckpt._plan import Read, assign_files, compare, plan_load
-from mcore_ckpt._sharded import ShardedTensor, as_parts
+from mcore_ckpt._sharded import ShardedTensor, as_parts, entries
 from mcore_ckpt._storage import Folder, StoredFile, digest_file, dtype_code, dtype_of, itemsize, open_folder
 from mcore_ckpt._strictness import Mismatches, Strictness, as_strictness
 from mcore_ckpt._sweep import Filling, fill_from, in_threads, sweep_file
 from mcore_ckpt.chunks import Box
 from mcore_ckpt.manifest import Manifest, TensorRecord, read_manifest
 
-__all__ = ["check_files", "find_mismatches", "load", "read_tensor"]
+__all__ = ["check_files", "find_mismatches", "load", "load_as", "read_tensor"]
 
 _DAMAGED = "its SHA-256 is not the one in the manifest; the file is damaged"
 
@@ -57,11 +57,24 @@ def load(
             tensors hold values of the checkpoint then, and the state is good for loading another only.
         ValueError: ``verify`` is none of these.
     """
+    return load_as(lambda manifest: manifest, state, directory, strict=strict, verify=verify, group=group)
+
+
+def load_as(
+    view: Callable[[Manifest], Manifest],
+    state: Mapping[str, Any],
+    directory: str | Path | Folder,
+    *,
+    strict: bool | Strictness,
+    verify: bool | Literal["first"],
+    group: dist.ProcessGroup | None,
+) -> dict[str, Any]:
+    """`load` of what ``view`` makes of the manifest, on every rank the same: other names, or other boxes in the same files."""
     if verify not in (True, False, "first"):
         raise ValueError(f"verify={verify!r} must be True, False or 'first'")
     control, folder = Control(group), open_folder(directory)
     strictness = as_strictness(strict)
-    manifest, shards, found, num_threads = _survey(control, state, folder, strictness)
+    manifest, shards, found, num_threads = _survey(control, state, folder, strictness, view)
     if found.unexpected and strictness.unexpected == "raise":
         raise CheckpointingException(f"{folder} " + "; ".join(found.told(replace(strictness, missing="ignore", shape="ignore"), "raise")))
     if control.rank == 0:
@@ -84,11 +97,17 @@ def find_mismatches(state: Mapping[str, Any], directory: str | Path | Folder, *,
         CheckpointingException: on every rank: not a checkpoint, or a value of the state that is no tensor.
     """
     everything = Strictness(missing="ignore", unexpected="ignore", shape="ignore")
-    return _survey(Control(group), state, open_folder(directory), everything, check_dtypes=False)[2]
+    return _survey(Control(group), state, open_folder(directory), everything, lambda manifest: manifest, check_dtypes=False)[2]
 
 
 def _survey(
-    control: Control, state: Mapping[str, Any], folder: Folder, strictness: Strictness, *, check_dtypes: bool = True
+    control: Control,
+    state: Mapping[str, Any],
+    folder: Folder,
+    strictness: Strictness,
+    view: Callable[[Manifest], Manifest],
+    *,
+    check_dtypes: bool = True,
 ) -> tuple[Manifest, dict[str, list[ShardedTensor]], Mismatches, int]:
     """The manifest, the parts of ``state`` that can be filled from it, what does not fit over all ranks, and threads for this rank.
 
@@ -100,9 +119,10 @@ def _survey(
     shards: dict[str, list[ShardedTensor]] = {}
 
     def look() -> dict[str, Any]:
-        manifest = read_manifest(folder)
+        manifest = view(read_manifest(folder))
         opened.append(manifest)
-        shards.update((name, as_parts(name, value)) for name, value in state.items())
+        shards.update((name, as_parts(name, value)) for name, value in entries(state))
+        _check_targets(shards)
         wanted = {name: TensorRecord(dtype_code(parts[0].data.dtype), parts[0].global_shape) for name, parts in shards.items()}
         mine = compare(wanted, manifest.tensors)
         problems = mine.told(replace(strictness, unexpected="ignore"), "raise") if check_dtypes else []
@@ -130,6 +150,13 @@ def _survey(
     told = {key: tuple(sorted({one for answer in answers for one in answer[key]})) for key in ("missing", "shapes", "dtypes")}
     num_threads = threads_each([answer["host"] for answer in answers], control.rank)
     return manifest, shards, Mismatches(unexpected=tuple(sorted(unexpected)), **told), num_threads
+
+
+def _check_targets(shards: Mapping[str, list[ShardedTensor]]) -> None:
+    for name, parts in shards.items():
+        for part in parts:
+            if any(step == 0 and size > 1 for step, size in zip(part.data.stride(), part.data.shape, strict=True)):
+                raise CheckpointingException(f"{name}: its elements share memory (it was expanded); clone it before loading")
 
 
 def check_files(
@@ -193,9 +220,12 @@ def _fill(
         if expected.sha256 and found != expected:
             raise CheckpointingException(f"{file}: {_DAMAGED}")
 
-    in_threads(sweep, swept, num_threads, [part.data for parts in shards.values() for part in parts])
-    for name, fillings in wanted.items():
-        fill_from(open_shard(StoredFile(folder, name)), fillings)
+    def pick(name: str) -> None:
+        fill_from(open_shard(StoredFile(folder, name)), wanted[name])
+
+    targets = [part.data for parts in shards.values() for part in parts]
+    in_threads(sweep, swept, num_threads, targets)
+    in_threads(pick, list(wanted), num_threads, targets)
 
 
 def read_tensor(directory: str | Path | Folder, name: str, manifest: Manifest | None = None) -> Tensor:

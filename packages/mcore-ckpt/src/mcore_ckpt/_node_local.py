@@ -27,7 +27,7 @@ from mcore_ckpt._manager import CheckpointManager
 from mcore_ckpt._node_record import NodeRecord, choose_attempt, explain_none
 from mcore_ckpt._partners import check_present, partners, pass_bytes
 from mcore_ckpt._plan import ShardRecord, encode_layout
-from mcore_ckpt._sharded import ShardedTensor, as_parts
+from mcore_ckpt._sharded import ShardedTensor, as_parts, entries
 from mcore_ckpt._staging import Staging
 from mcore_ckpt._storage import (
     Folder,
@@ -328,7 +328,7 @@ class LocalCheckpoints:
 
 def _parts(state: Mapping[str, Any]) -> dict[str, tuple[str, ShardedTensor]]:
     """This rank's parts by key, with the name of their tensor."""
-    return {f"{name}@{'.'.join(map(str, part.offset))}": (name, part) for name, value in state.items() for part in as_parts(name, value)}
+    return {f"{name}@{'.'.join(map(str, part.offset))}": (name, part) for name, value in entries(state) for part in as_parts(name, value)}
 
 
 def _layout(parts: Mapping[str, tuple[str, ShardedTensor]]) -> str:

@@ -34,7 +34,7 @@ from mcore_ckpt._plan import (
     take_share,
     tell_writes,
 )
-from mcore_ckpt._sharded import DeferredTensor, ShardedTensor, as_writable
+from mcore_ckpt._sharded import DeferredTensor, ShardedTensor, as_writable, entries
 from mcore_ckpt._staging import Staging
 from mcore_ckpt._storage import Folder, dtype_code, open_folder
 from mcore_ckpt._worker import Worker
@@ -177,7 +177,7 @@ def _prepare(
     def describe() -> dict[str, Any]:
         nonlocal layout, given
         check_extra(extra)
-        for name, value in state.items():
+        for name, value in entries(state):
             for shard in as_writable(name, value):
                 shards[name, shard.box] = shard
                 records.append(ShardRecord(name, dtype_code(shard.dtype), shard.global_shape, shard.box, shard.replica))

@@ -3,7 +3,7 @@
 """The part of a global tensor that this rank holds, from whatever describes it."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt.chunks import Box
 
-__all__ = ["DeferredTensor", "ShardLike", "ShardedTensor", "as_parts", "as_sharded", "as_writable"]
+__all__ = ["DeferredTensor", "ShardLike", "ShardedTensor", "as_parts", "as_sharded", "as_writable", "entries"]
 
 
 @runtime_checkable
@@ -105,6 +105,20 @@ class DeferredTensor:
         return self.read()
 
 
+def entries(state: Any) -> Iterator[tuple[str, Any]]:
+    """Names and values of a state.
+
+    Raises:
+        CheckpointingException: it is no mapping, or a name is no string; says what to give.
+    """
+    if not isinstance(state, Mapping):
+        raise CheckpointingException(f"the state is {type(state).__name__}; give names and tensors, such as model.state_dict()")
+    for name, value in state.items():
+        if not isinstance(name, str):
+            raise CheckpointingException(f"the state has an entry called {name!r}, which is {type(name).__name__}; names are strings")
+        yield name, value
+
+
 def as_sharded(name: str, value: Any) -> ShardedTensor:
     """``value`` as the part that this rank holds; shares its storage.
 
@@ -130,7 +144,7 @@ def as_sharded(name: str, value: Any) -> ShardedTensor:
         raise CheckpointingException(f"{name}: {error}") from error
     raise CheckpointingException(
         f"{name} is {type(value).__name__}; give a tensor, a DTensor, or an object with data, global_shape, offset and replica "
-        "(numbers and strings belong in extra)"
+        "(a dict of tensors goes in under names such as model.weight; numbers and strings belong in extra)"
     )
 
 
@@ -144,22 +158,37 @@ def as_writable(name: str, value: Any) -> Sequence[ShardedTensor | DeferredTenso
 
 
 def as_parts(name: str, value: Any) -> list[ShardedTensor]:
-    """The parts of one global tensor that this rank holds: those of a list, the boxes of a DTensor, or the one of `as_sharded`."""
+    """The parts of one global tensor that this rank holds: those of a list, the boxes that it names itself, or the one of `as_sharded`.
+
+    Boxes are named by DTensors of several, by tensors that answer torch's questions for chunks (``__create_chunk_list__`` and
+    ``__get_tensor_shard__``), and by ``torch.distributed``'s own sharded tensors.
+    """
     if isinstance(value, list | tuple):
         return [as_sharded(name, part) for part in value]
-    return _boxes(name, value) or [as_sharded(name, value)]
+    boxes = _boxes(name, value)
+    if boxes is None:
+        return [as_sharded(name, value)]
+    shape = tuple(value.shape)
+    replica = _replica(value) if hasattr(value, "device_mesh") else 0
+    # A rank that holds no box still says of what.
+    boxes = boxes or [(torch.empty((0,) * len(shape), dtype=value.dtype), (0,) * len(shape))]
+    try:
+        return [ShardedTensor(data.detach(), shape, offset, replica) for data, offset in boxes]
+    except ValueError as error:
+        raise CheckpointingException(f"{name}: {error}") from error
 
 
-def _boxes(name: str, value: Any) -> list[ShardedTensor]:
-    """The boxes of a DTensor whose local part answers torch's questions for them; else nothing."""
-    box = getattr(getattr(value, "_local_tensor", None), "__get_tensor_shard__", None)
-    if box is None:
-        return []
-    chunks = value.__create_chunk_list__()
+def _boxes(name: str, value: Any) -> list[tuple[Tensor, tuple[int, ...]]] | None:
+    """Tensors and offsets of the boxes that ``value`` names itself; None where it names none."""
+    if hasattr(value, "local_shards"):
+        return [(shard.tensor, tuple(shard.metadata.shard_offsets)) for shard in value.local_shards()]
+    # A DTensor asks its local part, which seldom knows; alone it is one box.
+    find = getattr(getattr(value, "_local_tensor", value), "__get_tensor_shard__", None)
+    if find is None:
+        return None
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
-    replica = _replica(value)
-    return [ShardedTensor(box(MetadataIndex(name, c.offsets)), tuple(value.shape), tuple(c.offsets), replica) for c in chunks]
+    return [(find(MetadataIndex(name, chunk.offsets)), tuple(chunk.offsets)) for chunk in value.__create_chunk_list__()]
 
 
 def _from_dtensor(value: Any) -> ShardedTensor:

@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Tensors filled from files: from one that is read through and hashed, on the way; from the others, what is asked of them."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,8 +28,8 @@ from mcore_ckpt.chunks import Box
 
 __all__ = ["Filling", "fill_from", "in_threads", "stored_part", "sweep_file"]
 
-_SLAB_BYTES = 32 * 2**20
-"""Of a mapped file that is copied out of at a time."""
+_SLAB_BYTES = 8 * 2**20
+"""Of a mapped file, from which a thread copies at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,13 +69,13 @@ def sweep_file(file: StoredFile, fillings: Sequence[Filling]) -> FileRecord:
     if not fillings:
         return digest_file(file)
     shard = open_shard(file)
-    by_key: dict[str, list[Filling]] = {}
+    by_chunk: dict[tuple[str, int | None], list[Filling]] = {}
     for filling in fillings:
-        by_key.setdefault(filling.read.chunk.key, []).append(filling)
+        by_chunk.setdefault((filling.read.chunk.key, filling.read.chunk.start), []).append(filling)
     takers: list[Taker] = []
     scattered: list[Filling] = []
-    for key, its in by_key.items():
-        begin = shard.begin(key)
+    for its in by_chunk.values():
+        begin = _begin(shard, its[0])
         if begin is None:
             scattered += its
         else:
@@ -84,8 +85,14 @@ def sweep_file(file: StoredFile, fillings: Sequence[Filling]) -> FileRecord:
     return record
 
 
+def _begin(shard: ShardFile, filling: Filling) -> int | None:
+    """First byte in the file of the chunk that is read; None where its elements do not follow one another."""
+    begin, start = shard.begin(filling.read.chunk.key), filling.read.chunk.start
+    return begin if begin is None or start is None else begin + start * filling.target.dtype.itemsize
+
+
 def _takers(shard: ShardFile, begin: int, fillings: Sequence[Filling]) -> Iterable[Taker]:
-    """Who takes the bytes of one stored tensor, the first of which is ``begin``."""
+    """Who takes the bytes of one chunk, the first of which is ``begin``."""
     chunk, dtype = fillings[0].read.chunk, fillings[0].target.dtype
     for filling in fillings:
         _check_slot(shard, filling.read, filling.target.dtype)
@@ -128,12 +135,14 @@ def fill_from(shard: ShardFile, fillings: Iterable[Filling]) -> None:
     for filling in fillings:
         read, target = filling.read, filling.target
         _check_slot(shard, read, target.dtype)
-        begin = shard.begin(read.chunk.key)
+        begin = _begin(shard, filling)
         if begin is not None and _is_run(filling):
             first = begin + _place(read.box.relative_to(read.chunk.box), read.chunk.box) * target.dtype.itemsize
             shard.file.read_into(first, tensor_bytes(target))
             continue
-        for piece in slabs(read.box, max(1, _SLAB_BYTES // target.dtype.itemsize)):
+        # Whole rows of the chunk are mapped, whatever part of them is wanted.
+        row, stored_row = math.prod(read.box.shape[1:]), math.prod(read.chunk.box.shape[1:])
+        for piece in slabs(read.box, max(1, _SLAB_BYTES // target.dtype.itemsize * row // max(1, stored_row))):
             part = stored_part(shard, Read(read.name, read.chunk, piece), target.dtype)
             target[piece.relative_to(read.box).slices()].copy_(part)
 
@@ -152,10 +161,15 @@ def stored_part(file: ShardFile, read: Read, dtype: torch.dtype) -> Tensor:
     Raises:
         CheckpointingException: it does not lie there as the manifest says.
     """
-    slices = _check_slot(file, read, dtype)
-    if not slices:
-        return file.tensor(read.chunk.key)
-    return file.tensor(read.chunk.key, (slices[0].start, slices[0].stop))[:, *slices[1:]]
+    slices, chunk = _check_slot(file, read, dtype), read.chunk
+    rows = (slices[0].start, slices[0].stop) if slices else (0, 1)
+    if chunk.start is not None:
+        inner = math.prod(chunk.box.shape[1:])
+        flat = file.tensor(chunk.key, (chunk.start + rows[0] * inner, chunk.start + rows[1] * inner))
+        stored = flat.reshape((rows[1] - rows[0], *chunk.box.shape[1:]) if slices else ())
+    else:
+        stored = file.tensor(chunk.key, rows if slices else None)
+    return stored[:, *slices[1:]] if slices else stored
 
 
 def _check_slot(file: ShardFile, read: Read, dtype: torch.dtype) -> tuple[slice, ...]:
@@ -165,7 +179,11 @@ def _check_slot(file: ShardFile, read: Read, dtype: torch.dtype) -> tuple[slice,
         CheckpointingException: see `stored_part`.
     """
     chunk, slot = read.chunk, file.slot(read.chunk.key)
-    if slot is None or slot.shape != chunk.box.shape or dtype_of(slot.dtype) != dtype:
+    if chunk.start is None:
+        fits = slot is not None and slot.shape == chunk.box.shape
+    else:
+        fits = slot is not None and len(slot.shape) == 1 and chunk.start + chunk.box.num_elements <= slot.shape[0]
+    if slot is None or not fits or dtype_of(slot.dtype) != dtype:
         said = "missing" if slot is None else f"{slot.dtype} {list(slot.shape)}"
         raise CheckpointingException(f"{file.file}: {chunk.key} is {said}, not what the manifest says")
     return read.box.relative_to(chunk.box).slices()

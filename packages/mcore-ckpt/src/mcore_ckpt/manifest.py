@@ -39,6 +39,8 @@ class Chunk:
     file: str
     key: str
     box: Box
+    start: int | None = None
+    """Where that tensor is flat and holds more: its first element that is one of the box, whose others follow. Never in a file."""
 
 
 @dataclass(frozen=True)

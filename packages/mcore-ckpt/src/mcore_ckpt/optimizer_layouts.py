@@ -8,34 +8,38 @@ where; so it depends on no size of a bucket, and few, long tensors are written. 
 own bytes.
 """
 
+import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from operator import add
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 
 from mcore_ckpt._control import Control
-from mcore_ckpt._errors import CheckpointingException, list_names
-from mcore_ckpt._load import check_files, load
-from mcore_ckpt._plan import assign_files, slabs
-from mcore_ckpt._reader import CheckpointReader
+from mcore_ckpt._errors import CheckpointingException
+from mcore_ckpt._load import load_as
 from mcore_ckpt._save import save
-from mcore_ckpt._sharded import ShardedTensor, as_parts
-from mcore_ckpt._storage import Folder, dtype_code, itemsize, open_folder
-from mcore_ckpt._strictness import Strictness, as_strictness
-from mcore_ckpt.chunks import Box
+from mcore_ckpt._sharded import ShardedTensor, as_parts, entries
+from mcore_ckpt._storage import Folder, dtype_code
+from mcore_ckpt._strictness import Strictness
+from mcore_ckpt.chunks import Box, check_tiling
+from mcore_ckpt.chunks._runs import runs
+from mcore_ckpt.manifest import Chunk, Manifest, TensorRecord
 
 __all__ = ["OPTIMIZER_LAYOUTS", "load_any_layout", "save_in_layout"]
 
 OPTIMIZER_LAYOUTS = ("dp_reshardable", "fully_reshardable")
 _STATE = re.compile(r"optimizer\.(master|exp_avg|exp_avg_sq|momentum)\.(.+)")
+_STORED = re.compile(r"optimizer\.state\.(param|exp_avg|exp_avg_sq|momentum)\.(.+)")
 _ON_DISK: Mapping[str, str] = MappingProxyType({"master": "param"})
+_IN_STATE: Mapping[str, str] = MappingProxyType({"param": "master"})
 _TABLE = "optimizer_layout"
-_SLAB_BYTES = 16 * 2**20
 
 
 def save_in_layout(
@@ -79,12 +83,10 @@ def load_any_layout(
     directory: str | Path | Folder,
     *,
     strict: bool | Strictness = True,
-    verify: bool = True,
+    verify: bool | Literal["first"] = True,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """`mcore_ckpt.load`, whichever layout the optimizer's state has on disk, `save`'s own included. Collective over ``group``.
-
-    Beside the state, host memory holds 16 MiB at a time.
 
     Args:
         state: as for `save_in_layout`, in any layout of ranks.
@@ -97,28 +99,28 @@ def load_any_layout(
         The extra values that were saved.
 
     Raises:
-        CheckpointingException: as `mcore_ckpt.load`.
+        CheckpointingException: as `mcore_ckpt.load`; or a table of flat state that cannot be true.
     """
-    folder, control = open_folder(directory), Control(group)
-    opened: list[CheckpointReader] = []
-    control.run(f"opening {folder}", lambda: opened.append(CheckpointReader(folder)))
-    (reader,) = opened
-    table = reader.manifest.extra.get(_TABLE)
+    return load_as(_as_state, state, directory, strict=strict, verify=verify, group=group)
+
+
+def _as_state(manifest: Manifest) -> Manifest:
+    """The manifest with the optimizer's tensors as a state names them, and without the table."""
+    table = manifest.extra.get(_TABLE)
+    if table is None:
+        return manifest
     kind = table.get("type") if isinstance(table, Mapping) else None
-    options: dict[str, Any] = {"verify": verify, "group": group}
     if kind == "dp_reshardable":
         assert isinstance(table, Mapping)
-        extra = _load_flat(state, reader, _rows(folder, table.get("rows")), as_strictness(strict), control, options)
+        try:
+            tensors = _unflatten(manifest, table.get("rows"))
+        except (TypeError, ValueError) as error:
+            raise CheckpointingException(f"the table of its optimizer state is malformed: {error}") from error
     elif kind == "fully_reshardable":
-        extra = load({_stored_name(name): value for name, value in state.items()}, folder, strict=strict, **options)
-    elif table is None:
-        return load(state, folder, strict=strict, **options)
+        tensors = {_state_name(name): record for name, record in manifest.tensors.items()}
     else:
-        raise CheckpointingException(
-            f"{folder}: its optimizer layout {kind!r} is none of {', '.join(OPTIMIZER_LAYOUTS)}; upgrade mcore-ckpt"
-        )
-    del extra[_TABLE]
-    return extra
+        raise CheckpointingException(f"its optimizer layout {kind!r} is none of {', '.join(OPTIMIZER_LAYOUTS)}; upgrade mcore-ckpt")
+    return replace(manifest, tensors=tensors, extra={key: value for key, value in manifest.extra.items() if key != _TABLE})
 
 
 def _stored_name(name: str) -> str:
@@ -126,21 +128,18 @@ def _stored_name(name: str) -> str:
     return name if found is None else f"optimizer.state.{_ON_DISK.get(found[1], found[1])}.{found[2]}"
 
 
-@dataclass(frozen=True)
-class _Row:
-    """A box of one tensor, and where it begins in which vector."""
-
-    vector: str
-    box: Box
-    start: int
+def _state_name(name: str) -> str:
+    found = _STORED.fullmatch(name)
+    return name if found is None else f"optimizer.{_IN_STATE.get(found[1], found[1])}.{found[2]}"
 
 
 def _flatten(state: Mapping[str, Any], control: Control) -> tuple[dict[str, Any], list[Any]]:
-    """The state with the optimizer's tensors as ranges of vectors, and the table of all ranks."""
+    """The state with the optimizer's tensors as ranges of vectors, and the table of all ranks; a tensor without elements stays."""
     held: dict[str, list[ShardedTensor]] = {}
 
     def tell() -> list[Any]:
-        held.update({name: as_parts(name, value) for name, value in state.items() if _STATE.fullmatch(name)})
+        found = {name: as_parts(name, value) for name, value in entries(state) if _STATE.fullmatch(name)}
+        held.update({name: parts for name, parts in found.items() if math.prod(parts[0].global_shape)})
         return [
             [name, dtype_code(part.dtype), list(part.global_shape), *part.box.to_json()]
             for name, parts in held.items()
@@ -151,6 +150,7 @@ def _flatten(state: Mapping[str, Any], control: Control) -> tuple[dict[str, Any]
     totals: dict[str, int] = {}
     rows: list[Any] = []
     places: dict[tuple[str, Box], tuple[str, int]] = {}
+    tilings: dict[str, tuple[tuple[int, ...], list[Box]]] = {}
     for answer in control.run("laying the optimizer's state out", tell):
         for name, code, shape, offset, size in answer:
             box = Box(tuple(offset), tuple(size))
@@ -162,6 +162,12 @@ def _flatten(state: Mapping[str, Any], control: Control) -> tuple[dict[str, Any]
                 places[name, box] = (vector, totals.get(vector, 0))
                 totals[vector] = totals.get(vector, 0) + box.num_elements
                 rows.append([name, vector, places[name, box][1], shape, offset, size])
+                tilings.setdefault(name, (tuple(shape), []))[1].append(box)
+    for name, (shape, boxes) in tilings.items():
+        try:
+            check_tiling(shape, boxes)
+        except ValueError as error:
+            raise CheckpointingException(f"{name}: {error}; the parts with replica 0 must cover it exactly once") from error
     laid: dict[str, Any] = {name: value for name, value in state.items() if name not in held}
     for name, parts in held.items():
         for part in parts:
@@ -172,107 +178,53 @@ def _flatten(state: Mapping[str, Any], control: Control) -> tuple[dict[str, Any]
     return laid, rows
 
 
-def _rows(folder: Folder, table: Any) -> dict[str, tuple[tuple[int, ...], list[_Row]]]:
-    """Shape and rows by tensor, of the table in a manifest.
+def _unflatten(manifest: Manifest, table: Any) -> dict[str, TensorRecord]:
+    """The tensors of a manifest, those of ``table`` as boxes that lie in vectors, and the vectors left out.
 
     Raises:
-        CheckpointingException: it is malformed.
+        ValueError: rows that cannot be true.
+        TypeError: no rows.
     """
-    found: dict[str, tuple[tuple[int, ...], list[_Row]]] = {}
-    try:
-        for name, vector, start, shape, offset, size in table:
-            box = Box.from_json([offset, size])
-            if type(start) is not int or start < 0 or not Box.whole(tuple(shape)).contains(box):
-                raise ValueError(f"the row of {name} does not fit")
-            found.setdefault(str(name), (tuple(shape), []))[1].append(_Row(str(vector), box, start))
-    except (TypeError, ValueError) as error:
-        raise CheckpointingException(f"{folder}: the table of its optimizer state is malformed: {error}") from error
-    return found
+    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+    places: dict[str, list[Chunk]] = {}
+    spans: dict[str, list[tuple[int, int, str]]] = {}
+    for name, vector, start, shape, offset, size in table:
+        box = Box.from_json([offset, size])
+        if vector not in manifest.tensors:
+            raise ValueError(f"there is no tensor {vector}")
+        record, last = manifest.tensors[vector], start + box.num_elements
+        whole = Box.whole(tuple(shape))
+        if type(start) is not int or start < 0 or len(record.shape) != 1 or last > record.shape[0] or not whole.contains(box):
+            raise ValueError(f"the row of {name} does not fit")
+        if kinds.setdefault(str(name), (record.dtype, whole.shape)) != (record.dtype, whole.shape):
+            raise ValueError(f"the rows of {name} contradict each other")
+        spans.setdefault(vector, []).append((start, last, str(name)))
+        places.setdefault(str(name), []).append(Chunk(vector, "", box, start))
+    for vector, its in spans.items():
+        its.sort()
+        for (_, last, name), (start, _, other) in pairwise(its):
+            if start < last:
+                raise ValueError(f"{name} and {other} overlap in {vector}")
+    pieces = {vector: sorted(manifest.tensors[vector].chunks, key=lambda chunk: chunk.box.offset) for vector in spans}
+    begins = {vector: [chunk.box.offset[0] for chunk in chunks] for vector, chunks in pieces.items()}
+    tensors = {name: record for name, record in manifest.tensors.items() if name not in spans}
+    for name, rows in places.items():
+        check_tiling(kinds[name][1], [row.box for row in rows])
+        tensors[name] = TensorRecord(
+            *kinds[name], tuple(chunk for row in rows for chunk in _in_vector(row, begins[row.file], pieces[row.file]))
+        )
+    return tensors
 
 
-def _load_flat(
-    state: Mapping[str, Any],
-    reader: CheckpointReader,
-    rows: Mapping[str, tuple[tuple[int, ...], list[_Row]]],
-    strictness: Strictness,
-    control: Control,
-    options: Mapping[str, Any],
-) -> dict[str, Any]:
-    folder, manifest = reader.folder, reader.manifest
-    vectors = {row.vector for _, of_one in rows.values() for row in of_one}
-    wanted: dict[str, list[ShardedTensor]] = {}
-
-    def look() -> list[str]:
-        wanted.update({name: as_parts(name, value) for name, value in state.items() if _STATE.fullmatch(name)})
-        problems = _misfits(wanted, rows, reader, strictness)
-        if problems:
-            raise CheckpointingException("the state does not fit: " + "; ".join(problems))
-        return list(state)
-
-    asked = {name for answer in control.run(f"opening {folder}", look) for name in answer}
-    unexpected = (manifest.tensors.keys() - vectors | rows.keys()) - asked
-    if unexpected and strictness.unexpected == "raise":
-        raise CheckpointingException(f"{folder} holds tensors nobody asks for: {list_names(sorted(unexpected), sorted(asked))}")
-    rest = {name: value for name, value in state.items() if name not in wanted}
-    extra = load(rest, folder, strict=replace(strictness, unexpected="ignore"), **options)
-    files = {chunk.file for vector in vectors if vector in manifest.tensors for chunk in manifest.tensors[vector].chunks}
-    share = assign_files({file: manifest.files[file].bytes for file in files}, control.size)[control.rank]
-    control.run(f"verifying {folder}", lambda: check_files(folder, manifest, share, digests=options["verify"]))
-    control.run(f"reading {folder}", lambda: _fill(wanted, rows, reader))
-    return extra
-
-
-def _misfits(
-    wanted: dict[str, list[ShardedTensor]],
-    rows: Mapping[str, tuple[tuple[int, ...], list[_Row]]],
-    reader: CheckpointReader,
-    strictness: Strictness,
-) -> list[str]:
-    """What does not fit and is not ignored, one line each; takes what is ignored out of ``wanted``."""
-    problems: list[str] = []
-    ignored: set[str] = set()
-    for name, parts in wanted.items():
-        if name not in rows:
-            ignored.add(name)
-            if strictness.missing == "raise":
-                problems.append(f"missing from the checkpoint: {list_names([name], rows)}")
-            continue
-        shape, of_one = rows[name]
-        for part in parts:
-            codes = {reader.record(row.vector).dtype for row in of_one}
-            if part.global_shape != shape:
-                ignored.add(name)
-                if strictness.shape == "raise":
-                    problems.append(f"other global shape: {name} (stored {list(shape)}, asked {list(part.global_shape)})")
-            elif codes != {dtype_code(part.dtype)}:
-                problems.append(f"other dtype: {name} (stored {', '.join(sorted(codes))}, asked {dtype_code(part.dtype)})")
-            elif sum(common.num_elements for row in of_one if (common := row.box.intersect(part.box))) != part.box.num_elements:
-                problems.append(f"{name}: its rows do not cover {part.box}")
-    for name in ignored:
-        del wanted[name]
-    return problems
-
-
-def _fill(
-    wanted: Mapping[str, Iterable[ShardedTensor]], rows: Mapping[str, tuple[tuple[int, ...], list[_Row]]], reader: CheckpointReader
-) -> None:
-    with torch.no_grad():
-        for name, parts in wanted.items():
-            for part in parts:
-                for row in rows[name][1]:
-                    common = row.box.intersect(part.box)
-                    if common is not None and common.num_elements:
-                        _copy(part, row, common, reader)
-
-
-def _copy(part: ShardedTensor, row: _Row, common: Box, reader: CheckpointReader) -> None:
-    """Fill ``common`` of the part from the row, by ranges of whole rows of its first dim."""
-    room = max(1, _SLAB_BYTES // itemsize(reader.record(row.vector).dtype))
-    inner = row.box.num_elements // row.box.shape[0] if row.box.shape else 1
-    for piece in slabs(common, max(room, inner)):
-        inside = piece.relative_to(row.box)
-        first, count = (inside.offset[0], inside.shape[0]) if inside.shape else (0, 1)
-        flat = reader.read(row.vector, Box((row.start + first * inner,), (count * inner,)))
-        stored = flat.reshape((count, *row.box.shape[1:]) if row.box.shape else ())
-        rest = inside.slices()[1:]
-        part.data[piece.relative_to(part.box).slices()].copy_(stored[:, *rest] if rest else stored)
+def _in_vector(row: Chunk, begins: Sequence[int], pieces: Sequence[Chunk]) -> Iterator[Chunk]:
+    """The chunks of a row: it is one where a piece of its vector holds all of it, as it was saved."""
+    assert row.start is not None
+    position, last = row.start, row.start + row.box.num_elements
+    number = bisect_right(begins, position) - 1
+    while position < last:
+        piece = pieces[number]
+        upto = min(last, piece.box.end[0])
+        for first, box in runs(row.box.shape, position - row.start, upto - row.start):
+            place = Box(tuple(map(add, row.box.offset, box.offset)), box.shape)
+            yield Chunk(piece.file, piece.key, place, row.start + first - piece.box.offset[0])
+        position, number = upto, number + 1

@@ -19,14 +19,18 @@ class ObjectFolder:
         options: for the file system of fsspec, such as ``endpoint_url``.
 
     Raises:
-        ImportError: fsspec, or the library of this protocol, is not installed; names it.
+        ImportError: fsspec, or the library of this protocol, is not installed; names it and says how to get it.
         ValueError: an unknown protocol.
     """
 
     def __init__(self, url: str, **options: Any) -> None:
-        from fsspec.core import url_to_fs
+        try:
+            from fsspec.core import url_to_fs
 
-        self._system, self._path = url_to_fs(url, use_listings_cache=False, **options)
+            self._system, self._path = url_to_fs(url, use_listings_cache=False, **options)
+        except ImportError as error:
+            remedy = 'pip install "mcore-ckpt[s3]"' if url.startswith("s3://") else "install the library that fsspec names"
+            raise ImportError(f"{url} cannot be reached: {error}; {remedy}") from error
         self._url = url.rstrip("/")
 
     def __str__(self) -> str:
