@@ -34,12 +34,12 @@ class Served:
 
 
 def build_engine(
-    config: RunConfig, tokenizer: Tokenizer, device: torch.device | str, *, seed: int = 0, max_length: int = 256
+    config: RunConfig, tokenizer: Tokenizer, device: torch.device | str, *, seed: int = 0, max_length: int = 256, cache_gb: float = 0.25
 ) -> DynamicInferenceEngine:
     """An engine with a model of its own, whole on this rank; its weights are those of the run's seed until some are loaded."""
     model = build_model(config, ProcessGroups.single(), device, attention_core=PagedAttention()).eval()
     assert isinstance(model, GPTModel), "a BertModel generates nothing"
-    sizes = InferenceConfig(max_sequence_length=max_length, max_requests=64, block_size_tokens=16, buffer_size_gb=0.25)
+    sizes = InferenceConfig(max_sequence_length=max_length, max_requests=64, block_size_tokens=16, buffer_size_gb=cache_gb)
     context = DynamicInferenceContext(config.model, sizes, dtype=DTYPES[config.train.dtype], device=device)
     return DynamicInferenceEngine(model, context, tokenizer, seed=seed, vocab_size=min(tokenizer.vocab_size, config.model.vocab_size))
 

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""A checkpoint alone is enough to generate and to serve: it keeps the run's settings and the tokenizer."""
+
+import dataclasses
+import json
+import shutil
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_ckpt import CheckpointingException, CheckpointManager
+from mcore_inference import SamplingParams
+from mcore_inference.server import serve
+from mcore_parallel import ProcessGroups
+from mcore_parallel.data import train_bpe
+from mcore_parallel.training import model_state
+from tools.assemble import build_model
+from tools.journey import build_engine, open_tokenizer, run_assets
+from tools.recipes import DataConfig, RunConfig, override, recipe
+from tools.serve import main, open_engine
+
+TEXT = "what a checkpoint keeps is all that a server needs to know. "
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
+    """A run with two saved steps; the tokenizer that it was told of is gone."""
+    folder = tmp_path_factory.mktemp("run")
+    train_bpe([TEXT * 20], 290, folder / "words")
+    sizes = ("model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=64", "model.vocab_size=320", "train.seq_len=48")
+    config = override(recipe("gpt_tiny"), [*sizes, "train.dtype=float32"])
+    config = dataclasses.replace(config, data=DataConfig(tokenizer=str(folder / "words")))
+    manager = CheckpointManager(folder / "checkpoints", assets=run_assets(config))
+    for step in (1, 2):
+        seeded = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=step))
+        manager.save(step, model_state(build_model(seeded, ProcessGroups.single(), "cpu"), ProcessGroups.single()))
+    shutil.move(folder / "words", folder / "elsewhere")
+    return dataclasses.replace(config, data=DataConfig(tokenizer=str(folder / "elsewhere"))), folder / "checkpoints"
+
+
+def expected(config: RunConfig, seed: int, prompt: str) -> str:
+    """What the model of a seed says, built without a checkpoint."""
+    seeded = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=seed))
+    engine = build_engine(seeded, open_tokenizer(config.data.tokenizer, config.model.vocab_size), "cpu")
+    return engine.generate([prompt], SamplingParams(temperature=0, num_tokens_to_generate=8))[0].generated_text
+
+
+def test_prompts_are_continued_by_the_newest_step_or_the_one_named(kept: tuple[RunConfig, Path], capsys: pytest.CaptureFixture) -> None:
+    config, folder = kept
+    said = [expected(config, seed, "what a") for seed in (1, 2)]
+    assert said[0] != said[1]
+    assert main([str(folder), "--prompt", "what a", "--max-tokens", "8"]) == 0
+    assert capsys.readouterr().out == f"what a{said[1]}\n"
+    assert main([str(folder / "step_00000001"), "--prompt", "what a", "--max-tokens", "8"]) == 0
+    assert capsys.readouterr().out == f"what a{said[0]}\n"
+
+
+def test_it_answers_over_http(kept: tuple[RunConfig, Path]) -> None:
+    config, folder = kept
+    body = json.dumps({"model": "run", "prompt": "what a", "max_tokens": 8, "temperature": 0}).encode()
+    with serve(open_engine(folder, "cpu", cache_gb=0.01), model_name="run") as server:
+        request = urllib.request.Request(f"{server.url}/v1/completions", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as response:
+            assert json.load(response)["choices"][0]["text"] == expected(config, 2, "what a")
+
+
+def test_what_cannot_be_served_is_named(kept: tuple[RunConfig, Path], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    _, folder = kept
+    CheckpointManager(tmp_path / "bare").save(1, {"w": torch.ones(2)})
+    with pytest.raises(CheckpointingException, match=r"step_00000001 keeps no run\.yaml and no tokenizer/tokenizer\.json; save it with"):
+        open_engine(tmp_path / "bare", "cpu")
+    shutil.copytree(folder, tmp_path / "damaged")
+    (asset,) = (tmp_path / "damaged" / "step_00000002").glob("*-asset-tokenizer+tokenizer.json")
+    asset.write_bytes(asset.read_bytes().replace(b"what", b"that", 1))
+    for arguments, words in (
+        ([str(tmp_path / "damaged"), "--prompt", "a"], "the file is damaged"),
+        ([str(tmp_path / "none"), "--prompt", "a"], "is not a checkpoint"),
+        ([str(folder), "--host", "0.0.0.0"], "give a token"),
+        ([str(folder), "--prompt", "what a " * 40], "48"),
+    ):
+        assert main(arguments) == 1, arguments
+        assert words in capsys.readouterr().err
