@@ -185,9 +185,10 @@ def check_peak(degrees: dict[str, Any], config: TransformerConfig) -> None:
     plan = ParallelPlan(**degrees)
     groups = ProcessGroups.build(plan)
     microbatches = 4
-    for dtype in (torch.bfloat16, torch.float32):
-        # Gloo copies a bucket to sum it, which shows where there are few activations.
-        for name in ("nothing",) if plan.dp > 1 else ("nothing", "norm and mlp", "layers"):
+    # Gloo copies a bucket to sum it, which shows where there are few activations.
+    choices = {torch.bfloat16: ("nothing", "norm and mlp"), torch.float32: ("nothing", "layers")}
+    for dtype, names in choices.items():
+        for name in names if plan.dp == 1 else names[:1]:
             layout = Layout(plan=plan, recompute=RECOMPUTE[name], sync=DistributedDataParallelConfig(use_distributed_optimizer=plan.dp > 1))
             measured, static = peak(groups, config, layout, dtype, microbatches)
             work = workload(config, dtype, microbatches * plan.dp)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from mcore_parallel.models import TransformerConfig
 from mcore_parallel.nn import RecomputeConfig
 from mcore_parallel.planner._parameters import Part
+from mcore_parallel.planner._sharded import UnitBytes
 from mcore_parallel.planner._sizes import WIDE, RankSizes, for_symbol, sizes
 from mcore_parallel.planner._workload import Layout, Workload
 from mcore_parallel.tensor_parallel._fused_linear import early_chunk, token_chunks
@@ -198,7 +199,9 @@ class StageActivations:
     moment: str
 
 
-def stage_activations(workload: Workload, layout: Layout, parts: tuple[Part, ...], live: int, *, kernels: bool = True) -> StageActivations:
+def stage_activations(
+    workload: Workload, layout: Layout, parts: tuple[Part, ...], live: int, *, kernels: bool = True, units: UnitBytes | None = None
+) -> StageActivations:
     """The worst moment of a stage.
 
     Args:
@@ -207,9 +210,10 @@ def stage_activations(workload: Workload, layout: Layout, parts: tuple[Part, ...
         parts: chunks of the stage.
         live: forwards (of a chunk each) that are held at once.
         kernels: as in ``sizes``.
+        units: what is whole for a moment only; None for nothing.
     """
     s, recompute = sizes(workload, layout, kernels=kernels), layout.recompute
-    fusion = layout.sync.gradient_accumulation_fusion
+    fusion, units = layout.fuses_weight_gradients, UnitBytes() if units is None else units
     config, tp = workload.model.config, layout.plan.tp
 
     def of(symbol: str) -> LayerBytes:
@@ -237,15 +241,19 @@ def stage_activations(workload: Workload, layout: Layout, parts: tuple[Part, ...
     depths = [depth for part in parts for depth in part.depths]
     each = kept + tables + (embedding_bytes(s, masked=not fusion and (kernels or s.V * layout.plan.tp != s.V)) if first else received)
     head = head_bytes(s, fusion=fusion) if last else None
-    moments = [Moment(moment.name, again + moment.extra) for layer in kinds.values() for moment in layer.moments]
+    whole_layers = units.layers(kept // max(1, chunk), chunk)
+    moments = [Moment(moment.name, again + moment.extra + whole_layers) for layer in kinds.values() for moment in layer.moments]
     if first:
         # Last of all: the embedding's gradient, when its micro-batch has let go of the layers.
         tied = last and config.share_embeddings_and_output_weights
         picked = fusion and s.kernels  # of the rows of its tokens only
-        moments.append(Moment("embedding", (tied + (not picked)) * s.e * s.V * s.D + (2 - picked) * s.e * s.T * s.D - kept))
+        extra = (tied + (not picked)) * s.e * s.V * s.D + (2 - picked) * s.e * s.T * s.D - kept
+        moments.append(Moment("embedding", extra + units.embedding_backward))
     if head is not None:
         # A depth keeps three norms, their results side by side and projected, its layers, and its loss until the backward begins.
         further = sum(3 * s.norm + 4 * s.hidden + sum(kinds[symbol].kept for symbol in depth) for depth in depths)
-        moments += [Moment(moment.name, moment.extra + further + len(depths) * head.kept) for moment in head.moments]
+        whole = {"loss": units.loss}
+        further += len(depths) * head.kept
+        moments += [Moment(moment.name, moment.extra + further + whole.get(moment.name, units.loss_backward)) for moment in head.moments]
     worst = max(moments, key=lambda moment: moment.extra)
     return StageActivations(each * live, worst.extra, worst.name)

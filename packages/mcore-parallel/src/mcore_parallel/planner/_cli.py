@@ -67,7 +67,13 @@ def _read(arguments: argparse.Namespace) -> tuple[Workload, Cluster, Limits]:
         raise PlannerError(f"{wrong[0]}={fixed[wrong[0]]} must be an integer")
     sync = DistributedDataParallelConfig(gradient_accumulation_fusion=arguments.gradient_accumulation_fusion)
     recompute = tuple(arguments.recompute or RECOMPUTE)
-    limits = Limits(fixed=fixed, recompute=recompute, sync=sync, distributed_optimizer=not arguments.no_distributed_optimizer)
+    limits = Limits(
+        fixed=fixed,
+        recompute=recompute,
+        sync=sync,
+        distributed_optimizer=not arguments.no_distributed_optimizer,
+        zero_dp_strategy="optim_grads_params" if arguments.data_parallel == "fsdp" else None,
+    )
     return workload, cluster, limits
 
 
@@ -86,6 +92,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=_DTYPES, default="bfloat16", help="of parameters and activations (default: %(default)s)")
     parser.add_argument("--fix", nargs="+", default=[], metavar="AXIS=N", help=f"look at one degree of an axis only: {', '.join(AXES)}")
     parser.add_argument("--recompute", nargs="+", choices=list(RECOMPUTE), help="choices to look at (default: all)")
+    parser.add_argument(
+        "--data-parallel", choices=("ddp", "fsdp"), default="ddp",
+        help="fsdp divides parameters and gradients among replicas, too (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--no-distributed-optimizer", action="store_true", help="every replica keeps the whole optimizer state")
     parser.add_argument("--precision-aware-optimizer", action="store_true", help="16-bit moments and master remainders")
     parser.add_argument("--gradient-accumulation-fusion", action="store_true", help="layers add their weight gradients themselves")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from mcore_parallel.nn import RecomputeConfig
 from mcore_parallel.planner._errors import PlannerError
 from mcore_parallel.planner._model import ModelSizes
-from mcore_parallel.planner._parameters import stage_parts, static_bytes
+from mcore_parallel.planner._parameters import gradient_itemsize, stage_parts, static_bytes
 from mcore_parallel.planner._sizes import sizes
 from mcore_parallel.planner._workload import Layout, Workload
 
@@ -116,7 +116,7 @@ def step_cost(workload: Workload, layout: Layout, cluster: Cluster) -> StepCost:
         context=context / cluster.bandwidth(plan.tp * plan.cp) * _CONTEXT_EXPOSED,
         expert=expert_time,
         pipeline=pipeline / cluster.bandwidth(plan.world_size) * _PIPELINE_EXPOSED,
-        data=max(0.0, data_time - compute / count * 2 / 3),
+        data=max(0.0, data_time - compute / (1 if layout.divides_grads else count) * 2 / 3),
         optimizer=(2 * static.optimizer + static.grads) / cluster.memory_bandwidth,
         bytes_sent=tensor + context + expert + pipeline + data,
     )
@@ -142,10 +142,14 @@ def _data(workload: Workload, layout: Layout, cluster: Cluster) -> tuple[float, 
         each = 3 * model.config.hidden_size * model.experts.ffn_hidden_size
         experts = model.config.num_layers * model.experts.num_experts * each // (plan.ep * plan.expert_tp * plan.pp)
     static = static_bytes(workload, layout, 0, exact=False)
-    dense = max(0, static.params // workload.dtype.itemsize - experts)
-    grad = static.grads / max(1, static.params) * workload.dtype.itemsize
+    dense = max(0, static.numel - experts)
+    grad, count = gradient_itemsize(workload, layout), layout.num_microbatches(workload)
     # A sum to slices and a gather of parameters, or a sum for all, which is a scatter and a gather of gradients.
-    each = grad + (workload.dtype.itemsize if layout.sync.use_distributed_optimizer else grad)
+    sliced = layout.sync.use_distributed_optimizer if layout.zero_dp_strategy is None else layout.zero_dp_strategy != "no_shard"
+    each = grad * (count if layout.divides_grads else 1) + (workload.dtype.itemsize if sliced else grad)
+    if layout.divides_params:
+        # Gathered for every forward and every backward.
+        each += workload.dtype.itemsize * (2 * count - 1)
     sent = time = 0.0
     for numel, replicas, span in (
         (dense, plan.dp * plan.cp, plan.tp * plan.cp * plan.dp),

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from mcore_parallel.planner._activations import stage_activations
 from mcore_parallel.planner._errors import PlannerError
 from mcore_parallel.planner._parameters import stage_parts, static_bytes
+from mcore_parallel.planner._sharded import unit_bytes
+from mcore_parallel.planner._sizes import sizes
 from mcore_parallel.planner._workload import Layout, Workload
 
 _GIB = 1 << 30
@@ -152,7 +154,8 @@ def _rank(workload: Workload, layout: Layout, stage: int, exact: bool, kernels: 
     parts = stage_parts(config, plan.pp, plan.vpp, stage)
     live = live_forwards(layout, stage, num_microbatches)
     static = static_bytes(workload, layout, stage, exact=exact)
-    found = stage_activations(workload, layout, parts, live, kernels=kernels)
+    units = unit_bytes(workload, layout, parts, sizes(workload, layout, kernels=kernels), stage)
+    found = stage_activations(workload, layout, parts, live, kernels=kernels, units=units)
     tokens = workload.micro_batch * workload.sequence // plan.cp
     # Tokens, labels and mask of the whole step lie on the device, uncut, and the positions of the live ones.
     batches = 20 * tokens * plan.cp * num_microbatches

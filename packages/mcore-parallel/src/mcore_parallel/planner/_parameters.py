@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from mcore_parallel._groups import ProcessGroups
+from mcore_parallel._plan import ParallelPlan
 from mcore_parallel._shards import ShardSpec, named_shards
 from mcore_parallel.data_parallel import lay_out_slices
 from mcore_parallel.models import GPTModel, Site, TransformerConfig, dense_feed_forward, place_layers
@@ -37,6 +38,8 @@ class StaticBytes:
     params: int
     grads: int
     optimizer: int
+    numel: int
+    """Of whole parameters, before replicas divide them."""
 
 
 @dataclass(frozen=True)
@@ -132,10 +135,12 @@ def static_bytes(workload: Workload, layout: Layout, stage: int, *, exact: bool)
         exact: lay the buffers out as ``DistributedDataParallel`` does, with their padding; else without it, which is fast.
     """
     plan = layout.plan
-    shapes = _stage_shapes(workload.model, plan.tp, plan.ep, plan.expert_tp, plan.pp, plan.vpp, stage)
+    shapes = stage_shapes(workload.model, plan, stage)
+    if layout.zero_dp_strategy is not None:
+        return _sharded_bytes(workload, layout, {kind: numel for kind, (_, numel) in shapes.items()})
     params = owned = 0
     for kind, (members, numel) in shapes.items():
-        replicas = plan.edp if kind == "expert" else plan.dp * plan.cp
+        replicas = replicas_of(plan, kind)
         sliced = layout.sync.use_distributed_optimizer
         slices = replicas // layout.sync.num_distributed_optimizer_instances if sliced else 1
         total = numel
@@ -143,9 +148,39 @@ def static_bytes(workload: Workload, layout: Layout, stage: int, *, exact: bool)
             total = lay_out_slices(members[::-1], layout.sync.bucket_elements(replicas), slices).total
         params += total
         owned += -(-total // slices)
-    wide = workload.dtype == torch.float32 or layout.sync.grad_reduce_in_fp32
-    grads = params * (4 if wide else workload.dtype.itemsize)
-    return StaticBytes(params * workload.dtype.itemsize, grads, int(owned * state_bytes(workload.optimizer, workload.dtype)))
+    grads = params * gradient_itemsize(workload, layout)
+    return StaticBytes(params * workload.dtype.itemsize, grads, int(owned * state_bytes(workload.optimizer, workload.dtype)), params)
+
+
+def _sharded_bytes(workload: Workload, layout: Layout, numels: Mapping[str, int]) -> StaticBytes:
+    """By ``megatron_fsdp``, which keeps the reduced gradients that the optimizer reads; padding is below 5 % and left out."""
+    params = grads = owned = 0
+    for kind, numel in numels.items():
+        replicas = replicas_of(layout.plan, kind)
+        slices = 1 if layout.zero_dp_strategy == "no_shard" else replicas
+        share = -(-numel // slices)
+        params += share if layout.divides_params else numel
+        # One strategy keeps whole gradients between steps, beside those that are reduced.
+        grads += share + (numel if layout.zero_dp_strategy == "optim" and slices > 1 else 0)
+        owned += share
+    states = int(owned * state_bytes(workload.optimizer, workload.dtype))
+    return StaticBytes(params * workload.dtype.itemsize, grads * gradient_itemsize(workload, layout), states, sum(numels.values()))
+
+
+def gradient_itemsize(workload: Workload, layout: Layout) -> int:
+    """Bytes of an element of the gradients that the optimizer reads."""
+    wide = workload.dtype == torch.float32 or layout.zero_dp_strategy is not None or layout.sync.grad_reduce_in_fp32
+    return 4 if wide else workload.dtype.itemsize
+
+
+def replicas_of(plan: ParallelPlan, kind: str) -> int:
+    """Ranks that hold the same parameters of a kind of buffer."""
+    return plan.edp if kind == "expert" else plan.dp * plan.cp
+
+
+def stage_shapes(model: ModelSizes, plan: ParallelPlan, stage: int) -> dict[str, tuple[Shapes, int]]:
+    """Shapes of a stage's parameters by buffer, and how many elements they have."""
+    return _stage_shapes(model, plan.tp, plan.ep, plan.expert_tp, plan.pp, plan.vpp, stage)
 
 
 def state_bytes(optimizer: OptimizerConfig, dtype: torch.dtype) -> float:
@@ -161,10 +196,7 @@ def state_bytes(optimizer: OptimizerConfig, dtype: torch.dtype) -> float:
 
 
 @functools.lru_cache(maxsize=4096)
-def _stage_shapes(
-    model: ModelSizes, tp: int, ep: int, etp: int, pp: int, vpp: int, stage: int
-) -> dict[str, tuple[tuple[tuple[int, ...], ...], int]]:
-    """Shapes by buffer, and how many elements they have."""
+def _stage_shapes(model: ModelSizes, tp: int, ep: int, etp: int, pp: int, vpp: int, stage: int) -> dict[str, tuple[Shapes, int]]:
     config = model.config
     parts = stage_parts(config, pp, vpp, stage)
     found: dict[str, Shapes] = {"dense": (), "partial": (), "expert": ()}

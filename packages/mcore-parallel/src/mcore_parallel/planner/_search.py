@@ -48,6 +48,8 @@ class Limits:
     """Choices beside ``use_distributed_optimizer``."""
     distributed_optimizer: bool = True
     """Slice the optimizer wherever there are replicas: it needs less memory and sends no more."""
+    zero_dp_strategy: str | None = None
+    """As of ``Layout``."""
 
     def __post_init__(self) -> None:
         for axis, degree in self.fixed.items():
@@ -100,7 +102,7 @@ def propose(workload: Workload, num_gpus: int, cluster: Cluster, *, limits: Limi
     for plan in _plans(workload, num_gpus, cluster, limits):
         sliced = limits.distributed_optimizer and num_gpus > plan.tp * plan.pp
         sync = dataclasses.replace(limits.sync, use_distributed_optimizer=sliced)
-        layout = Layout(plan=plan, recompute=RECOMPUTE[names[0]], sync=sync)
+        layout = Layout(plan=plan, recompute=RECOMPUTE[names[0]], sync=sync, zero_dp_strategy=limits.zero_dp_strategy)
         try:
             check_fit(workload, layout)
         except PlannerError as error:

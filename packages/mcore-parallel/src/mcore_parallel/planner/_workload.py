@@ -14,6 +14,7 @@ from mcore_parallel.planner._errors import PlannerError
 from mcore_parallel.planner._model import ModelSizes
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,27 @@ class Layout:
     plan: ParallelPlan
     recompute: RecomputeConfig | None = None
     sync: DistributedDataParallelConfig = field(default_factory=DistributedDataParallelConfig)
+    zero_dp_strategy: str | None = None
+    """Sharded by ``megatron_fsdp`` with this strategy; None: by ``DistributedDataParallel``, as ``sync`` says."""
+
+    def __post_init__(self) -> None:
+        if self.zero_dp_strategy not in (None, *_STRATEGIES):
+            raise PlannerError(f"zero_dp_strategy={self.zero_dp_strategy!r} must be None or one of {', '.join(_STRATEGIES)}")
+
+    @property
+    def divides_params(self) -> bool:
+        """Whether whole parameters exist only while their unit computes."""
+        return self.zero_dp_strategy == "optim_grads_params"
+
+    @property
+    def divides_grads(self) -> bool:
+        """Whether gradients are summed over replicas, and whole ones given back, in every backward."""
+        return self.zero_dp_strategy in ("optim_grads", "optim_grads_params")
+
+    @property
+    def fuses_weight_gradients(self) -> bool:
+        """Whether layers write weight gradients where they are summed; schedules of a pipeline may compute them when nothing is lent."""
+        return self.sync.gradient_accumulation_fusion if self.zero_dp_strategy is None else self.plan.pp == 1
 
     def num_microbatches(self, workload: Workload) -> int:
         """Micro-batches of a replica in one step.
