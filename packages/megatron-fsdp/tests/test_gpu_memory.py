@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Constant addresses, units captured in CUDA graphs, and shards on the host, on GPUs."""
 
+import functools
 import gc
 from typing import Any
 
@@ -64,14 +65,21 @@ def build(*, width: int = 256, depth: int = 6, captures: bool = False, **options
     return model, optimizer
 
 
-def train(model: MegatronFSDP, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+def accumulate(model: MegatronFSDP, step: int) -> list[torch.Tensor]:
+    """Losses of two micro-batches, whose gradients are added up."""
     losses = []
+    tokens = torch.randint(512, (4, 128), generator=torch.Generator().manual_seed(100 * step + dist.get_rank())).cuda()
+    for part in tokens.chunk(2):
+        loss = nn.functional.cross_entropy(model(part).flatten(0, 1).float(), part.flatten())
+        loss.backward()
+        losses.append(loss.detach())
+    return losses
+
+
+def train(model: MegatronFSDP, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    losses: list[torch.Tensor] = []
     for step in range(steps):
-        tokens = torch.randint(512, (4, 128), generator=torch.Generator().manual_seed(100 * step + dist.get_rank())).cuda()
-        for part in tokens.chunk(2):
-            loss = nn.functional.cross_entropy(model(part).flatten(0, 1).float(), part.flatten())
-            loss.backward()
-            losses.append(loss.detach())
+        losses += accumulate(model, step)
         model.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -125,6 +133,43 @@ def check_graphs() -> None:
 @needs_two
 def test_units_captured_in_graphs_train_as_others():
     run(check_graphs, 2, backend="nccl", timeout_s=110.0)
+
+
+def check_late_gradients() -> None:
+    found = []
+    for elsewhere in (False, True):
+        model, _ = build(depth=2)
+        side, kept, late = torch.cuda.Stream(), [], []
+        if elsewhere:
+            for block in model.module.blocks:
+                block.inner.register_forward_pre_hook(functools.partial(_keep_graph, side, kept))
+            for parameter in model.runtime.parameters:
+                parameter.full.register_hook(functools.partial(_delay, side, late))
+        accumulate(model, 0)
+        found.append({name: gradient.to_local().clone() for name, gradient in model.gradients().items()})
+        assert len(late) == (2 * 2 * 3 if elsewhere else 0)
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def _keep_graph(side: torch.cuda.Stream, kept: list[torch.Tensor], inner: Inner, _: Any) -> None:
+    """Autograd sums gradients on the stream of the oldest graph that is alive, which captured graphs keep."""
+    if len(kept) < 2 * 3:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            kept.extend(parameter.view_as(parameter) for parameter in inner.parameters())
+
+
+def _delay(side: torch.cuda.Stream, late: list[None], gradient: torch.Tensor) -> torch.Tensor:
+    if torch.cuda.current_stream() == side:
+        torch.cuda._sleep(10_000_000)
+        late.append(None)
+    return gradient
+
+
+@needs_two
+def test_gradients_that_autograd_sums_late_on_another_stream_are_reduced():
+    run(check_late_gradients, 2, backend="nccl", timeout_s=60.0)
 
 
 def check_offload() -> None:

@@ -72,6 +72,7 @@ class Runtime:
         self._in_backward = False
         self._root_in_graph = False
         """Whether the root was last gathered by a forward that builds a graph."""
+        self._known = frozenset(id(form) for parameter in self.parameters for form in (parameter.sharded, parameter.full))
         self._late_units: frozenset[int] | None = None
         self._root_is_early = False
         """Whether all gradients of the root come before the backward of any other unit, on all ranks."""
@@ -225,10 +226,12 @@ class Runtime:
             unit.close()
 
     def _begin_forward(self) -> None:
+        self._setting.lanes.computation.begin()
         if self._in_backward:
             self.reset()
         if not self._order.frozen:
             self._order.restart()
+        if torch.is_grad_enabled():
             self._refuse_strangers()
         for unit in self.units:
             unit.open_calls = 0
@@ -245,13 +248,15 @@ class Runtime:
             self._order.freeze()
 
     def _refuse_strangers(self) -> None:
-        known = {id(form) for parameter in self.parameters for form in (parameter.sharded, parameter.full)}
-        for name, parameter in self.units[0].module.named_parameters():
-            if parameter.requires_grad and id(parameter) not in known:
-                raise RuntimeError(
-                    f"{name!r} was added after fully_shard, so that it is neither sharded nor summed over ranks; "
-                    "add adapters before, or freeze it"
-                )
+        root = self.units[0].module
+        found = (parameter for module in root.modules() for parameter in module._parameters.values())
+        strange = next((each for each in found if each is not None and each.requires_grad and id(each) not in self._known), None)
+        if strange is not None:
+            name = next(name for name, parameter in root.named_parameters() if parameter is strange)
+            raise RuntimeError(
+                f"{name!r} was added after fully_shard, so that it is neither sharded nor summed over ranks; "
+                "add adapters before, or freeze it"
+            )
 
     def _agree(self, what: str, unit: int) -> None:
         if self._agreement is not None:
@@ -261,9 +266,10 @@ class Runtime:
 
     def _watch(self, unit: Unit, group: ParameterGroup, index: int, parameter: ManagedParameter) -> None:
         def on_gradient(_: torch.Tensor) -> None:
-            self._begin_backward()
-            group.gradients.add(index)
-            self._gradient_came(unit, parameter)
+            with self._setting.lanes.computation.joined():
+                self._begin_backward()
+                group.gradients.add(index)
+                self._gradient_came(unit, parameter)
 
         if parameter.full.dtype.is_floating_point:
             wanted = parameter.full.requires_grad

@@ -2,7 +2,8 @@
 # Copyright (c) 2026 the mcore authors
 """Work that runs beside the computation: on a stream of its own where there are streams, on the communicator's threads elsewhere."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -66,10 +67,40 @@ class Lane:
             self._stream.synchronize()
 
 
+class Computation:
+    """The stream of the forward, which lanes start from and are waited for by.
+
+    Autograd sums a gradient on the stream where its parameter entered the oldest graph that is still alive. For units captured in CUDA
+    graphs that is a stream of the capture, which nothing else waits for before the end of the backward.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._stream: torch.cuda.Stream | None = None
+
+    def begin(self) -> None:
+        """Forward and backward run on the current stream."""
+        if self._is_cuda:
+            self._stream = torch.cuda.current_stream()
+
+    @contextlib.contextmanager
+    def joined(self) -> Iterator[None]:
+        """What is inside runs there, behind the current stream, which goes on behind it and may use again what was freed inside."""
+        current = torch.cuda.current_stream() if self._is_cuda else None
+        if current is None or self._stream is None or current == self._stream:
+            yield
+            return
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            yield
+        current.wait_stream(self._stream)
+
+
 class Lanes:
     """Beside the computation: gathers of parameters, sums inside the shard ranks, sums over the outer axis; and what they work on."""
 
     def __init__(self, device: torch.device, memory: RegisteredMemory | None = None) -> None:
+        self.computation = Computation(device)
         self.gather, self.reduce, self.cross = Lane(device), Lane(device), Lane(device)
         self.memory = memory or RegisteredMemory((), device)
 
