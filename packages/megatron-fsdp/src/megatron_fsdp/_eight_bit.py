@@ -2,7 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Parameters that cross ranks in 8 bits: scaled copies, made from the main shards once a step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -52,10 +52,16 @@ class Float8Format:
 
 
 class EightBitGather:
-    """Fills a gathered buffer by way of 8-bit copies of all ranks' main shards."""
+    """Fills a gathered buffer by way of 8-bit copies of all ranks' main shards, or with them where it holds bytes.
 
-    def __init__(self, form: EightBitFormat, layout: FlatLayout, topology: Topology) -> None:
-        self._form, self._layout, self._topology = form, layout, topology
+    Args:
+        forms: how each parameter is copied.
+        layout: of the buffer.
+        topology: of the ranks.
+    """
+
+    def __init__(self, forms: Sequence[EightBitFormat], layout: FlatLayout, topology: Topology) -> None:
+        self._forms, self._layout, self._topology = forms, layout, topology
         self._payload: torch.Tensor | None = None
         """[numel / size of the shard ranks] bytes that this rank gives to gathers, until its main parameters change."""
         self._whole: torch.Tensor | None = None
@@ -66,20 +72,20 @@ class EightBitGather:
         self._payload = None
 
     @torch.no_grad()
-    def begin(self, main: Callable[[], torch.Tensor]) -> "Work | None":
-        """Start gathering the copies of ``main()`` [shard_numel], which is called when there are none."""
+    def begin(self, main: Callable[[], torch.Tensor], full: torch.Tensor) -> "Work | None":
+        """Start gathering the copies of ``main()`` [shard_numel], which is called when there are none, for ``full`` [numel]."""
         if self._payload is None:
             self._payload = self._copies(main())
-        self._whole = self._payload.new_empty(self._layout.numel)
+        self._whole = full if full.dtype == torch.uint8 else self._payload.new_empty(self._layout.numel)
         return start_gather(self._whole, self._payload, self._topology.shards)
 
     @torch.no_grad()
     def end(self, full: torch.Tensor) -> None:
         """Restore what was gathered into ``full`` [numel]."""
         assert self._whole is not None, "begin was called"
-        for segment, (scale, dtype) in zip(self._layout.segments, self._scales, strict=True):
+        for form, segment, (scale, dtype) in zip(self._forms, self._layout.segments, self._scales, strict=True):
             here = slice(segment.offset, segment.offset + segment.numel)
-            self._form.restore(self._whole[here].view(dtype), scale, full[here])
+            form.restore(self._whole[here].view(dtype), scale, full[here])
         self._whole = None
 
     def _copies(self, main: torch.Tensor) -> torch.Tensor:
@@ -90,8 +96,8 @@ class EightBitGather:
             largest = ranks.all_reduce(largest, "max")
         payload = torch.zeros(layout.shard_numel, dtype=torch.uint8, device=main.device)
         self._scales = []
-        for segment, values, most in zip(layout.segments, rows, largest, strict=True):
-            copy, scale = self._form.quantize(values, most)
+        for form, segment, values, most in zip(self._forms, layout.segments, rows, largest, strict=True):
+            copy, scale = form.quantize(values, most)
             local_view(payload, segment, topology.shard, layout.shard_numel).view(-1).copy_(copy.view(torch.uint8))
             self._scales.append((scale, copy.dtype))
         if topology.outer.size == 1:

@@ -15,6 +15,7 @@ from torch import nn
 from megatron_fsdp._layout import FlatLayout, plan_atomic, plan_layout
 from megatron_fsdp._placement import ModelPart, Placements, model_part, read_placements
 from megatron_fsdp._policy import Strategy
+from megatron_fsdp._quantized import ALIGNMENT, is_quantized
 from megatron_fsdp._ranks import Ranks
 from megatron_fsdp._setting import Setting
 from megatron_fsdp._shard_placement import BlockAtomic, ShardPlacement, TensorAtomic
@@ -34,6 +35,8 @@ class GroupPlan:
     strategy: Strategy
     topology: Topology
     eight_bit: bool
+    quantized: bool
+    """Whether the module holds them as scaled bytes already."""
     layout: FlatLayout
 
     @property
@@ -42,10 +45,11 @@ class GroupPlan:
         return self.strategy is Strategy.optim and self.topology.shards.size > 1
 
     def dtypes(self, setting: Setting) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-        """Of main parameters, of computation and of gradients."""
+        """Of main parameters, of what is gathered and of gradients."""
         first, policy = self.sites[0].current, setting.policy
-        main = policy.main_dtype(first.dtype, trainable=first.requires_grad)
-        return main, policy.compute_dtype(first.dtype), policy.gradient_dtype(first.dtype)
+        main = policy.main_dtype(first.dtype, trainable=first.requires_grad or self.quantized)
+        gathered = torch.uint8 if self.quantized else policy.compute_dtype(first.dtype)
+        return main, gathered, policy.gradient_dtype(first.dtype)
 
     def aliases(self, setting: Setting) -> bool:
         """Whether the gathered buffer is the main copy as well, so that gathering happens in place."""
@@ -113,6 +117,10 @@ class Families:
                     f"eight_bit_parameters match {name!r}, which is whole on every rank (strategy {own.name}, "
                     f"{sites[name].parameter.ndim} dims); match parameters that are gathered"
                 )
+            if is_quantized(sites[name].parameter):
+                raise ValueError(
+                    f"eight_bit_parameters match {name!r}, which is quantised by its module; leave it out, its bytes are gathered"
+                )
         chosen = {self._strategies.get(name, strategy) for name in sites}
         if dense.outer.size > 1 and chosen != {Strategy.optim_grads_params}:
             raise ValueError(
@@ -162,6 +170,7 @@ class Families:
                 name in self._experts,
                 name if name in self._separate else "",
                 name in self._eight_bit,
+                is_quantized(parameter),
                 self._block_of(name, parameter),
             )
             kinds.setdefault(key, []).append(site)
@@ -182,16 +191,17 @@ class Families:
         topology = topology.plain() if self._plain else topology
         parts = [self._parts[site.name] for site in sites]
         shapes, placement = [part.local_shape for part in parts], self._shard_placements.get(name)
+        quantized = is_quantized(sites[0].parameter)
+        alignment = ALIGNMENT if quantized else 1
         if isinstance(placement, TensorAtomic) and topology.num_shards > 1:
             loads = self._loads.setdefault(id(self._of(name)), [0] * topology.num_shards)
-            layout = plan_atomic(shapes, topology.num_shards, loads)
+            layout = plan_atomic(shapes, topology.num_shards, loads, alignment=alignment)
             for segment in (segment for segment in layout.segments if segment.numel):
                 loads[segment.offset // layout.shard_numel] += segment.numel * sites[0].parameter.element_size()
         else:
-            layout = plan_layout(
-                shapes, topology.num_shards, block_rows=placement.block_size if isinstance(placement, BlockAtomic) and not scalar else None
-            )
-        return GroupPlan(sites, parts, strategy, topology, name in self._eight_bit, layout)
+            block_rows = placement.block_size if isinstance(placement, BlockAtomic) and not scalar else None
+            layout = plan_layout(shapes, topology.num_shards, block_rows=block_rows, alignment=alignment)
+        return GroupPlan(sites, parts, strategy, topology, name in self._eight_bit, quantized, layout)
 
     def check_same(self, plans: Sequence[UnitPlan], device: torch.device) -> None:
         """Refuse models that differ between data ranks: their buffers would be cut and summed without a word.

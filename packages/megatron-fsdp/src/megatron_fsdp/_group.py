@@ -17,6 +17,7 @@ from megatron_fsdp._flat_shard import FlatShard
 from megatron_fsdp._gradients import Gradients
 from megatron_fsdp._lane import Ticket, Work
 from megatron_fsdp._managed import ManagedParameter
+from megatron_fsdp._quantized import QuantizedForm, quantized_form, whole_values
 from megatron_fsdp._setting import Setting
 from megatron_fsdp._uneven import Place
 
@@ -52,21 +53,31 @@ class ParameterGroup:
         self._inner: torch.Tensor | None = None
         """What this rank gives to gathers, where the outer axis cuts it again."""
         self.parameters: list[ManagedParameter] = []
+        self._quantized: list[QuantizedForm] = []
+        """Of the parameters, where these are quantised themselves."""
         self._build(plan, room)
         self.gradients = Gradients(self.parameters, plan, setting, dtype=plan.dtypes(setting)[2], room=gradient_room)
-        self._eight_bit = None if eight_bit is None or not self.reshards else EightBitGather(eight_bit, self.layout, self.topology)
+        forms = self._quantized or ([eight_bit] * len(self.parameters) if eight_bit is not None and self.reshards else [])
+        self._eight_bit = EightBitGather(forms, self.layout, self.topology) if forms else None
+        if self._quantized and not self.reshards:
+            self.start_gather()
+            self.finish_gather()
 
     def _build(self, plan: GroupPlan, room: torch.Tensor | None) -> None:
         shard, shard_numel = self.topology.shard, self.layout.shard_numel
         main_dtype, compute_dtype, grad_dtype = plan.dtypes(self._setting)
         mine = slice(shard * shard_numel, (shard + 1) * shard_numel)
-        whole = torch.zeros(self.layout.numel, dtype=plan.sites[0].current.dtype, device=self.device)
+        whole = torch.zeros(self.layout.numel, dtype=main_dtype if plan.quantized else plan.sites[0].current.dtype, device=self.device)
         with torch.no_grad():
             for site, segment in zip(plan.sites, self.layout.segments, strict=True):
-                whole[segment.offset : segment.offset + segment.numel] = local(site.current.detach()).reshape(-1)
+                values = whole_values(site.current) if plan.quantized else local(site.current.detach())
+                whole[segment.offset : segment.offset + segment.numel] = values.reshape(-1)
         for ranks in self.topology.all_ranks:
             ranks.broadcast(whole)
-        self.buffer = FlatBuffer(self.layout, whole.to(compute_dtype) if room is None else room, borrowed=room is not None)
+        flat = room
+        if flat is None:
+            flat = torch.zeros_like(whole, dtype=compute_dtype) if plan.quantized else whole.to(compute_dtype)
+        self.buffer = FlatBuffer(self.layout, flat, borrowed=room is not None)
         self.main = self.buffer.flat[mine] if plan.aliases(self._setting) else self._setting.zeros(shard_numel, main_dtype)
         if not plan.aliases(self._setting):
             self.main.copy_(whole[mine])
@@ -76,7 +87,12 @@ class ParameterGroup:
             sharded = place.parameter(local_view(self.main, segment, shard, shard_numel), requires_grad=trainable)
             if trainable and grad_dtype != main_dtype:
                 sharded.grad_dtype = grad_dtype
-            full = nn.Parameter(_like(site.current, self.buffer.view(segment)), requires_grad=trainable)
+            block = self.buffer.view(segment)
+            if plan.quantized:
+                self._quantized.append(quantized_form(site.name, site.current, block))
+                full = self._quantized[-1].full
+            else:
+                full = nn.Parameter(_like(site.current, block), requires_grad=trainable)
             self.parameters.append(ManagedParameter(site, place, sharded, full))
         if self.reshards:
             self.buffer.release()
@@ -105,7 +121,7 @@ class ParameterGroup:
     @torch.no_grad()
     def _begin_gather(self) -> Work | None:
         if self._eight_bit is not None:
-            return self._eight_bit.begin(functools.partial(self._setting.on_device, self.main))
+            return self._eight_bit.begin(functools.partial(self._setting.on_device, self.main), self.buffer.flat)
         full, shards = self.buffer.flat, self.topology.shards
         if self.keeps_shard and self._inner is None:
             self._inner = torch.empty(full.numel() // shards.size, dtype=full.dtype, device=full.device)
@@ -143,6 +159,8 @@ class ParameterGroup:
         self.finish_gather()
         if self.reshards:
             self.buffer.release()
+            for form in self._quantized:
+                form.release()
 
     @torch.no_grad()
     def broadcast_main(self) -> None:

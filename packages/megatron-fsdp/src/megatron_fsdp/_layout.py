@@ -85,7 +85,7 @@ class FlatLayout:
         return tuple((begin, end) for begin, end in zip(borders[::2], borders[1::2], strict=True) if begin < end)
 
 
-def plan_layout(shapes: Sequence[Shape], num_shards: int, *, block_rows: int | None = None) -> FlatLayout:
+def plan_layout(shapes: Sequence[Shape], num_shards: int, *, block_rows: int | None = None, alignment: int = 1) -> FlatLayout:
     """Place parameters in one buffer so that every rank holds an equal slice of whole rows.
 
     Rows are made finer, coarsest parameter first, until padding is below 5 % of the buffer (or 64 elements a rank).
@@ -94,6 +94,7 @@ def plan_layout(shapes: Sequence[Shape], num_shards: int, *, block_rows: int | N
         shapes: of the parameters.
         num_shards: slices.
         block_rows: slice borders fall on multiples of so many rows of dimension 0, whatever the padding; None lets them fall on any row.
+        alignment: parameters begin at multiples of so many elements, if their rows are such; large buffers have more.
 
     Example:
         >>> layout = plan_layout([(5, 3)], 2)
@@ -102,33 +103,34 @@ def plan_layout(shapes: Sequence[Shape], num_shards: int, *, block_rows: int | N
     """
     merged = [min(1, len(shape)) for shape in shapes]
     total = sum(math.prod(shape) for shape in shapes)
-    alignment = _ALIGNMENT if total >= _ALIGNMENT**2 * num_shards else 1
+    coarse = max(_ALIGNMENT, alignment) if total >= _ALIGNMENT**2 * num_shards else alignment
     allowed = total + max(int(_MAX_PADDING * total), _MAX_PADDING_PER_SHARD * num_shards)
     while True:
-        layout = _place(shapes, merged, num_shards, alignment, block_rows or 1, limit=allowed)
+        layout = _place(shapes, merged, num_shards, coarse, block_rows or 1, limit=allowed)
         if layout is not None:
             return layout
         if block_rows is not None:
-            layout = _place(shapes, merged, num_shards, 1, block_rows, limit=None)
+            layout = _place(shapes, merged, num_shards, alignment, block_rows, limit=None)
             assert layout is not None
             return layout
         row_numels = [math.prod(shape[depth:]) for shape, depth in zip(shapes, merged, strict=True)]
         coarsest = max(range(len(shapes)), key=row_numels.__getitem__)
         if row_numels[coarsest] <= 1:
             # Rows of one element always fit; alignment alone can be over the limit.
-            layout = _place(shapes, merged, num_shards, 1, 1, limit=None)
+            layout = _place(shapes, merged, num_shards, alignment, 1, limit=None)
             assert layout is not None
             return layout
         merged[coarsest] += 1
 
 
-def plan_atomic(shapes: Sequence[Shape], num_shards: int, loads: Sequence[int]) -> FlatLayout:
+def plan_atomic(shapes: Sequence[Shape], num_shards: int, loads: Sequence[int], *, alignment: int = 1) -> FlatLayout:
     """Place every parameter whole in one slice: the largest first, each where the least is, among equals where ``loads`` are least.
 
     Args:
         shapes: of the parameters.
         num_shards: slices, which are as large as the fullest.
         loads: [num_shards] of what other buffers gave the ranks.
+        alignment: parameters begin at multiples of so many elements; large buffers have more.
 
     Example:
         >>> layout = plan_atomic([(2, 3), (4, 3), (1, 3)], 2, [9, 0])
@@ -136,7 +138,7 @@ def plan_atomic(shapes: Sequence[Shape], num_shards: int, loads: Sequence[int]) 
         [0, 1, 0]
     """
     numels = [math.prod(shape) for shape in shapes]
-    alignment = _ALIGNMENT if sum(numels) >= _ALIGNMENT**2 * num_shards else 1
+    alignment = max(_ALIGNMENT, alignment) if sum(numels) >= _ALIGNMENT**2 * num_shards else alignment
     filled, owners, starts = [0] * num_shards, [0] * len(shapes), [0] * len(shapes)
     for index in sorted(range(len(shapes)), key=lambda index: -numels[index]):
         owner = min(range(num_shards), key=lambda shard: (filled[shard], loads[shard], shard))
