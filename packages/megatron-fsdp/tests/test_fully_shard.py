@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Behaviour of the wrapper: what it refuses, survives and frees."""
 
+import copy
 import functools
 from typing import Any
 
@@ -93,6 +94,7 @@ def test_one_rank_without_a_process_group_trains_as_the_plain_module_does():
         ({"fsdp_unit_modules": ["Layr"]}, "Layr.*matches no module"),
         ({"fsdp_unit_modules": nn.ModuleList}, "never called"),
         ({"fsdp_unit_modules": [3]}, "has 3; use classes"),
+        ({"fsdp_unit_modules": [nn.Linear(2, 3)]}, r"has Linear\(.*; use classes"),
         ({"mixed_precision": MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16)}, "main_grads_dtype"),
     ],
 )
@@ -145,6 +147,18 @@ def test_moving_a_sharded_module_is_refused_unless_nothing_moves():
         model.double()
     with pytest.raises(RuntimeError, match="before fully_shard"):
         model.to("meta")
+
+
+def test_a_sharded_module_is_not_copied():
+    with pytest.raises(TypeError, match="copy the module before fully_shard"):
+        copy.deepcopy(tower()[0])
+
+
+def test_a_sparse_gradient_is_refused_by_name():
+    net = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))
+    model, _ = fully_shard(net, torch.optim.SGD(net.parameters()))
+    with pytest.raises(RuntimeError, match=r"gradient of '0\.weight' is sparse.*sparse=False"):
+        model(torch.tensor([1, 2])).sum().backward()
 
 
 def check_failures() -> None:
@@ -467,6 +481,62 @@ def test_a_foreign_keyword_without_effect_is_refused(options, error, message):
         fully_shard(Tower(), **options)
 
 
+def check_every_foreign_name() -> None:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_outer", "dp_shard"))
+    layout = {"device_mesh": mesh, "dp_shard_dim": "dp_shard", "dp_outer_dim": "dp_outer", "tp_dim": None, "expt_device_mesh": None}
+    groups = dict.fromkeys(("hybrid_fsdp_group", "hybrid_fsdp_expt_group", "fsdp_group_ag", "expt_fsdp_group_ag"))
+    policy = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=None, grad_comm_dtype=None)
+    always = ("overlap_grad_reduce", "overlap_param_gather", "sync_model_each_microbatch", "preproc_state_dict_for_dcp_ckpt")
+    never = (
+        "average_in_collective",
+        "calculate_per_token_loss",
+        "disable_bucketing",
+        "disable_symmetric_registration",
+        "enable_fine_grained_param_gather",
+        "fsdp_db_use_persist_buf_on_alloc_fail",
+        "fsdp_double_buffer",
+        "init_model_with_meta_device",
+        "keep_fp8_transpose_cache",
+        "maxpool_double_buffer",
+        "nccl_ub",
+        "report_nan_in_param_grad",
+        "use_decoupled_grad",
+    )
+    theirs = {
+        **layout,
+        **groups,
+        **dict.fromkeys(always, True),
+        **dict.fromkeys(never, False),
+        "fsdp_unit_modules": [f"{Layer.__module__}.{Layer.__qualname__}", "torch.nn.Linear"],
+        "zero_dp_strategy": 3,
+        "outer_dp_sharding_strategy": 0,
+        "device": None,
+        "mixed_precision_policy": policy,
+        "cuda_graph_mode": None,
+    }
+    model, _ = tower(fsdp_unit_modules=None)
+    assert len(model.runtime.units) == 1
+    older = {
+        "dp_mesh": mesh["dp_shard"],
+        "grad_reduce_in_fp32": True,
+        "preserve_fp32_weights": True,
+        "zero_dp_strategy": "optim_grads_params",
+    }
+    for options in (theirs, {**older, "fsdp_unit_modules": [Layer, nn.Linear]}):
+        model, optimizer = tower(**options)
+        assert len(model.runtime.units) == 8 and train(model, optimizer, 1) == train(*tower(), 1)
+    # Each of them says what to do instead when it is set otherwise.
+    for name in (*always, *never, *groups, "cuda_graph_mode", "grad_reduce_in_fp32", "preserve_fp32_weights"):
+        if name not in ("calculate_per_token_loss", "nccl_ub", "disable_symmetric_registration", "fsdp_double_buffer"):
+            with pytest.raises(ValueError, match=rf"^{name}="):
+                fully_shard(Tower(), **{name: not {**theirs, **older}[name]})
+
+
+@pytest.mark.world(2)
+def test_every_keyword_of_megatron_fsdp_is_taken_or_answered(world):
+    world(check_every_foreign_name)
+
+
 def check_foreign() -> None:
     theirs = {
         "mixed_precision_policy": MixedPrecisionPolicy(main_params_dtype=torch.float64),
@@ -504,11 +574,15 @@ class PlainSgd(torch.optim.Optimizer):
                     parameter -= group["lr"] * state["momentum"]
 
 
-def check_plain_shards() -> None:
+# What is known of an optimizer with such kernels is where it comes from.
+FusedSgd = type("FusedSGD", (PlainSgd,), {"__module__": "transformer_engine.pytorch.optimizers.fused_sgd"})
+
+
+def check_plain_shards(rule: type[PlainSgd], plain_shards: bool | None) -> None:
     torch.manual_seed(0)
     net = Tower()
     model = fully_shard_model(net, fsdp_unit_modules=Layer)
-    optimizer = fully_shard_optimizer(PlainSgd(net.parameters()), model, plain_shards=True)
+    optimizer = fully_shard_optimizer(rule(net.parameters()), model, plain_shards=plain_shards)
     reference, momentum = tower()
     momentum.param_groups[0]["momentum"] = 0.9
     train(model, optimizer, 3)
@@ -526,7 +600,16 @@ def check_plain_shards() -> None:
 
 @pytest.mark.world(2)
 def test_an_optimizer_may_step_plain_shards(world):
-    world(check_plain_shards)
+    world(check_plain_shards, rule=PlainSgd, plain_shards=True)
+
+
+@pytest.mark.world(2)
+def test_optimizers_of_transformer_engine_step_plain_shards(world):
+    world(check_transformer_engine)
+
+
+def check_transformer_engine() -> None:
+    check_plain_shards(FusedSgd, None)
 
 
 def check_sync_methods() -> None:

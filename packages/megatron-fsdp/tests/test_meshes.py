@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from megatron_fsdp import MegatronFSDP, fully_shard
@@ -213,6 +213,43 @@ def check_tensor_parallel() -> None:
 def test_tensor_parallel_modules_train_as_one_rank_does(world):
     """Handed over by name, on meshes in either order, and as DTensors."""
     world(check_tensor_parallel)
+
+
+class Uneven(nn.Module):
+    """Rows, columns and an exact division over the axis ``tp``, all of them DTensors."""
+
+    def __init__(self, size: int, mesh: Any) -> None:
+        super().__init__()
+        torch.manual_seed(size)
+        for name, dim, shape in (("rows", 0, (size, 3)), ("columns", 1, (3, size)), ("even", 0, (4 * size, 3))):
+            whole = torch.randn(shape, dtype=torch.float64)
+            self.register_parameter(name, nn.Parameter(distribute_tensor(whole, mesh["tp"], [Shard(dim)])))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = (parameter.to_local().square().sum() * x.sum() for parameter in self.parameters())
+        return torch.stack(list(parts)).sum()
+
+
+def check_uneven_tensor_parallel() -> None:
+    for names in (("dp_shard", "tp"), ("tp", "dp_shard")):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        for size in (1, 3, 5, 7):
+            net = Uneven(size, mesh)
+            expected = {name: parameter.full_tensor().clone() for name, parameter in net.named_parameters()}
+            model, _ = fully_shard(net, device_mesh=mesh, dp_shard_dim="dp_shard", separate_parameters="even")
+            shards = model.sharded_parameters()
+            model(torch.ones(2, dtype=torch.float64)).backward()
+            for name, gradient in model.gradients().items():
+                assert torch.equal(shards[name].full_tensor(), expected[name]), (names, size, name)
+                assert torch.equal(gradient.full_tensor(), 4 * expected[name]), (names, size, name)
+            # Where every cut is even torch's own arithmetic finds the same whole from the placements.
+            even = shards["even"]
+            assert even.to_local().numel() * 4 == even.numel() and torch.equal(DTensor.full_tensor(even), expected["even"]), names
+
+
+@pytest.mark.world(4)
+def test_tensors_that_are_unevenly_divided_already_are_divided_further(world):
+    world(check_uneven_tensor_parallel)
 
 
 # (outer, inner) of the dense mesh, ep.

@@ -2,6 +2,8 @@
 # Copyright (c) 2026 the mcore authors
 """Saving in one layout and loading in another."""
 
+import copy
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -60,12 +62,17 @@ def whole(value: torch.Tensor) -> torch.Tensor:
     return value.full_tensor().reshape(-1) if isinstance(value, DTensor) else value.clone().reshape(-1)
 
 
-def save(directory: Path, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def save(directory: Path, options: dict[str, Any], *, background: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     model, optimizer = build(1, **options)
     for seed in range(3):
         step(model, optimizer, seed)
-    dcp.save({"model": model.state_dict(), "optimizer": model.optimizer_state_dict(optimizer)}, checkpoint_id=directory)
+    state = {"model": model.state_dict(), "optimizer": model.optimizer_state_dict(optimizer)}
+    # Training communicates over the default group meanwhile.
+    group = dist.new_group() if background else None
+    saving = (dcp.async_save if background else dcp.save)(state, checkpoint_id=directory, process_group=group)
     step(model, optimizer, 3)
+    if background:
+        saving.result()
     return dict(model.full_state_dict()), moments(model, optimizer)
 
 
@@ -91,6 +98,35 @@ def test_a_checkpoint_continues_in_another_world_and_strategy(tmp_path, source, 
         assert mine.keys() == theirs.keys()
         for name in mine:
             torch.testing.assert_close(theirs[name].reshape(-1), mine[name].reshape(-1), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("offloads", [(True, False), (False, True)], ids=["from the host", "to the host"])
+def test_a_checkpoint_saved_while_training_goes_on_moves_between_host_and_device(tmp_path, offloads):
+    saved = run(save, 2, directory=tmp_path, options={"cpu_offload": offloads[0]}, background=True)[0]
+    loaded = run(load, 3, directory=tmp_path, options={"cpu_offload": offloads[1], "zero_dp_strategy": 2})[0]
+    for mine, theirs in zip(saved, loaded, strict=True):
+        assert mine.keys() == theirs.keys()
+        for name in mine:
+            torch.testing.assert_close(theirs[name].reshape(-1), mine[name].reshape(-1), rtol=1e-12, atol=1e-12)
+
+
+def check_copies() -> None:
+    model, optimizer = build(1)
+    before = {name: value.clone() for name, value in model.full_state_dict()}
+    kept = copy.deepcopy(model.state_dict())
+    step(model, optimizer, 0)
+    assert any(not torch.equal(value, before[name]) for name, value in model.full_state_dict())
+    with pytest.raises(RuntimeError, match=r"copied by copy\.deepcopy can be loaded by load_state_dict only"):
+        kept["layers.0.weight"].full_tensor()
+    model.load_state_dict(kept)
+    assert all(torch.equal(value, before[name]) for name, value in model.full_state_dict())
+    with pytest.raises(TypeError, match="cannot be pickled; save it by torch.distributed.checkpoint"):
+        pickle.dumps(model.state_dict())
+
+
+@pytest.mark.world(2)
+def test_a_copy_of_the_state_can_be_loaded_again_and_is_never_taken_for_a_whole(world):
+    world(check_copies)
 
 
 def check_full_tensors() -> None:

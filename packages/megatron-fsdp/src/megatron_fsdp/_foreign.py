@@ -27,7 +27,7 @@ _FIXED: dict[str, tuple[Any, str]] = {
     "grad_reduce_in_fp32": (True, "set MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16) to send fewer bits; sums are float32"),
     "hybrid_fsdp_expt_group": (None, _MESH_AXES),
     "hybrid_fsdp_group": (None, _MESH_AXES),
-    "keep_fp8_transpose_cache": (False, "layers get parameters in the compute dtype; eight_bit_parameters gathers them in 8 bits"),
+    "keep_fp8_transpose_cache": (False, "transposes of 8-bit weights are made in the backward and dropped with the gathered bytes"),
     "overlap_grad_reduce": (True, "reductions always run beside the backward; hold them back by no_sync()"),
     "overlap_param_gather": (True, "set num_prefetch_units=0 to gather nothing ahead"),
     "preproc_state_dict_for_dcp_ckpt": (True, "state dicts always say where rows lie"),

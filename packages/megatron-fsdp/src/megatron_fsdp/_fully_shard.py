@@ -17,13 +17,14 @@ from megatron_fsdp._hooks import Runtime
 from megatron_fsdp._lane import Lanes
 from megatron_fsdp._materialize import ResetParameters, materialize
 from megatron_fsdp._module import MegatronFSDP
-from megatron_fsdp._optimizer import fully_shard_optimizer
+from megatron_fsdp._optimizer import check_optimizer, fully_shard_optimizer
 from megatron_fsdp._placement import Placements
 from megatron_fsdp._policy import MixedPrecisionPolicy, Strategy
 from megatron_fsdp._registered import RegisteredMemory
 from megatron_fsdp._setting import Setting
 from megatron_fsdp._shard_placement import ShardPlacement
 from megatron_fsdp._topology import MeshAxes
+from megatron_fsdp._uneven import is_shard
 from megatron_fsdp._unit_builder import build_unit, plan_double_buffers
 from megatron_fsdp._units import UnitMatcher, plan_units
 
@@ -32,7 +33,7 @@ def fully_shard_model(
     module: nn.Module,
     *,
     zero_dp_strategy: str | int | Strategy = "optim_grads_params",
-    fsdp_unit_modules: Sequence[UnitMatcher] | UnitMatcher = (),
+    fsdp_unit_modules: Sequence[UnitMatcher] | UnitMatcher | None = (),
     device_mesh: DeviceMesh | None = None,
     process_group: dist.ProcessGroup | None = None,
     dp_shard_dim: str | None = None,
@@ -61,6 +62,8 @@ def fully_shard_model(
     **foreign: Any,
 ) -> MegatronFSDP:
     """Shard a module; the same arguments as ``fully_shard``, without the optimizer."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module is a {type(module).__name__}; pass the torch module to shard, and the optimizer after it")
     if foreign:
         named = translate(foreign, module, fully_shard_model.__kwdefaults__ or ())
         mixed_precision = named.get("mixed_precision", mixed_precision)
@@ -75,7 +78,7 @@ def fully_shard_model(
         raise ValueError(f"prefetch_bytes={prefetch_bytes} must not be negative; None bounds by num_prefetch_units alone")
     if maxpool_double_buffer and not fsdp_double_buffer:
         raise ValueError("maxpool_double_buffer=True says how large the buffers of fsdp_double_buffer are; set that too")
-    if isinstance(module, MegatronFSDP):
+    if isinstance(module, MegatronFSDP) or any(is_shard(parameter) for parameter in module.parameters()):
         raise ValueError("module is sharded already; pass the plain module")
     policy = mixed_precision or MixedPrecisionPolicy()
     if not isinstance(policy, MixedPrecisionPolicy):
@@ -133,7 +136,7 @@ def fully_shard(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     zero_dp_strategy: str | int | Strategy = "optim_grads_params",
-    fsdp_unit_modules: Sequence[UnitMatcher] | UnitMatcher = (),
+    fsdp_unit_modules: Sequence[UnitMatcher] | UnitMatcher | None = (),
     device_mesh: DeviceMesh | None = None,
     process_group: dist.ProcessGroup | None = None,
     dp_shard_dim: str | None = None,
@@ -169,8 +172,8 @@ def fully_shard(
         module: any module, on its final device, or built on the meta device.
         optimizer: elementwise torch optimizer over ``module.parameters()``, not stepped yet. Its groups are kept.
         zero_dp_strategy: ``no_shard`` (0), ``optim`` (1), ``optim_grads`` (2) or ``optim_grads_params`` (3).
-        fsdp_unit_modules: which submodules are gathered and released as one: classes, ``fnmatch`` patterns for qualified or
-            class names, predicates ``(name, module) -> bool``. The rest belongs to the root, which is one unit.
+        fsdp_unit_modules: which submodules are gathered and released as one: classes or their import paths, ``fnmatch`` patterns for
+            qualified or class names, predicates ``(name, module) -> bool``. The rest belongs to the root, which is one unit.
         device_mesh: the data axes: (shard,), or (replicate, shard) to shard within nodes and replicate across them; with further axes
             when ``dp_shard_dim`` names the one that shards.
         process_group: the ranks to shard over instead of a mesh. Default: all, or one rank if torch.distributed is not set up.
@@ -211,7 +214,7 @@ def fully_shard(
         The sharded module, and the same optimizer (None if none was given).
 
     Raises:
-        TypeError: a keyword that does not exist.
+        TypeError: a keyword that does not exist, or something else than a module, an optimizer or a mesh.
         ValueError: an argument is wrong, ranks hold different models, or the module has no parameters; the message says what to do.
 
     Example:
@@ -220,6 +223,8 @@ def fully_shard(
         >>> model(torch.ones(1, 4)).sum().backward()
         >>> optimizer.step()
     """
+    if optimizer is not None and isinstance(module, nn.Module):
+        check_optimizer(optimizer)
     model = fully_shard_model(
         module,
         zero_dp_strategy=zero_dp_strategy,

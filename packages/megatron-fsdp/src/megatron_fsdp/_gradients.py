@@ -70,6 +70,9 @@ class Gradients:
         if full.grad is None:
             self.arrived.add(index)
             return
+        if full.grad.layout is not torch.strided:
+            name = self._parameters[index].name
+            raise RuntimeError(f"the gradient of {name!r} is sparse, and ranks sum dense ones; build its layer with sparse=False")
         view, fresh = self.lend(index)
         (view.copy_ if fresh else view.add_)(_local_gradient(full))
         full.grad = None

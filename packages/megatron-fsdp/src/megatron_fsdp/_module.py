@@ -5,6 +5,7 @@
 import collections
 import contextlib
 import os
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +19,9 @@ from megatron_fsdp._dtensor import local
 from megatron_fsdp._flat_shard import FlatShard
 from megatron_fsdp._hooks import GradientLoan, Runtime
 from megatron_fsdp._optimizer import clip_gradients
+
+InitialStates = weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[torch.Tensor, dict[str, Any]]]
+"""Of optimizers that have not stepped: what the state of each parameter is unless somebody loads it."""
 
 
 class MegatronFSDP(nn.Module):
@@ -39,6 +43,7 @@ class MegatronFSDP(nn.Module):
         object.__setattr__(self, "runtime", runtime)
         self.plain_shards: dict[str, nn.Parameter] = {}
         """What an optimizer steps that knows no DTensor, by name; see ``fully_shard_optimizer``."""
+        self.initial_states: InitialStates = weakref.WeakKeyDictionary()
 
     runtime: Runtime
     """The machinery below; not part of the stable interface."""
@@ -57,6 +62,9 @@ class MegatronFSDP(nn.Module):
             if name == "module":
                 raise
             return getattr(self.module, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "MegatronFSDP":
+        raise TypeError("a sharded model cannot be copied; copy the module before fully_shard, or keep a copy.deepcopy of state_dict()")
 
     # Gradients
 

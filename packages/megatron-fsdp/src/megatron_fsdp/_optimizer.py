@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from megatron_fsdp._dtensor import local
+from megatron_fsdp._dtensor import as_dtensor, local
+from megatron_fsdp._hooks import Runtime
 from megatron_fsdp._managed import ManagedParameter
 from megatron_fsdp._ranks import Ranks
+from megatron_fsdp._state_dict import forget_initial_state
 
 if TYPE_CHECKING:
     from megatron_fsdp._module import MegatronFSDP
@@ -20,8 +22,27 @@ _WHOLE_TENSOR_OPTIMIZERS = ("Adafactor", "LBFGS", "Shampoo")
 # Rules that look at one whole matrix at a time, and keep state of its shape.
 _MATRIX_OPTIMIZERS = ("Muon",)
 
+# Rules written with operators that DTensors lack.
+_PLAIN_OPTIMIZERS = ("Adagrad", "Rprop")
 # Packages whose kernels take the memory of a tensor as it is.
 _PLAIN_PACKAGES = ("transformer_engine", "apex")
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what cannot step the shards of any model, before one is sharded for it.
+
+    Raises:
+        TypeError: it is no optimizer of torch.
+        ValueError: it has stepped already, or is not elementwise.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}; pass a torch.optim.Optimizer, or step flat_shards() by one of another kind"
+        )
+    if any(not (isinstance(entries, dict) and entries.get("step", 1) == 0) for entries in optimizer.state.values()):
+        raise ValueError("optimizer has state for unsharded parameters; call fully_shard before the first step, then load the state")
+    if type(optimizer).__name__ in _WHOLE_TENSOR_OPTIMIZERS:
+        raise ValueError(f"optimizer={type(optimizer).__name__} is not elementwise and cannot step shards; use AdamW, Adam, SGD or similar")
 
 
 def fully_shard_optimizer(
@@ -34,24 +55,25 @@ def fully_shard_optimizer(
 
     Args:
         optimizer: elementwise torch optimizer or Muon, built on the parameters of the module before it was sharded (parameters
-            of other modules may be among them) or on the sharded ones. It must not have stepped yet. Several may share a model.
+            of other modules may be among them) or on the sharded ones. It must not have stepped yet; state that it has all the same
+            (Adagrad) is divided. Several may share a model.
         model: what ``fully_shard_model`` returned.
         plain_shards: hand it this rank's rows as plain tensors and not as DTensors, which optimizers with kernels of their own do not
-            know; they share memory. None does so for optimizers of Transformer Engine and Apex. Muon always gets them, and only of
-            parameters that lie whole on a rank (``TensorAtomic``).
+            know; they share memory. None does so for optimizers of Transformer Engine and Apex, Adagrad and Rprop. Muon always gets
+            them, and only of parameters that lie whole on a rank (``TensorAtomic``).
 
     Returns:
         The same optimizer.
 
     Raises:
-        ValueError: it has state already, is not elementwise, is Muon with a parameter that is divided, or knows none of the model;
+        TypeError: one of the two is something else.
+        ValueError: it has stepped already, is not elementwise, is Muon with a parameter that is divided, or knows none of the model;
             gradients are wider than parameters.
     """
-    if optimizer.state:
-        raise ValueError("optimizer has state for unsharded parameters; call fully_shard before the first step, then load the state")
-    if type(optimizer).__name__ in _WHOLE_TENSOR_OPTIMIZERS:
-        raise ValueError(f"optimizer={type(optimizer).__name__} is not elementwise and cannot step shards; use AdamW, Adam, SGD or similar")
-    runtime = model.runtime
+    check_optimizer(optimizer)
+    runtime = getattr(model, "runtime", None)
+    if not isinstance(runtime, Runtime):
+        raise TypeError(f"model is a {type(model).__name__}; pass what fully_shard_model returned")
     for managed in runtime.groups:
         if managed.trainable and managed.gradients.dtype != managed.main.dtype:
             raise ValueError(
@@ -59,7 +81,8 @@ def fully_shard_optimizer(
                 "optimizers want one dtype; leave it None, or step flat_shards() by an optimizer of your own"
             )
     whole = type(optimizer).__name__ in _MATRIX_OPTIMIZERS
-    plain = whole or (type(optimizer).__module__.startswith(_PLAIN_PACKAGES) if plain_shards is None else plain_shards)
+    foreign = type(optimizer).__module__.startswith(_PLAIN_PACKAGES) or type(optimizer).__name__ in _PLAIN_OPTIMIZERS
+    plain = whole or (foreign if plain_shards is None else plain_shards)
     forms = ((form, item) for item in runtime.parameters for form in (item.original, item.full, item.sharded) if form is not None)
     managed_by_id = {id(form): item for form, item in forms}
     mine: list[ManagedParameter] = []
@@ -73,10 +96,14 @@ def fully_shard_optimizer(
                     f"set shard_placements={{{item.name!r}: TensorAtomic()}}, or step it by AdamW"
                 )
         group["params"] = [parameter if item is None else _stepped(model, item, plain=plain) for parameter, item in found]
+        for (parameter, item), stepped in zip(found, group["params"], strict=True):
+            if item is not None and stepped is not parameter and parameter in optimizer.state:
+                optimizer.state[stepped] = _divided(item, parameter, stepped, optimizer.state.pop(parameter))
     if not mine:
         raise ValueError("optimizer holds none of the module's parameters; build it from module.parameters()")
 
     def before_step(*_: Any) -> None:
+        forget_initial_state(model, optimizer)
         runtime.finish_grad_sync()
         runtime.settle()
         for item in mine if plain else ():
@@ -112,6 +139,23 @@ def _stepped(model: "MegatronFSDP", item: ManagedParameter, *, plain: bool) -> n
         return item.sharded
     rows = local(item.sharded.detach())
     return model.plain_shards.setdefault(item.name, nn.Parameter(rows, requires_grad=item.sharded.requires_grad))
+
+
+def _divided(item: ManagedParameter, parameter: nn.Parameter, stepped: nn.Parameter, entries: dict[str, Any]) -> dict[str, Any]:
+    """State that an optimizer made for a parameter, whole or sharded, for what it steps instead."""
+    found = {}
+    for key, value in entries.items():
+        if key != "step" and isinstance(value, torch.Tensor) and local(value).shape == local(parameter).shape:
+            if value.is_meta:
+                raise ValueError(
+                    f"optimizer has state for {item.name!r} on the meta device; "
+                    "build it from the sharded parameters, after fully_shard_model"
+                )
+            rows = local(value) if parameter is item.sharded else item.place.cut_own(local(value))
+            rows = rows.to(local(stepped.detach()))
+            value = rows if as_dtensor(stepped) is None else item.place.wrap(rows)
+        found[key] = value
+    return found
 
 
 def gradient_norm(model: "MegatronFSDP", norm_type: float = 2.0) -> torch.Tensor:

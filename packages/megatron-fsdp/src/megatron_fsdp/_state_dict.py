@@ -83,6 +83,7 @@ def load_optimizer_state(model: "MegatronFSDP", optimizer: torch.optim.Optimizer
         ValueError: the state lacks a parameter of the optimizer, or two parameters of a group disagree on an option.
     """
     by_id = _by_stepped(model)
+    model.initial_states.pop(optimizer, None)
     for group in optimizer.param_groups:
         seen: dict[str, Any] = {}
         for sharded in group["params"]:
@@ -104,10 +105,15 @@ def load_optimizer_state(model: "MegatronFSDP", optimizer: torch.optim.Optimizer
 def initialize_optimizer_state(model: "MegatronFSDP", optimizer: torch.optim.Optimizer) -> None:
     """Let optimizer state exist before the first step, so that a checkpoint can be loaded into it: parameters keep their values.
 
-    Takes one step on zero gradients with zero learning rate and weight decay, and sets step counters back to zero.
+    Takes one step on zero gradients with zero learning rate and weight decay, and sets step counters back to zero. What nobody loads into
+    is forgotten by the first step (``forget_initial_state``), for some rules begin otherwise than with zeros.
     """
     if optimizer.state:
         return
+    model.finish_grad_sync()
+    gradients = [(item.sharded, item.sharded.grad) for item in model.runtime.parameters]
+    for sharded, _ in gradients:
+        sharded.grad = None
     saved = [{key: group[key] for key in ("lr", "weight_decay") if key in group} for group in optimizer.param_groups]
     touched = []
     for group in optimizer.param_groups:
@@ -123,11 +129,28 @@ def initialize_optimizer_state(model: "MegatronFSDP", optimizer: torch.optim.Opt
         group.update(values)
     for parameter in touched:
         parameter.grad = None
+    for sharded, gradient in gradients:
+        sharded.grad = gradient
     for entries in optimizer.state.values():
         if isinstance(entries.get("step"), torch.Tensor):
             entries["step"].zero_()
         elif "step" in entries:
             entries["step"] = 0
+    model.initial_states[optimizer] = {parameter: _extremes(entries) for parameter, entries in optimizer.state.items()}
+
+
+def forget_initial_state(model: "MegatronFSDP", optimizer: torch.optim.Optimizer) -> None:
+    """Before the first step: drop what ``initialize_optimizer_state`` made and nothing was loaded into."""
+    for parameter, extremes in model.initial_states.pop(optimizer, {}).items():
+        if _extremes(optimizer.state[parameter]) == extremes:
+            del optimizer.state[parameter]
+
+
+def _extremes(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of one parameter in so few numbers that a change of it shows, as it does in state that is all zeros."""
+    tensors = {key: local(value.detach()) for key, value in entries.items() if isinstance(value, torch.Tensor)}
+    found = {key: (value.amin().item(), value.amax().item()) for key, value in tensors.items() if value.numel()}
+    return found | {key: value for key, value in entries.items() if key not in tensors}
 
 
 def _shard_like(place: Place, value: Any, *, plain: bool) -> Any:

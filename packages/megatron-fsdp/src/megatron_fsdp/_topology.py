@@ -136,8 +136,11 @@ class MeshAxes:
         """Read the mesh or group that the caller gave; with neither, the default group, or one rank without any.
 
         Raises:
+            TypeError: something else than a mesh.
             ValueError: both a mesh and a group, axes that the mesh lacks, axes that are not named, or an outer strategy without an axis.
         """
+        if mesh is not None and not isinstance(mesh, DeviceMesh):
+            raise TypeError(f"{field_name} is a {type(mesh).__name__}; make a mesh by torch.distributed.device_mesh.init_device_mesh")
         if mesh is not None and pg is not None:
             raise ValueError(f"{field_name} and process_group are both given; pass one of them")
         if mesh is None:

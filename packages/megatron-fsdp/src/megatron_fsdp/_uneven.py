@@ -8,9 +8,9 @@ wheel: to torch's checkpoint planner, and to ``full_tensor``, which would else b
 
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import WriteItem
     from torch.distributed.tensor import DTensor, Placement
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
-
-TensorT = TypeVar("TensorT", bound=torch.Tensor)
 
 
 @dataclass(frozen=True)
@@ -112,20 +110,16 @@ class Place:
         """Tell the tensor where its rows are, unless torch's arithmetic finds them."""
         if self._is_marked:
             local: Any = tensor._local_tensor
-            # Weak, because a tensor in a reference cycle keeps its memory until the next garbage collection.
-            local_ref, tensor_ref = weakref.ref(local), weakref.ref(tensor)
-            local.__create_write_items__ = functools.partial(_write_items, self, local_ref)
-            local.__create_chunk_list__ = functools.partial(_chunks, self)
-            local.__get_tensor_shard__ = functools.partial(_box, self, local_ref)
-            tensor.full_tensor = functools.partial(_full_tensor, self, tensor_ref)
+            local.__create_write_items__ = _Method(_write_items, self, local)
+            local.__create_chunk_list__ = _Method(_chunks, self, local)
+            local.__get_tensor_shard__ = _Method(_box, self, local)
+            tensor.full_tensor = _Method(_full_tensor, self, tensor)
         return tensor
 
     def holds(self, tensor: "DTensor") -> bool:
         """Whether the tensor is divided exactly so; every rank gives one answer."""
-        marked = vars(tensor).get("full_tensor")
-        if not self._is_marked or not isinstance(marked, functools.partial):
-            return False
-        return marked.args[0] == self
+        marked = _mark_of(tensor)
+        return self._is_marked and marked is not None and marked.place == self
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
         """The whole global parameter from every rank's rows, on every rank. A collective."""
@@ -147,23 +141,64 @@ class Place:
 
     def cut(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's rows of a whole global tensor."""
+        return self.cut_own(full[self.part.slices])
+
+    def cut_own(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of a tensor that is as the module's own parameter."""
         first, last = self.rows
         row = self.segment.row_numel
-        return full[self.part.slices].reshape(-1)[first * row : last * row].view(self.local_shape)
+        return whole.reshape(-1)[first * row : last * row].view(self.local_shape)
 
 
-def _chunks(place: Place) -> "list[ChunkStorageMetadata]":
+class _Method:
+    """A function of one tensor and its place, as an attribute of the tensor; a copy of the tensor has one of its own."""
+
+    def __init__(self, function: Callable[..., Any], place: Place, tensor: torch.Tensor | None) -> None:
+        self._function, self.place = function, place
+        # Weak, because a tensor in a reference cycle keeps its memory until the next garbage collection.
+        self._tensor = None if tensor is None else weakref.ref(tensor)
+
+    def __call__(self, *args: Any, **_: Any) -> Any:
+        if self._tensor is None:
+            raise RuntimeError("a shard copied by copy.deepcopy can be loaded by load_state_dict only; take state_dict() again")
+        tensor = self._tensor()
+        assert tensor is not None, "the method of a tensor outlived it"
+        return self._function(self.place, tensor, *args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Method":
+        # Places know process groups, which cannot be copied. Torch's checkpointer notes the copy of a tensor before its attributes.
+        tensor = None if self._tensor is None else self._tensor()
+        return _Method(self._function, self.place, memo.get(id(tensor)))
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a shard knows its ranks and cannot be pickled; save it by torch.distributed.checkpoint or mcore_ckpt, "
+            "or save the whole tensors of full_state_dict()"
+        )
+
+
+def _mark_of(tensor: torch.Tensor) -> _Method | None:
+    found = vars(tensor).get("full_tensor")
+    return found if isinstance(found, _Method) else None
+
+
+def is_shard(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is a part that this package has cut."""
+    return _mark_of(tensor) is not None
+
+
+def _chunks(place: Place, _: object) -> "list[ChunkStorageMetadata]":
     # Torch's checkpoint package is slow to import, and loaded by whoever calls this.
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     return [ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes)) for offsets, sizes, _ in place.global_boxes()]
 
 
-def _write_items(place: Place, local_ref: "weakref.ref[torch.Tensor]", fqn: str, _: object) -> "list[WriteItem]":
+def _write_items(place: Place, local: torch.Tensor, fqn: str, _: object) -> "list[WriteItem]":
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-    properties = TensorProperties.create_from_tensor(_alive(local_ref))
+    properties = TensorProperties.create_from_tensor(local)
     size = torch.Size(place.shape)
     return [
         WriteItem(
@@ -171,24 +206,16 @@ def _write_items(place: Place, local_ref: "weakref.ref[torch.Tensor]", fqn: str,
             type=WriteItemType.SHARD,
             tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
         )
-        for chunk in _chunks(place)
+        for chunk in _chunks(place, local)
     ]
 
 
-def _box(place: Place, local_ref: "weakref.ref[torch.Tensor]", index: "MetadataIndex") -> torch.Tensor:
-    local = _alive(local_ref)
+def _box(place: Place, local: torch.Tensor, index: "MetadataIndex") -> torch.Tensor:
     for offsets, sizes, (start, numel) in place.global_boxes():
         if index.offset is None or tuple(index.offset) == offsets:
             return local.detach().view(-1)[start : start + numel].view(sizes)
     raise ValueError(f"{index.fqn!r} has no block at {index.offset} on this rank")
 
 
-def _full_tensor(place: Place, tensor_ref: "weakref.ref[DTensor]", **_: object) -> torch.Tensor:
-    tensor = _alive(tensor_ref)
+def _full_tensor(place: Place, tensor: "DTensor") -> torch.Tensor:
     return place.gather(tensor.to_local())
-
-
-def _alive(ref: "weakref.ref[TensorT]") -> TensorT:
-    tensor = ref()
-    assert tensor is not None, "the method of a tensor outlived it"
-    return tensor

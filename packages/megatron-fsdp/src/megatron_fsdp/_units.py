@@ -3,13 +3,14 @@
 """Which parameters are gathered together: a plan over the module tree."""
 
 import fnmatch
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
 UnitMatcher = type[nn.Module] | str | Callable[[str, nn.Module], bool]
-"""A class, a pattern for qualified or class names, or a predicate ``(name, module) -> bool``."""
+"""A class, the path it is imported by, a pattern for qualified or class names, or a predicate ``(name, module) -> bool``."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class UnitPlan:
     sites: list[ParameterSite] = field(default_factory=list)
 
 
-def plan_units(root: nn.Module, matchers: Sequence[UnitMatcher] | UnitMatcher = ()) -> list[UnitPlan]:
+def plan_units(root: nn.Module, matchers: Sequence[UnitMatcher] | UnitMatcher | None = ()) -> list[UnitPlan]:
     """Divide a tree into units, the root first, then in definition order.
 
     A parameter belongs to the innermost unit around it; a tied one to the innermost unit around all its places, so that
@@ -53,7 +54,9 @@ def plan_units(root: nn.Module, matchers: Sequence[UnitMatcher] | UnitMatcher = 
     Raises:
         ValueError: no parameters, no module matches, or a match cannot be a unit because it is never called.
     """
-    wanted = (matchers,) if isinstance(matchers, (str, type)) or callable(matchers) else tuple(matchers)
+    matchers = () if matchers is None else matchers
+    given = (matchers,) if isinstance(matchers, (str, type)) or callable(matchers) else tuple(matchers)
+    wanted = [_class_at(matcher) or matcher for matcher in given]
     plans = {"": UnitPlan("", root)}
     for name, module in root.named_modules():
         if name and any(_matches(matcher, name, module) for matcher in wanted):
@@ -94,12 +97,21 @@ def _units_around(name: str, plans: dict[str, UnitPlan]) -> list[str]:
     return [prefix for prefix in prefixes if prefix in plans]
 
 
+def _class_at(path: UnitMatcher) -> type[nn.Module] | None:
+    """The class that a path like ``torch.nn.Linear`` names; what is not imported yet has made no module."""
+    if not isinstance(path, str) or "." not in path:
+        return None
+    home, _, name = path.rpartition(".")
+    found = getattr(sys.modules.get(home), name, None)
+    return found if isinstance(found, type) and issubclass(found, nn.Module) else None
+
+
 def _matches(matcher: UnitMatcher, name: str, module: nn.Module) -> bool:
     if isinstance(matcher, type):
         return isinstance(module, matcher)
     if isinstance(matcher, str):
         return fnmatch.fnmatchcase(name, matcher) or fnmatch.fnmatchcase(type(module).__name__, matcher)
-    if callable(matcher):
+    if callable(matcher) and not isinstance(matcher, nn.Module):
         return bool(matcher(name, module))
     raise ValueError(f"fsdp_unit_modules has {matcher!r}; use classes, name patterns or predicates (name, module) -> bool")
 
