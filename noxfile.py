@@ -134,6 +134,11 @@ def _without_torch_family(folder: str) -> str:
     return str(path)
 
 
+def _pytest(session: nox.Session) -> list[str]:
+    """Pytest's arguments: those of the session; without any, all tests on all cores, those of a file in one process."""
+    return ["-q", *(session.posargs or ["-n", "auto", "--maxprocesses", "8", "--dist", "loadfile"])]
+
+
 def _check(session: nox.Session, python: Path, name: str, *arguments: str) -> None:
     session.run(str(python), "-m", f"tools.checks.{name}", *arguments, external=True)
 
@@ -147,9 +152,9 @@ def quickstart(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """All tests that need no GPU; arguments go to pytest."""
+    """All tests that need no GPU, on all cores; arguments go to pytest, which then runs in one process."""
     python = _dev(session, "test", "tools", "api")
-    session.run(str(python), "-m", "pytest", "-q", *session.posargs, external=True)
+    session.run(str(python), "-m", "pytest", *_pytest(session), external=True)
 
 
 @nox.session(venv_backend="none")
@@ -305,7 +310,7 @@ def tests_matrix(session: nox.Session) -> None:
     """All tests on one Python version, in an environment of its own; choose with `-p 3.12`."""
     session.install("-q", *_members(), *_groups(("test", "tools", "api")), "-c", CONSTRAINTS)
     session.run(UV, "pip", "check", "-q", "--python", session.virtualenv.location, external=True)
-    session.run("python", "-m", "pytest", "-q", *session.posargs)
+    session.run("python", "-m", "pytest", *_pytest(session))
 
 
 @nox.session(venv_backend="none")
@@ -313,7 +318,7 @@ def lowest(session: nox.Session) -> None:
     """All tests with the oldest version of every direct dependency: the lower bounds are true."""
     install = [*_members(), *_groups(("test", "tools", "api")), "--resolution", "lowest-direct"]
     python = _environment(session, f"lowest-{THIS_PYTHON}", "lowest", install)
-    session.run(str(python), "-m", "pytest", "-q", *session.posargs, external=True)
+    session.run(str(python), "-m", "pytest", *_pytest(session), external=True)
 
 
 @nox.session(venv_backend="none")
@@ -326,7 +331,7 @@ def newest(session: nox.Session) -> None:
         install = ["--python", str(python), *_members(), *_groups(("test", "tools", "api")), *constraints]
         session.run_install(UV, "pip", "install", "-q", *install, external=True)
     session.run(str(python), "-c", "import torch; print('torch', torch.__version__)", external=True)
-    session.run(str(python), "-m", "pytest", "-q", *session.posargs, external=True)
+    session.run(str(python), "-m", "pytest", *_pytest(session), external=True)
 
 
 @nox.session(venv_backend="none")

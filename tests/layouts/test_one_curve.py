@@ -23,7 +23,7 @@ CONFIG = RunConfig(
         num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=24, vocab_size=64, init_method_std=0.1
     ),
     moe=MoEConfig(num_moe_experts=4, moe_router_topk=2, moe_aux_loss_coeff=0.01),
-    train=TrainConfig(steps=10, seq_len=16, micro_batch_size=2, global_batch_size=8, dtype="float64"),
+    train=TrainConfig(steps=5, seq_len=16, micro_batch_size=2, global_batch_size=8, dtype="float64"),
     optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=1.0),
 )
 

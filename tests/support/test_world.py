@@ -3,7 +3,9 @@
 """The harness of worlds: what it says of ranks that fail, die or crash."""
 
 import os
+import sys
 import time
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -56,3 +58,13 @@ def test_ranks_that_are_done_stay_until_all_are(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(world, "_collect", watched)
     run(finish_early, 3)
     assert left == [None] * 3
+
+
+def has_the_wheels() -> bool:
+    return "mcore_rl" in sys.modules
+
+
+@pytest.mark.world(1)
+def test_ranks_come_with_the_wheels_loaded_whoever_else_starts_ranks(world: Any) -> None:
+    import_module("tools.launch")
+    assert world(has_the_wheels) == [True]

@@ -10,16 +10,23 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 _server = multiprocessing.get_context("forkserver")
-# What nearly every rank imports: loaded once here, it costs a rank nothing. A wheel that is not installed is passed over.
-_server.set_forkserver_preload([
+# What nearly every rank imports: loaded once in the server, it costs a rank nothing. A wheel that is not installed is passed over.
+_PRELOADED = [
     "pytest", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp",
-    "mcore_parallel.data_parallel", "mcore_parallel.optim", "mcore_parallel.training",
-    "mcore_ckpt", "mcore_inference", "mcore_moe", "mcore_rl", "megatron_fsdp",
-])  # fmt: skip
+    "mcore_parallel.data_parallel", "mcore_parallel.graphs", "mcore_parallel.guard", "mcore_parallel.optim", "mcore_parallel.planner",
+    "mcore_parallel.training", "mcore_ckpt", "mcore_inference", "mcore_moe", "mcore_rl", "megatron_fsdp", "tools.assemble",
+]  # fmt: skip
+
+
+def start_server() -> None:
+    """Start the process that ranks are forked from, where none runs: a process has one, and whoever starts it says what it loads."""
+    _server.set_forkserver_preload(_PRELOADED)
+    forkserver.ensure_running()
 
 
 def run(check: Callable[..., Any], num_ranks: int, *, timeout_s: float = 60.0, backend: str = "gloo", **inputs: Any) -> list[Any]:
@@ -31,6 +38,7 @@ def run(check: Callable[..., Any], num_ranks: int, *, timeout_s: float = 60.0, b
         AssertionError: a rank failed; carries its number and traceback.
         TimeoutError: ranks that gave no answer in time, by number.
     """
+    start_server()
     with tempfile.TemporaryDirectory() as folder:
         pending: dict[Connection, int] = {}
         ranks: list[Any] = []

@@ -66,13 +66,19 @@ def check_activations(device: str, dtype: torch.dtype, tolerance: float) -> None
         choices = [Activation(name=name)]
         if choices[0].gated:
             choices += [Activation(name=name, offset=1.0, clamp=0.7), Activation(name=name, offset=1.0, fp8_input_store=True)]
-        shapes, arguments = ((3, 20), (2, 1500), (0, 8)), ((False, True), (True, False), (True, True))
-        for activation, (rows, width), (bias, weighted) in itertools.product(choices, shapes, arguments):
+        shapes, arguments = ((3, 20), (2, 1500), (0, 8)), ((True, True), (False, True), (True, False))
+        for activation, shape, (bias, weighted) in itertools.product(choices, shapes, arguments):
+            first = (bias, weighted) == arguments[0]
+            # The interpreter is slow: there the wide rows alone meet every choice of arguments.
+            if not first and device == "cpu" and shape != shapes[1]:
+                continue
+            rows, width = shape
             wide = width * (1 + activation.gated)
             inputs = [torch.randn(rows, wide), torch.randn(wide) if bias else None, torch.rand(rows) if weighted else None]
             if not activation.fp8_input_store:
                 against(device, dtype, tolerance, activation, inputs)
-                against(device, dtype, tolerance, activation, [inputs[0]], remade=True)
+                if first:
+                    against(device, dtype, tolerance, activation, [inputs[0]], remade=True)
                 continue
             # Both sides round the same input to eight bits, seldom apart by a step. The interpreter's own rounding loses carries.
             fused = _triton_activations.activate_and_store

@@ -269,8 +269,8 @@ import itertools, torch
 from mcore_parallel.tensor_parallel import _picked_rows, _rows, _triton_embedding, _triton_rows
 # Smaller than the row, so that the running maximum is carried from block to block.
 _triton_rows._BLOCK = 128
-cases = itertools.product((torch.float32, torch.bfloat16), (0.0, 0.1), (False, True), (300, 257), (1.0, 1e3))
-for dtype, smoothing, entropy, valid, scale in cases:
+cases = itertools.product((torch.float32, torch.bfloat16), (0.0, 0.1), (False, True), ((300, 1e3), (257, 1.0)))
+for dtype, smoothing, entropy, (valid, scale) in cases:
     maths = _rows.RowMaths(vocab_size=valid, smoothing=smoothing, entropy=entropy, temperature=1.25)
     generator = torch.Generator().manual_seed(0)
     logits = (scale * torch.randn(3, 300, generator=generator)).to(dtype)

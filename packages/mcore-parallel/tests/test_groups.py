@@ -195,7 +195,7 @@ def test_groups_of_large_worlds_are_built() -> None:
         ParallelPlan(tp=4, cp=2, dp=2, pp=4, ep=8),
         ParallelPlan(tp=2, dp=16, pp=2, ep=4, etp=2, order="dp-tp-cp-ep-pp"),
         ParallelPlan(tp=8, cp=2, dp=8, pp=8, ep=16, hierarchical_cp=(2, 1), optimizer_instances=2),
-        ParallelPlan(tp=8, cp=4, dp=32, pp=16, ep=64, hierarchical_cp=(2, 2), optimizer_instances=2, order="cp-tp-ep-dp-pp"),
+        ParallelPlan(tp=8, cp=4, dp=16, pp=8, ep=64, hierarchical_cp=(2, 2), optimizer_instances=2, order="cp-tp-ep-dp-pp"),
     ]
     for plan in plans:
         size = plan.world_size
