@@ -4,6 +4,7 @@
 
 import errno
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -117,6 +118,26 @@ def test_what_the_disk_says_comes_back_as_it_was_said(tmp_path):
     pid = worker.pid
     worker.close()
     assert ended(pid)
+
+
+def test_an_error_is_told_even_where_it_comes_before_the_first_piece_is_sent(tmp_path, monkeypatch):
+    worker, memory = Worker(), SharedMemory(2**20)
+    worker.start()
+    folder = WorkerFolder(tmp_path / "lost", worker, memory)
+    request = worker.request
+
+    def late(*given):
+        connection = request(*given)
+        # Until the process has answered and closed its side.
+        hung_up = select.poll()
+        hung_up.register(connection, select.POLLHUP)
+        assert hung_up.poll(20_000)
+        return connection
+
+    monkeypatch.setattr(worker, "request", late)
+    with pytest.raises(FileNotFoundError, match="lost"):
+        folder.write_hashed("y", [bytes(100)])
+    worker.close()
 
 
 LAST_WORDS = """

@@ -141,21 +141,26 @@ class WorkerFolder(LocalFolder):
             raise CheckpointingException(f"{told} while it wrote {name}; this save is lost, the next starts another writer") from error
 
     def _send(self, connection: socket.socket, parts: Iterable[bytes | bytearray | memoryview]) -> FileRecord:
-        pending = 0
-        for piece in cut(parts):
-            begin = self._memory.find(piece)
-            connection.sendall(PIECE.pack(-1 if begin is None else begin, len(piece)))
-            if begin is None:
-                connection.sendall(piece)
-            pending += 1
-            if pending > _AHEAD:
-                if self._answer(connection) < 0:
-                    break
-                pending -= 1
-        else:
-            connection.sendall(PIECE.pack(0, -1))
-            while self._answer(connection) >= 0:
-                pass
+        pending, failed = 0, False
+        try:
+            for piece in cut(parts):
+                begin = self._memory.find(piece)
+                connection.sendall(PIECE.pack(-1 if begin is None else begin, len(piece)))
+                if begin is None:
+                    connection.sendall(piece)
+                pending += 1
+                if pending > _AHEAD:
+                    failed = self._answer(connection) < 0
+                    if failed:
+                        break
+                    pending -= 1
+            else:
+                connection.sendall(PIECE.pack(0, -1))
+        except BrokenPipeError:
+            # The process takes no more, and has said why, unless it has ended.
+            pass
+        while not failed and self._answer(connection) >= 0:
+            pass
         (length,) = struct.unpack("<q", receive(connection, 8))
         answer = json.loads(receive(connection, length))
         if "sha256" in answer:
