@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from mcore_ckpt import CheckpointingException, CheckpointManager
+from mcore_ckpt import CheckpointingException
 from mcore_parallel import ProcessGroups
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.guard import Watchdog
@@ -30,7 +30,7 @@ from mcore_parallel.training import (
     Writer,
 )
 from tools.assemble import schedule
-from tools.journey import run_assets
+from tools.journey import run_checkpoints
 from tools.pretrain import check_data, join, take_device
 from tools.recipes import RunConfig, override
 
@@ -71,7 +71,7 @@ def build_trainer(
         watched,
         schedule(run),
         told,
-        CheckpointManager(output / "checkpoints", assets=run_assets(run)),
+        run_checkpoints(run),
         evaluation=validation,
         groups=groups,
         pipeline=pipeline,

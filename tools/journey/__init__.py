@@ -8,7 +8,16 @@ from tools.journey._reinforce import reinforce_rank
 from tools.journey._report import Section, write_report
 from tools.journey._serve import Served, build_engine, serve_exported
 from tools.journey._text import Corpus, check_text, default_text, prepare
-from tools.journey._train import Trained, device_of, open_tokenizer, run_assets, train_rank, validate_rank, validation_batches
+from tools.journey._train import (
+    Trained,
+    device_of,
+    open_tokenizer,
+    run_assets,
+    run_checkpoints,
+    train_rank,
+    validate_rank,
+    validation_batches,
+)
 
 __all__ = [
     "Corpus",
@@ -26,6 +35,7 @@ __all__ = [
     "prepare",
     "reinforce_rank",
     "run_assets",
+    "run_checkpoints",
     "serve_exported",
     "train_rank",
     "validate_rank",

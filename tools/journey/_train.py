@@ -96,7 +96,7 @@ def train_rank(
     train, output = config.train, Path(config.output)
     parts = assemble(config, device)
     train_set, valid_set = datasets(config, open_tokenizer(config.data.tokenizer, config.model.vocab_size))
-    checkpoints = CheckpointManager(output / "checkpoints", assets=run_assets(config))
+    checkpoints = run_checkpoints(config)
     world = parts.groups.world
     timers = Timers(group=world, device=device) if config.log.timers_interval else None
     tracing = dataclasses.replace(config.profile, output=str(output / config.profile.output))
@@ -198,6 +198,12 @@ def _writers(config: RunConfig, history: History) -> list[Writer]:
         writers.append(WandbWriter(log.wandb_project, output, run_id=name.read_text(encoding="ascii"), config=shown))
     writers.append(LiveReport(output / "report.html", output.name, config.train.steps, text, history) if log.html else history)
     return writers
+
+
+def run_checkpoints(config: RunConfig) -> CheckpointManager:
+    """Where a run saves: as many steps as it is told to keep, each with its assets."""
+    keep, every = config.train.checkpoints_kept or None, config.train.checkpoint_keep_interval or None
+    return CheckpointManager(Path(config.output) / "checkpoints", keep=keep, keep_every=every, assets=run_assets(config))
 
 
 def run_assets(config: RunConfig) -> dict[str, Path | bytes]:

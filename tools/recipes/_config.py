@@ -67,6 +67,10 @@ class TrainConfig:
     """Global batches a validation."""
     checkpoint_interval: int = 0
     """Steps between checkpoints; 0 for one at the end."""
+    checkpoints_kept: int = 3
+    """Newest checkpoints that stay; 0 for all."""
+    checkpoint_keep_interval: int = 0
+    """Checkpoints of steps that are multiples of it stay, too; 0 for no others."""
     stop_after_minutes: float = 0.0
     """Save and end after the first step that ends later than this; 0 for no limit."""
     max_skipped_steps: int = 0
@@ -81,7 +85,10 @@ class TrainConfig:
         for name in ("steps", "seq_len", "micro_batch_size", "global_batch_size", "eval_batches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("warmup_steps", "eval_interval", "checkpoint_interval", "wsd_decay_steps", "stop_after_minutes", "max_skipped_steps"):
+        for name in (
+            "warmup_steps", "eval_interval", "checkpoint_interval", "checkpoints_kept", "checkpoint_keep_interval", "wsd_decay_steps",
+            "stop_after_minutes", "max_skipped_steps",
+        ):  # fmt: skip
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
         if self.dtype not in DTYPE_NAMES:

@@ -18,7 +18,7 @@ from mcore_parallel import ProcessGroups
 from mcore_parallel.data import train_bpe
 from mcore_parallel.training import model_state
 from tools.assemble import build_model
-from tools.journey import build_engine, open_tokenizer, run_assets
+from tools.journey import build_engine, open_tokenizer, run_assets, run_checkpoints
 from tools.recipes import DataConfig, RunConfig, override, recipe
 from tools.serve import main, open_engine
 
@@ -56,6 +56,15 @@ def test_prompts_are_continued_by_the_newest_step_or_the_one_named(kept: tuple[R
     assert capsys.readouterr().out == f"what a{said[1]}\n"
     assert main([str(folder / "step_00000001"), "--prompt", "what a", "--max-tokens", "8"]) == 0
     assert capsys.readouterr().out == f"what a{said[0]}\n"
+
+
+def test_a_run_keeps_the_steps_that_it_is_told_to(kept: tuple[RunConfig, Path], tmp_path: Path) -> None:
+    config = override(kept[0], [f"output={tmp_path}", "train.checkpoints_kept=1", "train.checkpoint_keep_interval=2"])
+    manager = run_checkpoints(config)
+    for step in range(1, 6):
+        manager.save(step, {"w": torch.ones(2)})
+    assert manager.steps() == [2, 4, 5]
+    assert run_checkpoints(override(config, ["train.checkpoints_kept=0"])).keep is None
 
 
 def test_it_answers_over_http(kept: tuple[RunConfig, Path]) -> None:

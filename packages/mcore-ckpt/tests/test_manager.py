@@ -24,6 +24,13 @@ def test_the_newest_committed_step_loads_and_older_ones_go(tmp_path):
     assert manager.load({"w": weight}, step=20) == (20, {"lr": 10.0})
 
 
+def test_every_so_many_steps_one_stays(tmp_path):
+    manager = CheckpointManager(tmp_path, keep=2, keep_every=4)
+    for step in range(1, 11):
+        manager.save(step, {"w": torch.ones(1)})
+    assert manager.steps() == [4, 8, 9, 10]
+
+
 def test_nothing_goes_before_the_new_step_is_committed(tmp_path):
     manager = CheckpointManager(tmp_path, keep=1)
     manager.save(1, {"w": torch.ones(1)})
@@ -83,6 +90,8 @@ def test_a_step_that_cannot_be_removed_warns_and_is_no_checkpoint(tmp_path, monk
 def test_wrong_arguments_name_field_and_remedy(tmp_path):
     with pytest.raises(ValueError, match="keep=0 must be at least 1, or None"):
         CheckpointManager(tmp_path, keep=0)
+    with pytest.raises(ValueError, match="keep_every=0 must be at least 1, or None"):
+        CheckpointManager(tmp_path, keep_every=0)
     with pytest.raises(ValueError, match="step=-1"):
         CheckpointManager(tmp_path).save(-1, {})
     with pytest.raises(CheckpointingException, match="holds no checkpoint"):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""A folder of numbered checkpoints, of which the newest few are kept."""
+"""A folder of numbered checkpoints, of which the newest few are kept, and now and then one."""
 
 import re
 import warnings
@@ -37,6 +37,7 @@ class CheckpointManager:
         directory: a path on a file system all ranks share, an address such as ``s3://bucket/run``, or a `mcore_ckpt.storage.Folder`.
             It need not exist.
         keep: how many of the newest steps stay; None for all.
+        keep_every: steps that are multiples of it stay, too; None for no others.
         group: None for the default group, or for this process alone where torch.distributed is not initialised.
         format: as for `mcore_ckpt.save`.
         max_pending: asynchronous saves whose copies of the state may be in host memory at a time; the next save waits for the oldest.
@@ -44,7 +45,7 @@ class CheckpointManager:
         assets: kept with every step, as for `mcore_ckpt.save`; files are read at each save.
 
     Raises:
-        ValueError: ``keep`` or ``max_pending`` below 1, ``stalled_s`` not above 0, or an unknown format.
+        ValueError: ``keep``, ``keep_every`` or ``max_pending`` below 1, ``stalled_s`` not above 0, or an unknown format.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class CheckpointManager:
         directory: str | Path | Folder,
         *,
         keep: int | None = 3,
+        keep_every: int | None = None,
         group: dist.ProcessGroup | None = None,
         format: str = "native",
         max_pending: int = 1,
@@ -60,12 +62,14 @@ class CheckpointManager:
     ) -> None:
         if keep is not None and keep < 1:
             raise ValueError(f"keep={keep} must be at least 1, or None to keep all")
+        if keep_every is not None and keep_every < 1:
+            raise ValueError(f"keep_every={keep_every} must be at least 1, or None to keep the newest only")
         if max_pending < 1:
             raise ValueError(f"max_pending={max_pending} must be at least 1")
         if stalled_s is not None and not stalled_s > 0:
             raise ValueError(f"stalled_s={stalled_s} must be above 0, or None to wait for ever")
         self._folder = open_folder(directory)
-        self.keep = keep
+        self.keep, self.keep_every = keep, keep_every
         check_format(format)
         self._format, self._cache = format, PlanCache()
         self._assets = dict(assets or {})
@@ -111,7 +115,7 @@ class CheckpointManager:
     def save(
         self, step: int, state: Mapping[str, Any], extra: Mapping[str, Any] | None = None, *, asynchronous: bool = False
     ) -> AsyncRequest | None:
-        """Save ``state`` as ``step``, then remove what is older than the newest ``keep``; see `mcore_ckpt.save`.
+        """Save ``state`` as ``step``, then remove older steps that are not to be kept; see `mcore_ckpt.save`.
 
         Steps are committed in the order in which they were saved: a save that is not asynchronous commits the pending ones first, an
         asynchronous one the oldest of ``max_pending``. Where that fails, this save is not begun.
@@ -188,7 +192,7 @@ class CheckpointManager:
         if self.keep is None or Control(self._group).rank:
             return
         committed = self.steps()
-        gone = set(committed[: -self.keep])
+        gone = {step for step in committed[: -self.keep] if self.keep_every is None or step % self.keep_every}
         # Folders without a manifest that are older than what was just committed are saves that never finished.
         pending = {step for step, _ in self._pending}
         gone |= {step for step in self._present() if step < committed[-1] and step not in committed and step not in pending}
