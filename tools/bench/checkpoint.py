@@ -10,9 +10,9 @@ each rank then reads from half of the files. `reshard` is the command of that na
 `extra_mebibytes` is by how much the memory of a process grows meanwhile at most, pages of mapped files included, where the ranks grow most.
 A plain write is what `dd conv=fsync` does, a direct one what `dd oflag=direct` does: no digests, no copies, on as many files and threads a
 rank as `save` has. Before each reading the files leave the page cache, so it comes from the disk, as after a restart; `cached_after` says
-how much of them was in memory all the same, which must be 0 for the readings to mean anything. `sha256` is what all ranks hash together,
-out of memory, on a thread each. The rounds of all ways take turns; the best of each counts. With --limit-s no way is begun that would end
-later, going by the times so far, and its figure is left out; the ways come in the order of what they are worth.
+how much of them, torch's among them, was in memory all the same before which. `sha256` is what all ranks hash together, out of memory, on a
+thread each. The rounds of all ways take turns; the best of each counts. With --limit-s no way is begun that would end later, going by the
+times so far, and its figure is left out; the ways come in the order of what they are worth.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = {"ranks": options.ranks, "tensors": options.tensors, "rows": rows, "rounds": options.rounds, "place": place}
         spawn(_rank, args=({**config, "limit_s": options.limit_s},), nprocs=options.ranks)
         figures, grown = _figures(Path(place) / "seconds"), _figures(Path(place) / "grown")
-        cached, deadline = figures.pop("cached"), figures.pop("deadline")
+        deadline, cached = figures.pop("deadline"), _figures(Path(place) / "cached")
         # One process: by experience it takes as long as four loads of eight.
         if (Path(place) / "ours").exists() and time.monotonic() + 4 * figures.get("load", float("inf")) < deadline:
             _forget(Path(place))
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "cores": os.cpu_count(),
         "tensors": options.tensors,
         "gibibytes_a_second": rates,
-        "cached_after": round(cached, 3),
+        "cached_after": {name: round(share, 3) for name, share in cached.items() if share},
         **{name: round(rates[one] / rates[other], 3) for name, (one, other) in _RATIOS.items() if {one, other} <= rates.keys()},
         "mebibytes_of_largest_tensor": round(total / options.tensors / 2**20, 1),
         "extra_mebibytes": {name: round(num_bytes / 2**20, 1) for name, num_bytes in grown.items()},
@@ -140,7 +140,7 @@ def _rank(rank: int, config: dict[str, Any]) -> None:
         del trials["direct_write"]
     best: dict[str, float] = {}
     grown: dict[str, int] = {}
-    cached = 0.0
+    cached: dict[str, float] = {}
     # Of each rank the first tensor: what the boxes of it must come to.
     rows = [torch.rand(config["rows"], 4096, generator=torch.Generator().manual_seed(number)) for number in range(config["ranks"])]
     want = torch.cat(rows)[boxes["layers.0.weight"].box.slices()].clone()
@@ -159,7 +159,7 @@ def _rank(rank: int, config: dict[str, Any]) -> None:
             if name in _PLACES:
                 shutil.rmtree(place / _PLACES[name], ignore_errors=True)
             if reads:
-                cached = max(cached, _forget(place))
+                cached[name] = max(cached.get(name, 0.0), _forget(place))
         if reads:
             mine[0].fill_(-1.0)
         dist.barrier()
@@ -179,9 +179,8 @@ def _rank(rank: int, config: dict[str, Any]) -> None:
     most = torch.tensor(list(grown.values()))
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     if rank == 0:
-        (place / "seconds").write_text(
-            "".join(f"{name} {seconds}\n" for name, seconds in {**best, "cached": cached, "deadline": deadline}.items())
-        )
+        (place / "seconds").write_text("".join(f"{name} {seconds}\n" for name, seconds in {**best, "deadline": deadline}.items()))
+        (place / "cached").write_text("".join(f"{name} {share}\n" for name, share in cached.items()))
         shown = [pair for pair in zip(grown, most.tolist(), strict=True) if "load" in pair[0]]
         (place / "grown").write_text("".join(f"{name} {number}\n" for name, number in shown))
     dist.barrier()

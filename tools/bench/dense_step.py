@@ -210,7 +210,7 @@ def table(step: Any) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", nargs="+", default=["tiny:gbs4"], type=Run.parse)
+    parser.add_argument("--runs", nargs="+", default=[Run.parse("tiny:gbs4")], type=Run.parse)
     parser.add_argument("--backend", choices=("torch", "te"), default="torch", help="of runs that name none")
     parser.add_argument("--fp8", choices=("none", *RECIPES), default="none", help="recipe of runs that name none")
     parser.add_argument("--warmup", type=int, default=4)

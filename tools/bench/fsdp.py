@@ -328,7 +328,7 @@ def _covered(spans: list[tuple[float, float]]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", nargs="+", default=["tiny:fsdp2,dp4", "tiny:ours,dp4"], type=Run.parse)
+    parser.add_argument("--runs", nargs="+", default=[Run.parse(text) for text in ("tiny:fsdp2,dp4", "tiny:ours,dp4")], type=Run.parse)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--timeout-s", type=float, default=280.0, help="of one run")
