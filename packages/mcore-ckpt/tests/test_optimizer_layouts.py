@@ -14,7 +14,7 @@ from mcore_ckpt import CheckpointingException, ShardedTensor, Strictness, load, 
 from mcore_ckpt.manifest import read_manifest
 from mcore_ckpt.optimizer_layouts import load_any_layout, save_in_layout
 from mcore_ckpt.rewrite import Rewrite, rewrite
-from mcore_ckpt.storage import LocalFolder
+from tests.support.counting import Counting
 
 WEIGHT = torch.arange(60.0).reshape(5, 12)
 MOMENT = WEIGHT + 1000
@@ -127,20 +127,6 @@ def test_a_state_with_a_hole_is_refused_and_a_tensor_without_elements_stays(tmp_
     blank = {name: torch.zeros_like(value) for name, value in state.items()}
     load_any_layout(blank, tmp_path / "c")
     assert torch.equal(blank["optimizer.exp_avg.w"], MOMENT)
-
-
-class Counting(LocalFolder):
-    """Notes the bytes that are read."""
-
-    num_bytes = 0
-
-    def read_into(self, name, begin, target):
-        self.num_bytes += len(target)
-        super().read_into(name, begin, target)
-
-    def read(self, name, begin, end):
-        self.num_bytes += end - begin
-        return super().read(name, begin, end)
 
 
 @pytest.mark.parametrize("form", ["native", "torch_dist"])

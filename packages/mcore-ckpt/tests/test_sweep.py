@@ -11,23 +11,8 @@ import torch
 from mcore_ckpt import ShardedTensor, load, save
 from mcore_ckpt._storage import BLOCK_BYTES, StoredFile, Taker, digest_file
 from mcore_ckpt._storage._stream import CHUNK_BYTES
-from mcore_ckpt.storage import LocalFolder, MemoryFolder
-
-
-class Counting(LocalFolder):
-    """Notes the bytes that are read."""
-
-    def __init__(self, path):
-        super().__init__(path)
-        self.num_bytes = 0
-
-    def read_into(self, name, begin, target):
-        self.num_bytes += len(target)
-        super().read_into(name, begin, target)
-
-    def read(self, name, begin, end):
-        self.num_bytes += end - begin
-        return super().read(name, begin, end)
+from mcore_ckpt.storage import MemoryFolder
+from tests.support.counting import Counting
 
 
 @pytest.mark.parametrize("seed", range(4))

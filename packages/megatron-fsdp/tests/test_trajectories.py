@@ -89,10 +89,8 @@ def loss_of(net: Callable[[torch.Tensor], torch.Tensor], step: int, microbatch: 
     return nn.functional.cross_entropy(net(tokens).flatten(0, 1).float(), tokens.flatten())
 
 
-def replicated(microbatches: int, *, muon: bool = True) -> tuple[list[float], dict[str, torch.Tensor]]:
-    net = build()
-    model = DistributedDataParallel(net)
-    optimizers, fused = torch_optimizers(net, muon=muon), FlatAdam(each.detach().view(-1) for each in net.flat.parameters())
+def losses_of(model: Any, microbatches: int, update: Callable[[], None]) -> list[float]:
+    """Of every micro-batch; all but the last of a step only accumulate."""
     losses = []
     for step in range(STEPS):
         for microbatch in range(microbatches):
@@ -100,11 +98,22 @@ def replicated(microbatches: int, *, muon: bool = True) -> tuple[list[float], di
                 loss = loss_of(model, step, microbatch)
                 loss.backward()
             losses.append(loss.item())
+        update()
+    return losses
+
+
+def replicated(microbatches: int, *, muon: bool = True) -> tuple[list[float], dict[str, torch.Tensor]]:
+    net = build()
+    model = DistributedDataParallel(net)
+    optimizers, fused = torch_optimizers(net, muon=muon), FlatAdam(each.detach().view(-1) for each in net.flat.parameters())
+
+    def update() -> None:
         for optimizer in optimizers:
             optimizer.step()
         fused.step(each.grad.view(-1) for each in net.flat.parameters() if each.grad is not None)
         net.zero_grad()
-    return losses, dict(net.state_dict())
+
+    return losses_of(model, microbatches, update), dict(net.state_dict())
 
 
 def narrow(microbatches: int) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -142,19 +151,16 @@ def sharded(microbatches: int, *, recompute: str = "none", muon: bool = True, **
     for optimizer in optimizers:
         fully_shard_optimizer(optimizer, model)
     shards = [shard for name, shard in model.flat_shards().items() if name.startswith("flat")]
-    fused, losses = FlatAdam(shard.parameter for shard in shards), []
-    for step in range(STEPS):
-        for microbatch in range(microbatches):
-            with contextlib.nullcontext() if microbatch == microbatches - 1 else model.no_sync():
-                loss = loss_of(model, step, microbatch)
-                loss.backward()
-            losses.append(loss.item())
+    fused = FlatAdam(shard.parameter for shard in shards)
+
+    def update() -> None:
         for optimizer in optimizers:
             optimizer.step()
         fused.step(shard.gradient for shard in shards if shard.gradient is not None)
         model.install_optimized_model_weights()
         model.zero_grad_buffer()
-    return losses, model
+
+    return losses_of(model, microbatches, update), model
 
 
 def check_bits(microbatches: int, recomputes: tuple[str, ...]) -> None:

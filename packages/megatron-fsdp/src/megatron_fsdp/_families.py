@@ -15,10 +15,10 @@ from torch import nn
 from megatron_fsdp._layout import FlatLayout, plan_atomic, plan_layout
 from megatron_fsdp._placement import ModelPart, Placements, model_part, read_placements
 from megatron_fsdp._policy import Strategy
-from megatron_fsdp._quantized import ALIGNMENT, is_quantized
 from megatron_fsdp._ranks import Ranks
 from megatron_fsdp._setting import Setting
 from megatron_fsdp._shard_placement import BlockAtomic, ShardPlacement, TensorAtomic
+from megatron_fsdp._te import ALIGNMENT, is_quantized
 from megatron_fsdp._topology import Topology
 from megatron_fsdp._units import ParameterSite, UnitPlan
 

@@ -17,8 +17,8 @@ from megatron_fsdp._flat_shard import FlatShard
 from megatron_fsdp._gradients import Gradients
 from megatron_fsdp._lane import Ticket, Work
 from megatron_fsdp._managed import ManagedParameter
-from megatron_fsdp._quantized import QuantizedForm, quantized_form, whole_values
 from megatron_fsdp._setting import Setting
+from megatron_fsdp._te import Float8Form, whole_values
 from megatron_fsdp._uneven import Place
 
 
@@ -53,7 +53,7 @@ class ParameterGroup:
         self._inner: torch.Tensor | None = None
         """What this rank gives to gathers, where the outer axis cuts it again."""
         self.parameters: list[ManagedParameter] = []
-        self._quantized: list[QuantizedForm] = []
+        self._quantized: list[Float8Form] = []
         """Of the parameters, where these are quantised themselves."""
         self._build(plan, room)
         self.gradients = Gradients(self.parameters, plan, setting, dtype=plan.dtypes(setting)[2], room=gradient_room)
@@ -89,7 +89,7 @@ class ParameterGroup:
                 sharded.grad_dtype = grad_dtype
             block = self.buffer.view(segment)
             if plan.quantized:
-                self._quantized.append(quantized_form(site.name, site.current, block))
+                self._quantized.append(Float8Form(site.name, site.current, block))
                 full = self._quantized[-1].full
             else:
                 full = nn.Parameter(_like(site.current, block), requires_grad=trainable)

@@ -2,13 +2,21 @@
 # Copyright (c) 2026 the mcore authors
 """Transformer Engine's ``Float8Tensor``: bytes with one scale a tensor, made by the library's own quantizers.
 
-Everything is asked of the tensors themselves, so that the library is imported by those who have made one.
+Everything is asked of the tensors themselves, so that the library is imported by those who have made one, and never from here.
 """
 
 from typing import Any
 
 import torch
 from torch import nn
+
+ALIGNMENT = 16
+"""Bytes at whose multiples products of 8-bit matrices want them to begin."""
+
+
+def is_quantized(parameter: torch.Tensor) -> bool:
+    """Whether its values are scaled bytes."""
+    return type(parameter).__module__.partition(".")[0] == "transformer_engine"
 
 
 @torch.no_grad()
@@ -21,7 +29,7 @@ def whole_values(parameter: Any) -> torch.Tensor:
 
 
 class Float8Form:
-    """A parameter like another one, around bytes that are gathered.
+    """A parameter like another one, around bytes that are gathered; an ``EightBitFormat`` whose ``restore`` finds them in place.
 
     Delayed and current scaling both work: the quantizer of the parameter decides.
 
