@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
 # B sequences, S tokens of each, A heads, D width of a head, H model width.
 
 
@@ -36,7 +38,7 @@ class Block(nn.Module):
     ``attend`` computes it instead, from [B, A, S, D] each.
     """
 
-    def __init__(self, shape: LlamaShape, *, cudnn: bool, attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None) -> None:
+    def __init__(self, shape: LlamaShape, *, cudnn: bool, attend: Attend | None = None) -> None:
         super().__init__()
         self.attend = attend
         self.width, self.repeats, self.cudnn = shape.hidden // shape.num_heads, shape.num_heads // shape.num_groups, cudnn
@@ -73,7 +75,7 @@ def _rotated(x_BASD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Llama(nn.Module):
     """Tokens [B, S] -> logits [B, S, V]."""
 
-    def __init__(self, shape: LlamaShape, *, cudnn: bool = False, attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None) -> None:
+    def __init__(self, shape: LlamaShape, *, cudnn: bool = False, attend: Attend | None = None) -> None:
         super().__init__()
         self.embedding = nn.Embedding(shape.vocab, shape.hidden)
         self.blocks = nn.ModuleList(Block(shape, cudnn=cudnn, attend=attend) for _ in range(shape.num_layers))

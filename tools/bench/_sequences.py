@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+from tools.bench._llama import Attend
+
 Share = Callable[..., AbstractContextManager[tuple[Tensor, ...]]]
-KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+_KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 
 # B sequences, A heads, s tokens of a rank, D width of a head.
@@ -59,7 +60,7 @@ def ring(mesh: dist.device_mesh.DeviceMesh) -> tuple[Attend, Share]:
 
 
 def _kernels(q: Tensor) -> AbstractContextManager[Any]:
-    return sdpa_kernel(KERNELS, set_priority=True) if q.is_cuda else nullcontext()
+    return sdpa_kernel(_KERNELS, set_priority=True) if q.is_cuda else nullcontext()
 
 
 def _exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -236,9 +236,10 @@ def _trunk(run: Run, device: torch.device) -> Step:
     if run.numbers["cp"] > 1:
         options["attention_core"] = context_parallel_attention(groups, "p2p" if "ring" in run.flags else "a2a")
     if run.shape.num_experts:
-        experts = MoEConfig(num_moe_experts=run.shape.num_experts, moe_router_topk=run.shape.num_choices, moe_aux_loss_coeff=0.01)
-        width = run.shape.feed_forward // run.shape.num_choices
-        options["feed_forward"] = moe_feed_forward(replace(experts, moe_ffn_hidden_size=width))
+        count, choices = run.shape.num_experts, run.shape.num_choices
+        width = run.shape.feed_forward // choices
+        experts = MoEConfig(num_moe_experts=count, moe_router_topk=choices, moe_ffn_hidden_size=width, moe_aux_loss_coeff=0.01)
+        options["feed_forward"] = moe_feed_forward(experts)
     model = GPTModel(run.config(), groups, **options)
     with torch.no_grad():
         for module in model.modules():
@@ -246,7 +247,11 @@ def _trunk(run: Run, device: torch.device) -> Step:
     divides = run.way == "trunk" or run.strategy != "no_shard"
     sharded: Any
     if run.way == "ddp":
-        sharded = DistributedDataParallel(DistributedDataParallelConfig(use_distributed_optimizer=divides), model, groups)
+        # As the sharded model does: weight gradients are written where they are summed, parameters gathered beside the forward.
+        sync = DistributedDataParallelConfig(
+            use_distributed_optimizer=divides, gradient_accumulation_fusion=True, overlap_param_gather=divides
+        )
+        sharded = DistributedDataParallel(sync, model, groups)
     else:
         sharded = FullyShardedModel(model, groups, zero_dp_strategy=run.strategy)
     settings = OptimizerConfig(lr=1e-4, weight_decay=0.01, clip_grad=1.0, use_distributed_optimizer=divides)
