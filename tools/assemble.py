@@ -134,7 +134,10 @@ def assemble(config: RunConfig, device: torch.device | str) -> Parts:
         return Parts(model=sharded, sync=sharded, optimizer=optimizer, **shared)
     slices = config.optimizer.use_distributed_optimizer
     gradients = DistributedDataParallelConfig(
-        use_distributed_optimizer=slices, gradient_accumulation_fusion=train.gradient_accumulation_fusion
+        use_distributed_optimizer=slices,
+        gradient_accumulation_fusion=train.gradient_accumulation_fusion,
+        # No graph can replay the wait of a module for its parameters.
+        overlap_param_gather=slices and not config.cuda_graphs,
     )
     sync = DistributedDataParallel(gradients, model, groups)
     optimizer = MegatronOptimizer(config.optimizer, sync, groups)

@@ -248,9 +248,7 @@ def _trunk(run: Run, device: torch.device) -> Step:
     sharded: Any
     if run.way == "ddp":
         # As the sharded model does: weight gradients are written where they are summed, parameters gathered beside the forward.
-        sync = DistributedDataParallelConfig(
-            use_distributed_optimizer=divides, gradient_accumulation_fusion=True, overlap_param_gather=divides
-        )
+        sync = DistributedDataParallelConfig(use_distributed_optimizer=divides, overlap_param_gather=divides)
         sharded = DistributedDataParallel(sync, model, groups)
     else:
         sharded = FullyShardedModel(model, groups, zero_dp_strategy=run.strategy)

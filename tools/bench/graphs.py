@@ -42,7 +42,7 @@ class Trainee:
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(std=0.02)
-        self.sync = DistributedDataParallel(DistributedDataParallelConfig(gradient_accumulation_fusion=True), self.model, groups)
+        self.sync = DistributedDataParallel(DistributedDataParallelConfig(), self.model, groups)
         self.optimizer = MegatronOptimizer(OptimizerConfig(lr=1e-4, weight_decay=0.1), self.sync, groups)
         generator = torch.Generator().manual_seed(2)
         rows = torch.randint(config.vocab_size, (micro_batches, 1, sequence + 1), generator=generator).to(device)

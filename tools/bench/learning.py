@@ -70,7 +70,6 @@ def run_config(corpus: Corpus, folder: Path, tokens: float, *, tiny: bool) -> Ru
             eval_interval=max(1, steps // 5),
             eval_batches=2,
             dtype="float32" if tiny else "bfloat16",
-            gradient_accumulation_fusion=not tiny,
         ),
         optimizer=OptimizerConfig(lr=1e-3, min_lr=1e-4, weight_decay=0.1, clip_grad=1.0, adam_beta2=0.95),
         data=DataConfig(prefix=corpus.prefix, tokenizer=str(folder / "tokenizer"), split="95,5,0"),

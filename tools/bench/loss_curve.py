@@ -66,7 +66,7 @@ def curve(config: RunConfig, kind: str, words: str, draw: int) -> dict[str, Any]
     groups, train = ProcessGroups.single(), config.train
     backend = Run.parse(f"tiny:{words}").completed("torch", "none").backend()
     model = GPTModel(config.model, groups, backend=backend, dtype=DTYPES[train.dtype], device=device, seed=train.seed + draw)
-    sync = DistributedDataParallel(DistributedDataParallelConfig(gradient_accumulation_fusion=True), model, groups)
+    sync = DistributedDataParallel(DistributedDataParallelConfig(), model, groups)
     optimizer = MegatronOptimizer(config.optimizer, sync, groups)
     learn, judge = datasets(config, HuggingFaceTokenizer(config.data.tokenizer))
     batches, rates, objective = step_batches(config, learn, groups, device), schedule(config), CrossEntropyObjective()

@@ -50,7 +50,7 @@ class Case:
     recompute: RecomputeConfig | None = None
     micro_batch: int = 2
     num_microbatches: int = 2
-    gradient_accumulation_fusion: bool = False
+    gradient_accumulation_fusion: bool = True
     precision_aware: bool = False
 
     def parts(self, sequence: int, dtype: torch.dtype) -> tuple[Workload, Layout]:
@@ -81,7 +81,7 @@ def cases(ranks: int, dense: str, mixture: str | None) -> list[Case]:
             Case(model=dense, recompute=NORM),
             Case(model=dense, recompute=NORM_MLP),
             Case(model=dense, recompute=FULL, micro_batch=8),
-            Case(model=dense, gradient_accumulation_fusion=True),
+            Case(model=dense, gradient_accumulation_fusion=False),
             Case(model=dense, precision_aware=True),
         ]
         if dense == "1b":

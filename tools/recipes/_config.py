@@ -77,7 +77,7 @@ class TrainConfig:
     """Steps of the run that may be skipped because their gradients are not finite."""
     dtype: str = "float32"
     """Of parameters and activations: float32, bfloat16 or float64."""
-    gradient_accumulation_fusion: bool = False
+    gradient_accumulation_fusion: bool = True
     """With ddp, products add weight gradients to the main gradients themselves."""
     seed: int = 1234
 

@@ -66,7 +66,6 @@ def _gpt(name: str, num_layers: int, hidden_size: int, num_heads: int, ffn_hidde
         eval_interval=500,
         checkpoint_interval=1000,
         dtype="bfloat16",
-        gradient_accumulation_fusion=True,
     )
     return RunConfig(
         model=model,

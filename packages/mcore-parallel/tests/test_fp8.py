@@ -203,9 +203,7 @@ def test_weights_are_cast_once_a_step_when_somebody_says_when() -> None:
 
 
 def train(model: GPTModel, steps: int, *, sliced: bool = False, groups: ProcessGroups = SINGLE) -> list[float]:
-    sync = DistributedDataParallel(
-        DistributedDataParallelConfig(use_distributed_optimizer=sliced, gradient_accumulation_fusion=True), model, groups
-    )
+    sync = DistributedDataParallel(DistributedDataParallelConfig(use_distributed_optimizer=sliced), model, groups)
     optimizer = MegatronOptimizer(OptimizerConfig(lr=3e-3, use_distributed_optimizer=sliced), sync, groups)
     tokens = torch.arange(64).view(2, 32) * 7 % 64
     losses = []

@@ -211,9 +211,7 @@ def loss(model: GPTModel, tokens: Tensor) -> Tensor:
 def train(backend: Backend | None, *, steps: int = 20, sliced: bool = False, recompute: RecomputeConfig | None = None) -> Tensor:
     """Losses of a tiny model on two batches in turn, of two micro-batches each."""
     model = GPTModel(TINY, SINGLE, backend=backend, recompute=recompute, dtype=torch.bfloat16, device="cuda", seed=1)
-    sync = DistributedDataParallel(
-        DistributedDataParallelConfig(gradient_accumulation_fusion=True, use_distributed_optimizer=sliced), model, SINGLE
-    )
+    sync = DistributedDataParallel(DistributedDataParallelConfig(use_distributed_optimizer=sliced), model, SINGLE)
     optimizer = MegatronOptimizer(OptimizerConfig(lr=1e-3, use_distributed_optimizer=sliced), sync, SINGLE)
     generator = torch.Generator("cuda").manual_seed(0)
     tokens = torch.randint(0, 256, (2, 2, 256), device="cuda", generator=generator)

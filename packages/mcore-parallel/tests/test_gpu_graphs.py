@@ -103,7 +103,7 @@ def test_ten_steps_of_replayed_blocks_have_the_bits_of_the_eager_ones(kind: str,
 def whole_step(graph: bool) -> tuple[list[Any], Any]:
     model: Any = gpt()
     groups, objective = ProcessGroups.single(), CrossEntropyObjective()
-    sync = DistributedDataParallel(DistributedDataParallelConfig(gradient_accumulation_fusion=True), model, groups)
+    sync = DistributedDataParallel(DistributedDataParallelConfig(), model, groups)
     optimizer = MegatronOptimizer(OptimizerConfig(lr=1e-3), sync, groups)
 
     def work(tokens: list[Tensor], labels: list[Tensor], lr: Tensor) -> tuple[Tensor, Tensor]:
@@ -179,7 +179,7 @@ def check_pipeline(graph: bool, chunks: int) -> list[Any]:
     place: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda", "seed": 3}
     parts = [GPTModel(CONFIG, groups, layers=part, **place) for part in layout.of_rank(groups.pp.rank)]
     model: nn.Module = parts[0] if chunks == 1 else ModelChunks(parts)
-    sync = DistributedDataParallel(DistributedDataParallelConfig(gradient_accumulation_fusion=True), model, groups)
+    sync = DistributedDataParallel(DistributedDataParallelConfig(), model, groups)
     optimizer = MegatronOptimizer(OptimizerConfig(lr=1e-3), sync, groups)
     graphed = graph_modules(model) if graph else None
     options: dict[str, Any] = {"groups": groups, "pipeline": pipeline.build(chunks)}

@@ -171,7 +171,7 @@ def check_pipeline(chunks: int) -> None:
     def run(graphed: bool) -> list[Any]:
         parts = [GPTModel(config, groups, layers=part, dtype=torch.float64, seed=3) for part in layout.of_rank(groups.pp.rank)]
         model: nn.Module = parts[0] if chunks == 1 else ModelChunks(parts)
-        sync = DistributedDataParallel(DistributedDataParallelConfig(gradient_accumulation_fusion=True), model, groups)
+        sync = DistributedDataParallel(DistributedDataParallelConfig(), model, groups)
         optimizer = MegatronOptimizer(OptimizerConfig(lr=0.01), sync, groups)
         graphs = graph_modules(model, config=CudaGraphConfig(warmup_steps=1), capture=TapeCapture()) if graphed else None
         options: dict[str, Any] = {"lr": 0.01, "groups": groups, "pipeline": pipeline.build(chunks)}

@@ -30,8 +30,8 @@ TIED = dataclasses.replace(CONFIG, share_embeddings_and_output_weights=True)
 TIED_SCHEDULES = {**SCHEDULES, "one chunk": ("Ettt|ttL", None)}
 # Of data parallelism, which the sum over both ends follows.
 SYNCS: tuple[dict[str, Any], ...] = (
-    {},
-    {"gradient_accumulation_fusion": True, "overlap_grad_reduce": True, "bucket_size": 40},
+    {"gradient_accumulation_fusion": False},
+    {"bucket_size": 40},
     {"use_distributed_optimizer": True, "overlap_param_gather": True, "bucket_size": 40},
 )
 # Losses and gradient norms of the steps, the loss of the evaluation, the parameters.

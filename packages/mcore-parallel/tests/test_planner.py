@@ -270,7 +270,7 @@ def test_the_command_refuses_what_it_cannot_plan(words: list[str], says: str, ca
 )
 def test_steps_are_near_those_measured_on_four_gpus(degrees, micro_batch, global_batch, measured_ms) -> None:
     work = Workload(model=find_model("llama3-8b"), sequence=4096, global_batch=global_batch, micro_batch=micro_batch)
-    sync = DistributedDataParallelConfig(use_distributed_optimizer=True, gradient_accumulation_fusion=True)
+    sync = DistributedDataParallelConfig(use_distributed_optimizer=True)
     cost = step_cost(work, Layout(plan=ParallelPlan(**degrees), sync=sync), Cluster())
     assert cost.total * 1e3 == pytest.approx(measured_ms, rel=0.04)
 

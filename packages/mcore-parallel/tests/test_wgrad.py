@@ -210,7 +210,7 @@ def test_frozen_weight_keeps_no_input(world) -> None:
 def test_closed_data_parallelism_gives_weight_gradients_back() -> None:
     groups = ProcessGroups.single()
     model = GPTModel(CONFIG, groups, seed=1)
-    ddp = DistributedDataParallel(DistributedDataParallelConfig(gradient_accumulation_fusion=True), model, groups)
+    ddp = DistributedDataParallel(DistributedDataParallelConfig(), model, groups)
     ddp.close()
     run(model, 1, weighted=False)
     assert all(parameter.grad is not None for parameter in model.parameters())

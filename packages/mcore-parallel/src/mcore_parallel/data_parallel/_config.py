@@ -33,15 +33,17 @@ class DistributedDataParallelConfig:
     """Instead of ``bucket_size``: about how many buckets a buffer is cut into."""
     pad_buckets_for_high_nccl_busbw: bool = False
     """Pad every bucket to a multiple of 65536 elements, so that slices on many ranks stay multiples of a large power of two."""
-    gradient_accumulation_fusion: bool = False
-    """Layers that can add their weight gradients to the main gradients in the product that computes them."""
+    gradient_accumulation_fusion: bool = True
+    """Layers that can add their weight gradients to the main gradients in the product that computes them. Autograd never sees those
+    gradients, so hooks on such parameters do not run; False gives them to autograd."""
     use_distributed_optimizer: bool = False
     """Each replica completes and updates one slice of every bucket and gathers the others' parameters (ZeRO stage 1).
     The optimizer's config must say the same."""
     num_distributed_optimizer_instances: int = 1
     """Slices are cut over replicas / instances neighbours; the instances hold the same slices and add them up."""
     overlap_param_gather: bool = False
-    """Gather parameters while the next forward runs; each module waits for its own. The result has the same bits as without."""
+    """Gather parameters while the next forward runs; each module waits for its own. The result has the same bits as without.
+    Off unless asked for, as who reads parameters outside a forward must call ``finish_param_sync`` first."""
     separate_all_gather_group: bool = False
     """A communicator of its own for the parameter gathers, so that they need not queue behind sums of gradients."""
     reduce_scatter_with_fp32_accumulation: bool = False

@@ -98,7 +98,10 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--no-distributed-optimizer", action="store_true", help="every replica keeps the whole optimizer state")
     parser.add_argument("--precision-aware-optimizer", action="store_true", help="16-bit moments and master remainders")
-    parser.add_argument("--gradient-accumulation-fusion", action="store_true", help="layers add their weight gradients themselves")
+    parser.add_argument(
+        "--gradient-accumulation-fusion", action=argparse.BooleanOptionalAction, default=True,
+        help="layers add their weight gradients to the buffers themselves",
+    )  # fmt: skip
     parser.add_argument("--nvlink-domain", type=int, default=8, help="GPUs that reach each other over NVLink (default: %(default)s)")
     parser.add_argument("--headroom", type=float, default=0.04, help="part of the memory left for fragmentation (default: %(default)s)")
     parser.add_argument("--top", type=int, default=10, help="layouts to show (default: %(default)s)")
