@@ -35,11 +35,8 @@ class Agreement:
         self._count += 1
         if not self._all_ranks:
             return
-        table = torch.tensor([[unit, dist.get_rank()]], dtype=torch.int64, device=self._device)
-        for ranks in self._all_ranks:
-            table = ranks.all_gather(table)
         ranks_at: dict[int, list[int]] = {}
-        for index, rank in sorted(set(map(tuple, table.tolist()))):
+        for index, rank in rows_of_all(self._all_ranks, (unit, dist.get_rank()), self._device):
             ranks_at.setdefault(index, []).append(rank)
         if len(ranks_at) == 1:
             return
@@ -51,3 +48,11 @@ class Agreement:
             f"ranks differ at call {self._count}: {what} {' and '.join(parts)}; every rank must call the same units of fsdp_unit_modules "
             "in the same order, so leave out modules that some ranks skip"
         )
+
+
+def rows_of_all(all_ranks: Sequence[Ranks], row: tuple[int, ...], device: torch.device) -> list[tuple[int, ...]]:
+    """The distinct rows of numbers that the ranks give, sorted; a collective over groups that together connect them."""
+    table = torch.tensor([row], dtype=torch.int64, device=device)
+    for ranks in all_ranks:
+        table = ranks.all_gather(table)
+    return sorted(set(map(tuple, table.tolist())))

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatron_fsdp._call_plan import CallPlan
 from megatron_fsdp._eight_bit import EightBitFormat, Float8Format
 from megatron_fsdp._families import Families, ParameterMatcher
 from megatron_fsdp._foreign import translate
@@ -109,7 +110,8 @@ def fully_shard_model(
     divisor = families.dense.size if gradient_reduce == "mean" else 1
     memory = RegisteredMemory(families.all_ranks, place, symmetric=not disable_symmetric_registration) if nccl_ub else None
     lanes = Lanes(place, memory)
-    setting = Setting(policy=policy, divisor=divisor, device=place, lanes=lanes, cpu_offload=cpu_offload)
+    calls = CallPlan(families.all_ranks, place)
+    setting = Setting(policy=policy, divisor=divisor, device=place, lanes=lanes, calls=calls, cpu_offload=cpu_offload)
     grouped = [families.groups(plan.sites) for plan in plans]
     slots = plan_double_buffers(plans, grouped, setting, largest=maxpool_double_buffer) if fsdp_double_buffer else None
     form = eight_bit_format or Float8Format()

@@ -2,8 +2,9 @@
 # Copyright (c) 2026 the mcore authors
 """Gradients of parameters that share a flat buffer: whole ones as autograd makes them, and their sum over ranks."""
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -16,6 +17,9 @@ from megatron_fsdp._families import GroupPlan
 from megatron_fsdp._lane import Ticket
 from megatron_fsdp._managed import ManagedParameter
 from megatron_fsdp._setting import Setting
+
+GradientLoan = Callable[[], contextlib.AbstractContextManager[tuple[torch.Tensor, bool]]]
+"""Lends memory for the whole gradient of a parameter, and says whether it is to be overwritten."""
 
 
 class Gradients:
@@ -115,6 +119,7 @@ class Gradients:
             outer: also over the outer axis; else the sum over the shard ranks is kept for a later call.
         """
         self.finish_reduce()
+        self._setting.calls.call(f"sum of the gradient of {self._parameters[0].name!r}")
         full = self._make_whole()
         if not outer and self.topology.shards.size == 1 and (full is self.reduced or self._room is not None):
             # What is kept for later would lie where others write.

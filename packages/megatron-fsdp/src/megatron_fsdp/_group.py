@@ -113,6 +113,7 @@ class ParameterGroup:
     def start_gather(self) -> None:
         """Start filling the gathered buffer from the main shards of all ranks; ``finish_gather`` ends it."""
         self.finish_gather()
+        self._setting.calls.call(f"gather of {self.parameters[0].name!r}")
         with self._lanes.memory.allocating():
             self.buffer.allocate()
         restore = None if self._eight_bit is None else functools.partial(self._eight_bit.end, self.buffer.flat)

@@ -4,7 +4,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from megatron_fsdp._agreement import Agreement
 from megatron_fsdp._dtensor import as_dtensor
+from megatron_fsdp._gradients import GradientLoan
 from megatron_fsdp._graphs import in_backward, outside
 from megatron_fsdp._group import ParameterGroup
 from megatron_fsdp._managed import ManagedParameter
@@ -25,9 +26,6 @@ from megatron_fsdp._setting import Setting
 from megatron_fsdp._trees import cast_floats, tensors_in
 from megatron_fsdp._unit import Unit
 
-GradientLoan = Callable[[], contextlib.AbstractContextManager[tuple[torch.Tensor, bool]]]
-"""Lends memory for the whole gradient of a parameter, and says whether it is to be overwritten."""
-
 
 class Runtime:
     """Gathers, releases and reduces as forward and backward pass through the units.
@@ -36,8 +34,8 @@ class Runtime:
     of units, which ranks share, and a unit's reduction starts when the gradients of its inputs are there (if those of its
     parameters are not, just before whatever comes next), or at the end of the backward. A gradient that comes after that is
     reduced at the end too, which the ranks agree upon in their first backward. In the first forward and backward the ranks
-    compare every call before they communicate, so that ranks that
-    differ get an error instead of waiting for each other.
+    compare every call before they communicate, so that ranks that differ get an error instead of waiting for each other; later
+    each rank compares what it starts with the ``CallPlan``.
 
     The hooks run outside of what torch.compile makes of a unit, so that each unit is one graph.
     """
@@ -124,6 +122,7 @@ class Runtime:
     def reset(self) -> None:
         """Return to the state between steps after a forward or backward failed; the latter drops all gradients."""
         self._reductions.clear()
+        self._setting.calls.drop()
         self._due = None
         for group in self.groups:
             if self._in_backward:
@@ -229,6 +228,7 @@ class Runtime:
         self._setting.lanes.computation.begin()
         if self._in_backward:
             self.reset()
+        self._setting.calls.begin(("forward", torch.is_grad_enabled(), self._stale))
         if not self._order.frozen:
             self._order.restart()
         if torch.is_grad_enabled():
@@ -246,6 +246,7 @@ class Runtime:
         if not self._order.frozen:
             self._agree("forward of", len(self.units))
             self._order.freeze()
+        self._setting.calls.end()
 
     def _refuse_strangers(self) -> None:
         root = self.units[0].module
@@ -300,6 +301,7 @@ class Runtime:
     def _begin_backward(self) -> None:
         if not self._in_backward:
             self._in_backward, self._root_was_early = True, None
+            self._setting.calls.begin(("backward", self.sync, self.outer_sync))
             for unit in self.units:
                 unit.reduced = unit.evicted = False
                 for group in unit.groups:
@@ -365,11 +367,13 @@ class Runtime:
             for unit in reversed(self.units):
                 if not unit.reduced or unit.index in self._late_units:
                     self._start_reduce(unit)
+            self._setting.calls.end()
             self.wait_for_reductions()
             self._unreduced, self._outer_unreduced = False, not self.outer_sync
             if self.refresh_after_backward:
                 self.mark_stale()
         else:
+            self._setting.calls.end()
             self._unreduced = True
         for unit in self.units:
             unit.close()

@@ -17,7 +17,8 @@ from megatron_fsdp import _safetensors
 from megatron_fsdp import _state_dict as _state
 from megatron_fsdp._dtensor import local
 from megatron_fsdp._flat_shard import FlatShard
-from megatron_fsdp._hooks import GradientLoan, Runtime
+from megatron_fsdp._gradients import GradientLoan
+from megatron_fsdp._hooks import Runtime
 from megatron_fsdp._optimizer import clip_gradients
 
 InitialStates = weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[torch.Tensor, dict[str, Any]]]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_fsdp._call_plan import CallPlan
 from megatron_fsdp._lane import Lanes
 from megatron_fsdp._policy import MixedPrecisionPolicy
 
@@ -20,6 +21,7 @@ class Setting:
     device: torch.device
     """Where the module computes."""
     lanes: Lanes
+    calls: CallPlan
     cpu_offload: bool = False
     """Whether main parameters and reduced gradients lie in the memory of the host."""
 
