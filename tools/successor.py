@@ -32,7 +32,7 @@ from mcore_parallel.training import (
 from tools.assemble import schedule
 from tools.journey import run_checkpoints
 from tools.pretrain import check_data, join, take_device
-from tools.recipes import RunConfig, override
+from tools.recipes import LoadConfig, RunConfig, override
 
 C = TypeVar("C")
 
@@ -89,6 +89,8 @@ def place(run: RunConfig, field: str) -> Iterator[tuple[str, Watchdog | None]]:
         field: that holds it in the command's config.
     """
     check_data(run, f"{field}.")
+    if run.load != LoadConfig():
+        raise ValueError(f"{field}.load.path={run.load.path!r} is for tools.pretrain only; leave {field}.load at its defaults")
     kind = take_device()
     with join(run, kind) if "WORLD_SIZE" in os.environ else contextlib.nullcontext() as watchdog:
         yield kind, watchdog

@@ -7,7 +7,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +42,7 @@ from mcore_parallel.training import (
 )
 from tools.assemble import Parts, Samples, assemble, build_model, build_stage, datasets, objective, schedule, step_batches, throughput
 from tools.journey._live import History, LiveReport
+from tools.journey._start import RunCheckpoints, find_source
 from tools.recipes import RunConfig, config_text
 
 
@@ -86,24 +87,29 @@ def train_rank(
     stop: Callable[[], bool] | None = None,
     stamps: StartupStamps | None = None,
 ) -> Trained:
-    """Train from the newest checkpoint under ``config.output`` or from the beginning, validate and save, on this rank of the world.
+    """Train from the newest checkpoint under ``config.output`` or as ``config.load`` says, validate and save, on this rank of the world.
 
     A run that ``stop`` ends (asked before each step; one rank is enough) saves and is not validated: its loss is NaN. With ``stamps`` and
     timers the line of the first step also tells how long the start took.
+
+    Raises:
+        ValueError: there is nothing to begin with; nothing was written.
     """
+    own = run_checkpoints(config)
+    source = find_source(config.load, own)
     device = device_of(kind)
     begin = time.perf_counter()
     train, output = config.train, Path(config.output)
     parts = assemble(config, device)
     train_set, valid_set = datasets(config, open_tokenizer(config.data.tokenizer, config.model.vocab_size))
-    checkpoints = run_checkpoints(config)
     world = parts.groups.world
     timers = Timers(group=world, device=device) if config.log.timers_interval else None
     tracing = dataclasses.replace(config.profile, output=str(output / config.profile.output))
     profile = tracing.build(rank=world.rank, model=parts.model)
+    checkpoints = RunCheckpoints(config.load, own, source, parts.optimizer)
     history, writers = History(), []
     if parts.groups.world.is_first:
-        history = History.read(output / "train.jsonl", checkpoints.latest() or 0)
+        history = History.read(output / "train.jsonl", own.latest() or 0)
         writers = _writers(config, history)
 
     def data(consumed: int):
@@ -145,7 +151,14 @@ def train_rank(
         dumps=_dumps(config, parts),
     )
     try:
-        trainer.resume()
+        with ExitStack() as unused:
+            for writer in writers:
+                unused.callback(writer.close)
+            trainer.resume()
+            # From here on the trainer closes them.
+            unused.pop_all()
+        if world.is_first and checkpoints.loaded:
+            print(f"goes on from {checkpoints.loaded}")
         if timers is not None and stamps is not None:
             timers.startup(stamps)
         trainer.run()

@@ -2,7 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Named runs: functions that return a typed configuration, and the one way to change a field of it."""
 
-from tools.recipes._config import DataConfig, LogConfig, RunConfig, TrainConfig
+from tools.recipes._config import DataConfig, LoadConfig, LogConfig, RunConfig, TrainConfig
 from tools.recipes._file import config_text, read_config, write_config
 from tools.recipes._override import RecipeError, override
 from tools.recipes._registry import RECIPES, recipe
@@ -10,6 +10,7 @@ from tools.recipes._registry import RECIPES, recipe
 __all__ = [
     "RECIPES",
     "DataConfig",
+    "LoadConfig",
     "LogConfig",
     "RecipeError",
     "RunConfig",

@@ -2,7 +2,10 @@
 # Copyright (c) 2026 the mcore authors
 """Everything a training run is told."""
 
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
 
 from mcore_moe import MoEConfig
 from mcore_parallel import ParallelPlan
@@ -141,6 +144,35 @@ class LogConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
 
 
+@dataclass(frozen=True, kw_only=True)
+class LoadConfig:
+    """What a run begins with. Once its output folder holds a checkpoint, the run goes on from the newest and ``path`` is not looked at: the
+    command that starts a run also starts it again.
+
+    Raises:
+        ValueError: a number out of its range, or fields that say what to read where there is nothing to read.
+    """
+
+    path: str = ""
+    """A checkpoint of another run, or its folder of steps; empty to begin with random weights."""
+    step: int | None = None
+    """Which of the steps in ``path``; None for the newest."""
+    take: Literal["weights", "position", "all"] = "weights"
+    """Each with those before it: the "weights"; the "position", that is the count of steps and the place in the data; or "all", with the
+    optimizer's state, so that the other run goes on. A fresh optimizer has its masters from the weights."""
+    required: bool = False
+    """Refuse to begin with random weights, as where the output folder of a run that should go on is not there."""
+
+    def __post_init__(self) -> None:
+        if self.step is not None and self.step < 0:
+            raise ValueError(f"step={self.step} must not be negative; give none for the newest")
+        if not self.path and (self.step is not None or self.take != "weights"):
+            raise ValueError(
+                f"step={self.step} and take={self.take!r} choose from path, which is empty: a run goes on from the newest step of its own; "
+                "to go back to an older one begin another folder with output=NEW load.path=OLD/checkpoints load.step=NUMBER load.take=all"
+            )
+
+
 DATA_PARALLEL = ("ddp", "fsdp")
 
 
@@ -182,6 +214,8 @@ class RunConfig:
     """When and how they are captured."""
     output: str = "runs/pretrain"
     """Folder for checkpoints and logs."""
+    load: LoadConfig = field(default_factory=LoadConfig)
+    """What it begins with."""
 
     def __post_init__(self) -> None:
         train = self.train
@@ -193,6 +227,9 @@ class RunConfig:
         check_batch_sizes(train.batch_sizes(), train.micro_batch_size, self.plan.dp)
         if self.data_parallel not in DATA_PARALLEL:
             raise ValueError(f"data_parallel={self.data_parallel!r} must be one of {', '.join(DATA_PARALLEL)}")
+        # It would never be read: while a run has steps of its own, it goes on from the newest.
+        if self.load.path and Path(os.path.abspath(self.load.path)).is_relative_to(Path(os.path.abspath(self.output)) / "checkpoints"):
+            raise ValueError(f"load.path={self.load.path!r} lies in output={self.output!r}; begin in another folder, or set load.path=")
         if self.masked:
             self._check_masked(self.masked)
         if self.dumps.every:
