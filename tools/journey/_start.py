@@ -80,8 +80,6 @@ class RunCheckpoints:
             return step, extra
         if self._config.take == "all":
             return self._position(*self._fill(self._source, state))
-        # The optimizer takes back what it gave to be filled, lest that be written over the weights.
-        self._optimizer.load_step_count(0)
         folder, extra = self._fill(self._source, {name: value for name, value in state.items() if not name.startswith(_OPTIMIZER)})
         self._optimizer.reload_model_params()
         if self._config.take == "weights":

@@ -100,6 +100,19 @@ def test_a_master_keeps_what_sixteen_bits_would_lose() -> None:
     assert optimizer.state_shards()["optimizer.master.weight"].tensor.item() == 0.0
 
 
+@pytest.mark.parametrize("remainders", [True, False])
+def test_parameters_that_are_loaded_without_masters_stay(remainders: bool) -> None:
+    model = nn.Linear(2, 2, bias=False, dtype=torch.bfloat16)
+    _, optimizer = wrap(model, store_param_remainders=remainders)
+    shards = optimizer.state_shards()
+    with torch.no_grad():
+        model.weight.fill_(3.0)
+    optimizer.load_step_count(0)
+    optimizer.reload_model_params()
+    assert (model.weight == 3.0).all() and (optimizer.state_shards()["optimizer.master.weight"].tensor == 3.0).all()
+    assert not (shards["optimizer.master.weight"].tensor == 3.0).any() or not remainders
+
+
 def test_gradient_scale_may_be_a_tensor() -> None:
     results = []
     for scale in (0.25, torch.tensor(0.25)):

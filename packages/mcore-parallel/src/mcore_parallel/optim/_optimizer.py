@@ -138,7 +138,7 @@ class MegatronOptimizer:
         self._count = torch.zeros((), dtype=torch.float64, device=self._device)
         self._loss_scale_rule = _loss_scale_rule(config)
         self._loss_scale = self._loss_scale_rule.start(self._device) if self._loss_scale_rule else None
-        self._loaded: list[tuple[Unit, str, Tensor]] = []
+        self._loaded: list[tuple[Unit, str, Tensor, Tensor]] = []
         self._parked: list[tuple[Tensor, Tensor]] = []
 
     @property
@@ -163,11 +163,12 @@ class MegatronOptimizer:
         """Continue after ``count`` updates, with the state that was loaded.
 
         The tensors of the last ``state_shards()`` are filled by whoever loads them, as are the model's parameters. Those that are
-        not live are taken over here.
+        not live are taken over here; those that nobody filled are not, lest old masters replace parameters that were loaded alone.
         """
         self._count.fill_(count)
-        for unit, kind, values in self._loaded:
-            dict(unit.holders())[kind].write(values)
+        for unit, kind, values, before in self._loaded:
+            if _fingerprint(values) != before:
+                dict(unit.holders())[kind].write(values)
         self._loaded = []
         for unit in self._units:
             if unit.on_host:
@@ -192,7 +193,7 @@ class MegatronOptimizer:
             for kind, holder in unit.holders():
                 values = holder.read()
                 if values is not holder.data:
-                    self._loaded.append((unit, kind, values))
+                    self._loaded.append((unit, kind, values, _fingerprint(values)))
                 name = f"optimizer.{kind}.{piece.name}"
                 if piece.is_whole and not owned and len(values) == math.prod(piece.shape):
                     found[name] = [StateShard(name, values.view(piece.shape), piece.spec)]
@@ -320,6 +321,11 @@ class MegatronOptimizer:
         adam_pieces = [piece for piece in pieces if self.rules[piece.name].kind == "adam"]
         rest = [(piece, False) for piece in pieces if self.rules[piece.name].kind != "adam"]
         return split_for_host(adam_pieces, config.optimizer_offload_fraction) + rest
+
+
+def _fingerprint(values: Tensor) -> Tensor:
+    """A number, on the device, that another content would hardly have."""
+    return values.view({4: torch.int32, 8: torch.int64}[values.element_size()]).sum(dtype=torch.int64)
 
 
 def _scalar(value: float | Tensor, device: torch.device) -> Tensor:
