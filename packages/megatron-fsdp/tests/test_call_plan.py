@@ -107,3 +107,33 @@ def check_common_changes() -> None:
 @pytest.mark.world(2)
 def test_ranks_may_change_their_order_together(world):
     world(check_common_changes)
+
+
+def check_lists() -> list[list[str]]:
+    """Gathers of a forward and of a backward by layers' numbers; gradients do not depend on them."""
+    found, gradients = [], []
+    for lists in ({}, {"forward": {"": ["layers.2"], "layers.0": ["layers.3", "layers.1"]}, "backward": {"layers.3": ["layers.0"]}}):
+        model = tower()
+        for _ in range(2):
+            model.set_prefetch(**lists)
+            model.zero_grad()
+            model(torch.ones(2, 6) * (1 + dist.get_rank())).square().sum().backward()
+        plans = model.runtime._setting.calls._plans
+        for kind in ("forward", "backward"):
+            (calls,) = [calls for phase, calls in plans.items() if phase[0] == kind and phase[1]]
+            found.append([call.split(".")[1] for call in calls if call.startswith("gather")])
+        gradients.append({name: gradient.full_tensor() for name, gradient in model.gradients().items()})
+    assert all(torch.equal(gradient, gradients[1][name]) for name, gradient in gradients[0].items())
+    with pytest.raises(ValueError, match=r"forward=\{'layers\.0': \['layers\.9'\]\} names 'layers\.9', which is no unit; units are '',"):
+        model.set_prefetch({"layers.0": ["layers.9"]})
+    for wrong in ("layers.0", ""):
+        with pytest.raises(ValueError, match="neither the unit itself nor the root"):
+            model.set_prefetch(backward={"layers.0": [wrong]})
+    return found
+
+
+@pytest.mark.world(2)
+def test_units_are_gathered_ahead_as_lists_say(world):
+    plain_forward, plain_backward, forward, backward = world(check_lists)[0]
+    assert (plain_forward, plain_backward) == (["0", "1", "2", "3"], ["2", "1", "0"])
+    assert (forward, backward) == (["2", "0", "3", "1"], ["0", "2", "1"])

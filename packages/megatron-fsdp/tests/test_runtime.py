@@ -58,14 +58,18 @@ def tokens(step: int = 0) -> torch.Tensor:
 
 
 def test_units_are_gathered_ahead_within_a_budget_of_bytes():
-    order = GatherOrder(3, num_bytes=[4, 8, 4, 4, 100], budget=12)
+    order = GatherOrder(3, ["", "a", "b", "c", "d"], num_bytes=[4, 8, 4, 4, 100], budget=12)
     for unit in range(5):
         order.visit(unit)
     order.freeze()
     assert [order.following(unit) for unit in range(5)] == [[1, 2], [2, 3], [3], [], []]
     # The budget is a cap: a unit beyond it is not gathered ahead at all.
     assert order.preceding(4) == [3, 2] and order.preceding(2) == [1, 0]
-    assert GatherOrder(3, num_bytes=[4]).following(0) == []
+    assert GatherOrder(3, [""], num_bytes=[4]).following(0) == []
+    order.choose({"": ["c", "b", "a"]}, {"d": []})
+    assert order.following(0) == [3, 2] and order.preceding(4) == [] and order.following(1) == [2, 3]
+    order.choose({}, {})
+    assert order.following(0) == [1, 2]
 
 
 def test_without_streams_a_ticket_ends_what_it_began_in_order():

@@ -58,8 +58,10 @@ class Runtime:
         self.refresh_after_backward = any(group.remembers for group in self.groups)
         """Replicated parameters are gathered again after a backward, unless an optimizer says when they change."""
         self._setting, self._memory = setting, memory
-        self._order = GatherOrder(num_prefetch_units, num_bytes=[unit.num_bytes for unit in units], budget=prefetch_bytes)
         self._names = [unit.name or "the root" for unit in units]
+        self.order = GatherOrder(
+            num_prefetch_units, [unit.name for unit in units], num_bytes=[unit.num_bytes for unit in units], budget=prefetch_bytes
+        )
         self._agreement: Agreement | None = Agreement(all_ranks, next(self.groups).device)
         """Until the first forward and backward are over."""
         self._reductions = Reductions(units)
@@ -177,13 +179,13 @@ class Runtime:
             self._begin_forward()
         if self._stale and not replaying and unit.depth == 0:
             self._start_stale_gathers()
-        if not (self._order.frozen or replaying) and unit.depth == 0:
+        if not (self.order.frozen or replaying) and unit.depth == 0:
             self._agree("forward of", unit.index)
         if replaying:
             self._finish_due()
         else:
             unit.depth += 1
-        self._order.visit(unit.index)
+        self.order.visit(unit.index)
         if unit.is_root and not replaying:
             for group in unit.groups:
                 # The root stays gathered after a forward, and an optimizer may have stepped since.
@@ -192,7 +194,7 @@ class Runtime:
                     group.start_gather()
         unit.open()
         if not replaying:
-            for ahead in self._order.following(unit.index):
+            for ahead in self.order.following(unit.index):
                 self.units[ahead].gather_ahead()
         if unit.is_root and self._setting.policy.param_dtype is not None and self._setting.policy.cast_forward_inputs:
             args, kwargs = cast_floats((args, kwargs), self._setting.policy.param_dtype)
@@ -215,7 +217,7 @@ class Runtime:
                 register_multi_grad_hook(outputs, lambda _: self._before_backward(unit), mode="any")
         if replaying or unit.depth > 0:
             return
-        if self._order.is_last(unit.index) and not unit.is_root and torch.is_grad_enabled():
+        if self.order.is_last(unit.index) and not unit.is_root and torch.is_grad_enabled():
             unit.kept = True
         if unit.is_root:
             # It stays gathered, because callers may compute with its parameters after it returned (logits from hidden states).
@@ -229,8 +231,8 @@ class Runtime:
         if self._in_backward:
             self.reset()
         self._setting.calls.begin(("forward", torch.is_grad_enabled(), self._stale))
-        if not self._order.frozen:
-            self._order.restart()
+        if not self.order.frozen:
+            self.order.restart()
         if torch.is_grad_enabled():
             self._refuse_strangers()
         for unit in self.units:
@@ -243,9 +245,9 @@ class Runtime:
         for unit in self.units[1:]:
             if not unit.kept:
                 unit.close()
-        if not self._order.frozen:
+        if not self.order.frozen:
             self._agree("forward of", len(self.units))
-            self._order.freeze()
+            self.order.freeze()
         self._setting.calls.end()
 
     def _refuse_strangers(self) -> None:
@@ -315,7 +317,7 @@ class Runtime:
         if not unit.is_root:
             self._finish_root()
         unit.open()
-        for ahead in self._order.preceding(unit.index):
+        for ahead in self.order.preceding(unit.index):
             # The root was gathered by the forward, and what of it is over stays released.
             if not self.units[ahead].is_root:
                 self.units[ahead].gather_ahead()

@@ -6,7 +6,7 @@ import collections
 import contextlib
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -125,6 +125,21 @@ class MegatronFSDP(nn.Module):
         for gradient in self.gradients().values():
             rows = local(gradient)
             rows.mul_(factor.to(rows.device) if isinstance(factor, torch.Tensor) else factor)
+
+    def set_prefetch(self, forward: Mapping[str, Sequence[str]] | None = None, backward: Mapping[str, Sequence[str]] | None = None) -> None:
+        """Say which units to gather ahead when a unit begins, in its forward or backward, in place of ``num_prefetch_units``.
+
+        Every rank says the same. ``prefetch_bytes`` remains the most that is gathered ahead at a time, and with ``fsdp_double_buffer`` a
+        unit still waits for its buffer.
+
+        Args:
+            forward: by the name of a unit ("" for the root), names of other units in the order in which to gather them.
+            backward: the same. Units that neither names go on by ``num_prefetch_units``; without arguments all do.
+
+        Raises:
+            ValueError: a name of no unit, or of the unit itself or the root among those to gather ahead.
+        """
+        self.runtime.order.choose(forward or {}, backward or {})
 
     def zero_grad_buffer(self) -> None:
         """Drop every gradient, reduced or not."""
