@@ -14,7 +14,7 @@ from mcore_ckpt._formats._layout import (
     side_files,
     write_shard,
 )
-from mcore_ckpt._formats._objects import Foreign, read_objects, write_objects
+from mcore_ckpt._formats._objects import Foreign, StoredTensor, read_objects, write_objects
 from mcore_ckpt._formats._torch_dist import METADATA_NAME, read_metadata, read_places, write_metadata
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "DistcpFile",
     "Foreign",
     "ShardFile",
+    "StoredTensor",
     "asset_file",
     "open_shard",
     "own_file",

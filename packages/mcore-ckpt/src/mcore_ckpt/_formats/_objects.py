@@ -2,12 +2,15 @@
 # Copyright (c) 2026 the mcore authors
 """What ``torch.save`` writes, as plain values and tensors: nothing in it is imported, and nothing is called."""
 
+import argparse
 import io
+import math
 import struct
 import zipfile
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mcore_ckpt._errors import CheckpointingException
@@ -15,7 +18,7 @@ from mcore_ckpt._formats._archive import bytes_of, check_reach, describe, open_w
 from mcore_ckpt._formats._records import Call, Name, Persistent, Table, decode_records, encode_records
 from mcore_ckpt._storage import StoredFile, bytes_as_tensor, dtype_of
 
-__all__ = ["Foreign", "read_objects", "write_objects"]
+__all__ = ["Foreign", "StoredTensor", "read_objects", "write_objects"]
 
 _MAX_RECORD_BYTES = 2**30
 _TENSORS = frozenset({"torch._utils._rebuild_parameter", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"})
@@ -31,11 +34,29 @@ class Foreign:
     state: Any = None
 
 
-def read_objects(file: StoredFile, begin: int = 0, length: int | None = None) -> Any:
+@dataclass(frozen=True, eq=False)
+class StoredTensor:
+    """A tensor that was not read; its elements lie one after the other."""
+
+    file: StoredFile
+    place: int
+    """First byte."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def read(self, begin: int, end: int) -> Tensor:
+        """Elements from the first number to the second, flat; a view of the file where that is possible."""
+        if not 0 <= begin <= end <= math.prod(self.shape):
+            raise ValueError(f"elements {begin} to {end} of a tensor {list(self.shape)}")
+        width = self.dtype.itemsize
+        return bytes_as_tensor(self.file.read(self.place + begin * width, self.place + end * width), self.dtype, (end - begin,))
+
+
+def read_objects(file: StoredFile, begin: int = 0, length: int | None = None, *, deferred: bool = False) -> Any:
     """The value in a file of ``torch.save``, or in a part of a file.
 
     None, bool, int, float, str, bytes, list, tuple and dict come as they are, ordered dicts and namespaces as dict, tensors as views of the
-    file (copy what you keep), anything else as `Foreign`.
+    file (copy what you keep), anything else as `Foreign`. ``deferred``: contiguous tensors as `StoredTensor`.
 
     Raises:
         CheckpointingException: it is not such a file, or a damaged one; names it.
@@ -53,7 +74,7 @@ def read_objects(file: StoredFile, begin: int = 0, length: int | None = None) ->
             record = decode_records(archive.read(described))
             if "byteorder" in entries and archive.read(entries["byteorder"]) != b"little":
                 raise ValueError("not little-endian")
-        return _Reading(file, begin, length, entries).value(record)
+        return _Reading(file, begin, length, entries, deferred).value(record)
     except (ValueError, TypeError, AttributeError, OSError, RecursionError, zipfile.BadZipFile, RuntimeError, struct.error) as error:
         raise CheckpointingException(f"{file}: not a sound file of torch.save: {error}") from error
 
@@ -62,12 +83,14 @@ def write_objects(value: Any, *, namespaces: tuple[str, ...] = ()) -> bytes:
     """A file of ``torch.save`` that holds plain values without tensors.
 
     Args:
-        value: None, bool, int, float, str, and lists, tuples and dicts of them.
+        value: None, bool, int, float, str, and lists, tuples and dicts of them; or an ``argparse.Namespace`` of them.
         namespaces: keys of the outermost dict whose dicts are written as ``argparse.Namespace``.
 
     Raises:
         ValueError: another value.
     """
+    if isinstance(value, argparse.Namespace):
+        value = Call("argparse.Namespace", (), vars(value), make=True)
     if namespaces:
         made = {key: Call("argparse.Namespace", (), item, make=True) if key in namespaces else item for key, item in value.items()}
         value = Table(list(made.items()))
@@ -81,8 +104,8 @@ def write_objects(value: Any, *, namespaces: tuple[str, ...] = ()) -> bytes:
 class _Reading:
     """One file's records turned into values; what was shared stays shared, so no value grows by being referred to often."""
 
-    def __init__(self, file: StoredFile, begin: int, length: int, entries: dict[str, zipfile.ZipInfo]) -> None:
-        self._file, self._begin, self._length, self._entries = file, begin, length, entries
+    def __init__(self, file: StoredFile, begin: int, length: int, entries: dict[str, zipfile.ZipInfo], deferred: bool) -> None:
+        self._file, self._begin, self._length, self._entries, self._deferred = file, begin, length, entries, deferred
         self._made: dict[int, Any] = {}
 
     def value(self, record: Any) -> Any:
@@ -112,10 +135,12 @@ class _Reading:
     def _dict(self, pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
         return {self.value(key): self.value(item) for key, item in pairs}
 
-    def _tensor(self, record: Call) -> Tensor:
+    def _tensor(self, record: Call) -> Tensor | StoredTensor:
         code, shape, stride, first, storage, num_bytes = describe(record)
         check_reach(code, shape, stride, first, num_bytes)
         begin = bytes_of(self._file, self._begin, self._length, self._entries.get(f"data/{storage}"), num_bytes)
         dtype = dtype_of(code)
+        if self._deferred and all(step == math.prod(shape[dim + 1 :]) for dim, step in enumerate(stride)):
+            return StoredTensor(self._file, begin + first * dtype.itemsize, dtype, shape)
         whole = bytes_as_tensor(self._file.read(begin, begin + num_bytes), dtype, (num_bytes // dtype.itemsize,))
         return whole.as_strided(shape, stride, first)

@@ -25,8 +25,13 @@ Stored = tuple[str, tuple[int, ...], list[tuple[str, str, Box]]]
 """Of one tensor: element type, shape, and for each chunk its file, the place of its archive there, and its box."""
 
 
-def write_metadata(tensors: Mapping[str, Stored]) -> bytes:
-    """The file by which ``torch.distributed.checkpoint`` finds ``tensors``."""
+def write_metadata(tensors: Mapping[str, Stored], values: Mapping[str, tuple[str, int, int]] | None = None) -> bytes:
+    """The file by which ``torch.distributed.checkpoint`` finds ``tensors``, and ``values``: entries that are none.
+
+    Args:
+        tensors: by name.
+        values: file, first byte and number of bytes, by name.
+    """
     entries, places = {}, Table()
     for name, (code, shape, chunks) in tensors.items():
         layout = Call("torch.serialization._get_layout", ("torch.strided",))
@@ -41,9 +46,14 @@ def write_metadata(tensors: Mapping[str, Stored]) -> bytes:
             places.pairs.append((index, info))
         fields = {"properties": properties, "size": _size(shape), "chunks": pieces}
         entries[name] = Call(f"{_MODULE}.TensorStorageMetadata", (), fields, make=True)
+    for name, (file, begin, length) in (values or {}).items():
+        entries[name] = Call(f"{_MODULE}.BytesStorageMetadata", make=True)
+        index = Call(f"{_MODULE}.MetadataIndex", (), {"fqn": name, "offset": None, "index": None}, make=True)
+        info = Call(_STORAGE_INFO, (), {"relative_path": file, "offset": begin, "length": length}, make=True)
+        places.pairs.append((index, info))
     state = {
         "state_dict_metadata": entries,
-        "planner_data": {name: (name,) for name in tensors},
+        "planner_data": {name: (name,) for name in entries},
         "storage_data": places,
         "storage_meta": None,
         "version": _VERSION,
@@ -108,7 +118,7 @@ def _root(folder: Folder) -> dict[str, Any]:
     size = file.size()
     if size > _MAX_BYTES:
         raise ValueError(f"longer than {_MAX_BYTES} bytes")
-    return _fields(decode_records(bytes(file.read(0, size))), "Metadata")
+    return _fields(decode_records(bytes(file.read(0, size))), "Metadata", "MCoreMetadata")
 
 
 def _tensor(name: str, fields: dict[str, Any], places: Mapping[tuple[str, tuple[int, ...]], tuple[str, str]]) -> Stored:
@@ -132,9 +142,10 @@ def _tensor(name: str, fields: dict[str, Any], places: Mapping[tuple[str, tuple[
     return dtype_code(found), shape, chunks
 
 
-def _fields(record: Any, kind: str) -> dict[str, Any]:
-    if not isinstance(record, Call) or record.name.rpartition(".")[2] != kind or not isinstance(record.state, Table):
-        raise ValueError(f"{kind} expected, found {getattr(record, 'name', type(record).__name__)}")
+def _fields(record: Any, *kinds: str) -> dict[str, Any]:
+    """Of an object of one of these classes; a class that adds fields to the first is named after it."""
+    if not isinstance(record, Call) or record.name.rpartition(".")[2] not in kinds or not isinstance(record.state, Table):
+        raise ValueError(f"{kinds[0]} expected, found {getattr(record, 'name', type(record).__name__)}")
     return record.state.by_text()
 
 

@@ -9,15 +9,17 @@ from typing import Any
 
 from torch import Tensor
 
-from mcore_ckpt._errors import CheckpointingException
+from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt._formats import read_objects, read_places
 from mcore_ckpt._reader import CheckpointReader
 from mcore_ckpt._sharded import DeferredTensor
 from mcore_ckpt._storage import Folder, StoredFile, dtype_of
 from mcore_ckpt.chunks import Box
 from mcore_ckpt.megatron._flat import FLAT_KEY, Domain, Flat, read_flat_states
+from mcore_ckpt.megatron._gathered import gathered_domain, is_gathered
 from mcore_ckpt.megatron._groups import find_groups
 from mcore_ckpt.megatron._names import LAYERS
+from mcore_ckpt.megatron._ranges import Ranges, find_ranges
 from mcore_ckpt.megatron._source import Source
 
 __all__ = ["open_dist"]
@@ -27,6 +29,7 @@ _COMMON_ENTRY = "common_state/shard_0_1"
 _OBJECT = re.compile(r"(?P<key>.+)/shard_(?P<place>\d+(?:\.\d+)*)_(?P<shape>\d+(?:\.\d+)*)")
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<kind>fp32_param|param|exp_avg_sq|exp_avg)\.(?P<key>.+)")
 _STACKED = re.compile(re.escape(LAYERS) + r"(?!\d)(.+)")
+_GATHERED = "param_state"
 _DOMAIN = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.(.+)")
 
 
@@ -41,37 +44,58 @@ def open_dist(folder: Folder, config: Mapping[str, Any], *, optimizer: bool = Tr
     common = _common(folder, objects)
     tensors: dict[str, DeferredTensor] = {}
     states: dict[tuple[str, str], DeferredTensor] = {}
-    has_buckets = False
-    for name in reader.manifest.tensors:
-        if FLAT_KEY.fullmatch(name):
-            has_buckets = True
-            continue
+    in_ranges: set[str] = set()
+    for name, record in reader.manifest.tensors.items():
         state = _STATE.fullmatch(name)
-        for key, tensor in _by_layer(reader, name, state["key"] if state else name):
-            if state is None:
-                tensors[key] = tensor
-            else:
-                states["param" if state["kind"] == "fp32_param" else state["kind"], key] = tensor
+        if FLAT_KEY.fullmatch(name) or (state is not None and not optimizer):
+            continue
+        if state is None:
+            tensors |= _by_layer(reader, name, name, None)
+            continue
+        weight = reader.manifest.tensors.get(state["key"], record)
+        ranges = find_ranges(name, record.shape, weight.shape)
+        parts = _by_layer(reader, name, state["key"], ranges)
+        states |= {("param" if state["kind"] == "fp32_param" else state["kind"], key): tensor for key, tensor in parts.items()}
+        in_ranges |= set() if ranges is None else set(parts)
+    _check_kinds(folder, in_ranges, states)
     groups = [*find_groups(common), *(group for value in objects.values() for group in find_groups(value))]
-    if has_buckets and optimizer:
-        states |= read_flat_states(_domains(reader), tensors, {**(common.get("args") or {}), **config})
+    domains = [*_domains(reader), *_gathered(folder, objects)] if optimizer else []
+    if domains:
+        states |= read_flat_states(domains, tensors, {**(common.get("args") or {}), **config})
     return Source(tensors, common, states, tuple(groups), tuple(left))
 
 
-def _by_layer(reader: CheckpointReader, name: str, key: str) -> list[tuple[str, DeferredTensor]]:
+def _by_layer(reader: CheckpointReader, name: str, key: str, ranges: Ranges | None) -> dict[str, DeferredTensor]:
+    """A tensor by per-layer key; ``ranges`` where it is a state that lies in flat ranges."""
     record = reader.record(name)
+    shape = record.shape if ranges is None else ranges.shape
     dtype, found = dtype_of(record.dtype), _STACKED.fullmatch(key)
-    if found is None or not record.shape:
-        return [(key, DeferredTensor(dtype, record.shape, partial(reader.read, name)))]
-    shape = record.shape[1:]
-    return [
-        (f"{LAYERS}{layer}.{found[1]}", DeferredTensor(dtype, shape, partial(_row, reader, name, layer, shape)))
-        for layer in range(record.shape[0])
-    ]
+    if found is None or not shape:
+        return {key: DeferredTensor(dtype, shape, partial(_whole, reader, name, ranges))}
+    return {
+        f"{LAYERS}{layer}.{found[1]}": DeferredTensor(dtype, shape[1:], partial(_row, reader, name, layer, shape[1:], ranges))
+        for layer in range(shape[0])
+    }
 
 
-def _row(reader: CheckpointReader, name: str, layer: int, shape: tuple[int, ...]) -> Tensor:
+def _whole(reader: CheckpointReader, name: str, ranges: Ranges | None) -> Tensor:
+    return reader.read(name) if ranges is None else ranges.whole(reader.read(name))
+
+
+def _row(reader: CheckpointReader, name: str, layer: int, shape: tuple[int, ...], ranges: Ranges | None) -> Tensor:
+    if ranges is not None:
+        return ranges.layer(reader.read(name, ranges.box(layer)))
     return reader.read(name, Box((layer, *(0 for _ in shape)), (1, *shape)))[0]
+
+
+def _check_kinds(folder: Folder, keys: set[str], states: Mapping[tuple[str, str], DeferredTensor]) -> None:
+    """That each of these has all kinds of state that one of them has."""
+    kinds = {kind for kind, key in states if key in keys}
+    if missing := sorted(f"{kind} of {key}" for kind in kinds for key in keys if (kind, key) not in states):
+        raise CheckpointingException(
+            f"{folder}: the optimizer state lacks {list_names(missing)}, though it has that of other weights; copy the checkpoint again, "
+            "or leave the optimizer out"
+        )
 
 
 def _objects(folder: Folder) -> tuple[dict[str, Any], list[str]]:
@@ -82,7 +106,7 @@ def _objects(folder: Folder) -> tuple[dict[str, Any], list[str]]:
         if entry is None or not (name == _COMMON_ENTRY or _DOMAIN.fullmatch(entry["key"])):
             left.append(name)
             continue
-        value = read_objects(file, begin, length)
+        value = read_objects(file, begin, length, deferred=True)
         # What lies in an entry is a list of the parts of one rank.
         found[entry["key"]] = value[0] if isinstance(value, list) and len(value) == 1 else value
     return found, left
@@ -110,6 +134,21 @@ def _domains(reader: CheckpointReader) -> list[Domain]:
     for (chain, number), buckets in sorted(found.items()):
         numbers = sorted({buffer for buffer, _ in buckets})
         domains.append(Domain(chain, number, [[buckets[key] for key in sorted(buckets) if key[0] == buffer] for buffer in numbers]))
+    return domains
+
+
+def _gathered(folder: Folder, objects: Mapping[str, Any]) -> list[Domain]:
+    """Buffers that data-parallel rank 0 gathered, by the model-parallel rank whose parameters they hold."""
+    domains = []
+    for key, value in sorted(objects.items()):
+        place = _DOMAIN.fullmatch(key)
+        if place is None or place[3] != _GATHERED:
+            continue
+        if not is_gathered(value):
+            raise CheckpointingException(
+                f"{folder}: {key} (dp_zero_gather_scatter) is of a release before 0.7, whose buckets are not read; leave the optimizer out"
+            )
+        domains.append(gathered_domain(f"{folder}: {key}", value, int(place[1] or 0), int(place[2])))
     return domains
 
 

@@ -103,16 +103,17 @@ def read_flat_states(
         args: with the parallel sizes of the run that wrote it.
 
     Raises:
-        CheckpointingException: the sizes are not known, or no known order of parameters fits what is stored.
+        CheckpointingException: the sizes are not known, that of a rank is missing, or no known order of parameters fits what is stored.
     """
     model = _Model(tensors, args)
+    model.check(domains)
     for order in _ORDERS:
         for grouped in (False, True):
             placed = model.place(domains, order, grouped)
             if placed is not None and model.agrees(placed):
                 return model.states(placed)
     raise CheckpointingException(
-        "the flat optimizer state (dp_reshardable) fits no known order of the model's parameters; save it as fully_reshardable with the "
+        "the flat optimizer state fits no known order of the model's parameters; save it as fully_reshardable with the "
         "system that wrote it, or leave the optimizer out"
     )
 
@@ -124,7 +125,7 @@ class _Model:
         self.tensors, self.gated = tensors, is_gated({key: tensor.global_shape for key, tensor in tensors.items()})
         if args.get("tensor_model_parallel_size") is None:
             raise CheckpointingException(
-                "the flat optimizer state (dp_reshardable) needs the parallel sizes of its run, which the checkpoint does not say; give "
+                "the flat optimizer state needs the parallel sizes of its run, which the checkpoint does not say; give "
                 "tensor_model_parallel_size, pipeline_model_parallel_size and expert_model_parallel_size in the config"
             )
         self.tp = int(args["tensor_model_parallel_size"])
@@ -135,9 +136,23 @@ class _Model:
         self.num_layers = 1 + max((int(key.split(".")[2]) for key in tensors if key.startswith(LAYERS)), default=-1)
         if self.num_layers % (self.pp * self.chunks):
             raise CheckpointingException(
-                f"{self.num_layers} layers over {self.pp * self.chunks} uneven stages: their flat optimizer state (dp_reshardable) is "
-                "not read; save it as fully_reshardable with the system that wrote it"
+                f"{self.num_layers} layers over {self.pp * self.chunks} uneven stages: their flat optimizer state is not "
+                "read; save it as fully_reshardable with the system that wrote it"
             )
+
+    def check(self, domains: Sequence[Domain]) -> None:
+        """That every model-parallel rank with parameters is there."""
+        there = {(domain.chain, domain.number) for domain in domains}
+        counts = {0: self.tp * self.pp, 1: self.etp * self.ep * self.pp if self.ep > 1 else 0}
+        for chain, count in counts.items():
+            for number in range(count):
+                wanted = Domain(chain, number, ())
+                if (chain, number) not in there and any(self._units(wanted, chunk, _FUSED_NORMS, False) for chunk in range(self.chunks)):
+                    name = "expert- and model-parallel" if chain else "model-parallel"
+                    raise CheckpointingException(
+                        f"there is no flat optimizer state of {name} rank {number} (dp_group_idx_{number}) of {count}; copy the "
+                        "checkpoint again, or leave the optimizer out"
+                    )
 
     def place(self, domains: Sequence[Domain], order: Sequence[str], grouped: bool) -> dict[_Unit, _Placed] | None:
         """Every unit of every domain; None where the lengths do not fit this order."""

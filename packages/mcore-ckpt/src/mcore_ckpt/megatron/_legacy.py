@@ -15,7 +15,8 @@ from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt._formats import read_objects
 from mcore_ckpt._sharded import DeferredTensor
 from mcore_ckpt._storage import Folder, StoredFile
-from mcore_ckpt.megatron._flat import Domain, Flat, read_flat_states
+from mcore_ckpt.megatron._flat import Domain, read_flat_states
+from mcore_ckpt.megatron._gathered import gathered_domain, is_gathered
 from mcore_ckpt.megatron._groups import find_groups
 from mcore_ckpt.megatron._names import LAYERS, Cut, is_gated, join_cut, rule_of
 from mcore_ckpt.megatron._source import Source
@@ -29,7 +30,6 @@ _LAYER = re.compile(re.escape(LAYERS) + r"(\d+)\.(.+)")
 _ONE_EXPERT = re.compile(
     r"mlp\.experts\.(?:local_experts\.(?P<one>\d+)\.(?P<fc>linear_fc[12])\.weight|(?P<fc_>linear_fc[12])\.weight(?P<one_>\d+))"
 )
-_KINDS = ("param", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -177,20 +177,10 @@ def _domains(ranks: Sequence[_Rank]) -> tuple[list[Domain], list[str]]:
     for rank in ranks:
         if rank.folder.size(_STATE_FILE) is None or rank.ep:
             continue
-        content = read_objects(StoredFile(rank.folder, _STATE_FILE))
-        if not isinstance(content, dict) or not content.get("buckets_coalesced"):
-            left.append(f"{rank.folder}/{_STATE_FILE}")
-            continue
-        buffers = [
-            [_bucket(states)] for number in sorted(key for key in content if type(key) is int) for states in content[number].values()
-        ]
-        domains.append(Domain(0, rank.pp * num_tp + rank.tp, buffers, coalesced=True))
+        where = f"{rank.folder}/{_STATE_FILE}"
+        content = read_objects(StoredFile(rank.folder, _STATE_FILE), deferred=True)
+        if is_gathered(content):
+            domains.append(gathered_domain(where, content, 0, rank.pp * num_tp + rank.tp))
+        else:
+            left.append(where)
     return domains, left
-
-
-def _bucket(states: Mapping[str, Tensor]) -> dict[str, Flat]:
-    return {kind: Flat(view.dtype, len(view), partial(_range, view)) for kind, view in states.items() if kind in _KINDS}
-
-
-def _range(view: Tensor, begin: int, end: int) -> Tensor:
-    return view[begin:end]
