@@ -46,6 +46,8 @@ class Job:
     """Files written at a time."""
     assets: Mapping[str, AssetSource] = field(default_factory=dict)
     """By file; on the first rank only."""
+    values: Mapping[str, tuple[str, int, int]] = field(default_factory=dict)
+    """As in `SaveOptions`."""
 
     @property
     def names(self) -> list[str]:
@@ -146,7 +148,7 @@ def commit(job: Job, write: Callable[[], list[list[Any]]]) -> None:
                 raise CheckpointingException(f"{name} {seen} here, its writer wrote {record.bytes}; do the ranks share the folder?")
         tensors = _place(job.tensors, (chunks for _, chunks in written))
         stored = {name: (t.dtype, t.shape, [(chunk.file, chunk.key, chunk.box) for chunk in t.chunks]) for name, t in tensors.items()}
-        for name, content in side_files(job.format, stored).items():
+        for name, content in side_files(job.format, stored, job.values).items():
             directory.publish(name, content)
         records = {name: files.pop(name) for name in job.assets}
         assets = {job.assets[name].name: AssetRecord(name, record.bytes, record.sha256) for name, record in records.items()}

@@ -127,6 +127,8 @@ class SaveOptions:
     """A number for each part: parts of unequal numbers share no file."""
     assets: Mapping[str, Any] = field(default_factory=dict)
     """As for `save`, or sources."""
+    values: Mapping[str, tuple[str, int, int]] = field(default_factory=dict)
+    """For other readers, entries that are no tensors and lie in the folder already: file, first byte and number of bytes."""
 
 
 def run_save(
@@ -223,7 +225,7 @@ def _prepare(
     texts = control.collect(f"preparing to save {directory}", given, {source: answers[source]["extra_length"]})
     kept = json.loads(texts[0]) if texts else {}
     assets = {asset_file(token, source.name): source for source in sources}
-    return Job(control, directory, kept, options.format, share.tensors, files, shards, num_threads, assets)
+    return Job(control, directory, kept, options.format, share.tensors, files, shards, num_threads, assets, options.values)
 
 
 def _agree(

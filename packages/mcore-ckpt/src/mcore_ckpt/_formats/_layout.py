@@ -75,10 +75,10 @@ def open_shard(file: StoredFile) -> ShardFile:
     return DistcpFile(file) if file.name.endswith(".distcp") else SafetensorsFile(file)
 
 
-def side_files(format: str, tensors: Mapping[str, Stored]) -> dict[str, bytes]:
-    """Files for other readers, by name, in the order in which they are to appear."""
+def side_files(format: str, tensors: Mapping[str, Stored], values: Mapping[str, tuple[str, int, int]]) -> dict[str, bytes]:
+    """Files for other readers, by name, in the order in which they are to appear; for ``values`` see `write_metadata`."""
     if format == "native":
         return {}
-    files = {METADATA_NAME: write_metadata(tensors)}
+    files = {METADATA_NAME: write_metadata(tensors, values)}
     # What tells the two apart for their other readers: fsdp_dtensor is what torch.distributed.checkpoint writes, and nothing beside.
     return files if format == "fsdp_dtensor" else {**files, BACKEND_NAME: json.dumps(dict(_BACKEND)).encode()}

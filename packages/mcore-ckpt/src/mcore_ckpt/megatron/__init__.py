@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Checkpoints of Megatron-LM in and out: ``torch_dist`` of both generations, and its older directories of one file a rank."""
+"""Checkpoints of Megatron-LM: ``torch_dist`` of both generations and ``fsdp_dtensor``, in and out, and directories of one file a rank."""
 
 from mcore_ckpt.megatron._export import export_checkpoint_megatron
 from mcore_ckpt.megatron._import import import_checkpoint_megatron

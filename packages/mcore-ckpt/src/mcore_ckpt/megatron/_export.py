@@ -20,10 +20,13 @@ from mcore_ckpt._storage import Folder, WatchedFolder, dtype_of, open_folder
 from mcore_ckpt.chunks import Box
 from mcore_ckpt.manifest import is_checkpoint
 from mcore_ckpt.megatron._config import args_of
+from mcore_ckpt.megatron._fsdp_export import fsdp_groups, fsdp_tensors, precision_of, write_values
 from mcore_ckpt.megatron._groups import common_groups, make_groups
 from mcore_ckpt.megatron._names import LAYERS, their_name, their_shape
 
-__all__ = ["export_checkpoint_megatron"]
+__all__ = ["FORMATS", "export_checkpoint_megatron"]
+
+FORMATS = ("torch_dist", "fsdp_dtensor")
 
 _KINDS = {"master": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 _STATE = "optimizer.state."
@@ -33,21 +36,25 @@ def export_checkpoint_megatron(
     checkpoint: str | Path | Folder,
     output: str | Path | Folder,
     *,
+    format: str = "torch_dist",
     prefix: str = "model.",
     optimizer: bool = True,
     optimizer_config: Mapping[str, Any] | None = None,
     verify: bool = True,
     on_bytes: Callable[[int], None] | None = None,
 ) -> list[str]:
-    """Write a GPT model's checkpoint as ``torch_dist`` with Megatron's names: layers stacked, optimizer state ``fully_reshardable``.
+    """Write a GPT model's checkpoint with Megatron's names: as its ``torch_dist`` or, for Megatron-FSDP, its ``fsdp_dtensor``.
 
-    Settings and the iteration go into ``common.pt``, which both generations read, the settings from "config" in ``extra``, and with
-    them the optimizer's parameter groups: those that an import kept, or made from ``optimizer_config``. Host memory holds one tensor of
-    one layer at a time. Not collective.
+    In ``torch_dist`` layers are stacked and optimizer state is ``fully_reshardable``; settings and the iteration go into ``common.pt``,
+    which both generations read. In ``fsdp_dtensor`` layers and experts are apart, a gate is apart from its values, masters are in the
+    place of their 16-bit weights, and each plain value is an entry. Settings come from "config" in ``extra``, and with them the optimizer's
+    parameter groups: those that an import kept, or made from ``optimizer_config``. Host memory holds one tensor of one layer at a time.
+    Not collective.
 
     Args:
         checkpoint: a committed checkpoint.
         output: where to write, as for `mcore_ckpt.save`.
+        format: "torch_dist" or "fsdp_dtensor".
         prefix: what precedes the names of the model's weights.
         optimizer: also write the optimizer's state.
         optimizer_config: makes the parameter groups anew: "lr", and "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps" and
@@ -62,9 +69,12 @@ def export_checkpoint_megatron(
         says what its groups are, without which it does not load there.
 
     Raises:
-        CheckpointingException: ``checkpoint`` is none, or damaged; ``output`` holds one; no weight has a name there.
-        ValueError: an ``optimizer_config`` without lr, or with what these groups cannot express.
+        CheckpointingException: ``checkpoint`` is none, or damaged; ``output`` holds one; no weight has a name there; parameter groups
+            of which none, or several, can be that of a weight.
+        ValueError: another ``format``; an ``optimizer_config`` without lr, or with what these groups cannot express.
     """
+    if format not in FORMATS:
+        raise ValueError(f"format={format!r} is not written; the formats of an export are: {', '.join(FORMATS)}")
     reader, target = CheckpointReader(checkpoint), open_folder(output)
     if is_checkpoint(target):
         raise CheckpointingException(f"{target} already holds a checkpoint; choose another folder or remove it first")
@@ -75,26 +85,65 @@ def export_checkpoint_megatron(
     if not any(name.startswith(prefix) for name in keys):
         raise CheckpointingException(f"{reader.folder} holds no weights of a GPT model behind the prefix {prefix!r}")
     extra = reader.manifest.extra
-    common: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": _iteration(extra)}
-    kinds = {"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     config = extra.get("config")
-    common |= {"args": args_of(config) if isinstance(config, Mapping) else {}, "content_metadata": kinds}
+    common: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": _iteration(extra)}
+    common["args"] = args_of(config) if isinstance(config, Mapping) else {}
+    groups, step = [], int(extra.get("optimizer_step") or 0)
     if any(key.startswith(_STATE) for key in keys.values()):
-        step = int(extra.get("optimizer_step") or 0)
-        common["optimizer_step"] = step
         groups = extra.get("optimizer_param_groups") or []
         if optimizer_config is not None:
             groups = make_groups(optimizer_config, experts=any(".mlp.experts." in key for key in keys.values()))
-        if groups:
-            common["optimizer"] = common_groups(groups, step)
-        else:
+        if not groups:
             left = [*left, "optimizer_param_groups"]
+        if isinstance(extra.get("opt_param_scheduler"), Mapping):
+            common["opt_param_scheduler"] = dict(extra["opt_param_scheduler"])
+    if format == "torch_dist":
+        state, values = _dist(reader, target, keys, common, groups, step), {}
+    else:
+        state, values = _fsdp(reader, target, keys, common, groups, step)
+    place = target if on_bytes is None else WatchedFolder(target, on_bytes)
+    options = SaveOptions(format=format, assets=asset_sources(reader.folder, reader.manifest), values=values)
+    run_save(state, place, {}, None, options)
+    return left
+
+
+def _dist(
+    reader: CheckpointReader, target: Folder, keys: Mapping[str, str], common: dict[str, Any], groups: Sequence[Any], step: int
+) -> dict[str, Any]:
+    """Write ``common.pt``; the tensors, of all layers stacked."""
+    state = _stacked(reader, keys)
+    kinds = {"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    common = {**common, "content_metadata": kinds}
+    if any(key.startswith(_STATE) for key in keys.values()):
+        common["optimizer_step"] = step
+    if groups:
+        common["optimizer"] = common_groups(groups, step)
     target.create()
     target.write("common.pt", [memoryview(write_objects(common, namespaces=("args",)))])
-    place = target if on_bytes is None else WatchedFolder(target, on_bytes)
-    options = SaveOptions(format="torch_dist", assets=asset_sources(reader.folder, reader.manifest))
-    run_save(_stacked(reader, keys), place, {}, None, options)
-    return left
+    return state
+
+
+def _fsdp(
+    reader: CheckpointReader, target: Folder, keys: Mapping[str, str], common: dict[str, Any], groups: Sequence[Any], step: int
+) -> tuple[dict[str, Any], dict[str, tuple[str, int, int]]]:
+    """Write the plain values; the tensors, and where the values lie."""
+    weights: dict[str, str] = {}
+    states: dict[tuple[str, str], str] = {}
+    for name, key in keys.items():
+        kind, _, rest = key.removeprefix(_STATE).partition(".")
+        if key.startswith(_STATE):
+            # A weight of 32 bits is its own master here and there.
+            states |= {} if name != _stored(name) else {(kind, rest): name}
+        else:
+            weights[key] = name
+    state = fsdp_tensors(reader, weights, states, step)
+    values = {key: value for key, value in common.items() if key != "opt_param_scheduler"}
+    values["args"] = {**common["args"], **precision_of(reader, list(weights.values()))}
+    values |= {f"opt_param_scheduler.{key}": value for key, value in common.get("opt_param_scheduler", {}).items()}
+    if groups:
+        values |= fsdp_groups(groups, {key: reader.record(name).shape for key, name in weights.items()}, step)
+    target.create()
+    return state, write_values(target, values)
 
 
 def _iteration(extra: Mapping[str, Any]) -> int:

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from mcore_ckpt._errors import CheckpointingException, list_names
-from mcore_ckpt._formats import METADATA_NAME
+from mcore_ckpt._formats import BACKEND_NAME, METADATA_NAME
 from mcore_ckpt._save import SaveOptions, run_save
 from mcore_ckpt._sharded import DeferredTensor
 from mcore_ckpt._storage import Folder, WatchedFolder, open_folder
 from mcore_ckpt.manifest import is_checkpoint, read_manifest
 from mcore_ckpt.megatron._config import family_of, sizes_of
 from mcore_ckpt.megatron._dist import open_dist
+from mcore_ckpt.megatron._fsdp import open_fsdp
+from mcore_ckpt.megatron._fsdp_names import is_fsdp
 from mcore_ckpt.megatron._groups import plain_groups
 from mcore_ckpt.megatron._legacy import is_legacy, open_legacy
 from mcore_ckpt.megatron._names import is_gated, our_name, our_shape
@@ -40,13 +42,14 @@ def import_checkpoint_megatron(
     drop: tuple[str, ...] = (),
     on_bytes: Callable[[int], None] | None = None,
 ) -> list[str]:
-    """Make a checkpoint of ours of a GPT model's in Megatron's ``torch_dist`` (both generations) or legacy ``torch`` form.
+    """Make a checkpoint of ours of a GPT model's in Megatron's ``torch_dist`` (both generations), ``fsdp_dtensor`` or legacy form.
 
     Nothing in it is executed. Host memory holds one tensor of one layer at a time, and its parts while they are joined. Not collective.
     Weights get our names behind ``prefix``; optimizer state becomes ``optimizer.exp_avg.NAME``, ``optimizer.exp_avg_sq.NAME`` and, of
-    16-bit weights, ``optimizer.master.NAME``, whichever of ``fully_reshardable`` and ``dp_reshardable`` holds it. ``extra`` gets "config"
-    and "family", by which the checkpoint can be exported to Hugging Face, "iteration", and of the optimizer's state
-    "optimizer_step" and "optimizer_param_groups": learning rates and decay, which an export gives back.
+    16-bit weights, ``optimizer.master.NAME``, whichever sharding type of the optimizer holds it. Weights of 32 bits in ``fsdp_dtensor``
+    are masters where its args, or ``config``, say ``bf16`` or ``fp16``; the model's are those rounded. ``extra`` gets "config" and
+    "family", by which the checkpoint can be exported to Hugging Face, "iteration", and of the optimizer's state
+    "optimizer_step" and "optimizer_param_groups": learning rates and decay, which an export gives back, as it does "opt_param_scheduler".
 
     Args:
         directory: of one iteration, or the folder above with the file that names the newest.
@@ -90,6 +93,8 @@ def import_checkpoint_megatron(
     extra: dict[str, Any] = {"config": sizes, **plain(source.common)}
     if (family := family_of(given, sizes, gated=gated)) is not None:
         extra["family"] = family
+    if optimizer and isinstance(scheduler := source.common.get("opt_param_scheduler"), Mapping):
+        extra["opt_param_scheduler"] = plain(scheduler)
     if optimizer and source.states and source.step is not None:
         extra |= {"optimizer_step": source.step, "optimizer_param_groups": plain_groups(source.groups)}
     place = target if on_bytes is None else WatchedFolder(target, on_bytes)
@@ -111,6 +116,8 @@ def open_megatron(directory: str | Path | Folder, config: Mapping[str, Any], *, 
             raise CheckpointingException(f"{folder}/{_TRACKER} says {text!r}; an iteration or release is expected")
         folder = folder.child(text if text == "release" else f"iter_{int(text):07d}")
     if folder.size(METADATA_NAME) is not None:
+        if folder.size(BACKEND_NAME) is None and is_fsdp(read_manifest(folder).tensors):
+            return folder, open_fsdp(folder, config, optimizer=optimizer)
         return folder, open_dist(folder, config, optimizer=optimizer)
     if is_legacy(folder):
         return folder, open_legacy(folder, config, optimizer=optimizer)

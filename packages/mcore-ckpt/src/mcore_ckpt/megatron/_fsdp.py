@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""``fsdp_dtensor`` as Megatron-FSDP writes it: a weight of 32 bits is parameter and master, plain values are entries of their own."""
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_ckpt._errors import CheckpointingException, list_names
+from mcore_ckpt._formats import read_objects, read_places
+from mcore_ckpt._reader import CheckpointReader
+from mcore_ckpt._sharded import DeferredTensor
+from mcore_ckpt._storage import Folder, dtype_of
+from mcore_ckpt.megatron._fsdp_names import STATE, WEIGHT, Piece, piece_box, piece_name, piece_of
+from mcore_ckpt.megatron._names import LAYERS, our_name
+from mcore_ckpt.megatron._source import Source
+
+__all__ = ["open_fsdp"]
+
+_WEIGHT = re.compile(r"model\.(?:module\.)+(?P<name>.+)")
+_STATE = re.compile(r"optimizer\.(?:\d+\.)?state\.(?:module\.)+(?P<name>.+)\.(?P<kind>\w+)")
+_META = re.compile(r"optimizer\.(?:\d+\.)?param_to_group_meta\.(?:module\.)+(?P<name>.+)\.(?P<field>\w+)")
+_SCHEDULER = "opt_param_scheduler."
+_KINDS = ("exp_avg", "exp_avg_sq")
+_COMMON = ("args", "checkpoint_version", "iteration")
+_ENDS = ("embedding.word_embeddings.weight", "decoder.final_layernorm.weight")
+_ATTENTION = ("self_attention.linear_qkv.weight", "self_attention.linear_proj.weight")
+_DENSE = ("mlp.linear_fc1.weight", "mlp.linear_fc2.weight")
+_MIXTURE = ("mlp.router.weight", "mlp.experts.experts.linear_fc1.weight", "mlp.experts.experts.linear_fc2.weight")
+
+_Pieces = dict[Piece, str]
+"""Of one whole tensor: the name under which each part is stored."""
+
+
+def open_fsdp(folder: Folder, config: Mapping[str, Any], *, optimizer: bool = True) -> Source:
+    """Open a checkpoint; only its metadata and plain values are read.
+
+    Args:
+        config: takes precedence over what its args say. ``bf16`` or ``fp16`` make weights of 16 bits and masters of those of 32.
+
+    Raises:
+        CheckpointingException: damaged; weights or parts of them are missing, by their names there.
+    """
+    reader = CheckpointReader(folder)
+    weights: dict[str, _Pieces] = {}
+    states: dict[tuple[str, str], _Pieces] = {}
+    left, step = [], None
+    for name in reader.manifest.tensors:
+        found, state = _WEIGHT.fullmatch(name), _STATE.fullmatch(name)
+        if found is not None and not name.endswith("_extra_state"):
+            key, piece = piece_of(found["name"])
+            weights.setdefault(key, {})[piece] = name
+        elif state is not None and state["kind"] in _KINDS:
+            key, piece = piece_of(state["name"])
+            states.setdefault((state["kind"], key), {})[piece] = name
+        elif state is not None and state["kind"] == "step":
+            step = step or name
+        else:
+            left.append(name)
+    common, groups, others = _values(folder, optimizer=optimizer)
+    if step is not None and optimizer:
+        count = int(reader.read(step))
+        groups = [{"step": count, **group} for group in groups]
+    said = common.get("args")
+    args = {**(said if isinstance(said, Mapping) else {}), **config}
+    missing = {*_missing_weights(weights, args), *_missing_parts(weights, states, args)}
+    if missing:
+        raise CheckpointingException(f"{folder} lacks {list_names(missing)}; a checkpoint with all weights of the model is needed")
+    tensors = {key: _joined(reader, pieces) for key, pieces in weights.items()}
+    found_states = {place: _joined(reader, pieces) for place, pieces in states.items()} if optimizer else {}
+    narrow = torch.bfloat16 if args.get("bf16") else torch.float16 if args.get("fp16") else torch.float32
+    masters = {key: tensor for key, tensor in tensors.items() if tensor.dtype == torch.float32 != narrow}
+    tensors |= {key: DeferredTensor(narrow, tensor.global_shape, partial(_rounded, tensor, narrow)) for key, tensor in masters.items()}
+    if optimizer:
+        found_states |= {("param", key): tensor for key, tensor in masters.items()}
+    return Source(tensors, common, found_states, tuple(groups), (*left, *others))
+
+
+def _missing_weights(weights: Collection[str], args: Mapping[str, Any]) -> Iterator[str]:
+    """What a GPT model needs, what layers of the same kind have, and layers between others."""
+    layers: dict[int, set[str]] = {number: set() for number in range(int(args.get("num_layers") or 0))}
+    for key in weights:
+        number, _, part = key.removeprefix(LAYERS).partition(".")
+        if key.startswith(LAYERS) and number.isdigit():
+            layers.setdefault(int(number), set()).add(part)
+    layers = {number: layers.get(number, set()) for number in range(1 + max(layers, default=-1))}
+    output = ("output_layer.weight",) if args.get("untie_embeddings_and_output_weights") else ()
+    yield from (WEIGHT + key for key in (*_ENDS, *output) if key not in weights)
+    mixtures = {number for number, parts in layers.items() if any(part in _MIXTURE for part in parts)}
+    for number, parts in layers.items():
+        alike = [those for other, those in layers.items() if (other in mixtures) == (number in mixtures)]
+        needed = set().union(*alike)
+        # Another attention or feed-forward, which the import refuses by name, needs other weights.
+        if all(our_name(f"{LAYERS}{number}.{part}") for part in parts):
+            needed |= {*_ATTENTION, *(_MIXTURE if number in mixtures else _DENSE)}
+        yield from (f"{WEIGHT}{LAYERS}{number}.{part}" for part in needed - parts)
+
+
+def _missing_parts(weights: Mapping[str, _Pieces], states: Mapping[tuple[str, str], _Pieces], args: Mapping[str, Any]) -> Iterator[str]:
+    """Experts and halves of which others are there, weights of which only optimizer state is, and one of two moments."""
+    for (kind, key), pieces in [*((("", key), pieces) for key, pieces in weights.items()), *states.items()]:
+        experts = [piece.expert for piece in pieces if piece.expert is not None]
+        count = max(1 + max(experts), int(args.get("num_experts") or 0)) if experts else 0
+        halves = (0, 1) if any(piece.half is not None for piece in pieces) else (None,)
+        for expert in range(count) if experts else (None,):
+            for half in halves:
+                if Piece(expert, half) not in pieces:
+                    name = piece_name(key, Piece(expert, half))
+                    yield f"{STATE}{name}.{kind}" if kind else WEIGHT + name
+        if kind and key not in weights:
+            yield WEIGHT + key
+    kinds = {kind for kind, _ in states}
+    yield from (f"{STATE}{key}.{kind}" for _, key in states for kind in kinds if (kind, key) not in states)
+
+
+def _values(folder: Folder, *, optimizer: bool) -> tuple[dict[str, Any], list[dict[str, Any]], list[str]]:
+    """Common values, the group of each weight, and the names of entries that are not carried over."""
+    common: dict[str, Any] = {}
+    scheduler: dict[str, Any] = {}
+    groups: dict[str, dict[str, Any]] = {}
+    left = []
+    for name, place in read_places(folder).items():
+        meta = _META.fullmatch(name)
+        if name in _COMMON:
+            common[name] = read_objects(*place)
+        elif name.startswith(_SCHEDULER):
+            scheduler[name.removeprefix(_SCHEDULER)] = read_objects(*place)
+        elif meta is not None:
+            # The experts of a layer are one tensor here, and of one group.
+            if optimizer and not piece_of(meta["name"])[1].expert:
+                groups.setdefault(meta["name"], {})[meta["field"]] = read_objects(*place)
+        else:
+            left.append(name)
+    if scheduler:
+        common["opt_param_scheduler"] = scheduler
+    return common, list(groups.values()), left
+
+
+def _joined(reader: CheckpointReader, pieces: Mapping[Piece, str]) -> DeferredTensor:
+    """One tensor of parts alike: experts first, a gate's rows above its values'."""
+    names = [pieces[piece] for piece in sorted(pieces, key=lambda piece: (piece.expert or 0, piece.half or 0))]
+    records = [reader.record(name) for name in names]
+    first = records[0]
+    if any((record.shape, record.dtype) != (first.shape, first.dtype) for record in records):
+        raise CheckpointingException(
+            f"{reader.folder}: the parts {list_names(names)} differ in shape or dtype; they are those of one tensor"
+        )
+    if len({(piece.expert is None, piece.half is None) for piece in pieces}) > 1:
+        raise CheckpointingException(f"{reader.folder}: {list_names(names)} are a whole tensor and parts of it; keep one or the other")
+    dtype, piece = dtype_of(first.dtype), next(iter(pieces))
+    if piece == Piece():
+        return DeferredTensor(dtype, first.shape, partial(reader.read, names[0]))
+    experts = () if piece.expert is None else (1 + max(one.expert or 0 for one in pieces),)
+    halves = () if piece.half is None else (2,)
+    apart = (*experts, *halves, *first.shape)
+    shape = (*experts, (2 if halves else 1) * first.shape[0], *first.shape[1:])
+    return DeferredTensor(dtype, shape, partial(_join, reader, dict(pieces), dtype, apart, shape))
+
+
+def _join(reader: CheckpointReader, pieces: Mapping[Piece, str], dtype: torch.dtype, apart: Sequence[int], shape: Sequence[int]) -> Tensor:
+    whole = torch.empty(tuple(apart), dtype=dtype)
+    for piece, name in pieces.items():
+        whole[piece_box(apart, piece).slices()] = reader.read(name)
+    return whole.reshape(tuple(shape))
+
+
+def _rounded(tensor: DeferredTensor, dtype: torch.dtype) -> Tensor:
+    return tensor.read().to(dtype)
