@@ -62,17 +62,22 @@ class CallPlan:
         self._left = True
         self._meet(f"is about to start the {what}", position)
 
-    def end(self) -> None:
+    def end(self, *, agreed: bool) -> None:
         """The phase is over; what it started is the plan of the next one of its kind.
+
+        Args:
+            agreed: the ranks compared every call of it by other means. They must do so in the first one, where they make their meeting.
 
         Raises:
             RuntimeError: it took another course than the plan's, and not all ranks took the same.
         """
         if self._phase is None or not self._all_ranks:
             return
-        plan = self._plans.get(self._phase)
-        if self._calls != plan:
-            self._meet("is over with this phase", len(self._calls))
+        if self._meeting is None:
+            self._meeting = _Meeting(self._all_ranks, self._device)
+        if self._calls != self._plans.get(self._phase):
+            if not agreed:
+                self._meet("is over with this phase", len(self._calls))
             self._plans[self._phase] = self._calls
         self._phase = None
 
@@ -83,8 +88,7 @@ class CallPlan:
     def _meet(self, does: str, position: int) -> None:
         plan = self._plans.get(self._phase, [])
         common = f"the {plan[position]}" if position < len(plan) else "nothing more"
-        if self._meeting is None:
-            self._meeting = _Meeting(self._all_ranks, self._device)
+        assert self._meeting is not None, "the first phase, which has no plan to leave, makes it"
         missing = self._meeting.wait("\n".join([repr(self._phase), does, *self._calls]))
         if missing:
             raise RuntimeError(

@@ -245,10 +245,11 @@ class Runtime:
         for unit in self.units[1:]:
             if not unit.kept:
                 unit.close()
-        if not self.order.frozen:
+        learning = not self.order.frozen
+        if learning:
             self._agree("forward of", len(self.units))
             self.order.freeze()
-        self._setting.calls.end()
+        self._setting.calls.end(agreed=learning)
 
     def _refuse_strangers(self) -> None:
         root = self.units[0].module
@@ -369,13 +370,13 @@ class Runtime:
             for unit in reversed(self.units):
                 if not unit.reduced or unit.index in self._late_units:
                     self._start_reduce(unit)
-            self._setting.calls.end()
+            self._setting.calls.end(agreed=self._agreement is not None)
             self.wait_for_reductions()
             self._unreduced, self._outer_unreduced = False, not self.outer_sync
             if self.refresh_after_backward:
                 self.mark_stale()
         else:
-            self._setting.calls.end()
+            self._setting.calls.end(agreed=self._agreement is not None)
             self._unreduced = True
         for unit in self.units:
             unit.close()
