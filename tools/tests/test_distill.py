@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_parallel.data import preprocess, train_bpe
+from tests.support.corpora import write_corpus
 from tools.distill import DistillConfig, distill_rank, main, record_rank
 from tools.journey import train_rank
 from tools.recipes import DataConfig, RunConfig, override, recipe
@@ -21,10 +21,7 @@ TEXT = "a student hears what its teacher finds likely, and every other word it c
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     """A run that has learnt the text."""
     folder = tmp_path_factory.mktemp("corpus")
-    for number in range(20):
-        (folder / f"{number}.txt").write_text(TEXT * 20, encoding="ascii")
-    tokenizer = train_bpe([TEXT * 20], 290, folder / "tokenizer.json")
-    preprocess(sorted(folder.glob("*.txt")), str(folder / "corpus"), tokenizer, append_eod=True)
+    write_corpus(folder, TEXT, num_documents=20, vocab_size=290)
     config = override(
         recipe("gpt_tiny"),
         [
@@ -33,7 +30,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
             *("optimizer.lr=1e-2", f"output={folder / 'teacher'}"),
         ],
     )
-    data = DataConfig(prefix=str(folder / "corpus"), tokenizer=str(folder / "tokenizer.json"), split="80,20,0")
+    data = DataConfig(prefix=str(folder / "corpus"), tokenizer=str(folder / "tokenizer"), split="80,20,0")
     config = dataclasses.replace(config, data=data)
     train_rank(config, "cpu")
     return config

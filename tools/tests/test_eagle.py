@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from mcore_parallel import ProcessGroups
-from mcore_parallel.data import preprocess, train_bpe
 from mcore_parallel.models.eagle import EagleConfig, EagleHead, load_published, published_vocabulary, read_published
 from mcore_parallel.training.eagle import FeatureStoreError
+from tests.support.corpora import write_corpus
 from tools.eagle import EagleRun, evaluate_rank, extract_rank, main, train_head
 from tools.journey import train_rank
 from tools.recipes import DataConfig, override, recipe
@@ -25,10 +25,7 @@ TEXT = "a draft is short, a target is slow, and what the target would have said 
 def base(tmp_path_factory: pytest.TempPathFactory) -> EagleRun:
     """A target that has learnt the text, and a head for it."""
     folder = tmp_path_factory.mktemp("corpus")
-    for number in range(20):
-        (folder / f"{number}.txt").write_text(TEXT * 20, encoding="ascii")
-    tokenizer = train_bpe([TEXT * 20], 290, folder / "tokenizer.json")
-    preprocess(sorted(folder.glob("*.txt")), str(folder / "corpus"), tokenizer, append_eod=True)
+    write_corpus(folder, TEXT, num_documents=20, vocab_size=290)
     target = override(
         recipe("gpt_tiny"),
         [
@@ -37,7 +34,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> EagleRun:
             *("optimizer.lr=1e-2", f"output={folder / 'target'}"),
         ],
     )
-    data = DataConfig(prefix=str(folder / "corpus"), tokenizer=str(folder / "tokenizer.json"), split="80,20,0")
+    data = DataConfig(prefix=str(folder / "corpus"), tokenizer=str(folder / "tokenizer"), split="80,20,0")
     target = dataclasses.replace(target, data=data)
     train_rank(target, "cpu")
     return EagleRun(run=override(target, ["train.steps=30", "optimizer.lr=2e-2"]), target=target, draft_vocab_size=128, num_steps=3)

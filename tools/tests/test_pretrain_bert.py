@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from mcore_parallel import ParallelPlan
-from mcore_parallel.data import ByteTokenizer, preprocess, train_bpe
+from mcore_parallel.data import ByteTokenizer
+from tests.support.corpora import write_corpus
 from tools.assemble import datasets
 from tools.journey import train_rank
 from tools.launch import launch
@@ -24,10 +25,7 @@ TEXT = "a shard is declared once and groups are arguments and nothing is silent 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     folder = tmp_path_factory.mktemp("corpus")
-    for number in range(20):
-        (folder / f"{number}.txt").write_text(TEXT * 20, encoding="ascii")
-    tokenizer = train_bpe([TEXT * 20], 300, folder / "tokenizer.json")
-    preprocess(sorted(folder.glob("*.txt")), str(folder / "corpus"), tokenizer, append_eod=True)
+    write_corpus(folder, TEXT, num_documents=20)
     config = override(
         recipe("bert_tiny"),
         [
@@ -35,7 +33,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
             *("train.micro_batch_size=4", "train.warmup_steps=2", "train.eval_interval=0", "train.eval_batches=1", "optimizer.lr=3e-3"),
         ],
     )
-    data = DataConfig(prefix=str(folder / "corpus"), tokenizer=str(folder / "tokenizer.json"), split="80,20,0")
+    data = DataConfig(prefix=str(folder / "corpus"), tokenizer=str(folder / "tokenizer"), split="80,20,0")
     return dataclasses.replace(config, data=data)
 
 

@@ -12,7 +12,7 @@ import torch
 from mcore_ckpt import CheckpointManager, read_tensor, save
 from mcore_ckpt.inspect import diff
 from mcore_ckpt.manifest import read_manifest
-from mcore_parallel.data import preprocess, train_bpe
+from tests.support.corpora import write_corpus
 from tools import pretrain
 from tools.journey import train_rank
 from tools.recipes import LoadConfig, RecipeError, RunConfig, config_text, override, read_config, recipe
@@ -32,11 +32,7 @@ LAYOUTS = {
 def source(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     """A run of six steps in 16 bits, of which every second is kept."""
     folder = tmp_path_factory.mktemp("source")
-    text = "to be or not to be, that is the question. "
-    for number in range(8):
-        (folder / f"{number}.txt").write_text(text * 20)
-    tokenizer = train_bpe([text], 300, folder / "tokenizer")
-    preprocess(sorted(folder.glob("*.txt")), str(folder / "corpus"), tokenizer, append_eod=True)
+    write_corpus(folder, "to be or not to be, that is the question. ")
     changes = [
         *(f"data.prefix={folder}/corpus", f"data.tokenizer={folder}/tokenizer", "data.split=80,20,0", f"output={folder}/run"),
         *("model.hidden_size=16", "model.ffn_hidden_size=16", "model.vocab_size=320", "train.seq_len=16", "train.micro_batch_size=1"),

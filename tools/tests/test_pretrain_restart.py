@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mcore_parallel.data import preprocess, train_bpe
+from tests.support.corpora import write_corpus
 from tools import pretrain
 from tools.journey import _train
 from tools.recipes import RecipeError, override, recipe
@@ -20,11 +20,7 @@ STORES: list[dist.Store] = []
 
 def corpus(folder: Path) -> list[str]:
     """Changes of gpt_tiny that make it tiny, on two ranks."""
-    text = "to be or not to be, that is the question. "
-    for number in range(8):
-        (folder / f"{number}.txt").write_text(text * 20)
-    tokenizer = train_bpe([text], 300, folder / "tokenizer")
-    preprocess(sorted(folder.glob("*.txt")), str(folder / "corpus"), tokenizer, append_eod=True)
+    write_corpus(folder, "to be or not to be, that is the question. ")
     return [
         *(f"data.prefix={folder}/corpus", f"data.tokenizer={folder}/tokenizer", "data.split=80,20,0", f"output={folder}/run"),
         *("model.num_layers=1", "model.hidden_size=16", "model.ffn_hidden_size=16", "train.seq_len=16", "train.micro_batch_size=1"),

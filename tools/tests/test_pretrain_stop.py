@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from mcore_ckpt.assets import extract_assets
-from mcore_parallel.data import HuggingFaceTokenizer, preprocess, train_bpe
+from mcore_parallel.data import HuggingFaceTokenizer
 from mcore_parallel.training import STOPPED_EXIT_CODE, InvalidResultError, RerunReport, SuspectResultError
+from tests.support.corpora import write_corpus
 from tools import pretrain
 from tools.recipes import read_config
 
@@ -19,11 +20,7 @@ from tools.recipes import read_config
 def test_a_signal_ends_a_run_that_the_next_start_completes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = "to be or not to be, that is the question. "
-    for number in range(8):
-        (tmp_path / f"{number}.txt").write_text(text * 20)
-    tokenizer = train_bpe([text], 300, tmp_path / "tokenizer")
-    preprocess(sorted(tmp_path.glob("*.txt")), str(tmp_path / "corpus"), tokenizer, append_eod=True)
+    tokenizer = write_corpus(tmp_path, "to be or not to be, that is the question. ")
     changes = [
         *(f"data.prefix={tmp_path}/corpus", f"data.tokenizer={tmp_path}/tokenizer", "data.split=80,20,0", f"output={tmp_path}/run"),
         *("model.num_layers=1", "model.hidden_size=16", "model.ffn_hidden_size=16", "train.seq_len=16", "train.micro_batch_size=2"),
