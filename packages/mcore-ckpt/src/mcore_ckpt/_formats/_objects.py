@@ -2,7 +2,6 @@
 # Copyright (c) 2026 the mcore authors
 """What ``torch.save`` writes, as plain values and tensors: nothing in it is imported, and nothing is called."""
 
-import argparse
 import io
 import math
 import struct
@@ -79,21 +78,15 @@ def read_objects(file: StoredFile, begin: int = 0, length: int | None = None, *,
         raise CheckpointingException(f"{file}: not a sound file of torch.save: {error}") from error
 
 
-def write_objects(value: Any, *, namespaces: tuple[str, ...] = ()) -> bytes:
+def write_objects(value: Any) -> bytes:
     """A file of ``torch.save`` that holds plain values without tensors.
 
     Args:
-        value: None, bool, int, float, str, and lists, tuples and dicts of them; or an ``argparse.Namespace`` of them.
-        namespaces: keys of the outermost dict whose dicts are written as ``argparse.Namespace``.
+        value: None, bool, int, float, str, and lists, tuples, dicts and ``argparse.Namespace`` of them.
 
     Raises:
         ValueError: another value.
     """
-    if isinstance(value, argparse.Namespace):
-        value = Call("argparse.Namespace", (), vars(value), make=True)
-    if namespaces:
-        made = {key: Call("argparse.Namespace", (), item, make=True) if key in namespaces else item for key, item in value.items()}
-        value = Table(list(made.items()))
     sink = io.BytesIO()
     with zipfile.ZipFile(sink, "w") as archive:
         for name, content in (("data.pkl", encode_records(value)), ("byteorder", b"little"), ("version", b"3\n")):

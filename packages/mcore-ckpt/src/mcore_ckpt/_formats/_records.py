@@ -6,6 +6,7 @@ Other readers want their metadata as such streams. Reading here cannot run code,
 back as the name of what would be called and its arguments.
 """
 
+import argparse
 import pickletools
 import struct
 from collections.abc import Callable, Mapping
@@ -180,7 +181,7 @@ _FRESH: Mapping[str, Callable[[], Any]] = MappingProxyType(
 
 
 def encode_records(value: Any) -> bytes:
-    """Inverse of `decode_records`, in protocol 2; a dict is taken for a `Table`.
+    """Inverse of `decode_records`, in protocol 2; a dict is taken for a `Table`, and an ``argparse.Namespace`` as it is.
 
     Raises:
         ValueError: a value that has no place in a stream.
@@ -219,6 +220,8 @@ def _encode(value: Any, parts: list[bytes]) -> None:
     elif isinstance(value, Persistent):
         _encode(value.value, parts)
         parts.append(b"Q")
+    elif isinstance(value, argparse.Namespace):
+        _encode(Call("argparse.Namespace", (), vars(value), make=True), parts)
     elif isinstance(value, Call):
         _encode(Name(value.name), parts)
         _encode(value.arguments, parts)

@@ -25,7 +25,7 @@ Stored = tuple[str, tuple[int, ...], list[tuple[str, str, Box]]]
 """Of one tensor: element type, shape, and for each chunk its file, the place of its archive there, and its box."""
 
 
-def write_metadata(tensors: Mapping[str, Stored], values: Mapping[str, tuple[str, int, int]] | None = None) -> bytes:
+def write_metadata(tensors: Mapping[str, Stored], values: Mapping[str, tuple[str, int, int]]) -> bytes:
     """The file by which ``torch.distributed.checkpoint`` finds ``tensors``, and ``values``: entries that are none.
 
     Args:
@@ -46,7 +46,7 @@ def write_metadata(tensors: Mapping[str, Stored], values: Mapping[str, tuple[str
             places.pairs.append((index, info))
         fields = {"properties": properties, "size": _size(shape), "chunks": pieces}
         entries[name] = Call(f"{_MODULE}.TensorStorageMetadata", (), fields, make=True)
-    for name, (file, begin, length) in (values or {}).items():
+    for name, (file, begin, length) in values.items():
         entries[name] = Call(f"{_MODULE}.BytesStorageMetadata", make=True)
         index = Call(f"{_MODULE}.MetadataIndex", (), {"fqn": name, "offset": None, "index": None}, make=True)
         info = Call(_STORAGE_INFO, (), {"relative_path": file, "offset": begin, "length": length}, make=True)

@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """A checkpoint of ours as one of theirs."""
 
+import argparse
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -113,13 +114,13 @@ def _dist(
     """Write ``common.pt``; the tensors, of all layers stacked."""
     state = _stacked(reader, keys)
     kinds = {"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-    common = {**common, "content_metadata": kinds}
+    common = {**common, "args": argparse.Namespace(**common["args"]), "content_metadata": kinds}
     if any(key.startswith(_STATE) for key in keys.values()):
         common["optimizer_step"] = step
     if groups:
         common["optimizer"] = common_groups(groups, step)
     target.create()
-    target.write("common.pt", [memoryview(write_objects(common, namespaces=("args",)))])
+    target.write("common.pt", [memoryview(write_objects(common))])
     return state
 
 
@@ -138,7 +139,7 @@ def _fsdp(
             weights[key] = name
     state = fsdp_tensors(reader, weights, states, step)
     values = {key: value for key, value in common.items() if key != "opt_param_scheduler"}
-    values["args"] = {**common["args"], **precision_of(reader, list(weights.values()))}
+    values["args"] = argparse.Namespace(**{**common["args"], **precision_of(reader, list(weights.values()))})
     values |= {f"opt_param_scheduler.{key}": value for key, value in common.get("opt_param_scheduler", {}).items()}
     if groups:
         values |= fsdp_groups(groups, {key: reader.record(name).shape for key, name in weights.items()}, step)

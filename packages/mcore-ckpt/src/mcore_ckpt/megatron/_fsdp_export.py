@@ -2,7 +2,6 @@
 # Copyright (c) 2026 the mcore authors
 """Tensors and values of a checkpoint of ours as Megatron-FSDP stores them."""
 
-import argparse
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -106,7 +105,7 @@ def write_values(folder: Folder, values: Mapping[str, Any]) -> dict[str, tuple[s
     written: dict[bytes, tuple[str, int, int]] = {}
     end = 0
     for name, value in values.items():
-        content = write_objects(argparse.Namespace(**value) if name == "args" else value)
+        content = write_objects(value)
         if content not in written:
             written[content] = (_VALUES_FILE, end, len(content))
             end += len(content)
