@@ -117,8 +117,8 @@ def check_bound() -> None:
     calls = []
 
     def work(attempt: Attempt) -> None:
-        connect(attempt)
         calls.append(attempt.number)
+        connect(attempt)
         if rank == 1:
             raise OSError("again")
         if rank == 0:
@@ -135,7 +135,9 @@ def check_bound() -> None:
 
     def refused(attempt: Attempt) -> None:
         calls.append(attempt.number)
+        store.set(f"began {rank}", "")
         if rank == 2:
+            store.wait(["began 0", "began 1"])
             raise ValueError("steps=-1")
         while True:
             time.sleep(0.01)
