@@ -220,29 +220,32 @@ def test_timers_measure_the_device_and_do_not_wait_for_it() -> None:
     assert measured > 0.02 > host
 
 
-def test_ranges_cost_under_two_percent_of_a_step() -> None:
+def test_ranges_cost_under_two_percent_of_a_step_that_the_gpu_bounds() -> None:
     config = TransformerConfig(num_layers=8, hidden_size=2048, num_attention_heads=16, vocab_size=1024)
     model: Any = GPTModel(config, ProcessGroups.single(), dtype=torch.bfloat16, device="cuda", seed=None)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(std=0.02)
-    tokens, step = torch.randint(1024, (4 * 2048,), device="cuda"), Step.causal(4, 2048, torch.device("cuda"))
+    # So many tokens that the kernels take longer than the Python that starts them, the ranges' included: they must not make it wait.
+    tokens, step = torch.randint(1024, (8 * 4096,), device="cuda"), Step.causal(8, 4096, torch.device("cuda"))
 
     def seconds() -> float:
         times = []
-        for _ in range(12):
+        for _ in range(6):
             torch.cuda.synchronize()
             begin = time.perf_counter()
             output, _ = model(tokens, step)
             output.loss_sum(tokens, torch.ones(len(tokens), device="cuda")).backward()
             torch.cuda.synchronize()
             times.append(time.perf_counter() - begin)
-        return sorted(times[2:])[5]
+        return min(times[2:])
 
-    off = seconds()
-    with NvtxRanges().annotate(model):
-        on = seconds()
-    assert on < 1.02 * off, (on, off)
+    off, on = [], []
+    for _ in range(3):
+        off.append(seconds())
+        with NvtxRanges().annotate(model):
+            on.append(seconds())
+    assert min(on) < 1.02 * min(off), (on, off)
 
 
 def test_a_window_traces_kernels(tmp_path: Path) -> None:

@@ -99,8 +99,9 @@ class NvtxRanges:
 
     def unwind(self, depth: int) -> None:
         """Close ranges until ``depth`` are open."""
-        while len(self._stack) > depth:
-            self._stack.pop()
+        stack = self._stack
+        while len(stack) > depth:
+            stack.pop()
             self._sink.range_pop()
 
     def decorate(self, message: str | None = None) -> Callable[[_F], _F]:
@@ -155,6 +156,8 @@ class Annotation:
     def __init__(self, ranges: NvtxRanges, model: nn.Module, name: str, depth: int | None) -> None:
         self._ranges = ranges
         self._handles: list[Any] = []
+        # Texts of tensors, of which a model has few kinds: making one takes longer than a range.
+        self._texts: dict[tuple[torch.Size, torch.dtype], str] = {}
         if not ranges.enabled:
             return
         for path, module in model.named_modules():
@@ -179,7 +182,7 @@ class Annotation:
 
     def _enter(self, label: str, module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
         tensor = _first_tensor((inputs, options))
-        self._ranges.push(label if tensor is None else f"{label} {_describe(tensor)}")
+        self._ranges.push(self._message(label, tensor))
         if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
             tensor.register_hook(functools.partial(self._close, f"grad {label}"))
 
@@ -192,16 +195,24 @@ class Annotation:
             tensor.grad_fn.register_prehook(functools.partial(self._open_grad, f"grad {label}"))
 
     def _open_grad(self, label: str, grads: tuple[Any, ...]) -> None:
-        tensor = _first_tensor(grads)
-        self._ranges.push(label if tensor is None else f"{label} {_describe(tensor)}")
+        self._ranges.push(self._message(label, _first_tensor(grads)))
 
     def _close(self, label: str, *_: object) -> None:
         """Close the innermost range of that label and all inside it. Parts that read one input end together, in any order."""
-        stack = self._ranges._stack
+        stack, described = self._ranges._stack, f"{label} ["
         for place in range(len(stack) - 1, -1, -1):
-            if stack[place] == label or stack[place].startswith(f"{label} ["):
+            if stack[place].startswith(described) or stack[place] == label:
                 self._ranges.unwind(place)
                 return
+
+    def _message(self, label: str, tensor: Tensor | None) -> str:
+        if tensor is None:
+            return label
+        kind = tensor.shape, tensor.dtype
+        text = self._texts.get(kind)
+        if text is None:
+            text = self._texts[kind] = _describe(tensor)
+        return f"{label} {text}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,7 +363,11 @@ def _first_tensor(value: Any) -> Tensor | None:
     if isinstance(value, Tensor):
         return value
     members = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
-    return next((found for member in members if (found := _first_tensor(member)) is not None), None)
+    for member in members:
+        found = _first_tensor(member)
+        if found is not None:
+            return found
+    return None
 
 
 def _describe(x: Tensor) -> str:
