@@ -231,17 +231,19 @@ def test_groups_of_large_worlds_are_built() -> None:
 
 def check_communicators() -> None:
     me = dist.get_rank()
-    for degrees in ({"tp": 2, "dp": 2}, {"pp": 2, "cp": 2}, {"tp": 2, "pp": 2, "ep": 2}, {"dp": 4, "ep": 2}):
+    for degrees in ({"tp": 2, "dp": 2}, {"pp": 2, "cp": 2}, {"tp": 2, "pp": 2, "ep": 2}, {"dp": 4, "ep": 2}, {"dp": 4, "ep": 4}, {"cp": 4}):
         groups = ProcessGroups.build(ParallelPlan(**degrees))
         for name in (*DENSE, *EXPERT, "world"):
             group = getattr(groups, name)
             gathered = comm.all_gather(torch.tensor([me]), group)
             assert tuple(gathered.tolist()) == group.ranks, name
-        # The same ranks share one communicator.
-        same = {}
+        # The same ranks share one communicator, but layers share none with sums of gradients and gathers of parameters.
+        same: dict[tuple[object, ...], str] = {}
         for name in (*DENSE, *EXPERT):
             group = getattr(groups, name)
-            assert same.setdefault(group.ranks, group.name) == group.name
+            assert same.setdefault((group.ranks, name in (*DATA, "dp")), group.name) == group.name
+        layers, data = ({group for (ranks, is_data), group in same.items() if is_data is kind and len(ranks) > 1} for kind in (False, True))
+        assert not layers & data
     assert ProcessGroups.build(ParallelPlan(tp=4)).sequence_parallel
     assert not ProcessGroups.build(ParallelPlan(tp=4, sequence_parallel=False)).sequence_parallel
     assert not ProcessGroups.build(ParallelPlan(dp=4)).sequence_parallel
@@ -314,7 +316,8 @@ def test_options_go_to_the_groups_they_name() -> None:
             with pytest.raises(ValueError, match=rf"options name unknown groups \['{name}'\]"):
                 ProcessGroups.build(plan, options={name: options})
     assert plain.dp.name == plain.dp_cp.name
-    # One set of ranks, one communicator, as long as nobody asks for another choice.
-    assert len({getattr(again, name).name for name in ("tp_dp", "tp_dp_cp", "world", "expt_dp", "tp_ep")} - {""}) == 1
+    # One set of ranks, one communicator of layers and one of data parallelism, as long as nobody asks for another choice.
+    layers, data = ({getattr(again, name).name for name in names} for names in (("tp_dp", "tp_dp_cp"), ("expt_dp", "world")))
+    assert len(layers) == len(data) == 1 and layers != data
     assert mixed.dp.name != mixed.dp_cp.name and mixed.dp.name != mixed.expt_dp.name
     assert mixed.intra_dp_cp.name in (mixed.dp.name, mixed.dp_cp.name)

@@ -27,6 +27,9 @@ _DENSE = {
     "tp_dp_cp": "tp-cp-dp",
 }
 _EXPERT = {"ep": "ep", "expt_tp": "tp", "expt_dp": "dp", "tp_ep": "tp-ep", "tp_ep_pp": "tp-ep-pp"}
+# Their collectives run between the products of layers, which wait for them. Those of the other groups run beside the computation; on one
+# communicator, which runs one after the other, a layer's exchange would wait behind a bucket of gradients or a layer of weights.
+_LAYERS = frozenset({*_DENSE, *_EXPERT, "hierarchical_cp", "embd", "pos_embd"}) - {"dp", "dp_cp", "expt_dp"}
 # replicas, those of one optimizer instance, one of each instance, for gathers
 _DATA = (("dp_cp", "intra_dp_cp", "inter_dp_cp", "dp_cp_ag"), ("expt_dp", "intra_expt_dp", "inter_expt_dp", "expt_dp_ag"))
 
@@ -105,7 +108,8 @@ class ProcessGroups:
     ) -> "ProcessGroups":
         """Create the groups of ``plan``; every rank of the world calls this with the same plan.
 
-        Groups that hold the same ranks share one communicator, unless their options differ.
+        Groups that hold the same ranks share one communicator, unless their options differ, or one serves layers and the other data
+        parallelism (``dp``, ``dp_cp``, ``expt_dp`` and what they are cut into, ``intra_dist_opt``, ``world``).
 
         Args:
             plan: the degrees; their product must equal the world size left from ``rank_offset``.
@@ -210,7 +214,7 @@ def enumerate_groups(plan: ParallelPlan, rank_offset: int = 0, world_size: int |
 
 
 class _Maker:
-    """Makes communicators in one order on every rank; groups that hold the same ranks share one."""
+    """Makes communicators in one order on every rank; groups that hold the same ranks share one where one need not wait for the other."""
 
     def __init__(
         self, me: int, backend: str | None, timeout_s: float | None, options: Mapping[str, CommunicatorOptions], separate: set[str]
@@ -225,7 +229,9 @@ class _Maker:
 
     def pick(self, name: str, enumeration: Sequence[Sequence[int]]) -> Group | None:
         """This rank's group of an enumeration."""
-        options, lane = self._options.get(name.partition(".")[0]), "gather" if name in self._separate else ""
+        field_name = name.partition(".")[0]
+        options = self._options.get(field_name)
+        lane = "gather" if name in self._separate else "layers" if field_name in _LAYERS else "data"
         found = None
         for ranks in map(tuple, enumeration):
             key = (ranks, lane) if options is None else (ranks, lane, options)
