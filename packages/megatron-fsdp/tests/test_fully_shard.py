@@ -107,8 +107,9 @@ def test_modules_and_optimizers_that_cannot_be_sharded_are_refused():
     with pytest.raises(ValueError, match="ReLU has no parameters"):
         fully_shard(nn.ReLU())
     model, _ = tower()
-    with pytest.raises(ValueError, match="sharded already"):
-        fully_shard(model)
+    for sharded in (model, model.module, nn.Sequential(model.module, nn.Linear(2, 2))):
+        with pytest.raises(ValueError, match="sharded already"):
+            fully_shard(sharded)
     with pytest.raises(ValueError, match="none of the module's parameters"):
         fully_shard_optimizer(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1), model)
     stepped = nn.Linear(2, 2)

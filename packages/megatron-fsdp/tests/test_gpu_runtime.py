@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from tests.support.world import run
@@ -138,6 +140,57 @@ def check_overlap() -> None:
 @needs_two
 def test_most_collectives_run_beside_the_computation():
     run(check_overlap, 2, backend="nccl", timeout_s=110.0)
+
+
+class RoutedBlock(Block):
+    """Half of the tokens go to the expert of the other rank and come back; then the dense part, whose gather takes longer than that."""
+
+    def __init__(self, width: int, pg: dist.ProcessGroup) -> None:
+        super().__init__(width)
+        self.expert, self.pg = nn.Parameter(0.02 * torch.randn(width, width)), pg
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        routed = all_to_all_single_autograd(x.flatten(0, 1), None, None, self.pg) @ self.expert
+        return super().forward(x + all_to_all_single_autograd(routed, None, None, self.pg).view_as(x))
+
+
+def check_experts_overlap() -> None:
+    dense = init_device_mesh("cuda", (2,), mesh_dim_names=("shard",))
+    experts = init_device_mesh("cuda", (1, 2), mesh_dim_names=("shard", "ep"))
+    torch.manual_seed(0)
+    depth = 6
+    net = nn.Sequential(*(RoutedBlock(4096, experts["ep"].get_group()) for _ in range(depth))).cuda()
+    model, _ = fully_shard(
+        net,
+        fsdp_unit_modules=RoutedBlock,
+        device_mesh=dense,
+        dp_shard_dim="shard",
+        expt_device_mesh=experts,
+        expert_parameters="*.expert",
+        mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+    )
+
+    def step() -> None:
+        x = torch.ones(1, 4096, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        model(x).float().square().mean().backward()
+
+    step(), step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    spans: dict[str, list[tuple[float, float]]] = {"AllGather": [], "SendRecv": []}
+    for event in profiler.events() or ():
+        for kind, found in spans.items():
+            if event.device_type == torch.profiler.DeviceType.CUDA and f"ncclDevKernel_{kind}" in event.name:
+                found.append((event.time_range.start, event.time_range.end))
+    assert len(spans["SendRecv"]) == 4 * depth, {kind: len(found) for kind, found in spans.items()}
+    beside = sum(any(start < end and begin < stop for start, stop in spans["AllGather"]) for begin, end in spans["SendRecv"])
+    assert beside >= depth // 2, f"{beside} of {4 * depth} exchanges ran beside {len(spans['AllGather'])} gathers"
+
+
+@needs_two
+def test_exchanges_of_experts_run_beside_the_gathers_of_dense_parameters():
+    run(check_experts_overlap, 2, backend="nccl", timeout_s=110.0)
 
 
 def test_one_gpu_without_a_process_group_trains():

@@ -295,6 +295,25 @@ def test_experts_on_a_mesh_of_their_own_train_as_one_rank_does(world):
     world(check_experts)
 
 
+def check_communicators() -> None:
+    for shape, ep in EXPERT_MESHES:
+        for _ in range(2):
+            model, _ = with_experts(shape, ep)
+            (exchanged,) = {module.pg.group_name for module in model.modules() if isinstance(module, Experts) and module.pg}
+            used = {ranks.name for group in model.runtime.groups for ranks in group.topology.all_ranks if ranks.size > 1}
+            assert used and exchanged not in used
+    # Models whose experts lie among all ranks need one, and share it.
+    descriptions = [pg.group_desc for pg in dist.distributed_c10d._world.pg_map]
+    assert descriptions.count("megatron_fsdp") == 1
+    plain, _ = fully_shard(Mlp())
+    assert {group.topology.shards.pg for group in plain.runtime.groups if group.topology.shards.size > 1} == {dist.group.WORLD}
+
+
+@pytest.mark.world(4)
+def test_what_a_module_exchanges_never_waits_behind_a_gather(world):
+    world(check_communicators)
+
+
 def check_mixed_strategies() -> None:
     strategies = {"entry.*": "no_shard", "blocks.0.*": 1}
     model, optimizer = with_experts((2, 2), 2, parameter_strategies=strategies)

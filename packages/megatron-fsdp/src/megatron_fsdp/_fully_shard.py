@@ -14,6 +14,7 @@ from megatron_fsdp._call_plan import CallPlan
 from megatron_fsdp._eight_bit import EightBitFormat, Float8Format
 from megatron_fsdp._families import Families, ParameterMatcher
 from megatron_fsdp._foreign import translate
+from megatron_fsdp._graphs import is_hooked
 from megatron_fsdp._hooks import Runtime
 from megatron_fsdp._lane import Lanes
 from megatron_fsdp._materialize import ResetParameters, materialize
@@ -79,7 +80,8 @@ def fully_shard_model(
         raise ValueError(f"prefetch_bytes={prefetch_bytes} must not be negative; None bounds by num_prefetch_units alone")
     if maxpool_double_buffer and not fsdp_double_buffer:
         raise ValueError("maxpool_double_buffer=True says how large the buffers of fsdp_double_buffer are; set that too")
-    if isinstance(module, MegatronFSDP) or any(is_shard(parameter) for parameter in module.parameters()):
+    # On one rank without a process group parameters do not tell.
+    if isinstance(module, MegatronFSDP) or any(is_shard(parameter) for parameter in module.parameters()) or is_hooked(module):
         raise ValueError("module is sharded already; pass the plain module")
     policy = mixed_precision or MixedPrecisionPolicy()
     if not isinstance(policy, MixedPrecisionPolicy):
@@ -92,12 +94,16 @@ def fully_shard_model(
     place = devices.pop()
     outer_strategy = Strategy.parse(outer_dp_sharding_strategy, "outer_dp_sharding_strategy")
     axes = MeshAxes(shard=dp_shard_dim, outer=dp_outer_dim, outer_strategy=outer_strategy)
+    dense = axes.topology("device_mesh", place, device_mesh, process_group)
+    expert = None if expt_device_mesh is None else axes.topology("expt_device_mesh", place, expt_device_mesh, None)
+    # A mesh gives axes over all ranks the default group, each of them the same: one of the module's may be one of data.
+    exchanged = {topology.model_ranks(axis).name for topology in (dense, expert) if topology for axis in topology.model_axes}
     families = Families(
         plans,
         strategy=strategy,
         strategies=parameter_strategies or {},
-        dense=axes.topology("device_mesh", place, device_mesh, process_group),
-        expert=None if expt_device_mesh is None else axes.topology("expt_device_mesh", place, expt_device_mesh, None),
+        dense=dense.apart_from(exchanged, place),
+        expert=expert and expert.apart_from(exchanged, place),
         expert_parameters=expert_parameters,
         separate_parameters=separate_parameters,
         eight_bit_parameters=eight_bit_parameters,

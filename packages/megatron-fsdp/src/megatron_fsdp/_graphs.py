@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 
 def in_backward() -> bool:
@@ -20,4 +21,11 @@ def outside(hook: Callable[..., Any], *first: Any) -> Callable[..., Any]:
         return hook(*first, *args)
 
     found: Any = torch.compiler.disable(call)
+    found.is_of_megatron_fsdp = True
     return found
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether ``outside`` made a hook of it or of a module in it."""
+    hooks = (hook for part in module.modules() for hook in part._forward_pre_hooks.values())
+    return any(getattr(hook, "is_of_megatron_fsdp", False) for hook in hooks)

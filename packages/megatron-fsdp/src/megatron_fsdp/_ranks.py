@@ -10,6 +10,9 @@ import torch.distributed as dist
 # The functional operators exist under one name from torch 2.11 on and are asynchronous: `wait` ends them.
 _c10d = torch.ops._c10d_functional
 
+_APART = "megatron_fsdp"
+"""What torch's logs and traces call the communicators of ``Ranks.apart``."""
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -23,6 +26,21 @@ class Ranks:
     @classmethod
     def of(cls, pg: dist.ProcessGroup) -> "Ranks":
         return cls(dist.get_world_size(pg), dist.get_rank(pg), pg, pg.group_name)
+
+    def apart(self, device: torch.device) -> "Ranks":
+        """The same ranks over a communicator for these gathers and sums alone, which all of them make once in the life of the world.
+
+        A communicator runs one collective after the other: what a module exchanges over the same one would wait behind the gathers.
+        """
+        assert self.pg is not None, "a group of one exchanges nothing"
+        members, backend = dist.get_process_group_ranks(self.pg), dist.get_backend_config(self.pg)
+        for pg in dist.distributed_c10d._world.pg_map:
+            if pg.group_desc == _APART and (dist.get_process_group_ranks(pg), dist.get_backend_config(pg)) == (members, backend):
+                return Ranks.of(pg)
+        timeout = self.pg._get_backend(device).options._timeout
+        made = dist.new_group(members, timeout=timeout, backend=backend, use_local_synchronization=True, group_desc=_APART)
+        assert isinstance(made, dist.ProcessGroup), "this rank is a member"
+        return Ranks.of(made)
 
     def gather_into(self, full: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
         """Start filling ``full`` [size * n] with every rank's ``shard`` [n]; ``wait`` ends it."""

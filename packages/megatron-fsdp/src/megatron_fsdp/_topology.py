@@ -2,7 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """How the ranks of one model split: which axes of a mesh cut parameters, which hold copies, which belong to the module itself."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -82,6 +82,15 @@ class Topology:
     def plain(self) -> "Topology":
         """Without a mesh: nothing is divided and plain tensors say it all, which step faster than DTensors."""
         return self if self.model_axes else replace(self, mesh=None)
+
+    def apart_from(self, names: Set[str], device: torch.device) -> "Topology":
+        """The same ranks, none of them over a communicator that has one of these names."""
+
+        def apart(ranks: Ranks) -> Ranks:
+            return ranks.apart(device) if ranks.size > 1 and ranks.name in names else ranks
+
+        replicas = tuple(apart(ranks) for ranks in self.replicas)
+        return replace(self, shards=apart(self.shards), outer=apart(self.outer), replicas=replicas)
 
     def model_ranks(self, axis: str) -> Ranks:
         """The ranks along a model axis."""
