@@ -16,7 +16,7 @@ from torch import Tensor
 from mcore_ckpt._asset import AssetRecord, AssetSource
 from mcore_ckpt._control import Control, LostContact
 from mcore_ckpt._errors import CheckpointingException
-from mcore_ckpt._formats import BACKEND_NAME, METADATA_NAME, side_files, write_shard
+from mcore_ckpt._formats import BACKEND_NAME, METADATA_NAME, Place, side_files, write_shard
 from mcore_ckpt._plan import Write
 from mcore_ckpt._sharded import DeferredTensor, ShardedTensor
 from mcore_ckpt._storage import FileRecord, Folder, StoredFile, WatchedFolder, write_hashed
@@ -46,7 +46,7 @@ class Job:
     """Files written at a time."""
     assets: Mapping[str, AssetSource] = field(default_factory=dict)
     """By file; on the first rank only."""
-    values: Mapping[str, tuple[str, int, int]] = field(default_factory=dict)
+    values: Mapping[str, Place] = field(default_factory=dict)
     """As in `SaveOptions`."""
 
     @property

@@ -18,7 +18,7 @@ from mcore_ckpt._asset import AssetSource, check_assets, digest_names
 from mcore_ckpt._async import AsyncRequest
 from mcore_ckpt._control import Control, threads_each
 from mcore_ckpt._errors import CheckpointingException
-from mcore_ckpt._formats import FORMATS, METADATA_NAME, asset_file, own_file, shard_name
+from mcore_ckpt._formats import FORMATS, METADATA_NAME, Place, asset_file, own_file, shard_name
 from mcore_ckpt._job import SIDE_NAMES, Job, commit
 from mcore_ckpt._plan import (
     Layout,
@@ -127,8 +127,8 @@ class SaveOptions:
     """A number for each part: parts of unequal numbers share no file."""
     assets: Mapping[str, Any] = field(default_factory=dict)
     """As for `save`, or sources."""
-    values: Mapping[str, tuple[str, int, int]] = field(default_factory=dict)
-    """For other readers, entries that are no tensors and lie in the folder already: file, first byte and number of bytes."""
+    values: Mapping[str, Place] = field(default_factory=dict)
+    """For other readers, entries that are no tensors and lie in the folder already."""
 
 
 def run_save(

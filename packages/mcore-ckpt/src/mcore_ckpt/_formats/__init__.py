@@ -15,7 +15,7 @@ from mcore_ckpt._formats._layout import (
     write_shard,
 )
 from mcore_ckpt._formats._objects import Foreign, StoredTensor, read_objects, write_objects
-from mcore_ckpt._formats._torch_dist import METADATA_NAME, read_metadata, read_places, write_metadata
+from mcore_ckpt._formats._torch_dist import METADATA_NAME, Place, read_metadata, read_places, write_metadata
 
 __all__ = [
     "BACKEND_NAME",
@@ -23,6 +23,7 @@ __all__ = [
     "METADATA_NAME",
     "DistcpFile",
     "Foreign",
+    "Place",
     "ShardFile",
     "StoredTensor",
     "asset_file",

@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from mcore_ckpt._formats._archive import DistcpFile, write_distcp
-from mcore_ckpt._formats._torch_dist import METADATA_NAME, Stored, write_metadata
+from mcore_ckpt._formats._torch_dist import METADATA_NAME, Place, Stored, write_metadata
 from mcore_ckpt._storage import FileRecord, SafetensorsFile, StoredFile, TensorSlot, write_safetensors
 
 __all__ = ["BACKEND_NAME", "FORMATS", "ShardFile", "asset_file", "open_shard", "own_file", "shard_name", "side_files", "write_shard"]
@@ -75,8 +75,8 @@ def open_shard(file: StoredFile) -> ShardFile:
     return DistcpFile(file) if file.name.endswith(".distcp") else SafetensorsFile(file)
 
 
-def side_files(format: str, tensors: Mapping[str, Stored], values: Mapping[str, tuple[str, int, int]]) -> dict[str, bytes]:
-    """Files for other readers, by name, in the order in which they are to appear; for ``values`` see `write_metadata`."""
+def side_files(format: str, tensors: Mapping[str, Stored], values: Mapping[str, Place]) -> dict[str, bytes]:
+    """Files for other readers, by name, in the order in which they are to appear."""
     if format == "native":
         return {}
     files = {METADATA_NAME: write_metadata(tensors, values)}

@@ -12,7 +12,7 @@ from mcore_ckpt._formats._records import Call, Name, Table, decode_records, enco
 from mcore_ckpt._storage import Folder, StoredFile, dtype_code, dtype_of
 from mcore_ckpt.chunks import Box, check_tiling
 
-__all__ = ["METADATA_NAME", "read_metadata", "read_places", "write_metadata"]
+__all__ = ["METADATA_NAME", "Place", "read_metadata", "read_places", "write_metadata"]
 
 METADATA_NAME = ".metadata"
 _MODULE = "torch.distributed.checkpoint.metadata"
@@ -24,14 +24,12 @@ _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.distcp")
 Stored = tuple[str, tuple[int, ...], list[tuple[str, str, Box]]]
 """Of one tensor: element type, shape, and for each chunk its file, the place of its archive there, and its box."""
 
+Place = tuple[str, int, int]
+"""Of an entry that is no tensor: file, first byte and number of bytes."""
 
-def write_metadata(tensors: Mapping[str, Stored], values: Mapping[str, tuple[str, int, int]]) -> bytes:
-    """The file by which ``torch.distributed.checkpoint`` finds ``tensors``, and ``values``: entries that are none.
 
-    Args:
-        tensors: by name.
-        values: file, first byte and number of bytes, by name.
-    """
+def write_metadata(tensors: Mapping[str, Stored], values: Mapping[str, Place]) -> bytes:
+    """The file by which ``torch.distributed.checkpoint`` finds ``tensors``, and ``values``, which are none."""
     entries, places = {}, Table()
     for name, (code, shape, chunks) in tensors.items():
         layout = Call("torch.serialization._get_layout", ("torch.strided",))

@@ -56,7 +56,8 @@ def open_dist(folder: Folder, config: Mapping[str, Any], *, optimizer: bool = Tr
         ranges = find_ranges(name, record.shape, weight.shape)
         parts = _by_layer(reader, name, state["key"], ranges)
         states |= {("param" if state["kind"] == "fp32_param" else state["kind"], key): tensor for key, tensor in parts.items()}
-        in_ranges |= set() if ranges is None else set(parts)
+        if ranges is not None:
+            in_ranges.update(parts)
     _check_kinds(folder, in_ranges, states)
     groups = [*find_groups(common), *(group for value in objects.values() for group in find_groups(value))]
     domains = [*_domains(reader), *_gathered(folder, objects)] if optimizer else []

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mcore_ckpt._asset_reader import asset_sources
 from mcore_ckpt._errors import CheckpointingException
-from mcore_ckpt._formats import write_objects
+from mcore_ckpt._formats import Place, write_objects
 from mcore_ckpt._load import check_files
 from mcore_ckpt._reader import CheckpointReader
 from mcore_ckpt._save import SaveOptions, run_save
@@ -126,17 +126,17 @@ def _dist(
 
 def _fsdp(
     reader: CheckpointReader, target: Folder, keys: Mapping[str, str], common: dict[str, Any], groups: Sequence[Any], step: int
-) -> tuple[dict[str, Any], dict[str, tuple[str, int, int]]]:
+) -> tuple[dict[str, Any], dict[str, Place]]:
     """Write the plain values; the tensors, and where the values lie."""
     weights: dict[str, str] = {}
     states: dict[tuple[str, str], str] = {}
     for name, key in keys.items():
-        kind, _, rest = key.removeprefix(_STATE).partition(".")
-        if key.startswith(_STATE):
-            # A weight of 32 bits is its own master here and there.
-            states |= {} if name != _stored(name) else {(kind, rest): name}
-        else:
+        if not key.startswith(_STATE):
             weights[key] = name
+        elif name == _stored(name):
+            # What has a name of its own: a weight of 32 bits is its own master here and there.
+            kind, _, rest = key.removeprefix(_STATE).partition(".")
+            states[kind, rest] = name
     state = fsdp_tensors(reader, weights, states, step)
     values = {key: value for key, value in common.items() if key != "opt_param_scheduler"}
     values["args"] = argparse.Namespace(**{**common["args"], **precision_of(reader, list(weights.values()))})

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mcore_ckpt._errors import CheckpointingException
-from mcore_ckpt._formats import write_objects
+from mcore_ckpt._formats import Place, write_objects
 from mcore_ckpt._reader import CheckpointReader
 from mcore_ckpt._sharded import DeferredTensor
 from mcore_ckpt._storage import Folder, dtype_of
@@ -67,7 +67,8 @@ def fsdp_groups(groups: Sequence[Mapping[str, Any]], weights: Mapping[str, tuple
     for key, shape in weights.items():
         fields = {**_group_of(groups, key, len(their_shape(key, shape))), "step": step}
         # Once sharded, a parameter of an expert is no longer marked as one.
-        fields |= {"is_expert_parallel": False} if "is_expert_parallel" in fields else {}
+        if "is_expert_parallel" in fields:
+            fields["is_expert_parallel"] = False
         if "betas" in fields:
             fields["betas"] = tuple(fields["betas"])
         # A gate and its values are one parameter there; only their tensors are stored apart.
@@ -96,13 +97,13 @@ def precision_of(reader: CheckpointReader, names: Sequence[str]) -> dict[str, bo
     return {"bf16": "BF16" in dtypes, "fp16": "F16" in dtypes and "BF16" not in dtypes}
 
 
-def write_values(folder: Folder, values: Mapping[str, Any]) -> dict[str, tuple[str, int, int]]:
-    """Write the entries that are no tensors into a file of the folder; returns where each lies: file, first byte and number of bytes.
+def write_values(folder: Folder, values: Mapping[str, Any]) -> dict[str, Place]:
+    """Write the entries that are no tensors into a file of the folder; returns where each lies.
 
     Equal values share their bytes.
     """
-    places: dict[str, tuple[str, int, int]] = {}
-    written: dict[bytes, tuple[str, int, int]] = {}
+    places: dict[str, Place] = {}
+    written: dict[bytes, Place] = {}
     end = 0
     for name, value in values.items():
         content = write_objects(value)

@@ -37,7 +37,7 @@ class Piece:
 
 def is_fsdp(names: Iterable[str]) -> bool:
     """Whether tensors of these names are of such a checkpoint."""
-    return any(name.startswith((WEIGHT, STATE.partition("module.")[0] + "module.")) for name in names)
+    return any(name.startswith((WEIGHT, "optimizer.state.module.")) for name in names)
 
 
 def piece_of(name: str) -> tuple[str, Piece]:
