@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Every elementwise rule of torch steps shards as it steps whole parameters, whatever state it begins with."""
+"""Every elementwise rule of torch steps shards as it steps whole parameters, whatever state it begins with; others step plain shards."""
 
 import functools
 from collections.abc import Callable
@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
+from tests.support.towers import Layer, Tower, tower, train
 
 RULES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5, nesterov=False),
@@ -126,3 +128,58 @@ def test_what_is_no_optimizer_and_no_sharded_model_is_refused():
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     assert all(entries["sum"].min() == 1.5 for entries in optimizer.state.values())
+
+
+class PlainSgd(torch.optim.Optimizer):
+    """Has kernels of its own: nothing but plain tensors."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "momentum": 0.9})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                assert type(parameter) is nn.Parameter, "a DTensor has no memory of its own"
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["momentum"] = state.get("momentum", torch.zeros_like(parameter)) * group["momentum"] + parameter.grad
+                    parameter -= group["lr"] * state["momentum"]
+
+
+# What is known of an optimizer with such kernels is where it comes from.
+FusedSgd = type("FusedSGD", (PlainSgd,), {"__module__": "transformer_engine.pytorch.optimizers.fused_sgd"})
+
+
+def check_plain_shards(rule: type[PlainSgd], plain_shards: bool | None) -> None:
+    torch.manual_seed(0)
+    net = Tower()
+    model = fully_shard_model(net, fsdp_unit_modules=Layer)
+    optimizer = fully_shard_optimizer(rule(net.parameters()), model, plain_shards=plain_shards)
+    reference, momentum = tower()
+    momentum.param_groups[0]["momentum"] = 0.9
+    train(model, optimizer, 3)
+    train(reference, momentum, 3)
+    expected = dict(reference.full_state_dict())
+    assert all(torch.allclose(value, expected[name], rtol=1e-6) for name, value in model.full_state_dict())
+    saved = model.optimizer_state_dict(optimizer)
+    assert all(isinstance(entries["momentum"], DTensor) for entries in saved["state"].values())
+    whole = {name: {"momentum": entries["momentum"].full_tensor()} for name, entries in saved["state"].items()}
+    model.load_optimizer_state_dict(optimizer, {"state": whole, "param_groups": saved["param_groups"]})
+    train(model, optimizer, 1), train(reference, momentum, 1)
+    expected = dict(reference.full_state_dict())
+    assert all(torch.allclose(value, expected[name], rtol=1e-6) for name, value in model.full_state_dict())
+
+
+@pytest.mark.world(2)
+def test_an_optimizer_may_step_plain_shards(world):
+    world(check_plain_shards, rule=PlainSgd, plain_shards=True)
+
+
+@pytest.mark.world(2)
+def test_optimizers_of_transformer_engine_step_plain_shards(world):
+    world(check_transformer_engine)
+
+
+def check_transformer_engine() -> None:
+    check_plain_shards(FusedSgd, None)
