@@ -1,86 +1,129 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""The README's picture: training speed beside peers, drawn from result files.
+"""The README's picture: training speed beside peers, drawn by matplotlib from result files.
 
 python -m tools.bench.picture docs/benchmarks/train.json docs/benchmarks/dense_step.json \\
     --output docs/benchmarks/train.svg
 
-Reads the results of ``tools.bench.train`` and of ``tools.bench.dense_step`` with peers. Of each work the fastest run of each side counts.
+Reads the results of ``tools.bench.train`` and of ``tools.bench.dense_step`` with peers. Only runs of one call, on as many GPUs and in the
+same layout, stand beside each other; each side at its fastest micro-batch, which the bar names. A row with ``left_out``, a reason, is not
+drawn.
 """
 
 import argparse
-import html
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_WIDTH, _LEFT, _RIGHT, _BAR, _GAP, _TOP = 720, 190, 110, 16, 18, 46
-_COLORS = ("#2563eb", "#9ca3af", "#d1d5db", "#e5b567")
 _OURS = "mcore"
+_LAYOUT = ("tp", "pp", "vpp", "cp", "ep", "dp")
 
 
-def bars(files: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Work -> who -> tokens a second and GPU; works without both sides are left out."""
-    found: dict[str, dict[str, float]] = {}
-    for work, who, speed in (bar for file in files for bar in _measured(file)):
-        best = found.setdefault(work, {})
-        best[who] = max(speed, best.get(who, 0.0))
-    return {work: best for work, best in found.items() if _OURS in best and len(best) > 1}
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """The fastest run of one side."""
+
+    tokens_per_s: float
+    """Of one GPU."""
+    micro_batch: int | None
 
 
-def _measured(file: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
+Comparison = Mapping[str, Bar]
+
+
+def comparisons(files: Sequence[Mapping[str, Any]]) -> dict[str, Comparison]:
+    """Model, GPUs and layout -> side -> its bar; ours is always one of them.
+
+    Raises:
+        ValueError: two files measured the same work; their runs are of different calls.
+    """
+    works: dict[str, Comparison] = {}
+    for file in files:
+        best: dict[str, dict[str, Bar]] = {}
+        for work, side, bar in _runs(file):
+            bars = best.setdefault(work, {})
+            if side not in bars or bar.tokens_per_s > bars[side].tokens_per_s:
+                bars[side] = bar
+        both = {work: bars for work, bars in best.items() if _OURS in bars and len(bars) > 1}
+        if twice := sorted(works.keys() & both.keys()):
+            raise ValueError(f"{twice[0]} was measured in two files, so in two calls; name one of them")
+        works |= both
+    return works
+
+
+def _runs(file: Mapping[str, Any]) -> Iterator[tuple[str, str, Bar]]:
     gpus = file["machine"]["num_gpus"]
-    for row in file["rows"]:
-        if "by" in row:
-            if "tokens_per_s" in row:
-                yield _named(row["model"], row["gpus"]), row["by"], row["tokens_per_s"]
-        elif "tokens_per_s_per_gpu" in row:
-            narrow = any(flag.startswith("fp8=") and flag != "fp8=none" for flag in row["flags"])
-            yield _named(row["model"] + ("-fp8" if narrow else ""), row["gpus"]), _OURS, row["tokens_per_s_per_gpu"]
-    for row in file.get("peers", []):
-        if "tok_s_gpu" in row:
-            yield _named(row["model"] + ("-fp8" if row.get("fp8") else ""), row.get("world", gpus)), row["peer"], row["tok_s_gpu"]
+    for row in (*file["rows"], *file.get("peers", ())):
+        if "left_out" in row:
+            continue
+        speed = next((row[key] for key in ("tokens_per_s", "tokens_per_s_per_gpu", "tok_s_gpu") if key in row), None)
+        if speed is None:
+            continue
+        fp8 = row.get("fp8") or any(flag.startswith("fp8=") and flag != "fp8=none" for flag in row.get("flags", ()))
+        num_gpus = row.get("gpus", row.get("world", gpus))
+        work = _work(row["model"] + ("-fp8" if fp8 else ""), num_gpus, row)
+        bar = Bar(tokens_per_s=speed, micro_batch=row.get("micro_batch", row.get("mbs")))
+        yield work, row.get("by") or row.get("peer") or _OURS, bar
 
 
-def _named(model: str, gpus: int) -> str:
-    return f"{model}, {gpus} GPU{'s' * (gpus > 1)}" if gpus else f"{model}, CPU"
+def _work(model: str, gpus: int, row: Mapping[str, Any]) -> str:
+    """Words for the work; degrees of 1 go without saying, and data parallelism takes the GPUs that the others leave."""
+    degrees = {axis: row.get(axis, 1) for axis in _LAYOUT if axis != "dp"}
+    model_parallel = degrees["tp"] * degrees["pp"] * degrees["cp"]
+    degrees["dp"] = row.get("dp", max(gpus, 1) // model_parallel)
+    layout = " ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
+    place = f"{gpus} GPU{'s' * (gpus > 1)}" if gpus else "CPU"
+    return ", ".join(filter(None, (model, place, layout)))
 
 
-def svg(works: Mapping[str, Mapping[str, float]], device: str) -> str:
-    """Horizontal bars, in parts of our speed, each with its tokens a second."""
-    names = [_OURS, *sorted({who for best in works.values() for who in best} - {_OURS})]
-    longest = max(speed / best[_OURS] for best in works.values() for speed in best.values())
-    room, y, parts = _WIDTH - _LEFT - _RIGHT, _TOP, []
-    for work, best in works.items():
-        parts.append(_text(_LEFT - 8, y + len(best) * _BAR / 2 + 4, work, "end"))
-        for who in (name for name in names if name in best):
-            wide, share = room * best[who] / best[_OURS] / longest, best[_OURS] / best[who]
-            parts.append(f"<rect x='{_LEFT}' y='{y}' width='{wide:.1f}' height='{_BAR - 2}' fill='{_color(names, who)}'/>")
-            beside = f"{best[who]:,.0f}" + ("" if who == _OURS else f" ({share:.2f}x)")
-            parts.append(_text(_LEFT + wide + 6, y + _BAR - 5, beside, "start"))
-            y += _BAR
-        y += _GAP
-    x = _LEFT
-    for who in names:
-        parts.append(f"<rect x='{x}' y='28' width='10' height='10' fill='{_color(names, who)}'/>")
-        parts.append(_text(x + 14, 37, who, "start"))
-        x += 40 + 7 * len(who)
-    title = _text(_LEFT, 18, f"Training, tokens a second and GPU ({device}); in brackets how much faster mcore is", "start")
-    # A ground of its own: pages are bright or dark.
-    ground = f"<rect width='{_WIDTH}' height='{y}' fill='#ffffff'/>"
-    head = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {_WIDTH} {y}' font-family='sans-serif' font-size='12' fill='#111827'>"
-    return "\n".join([head, ground, title, *parts, "</svg>", ""])
+def colors(sides: Sequence[str]) -> dict[str, Any]:
+    """One colour a side, ours always the first.
+
+    Raises:
+        ValueError: there are more sides than colours that can be told apart.
+    """
+    from matplotlib import colormaps
+
+    palette = colormaps["tab10"].colors  # pyright: ignore[reportAttributeAccessIssue]
+    names = [_OURS, *sorted(set(sides) - {_OURS})]
+    if len(names) > len(palette):
+        raise ValueError(f"sides={len(names)} must be at most {len(palette)}, one colour each; draw fewer files in one picture")
+    return dict(zip(names, palette, strict=False))
 
 
-def _color(names: Sequence[str], who: str) -> str:
-    """Ours is no peer's."""
-    number = names.index(who)
-    return _COLORS[number and 1 + (number - 1) % (len(_COLORS) - 1)]
+def draw(works: Mapping[str, Comparison], device: str, output: Path) -> None:
+    """Horizontal bars in parts of our speed, each with its tokens/s/GPU and its micro-batch."""
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
-
-def _text(x: float, y: float, words: str, anchor: str) -> str:
-    return f"<text x='{x:.1f}' y='{y:.1f}' text-anchor='{anchor}'>{html.escape(words)}</text>"
+    rows = [(work, side, bar) for work, bars in works.items() for side, bar in sorted(bars.items(), key=lambda item: item[0] != _OURS)]
+    palette = colors([side for _, side, _ in rows])
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "benchmarks", "font.size": 9}):
+        figure = Figure(figsize=(8, 0.28 * len(rows) + 0.22 * len(works) + 1.1), layout="constrained", facecolor="white")
+        axes = figure.add_subplot()
+        places: dict[str, list[float]] = {}
+        y = 0.0
+        for work, side, bar in rows:
+            y += 1.0 if work in places else 1.8
+            places.setdefault(work, []).append(y)
+            ours = works[work][_OURS].tokens_per_s
+            axes.barh(y, bar.tokens_per_s / ours, height=0.9, color=palette[side])
+            notes = [] if bar.micro_batch is None else [f"micro-batch {bar.micro_batch}"]
+            notes += [] if side == _OURS else [f"mcore {ours / bar.tokens_per_s:.2f}x"]
+            label = f"{bar.tokens_per_s:,.0f}" + (f" ({', '.join(notes)})" if notes else "")
+            axes.text(bar.tokens_per_s / ours + 0.01, y, label, va="center")
+        axes.set_yticks([sum(ys) / len(ys) for ys in places.values()], list(places))
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.6 * max(bar.tokens_per_s / works[work][_OURS].tokens_per_s for work, _, bar in rows))
+        axes.set_xticks([])
+        axes.spines[["top", "right", "bottom"]].set_visible(False)
+        handles = [Patch(color=color, label=side) for side, color in palette.items()]
+        figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+        figure.suptitle(f"Training, tokens/s/GPU ({device}); each group is one call in one layout", fontsize=10)
+        figure.savefig(output, format="svg", metadata={"Date": None, "Creator": None})
 
 
 def main() -> None:
@@ -89,11 +132,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
     files = [json.loads(path.read_text()) for path in arguments.results]
-    works = bars(files)
+    works = comparisons(files)
     if not works:
         raise SystemExit("no work in these files has both sides")
     devices = sorted({file["machine"]["gpu"] for file in files if file["machine"]["gpu"]})
-    arguments.output.write_text(svg(works, ", ".join(devices) or "CPU"))
+    draw(works, ", ".join(devices) or "CPU", arguments.output)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,14 @@
 # Copyright (c) 2026 the mcore authors
 """What benches make of what they measured."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tools.bench.dense_step import Run
 from tools.bench.loss_curve import compared, over_draws
-from tools.bench.picture import bars, svg
+from tools.bench.picture import Bar, colors, comparisons, draw
 from tools.bench.train import _best, with_ratios
 
 
@@ -54,22 +55,45 @@ def test_differences_of_several_draws_are_averaged_and_stand_beside_those_of_the
     assert "draws" not in over_draws([runs(2.0, 2.02)], window=1)[1]
 
 
-def test_the_picture_has_the_works_that_both_sides_did() -> None:
-    ours = {"model": "a", "gpus": 2, "flags": ["fp8=none"], "tokens_per_s_per_gpu": 30}
+def test_the_picture_compares_runs_of_one_call_in_one_layout() -> None:
+    ours = {"model": "a", "gpus": 4, "tp": 1, "pp": 1, "vpp": 1, "dp": 4, "mbs": 2, "flags": ["fp8=none"], "tokens_per_s_per_gpu": 30}
+    peer = {"model": "a", "peer": "x", "tp": 1, "pp": 1, "world": 4, "mbs": 1, "tok_s_gpu": 20}
+    other_layouts = [{**ours, "tp": 2, "dp": 2}, {**ours, "flags": ["fp8=tensorwise"]}, {**ours, "pp": 2, "dp": 2, "vpp": 2}]
     files = [
         {
-            "machine": {"num_gpus": 2},
-            "rows": [ours, {**ours, "flags": ["fp8=tensorwise"]}],
-            "peers": [{"model": "a", "peer": "x", "tok_s_gpu": 20}],
+            "machine": {"num_gpus": 4},
+            "rows": [ours, {**ours, "mbs": 1, "tokens_per_s_per_gpu": 29}, *other_layouts],
+            "peers": [peer, {**peer, "pp": 2, "tok_s_gpu": 9}, {**peer, "tp": 2, "error": "out of memory", "tok_s_gpu": None}][:2],
         },
         {
             "machine": {"num_gpus": 0},
-            "rows": [{"model": "b", "gpus": 0, "by": who, "tokens_per_s": n} for who, n in (("mcore", 5), ("y", 4))],
+            "rows": [
+                *({"model": "b", "gpus": 0, "by": who, "tokens_per_s": n} for who, n in (("mcore", 5), ("y", 4))),
+                {"model": "c", "gpus": 0, "by": "mcore", "tokens_per_s": 5, "left_out": "another call"},
+                {"model": "c", "gpus": 0, "by": "y", "tokens_per_s": 3, "left_out": "another call"},
+            ],
         },
     ]
-    works = bars(files)
-    assert works == {"a, 2 GPUs": {"mcore": 30, "x": 20}, "b, CPU": {"mcore": 5, "y": 4}}
-    assert "20 (1.50x)" in svg(works, "GPU")
+    works = comparisons(files)
+    assert {work: {side: (bar.tokens_per_s, bar.micro_batch) for side, bar in bars.items()} for work, bars in works.items()} == {
+        "a, 4 GPUs, dp 4": {"mcore": (30, 2), "x": (20, 1)},
+        "b, CPU": {"mcore": (5, None), "y": (4, None)},
+    }
+    with pytest.raises(ValueError, match="measured in two files"):
+        comparisons([files[0], files[0]])
+
+
+def test_every_side_of_the_picture_has_a_colour_of_its_own(tmp_path: Path) -> None:
+    palette = colors([f"peer{number}" for number in range(9)] + ["mcore"])
+    assert len(set(palette.values())) == 10 and next(iter(palette)) == "mcore"
+    with pytest.raises(ValueError, match="sides=11 must be at most 10"):
+        colors([f"peer{number}" for number in range(10)])
+    bars = {"mcore": Bar(tokens_per_s=30, micro_batch=2), "x": Bar(tokens_per_s=20, micro_batch=1)}
+    draw({"a, 4 GPUs, dp 4": bars}, "H", tmp_path / "a.svg")
+    text = (tmp_path / "a.svg").read_text(encoding="utf-8")
+    assert "20 (micro-batch 1, mcore 1.50x)" in text and "30 (micro-batch 2)" in text
+    draw({"a, 4 GPUs, dp 4": bars}, "H", tmp_path / "b.svg")
+    assert (tmp_path / "b.svg").read_text(encoding="utf-8") == text
 
 
 def test_runs_name_the_output_layer() -> None:
