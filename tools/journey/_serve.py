@@ -17,7 +17,7 @@ from mcore_inference.server import serve
 from mcore_parallel import ProcessGroups
 from mcore_parallel.data import Tokenizer
 from mcore_parallel.models import GPTModel
-from tools.assemble import DTYPES, build_model
+from tools.assemble import build_model
 from tools.recipes import RunConfig
 
 
@@ -40,7 +40,7 @@ def build_engine(
     model = build_model(config, ProcessGroups.single(), device, attention_core=PagedAttention()).eval()
     assert isinstance(model, GPTModel), "a BertModel generates nothing"
     sizes = InferenceConfig(max_sequence_length=max_length, max_requests=64, block_size_tokens=16, buffer_size_gb=cache_gb)
-    context = DynamicInferenceContext(config.model, sizes, dtype=DTYPES[config.train.dtype], device=device)
+    context = DynamicInferenceContext.for_model(model, sizes)
     return DynamicInferenceEngine(model, context, tokenizer, seed=seed, vocab_size=min(tokenizer.vocab_size, config.model.vocab_size))
 
 

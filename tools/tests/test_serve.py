@@ -92,3 +92,9 @@ def test_what_cannot_be_served_is_named(kept: tuple[RunConfig, Path], tmp_path: 
     ):
         assert main(arguments) == 1, arguments
         assert words in capsys.readouterr().err
+
+
+def test_a_model_with_state_that_no_engine_holds_is_refused(kept: tuple[RunConfig, Path]) -> None:
+    tokenizer = open_tokenizer(kept[0].data.tokenizer, 320)
+    with pytest.raises(ValueError, match=r"layers\.0\.mamba is MambaMixer; the engine serves SelfAttention"):
+        build_engine(override(recipe("hybrid_tiny"), ["train.dtype=float32"]), tokenizer, "cpu")

@@ -5,6 +5,7 @@
 from mcore_inference._stability import deprecated, experimental_api, internal_api
 from mcore_inference.attention import PagedAttention, PagedStep
 from mcore_inference.cache import BlockAllocator, PagedKVCache
+from mcore_inference.capability import EngineCapability
 from mcore_inference.context import DynamicInferenceContext, InferenceConfig
 from mcore_inference.engine import DynamicInferenceEngine
 from mcore_inference.errors import (
@@ -49,6 +50,7 @@ __all__ = [
     "DynamicInferenceEvent",
     "DynamicInferenceRequest",
     "DynamicInferenceRequestRecord",
+    "EngineCapability",
     "EngineDeadError",
     "EngineHealth",
     "EngineRunner",

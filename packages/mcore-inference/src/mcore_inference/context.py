@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mcore_inference.attention import DecodeRows, PagedStep, PrefillRows
 from mcore_inference.cache import BlockAllocator, PagedKVCache, block_bytes, num_blocks_for_bytes
+from mcore_inference.capability import EngineCapability
 from mcore_inference.errors import (
     ActiveRequestCountOverflowError,
     BlockOverflowError,
@@ -139,7 +140,12 @@ class DynamicInferenceContext:
 
     @classmethod
     def for_model(cls, model: GPTModel, config: InferenceConfig | None = None) -> "DynamicInferenceContext":
-        """A context with the model's heads, layers, groups, dtype and device."""
+        """A context with the model's heads, layers, groups, dtype and device.
+
+        Raises:
+            ValueError: the engine cannot serve the model (``EngineCapability``); nothing is allocated then.
+        """
+        EngineCapability().check_model(model)
         parameter = next(model.parameters())
         return cls(
             model.config, config, groups=model.groups, dtype=parameter.dtype, device=parameter.device, num_layers=len(model.stage_layers)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcore_inference.attention import PagedAttention
+from mcore_inference.capability import EngineCapability, check_cache
 from mcore_inference.context import DynamicInferenceContext
 from mcore_inference.errors import InvalidTokenError, NonFiniteLogitsError, QueueFullError, RequestError
 from mcore_inference.request import DynamicInferenceRequest, DynamicInferenceRequestRecord, FinishReason, Status
@@ -72,7 +72,8 @@ class DynamicInferenceEngine:
         max_waiting_requests: length of the queue at which new requests are refused; None for no limit.
 
     Raises:
-        ValueError: the model cannot be served in its layout, or was built without ``PagedAttention``.
+        ValueError: the model has a part that the engine does not serve (``EngineCapability``), cannot be served in its layout, or does
+            not fit the context.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class DynamicInferenceEngine:
         vocab_size: int | None = None,
         max_waiting_requests: int | None = None,
     ) -> None:
+        EngineCapability().check_model(model)
         groups = model.groups
         for name in ("pp", "cp"):
             if getattr(groups, name).size > 1:
@@ -98,8 +100,7 @@ class DynamicInferenceEngine:
             )
         if groups.sequence_parallel:
             raise ValueError("sequence_parallel=True cannot serve steps of any length; build the serving plan with sequence_parallel=False")
-        if not any(isinstance(module, PagedAttention) for module in model.modules()):
-            raise ValueError("the model has no PagedAttention; build it with attention_core=PagedAttention()")
+        check_cache(model, context.cache, context.max_sequence_length)
         if vocab_size is not None and not 1 <= vocab_size <= model.config.vocab_size:
             raise ValueError(f"vocab_size={vocab_size} must be from 1 to the model's {model.config.vocab_size}")
         self.model = model

@@ -92,7 +92,7 @@ class GPTModel(nn.Module):
         super().__init__()
         stages = groups.pp
         self.config, self.groups, self.dtype = config, groups, dtype
-        self._backend = TorchBackend() if backend is None else backend
+        self.backend: Backend = TorchBackend() if backend is None else backend
         if config.post_norm:
             raise ValueError("post_norm=True normalises sums and leaves nothing before the output; use BertModel, or set it to False")
         if mixer is not None and attention_core is not None:
@@ -115,7 +115,7 @@ class GPTModel(nn.Module):
         ends: dict[str, Any] = {**place, "partial": ("embd",) if shared else ()}
 
         def site(layer: int, local_layer: int) -> Site:
-            parts = self._backend.layers(layer, config.num_layers)
+            parts = self.backend.layers(layer, config.num_layers)
             return Site(layer=layer, local_layer=local_layer, config=config, groups=groups, dtype=dtype, device=device, layers=parts)
 
         def depth(number: int) -> TokenDepth:
@@ -133,7 +133,7 @@ class GPTModel(nn.Module):
         # Where the table is here anyway, tied logits are computed with it.
         copied = tied and shared and not further
         output_ends = ends if tied else place
-        output_ends = {**output_ends, "unpadded_vocab_size": unpadded_vocab_size, "loss": self._backend.output_loss()}
+        output_ends = {**output_ends, "unpadded_vocab_size": unpadded_vocab_size, "loss": self.backend.output_loss()}
         output = OutputLayer(*sizes, tied=tied and not copied, **output_ends) if self.is_last else None
         self._holds_copy = copied and self.is_last
         if self._holds_copy:
@@ -168,7 +168,7 @@ class GPTModel(nn.Module):
         tokens = x if self.is_first else step.tokens
         if self.is_first:
             x = self.embed(x, step)
-        with self._backend.running(self.groups):
+        with self.backend.running(self.groups):
             x, aux_total = self.memory.run(list(self.layers.values()), x, step)
         layer = cast(OutputLayer, self.embedding) if self._holds_copy else self.output
         if self.final_norm is None or layer is None:

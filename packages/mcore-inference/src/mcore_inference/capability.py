@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Which models an engine can serve: it names what it holds, and refuses everything else."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from mcore_inference.attention import PagedAttention
+from mcore_inference.cache import PagedKVCache
+from mcore_parallel.backends import TorchBackend
+from mcore_parallel.models import GPTModel, TransformerLayer
+from mcore_parallel.nn import SelfAttention
+
+__all__ = ["EngineCapability"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineCapability:
+    """Parts of a model for which an engine keeps the state of every request.
+
+    Classes are compared exactly: a subclass may keep state of its own. A part that is not listed is refused, so a new mixer, core or
+    backend is not served before it is listed here. Feed-forwards keep no state between steps and may be of any class.
+
+    Example:
+        >>> EngineCapability().mixers
+        (<class 'mcore_parallel.nn._attention.SelfAttention'>,)
+    """
+
+    mixers: tuple[type[nn.Module], ...] = (SelfAttention,)
+    """Classes of the mixer slot; an empty slot is fine."""
+    cores: tuple[type, ...] = (PagedAttention,)
+    """Classes of attention cores."""
+    backends: tuple[type, ...] = (TorchBackend,)
+    """Classes of backends, without fp8: scales of a whole step would tie a request's tokens to its neighbours."""
+
+    def check_model(self, model: nn.Module) -> None:
+        """Look at every layer; nothing is allocated.
+
+        Raises:
+            ValueError: names the part, its class and the classes that are served.
+        """
+        if not isinstance(model, GPTModel):
+            raise ValueError(f"model is a {type(model).__name__}; the engine serves a GPTModel")
+        _check_class("the backend", model.backend, self.backends, "build the model with backend=None")
+        fp8 = model.backend.fp8 if isinstance(model.backend, TorchBackend) else None
+        if fp8 is not None:
+            raise ValueError(f"fp8={fp8} of the backend scales a whole step at once; build the served model without fp8")
+        if model.config.mtp_num_layers and model.training:
+            raise ValueError(
+                f"mtp_num_layers={model.config.mtp_num_layers} predicts further tokens in training mode only; call model.eval() before"
+            )
+        for number, layer in model.layers.items():
+            self._check_layer(f"layers.{number}", layer)
+
+    def _check_layer(self, name: str, layer: nn.Module) -> None:
+        if not isinstance(layer, TransformerLayer):
+            raise ValueError(f"{name} is a {type(layer).__name__}; the engine serves a TransformerLayer")
+        if layer.mixer is None:
+            return
+        name = f"{name}.{layer.mixer_name}"
+        _check_class(name, layer.mixer, self.mixers, "serve a model whose mixers are all of these")
+        if isinstance(layer.mixer, SelfAttention):
+            _check_class(f"{name}.core", layer.mixer.core, self.cores, "build the model with attention_core=PagedAttention()")
+            spec = layer.mixer.spec
+            asked = {"window": spec.window, "softmax_scale": spec.softmax_scale, "causal": None if spec.causal else False}
+            asked["softmax_type"] = None if spec.softmax_type == "vanilla" else spec.softmax_type
+            for field, value in asked.items():
+                if value is not None:
+                    raise ValueError(f"{name} has {field}={value!r}; the engine serves plain causal attention")
+
+
+def check_cache(model: GPTModel, cache: PagedKVCache, max_sequence_length: int) -> None:
+    """Whether a cache, once made, holds a model's keys and values at every position.
+
+    Raises:
+        ValueError: another number of layers, heads or channels; sequences longer than the learned positions.
+    """
+    num_layers, num_kv_heads, head_dim = cache.pages.shape[0], *cache.pages.shape[-2:]
+    if num_layers < len(model.layers):
+        raise ValueError(
+            f"the cache has num_layers={num_layers} and the model {len(model.layers)}; use DynamicInferenceContext.for_model(model)"
+        )
+    for number, layer in model.layers.items():
+        mixer = layer.mixer if isinstance(layer, TransformerLayer) else None
+        if isinstance(mixer, SelfAttention) and (mixer.local_kv_heads, mixer.head_dim) != (num_kv_heads, head_dim):
+            raise ValueError(
+                f"layers.{number} has {mixer.local_kv_heads} key-value heads of {mixer.head_dim} channels and the cache {num_kv_heads} of "
+                f"{head_dim}; use DynamicInferenceContext.for_model(model), and one size of heads for all layers"
+            )
+    positions = model.config.max_position_embeddings
+    if model.config.position_embedding_type == "learned_absolute" and positions is not None and max_sequence_length > positions:
+        raise ValueError(f"max_sequence_length={max_sequence_length} exceeds max_position_embeddings={positions}; lower it")
+
+
+def _check_class(name: str, part: object, served: tuple[type, ...], remedy: str) -> None:
+    if type(part) not in served:
+        classes = ", ".join(sorted(cls.__name__ for cls in served))
+        # A core may be a function, whose class says nothing.
+        kind = getattr(part, "__name__", type(part).__name__)
+        raise ValueError(f"{name} is {kind}; the engine serves {classes}: {remedy}")

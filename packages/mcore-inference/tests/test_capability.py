@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""What an engine refuses to serve, before anything is allocated."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import nn
+
+from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, EngineCapability, InferenceConfig, PagedAttention
+from mcore_parallel import ProcessGroups
+from mcore_parallel.backends import Fp8Config, TorchBackend
+from mcore_parallel.models import BertModel, GPTModel, Site, TransformerConfig, self_attention
+from mcore_parallel.nn import GatedDeltaNetConfig, LatentAttentionConfig, MambaConfig, SelfAttention
+
+SIZES = InferenceConfig(num_blocks=4, block_size_tokens=8, max_sequence_length=32)
+SHAPE: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64}
+MAMBA = MambaConfig(state_dim=8, head_dim=16, num_groups=1, chunk_size=8)
+DELTA = GatedDeltaNetConfig(key_head_dim=16, value_head_dim=16, num_key_heads=2, num_value_heads=2)
+LATENT = LatentAttentionConfig(kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
+
+
+def make(model_class: type = GPTModel, *, options: dict[str, Any] | None = None, **fields: Any) -> nn.Module:
+    options = {"attention_core": PagedAttention()} | (options or {})
+    return model_class(TransformerConfig(**SHAPE | fields), ProcessGroups.single(), **{k: v for k, v in options.items() if v is not None})
+
+
+class OwnAttention(SelfAttention):
+    """A subclass, which may keep anything."""
+
+
+def own_mixer(site: Site) -> nn.Module:
+    mixer = self_attention(PagedAttention())(site)
+    mixer.__class__ = OwnAttention
+    return mixer
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "mamba": (lambda: make(num_layers=3, hybrid_layer_pattern="M*-", mamba=MAMBA), r"layers\.0\.mamba is MambaMixer.*SelfAttention"),
+    "delta net": (lambda: make(hybrid_layer_pattern="*G", delta_net=DELTA), r"layers\.1\.delta_net is GatedDeltaNet"),
+    "latent": (lambda: make(latent_attention=LATENT), r"layers\.0\.attention is LatentSelfAttention"),
+    "subclass": (lambda: make(options={"mixer": own_mixer, "attention_core": None}), r"layers\.0\.attention is OwnAttention"),
+    "no core": (lambda: make(options={"attention_core": None}), r"layers\.0\.attention\.core .*PagedAttention"),
+    "sees ahead": (
+        lambda: make(options={"mixer": self_attention(PagedAttention(), causal=False), "attention_core": None}), "causal=False"
+    ),
+    "fp8": (lambda: make(options={"backend": TorchBackend(Fp8Config(recipe="tensorwise"))}), "fp8="),
+    "further tokens": (lambda: make(mtp_num_layers=1), r"mtp_num_layers=1.*model\.eval"),
+    "encoder": (lambda: make(BertModel, options={"attention_core": None}, post_norm=True), "BertModel.*GPTModel"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_not_listed_is_refused_by_name_before_a_cache_is_made(kind: str) -> None:
+    build, words = REFUSED[kind]
+    model = build()
+    with pytest.raises(ValueError, match=words):
+        DynamicInferenceContext.for_model(model, SIZES)  # type: ignore[arg-type]
+    fitting = make()
+    with pytest.raises(ValueError, match=words):
+        DynamicInferenceEngine(model, DynamicInferenceContext.for_model(fitting, SIZES))  # type: ignore[arg-type]
+
+
+def test_a_part_is_served_once_it_is_listed() -> None:
+    model = make(options={"mixer": own_mixer, "attention_core": None})
+    EngineCapability(mixers=(SelfAttention, OwnAttention)).check_model(model)
+    with pytest.raises(ValueError, match="the backend is TorchBackend"):
+        EngineCapability(backends=()).check_model(make())
+
+
+def test_a_pattern_of_attention_and_feed_forward_is_served() -> None:
+    model = make(hybrid_layer_pattern="*-").double()
+    engine = DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, SIZES))  # type: ignore[arg-type]
+    assert engine.generate([[1, 2, 3]])[0].num_generated > 1
+
+
+def test_a_cache_made_for_another_model_is_refused() -> None:
+    for other, words in (({"num_layers": 1}, "num_layers=1"), ({"num_query_groups": 2}, "4 key-value heads of 8 .*cache 2 of 8")):
+        context = DynamicInferenceContext.for_model(make(**other), SIZES)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=words):
+            DynamicInferenceEngine(make(), context)  # type: ignore[arg-type]
+    learned = make(position_embedding_type="learned_absolute", max_position_embeddings=16)
+    with pytest.raises(ValueError, match="max_sequence_length=32 exceeds max_position_embeddings=16"):
+        DynamicInferenceEngine(learned, DynamicInferenceContext.for_model(learned, SIZES))  # type: ignore[arg-type]
