@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import math
 import shutil
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -111,7 +112,7 @@ def quickstart(text: list[Path], output: Path, assignments: list[str], iteration
             ("parameters", f"{trained.num_parameters:,}"),
             ("loss, first step to last", f"{trained.history.curve('loss')[1][0]:.3f} to {trained.history.curve('loss')[1][-1]:.3f}"),
             ("validation loss", f"{trained.validation_loss:.6f}"),
-            ("tokens a second, median step", f"{sorted(trained.history.curve('tokens_per_s')[1])[len(trained.history.rows) // 2]:,.0f}"),
+            ("tokens a second, median step", f"{statistics.median(trained.history.curve('tokens_per_s')[1]):,.0f}"),
         ],
     )
     other = dataclasses.replace(config, plan=ParallelPlan(pp=ranks))
@@ -157,7 +158,7 @@ def quickstart(text: list[Path], output: Path, assignments: list[str], iteration
         raise JourneyError(f"the reward did not rise: {start:.3f} over the first third of the iterations, {end:.3f} over the last")
 
     history = trained.history
-    experts = [name for name in history.rows[-1][1] if name.startswith("expert_")]
+    experts = [name for name in history.names if name.startswith("expert_")]
     steps = [float(i + 1) for i in range(len(reports))]
     losses = {"training": history.curve("loss"), "validation": history.curve("eval/loss")}
     loads = {name.removesuffix("_share"): history.curve(name) for name in experts}

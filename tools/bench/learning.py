@@ -82,10 +82,11 @@ def run_config(corpus: Corpus, folder: Path, tokens: float, *, tiny: bool) -> Ru
 def ours(config: RunConfig, kind: str) -> dict[str, Any]:
     """By ``train_rank``, as ``tools.pretrain`` runs it."""
     trained = train_rank(config, kind)
-    rows = trained.history.rows
-    validation = {step: values["eval/loss"] for step, values in rows if "eval/loss" in values}
+    with (Path(config.output) / "train.jsonl").open(encoding="ascii") as lines:
+        rows = [json.loads(line) for line in lines]
+    validation = {row["step"]: row["eval/loss"] for row in rows if "eval/loss" in row}
     print("\n".join(trained.remarks), flush=True)
-    return _row("mcore", config, [values["step_s"] for _, values in rows], [values["loss"] for _, values in rows], validation) | {
+    return _row("mcore", config, [row["step_s"] for row in rows], [row["loss"] for row in rows], validation) | {
         "validation_loss": trained.validation_loss
     }
 

@@ -2,7 +2,8 @@
 # Copyright (c) 2026 the mcore authors
 """The stages of the journey from text to a reinforced model."""
 
-from tools.journey._live import History, LiveReport
+from tools.journey._history import History
+from tools.journey._live import LiveReport
 from tools.journey._plot import Plot
 from tools.journey._reinforce import reinforce_rank
 from tools.journey._report import Section, write_report

@@ -1,57 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""The page of a run that is under way, and the numbers behind it."""
+"""The page of a run that is under way."""
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
+from tools.journey._history import History
 from tools.journey._plot import Plot
 from tools.journey._report import Section, write_report
 
 # A browser looks as often; the page is written at most as often, and takes at most this share of the run's time.
 _REFRESH_S, _SHARE = 10, 0.01
-
-
-class History:
-    """Keeps the numbers of each step; a writer like the others."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[int, Mapping[str, float]]] = []
-
-    @classmethod
-    def read(cls, path: Path, before: int) -> "History":
-        """What ``JsonLinesWriter`` wrote of the first steps; of steps that were done twice, the later; a line cut short is left out.
-
-        Args:
-            path: of the file; nothing when there is none.
-            before: the last step.
-        """
-        found: dict[int, Mapping[str, float]] = {}
-        for line in path.read_text(encoding="ascii").splitlines() if path.exists() else ():
-            try:
-                values: dict[str, Any] = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            step = int(values.pop("step"))
-            if step <= before:
-                found[step] = {name: float("nan") if value is None else value for name, value in values.items()}
-        history = cls()
-        history.rows = sorted(found.items())
-        return history
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        self.rows.append((step, dict(values)))
-
-    def close(self) -> None:
-        pass
-
-    def curve(self, name: str) -> tuple[list[float], list[float]]:
-        points = [(step, values[name]) for step, values in self.rows if name in values]
-        return [float(step) for step, _ in points], [value for _, value in points]
 
 
 class LiveReport:
@@ -83,7 +44,7 @@ class LiveReport:
             self._due = end + max(_REFRESH_S, (end - begin) / _SHARE)
 
     def close(self) -> None:
-        if self.history.rows:
+        if self.history.recent:
             self._page(None)
 
     def _page(self, refresh_s: int | None) -> None:
@@ -91,7 +52,7 @@ class LiveReport:
 
     def _plots(self) -> list[Plot]:
         curve = self.history.curve
-        names = list(dict.fromkeys(name for _, values in self.history.rows for name in values))
+        names = self.history.names
         found = [Plot(title="Loss", x_label="step", y_label="nats a token", curves=_known(curve, training="loss", validation="eval/loss"))]
         for title, unit, name in (
             ("Gradient norm", "before clipping", "grad_norm"),
@@ -113,8 +74,8 @@ class LiveReport:
         return found
 
     def _sections(self, ended: bool) -> list[Section]:
-        step, values = self.history.rows[-1]
-        recent = sorted(row["step_s"] for _, row in self.history.rows[-20:] if "step_s" in row)
+        step, values = self.history.recent[-1]
+        recent = sorted(row["step_s"] for _, row in self.history.recent if "step_s" in row)
         left_s = (self.steps - step) * recent[len(recent) // 2] if recent else 0.0
         state = "ended" if ended else f"running, about {timedelta(seconds=round(left_s))} left"
         facts = [("state", f"{state}, step {step} of {self.steps}"), ("written", time.strftime("%Y-%m-%d %H:%M:%S"))]

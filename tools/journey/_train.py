@@ -41,7 +41,8 @@ from mcore_parallel.training import (
     model_state,
 )
 from tools.assemble import Parts, Samples, assemble, build_model, build_stage, datasets, objective, schedule, step_batches, throughput
-from tools.journey._live import History, LiveReport
+from tools.journey._history import History
+from tools.journey._live import LiveReport
 from tools.journey._start import RunCheckpoints, find_source
 from tools.recipes import RunConfig, config_text
 

@@ -36,17 +36,6 @@ def test_the_page_is_written_while_the_run_is_under_way_and_at_its_end(tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 
 
-def test_a_resumed_run_shows_the_steps_before(tmp_path: Path) -> None:
-    path = tmp_path / "train.jsonl"
-    assert History.read(path, 9).rows == []
-    path.write_text(
-        '{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 9.0}\n{"step": 2, "loss": null}\n{"step": 3, "loss": 1.0}\n{"step": 4, "lo'
-    )
-    history = History.read(path, 2)
-    assert [step for step, _ in history.rows] == [1, 2]
-    assert math.isnan(history.curve("loss")[1][1])
-
-
 @pytest.mark.parametrize("values", [[], [1.0], [0.0, 0.0], [-3.0, 1e-9, 17.2], [1e12, 1e12 + 1], [math.nan, 2.0], [0.001, 0.0014]])
 def test_a_plot_is_well_formed_whatever_the_numbers(values: list[float]) -> None:
     plot = Plot(title="a & b", x_label="x", y_label="y", curves={"one": (list(range(len(values))), values), "two": ([], [])})
