@@ -32,6 +32,8 @@ def read_config(path: str | Path, base: RunConfig | None = None) -> RunConfig:
         values: Any = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise RecipeError(f"{path} is nested too deeply to be a run; a run has mappings in mappings at most") from None
     if not isinstance(values, dict):
         raise RecipeError(f"{path} must map fields to values, found {type(values).__name__}")
     name = values.pop(BASE, None)

@@ -35,7 +35,7 @@ def read_value(value: Any, kind: Any) -> Any:
     for option in sorted((option for option in options if option is not type(None)), key=lambda option: option is str):
         try:
             return _read(value, option)
-        except (MismatchError, ValueError, yaml.YAMLError):
+        except (MismatchError, ValueError, RecursionError, yaml.YAMLError):
             continue
     raise MismatchError(f"{value!r} is not of type {name_of(kind)}")
 

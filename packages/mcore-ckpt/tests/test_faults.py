@@ -14,6 +14,8 @@ import torch
 from mcore_ckpt import CheckpointingException, CheckpointManager, load, save
 from mcore_ckpt._control import Control, LostContact
 from mcore_ckpt.assets import read_asset
+from mcore_ckpt.foreign import read_torch
+from mcore_ckpt.inspect import summarize
 from mcore_ckpt.manifest import is_checkpoint, read_manifest
 from mcore_ckpt.storage import LocalFolder, MemoryFolder
 from tests.support.faulty_disk import FaultyDisk, after_power_cut
@@ -207,3 +209,31 @@ def test_a_reader_that_polls_while_steps_come_and_go_never_meets_half_a_step(tmp
         over.set()
         thread.join()
     assert not problems and len(seen) > 3 and read_manifest(manager.path(199)).extra == {"step": 199}
+
+
+def test_folders_whose_names_could_not_be_synced_go_again(tmp_path, monkeypatch):
+    def refuse(handle):
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch, pytest.raises(CheckpointingException, match="Input/output error"):
+        patch.setattr("os.fsync", refuse)
+        save({"w": torch.ones(1)}, tmp_path / "a" / "b" / "c")
+    assert not list(tmp_path.iterdir())
+
+
+def test_links_that_lead_to_themselves_are_the_one_error_and_stay_alone(tmp_path):
+    for name in ("loop", "file.pt"):
+        (tmp_path / name).symlink_to(name)
+    for attempt_one in (
+        lambda: save({"w": torch.ones(1)}, tmp_path / "loop"),
+        lambda: save({"w": torch.ones(1)}, tmp_path / "loop" / "step"),
+        lambda: load({"w": torch.ones(1)}, tmp_path / "loop"),
+        lambda: read_manifest(tmp_path / "loop" / "step"),
+        lambda: summarize(tmp_path / "loop"),
+        lambda: CheckpointManager(tmp_path / "loop").load({"w": torch.ones(1)}),
+        lambda: read_torch(tmp_path / "file.pt"),
+    ):
+        with pytest.raises(CheckpointingException, match=r"loop|file\.pt"):
+            attempt_one()
+    assert sorted(os.listdir(tmp_path)) == ["file.pt", "loop"]
+    assert CheckpointManager(tmp_path / "loop").steps() == []

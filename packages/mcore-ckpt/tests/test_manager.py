@@ -67,6 +67,33 @@ def test_an_unfinished_step_is_invisible_and_goes_with_the_next_commit(tmp_path)
     assert left == ["other", "step_00000001", "step_00000004", "step_00000009", "step_3"]
 
 
+def test_unfinished_steps_go_also_where_all_steps_stay(tmp_path):
+    manager = CheckpointManager(tmp_path, keep=None)
+    manager.save(1, {"w": torch.ones(1)})
+    (tmp_path / "step_00000002").mkdir()
+    (tmp_path / "step_00000002" / "01234567-r00000-000.safetensors").write_text("half")
+    manager.save(3, {"w": torch.ones(1)})
+    assert manager.steps() == [1, 3] and not (tmp_path / "step_00000002").exists()
+
+
+def test_retention_never_removes_through_a_link(tmp_path):
+    CheckpointManager(tmp_path / "other").save(1, {"w": torch.full((1,), 7.0)})
+    (tmp_path / "other" / "unfinished").mkdir()
+    (tmp_path / "other" / "unfinished" / "file").write_text("half")
+    manager = CheckpointManager(tmp_path / "run", keep=1)
+    (tmp_path / "run").mkdir()
+    links = {1: "../other/step_00000001", 2: "../other/unfinished", 3: "step_00000003", 4: "step_00000005"}
+    for step, target in links.items():
+        (tmp_path / "run" / f"step_{step:08d}").symlink_to(target)
+    for step in (5, 6):
+        manager.save(step, {"w": torch.ones(1)})
+    assert manager.steps() == [1, 6]
+    assert all((tmp_path / "run" / f"step_{step:08d}").is_symlink() for step in links)
+    assert (tmp_path / "other" / "unfinished" / "file").exists()
+    weight = torch.zeros(1)
+    assert manager.load({"w": weight}, step=1)[0] == 1 and weight.tolist() == [7.0]
+
+
 def test_an_existing_step_is_not_overwritten(tmp_path):
     manager = CheckpointManager(tmp_path)
     manager.save(1, {"w": torch.ones(1)})

@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Checkpoints of torch.distributed.checkpoint: it reads ours, we read its own, and nothing in them runs."""
 
+import dataclasses
 import io
 import os
 import pickle
@@ -252,3 +253,36 @@ def test_any_stride_is_read():
         opened = DistcpFile(file)
         assert torch.equal(opened.tensor(f"0:{len(blob.getvalue())}"), content)
         assert torch.equal(opened.tensor(f"0:{len(blob.getvalue())}", (1, 3)), content[1:3])
+
+
+def _damages(content):
+    """A bit of the first, a middle and the last byte, and an end cut off."""
+    for place in (0, len(content) // 2, len(content) - 1):
+        yield content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+    yield content[:-1]
+
+
+@pytest.mark.parametrize("name", [".metadata", "metadata.json"])
+def test_verify_reads_the_files_for_other_readers(tmp_path, name):
+    save({"w": torch.ones(2)}, tmp_path, format="torch_dist")
+    path = tmp_path / name
+    content = path.read_bytes()
+    assert verify(tmp_path) == []
+    for damaged in _damages(content):
+        path.write_bytes(damaged)
+        (problem,) = verify(tmp_path)
+        assert problem.startswith(str(path)) and "damaged" in problem
+    path.unlink()
+    assert "missing" in verify(tmp_path)[0]
+
+
+def test_verify_compares_metadata_that_an_earlier_release_did_not_record(tmp_path):
+    for folder, value in (("a", torch.ones(2)), ("b", torch.ones(3))):
+        save({"w": value}, tmp_path / folder, format="torch_dist")
+        manifest = read_manifest(tmp_path / folder)
+        (tmp_path / folder / "manifest.json").write_bytes(dataclasses.replace(manifest, side_files={}).encode())
+        assert verify(tmp_path / folder) == []
+    (tmp_path / "a" / ".metadata").write_bytes((tmp_path / "b" / ".metadata").read_bytes())
+    (tmp_path / "a" / "metadata.json").write_text("[" * 100_000)
+    first, second = verify(tmp_path / "a")
+    assert "does not say what the manifest says about w" in first and "metadata.json: " in second

@@ -3,6 +3,7 @@
 """What one rank has to write for a save, and the commit that makes it a checkpoint."""
 
 import contextlib
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -148,11 +149,14 @@ def commit(job: Job, write: Callable[[], list[list[Any]]]) -> None:
                 raise CheckpointingException(f"{name} {seen} here, its writer wrote {record.bytes}; do the ranks share the folder?")
         tensors = _place(job.tensors, (chunks for _, chunks in written))
         stored = {name: (t.dtype, t.shape, [(chunk.file, chunk.key, chunk.box) for chunk in t.chunks]) for name, t in tensors.items()}
-        for name, content in side_files(job.format, stored, job.values).items():
+        sides = side_files(job.format, stored, job.values)
+        for name, content in sides.items():
             directory.publish(name, content)
+        side_records = {name: FileRecord(len(content), hashlib.sha256(content).hexdigest()) for name, content in sides.items()}
         records = {name: files.pop(name) for name in job.assets}
         assets = {job.assets[name].name: AssetRecord(name, record.bytes, record.sha256) for name, record in records.items()}
-        directory.publish(MANIFEST_NAME, Manifest(tensors=tensors, files=files, extra=job.extra, assets=assets).encode())
+        manifest = Manifest(tensors=tensors, files=files, extra=job.extra, assets=assets, side_files=side_records)
+        directory.publish(MANIFEST_NAME, manifest.encode())
 
     mine = ""
 

@@ -18,7 +18,7 @@ from mcore_ckpt._load import load
 from mcore_ckpt._plan import PlanCache
 from mcore_ckpt._save import SaveOptions, check_format, run_save
 from mcore_ckpt._staging import Staging
-from mcore_ckpt._storage import Folder, LocalFolder, open_folder
+from mcore_ckpt._storage import Folder, LocalFolder, is_link, open_folder
 from mcore_ckpt._strictness import Strictness
 from mcore_ckpt._worker import Worker
 from mcore_ckpt.manifest import MANIFEST_NAME, is_checkpoint
@@ -36,7 +36,8 @@ class CheckpointManager:
     Args:
         directory: a path on a file system all ranks share, an address such as ``s3://bucket/run``, or a `mcore_ckpt.storage.Folder`.
             It need not exist.
-        keep: how many of the newest steps stay; None for all.
+        keep: how many of the newest steps stay; None for all. Saves that never finished go in any case. A step that is a link is read,
+            but neither counted nor removed: what it points to belongs to another run.
         keep_every: steps that are multiples of it stay, too; None for no others.
         group: None for the default group, or for this process alone where torch.distributed is not initialised.
         format: as for `mcore_ckpt.save`.
@@ -189,13 +190,15 @@ class CheckpointManager:
         return [int(match[1]) for match, name in matches if match and _name(int(match[1])) == name]
 
     def _prune(self) -> None:
-        if self.keep is None or Control(self._group).rank:
+        if Control(self._group).rank:
             return
-        committed = self.steps()
-        gone = {step for step in committed[: -self.keep] if self.keep_every is None or step % self.keep_every}
+        present = [step for step in self._present() if not is_link(self.folder(step))]
+        committed = sorted(set(present).intersection(self.steps()))
+        old = [] if self.keep is None else committed[: -self.keep]
+        gone = {step for step in old if self.keep_every is None or step % self.keep_every}
         # Folders without a manifest that are older than what was just committed are saves that never finished.
-        pending = {step for step, _ in self._pending}
-        gone |= {step for step in self._present() if step < committed[-1] and step not in committed and step not in pending}
+        staying = {*committed, *(step for step, _ in self._pending)}
+        gone |= {step for step in present if step < max(committed, default=0) and step not in staying}
         for step in sorted(gone):
             folder = self.folder(step)
             try:

@@ -15,7 +15,7 @@ from mcore_ckpt._formats import BACKEND_NAME, open_shard
 from mcore_ckpt._load import check_files
 from mcore_ckpt._manager import CheckpointManager
 from mcore_ckpt._storage import Folder, LocalFolder, StoredFile, WatchedFolder, open_folder
-from mcore_ckpt.manifest import Manifest, is_checkpoint, read_manifest
+from mcore_ckpt.manifest import Manifest, check_side_files, is_checkpoint, read_manifest
 
 __all__ = ["Difference", "Summary", "diff", "resolve_checkpoint", "resolve_folder", "summarize", "verify"]
 
@@ -151,4 +151,4 @@ def verify(directory: str | Path | Folder, *, on_bytes: Callable[[int], None] | 
             read_asset(watched, name, manifest)
         except CheckpointingException as error:
             problems.append(str(error))
-    return problems
+    return problems + check_side_files(watched, manifest)

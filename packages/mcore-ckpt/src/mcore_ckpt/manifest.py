@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt._asset import MAX_ASSETS_BYTES, AssetRecord, check_asset_names
-from mcore_ckpt._errors import CheckpointingException
-from mcore_ckpt._formats import METADATA_NAME, read_metadata
-from mcore_ckpt._storage import FileRecord, Folder, LocalFolder, itemsize, open_folder
+from mcore_ckpt._errors import CheckpointingException, list_names
+from mcore_ckpt._formats import BACKEND_NAME, METADATA_NAME, read_metadata
+from mcore_ckpt._storage import FileRecord, Folder, LocalFolder, StoredFile, digest_file, itemsize, open_folder
 from mcore_ckpt.chunks import Box, check_tiling
 
 __all__ = ["Chunk", "FileRecord", "Manifest", "TensorRecord", "is_checkpoint", "read_manifest"]
@@ -26,8 +26,10 @@ FORMAT_VERSION = 1
 _FORMAT = "mcore-ckpt"
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors|[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.distcp")
 _ASSET_FILE = re.compile(r"[0-9a-f]{8}-asset-[A-Za-z0-9_][A-Za-z0-9._+-]{0,200}")
+_SIDE_FILE = re.compile("|".join(re.escape(name) for name in (METADATA_NAME, BACKEND_NAME)))
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MAX_BYTES = 2**30
+_MAX_BACKEND_BYTES = 2**20
 _MAX_DIMS = 64
 _MAX_COUNT = 2**63 - 1
 
@@ -66,6 +68,8 @@ class Manifest:
     extra: Mapping[str, Any] = field(default_factory=dict)
     assets: Mapping[str, AssetRecord] = field(default_factory=dict)
     """Files kept beside the tensors, by name; `mcore_ckpt.assets` reads them."""
+    side_files: Mapping[str, FileRecord] = field(default_factory=dict)
+    """Files for other readers, such as ``.metadata``; `load` does not read them."""
     version: int = FORMAT_VERSION
     others: tuple[str, ...] = ()
     """Entries of another system's checkpoint that are no tensors; they are not read."""
@@ -88,6 +92,8 @@ class Manifest:
         }
         if self.assets:
             body["assets"] = {name: asdict(asset) for name, asset in self.assets.items()}
+        if self.side_files:
+            body["side_files"] = {name: asdict(file) for name, file in self.side_files.items()}
         return json.dumps({**body, "sha256": _digest(body)}, indent=1).encode()
 
     @classmethod
@@ -110,7 +116,8 @@ class Manifest:
         try:
             if expected != _digest(body):
                 raise ValueError("its digest does not match its content; the manifest is damaged")
-            files = {_file_name(name): FileRecord(_count(file["bytes"]), _sha256(file["sha256"])) for name, file in body["files"].items()}
+            files = {_file_name(name): _file(record) for name, record in body["files"].items()}
+            side_files = {_file_name(name, _SIDE_FILE): _file(record) for name, record in body.get("side_files", {}).items()}
             tensors = {name: _tensor(name, record, files) for name, record in body["tensors"].items()}
             _check_room(tensors, files)
             assets = _assets(body.get("assets", {}))
@@ -119,7 +126,43 @@ class Manifest:
             raise ValueError(f"malformed: {type(error).__name__} {error}") from error
         if not isinstance(extra, dict):
             raise ValueError("extra is not an object")
-        return cls(tensors=tensors, files=files, extra=extra, assets=assets, version=version)
+        return cls(tensors=tensors, files=files, extra=extra, assets=assets, side_files=side_files, version=version)
+
+
+def check_side_files(folder: Folder, manifest: Manifest) -> list[str]:
+    """What is wrong with the files for other readers, one line a file.
+
+    One that the manifest records is compared byte by byte. One that it does not, because an earlier release or another system wrote it, is
+    read, and compared with the manifest where it says the same.
+    """
+    problems = []
+    for name in (METADATA_NAME, BACKEND_NAME):
+        file, record = StoredFile(folder, name), manifest.side_files.get(name)
+        try:
+            size = folder.size(name)
+            if record is not None and (size is None or size != record.bytes):
+                raise ValueError(
+                    "missing, or not a plain file" if size is None else f"{size} bytes instead of {record.bytes}; it is damaged"
+                )
+            if record is not None and digest_file(file) != record:
+                raise ValueError("its SHA-256 is not the one in the manifest; the file is damaged")
+            if record is None and size is not None:
+                _check_unrecorded(file, manifest)
+        except (OSError, ValueError, RecursionError) as error:
+            problems.append(f"{file}: {str(error) or type(error).__name__}")
+    return problems
+
+
+def _check_unrecorded(file: StoredFile, manifest: Manifest) -> None:
+    if file.name == METADATA_NAME:
+        read, _ = read_metadata(file.folder)
+        expected = {name: (t.dtype, t.shape, sorted((c.file, c.key, c.box) for c in t.chunks)) for name, t in manifest.tensors.items()}
+        seen = {name: (dtype, shape, sorted(chunks)) for name, (dtype, shape, chunks) in read.items()}
+        differing = [name for name in {**expected, **seen} if expected.get(name) != seen.get(name)]
+        if differing:
+            raise ValueError(f"it does not say what the manifest says about {list_names(differing)}")
+    elif file.size() > _MAX_BACKEND_BYTES or not isinstance(json.loads(bytes(file.read(0, file.size()))), dict):
+        raise ValueError("not the description of a format")
 
 
 def is_checkpoint(directory: str | Path | Folder) -> bool:
@@ -230,6 +273,10 @@ def _check_room(tensors: Mapping[str, TensorRecord], files: Mapping[str, FileRec
     for name, num_bytes in used.items():
         if num_bytes > files[name].bytes:
             raise ValueError(f"file {name} of {files[name].bytes} bytes is said to hold {num_bytes} bytes of tensors")
+
+
+def _file(record: Mapping[str, Any]) -> FileRecord:
+    return FileRecord(_count(record["bytes"]), _sha256(record["sha256"]))
 
 
 def _file_name(name: str, pattern: re.Pattern[str] = _FILE_NAME) -> str:

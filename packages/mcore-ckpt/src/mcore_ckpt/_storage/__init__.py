@@ -5,7 +5,7 @@
 from mcore_ckpt._storage._dtypes import dtype_code, dtype_of, itemsize
 from mcore_ckpt._storage._files import file_digest, sync_folder, write_file
 from mcore_ckpt._storage._folder import BLOCK_BYTES, FileRecord, Folder, StoredFile, Taker, digest_file, num_cores, write_hashed
-from mcore_ckpt._storage._local import LocalFolder
+from mcore_ckpt._storage._local import LocalFolder, is_link
 from mcore_ckpt._storage._memory import MemoryFolder
 from mcore_ckpt._storage._object import ObjectFolder
 from mcore_ckpt._storage._open import as_file, open_folder
@@ -34,6 +34,7 @@ __all__ = [
     "dtype_code",
     "dtype_of",
     "file_digest",
+    "is_link",
     "itemsize",
     "num_cores",
     "open_folder",

@@ -3,6 +3,7 @@
 """A folder on a disk of this machine, or on a file system that the machines share."""
 
 import contextlib
+import errno
 import mmap
 import os
 import shutil
@@ -12,7 +13,10 @@ from pathlib import Path
 
 from mcore_ckpt._storage._stream import write_stream
 
-__all__ = ["LocalFolder"]
+__all__ = ["LocalFolder", "is_link"]
+
+_ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
+"""What the system answers where no path leads; a link that leads to itself leads nowhere."""
 
 
 class LocalFolder:
@@ -38,21 +42,32 @@ class LocalFolder:
     def names(self) -> list[str]:
         try:
             return sorted(os.listdir(self.path))
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError as error:
+            if error.errno not in _ABSENT:
+                raise
             return []
 
     def size(self, name: str) -> int | None:
         try:
             status = os.lstat(self.path / name)
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError as error:
+            if error.errno not in _ABSENT:
+                raise
             return None
         return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def create(self) -> None:
         missing = [folder for folder in (self.path, *self.path.absolute().parents) if not folder.exists()]
-        self.path.mkdir(parents=True, exist_ok=True)
-        for folder in missing or [self.path]:
-            _sync(folder.parent)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            for folder in missing or [self.path]:
+                _sync(folder.parent)
+        except BaseException:
+            # What may not outlast a power cut goes at once, the innermost first; what another process has used meanwhile stays.
+            for folder in missing:
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+            raise
 
     def write(self, name: str, parts: Iterable[memoryview]) -> None:
         write_stream(str(self.path / name), parts)
@@ -116,6 +131,11 @@ class LocalFolder:
                 # A writer that lost its training process may take its file away at the same time.
                 if last or not self.path.exists():
                     raise
+
+
+def is_link(folder: object) -> bool:
+    """Whether a folder is a link to another, which what is removed through it would be taken from."""
+    return isinstance(folder, LocalFolder) and folder.path.is_symlink()
 
 
 def _sync(folder: Path) -> None:

@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """From what a user writes to the folder it means."""
 
+import os
 from pathlib import Path
 
 from mcore_ckpt._storage._folder import Folder, StoredFile
@@ -33,5 +34,6 @@ def as_file(path: Path | StoredFile) -> StoredFile:
     """A path as a file in a local folder. A link is followed: who names a file means what it points to."""
     if isinstance(path, StoredFile):
         return path
-    path = path.resolve() if path.is_symlink() else path
+    # Unlike `Path.resolve` this ends at a link that leads to itself; whoever opens the file then says that there is none.
+    path = Path(os.path.realpath(path)) if path.is_symlink() else path
     return StoredFile(LocalFolder(path.parent), path.name)
