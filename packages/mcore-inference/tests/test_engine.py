@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -227,6 +228,62 @@ def test_a_prompt_that_cannot_be_served_fails_alone(make_model: Make, make_engin
     assert records[0].generated_tokens == naive_greedy(model, [1], 12)
     assert sum(engine.finished_counts.values()) == 6
     check_idle(engine)
+
+
+NO_PROMPTS: list[Any] = [
+    [None], [True], [1.0], ["1"], [-1], [64], [2**70], [np.float32(1)], [np.bool_(True)], [[1]], [], (), None, 5, b"ab", {1: 2}, {1},
+    iter([1]), np.array([1.0]), np.array([[1]]), np.array([True]), np.array(1), torch.tensor([1.0]), torch.tensor([[1]]),
+    torch.tensor([True]), torch.tensor(1), torch.tensor([64]),
+]  # fmt: skip
+
+
+def test_what_is_no_prompt_is_refused_before_a_step(make_engine: Make) -> None:
+    engine = make_engine()
+    for prompt in NO_PROMPTS:
+        with pytest.raises(InvalidTokenError, match="prompt"):
+            engine.add_request(prompt)
+        (record,) = engine.generate([prompt])
+        assert isinstance(record.error, InvalidTokenError)
+    check_idle(engine)
+
+
+def test_prompts_of_any_integers_are_equal(make_engine: Make) -> None:
+    engine = make_engine()
+    same: list[Any] = [
+        [1, 2, 3],
+        (1, 2, 3),
+        range(1, 4),
+        [np.int64(1), np.uint8(2), 3],
+        np.array([1, 2, 3], np.int32),
+        torch.tensor([1, 2, 3]),
+    ]
+    records = engine.generate(same, GREEDY)
+    assert all(type(token) is int for record in records for token in record.prompt_tokens)
+    assert len({tuple(record.generated_tokens) for record in records}) == 1
+
+
+def test_other_arguments_of_a_request_are_checked_too(make_engine: Make) -> None:
+    engine = make_engine()
+    for number in (-1, True, 1.0, "1", 2**63):
+        with pytest.raises(ValueError, match="request_id"):
+            engine.add_request([1], request_id=number)
+    for params in ({}, {"temperature": 0}, "greedy", SamplingParams):
+        with pytest.raises(ValueError, match="sampling_params is a"):
+            engine.add_request([1], params)
+    for field in ({"termination_id": 64}, {"stop_token_ids": [64]}, {"logit_bias": {64: 1.0}}):
+        with pytest.raises(ValueError, match=f"{next(iter(field))} holds .64.; token ids are from 0 to 63"):
+            engine.add_request([1], SamplingParams(**field))
+    with pytest.raises(ValueError, match="prompts is one string"):
+        engine.generate("abc")
+    assert engine.add_request([1], request_id=np.int64(7)) == 7 and type(engine.get_request(7).request_id) is int
+    engine.abort(7)
+    check_idle(engine)
+
+
+@pytest.mark.parametrize("sizes", [{"num_blocks": 2.0}, {"max_requests": True}, {"block_size_tokens": None}, {"watermark": float("nan")}])
+def test_sizes_of_a_context_are_integers(sizes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(sizes))):
+        InferenceConfig(**sizes)
 
 
 class PoisonedLogits(torch.nn.Module):

@@ -8,6 +8,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -56,11 +57,38 @@ def test_uniform_numbers_fill_the_unit_interval_evenly() -> None:
         {"stop_words": [""]}, {"repetition_penalty": 0}, {"seed": 2**63}, {"termination_id": -2}, {"logit_bias": {1: math.inf}},
         {"min_tokens": -1},
         {"stop_words": ["x"] * 100}, {"temperature": "hot"},
+        {"temperature": True}, {"temperature": None}, {"top_k": 1.0}, {"top_k": True}, {"top_k": None}, {"seed": 0.5}, {"seed": True},
+        {"num_tokens_to_generate": 2.5}, {"num_tokens_to_generate": False}, {"num_tokens_total": "3"}, {"top_n_logprobs": np.float32(1)},
+        {"min_tokens": None}, {"termination_id": 1.5}, {"termination_id": 2**40}, {"ignore_eos": 1}, {"return_log_probs": None},
+        {"skip_prompt_log_probs": 0}, {"add_BOS": "yes"}, {"stop_token_ids": [1.0]}, {"stop_token_ids": [True]}, {"stop_token_ids": [-1]},
+        {"stop_token_ids": 5}, {"stop_token_ids": None}, {"stop_token_ids": b"ab"}, {"stop_words": [1]}, {"stop_words": {"a": 1}},
+        {"stop_words": 3}, {"logit_bias": {5: math.nan}}, {"logit_bias": {5: True}}, {"logit_bias": {5: "1"}}, {"logit_bias": {5: 1e5}},
+        {"logit_bias": {True: 1}}, {"logit_bias": {1.0: 1}}, {"logit_bias": {"1": 1}}, {"logit_bias": {-1: 1}}, {"logit_bias": [[1, 2]]},
+        {"logit_bias": {None: 1}}, {"presence_penalty": math.nan}, {"frequency_penalty": -math.inf}, {"top_p": 10**400}, {"min_p": [0.5]},
     ],
 )  # fmt: skip
 def test_a_bad_setting_is_refused_by_name(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
         SamplingParams(**bad)
+
+
+def test_numbers_of_numpy_become_pythons() -> None:
+    params = SamplingParams(
+        temperature=np.float32(0.5), top_k=np.int32(3), seed=np.int64(-7), min_tokens=np.uint8(1), top_p=np.float64(1),  # type: ignore[arg-type]
+        stop_token_ids=np.array([4, 5]).tolist(), logit_bias={np.int64(5): np.float32(2)}, repetition_penalty=2,  # type: ignore[arg-type]
+    )  # fmt: skip
+    same = SamplingParams(
+        temperature=0.5, top_k=3, seed=-7, min_tokens=1, top_p=1.0, stop_token_ids=(4, 5), logit_bias={5: 2.0}, repetition_penalty=2.0
+    )
+    assert params == same and repr(params) == repr(same)
+    assert json.dumps(params.serialize()) == json.dumps(same.serialize())
+
+
+def test_a_callers_mapping_can_change_without_the_settings() -> None:
+    bias = {5: 1.0}
+    params = SamplingParams(logit_bias=bias)
+    bias[6] = math.nan
+    assert params.logit_bias == {5: 1.0}
 
 
 def test_settings_survive_json_and_unknown_ones_warn() -> None:

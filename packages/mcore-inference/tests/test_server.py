@@ -4,6 +4,7 @@
 
 import contextlib
 import json
+import math
 import random
 import socket
 import threading
@@ -214,6 +215,20 @@ def test_a_prompt_that_is_too_long_is_a_typed_400(client: openai.OpenAI, server:
         ({"prompt": [True]}, 422, "prompt"),
         ({"prompt": "x", "logit_bias": {"a": 1}}, 422, "logit_bias"),
         ({"prompt": "x", "logit_bias": {"9999": 1}}, 400, "logit_bias"),
+        ({"prompt": "x", "logit_bias": {"5": math.nan}}, 422, "logit_bias"),
+        ({"prompt": "x", "logit_bias": {"5": -math.inf}}, 422, "logit_bias"),
+        ({"prompt": "x", "logit_bias": {"5": 1001}}, 422, "logit_bias"),
+        ({"prompt": "x", "logit_bias": {"5": True}}, 422, "logit_bias"),
+        ({"prompt": "x", "logit_bias": {"05": 1}}, 422, "logit_bias"),
+        ({"prompt": "x", "temperature": math.nan}, 422, "temperature"),
+        ({"prompt": "x", "temperature": "1"}, 422, "temperature"),
+        ({"prompt": "x", "max_tokens": True}, 422, "max_tokens"),
+        ({"prompt": "x", "max_tokens": 2.0}, 422, "max_tokens"),
+        ({"prompt": "x", "n": "2"}, 422, "n"),
+        ({"prompt": "x", "stream": 1}, 422, "stream"),
+        ({"prompt": [1.0]}, 422, "prompt"),
+        ({"prompt": [-1]}, 422, "prompt"),
+        ({"prompt": "x", "stop_token_ids": [999]}, 400, "stop_token_ids"),
         ({"prompt": "x", "echo": True, "stream": True}, 400, "echo"),
         ({"prompt": "x", "model": "gpt"}, 404, "gpt"),
         ("[" * 10_000, 400, ""),

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mcore_inference._fields import as_flag, as_integer, as_number
 from mcore_inference.attention import DecodeRows, PagedStep, PrefillRows
 from mcore_inference.cache import BlockAllocator, PagedKVCache, block_bytes, num_blocks_for_bytes
 from mcore_inference.capability import EngineCapability
@@ -58,12 +59,13 @@ class InferenceConfig:
     def __post_init__(self) -> None:
         for name in ("max_sequence_length", "block_size_tokens", "max_requests", "max_tokens", "num_blocks"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
-        if self.buffer_size_gb <= 0:
-            raise ValueError(f"buffer_size_gb={self.buffer_size_gb} must be positive")
-        if not 0 <= self.watermark < 1:
-            raise ValueError(f"watermark={self.watermark} must be from 0 to below 1")
+            if value is not None or name in ("max_sequence_length", "block_size_tokens"):
+                object.__setattr__(self, name, as_integer(name, value, 1, 2**48))
+        as_number("buffer_size_gb", self.buffer_size_gb, 2**-30, 2**30)
+        as_flag("enable_chunked_prefill", self.enable_chunked_prefill)
+        as_number("watermark", self.watermark, 0, 1)
+        if self.watermark == 1:
+            raise ValueError("watermark=1 leaves no block to admissions; it must be below 1")
         if self.max_requests is not None and self.max_tokens is not None and self.max_tokens < self.max_requests:
             raise ValueError(f"max_tokens={self.max_tokens} must be at least max_requests={self.max_requests}; raise max_tokens")
 

@@ -13,13 +13,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mcore_inference._fields import as_integer
+from mcore_inference._prompt import Prompt, encode_prompt, integers_of, stop_tokens
 from mcore_inference.capability import EngineCapability, check_cache
 from mcore_inference.context import DynamicInferenceContext
-from mcore_inference.errors import InvalidTokenError, NonFiniteLogitsError, QueueFullError, RequestError
+from mcore_inference.errors import NonFiniteLogitsError, QueueFullError, RequestError
 from mcore_inference.request import DynamicInferenceRequest, DynamicInferenceRequestRecord, FinishReason, Status
 from mcore_inference.sampling import SamplingParams, SamplingRows, adjust, log_probs, request_seed, sample
 from mcore_inference.scheduler import RequestView, Work, plan_step
-from mcore_inference.text import BosTokenizer, TextStream, Tokenizer
+from mcore_inference.text import TextStream, Tokenizer
 from mcore_parallel import named_shards
 from mcore_parallel.comm import all_gather
 from mcore_parallel.models import GPTModel, ModelOutput
@@ -101,8 +103,10 @@ class DynamicInferenceEngine:
         if groups.sequence_parallel:
             raise ValueError("sequence_parallel=True cannot serve steps of any length; build the serving plan with sequence_parallel=False")
         check_cache(model, context.cache, context.max_sequence_length)
-        if vocab_size is not None and not 1 <= vocab_size <= model.config.vocab_size:
-            raise ValueError(f"vocab_size={vocab_size} must be from 1 to the model's {model.config.vocab_size}")
+        if vocab_size is not None:
+            vocab_size = as_integer("vocab_size", vocab_size, 1, model.config.vocab_size)
+        if max_waiting_requests is not None:
+            max_waiting_requests = as_integer("max_waiting_requests", max_waiting_requests, 1, 2**31)
         self.model = model
         self.context = context
         self.tokenizer = tokenizer
@@ -125,9 +129,7 @@ class DynamicInferenceEngine:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def add_request(
-        self, prompt: str | Sequence[int] | Tensor, sampling_params: SamplingParams | None = None, *, request_id: int | None = None
-    ) -> int:
+    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: int | None = None) -> int:
         """Queue a request; everything that can be wrong with it is said here, before anything is allocated.
 
         Args:
@@ -139,12 +141,17 @@ class DynamicInferenceEngine:
             The request's number.
 
         Raises:
-            InvalidTokenError: the prompt is empty or holds an id outside the vocabulary.
+            InvalidTokenError: the prompt is empty, no sequence of integers, or holds an id outside the vocabulary.
             ContextOverflowError: (a subclass) the request never fits the context.
             QueueFullError: too many requests wait.
-            ValueError: the number is in use, or a setting needs a tokenizer or names an id outside the vocabulary.
+            ValueError: the number is in use or none, the settings are no ``SamplingParams``, or a setting needs a tokenizer or names an id
+                outside the vocabulary.
         """
-        params = sampling_params or SamplingParams()
+        params = SamplingParams() if sampling_params is None else sampling_params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params is a {type(params).__name__}; give SamplingParams(...), or None for the defaults")
+        if request_id is not None:
+            request_id = as_integer("request_id", request_id, 0, 2**63 - 1)
         order = next(self._arrivals)
         number = order if request_id is None else request_id
         while request_id is None and number in self._entries:
@@ -155,8 +162,8 @@ class DynamicInferenceEngine:
             raise QueueFullError(
                 number, f"{len(self._waiting)} requests wait and max_waiting_requests={self._max_waiting}; try again later"
             )
-        tokens = self._encode(prompt, params, number)
-        stop_ids = self._stop_ids(params)
+        tokens = encode_prompt(prompt, params, self.tokenizer, self.vocab_size, number)
+        stop_ids = stop_tokens(params, self.tokenizer, self.vocab_size)
         wanted = params.budget(len(tokens))
         budget = self.context.check_fits(len(tokens), wanted, number)
         request = DynamicInferenceRequest(
@@ -238,7 +245,7 @@ class DynamicInferenceEngine:
         return done
 
     def generate(
-        self, prompts: Sequence[str | Sequence[int] | Tensor], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[DynamicInferenceRequestRecord]:
         """Serve these prompts to the end.
 
@@ -252,6 +259,8 @@ class DynamicInferenceEngine:
         Raises:
             ValueError: the engine is busy with other requests, or the number of settings is not that of the prompts.
         """
+        if isinstance(prompts, str):
+            raise ValueError("prompts is one string; wrap it in a list")
         if self.has_unfinished_requests():
             raise ValueError(f"the engine has {len(self._entries)} unfinished requests; step() until they are done, or use add_request")
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
@@ -328,45 +337,9 @@ class DynamicInferenceEngine:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _encode(self, prompt: str | Sequence[int] | Tensor, params: SamplingParams, request_id: int) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("a text prompt needs a tokenizer; give the engine one, or pass token ids")
-            tokens = list(self.tokenizer.tokenize(prompt))
-            if params.add_BOS:
-                bos = self.tokenizer.bos if isinstance(self.tokenizer, BosTokenizer) else None
-                if bos is None:
-                    raise ValueError("add_BOS=True needs a tokenizer with a bos id; leave it off")
-                tokens = tokens if tokens[:1] == [bos] else [bos, *tokens]
-        else:
-            tokens = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
-        if not tokens:
-            raise InvalidTokenError(request_id, "the prompt is empty; give at least one token")
-        bad = next((token for token in tokens if type(token) is not int or not 0 <= token < self.vocab_size), None)
-        if bad is not None:
-            raise InvalidTokenError(request_id, f"the prompt holds {bad!r}; token ids are integers from 0 to {self.vocab_size - 1}")
-        return tokens
-
-    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        if params.stop_words and self.tokenizer is None:
-            raise ValueError("stop_words need a tokenizer; give the engine one, or use stop_token_ids")
-        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
-            if bad := [token for token in ids if not 0 <= token < self.vocab_size]:
-                raise ValueError(f"{name} holds {bad[:5]}; token ids are from 0 to {self.vocab_size - 1}")
-        ending = params.termination_id
-        if ending is None and self.tokenizer is not None:
-            ending = self.tokenizer.eod
-        ids = set(params.stop_token_ids)
-        if ending is not None and ending >= 0 and not params.ignore_eos:
-            ids.add(ending)
-        return frozenset(ids)
-
-    def _refused(self, prompt: str | Sequence[int] | Tensor, params: SamplingParams, error: RequestError) -> DynamicInferenceRequestRecord:
-        tokens: list[int] = []
-        if not isinstance(prompt, str):
-            tokens = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
+    def _refused(self, prompt: Prompt, params: SamplingParams, error: RequestError) -> DynamicInferenceRequestRecord:
         number = -1 if error.request_id is None else error.request_id
-        request = DynamicInferenceRequest(request_id=number, prompt_tokens=tokens, sampling_params=params)
+        request = DynamicInferenceRequest(request_id=number, prompt_tokens=integers_of(prompt), sampling_params=params)
         request.prompt = prompt if isinstance(prompt, str) else None
         request.status, request.finish_reason, request.error = Status.FAILED, FinishReason.ERROR, error
         request.add_event_error_nontransient(error)

@@ -3,16 +3,38 @@
 """What a request asks of the sampler."""
 
 import dataclasses
-import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_MAX_TOP_N = 64
+from mcore_inference._fields import as_flag, as_integer, as_number
+
 _MAX_STOPS = 64
+_MAX_TOKEN = 2**31 - 1
+_MAX_BIAS = 1e4
 _MAX_STOP_LENGTH = 1024
 _DEFAULT_BUDGET = 30
+_NUMBERS = {
+    "temperature": (0, 1e4),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (1e-3, 1e3),
+    "presence_penalty": (-1e3, 1e3),
+    "frequency_penalty": (-1e3, 1e3),
+}
+_INTEGERS = {
+    "top_k": (-1, 2**31),
+    "top_n_logprobs": (0, 64),
+    "min_tokens": (0, 2**31),
+    "num_tokens_to_generate": (0, 2**63 - 1),
+    "num_tokens_total": (1, 2**63 - 1),
+    "seed": (-(2**63), 2**63 - 1),
+    "termination_id": (-1, _MAX_TOKEN),
+}
+_REQUIRED = ("top_k", "top_n_logprobs", "min_tokens")
+"""Integers that are not optional."""
+_FLAGS = ("ignore_eos", "return_log_probs", "skip_prompt_log_probs", "add_BOS")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +49,8 @@ class SamplingParams:
         True
 
     Raises:
-        ValueError: a field is out of its range; names the field, the value and the range.
+        ValueError: a field is of another type or out of its range; names the field, the value and the range. Booleans are no numbers,
+            floats no integers, numpy's numbers are both.
     """
 
     temperature: float = 1.0
@@ -45,7 +68,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Subtracted from a token's score for each time it was generated."""
     logit_bias: Mapping[int, float] | None = None
-    """Token id -> number added to its score."""
+    """Token id -> number added to its score, from -10000 to 10000."""
     seed: int | None = None
     """None for one derived from the engine's seed and the request's number."""
     num_tokens_to_generate: int | None = None
@@ -73,36 +96,31 @@ class SamplingParams:
     """Put the tokenizer's begin-of-text id before a text prompt."""
 
     def __post_init__(self) -> None:
-        for name in ("stop_words", "stop_token_ids"):
-            value = getattr(self, name)
-            if isinstance(value, str):
-                raise ValueError(f"{name}={value!r} must be a sequence, not one string; wrap it in a list")
-            if value is not None:
-                object.__setattr__(self, name, tuple(value))
-        _check_range(self, "temperature", 0, 1e4)
-        _check_range(self, "top_p", 0, 1)
-        _check_range(self, "min_p", 0, 1)
-        _check_range(self, "top_k", -1, 2**31)
-        _check_range(self, "repetition_penalty", 1e-3, 1e3)
-        _check_range(self, "presence_penalty", -1e3, 1e3)
-        _check_range(self, "frequency_penalty", -1e3, 1e3)
-        _check_range(self, "top_n_logprobs", 0, _MAX_TOP_N)
-        _check_range(self, "min_tokens", 0, 2**31)
-        for name, least in (("num_tokens_to_generate", 0), ("num_tokens_total", 1), ("seed", -(2**63)), ("termination_id", -1)):
-            if getattr(self, name) is not None:
-                _check_range(self, name, least, 2**63 - 1)
+        checked: dict[str, Any] = {name: as_number(name, getattr(self, name), *bounds) for name, bounds in _NUMBERS.items()}
+        checked |= {name: as_flag(name, getattr(self, name)) for name in _FLAGS}
+        for name, bounds in _INTEGERS.items():
+            if getattr(self, name) is not None or name in _REQUIRED:
+                checked[name] = as_integer(name, getattr(self, name), *bounds)
+        checked["stop_token_ids"] = tuple(as_integer("stop_token_ids", token, 0, _MAX_TOKEN) for token in self._stops("stop_token_ids"))
+        if self.stop_words is not None:
+            checked["stop_words"] = tuple(_stop_word(word) for word in self._stops("stop_words"))
+        if self.logit_bias is not None:
+            checked["logit_bias"] = _bias(self.logit_bias)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
         if self.num_tokens_to_generate is not None and self.num_tokens_total is not None:
             raise ValueError(
                 f"num_tokens_to_generate={self.num_tokens_to_generate} "
                 f"and num_tokens_total={self.num_tokens_total} exclude each other; set one"
             )
-        for name, most in (("stop_words", _MAX_STOPS), ("stop_token_ids", _MAX_STOPS)):
-            if len(getattr(self, name) or ()) > most:
-                raise ValueError(f"{name} holds {len(getattr(self, name))} entries; at most {most} are allowed")
-        if any(not 0 < len(word) <= _MAX_STOP_LENGTH for word in self.stop_words or ()):
-            raise ValueError(f"stop_words={self.stop_words!r} must hold strings of 1 to {_MAX_STOP_LENGTH} characters")
-        if any(token < 0 or not math.isfinite(bias) for token, bias in (self.logit_bias or {}).items()):
-            raise ValueError(f"logit_bias={self.logit_bias!r} must map token ids from 0 to finite numbers")
+
+    def _stops(self, name: str) -> Collection[Any]:
+        value = getattr(self, name)
+        if isinstance(value, str | bytes | Mapping) or not isinstance(value, Collection):
+            raise ValueError(f"{name}={value!r} must be a sequence, not one {type(value).__name__}; wrap it in a list")
+        if len(value) > _MAX_STOPS:
+            raise ValueError(f"{name} holds {len(value)} entries; at most {_MAX_STOPS} are allowed")
+        return value
 
     @property
     def is_greedy(self) -> bool:
@@ -146,11 +164,20 @@ class SamplingParams:
             warnings.warn(f"SamplingParams of this version has no fields {unknown}; they are dropped", UserWarning, stacklevel=2)
         fields = {name: value for name, value in data.items() if name in known}
         if fields.get("logit_bias") is not None:
-            fields["logit_bias"] = {int(token): float(bias) for token, bias in fields["logit_bias"]}
+            fields["logit_bias"] = dict(fields["logit_bias"])
         return cls(**fields)
 
 
-def _check_range(params: SamplingParams, name: str, least: float, most: float) -> None:
-    value = getattr(params, name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        raise ValueError(f"{name}={value!r} must be a number from {least} to {most}")
+def _stop_word(word: object) -> str:
+    if not isinstance(word, str) or not 0 < len(word) <= _MAX_STOP_LENGTH:
+        raise ValueError(f"stop_words={str(word)[:80]!r} must hold strings of 1 to {_MAX_STOP_LENGTH} characters")
+    return word
+
+
+def _bias(bias: object) -> dict[int, float]:
+    if not isinstance(bias, Mapping):
+        raise ValueError(f"logit_bias must map token ids to numbers and is a {type(bias).__name__}")
+    return {
+        as_integer("logit_bias: token id", token, 0, _MAX_TOKEN): as_number(f"logit_bias of token {token}", value, -_MAX_BIAS, _MAX_BIAS)
+        for token, value in bias.items()
+    }

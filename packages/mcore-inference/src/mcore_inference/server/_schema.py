@@ -15,14 +15,22 @@ _MAX_TOKENS = 2**20
 
 Text = Annotated[str, StringConstraints(max_length=_MAX_TEXT)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
-Token = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+# JSON's names of fields are strings; one spelling of each id, so that none comes twice.
+TokenKey = Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,9})$")]
+Bias = Annotated[float, Field(ge=-1000, le=1000)]
 Tokens = Annotated[list[Token], Field(min_length=1, max_length=_MAX_TOKENS)]
+
+
+# An unknown field is an error: silently ignoring a setting would change what the client asked for. So is another type: a number in quotes,
+# a boolean for a number, NaN.
+_EXACT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class StreamOptions(BaseModel):
     """``stream_options``."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = _EXACT
 
     include_usage: bool = False
     include_obfuscation: bool = False
@@ -31,8 +39,7 @@ class StreamOptions(BaseModel):
 class _Sampling(BaseModel):
     """What both endpoints share; names after the empty line are additions to OpenAI's."""
 
-    # An unknown field is an error: silently ignoring a setting would change what the client asked for.
-    model_config = ConfigDict(extra="forbid")
+    model_config = _EXACT
 
     model: Annotated[str, StringConstraints(max_length=256)] = ""
     temperature: float | None = Field(default=None, ge=0, le=100)
@@ -44,7 +51,7 @@ class _Sampling(BaseModel):
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    logit_bias: Annotated[dict[Annotated[str, StringConstraints(pattern=r"^[0-9]{1,10}$")], float], Field(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=1024)] | None = None
     user: Annotated[str, StringConstraints(max_length=1024)] | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
 
@@ -79,7 +86,7 @@ class _Sampling(BaseModel):
             # Wrapped into 64 signed bits, so that no choice leaves the range.
             given["seed"] = (self.seed + choice + 2**63) % 2**64 - 2**63
         if self.logit_bias:
-            given["logit_bias"] = {int(token): max(-1000.0, min(1000.0, bias)) for token, bias in self.logit_bias.items()}
+            given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
         return SamplingParams(num_tokens_to_generate=budget, stop_words=self.stop_words or None, **given, **more)
 
 
@@ -111,7 +118,7 @@ class CompletionBody(_Sampling):
 class TextPart(BaseModel):
     """A part of a message; only text parts are known."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = _EXACT
 
     type: Literal["text"]
     text: Text
@@ -120,7 +127,7 @@ class TextPart(BaseModel):
 class Message(BaseModel):
     """One message of a conversation."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = _EXACT
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[TextPart], Field(min_length=1, max_length=256)]

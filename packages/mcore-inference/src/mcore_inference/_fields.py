@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Fields that callers set, checked and made plain: integers and numbers of any library become Python's own."""
+
+from numbers import Integral, Real
+
+
+def as_integer(name: str, value: object, least: int, most: int) -> int:
+    """An integer of a range; numpy's integers are integers, booleans and floats are not.
+
+    Raises:
+        ValueError: names the field, the value and the range.
+    """
+    # A numpy boolean is no Integral, Python's is.
+    if isinstance(value, bool) or not isinstance(value, Integral) or not least <= value <= most:
+        raise ValueError(f"{name}={_shown(value)} must be an integer from {least} to {most}")
+    return int(value)
+
+
+def as_number(name: str, value: object, least: float, most: float) -> float:
+    """A finite number of a range, as a float; booleans are not numbers.
+
+    Raises:
+        ValueError: names the field, the value and the range.
+    """
+    # NaN is in no range.
+    if isinstance(value, bool) or not isinstance(value, Real) or not least <= value <= most:
+        raise ValueError(f"{name}={_shown(value)} must be a number from {least} to {most}")
+    return float(value)
+
+
+def as_flag(name: str, value: object) -> bool:
+    """True or False.
+
+    Raises:
+        ValueError: anything else, 0 and 1 as well.
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={_shown(value)} must be True or False")
+    return value
+
+
+def _shown(value: object) -> str:
+    """A value for a message of bounded length."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Prompts and stop tokens as token ids, checked against the vocabulary."""
+
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from mcore_inference.errors import InvalidTokenError
+from mcore_inference.sampling import SamplingParams
+from mcore_inference.text import BosTokenizer, Tokenizer
+
+Prompt = str | Sequence[int] | Tensor
+
+
+def encode_prompt(prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int, request_id: int) -> list[int]:
+    """Token ids of a prompt.
+
+    Raises:
+        InvalidTokenError: empty, no text and no sequence of integers, or an id outside the vocabulary.
+        ValueError: text without tokenizer, or a begin-of-text id that the tokenizer does not have.
+    """
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError("a text prompt needs a tokenizer; give the engine one, or pass token ids")
+        tokens = list(tokenizer.tokenize(prompt))
+        if params.add_BOS:
+            bos = tokenizer.bos if isinstance(tokenizer, BosTokenizer) else None
+            if bos is None:
+                raise ValueError("add_BOS=True needs a tokenizer with a bos id; leave it off")
+            tokens = tokens if tokens[:1] == [bos] else [bos, *tokens]
+    else:
+        tokens = _sequence(prompt, request_id)
+    if not tokens:
+        raise InvalidTokenError(request_id, "the prompt is empty; give at least one token")
+    for token in tokens:
+        if not _is_integer(token) or not 0 <= token < vocab_size:
+            raise InvalidTokenError(request_id, f"the prompt holds {repr(token)[:80]}; token ids are integers from 0 to {vocab_size - 1}")
+    return [int(token) for token in tokens]
+
+
+def stop_tokens(params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int) -> frozenset[int]:
+    """Ids that end a request's output.
+
+    Raises:
+        ValueError: stop words without tokenizer, or an id of the settings outside the vocabulary.
+    """
+    if params.stop_words and tokenizer is None:
+        raise ValueError("stop_words need a tokenizer; give the engine one, or use stop_token_ids")
+    named = {"stop_token_ids": params.stop_token_ids, "logit_bias": params.logit_bias or ()}
+    named["termination_id"] = () if params.termination_id in (None, -1) else (params.termination_id,)
+    for name, ids in named.items():
+        if bad := [token for token in ids if not 0 <= token < vocab_size]:
+            raise ValueError(f"{name} holds {bad[:5]}; token ids are from 0 to {vocab_size - 1}")
+    ending = params.termination_id
+    if ending is None and tokenizer is not None:
+        ending = tokenizer.eod
+    ids = set(params.stop_token_ids)
+    if ending is not None and ending >= 0 and not params.ignore_eos:
+        ids.add(ending)
+    return frozenset(ids)
+
+
+def integers_of(prompt: object) -> list[int]:
+    """Ids of a prompt that was refused, for its record; empty for text and for what is no sequence of integers."""
+    try:
+        tokens = [] if isinstance(prompt, str) else _sequence(prompt, -1)
+    except InvalidTokenError:
+        return []
+    return [int(token) for token in tokens] if all(_is_integer(token) for token in tokens) else []
+
+
+def _is_integer(token: object) -> bool:
+    return isinstance(token, Integral) and not isinstance(token, bool)
+
+
+def _sequence(prompt: object, request_id: int) -> list[Any]:
+    if isinstance(prompt, Tensor | np.ndarray):
+        if prompt.ndim != 1:
+            raise InvalidTokenError(
+                request_id, f"the prompt has shape {tuple(prompt.shape)}; token ids come in one dimension, a prompt a request"
+            )
+        return prompt.tolist()
+    if isinstance(prompt, bytes | bytearray | memoryview) or not isinstance(prompt, Sequence):
+        raise InvalidTokenError(request_id, f"the prompt is a {type(prompt).__name__}; give text, or a sequence of token ids")
+    return list(prompt)
