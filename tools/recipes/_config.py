@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from mcore_moe import MoEConfig
+from mcore_moe import MoEConfig, moe_feed_forward
 from mcore_parallel import ParallelPlan
 from mcore_parallel.data import MaskedTokensConfig
 from mcore_parallel.graphs import CudaGraphConfig
 from mcore_parallel.guard import RestartConfig, WatchdogConfig
-from mcore_parallel.models import TransformerConfig
+from mcore_parallel.models import TransformerConfig, check_layout, dense_feed_forward
 from mcore_parallel.optim import OptimizerConfig
 from mcore_parallel.pipeline import PipelineConfig
 from mcore_parallel.training import (
@@ -230,6 +230,8 @@ class RunConfig:
         # It would never be read: while a run has steps of its own, it goes on from the newest.
         if self.load.path and Path(os.path.abspath(self.load.path)).is_relative_to(Path(os.path.abspath(self.output)) / "checkpoints"):
             raise ValueError(f"load.path={self.load.path!r} lies in output={self.output!r}; begin in another folder, or set load.path=")
+        feed_forward = moe_feed_forward(self.moe) if self.moe else dense_feed_forward
+        check_layout(self.model, self.plan, feed_forward=feed_forward)
         if self.masked:
             self._check_masked(self.masked)
         if self.dumps.every:

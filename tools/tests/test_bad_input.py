@@ -36,7 +36,8 @@ def fails(main: Callable[[], int], arguments: list[str], monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (["plan.tp=3"], ["tp=3", "dp=1", "= 3 ranks", "world has 1"]),
+        (["plan.tp=2"], ["tp=2", "dp=1", "= 2 ranks", "world has 1"]),
+        (["plan.tp=3"], ["tp=3 must divide", "lower tp"]),
         (["data.prefix="], ["data.prefix is empty", "mcore-preprocess"]),
         (["data.prefix={data}/nothing"], ["nothing.idx", "No such file"]),
         (["data.prefix={data}/broken"], ["broken.idx", "truncated"]),

@@ -35,3 +35,27 @@ def test_grouped_products_equal_sequential_ones(counts: list[int]) -> None:
     assert error(leaves[0].grad, leaves[1].grad) < 1e-2
     for ours, reference in zip(grouped.parameters(), exact.parameters(), strict=True):
         assert error(ours.grad, reference.grad) < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("hidden_size", "ffn_size"), [(16, 8), (8, 24), (24, 40)])
+def test_the_widths_that_pass_the_check_can_be_multiplied(hidden_size: int, ffn_size: int) -> None:
+    from mcore_parallel.backends import check_grouped_width
+
+    for name, width in (("hidden_size", hidden_size), ("ffn_size", ffn_size)):
+        check_grouped_width(name, width, torch.bfloat16, "cuda")
+    experts = GroupedMLP(2, hidden_size, ffn_size, ProcessGroups.single(), dtype=torch.bfloat16, device="cuda")
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    rows = torch.randn(6, hidden_size, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    experts(rows, [4, 2]).sum().backward()
+    assert rows.grad is not None and rows.grad.isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("hidden_size", "ffn_size"), [(16, 12), (12, 16)])
+def test_the_widths_that_are_refused_cannot(hidden_size: int, ffn_size: int) -> None:
+    experts = GroupedMLP(2, hidden_size, ffn_size, ProcessGroups.single(), dtype=torch.bfloat16, device="cuda")
+    rows = torch.randn(6, hidden_size, dtype=torch.bfloat16, device="cuda")
+    with pytest.raises(RuntimeError, match="16"):
+        experts(rows, [4, 2])

@@ -4,6 +4,12 @@
 
 from dataclasses import dataclass
 
+import torch
+
+from mcore_parallel import ParallelPlan, check_field_types
+from mcore_parallel.backends import check_grouped_width
+from mcore_parallel.models import TransformerConfig
+
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
@@ -33,6 +39,11 @@ class MoEConfig:
     """Weight of the load-balancing loss; 0 switches it off."""
 
     def __post_init__(self) -> None:
+        check_field_types(self)
+        if self.moe_ffn_hidden_size is not None and self.moe_ffn_hidden_size < 1:
+            raise ValueError(
+                f"moe_ffn_hidden_size={self.moe_ffn_hidden_size} must be at least 1; leave it out for the model's ffn_hidden_size"
+            )
         if self.num_moe_experts < 1:
             raise ValueError(f"num_moe_experts={self.num_moe_experts} must be at least 1")
         if not 1 <= self.moe_router_topk <= self.num_moe_experts:
@@ -47,3 +58,29 @@ class MoEConfig:
             )
         if self.moe_aux_loss_coeff < 0:
             raise ValueError(f"moe_aux_loss_coeff={self.moe_aux_loss_coeff} must not be negative")
+
+
+def check_experts(
+    config: MoEConfig, model: TransformerConfig, plan: ParallelPlan, *, dtype: torch.dtype, device: torch.device | str
+) -> None:
+    """Whether a layout can divide the experts of a layer, and the device multiply them; costs no tensor.
+
+    Args:
+        config: the mixture.
+        model: the layer's; its width, and that of experts that have none of their own.
+        plan: ep and etp are read, and whether tp ranks share the tokens.
+        dtype: of the parameters.
+        device: of the parameters.
+
+    Raises:
+        ValueError: names field, value and what to change.
+    """
+    width, etp = config.moe_ffn_hidden_size or model.ffn_size, plan.expert_tp
+    if config.num_moe_experts % plan.ep:
+        raise ValueError(f"ep={plan.ep} must divide num_moe_experts={config.num_moe_experts}; lower ep or change num_moe_experts")
+    if width % etp:
+        raise ValueError(f"etp={etp} must divide the expert width {width}; lower etp or change moe_ffn_hidden_size")
+    if plan.tp > 1 and not plan.sequence_parallel:
+        raise ValueError(f"tp={plan.tp} with experts needs sequence_parallel=True, or each tp rank would send the same tokens")
+    check_grouped_width("hidden_size", model.hidden_size, dtype, device)
+    check_grouped_width("moe_ffn_hidden_size", width // etp, dtype, device)

@@ -3,15 +3,17 @@
 """A mixture of experts that fits a transformer layer's feed-forward slot."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from mcore_moe._config import MoEConfig
+from mcore_moe._config import MoEConfig, check_experts
 from mcore_moe._experts import GroupedMLP
 from mcore_moe._router import TopKRouter
 from mcore_moe.dispatch import MoEAlltoAllTokenDispatcher
-from mcore_parallel.models import FeedForwardBuilder, Site
+from mcore_parallel import ParallelPlan
+from mcore_parallel.models import FeedForwardBuilder, Site, TransformerConfig
 from mcore_parallel.nn import Step
 
 
@@ -45,6 +47,7 @@ class MoELayer(nn.Module):
         groups = site.groups
         if groups.tp.size > 1 and not groups.sequence_parallel:
             raise ValueError(f"tp={groups.tp.size} with experts needs sequence_parallel=True, or each tp rank would send the same tokens")
+        check_experts(config, site.config, groups.plan, dtype=dtype, device=device)
         hidden_size = site.config.hidden_size
         self.router = TopKRouter(config, hidden_size, groups, dtype=dtype, device=device)
         self.dispatcher = MoEAlltoAllTokenDispatcher(config.num_moe_experts, groups.ep, groups.expt_tp, pause=pause)
@@ -71,10 +74,21 @@ def moe_feed_forward(config: MoEConfig, *, pause: Callable[[], None] | None = No
     ``combined_one_f_one_b``.
     """
 
-    def build(site: Site) -> nn.Module:
-        return MoELayer(config, site, dtype=site.dtype, device=site.device, pause=pause)
+    return _MixtureBuilder(config, pause)
 
-    return build
+
+@dataclass(frozen=True)
+class _MixtureBuilder:
+    """Builds a layer, and says before (``mcore_parallel.models.LayoutChecked``) whether a layout can divide it."""
+
+    config: MoEConfig
+    pause: Callable[[], None] | None
+
+    def __call__(self, site: Site) -> nn.Module:
+        return MoELayer(self.config, site, dtype=site.dtype, device=site.device, pause=self.pause)
+
+    def check_layout(self, config: TransformerConfig, plan: ParallelPlan, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        check_experts(self.config, config, plan, dtype=dtype, device=device)
 
 
 def pop_expert_load(model: nn.Module) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 """The trunk: process grids, parallel layers, models, data, optimizers and the training loop."""
 
 from mcore_parallel._communicator import CommunicatorOptions, Group, load_communicator_options
+from mcore_parallel._field_types import check_field_types
 from mcore_parallel._grid import HyperCommGrid
 from mcore_parallel._groups import ProcessGroups
 from mcore_parallel._plan import ParallelPlan
@@ -21,6 +22,7 @@ __all__ = [
     "RandomStreams",
     "ShardSpec",
     "ShardedModule",
+    "check_field_types",
     "deprecated",
     "experimental_api",
     "internal_api",

@@ -5,6 +5,8 @@
 import math
 from dataclasses import dataclass
 
+from mcore_parallel._field_types import check_field_types
+
 AXES = ("tp", "cp", "ep", "dp", "pp")
 
 
@@ -32,7 +34,7 @@ class ParallelPlan:
             holds the distributed optimizer's state once.
 
     Raises:
-        ValueError: a degree below one, an unknown or missing axis, degrees that do not divide the world.
+        ValueError: a degree below one or that is no integer, an unknown or missing axis, degrees that do not divide the world.
 
     Example:
         >>> ParallelPlan(tp=2, ep=2, dp=4).world_size
@@ -52,6 +54,7 @@ class ParallelPlan:
     optimizer_instances: int = 1
 
     def __post_init__(self) -> None:
+        check_field_types(self)
         for name in ("tp", "pp", "vpp", "cp", "ep", "dp", "optimizer_instances"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")

@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """One product with a weight an expert."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -27,6 +28,36 @@ class GroupedProducts(Protocol):
         ...
 
 
+_ROW_BYTES = 16
+"""Of which the rows of both factors and of the result are a multiple in ``torch.nn.functional.grouped_mm``."""
+
+
+def check_grouped_width(field: str, width: int, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
+    """Whether grouped bfloat16 products on a GPU take rows of that many elements; elsewhere every width will do.
+
+    Args:
+        field: what the width is called, for the error.
+        width: of this rank, after its division over expert tensor parallelism.
+        dtype: of the weights; None for torch's default.
+        device: of the weights; "meta" counts as the GPU where there is one.
+
+    Raises:
+        ValueError: names field, width and the next one that will do.
+
+    Example:
+        >>> check_grouped_width("moe_ffn_hidden_size", 12, torch.bfloat16, "cpu")
+    """
+    kind = torch.get_default_device().type if device is None else torch.device(device).type
+    on_gpu = kind == "cuda" or (kind == "meta" and torch.cuda.is_available())
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    step = _ROW_BYTES // dtype.itemsize
+    if on_gpu and dtype == torch.bfloat16 and width % step:
+        raise ValueError(
+            f"{field}={width} on a rank must be a multiple of {step}: grouped products of bfloat16 need rows of {_ROW_BYTES} bytes; "
+            f"use {width + -width % step} on a rank, or float32"
+        )
+
+
 class GroupedLinear(nn.Module):
     """``y = x W_e^T`` for rows that are sorted by expert; weight [N, *out, I], experts cut over ep.
 
@@ -43,7 +74,7 @@ class GroupedLinear(nn.Module):
         products: who computes; None for torch.
 
     Raises:
-        ValueError: a degree does not divide its dim.
+        ValueError: a degree does not divide its dim, a width that ``check_grouped_width`` refuses.
     """
 
     def __init__(
@@ -62,6 +93,10 @@ class GroupedLinear(nn.Module):
         out = (out_features,) if isinstance(out_features, int) else tuple(out_features)
         shards = {"ep": 0} | ({} if tp_dim is None else {"tp": tp_dim})
         self._spec = ShardSpec(shape=(num_experts, *out, in_features), view="expert", shards=shards)
+        if products is None:
+            _, *local_out, local_in = self._spec.local_shape(groups)
+            check_grouped_width("in_features", local_in, dtype, device)
+            check_grouped_width("out_features", math.prod(local_out), dtype, device)
         self.weight = nn.Parameter(torch.empty(self._spec.local_shape(groups), dtype=dtype, device=device))
         self.products = products
         self._main_grad: MainGradient | None = None

@@ -5,7 +5,7 @@
 from mcore_parallel.context_parallel._ahead import tokens_ahead
 from mcore_parallel.context_parallel._core import ContextParallelAttention, LayeredAttention, SequenceStep
 from mcore_parallel.context_parallel._errors import HeadSplitError, SequenceSplitError
-from mcore_parallel.context_parallel._factory import CP_COMM_TYPES, context_parallel_attention
+from mcore_parallel.context_parallel._factory import CP_COMM_TYPES, context_parallel_attention, exchange_size
 from mcore_parallel.context_parallel._zigzag import sequence_lengths, zigzag_indices, zigzag_inverse
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "SequenceSplitError",
     "SequenceStep",
     "context_parallel_attention",
+    "exchange_size",
     "sequence_lengths",
     "tokens_ahead",
     "zigzag_indices",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from mcore_parallel._groups import Group, ProcessGroups
+from mcore_parallel._plan import ParallelPlan
 from mcore_parallel.context_parallel._core import ContextParallelAttention, LayeredAttention
 from mcore_parallel.context_parallel._tiles import Window
 
@@ -54,8 +55,7 @@ def context_parallel_attention(
     if softmax_type not in ("vanilla", "off-by-one"):
         raise ValueError(f'softmax_type={softmax_type!r} must be "vanilla" or "off-by-one"; give "learnable" to SelfAttention')
     names = (cp_comm_type,) if isinstance(cp_comm_type, str) else tuple(cp_comm_type)
-    if unknown := set(names) - set(CP_COMM_TYPES):
-        raise ValueError(f"cp_comm_type={sorted(unknown)[0]!r} must be one of {', '.join(CP_COMM_TYPES)}")
+    _check_names(names)
     given: Sequence[Window | None] = (window_size,) if window_size is None or isinstance(window_size[0], int) else window_size  # type: ignore[assignment]
     windows = tuple(_window(window, causal) for window in given)
 
@@ -78,6 +78,28 @@ def context_parallel_attention(
     return LayeredAttention([made[choice] for choice in choices])
 
 
+def exchange_size(cp_comm_type: str, plan: ParallelPlan) -> int:
+    """Ranks among which this way to communicate exchanges tokens for heads; they must divide the heads of a tp rank.
+
+    Raises:
+        ValueError: an unknown name, other than two levels of ``hierarchical_cp``.
+
+    Example:
+        >>> [exchange_size(name, ParallelPlan(cp=4, hierarchical_cp=(2, 2))) for name in ("p2p", "a2a", "a2a+p2p")]
+        [1, 4, 2]
+    """
+    _check_names((cp_comm_type,))
+    sizes = plan.hierarchical_cp
+    if cp_comm_type == "a2a+p2p" and len(sizes) != 2:
+        raise ValueError(f'hierarchical_cp={sizes} must hold two sizes, (a2a, p2p), for cp_comm_type "a2a+p2p"; set it in the ParallelPlan')
+    return plan.cp if cp_comm_type == "a2a" else sizes[0] if cp_comm_type == "a2a+p2p" else 1
+
+
+def _check_names(names: Sequence[str]) -> None:
+    if unknown := set(names) - set(CP_COMM_TYPES):
+        raise ValueError(f"cp_comm_type={sorted(unknown)[0]!r} must be one of {', '.join(CP_COMM_TYPES)}")
+
+
 def _roles(groups: ProcessGroups, name: str) -> dict[str, Group]:
     """The groups of a core's three ways to communicate."""
     cp = groups.cp
@@ -86,9 +108,7 @@ def _roles(groups: ProcessGroups, name: str) -> dict[str, Group]:
     if name != "a2a+p2p":
         roles[{"p2p": "ring", "all_gather": "gathered", "a2a": "heads"}[name]] = cp
         return roles
-    sizes = groups.plan.hierarchical_cp
-    if len(groups.hierarchical_cp) != 2:
-        raise ValueError(f'hierarchical_cp={sizes} must hold two sizes, (a2a, p2p), for cp_comm_type "a2a+p2p"; set it in the ParallelPlan')
+    exchange_size(name, groups.plan)
     roles["heads"], roles["ring"] = groups.hierarchical_cp
     return roles
 

@@ -11,6 +11,7 @@ from mcore_parallel.models._hybrid import MambaModel, as_pattern, hybrid_config,
 from mcore_parallel.models._init import SelfInitialised
 from mcore_parallel.models._latent import latent_attention
 from mcore_parallel.models._layer import TransformerLayer, dense_feed_forward, self_attention
+from mcore_parallel.models._layout import LayoutChecked, check_layout
 from mcore_parallel.models._output import ModelOutput, OutputLayer
 from mcore_parallel.models._pattern import (
     LayerPattern,
@@ -32,6 +33,7 @@ __all__ = [
     "GPTModel",
     "LayerPattern",
     "LayerPatternError",
+    "LayoutChecked",
     "MambaModel",
     "MixerBuilder",
     "ModelOutput",
@@ -42,6 +44,7 @@ __all__ = [
     "TransformerLayer",
     "allocate_layers",
     "as_pattern",
+    "check_layout",
     "dense_feed_forward",
     "feed_forward_share",
     "flops_per_token",

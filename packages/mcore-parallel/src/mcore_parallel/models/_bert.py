@@ -15,6 +15,7 @@ from mcore_parallel.models._bert_heads import BertOutput, MaskedTokenHead, Poole
 from mcore_parallel.models._config import TransformerConfig
 from mcore_parallel.models._init import fill_parameters
 from mcore_parallel.models._layer import build_norm, dense_feed_forward, self_attention
+from mcore_parallel.models._layout import check_layout
 from mcore_parallel.models._memory import StageMemory
 from mcore_parallel.models._output import OutputLayer
 from mcore_parallel.models._positions import rotary_config
@@ -71,6 +72,7 @@ class BertModel(nn.Module):
         _check(config, groups, num_token_types)
         self.config, self.groups, self.dtype = config, groups, dtype
         here = place_stage(config, groups.pp, layers)
+        check_layout(config, groups.plan, ends=here.embedding or here.loss)
         self.is_first, self.is_last, self.stage_layers = here.embedding, here.loss, here.layers
         tied, shared = config.share_embeddings_and_output_weights, shares_table(config, groups.pp, here)
         self.memory = StageMemory(recompute, offload, len(here.layers), groups, own_core=True)

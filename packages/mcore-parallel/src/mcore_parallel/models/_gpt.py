@@ -15,6 +15,7 @@ from mcore_parallel.models._config import TransformerConfig
 from mcore_parallel.models._init import fill_parameters
 from mcore_parallel.models._latent import latent_attention
 from mcore_parallel.models._layer import build_norm, dense_feed_forward, self_attention
+from mcore_parallel.models._layout import check_layout
 from mcore_parallel.models._memory import StageMemory
 from mcore_parallel.models._mixers import delta_net_mixer, mamba_mixer
 from mcore_parallel.models._mtp import TokenDepth, predict_further
@@ -98,6 +99,17 @@ class GPTModel(nn.Module):
         if mixer is not None and attention_core is not None:
             raise ValueError("mixer and attention_core exclude one another; give the core to the mixer's builder")
         here = place_stage(config, stages, layers)
+        check_layout(
+            config,
+            groups.plan,
+            feed_forward=feed_forward,
+            attention_core=attention_core,
+            own_mixer=mixer is not None,
+            ends=here.embedding or here.loss,
+            layer_configs=(layer_configs or {}).values(),
+            dtype=dtype,
+            device=device,
+        )
         self.is_first, self.is_last, held, depths = here.embedding, here.loss, here.layers, here.mtp_layers
         tied, shared = config.share_embeddings_and_output_weights, shares_table(config, stages, here)
         further = len(depths) > 0

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mcore_parallel._field_types import check_field_types
 from mcore_parallel.models._pattern import read_pattern
 from mcore_parallel.nn import is_layer_window_attention
 
@@ -43,11 +44,12 @@ class ConfigRule:
 
 
 def check_config(config: TransformerConfig) -> None:
-    """Whether all rules hold.
+    """Whether all fields have their types and all rules hold.
 
     Raises:
-        ValueError: the first one that does not.
+        ValueError: a field of another type, or the first rule that does not hold.
     """
+    check_field_types(config)
     for rule in CONFIG_RULES:
         rule.check(config)
 

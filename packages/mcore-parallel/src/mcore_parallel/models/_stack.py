@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from mcore_parallel._groups import Group
 from mcore_parallel.models._config import TransformerConfig
 from mcore_parallel.models._layer import TransformerLayer, dense_feed_forward
+from mcore_parallel.models._layout import is_dense
 from mcore_parallel.models._pattern import SYMBOLS, LayerPattern, LayerPatternError, read_pattern
 from mcore_parallel.models._slots import FeedForwardBuilder, MixerBuilder, Site
 from mcore_parallel.nn import LayerMemory
@@ -41,7 +42,7 @@ class LayerStack:
 
     def __post_init__(self) -> None:
         config, pattern = self.config, self.pattern
-        text, given = config.hybrid_layer_pattern or "", not _is_dense(self.feed_forward)
+        text, given = config.hybrid_layer_pattern or "", not is_dense(self.feed_forward)
         if pattern is not None and given and "E" not in text:
             raise LayerPatternError(
                 f"hybrid_layer_pattern={text!r} has no E for the feed_forward that was given; write E, or leave feed_forward out"
@@ -74,17 +75,12 @@ class LayerStack:
         if symbol is None:
             return TransformerLayer(site, self.mixers["*"], self.feed_forward, memory)
         if symbol == "-":
-            dense = self.feed_forward if _is_dense(self.feed_forward) else dense_feed_forward
+            dense = self.feed_forward if is_dense(self.feed_forward) else dense_feed_forward
             return TransformerLayer(site, None, dense, memory)
         if symbol == "E":
             return TransformerLayer(site, None, self.feed_forward, memory)
         name = SYMBOLS[symbol] if symbol in "MG" else "attention"
         return TransformerLayer(site, self.mixers[symbol], None, memory, mixer_name=name)
-
-
-def _is_dense(feed_forward: FeedForwardBuilder) -> bool:
-    """Whether that is ``dense_feed_forward``, perhaps with options."""
-    return (feed_forward.func if isinstance(feed_forward, functools.partial) else feed_forward) is dense_feed_forward
 
 
 def depth_symbols(config: TransformerConfig) -> list[str | None]:

@@ -4,6 +4,8 @@
 
 from dataclasses import dataclass, fields
 
+from mcore_parallel._field_types import check_field_types
+
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttentionConfig:
@@ -29,6 +31,7 @@ class LatentAttentionConfig:
     """Channels of a value head."""
 
     def __post_init__(self) -> None:
+        check_field_types(self)
         for field in fields(self):
             value = getattr(self, field.name)
             if value is not None and value < 1:

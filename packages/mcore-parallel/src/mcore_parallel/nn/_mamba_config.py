@@ -5,6 +5,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from mcore_parallel._field_types import check_field_types
+
 
 @dataclass(frozen=True, kw_only=True)
 class MambaConfig:
@@ -28,6 +30,8 @@ class MambaConfig:
 
     def __post_init__(self) -> None:
         _at_least_one(self, "state_dim", "head_dim", "num_groups", "expand", "conv_kernel", "chunk_size")
+        if self.num_heads is not None and self.num_heads < 1:
+            raise ValueError(f"num_heads={self.num_heads} must be at least 1; leave it out for expand * hidden_size / head_dim")
         if not 0.0 <= self.dt_limits[0] <= self.dt_limits[1]:
             raise ValueError(f"dt_limits={self.dt_limits} must rise from at least 0")
 
@@ -69,6 +73,7 @@ class GatedDeltaNetConfig:
 
 
 def _at_least_one(config: Any, *names: str) -> None:
+    check_field_types(config)
     for name in names:
         if getattr(config, name) < 1:
             raise ValueError(f"{name}={getattr(config, name)} must be at least 1")

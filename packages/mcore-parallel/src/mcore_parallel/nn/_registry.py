@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from mcore_parallel._groups import ProcessGroups
-from mcore_parallel.context_parallel import context_parallel_attention
+from mcore_parallel.context_parallel import HeadSplitError, context_parallel_attention, exchange_size
 from mcore_parallel.nn._attention_spec import AttentionSpec
 from mcore_parallel.nn._cores import AttentionCore
 
@@ -209,6 +209,11 @@ class ContextParallelBuilder:
 
     def build_core(self, spec: AttentionSpec, groups: ProcessGroups, layer: int) -> AttentionCore:
         name = self.cp_comm_type if isinstance(self.cp_comm_type, str) else self.cp_comm_type[layer]
+        if spec.num_heads % (size := exchange_size(name, groups.plan)):
+            raise HeadSplitError(
+                f"cp_comm_type={name!r} exchanges tokens for heads among {size} ranks, which must divide num_heads={spec.num_heads} of a "
+                "tp rank; use 'p2p' or 'all_gather'"
+            )
         # Layers alike share the plans of a core.
         if (spec, name) not in self._made:
             self._made[spec, name] = build_context_parallel(spec, groups, name)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mcore_parallel._field_types import check_field_types
+
 # D width that turns, of which each of D / 2 frequencies takes two channels.
 
 
@@ -103,6 +105,7 @@ class YarnScaling:
 
 
 def _check_positive(scaling: object, *names: str) -> None:
+    check_field_types(scaling)
     for name in names:
         if not getattr(scaling, name) > 0:
             raise ValueError(f"{name}={getattr(scaling, name)} of {type(scaling).__name__} must be positive")

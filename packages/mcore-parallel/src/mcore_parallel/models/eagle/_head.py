@@ -14,6 +14,7 @@ from mcore_parallel._groups import ProcessGroups
 from mcore_parallel.context_parallel import sequence_lengths, tokens_ahead
 from mcore_parallel.models._init import fill_parameters
 from mcore_parallel.models._layer import TransformerLayer, build_norm, dense_feed_forward, self_attention
+from mcore_parallel.models._layout import check_layout
 from mcore_parallel.models._output import ModelOutput, OutputLayer
 from mcore_parallel.models._positions import rotary_config
 from mcore_parallel.models._slots import Site
@@ -98,6 +99,7 @@ class EagleHead(nn.Module):
                 f"vocabulary={held} (tokens, of how many) must be (draft_vocab_size, vocab_size)={asked}; "
                 "count one of that size with DraftVocabulary.from_counts, or leave out both"
             )
+        check_layout(sizes, groups.plan, ends=vocabulary is None)
         self.config, self.groups, self.vocabulary, self.dtype = sizes, groups, vocabulary, dtype
         self.architecture = config
         place: dict[str, Any] = {"dtype": dtype, "device": device}
