@@ -33,6 +33,7 @@ _LLAMA3 = {
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 8.0, "beta_slow": 1.0}
 _LATENT = {"kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "first_k_dense_replace": 2}
 _ENCODER = {**_NO_GROUPS, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_DROPOUT = ("hidden_dropout_prob", "attention_probs_dropout_prob")
 _NO_CONTEXT = "heads that read the first token of each sequence, so context parallelism is refused"
 ALL_LAYOUTS = ("tp1", "tp2", "pp2", "tp2 x cp2")
 NO_CONTEXT = ALL_LAYOUTS[:3]
@@ -58,6 +59,9 @@ class Reference:
     """Why a layout is missing, to stand below the table."""
     published: str = ""
     """Folder of a model of the kind, for the command in its row; a variant has no row."""
+
+    ignored: tuple[str, ...] = ()
+    """Entries of the published config.json that the command passes over."""
 
     @property
     def shown(self) -> bool:
@@ -147,7 +151,7 @@ REFERENCES: Mapping[str, Reference] = {
     ),
     "bert": Reference(
         title="BERT", published="bert-base-uncased", family="bert", kind="Bert", model_class="BertForPreTraining",
-        sizes=_ENCODER, layouts=NO_CONTEXT, note=_NO_CONTEXT,
+        sizes=_ENCODER, layouts=NO_CONTEXT, note=_NO_CONTEXT, ignored=_DROPOUT,
     ),
     "bert_masked": Reference(
         title="BERT without the sentence-pair head", family="bert", kind="Bert", model_class="BertForMaskedLM", sizes=_ENCODER,
@@ -155,7 +159,7 @@ REFERENCES: Mapping[str, Reference] = {
     ),
     "megatron_bert": Reference(
         title="Megatron-BERT", published="megatron-bert-uncased-345m", family="megatron_bert", kind="MegatronBert",
-        model_class="MegatronBertForPreTraining", sizes=_ENCODER, layouts=NO_CONTEXT, note=_NO_CONTEXT,
+        model_class="MegatronBertForPreTraining", sizes=_ENCODER, layouts=NO_CONTEXT, note=_NO_CONTEXT, ignored=_DROPOUT,
     ),
     "mixtral": Reference(
         title="Mixtral", published="Mixtral-8x7B-v0.1", family="mixtral", kind="Mixtral",

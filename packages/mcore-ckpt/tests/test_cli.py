@@ -75,6 +75,11 @@ def test_a_model_goes_out_to_hugging_face_and_back(tmp_path, capsys):
     assert main(["import-hf", str(tmp_path / "hf"), str(tmp_path / "back"), "--prefix", "model."]) == 0
     back = {name: torch.zeros_like(value) for name, value in state.items()}
     assert load(back, tmp_path / "back")["family"] == "llama"
+    theirs = json.loads((tmp_path / "hf" / "config.json").read_text()) | {"attention_dropout": 0.1}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(theirs))
+    assert main(["import-hf", str(tmp_path / "hf"), str(tmp_path / "none")]) == 2
+    assert "attention_dropout=0.1 is not supported" in capsys.readouterr().err and not (tmp_path / "none").exists()
+    assert main(["import-hf", str(tmp_path / "hf"), str(tmp_path / "without"), "--ignore", "attention_dropout"]) == 0
     assert all(torch.equal(back[name], state[name]) for name in state)
     assert main(["export-hf", str(tmp_path / "c"), str(tmp_path / "hf"), *arguments]) == 2
     assert "not an empty folder" in capsys.readouterr().err

@@ -44,7 +44,7 @@ PUBLISHED = {
     ),
     "gemma-2b": (
         decoder(
-            "gemma", 18, 2048, 16384, 8, 1, 256000, head_dim=256, hidden_act="gelu_pytorch_tanh", hidden_activation=None,
+            "gemma", 18, 2048, 16384, 8, 1, 256000, head_dim=256, hidden_act="gelu", hidden_activation=None,
             tie_word_embeddings=True,
         ),
         2_506_172_416,
@@ -101,10 +101,14 @@ PUBLISHED = {
 }  # fmt: skip
 
 
+IGNORED = {"bert-base-uncased": ("hidden_dropout_prob", "attention_probs_dropout_prob")}
+"""What the command in the table of models passes over."""
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_model_has_as_many_parameters_as_it_is_known_to_have(name):
     theirs, known = PUBLISHED[name]
-    family, config = from_hf_config(theirs)
+    family, config = from_hf_config(theirs, IGNORED.get(name, ()))
     found = sum(math.prod(site.shape) for site in sites(family.rules, measure(config), config))
     assert (found if isinstance(known, int) else round(found, -8)) == known
     again = {"max_position_embeddings": 32768} | to_hf_config(config, family, "bfloat16")
@@ -123,5 +127,5 @@ def test_what_a_family_does_not_describe_is_refused_by_the_name_of_its_setting()
     }
     for name, (change, words) in changes.items():
         with pytest.raises(CheckpointingException) as caught:
-            from_hf_config(PUBLISHED[name][0] | change)
+            from_hf_config(PUBLISHED[name][0] | change, IGNORED.get(name, ()))
         assert words in str(caught.value), name

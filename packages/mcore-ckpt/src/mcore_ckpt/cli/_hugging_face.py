@@ -30,6 +30,9 @@ def add_to(commands: Commands) -> None:
     command.add_argument("directory", help="folder with config.json and safetensors")
     command.add_argument("output", help="folder to create")
     command.add_argument("--prefix", default="", help="what to put before the model's names")
+    command.add_argument(
+        "--ignore", action="append", default=[], metavar="NAME", help="entry of config.json to pass over: dropout, or what changes nothing"
+    )
     add_dtype(command)
     command.set_defaults(run=_import_hf)
 
@@ -56,5 +59,6 @@ def _export_hf(options: argparse.Namespace) -> int:
 def _import_hf(options: argparse.Namespace) -> int:
     dtype, stored = chosen_dtype(options), sum(path.stat().st_size for path in Path(options.directory).glob("*.safetensors"))
     with progress("importing", stored) as on_bytes:
-        import_checkpoint_hf(options.directory, options.output, prefix=options.prefix, dtype=dtype, on_bytes=on_bytes)
+        more = {"prefix": options.prefix, "dtype": dtype, "on_bytes": on_bytes, "ignore": options.ignore}
+        import_checkpoint_hf(options.directory, options.output, **more)
     return 0

@@ -3,12 +3,13 @@
 """A model's config in our field names and as config.json, both ways, by the codecs of the family."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt.hf._families import FAMILIES, NOT_COVERED
 from mcore_ckpt.hf._fields import DEFAULTS, NESTED, Config, Family, refuse
+from mcore_ckpt.hf._unread import check_entries
 
 __all__ = ["brief", "complete", "family_named", "from_hf_config", "measure", "to_hf_config"]
 
@@ -183,11 +184,16 @@ def to_hf_config(full: Config, family: Family, dtype: str) -> dict[str, Any]:
     return {**config, "torch_dtype": dtype, "dtype": dtype, "use_cache": True}
 
 
-def from_hf_config(config: Config) -> tuple[Family, dict[str, Any]]:
+def from_hf_config(config: Config, ignore: Collection[str] = ()) -> tuple[Family, dict[str, Any]]:
     """The family of a config.json and the complete config in our field names.
+
+    Args:
+        config: of config.json.
+        ignore: entries to pass over, as of `check_entries`.
 
     Raises:
         CheckpointingException: an unknown family, a missing size, or a setting that means another model than the family describes.
+        ValueError: ``ignore`` names an entry that the weights depend on.
     """
     kinds = {one.model_type: one for one in FAMILIES.values()}
     kind = str(config.get("model_type"))
@@ -195,13 +201,11 @@ def from_hf_config(config: Config) -> tuple[Family, dict[str, Any]]:
     if family is None:
         why = f"; not covered: {NOT_COVERED[kind]}" if kind in NOT_COVERED else ""
         raise CheckpointingException(f"config.json: model_type={config.get('model_type')!r} is none of {', '.join(sorted(kinds))}{why}")
-    for name, value in family.fixed.items():
-        if config.get(name, value) != value:
-            raise CheckpointingException(f"config.json: {name}={config[name]!r} is not supported for {family.name}; only {value!r} is")
     if config.get("quantization_config"):
         raise CheckpointingException(
             "config.json: quantization_config is set; quantised weights are not supported, use the unquantised model"
         )
+    check_entries(config, family, ignore)
     ours: dict[str, Any] = {}
     try:
         for codec in family.codecs:

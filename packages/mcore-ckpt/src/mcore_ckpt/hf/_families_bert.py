@@ -43,7 +43,7 @@ def _pair_head(kind: str) -> Codec:
     def write(full: Mapping[str, Any]) -> dict[str, Any]:
         return {"architectures": [without if full["add_binary_head"] is False else with_head]}
 
-    return Codec(ours=("add_binary_head",), write=write, read=read)
+    return Codec(ours=("add_binary_head",), theirs=("architectures",), write=write, read=read)
 
 
 def _codecs(kind: str) -> tuple[Codec, ...]:
@@ -67,7 +67,15 @@ _IMPLIES = {
     "kv_channels": lambda full: full["hidden_size"] // full["num_attention_heads"],
 }
 _FREE = {"rotary_base": 1e4, "rotary_percent": 1.0}
-_FIXED = {"position_embedding_type": "absolute", "tie_word_embeddings": True, "is_decoder": False, "add_cross_attention": False}
+_FIXED = {
+    "position_embedding_type": "absolute",
+    "tie_word_embeddings": True,
+    "is_decoder": False,
+    "add_cross_attention": False,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+_SILENT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 _RULES = (
     same("embedding.weight", "bert.embeddings.word_embeddings.weight", "V", "D"),
     same("position_embedding.weight", "bert.embeddings.position_embeddings.weight", "P", "D"),
@@ -96,6 +104,8 @@ _BERT = Family(
     implies={**_IMPLIES, "post_norm": True},
     free=_FREE,
     fixed=_FIXED,
+    silent=_SILENT,
+    inert=frozenset({"classifier_dropout"}),
     rules=(
         *_RULES,
         *_norm("embedding_norm", "bert.embeddings.LayerNorm"),
@@ -113,6 +123,8 @@ _MEGATRON_BERT = Family(
     implies=_IMPLIES,
     free=_FREE,
     fixed=_FIXED,
+    silent=_SILENT,
+    inert=frozenset({"classifier_dropout"}),
     rules=(
         *_RULES,
         *_norm("layers.{layer}.input_norm", _LAYER + "attention.ln"),

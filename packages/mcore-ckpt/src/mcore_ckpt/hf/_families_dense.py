@@ -31,7 +31,7 @@ def _llama_biases() -> Codec:
             refuse("attention_bias", attention, f"beside mlp_bias={mlp} is not supported; both or neither are")
         return {"add_qkv_bias": attention, "add_bias_linear": mlp}
 
-    return Codec(ours=("add_qkv_bias", "add_bias_linear"), write=write, read=read)
+    return Codec(ours=("add_qkv_bias", "add_bias_linear"), theirs=("attention_bias", "mlp_bias"), write=write, read=read)
 
 
 def _qwen_kinds(config: Mapping[str, Any]) -> Sequence[str]:
@@ -56,7 +56,20 @@ def _query_scale() -> Codec:
         width = config.get("query_pre_attn_scalar", 256)
         return {"softmax_scale": None if width == config.get("head_dim", 256) else width**-0.5}
 
-    return Codec(ours=("softmax_scale",), write=write, read=read)
+    return Codec(ours=("softmax_scale",), theirs=("query_pre_attn_scalar", "head_dim"), write=write, read=read)
+
+
+def _tanh_gelu() -> Codec:
+    """Gemma's one activation. The first releases call it "gelu", and a null ``hidden_activation`` beside it means it too."""
+    entries, words = ("hidden_act", "hidden_activation"), (None, "gelu", "gelu_pytorch_tanh")
+
+    def read(config: Mapping[str, Any]) -> dict[str, Any]:
+        for name in entries:
+            if config.get(name) not in words:
+                refuse(name, config[name], "is not supported; only 'gelu' and 'gelu_pytorch_tanh', which mean the same here, are")
+        return {}
+
+    return Codec(ours=(), theirs=entries, write=lambda full: {"hidden_act": "gelu_pytorch_tanh"}, read=read)
 
 
 _TIED = "share_embeddings_and_output_weights"
@@ -87,6 +100,7 @@ _QWEN2 = Family(
     codecs=_QWEN,
     implies={"add_qkv_bias": True},
     fixed={"hidden_act": "silu"},
+    inert=frozenset({"use_mrope"}),
     rules=(*ENDS, *ATTENTION, FFN_NORM, *DENSE_FFN),
     ignored=_INV_FREQ,
 )
@@ -105,10 +119,15 @@ _GEMMA = Family(
     name="gemma",
     model_type="gemma",
     architecture="GemmaForCausalLM",
-    codecs=(*SIZES, renamed("norm_epsilon", "rms_norm_eps", 1e-6), renamed(_TIED, "tie_word_embeddings", True), rotary(base=1e4)),
+    codecs=(
+        *SIZES,
+        renamed("norm_epsilon", "rms_norm_eps", 1e-6),
+        renamed(_TIED, "tie_word_embeddings", True),
+        rotary(base=1e4),
+        _tanh_gelu(),
+    ),
     implies={**_GEMMA_IMPLIES, "activation": "geglu_tanh"},
-    # hidden_activation is how releases before the fix of the activation spelled it; null there means this one.
-    fixed={"hidden_act": "gelu_pytorch_tanh", "attention_bias": False},
+    fixed={"attention_bias": False, "use_bidirectional_attention": False},
     rules=(*ENDS, *ATTENTION, FFN_NORM, *DENSE_FFN),
     ignored=_INV_FREQ,
 )
@@ -134,8 +153,11 @@ _GEMMA3 = Family(
         _query_scale(),
     ),
     implies={**_GEMMA_IMPLIES, "qk_layernorm": True, "sandwich_norm": True},
-    fixed={"attention_bias": False, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    fixed={
+        "attention_bias": False, "attn_logit_softcapping": None, "final_logit_softcapping": None, "use_bidirectional_attention": False,
+    },
+    inert=frozenset({"hidden_act"}),
     rules=(*ENDS, *ATTENTION, *_GEMMA3_NORMS, *DENSE_FFN),
     ignored=_INV_FREQ,
-)
+)  # fmt: skip
 DENSE = (_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GEMMA, _GEMMA3)

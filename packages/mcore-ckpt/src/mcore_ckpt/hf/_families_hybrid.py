@@ -38,6 +38,7 @@ _STACK = ("num_layers", "hybrid_layer_pattern")
 def _only_mamba() -> Codec:
     return Codec(
         ours=_STACK,
+        theirs=("num_hidden_layers",),
         write=lambda full: {"num_hidden_layers": len(_pattern_of(full, "M"))},
         read=lambda config: {"num_layers": config["num_hidden_layers"], "hybrid_layer_pattern": "M" * config["num_hidden_layers"]},
     )
@@ -63,7 +64,8 @@ def _named_layers() -> Codec:
                 refuse("layers_block_type", word, f"is not supported; only {', '.join(_WORDS)} are")
         return {"num_layers": len(words), "hybrid_layer_pattern": "".join(_WORDS.get(word, word) for word in words)}
 
-    return Codec(ours=_STACK, write=write, read=read)
+    theirs = ("num_hidden_layers", "hybrid_override_pattern", "layers_block_type")
+    return Codec(ours=_STACK, theirs=theirs, write=write, read=read)
 
 
 def _pairs() -> Codec:
@@ -84,7 +86,7 @@ def _pairs() -> Codec:
             "hybrid_layer_pattern": "".join("*-" if layer in attention else "M-" for layer in range(count)),
         }
 
-    return Codec(ours=_STACK, write=write, read=read)
+    return Codec(ours=_STACK, theirs=("num_hidden_layers", "attn_layer_indices"), write=write, read=read)
 
 
 def _step_limits() -> Codec:
@@ -97,7 +99,7 @@ def _step_limits() -> Codec:
         limits = config.get("time_step_limit") or (0.0, math.inf)
         return {"mamba.dt_limits": tuple(float(x["__float__"]) if isinstance(x, dict) else float(x) for x in limits)}
 
-    return Codec(ours=("mamba",), write=write, read=read)
+    return Codec(ours=("mamba",), theirs=("time_step_limit",), write=write, read=read)
 
 
 def _least_step() -> Codec:
@@ -113,7 +115,7 @@ def _least_step() -> Codec:
         least = config.get("time_step_min")
         return {"mamba.dt_limits": (0.001 if least is None else float(least), math.inf)}
 
-    return Codec(ours=("mamba",), write=write, read=read)
+    return Codec(ours=("mamba",), theirs=("time_step_min",), write=write, read=read)
 
 
 def _mamba_codecs(theirs: Mapping[str, str], chunk: int) -> tuple[Codec, ...]:
@@ -150,6 +152,13 @@ _BACKBONE_ENDS = (
     *_mamba_rules(_BACKBONE + "mixer."),
 )
 _TIED = renamed("share_embeddings_and_output_weights", "tie_word_embeddings", False)
+# How the first step sizes are drawn, and how 16-bit sums are kept.
+_FIRST_STEPS = frozenset(
+    (
+        *("time_step_floor", "time_step_init_scheme", "time_step_max", "time_step_rank", "time_step_scale"),
+        *("rescale_prenorm_residual", "residual_in_fp32"),
+    )
+)
 _MAMBA2 = Family(
     name="mamba2",
     model_type="mamba2",
@@ -175,6 +184,7 @@ _MAMBA2 = Family(
         "position_embedding_type": "none", "rotary_base": 1e4, "add_qkv_bias": False, "qk_layernorm": False, "rotary_percent": 1.0,
     },
     fixed={"hidden_act": "silu", "use_bias": False},
+    inert=_FIRST_STEPS | {"intermediate_size", "norm_before_gate", "rms_norm", "time_step_min"},
     rules=_BACKBONE_ENDS,
 )  # fmt: skip
 _NEMOTRON_H = Family(
@@ -201,6 +211,14 @@ _NEMOTRON_H = Family(
     fixed={
         "mamba_hidden_act": "silu", "use_bias": False, "mamba_proj_bias": False, "attention_bias": False, "mlp_bias": False,
         "sliding_window": None, "num_nextn_predict_layers": 0,
+    },
+    # All that routes is of layers that this stack does not have.
+    inert=_FIRST_STEPS
+    | {
+        "attention_head_dim", "hidden_act", "mamba_ssm_cache_dtype", "moe_intermediate_size", "moe_latent_size",
+        "moe_shared_expert_intermediate_size", "moe_shared_expert_overlap", "mtp_layers_block_type", "n_group", "n_routed_experts",
+        "n_shared_experts", "norm_topk_prob", "num_experts_per_tok", "rms_norm_eps", "routed_scaling_factor", "time_step_limit",
+        "topk_group", "use_mamba_kernels",
     },
     rules=(
         *_BACKBONE_ENDS,

@@ -5,13 +5,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.hf._fields import Codec, Family, refuse, renamed
+from mcore_ckpt.hf._fields import Codec, Family, inner, refuse, renamed
 from mcore_ckpt.hf._parts import DENSE_FFN, ENDS, FFN_NORM, INPUT_NORM, SIZES, same
 from mcore_ckpt.hf._positions import rotary
 from mcore_ckpt.hf._rules import Dim, Form, Layout, Part, Rule
 
 __all__ = ["LATENT"]
 
+_LATENT_EPSILON = 1e-6
 _LAYER = "model.layers.{layer}.self_attn."
 _OURS = "layers.{layer}.attention."
 
@@ -51,14 +52,39 @@ def _all_dense() -> Codec:
             )
         return {}
 
-    return Codec(ours=(), write=lambda full: {"first_k_dense_replace": full["num_layers"]}, read=read)
+    def write(full: Mapping[str, Any]) -> dict[str, Any]:
+        return {"first_k_dense_replace": full["num_layers"]}
+
+    return Codec(ours=(), theirs=("first_k_dense_replace", "n_routed_experts"), write=write, read=read)
+
+
+def _latent_norms() -> Codec:
+    """The norms of the latents are there at 1e-6, whatever ``rms_norm_eps`` says."""
+
+    def write(full: Mapping[str, Any]) -> dict[str, Any]:
+        own = inner(full, "latent_attention.norm_epsilon")
+        if (full["norm_epsilon"] if own is None else own) != _LATENT_EPSILON:
+            name, value = ("norm_epsilon", full["norm_epsilon"]) if own is None else ("latent_attention.norm_epsilon", own)
+            refuse(name, value, f"of the latents has no name there; set latent_attention.norm_epsilon={_LATENT_EPSILON}")
+        return {}
+
+    def read(config: Mapping[str, Any]) -> dict[str, Any]:
+        return {} if (config.get("rms_norm_eps") or 1e-6) == _LATENT_EPSILON else {"latent_attention.norm_epsilon": _LATENT_EPSILON}
+
+    return Codec(ours=("latent_attention",), theirs=("rms_norm_eps",), write=write, read=read)
 
 
 _CODECS = (
     *(codec for codec in SIZES if codec.ours[0] not in ("num_query_groups", "kv_channels")),
     # As many key-value heads as heads, which expand from the latent.
-    Codec(ours=(), write=lambda full: {"num_key_value_heads": full["num_attention_heads"]}, read=lambda config: {}),
+    Codec(
+        ours=(),
+        theirs=("num_key_value_heads",),
+        write=lambda full: {"num_key_value_heads": full["num_attention_heads"]},
+        read=lambda config: {},
+    ),
     renamed("norm_epsilon", "rms_norm_eps", 1e-6),
+    _latent_norms(),
     renamed("share_embeddings_and_output_weights", "tie_word_embeddings", False),
     rotary(base=1e4),
     renamed("latent_attention.q_lora_rank", "q_lora_rank", None),
@@ -67,6 +93,14 @@ _CODECS = (
 )
 _RULES = (*ENDS, *_ATTENTION, FFN_NORM, *DENSE_FFN)
 _FREE = {"num_query_groups": None, "kv_channels": None, "rotary_interleaved": True}
+# Of the experts and predicting heads that dense layers do not have, and of sizes that follow from others.
+_INERT = frozenset(
+    (
+        *("ep_size", "head_dim", "moe_intermediate_size", "moe_layer_freq", "n_group", "n_shared_experts", "norm_topk_prob"),
+        *("num_experts_per_tok", "num_mtp_layers", "num_nextn_predict_layers", "qk_head_dim", "routed_scaling_factor", "scoring_func"),
+        *("topk_group", "topk_method"),
+    )
+)
 _DEEPSEEK2 = Family(
     name="deepseek2",
     model_type="deepseek_v2",
@@ -74,6 +108,7 @@ _DEEPSEEK2 = Family(
     codecs=_CODECS,
     free=_FREE,
     fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    inert=_INERT,
     rules=_RULES,
     ignored=(".rotary_emb.inv_freq",),
 )
@@ -84,6 +119,7 @@ _DEEPSEEK3 = Family(
     codecs=_CODECS,
     free=_FREE,
     fixed={"hidden_act": "silu", "attention_bias": False, "rope_interleave": True},
+    inert=_INERT,
     rules=_RULES,
     ignored=(".rotary_emb.inv_freq",),
 )

@@ -52,7 +52,7 @@ def _expert_count() -> Codec:
     def write(full: Mapping[str, Any]) -> dict[str, Any]:
         return dict.fromkeys(("num_experts", "num_local_experts"), full["num_moe_experts"])
 
-    return Codec(ours=("num_moe_experts",), write=write, read=read)
+    return Codec(ours=("num_moe_experts",), theirs=("num_experts", "num_local_experts"), write=write, read=read)
 
 
 def _weights_add_up() -> Codec:
@@ -63,7 +63,7 @@ def _weights_add_up() -> Codec:
             refuse("norm_topk_prob", config.get("norm_topk_prob"), "is not supported; only True is")
         return {}
 
-    return Codec(ours=(), write=lambda full: {"norm_topk_prob": True}, read=read)
+    return Codec(ours=(), theirs=("norm_topk_prob",), write=lambda full: {"norm_topk_prob": True}, read=read)
 
 
 _MIXTRAL = Family(
@@ -78,7 +78,7 @@ _MIXTRAL = Family(
         renamed("moe_router_topk", "num_experts_per_tok"),
         rotary(base=1e6),
     ),
-    fixed={"hidden_act": "silu", "sliding_window": None},
+    fixed={"hidden_act": "silu", "sliding_window": None, "router_jitter_noise": 0.0},
     rules=(
         *ENDS,
         *ATTENTION,
@@ -105,6 +105,7 @@ _QWEN3_MOE = Family(
     ),
     implies={"qk_layernorm": True},
     fixed={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    inert=frozenset({"intermediate_size", "max_window_layers", "sliding_window"}),
     rules=(
         *ENDS,
         *ATTENTION,

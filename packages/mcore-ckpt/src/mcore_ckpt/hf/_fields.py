@@ -72,6 +72,7 @@ NESTED: Mapping[str, Config] = MappingProxyType(
     {
         "latent_attention": {
             "q_lora_rank": None, "kv_lora_rank": ..., "qk_nope_head_dim": ..., "qk_rope_head_dim": ..., "v_head_dim": ...,
+            "norm_epsilon": None,
         },
         "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
         "yarn": {
@@ -96,6 +97,8 @@ class Codec:
 
     ours: tuple[str, ...]
     """Names, without the part behind a dot; every value of them goes through ``write``."""
+    theirs: tuple[str, ...]
+    """Entries that ``read`` looks at, or that mean nothing beside them; all others are refused."""
     write: Callable[[Config], dict[str, Any]]
     """Our complete config -> their entries. Raises ValueError for a value that they cannot hold."""
     read: Callable[[Config], dict[str, Any]]
@@ -116,6 +119,10 @@ class Family:
     """Our fields without a meaning for this family, and what an import makes of them."""
     fixed: Config
     """Their entries that are always written, and whose other values mean a model that we do not describe."""
+    silent: Config = field(default_factory=dict)
+    """Values of entries of ``fixed`` that config.json leaves out, where that means another value than the one described."""
+    inert: frozenset[str] = frozenset()
+    """Their entries that change no numbers of this family."""
     rules: tuple[Rule, ...]
     shown_by: Mapping[str, str] = field(default_factory=dict)
     """Our fields that are true where a weight of this name is stored, whatever config.json says."""
@@ -152,7 +159,7 @@ def renamed(ours: str, theirs: str, default: Any = ...) -> Codec:
             raise ValueError(f"lacks {theirs}")
         return {ours: default if value is None else value}
 
-    return Codec(ours=(ours.partition(".")[0],), write=lambda full: {theirs: inner(full, ours)}, read=read)
+    return Codec(ours=(ours.partition(".")[0],), theirs=(theirs,), write=lambda full: {theirs: inner(full, ours)}, read=read)
 
 
 def named(ours: str, theirs: str, words: Mapping[Any, Any], default: Any = ...) -> Codec:
@@ -173,4 +180,4 @@ def named(ours: str, theirs: str, words: Mapping[Any, Any], default: Any = ...) 
             refuse(theirs, word, f"is not supported; only {', '.join(map(repr, words))} is")
         return {ours: words[word]}
 
-    return Codec(ours=(ours.partition(".")[0],), write=write, read=read)
+    return Codec(ours=(ours.partition(".")[0],), theirs=(theirs,), write=write, read=read)

@@ -3,7 +3,7 @@
 """A Hugging Face folder as our tensors, one at a time."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,13 +39,19 @@ class HFModel(NamedTuple):
     """Our global names and whole tensors in host memory; each is read when it is asked for."""
 
 
-def import_hf(directory: str | Path) -> HFModel:
+def import_hf(directory: str | Path, *, ignore: Collection[str] = ()) -> HFModel:
     """Open a folder with config.json and safetensors files. Names, shapes and types are checked before it returns.
+
+    Args:
+        directory: the folder to read.
+        ignore: entries of config.json to pass over: those that this library does not know and that change nothing, and dropout, to train
+            without it. Other entries that nothing here reads are refused.
 
     Raises:
         CheckpointingException: an unknown family or setting; missing, unexpected or misshapen weights, by name; a damaged file.
+        ValueError: ``ignore`` names an entry that the weights depend on.
     """
-    opened = _open(Path(directory))
+    opened = _open(Path(directory), ignore)
     return HFModel(opened.family.name, brief(opened.config), opened.stream())
 
 
@@ -57,6 +63,7 @@ def import_checkpoint_hf(
     dtype: torch.dtype | None = None,
     max_file_bytes: int = DEFAULT_FILE_BYTES,
     on_bytes: Callable[[int], None] | None = None,
+    ignore: Collection[str] = (),
 ) -> None:
     """A checkpoint of the model in a Hugging Face folder. Not collective: call it on one rank.
 
@@ -71,11 +78,13 @@ def import_checkpoint_hf(
         dtype: convert to this; None to keep.
         max_file_bytes: as for `save`.
         on_bytes: told of bytes as they are written.
+        ignore: as of `import_hf`.
 
     Raises:
         CheckpointingException: as `import_hf` and `save`.
+        ValueError: as `import_hf`.
     """
-    opened = _open(Path(directory))
+    opened = _open(Path(directory), ignore)
     state = {prefix + name: tensor for name, tensor in opened.deferred(dtype).items()}
     kept = {name: opened.theirs[name] for name in _KEPT if opened.theirs.get(name) is not None}
     extra = {"family": opened.family.name, "config": brief(opened.config), "hf_config": kept}
@@ -110,9 +119,9 @@ class _Opened:
         return found
 
 
-def _open(folder: Path) -> _Opened:
+def _open(folder: Path, ignore: Collection[str]) -> _Opened:
     theirs = _read_json(folder / "config.json")
-    family, config = from_hf_config(theirs)
+    family, config = from_hf_config(theirs, ignore)
     weights = _open_weights(folder)
     config |= {name: True for name, weight in family.shown_by.items() if weight in weights}
     chosen, problems, used = [], [], set()

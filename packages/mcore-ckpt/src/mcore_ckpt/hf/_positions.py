@@ -13,12 +13,13 @@ __all__ = ["rotary"]
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
-def rotary(*, base: float, share: float = 1.0, window_base: float | None = None) -> Codec:
+def rotary(*, base: float, share: float | None = None, window_base: float | None = None) -> Codec:
     """Rotary embedding, plain or scaled as "linear", "llama3" or "yarn".
 
     Args:
         base: what it means to be silent about it.
-        share: of a head's channels that turn, when nothing is said.
+        share: of a head's channels that turn when the parameters say nothing, whatever stands beside them; None for a family whose
+            attention turns all of them and reads no ``partial_rotary_factor``.
         window_base: base of layers with a window when nothing is said; None where all layers have the same.
     """
 
@@ -29,11 +30,13 @@ def rotary(*, base: float, share: float = 1.0, window_base: float | None = None)
         theta = float(full["rotary_base"])
         parameters = _scaling(full) | {"rope_theta": theta}
         older: dict[str, Any] = {"rope_theta": theta}
-        if full["rotary_percent"] != 1.0 or share != 1.0:
+        if share is not None:
             parameters["partial_rotary_factor"] = older["partial_rotary_factor"] = float(full["rotary_percent"])
-        # transformers before 5 reads rope_scaling, and takes its presence as a scaling.
+        elif full["rotary_percent"] != 1.0:
+            refuse("rotary_percent", full["rotary_percent"], "has no name there: the family's attention turns all channels; set it to 1.0")
+        # transformers before 5 reads rope_scaling, and takes its presence as a scaling; later ones take it for all of rope_parameters.
         if parameters["rope_type"] != "default":
-            older["rope_scaling"] = {key: value for key, value in parameters.items() if key not in older}
+            older["rope_scaling"] = {key: value for key, value in parameters.items() if key != "rope_theta"}
         if window_base is None:
             return older | {"rope_parameters": parameters}
         local = float(theta if full["rotary_base_window"] is None else full["rotary_base_window"])
@@ -47,21 +50,36 @@ def rotary(*, base: float, share: float = 1.0, window_base: float | None = None)
 
     def read(config: Config) -> dict[str, Any]:
         parameters, local = dict(config.get("rope_parameters") or {}), None
-        if window_base is not None:
+        if window_base is None:
+            parameters = dict(config.get("rope_scaling") or parameters)
+        else:
             windowed = parameters.get("sliding_attention") or {}
             if windowed.get("rope_type", "default") != "default":
                 refuse("rope_type", windowed["rope_type"], "of sliding_attention is not supported; only 'default' is")
             local = float(windowed.get("rope_theta") or config.get("rope_local_base_freq") or window_base)
-            parameters = dict(parameters.get("full_attention") or {})
-        parameters |= config.get("rope_scaling") or {}
+            parameters = dict(parameters.get("full_attention") or {}) | (config.get("rope_scaling") or {})
         ours: dict[str, Any] = {"rotary_base": float(parameters.get("rope_theta") or config.get("rope_theta") or base)}
-        ours["rotary_percent"] = float(parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or share)
+        ours["rotary_percent"] = float(parameters.get("partial_rotary_factor") or share) if share else _read_whole(parameters, config)
         if local is not None:
             ours["rotary_base_window"] = local
         return ours | _read_scaling(parameters, config)
 
     fields = ("position_embedding_type", "rotary_base", "rotary_percent", "seq_len_interpolation_factor", "rope_scaling", "yarn")
-    return Codec(ours=fields if window_base is None else (*fields, "rotary_base_window"), write=write, read=read)
+    theirs = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "max_position_embeddings")
+    if window_base is not None:
+        fields, theirs = (*fields, "rotary_base_window"), (*theirs, "rope_local_base_freq")
+    return Codec(ours=fields, theirs=theirs, write=write, read=read)
+
+
+def _read_whole(parameters: Mapping[str, Any], config: Config) -> float:
+    """The share of a family that turns all channels."""
+    given = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor")
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if given not in (None, 1.0) and kind != "default":
+        # Scaled angles follow it there, and attention does not.
+        refuse("partial_rotary_factor", given, f"beside rope_type={kind!r} is not supported: the family turns all channels; leave it out")
+    # Plain angles do not follow it: it is there in vain.
+    return 1.0
 
 
 def _scaling(full: Config) -> dict[str, Any]:

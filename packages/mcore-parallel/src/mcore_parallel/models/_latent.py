@@ -59,7 +59,7 @@ def latent_attention(
             layer=site.local_layer,
             core=inner,
             softmax_scale=scale,
-            norm_epsilon=config.norm_epsilon,
+            norm_epsilon=config.norm_epsilon if latent.norm_epsilon is None else latent.norm_epsilon,
             rotary=layer_rotary(config, site.layer) is not None,
             rotary_interleaved=config.rotary_interleaved,
             out_bias=config.add_bias_linear,
