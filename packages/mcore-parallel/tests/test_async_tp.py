@@ -3,10 +3,12 @@
 """Layers that communicate in pieces against layers that do not."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -50,8 +52,6 @@ def test_pieces_give_the_same_as_the_whole_on_four_ranks(world) -> None:
 
 def check_order(tp: int) -> None:
     """Transfers of later pieces are under way when the first product begins."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     events: list[str] = []
 
     class Events(TorchDispatchMode):
@@ -80,5 +80,46 @@ def test_a_piece_travels_while_another_is_multiplied(world) -> None:
 
 def test_pieces_are_even_and_left_alone_where_they_cannot_be() -> None:
     x = torch.ones(8, 2)
-    assert [num_pieces(x, tokens, True) for tokens in (8, 6, 5, 0)] == [2, 2, 1, 1]
-    assert num_pieces(x, 8, None) == num_pieces(x, 8, False) == num_pieces(x.unsqueeze(0), 8, True) == 1
+    alone = ProcessGroups.single()
+    assert [num_pieces(x, tokens, alone, True) for tokens in (8, 6, 5, 0)] == [2, 2, 1, 1]
+    assert num_pieces(x, 8, alone) == num_pieces(x, 8, alone, False) == num_pieces(x.unsqueeze(0), 8, alone, True) == 1
+
+
+def test_the_plan_chooses_for_layers_that_do_not() -> None:
+    x = torch.ones(8, 2)
+    on, off = (replace(ProcessGroups.single(), plan=ParallelPlan(tp_comm_overlap=choice)) for choice in (True, False))
+    assert [num_pieces(x, 8, on), num_pieces(x, 8, on, False), num_pieces(x, 8, off), num_pieces(x, 8, off, True)] == [2, 1, 1, 2]
+    with pytest.raises(ValueError, match="tp_comm_overlap='no' must be True or False or None"):
+        ParallelPlan(tp_comm_overlap="no")  # type: ignore[arg-type]
+
+
+def check_switch(tp: int) -> None:
+    """A model communicates in pieces because its plan says so."""
+    from mcore_parallel.models import GPTModel, TransformerConfig
+    from mcore_parallel.nn import Step
+
+    sums: list[str] = []
+
+    class Sums(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if "reduce_scatter" in func.__name__:
+                sums.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=16)
+    outputs: list[Tensor] = []
+    for choice in (False, True):
+        groups = ProcessGroups.build(ParallelPlan(tp=tp, tp_comm_overlap=choice))
+        model = GPTModel(config, groups, dtype=torch.float64)
+        sums.clear()
+        with Sums():
+            output, _ = model(torch.arange(8), Step.causal(2, 4))
+        # Of the embedding, which is never cut, and of the row layers of attention and feed-forward.
+        assert len(sums) == (5 if choice else 3)
+        outputs.append(output.logits())
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.world(2)
+def test_a_model_follows_the_switch_of_its_plan(world) -> None:
+    world(check_switch, tp=2)

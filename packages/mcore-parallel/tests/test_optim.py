@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """The optimizer against torch's, and the gradient norm over layouts."""
 
+import dataclasses
 import math
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from mcore_parallel import Group, NamedShard, ParallelPlan, Piece, ProcessGroups, ShardSpec, named_shards
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
-from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig, ParamGroup, StepResult, global_grad_norm
+from mcore_parallel.optim import AdamOptimizerConfig, MegatronOptimizer, OptimizerConfig, ParamGroup, StepResult, global_grad_norm
 from mcore_parallel.optim._norm import GradientNorm
 from mcore_parallel.optim._unit import whole_piece
 from mcore_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -434,3 +435,15 @@ def test_config_names_what_is_wrong() -> None:
 def test_a_rank_that_trains_nothing_sums_on_the_device_of_its_model() -> None:
     _, optimizer = wrap(nn.Linear(3, 2, device="meta").requires_grad_(False), lr=0.1)
     assert optimizer.step().grad_norm.device.type == "meta"
+
+
+def test_the_config_of_adam_is_of_adam() -> None:
+    config = AdamOptimizerConfig(lr=0.1, decoupled_weight_decay=False, weight_decay=0.5)
+    assert dataclasses.asdict(config) == dataclasses.asdict(OptimizerConfig(lr=0.1, decoupled_weight_decay=False, weight_decay=0.5))
+    assert isinstance(dataclasses.replace(config, lr=0.2), AdamOptimizerConfig)
+    with pytest.raises(ValueError, match="optimizer='lion' is not Adam; use OptimizerConfig"):
+        AdamOptimizerConfig(lr=0.1, optimizer="lion")
+    with pytest.raises(ValueError, match="optimizer='muon' is not Adam"):
+        AdamOptimizerConfig(lr=0.1, param_groups=(ParamGroup(patterns=("*",), optimizer="muon"),))
+    with pytest.raises(ValueError, match="adam_beta1=1.0"):
+        AdamOptimizerConfig(lr=0.1, adam_beta1=1.0)

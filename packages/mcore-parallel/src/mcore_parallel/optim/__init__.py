@@ -2,7 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Parameter updates and learning-rate schedules."""
 
-from mcore_parallel.optim._config import OptimizerConfig, ParamGroup
+from mcore_parallel.optim._config import AdamOptimizerConfig, OptimizerConfig, ParamGroup
 from mcore_parallel.optim._loss_scale import DynamicLossScale
 from mcore_parallel.optim._muon import assign_largest_first, orthogonalise
 from mcore_parallel.optim._norm import global_grad_norm
@@ -19,6 +19,7 @@ from mcore_parallel.optim._schedule import (
 )
 
 __all__ = [
+    "AdamOptimizerConfig",
     "ConstantSchedule",
     "CosineSchedule",
     "DynamicLossScale",

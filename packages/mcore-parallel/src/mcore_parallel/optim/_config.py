@@ -230,6 +230,25 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdamOptimizerConfig(OptimizerConfig):
+    """An ``OptimizerConfig`` of Adam or AdamW: the same fields, and no other update rule for any parameter.
+
+    Raises:
+        ValueError: another optimizer, also in a group, and what ``OptimizerConfig`` raises.
+
+    Example:
+        >>> AdamOptimizerConfig(lr=1e-3, decoupled_weight_decay=False).optimizer
+        'adam'
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in (self.optimizer, *(group.optimizer for group in self.param_groups if group.optimizer is not None)):
+            if name != "adam":
+                raise ValueError(f"optimizer={name!r} is not Adam; use OptimizerConfig")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rule:
     """How one parameter is updated."""
 

@@ -32,8 +32,8 @@ class ColumnParallelLinear(ProductLayer):
         shard_dim: index into ``out_features`` of the dim that is cut.
         gather_output: every rank returns all output features.
         bias: add a bias, split like the output.
-        overlap: under sequence parallelism, gather the tokens in pieces, each beside the product of the one before it. None for:
-            on CUDA, when the pieces are large enough to fill it. The result differs by rounding at most.
+        overlap: under sequence parallelism, gather the tokens in pieces, each beside the product of the one before it. None for
+            ``ParallelPlan.tp_comm_overlap``. The result differs by rounding at most.
         dtype: of the parameters.
         device: of the parameters.
         init: draw the weight from N(0, 1 / in_features), the same global values in every layout; False leaves the
@@ -88,7 +88,7 @@ class ColumnParallelLinear(ProductLayer):
         """x [T or T/tp, in] -> [T, prod(out)/tp], or [T, prod(out)] with ``gather_output``."""
         weight_OI = self.weight.flatten(0, -2)
         bias_O = None if self.bias is None else self.bias.flatten()
-        pieces = num_pieces(x, x.shape[0], self.overlap) if self.groups.sequence_parallel else 1
+        pieces = num_pieces(x, x.shape[0], self.groups, self.overlap) if self.groups.sequence_parallel else 1
         route = self.route(self.groups, pieces)
         if self.products is not None:
             y_TO = self.products.column(x, weight_OI, route)
@@ -123,7 +123,7 @@ class RowParallelLinear(ProductLayer):
         groups: the process groups; ``tp`` is used.
         bias: add a bias, whole on every rank, after the sum.
         overlap: sum (or reduce-scatter) the partial products in pieces, each beside the product of the next one; under
-            sequence parallelism the backward gathers so too. None for: on CUDA, when the pieces are large enough to fill it. The result
+            sequence parallelism the backward gathers so too. None for ``ParallelPlan.tp_comm_overlap``. The result
             differs by rounding at most.
         dtype: of the parameters.
         device: of the parameters.
@@ -179,7 +179,7 @@ class RowParallelLinear(ProductLayer):
         tp = self.groups.tp
         # What does not divide is not cut, and named by the collective.
         rank_tokens = x_TI.shape[0] if not self.groups.sequence_parallel else 0 if x_TI.shape[0] % tp.size else x_TI.shape[0] // tp.size
-        route = self.route(self.groups, num_pieces(x_TI, rank_tokens, self.overlap) if tp.size > 1 else 1)
+        route = self.route(self.groups, num_pieces(x_TI, rank_tokens, self.groups, self.overlap) if tp.size > 1 else 1)
         if self.products is not None:
             assert maker is None
             y = self.products.row(x_TI, self.weight, route)

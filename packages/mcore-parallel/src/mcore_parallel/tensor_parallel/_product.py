@@ -122,14 +122,17 @@ class ProductLayer(nn.Module):
         )
 
 
-def num_pieces(x: Tensor, rank_tokens: int, overlap: bool | None) -> int:
+def num_pieces(x: Tensor, rank_tokens: int, groups: ProcessGroups, overlap: bool | None = None) -> int:
     """Pieces for a layer whose ranks hold ``rank_tokens`` each.
 
     Args:
         x: the input; more than two dims, or a graph under compilation, are not cut.
         rank_tokens: tokens of one rank in the layer's sharded input or output.
-        overlap: True to cut whenever the pieces are even, False never; None on CUDA, when every piece keeps enough tokens.
+        groups: the layout, whose plan chooses where the layer does not.
+        overlap: the layer's choice: True to cut whenever the pieces are even, False never; None for the plan's ``tp_comm_overlap``, where
+            None cuts on CUDA when every piece keeps enough tokens.
     """
+    overlap = groups.plan.tp_comm_overlap if overlap is None else overlap
     if overlap is False or torch.compiler.is_compiling() or x.dim() != 2 or (overlap is None and not x.is_cuda):
         return 1
     fewest = _PIECE_TOKENS if overlap is None else 1
