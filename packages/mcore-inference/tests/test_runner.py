@@ -16,7 +16,10 @@ from mcore_inference import (
     EngineRunner,
     FinishReason,
     InvalidTokenError,
+    QueueFullError,
     SamplingParams,
+    Status,
+    StepFailedError,
     get_asyncio_loop,
 )
 from mcore_parallel import named_shards
@@ -37,15 +40,16 @@ class Output(torch.nn.Module):
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
-        self.inner, self.error, self.held = inner, None, False
+        self.inner, self.error, self.held, self.once = inner, None, False, False
         self.entered, self.permits = threading.Event(), threading.Semaphore(0)
 
     def forward(self, *arguments: Any) -> Any:
         if self.held:
             self.entered.set()
             assert self.permits.acquire(timeout=30)
-        if self.error:
-            raise self.error
+        if error := self.error:
+            self.error = None if self.once else error
+            raise error
         return self.inner(*arguments)
 
     def let_go(self) -> None:
@@ -146,20 +150,64 @@ def test_weights_are_loaded_between_steps(engine: DynamicInferenceEngine) -> Non
     asyncio.run(main())
 
 
-def test_a_step_that_fails_reaches_every_stream_and_health(engine: DynamicInferenceEngine, output: Output) -> None:
+def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on(engine: DynamicInferenceEngine, output: Output) -> None:
+    wanted = engine.generate(["abc"], TEN)[0].generated_tokens
+
     async def main() -> None:
-        runner = EngineRunner(engine)
-        output.held = True
-        streams = []
-        for _ in range(3):
-            # One step ends, then the thread looks for commands: no request ends before all of them are there.
-            output.permits.release()
-            streams.append(await runner.submit("a", LONG))
+        with EngineRunner(engine) as runner:
+            for _ in range(5):
+                output.permits, output.held = threading.Semaphore(0), True
+                streams = []
+                for _ in range(3):
+                    # One step ends, then the thread looks for commands: no request ends before all of them are there.
+                    output.permits.release()
+                    streams.append(await runner.submit("a", LONG))
+                output.error = RuntimeError("out of memory")
+                output.let_go()
+                for stream in streams:
+                    record = await asyncio.wait_for(stream.record(), 30)
+                    assert isinstance(record.error, StepFailedError) and "RuntimeError: out of memory" in str(record.error)
+                    assert record.status is Status.FAILED and record.finish_reason is FinishReason.ERROR
+                output.error = None
+                assert await runner.call(lambda: engine.context.allocator.total_used) == 0
+                assert (await (await runner.submit("abc", TEN)).record()).generated_tokens == wanted
+            assert runner.health().alive and runner.num_failed_steps == 5 and runner.failure is None
+
+    asyncio.run(main())
+    assert not engine_threads()
+
+
+def test_a_request_outside_of_the_failed_step_goes_on(make_model: Make, make_engine: Make) -> None:
+    engine = make_engine(make_model(vocab_size=272, dtype=torch.float32, layers=1), ByteTokenizer(), max_requests=1)
+    layer = engine.model.output = Output(engine.model.output)
+    wanted = engine.generate(["b"], TEN)[0].generated_tokens
+
+    async def main() -> None:
+        with EngineRunner(engine) as runner:
+            layer.held = True
+            layer.permits.release()
+            first = await runner.submit("a", LONG)
+            # The engine has one place, so the other one waits.
+            adding = asyncio.ensure_future(runner.submit("b", TEN))
+            layer.permits.release()
+            second = await adding
+            layer.error, layer.once = RuntimeError("once"), True
+            layer.let_go()
+            assert isinstance((await asyncio.wait_for(first.record(), 30)).error, StepFailedError)
+            assert (await asyncio.wait_for(second.record(), 30)).generated_tokens == wanted
+
+    asyncio.run(main())
+
+
+def test_steps_that_fail_one_after_the_other_end_the_runner(engine: DynamicInferenceEngine, output: Output) -> None:
+    async def main() -> None:
+        runner = EngineRunner(engine, max_failed_steps=3)
         output.error = RuntimeError("device lost")
-        output.let_go()
-        for stream in streams:
-            with pytest.raises(EngineDeadError, match="device lost"):
-                await asyncio.wait_for(stream.record(), 30)
+        for _ in range(3):
+            stream = await runner.submit("a", LONG)
+            assert isinstance((await asyncio.wait_for(stream.record(), 30)).error, StepFailedError)
+        while engine_threads():
+            await asyncio.sleep(0.01)
         with pytest.raises(EngineDeadError, match="device lost"):
             await runner.submit("a", TEN)
         health = runner.health()
@@ -167,7 +215,24 @@ def test_a_step_that_fails_reaches_every_stream_and_health(engine: DynamicInfere
         runner.close()
 
     asyncio.run(main())
-    assert not engine_threads()
+
+
+def test_a_full_queue_refuses(make_model: Make, make_engine: Make) -> None:
+    engine = make_engine(make_model(vocab_size=272, dtype=torch.float32, layers=1), ByteTokenizer(), max_requests=1)
+    layer = engine.model.output = Output(engine.model.output)
+
+    async def main() -> None:
+        with EngineRunner(engine, max_waiting_requests=1) as runner:
+            await runner.call(lambda: [engine.add_request("a", LONG), engine.step(), engine.add_request("b", LONG)] and None)
+            with pytest.raises(QueueFullError, match="max_waiting_requests=1"):
+                await runner.submit("c", TEN)
+            await runner.call(lambda: [engine.abort(number) for number in range(2)] and None)
+            assert (await (await runner.submit("c", TEN)).record()).num_generated
+        assert layer.error is None
+
+    asyncio.run(main())
+    with pytest.raises(ValueError, match="max_failed_steps=0"):
+        EngineRunner(engine, max_failed_steps=0)
 
 
 def test_a_step_that_hangs_shows_in_health(engine: DynamicInferenceEngine, output: Output) -> None:

@@ -21,6 +21,7 @@ from mcore_inference.errors import (
     QueueFullError,
     RequestError,
     RequestOverflowError,
+    StepFailedError,
     TokenOverflowError,
 )
 from mcore_inference.event_loop import get_asyncio_loop
@@ -73,6 +74,7 @@ __all__ = [
     "RequestView",
     "SamplingParams",
     "Status",
+    "StepFailedError",
     "StepPlan",
     "TextStream",
     "TokenOverflowError",

@@ -3,6 +3,7 @@
 """Fields that callers set, checked and made plain: integers and numbers of any library become Python's own."""
 
 from numbers import Integral, Real
+from typing import Any
 
 
 def as_integer(name: str, value: object, least: int, most: int) -> int:
@@ -12,7 +13,7 @@ def as_integer(name: str, value: object, least: int, most: int) -> int:
         ValueError: names the field, the value and the range.
     """
     # A numpy boolean is no Integral, Python's is.
-    if isinstance(value, bool) or not isinstance(value, Integral) or not least <= value <= most:
+    if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) <= most:
         raise ValueError(f"{name}={_shown(value)} must be an integer from {least} to {most}")
     return int(value)
 
@@ -24,9 +25,13 @@ def as_number(name: str, value: object, least: float, most: float) -> float:
         ValueError: names the field, the value and the range.
     """
     # NaN is in no range.
-    if isinstance(value, bool) or not isinstance(value, Real) or not least <= value <= most:
+    if isinstance(value, bool) or not isinstance(value, Real) or not _lies(value, least, most):
         raise ValueError(f"{name}={_shown(value)} must be a number from {least} to {most}")
     return float(value)
+
+
+def _lies(value: Any, least: float, most: float) -> bool:
+    return bool(least <= value <= most)
 
 
 def as_flag(name: str, value: object) -> bool:

@@ -17,7 +17,7 @@ from mcore_inference._fields import as_integer
 from mcore_inference._prompt import Prompt, encode_prompt, integers_of, stop_tokens
 from mcore_inference.capability import EngineCapability, check_cache
 from mcore_inference.context import DynamicInferenceContext
-from mcore_inference.errors import NonFiniteLogitsError, QueueFullError, RequestError
+from mcore_inference.errors import NonFiniteLogitsError, QueueFullError, RequestError, StepFailedError
 from mcore_inference.request import DynamicInferenceRequest, DynamicInferenceRequestRecord, FinishReason, Status
 from mcore_inference.sampling import SamplingParams, SamplingRows, adjust, log_probs, request_seed, sample
 from mcore_inference.scheduler import RequestView, Work, plan_step
@@ -198,6 +198,11 @@ class DynamicInferenceEngine:
         """
         return self._entries[request_id].record
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._waiting)
+
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has something to do or to return."""
         return bool(self._entries or self._done)
@@ -225,22 +230,34 @@ class DynamicInferenceEngine:
 
         Raises:
             RuntimeError: a ``load_weights`` failed half-way and was not repeated.
+            Exception: whatever the model raised. The requests of the step have ended then, with ``StepFailedError``, and hold nothing;
+                ``take_finished`` or the next step returns them. The others go on.
         """
         if not self._weights_are_whole:
             raise RuntimeError("the last load_weights failed after it had begun to copy; repeat it with all parameters")
-        plan = plan_step(
-            [self._view(entry) for entry in self._running],
-            [self._view(entry) for entry in self._waiting[: self.context.max_requests]],
-            self.context.limits(),
-        )
-        assert plan.work or not self._entries, "what was accepted can always advance"
-        for request_id in plan.preempted:
-            self._preempt(self._entries[request_id])
-        for request_id in plan.admitted:
-            self._admit(self._entries[request_id])
-        if plan.work:
-            self._forward(plan.work)
-            self.step_count += 1
+        blamed = list(self._entries.values())
+        try:
+            plan = plan_step(
+                [self._view(entry) for entry in self._running],
+                [self._view(entry) for entry in self._waiting[: self.context.max_requests]],
+                self.context.limits(),
+            )
+            assert plan.work or not self._entries, "what was accepted can always advance"
+            blamed = [self._entries[item.request_id] for item in plan.work]
+            for request_id in plan.preempted:
+                self._preempt(self._entries[request_id])
+            for request_id in plan.admitted:
+                self._admit(self._entries[request_id])
+            if plan.work:
+                self._forward(plan.work)
+                self.step_count += 1
+        except Exception as error:
+            self._fail(blamed, error)
+            raise
+        return self.take_finished()
+
+    def take_finished(self) -> list[DynamicInferenceRequestRecord]:
+        """Records of the requests that ended since the last call, without a step."""
         done, self._done = self._done, []
         return done
 
@@ -285,6 +302,7 @@ class DynamicInferenceEngine:
             # Empty unless something was raised.
             for request_id in list(self._entries):
                 self.abort(request_id)
+            self.take_finished()
         return [record for record in results if record is not None]
 
     def stats(self) -> dict[str, float]:
@@ -357,9 +375,9 @@ class DynamicInferenceEngine:
         )
 
     def _admit(self, entry: _Entry) -> None:
+        self.context.add_request(entry.record.request_id)
         self._waiting.remove(entry)
         self._running.append(entry)
-        self.context.add_request(entry.record.request_id)
         entry.stretch.status = Status.ACTIVE_BUT_NOT_GENERATING_TOKENS
         entry.stretch.weight_version = self.weight_version
         entry.stretch.add_event_add()
@@ -448,6 +466,13 @@ class DynamicInferenceEngine:
         for entry, token, value, ranked in zip(entries, tokens_R.tolist(), values_R, best, strict=True):
             self._take(entry, token, value, ranked)
 
+    def _fail(self, entries: Sequence[_Entry], error: Exception) -> None:
+        """End the requests of a step that raised; some may have ended in it already."""
+        for entry in entries:
+            number = entry.record.request_id
+            if self._entries.get(number) is entry:
+                self._end(entry, FinishReason.ERROR, StepFailedError(number, f"the step failed: {type(error).__name__}: {error}"))
+
     def _take(self, entry: _Entry, token: int, log_prob: float, ranked: dict[int, float]) -> None:
         """Append a sampled token and end the request when it was the last."""
         stretch, record = entry.stretch, entry.record
@@ -488,7 +513,13 @@ class DynamicInferenceEngine:
         elif entry in self._waiting:
             self._waiting.remove(entry)
         if entry.text is not None:
-            record.generated_text = entry.text.finish()
+            try:
+                record.generated_text = entry.text.finish()
+            except Exception as failure:
+                # The tokenizer is foreign code; its failure is this request's alone.
+                record.generated_text = entry.text.text
+                if reason in (FinishReason.STOP, FinishReason.LENGTH):
+                    reason, error = FinishReason.ERROR, failure
         record.latency = time.monotonic() - entry.started
         stretch.finish_reason, stretch.error = reason, error
         if reason in (FinishReason.STOP, FinishReason.LENGTH):

@@ -18,6 +18,7 @@ __all__ = [
     "QueueFullError",
     "RequestError",
     "RequestOverflowError",
+    "StepFailedError",
     "TokenOverflowError",
 ]
 
@@ -90,6 +91,13 @@ class NonFiniteLogitsError(RequestError):
     """The model gave NaN, or no finite score, for the next token of one request."""
 
 
+class StepFailedError(RequestError):
+    """The forward pass of a step raised; every request of that step ends with this, the engine goes on."""
+
+    def __init__(self, request_id: int | None, message: str | None = None, *, is_transient: bool = True) -> None:
+        super().__init__(request_id, message, is_transient=is_transient)
+
+
 class QueueFullError(RequestError):
     """Too many requests wait; the client should try again later."""
 
@@ -98,7 +106,7 @@ class QueueFullError(RequestError):
 
 
 class EngineDeadError(RuntimeError):
-    """The engine failed as a whole, or was closed, and serves no request any more."""
+    """The engine failed in several steps one after the other, or was closed, and serves no request any more."""
 
 
 class PortInUseError(OSError):

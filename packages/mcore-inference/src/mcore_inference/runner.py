@@ -3,6 +3,7 @@
 """An engine in a thread of its own, used from event loops."""
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -11,12 +12,15 @@ from typing import Any
 
 from torch import Tensor
 
+from mcore_inference._fields import as_integer, as_number
 from mcore_inference.engine import DynamicInferenceEngine
-from mcore_inference.errors import EngineDeadError
+from mcore_inference.errors import EngineDeadError, QueueFullError
 from mcore_inference.request import DynamicInferenceRequestRecord
 from mcore_inference.sampling import SamplingParams
 
 __all__ = ["EngineHealth", "EngineRunner", "Increment", "RequestStream"]
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,19 +112,34 @@ class EngineRunner:
     Args:
         engine: of one rank; it must not be used elsewhere until ``close``.
         stall_timeout_s: age of the last step at which a busy engine counts as dead in ``health``.
+        max_failed_steps: steps that fail one after the other before the engine is given up. A step that fails before that ends its own
+            requests only.
+        max_waiting_requests: length of the engine's queue at which ``submit`` refuses; None for the engine's own limit only.
 
     Raises:
-        ValueError: the engine's model is split over ranks, which have to step together.
+        ValueError: the engine's model is split over ranks, which have to step together; a limit out of its range.
     """
 
-    def __init__(self, engine: DynamicInferenceEngine, *, stall_timeout_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        engine: DynamicInferenceEngine,
+        *,
+        stall_timeout_s: float = 60.0,
+        max_failed_steps: int = 3,
+        max_waiting_requests: int | None = None,
+    ) -> None:
         tp = engine.model.groups.tp.size
         if tp > 1:
             raise ValueError(
                 f"tp={tp} ranks must be stepped together and a runner steps one; serve with tp=1, or call step() on every rank"
             )
         self.engine = engine
-        self._stall_timeout_s = stall_timeout_s
+        self._stall_timeout_s = as_number("stall_timeout_s", stall_timeout_s, 0, 1e9)
+        self._max_failed_steps = as_integer("max_failed_steps", max_failed_steps, 1, 2**31)
+        self._max_waiting = 2**31 if max_waiting_requests is None else as_integer("max_waiting_requests", max_waiting_requests, 1, 2**31)
+        self.num_failed_steps = 0
+        """Steps that raised."""
+        self._failed_in_a_row = 0
         self._wake = threading.Condition()
         self._commands: list[_Command] = []
         self._streams: dict[int, RequestStream] = {}
@@ -153,7 +172,7 @@ class EngineRunner:
         """Queue a request and get its stream.
 
         Raises:
-            RequestError: (a subclass) as ``DynamicInferenceEngine.add_request``.
+            RequestError: (a subclass) as ``DynamicInferenceEngine.add_request``; ``QueueFullError`` at ``max_waiting_requests``.
             ValueError: as there.
             EngineDeadError: the engine failed or was closed.
         """
@@ -161,6 +180,10 @@ class EngineRunner:
         stream = RequestStream(self, loop)
 
         def add() -> None:
+            if self.engine.num_waiting >= self._max_waiting:
+                raise QueueFullError(
+                    None, f"{self.engine.num_waiting} requests wait and max_waiting_requests={self._max_waiting}; try again later"
+                )
             stream.request_id = self.engine.add_request(prompt, sampling_params)
             self._streams[stream.request_id] = stream
 
@@ -214,6 +237,11 @@ class EngineRunner:
                 return
         command.refuse()
 
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the thread; None while it runs, and after ``close``."""
+        return self._failure
+
     def health(self) -> EngineHealth:
         """Liveness by progress: a thread that hangs in a step is dead after ``stall_timeout_s``."""
         busy = bool(self._streams or self._commands)
@@ -228,17 +256,32 @@ class EngineRunner:
         try:
             while self._next_commands():
                 if self.engine.has_unfinished_requests():
-                    ended = {record.request_id: record for record in self.engine.step()}
-                    self._progress = time.monotonic()
-                    for request_id in list(self._streams):
-                        if request_id in ended:
-                            self._publish(request_id, ended[request_id], ended=True)
-                        else:
-                            self._publish(request_id, self.engine.get_request(request_id), ended=False)
+                    self._step()
         except BaseException as error:
             self._failure = error
+            _LOG.critical("the engine is given up after %d failed steps in a row: %r", self._failed_in_a_row, error)
         finally:
             self._shut_down()
+
+    def _step(self) -> None:
+        """One step, and what it brought to the streams; a step that fails ends its requests, too many in a row end the runner."""
+        failure: Exception | None = None
+        try:
+            finished = self.engine.step()
+        except Exception as error:
+            failure, finished = error, self.engine.take_finished()
+            self.num_failed_steps += 1
+            _LOG.exception("a step failed and ended %d requests", len(finished))
+        self._failed_in_a_row = 0 if failure is None else self._failed_in_a_row + 1
+        self._progress = time.monotonic()
+        ended = {record.request_id: record for record in finished}
+        for request_id in list(self._streams):
+            if request_id in ended:
+                self._publish(request_id, ended[request_id], ended=True)
+            else:
+                self._publish(request_id, self.engine.get_request(request_id), ended=False)
+        if failure is not None and self._failed_in_a_row >= self._max_failed_steps:
+            raise failure
 
     def _next_commands(self) -> bool:
         """Wait for work and run the commands; False when the runner closes."""
