@@ -217,18 +217,20 @@ def test_steps_that_fail_one_after_the_other_end_the_runner(engine: DynamicInfer
     asyncio.run(main())
 
 
-def test_a_full_queue_refuses(make_model: Make, make_engine: Make) -> None:
-    engine = make_engine(make_model(vocab_size=272, dtype=torch.float32, layers=1), ByteTokenizer(), max_requests=1)
-    layer = engine.model.output = Output(engine.model.output)
-
+def test_a_full_queue_refuses(engine: DynamicInferenceEngine, output: Output) -> None:
     async def main() -> None:
         with EngineRunner(engine, max_waiting_requests=1) as runner:
-            await runner.call(lambda: [engine.add_request("a", LONG), engine.step(), engine.add_request("b", LONG)] and None)
-            with pytest.raises(QueueFullError, match="max_waiting_requests=1"):
-                await runner.submit("c", TEN)
-            await runner.call(lambda: [engine.abort(number) for number in range(2)] and None)
-            assert (await (await runner.submit("c", TEN)).record()).num_generated
-        assert layer.error is None
+            output.held = True
+            first = await runner.submit("a", TEN)
+            assert await asyncio.to_thread(output.entered.wait, 30)
+            # Both come between two steps, so that nobody takes the first of them out of the queue before.
+            waiting, refused = (asyncio.ensure_future(runner.submit(prompt, TEN)) for prompt in "bc")
+            await asyncio.sleep(0.01)
+            output.let_go()
+            with pytest.raises(QueueFullError, match="1 requests wait and max_waiting_requests=1"):
+                await refused
+            for stream in (first, await waiting):
+                assert (await stream.record()).num_generated
 
     asyncio.run(main())
     with pytest.raises(ValueError, match="max_failed_steps=0"):
