@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """The planner's formulas for experts, and the script that compares estimates with runs."""
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -22,14 +23,17 @@ from tools.bench import memory_estimate
 FIELDS = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 256, "num_moe_experts": 4, "moe_ffn_hidden_size": 96}
 
 
+@pytest.mark.parametrize("fields", [{}, {"activation": "gelu"}, {"activation": "relu", "add_bias_linear": True}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_experts_have_the_parameters_and_keep_the_tensors_that_are_estimated(dtype: torch.dtype) -> None:
+def test_experts_have_the_parameters_and_keep_the_tensors_that_are_estimated(dtype: torch.dtype, fields: dict[str, Any]) -> None:
     model = find_model(overrides=FIELDS)
+    model = dataclasses.replace(model, config=dataclasses.replace(model.config, **fields))
     mixture = moe_feed_forward(MoEConfig(num_moe_experts=4, moe_ffn_hidden_size=96))
     module = GPTModel(model.config, ProcessGroups.single(), feed_forward=mixture, dtype=dtype)
     work = Workload(model=model, sequence=128, global_batch=2, micro_batch=2, dtype=dtype)
     memory = estimate(work, Layout(plan=ParallelPlan()), kernels=False)
     assert memory.params == sum(parameter.nbytes for parameter in module.parameters())
+    assert model.num_parameters == sum(parameter.numel() for parameter in module.parameters())
     own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     found: dict[int, Any] = {}
 

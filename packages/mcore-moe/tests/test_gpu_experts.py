@@ -2,21 +2,51 @@
 # Copyright (c) 2026 the mcore authors
 """Grouped products against one product an expert."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from mcore_moe import GroupedMLP, SequentialMLP
 from mcore_parallel import ProcessGroups
+from mcore_parallel.nn import ACTIVATIONS, Activation
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("counts", [[64, 0, 17, 175], [0, 0, 0, 256], [1, 2, 3, 250]])
+COUNTS = [[64, 0, 17, 175], [0, 0, 0, 256], [1, 2, 3, 250]]
+
+
+@pytest.mark.parametrize("counts", COUNTS)
 def test_grouped_products_equal_sequential_ones(counts: list[int]) -> None:
+    compare(counts)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize(
+    "activation",
+    [*(Activation(name=name) for name in ACTIVATIONS), Activation(name="quick_geglu", offset=1.0, clamp=0.5)],
+    ids=lambda activation: f"{activation.name}-{activation.offset}",
+)
+def test_grouped_products_take_every_activation(activation: Activation, bias: bool) -> None:
+    compare(COUNTS[0], activation=activation, bias=bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_experts_without_a_row_have_zero_gradients(dtype: torch.dtype) -> None:
+    experts = GroupedMLP(4, 128, 64, ProcessGroups.single(), bias=True, dtype=dtype, device="cuda")
+    y = experts(torch.empty(0, 128, device="cuda", dtype=dtype, requires_grad=True), [0, 0, 0, 0])
+    assert y.shape == (0, 128)
+    y.sum().backward()
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in experts.parameters())
+
+
+def compare(counts: list[int], **options: Any) -> None:
+    """Outputs and gradients in bfloat16 against one product an expert in float64."""
     torch.manual_seed(0)
     groups = ProcessGroups.single()
-    grouped = GroupedMLP(4, 128, 64, groups, dtype=torch.bfloat16, device="cuda")
-    exact = SequentialMLP(4, 128, 64, groups, dtype=torch.float64, device="cuda")
+    grouped = GroupedMLP(4, 128, 64, groups, dtype=torch.bfloat16, device="cuda", **options)
+    exact = SequentialMLP(4, 128, 64, groups, dtype=torch.float64, device="cuda", **options)
     with torch.no_grad():
         for ours, reference in zip(grouped.parameters(), exact.parameters(), strict=True):
             ours.normal_(std=0.1)

@@ -2,6 +2,8 @@
 # Copyright (c) 2026 the mcore authors
 """The layer against a loop over tokens, alone and over ranks."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,7 @@ from mcore_parallel.models import Site, TransformerConfig
 from mcore_parallel.nn import Step
 
 MODEL = TransformerConfig(num_layers=1, hidden_size=12, num_attention_heads=2, vocab_size=16, ffn_hidden_size=10)
+BIASED = dataclasses.replace(MODEL, activation="gelu", add_bias_linear=True)
 MIXTURE = MoEConfig(num_moe_experts=4, moe_router_topk=2, moe_aux_loss_coeff=0.1)
 
 
@@ -22,8 +25,8 @@ def weights(name: str, shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64) / shape[-1] ** 0.5
 
 
-def build(groups: ProcessGroups) -> MoELayer:
-    layer = MoELayer(MIXTURE, Site(layer=0, local_layer=0, config=MODEL, groups=groups), dtype=torch.float64)
+def build(groups: ProcessGroups, model: TransformerConfig = MODEL) -> MoELayer:
+    layer = MoELayer(MIXTURE, Site(layer=0, local_layer=0, config=model, groups=groups), dtype=torch.float64)
     with torch.no_grad():
         for shard in named_shards(layer):
             shard.parameter.copy_(weights(shard.name, shard.spec.shape)[shard.spec.slices(groups)])
@@ -84,10 +87,10 @@ def test_an_expert_without_tokens_gets_zero_gradients() -> None:
     assert experts.up.grad is not None and not experts.up.grad[1].any() and experts.up.grad[2].any()
 
 
-def check_ranks(plan: ParallelPlan, tokens: int) -> None:
+def check_ranks(plan: ParallelPlan, tokens: int, model: TransformerConfig = MODEL) -> None:
     """Ranks with a share of the tokens each give what one rank gives on all of them."""
     groups = ProcessGroups.build(plan)
-    layer, alone = build(groups), build(ProcessGroups.single())
+    layer, alone = build(groups, model), build(ProcessGroups.single(), model)
     # Tokens are distinct on every rank of the expert grid: tp shares them (sequence parallel), dp has its own.
     x = torch.randn(tokens * groups.world.size, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     mine = x[groups.world.rank * tokens : (groups.world.rank + 1) * tokens].clone().requires_grad_()
@@ -101,6 +104,10 @@ def check_ranks(plan: ParallelPlan, tokens: int) -> None:
         y, whole = y.square().sum(), whole.square().sum()
     y.backward()
     whole.backward()
+    compare_gradients(layer, alone, groups)
+
+
+def compare_gradients(layer: MoELayer, alone: MoELayer, groups: ProcessGroups) -> None:
     serial = {shard.name: shard.parameter.grad for shard in named_shards(alone)}
     for shard in named_shards(layer):
         grad = all_reduce(shard.parameter.grad, groups.data(shard.spec.view))
@@ -131,6 +138,73 @@ def test_two_ranks_equal_one_for_experts_over_tensor_ranks(world) -> None:
 )
 def test_four_ranks_equal_one(world, plan: ParallelPlan) -> None:
     world(check_ranks, plan=plan, tokens=3)
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("plan", [ParallelPlan(tp=2, dp=2, ep=2, etp=2), ParallelPlan(dp=4, etp=2)], ids=str)
+def test_biases_are_added_once_however_the_experts_are_cut(world, plan: ParallelPlan) -> None:
+    world(check_ranks, plan=plan, tokens=3, model=BIASED)
+
+
+def check_replicas(plan: ParallelPlan, tokens: int, model: TransformerConfig) -> None:
+    """Tensor ranks that all hold the same tokens each give what one rank gives on them, and on one token, and on none."""
+    groups = ProcessGroups.build(plan)
+    layer, alone = build(groups, model), build(ProcessGroups.single(), model)
+    x = torch.randn(tokens * groups.dp_cp.size, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    mine = x[groups.dp_cp.rank * tokens : (groups.dp_cp.rank + 1) * tokens].clone().requires_grad_()
+    y, aux = layer(mine, Step.causal(1, tokens))
+    whole_x = x.clone().requires_grad_()
+    whole, whole_aux = alone(whole_x, Step.causal(1, len(x)))
+    torch.testing.assert_close(all_gather(y.detach(), groups.dp_cp), whole.detach(), rtol=1e-10, atol=1e-12)
+    loss, whole_loss = y.square().sum(), whole.square().sum()
+    if groups.dp_cp.size == 1:
+        torch.testing.assert_close(all_reduce(aux.detach(), groups.tp), whole_aux.detach(), rtol=1e-10, atol=1e-12)
+        # Each rank differentiates its part of the balance loss.
+        loss, whole_loss = loss + aux, whole_loss + whole_aux
+    loss.backward()
+    whole_loss.backward()
+    torch.testing.assert_close(all_gather(mine.grad, groups.dp_cp), whole_x.grad, rtol=1e-10, atol=1e-12)
+    compare_gradients(layer, alone, groups)
+    assert all_reduce(layer.tokens_per_expert, groups.world).tolist() == alone.tokens_per_expert.tolist()
+    with torch.no_grad():
+        for count in (1, 0):
+            torch.testing.assert_close(layer(x[:count], Step.causal(1, count))[0], whole.detach()[:count], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize(
+    "plan",
+    [ParallelPlan(tp=2, sequence_parallel=False, **cut) for cut in ({"ep": 2, "etp": 1}, {"ep": 1, "etp": 2}, {"ep": 1, "etp": 1})],
+    ids=str,
+)
+def test_two_ranks_with_the_same_tokens_equal_one(world, plan: ParallelPlan) -> None:
+    world(check_replicas, plan=plan, tokens=7, model=BIASED)
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ParallelPlan(tp=4, ep=2, etp=2, sequence_parallel=False),
+        ParallelPlan(tp=4, ep=2, etp=1, sequence_parallel=False),
+        ParallelPlan(tp=2, dp=2, ep=2, etp=1, sequence_parallel=False),
+        ParallelPlan(tp=2, cp=2, ep=1, etp=1, sequence_parallel=False),
+    ],
+    ids=str,
+)
+def test_four_ranks_with_the_same_tokens_equal_one(world, plan: ParallelPlan) -> None:
+    world(check_replicas, plan=plan, tokens=5, model=BIASED)
+
+
+def check_spread() -> None:
+    groups = ProcessGroups.build(ParallelPlan(tp=2, dp=2, ep=4, etp=1, sequence_parallel=False))
+    with pytest.raises(ValueError, match="ep=4 and etp=1 spread the experts beyond the tp=2 ranks.*sequence_parallel=True"):
+        build(groups)
+
+
+@pytest.mark.world(4)
+def test_experts_beyond_the_ranks_with_the_same_tokens_are_refused(world) -> None:
+    world(check_spread)
 
 
 def check_empty_rank(plan: ParallelPlan) -> None:
@@ -169,5 +243,3 @@ def test_bad_layouts_are_named() -> None:
         build(replace(groups, ep=Group((0, 1, 2), 0)))
     with pytest.raises(ValueError, match="etp=3 must divide the expert width 10"):
         build(replace(groups, expt_tp=Group((0, 1, 2), 0)))
-    with pytest.raises(ValueError, match="sequence_parallel=True"):
-        build(replace(groups, tp=Group((0, 1), 0), plan=replace(groups.plan, sequence_parallel=False)))

@@ -80,7 +80,10 @@ def check_experts(
         raise ValueError(f"ep={plan.ep} must divide num_moe_experts={config.num_moe_experts}; lower ep or change num_moe_experts")
     if width % etp:
         raise ValueError(f"etp={etp} must divide the expert width {width}; lower etp or change moe_ffn_hidden_size")
-    if plan.tp > 1 and not plan.sequence_parallel:
-        raise ValueError(f"tp={plan.tp} with experts needs sequence_parallel=True, or each tp rank would send the same tokens")
+    if plan.tp > 1 and not plan.sequence_parallel and plan.tp % (plan.ep * etp):
+        raise ValueError(
+            f"ep={plan.ep} and etp={etp} spread the experts beyond the tp={plan.tp} ranks that hold the same tokens; "
+            "set sequence_parallel=True, or lower ep or etp"
+        )
     check_grouped_width("hidden_size", model.hidden_size, dtype, device)
     check_grouped_width("moe_ffn_hidden_size", width // etp, dtype, device)

@@ -4,6 +4,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,16 +12,23 @@ from torch import Tensor, nn
 from mcore_moe._config import MoEConfig, check_experts
 from mcore_moe._experts import GroupedMLP
 from mcore_moe._router import TopKRouter
-from mcore_moe.dispatch import MoEAlltoAllTokenDispatcher
-from mcore_parallel import ParallelPlan
+from mcore_moe.dispatch import MoEAlltoAllTokenDispatcher, ReplicatedTokenDispatcher
+from mcore_parallel import Group, ParallelPlan
+from mcore_parallel.backends import special_products
+from mcore_parallel.comm import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
 from mcore_parallel.models import FeedForwardBuilder, Site, TransformerConfig
-from mcore_parallel.nn import Step
+from mcore_parallel.nn import Activation, Step
 
 
 class MoELayer(nn.Module):
     """Router, exchange, experts, exchange back.
 
-    ``tokens_per_expert`` [E] int64 counts this rank's picks since it was last reset (`pop_expert_load`).
+    The experts are as the model's dense feed-forward would be: its activation with offset and clamp, and its biases. Tensor-parallel
+    ranks hold different tokens under sequence parallelism. Without, they hold the same: each computes the picks of its own experts,
+    and the results are summed over them.
+
+    ``tokens_per_expert`` [E] int64 counts the picks of this rank's tokens since it was last reset (`pop_expert_load`); of tokens
+    that several ranks hold, on the first of them.
 
     Args:
         config: the mixture.
@@ -29,7 +37,8 @@ class MoELayer(nn.Module):
         pause: called while tokens travel (``mcore_parallel.pipeline.Overlap.pause``); None waits for them.
 
     Raises:
-        ValueError: ep does not divide the experts, or etp their width; tp > 1 without sequence parallelism.
+        ValueError: ep does not divide the experts, or etp their width; a backend that the experts cannot be computed by; experts
+            spread beyond the tp ranks that hold the same tokens.
     """
 
     tokens_per_expert: Tensor
@@ -45,26 +54,46 @@ class MoELayer(nn.Module):
     ) -> None:
         super().__init__()
         groups = site.groups
-        if groups.tp.size > 1 and not groups.sequence_parallel:
-            raise ValueError(f"tp={groups.tp.size} with experts needs sequence_parallel=True, or each tp rank would send the same tokens")
+        if (products := special_products(site.layers)) is not None:
+            raise ValueError(
+                f"the layers are computed by {products}, experts only by torch in the dtype of their weights; "
+                'build the model with backend="torch" and fp8=None, or without experts'
+            )
         check_experts(config, site.config, groups.plan, dtype=dtype, device=device)
         hidden_size = site.config.hidden_size
         self.router = TopKRouter(config, hidden_size, groups, dtype=dtype, device=device)
-        self.dispatcher = MoEAlltoAllTokenDispatcher(config.num_moe_experts, groups.ep, groups.expt_tp, pause=pause)
-        ffn_size = config.moe_ffn_hidden_size or site.config.ffn_size
-        self.experts = GroupedMLP(config.num_moe_experts, hidden_size, ffn_size, groups, dtype=dtype, device=device)
+        # Ranks that hold the same tokens, and sum their parts of the result.
+        self.replicas = Group.single() if groups.sequence_parallel else groups.tp
+        self.dispatcher: Any = (
+            MoEAlltoAllTokenDispatcher(config.num_moe_experts, groups.ep, groups.expt_tp, pause=pause)
+            if self.replicas.size == 1
+            else ReplicatedTokenDispatcher(config.num_moe_experts, groups)
+        )
+        self.experts = GroupedMLP(
+            config.num_moe_experts,
+            hidden_size,
+            config.moe_ffn_hidden_size or site.config.ffn_size,
+            groups,
+            activation=Activation(
+                name=site.config.activation, offset=site.config.glu_linear_offset, clamp=site.config.activation_func_clamp_value
+            ),
+            bias=site.config.add_bias_linear,
+            dtype=dtype,
+            device=device,
+        )
         counts = torch.zeros(config.num_moe_experts, dtype=torch.int64, device=device)
         self.register_buffer("tokens_per_expert", counts, persistent=False)
 
     def forward(self, x_TD: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
         """[T, D] -> ([T, D], this rank's part of the load-balancing loss or None)."""
+        x_TD = copy_to_tensor_model_parallel_region(x_TD, self.replicas)
         routing, aux = self.router(x_TD)
-        if self.training:
+        if self.training and self.replicas.is_first:
             with torch.no_grad():
                 self.tokens_per_expert += routing.counts(len(self.tokens_per_expert))
         sent = self.dispatcher.dispatch(x_TD, routing)
         rows_RD = self.experts(sent.rows_RD, sent.tokens_per_expert)
-        return self.dispatcher.combine(rows_RD, sent, routing), aux
+        return reduce_from_tensor_model_parallel_region(self.dispatcher.combine(rows_RD, sent, routing), self.replicas), aux
 
 
 def moe_feed_forward(config: MoEConfig, *, pause: Callable[[], None] | None = None) -> FeedForwardBuilder:

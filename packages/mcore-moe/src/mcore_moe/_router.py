@@ -40,8 +40,8 @@ class TopKRouter(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_moe_experts, hidden_size, dtype=dtype, device=device))
 
     def shard_specs(self) -> Mapping[str, ShardSpec]:
-        # Every rank sees its own share of the tokens, so gradients over tp add up.
-        partial = ("tp",) if self.groups.sequence_parallel else ()
+        # Every rank weighs its own share of the tokens, or of their picks, so gradients over tp add up.
+        partial = ("tp",) if self.groups.tp.size > 1 else ()
         return {"weight": ShardSpec(shape=tuple(self.weight.shape), partial=partial)}
 
     def forward(self, x_TD: Tensor) -> tuple[Routing, Tensor | None]:

@@ -3,5 +3,6 @@
 """Moving tokens to the ranks that hold their experts, and back."""
 
 from mcore_moe.dispatch._alltoall import Dispatched, MoEAlltoAllTokenDispatcher
+from mcore_moe.dispatch._replicated import LocalPicks, ReplicatedTokenDispatcher
 
-__all__ = ["Dispatched", "MoEAlltoAllTokenDispatcher"]
+__all__ = ["Dispatched", "LocalPicks", "MoEAlltoAllTokenDispatcher", "ReplicatedTokenDispatcher"]

@@ -2,7 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Who computes the norms and products of a model: torch or Transformer Engine, in the model's dtype or in eight bits."""
 
-from mcore_parallel.backends._factory import choose_backend
+from mcore_parallel.backends._factory import choose_backend, special_products
 from mcore_parallel.backends._fp8_config import RECIPES, Fp8Config
 from mcore_parallel.backends._fp8_loss import Fp8LossProducts
 from mcore_parallel.backends._grouped import GroupedLinear, check_grouped_width
@@ -21,4 +21,5 @@ __all__ = [
     "TorchBackend",
     "check_grouped_width",
     "choose_backend",
+    "special_products",
 ]

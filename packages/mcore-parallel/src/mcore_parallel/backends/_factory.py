@@ -9,7 +9,8 @@ import torch
 
 from mcore_parallel.backends._fp8_config import Fp8Config
 from mcore_parallel.backends._protocol import Backend
-from mcore_parallel.backends._torch import RECIPES_OF_TORCH, TorchBackend
+from mcore_parallel.backends._torch import RECIPES_OF_TORCH, TorchBackend, TorchBackendLayers
+from mcore_parallel.nn import LayerFactory, TorchLayers
 
 _LEAST_CAPABILITY = {
     "tensorwise": (8, 9),
@@ -53,6 +54,18 @@ def choose_backend(name: Literal["torch", "te"] = "torch", *, fp8: Fp8Config | N
     from mcore_parallel.backends._transformer_engine import TransformerEngineBackend
 
     return TransformerEngineBackend(fp8)
+
+
+def special_products(layers: LayerFactory) -> str | None:
+    """What computes the products of a layer, for a part that knows torch's in the dtype of the weights only; None where it is that.
+
+    Example:
+        >>> special_products(choose_backend("torch", fp8=Fp8Config(recipe="rowwise")).layers(0, 1))
+        "fp8 with recipe='rowwise'"
+    """
+    if isinstance(layers, TorchBackendLayers):
+        return None if layers.fp8 is None else f"fp8 with recipe={layers.fp8.recipe!r}"
+    return None if isinstance(layers, TorchLayers) else f'{type(layers).__name__}, which is not backend="torch"'
 
 
 def missing_units(fp8: Fp8Config, capability: tuple[int, int] | None) -> str | None:

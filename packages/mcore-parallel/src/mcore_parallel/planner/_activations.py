@@ -108,8 +108,8 @@ def _feed_forward_moments(s: RankSizes, fusion: bool, *, again: int, inner: int)
         returned = 2 * picks + e * s.rows * s.D
         found.append(Moment("experts combine", again + residual + 3 * picks))
         through = e * s.rows * s.expert_F
-        found.append(Moment("experts down", again + residual + e * s.rows * s.D + 2 * through + weight - returned))
-        found.append(Moment("experts up", again + inner + residual + picks + 2 * weight - 2 * through - returned))
+        found.append(Moment("experts down", again + residual + e * s.rows * s.D + s.gates * through + weight - returned))
+        found.append(Moment("experts up", again + inner + residual + picks + s.gates * weight - through - returned))
     # The norm's backward comes when the feed-forward has let go of what it kept, and of its own input.
     found.append(Moment("norm", again + inner + residual + s.norm_work - feed_forward - s.hidden))
     return found

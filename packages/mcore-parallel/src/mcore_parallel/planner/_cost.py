@@ -104,7 +104,7 @@ def step_cost(workload: Workload, layout: Layout, cluster: Cluster) -> StepCost:
     context = runs * 6 * (plan.cp - 1) * s.e * s.T * s.k
     expert = runs * 4 * s.e * s.rows * s.D * (plan.ep - 1) / plan.ep * (1.0 + again)
     pipeline = 0.0 if plan.pp == 1 else count * plan.vpp * 2 * s.hidden
-    data, data_time = _data(workload, layout, cluster)
+    data, data_time = _data(workload, layout, cluster, s.gates)
     static = static_bytes(workload, layout, 0, exact=False)
     bubble = (plan.pp - 1) / (plan.vpp * count)
     tensor_time = tensor / cluster.bandwidth(plan.tp) * _TENSOR_EXPOSED
@@ -134,12 +134,12 @@ def recompute_share(model: ModelSizes, recompute: RecomputeConfig | None) -> flo
     return sum(shares[part] for part in recompute.parts)
 
 
-def _data(workload: Workload, layout: Layout, cluster: Cluster) -> tuple[float, float]:
+def _data(workload: Workload, layout: Layout, cluster: Cluster, gates: int) -> tuple[float, float]:
     """Bytes a GPU sends to the other replicas, and how long that takes."""
     plan, model = layout.plan, workload.model
     experts = 0
     if model.experts is not None:
-        each = 3 * model.config.hidden_size * model.experts.ffn_hidden_size
+        each = (1 + gates) * model.config.hidden_size * model.experts.ffn_hidden_size
         experts = model.config.num_layers * model.experts.num_experts * each // (plan.ep * plan.expert_tp * plan.pp)
     static = static_bytes(workload, layout, 0, exact=False)
     dense = max(0, static.numel - experts)

@@ -121,8 +121,11 @@ def check_fit(workload: Workload, layout: Layout) -> None:
             raise PlannerError(f"{name}={degree} must divide {what}={size}; lower {name.removeprefix('2*')}")
     if config.num_layers < plan.pp * plan.vpp:
         raise PlannerError(f"pp*vpp={plan.pp}*{plan.vpp} must not exceed num_layers={config.num_layers}; lower one of them")
-    if experts is not None and plan.tp > 1 and not layout.sequence_parallel:
-        raise PlannerError(f"tp={plan.tp} with experts needs sequence parallelism; switch it on")
+    if experts is not None and plan.tp > 1 and not layout.sequence_parallel and plan.tp % (plan.ep * plan.expert_tp):
+        raise PlannerError(
+            f"ep={plan.ep} and etp={plan.expert_tp} spread the experts beyond the tp={plan.tp} ranks that hold the same tokens without "
+            "sequence parallelism; switch it on, or lower ep or etp"
+        )
     try:
         stage_parts(config, plan.pp, plan.vpp, 0)
     except ValueError as error:

@@ -5,6 +5,7 @@
 from dataclasses import dataclass
 
 from mcore_parallel.models import TransformerConfig, feed_forward_share, flops_per_token, num_parameters
+from mcore_parallel.nn import Activation
 from mcore_parallel.planner._errors import PlannerError
 
 
@@ -51,27 +52,30 @@ class ModelSizes:
     @property
     def num_parameters(self) -> int:
         """All of them, each once."""
-        return num_parameters(self.config, feed_forward=self._feed_forward(None))
+        return num_parameters(self.config, feed_forward=self._feed_forward(all_experts=True, biases=True))
 
     @property
     def num_active_parameters(self) -> int:
         """Those that one token meets."""
-        return num_parameters(self.config, feed_forward=self._feed_forward(1))
+        return num_parameters(self.config, feed_forward=self._feed_forward(biases=True))
 
     def flops_per_token(self, seq_len: int) -> float:
         """Forward and backward of one token, without recomputation."""
-        return flops_per_token(self.config, seq_len, feed_forward=self._feed_forward(1))
+        return flops_per_token(self.config, seq_len, feed_forward=self._feed_forward())
 
     @property
     def feed_forward_flops_share(self) -> float:
         """Part of the layers' matrix products that their feed-forwards have."""
-        return feed_forward_share(self.config, feed_forward=self._feed_forward(1))
+        return feed_forward_share(self.config, feed_forward=self._feed_forward())
 
-    def _feed_forward(self, chosen: int | None) -> int | None:
-        """Parameters of a layer's mixture: of all experts, or (1) of those one token meets; None for a dense layer."""
-        experts = self.experts
+    def _feed_forward(self, *, all_experts: bool = False, biases: bool = False) -> int | None:
+        """Parameters of a layer's mixture, of all experts or of those one token meets; None for a dense layer."""
+        experts, config = self.experts, self.config
         if experts is None:
             return None
-        each = 3 * self.config.hidden_size
-        routed = experts.topk if chosen else experts.num_experts
-        return each * (routed * experts.ffn_hidden_size + experts.shared_ffn_hidden_size) + experts.num_experts * self.config.hidden_size
+        gates = 2 if Activation(name=config.activation).gated else 1
+        routed = experts.num_experts if all_experts else experts.topk
+        width = routed * experts.ffn_hidden_size + experts.shared_ffn_hidden_size
+        blocks = routed + bool(experts.shared_ffn_hidden_size)
+        added = (gates * width + blocks * config.hidden_size) * (biases and config.add_bias_linear)
+        return (gates + 1) * config.hidden_size * width + added + experts.num_experts * config.hidden_size

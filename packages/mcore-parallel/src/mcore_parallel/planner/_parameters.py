@@ -19,6 +19,7 @@ from mcore_parallel._shards import ShardSpec, named_shards
 from mcore_parallel.data_parallel import lay_out_slices
 from mcore_parallel.models import GPTModel, Site, TransformerConfig, dense_feed_forward, place_layers
 from mcore_parallel.models._pattern import read_pattern
+from mcore_parallel.nn import Activation
 from mcore_parallel.optim import OptimizerConfig
 from mcore_parallel.pipeline import PipelineConfig
 from mcore_parallel.planner._model import ModelSizes
@@ -91,9 +92,9 @@ def layer_shapes(model: ModelSizes, symbol: str, tp: int, ep: int, etp: int) -> 
     if experts is None or symbol not in ("L", "E"):
         return {"dense": dense, "partial": partial, "expert": ()}
     if experts.shared_ffn_hidden_size:
-        dense += _gated(experts.shared_ffn_hidden_size // tp, D)
+        dense += _feed_forward(model.config, experts.shared_ffn_hidden_size // tp)
     local, width = experts.num_experts // ep, experts.ffn_hidden_size // etp
-    stacked = tuple((local, *shape) for shape in _gated(width, D))
+    stacked = tuple((local, *shape) for shape in _feed_forward(model.config, width))
     return {"dense": dense, "partial": (*partial, (experts.num_experts, D)), "expert": stacked}
 
 
@@ -229,8 +230,11 @@ def _stage_shapes(model: ModelSizes, tp: int, ep: int, etp: int, pp: int, vpp: i
     return {kind: (members, sum(map(math.prod, members))) for kind, members in found.items()}
 
 
-def _gated(width: int, hidden_size: int) -> Shapes:
-    return (2, width, hidden_size), (hidden_size, width)
+def _feed_forward(config: TransformerConfig, width: int) -> Shapes:
+    """Of one feed-forward: weights, then biases."""
+    features = (2, width) if Activation(name=config.activation).gated else (width,)
+    weights = (*features, config.hidden_size), (config.hidden_size, width)
+    return (*weights, features, (config.hidden_size,)) if config.add_bias_linear else weights
 
 
 def _scaled(dtype: torch.dtype) -> bool:

@@ -51,7 +51,7 @@ class RankSizes:
     mixers: Mapping[str, int] = field(default_factory=dict)
     """Bytes that linear mixers keep, by symbol."""
     gates: int = 2
-    """Widths of the feed-forward's input to its activation."""
+    """Widths of the feed-forward's (and of an expert's) input to its activation."""
 
     @property
     def hidden(self) -> int:
@@ -102,7 +102,7 @@ class RankSizes:
         and what comes back, as it comes and in the order of the picks."""
         wide = self.t * self.D if self.e < WIDE else 0
         router = WIDE * (wide + self.num_experts * self.D + 2 * self.t * self.num_experts)
-        rows = self.rows * (self.e * (2 * self.D + 4 * self.expert_F) + 2 * 8) + self.picks * (self.e * 2 * self.D + 3 * 8)
+        rows = self.rows * (self.e * (2 * self.D + (self.gates + 1) * self.expert_F) + 2 * 8) + self.picks * (self.e * 2 * self.D + 3 * 8)
         return router + rows if self.num_experts else 0
 
 
@@ -122,11 +122,11 @@ def sizes(workload: Workload, layout: Layout, *, kernels: bool = True) -> RankSi
         heads=config.num_attention_heads // tp, F=width // tp, V=padded_vocab(model, tp) // tp,
         grouped_queries=config.num_attention_heads != config.kv_heads,
         picks=t * experts.topk if experts else 0,
-        rows=t * experts.topk * plan.expert_tp if experts else 0,
+        rows=T // tp * experts.topk * plan.expert_tp if experts else 0,
         expert_F=experts.ffn_hidden_size // plan.expert_tp if experts else 0,
         local_experts=experts.num_experts // plan.ep if experts else 0, num_experts=experts.num_experts if experts else 0,
         mixers=_linear_mixers(config, e * T // tp),
-        gates=2 if experts or Activation(name=config.activation).gated else 1,
+        gates=2 if Activation(name=config.activation).gated else 1,
     )  # fmt: skip
     if config.latent_attention is None:
         gate = 2 * found.a * config.attention_output_gate
@@ -163,5 +163,4 @@ def for_symbol(s: RankSizes, config: TransformerConfig, tp: int, symbol: str) ->
     """Sizes of a layer of that symbol: a feed-forward "-" beside experts is dense."""
     if symbol != "-" or not s.num_experts:
         return s
-    gates = 2 if Activation(name=config.activation).gated else 1
-    return dataclasses.replace(s, F=config.ffn_size // tp, gates=gates, picks=0, rows=0, expert_F=0, local_experts=0, num_experts=0)
+    return dataclasses.replace(s, F=config.ffn_size // tp, picks=0, rows=0, expert_F=0, local_experts=0, num_experts=0)

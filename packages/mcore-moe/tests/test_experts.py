@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Experts are the dense feed-forwards of the model: same activation, same biases."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_moe import GroupedMLP, MoEConfig, MoELayer, SequentialMLP, choose_experts, moe_feed_forward
+from mcore_parallel import ProcessGroups
+from mcore_parallel.backends import Fp8Config, choose_backend
+from mcore_parallel.models import GPTModel, Site, TransformerConfig, dense_feed_forward
+from mcore_parallel.nn import ACTIVATIONS, Activation, Step
+
+CHOICES: list[dict[str, Any]] = [
+    *({"activation": name} for name in ACTIVATIONS),
+    {"activation": "quick_geglu", "glu_linear_offset": 1.0, "activation_func_clamp_value": 0.5},
+]
+
+
+def site(**fields: Any) -> Site:
+    config = TransformerConfig(num_layers=1, hidden_size=12, num_attention_heads=2, vocab_size=16, ffn_hidden_size=10, **fields)
+    return Site(layer=0, local_layer=0, config=config, groups=ProcessGroups.single(), dtype=torch.float64)
+
+
+def tie(dense: torch.nn.Module, experts: SequentialMLP | GroupedMLP, expert: int) -> None:
+    """Parameters of one expert in a dense feed-forward."""
+    with torch.no_grad():
+        for name, parameter in dense.named_parameters():
+            parameter.copy_(getattr(experts, name.removesuffix(".weight").replace(".bias", "_bias"))[expert])
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: "-".join(str(value) for value in choice.values()))
+def test_a_mixture_is_a_weighted_sum_of_dense_feed_forwards(choice: dict[str, Any], bias: bool) -> None:
+    torch.manual_seed(0)
+    place, mixture = site(**choice, add_bias_linear=bias), MoEConfig(num_moe_experts=4, moe_router_topk=2)
+    layer = MoELayer(mixture, place, dtype=torch.float64)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    dense = [dense_feed_forward(place) for _ in range(4)]
+    for expert, module in enumerate(dense):
+        tie(module, layer.experts, expert)
+    x = torch.randn(9, 12, dtype=torch.float64, requires_grad=True)
+    leaf, router = x.detach().clone().requires_grad_(), layer.router.weight.detach().clone().requires_grad_()
+    step = Step.causal(1, 9)
+    y, _ = layer(x, step)
+    routing = choose_experts(leaf @ router.t(), 2)
+    every_TED = torch.stack([module(leaf, step)[0] for module in dense], 1)
+    rows = torch.arange(9)[:, None]
+    expected = (every_TED[rows, routing.experts_TK] * routing.probs_TK[..., None]).sum(1)
+    torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-12)
+    weight = torch.randn_like(y)
+    (y * weight).sum().backward()
+    (expected * weight).sum().backward()
+    torch.testing.assert_close(x.grad, leaf.grad, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(layer.router.weight.grad, router.grad, rtol=1e-10, atol=1e-12)
+    assert len(list(dense[0].parameters())) == len(list(layer.experts.parameters())) == (4 if bias else 2)
+    for expert, module in enumerate(dense):
+        for name, parameter in module.named_parameters():
+            stacked = getattr(layer.experts, name.removesuffix(".weight").replace(".bias", "_bias"))
+            torch.testing.assert_close(stacked.grad[expert], parameter.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_shapes_follow_the_gate_and_the_biases() -> None:
+    def shapes(**options: Any) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(value.shape) for name, value in GroupedMLP(3, 4, 6, ProcessGroups.single(), **options).named_parameters()}
+
+    assert shapes() == {"up": (3, 2, 6, 4), "down": (3, 4, 6)}
+    assert shapes(activation="relu") == {"up": (3, 6, 4), "down": (3, 4, 6)}
+    biases = {"up_bias": (3, 2, 6), "down_bias": (3, 4)}
+    assert shapes(activation=Activation(name="quick_geglu", clamp=7.0, offset=1.0), bias=True) == shapes() | biases
+
+
+def test_a_model_begins_with_biases_of_zero() -> None:
+    experts = moe_feed_forward(MoEConfig(num_moe_experts=4))
+    model = GPTModel(site(add_bias_linear=True).config, ProcessGroups.single(), feed_forward=experts)
+    values = {name: value for name, value in model.named_parameters() if ".experts." in name}
+    assert {name.rpartition(".")[2]: bool(value.any()) for name, value in values.items()} == {
+        "up": True, "down": True, "up_bias": False, "down_bias": False
+    }  # fmt: skip
+
+
+class OtherLayers:
+    """Stands for a library's layers."""
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        (choose_backend("torch", fp8=Fp8Config(recipe="rowwise")).layers(0, 1), "fp8 with recipe='rowwise'.*fp8=None"),
+        (OtherLayers(), 'OtherLayers, which is not backend="torch".*build the model with backend="torch"'),
+    ],
+    ids=["fp8", "other"],
+)
+def test_a_backend_that_experts_do_not_have_is_refused(layers: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MoELayer(MoEConfig(num_moe_experts=4), dataclasses.replace(site(), layers=layers))

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""An engine over tensor-parallel ranks serves a mixture of experts: the tokens are those of one rank."""
+
+import pytest
+import torch
+
+from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, InferenceConfig, PagedAttention, SamplingParams
+from mcore_moe import MoEConfig, moe_feed_forward
+from mcore_parallel import ParallelPlan, ProcessGroups
+from mcore_parallel.models import GPTModel, TransformerConfig
+
+CONFIG = TransformerConfig(
+    num_layers=2, hidden_size=16, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=24, vocab_size=64, init_method_std=0.3
+)
+PROMPTS = [[1, 2, 3], [7], list(range(20)), [9, 9]]
+
+
+def make_engine(groups: ProcessGroups) -> DynamicInferenceEngine:
+    experts = moe_feed_forward(MoEConfig(num_moe_experts=4, moe_router_topk=2))
+    model = GPTModel(CONFIG, groups, feed_forward=experts, attention_core=PagedAttention(), dtype=torch.float64).eval()
+    sizes = InferenceConfig(max_sequence_length=40, num_blocks=40, block_size_tokens=4, max_tokens=8, max_requests=4)
+    return DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, sizes))
+
+
+def check_engine(plan: ParallelPlan) -> list[list[int]]:
+    split, whole = make_engine(ProcessGroups.build(plan)), make_engine(ProcessGroups.single())
+    params = [SamplingParams(temperature=float(i % 2), num_tokens_to_generate=10, return_log_probs=True) for i in range(4)]
+    ours, theirs = split.generate(PROMPTS, params), whole.generate(PROMPTS, params)
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.generated_tokens == other.generated_tokens
+        torch.testing.assert_close(one.generated_log_probs, other.generated_log_probs, rtol=1e-10, atol=1e-10)
+    return [record.generated_tokens for record in ours]
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("cut", [{"ep": 2, "etp": 1}, {"ep": 1, "etp": 2}, {"ep": 1, "etp": 1}], ids=str)
+def test_two_ranks_serve_the_tokens_of_one(world, cut: dict[str, int]) -> None:
+    one, two = world(check_engine, plan=ParallelPlan(tp=2, sequence_parallel=False, **cut))
+    assert one == two and all(len(tokens) == 10 for tokens in one)
