@@ -63,10 +63,11 @@ class _StackedExperts(nn.Module):
             whole: dict[str, Any] = {"shards": {"ep": 0}, "partial": ("tp",)}
             self._specs["up_bias"] = ShardSpec(shape=(num_experts, *features), view="expert", shards=wide)
             self._specs["down_bias"] = ShardSpec(shape=(num_experts, hidden_size), view="expert", **whole)
-        for name in ("up", "down", "up_bias", "down_bias"):
-            spec = self._specs.get(name)
-            empty = None if spec is None else nn.Parameter(torch.empty(spec.local_shape(groups), dtype=dtype, device=device))
-            self.register_parameter(name, empty)
+        local = {
+            name: nn.Parameter(torch.empty(spec.local_shape(groups), dtype=dtype, device=device)) for name, spec in self._specs.items()
+        }
+        self.up, self.down = local["up"], local["down"]
+        self.up_bias, self.down_bias = local.get("up_bias"), local.get("down_bias")
 
     def shard_specs(self) -> Mapping[str, ShardSpec]:
         return self._specs
