@@ -182,8 +182,9 @@ def _boxes(name: str, value: Any) -> list[tuple[Tensor, tuple[int, ...]]] | None
     """Tensors and offsets of the boxes that ``value`` names itself; None where it names none."""
     if hasattr(value, "local_shards"):
         return [(shard.tensor, tuple(shard.metadata.shard_offsets)) for shard in value.local_shards()]
-    # A DTensor asks its local part, which seldom knows; alone it is one box.
-    find = getattr(getattr(value, "_local_tensor", value), "__get_tensor_shard__", None)
+    # Torch's DTensor asks its local part, which seldom knows, and alone is one box; a type derived from it answers by itself.
+    asked = value._local_tensor if type(value).__name__ == "DTensor" else value
+    find = getattr(asked, "__get_tensor_shard__", None)
     if find is None:
         return None
     from torch.distributed.checkpoint.metadata import MetadataIndex

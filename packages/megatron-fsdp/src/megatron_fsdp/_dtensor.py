@@ -36,12 +36,12 @@ def spec_of(mesh: "DeviceMesh", placements: "Sequence[Placement]", shape: torch.
     return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, torch.empty(shape, device="meta").stride(), dtype))
 
 
-def dtensor_of(local: torch.Tensor, spec: "DTensorSpec") -> "DTensor":
-    """A DTensor around this rank's part, which stays where it is: on the device of the mesh or on the host."""
+def dtensor_of(local: torch.Tensor, spec: "DTensorSpec", cls: "type[DTensor] | None" = None) -> "DTensor":
+    """A DTensor around this rank's part, which stays where it is: on the device of the mesh or on the host; ``cls`` is its type."""
     from torch.distributed.tensor import DTensor
 
     # `from_local` would move it to the device of the mesh, and takes ten times as long. The outside of a tensor that is built on an offset
     # has an address, and is then taken for one with memory by whoever copies it.
-    tensor = DTensor(local.as_strided(local.size(), local.stride(), 0), spec, requires_grad=False)
+    tensor = (cls or DTensor)(local.as_strided(local.size(), local.stride(), 0), spec, requires_grad=False)
     tensor._local_tensor = local
     return tensor

@@ -26,7 +26,7 @@ from megatron_fsdp._registered import RegisteredMemory
 from megatron_fsdp._setting import Setting
 from megatron_fsdp._shard_placement import ShardPlacement
 from megatron_fsdp._topology import MeshAxes
-from megatron_fsdp._uneven import is_shard
+from megatron_fsdp._uneven import place_of
 from megatron_fsdp._unit_builder import build_unit, plan_double_buffers
 from megatron_fsdp._units import UnitMatcher, plan_units
 
@@ -81,7 +81,7 @@ def fully_shard_model(
     if maxpool_double_buffer and not fsdp_double_buffer:
         raise ValueError("maxpool_double_buffer=True says how large the buffers of fsdp_double_buffer are; set that too")
     # On one rank without a process group parameters do not tell.
-    if isinstance(module, MegatronFSDP) or any(is_shard(parameter) for parameter in module.parameters()) or is_hooked(module):
+    if isinstance(module, MegatronFSDP) or any(place_of(parameter) is not None for parameter in module.parameters()) or is_hooked(module):
         raise ValueError("module is sharded already; pass the plain module")
     policy = mixed_precision or MixedPrecisionPolicy()
     if not isinstance(policy, MixedPrecisionPolicy):

@@ -84,7 +84,7 @@ class ParameterGroup:
         for site, part, segment in zip(plan.sites, plan.parts, self.layout.segments, strict=True):
             place = Place(segment, self.layout, self.topology, part)
             trainable = site.current.requires_grad
-            sharded = place.parameter(local_view(self.main, segment, shard, shard_numel), requires_grad=trainable)
+            sharded = nn.Parameter(place.wrap(local_view(self.main, segment, shard, shard_numel)), requires_grad=trainable)
             if trainable and grad_dtype != main_dtype:
                 sharded.grad_dtype = grad_dtype
             block = self.buffer.view(segment)

@@ -33,10 +33,8 @@ def load_parameter(parameter: ManagedParameter, value: torch.Tensor, name: str) 
     target = local(parameter.sharded.detach())
     dtensor = as_dtensor(value)
     if dtensor is not None:
-        if place.holds(dtensor):
-            target.copy_(dtensor.to_local())
-            return
-        value = dtensor.full_tensor()
+        target.copy_(place.rows_of(name, dtensor))
+        return
     if tuple(value.shape) != place.shape:
         raise ValueError(f"{name!r} has shape {tuple(value.shape)} in the state dict and {place.shape} in the module")
     target.copy_(place.cut(value))
@@ -166,7 +164,7 @@ def _load_entry(parameter: ManagedParameter, stepped: torch.Tensor, current: Any
         return value
     dtensor = as_dtensor(value)
     if dtensor is not None:
-        rows = dtensor.to_local() if parameter.place.holds(dtensor) else parameter.place.cut(dtensor.full_tensor())
+        rows = parameter.place.rows_of(parameter.name, dtensor)
     elif tuple(value.shape) == parameter.place.shape and value.ndim > 0:
         rows = parameter.place.cut(value)
     else:

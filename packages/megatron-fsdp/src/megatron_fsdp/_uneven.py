@@ -3,26 +3,23 @@
 """DTensors whose rows are divided unevenly, as a flat layout divides them.
 
 Torch's own arithmetic assumes even chunks, so the true place of the local rows travels with each tensor that leaves the
-wheel: to torch's checkpoint planner, and to ``full_tensor``, which would else be wrong without a word.
+wheel (``ShardTensor``): through copies and arithmetic, to torch's checkpoint planner, and to ``full_tensor``.
 """
 
 import functools
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
-from megatron_fsdp._dtensor import as_dtensor, dtensor_of, spec_of
+from megatron_fsdp._dtensor import dtensor_of, spec_of
 from megatron_fsdp._layout import FlatLayout, Segment, Shape
 from megatron_fsdp._placement import ModelPart
+from megatron_fsdp._ranks import Ranks
 from megatron_fsdp._topology import Topology
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-    from torch.distributed.checkpoint.planner import WriteItem
     from torch.distributed.tensor import DTensor, Placement
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
@@ -84,7 +81,12 @@ class Place:
             return local
         if local.dtype not in self._specs:
             self._specs[local.dtype] = spec_of(self.topology.mesh, self._placements, torch.Size(self.shape), local.dtype)
-        return self.mark(dtensor_of(local, self._specs[local.dtype]))
+        spec = self._specs[local.dtype]
+        if not self._is_cut:
+            return dtensor_of(local, spec)
+        from megatron_fsdp._shard_tensor import ShardTensor
+
+        return ShardTensor.of(local, spec, self)
 
     @functools.cached_property
     def _specs(self) -> "dict[torch.dtype, DTensorSpec]":
@@ -95,31 +97,23 @@ class Place:
         return self.topology.placements(len(self.shape), dict(self.part.cuts))
 
     @property
-    def _is_marked(self) -> bool:
+    def _is_cut(self) -> bool:
         return self.layout.num_shards > 1 or bool(self.part.cuts)
 
-    def parameter(self, local: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
-        """The wrapped rows as a parameter."""
-        parameter = nn.Parameter(self.wrap(local), requires_grad=requires_grad)
-        dtensor = as_dtensor(parameter)
-        if dtensor is not None:
-            self.mark(dtensor)
-        return parameter
+    def rows_of(self, name: str, tensor: "DTensor") -> torch.Tensor:
+        """This rank's rows of a DTensor that holds the parameter, however it is divided. A collective.
 
-    def mark(self, tensor: "DTensor") -> "DTensor":
-        """Tell the tensor where its rows are, unless torch's arithmetic finds them."""
-        if self._is_marked:
-            local: Any = tensor._local_tensor
-            local.__create_write_items__ = _Method(_write_items, self, local)
-            local.__create_chunk_list__ = _Method(_chunks, self, local)
-            local.__get_tensor_shard__ = _Method(_box, self, local)
-            tensor.full_tensor = _Method(_full_tensor, self, tensor)
-        return tensor
+        Raises:
+            ValueError: on every rank, if the tensor has another shape, or lies otherwise than its placements say.
+        """
+        if place_of(tensor) == self:
+            return tensor.to_local()
+        _check(name, tensor, self.shape)
+        return self.cut(tensor.full_tensor())
 
-    def holds(self, tensor: "DTensor") -> bool:
-        """Whether the tensor is divided exactly so; every rank gives one answer."""
-        marked = _mark_of(tensor)
-        return self._is_marked and marked is not None and marked.place == self
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Place":
+        # It never changes, and process groups cannot be copied.
+        return self
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
         """The whole global parameter from every rank's rows, on every rank. A collective."""
@@ -150,72 +144,27 @@ class Place:
         return whole.reshape(-1)[first * row : last * row].view(self.local_shape)
 
 
-class _Method:
-    """A function of one tensor and its place, as an attribute of the tensor; a copy of the tensor has one of its own."""
+def place_of(tensor: torch.Tensor) -> Place | None:
+    """Where the rows of a tensor lie that this package has cut."""
+    place = vars(tensor).get("place")
+    return place if isinstance(place, Place) else None
 
-    def __init__(self, function: Callable[..., Any], place: Place, tensor: torch.Tensor | None) -> None:
-        self._function, self.place = function, place
-        # Weak, because a tensor in a reference cycle keeps its memory until the next garbage collection.
-        self._tensor = None if tensor is None else weakref.ref(tensor)
 
-    def __call__(self, *args: Any, **_: Any) -> Any:
-        if self._tensor is None:
-            raise RuntimeError("a shard copied by copy.deepcopy can be loaded by load_state_dict only; take state_dict() again")
-        tensor = self._tensor()
-        assert tensor is not None, "the method of a tensor outlived it"
-        return self._function(self.place, tensor, *args)
+def _check(name: str, tensor: "DTensor", shape: Shape) -> None:
+    """Refuse, on every rank, a DTensor that torch would take for another one: whose part on some rank is not an even chunk."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Method":
-        # Places know process groups, which cannot be copied. Torch's checkpointer notes the copy of a tensor before its attributes.
-        tensor = None if self._tensor is None else self._tensor()
-        return _Method(self._function, self.place, memo.get(id(tensor)))
-
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "a shard knows its ranks and cannot be pickled; save it by torch.distributed.checkpoint or mcore_ckpt, "
-            "or save the whole tensors of full_state_dict()"
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name!r} has shape {tuple(tensor.shape)} in the state dict and {shape} in the module")
+    if place_of(tensor) is not None:
+        return
+    mesh, local = tensor.device_mesh, tensor.to_local()
+    expected, _ = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
+    wrong = torch.tensor(int(tuple(local.shape) != tuple(expected)), dtype=torch.int32, device=mesh.device_type)
+    for axis in range(mesh.ndim):
+        wrong = Ranks.of(mesh.get_group(axis)).all_reduce(wrong, "max")
+    if wrong.item():
+        raise ValueError(
+            f"{name!r} is a DTensor whose parts are no even chunks, so that its rows cannot be known; "
+            "load the entries of state_dict() themselves, copies of them, or whole tensors"
         )
-
-
-def _mark_of(tensor: torch.Tensor) -> _Method | None:
-    found = vars(tensor).get("full_tensor")
-    return found if isinstance(found, _Method) else None
-
-
-def is_shard(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is a part that this package has cut."""
-    return _mark_of(tensor) is not None
-
-
-def _chunks(place: Place, _: object) -> "list[ChunkStorageMetadata]":
-    # Torch's checkpoint package is slow to import, and loaded by whoever calls this.
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-    return [ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes)) for offsets, sizes, _ in place.global_boxes()]
-
-
-def _write_items(place: Place, local: torch.Tensor, fqn: str, _: object) -> "list[WriteItem]":
-    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-    properties = TensorProperties.create_from_tensor(local)
-    size = torch.Size(place.shape)
-    return [
-        WriteItem(
-            index=MetadataIndex(fqn, chunk.offsets),
-            type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
-        )
-        for chunk in _chunks(place, local)
-    ]
-
-
-def _box(place: Place, local: torch.Tensor, index: "MetadataIndex") -> torch.Tensor:
-    for offsets, sizes, (start, numel) in place.global_boxes():
-        if index.offset is None or tuple(index.offset) == offsets:
-            return local.detach().view(-1)[start : start + numel].view(sizes)
-    raise ValueError(f"{index.fqn!r} has no block at {index.offset} on this rank")
-
-
-def _full_tensor(place: Place, tensor: "DTensor") -> torch.Tensor:
-    return place.gather(tensor.to_local())

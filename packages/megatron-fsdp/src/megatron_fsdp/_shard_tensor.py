@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The DTensor whose rows are divided as a flat layout divides them. Importing it imports torch's DTensors, which is slow."""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+
+from megatron_fsdp._dtensor import dtensor_of
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Placement
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+    from megatron_fsdp._uneven import Place
+
+_UNKNOWN = (
+    "an operation on a shard of fully_shard moved or reshaped its rows, which torch believes to be divided evenly; "
+    "take full_tensor() before it, or work on to_local()"
+)
+
+
+class ShardTensor(DTensor):
+    """A DTensor that knows the place of its rows: torch's own arithmetic assumes even chunks.
+
+    Operations that leave rows where they are (copies, casts, arithmetic among shards of one place) return a ``ShardTensor`` of the same
+    place; reductions return ordinary partial sums. A result whose rows were moved has no place: its local part can be used, and whatever
+    needs to know where it lies refuses.
+    """
+
+    place: "Place | None"
+    _plain: DTensor
+    """The same memory as torch's own type, in which its operators are called."""
+
+    @classmethod
+    def of(cls, local: torch.Tensor, spec: "DTensorSpec", place: "Place | None") -> "ShardTensor":
+        tensor = cast("ShardTensor", dtensor_of(local, spec, cls))
+        tensor.place, tensor._plain = place, dtensor_of(local, spec)
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        new = _new_like(func, args, kwargs or {})
+        if new is not None:
+            return new
+        values = [*args, *(kwargs or {}).values()]
+        lists = [value for value in values if isinstance(value, (list, tuple))]
+        if func.overloadpacket.__name__.startswith("_foreach_"):
+            rest = [value for value in values if isinstance(value, torch.Tensor)]
+            sources = [_sources([*each, *rest]) for each in zip(*lists, strict=False)]
+        else:
+            sources = itertools.repeat(_sources(itertools.chain(values, *lists)))
+        result = func(*map(_plain, args), **{key: _plain(value) for key, value in (kwargs or {}).items()})
+        if type(result) in (list, tuple):
+            return type(result)(map(_placed, result, sources))
+        return None if result is None else _placed(result, next(iter(sources)))
+
+    def full_tensor(self, *, grad_placements: "Sequence[Placement] | None" = None) -> torch.Tensor:
+        return self._known_place.gather(self.to_local())
+
+    def redistribute(
+        self, device_mesh: "DeviceMesh | None" = None, placements: "Sequence[Placement] | None" = None, **options: Any
+    ) -> DTensor:
+        return distribute_tensor(self.full_tensor().detach(), device_mesh or self.device_mesh, placements, src_data_rank=None)
+
+    @property
+    def _known_place(self) -> "Place":
+        if self.place is None:
+            raise RuntimeError(_UNKNOWN)
+        return self.place
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        copy = self.detach().clone()
+        copy = nn.Parameter(copy, self.requires_grad) if isinstance(self, nn.Parameter) else copy.requires_grad_(self.requires_grad)
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a shard knows its ranks and cannot be pickled; save it by torch.distributed.checkpoint or mcore_ckpt, "
+            "or save the whole tensors of full_state_dict()"
+        )
+
+    # What torch's checkpointer asks a tensor.
+
+    def __create_write_items__(self, fqn: str, object: Any) -> "list[WriteItem]":
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties = TensorProperties.create_from_tensor(self.to_local())
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> "list[ChunkStorageMetadata]":
+        # Torch's checkpoint package is slow to import, and loaded by whoever calls this.
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        boxes = self._known_place.global_boxes()
+        return [ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes)) for offsets, sizes, _ in boxes]
+
+    def __get_tensor_shard__(self, index: "MetadataIndex") -> torch.Tensor:
+        for offsets, sizes, (start, numel) in self._known_place.global_boxes():
+            if index.offset is None or tuple(index.offset) == offsets:
+                return self.to_local().detach().view(-1)[start : start + numel].view(sizes)
+        raise ValueError(f"{index.fqn!r} has no block at {index.offset} on this rank")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, ShardTensor):
+        return value._plain
+    return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
+
+
+def _new_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardTensor | None:
+    """``new_empty`` and its like with the shape of a shard: divided as the shard is, and not evenly."""
+    if func.overloadpacket.__name__ not in ("new_empty", "new_zeros", "new_ones", "new_full") or tuple(args[1]) != tuple(args[0].shape):
+        return None
+    shard: ShardTensor = args[0]
+    local = func(shard._local_tensor, shard._local_tensor.shape, *args[2:], **kwargs)
+    return ShardTensor.of(local, shard._spec, shard.place)
+
+
+def _sources(values: Iterable[Any]) -> list[ShardTensor]:
+    """The shards among the arguments of one operation, which must be divided alike."""
+    tensors = [value for value in values if isinstance(value, DTensor)]
+    shards = [tensor for tensor in tensors if isinstance(tensor, ShardTensor)]
+    for tensor in tensors if shards else ():
+        first = shards[0]
+        if isinstance(tensor, ShardTensor):
+            alike = tensor.place is first.place or tensor.place == first.place
+        else:
+            alike = tensor.shape != first.shape or tensor._local_tensor.shape == first._local_tensor.shape
+        if not alike:
+            raise RuntimeError(
+                f"a shard of fully_shard with shape {tuple(first.shape)} meets a DTensor with shape {tuple(tensor.shape)} that is divided "
+                "otherwise; take full_tensor() of both, or work on to_local()"
+            )
+    return shards
+
+
+def _placed(result: Any, sources: list[ShardTensor]) -> Any:
+    """What an operation on shards returned, with the place of its rows."""
+    if not isinstance(result, DTensor) or not sources or isinstance(result, ShardTensor):
+        return result
+    for source in sources:
+        if result is source._plain:
+            return source
+    source, spec = sources[0], result._spec
+    if any(isinstance(placement, Partial) for placement in spec.placements):
+        return result
+    lies_alike = spec.mesh == source._spec.mesh and spec.placements == source._spec.placements and result.shape == source.shape
+    if lies_alike and result._local_tensor.shape == source._local_tensor.shape:
+        return ShardTensor.of(result._local_tensor, spec, source.place)
+    if all(isinstance(placement, Replicate) for placement in spec.placements):
+        raise RuntimeError(_UNKNOWN)
+    return ShardTensor.of(result._local_tensor, spec, None)

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The place of a shard's rows goes with every copy of it, or is refused."""
+
+import copy
+import io
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from megatron_fsdp import MegatronFSDP, TensorAtomic, fully_shard, fully_shard_model
+
+COPIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "clone": torch.clone,
+    "detach": torch.detach,
+    "keep the best": lambda value: value.detach().clone(),
+    "cpu": lambda value: value.detach().cpu().clone(),
+    "deepcopy": copy.deepcopy,
+    "deepcopy of detach": lambda value: copy.deepcopy(value.detach()),
+    "data": lambda value: value.data.clone(),
+    "add": lambda value: (value + 1) - 1,
+    "cast": lambda value: value.to(torch.float64, copy=True),
+    "like": lambda value: torch.zeros_like(value).copy_(value),
+    "new": lambda value: value.new_zeros(value.shape).copy_(value),
+    "foreach": lambda value: torch._foreach_mul([value, value], [1.0, 2.0])[0],
+    "in place": lambda value: value.clone().mul_(2).div_(2),
+    "where": lambda value: torch.where(value > 0, value, value),
+}
+
+
+class Odd(nn.Module):
+    """Whole rows that do not divide, fewer rows than ranks, a scalar, a dimension too coarse to divide, even rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in ((7, 5), (5, 3), (3, 1), (1, 4)))
+        self.scale = nn.Parameter(torch.randn(()))
+        self.stacked = nn.Parameter(torch.randn(2, 50, 7))
+        self.register_buffer("counter", torch.arange(3.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return (x * self.scale).sum() + self.stacked.square().mean()
+
+
+def build(seed: int, **options: object) -> MegatronFSDP:
+    torch.manual_seed(seed)
+    return fully_shard_model(Odd().double(), **{"fsdp_unit_modules": nn.Linear, **options})
+
+
+def check_copies(strategy: str, outer: bool) -> None:
+    options: dict[str, object] = {"zero_dp_strategy": strategy}
+    if outer:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        options |= {"device_mesh": mesh, "dp_shard_dim": "inner", "dp_outer_dim": "outer", "outer_dp_sharding_strategy": "optim"}
+    elif strategy == "optim_grads":
+        options["shard_placements"] = {"layers.0.weight": TensorAtomic()}
+    model = build(1, **options)
+    best = {name: value.clone() for name, value in model.full_state_dict()}
+    for how, make in COPIES.items():
+        kept = {name: make(value) for name, value in model.state_dict().items()}
+        for name, value in kept.items():
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            assert torch.equal(whole, best[name]), (how, name)
+        other = build(2, **options)
+        other.load_state_dict(kept)
+        assert all(torch.equal(value, best[name]) for name, value in other.full_state_dict()), how
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params", "outer"])
+def test_every_copy_of_a_state_dict_loads_what_it_holds(world, strategy):
+    world(check_copies, strategy="optim_grads_params" if strategy == "outer" else strategy, outer=strategy == "outer")
+
+
+def check_other_tensors() -> None:
+    torch.manual_seed(0)
+    net = Odd().double()
+    model, optimizer = fully_shard(net, torch.optim.AdamW(net.parameters(), lr=0.1), fsdp_unit_modules=nn.Linear)
+    assert optimizer is not None
+    model(torch.ones(2, 7, dtype=torch.float64)).backward()
+    whole = dict(model.full_state_dict())
+    norms = []
+    for name, parameter in model.named_parameters():
+        name = name.removeprefix("module.")
+        assert isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor)
+        assert torch.equal(parameter.detach().full_tensor(), whole[name]), name
+        assert torch.equal((2 * parameter.grad.clone()).full_tensor(), 2 * parameter.grad.full_tensor()), name
+        assert torch.equal(parameter.redistribute(placements=[Replicate()]).to_local(), whole[name]), name
+        torch.testing.assert_close(parameter.detach().sum().full_tensor(), whole[name].sum(), rtol=1e-12, atol=1e-12)
+        norms.append(parameter.grad.norm().full_tensor())
+    total = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    torch.testing.assert_close(total.full_tensor(), torch.stack(norms).norm(), rtol=1e-12, atol=1e-12)
+    optimizer.step()
+    state = copy.deepcopy(model.optimizer_state_dict(optimizer))
+    kept = {name: value["exp_avg"].full_tensor().clone() for name, value in state["state"].items()}
+    model(torch.ones(2, 7, dtype=torch.float64)).backward()
+    optimizer.step()
+    model.load_optimizer_state_dict(optimizer, state)
+    for name, value in model.optimizer_state_dict(optimizer)["state"].items():
+        assert torch.equal(value["exp_avg"].full_tensor(), kept[name]), name
+
+
+@pytest.mark.world(3)
+def test_parameters_gradients_and_moments_keep_their_place_too(world):
+    world(check_other_tensors)
+
+
+def check_refusals() -> None:
+    model = build(1)
+    state = model.state_dict()
+    name = "layers.0.weight"
+    shard = state[name]
+    assert isinstance(shard, DTensor)
+    for moved in (shard.t(), shard[:, :3]):
+        with pytest.raises(RuntimeError, match=r"moved or reshaped its rows.*take full_tensor\(\) before"):
+            moved.full_tensor()
+        with pytest.raises(ValueError, match=r"'layers.0.weight' has shape"):
+            model.load_state_dict({**state, name: moved})
+    # Whole on one rank, where even chunks have one row on each of the first three.
+    bias = state["layers.1.bias"]
+    assert isinstance(bias, DTensor)
+    even = distribute_tensor(bias.full_tensor(), bias.device_mesh, [Shard(0)])
+    with pytest.raises(RuntimeError, match="divided otherwise"):
+        bias.add(even)
+    stripped = DTensor.from_local(bias.to_local(), bias.device_mesh, bias.placements, shape=bias.shape, stride=bias.stride())
+    with pytest.raises(ValueError, match=r"'layers.1.bias' is a DTensor whose parts are no even chunks.*entries of state_dict"):
+        model.load_state_dict({**state, "layers.1.bias": stripped})
+    for value in (shard, shard.clone(), shard.detach() * 2):
+        with pytest.raises(TypeError, match="cannot be pickled; save it by torch.distributed.checkpoint"):
+            torch.save(value, io.BytesIO())
+    model.load_state_dict({**state, "layers.1.bias": even + 1})
+    assert torch.equal(bias.full_tensor(), even.full_tensor() + 1)
+
+
+@pytest.mark.world(4)
+def test_what_lost_its_place_is_refused_on_every_rank(world):
+    world(check_refusals)
+
+
+def check_saved_files() -> None:
+    model = build(1)
+    best = {name: value.clone() for name, value in model.full_state_dict()}
+    file = io.BytesIO()
+    torch.save({name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in model.state_dict().items()}, file)
+    other = build(2)
+    other.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+    assert all(torch.equal(value, best[name]) for name, value in other.full_state_dict())
+    assert dist.get_world_size() == 4
+
+
+@pytest.mark.world(4)
+def test_whole_tensors_go_through_a_file(world):
+    world(check_saved_files)
