@@ -42,6 +42,7 @@ from mcore_parallel.nn._registry import (
 )
 from mcore_parallel.nn._rope import apply_rotary, rotary_frequencies, rotary_tables, split_rotary
 from mcore_parallel.nn._rope_scaling import Llama3Scaling, YarnScaling
+from mcore_parallel.nn._scale_mask_softmax import FusedScaleMaskSoftmax
 from mcore_parallel.nn._softmax import SoftmaxOne
 from mcore_parallel.nn._step import Step
 from mcore_parallel.nn._windows import get_sliding_window_causal_mask, is_layer_window_attention
@@ -57,6 +58,7 @@ __all__ = [
     "AttentionSpec",
     "ClipReport",
     "ContextParallelBuilder",
+    "FusedScaleMaskSoftmax",
     "GatedDeltaNet",
     "GatedDeltaNetConfig",
     "LatentAttentionConfig",
