@@ -4,6 +4,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +31,7 @@ from mcore_parallel.training import (
     Writer,
 )
 from tools.assemble import schedule
-from tools.journey import run_checkpoints
+from tools.journey import check_stored, first_folder, run_checkpoints
 from tools.pretrain import check_data, join, take_device
 from tools.recipes import LoadConfig, RunConfig, override
 
@@ -51,6 +52,8 @@ def build_trainer(
     stop: Callable[[], bool] | None = None,
 ) -> Trainer:
     """The loop around a model with ddp, with the lengths and folders of its run; ``writers`` are further ones of the first rank."""
+    checkpoints = run_checkpoints(run)
+    check_stored(run, first_folder(run.load, checkpoints))
     slices = run.optimizer.use_distributed_optimizer
     sync = DistributedDataParallel(DistributedDataParallelConfig(use_distributed_optimizer=slices), model, groups)
     output, train = Path(run.output), run.train
@@ -71,7 +74,7 @@ def build_trainer(
         watched,
         schedule(run),
         told,
-        run_checkpoints(run),
+        checkpoints,
         evaluation=validation,
         groups=groups,
         pipeline=pipeline,
@@ -89,7 +92,7 @@ def place(run: RunConfig, field: str) -> Iterator[tuple[str, Watchdog | None]]:
         field: that holds it in the command's config.
     """
     check_data(run, f"{field}.")
-    if run.load != LoadConfig():
+    if dataclasses.replace(run.load, override=()) != LoadConfig():
         raise ValueError(f"{field}.load.path={run.load.path!r} is for tools.pretrain only; leave {field}.load at its defaults")
     kind = take_device()
     with join(run, kind) if "WORLD_SIZE" in os.environ else contextlib.nullcontext() as watchdog:

@@ -8,6 +8,8 @@ from tools.journey._plot import Plot
 from tools.journey._reinforce import reinforce_rank
 from tools.journey._report import Section, write_report
 from tools.journey._serve import Served, build_engine, serve_exported
+from tools.journey._start import first_folder
+from tools.journey._stored import check_stored
 from tools.journey._text import Corpus, check_text, default_text, prepare
 from tools.journey._train import (
     Trained,
@@ -29,9 +31,11 @@ __all__ = [
     "Served",
     "Trained",
     "build_engine",
+    "check_stored",
     "check_text",
     "default_text",
     "device_of",
+    "first_folder",
     "open_tokenizer",
     "prepare",
     "reinforce_rank",

@@ -42,6 +42,21 @@ def find_source(config: LoadConfig, own: CheckpointManager) -> CheckpointManager
     return manager if steps else newest
 
 
+def first_folder(config: LoadConfig, own: CheckpointManager, source: CheckpointManager | Folder | None = None) -> Folder | None:
+    """The checkpoint whose weights a run takes; None for random ones.
+
+    Args:
+        config: what it begins with.
+        own: the checkpoints of the run.
+        source: of ``find_source``.
+    """
+    if isinstance(source, Folder):
+        return source
+    manager, step = (own, None) if source is None else (source, config.step)
+    step = manager.latest() if step is None else step
+    return None if step is None else manager.folder(step)
+
+
 class RunCheckpoints:
     """The checkpointer of a run: saves its steps, and loads the newest of them, or what it begins with while there is none.
 

@@ -43,7 +43,8 @@ from mcore_parallel.training import (
 from tools.assemble import Parts, Samples, assemble, build_model, build_stage, datasets, objective, schedule, step_batches, throughput
 from tools.journey._history import History
 from tools.journey._live import LiveReport
-from tools.journey._start import RunCheckpoints, find_source
+from tools.journey._start import RunCheckpoints, find_source, first_folder
+from tools.journey._stored import RUN_FILE, check_stored
 from tools.recipes import RunConfig, config_text
 
 
@@ -94,10 +95,11 @@ def train_rank(
     timers the line of the first step also tells how long the start took.
 
     Raises:
-        ValueError: there is nothing to begin with; nothing was written.
+        ValueError: there is nothing to begin with, or it is of another model; nothing was written.
     """
     own = run_checkpoints(config)
     source = find_source(config.load, own)
+    check_stored(config, first_folder(config.load, own, source))
     device = device_of(kind)
     begin = time.perf_counter()
     train, output = config.train, Path(config.output)
@@ -222,7 +224,7 @@ def run_checkpoints(config: RunConfig) -> CheckpointManager:
 
 def run_assets(config: RunConfig) -> dict[str, Path | bytes]:
     """What each checkpoint of a run keeps beside its tensors: the tokenizer's files, and the whole run as ``run.yaml``."""
-    return {**tokenizer_files(config.data.tokenizer), "run.yaml": config_text(config).encode()}
+    return {**tokenizer_files(config.data.tokenizer), RUN_FILE: config_text(config).encode()}
 
 
 def _keep_tokenizer(source: Path, folder: Path) -> None:

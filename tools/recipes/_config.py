@@ -2,8 +2,9 @@
 # Copyright (c) 2026 the mcore authors
 """Everything a training run is told."""
 
+import difflib
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
@@ -162,6 +163,8 @@ class LoadConfig:
     optimizer's state, so that the other run goes on. A fresh optimizer has its masters from the weights."""
     required: bool = False
     """Refuse to begin with random weights, as where the output folder of a run that should go on is not there."""
+    override: tuple[str, ...] = ()
+    """Fields of the model, such as model.rotary_base, that may differ from those which the weights were made with; others are refused."""
 
     def __post_init__(self) -> None:
         if self.step is not None and self.step < 0:
@@ -219,6 +222,11 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         train = self.train
+        known = [f"{part}.{item.name}" for part, kind in (("model", TransformerConfig), ("moe", MoEConfig)) for item in fields(kind)]
+        for name in self.load.override:
+            if name not in known:
+                nearest = difflib.get_close_matches(name, known, 1)
+                raise ValueError(f"load.override={name!r} is no field of a model; write {nearest[0] if nearest else 'model.FIELD'!r}")
         if train.global_batch_size % (train.micro_batch_size * self.plan.dp):
             raise ValueError(
                 f"train.global_batch_size={train.global_batch_size} must be a multiple of "

@@ -158,8 +158,9 @@ def test_what_is_not_there_is_named_before_anything_is_written(
 
 
 def test_what_does_not_fit_is_named(source: RunConfig, tmp_path: Path) -> None:
+    fewer = ["model.num_layers=2", "load.override=[model.num_layers]"]
     with pytest.raises(ValueError, match=r"has weights that this model has not: layers\.2\..*mcore-ckpt edit --drop"):
-        train_rank(begun(source, tmp_path / "small", "model.num_layers=2"), "cpu")
+        train_rank(begun(source, tmp_path / "small", *fewer), "cpu")
     weights = tmp_path / "weights"
     theirs = steps_of(source).path(4)
     save({name: read_tensor(theirs, name) for name in read_manifest(theirs).tensors if not name.startswith("optimizer.")}, weights)
