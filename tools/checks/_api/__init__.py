@@ -7,6 +7,7 @@ from tools.checks._api._baseline import Baseline, find_baseline
 from tools.checks._api._finding import KINDS, Bump, CheckError, Finding
 from tools.checks._api._gate import check_trees, check_wheel, compare_surfaces
 from tools.checks._api._listing import listing
+from tools.checks._api._metadata import Metadata, compare_metadata, read_metadata
 from tools.checks._api._render import FORMATS
 from tools.checks._api._surface import Surface, load
 from tools.checks._api._verdict import Report, given_bump
@@ -20,14 +21,17 @@ __all__ = [
     "CheckError",
     "Checker",
     "Finding",
+    "Metadata",
     "Report",
     "Surface",
     "check_trees",
     "check_wheel",
+    "compare_metadata",
     "compare_surfaces",
     "find_baseline",
     "given_bump",
     "listing",
     "load",
     "read_acceptances",
+    "read_metadata",
 ]

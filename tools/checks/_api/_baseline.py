@@ -67,6 +67,7 @@ def find_baseline(wheel: str, version: Version, repository: Path) -> Baseline | 
 def _tags(wheel: str, version: Version, repository: Path) -> dict[Version, str]:
     found = {}
     head = git(repository, "rev-parse", "HEAD")
+    edited = bool(git(repository, "status", "--porcelain", "--", f"packages/{wheel}"))
     lines = git(repository, "tag", "--merged", "HEAD", "--list", f"{wheel}-v*", "--format=%(refname:short) %(objectname) %(*objectname)")
     for line in lines.splitlines():
         tag, *commits = line.split()
@@ -74,8 +75,8 @@ def _tags(wheel: str, version: Version, repository: Path) -> dict[Version, str]:
             tagged = Version(tag.rpartition("-v")[2])
         except InvalidVersion:
             continue
-        # The tag of the very release under check is no earlier release.
-        if not (tagged == version and commits[-1] == head):
+        # The tag of the very release under check is no earlier release, unless the tree was edited since.
+        if edited or not (tagged == version and commits[-1] == head):
             found[tagged] = tag
     return found
 

@@ -9,6 +9,8 @@ import griffe
 from packaging.version import Version
 
 from tools.checks._api._classes import (
+    absence_program,
+    ancestors,
     compare_attribute,
     compare_attribute_for_implementers,
     compare_attribute_types,
@@ -16,16 +18,23 @@ from tools.checks._api._classes import (
     compare_class,
     is_abstract,
     is_enum,
+    is_final,
     is_protocol,
-    presence_program,
 )
 from tools.checks._api._finding import Finding
-from tools.checks._api._functions import compare_for_implementers, compare_nature, compare_parameters, compare_types
+from tools.checks._api._functions import (
+    aligned,
+    compare_decorators,
+    compare_for_implementers,
+    compare_nature,
+    compare_parameters,
+    compare_types,
+)
 from tools.checks._api._marks import LADDER, mark_of, own_deprecation
 from tools.checks._api._signatures import Caller, Shape, signature_program, typed_parameters
 from tools.checks._api._surface import Entry, Surface, follow
 from tools.checks._api._types import Gone
-from tools.checks._api._witness import Checker, Suspicion
+from tools.checks._api._witness import Checker, Program, Suspicion
 
 _REMOVALS = {"name_removed", "name_moved", "name_unlisted", "member_removed", "enum_member_removed", "module_removed"}
 
@@ -63,12 +72,25 @@ class _Comparison:
     seen: set[tuple[int, int]] = field(default_factory=set)
 
     def walk(self) -> None:
+        for entry in self.old.entries.values():
+            gone = entry.path not in self.new.entries and self.new.lookup(entry.path) is None
+            may_move = entry.obj is not None and not entry.obj.is_module and not self._is_member(entry)
+            if gone and may_move and (place := self._elsewhere(entry)) is not None:
+                self.new.moved[entry.path] = place
         for entry in sorted(self.old.entries.values(), key=lambda entry: entry.rank):
             match = self.new.entries.get(entry.path)
             if match is not None:
                 self._pair(entry, match)
         self._removals()
         self._additions()
+
+    def _changed_kind(self, path: str) -> bool:
+        was, now = self.old.entries[path].obj, self.new.entries[path].obj
+        return was is not None and (now is None or was.kind is not now.kind)
+
+    def _is_member(self, entry: Entry) -> bool:
+        owner = self.old.entries.get(entry.path.rpartition(".")[0])
+        return owner is not None and isinstance(owner.obj, griffe.Class)
 
     # ---- names that both have
 
@@ -92,10 +114,13 @@ class _Comparison:
         if old.kind is not new.kind:
             yield Finding(kind="kind_changed", path=path, text=f"{old.kind.value} became {new.kind.value}")
         elif isinstance(old, griffe.Function) and isinstance(new, griffe.Function):
-            name = path.removesuffix(".__init__")
-            yield from compare_parameters(name, old, new)
-            yield from compare_nature(path, old, new)
+            new = aligned(old, new)
+            yield from compare_parameters(path.removesuffix(".__init__"), old, new, self.old, self.new)
+            yield from compare_nature(path, old, new, self.old, self.new)
             yield from compare_types(path, old, new, self.old, self.new)
+            yield from compare_decorators(path, old, new, self.old, self.new)
+            if is_final(new) and not is_final(old) and old.parent is not None and old.parent.is_class:
+                yield Finding(kind="method_final", path=path, text="the method is final now")
             if _is_implemented_elsewhere(old) and _is_implemented_elsewhere(new):
                 yield from compare_for_implementers(path, old, new, self.old, self.new)
         elif isinstance(old, griffe.Class) and isinstance(new, griffe.Class):
@@ -131,7 +156,7 @@ class _Comparison:
                 return  # the class says it for its members
         if LADDER.index(now.level) < LADDER.index(was.level):
             text = f"{was.level} became {now.level}"
-            self.findings.append(self._located(Finding(kind="stability_lowered", path=path, text=text), old, new))
+            self.findings.append(self._judged(self._located(Finding(kind="stability_lowered", path=path, text=text), old, new), old))
 
     # ---- names that only one has
 
@@ -140,7 +165,7 @@ class _Comparison:
         by_object: dict[object, list[Entry]] = {}
         for entry in sorted(gone, key=lambda entry: entry.rank):
             parent = entry.path.rpartition(".")[0]
-            if parent in self.old.entries and parent not in self.new.entries:
+            if parent in self.old.entries and (parent not in self.new.entries or self._changed_kind(parent)):
                 continue  # its class or module is reported
             by_object.setdefault(id(entry.obj) if entry.obj is not None else entry.path, []).append(entry)
         for entries in by_object.values():
@@ -160,18 +185,48 @@ class _Comparison:
             if entry.obj.name == "__init__":
                 self._lost_constructor(entry, owner)
                 return
-            if owner.bases:
-                before = None
-                after = presence_program(entry.path, entry.obj, owner, self.new)
-                self.suspicions.append(Suspicion(finding=finding, before=before, after=after))
+            if any(not self.new.is_internal(base) for base in ancestors(owner, self.new)):
+                self._member_of_base(entry, owner, finding)
                 return
         self.findings.append(self._judged(finding, entry.obj))
+
+    def _member_of_base(self, entry: Entry, owner: griffe.Class, finding: Finding) -> None:
+        """A base class of another package may have a member of that name; a method of it must take the same calls."""
+        absent = absence_program(entry.path, owner, self.new)
+        self.suspicions.append(Suspicion(finding=finding, before=None, after=absent, absence=True))
+        old = entry.obj
+        if not isinstance(old, griffe.Function):
+            return
+        try:
+            types = typed_parameters(old, self.old, self.new)
+        except Gone:
+            self.suspicions.append(Suspicion(finding=finding, before=None, after=None))
+            return
+        shape = Shape(caller=Caller.of(entry.path, old), function=old, types=types)
+        self.suspicions.append(Suspicion(finding=finding, before=None, after=signature_program(shape, self.new)))
+        self._accepts_anything(finding, entry.path, old, absent)
+
+    def _accepts_anything(self, finding: Finding, call: str, old: griffe.Function, absent: Program) -> None:
+        # A base class that declares *args and **kwargs accepts anything for a type checker and refuses it when it runs.
+        if any(parameter.kind is griffe.ParameterKind.var_keyword for parameter in old.parameters):
+            return
+        head = absent.code.partition("\n\n\n")[0]
+        cls, _, name = call.rpartition(".")
+        use = f"_made = {call}(_no_such_argument=0)"
+        if old.name != "__init__":
+            use = f"def _call(given: {cls}) -> None:\n    given.{name}(_no_such_argument=0)"
+        self.suspicions.append(Suspicion(finding=finding, before=None, after=replace(absent, code=f"{head}\n\n{use}"), absence=True))
 
     def _lost_constructor(self, entry: Entry, owner: griffe.Class) -> None:
         old = entry.obj
         if not isinstance(old, griffe.Function):
             return
         name = entry.path.removesuffix(".__init__")
+        other = self.new.entries.get(f"{name}.__new__")
+        if other is not None and isinstance(other.obj, griffe.Function):
+            for item in compare_parameters(name, old, aligned(old, other.obj), self.old, self.new):
+                self.findings.append(self._judged(self._located(item, old, owner), old))
+            return
         if owner.bases:
             finding = Finding(kind="member_removed", path=entry.path, text="the constructor is gone, and that of the base class takes less")
             finding = self._judged(self._located(finding, old, owner), old)
@@ -182,6 +237,7 @@ class _Comparison:
                 return
             shape = Shape(caller=Caller.of(entry.path, old), function=old, types=types)
             self.suspicions.append(Suspicion(finding=finding, before=None, after=signature_program(shape, self.new)))
+            self._accepts_anything(finding, name, old, absence_program(entry.path, owner, self.new))
             return
         for parameter in list(old.parameters)[1:]:
             finding = Finding(kind="parameter_removed", path=f"{name}({parameter.name})", text="the class takes no arguments now")
@@ -219,6 +275,8 @@ class _Comparison:
             if other.path.rpartition(".")[2] == entry.path.rpartition(".")[2]
             and (other.obj.kind if other.obj is not None else None) is kind
             and isinstance(self.new.lookup(other.path.rpartition(".")[0]), griffe.Module)
+            # Another place that the old tree had already is a move only if it was the same thing.
+            and (other.path not in self.old.entries or (entry.obj is not None and self.old.entries[other.path].obj is entry.obj))
         ]
         return min(found, key=lambda other: other.rank).path if found else None
 

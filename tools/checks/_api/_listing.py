@@ -8,10 +8,10 @@ from pathlib import Path
 import griffe
 from griffe import ParameterKind
 
-from tools.checks._api._classes import dataclass_options
 from tools.checks._api._finding import Finding
 from tools.checks._api._marks import mark_of
 from tools.checks._api._surface import Entry, Surface
+from tools.checks._api._traits import dataclass_options
 
 _STARS = {ParameterKind.var_positional: "*", ParameterKind.var_keyword: "**"}
 

@@ -3,12 +3,16 @@
 """Stability marks, read from the decorators of an object and of what contains it."""
 
 import ast
+import contextlib
 from dataclasses import dataclass
 
 import griffe
 
+from tools.checks._api._surface import PROPERTY_DECORATORS
+
 LADDER = ("internal", "experimental", "stable")
 _DECORATORS = {"internal_api": "internal", "experimental_api": "experimental", "deprecated": "deprecated"}
+_PEP702 = {"warnings.deprecated", "typing_extensions.deprecated"}
 _CLOCK = ("version", "removal_version", "alternative")
 
 
@@ -48,13 +52,32 @@ def own_deprecation(obj: griffe.Object) -> Deprecation | None:
     return next((_deprecation(value) for name, value in _decorators(obj) if name == "deprecated"), None)
 
 
+def is_seen_by_type_checkers(obj: griffe.Object) -> bool:
+    """Whether a mark of PEP 702 stands on the object: type checkers know no other."""
+    return any(path in _PEP702 or path.rpartition(".")[2] == "pep702_deprecated" for path, _ in _all_decorators(obj))
+
+
 def _decorators(obj: griffe.Object | griffe.Alias) -> list[tuple[str, str]]:
     # The last part must match exactly: a decorator whose name or arguments merely contain the word marks nothing.
     found = []
-    for decorator in getattr(obj, "decorators", ()):
-        mark = _DECORATORS.get(decorator.callable_path.rpartition(".")[2])
-        if mark:
-            found.append((mark, str(decorator.value)))
+    for path, value in _all_decorators(obj):
+        mark = _DECORATORS.get(path.rpartition(".")[2])
+        if mark and path not in _PEP702:
+            found.append((mark, value))
+    return found
+
+
+def _all_decorators(obj: griffe.Object | griffe.Alias) -> list[tuple[str, str]]:
+    """(path, source) of each decorator."""
+    if not isinstance(obj, griffe.Attribute):
+        return [(decorator.callable_path, str(decorator.value)) for decorator in getattr(obj, "decorators", ())]
+    found = []
+    for node in obj.extra[PROPERTY_DECORATORS].get("nodes", ()):
+        head = node.func if isinstance(node, ast.Call) else node
+        first, *rest = ast.unparse(head).split(".")
+        with contextlib.suppress(griffe.NameResolutionError):
+            first = obj.resolve(first)
+        found.append((".".join([first, *rest]), ast.unparse(node)))
     return found
 
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 import griffe
 from packaging.version import InvalidVersion, Version
 
-from tools.checks._api._classes import dataclass_options
 from tools.checks._api._finding import Finding
-from tools.checks._api._marks import Deprecation, own_deprecation
+from tools.checks._api._marks import Deprecation, is_seen_by_type_checkers, own_deprecation
 from tools.checks._api._surface import Entry, Surface
+from tools.checks._api._traits import dataclass_options
 
 
 def earliest_removal(version: Version) -> Version:
@@ -20,8 +20,17 @@ def earliest_removal(version: Version) -> Version:
     return Version(f"{version.major}.{version.minor + 2}.0")
 
 
-def clock_findings(surface: Surface, version: Version) -> Iterator[Finding]:
-    """Each deprecation says since when and until when, keeps the promise, and ends."""
+def clock_findings(
+    surface: Surface, version: Version, *, old: Surface | None = None, old_version: Version | None = None
+) -> Iterator[Finding]:
+    """Each deprecation says since when and until when, keeps the promise, and ends.
+
+    Args:
+        surface: the tree under check.
+        version: its version.
+        old: the last release, which tells which marks are new; None if there is none.
+        old_version: its version.
+    """
     seen: set[int] = set()
     for entry in sorted(surface.entries.values(), key=lambda entry: entry.rank):
         if entry.obj is None or id(entry.obj) in seen:
@@ -30,8 +39,36 @@ def clock_findings(surface: Surface, version: Version) -> Iterator[Finding]:
         deprecation = own_deprecation(entry.obj)
         if deprecation is not None:
             file, line = surface.location(entry.obj)
-            for finding in _clock(entry, deprecation, surface, version):
+            before = old.entries.get(entry.path) if old is not None else None
+            released = own_deprecation(before.obj) if before is not None and before.obj is not None else None
+            found = [*_clock(entry, deprecation, surface, version), *_dates(entry.path, deprecation, released, version, old_version)]
+            if not is_seen_by_type_checkers(entry.obj):
+                text = "write @pep702_deprecated under the deprecation, or warnings.deprecated with category=None"
+                found.append(Finding(kind="deprecation_unseen", path=entry.path, text=text))
+            for finding in found:
                 yield replace(finding, file=file, line=line)
+
+
+def _dates(
+    path: str, deprecation: Deprecation, released: Deprecation | None, version: Version, old_version: Version | None
+) -> Iterator[Finding]:
+    """A deprecation names the release that first carries it, and never ends earlier than a release promised."""
+    try:
+        since, until = Version(deprecation.version or ""), Version(deprecation.removal_version or "")
+        first, promised = (Version(released.version or ""), Version(released.removal_version or "")) if released else (None, None)
+    except InvalidVersion:
+        return
+    if first is None:
+        first = Version(version.base_version)
+        if old_version is not None and first <= old_version < since:
+            return  # the version has yet to grow, which the new mark asks for
+    if promised is not None and until < promised:
+        yield Finding(kind="deprecation_shortened", path=path, text=f"was to go in {promised}, is to go in {until} now")
+    if since > first:
+        yield Finding(kind="deprecation_postdated", path=path, text=f"says {since}, and {first} carries the mark; write {first}")
+    if since < first and (released is not None or old_version is not None):
+        text = f"says {since}, and {first} is the first release that carries the mark; write {first}"
+        yield Finding(kind="deprecation_backdated", path=path, text=text)
 
 
 def _clock(entry: Entry, deprecation: Deprecation, surface: Surface, version: Version) -> Iterator[Finding]:

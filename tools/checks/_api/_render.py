@@ -28,7 +28,7 @@ def github(reports: Sequence[Report]) -> str:
     lines = []
     for report in reports:
         for finding in report.findings:
-            if finding.counts and finding.bump >= Bump.BREAK:
+            if finding.counts and (finding.bump >= Bump.BREAK or finding.bump > report.given):
                 level = "notice" if report.passed else "error"
                 place = f"file={_property(report.file_of(finding))},line={finding.line},title={_property(finding.kind)}"
                 lines.append(f"::{level} {place}::{_message(f'{finding.path}: {finding.text}')}")

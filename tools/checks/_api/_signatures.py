@@ -43,11 +43,15 @@ class Caller:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A function's parameters with types by slot; the slot of the result is ``"return"``."""
+    """A function's parameters with types by slot; the slot of the result is ``"return"``.
+
+    With ``spell_coroutine`` a coroutine function is written as a function whose result is a coroutine.
+    """
 
     caller: Caller
     function: griffe.Function
     types: Mapping[str, Type | None]
+    spell_coroutine: bool = False
 
     def imports(self, surface: Surface) -> frozenset[str]:
         needed = {module_of(self.caller.path, surface)}
@@ -78,8 +82,10 @@ class Shape:
             parts.append(f"{stars}{parameter.name}: {_text(self.types.get(parameter.name))}{default}")
         if positional_only:
             parts.append("/")
-        nature = "async def" if "async" in self.function.labels else "def"
         result = "typing.Any" if self.caller.constructs else _text(self.types.get("return"))
+        nature = "async def" if "async" in self.function.labels else "def"
+        if self.spell_coroutine and "async" in self.function.labels:
+            nature, result = "def", f"typing.Coroutine[typing.Any, typing.Any, {result}]"
         return f"{nature} {name}({', '.join(parts)}) -> {result}:"
 
 

@@ -10,6 +10,7 @@ import tomllib
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
@@ -25,12 +26,14 @@ class Tree:
         root: folder that would be on the import path.
         version: its version, if the tree says it.
         label: where it came from, for reports.
+        metadata: pyproject.toml, or the ``.dist-info`` folder of an unpacked wheel.
     """
 
     package: str
     root: Path
     version: Version | None
     label: str
+    metadata: Path | None = None
 
 
 def git(repository: Path, *arguments: str) -> str:
@@ -83,8 +86,9 @@ def open_tree(where: str, package: str, scratch: Path, *, repository: Path, vers
         commit = git(repository, "rev-parse", "--verify", "--quiet", f"{where}^{{commit}}")
         folder, label = archive(repository, commit, scratch), f"{where} ({commit[:12]})"
     module, root = _find_package(folder, package, label)
-    found = Version(version) if version else _declared_version(root, folder, package)
-    return Tree(package=module, root=root, version=found, label=label)
+    metadata = _metadata_of(root, folder, package)
+    found = Version(version) if version else _declared_version(metadata)
+    return Tree(package=module, root=root, version=found, label=label, metadata=metadata)
 
 
 def _find_package(folder: Path, package: str, label: str) -> tuple[str, Path]:
@@ -98,24 +102,36 @@ def _find_package(folder: Path, package: str, label: str) -> tuple[str, Path]:
     raise CheckError(f"package {package!r} is not in {label}; give its import name, or the folder that holds it")
 
 
-def _declared_version(root: Path, folder: Path, package: str) -> Version | None:
-    """Version in the metadata of an unpacked wheel, or in the nearest pyproject.toml that has a fixed one."""
+def _metadata_of(root: Path, folder: Path, package: str) -> Path | None:
+    """The metadata folder of an unpacked wheel, or the nearest pyproject.toml with a project in it."""
     wanted = package.replace("-", "_").replace(".", "_").lower()
     records = sorted(root.glob("*.dist-info/METADATA"), key=lambda path: not path.parent.name.lower().startswith(wanted))
     if records:
-        return _version(email.parser.HeaderParser().parsestr(records[0].read_text())["Version"])
+        return records[0].parent
     for place in (root, *root.parents):
-        project = place / "pyproject.toml"
-        if project.is_file() and (text := project_version(project)) is not None:
-            return text
+        if (place / "pyproject.toml").is_file() and project_table(place / "pyproject.toml"):
+            return place / "pyproject.toml"
         if place == folder:
             break
     return None
 
 
+def _declared_version(metadata: Path | None) -> Version | None:
+    if metadata is None:
+        return None
+    if metadata.is_dir():
+        return _version(email.parser.HeaderParser().parsestr((metadata / "METADATA").read_text(encoding="utf-8"))["Version"])
+    return project_version(metadata)
+
+
+def project_table(pyproject: Path) -> dict[str, Any]:
+    """The table ``[project]`` of a pyproject.toml; empty if there is none."""
+    return tomllib.loads(pyproject.read_text(encoding="utf-8")).get("project", {})
+
+
 def project_version(pyproject: Path) -> Version | None:
     """The fixed version of a pyproject.toml."""
-    return _version(tomllib.loads(pyproject.read_text()).get("project", {}).get("version"))
+    return _version(project_table(pyproject).get("version"))
 
 
 def _version(text: str | None) -> Version | None:

@@ -13,6 +13,8 @@ import griffe
 
 from tools.checks._api._finding import CheckError
 
+# Namespace of griffe's extra data that holds the decorators of a property.
+PROPERTY_DECORATORS = "property_decorators"
 # Special methods that a class has whether or not it writes them, or that nobody calls by name.
 _INERT = {
     "__post_init__",
@@ -64,6 +66,8 @@ class Surface:
     without_all: list[griffe.Module] = field(default_factory=list)
     shadowed: list[tuple[griffe.Module, str]] = field(default_factory=list)
     """public names that are both a submodule and something imported, so that one hides the other"""
+    moved: dict[str, str] = field(default_factory=dict)
+    """public path in an earlier tree -> public path here, for what changed its place"""
 
     def lookup(self, path: str) -> griffe.Object | None:
         """The object at a path of this package, public or not, re-exports followed."""
@@ -113,6 +117,14 @@ def _is_module(member: griffe.Object | griffe.Alias) -> bool:
     return obj is not None and obj.is_module
 
 
+class _PropertyDecorators(griffe.Extension):
+    """Keeps what griffe drops when it turns a property into an attribute."""
+
+    def on_attribute_instance(self, *, node: ast.AST | griffe.ObjectNode, attr: griffe.Attribute, **_: object) -> None:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            attr.extra[PROPERTY_DECORATORS]["nodes"] = node.decorator_list
+
+
 def load(package: str, root: Path) -> Surface:
     """Read a package.
 
@@ -124,7 +136,9 @@ def load(package: str, root: Path) -> Surface:
         CheckError: the package is not there, or a file of it cannot be parsed.
     """
     logging.getLogger("griffe").setLevel(logging.CRITICAL)
-    loader = griffe.GriffeLoader(extensions=griffe.load_extensions(), search_paths=[root], allow_inspection=False)
+    extensions = griffe.load_extensions()
+    extensions.add(_PropertyDecorators())
+    loader = griffe.GriffeLoader(extensions=extensions, search_paths=[root], allow_inspection=False)
     try:
         top = loader.load(package)
         loader.resolve_aliases(implicit=True, external=False)
@@ -178,12 +192,27 @@ def _add_module(surface: Surface, module: griffe.Module) -> None:
             else:
                 surface.entries[path] = Entry(path=path, obj=None, foreign=foreign)
             continue
+        obj = _assigned(obj, surface)
         surface.entries[path] = Entry(path=path, obj=obj)
         if isinstance(obj, griffe.Class):
             _add_members(surface, path, obj, depth=0)
     for name, member in module.members.items():
         if isinstance(member, griffe.Module) and not name.startswith("_"):
             _add_module(surface, member)
+
+
+def _assigned(obj: griffe.Object, surface: Surface) -> griffe.Object:
+    """Behind ``name = _other``, where the other is a function or class of the package."""
+    for _ in range(4):
+        if not isinstance(obj, griffe.Attribute) or obj.annotation is not None or not isinstance(obj.value, griffe.ExprName):
+            return obj
+        target = surface.lookup(obj.value.canonical_path)
+        if not isinstance(target, griffe.Attribute | griffe.Function | griffe.Class) or target is obj:
+            return obj
+        if not isinstance(target, griffe.Attribute):
+            return target
+        obj = target
+    return obj
 
 
 def foreign_target(member: griffe.Object | griffe.Alias) -> str:

@@ -3,14 +3,18 @@
 """Annotations with every name spelt from the root, so that two trees can be compared and a third file can write them."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import griffe
 
 from tools.checks._api._surface import Surface
 
-_WRAPPERS = {"typing.ClassVar", "typing.Final", "dataclasses.InitVar", "typing_extensions.Final", "typing_extensions.ClassVar"}
+_WRAPPERS = {"dataclasses.InitVar"} | {
+    f"{module}.{name}"
+    for module in ("typing", "typing_extensions")
+    for name in ("ClassVar", "Final", "NotRequired", "ReadOnly", "Required")
+}
 _SELF = {"typing.Self", "typing_extensions.Self"}
 _OLD_GENERICS = {"typing.List": "list", "typing.Dict": "dict", "typing.Tuple": "tuple", "typing.Set": "set", "typing.Type": "type"}
 _ABC = {"Callable", "Iterable", "Iterator", "Sequence", "Mapping", "MutableMapping", "Generator", "Awaitable", "Coroutine", "AsyncIterator"}
@@ -41,6 +45,29 @@ class Type:
     def imports(self, surface: Surface) -> set[str]:
         """Modules to import before the text means something."""
         return {module for path in self.paths if (module := module_of(path, surface))}
+
+
+def canonical(types: Mapping[str, Type | None], order: Mapping[str, object]) -> dict[str, str]:
+    """Normal texts by slot, with type variables numbered in the order in which they first occur, whatever their names.
+
+    Args:
+        types: types by slot.
+        order: slots to visit; those that it lacks are left out.
+    """
+    numbers: dict[str, str] = {}
+    texts = {}
+    for slot in sorted(set(types) & set(order)):
+        annotation = types[slot]
+        if annotation is None:
+            continue
+        definitions = dict(variable.split(" = ", 1) for variable in annotation.variables)
+        tree = ast.parse(annotation.normal(), mode="eval")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and node.id in definitions:
+                maker = definitions[node.id].partition("(")[0].replace(".", "_")
+                node.id = numbers.setdefault(node.id, f"{maker}_{len(numbers)}")
+        texts[slot] = ast.unparse(tree)
+    return texts
 
 
 ANY = Type(text="typing.Any", paths=frozenset({"typing.Any"}))
@@ -121,6 +148,8 @@ class _Spelling(ast.NodeTransformer):
             path = cls.path
         if self.home.is_internal(path):
             path = self.home.public(path)
+            if self.target is not self.home:
+                path = self.target.moved.get(path, path)
             if self.home.is_internal(path) and self.target is not self.home and self.target.lookup(path) is None:
                 return self._replace(path)
         if "." in path:

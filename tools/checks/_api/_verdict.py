@@ -35,6 +35,7 @@ class Report:
         seconds: how long it took.
         names: how many public paths the old and the new surface have.
         notice: for people, for instance that this is the first release.
+        strict: a stable name breaks after a deprecation only, whatever the version.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Report:
     seconds: float = 0.0
     names: tuple[int, int] = (0, 0)
     notice: str = ""
+    strict: bool = False
 
     @property
     def demanded(self) -> Bump:
@@ -59,12 +61,16 @@ class Report:
     def passed(self) -> bool:
         if self.old_version is None:
             return self.demanded < Bump.NEVER
-        return self.demanded <= self.given
+        return self.demanded <= self.given and not self._breaks_a_promise
+
+    @property
+    def _breaks_a_promise(self) -> bool:
+        return self.strict and self.demanded >= Bump.BREAK
 
     @property
     def smallest_version(self) -> str:
         """The smallest version that would pass, as text; empty if there is none."""
-        if self.old_version is None or self.demanded is Bump.NEVER:
+        if self.old_version is None or self.demanded is Bump.NEVER or self._breaks_a_promise:
             return ""
         major, minor, patch = (*self.old_version.release, 0, 0)[:3]
         breaking = f"0.{minor + 1}.0" if major == 0 else f"{major + 1}.0.0"
@@ -79,6 +85,8 @@ class Report:
         words = {Bump.NONE: "no new version", Bump.ADDITION: "an adding version", Bump.BREAK: "a breaking version", Bump.NEVER: "a repair"}
         step = {Bump.NONE: "no step", Bump.ADDITION: "an adding step", Bump.BREAK: "a breaking step"}[self.given]
         remedy = "" if self.passed or not self.smallest_version else f"; the smallest version that fits is {self.smallest_version}"
+        if self._breaks_a_promise and self.demanded is Bump.BREAK:
+            remedy = f"; stable names break after a deprecation only: deprecate, or accept each break in api/{self.name}.accept.toml"
         return (
             f"{self.name} {self.old_version} -> {self.new_version}: {verdict}; "
             f"the changes ask for {words[self.demanded]}, the version is {step}{remedy}"

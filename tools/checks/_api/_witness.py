@@ -45,12 +45,14 @@ class Suspicion:
         before: program for the old tree; None if nothing can be checked there.
         after: program for the new tree; None if the suspicion cannot be checked and stands.
         otherwise: whether it stands when the programs cannot be judged.
+        absence: ``after`` passes where the break is there, not where it is not.
     """
 
     finding: Finding
     before: Program | None
     after: Program | None
     otherwise: bool = True
+    absence: bool = False
 
 
 @dataclass(kw_only=True)
@@ -76,8 +78,8 @@ class Checker:
             elif was.undecided or now.undecided or (suspicion.before is not None and not was.passed):
                 if suspicion.otherwise:
                     standing.append(replace(finding, text=f"{finding.text} (the type checker could not judge it)"))
-            elif not now.passed:
-                standing.append(replace(finding, detail=now.message))
+            elif now.passed is suspicion.absence:
+                standing.append(replace(finding, detail=now.message if not suspicion.absence else ""))
         return standing
 
     def _check(self, programs: Sequence[Program | None], surface: Surface) -> list["_Outcome"]:

@@ -96,11 +96,40 @@ def test_the_newest_tag_among_the_ancestors_is_the_baseline(repository, capsys):
     repository.commit("break")
     assert repository.run() == 1
     out = capsys.readouterr().out
-    assert "sample 0.1.0 -> 0.1.0: FAILED; the changes ask for a breaking version" in out and "smallest version that fits is 0.2.0" in out
-    repository.set_version("0.1.1")
+    assert "sample 0.1.0 -> 0.1.0: FAILED; the changes ask for a breaking version" in out
+    assert "stable names break after a deprecation only" in out and "api/sample.accept.toml" in out
+    for version in ("0.1.1", "0.2.0", "1.0.0"):
+        repository.set_version(version)
+        assert repository.run() == 1
+
+
+def test_an_edited_tree_on_the_tagged_commit_is_compared_with_that_tag(repository, capsys):
+    repository.release("0.1.0")
+    repository.break_something()
     assert repository.run() == 1
-    repository.set_version("0.2.0")
+    assert "parameter_removed         sample.bare(y)" in capsys.readouterr().out
+
+
+def test_a_changed_default_asks_for_an_adding_version_everywhere(repository, capsys):
+    repository.release("0.1.0")
+    repository.replace("src/sample/_functions.py", "def bare(x, y=1):", "def bare(x, y=2):")
+    repository.run("--write-surface")
+    capsys.readouterr()
+    assert repository.run("--format", "github") == 1
+    out = capsys.readouterr().out
+    assert "::error file=packages/sample/src/sample/_functions.py,line=" in out and "title=parameter_default_changed" in out
+    assert "the changes ask for an adding version, the version is no step; the smallest version that fits is 0.1.1" in out
+    repository.set_version("0.1.1")
     assert repository.run() == 0
+
+
+def test_promises_of_the_metadata_are_compared_too(repository, capsys):
+    repository.replace("pyproject.toml", 'version = "0.1.0"', 'version = "0.1.0"\ndependencies = ["torch>=2.11"]')
+    repository.release("0.1.0")
+    repository.replace("pyproject.toml", "torch>=2.11", "torch>=2.12")
+    repository.commit("raise")
+    assert repository.run() == 1
+    assert "dependency_narrowed       torch: >=2.11 became >=2.12" in capsys.readouterr().out
 
 
 def test_a_release_commit_is_compared_with_the_release_before(repository, capsys):

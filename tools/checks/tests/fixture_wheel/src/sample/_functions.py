@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Literal, TypeVar, overload
 
 from sample._shapes import Base, Circle
-from sample._stability import deprecated, experimental_api, internal_api
+from sample._stability import deprecated, experimental_api, internal_api, pep702_deprecated
 
 T = TypeVar("T")
 
@@ -77,5 +77,6 @@ def inner(x: int) -> int:
 
 
 @deprecated(version="0.1.0", removal_version="0.3.0", alternative="sample.scale")
+@pep702_deprecated("use sample.scale")
 def old_scale(values: Sequence[int]) -> list[int]:
     return list(values)

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol, TypedDict
 
-from sample._stability import deprecated, experimental_api
+from sample._stability import deprecated, experimental_api, pep702_deprecated
 
 Size = int | float
 
@@ -118,6 +118,7 @@ class Draft:
 
 
 @deprecated(version="0.1.0", removal_version="0.3.0", alternative="Circle")
+@pep702_deprecated("use Circle")
 class Ellipse:
     def flatten(self, x: int) -> int:
         return x

@@ -13,3 +13,7 @@ def experimental_api(obj):
 
 def deprecated(version, removal_version, alternative=None):
     return lambda obj: obj
+
+
+def pep702_deprecated(message):
+    return lambda obj: obj
