@@ -168,7 +168,7 @@ def _rank_main(work: Callable[..., Any], inputs: dict[str, Any], seat: _Seat, pi
                 rank=rank,
                 world_size=world_size,
                 # The watchdog speaks before the backend ends the process.
-                timeout=timedelta(seconds=2 * seat.guard.stall_timeout_s),
+                timeout=timedelta(seconds=2 * seat.guard.limit_s),
                 device_id=torch.device("cuda", rank) if seat.device == "cuda" else None,
             )
             result = work(**inputs, watchdog=watchdog) if seat.beats else work(**inputs)

@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from mcore_ckpt import CheckpointingException
-from mcore_parallel.guard import Attempt, RankFailedError, RanksLostError, StallReport, Watchdog, preflight, run_with_restarts
+from mcore_parallel.guard import Attempt, RankFailedError, RanksLostError, StallReport, Watchdog, exit_process, preflight, run_with_restarts
 from mcore_parallel.training import (
     INVALID_EXIT_CODE,
     STOPPED_EXIT_CODE,
@@ -92,7 +92,11 @@ def _in_world(config: RunConfig, kind: str, stop: StopSignals, stamps: StartupSt
     def work(attempt: Attempt) -> Trained:
         def stalled(report: StallReport) -> None:
             if report.is_author:
-                attempt.fail(report.text)
+                try:
+                    attempt.fail(report.text)
+                except RuntimeError:
+                    # The others are out of reach, so that this rank ends alone.
+                    exit_process(report)
 
         watchdog = Watchdog(attempt.store, rank=rank, world_size=world_size, config=config.guard, on_stall=stalled)
         with watchdog:
@@ -123,14 +127,14 @@ def _meet(config: RunConfig) -> tuple[Store, int, int]:
     # Read by torch when the first group is made; what the user set stays.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     store, rank, world_size = next(rendezvous("env://"))
-    preflight({"run": config}, store, rank=rank, world_size=world_size, timeout_s=config.guard.stall_timeout_s)
+    preflight({"run": config}, store, rank=rank, world_size=world_size, timeout_s=config.guard.limit_s)
     return store, rank, world_size
 
 
 def _connect(config: RunConfig, kind: str, store: Store, rank: int, world_size: int) -> None:
     """Make the process groups of a world."""
     # The watchdog speaks before the backend ends the process.
-    limit = timedelta(seconds=2 * config.guard.stall_timeout_s)
+    limit = timedelta(seconds=2 * config.guard.limit_s)
     dist.init_process_group("nccl" if kind == "cuda" else "gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
 
 

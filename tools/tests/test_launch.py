@@ -53,7 +53,7 @@ def test_a_dead_rank_is_named() -> None:
 
 
 def test_ranks_that_wait_too_long_bring_the_report() -> None:
-    guard = WatchdogConfig(stall_timeout_s=2.0, heartbeat_s=0.1, dead_after_s=20.0)
+    guard = WatchdogConfig(stall_timeout_s=2.0, slow_allowance_s=0, heartbeat_s=0.1, dead_after_s=20.0)
     with pytest.raises(RankError, match=r"(?s)rank 0 waits for rank 1.*group world.*missing: rank 1, alive at step 3.*in dawdle") as caught:
         launch(dawdle, 2, guard=guard, beats=True)
     assert caught.value.summary is None
@@ -62,6 +62,6 @@ def test_ranks_that_wait_too_long_bring_the_report() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_stuck_gpu_collective_is_reported() -> None:
-    guard = WatchdogConfig(stall_timeout_s=10.0, heartbeat_s=0.5, dead_after_s=20.0)
+    guard = WatchdogConfig(stall_timeout_s=10.0, slow_allowance_s=0, heartbeat_s=0.5, dead_after_s=20.0)
     with pytest.raises(RankError, match=r"(?s)rank 0 waits for rank 1.*nccl:.*missing: rank 1, alive at step 3.*in dawdle"):
         launch(dawdle, 2, device="cuda", guard=guard, beats=True)

@@ -2,6 +2,12 @@
 # Copyright (c) 2026 the mcore authors
 """What the report says, for situations of many ranks; who is taken for dead."""
 
+import contextlib
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -15,10 +21,18 @@ from mcore_parallel.comm import all_reduce
 from mcore_parallel.guard import Watchdog, WatchdogConfig
 from mcore_parallel.guard._board import Board
 from mcore_parallel.guard._collective import Collective, collectives, group_ranks, progress
-from mcore_parallel.guard._inquiry import FINISHED, Inquiry, Pulse
+from mcore_parallel.guard._inquiry import Inquiry
+from mcore_parallel.guard._liveness import FINISHED, Liveness
+from mcore_parallel.guard._process_mark import ProcessMark, _state
 from mcore_parallel.guard._rank_list import rank_list
 from mcore_parallel.guard._report import RankStatus, compose
 from mcore_parallel.guard._stack import broke_in_communication
+from mcore_parallel.guard._timed_store import StoreSilentError, TimedStore
+from tests.support.cable import Cable
+
+
+def timed(store: dist.Store) -> TimedStore:
+    return TimedStore(store, "test", 10.0)
 
 
 def collective(group: str, sequence: int, operation: str = "nccl:all_reduce", *, is_p2p: bool = False) -> Collective:
@@ -87,7 +101,8 @@ def test_every_silent_rank_is_in_the_report(data: st.DataObject) -> None:
 
 def test_a_status_survives_its_travel() -> None:
     before = status(2, collective("pp", 9), range(2, 4), last=collective("dp", 4))
-    board, other = (Board(store, 2, 4, 10.0) for store in [dist.HashStore()] * 2)
+    store = timed(dist.HashStore())
+    board, other = (Board(store, 2, 4) for _ in range(2))
     board.tell(0, before)
     after = other.status(0, 2)
     assert after is not None and compose([after], {}, 4) == compose([before], {}, 4)
@@ -100,38 +115,109 @@ def test_runs_of_ranks_are_joined() -> None:
 
 
 def test_a_heartbeat_that_stands_still_is_a_death_and_an_end_is_not() -> None:
-    store = dist.HashStore()
-    boards = [Board(store, rank, 4, 10.0) for rank in range(4)]
-    boards[0].beat(1)
-    boards[1].beat(1)
-    boards[2].beat(5, FINISHED)
-    pulse = Pulse(boards[0], 0.2)
-    assert pulse.gone(range(4)) == {2: "has finished"}
-    count, gone = 1, {}
+    store = timed(dist.HashStore())
+    ranks = [Liveness(store, rank, 4, 0.2) for rank in range(4)]
+    ranks[0].beat()
+    ranks[1].beat()
+    ranks[2].beat(FINISHED)
+    assert ranks[0].gone(range(4)) == {2: "has finished"}
+    gone: dict[int, str] = {}
     while not {1, 3} <= set(gone):
-        count += 1
-        boards[0].beat(count)
+        ranks[0].beat()
         time.sleep(0.02)
-        gone = pulse.gone(range(4))
+        gone = ranks[0].gone(range(4))
     assert gone == {1: "dead, no sign of life for 0.2 s", 2: "has finished", 3: "never started its watchdog"}
 
 
+def test_a_process_that_dies_is_known_at_once_on_every_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = timed(dist.HashStore())
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        mark = ProcessMark.own()
+        if not mark.host:
+            pytest.skip("this system does not tell of processes")
+        _, started = _state(child.pid)
+        marks = [mark, ProcessMark(host=mark.host, pid=child.pid, started=started), ProcessMark(host="other", pid=1, started="1")]
+        ranks = []
+        for rank in range(3):
+            monkeypatch.setattr(ProcessMark, "own", classmethod(lambda cls, rank=rank: marks[rank]))
+            ranks.append(Liveness(store, rank, 3, 60.0))
+            ranks[-1].enter()
+        assert ranks[0].fallen_neighbours() == [] and ranks[2].gone([1]) == {}
+        os.kill(child.pid, signal.SIGSTOP)
+        assert ranks[0].gone([1]) == {}, "it may go on"
+        os.kill(child.pid, signal.SIGKILL)
+        while not ranks[0].fallen_neighbours():
+            time.sleep(0.01)
+        assert ranks[0].gone([1]) == ranks[2].gone([1]) == {1: "dead, its process is gone"}
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def test_a_process_that_said_how_it_left_did_not_die(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = timed(dist.HashStore())
+    mark = ProcessMark.own()
+    if not mark.host:
+        pytest.skip("this system does not tell of processes")
+    here, left = Liveness(store, 0, 2, 60.0), Liveness(store, 1, 2, 60.0)
+    here.enter()
+    monkeypatch.setattr(left, "_own", ProcessMark(host=mark.host, pid=mark.pid, started="of an earlier process"))
+    left.enter()
+    left.beat(FINISHED)
+    assert here.fallen_neighbours() == [] and here.gone([1]) == {1: "has finished"}
+
+
 def test_an_inquiry_ends_though_a_living_rank_never_answers() -> None:
-    store = dist.HashStore()
-    boards = [Board(store, rank, 2, 10.0) for rank in range(2)]
-    boards[0].tell(0, status(0, collective("world", 1), range(2)))
-    inquiry, count, report = Inquiry(boards[0], 0, 0.2), 0, None
+    store = timed(dist.HashStore())
+    board, ranks = Board(store, 0, 2), [Liveness(store, rank, 2, 0.2) for rank in range(2)]
+    board.tell(0, status(0, collective("world", 1), range(2)))
+    inquiry, report = Inquiry(board, ranks[0], 0, dead_after_s=0.2, limit_s=0.0), None
     while report is None:
-        count += 1
-        boards[1].beat(count)
+        ranks[1].beat()
         report = inquiry.look()
     assert "missing: rank 1, gave no answer" in report
 
 
+@pytest.mark.parametrize(("at_work", "idle_s", "ends"), [(True, 60.0, False), (True, 301.0, True), (False, 60.0, True)])
+def test_a_rank_at_work_is_waited_for_within_the_limit(at_work: bool, idle_s: float, ends: bool) -> None:
+    store = timed(dist.HashStore())
+    busy, waiting = Board(store, 1, 3), Board(store, 0, 3)
+    waiting.tell(0, dataclasses.replace(status(0, collective("world", 1), range(3)), idle_s=idle_s))
+    busy.tell(0, dataclasses.replace(status(1, None), at_work=at_work, idle_s=idle_s))
+    Liveness(store, 2, 3, 10.0).beat(FINISHED)
+    report = Inquiry(waiting, Liveness(store, 0, 3, 10.0), 0, dead_after_s=10.0, limit_s=300.0).look()
+    assert bool(report) == ends and report is not None
+
+
+def test_a_request_that_nobody_answers_ends_and_a_network_that_heals_is_used_again() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    cable = Cable(server.port)
+    try:
+        requests = TimedStore(dist.TCPStore("127.0.0.1", cable.port, is_master=False), "part", 1.0)
+        requests.set("key", "value")
+        assert requests.check(["key"])
+        cable.cut()
+        for _ in range(2):
+            begin = time.monotonic()
+            with pytest.raises(StoreSilentError, match="no answer within 1 s"):
+                requests.check(["key"])
+            assert time.monotonic() - begin < 5
+        cable.mend()
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            with contextlib.suppress(StoreSilentError):
+                assert requests.get("key") == b"value"
+                return
+        pytest.fail("the store is never heard again")
+    finally:
+        cable.close()
+
+
 def test_a_rank_that_was_only_slow_trains_on() -> None:
     store, reports = dist.HashStore(), []
-    config = WatchdogConfig(stall_timeout_s=0.3, heartbeat_s=0.05, dead_after_s=1.0)
-    other = Board(store, 1, 2, 10.0)
+    config = WatchdogConfig(stall_timeout_s=0.3, slow_allowance_s=0, heartbeat_s=0.05, dead_after_s=1.0)
+    other = Board(TimedStore(store, "mcore/watchdog", 10.0), 1, 2)
     with Watchdog(store, rank=0, world_size=2, config=config, on_stall=reports.append) as watchdog:
         watchdog.beat(1)
         while not other.alarmed(0):
@@ -177,3 +263,25 @@ def test_a_communicating_thread_is_told_from_a_working_one() -> None:
     ghost = Group((0, 1), 0, name="ghost")
     assert broke_in_communication(caught(lambda: all_reduce(torch.ones(1), ghost)))
     assert not broke_in_communication(caught(fail))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[/build/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:11650."),
+        dist.DistBackendError("remote process exited"),
+        RuntimeError("NCCL communicator was aborted on rank 1."),
+    ],
+)
+def test_a_backend_error_is_known_wherever_it_comes_out(error: RuntimeError) -> None:
+    # As in the wait of a gradient's sum, or in a hook of a backward: no frame of a known module is near.
+    def raised() -> BaseException:
+        try:
+            raise error
+        except RuntimeError as link:
+            try:
+                raise LookupError("the trainer's own words") from link
+            except LookupError as outer:
+                return outer
+
+    assert broke_in_communication(error) and broke_in_communication(raised())

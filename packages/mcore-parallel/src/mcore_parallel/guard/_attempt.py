@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """One try of a run, and the thread that ends it when another rank has failed."""
 
+import contextlib
 import ctypes
 import json
 import os
@@ -10,16 +11,20 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _abort_process_group
 
+from mcore_parallel.guard._liveness import Liveness
 from mcore_parallel.guard._stack import thread_stacks
+from mcore_parallel.guard._timed_store import StoreSilentError, TimedStore
 
 _POLL_S = 0.25
+_REQUEST_S = 10.0
+"""Limit of one request to the store."""
+_HEARTBEAT_S, _DEAD_AFTER_S = 1.0, 6.0
+"""A rank of another machine without a sign of life for this long is dead, once others wait for it to leave."""
 _AGAIN_S = 5.0
 """Between two exceptions for a thread that goes on in spite of the first one."""
 
@@ -64,21 +69,27 @@ class Attempt:
     ) -> None:
         self.number, self.rank, self.world_size, self.timeout_s = number, rank, world_size, timeout_s
         self.store: Store = PrefixStore(f"mcore/attempt{number}", store)
-        connection: Any = self.store
         # The work may be waiting on the other one.
-        self._board = PrefixStore("board", connection.clone())
-        self._board.set_timeout(timedelta(seconds=timeout_s))
+        self._board = TimedStore(self.store, "board", min(timeout_s, _REQUEST_S))
+        self._liveness = Liveness(self._board, rank, world_size, _DEAD_AFTER_S)
         self._on_stuck = on_stuck
         self._worker = threading.get_ident()
         self._lock = threading.Lock()
         self._works = True
+        self._ended = threading.Event()
 
     def open(self) -> None:
         """The work of this rank begins; from now on another rank's fault is raised in this thread."""
+        self._liveness.enter()
+        threading.Thread(target=self._beat, name="mcore-heartbeat", daemon=True).start()
         threading.Thread(target=self._watch, name="mcore-attempt", daemon=True).start()
 
     def fail(self, reason: str, *, is_final: bool = False) -> None:
-        """End the attempt on all ranks; of several reasons the first counts. From any thread."""
+        """End the attempt on all ranks; of several reasons the first counts. From any thread.
+
+        Raises:
+            RuntimeError: the store is out of reach, so that nobody learns of it.
+        """
         if self._board.add("claim", 1) == 1:
             self._board.set("fault", json.dumps([self.rank, reason, is_final]))
 
@@ -100,6 +111,10 @@ class Attempt:
             except AttemptAbortedError:
                 continue
 
+    def end(self) -> None:
+        """This rank gives no sign of life any more."""
+        self._ended.set()
+
     def wait_for_end(self) -> Fault | None:
         """Wait until all ranks have done their work, or one has failed."""
         self._board.set(f"done/{self.rank}", "")
@@ -113,23 +128,29 @@ class Attempt:
             self._gather("seen")
         return None
 
-    def wait_for_others(self) -> list[int]:
-        """Wait until all ranks have left the failed attempt; the ranks that did not within ``timeout_s``."""
+    def wait_for_others(self) -> dict[int, str]:
+        """Wait until all ranks have left the failed attempt; the ranks that did not within ``timeout_s``, with what became of them.
+
+        It ends early when all ranks that are missing are dead.
+        """
         self._board.set(f"left/{self.rank}", "")
         missing = self._gather("left")
         if missing:
-            self._board.set("lost", json.dumps(missing))
+            self._board.set("lost", json.dumps(list(missing.items())))
         elif self._board.check(["lost"]):
             # The others have given this rank up, and are gone.
-            return json.loads(self._board.get("lost"))
+            return dict(json.loads(self._board.get("lost")))
         return missing
 
-    def _gather(self, what: str) -> list[int]:
-        """Wait for a mark of every rank; the ranks without one after ``timeout_s``."""
+    def _gather(self, what: str) -> dict[int, str]:
+        """Wait for a mark of every rank; the ranks without one after ``timeout_s``, or once they are known to be dead."""
         deadline = time.monotonic() + self.timeout_s
-        while (missing := self._missing(what)) and time.monotonic() < deadline:
+        while missing := self._missing(what):
+            gone = self._liveness.gone(missing)
+            if len(gone) == len(missing) or time.monotonic() > deadline:
+                return {rank: gone.get(rank, f"did not come back within {self.timeout_s:g} s") for rank in missing}
             time.sleep(_POLL_S)
-        return missing
+        return {}
 
     def _missing(self, what: str) -> list[int]:
         keys = [f"{what}/{rank}" for rank in range(self.world_size)]
@@ -137,9 +158,16 @@ class Attempt:
             return []
         return [rank for rank, key in enumerate(keys) if not self._board.check([key])]
 
+    def _beat(self) -> None:
+        """Signs of life, whatever the main thread does."""
+        while not self._ended.wait(_HEARTBEAT_S):
+            # The store may come back.
+            with contextlib.suppress(RuntimeError):
+                self._liveness.beat()
+
     def _watch(self) -> None:
         try:
-            while self._works and self.fault() is None:
+            while self._works and not self._failed():
                 time.sleep(_POLL_S)
         except RuntimeError:
             # The store is gone, and with it the run; the work finds out by itself.
@@ -159,6 +187,13 @@ class Attempt:
                 stacks = "\n".join(f"{name}:\n  " + "\n  ".join(lines) for name, lines in thread_stacks().items())
                 self._on_stuck(f"rank {self.rank} did not end attempt {self.number} within {self.timeout_s:g} s of a fault:\n{stacks}")
                 return
+
+    def _failed(self) -> bool:
+        try:
+            return self.fault() is not None
+        except StoreSilentError:
+            # A network that heals is used again; where it does not, the work ends by its own time-outs.
+            return False
 
     def _interrupt(self) -> None:
         with self._lock:

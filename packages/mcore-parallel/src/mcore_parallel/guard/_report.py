@@ -28,6 +28,10 @@ class RankStatus:
     """Thread -> frames, the main thread first."""
     complaint: str = ""
     """Why this rank raised the alarm; empty if it did not."""
+    at_work: bool = False
+    """It runs Python or reads and writes files, and waits for no rank."""
+    idle_s: float = 0.0
+    """Since it last began a step, or began or ended a collective."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

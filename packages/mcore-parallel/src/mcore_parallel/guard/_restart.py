@@ -6,7 +6,7 @@ import contextlib
 import gc
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -16,6 +16,8 @@ from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import _abort_process_group
 
 from mcore_parallel.guard._attempt import Attempt, AttemptAbortedError, Fault, exit_stuck
+from mcore_parallel.guard._rank_list import rank_list
+from mcore_parallel.guard._timed_store import StoreSilentError
 
 T = TypeVar("T")
 
@@ -49,11 +51,17 @@ class RankFailedError(RuntimeError):
 
 
 class RanksLostError(RuntimeError):
-    """Ranks did not come back from a failed attempt; only new processes can go on."""
+    """Ranks did not come back from a failed attempt; only new processes can go on.
 
-    def __init__(self, ranks: list[int], fault: Fault, timeout_s: float) -> None:
-        super().__init__(f"ranks {ranks} did not come back within {timeout_s:g} s after {fault}; start the run again")
-        self.ranks = ranks
+    Args:
+        ranks: rank -> what became of it.
+        fault: why the attempt failed.
+    """
+
+    def __init__(self, ranks: Mapping[int, str], fault: Fault) -> None:
+        lost = "; ".join(f"rank {rank}: {what}" for rank, what in ranks.items())
+        super().__init__(f"{rank_list(ranks)} {'is' if len(ranks) == 1 else 'are'} lost ({lost}) after {fault}; start the run again")
+        self.ranks = list(ranks)
         self.fault = fault
 
 
@@ -79,7 +87,7 @@ def run_with_restarts(
     connections of gloo end with its groups, and a thread that runs Python gets an ``AttemptAbortedError``. All process groups are
     dropped, the ranks meet at the store, and the work begins anew, from its newest checkpoint if it looks for one. It must make its groups
     over ``attempt.store``, and leave nothing behind that holds them: ``DistributedDataParallel.close`` belongs into a ``finally``. A dead
-    process is not replaced: the others end with ``RanksLostError``, which names it.
+    process is not replaced: the others end with ``RanksLostError``, which names it, within seconds.
 
     Args:
         work: what each rank does; it may call ``attempt.fail`` from another thread (a ``Watchdog`` does).
@@ -101,30 +109,40 @@ def run_with_restarts(
     number = 0
     while True:
         attempt = Attempt(number, store, rank=rank, world_size=world_size, timeout_s=config.timeout_s, on_stuck=on_stuck)
-        done: list[T] = []
-        error = _try(work, attempt, done)
-        if error is None:
-            fault = attempt.wait_for_end()
+        try:
+            done: list[T] = []
+            error = _try(work, attempt, done)
+            fault = attempt.wait_for_end() if error is None else _fault(attempt, error, final)
             if fault is None:
                 return done[0]
-        else:
-            is_own = not isinstance(error, AttemptAbortedError)
-            if is_own:
-                attempt.fail(_line(error), is_final=isinstance(error, final) or not isinstance(error, Exception))
-            fault = attempt.fault() or Fault(rank=rank, reason=_line(error), is_final=False)
-            _forget_frames(error)
-        done.clear()
-        _drop_groups()
-        if fault.is_final or number == config.max_restarts:
-            if error is not None and fault.rank == rank:
-                raise error
-            raise RankFailedError(fault, number) from None
-        error = None
-        if missing := attempt.wait_for_others():
-            raise RanksLostError(missing, fault, config.timeout_s)
+            done.clear()
+            _drop_groups()
+            if fault.is_final or number == config.max_restarts:
+                if error is not None and fault.rank == rank:
+                    raise error
+                raise RankFailedError(fault, number) from None
+            error = None
+            if missing := attempt.wait_for_others():
+                raise RanksLostError(missing, fault)
+        finally:
+            attempt.end()
         number += 1
         if rank == 0:
             notify(f"restart {number} of at most {config.max_restarts} after {fault}")
+
+
+def _fault(attempt: Attempt, error: BaseException, final: tuple[type[BaseException], ...]) -> Fault:
+    """Tell the others of this rank's error, and why the attempt failed; the error loses its frames."""
+    if not isinstance(error, AttemptAbortedError):
+        try:
+            attempt.fail(_line(error), is_final=isinstance(error, final) or not isinstance(error, Exception))
+        except StoreSilentError as silence:
+            # Nobody can be told, and nobody can be met again.
+            error.add_note(f"the other ranks were not told: the store gave {silence}")
+            raise error from None
+    fault = attempt.fault() or Fault(rank=attempt.rank, reason=_line(error), is_final=False)
+    _forget_frames(error)
+    return fault
 
 
 def _try(work: Callable[[Attempt], T], attempt: Attempt, done: list[T]) -> BaseException | None:

@@ -7,8 +7,21 @@ import threading
 import traceback
 from types import FrameType
 
+import torch.distributed as dist
+
 # A thread whose innermost Python frame, torch's calls of operators aside, belongs to one of these communicates.
-_COMMUNICATION = ("torch.distributed", "mcore_parallel.comm")
+_COMMUNICATION = (
+    "torch.distributed",
+    "mcore_parallel.comm",
+    "mcore_parallel.data_parallel",
+    "mcore_parallel.pipeline",
+    "megatron_fsdp._collectives",
+    "megatron_fsdp._gradients",
+    "megatron_fsdp._group",
+    "megatron_fsdp._lane",
+)
+# What the backends write into errors of theirs, which may come out of any wait and any backward.
+_BACKENDS = ("/gloo/", "nccl", "processgroup", "connection closed by peer", "connection reset by peer")
 _MAX_FRAMES = 40
 
 
@@ -39,11 +52,26 @@ def position() -> int:
 
 
 def broke_in_communication(error: BaseException) -> bool:
-    """Whether the error came out of a call that communicates."""
+    """Whether the error, or one that led to it, came out of a call that communicates."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        if _is_broken_link(link):
+            return True
+        link = link.__cause__ or link.__context__
+    return False
+
+
+def _is_broken_link(error: BaseException) -> bool:
+    if not isinstance(error, RuntimeError):
+        return False
+    if isinstance(error, dist.DistError) or any(word in str(error).lower() for word in _BACKENDS):
+        return True
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    return isinstance(error, RuntimeError) and trace is not None and _communicates(trace.tb_frame)
+    return trace is not None and _communicates(trace.tb_frame)
 
 
 def _main_frame() -> FrameType | None:

@@ -3,6 +3,7 @@
 """A thread beside the training loop that notices when the run does not get on, says why, and ends it."""
 
 import contextlib
+import math
 import os
 import sys
 import threading
@@ -14,15 +15,22 @@ from typing import TypeVar
 
 from torch._C._distributed_c10d import Store
 
+from mcore_parallel.guard._activity import Activity, waits
 from mcore_parallel.guard._board import Board
-from mcore_parallel.guard._collective import Collective, collectives, group_ranks, progress
-from mcore_parallel.guard._inquiry import FINISHED, Inquiry, Pulse
+from mcore_parallel.guard._collective import Collective, collectives, group_ranks
+from mcore_parallel.guard._inquiry import Inquiry
+from mcore_parallel.guard._liveness import CUT_OFF, FINISHED, Liveness
+from mcore_parallel.guard._rank_list import rank_list
 from mcore_parallel.guard._report import RankStatus, compose
-from mcore_parallel.guard._stack import broke_in_communication, position, thread_stacks, waits_for_ranks
+from mcore_parallel.guard._stack import broke_in_communication, thread_stacks
+from mcore_parallel.guard._timed_store import StoreSilentError, TimedStore
 
 T = TypeVar("T")
 
 STALLED_EXIT_CODE = 75
+# After a death the main thread has this long to notice by itself: connections of hosts break, and their error says more.
+_GRACE_S = 2.0
+_LOOK_AGAIN_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,22 +38,34 @@ class WatchdogConfig:
     """Patience.
 
     Raises:
-        ValueError: a time that is not positive, or heartbeats too rare to tell the living from the dead.
+        ValueError: a time that is no positive number, or heartbeats too rare to tell the living from the dead.
     """
 
-    stall_timeout_s: float = 300.0
-    """A rank that waits for others, or that tells steps, must get on within this; keep it below the time-out of the process groups."""
-    heartbeat_s: float = 2.0
+    stall_timeout_s: float = 60.0
+    """A rank that waits for others, or that owes a step, stands still for no longer than this."""
+    slow_allowance_s: float = 240.0
+    """Added until the first step has ended (loading, compilation, graphs), and later as long as a rank that others wait for is seen at
+    work, as in an evaluation or a save; 0 for none."""
+    heartbeat_s: float = 1.0
     """Between two signs of life, and two looks."""
-    dead_after_s: float = 20.0
-    """A rank without a sign of life for this long, while others ask for it, is dead."""
+    dead_after_s: float = 6.0
+    """A rank of another machine without a sign of life for this long, while others ask for it, is dead; the limit of a request to the
+    store, too."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if value <= 0:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise ValueError(f"{name}={value!r} must be a number of seconds")
+            if value < 0 or (value == 0 and name != "slow_allowance_s"):
                 raise ValueError(f"{name}={value} must be positive")
         if self.dead_after_s < 3 * self.heartbeat_s:
             raise ValueError(f"dead_after_s={self.dead_after_s} must be at least three heartbeats of heartbeat_s={self.heartbeat_s}")
+
+    @property
+    def limit_s(self) -> float:
+        """The longest that a rank may be without a step or a collective. Process groups need a longer time-out: a backend that ends the
+        process first leaves no report."""
+        return self.stall_timeout_s + self.slow_allowance_s
 
     def build(self, store: Store, *, rank: int, world_size: int) -> "Watchdog":
         return Watchdog(store, rank=rank, world_size=world_size, config=self)
@@ -71,13 +91,16 @@ def exit_process(report: StallReport) -> None:
 class Watchdog:
     """Watches this rank while its block runs; every rank of the world has one over the same store.
 
-    A rank is stuck when for ``stall_timeout_s`` it has started no collective, ended none and told no step, while it owes a step, or
-    while its main thread stands still and waits for other ranks. The first stuck rank asks all others for their status: what they wait
-    in (by torch's flight recorder), their last collective of each group, their Python stacks. One rank makes a report of them, and
-    ``on_stall`` gets it on every rank. A rank whose heartbeat has stopped is named dead; one that left the block with an error is named
-    with it.
+    A rank is stuck when for ``stall_timeout_s`` it has started no collective, ended none and told no step, and its main thread stands
+    still, while it owes a step or waits for other ranks. The first stuck rank asks all others for their status: what they wait in (by
+    torch's flight recorder), their last collective of each group, their Python stacks. One rank makes a report of them, and ``on_stall``
+    gets it on every rank. A rank whose heartbeat has stopped is named dead; one that left the block with an error is named with it.
+    While a rank is at work, the others are patient for ``slow_allowance_s`` more.
 
-    When the block ends with an error out of a collective, as a broken connection raises, one rank finds out who died and adds a note.
+    A process that dies is seen by the ranks of its machine within a heartbeat; where no connection breaks, as under kernels of a GPU, the
+    same report follows within seconds. When the block ends with an error out of communication, as a broken connection raises, one rank
+    finds out who died and adds a note. Nothing here waits without a limit: when the store is out of reach, each stuck rank reports what
+    it knows alone.
 
     Args:
         store: reached by all ranks, best one that outlives them (as torchrun's or a launcher's does).
@@ -102,10 +125,10 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="mcore-watchdog", daemon=True)
         # Written by the main thread, read by the other: the step, None while no step is owed, its phase, and how often they changed.
         self._told: tuple[int | None, str, int] = (None, "", 0)
-        # The other thread's own: heartbeats so far, the last state that was new and when, the incident, since when it is under way.
-        self._count = 0
-        self._state: object = None
-        self._moved = time.monotonic()
+        # The other thread's own: what the main thread does, when a death was seen, the incident, since when it is under way.
+        self._activity = Activity()
+        self._entered = False
+        self._death_seen: float | None = None
         self._incident = 0
         self._since: float | None = None
         self._complained = False
@@ -141,10 +164,18 @@ class Watchdog:
             self.rest()
 
     def __enter__(self) -> "Watchdog":
-        self._board = Board(self._store, self._rank, self._world_size, self.config.dead_after_s)
-        self._board.beat(0)
+        store = TimedStore(self._store, "mcore/watchdog", self.config.dead_after_s)
+        self._board = Board(store, self._rank, self._world_size)
+        self._liveness = Liveness(store, self._rank, self._world_size, self.config.dead_after_s)
+        # A store that is slow now is tried again by the thread.
+        with contextlib.suppress(StoreSilentError):
+            self._enter()
         self._thread.start()
         return self
+
+    def _enter(self) -> None:
+        self._liveness.enter()
+        self._entered = True
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         broken = error is not None and broke_in_communication(error)
@@ -152,25 +183,25 @@ class Watchdog:
             # Another rank may just have ended for a report that this one is about to read.
             self._thread.join(self.config.dead_after_s)
         self._stop.set()
-        self._thread.join()
+        # It may be in a request that comes to its limit.
+        self._thread.join(2 * self.config.dead_after_s)
         # The store may have gone with the rank that kept it; what counts is how the block itself ended.
         with contextlib.suppress(RuntimeError):
-            self._board.beat(self._count, FINISHED if error is None else f"raised {type(error).__name__}: {error}")
+            self._liveness.beat(_end(error, broken))
             if error is not None and broken and self._board.claim("post-mortem"):
                 for rank, what in self._fallen().items():
                     error.add_note(f"rank {rank}: {what}")
 
     def _fallen(self) -> dict[int, str]:
-        """Ranks that died; waits for ``dead_after_s`` to know."""
-        pulse = Pulse(self._board, self.config.dead_after_s)
+        """The ranks that an error out of communication comes from; waits for ``dead_after_s`` to know."""
         others = [rank for rank in range(self._world_size) if rank != self._rank]
         deadline = time.monotonic() + self.config.dead_after_s + 2 * self.config.heartbeat_s
-        while time.monotonic() < deadline:
-            dead = {rank: what for rank, what in pulse.gone(others).items() if not what.startswith("has ")}
-            if dead:
-                return dead
-            time.sleep(self.config.heartbeat_s)
-        return {}
+        while True:
+            ended = self._liveness.gone(others)
+            causes = {rank: what for rank, what in ended.items() if what != f"has {FINISHED}" and not what.startswith(f"has {CUT_OFF}")}
+            if causes or time.monotonic() > deadline:
+                return causes or {rank: what for rank, what in ended.items() if what == f"has {FINISHED}"}
+            time.sleep(_LOOK_AGAIN_S)
 
     def _run(self) -> None:
         while not self._stop.wait(self.config.heartbeat_s):
@@ -184,15 +215,19 @@ class Watchdog:
 
     def _look(self) -> StallReport | None:
         """One sign of life and one look; a report when the run is to end."""
-        self._count += 1
-        self._board.beat(self._count)
-        complaint = self._complaint()
+        if not self._entered:
+            self._enter()
+        self._liveness.beat()
+        stuck = self._complaint()
+        complaint = self._death() or stuck
         if self._since is None:
             if complaint or self._board.alarmed(self._incident):
                 self._since = time.monotonic()
                 self._board.tell(self._incident, self._status(complaint))
                 if self._board.claim(f"incident {self._incident}"):
-                    self._inquiry = Inquiry(self._board, self._incident, self.config.dead_after_s)
+                    self._inquiry = Inquiry(
+                        self._board, self._liveness, self._incident, dead_after_s=self.config.dead_after_s, limit_s=self.config.limit_s
+                    )
                     self._complained = bool(complaint)
             return None
         return self._follow(complaint, self._since)
@@ -209,20 +244,33 @@ class Watchdog:
             patience_s = 4 * self.config.dead_after_s
             return self._local("the rank that gathers the reports is gone") if time.monotonic() - since > patience_s else None
         self._incident, self._since, self._inquiry = self._incident + 1, None, None
-        self._moved = time.monotonic()
+        self._activity.forgive()
         return StallReport(text=verdict, is_author=author) if verdict else None
 
     def _complaint(self) -> str:
         """Why this rank is stuck; empty if it is not."""
+        activity, config = self._activity, self.config
+        activity.look(self._told)
+        (step, _, num_told), patience_s = self._told, config.stall_timeout_s
+        if num_told < 2:
+            # The first step is under way, or what comes before it.
+            patience_s = config.limit_s
+        owes = step is not None
         # Without steps to go by, a main thread that runs Python is at work, whatever it has still to wait for.
-        owes, now = self._told[0] is not None, time.monotonic()
-        state = self._told, progress(), None if owes else position()
-        if state != self._state:
-            self._state, self._moved = state, now
-        if now - self._moved < self.config.stall_timeout_s:
+        if activity.still_s >= patience_s and (owes or waits()):
+            return f"stalled for {patience_s:g} s"
+        if owes and activity.idle_s >= config.limit_s:
+            return f"no step and no collective for {config.limit_s:g} s"
+        return ""
+
+    def _death(self) -> str:
+        """Which ranks of this machine died and took no connection of the main thread along; empty if none did."""
+        fallen = self._liveness.fallen_neighbours()
+        if not fallen:
             return ""
-        waits = owes or waits_for_ranks() or any(not entry.finished for entry in collectives())
-        return f"stalled for {self.config.stall_timeout_s:g} s" if waits else ""
+        now = time.monotonic()
+        self._death_seen = self._death_seen or now
+        return f"{rank_list(fallen)} died" if now - self._death_seen >= _GRACE_S else ""
 
     def _status(self, complaint: str) -> RankStatus:
         waiting: dict[tuple[str, bool], Collective] = {}
@@ -242,9 +290,18 @@ class Watchdog:
             members={group: group_ranks(group) for group, _ in waiting},
             stacks=thread_stacks(),
             complaint=complaint,
+            at_work=self._activity.still_s < max(self.config.stall_timeout_s / 2, 2 * self.config.heartbeat_s) and not waits(),
+            idle_s=self._activity.idle_s,
         )
 
     def _local(self, reason: str) -> StallReport:
         """What this rank knows alone."""
         others = dict.fromkeys(range(self._world_size), f"unknown, {reason}")
         return StallReport(text=compose([self._status(reason)], others, self._world_size), is_author=True)
+
+
+def _end(error: BaseException | None, broken: bool) -> str:
+    """How a rank left, as others read it."""
+    if error is None:
+        return FINISHED
+    return f"{CUT_OFF if broken else 'raised'} {type(error).__name__}: {error}"

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Which ranks live: by their processes on this machine, by their heartbeats on others."""
+
+import json
+import time
+from collections.abc import Iterable
+
+from mcore_parallel.guard._process_mark import ProcessMark
+from mcore_parallel.guard._timed_store import TimedStore
+
+FINISHED = "finished"
+CUT_OFF = "lost the connection to others"
+"""How a rank ended that another one's end took along."""
+
+_GONE = "dead, its process is gone"
+
+
+class Liveness:
+    """Signs of life of this rank, and a look at those of others.
+
+    A process that dies is seen at once by the ranks of its machine, and they tell the others. Where a machine is gone with all its ranks,
+    their heartbeats are missed. Clocks of other machines are not compared: a heartbeat is old once it has been the same here for
+    ``dead_after_s``.
+
+    Args:
+        store: of the run.
+        rank: of this process.
+        world_size: number of ranks.
+        dead_after_s: silence that counts as death.
+    """
+
+    def __init__(self, store: TimedStore, rank: int, world_size: int, dead_after_s: float) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._store, self._dead_after_s = store, dead_after_s
+        self._own = ProcessMark.own()
+        self._count = 0
+        self._seen: dict[int, tuple[int, float]] = {}
+        self._neighbours: dict[int, ProcessMark] = {}
+        self._arrivals, self._deaths = _Log(store, f"host/{self._own.host}"), _Log(store, "deaths")
+        self._fallen: list[int] = []
+        self._dead: set[int] = set()
+
+    def enter(self) -> None:
+        """Make this rank known to those of its machine, with a first sign of life."""
+        self.beat()
+        if self._own.host:
+            self._arrivals.append(json.dumps([self.rank, self._own.to_json()]))
+
+    def beat(self, end: str = "") -> None:
+        """Sign of life; ``end`` says how this rank left."""
+        self._count += 1
+        self._store.set(f"beat/{self.rank}", json.dumps([self._count, end]))
+
+    def fallen_neighbours(self) -> list[int]:
+        """Ranks of this machine whose processes are gone though they never said how they left; all ranks learn of them."""
+        if self._own.host:
+            arrived = {rank: ProcessMark.from_json(text) for rank, text in map(json.loads, self._arrivals.news())}
+            self._neighbours |= {rank: mark for rank, mark in arrived.items() if rank != self.rank}
+        gone = [rank for rank, mark in self._neighbours.items() if mark.state() == "gone"]
+        ends = self._beats(gone)
+        for rank in gone:
+            del self._neighbours[rank]
+            if not ends.get(rank, (0, ""))[1]:
+                self._fallen.append(rank)
+                self._deaths.append(str(rank))
+        return self._fallen
+
+    def gone(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Rank -> what became of it, for those that ended or are dead; call it again and again."""
+        ranks = list(ranks)
+        self.fallen_neighbours()
+        self._dead |= set(map(int, self._deaths.news()))
+        beats, now = self._beats(ranks), time.monotonic()
+        gone = {}
+        for rank in ranks:
+            count, end = beats.get(rank, (-1, ""))
+            if end:
+                gone[rank] = f"has {end}"
+            elif rank in self._dead:
+                gone[rank] = _GONE
+            elif rank not in self._seen or self._seen[rank][0] != count:
+                self._seen[rank] = count, now
+            elif now - self._seen[rank][1] > self._dead_after_s and (what := self._silence(rank, count)):
+                gone[rank] = what
+        return gone
+
+    def _silence(self, rank: int, count: int) -> str:
+        """What stands behind a silence; empty for a process of this machine that runs: its interpreter is held."""
+        if count < 0:
+            return "never started its watchdog"
+        if rank not in self._neighbours:
+            return f"dead, no sign of life for {self._dead_after_s:g} s"
+        return "stopped by a signal or a debugger" if self._neighbours[rank].state() == "stopped" else ""
+
+    def _beats(self, ranks: list[int]) -> dict[int, tuple[int, str]]:
+        """Rank -> count and end, for the ranks that have ever beaten."""
+        known = ranks
+        if ranks and not self._store.check([f"beat/{rank}" for rank in ranks]):
+            known = [rank for rank in ranks if self._store.check([f"beat/{rank}"])]
+        texts = self._store.multi_get([f"beat/{rank}" for rank in known])
+        return {rank: (count, end) for rank, (count, end) in zip(known, map(json.loads, texts), strict=True)}
+
+
+class _Log:
+    """Entries that any rank appends and every rank reads once."""
+
+    def __init__(self, store: TimedStore, name: str) -> None:
+        self._store, self._name = store, name
+        self._size, self._open = 0, list[int]()
+
+    def append(self, text: str) -> None:
+        self._store.set(f"{self._name}/{self._store.add(f'{self._name}/size', 1)}", text)
+
+    def news(self) -> list[str]:
+        """The entries since the last time; one whose writer has its number but has not written yet comes later."""
+        size = self._store.add(f"{self._name}/size", 0)
+        self._open += range(self._size + 1, size + 1)
+        self._size = size
+        written = [number for number in self._open if self._store.check([f"{self._name}/{number}"])]
+        self._open = [number for number in self._open if number not in written]
+        return [text.decode() for text in self._store.multi_get([f"{self._name}/{number}" for number in written])]
