@@ -3,6 +3,7 @@
 """From a run's configuration to its parts."""
 
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from mcore_parallel.data import (
     batches,
 )
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
-from mcore_parallel.graphs import GraphedModel, graph_modules
+from mcore_parallel.graphs import CudaGraphConfig, GraphedModel, freeze_gc_choice, graph_modules
 from mcore_parallel.models import BertModel, GPTModel, dense_feed_forward, place_layers
 from mcore_parallel.nn import AttentionCore
 from mcore_parallel.optim import ConstantSchedule, CosineSchedule, InverseSquareRootSchedule, LinearSchedule, MegatronOptimizer, WSDSchedule
@@ -141,8 +142,13 @@ def assemble(config: RunConfig, device: torch.device | str) -> Parts:
     )
     sync = DistributedDataParallel(gradients, model, groups)
     optimizer = MegatronOptimizer(config.optimizer, sync, groups)
-    graphs = graph_modules(model, config.cuda_graphs, config.cuda_graph) if config.cuda_graphs else None
+    graphs = graph_modules(model, config.cuda_graphs, _graph_config(config.cuda_graph)) if config.cuda_graphs else None
     return Parts(model=model, sync=sync, optimizer=optimizer, graphs=graphs, **shared)
+
+
+def _graph_config(config: CudaGraphConfig) -> CudaGraphConfig:
+    """With what the environment says of the garbage collector, where the run says nothing."""
+    return dataclasses.replace(config, freeze_gc=freeze_gc_choice(os.environ)) if config.freeze_gc is None else config
 
 
 def objective(config: RunConfig) -> Objective:

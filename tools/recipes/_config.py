@@ -242,6 +242,11 @@ class RunConfig:
         check_layout(self.model, self.plan, feed_forward=feed_forward)
         if self.masked:
             self._check_masked(self.masked)
+        if self.cuda_graphs and self.cuda_graph.is_external and self.plan.pp > 1:
+            raise ValueError(
+                f"cuda_graph.cuda_graph_impl='transformer_engine' waits for the device, on which plan.pp={self.plan.pp} stages wait for "
+                "each other; set cuda_graph.cuda_graph_impl=local, or plan.pp=1"
+            )
         if self.dumps.every:
             self._check_dumps()
         if self.data_parallel == "fsdp":

@@ -80,6 +80,7 @@ def test_without_a_gpu_graphs_say_so_and_the_run_is_as_ever(tmp_path: Path) -> N
         (["dumps.every=5", "cuda_graphs=[layers.*]"], "dumps.every=5 looks at the tensors of whole modules"),
         (["dumps.every=5", "optimizer.use_distributed_optimizer=true"], "set dumps.gradients=false or"),
         (["dumps.every=5", "plan.cp=2"], "dumps.every=5 needs plan.cp=1"),
+        (["cuda_graphs=[layers.*]", "cuda_graph.external_cuda_graph=true", "plan.pp=2"], r"plan.pp=2 stages wait for each other; set"),
         (["cuda_graphs=[layers.*]", "data_parallel=fsdp"], r"no graph replays; set cuda_graphs=\[\]"),
         (["profile.tool=perf"], "profile.tool='perf' is not of type"),
         (["profile.step_start=4", "profile.step_end=4"], "hold no step"),

@@ -100,6 +100,21 @@ def test_ten_steps_of_replayed_blocks_have_the_bits_of_the_eager_ones(kind: str,
     graphed.remove()
 
 
+@pytest.mark.parametrize("fusion", [True, False])
+@pytest.mark.parametrize("kind", ["layers", "parts"])
+def test_ten_steps_of_blocks_that_transformer_engine_captured_have_the_bits_of_the_eager_ones(kind: str, fusion: bool) -> None:
+    pytest.importorskip("transformer_engine.pytorch")
+    build, patterns, _ = KINDS[kind]
+    config = CudaGraphConfig(external_cuda_graph=True)
+    wanted, _ = trained(build, None, fusion)
+    found, graphed = trained(build, lambda model: graph_modules(model, patterns, config), fusion)
+    same(found, wanted)
+    report = graphed.report()
+    assert report.graphs == len(graphed.blocks)
+    assert report.replays == (STEPS * MICRO_BATCHES - config.warmup_steps) * len(graphed.blocks)
+    graphed.remove()
+
+
 def whole_step(graph: bool) -> tuple[list[Any], Any]:
     model: Any = gpt()
     groups, objective = ProcessGroups.single(), CrossEntropyObjective()

@@ -3,6 +3,7 @@
 """Blocks and iterations that are replayed, recorded here by a tape in place of a GPU."""
 
 import gc
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +16,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.graphs import (
+    CUDA_GRAPH_CAPTURE_FREEZE_GC,
+    FREEZE_GC_MAX_TORCH_VERSION,
     CaptureError,
     CudaGraphConfig,
+    ExternalCapture,
     GraphableMegatronModule,
     IterationGraph,
     ModuleGraphs,
     collection_paused,
+    freeze_gc_choice,
     graph_modules,
 )
 from mcore_parallel.models import GPTModel, TransformerConfig
@@ -369,3 +374,91 @@ def test_nothing_is_collected_during_a_capture_and_everything_is_as_before() -> 
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_whether_what_exists_is_frozen_follows_the_choice_the_version_and_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for choice, frozen in ((True, True), (False, False), (None, False)):
+        with collection_paused(choice):
+            assert bool(gc.get_freeze_count()) == frozen
+        assert not gc.get_freeze_count() and gc.isenabled()
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.8.0"))
+    assert torch.__version__ < FREEZE_GC_MAX_TORCH_VERSION
+    with collection_paused():
+        assert gc.get_freeze_count()
+    assert freeze_gc_choice({CUDA_GRAPH_CAPTURE_FREEZE_GC: "0"}) is False
+    assert freeze_gc_choice({CUDA_GRAPH_CAPTURE_FREEZE_GC: "1"}) is None is freeze_gc_choice({})
+
+
+def library(module: nn.Module, samples: tuple[Tensor, ...]) -> Callable[..., tuple[Tensor, ...]]:
+    """Captures as Transformer Engine does: one pass for real, then a forward and a backward over inputs whose memory stays."""
+    wanted = [tensor for tensor in samples if tensor.requires_grad]
+    capture = TapeCapture()
+
+    def backward(outputs: tuple[Tensor, ...], grads: list[Tensor]) -> tuple[Tensor | None, ...]:
+        ends = [tensor for tensor in outputs if tensor.requires_grad]
+        return torch.autograd.grad(ends, wanted, grads, allow_unused=True, retain_graph=True)
+
+    warm = module(*samples)
+    backward(warm, [torch.full_like(tensor, float("nan")) for tensor in warm if tensor.requires_grad])
+    outputs, replay_forward = capture.record(lambda: module(*samples), None)
+    grads_out = [torch.zeros_like(tensor) for tensor in outputs if tensor.requires_grad]
+    grads_in, replay_backward = capture.record(lambda: backward(outputs, grads_out), None)
+
+    class Graphed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Tensor) -> Any:
+            for sample, tensor in zip(samples, inputs, strict=True):
+                if sample.data_ptr() != tensor.data_ptr():
+                    sample.copy_(tensor)
+            replay_forward()
+            return tuple(tensor.detach() for tensor in outputs)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            for target, grad in zip(grads_out, grads, strict=True):
+                target.copy_(grad)
+            replay_backward()
+            given = iter(grads_in)
+            return tuple(next(given) if sample.requires_grad else None for sample in samples)
+
+    return Graphed.apply
+
+
+@pytest.mark.parametrize("fusion", [False, True])
+def test_blocks_that_a_library_captures_train_with_the_bits_of_the_eager_ones(fusion: bool) -> None:
+    wanted, _ = trained(None, fusion=fusion)
+    found, graphed = trained(lambda model: graph_modules(model, capture=ExternalCapture(library)), fusion=fusion)
+    same(found, wanted)
+    report = graphed.report()
+    assert report.graphs == 2, "one micro-batch is under way at a time"
+    assert report.replays == 2 * (3 * 2 - 3)
+
+
+def test_a_library_captures_a_pair_for_each_micro_batch_under_way() -> None:
+    block = nn.Linear(3, 3, dtype=torch.float64)
+    graphs = ModuleGraphs(block, CudaGraphConfig(warmup_steps=0), capture=ExternalCapture(library))
+    inputs = [torch.full((2, 3), float(number), dtype=torch.float64, requires_grad=True) for number in range(1, 4)]
+    first, second = block(inputs[0]), block(inputs[1])
+    first.sum().backward()
+    third = block(inputs[2])
+    (second.sum() + third.sum()).backward()
+    assert graphs.report().graphs == 2
+    torch.testing.assert_close(block.weight.grad, torch.full((3, 3), 2.0 * (1 + 2 + 3), dtype=torch.float64))
+    again = block(inputs[0])
+    again.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="once for each forward"):
+        again.sum().backward()
+    with pytest.raises(CaptureError, match="no input of Linear needs a gradient.*use 'local'"):
+        block(torch.ones(1, 3, dtype=torch.float64))
+
+
+def test_who_captures_is_a_choice_of_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not CudaGraphConfig().is_external
+    assert CudaGraphConfig(external_cuda_graph=True).is_external and CudaGraphConfig(cuda_graph_impl="transformer_engine").is_external
+    with pytest.raises(ValueError, match="cuda_graph_impl='full' must be one of 'local', 'transformer_engine'"):
+        CudaGraphConfig(cuda_graph_impl="full")
+    assert CudaGraphConfig(external_cuda_graph=True).capture() is None or torch.cuda.is_available()
+    if importlib.util.find_spec("transformer_engine") is None:
+        monkeypatch.setattr("mcore_parallel.graphs._module.why_not", lambda: "")
+        with pytest.raises(CaptureError, match=r"transformer_engine, which is not installed: pip install 'mcore-parallel\[te\]', or use"):
+            CudaGraphConfig(external_cuda_graph=True).capture()

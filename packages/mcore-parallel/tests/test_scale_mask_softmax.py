@@ -86,7 +86,7 @@ import torch
 from mcore_parallel.nn import FusedScaleMaskSoftmax
 from mcore_parallel.nn._triton_softmax import scale_mask_softmax, scale_mask_softmax_backward
 draw = torch.Generator().manual_seed(1)
-for queries, keys, bounds in ((5, 7, (2, 0)), (4, 4, (-1, 0)), (3, 33, (-1, -1)), (6, 6, (0, 1))):
+for queries, keys, bounds in ((3, 5, (1, 0)), (2, 3, (-1, -1))):
     x = torch.randn(2, 3, queries, keys, generator=draw)
     for mask in (None, torch.rand(2, 1, 1, keys, generator=draw) < 0.5, torch.rand(queries, keys, generator=draw) < 0.9):
         kind, leaf = "no_mask" if bounds[1] else "causal", x.clone().requires_grad_()

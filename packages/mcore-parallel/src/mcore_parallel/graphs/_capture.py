@@ -40,11 +40,15 @@ class Capture(Protocol):
 class CudaCapture:
     """Recording by CUDA graphs; conforms to ``Capture``.
 
+    Args:
+        freeze_gc: as of ``collection_paused``.
+
     Raises:
         CaptureError: there is no CUDA device.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, freeze_gc: bool | None = None) -> None:
+        self._freeze_gc = freeze_gc
         if reason := why_not():
             raise CaptureError(reason)
         self._stream = torch.cuda.Stream()
@@ -67,7 +71,7 @@ class CudaCapture:
         # the same place, has yet to send.
         self._stream.wait_stream(torch.cuda.current_stream())
         try:
-            with collection_paused(), torch.cuda.stream(self._stream):
+            with collection_paused(self._freeze_gc), torch.cuda.stream(self._stream):
                 # Other threads (NCCL's watchdog, a loader) may go on using the device.
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:

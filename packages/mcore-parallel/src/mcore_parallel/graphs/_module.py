@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mcore_parallel.graphs._capture import Capture, CudaCapture, why_not
+from mcore_parallel.graphs._capture import CudaCapture, why_not
 from mcore_parallel.graphs._checks import check_inside
+from mcore_parallel.graphs._external import AnyCapture, ExternalCapture, ExternalPair, transformer_engine_capture
 from mcore_parallel.graphs._pair import Pair, capture_pair
 from mcore_parallel.graphs._tree import Tree
 
@@ -21,22 +22,48 @@ from mcore_parallel.graphs._tree import Tree
 _INTERNALS: Any = torch._C
 
 
+IMPLEMENTATIONS = ("local", "transformer_engine")
+
+
 @dataclass(frozen=True, kw_only=True)
 class CudaGraphConfig:
     """When and how blocks are captured.
 
     Raises:
-        ValueError: a negative number of steps.
+        ValueError: a negative number of steps, an unknown implementation.
     """
 
     warmup_steps: int = 3
     """Calls of each kind (shapes, place in the pipeline) that run as ever before one is captured; kernels are compiled and chosen there."""
     recompute: bool = False
     """Graphs keep the inputs of the block only, and its backward runs it again."""
+    cuda_graph_impl: str = "local"
+    """Who captures: "local", or "transformer_engine" (extra ``te``), which waits for the device and so for no pipeline."""
+    external_cuda_graph: bool = False
+    """Former name of ``cuda_graph_impl="transformer_engine"``."""
+    freeze_gc: bool | None = None
+    """As ``collection_paused``; ``freeze_gc_choice`` reads it from an environment."""
 
     def __post_init__(self) -> None:
         if self.warmup_steps < 0:
             raise ValueError(f"warmup_steps={self.warmup_steps} must not be negative")
+        if self.cuda_graph_impl not in IMPLEMENTATIONS:
+            raise ValueError(f"cuda_graph_impl={self.cuda_graph_impl!r} must be one of {', '.join(map(repr, IMPLEMENTATIONS))}")
+
+    @property
+    def is_external(self) -> bool:
+        """Whether another library captures."""
+        return self.external_cuda_graph or self.cuda_graph_impl != "local"
+
+    def capture(self) -> AnyCapture | None:
+        """Who captures here; None where there is no CUDA device.
+
+        Raises:
+            CaptureError: the library that was chosen is not installed.
+        """
+        if why_not():
+            return None
+        return transformer_engine_capture(self.freeze_gc) if self.is_external else CudaCapture(self.freeze_gc)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,14 +101,14 @@ class ModuleGraphs:
     Args:
         module: any block; its inputs and outputs are tensors, and tuples, dicts and dataclasses of them.
         config: when and how.
-        capture: records; None for CUDA graphs, and where there is no CUDA device everything runs as ever.
+        capture: records; None for CUDA graphs as the config says, and where there is no CUDA device everything runs as ever.
     """
 
-    def __init__(self, module: nn.Module, config: CudaGraphConfig | None = None, *, capture: Capture | None = None) -> None:
+    def __init__(self, module: nn.Module, config: CudaGraphConfig | None = None, *, capture: AnyCapture | None = None) -> None:
         self.module = module
         self.config = CudaGraphConfig() if config is None else config
-        self._capture = capture if capture is not None or why_not() else CudaCapture()
-        self._pairs: dict[Hashable, list[Pair]] = {}
+        self._capture = self.config.capture() if capture is None else capture
+        self._pairs: dict[Hashable, list[Pair | ExternalPair]] = {}
         self._calls: Counter[Hashable] = Counter()
         self._eager: Counter[str] = Counter()
         self._replays = self._bytes = 0
@@ -145,7 +172,7 @@ class ModuleGraphs:
         self._calls[tree.key] += 1
         return "warm-up" if self._calls[tree.key] <= self.config.warmup_steps else ""
 
-    def _free_pair(self, tree: Tree) -> Pair:
+    def _free_pair(self, tree: Tree) -> Pair | ExternalPair:
         # What was captured reads parameters and main gradients where they were.
         pairs = self._pairs[tree.key] = [pair for pair in self._pairs.get(tree.key, ()) if pair.bound.holds]
         pair = next((pair for pair in pairs if not pair.busy), None)
@@ -153,7 +180,10 @@ class ModuleGraphs:
             assert self._capture is not None
             check_inside(self.module)
             before = _allocated(tree.tensors)
-            pair = capture_pair(self._capture, self._work(), self.module, tree)
+            if isinstance(self._capture, ExternalCapture):
+                pair = self._capture.pair(self._work(), self.module, tree)
+            else:
+                pair = capture_pair(self._capture, self._work(), self.module, tree)
             self._bytes += _allocated(tree.tensors) - before
             pairs.append(pair)
         return pair

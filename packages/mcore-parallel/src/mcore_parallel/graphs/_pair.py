@@ -18,7 +18,7 @@ from mcore_parallel.graphs._tree import Tree
 from mcore_parallel.tensor_parallel import MainGradient, WeightCopyHolder
 
 
-class _Flight:
+class Flight:
     """A replayed forward whose backward is due; it ends with its backward, or when nobody can run that any more."""
 
     landed = False
@@ -45,7 +45,7 @@ class Pair:
     bound: "_Bound"
     keep: Any
     """The recorded graph of autograd, whose saved tensors the backward reads."""
-    flight: Callable[[], _Flight | None] = lambda: None
+    flight: Callable[[], Flight | None] = lambda: None
 
     @property
     def busy(self) -> bool:
@@ -57,18 +57,18 @@ class Pair:
         """Replay the forward on these tensors; what autograd is given replays the backward."""
         with torch.no_grad():
             copy_tensors(self.inputs, tensors)
-        flight = _Flight()
+        flight = Flight()
         self.flight = weakref.ref(flight)
         wanted = [tensor for tensor in tensors if tensor.requires_grad]
         # What another graph reads is read before it changes; whatever else takes a gradient may keep it, or send it on later.
-        copied = [not isinstance(getattr(tensor.grad_fn, "flight", None), _Flight) for tensor in wanted]
+        copied = [not isinstance(getattr(tensor.grad_fn, "flight", None), Flight) for tensor in wanted]
         outputs = _Replay.apply(self, flight, copied, *wanted, *self.parameters)
         return self.outputs.rebuilt(outputs)
 
 
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, pair: Pair, flight: _Flight, copied: list[bool], *sources: Tensor) -> Any:
+    def forward(ctx: Any, pair: Pair, flight: Flight, copied: list[bool], *sources: Tensor) -> Any:
         ctx.pair, ctx.flight, ctx.copied = pair, flight, copied
         pair.replay_forward()
         outputs = [tensor.detach() for tensor in pair.outputs.tensors]
@@ -116,6 +116,16 @@ class _Bound:
         return still and all(tensor.data_ptr() == address for tensor, address in self.tensors)
 
 
+def bound_of(module: nn.Module) -> "_Bound":
+    """What a recording of this block refers to by its address."""
+    return _Bound.of(module)
+
+
+def main_gradient_totals(module: nn.Module) -> list[Tensor]:
+    """Memory that the backward of this block adds to."""
+    return [grad.total for _, _, value in _main_gradients(module) for grad in _members(value)]
+
+
 def capture_pair(capture: Capture, work: Callable[..., Any], module: nn.Module, tree: Tree) -> Pair:
     """Record the forward of ``work`` on such inputs, and its backward.
 
@@ -133,7 +143,7 @@ def capture_pair(capture: Capture, work: Callable[..., Any], module: nn.Module, 
     inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tree.tensors]
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    with _silent_main_gradients(module) as (begins, dones), _stand_ins(module) as stand_in:
+    with silent_main_gradients(module) as (begins, dones), stand_ins(module) as stand_in:
         sources = [*wanted, *(stand_in[id(parameter)] for parameter in parameters)]
 
         def forward() -> Any:
@@ -141,7 +151,7 @@ def capture_pair(capture: Capture, work: Callable[..., Any], module: nn.Module, 
             return work(*arguments, **options)
 
         # Copies of weights in another form are made inside the recording, and nobody else may use those.
-        _drop_copies(holders)
+        drop_copies(holders)
         result, replay_forward = capture.record(forward, pool)
         outputs = Tree.of(result)
         differentiable = [tensor.requires_grad for tensor in outputs.tensors]
@@ -152,7 +162,7 @@ def capture_pair(capture: Capture, work: Callable[..., Any], module: nn.Module, 
         # Kept for later: memory of saved tensors that were let go would be given to the next recording.
         gradients = functools.partial(torch.autograd.grad, ends, sources, grads_out, allow_unused=True, retain_graph=True)
         grads_in, replay_backward = capture.record(gradients, pool)
-        _drop_copies(holders)
+        drop_copies(holders)
     return Pair(
         inputs=[tensor.detach() for tensor in inputs],
         outputs=dataclasses.replace(outputs, tensors=[tensor.detach() for tensor in outputs.tensors]),
@@ -170,7 +180,7 @@ def capture_pair(capture: Capture, work: Callable[..., Any], module: nn.Module, 
 
 
 @contextlib.contextmanager
-def _silent_main_gradients(module: nn.Module) -> Iterator[tuple[list[Callable[[], None]], list[Callable[[], None]]]]:
+def silent_main_gradients(module: nn.Module) -> Iterator[tuple[list[Callable[[], None]], list[Callable[[], None]]]]:
     """Inside, main gradients tell nobody about additions, which are recorded and not done; who is to be told, in order, is given out."""
     begins: list[Callable[[], None]] = []
     dones: list[Callable[[], None]] = []
@@ -191,7 +201,7 @@ def _silent_main_gradients(module: nn.Module) -> Iterator[tuple[list[Callable[[]
 
 
 @contextlib.contextmanager
-def _stand_ins(module: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
+def stand_ins(module: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
     """Inside, other parameters over the same memory take the places of the module's; by the ``id`` of these.
 
     Autograd ties a parameter to the stream of its first use, which is none that can be recorded on.
@@ -228,7 +238,7 @@ def _members(value: Any) -> list[MainGradient]:
     return list(value.values()) if isinstance(value, dict) else [value]
 
 
-def _drop_copies(holders: Sequence[WeightCopyHolder]) -> None:
+def drop_copies(holders: Sequence[WeightCopyHolder]) -> None:
     for holder in holders:
         holder.parameters_changed()
 

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from mcore_parallel.graphs._capture import Capture, CudaCapture, why_not
+from mcore_parallel.graphs._external import AnyCapture
 from mcore_parallel.graphs._module import CudaGraphConfig, GraphReport, ModuleGraphs
 
 
@@ -32,7 +32,7 @@ class GraphableMegatronModule(nn.Module):
 
     _graphs: ModuleGraphs | None = None
 
-    def enable_cuda_graphs(self, config: CudaGraphConfig | None = None, *, capture: Capture | None = None) -> ModuleGraphs:
+    def enable_cuda_graphs(self, config: CudaGraphConfig | None = None, *, capture: AnyCapture | None = None) -> ModuleGraphs:
         """Replay the calls of this block from now on, where there is a CUDA device.
 
         Args:
@@ -80,7 +80,11 @@ class GraphedModel:
 
 
 def graph_modules(
-    model: nn.Module, patterns: Sequence[str] = ("layers.*",), config: CudaGraphConfig | None = None, *, capture: Capture | None = None
+    model: nn.Module,
+    patterns: Sequence[str] = ("layers.*",),
+    config: CudaGraphConfig | None = None,
+    *,
+    capture: AnyCapture | None = None,
 ) -> GraphedModel:
     """Replay the calls of some blocks of a model.
 
@@ -105,7 +109,8 @@ def graph_modules(
     for name in found:
         if outer := [other for other in found if name.startswith(f"{other}.")]:
             raise ValueError(f"patterns choose {name!r} and {outer[0]!r} around it; choose one of them")
-    shared = capture if capture is not None or why_not() else CudaCapture()
+    config = CudaGraphConfig() if config is None else config
+    shared = config.capture() if capture is None else capture
     blocks: dict[str, ModuleGraphs] = {}
     try:
         for name, module in found.items():
