@@ -6,10 +6,12 @@ python -m tools.serve runs/moe_tiny/checkpoints --prompt "def main" --prompt "im
 python -m tools.serve runs/moe_tiny/checkpoints/step_00001000 --port 8000 --token-file secret
 
 Any checkpoint that keeps ``run.yaml`` and a tokenizer does, such as those of tools.pretrain and the quickstart; of a folder of steps it is
-the newest. Exit status: 0 done, 1 something was refused, and why.
+the newest. On SIGTERM or SIGINT (Ctrl-C) the server refuses new requests, ends the open ones within --drain-seconds and exits; a second
+signal cuts them off. Exit status: 0 done, 1 something was refused, and why; 2 the engine failed several times in a row, or hangs.
 """
 
 import argparse
+import logging
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -21,8 +23,8 @@ from mcore_ckpt import CheckpointingException, load
 from mcore_ckpt.assets import extract_assets
 from mcore_ckpt.inspect import resolve_folder
 from mcore_ckpt.manifest import read_manifest
-from mcore_inference import DynamicInferenceEngine, SamplingParams
-from mcore_inference.server import serve
+from mcore_inference import DynamicInferenceEngine, EngineDeadError, SamplingParams
+from mcore_inference.server import StopSignals, serve
 from mcore_parallel.training import model_state
 from tools.journey import build_engine, device_of, open_tokenizer
 from tools.recipes import read_config
@@ -73,6 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cache-gb", type=float, default=1.0, help="memory for keys and values (default: 1)")
     parser.add_argument("--host", default="127.0.0.1", help="address to serve on; other than loopback it needs --token-file")
     parser.add_argument("--port", type=int, default=8000, help="0 for a free one (default: 8000)")
+    parser.add_argument("--drain-seconds", type=float, default=30.0, help="that open requests get to end at a signal (default: 30)")
+    parser.add_argument("--max-waiting", type=int, default=512, help="requests in the queue, then clients are sent away (default: 512)")
     parser.add_argument("--token-file", type=Path, help="file with the secret that clients must send")
     options = parser.parse_args(arguments)
     try:
@@ -88,12 +92,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 else:
                     print(f"error: {record.error}", file=sys.stderr)
             return 1 if any(record.error is not None for record in records) else 0
-        with serve(engine, host=options.host, port=options.port, token=token, model_name=Path(options.checkpoint).name) as server:
-            print(f"serving {options.checkpoint} on {server.url}/v1; Ctrl-C ends it", flush=True)
-            server.wait()
+        return _serve(engine, options, token)
     except (ValueError, OSError, CheckpointingException) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def _serve(engine: DynamicInferenceEngine, options: argparse.Namespace, token: str | None) -> int:
+    """Serve until a signal comes, or the engine is given up."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    # Listened to before the port opens, so that no client sees a server which a signal would cut off.
+    with StopSignals() as signals:
+        server = serve(
+            engine,
+            host=options.host,
+            port=options.port,
+            token=token,
+            model_name=Path(options.checkpoint).name,
+            max_waiting_requests=options.max_waiting,
+        )
+        print(f"serving {options.checkpoint} on {server.url}/v1; Ctrl-C ends it", flush=True)
+        try:
+            server.wait(signals, drain_s=options.drain_seconds)
+        except (EngineDeadError, TimeoutError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
     return 0
 
 

@@ -16,8 +16,9 @@ import httpx
 import openai
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 
-from mcore_inference import DynamicInferenceEngine, PortInUseError, SamplingParams
+from mcore_inference import DynamicInferenceEngine, EngineDeadError, PortInUseError, SamplingParams
 from mcore_inference.server import InferenceServer, serve
 from mcore_inference.server._schema import ChatBody, CompletionBody
 from mcore_parallel.data import ByteTokenizer
@@ -184,7 +185,16 @@ def test_models_health_and_metrics(client: openai.OpenAI, http: httpx.Client) ->
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
     assert http.get("/health").json()["status"] == "ok"
-    assert "mcore_inference_steps " in http.get("/metrics").text
+    answer = http.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    families = {family.name: family for family in text_string_to_metric_families(answer.text)}
+    for name, kind in (("steps", "counter"), ("failed_steps", "counter"), ("waiting_requests", "gauge"), ("http_responses", "counter")):
+        family = families[f"mcore_inference_{name}"]
+        assert family.type == kind and family.documentation and family.samples
+    finished = families["mcore_inference_finished_requests"]
+    assert {sample.labels["reason"] for sample in finished.samples} == {"stop", "length", "abort", "error"}
+    assert families["mcore_inference_alive"].samples[0].value == 1
+    assert "openmetrics" in http.get("/metrics", headers={"accept": "application/openmetrics-text"}).headers["content-type"]
 
 
 def test_a_prompt_that_is_too_long_is_a_typed_400(client: openai.OpenAI, server: InferenceServer) -> None:
@@ -239,7 +249,7 @@ def test_a_bad_body_is_an_openai_shaped_error_and_the_server_lives(http: httpx.C
     answer = http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
+    assert set(error) == {"message", "type", "param", "code", "request_id"} and error["type"] == "invalid_request_error"
     assert word in error["message"]
     assert http.get("/health").status_code == 200
 
@@ -305,12 +315,26 @@ def test_a_full_queue_is_429_and_a_dead_engine_503(make_model: Make, make_engine
         def fail(*_: Any) -> None:
             raise RuntimeError("device lost")
 
+        hook = engine.model.register_forward_pre_hook(fail)
+        for _ in range(2):
+            with pytest.raises(openai.InternalServerError, match="device lost") as caught:
+                client.completions.create(prompt="x", **COMMON)
+            assert caught.value.status_code == 500 and caught.value.code == "StepFailedError"
+        hook.remove()
+        assert client.completions.create(prompt="x", max_tokens=2, **COMMON).choices[0].text
         engine.model.register_forward_pre_hook(fail)
-        with pytest.raises(openai.InternalServerError, match="device lost"):
-            client.completions.create(prompt="x", **COMMON)
+        for _ in range(3):
+            with pytest.raises(openai.InternalServerError, match="device lost"):
+                client.completions.create(prompt="x", **COMMON)
+        wait_until(lambda: running.runner.failure, "the runner goes on")
         assert httpx.get(f"{running.url}/health").status_code == 503
-        with pytest.raises(openai.InternalServerError):
+        with pytest.raises(openai.InternalServerError) as caught:
             client.completions.create(prompt="x", **COMMON)
+        assert caught.value.status_code == 503
+        with pytest.raises(EngineDeadError, match="device lost"):
+            running.wait()
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{running.url}/health")
 
 
 def test_a_token_is_asked_for(make_model: Make, make_engine: Make) -> None:

@@ -2,6 +2,8 @@
 # Copyright (c) 2026 the mcore authors
 """An OpenAI-compatible HTTP server over an engine (extra ``server``)."""
 
+from mcore_inference.server._connection import ConnectionLimits
 from mcore_inference.server._server import InferenceServer, serve
+from mcore_inference.server._signals import StopSignals
 
-__all__ = ["InferenceServer", "serve"]
+__all__ = ["ConnectionLimits", "InferenceServer", "StopSignals", "serve"]

@@ -4,6 +4,7 @@
 
 import hmac
 import json
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -11,22 +12,27 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import JSONResponse, Response
+from prometheus_client.exposition import choose_encoder
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.types import ASGIApp
 
 from mcore_inference.request import DynamicInferenceRequestRecord, Status
 from mcore_inference.runner import EngineRunner, Increment, RequestStream
 from mcore_inference.sampling import SamplingParams
 from mcore_inference.server._errors import ApiError
 from mcore_inference.server._format import chat_log_probs, completion_log_probs, usage
+from mcore_inference.server._metrics import ServerMetrics
+from mcore_inference.server._request_ids import CLIENT_LEFT, RequestIds, current_request_id
 from mcore_inference.server._schema import MAX_CHOICES, ChatBody, CompletionBody
 from mcore_inference.server._stream import ClientGone, EventStream, merged, read_body, unless_gone
 from mcore_inference.text import BosTokenizer, Tokenizer, chat_tokens
 
 Body = TypeVar("Body", bound=BaseModel)
 _DEFAULT_COMPLETION_TOKENS = 16
+_LOG = logging.getLogger("mcore_inference.server")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,23 +65,35 @@ class Routes:
         model_name: the one model of the server.
         token: clients must bring it as bearer token; None for open access.
         max_body_bytes: longest body.
+        metrics: what ``/metrics`` answers.
     """
 
-    def __init__(self, runner: EngineRunner, tokenizer: Tokenizer, *, model_name: str, token: str | None, max_body_bytes: int) -> None:
+    def __init__(
+        self,
+        runner: EngineRunner,
+        tokenizer: Tokenizer,
+        *,
+        model_name: str,
+        token: str | None,
+        max_body_bytes: int,
+        metrics: ServerMetrics,
+    ) -> None:
         self._runner = runner
         self._tokenizer = tokenizer
         self._model_name = model_name
         self._token = token
         self._max_body_bytes = max_body_bytes
+        self._metrics = metrics
         self._created = int(time.time())
 
-    def app(self, allowed_hosts: Sequence[str]) -> FastAPI:
+    def app(self, allowed_hosts: Sequence[str]) -> ASGIApp:
         """The ASGI application; ``allowed_hosts`` are the values of the Host header it answers to."""
         app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
         # A page in a browser can make a name point at a loopback address; its requests carry that name as host.
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(allowed_hosts), www_redirect=False)
         app.add_exception_handler(ApiError, self._api_error)
         app.add_exception_handler(HTTPException, self._http_error)
+        app.add_exception_handler(ClientGone, self._client_gone)
         app.add_exception_handler(Exception, self._our_error)
         guard = [Depends(self._check_token)]
         app.add_api_route("/health", self.health, methods=["GET"])
@@ -84,7 +102,7 @@ class Routes:
         app.add_api_route("/v1/models/{name:path}", self.model, methods=["GET"], dependencies=guard)
         app.add_api_route("/v1/completions", self.completions, methods=["POST"], dependencies=guard, response_model=None)
         app.add_api_route("/v1/chat/completions", self.chat_completions, methods=["POST"], dependencies=guard, response_model=None)
-        return app
+        return RequestIds(app, self._metrics.count_response)
 
     # -- small routes ------------------------------------------------------------------------------------------------
 
@@ -97,9 +115,9 @@ class Routes:
         }
         return JSONResponse(body, 200 if health.alive else 503)
 
-    async def metrics(self) -> PlainTextResponse:
-        stats = self._runner.engine.stats()
-        return PlainTextResponse("".join(f"mcore_inference_{name} {value}\n" for name, value in stats.items()))
+    async def metrics(self, request: Request) -> Response:
+        write, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(write(self._metrics.registry), media_type=content_type)
 
     async def models(self) -> dict[str, Any]:
         return {"object": "list", "data": [self._model()]}
@@ -179,7 +197,7 @@ class Routes:
         try:
             await unless_gone(request.receive, collect())
         except ClientGone:
-            return Response(status_code=499)
+            return Response(status_code=CLIENT_LEFT)
         except Exception as error:
             raise ApiError.of(error) from error
         finally:
@@ -233,7 +251,7 @@ class Routes:
                 yield chunk([], usage=usage(ordered, job.body.num_choices))
             yield "[DONE]"
         except Exception as error:
-            yield json.dumps(ApiError.of(error).body())
+            yield json.dumps(ApiError.of(error).body(current_request_id()))
         finally:
             _abort(streams)
 
@@ -347,15 +365,22 @@ class Routes:
 
     async def _api_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        return JSONResponse(error.body(), error.status, headers=error.headers)
+        return JSONResponse(error.body(current_request_id()), error.status, headers=error.headers)
 
     async def _http_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return JSONResponse(ApiError(error.status_code, str(error.detail)).body(), error.status_code, headers=error.headers)
+        body = ApiError(error.status_code, str(error.detail)).body(current_request_id())
+        return JSONResponse(body, error.status_code, headers=error.headers)
+
+    async def _client_gone(self, request: Request, error: Exception) -> Response:
+        """For nobody to read; the log gets the status."""
+        return Response(status_code=CLIENT_LEFT)
 
     async def _our_error(self, request: Request, error: Exception) -> Response:
-        """A bug of ours: the client learns its type only, the log (uvicorn's) gets the traceback."""
-        return JSONResponse(ApiError(500, f"internal error: {type(error).__name__}").body(), 500)
+        """A bug of ours: the client learns its type only; the log gets the id here and the traceback from uvicorn."""
+        number = current_request_id()
+        _LOG.error("request_id=%s failed with %s", number, type(error).__name__)
+        return JSONResponse(ApiError(500, f"internal error: {type(error).__name__}").body(number), 500)
 
 
 def _abort(streams: Sequence[RequestStream]) -> None:

@@ -23,11 +23,12 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.message, self.code, self.param = status, message, code, param
 
-    def body(self) -> dict[str, Any]:
+    def body(self, request_id: str | None = None) -> dict[str, Any]:
+        """In OpenAI's shape, and ``request_id`` to find it in the log by."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         if self.status in (401, 429):
             kind = {401: "authentication_error", 429: "rate_limit_error"}[self.status]
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code, "request_id": request_id}}
 
     @property
     def headers(self) -> dict[str, str]:

@@ -2,19 +2,30 @@
 # Copyright (c) 2026 the mcore authors
 """A running server: the socket, the web thread and the engine's thread."""
 
+import asyncio
+import contextlib
 import errno
 import ipaddress
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 import uvicorn
 
+from mcore_inference._fields import as_integer
 from mcore_inference.engine import DynamicInferenceEngine
-from mcore_inference.errors import PortInUseError
+from mcore_inference.errors import EngineDeadError, PortInUseError
 from mcore_inference.runner import EngineRunner
 from mcore_inference.server._app import Routes
+from mcore_inference.server._connection import ConnectionLimits, limited_protocol
+from mcore_inference.server._metrics import ServerMetrics
+from mcore_inference.server._signals import StopSignals
 from mcore_inference.text import Tokenizer
+
+_POLL_S = 0.1
+_LAST_ANSWERS_S = 2.0
+"""That clients get to take the errors of requests that were cut off."""
 
 
 class InferenceServer:
@@ -29,8 +40,16 @@ class InferenceServer:
         self.port: int = listener.getsockname()[1]
         self._server = server
         self._listener = listener
-        self._thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="mcore-http", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="mcore-http", daemon=True)
         self._thread.start()
+
+    def _run(self) -> None:
+        async def main() -> None:
+            self._loop = asyncio.get_running_loop()
+            await self._server.serve(sockets=[self._listener])
+
+        asyncio.run(main())
 
     @property
     def url(self) -> str:
@@ -52,26 +71,54 @@ class InferenceServer:
                 raise TimeoutError(f"the server on {self.url} did not start within {timeout_s} s")
             time.sleep(0.002)
 
-    def wait(self) -> None:
-        """Block until the server ends, or until Ctrl-C, which closes it."""
-        try:
-            while self._thread.is_alive():
-                self._thread.join(timeout=1.0)
-        except KeyboardInterrupt:
-            self.close()
+    def wait(self, signals: StopSignals | None = None, *, drain_s: float = 30.0) -> None:
+        """Block until SIGTERM or SIGINT, then close in order; or until ``close`` of another thread, or the end of the engine.
 
-    def close(self) -> None:
-        """Abort open requests, end both threads and free the port; may be called again.
+        Args:
+            signals: those that are listened to already; None to listen from here on (in the main thread).
+            drain_s: as of ``close``; a second signal ends it.
+
+        Raises:
+            EngineDeadError: the engine failed for good; the server is closed.
+            TimeoutError: as of ``close``.
+        """
+        with contextlib.ExitStack() as stack:
+            signals = signals or stack.enter_context(StopSignals())
+            while self._thread.is_alive() and not signals.count and self.runner.failure is None:
+                self._thread.join(timeout=_POLL_S)
+            failure = self.runner.failure
+            self.close(0.0 if failure is not None else drain_s, hurry=lambda: signals.count > 1)
+        if failure is not None:
+            raise EngineDeadError(f"the engine failed: {type(failure).__name__}: {failure}") from failure
+
+    def close(self, drain_s: float = 0.0, *, hurry: Callable[[], bool] = lambda: False) -> None:
+        """Refuse new requests, let open ones end, abort the rest, end both threads and free the port; may be called again.
+
+        Args:
+            drain_s: seconds that open requests get to end.
+            hurry: asked meanwhile; True gives the rest of the time up.
 
         Raises:
             TimeoutError: the engine hangs in a step; the port is free all the same.
         """
+        # uvicorn closes the port and idle connections, and ends once the last answer is written.
+        self._server.should_exit = True
+        deadline = time.monotonic() + drain_s
+        while self._thread.is_alive() and time.monotonic() < deadline and self.runner.failure is None and not hurry():
+            self._thread.join(_POLL_S)
         try:
             self.runner.close()
         finally:
-            self._server.should_exit = True
+            self._thread.join(_LAST_ANSWERS_S)
+            if self._thread.is_alive() and self._loop is not None:
+                # Clients that neither send nor read: nothing is left to wait for.
+                self._loop.call_soon_threadsafe(self._cut_connections)
             self._thread.join()
             self._listener.close()
+
+    def _cut_connections(self) -> None:
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()
 
     def __enter__(self) -> "InferenceServer":
         return self
@@ -90,6 +137,9 @@ def serve(
     model_name: str = "mcore",
     max_body_bytes: int = 4 * 2**20,
     stall_timeout_s: float = 60.0,
+    max_failed_steps: int = 3,
+    max_waiting_requests: int | None = 512,
+    limits: ConnectionLimits | None = None,
 ) -> InferenceServer:
     """Serve ``/v1/completions``, ``/v1/chat/completions``, ``/v1/models``, ``/health`` and ``/metrics`` in the background.
 
@@ -102,12 +152,15 @@ def serve(
         model_name: name in answers and ``/v1/models``.
         max_body_bytes: longer bodies are refused.
         stall_timeout_s: age of the last step at which ``/health`` says dead.
+        max_failed_steps: as of ``EngineRunner``.
+        max_waiting_requests: length of the queue at which requests are answered 429; None for the engine's own limit only.
+        limits: on connections; None for the defaults.
 
     Returns:
         The server, accepting requests.
 
     Raises:
-        ValueError: no tokenizer; an address beyond loopback without token; an empty token; a port out of range; tp above 1.
+        ValueError: no tokenizer; an address beyond loopback without token; an empty token; a port or limit out of range; tp above 1.
         PortInUseError: names the port.
         OSError: the address is not one of this machine; names it.
     """
@@ -120,16 +173,28 @@ def serve(
         raise ValueError(f"host={host!r} is reachable from other machines; give a token, or bind to 127.0.0.1")
     if not 0 <= port < 2**16:
         raise ValueError(f"port={port} must lie in 0..65535; 0 takes a free one")
+    limits = ConnectionLimits() if limits is None else limits
+    max_body_bytes = as_integer("max_body_bytes", max_body_bytes, 1, 2**31)
     listener = _bind(host, port)
     try:
-        runner = EngineRunner(engine, stall_timeout_s=stall_timeout_s)
+        runner = EngineRunner(
+            engine, stall_timeout_s=stall_timeout_s, max_failed_steps=max_failed_steps, max_waiting_requests=max_waiting_requests
+        )
     except BaseException:
         listener.close()
         raise
     hosts = ["127.0.0.1", "localhost", "[::1]", host] if token is None else ["*"]
-    app = Routes(runner, tokenizer, model_name=model_name, token=token, max_body_bytes=max_body_bytes).app(hosts)
+    metrics = ServerMetrics(runner)
+    routes = Routes(runner, tokenizer, model_name=model_name, token=token, max_body_bytes=max_body_bytes, metrics=metrics)
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="off", ws="none", http="h11", loop="asyncio", timeout_graceful_shutdown=5
+        routes.app(hosts),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        http=limited_protocol(limits, metrics.count_response),
+        loop="asyncio",
+        timeout_keep_alive=limits.idle_timeout_s,  # type: ignore[arg-type]
     )
     server = InferenceServer(runner, uvicorn.Server(config), listener, host)
     try:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Any, TypeVar
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -105,18 +105,24 @@ async def read_body(request: Request, max_bytes: int) -> bytes | None:
 
     Of a body that is too long some more is read and dropped: a client that is still sending would see its connection reset
     instead of the answer.
+
+    Raises:
+        ClientGone: the client left, or took too long, before the body was whole.
     """
     declared = request.headers.get("content-length", "0")
     limit = _DRAINED * max_bytes
     if declared.isdigit() and int(declared) > limit:
         return None
     parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            return None
-        if size > max_bytes:
-            parts.clear()
-        else:
-            parts.append(part)
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > limit:
+                return None
+            if size > max_bytes:
+                parts.clear()
+            else:
+                parts.append(part)
+    except ClientDisconnect as error:
+        raise ClientGone from error
     return b"".join(parts) if size <= max_bytes else None

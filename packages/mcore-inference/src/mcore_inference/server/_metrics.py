@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""What ``/metrics`` answers: the state of the engine, read when it is asked for."""
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from mcore_inference.request import FinishReason
+from mcore_inference.runner import EngineRunner
+
+_PREFIX = "mcore_inference_"
+_COUNTERS = {
+    "steps": "Steps of the engine that ended well.",
+    "preemptions": "Requests that lost their cache blocks and were computed again.",
+}
+_GAUGES = {
+    "weight_version": "Number of completed weight loads.",
+    "running_requests": "Requests that take part in steps.",
+    "waiting_requests": "Requests in the queue.",
+    "total_blocks": "Cache blocks that requests can hold.",
+    "used_blocks": "Cache blocks in use.",
+    "available_blocks": "Cache blocks that are free.",
+    "utilization": "Share of the cache blocks in use, from 0 to 1.",
+    "cached_tokens": "Tokens whose keys and values are in the cache.",
+    "active_requests": "Request slots in use.",
+    "max_requests": "Request slots.",
+    "max_tokens": "Tokens that one step may compute.",
+}
+
+
+class EngineCollector(Collector):
+    """Counters and gauges of one engine."""
+
+    def __init__(self, runner: EngineRunner) -> None:
+        self._runner = runner
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._runner.engine.stats()
+        for name, text in _COUNTERS.items():
+            yield CounterMetricFamily(_PREFIX + name, text, value=stats[name])
+        for name, text in _GAUGES.items():
+            yield GaugeMetricFamily(_PREFIX + name, text, value=stats[name])
+        finished = CounterMetricFamily(_PREFIX + "finished_requests", "Requests that ended, by reason.", labels=["reason"])
+        for reason in FinishReason:
+            finished.add_metric([reason.value], stats[f"finished_{reason.value}"])
+        yield finished
+        yield CounterMetricFamily(_PREFIX + "failed_steps", "Steps that raised.", value=self._runner.num_failed_steps)
+        alive = GaugeMetricFamily(_PREFIX + "alive", "1 while the engine makes progress, 0 when it failed or hangs.")
+        alive.add_metric([], float(self._runner.health().alive))
+        yield alive
+
+
+class ServerMetrics:
+    """The registry of one server; two servers of a process share nothing."""
+
+    def __init__(self, runner: EngineRunner) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(EngineCollector(runner))
+        self._responses = Counter(
+            _PREFIX + "http_responses", "HTTP responses, by status; 499 stands for a client that left.", ["status"], registry=self.registry
+        )
+
+    def count_response(self, status: int) -> None:
+        self._responses.labels(status=str(status)).inc()

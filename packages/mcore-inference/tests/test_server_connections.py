@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Clients that hold connections, leave early, or want to be found in the log: over real sockets."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+import torch
+import uvicorn
+
+from mcore_inference.server import ConnectionLimits, InferenceServer, serve
+from mcore_inference.server._connection import limited_protocol
+from mcore_parallel.data import ByteTokenizer
+
+Make = Callable[..., Any]
+LIMITS = ConnectionLimits(max_connections=8, header_timeout_s=0.4, body_timeout_s=0.6, idle_timeout_s=0.5, write_timeout_s=0.5)
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+BODY = json.dumps({"prompt": "x", "max_tokens": 2, "temperature": 0}).encode()
+
+
+@pytest.fixture(scope="module")
+def server(make_model: Make, make_engine: Make) -> Iterator[InferenceServer]:
+    model = make_model(vocab_size=272, dtype=torch.float32, layers=1)
+    with serve(make_engine(model, ByteTokenizer(), max_sequence_length=256), limits=LIMITS) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def connected(server: InferenceServer) -> Iterator[socket.socket]:
+    with socket.create_connection((server.host, server.port), timeout=30) as raw:
+        yield raw
+
+
+def read_all(raw: socket.socket) -> bytes:
+    """Until the server closes."""
+    parts = []
+    with contextlib.suppress(ConnectionResetError):
+        while part := raw.recv(65536):
+            parts.append(part)
+    return b"".join(parts)
+
+
+def error_of(answer: bytes) -> tuple[int, dict[str, Any]]:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    error = json.loads(body)["error"]
+    assert f"x-request-id: {error['request_id']}".encode() in head.lower()
+    return int(head.split()[1]), error
+
+
+def wait_for_connections(server: InferenceServer, count: int) -> None:
+    deadline = time.monotonic() + 30
+    while len(server._server.server_state.connections) != count:
+        assert time.monotonic() < deadline, server._server.server_state.connections
+        time.sleep(0.005)
+
+
+def dribble(raw: socket.socket, data: bytes) -> bytes:
+    """Send a byte now and then, as one who holds connections does, until the server answers."""
+    raw.settimeout(0.05)
+    for index in range(600):
+        with contextlib.suppress(TimeoutError):
+            return raw.recv(65536) + read_all(raw)
+        with contextlib.suppress(OSError):
+            raw.send(data[index % len(data) :][:1])
+    raise AssertionError("the server waits for ever")
+
+
+@pytest.mark.parametrize("start", [b"", b"POST /v1/compl", HEAD])
+def test_a_header_that_does_not_end_is_408(server: InferenceServer, start: bytes) -> None:
+    with connected(server) as raw:
+        raw.sendall(start)
+        status, error = error_of(read_all(raw))
+    assert (status, error["code"]) == (408, "header_timeout") and "header_timeout_s=0.4" in error["message"]
+
+
+def test_a_header_and_a_body_that_drip_are_408(server: InferenceServer) -> None:
+    with connected(server) as raw:
+        raw.sendall(HEAD + b"X-Long: ")
+        assert error_of(dribble(raw, b"a"))[1]["code"] == "header_timeout"
+    with connected(server) as raw:
+        raw.sendall(HEAD + b"X-Request-Id: slow-1\r\nContent-Length: 1000000\r\n\r\n")
+        status, error = error_of(dribble(raw, b" "))
+    assert (status, error["code"], error["request_id"]) == (408, "body_timeout", "slow-1")
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_a_body_that_nobody_asked_for_is_limited_too(server: InferenceServer) -> None:
+    with connected(server) as raw:
+        raw.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n")
+        answer = raw.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 200")
+        begin = time.monotonic()
+        raw.settimeout(0.05)
+        with contextlib.suppress(ConnectionError, BrokenPipeError):
+            while time.monotonic() - begin < 30:
+                raw.send(b" ")
+                with contextlib.suppress(TimeoutError):
+                    if not raw.recv(65536):
+                        break
+        assert time.monotonic() - begin < 29
+
+
+def test_an_idle_connection_is_closed_and_a_second_request_on_it_is_timed(server: InferenceServer) -> None:
+    whole = HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
+    with connected(server) as raw:
+        raw.sendall(whole)
+        assert read_all(raw).startswith(b"HTTP/1.1 200")
+    with connected(server) as raw:
+        # The second request comes with the first, and its body never.
+        raw.sendall(whole + HEAD + b"Content-Length: 10\r\n\r\n")
+        answer = read_all(raw)
+    assert answer.startswith(b"HTTP/1.1 200") and b"HTTP/1.1 408" in answer and b"body_timeout" in answer
+
+
+def test_an_answer_that_nobody_reads_ends_the_connection() -> None:
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        """Far more than the buffers of two sockets; uvicorn drops what comes after the connection's end."""
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(1000):
+            await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
+
+    async def main() -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        config = uvicorn.Config(endless, http=limited_protocol(LIMITS, lambda _: None), log_config=None, lifespan="off")
+        running = uvicorn.Server(config)
+        serving = asyncio.ensure_future(running.serve(sockets=[listener]))
+        _, writer = await asyncio.open_connection(*listener.getsockname(), limit=1024)
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        while not running.server_state.connections:
+            await asyncio.sleep(0.01)
+        while running.server_state.connections:
+            await asyncio.sleep(0.01)
+        writer.close()
+        running.should_exit = True
+        await serving
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_connections_beyond_the_limit_are_503_and_come_free_again(server: InferenceServer) -> None:
+    wait_for_connections(server, 0)
+    with contextlib.ExitStack() as stack:
+        for _ in range(8):
+            stack.enter_context(connected(server))
+        wait_for_connections(server, 8)
+        with connected(server) as one_more:
+            status, error = error_of(read_all(one_more))
+        assert (status, error["code"]) == (503, "too_many_connections") and "max_connections=8" in error["message"]
+    wait_for_connections(server, 0)
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_a_client_that_leaves_within_the_body_is_no_traceback(server: InferenceServer, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        with connected(server) as raw:
+            raw.sendall(HEAD + b"X-Request-Id: gone-1\r\nContent-Length: 1000\r\n\r\n{")
+            wait_for_connections(server, 1)
+            time.sleep(0.05)
+        deadline = time.monotonic() + 30
+        while not any("gone-1" in record.message for record in caplog.records):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+    (line,) = [record.message for record in caplog.records if "gone-1" in record.message]
+    assert line.startswith("request_id=gone-1 POST '/v1/completions' 499")
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING or record.exc_info]
+
+
+def test_request_ids_go_in_and_out_and_into_the_log(server: InferenceServer, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "mcore_inference.server"), httpx.Client(base_url=server.url) as http:
+        own = http.post("/v1/completions", content=b"{", headers={"content-type": "application/json", "x-request-id": "job-7"})
+        assert own.headers["x-request-id"] == own.json()["error"]["request_id"] == "job-7"
+        made = [http.get("/v1/models").headers["x-request-id"] for _ in range(2)]
+        assert made[0] != made[1] and all(len(number) == 36 for number in made)
+        for bad in ("x" * 129, "two words", "a\tb", ""):
+            assert http.get("/health", headers={"x-request-id": bad}).headers["x-request-id"].startswith("req-")
+        assert http.get("/nowhere").json()["error"]["request_id"].startswith("req-")
+        stream = {"prompt": "x", "max_tokens": 2, "stream": True}
+        assert http.post("/v1/completions", json=stream, headers={"x-request-id": "job-8"}).headers["x-request-id"] == "job-8"
+    lines = [record.message for record in caplog.records]
+    assert any(line.startswith("request_id=job-7 POST '/v1/completions' 400 ") for line in lines)
+    assert any(line.startswith("request_id=job-8 POST '/v1/completions' 200 ") for line in lines)
+
+
+def test_statuses_are_counted(server: InferenceServer) -> None:
+    def count() -> float:
+        return server_count(httpx.get(f"{server.url}/metrics").text, "404")
+
+    before = count()
+    httpx.get(f"{server.url}/nowhere")
+    assert count() == before + 1
+
+
+def server_count(text: str, status: str) -> float:
+    name = f'mcore_inference_http_responses_total{{status="{status}"}} '
+    return sum(float(line.removeprefix(name)) for line in text.splitlines() if line.startswith(name))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"max_connections": 0}, {"max_connections": 1.0}, {"header_timeout_s": 0}, {"body_timeout_s": float("nan")}, {"idle_timeout_s": True}],
+)
+def test_limits_out_of_range_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        ConnectionLimits(**bad)
