@@ -92,15 +92,41 @@ def test_a_fully_sharded_model_hands_its_weights_over(world, name: str) -> None:
     world(check_fully_sharded, name=name)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.5])
 @pytest.mark.parametrize("name", PROVIDERS)
-def test_sampled_tokens_carry_the_policys_log_probabilities(name: str) -> None:
+def test_sampled_tokens_carry_the_policys_log_probabilities(name: str, temperature: float) -> None:
     sink, interface = PROVIDERS[name]()
     model = policy(1)
     refit(model, model.groups, sink)
     prompt = list(interface.encode("one"))
-    [answers] = ask(interface, [prompt], temperature=1.0, n=4)
+    [answers] = ask(interface, [prompt], temperature=temperature, n=4)
     assert len({tuple(answer.token_ids) for answer in answers}) > 1
     for answer in answers:
         tokens = torch.tensor(answer.token_ids)
-        expected = log_probs(model, tokens.tolist())[len(prompt) - 1 : -1].gather(1, tokens[len(prompt) :, None]).squeeze(1)
+        scores = (log_probs(model, tokens.tolist())[len(prompt) - 1 : -1] / temperature).log_softmax(-1)
+        expected = scores.gather(1, tokens[len(prompt) :, None]).squeeze(1)
         torch.testing.assert_close(torch.tensor(answer.logprobs, dtype=torch.float64), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_caller_that_gives_up_leaves_nothing_running() -> None:
+    sink = engine()
+    interface = MegatronLocal(sink)
+    arguments = GenericGenerationArgs(temperature=1.0, max_tokens=40)
+    request = InferenceRequest(prompts=[list(interface.encode("one"))], n=3, generation_args=arguments)
+
+    async def give_up() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(interface.agenerate(request), 0.01)
+        [[answer]] = await interface.agenerate(InferenceRequest(prompts=request.prompts, generation_args=arguments))
+        assert len(answer.logprobs) == 40
+
+    asyncio.run(give_up())
+    assert not sink.has_unfinished_requests()
+
+    async def leave() -> None:
+        asyncio.get_running_loop().create_task(interface.agenerate(request))
+        await asyncio.sleep(0.01)
+
+    asyncio.run(leave())
+    assert not sink.has_unfinished_requests()
+    assert len(ask(interface, [list(interface.encode("one"))], 1.0)[0]) == 1

@@ -148,6 +148,23 @@ def test_log_probs_are_the_models_own_whatever_the_sampling(make_model: Make, ma
         assert list(best.values()) == pytest.approx(top.values.tolist(), abs=1e-9)
 
 
+def test_processed_log_probs_are_of_the_distribution_that_drew_each_token(make_model: Make, make_engine: Make) -> None:
+    model, common = make_model(), {"return_log_probs": True, "num_tokens_to_generate": 8}
+    raw = SamplingParams(temperature=0.7, seed=1, **common)
+    processed = replace(raw, processed_log_probs=True)
+    biased = replace(processed, logit_bias={5: 4.0}, top_k=3)
+    records = make_engine(model).generate([[1, 2, 3]] * 4, [raw, processed, biased, replace(processed, temperature=0.0)])
+    assert records[3].generated_log_probs == [0.0] * 8
+    for record, temperature, bias, kept in zip(records, (1.0, 0.7, 0.7), (0.0, 0.0, 4.0), (None, None, 3), strict=False):
+        scores = full_log_probs(model, [1, 2, 3, *record.generated_tokens])[2:-1]
+        scores[:, 5] += bias
+        scores = scores / temperature
+        if kept is not None:
+            scores = scores.masked_fill(scores < scores.topk(kept).values[:, -1:], -torch.inf)
+        wanted = scores.log_softmax(-1).gather(1, torch.tensor(record.generated_tokens)[:, None])[:, 0]
+        assert record.generated_log_probs == pytest.approx(wanted.tolist(), abs=1e-9)
+
+
 def test_a_seeded_request_draws_the_same_alone_and_in_any_crowd(make_model: Make, make_engine: Make) -> None:
     model = make_model()
     mine = SamplingParams(temperature=1.3, top_p=0.95, seed=1234, num_tokens_to_generate=15)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mcore_inference import SamplingParams
-from mcore_inference.sampling import SamplingRows, adjust, request_seed, sample, uniform
+from mcore_inference.sampling import SamplingRows, adjust, processed_log_probs, request_seed, sample, uniform
 from mcore_inference.sampling._random import philox
 
 
@@ -138,8 +138,17 @@ def test_draws_follow_the_filtered_distribution(params: SamplingParams, expected
     counts = torch.bincount(torch.tensor(tokens), minlength=4)
     wanted = torch.tensor(expected)[order] * draws
     assert counts[wanted == 0].sum() == 0
+    rows = SamplingRows.of([params], [99], [0], 4)
+    torch.testing.assert_close(processed_log_probs(logits[None], rows).exp()[0], torch.tensor(expected).float()[order])
     kept = wanted > 0
     assert ((counts - wanted)[kept] ** 2 / wanted[kept]).sum() < 20  # 3 degrees of freedom; 16.3 is the 0.1% point
+
+
+def test_a_greedy_row_is_sure_of_its_token() -> None:
+    rows = SamplingRows.of([SamplingParams(temperature=0.0), SamplingParams(temperature=2.0)], [1, 1], [0, 0], 3)
+    values = processed_log_probs(torch.tensor([[0.0, 3.0, 3.0]] * 2), rows)
+    assert values[0].tolist() == [-math.inf, 0.0, -math.inf]
+    torch.testing.assert_close(values[1], (torch.tensor([0.0, 3.0, 3.0]) / 2).log_softmax(-1))
 
 
 def test_exactly_k_stay_when_scores_tie() -> None:

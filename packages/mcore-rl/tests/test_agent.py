@@ -3,7 +3,11 @@
 """Agents over a scripted interface."""
 
 import asyncio
+import itertools
+import math
 import random
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
@@ -14,8 +18,8 @@ from mcore_rl.envs import CharacterShare
 class Scripted(InferenceInterface):
     """Answers after a random delay; keeps count of what runs."""
 
-    def __init__(self, answer: str = "aab") -> None:
-        self.answer = answer
+    def __init__(self, answer: str = "aab", delay_s: float = 0.0) -> None:
+        self.answer, self.delay_s = answer, delay_s
         self.running = 0
 
     def encode(self, text: str) -> list[int]:
@@ -24,7 +28,7 @@ class Scripted(InferenceInterface):
     async def agenerate(self, request: InferenceRequest) -> list[list[InferenceResponse]]:
         self.running += 1
         try:
-            await asyncio.sleep(random.random() / 100)
+            await asyncio.sleep(self.delay_s + random.random() / 100)
         finally:
             self.running -= 1
         data = list(self.answer.encode())
@@ -37,11 +41,27 @@ class Scripted(InferenceInterface):
         ]
 
 
-class Broken(CharacterShare):
+class Judged(CharacterShare):
+    """The judge of problem 1 does what it is told."""
+
+    def __init__(self, verdict: Callable[[], Awaitable[float]], **limits: float) -> None:
+        RewardOnlyAgent.__init__(self, "judged", **limits)
+        self.verdict, self.calls = verdict, 0
+        self._problems = itertools.cycle([Problem(problem_id=str(i), prompt="x") for i in range(2)])
+
     async def get_reward(self, response: str, problem: Problem) -> float:
-        if problem.problem_id == "1":
-            raise RuntimeError("judge fell over")
-        return await super().get_reward(response, problem)
+        self.calls += 1
+        # The middle one of the three answers to a problem.
+        return await self.verdict() if problem.problem_id == "1" and self.calls % 3 == 2 else 0.5
+
+
+async def falls_over() -> float:
+    raise RuntimeError("judge fell over")
+
+
+async def hangs() -> float:
+    await asyncio.sleep(60)
+    return 1.0
 
 
 async def collect(agent: RewardOnlyAgent, interface: InferenceInterface, num_groups: int) -> list[list[TokenRollout]]:
@@ -57,11 +77,49 @@ def test_exactly_the_groups_asked_for_each_on_one_problem() -> None:
     assert sum(groups[0][0].generation_mask) == 3
 
 
-def test_a_failing_judge_reaches_the_caller_and_leaves_nothing_running() -> None:
+@pytest.mark.parametrize("verdict", [falls_over, hangs])
+def test_a_failing_judge_drops_its_rollout_only(verdict: Callable[[], Awaitable[float]], caplog: pytest.LogCaptureFixture) -> None:
     interface = Scripted()
-    with pytest.raises(RuntimeError, match="judge fell over"):
-        asyncio.run(collect(Broken(["x", "y"], "a"), interface, 4))
+    groups = asyncio.run(collect(Judged(verdict, judge_timeout_s=0.2), interface, 4))
+    assert sorted(len(group) for group in groups) == [2, 2, 3, 3]
     assert interface.running == 0
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 2 and all("'judged'" in text and "problem '1'" in text for text in warnings)
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, None, "good"])
+def test_a_reward_that_is_no_number_is_an_error_with_a_name(reward: Any) -> None:
+    async def verdict() -> Any:
+        return reward
+
+    with pytest.raises(ValueError, match=f"reward={reward!r} of problem '1' in environment 'judged'"):
+        asyncio.run(collect(Judged(verdict), Scripted(), 2))
+    with pytest.raises(ValueError, match=r"problem 'p' in environment 'e' must be a finite number"):
+        TokenRollout(trajectory=[1], reward=reward, generation_mask=[False], logprobs=[], env_id="e", problem_id="p")
+
+
+def test_answers_that_do_not_come_are_dropped_and_evaluation_counts_them(caplog: pytest.LogCaptureFixture) -> None:
+    interface = Scripted(delay_s=60)
+    agent = Judged(hangs, answer_timeout_s=0.1)
+    assert asyncio.run(collect(agent, interface, 2)) == [[], []]
+    response = asyncio.run(agent.run_evaluation(interface, num_prompts=3, args=GenericGenerationArgs()))
+    assert (response.results, response.num_dropped) == ([], 3)
+    assert interface.running == 0
+    assert "answer_timeout_s=0.1" in caplog.text
+
+
+def test_an_environment_that_poses_no_problem_is_named() -> None:
+    class Silent(CharacterShare):
+        async def get_prompt(self, *, validation: bool = False) -> Problem:
+            await asyncio.sleep(60)
+            raise AssertionError
+
+    agent = Silent(["x"], "a")
+    agent.prompt_timeout_s = 0.1
+    with pytest.raises(TimeoutError, match="environment 'character_share' posed no problem within prompt_timeout_s=0.1"):
+        asyncio.run(collect(agent, Scripted(), 1))
+    with pytest.raises(ValueError, match="judge_timeout_s=0 of environment 'judged' must be positive"):
+        Judged(hangs, judge_timeout_s=0)
 
 
 def test_evaluation_judges_every_prompt() -> None:

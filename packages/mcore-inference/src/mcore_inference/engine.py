@@ -19,7 +19,7 @@ from mcore_inference.capability import EngineCapability, check_cache
 from mcore_inference.context import DynamicInferenceContext
 from mcore_inference.errors import NonFiniteLogitsError, QueueFullError, RequestError, StepFailedError
 from mcore_inference.request import DynamicInferenceRequest, DynamicInferenceRequestRecord, FinishReason, Status
-from mcore_inference.sampling import SamplingParams, SamplingRows, adjust, log_probs, request_seed, sample
+from mcore_inference.sampling import SamplingParams, SamplingRows, adjust, log_probs, processed_log_probs, request_seed, sample
 from mcore_inference.scheduler import RequestView, Work, plan_step
 from mcore_inference.text import TextStream, Tokenizer
 from mcore_parallel import named_shards
@@ -459,7 +459,11 @@ class DynamicInferenceEngine:
         best: list[dict[int, float]] = [{}] * len(entries)
         if any(p.return_log_probs or p.top_n_logprobs for p in params):
             values_RV = log_probs(logits_RV)
-            values_R = values_RV.gather(1, tokens_R.clamp(min=0)[:, None])[:, 0].tolist()
+            picked_R = values_RV.gather(1, tokens_R.clamp(min=0)[:, None])[:, 0]
+            if any(processed := [p.return_log_probs and p.processed_log_probs for p in params]):
+                drawn_R = processed_log_probs(scores_RV, settings).gather(1, tokens_R.clamp(min=0)[:, None])[:, 0]
+                picked_R = torch.where(torch.tensor(processed, device=drawn_R.device), drawn_R, picked_R)
+            values_R = picked_R.tolist()
             if count := max(p.top_n_logprobs for p in params):
                 top = values_RV[:, : self.vocab_size].topk(min(count, self.vocab_size), dim=1)
                 best = [dict(zip(ids, values, strict=True)) for ids, values in zip(top.indices.tolist(), top.values.tolist(), strict=True)]

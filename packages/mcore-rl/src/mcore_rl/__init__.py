@@ -6,6 +6,7 @@ from mcore_rl._advantage import group_relative_advantages
 from mcore_rl._batches import rollout_batches
 from mcore_rl._loop import GRPOConfig, IterationReport, grpo_iteration
 from mcore_rl._objective import GRPOObjective, calculate_grpo_loss
+from mcore_rl._reference import with_ref_logprobs
 from mcore_rl._refit import WeightSink, gather_weights, refit
 from mcore_rl._stability import deprecated, experimental_api, internal_api
 from mcore_rl._types import (
@@ -45,4 +46,5 @@ __all__ = [
     "internal_api",
     "refit",
     "rollout_batches",
+    "with_ref_logprobs",
 ]

@@ -15,10 +15,13 @@ def group_relative_advantages(rewards: Sequence[Sequence[float]], *, std_norm: b
         std_norm: divide by the standard deviation; without it this is the estimator of Dr. GRPO (Liu et al. 2025).
 
     Returns:
-        Advantages in the same shape; zero throughout a group of equal rewards.
+        Advantages in the same shape; zero throughout a group of equal rewards, none in an empty group.
     """
     advantages = []
     for group in rewards:
+        if not group:
+            advantages.append([])
+            continue
         values = torch.tensor(group, dtype=torch.float64)
         centred = values - values.mean()
         advantages.append((centred / (values.std(correction=0) + 1e-4) if std_norm else centred).tolist())

@@ -16,6 +16,7 @@ def rollout_batches(
     *,
     seq_len: int,
     micro_batch_size: int,
+    num_rows: int = 0,
     pad_id: int = 0,
     device: torch.device | str = "cpu",
 ) -> list[Batch]:
@@ -25,14 +26,20 @@ def rollout_batches(
     the tokens they belong to. Only tokens the policy wrote count.
 
     Args:
+        rollouts: judged trajectories.
+        advantages: one a rollout.
         seq_len: S, positions of a row; trajectories may hold up to S + 1 tokens.
+        micro_batch_size: rows of a batch.
+        num_rows: at least so many rows, so that all data ranks have as many batches.
+        pad_id: token of empty places.
+        device: of the batches.
 
     Raises:
         ValueError: a trajectory that is too long, or lists of different lengths.
     """
     if len(rollouts) != len(advantages):
         raise ValueError(f"{len(rollouts)} rollouts come with {len(advantages)} advantages")
-    rows = -(-len(rollouts) // micro_batch_size) * micro_batch_size
+    rows = -(-max(len(rollouts), num_rows) // micro_batch_size) * micro_batch_size
     tokens = torch.full((rows, seq_len + 1), pad_id, dtype=torch.int64)
     mask, weight, logprobs = (torch.zeros(rows, seq_len) for _ in range(3))
     for row, (rollout, advantage) in enumerate(zip(rollouts, advantages, strict=True)):

@@ -2,8 +2,10 @@
 # Copyright (c) 2026 the mcore authors
 """What agents, engines and the trainer say to each other."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from numbers import Real
 from typing import Any, Self
 
 
@@ -47,7 +49,7 @@ class InferenceResponse:
     """Prompt and generated tokens."""
     prompt_length: int
     logprobs: Sequence[float]
-    """Log-probability of each generated token under the policy that sampled it, at temperature one."""
+    """Log-probability of each generated token under the distribution that it was drawn from."""
     finish_reason: str = "stop"
     """stop, or length when the token limit ended it."""
 
@@ -57,9 +59,23 @@ class InferenceResponse:
             raise ValueError(f"logprobs has {len(self.logprobs)} entries for {generated} generated tokens")
 
 
+def check_reward(reward: float, *, env_id: str, problem_id: str) -> None:
+    """Whether a reward can be learnt from.
+
+    Raises:
+        ValueError: it is no finite number; names environment and problem.
+    """
+    if not isinstance(reward, Real) or not math.isfinite(reward):
+        raise ValueError(f"reward={reward!r} of problem {problem_id!r} in environment {env_id!r} must be a finite number; repair its judge")
+
+
 @dataclass(frozen=True, kw_only=True)
 class TokenRollout:
-    """A judged trajectory in tokens."""
+    """A judged trajectory in tokens.
+
+    Raises:
+        ValueError: lists of different lengths, or a reward that is no finite number.
+    """
 
     trajectory: Sequence[int]
     reward: float
@@ -81,8 +97,10 @@ class TokenRollout:
                 f"logprobs has {len(self.logprobs)} entries for {sum(self.generation_mask)} generated tokens of {self.problem_id}"
             )
 
+        check_reward(self.reward, env_id=self.env_id, problem_id=self.problem_id)
+
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "reward": float(self.reward)}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
@@ -105,6 +123,8 @@ class EvaluationResponse:
 
     env_id: str
     results: Sequence[RewardEvaluationResult] = field(default_factory=tuple)
+    num_dropped: int = 0
+    """Answers that never came, or whose judge failed."""
 
     def metrics(self) -> dict[str, list[float]]:
         return {"reward": [result.reward for result in self.results]}

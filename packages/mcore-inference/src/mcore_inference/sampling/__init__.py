@@ -2,8 +2,8 @@
 # Copyright (c) 2026 the mcore authors
 """How a request wants its tokens drawn, and the draw itself."""
 
-from mcore_inference.sampling._draw import SamplingRows, adjust, log_probs, sample
+from mcore_inference.sampling._draw import SamplingRows, adjust, log_probs, processed_log_probs, sample
 from mcore_inference.sampling._params import SamplingParams
 from mcore_inference.sampling._random import request_seed, uniform
 
-__all__ = ["SamplingParams", "SamplingRows", "adjust", "log_probs", "request_seed", "sample", "uniform"]
+__all__ = ["SamplingParams", "SamplingRows", "adjust", "log_probs", "processed_log_probs", "request_seed", "sample", "uniform"]

@@ -92,14 +92,7 @@ def sample(logits_RV: Tensor, rows: SamplingRows) -> Tensor:
 
 def _draw(scores_RV: Tensor, best_R: Tensor, rows: SamplingRows) -> Tensor:
     """Inverse-CDF draw of every row; greedy and broken rows give any token."""
-    kind = scores_RV.dtype
-    temperature_R = rows.temperature.masked_fill(rows.temperature == 0, 1.0).to(kind)
-    # The best score moves to 0 first, so that a small temperature cannot overflow.
-    scores_RV = (scores_RV - best_R[:, None]) / temperature_R[:, None]
-    if rows.has_min_p:
-        scores_RV = scores_RV.masked_fill(scores_RV < rows.min_p.log().to(kind)[:, None], -math.inf)
-    if rows.has_ranks:
-        scores_RV = _keep_top(scores_RV, rows)
+    scores_RV = _processed(scores_RV, best_R, rows)
     weights_RV = scores_RV.double().exp()
     cumulative_RV = weights_RV.cumsum(dim=-1)
     threshold_R = uniform(rows.seed, rows.position) * cumulative_RV[:, -1]
@@ -107,6 +100,25 @@ def _draw(scores_RV: Tensor, best_R: Tensor, rows: SamplingRows) -> Tensor:
     # Rounding may carry the threshold to the very end; the last token with weight is meant then.
     last_R = scores_RV.shape[-1] - 1 - (weights_RV > 0).flip(-1).to(torch.int8).argmax(dim=-1)
     return torch.minimum(drawn_R, last_R)
+
+
+def _processed(scores_RV: Tensor, best_R: Tensor, rows: SamplingRows) -> Tensor:
+    """Scores after temperature, min-p, top-k and top-p, the best one 0; what is left out is -inf. Greedy rows keep temperature 1."""
+    kind = scores_RV.dtype
+    temperature_R = rows.temperature.masked_fill(rows.temperature == 0, 1.0).to(kind)
+    # The best score moves to 0 first, so that a small temperature cannot overflow.
+    scores_RV = (scores_RV - best_R[:, None]) / temperature_R[:, None]
+    if rows.has_min_p:
+        scores_RV = scores_RV.masked_fill(scores_RV < rows.min_p.log().to(kind)[:, None], -math.inf)
+    return _keep_top(scores_RV, rows) if rows.has_ranks else scores_RV
+
+
+def processed_log_probs(logits_RV: Tensor, rows: SamplingRows) -> Tensor:
+    """[R, V] log-probabilities by which ``sample`` draws, in float32 (float64 when the logits are); a greedy row is sure of its token."""
+    scores_RV = logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
+    values_RV = _processed(scores_RV, scores_RV.amax(dim=-1), rows).log_softmax(dim=-1)
+    sure_RV = torch.full_like(values_RV, -math.inf).scatter(-1, scores_RV.argmax(dim=-1, keepdim=True), 0.0)
+    return torch.where((rows.temperature == 0)[:, None], sure_RV, values_RV)
 
 
 def _keep_top(scores_RV: Tensor, rows: SamplingRows) -> Tensor:

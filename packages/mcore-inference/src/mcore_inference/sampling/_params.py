@@ -34,7 +34,7 @@ _INTEGERS = {
 }
 _REQUIRED = ("top_k", "top_n_logprobs", "min_tokens")
 """Integers that are not optional."""
-_FLAGS = ("ignore_eos", "return_log_probs", "skip_prompt_log_probs", "add_BOS")
+_FLAGS = ("ignore_eos", "return_log_probs", "processed_log_probs", "skip_prompt_log_probs", "add_BOS")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +88,9 @@ class SamplingParams:
     return_log_probs: bool = False
     """Return the model's own log-probability of every generated token: float32 log-softmax of the raw logits, before
     penalties, temperature and filters."""
+    processed_log_probs: bool = False
+    """With ``return_log_probs``: those of generated tokens are of the distribution that they were drawn from, after penalties, bias,
+    temperature and filters; 0 for a greedy one. Reinforcement learning needs these."""
     skip_prompt_log_probs: bool = True
     """With ``return_log_probs``: False for those of prompt tokens 1.. too."""
     top_n_logprobs: int = 0

@@ -3,6 +3,7 @@
 """Agents that ask once and judge the answer."""
 
 import asyncio
+import logging
 from abc import abstractmethod
 from dataclasses import dataclass
 
@@ -13,9 +14,12 @@ from mcore_rl._types import (
     InferenceResponse,
     RewardEvaluationResult,
     TokenRollout,
+    check_reward,
 )
 from mcore_rl.agent._base import EvaluationAgent, GroupedRolloutGenerator
 from mcore_rl.inference import InferenceInterface
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +34,27 @@ class Problem:
 class RewardOnlyAgent(GroupedRolloutGenerator, EvaluationAgent):
     """Single-turn tasks: a subclass hands out problems and rewards.
 
+    An answer that does not come in time, or whose judge raises or takes too long, is dropped with a warning and counts as missing:
+    the others of its group go on. A reward that is no finite number is an error.
+
     Args:
         env_id: name under which rewards are reported.
+        prompt_timeout_s: limit of one ``get_prompt``.
+        answer_timeout_s: limit of the answers to one problem.
+        judge_timeout_s: limit of one ``get_reward``.
+
+    Raises:
+        ValueError: a limit that is not positive.
     """
 
-    def __init__(self, env_id: str) -> None:
+    def __init__(
+        self, env_id: str, *, prompt_timeout_s: float = 60.0, answer_timeout_s: float = 3600.0, judge_timeout_s: float = 60.0
+    ) -> None:
         self.env_id = env_id
+        self.prompt_timeout_s, self.answer_timeout_s, self.judge_timeout_s = prompt_timeout_s, answer_timeout_s, judge_timeout_s
+        for name in ("prompt_timeout_s", "answer_timeout_s", "judge_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} of environment {env_id!r} must be positive")
 
     @abstractmethod
     async def get_prompt(self, *, validation: bool = False) -> Problem:
@@ -46,9 +65,9 @@ class RewardOnlyAgent(GroupedRolloutGenerator, EvaluationAgent):
         """How good an answer is."""
 
     async def group_rollout(self, interface: InferenceInterface, *, size: int, args: GenericGenerationArgs) -> list[TokenRollout]:
-        problem = await self.get_prompt()
+        problem = await self._problem()
         answers = await self._ask(interface, problem, size, args)
-        rewards = await asyncio.gather(*(self.get_reward(answer.response, problem) for answer in answers))
+        rewards = await asyncio.gather(*(self._judge(answer, problem) for answer in answers))
         return [
             TokenRollout(
                 trajectory=tuple(answer.token_ids),
@@ -60,18 +79,56 @@ class RewardOnlyAgent(GroupedRolloutGenerator, EvaluationAgent):
                 finish_reason=answer.finish_reason,
             )
             for answer, reward in zip(answers, rewards, strict=True)
+            if reward is not None
         ]
 
     async def run_evaluation(self, interface: InferenceInterface, *, num_prompts: int, args: GenericGenerationArgs) -> EvaluationResponse:
-        async def one() -> RewardEvaluationResult:
-            problem = await self.get_prompt(validation=True)
-            [answer] = await self._ask(interface, problem, 1, args)
-            reward = await self.get_reward(answer.response, problem)
-            return RewardEvaluationResult(prompt=problem.prompt, response=answer.response, reward=reward, problem_id=problem.problem_id)
+        async def one() -> RewardEvaluationResult | None:
+            problem = await self._problem(validation=True)
+            for answer in await self._ask(interface, problem, 1, args):
+                if (reward := await self._judge(answer, problem)) is not None:
+                    return RewardEvaluationResult(
+                        prompt=problem.prompt, response=answer.response, reward=reward, problem_id=problem.problem_id
+                    )
+            return None
 
-        return EvaluationResponse(env_id=self.env_id, results=await asyncio.gather(*(one() for _ in range(num_prompts))))
+        judged = [result for result in await asyncio.gather(*(one() for _ in range(num_prompts))) if result is not None]
+        return EvaluationResponse(env_id=self.env_id, results=judged, num_dropped=num_prompts - len(judged))
+
+    async def _problem(self, *, validation: bool = False) -> Problem:
+        try:
+            async with asyncio.timeout(self.prompt_timeout_s) as limit:
+                return await self.get_prompt(validation=validation)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise TimeoutError(f"environment {self.env_id!r} posed no problem within prompt_timeout_s={self.prompt_timeout_s}") from error
 
     async def _ask(self, interface: InferenceInterface, problem: Problem, n: int, args: GenericGenerationArgs) -> list[InferenceResponse]:
+        """The answers, or none when they take too long."""
         request = InferenceRequest(prompts=[interface.encode(problem.prompt)], n=n, generation_args=args)
-        [answers] = await interface.agenerate(request)
+        try:
+            async with asyncio.timeout(self.answer_timeout_s) as limit:
+                [answers] = await interface.agenerate(request)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            _log.warning(
+                "environment %r: %d answers to problem %r are dropped, not there within answer_timeout_s=%s",
+                self.env_id, n, problem.problem_id, self.answer_timeout_s,
+            )  # fmt: skip
+            return []
         return answers
+
+    async def _judge(self, answer: InferenceResponse, problem: Problem) -> float | None:
+        """The reward; None when the judge fails."""
+        try:
+            reward = await asyncio.wait_for(self.get_reward(answer.response, problem), self.judge_timeout_s)
+        except Exception as error:
+            _log.warning(
+                "environment %r: an answer to problem %r is dropped, its judge failed within judge_timeout_s=%s: %r",
+                self.env_id, problem.problem_id, self.judge_timeout_s, error,
+            )  # fmt: skip
+            return None
+        check_reward(reward, env_id=self.env_id, problem_id=problem.problem_id)
+        return float(reward)

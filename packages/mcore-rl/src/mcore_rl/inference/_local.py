@@ -3,6 +3,7 @@
 """Rollouts from an engine in this process."""
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 
 from mcore_inference import DynamicInferenceEngine, DynamicInferenceRequestRecord, SamplingParams
@@ -13,7 +14,8 @@ from mcore_rl.inference._interface import InferenceInterface
 class MegatronLocal(InferenceInterface):
     """Submits to a `DynamicInferenceEngine` and steps it while anybody waits.
 
-    All requests of one event loop are batched together; every answer carries the log-probabilities of its tokens.
+    All requests of one event loop are batched together; every answer carries the log-probabilities of its tokens, of the
+    distribution that each was drawn from.
 
     Args:
         engine: with a tokenizer.
@@ -44,7 +46,12 @@ class MegatronLocal(InferenceInterface):
         futures = [[self._submit(prompt, params) for _ in range(request.n)] for prompt in request.prompts]
         if self._pump is None or self._pump.done():
             self._pump = asyncio.create_task(self._step_engine())
-        return [[_response(await future) for future in row] for row in futures]
+        try:
+            return [[_response(await future) for future in row] for row in futures]
+        finally:
+            # Of a caller that gives up, or one of whose requests failed, nothing goes on in the engine.
+            for future in itertools.chain.from_iterable(futures):
+                future.cancel()
 
     def _submit(self, prompt: Sequence[int], params: SamplingParams) -> "asyncio.Future[DynamicInferenceRequestRecord]":
         future = asyncio.get_running_loop().create_future()
@@ -62,13 +69,17 @@ class MegatronLocal(InferenceInterface):
                     self.engine.abort(number)
                     del self._waiting[number]
                 await asyncio.sleep(0)
-        except Exception as error:
+        except BaseException as error:
             # Whoever waits learns why; nobody is left waiting for a pump that is gone.
             for number, future in self._waiting.items():
                 self.engine.abort(number)
-                if not future.done():
+                if isinstance(error, asyncio.CancelledError):
+                    future.cancel()
+                elif not future.done():
                     future.set_exception(error)
             self._waiting.clear()
+            if not isinstance(error, Exception):
+                raise
 
 
 def _sampling_params(args: GenericGenerationArgs) -> SamplingParams:
@@ -78,6 +89,7 @@ def _sampling_params(args: GenericGenerationArgs) -> SamplingParams:
         top_p=args.top_p or 0.0,
         num_tokens_to_generate=args.max_tokens,
         return_log_probs=True,
+        processed_log_probs=True,
     )
 
 
