@@ -5,6 +5,9 @@
 import dataclasses
 import json
 import shutil
+import signal
+import subprocess
+import sys
 import urllib.request
 from pathlib import Path
 
@@ -74,6 +77,25 @@ def test_it_answers_over_http(kept: tuple[RunConfig, Path]) -> None:
         request = urllib.request.Request(f"{server.url}/v1/completions", body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=60) as response:
             assert json.load(response)["choices"][0]["text"] == expected(config, 2, "what a")
+
+
+@pytest.mark.timeout(180)
+def test_a_signal_ends_the_command_in_order(kept: tuple[RunConfig, Path]) -> None:
+    command = [sys.executable, "-m", "tools.serve", str(kept[1]), "--port", "0", "--cache-gb", "0.01"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            line = process.stdout.readline()  # type: ignore[union-attr]
+            url = line.split(" on ")[1].split(";")[0]
+            body = json.dumps({"prompt": "what a", "max_tokens": 2}).encode()
+            headers = {"Content-Type": "application/json", "X-Request-Id": "night-shift"}
+            with urllib.request.urlopen(urllib.request.Request(f"{url}/completions", body, headers), timeout=60) as response:
+                assert response.headers["x-request-id"] == "night-shift"
+            process.send_signal(signal.SIGTERM)
+            _, log = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 0 and "Traceback" not in log
+    assert "request_id=night-shift POST '/v1/completions' 200" in log
 
 
 def test_what_cannot_be_served_is_named(kept: tuple[RunConfig, Path], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
