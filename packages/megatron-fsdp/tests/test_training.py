@@ -89,8 +89,8 @@ def replicated(
             loss.backward()
             losses.append(loss.item())
         for parameter in net.parameters():
-            if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            # What no rank uses has none, and its optimizer skips it.
+            if parameter.grad is not None:
                 dist.all_reduce(parameter.grad)
                 if mean:
                     parameter.grad /= dist.get_world_size()

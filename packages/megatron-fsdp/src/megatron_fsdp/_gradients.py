@@ -37,6 +37,10 @@ class Gradients:
         self._comm_dtype = setting.policy.grad_comm_dtype or dtype
         self._whole: torch.Tensor | None = None
         self._written: set[int] = set()
+        self._contributed: set[int] = set()
+        """Parameters of which this rank has given a gradient to reductions since the last ``settle``."""
+        self._doubtful: set[int] = set()
+        """Parameters that were reduced and have a gradient only if another rank gave one."""
         self._reducing: Ticket | None = None
         self._crosses = True
         """Whether the running reduction ends in ``reduced``, or in ``_partial``."""
@@ -127,6 +131,7 @@ class Gradients:
         for index, segment in enumerate(self.layout.segments):
             if index not in self._written:
                 full[segment.offset : segment.offset + segment.numel].zero_()
+        self._contributed |= self._written
         self._written.clear()
         stale = self._stale()
         direct = outer and not stale and self._partial is None and self.topology.outer.size == 1 and not self._setting.cpu_offload
@@ -194,13 +199,32 @@ class Gradients:
             self._partial = total.result if self._partial is None else self._partial.add_(total.result)
         else:
             for index, parameter in enumerate(self._parameters):
-                if parameter.sharded.requires_grad:
+                if index in self._contributed:
                     parameter.sharded.grad = self._reduced_parts[index]
+                elif parameter.sharded.requires_grad and parameter.sharded.grad is None:
+                    self._doubtful.add(index)
         self._held = []
+
+    @property
+    def contributions(self) -> list[bool]:
+        """For each parameter, whether this rank gave a gradient to reductions since the last ``settle``."""
+        return [index in self._contributed for index in range(len(self._parameters))]
+
+    def settle(self, contributed: Callable[[], Sequence[bool]]) -> None:
+        """Reductions are over: a parameter has a gradient if any rank gave one, and none otherwise.
+
+        Args:
+            contributed: for each parameter, whether any rank did; called only if that decides something.
+        """
+        for index, given in enumerate(contributed() if self._doubtful else ()):
+            if given and index in self._doubtful:
+                self._parameters[index].sharded.grad = self._reduced_parts[index]
+        self._contributed.clear()
+        self._doubtful.clear()
 
     def _stale(self) -> list[int]:
         """Parameters whose reduced gradient is to be added to; a missing ``grad`` is how zero_grad says that accumulation starts anew."""
-        return [index for index, parameter in enumerate(self._parameters) if parameter.sharded.grad is not None]
+        return [index for index, item in enumerate(self._parameters) if item.sharded.grad is not None or index in self._doubtful]
 
     def flat(self, index: int) -> torch.Tensor:
         """This rank's range of the reduced gradient of a parameter, which stays where it is from now on."""
@@ -232,7 +256,8 @@ class Gradients:
             self._reducing.wait()
         self._reducing = self._partial = None
         self._held = []
-        self._written.clear()
+        for indices in (self._written, self._contributed, self._doubtful):
+            indices.clear()
         if not self._keeps_whole:
             self._whole = None
         for parameter in self._parameters:

@@ -64,7 +64,7 @@ class Runtime:
         )
         self._agreement: Agreement | None = Agreement(all_ranks, next(self.groups).device)
         """Until the first forward and backward are over."""
-        self._reductions = Reductions(units)
+        self._reductions = Reductions(units, setting.lanes.reduce)
         self._due: Unit | None = None
         """A unit whose gradients were not all there after its backward, which the next event reduces."""
         self._stale = False
@@ -150,6 +150,8 @@ class Runtime:
                 for group in unit.groups:
                     if group.trainable:
                         group.gradients.start_outer_reduce()
+        if self.outer_sync and (self._unreduced or self._outer_unreduced):
+            self._reductions.close()
         self._unreduced = self._outer_unreduced = False
 
     def start_param_sync(self) -> None:
@@ -371,6 +373,8 @@ class Runtime:
                 if not unit.reduced or unit.index in self._late_units:
                     self._start_reduce(unit)
             self._setting.calls.end(agreed=self._agreement is not None)
+            if self.outer_sync:
+                self._reductions.close()
             self.wait_for_reductions()
             self._unreduced, self._outer_unreduced = False, not self.outer_sync
             if self.refresh_after_backward:
