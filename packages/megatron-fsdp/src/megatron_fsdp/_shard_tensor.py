@@ -26,6 +26,9 @@ _UNKNOWN = (
     "take full_tensor() before it, or work on to_local()"
 )
 
+# Operators over lists that belong together element by element.
+_ELEMENTWISE = ("_foreach_", "_fused_", "_amp_foreach_")
+
 
 class ShardTensor(DTensor):
     """A DTensor that knows the place of its rows: torch's own arithmetic assumes even chunks.
@@ -51,8 +54,8 @@ class ShardTensor(DTensor):
         if new is not None:
             return new
         values = [*args, *(kwargs or {}).values()]
-        lists = [value for value in values if isinstance(value, (list, tuple))]
-        if func.overloadpacket.__name__.startswith("_foreach_"):
+        lists = [value for value in values if isinstance(value, (list, tuple)) and value]
+        if func.overloadpacket.__name__.startswith(_ELEMENTWISE):
             rest = [value for value in values if isinstance(value, torch.Tensor)]
             sources = [_sources([*each, *rest]) for each in zip(*lists, strict=False)]
         else:
