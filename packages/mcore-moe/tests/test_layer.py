@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mcore_moe import MoEConfig, MoELayer, SequentialMLP, pop_expert_load
+from mcore_moe import MoEConfig, MoELayer, SequentialMLP, moe_feed_forward, pop_expert_load
 from mcore_parallel import ParallelPlan, ProcessGroups, named_shards
 from mcore_parallel.comm import all_gather, all_reduce
-from mcore_parallel.models import Site, TransformerConfig
-from mcore_parallel.nn import Step
+from mcore_parallel.models import GPTModel, Site, TransformerConfig
+from mcore_parallel.nn import RecomputeConfig, Step
 
 MODEL = TransformerConfig(num_layers=1, hidden_size=12, num_attention_heads=2, vocab_size=16, ffn_hidden_size=10)
 BIASED = dataclasses.replace(MODEL, activation="gelu", add_bias_linear=True)
@@ -61,12 +61,37 @@ def test_layer_equals_a_loop_over_tokens() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
-def test_expert_load_counts_every_pick_once() -> None:
-    layer = build(ProcessGroups.single())
-    layer(torch.randn(9, 12, dtype=torch.float64), Step.causal(1, 9))
-    load = pop_expert_load(layer)[""]
-    assert load.sum().item() == 9 * 2
-    assert pop_expert_load(layer)[""].sum().item() == 0
+@pytest.mark.parametrize(
+    "again",
+    [
+        None,
+        RecomputeConfig(granularity="full"),
+        RecomputeConfig(granularity="full", method="block", num_layers=1),
+        RecomputeConfig(modules=("mlp",)),
+        RecomputeConfig(modules=("norm", "attention")),
+    ],
+    ids=["none", "full", "block", "mlp", "norm"],
+)
+def test_every_pick_counts_once_however_often_its_forward_runs(again: RecomputeConfig | None) -> None:
+    config = dataclasses.replace(MODEL, num_layers=3, init_method_std=0.5)
+    model = GPTModel(config, ProcessGroups.single(), feed_forward=moe_feed_forward(MIXTURE), recompute=again, dtype=torch.float64)
+    routed: list[Tensor] = []
+    for layer in model.layers.values():
+        layer.mlp.router.register_forward_hook(lambda module, inputs, result: routed.append(result[0].counts(4)))
+    expected = dict.fromkeys((f"layers.{layer}.mlp" for layer in range(3)), torch.zeros(4, dtype=torch.int64))
+    # Two micro-batches, whose backwards come after both forwards.
+    losses = []
+    for tokens in (torch.arange(9), torch.arange(7)):
+        routed.clear()
+        output, aux = model(tokens, Step.causal(1, len(tokens)))
+        expected = {name: value + counts for (name, value), counts in zip(expected.items(), routed, strict=True)}
+        losses.append(output.token_losses(tokens).sum() + aux)
+    torch.stack(losses).sum().backward()
+    load = pop_expert_load(model)
+    assert {name: counts.tolist() for name, counts in load.items()} == {name: counts.tolist() for name, counts in expected.items()}
+    assert all(counts.sum().item() == (9 + 7) * 2 for counts in load.values())
+    model.eval()(torch.arange(9), Step.causal(1, 9))
+    assert not any(counts.any() for counts in pop_expert_load(model).values())
 
 
 def test_no_balance_loss_without_gradients_and_the_same_output() -> None:

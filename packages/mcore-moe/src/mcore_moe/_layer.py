@@ -28,7 +28,7 @@ class MoELayer(nn.Module):
     and the results are summed over them.
 
     ``tokens_per_expert`` [E] int64 counts the picks of this rank's tokens since it was last reset (`pop_expert_load`); of tokens
-    that several ranks hold, on the first of them.
+    that several ranks hold, on the first of them. A pick counts when its gradient has come, so once however often its forward runs.
 
     Args:
         config: the mixture.
@@ -88,12 +88,29 @@ class MoELayer(nn.Module):
         """[T, D] -> ([T, D], this rank's part of the load-balancing loss or None)."""
         x_TD = copy_to_tensor_model_parallel_region(x_TD, self.replicas)
         routing, aux = self.router(x_TD)
-        if self.training and self.replicas.is_first:
-            with torch.no_grad():
-                self.tokens_per_expert += routing.counts(len(self.tokens_per_expert))
         sent = self.dispatcher.dispatch(x_TD, routing)
         rows_RD = self.experts(sent.rows_RD, sent.tokens_per_expert)
-        return reduce_from_tensor_model_parallel_region(self.dispatcher.combine(rows_RD, sent, routing), self.replicas), aux
+        y_TD = reduce_from_tensor_model_parallel_region(self.dispatcher.combine(rows_RD, sent, routing), self.replicas)
+        if self.training and self.replicas.is_first and y_TD.requires_grad:
+            y_TD = _CountInBackward.apply(y_TD, routing.counts(len(self.tokens_per_expert)), self.tokens_per_expert)
+        return y_TD, aux
+
+
+class _CountInBackward(torch.autograd.Function):
+    """Identity whose backward adds ``counts`` to ``total``.
+
+    The graph of a forward that runs again for its saved tensors is never walked, so what it counts is dropped.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y_TD: Tensor, counts_E: Tensor, total_E: Tensor) -> Tensor:
+        ctx.counts_E, ctx.total_E = counts_E, total_E
+        return y_TD.view_as(y_TD)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.total_E += ctx.counts_E
+        return grads[0], None, None
 
 
 def moe_feed_forward(config: MoEConfig, *, pause: Callable[[], None] | None = None) -> FeedForwardBuilder:
@@ -121,7 +138,7 @@ class _MixtureBuilder:
 
 
 def pop_expert_load(model: nn.Module) -> dict[str, Tensor]:
-    """Module name -> [E] picks of each expert on this rank since the last call, for every mixture in ``model``."""
+    """Module name -> [E] trained picks of each expert on this rank since the last call, for every mixture in ``model``."""
     load = {}
     for name, module in model.named_modules():
         if isinstance(module, MoELayer):
