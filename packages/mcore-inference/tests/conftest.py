@@ -30,10 +30,18 @@ def make_model() -> Callable[..., GPTModel]:
 def make_engine(make_model: Callable[..., GPTModel]) -> Callable[..., DynamicInferenceEngine]:
     """Engines over the standard model, or over a given one."""
 
-    def make(model: GPTModel | None = None, tokenizer: Any = None, *, seed: int = 0, max_waiting: int | None = None, **sizes: Any):
+    def make(
+        model: GPTModel | None = None,
+        tokenizer: Any = None,
+        *,
+        seed: int = 0,
+        max_waiting: int | None = None,
+        run_ahead: bool = False,
+        **sizes: Any,
+    ) -> DynamicInferenceEngine:
         sizes = {"max_sequence_length": 96, "num_blocks": 64, "block_size_tokens": 8, "max_requests": 8, "max_tokens": 64} | sizes
         model = model or make_model()
         context = DynamicInferenceContext.for_model(model, InferenceConfig(**sizes))
-        return DynamicInferenceEngine(model, context, tokenizer, seed=seed, max_waiting_requests=max_waiting)
+        return DynamicInferenceEngine(model, context, tokenizer, seed=seed, max_waiting_requests=max_waiting, run_ahead=run_ahead)
 
     return make

@@ -43,7 +43,7 @@ def test_any_cut_of_sequences_into_steps_equals_causal_attention(block_size: int
         for number, count in work:
             context.extend(number, count)
         inputs = context.build_step([(number, [0] * count) for number, count in work])
-        prefill = inputs.step.attention.prefill
+        prefill = inputs.step.attention.rows.prefill
         assert prefill is None or (prefill.visible_PQL is None) == all(done[number] == 0 for number, count in work if count > 1)
         parts = [torch.cat([x[n][done[n] : done[n] + count] for n, count in work]) for x in (q, k, v)]
         for layer in range(2):

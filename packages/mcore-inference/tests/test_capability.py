@@ -43,7 +43,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "subclass": (lambda: make(options={"mixer": own_mixer, "attention_core": None}), r"layers\.0\.attention is OwnAttention"),
     "no core": (lambda: make(options={"attention_core": None}), r"layers\.0\.attention\.core .*PagedAttention"),
     "sees ahead": (
-        lambda: make(options={"mixer": self_attention(PagedAttention(), causal=False), "attention_core": None}), "causal=False"
+        lambda: make(options={"mixer": self_attention(PagedAttention(), causal=False), "attention_core": None}),
+        r"layers\.0\.attention\.core .*PagedAttention",
     ),
     "fp8": (lambda: make(options={"backend": TorchBackend(Fp8Config(recipe="tensorwise"))}), "fp8="),
     "further tokens": (lambda: make(mtp_num_layers=1), r"mtp_num_layers=1.*model\.eval"),

@@ -2,6 +2,9 @@
 # Copyright (c) 2026 the mcore authors
 """The engine on a GPU gives what one request after the other gives there."""
 
+import dataclasses
+from typing import Any
+
 import pytest
 import torch
 
@@ -45,3 +48,25 @@ def test_bfloat16_requests_do_not_depend_on_their_company() -> None:
     params = SamplingParams(temperature=0.8, top_k=20, num_tokens_to_generate=8, seed=3)
     together = build(torch.bfloat16).generate(prompts(6), params)
     assert all(len(record.generated_tokens) == 8 for record in together)
+
+
+WINDOWS_AND_SINKS = {"window_size": (20, 0), "window_attn_skip_freq": 2, "softmax_type": "learnable"}
+
+
+@pytest.mark.parametrize("use_graphs", [False, None])
+@pytest.mark.parametrize("fields", [{}, WINDOWS_AND_SINKS], ids=["plain", "windows and sinks"])
+def test_kernels_and_graphs_give_the_tokens_of_the_gathered_path(fields: dict[str, Any], use_graphs: bool | None) -> None:
+    config = dataclasses.replace(SIZES, **fields)
+    sizes = InferenceConfig(max_sequence_length=96, max_requests=8, max_tokens=40, block_size_tokens=16, num_blocks=30)
+    temperatures = [0.0, 1.0, 0.0, 0.5, 0.0, 0.0]
+    settings = [SamplingParams(temperature=t, num_tokens_to_generate=19 + i, return_log_probs=True) for i, t in enumerate(temperatures)]
+    results = []
+    for device in ("cpu", "cuda"):
+        model = GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention(), device=device).eval()
+        context = DynamicInferenceContext(config, sizes, device=device)
+        engine = DynamicInferenceEngine(model, context, use_graphs=use_graphs if device == "cuda" else None)
+        results.append(engine.generate(prompts(6), settings))
+        assert context.allocator.total_used == 0
+    for wanted, record in zip(*results, strict=True):
+        assert record.generated_tokens == wanted.generated_tokens
+        assert record.generated_log_probs == pytest.approx(wanted.generated_log_probs, abs=1e-4)

@@ -10,7 +10,7 @@ from mcore_inference.attention import PagedAttention
 from mcore_inference.cache import PagedKVCache
 from mcore_parallel.backends import TorchBackend
 from mcore_parallel.models import GPTModel, TransformerLayer
-from mcore_parallel.nn import SelfAttention
+from mcore_parallel.nn import MLP, SelfAttention
 
 __all__ = ["EngineCapability"]
 
@@ -62,12 +62,12 @@ class EngineCapability:
         _check_class(name, layer.mixer, self.mixers, "serve a model whose mixers are all of these")
         if isinstance(layer.mixer, SelfAttention):
             _check_class(f"{name}.core", layer.mixer.core, self.cores, "build the model with attention_core=PagedAttention()")
-            spec = layer.mixer.spec
-            asked = {"window": spec.window, "softmax_scale": spec.softmax_scale, "causal": None if spec.causal else False}
-            asked["softmax_type"] = None if spec.softmax_type == "vanilla" else spec.softmax_type
-            for field, value in asked.items():
-                if value is not None:
-                    raise ValueError(f"{name} has {field}={value!r}; the engine serves plain causal attention")
+
+
+def records_graphs(model: GPTModel) -> bool:
+    """Whether a graph can hold a step of the model: no feed-forward reads numbers of the device, as those with experts do."""
+    layers = [layer for layer in model.layers.values() if isinstance(layer, TransformerLayer)]
+    return all(layer.mlp is None or type(layer.mlp) is MLP for layer in layers)
 
 
 def check_cache(model: GPTModel, cache: PagedKVCache, max_sequence_length: int) -> None:

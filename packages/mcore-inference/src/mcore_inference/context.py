@@ -8,10 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from mcore_inference._fields import as_flag, as_integer, as_number
-from mcore_inference.attention import DecodeRows, PagedStep, PrefillRows
 from mcore_inference.cache import BlockAllocator, PagedKVCache, block_bytes, num_blocks_for_bytes
 from mcore_inference.capability import EngineCapability
 from mcore_inference.errors import (
@@ -22,11 +20,14 @@ from mcore_inference.errors import (
     TokenOverflowError,
 )
 from mcore_inference.scheduler import Limits
+from mcore_inference.step_builder import HostStep, StepBuilder, StepInputs
 from mcore_parallel import ProcessGroups
 from mcore_parallel.models import GPTModel, TransformerConfig
-from mcore_parallel.nn import Step
 
-__all__ = ["DynamicInferenceContext", "InferenceConfig", "StepInputs"]
+__all__ = ["PENDING", "DynamicInferenceContext", "InferenceConfig"]
+
+PENDING = -1
+"""Stands in a step for the token of a request that was sampled last and may not have reached the host."""
 
 _DEFAULT_MAX_TOKENS = 16384
 
@@ -68,19 +69,6 @@ class InferenceConfig:
             raise ValueError("watermark=1 leaves no block to admissions; it must be below 1")
         if self.max_requests is not None and self.max_tokens is not None and self.max_tokens < self.max_requests:
             raise ValueError(f"max_tokens={self.max_tokens} must be at least max_requests={self.max_requests}; raise max_tokens")
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepInputs:
-    """One forward pass."""
-
-    tokens_T: Tensor
-    """[T] int64."""
-    step: Step
-    starts: tuple[int, ...]
-    """First token of each request in ``tokens_T``, in the order of the work."""
-    lengths: tuple[int, ...]
-    """Tokens of each request in ``tokens_T``."""
 
 
 class DynamicInferenceContext:
@@ -138,6 +126,12 @@ class DynamicInferenceContext:
         self.max_tokens: int = max_tokens
         self.max_requests: int = config.max_requests or min(self.allocator.usable_count, max_tokens)
         self.cache = PagedKVCache.allocate(num_blocks=total, device=self.device, **sizes)
+        self.builder = StepBuilder(
+            self.cache,
+            max_requests=self.max_requests,
+            max_blocks=self.max_blocks_per_request,
+            group=model_config.num_attention_heads // model_config.kv_heads,
+        )
         self.reset()
 
     @classmethod
@@ -274,76 +268,34 @@ class DynamicInferenceContext:
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
-    def build_step(self, work: Sequence[tuple[int, Sequence[int]]]) -> StepInputs:
-        """Tensors of a step that computes these tokens of these requests.
+    def host_step(self, work: Sequence[tuple[int, Sequence[int]]]) -> HostStep:
+        """A step that computes these tokens of these requests.
 
         Args:
-            work: request and its next tokens, those with one token first; ``extend`` made room for them.
+            work: request and its next tokens (one of them may be ``PENDING``), those with one token first; ``extend`` made room for them.
 
         Raises:
             ActiveRequestCountOverflowError: more requests than ``max_requests``.
         """
         if len(work) > self.max_requests:
             raise ActiveRequestCountOverflowError(self.max_requests, len(work))
-        slots_R = np.array([self._slots[request_id] for request_id, _ in work])
+        lines_R = np.array([self._slots[request_id] for request_id, _ in work])
         lengths_R = np.array([len(tokens) for _, tokens in work])
-        starts_R = np.cumsum(lengths_R) - lengths_R
-        cached_R = self._num_cached[slots_R]
-        total = int(lengths_R.sum())
-        row_T = np.repeat(np.arange(len(work)), lengths_R)
-        positions_T = cached_R[row_T] + np.arange(total) - starts_R[row_T]
-        table_RB = self._block_table[slots_R]
-        memory_T = self._memory(table_RB[row_T, positions_T // self.block_size], positions_T)
+        tokens_T = np.fromiter((token for _, tokens in work for token in tokens), dtype=np.int64, count=int(lengths_R.sum()))
+        tokens_T = np.where(tokens_T == PENDING, -1 - np.repeat(lines_R, lengths_R), tokens_T)
+        return HostStep(tokens_T=tokens_T, lengths_R=lengths_R, cached_R=self._num_cached[lines_R], tables_RB=self._block_table[lines_R])
 
-        num_decode = int((lengths_R == 1).sum())
-        assert (lengths_R[:num_decode] == 1).all(), "requests with one token come first"
-        ends_R = cached_R + lengths_R
-        decode = prefill = None
-        if num_decode:
-            context, visible = self._context(table_RB[:num_decode], ends_R[:num_decode])
-            decode = DecodeRows(context_RL=self._tensor(context), visible_RL=self._tensor(visible))
-        if num_decode < len(work):
-            prefill = self._prefill_rows(table_RB[num_decode:], cached_R[num_decode:], lengths_R[num_decode:], num_decode)
-        paged = PagedStep(cache=self.cache, slots_T=self._tensor(memory_T), decode=decode, prefill=prefill)
-        tokens = np.fromiter((token for _, tokens in work for token in tokens), dtype=np.int64, count=total)
-        step = Step(batch_size=1, seq_len=total, positions=self._tensor(positions_T), attention=paged)
-        return StepInputs(tokens_T=self._tensor(tokens), step=step, starts=tuple(starts_R.tolist()), lengths=tuple(lengths_R.tolist()))
+    def build_step(self, work: Sequence[tuple[int, Sequence[int]]]) -> StepInputs:
+        """Tensors of ``host_step``."""
+        return self.builder.build(self.host_step(work))
+
+    def line(self, request_id: int) -> int:
+        """Where ``builder.last_tokens`` holds the request's last token."""
+        return self._slots[request_id]
 
     def advance(self, request_id: int, num_tokens: int) -> None:
         """Note that the next tokens of a request are in the cache now."""
         self._num_cached[self._slots[request_id]] += num_tokens
-
-    def _prefill_rows(self, table_PB: np.ndarray, cached_P: np.ndarray, lengths_P: np.ndarray, first_token: int) -> PrefillRows:
-        context_PL, valid_PL = self._context(table_PB, cached_P + lengths_P)
-        starts_P = np.cumsum(lengths_P) - lengths_P
-        query_PQ = np.minimum(np.arange(lengths_P.max())[None, :], lengths_P[:, None] - 1)
-        row_T = np.repeat(np.arange(len(lengths_P)), lengths_P)
-        place_T = np.arange(int(lengths_P.sum())) - starts_P[row_T]
-        visible = None
-        if cached_P.any():
-            positions_PQ = cached_P[:, None] + query_PQ
-            visible = (np.arange(context_PL.shape[1])[None, None, :] <= positions_PQ[:, :, None]) & valid_PL[:, None, :]
-        return PrefillRows(
-            first_token=first_token,
-            tokens_PQ=self._tensor(starts_P[:, None] + query_PQ),
-            rows_T=self._tensor(row_T * query_PQ.shape[1] + place_T),
-            context_PL=self._tensor(context_PL),
-            visible_PQL=None if visible is None else self._tensor(visible),
-        )
-
-    def _context(self, table_RB: np.ndarray, ends_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Slots of each row's first ``end`` tokens, padded to the longest, and which are not padding."""
-        position_L = np.arange(int(ends_R.max()))
-        valid_RL = position_L[None, :] < ends_R[:, None]
-        position_RL = np.where(valid_RL, position_L[None, :], 0)
-        blocks_RL = np.take_along_axis(table_RB, position_RL // self.block_size, axis=1)
-        return self._memory(blocks_RL, position_RL), valid_RL
-
-    def _memory(self, blocks: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        return blocks * self.block_size + positions % self.block_size
-
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
 
     def get_kvcache_utilization_stats(self) -> dict[str, float]:
         """Counts of blocks, requests and tokens; ``utilization`` is the share of blocks in use."""

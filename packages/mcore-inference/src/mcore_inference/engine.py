@@ -3,6 +3,7 @@
 """The engine: continuous batching of requests over one model."""
 
 import bisect
+import dataclasses
 import difflib
 import itertools
 import time
@@ -15,12 +16,14 @@ from torch import Tensor
 
 from mcore_inference._fields import as_integer
 from mcore_inference._prompt import Prompt, encode_prompt, integers_of, stop_tokens
-from mcore_inference.capability import EngineCapability, check_cache
-from mcore_inference.context import DynamicInferenceContext
+from mcore_inference.capability import EngineCapability, check_cache, records_graphs
+from mcore_inference.context import PENDING, DynamicInferenceContext
+from mcore_inference.decode_graphs import DecodeGraphs, graph_sizes
 from mcore_inference.errors import NonFiniteLogitsError, QueueFullError, RequestError, StepFailedError
 from mcore_inference.request import DynamicInferenceRequest, DynamicInferenceRequestRecord, FinishReason, Status
-from mcore_inference.sampling import SamplingParams, SamplingRows, adjust, log_probs, processed_log_probs, request_seed, sample
-from mcore_inference.scheduler import RequestView, Work, plan_step
+from mcore_inference.sampling import Draws, SampledRow, Sampler, SamplingParams, log_probs, needs_history, request_seed
+from mcore_inference.scheduler import RequestView, StepPlan, Work, plan_step
+from mcore_inference.step_builder import StepInputs
 from mcore_inference.text import TextStream, Tokenizer
 from mcore_parallel import named_shards
 from mcore_parallel.comm import all_gather
@@ -42,6 +45,9 @@ class _Entry:
     text: TextStream | None
     started: float
     """Monotonic seconds of arrival."""
+    num_pending: int = 0
+    """Tokens that were drawn and have not reached the host: 0 or 1."""
+    ended: bool = False
 
     @property
     def stretch(self) -> DynamicInferenceRequest:
@@ -51,12 +57,33 @@ class _Entry:
     def wants_prompt_log_probs(self) -> bool:
         return self.params.return_log_probs and not self.params.skip_prompt_log_probs and len(self.record.requests) == 1
 
+    @property
+    def num_tokens(self) -> int:
+        """Of the prompt and the output, the pending one included."""
+        return len(self.stretch.prompt_tokens) + len(self.stretch.generated_tokens) + self.num_pending
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is left to compute, though the last results may be pending."""
+        return len(self.stretch.generated_tokens) + self.num_pending >= self.stretch.num_tokens_to_generate
+
     def tokens(self, start: int, count: int) -> list[int]:
-        """Known tokens from ``start`` on: of the prompt, or of the output once the prompt is computed."""
-        prompt = self.stretch.prompt_tokens
+        """Tokens from ``start`` on: of the prompt, or of the output once the prompt is computed."""
+        prompt, output = self.stretch.prompt_tokens, self.stretch.generated_tokens
         if start < len(prompt):
             return prompt[start : start + count]
-        return self.stretch.generated_tokens[start - len(prompt) : start - len(prompt) + count]
+        return output[start - len(prompt) : start - len(prompt) + count] or [PENDING]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _InFlight:
+    """A step that the device computes, and whose results the host has not read."""
+
+    sampled: list[_Entry]
+    draws: Draws | None
+    prompt_log_probs: list[tuple[_Entry, Tensor]]
+    computed: list[_Entry]
+    """Requests without a budget whose prompt is computed now."""
 
 
 class DynamicInferenceEngine:
@@ -72,6 +99,8 @@ class DynamicInferenceEngine:
         seed: of requests that bring none.
         vocab_size: ids that exist; None for the tokenizer's, or the model's. Rows of the embedding beyond it are padding and never drawn.
         max_waiting_requests: length of the queue at which new requests are refused; None for no limit.
+        run_ahead: read a step's results while the device computes the next; None for where there is a GPU. The tokens are the same.
+        use_graphs: replay decode steps as CUDA graphs; None for where the model and the device can.
 
     Raises:
         ValueError: the model has a part that the engine does not serve (``EngineCapability``), cannot be served in its layout, or does
@@ -87,6 +116,8 @@ class DynamicInferenceEngine:
         seed: int = 0,
         vocab_size: int | None = None,
         max_waiting_requests: int | None = None,
+        run_ahead: bool | None = None,
+        use_graphs: bool | None = None,
     ) -> None:
         EngineCapability().check_model(model)
         groups = model.groups
@@ -125,6 +156,16 @@ class DynamicInferenceEngine:
         self._running: list[_Entry] = []
         self._done: list[DynamicInferenceRequestRecord] = []
         self._arrivals = itertools.count()
+        self._in_flight: _InFlight | None = None
+        on_gpu = context.device.type == "cuda"
+        self._runs_ahead = on_gpu if run_ahead is None else run_ahead
+        self._sampler = Sampler(context.builder.last_tokens, self.vocab_size)
+        can_record = context.builder.has_kernel and records_graphs(model)
+        if use_graphs and not can_record:
+            raise ValueError("use_graphs=True needs a GPU, blocks of a multiple of 16 tokens and a model without experts; leave it at None")
+        self._graphs: DecodeGraphs | None = None
+        if can_record and use_graphs is not False:
+            self._graphs = DecodeGraphs(self._decode_logits, context.builder, graph_sizes(context.max_requests))
         self._weights_are_whole = True
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -225,6 +266,9 @@ class DynamicInferenceEngine:
     def step(self) -> list[DynamicInferenceRequestRecord]:
         """Run the model once over the running requests and what fits of the waiting ones.
 
+        With ``run_ahead`` the results of a step are read while the device computes the next one: a request that ends by a stop token or
+        a stop word is computed once more, in vain, and is returned one call later.
+
         Returns:
             Records of the requests that ended since the last call, whatever way.
 
@@ -237,20 +281,30 @@ class DynamicInferenceEngine:
             raise RuntimeError("the last load_weights failed after it had begun to copy; repeat it with all parameters")
         blamed = list(self._entries.values())
         try:
-            plan = plan_step(
-                [self._view(entry) for entry in self._running],
-                [self._view(entry) for entry in self._waiting[: self.context.max_requests]],
-                self.context.limits(),
-            )
-            assert plan.work or not self._entries, "what was accepted can always advance"
+            if any(needs_history(entry.params) for entry in self._running):
+                self._read_results()
+            plan = self._plan()
+            if plan.preempted and self._in_flight is not None:
+                # What is preempted is computed again from tokens that the host knows.
+                self._read_results()
+                plan = self._plan()
+            assert plan.work or self._in_flight or not self._entries, "what was accepted can always advance"
             blamed = [self._entries[item.request_id] for item in plan.work]
             for request_id in plan.preempted:
                 self._preempt(self._entries[request_id])
             for request_id in plan.admitted:
                 self._admit(self._entries[request_id])
-            if plan.work:
-                self._forward(plan.work)
-                self.step_count += 1
+            before, self._in_flight = self._in_flight, None
+            try:
+                if plan.work:
+                    self._in_flight = self._forward(plan.work)
+                    self.step_count += 1
+            finally:
+                # A step that fails takes nothing from the one before it.
+                if before is not None:
+                    self._take_results(before)
+            if not self._runs_ahead:
+                self._read_results()
         except Exception as error:
             self._fail(blamed, error)
             raise
@@ -333,6 +387,7 @@ class DynamicInferenceEngine:
                 refuses to step until a load succeeds.
         """
         shards = {shard.name: shard for shard in named_shards(self.model)}
+        self._read_results()
         for entry in list(self._running):
             self._preempt(entry)
         missing = set(shards)
@@ -365,11 +420,23 @@ class DynamicInferenceEngine:
         self.finished_counts[FinishReason.ERROR.value] += 1
         return DynamicInferenceRequestRecord.from_request(request)
 
+    def _plan(self) -> StepPlan:
+        running = [entry for entry in self._running if not entry.is_complete or self._is_computing(entry)]
+        limits = self.context.limits()
+        # What only waits for its results holds a place still.
+        limits = dataclasses.replace(limits, max_requests=limits.max_requests - len(self._running) + len(running))
+        waiting = self._waiting[: self.context.max_requests]
+        return plan_step([self._view(entry) for entry in running], [self._view(entry) for entry in waiting], limits)
+
+    def _is_computing(self, entry: _Entry) -> bool:
+        """Whether a prompt without a budget, whose log-probabilities are asked for, has tokens left."""
+        return self.context.num_cached(entry.record.request_id) < len(entry.stretch.prompt_tokens)
+
     def _view(self, entry: _Entry) -> RequestView:
         number = entry.record.request_id
         return RequestView(
             request_id=number,
-            num_tokens=len(entry.stretch.prompt_tokens) + len(entry.stretch.generated_tokens),
+            num_tokens=entry.num_tokens,
             num_cached=self.context.num_cached(number),
             num_blocks=self.context.num_blocks(number),
         )
@@ -398,77 +465,103 @@ class DynamicInferenceEngine:
             if stretch.prompt_log_probs is not None:
                 stretch.prompt_log_probs.clear()
 
-    def _forward(self, work: Sequence[Work]) -> None:
-        """Run the model over the planned tokens, sample where all known tokens are computed, end what is done."""
+    def _forward(self, work: Sequence[Work]) -> _InFlight:
+        """Run the model over the planned tokens and draw where all known tokens are computed; nothing is read from the device."""
         entries = [self._entries[item.request_id] for item in work]
         tokens = []
         for entry, item in zip(entries, work, strict=True):
             self.context.extend(item.request_id, item.num_tokens)
             tokens.append((item.request_id, entry.tokens(self.context.num_cached(item.request_id), item.num_tokens)))
-        inputs = self.context.build_step(tokens)
-        output, _ = self.model(inputs.tokens_T, inputs.step)
-        assert isinstance(output, ModelOutput)
 
         # Only rows that are read go through the gather and the softmax.
         rows: list[int] = []
         prompt_rows: list[tuple[_Entry, int, list[int]]] = []
-        sampling: list[tuple[_Entry, int]] = []
-        ended: list[_Entry] = []
-        for entry, item, start in zip(entries, work, inputs.starts, strict=True):
+        sampled: list[_Entry] = []
+        computed: list[_Entry] = []
+        start = 0
+        sampled_rows: list[int] = []
+        for entry, item in zip(entries, work, strict=True):
             done = self.context.num_cached(item.request_id)
             targets = entry.stretch.prompt_tokens[done + 1 : done + item.num_tokens + 1] if entry.wants_prompt_log_probs else []
             if targets:
                 prompt_rows.append((entry, len(rows), targets))
                 rows += range(start, start + len(targets))
+            start += item.num_tokens
             if item.is_last and entry.stretch.num_tokens_to_generate:
-                sampling.append((entry, len(rows)))
-                rows.append(start + item.num_tokens - 1)
+                sampled.append(entry)
+                sampled_rows.append(len(rows))
+                rows.append(start - 1)
             elif item.is_last:
-                ended.append(entry)
+                computed.append(entry)
+        logits_NV = self._compute(tokens, rows, start)
+        for entry, item in zip(entries, work, strict=True):
             self.context.advance(item.request_id, item.num_tokens)
-            entry.stretch.finished_chunk_token_count = min(done + item.num_tokens, len(entry.stretch.prompt_tokens))
-        if rows:
-            logits_NV = self._logits(output, rows)
-            for entry, first, targets in prompt_rows:
-                values = log_probs(logits_NV[first : first + len(targets)])
-                picked = values.gather(1, torch.tensor(targets, device=values.device)[:, None])[:, 0]
-                entry.stretch.prompt_log_probs = (entry.stretch.prompt_log_probs or []) + picked.tolist()
-            if sampling:
-                self._sample([entry for entry, _ in sampling], logits_NV[[row for _, row in sampling]])
-        for entry in ended:
-            self._end(entry, FinishReason.LENGTH)
+            cached = self.context.num_cached(item.request_id)
+            entry.stretch.finished_chunk_token_count = min(cached, len(entry.stretch.prompt_tokens))
 
-    def _logits(self, output: ModelOutput, rows: list[int]) -> Tensor:
-        """[N, V] of these tokens of the step, over the whole vocabulary on every tp rank."""
-        picked_NV = output.logits(torch.tensor(rows, device=output.hidden.device))
-        return all_gather(picked_NV, self.model.groups.tp, dim=1)
+        prompt_log_probs, draws = [], None
+        for entry, first, targets in prompt_rows:
+            values = log_probs(logits_NV[first : first + len(targets)])
+            prompt_log_probs.append((entry, values.gather(1, self.context.builder.send(targets)[:, None])[:, 0]))
+        if sampled:
+            if len(sampled) < len(rows):
+                logits_NV = logits_NV[self.context.builder.send(sampled_rows)]
+            draws = self._sampler.draw(logits_NV, [self._sampled_row(entry) for entry in sampled])
+        for entry in sampled:
+            entry.num_pending += 1
+        return _InFlight(sampled=sampled, draws=draws, prompt_log_probs=prompt_log_probs, computed=computed)
 
-    def _sample(self, entries: Sequence[_Entry], logits_RV: Tensor) -> None:
-        params = [entry.params for entry in entries]
-        positions = [entry.record.num_generated for entry in entries]
-        banned = [entry.stop_ids if at < entry.params.min_tokens else () for entry, at in zip(entries, positions, strict=True)]
-        seen = [
-            (entry.record.prompt_tokens, entry.record.generated_tokens) if entry.params.has_penalties else ((), ()) for entry in entries
-        ]
-        scores_RV = adjust(
-            logits_RV[:, : self.vocab_size], params, [p for p, _ in seen], [o for _, o in seen], [sorted(ids) for ids in banned]
+    def _compute(self, tokens: Sequence[tuple[int, Sequence[int]]], rows: Sequence[int], num_tokens: int) -> Tensor:
+        """Logits [N, V] of these tokens of the step, over the whole vocabulary on every tp rank."""
+        host = self.context.host_step(tokens)
+        if self._graphs is not None and num_tokens == len(tokens):
+            logits_RV = self._graphs.run(host)
+            if logits_RV is not None:
+                return logits_RV if len(rows) == num_tokens else logits_RV[self.context.builder.send(rows)]
+        inputs = self.context.builder.build(host)
+        output, _ = self.model(inputs.tokens_T, inputs.step)
+        assert isinstance(output, ModelOutput)
+        return all_gather(output.logits(self.context.builder.send(rows)), self.model.groups.tp, dim=1)
+
+    def _decode_logits(self, inputs: StepInputs) -> Tensor:
+        """Logits [R, V] of a step of one token a row."""
+        output, _ = self.model(inputs.tokens_T, inputs.step)
+        assert isinstance(output, ModelOutput)
+        return all_gather(output.logits(), self.model.groups.tp, dim=1)
+
+    def _sampled_row(self, entry: _Entry) -> SampledRow:
+        params, record = entry.params, entry.record
+        position = record.num_generated + entry.num_pending
+        seen = (record.prompt_tokens, record.generated_tokens) if needs_history(params) else ((), ())
+        return SampledRow(
+            params=params,
+            seed=entry.seed,
+            position=position,
+            line=self.context.line(record.request_id),
+            prompt=seen[0],
+            output=seen[1],
+            banned=sorted(entry.stop_ids) if position < params.min_tokens else (),
         )
-        settings = SamplingRows.of(params, [entry.seed for entry in entries], positions, self.vocab_size, logits_RV.device)
-        tokens_R = sample(scores_RV, settings)
-        values_R: list[float] = [0.0] * len(entries)
-        best: list[dict[int, float]] = [{}] * len(entries)
-        if any(p.return_log_probs or p.top_n_logprobs for p in params):
-            values_RV = log_probs(logits_RV)
-            picked_R = values_RV.gather(1, tokens_R.clamp(min=0)[:, None])[:, 0]
-            if any(processed := [p.return_log_probs and p.processed_log_probs for p in params]):
-                drawn_R = processed_log_probs(scores_RV, settings).gather(1, tokens_R.clamp(min=0)[:, None])[:, 0]
-                picked_R = torch.where(torch.tensor(processed, device=drawn_R.device), drawn_R, picked_R)
-            values_R = picked_R.tolist()
-            if count := max(p.top_n_logprobs for p in params):
-                top = values_RV[:, : self.vocab_size].topk(min(count, self.vocab_size), dim=1)
-                best = [dict(zip(ids, values, strict=True)) for ids, values in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
-        for entry, token, value, ranked in zip(entries, tokens_R.tolist(), values_R, best, strict=True):
-            self._take(entry, token, value, ranked)
+
+    def _read_results(self) -> None:
+        """Wait for the step in flight, if there is one, and take its results."""
+        if self._in_flight is not None:
+            before, self._in_flight = self._in_flight, None
+            self._take_results(before)
+
+    def _take_results(self, step: _InFlight) -> None:
+        draws = [] if step.draws is None else step.draws.wait()
+        for entry, values in step.prompt_log_probs:
+            if not entry.ended:
+                entry.stretch.prompt_log_probs = (entry.stretch.prompt_log_probs or []) + values.tolist()
+        for entry, drawn in zip(step.sampled, draws, strict=True):
+            entry.num_pending -= 1
+            # A request that ended meanwhile was computed in vain.
+            if not entry.ended:
+                self._take(entry, *drawn)
+        for entry in step.computed:
+            if not entry.ended:
+                self._end(entry, FinishReason.LENGTH)
 
     def _fail(self, entries: Sequence[_Entry], error: Exception) -> None:
         """End the requests of a step that raised; some may have ended in it already."""
@@ -510,6 +603,7 @@ class DynamicInferenceEngine:
     def _end(self, entry: _Entry, reason: FinishReason, error: Exception | None = None) -> None:
         """The only way out of the engine: every request ends here, once, and leaves nothing behind."""
         record, stretch = entry.record, entry.stretch
+        entry.ended = True
         del self._entries[record.request_id]
         if entry in self._running:
             self._running.remove(entry)

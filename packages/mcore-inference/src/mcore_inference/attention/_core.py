@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Attention over keys and values that lie in the blocks of a paged cache."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mcore_inference.attention._gathered import attend_gathered
+from mcore_inference.attention._step import PagedStep, TableRows
+from mcore_parallel import ProcessGroups
+from mcore_parallel.nn import AttentionCore, AttentionSpec, SinkAttentionCore, Step, causal_attention, choose_attention
+
+# The fewest tokens of a block that the kernels take: one side of a matrix product.
+KERNEL_BLOCK = 16
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def has_attention_kernel(device: torch.device, dtype: torch.dtype, block_size: int) -> bool:
+    """Whether steps of such a cache run by the kernels."""
+    return device.type == "cuda" and dtype in _KERNEL_DTYPES and block_size % KERNEL_BLOCK == 0
+
+
+# T tokens of a step, A heads, K key-value heads (of this tp rank), d width of a head.
+class PagedAttention(nn.Module):
+    """The attention core of a model that an engine drives: writes the new keys and values into their slots, then attends.
+
+    It holds no state; the cache travels in ``step.attention``. Without one (``None``) it is the trunk's own attention over the
+    step's sequences, so the same model can be scored or trained. Given to a model, it makes a core for each layer, with that
+    layer's window, sink and scale.
+
+    Args:
+        spec: what a layer asks for; None for plain causal attention.
+        plain: the core for steps without a cache; None for causal attention.
+    """
+
+    def __init__(self, spec: AttentionSpec | None = None, plain: AttentionCore | SinkAttentionCore | None = None) -> None:
+        super().__init__()
+        self._plain: Any = causal_attention if plain is None else plain
+        self._scale = None if spec is None else spec.softmax_scale
+        self._window = -1 if spec is None else spec.bounds[0]
+        self._off_by_one = spec is not None and spec.softmax_type == "off-by-one"
+
+    def build_core(self, spec: AttentionSpec, groups: ProcessGroups, layer: int) -> AttentionCore | SinkAttentionCore:
+        """The core of one layer; the trunk's own for what no step over a cache computes, by which an engine refuses the model."""
+        plain = choose_attention(spec, groups)
+        return PagedAttention(spec, plain) if spec.causal and spec.width == spec.head_dim else plain
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, step: Step, *, sink: Tensor | None = None) -> Tensor:
+        """[T, A, d], [T, K, d], [T, K, d], sink [A] -> [T, A, d].
+
+        Raises:
+            TypeError: ``step.attention`` is data for another core.
+        """
+        paged: Any = step.attention
+        if paged is None:
+            return self._plain(q, k, v, layer, step) if sink is None else self._plain(q, k, v, layer, step, sink=sink)
+        if not isinstance(paged, PagedStep):
+            raise TypeError(f"step.attention is a {type(paged).__name__}; PagedAttention reads a PagedStep or None")
+        if self._off_by_one:
+            sink = q.new_zeros(q.shape[1])
+        keys, values = paged.cache.slots(layer)
+        rows = paged.rows
+        if isinstance(rows, TableRows):
+            return self._by_kernels(q, k, v, keys, values, paged.slots_T, rows, sink)
+        keys.index_copy_(0, paged.slots_T, k)
+        values.index_copy_(0, paged.slots_T, v)
+        return attend_gathered(q, keys, values, rows, scale=self._scale, window=self._window, sink=sink)
+
+    def _by_kernels(
+        self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots_T: Tensor, rows: TableRows, sink: Tensor | None
+    ) -> Tensor:
+        from mcore_inference.attention._triton import append, attend, num_splits
+
+        append(k, v, keys, values, slots_T)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        shared: dict[str, Any] = {
+            "tables_RB": rows.tables_RB,
+            "starts_R": rows.starts_R,
+            "contexts_R": rows.contexts_R,
+            "block_size": rows.block_size,
+            "scale": q.shape[-1] ** -0.5 if self._scale is None else self._scale,
+            "window": self._window,
+            "sink_A": sink,
+        }
+        if rows.num_decode:
+            longest = rows.longest if self._window < 0 else min(rows.longest, self._window + 1)
+            splits = num_splits(rows.num_decode, keys.shape[1], longest)
+            attend(q, keys, values, out, **shared, tiles=None, num_rows=rows.num_decode, splits=splits)
+        if rows.tiles is not None:
+            attend(q, keys, values, out, **shared, tiles=rows.tiles, num_rows=0, splits=1)
+        return out

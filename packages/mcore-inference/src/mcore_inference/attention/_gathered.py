@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The torch path of attention over a paged cache: it gathers each row's context by its block table.
+
+It is the reference of the kernels, and what runs on a CPU and in float64.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mcore_inference.attention._step import DecodeRows, GatheredRows, PrefillRows
+
+
+# T tokens of a step, A heads, K key-value heads, d width of a head; R decode rows, P prefill rows with up to Q new tokens each; L longest
+# context of the rows.
+def attend_gathered(
+    q: Tensor, keys: Tensor, values: Tensor, rows: GatheredRows, *, scale: float | None, window: int, sink: Tensor | None
+) -> Tensor:
+    """[T, A, d] -> [T, A, d]; ``keys`` and ``values`` are the slots of a layer [N, K, d], ``window`` is -1 for none."""
+    parts = []
+    if rows.decode is not None:
+        parts.append(_decode(q[: rows.decode.context_RL.shape[0]], keys, values, rows.decode, scale, window, sink))
+    if rows.prefill is not None:
+        parts.append(_prefill(q[rows.prefill.first_token :], keys, values, rows.prefill, scale, window, sink))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _decode(q: Tensor, keys: Tensor, values: Tensor, rows: DecodeRows, scale: float | None, window: int, sink: Tensor | None) -> Tensor:
+    """[R, A, d] -> [R, A, d]. The heads that share a key-value head act as its queries, so nothing is repeated."""
+    k, v = keys[rows.context_RL].transpose(1, 2), values[rows.context_RL].transpose(1, 2)
+    visible_RL = rows.visible_RL
+    if window >= 0:
+        visible_RL = visible_RL & (_columns(visible_RL) >= rows.positions_R[:, None] - window)
+    grouped = q.unflatten(1, (k.shape[1], -1))
+    mask = visible_RL[:, None, None, :]
+    if sink is not None:
+        return _with_sink(grouped, k, v, mask, scale, sink.unflatten(0, (k.shape[1], -1))[None]).flatten(1, 2)
+    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale).flatten(1, 2)
+
+
+def _prefill(q: Tensor, keys: Tensor, values: Tensor, rows: PrefillRows, scale: float | None, window: int, sink: Tensor | None) -> Tensor:
+    """[T, A, d] -> [T, A, d], through [P, A, Q, d]."""
+    k, v = keys[rows.context_PL].transpose(1, 2), values[rows.context_PL].transpose(1, 2)
+    padded = q[rows.tokens_PQ].transpose(1, 2)
+    visible = rows.visible_PQL
+    if window >= 0 or sink is not None:
+        column_L = _columns(rows.context_PL)
+        visible = column_L <= rows.positions_PQ[..., None] if visible is None else visible
+        if window >= 0:
+            visible = visible & (column_L >= rows.positions_PQ[..., None] - window)
+    mask = None if visible is None else visible[:, None]
+    if sink is not None and mask is not None:
+        k, v = (x.repeat_interleave(padded.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        out = _with_sink(padded, k, v, mask, scale, sink[None, :, None])
+    else:
+        gqa = padded.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(padded, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=gqa, scale=scale)
+    return out.transpose(1, 2).flatten(0, 1)[rows.rows_T]
+
+
+def _columns(table: Tensor) -> Tensor:
+    return torch.arange(table.shape[-1], device=table.device)
+
+
+def _with_sink(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None, sink: Tensor) -> Tensor:
+    """Softmax with one more logit a head, whose share goes to no value; ``sink`` broadcasts to [..., heads, queries]."""
+    scores = (q @ k.transpose(-1, -2)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    extra = sink.to(scores.dtype).expand(scores.shape[:-1])[..., None]
+    return torch.cat((scores, extra), dim=-1).softmax(dim=-1)[..., :-1] @ v

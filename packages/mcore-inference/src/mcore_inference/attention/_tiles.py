@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""How the rows of a prefill are cut into tiles, one a program."""
+
+import numpy as np
+
+TILE_LINES = 128
+"""Query heads times tokens of a tile."""
+
+
+def tile_tokens(group: int) -> int:
+    """Tokens of a tile, when ``group`` query heads share a key-value head."""
+    return max(1, TILE_LINES // group)
+
+
+def prefill_tiles(lengths_P: np.ndarray, first_row: int, group: int) -> tuple[np.ndarray, np.ndarray]:
+    """Row and first token in it of every tile.
+
+    Args:
+        lengths_P: tokens of each prefill row.
+        first_row: number of the first of them in the step.
+        group: query heads of a key-value head.
+
+    Example:
+        >>> [part.tolist() for part in prefill_tiles(np.array([40, 3]), 7, 4)]
+        [[7, 7, 8], [0, 32, 0]]
+    """
+    size = tile_tokens(group)
+    counts_P = -(-lengths_P // size)
+    rows_N = np.repeat(np.arange(first_row, first_row + len(lengths_P)), counts_P)
+    number_N = np.arange(int(counts_P.sum())) - np.repeat(np.cumsum(counts_P) - counts_P, counts_P)
+    return rows_N, number_N * size

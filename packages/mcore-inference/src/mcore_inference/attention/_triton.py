@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Triton kernels of attention over a paged cache; imported only when they run."""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mcore_inference.attention._tiles import tile_tokens
+
+# T tokens of a step, R rows (requests) of it, A heads, K key-value heads, d width of a head, S splits of a row's context.
+
+_LOG2_E = 1.4426950408889634
+_DECODE_PROGRAMS = 4 * 132
+"""Programs of a decode step that are aimed at: four for each multiprocessor of Hopper."""
+_MAX_SPLITS = 64
+
+
+def append(k_TKd: Tensor, v_TKd: Tensor, keys_NKd: Tensor, values_NKd: Tensor, slots_T: Tensor) -> None:
+    """Write the step's keys and values into their slots of the cache."""
+    tokens, heads, width = k_TKd.shape
+    if tokens:
+        _append_kernel[(tokens,)](
+            k_TKd, v_TKd, keys_NKd, values_NKd, slots_T, k_TKd.stride(0), k_TKd.stride(1), v_TKd.stride(0), v_TKd.stride(1),
+            keys_NKd.stride(0), values_NKd.stride(0), heads, width, BLOCK=triton.next_power_of_2(heads * width), num_warps=4,
+        )  # fmt: skip
+
+
+def num_splits(rows: int, kv_heads: int, longest: int) -> int:
+    """Parts that the context of each decode row is cut into, so that few rows fill the GPU too.
+
+    Args:
+        rows: of the step.
+        kv_heads: of this rank.
+        longest: tokens that a context can have.
+    """
+    wanted = triton.cdiv(_DECODE_PROGRAMS, rows * kv_heads)
+    return max(1, min(wanted, triton.cdiv(longest, 64), _MAX_SPLITS))
+
+
+def attend(
+    q_TAd: Tensor,
+    keys_NKd: Tensor,
+    values_NKd: Tensor,
+    out_TAd: Tensor,
+    *,
+    tables_RB: Tensor,
+    starts_R: Tensor,
+    contexts_R: Tensor,
+    block_size: int,
+    scale: float,
+    window: int,
+    sink_A: Tensor | None,
+    tiles: tuple[Tensor, Tensor] | None,
+    num_rows: int,
+    splits: int,
+) -> None:
+    """Causal attention of the step's queries over the cached keys and values of their rows, into ``out_TAd``.
+
+    Args:
+        q_TAd: [T, A, d], last stride 1.
+        keys_NKd: slots of one layer.
+        values_NKd: likewise.
+        out_TAd: contiguous.
+        tables_RB: [R, B] int32, blocks of each row in the order of its tokens.
+        starts_R: [R + 1] int32, first token of each row among the T, and T.
+        contexts_R: [R] int32, tokens of each row in the cache, those of the step included; 0 for a row of padding.
+        block_size: tokens of a block; a multiple of 16.
+        scale: of the scores.
+        window: tokens before its own that a query sees, -1 for all.
+        sink_A: [A] logits of the sinks, or None.
+        tiles: for rows of several tokens: (row, first token) of each program, int32; None where each row is one token.
+        num_rows: R, without ``tiles``.
+        splits: parts of each row's context; 1 with ``tiles``.
+    """
+    heads, width = q_TAd.shape[1:]
+    kv_heads = keys_NKd.shape[1]
+    group = heads // kv_heads
+    decode = tiles is None
+    lines = max(16, triton.next_power_of_2(group * (1 if decode else tile_tokens(group))))
+    keys_block = min(_largest_power(block_size), 64)
+    partial = splits > 1
+    device = q_TAd.device
+    out = torch.empty((num_rows, heads, splits, width), dtype=torch.float32, device=device) if partial else out_TAd
+    sums = torch.empty((num_rows, heads, splits), dtype=torch.float32, device=device) if partial else None
+    tile_rows, tile_firsts = tiles if tiles is not None else (None, None)
+    programs = num_rows if tiles is None else tiles[0].shape[0]
+    if not programs:
+        return
+    _attend_kernel[(programs, kv_heads, splits)](
+        q_TAd, keys_NKd, values_NKd, out, sums, tables_RB, starts_R, contexts_R, tile_rows, tile_firsts,
+        None if partial else sink_A, scale * _LOG2_E, window,
+        q_TAd.stride(0), q_TAd.stride(1), keys_NKd.stride(0), keys_NKd.stride(1), values_NKd.stride(0), values_NKd.stride(1),
+        tables_RB.stride(0), heads, block_size, width,
+        GROUP=group, LINES=lines, TOKENS=1 if decode else tile_tokens(group), KEYS=keys_block,
+        WIDTH=triton.next_power_of_2(max(16, width)), SPLITS=splits, DECODE=decode,
+        PRECISION="ieee" if q_TAd.dtype == torch.float32 else "tf32", num_warps=4 if decode else 8, num_stages=3 if decode else 2,
+    )  # fmt: skip
+    if partial:
+        _combine_kernel[(num_rows, heads)](
+            out, sums, out_TAd, starts_R, sink_A, heads, width,
+            SPLITS=splits, SPLIT_BLOCK=triton.next_power_of_2(splits), WIDTH=triton.next_power_of_2(width), num_warps=2,
+        )  # fmt: skip
+
+
+def _largest_power(size: int) -> int:
+    """The largest power of two that divides a number."""
+    return size & -size
+
+
+@triton.jit
+def _append_kernel(
+    k_ptr, v_ptr, keys_ptr, values_ptr, slots_ptr, k_token, k_head, v_token, v_head, keys_slot, values_slot, heads, width,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < heads * width
+    head, lane = at // width, at % width
+    k = tl.load(k_ptr + token * k_token + head * k_head + lane, mask=inside)
+    v = tl.load(v_ptr + token * v_token + head * v_head + lane, mask=inside)
+    tl.store(keys_ptr + slot * keys_slot + at, k.to(keys_ptr.dtype.element_ty), mask=inside)
+    tl.store(values_ptr + slot * values_slot + at, v.to(values_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _attend_kernel(
+    q_ptr, keys_ptr, values_ptr, out_ptr, sums_ptr, tables_ptr, starts_ptr, contexts_ptr, tile_rows_ptr, tile_firsts_ptr,
+    sink_ptr, scale, window, q_token, q_head, keys_slot, keys_head, values_slot, values_head, table_stride, heads, block_size, width,
+    GROUP: tl.constexpr, LINES: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
+    DECODE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    kv_head, split = tl.program_id(1), tl.program_id(2)
+    if DECODE:
+        row = tl.program_id(0)
+        first = 0
+    else:
+        # The last tiles of a long prompt are the longest: they start first.
+        tile = tl.num_programs(0) - 1 - tl.program_id(0)
+        row = tl.load(tile_rows_ptr + tile)
+        first = tl.load(tile_firsts_ptr + tile)
+    start = tl.load(starts_ptr + row)
+    tokens = tl.load(starts_ptr + row + 1) - start
+    context = tl.load(contexts_ptr + row)
+    table = tables_ptr + row.to(tl.int64) * table_stride
+
+    # Each line of the tile is one head of one token; the heads that share a key-value head stand together.
+    line = tl.arange(0, LINES)
+    token, head = first + line // GROUP, kv_head * GROUP + line % GROUP
+    real = (line // GROUP < TOKENS) & (token < tokens)
+    position = context - tokens + token
+    lanes = tl.arange(0, WIDTH)
+    columns = lanes < width
+    places = (start + token).to(tl.int64)
+    q = tl.load(
+        q_ptr + places[:, None] * q_token + head[:, None] * q_head + lanes[None, :], mask=real[:, None] & columns[None, :], other=0.0
+    )
+
+    # Keys that some query of the tile sees, in tiles of KEYS; this split's share of them.
+    last = tl.minimum(context - tokens + first + TOKENS, context)
+    low = last * 0
+    if window >= 0:
+        low = tl.maximum(context - tokens + first - window, 0) // KEYS
+    high = tl.cdiv(last, KEYS)
+    if SPLITS > 1:
+        share = tl.cdiv(high - low, SPLITS)
+        low = low + split * share
+        high = tl.minimum(high, low + share)
+
+    best = tl.full((LINES,), -1e30, dtype=tl.float32)
+    total = tl.zeros((LINES,), dtype=tl.float32)
+    result = tl.zeros((LINES, WIDTH), dtype=tl.float32)
+    for tile in range(low, high):
+        key = tile * KEYS + tl.arange(0, KEYS)
+        # A tile of keys lies in one block.
+        block = tl.load(table + tile * KEYS // block_size).to(tl.int64)
+        slot = block * block_size + key % block_size
+        held = key < last
+        k = tl.load(
+            keys_ptr + slot[None, :] * keys_slot + kv_head * keys_head + lanes[:, None], mask=held[None, :] & columns[:, None], other=0.0
+        )
+        v = tl.load(
+            values_ptr + slot[:, None] * values_slot + kv_head * values_head + lanes[None, :],
+            mask=held[:, None] & columns[None, :],
+            other=0.0,
+        )
+        scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * scale
+        seen = key[None, :] <= position[:, None]
+        if window >= 0:
+            seen = seen & (key[None, :] >= position[:, None] - window)
+        scores = tl.where(seen, scores, -float("inf"))
+        highest = tl.maximum(best, tl.max(scores, 1))
+        weights = tl.exp2(scores - highest[:, None])
+        shrink = tl.exp2(best - highest)
+        total = total * shrink + tl.sum(weights, 1)
+        result = result * shrink[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision=PRECISION)
+        best = highest
+
+    if SPLITS > 1:
+        result = result / tl.where(total > 0, total, 1.0)[:, None]
+        sums = tl.where(total > 0, best + tl.log2(total), -float("inf"))
+        at = (row * heads + head) * SPLITS + split
+        tl.store(out_ptr + at.to(tl.int64)[:, None] * width + lanes[None, :], result, mask=real[:, None] & columns[None, :])
+        tl.store(sums_ptr + at, sums, mask=real)
+    else:
+        if sink_ptr is not None:
+            total += tl.exp2(tl.load(sink_ptr + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634 - best)
+        result = result / tl.where(total > 0, total, 1.0)[:, None]
+        at = (places * heads + head)[:, None] * width + lanes[None, :]
+        tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=real[:, None] & columns[None, :])
+
+
+@triton.jit
+def _combine_kernel(
+    parts_ptr, sums_ptr, out_ptr, starts_ptr, sink_ptr, heads, width, SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    row, head = tl.program_id(0), tl.program_id(1)
+    splits, lanes = tl.arange(0, SPLIT_BLOCK), tl.arange(0, WIDTH)
+    at = (row * heads + head).to(tl.int64) * SPLITS
+    sums = tl.load(sums_ptr + at + splits, mask=splits < SPLITS, other=-float("inf"))
+    best = tl.maximum(tl.max(sums, 0), -1e30)
+    weights = tl.exp2(sums - best)
+    total = tl.sum(weights, 0)
+    if sink_ptr is not None:
+        total += tl.exp2(tl.load(sink_ptr + head).to(tl.float32) * 1.4426950408889634 - best)
+    inside = (splits < SPLITS)[:, None] & (lanes < width)[None, :]
+    parts = tl.load(parts_ptr + (at + splits)[:, None] * width + lanes[None, :], mask=inside, other=0.0)
+    result = tl.sum(parts * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
+    token = tl.load(starts_ptr + row).to(tl.int64)
+    tl.store(out_ptr + (token * heads + head) * width + lanes, result.to(out_ptr.dtype.element_ty), mask=lanes < width)

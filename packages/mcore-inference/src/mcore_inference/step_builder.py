@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The tensors of one step, sent to the device in one copy."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mcore_inference.attention import (
+    DecodeRows,
+    GatheredRows,
+    PagedStep,
+    PrefillRows,
+    TableRows,
+    has_attention_kernel,
+    prefill_tiles,
+)
+from mcore_inference.cache import PagedKVCache
+from mcore_parallel.nn import Step
+
+__all__ = ["HostStep", "StepBuilder", "StepInputs"]
+
+
+# R rows (requests) of a step, T tokens, B blocks of the longest request, M requests that the engine can hold.
+@dataclass(frozen=True, kw_only=True)
+class HostStep:
+    """A step as the host knows it; rows of one token come first."""
+
+    tokens_T: np.ndarray
+    """[T] token ids; ``-1 - line`` for the token that was sampled last for a request line and may not have reached the host."""
+    lengths_R: np.ndarray
+    """[R] tokens of each row."""
+    cached_R: np.ndarray
+    """[R] tokens of each row that were in the cache before."""
+    tables_RB: np.ndarray
+    """[R, B] blocks of each row; -1 behind the last."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepInputs:
+    """One forward pass."""
+
+    tokens_T: Tensor
+    """[T] int64."""
+    step: Step
+    starts: tuple[int, ...]
+    """First token of each request in ``tokens_T``, in the order of the work."""
+    lengths: tuple[int, ...]
+    """Tokens of each request in ``tokens_T``."""
+
+
+class StepBuilder:
+    """Makes the tensors of steps over one cache.
+
+    Args:
+        cache: the pages.
+        max_requests: M, lines of requests.
+        max_blocks: B.
+        group: query heads that share a key-value head.
+    """
+
+    def __init__(self, cache: PagedKVCache, *, max_requests: int, max_blocks: int, group: int) -> None:
+        pages = cache.pages
+        self.cache, self.block_size = cache, pages.shape[3]
+        self.device, self.has_kernel = pages.device, has_attention_kernel(pages.device, pages.dtype, pages.shape[3])
+        self.max_blocks, self._group = max_blocks, group
+        self._sink = pages.shape[2] - 1
+        self.last_tokens = torch.zeros(max_requests, dtype=torch.int64, device=self.device)
+        """[M], the token that was sampled last for each request line; the sampler writes it."""
+        # Decode steps that a graph replays read from here.
+        self._decode_words = torch.zeros(max_requests * (4 + max_blocks), dtype=torch.int32, device=self.device)
+
+    def build(self, host: HostStep) -> StepInputs:
+        """A step of any rows."""
+        lengths_R, num_decode = host.lengths_R, int((host.lengths_R == 1).sum())
+        assert (lengths_R[:num_decode] == 1).all(), "rows of one token come first"
+        starts_R = np.cumsum(lengths_R) - lengths_R
+        positions_T, slots_T = self._places(host, starts_R)
+        parts = [host.tokens_T, positions_T, slots_T]
+        total = len(positions_T)
+        if self.has_kernel:
+            parts += [starts_R, [total], host.cached_R + lengths_R, host.tables_RB.ravel()]
+            tiles = prefill_tiles(lengths_R[num_decode:], num_decode, self._group) if num_decode < len(lengths_R) else ()
+            words = self._send(np.concatenate([*parts, *tiles]))
+            head, rest = words[: 3 * total], words[3 * total :]
+            rows: TableRows | GatheredRows = self._table_rows(rest, len(lengths_R), num_decode, host.tables_RB.shape[1])
+        else:
+            head = self._send(np.concatenate(parts))
+            rows = self._gathered_rows(host, num_decode)
+        return self._inputs(head, rows, starts_R, lengths_R)
+
+    def decode_inputs(self, num_rows: int) -> StepInputs:
+        """Tensors of a step of ``num_rows`` rows of one token each, whose addresses never change; ``send_decode`` fills them."""
+        words = self._decode_words[: num_rows * (4 + self.max_blocks)]
+        starts = torch.arange(num_rows + 1, dtype=torch.int32, device=self.device)
+        contexts, tables = words[3 * num_rows : 4 * num_rows], words[4 * num_rows :]
+        rows = TableRows(
+            tables_RB=tables.view(num_rows, self.max_blocks),
+            starts_R=starts,
+            contexts_R=contexts,
+            num_decode=num_rows,
+            tiles=None,
+            block_size=self.block_size,
+            longest=self.max_blocks * self.block_size,
+        )
+        return self._inputs(words[: 3 * num_rows], rows, np.arange(num_rows), np.ones(num_rows, dtype=np.int64))
+
+    def send_decode(self, host: HostStep, num_rows: int) -> None:
+        """Fill the tensors of ``decode_inputs(num_rows)`` with a step of at most as many rows; the others are padding."""
+        real, B = len(host.lengths_R), self.max_blocks
+        words = np.zeros(num_rows * (4 + B), dtype=np.int32)
+        tokens, positions, slots, contexts = words[: 4 * num_rows].reshape(4, num_rows)
+        tokens[:real] = host.tokens_T
+        positions[:real] = host.cached_R
+        slots[real:] = self._sink * self.block_size
+        slots[:real] = self._places(host, np.arange(real))[1]
+        contexts[:real] = host.cached_R + 1
+        words[4 * num_rows :].reshape(num_rows, B)[:real] = host.tables_RB
+        self._decode_words[: len(words)].copy_(self._pinned(words), non_blocking=True)
+
+    def _places(self, host: HostStep, starts_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Positions and slots [T]."""
+        row_T = np.repeat(np.arange(len(host.lengths_R)), host.lengths_R)
+        positions_T = host.cached_R[row_T] + np.arange(len(row_T)) - starts_R[row_T]
+        return positions_T, self._slots(host.tables_RB[row_T, positions_T // self.block_size], positions_T)
+
+    def _inputs(self, words: Tensor, rows: TableRows | GatheredRows, starts_R: np.ndarray, lengths_R: np.ndarray) -> StepInputs:
+        """Of [3 T] tokens, positions and slots on the device."""
+        tokens_T, positions_T, slots_T = words.view(3, -1).long()
+        tokens_T = torch.where(tokens_T < 0, self.last_tokens[(-1 - tokens_T).clamp(min=0)], tokens_T)
+        paged = PagedStep(cache=self.cache, slots_T=slots_T, rows=rows)
+        step = Step(batch_size=1, seq_len=len(positions_T), positions=positions_T, attention=paged)
+        return StepInputs(tokens_T=tokens_T, step=step, starts=tuple(starts_R.tolist()), lengths=tuple(lengths_R.tolist()))
+
+    def _table_rows(self, words: Tensor, num_rows: int, num_decode: int, num_blocks: int) -> TableRows:
+        starts, contexts, tables, tiles = words.split(
+            [num_rows + 1, num_rows, num_rows * num_blocks, len(words) - num_rows * (num_blocks + 2) - 1]
+        )
+        tile_rows, tile_firsts = tiles.view(2, -1)
+        return TableRows(
+            tables_RB=tables.view(num_rows, num_blocks),
+            starts_R=starts,
+            contexts_R=contexts,
+            num_decode=num_decode,
+            tiles=(tile_rows, tile_firsts) if num_decode < num_rows else None,
+            block_size=self.block_size,
+            longest=self.max_blocks * self.block_size,
+        )
+
+    def _gathered_rows(self, host: HostStep, num_decode: int) -> GatheredRows:
+        decode = prefill = None
+        if num_decode:
+            ends = host.cached_R[:num_decode] + 1
+            context, visible = self._context(host.tables_RB[:num_decode], ends)
+            decode = DecodeRows(context_RL=self._tensor(context), visible_RL=self._tensor(visible), positions_R=self._tensor(ends - 1))
+        if num_decode < len(host.lengths_R):
+            prefill = self._prefill_rows(host.tables_RB[num_decode:], host.cached_R[num_decode:], host.lengths_R[num_decode:], num_decode)
+        return GatheredRows(decode=decode, prefill=prefill)
+
+    def _prefill_rows(self, table_PB: np.ndarray, cached_P: np.ndarray, lengths_P: np.ndarray, first_token: int) -> PrefillRows:
+        context_PL, valid_PL = self._context(table_PB, cached_P + lengths_P)
+        starts_P = np.cumsum(lengths_P) - lengths_P
+        query_PQ = np.minimum(np.arange(lengths_P.max())[None, :], lengths_P[:, None] - 1)
+        row_T = np.repeat(np.arange(len(lengths_P)), lengths_P)
+        place_T = np.arange(int(lengths_P.sum())) - starts_P[row_T]
+        positions_PQ = cached_P[:, None] + query_PQ
+        visible = None
+        if cached_P.any():
+            visible = (np.arange(context_PL.shape[1])[None, None, :] <= positions_PQ[:, :, None]) & valid_PL[:, None, :]
+        return PrefillRows(
+            first_token=first_token,
+            tokens_PQ=self._tensor(starts_P[:, None] + query_PQ),
+            rows_T=self._tensor(row_T * query_PQ.shape[1] + place_T),
+            context_PL=self._tensor(context_PL),
+            visible_PQL=None if visible is None else self._tensor(visible),
+            positions_PQ=self._tensor(positions_PQ),
+        )
+
+    def _context(self, table_RB: np.ndarray, ends_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Slots of each row's first ``end`` tokens, padded to the longest, and which are not padding."""
+        position_L = np.arange(int(ends_R.max()))
+        valid_RL = position_L[None, :] < ends_R[:, None]
+        position_RL = np.where(valid_RL, position_L[None, :], 0)
+        blocks_RL = np.take_along_axis(table_RB, position_RL // self.block_size, axis=1)
+        return self._slots(blocks_RL, position_RL), valid_RL
+
+    def _slots(self, blocks: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        return blocks * self.block_size + positions % self.block_size
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+    def send(self, numbers: Sequence[int]) -> Tensor:
+        """Numbers as int64 on the device; nobody waits."""
+        return self._pinned(np.asarray(numbers, dtype=np.int64)).to(self.device, non_blocking=True)
+
+    def _send(self, words: np.ndarray) -> Tensor:
+        return self._pinned(words.astype(np.int32)).to(self.device, non_blocking=True)
+
+    def _pinned(self, words: np.ndarray) -> Tensor:
+        """On the host; a copy to a GPU from it runs beside the host."""
+        tensor = torch.from_numpy(words)
+        return tensor.pin_memory() if self.device.type == "cuda" else tensor

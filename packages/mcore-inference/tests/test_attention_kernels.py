@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The kernels of paged attention against plain attention over each request's tokens."""
+
+import os
+import random
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_inference.attention import prefill_tiles
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Rows of (tokens in the cache before, new tokens), those with one new token first."""
+
+    rows: tuple[tuple[int, int], ...]
+    heads: int = 4
+    kv_heads: int = 2
+    width: int = 16
+    block_size: int = 16
+    window: int = -1
+    sink: bool = False
+    padding: int = 0
+    """Decode rows of padding behind the others; only in a step without prefills."""
+    splits: int = 1
+
+
+CASES = (
+    Case(rows=((0, 1), (5, 1), (16, 1), (70, 1), (31, 1)), splits=4),
+    Case(rows=((0, 1), (200, 1)), padding=2, splits=3, heads=3, kv_heads=1, width=24, block_size=32),
+    Case(rows=((9, 1), (0, 17), (33, 40), (0, 1 + 64)), sink=True, splits=2),
+    Case(rows=((100, 1), (90, 30), (0, 80)), window=20, block_size=48, splits=5),
+    Case(rows=((100, 1), (15, 70)), window=0, sink=True, heads=6, kv_heads=6),
+    Case(rows=((0, 5), (64, 130)), heads=8, kv_heads=1),
+)
+
+
+def reference(case: Case, q: Tensor, k: list[Tensor], v: list[Tensor], sink: Tensor | None) -> Tensor:
+    """One row, head and query after the other, in float64; k and v are each row's whole context."""
+    out, first = [], 0
+    for (before, new), keys, values in zip(case.rows, k, v, strict=True):
+        group = case.heads // case.kv_heads
+        keys, values = (x.double().repeat_interleave(group, dim=1) for x in (keys, values))
+        scores = torch.einsum("tad,sad->ats", q[first : first + new].double(), keys) * case.width**-0.5
+        at, key = before + torch.arange(new)[:, None], torch.arange(before + new)[None, :]
+        seen = key <= at
+        if case.window >= 0:
+            seen &= key >= at - case.window
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if sink is not None:
+            scores = torch.cat((scores, sink.double()[:, None, None].expand(-1, new, 1)), dim=-1)
+        shares = scores.softmax(dim=-1)[..., : before + new]
+        out.append(torch.einsum("ats,sad->tad", shares, values))
+        first += new
+    return torch.cat(out)
+
+
+def check(case: Case, device: str, dtype: torch.dtype, tolerance: float) -> None:
+    """Fill a cache whose other slots are NaN, run the kernels, compare."""
+    from mcore_inference.attention._triton import append, attend
+
+    torch.manual_seed(0)
+    rng = random.Random(0)
+    lengths = [before + new for before, new in case.rows]
+    rows, size = len(case.rows), case.block_size
+    blocks = [-(-length // size) for length in lengths]
+    order = rng.sample(range(sum(blocks)), sum(blocks))
+    tables = torch.full((rows + case.padding, max(blocks) + 1), -1, dtype=torch.int32)
+    for row, count in enumerate(blocks):
+        tables[row, :count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int32)
+    slots = [tables[row][torch.arange(length) // size].long() * size + torch.arange(length) % size for row, length in enumerate(lengths)]
+    k, v = ([torch.randn(length, case.kv_heads, case.width).to(dtype) for length in lengths] for _ in range(2))
+    keys, values = (torch.full((sum(blocks) + 1, size, case.kv_heads, case.width), torch.nan, dtype=dtype).flatten(0, 1) for _ in range(2))
+    for row, (before, _) in enumerate(case.rows):
+        keys[slots[row][:before]], values[slots[row][:before]] = k[row][:before], v[row][:before]
+    keys, values, tables = keys.to(device), values.to(device), tables.to(device)
+
+    new = [n for _, n in case.rows]
+    tokens = sum(new) + case.padding
+    sink_block = torch.full((case.padding,), sum(blocks) * size)
+    slots_T = torch.cat([slots[row][before:] for row, (before, _) in enumerate(case.rows)] + [sink_block]).to(device)
+    q = torch.randn(tokens, case.heads, case.width).to(dtype)
+    filler = torch.zeros(case.padding, case.kv_heads, case.width, dtype=dtype)
+    step_k, step_v = (torch.cat([x[row][before:] for row, (before, _) in enumerate(case.rows)] + [filler]).to(device) for x in (k, v))
+    sink = torch.randn(case.heads).to(dtype) if case.sink else None
+    append(step_k, step_v, keys, values, slots_T)
+
+    decode = sum(n == 1 for n in new) + case.padding
+    packed = {
+        "starts_R": [*np.cumsum([0, *new]).tolist(), *range(sum(new) + 1, tokens + 1)],
+        "contexts_R": [*lengths, *[0] * case.padding],
+    }
+    shared = {name: torch.tensor(value, dtype=torch.int32, device=device) for name, value in packed.items()}
+    out = torch.full((tokens, case.heads, case.width), torch.nan, dtype=dtype, device=device)
+    options = {
+        "tables_RB": tables, **shared, "block_size": size, "scale": case.width**-0.5, "window": case.window,
+        "sink_A": None if sink is None else sink.to(device),
+    }  # fmt: skip
+    attend(q.to(device), keys, values, out, **options, tiles=None, num_rows=decode, splits=case.splits)
+    if decode < rows + case.padding:
+        tiles = [
+            torch.tensor(part, dtype=torch.int32, device=device)
+            for part in prefill_tiles(np.array(new[decode:]), decode, case.heads // case.kv_heads)
+        ]
+        attend(q.to(device), keys, values, out, **options, tiles=(tiles[0], tiles[1]), num_rows=0, splits=1)
+    wanted = reference(case, q, k, v, sink)
+    torch.testing.assert_close(out.cpu()[: sum(new)].double(), wanted, rtol=tolerance, atol=tolerance)
+    assert (out[sum(new) :] == 0).all(), "rows of padding must stay finite"
+
+
+def test_kernels_equal_plain_attention_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-W", "ignore", __file__], env=environment, capture_output=True, text=True, timeout=110)
+    assert done.stdout == "same\n", done.stderr[-3000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.float16, 4e-3), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_equal_plain_attention_on_a_gpu(case: Case, dtype: torch.dtype, tolerance: float) -> None:
+    check(case, "cuda", dtype, tolerance)
+
+
+def test_tiles_cover_every_token_once() -> None:
+    lengths = np.array([1, 31, 32, 33, 200])
+    for group in (1, 3, 4, 128, 200):
+        rows, firsts = prefill_tiles(lengths, 5, group)
+        size = max(1, 128 // group)
+        covered = [
+            (row, token) for row, first in zip(rows, firsts, strict=True) for token in range(first, min(first + size, lengths[row - 5]))
+        ]
+        assert covered == [(row + 5, token) for row, length in enumerate(lengths) for token in range(length)]
+
+
+if __name__ == "__main__":
+    for each in CASES:
+        check(each, "cpu", torch.float32, 2e-5)
+    print("same")

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The engine's throughput and latency on random weights, beside a peer.
+
+python -m tools.bench.serve --model llama-1b --output docs/benchmarks/serve.json \\
+    --peer "vllm=python3 serve_vllm.py --model {model}"
+
+Every case is prompts of random tokens at temperature 1 to a fixed number of new tokens: requests x (input / output). Each runs twice, the
+second counts. A peer is a command that prints one JSON line a case with "n", "isl", "osl" and "out_tok_s".
+"""
+
+import argparse
+import json
+import random
+import shlex
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, InferenceConfig, PagedAttention, SamplingParams
+from mcore_parallel import ProcessGroups
+from mcore_parallel.models import GPTModel, TransformerConfig
+from tools.bench._record import record
+
+_LLAMA: dict[str, Any] = {"normalization": "RMSNorm", "activation": "swiglu"}
+MODELS: Mapping[str, TransformerConfig] = MappingProxyType(
+    {
+        "tiny": TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=2, vocab_size=512),
+        "llama-1b": TransformerConfig(
+            num_layers=16, hidden_size=2048, ffn_hidden_size=8192, num_attention_heads=32, num_query_groups=8, vocab_size=128256,
+            rotary_base=500000, share_embeddings_and_output_weights=True, **_LLAMA,
+        ),
+        "qwen3-8b": TransformerConfig(
+            num_layers=36, hidden_size=4096, ffn_hidden_size=12288, num_attention_heads=32, num_query_groups=8, kv_channels=128,
+            vocab_size=151936, rotary_base=1000000, qk_layernorm=True, norm_epsilon=1e-6, **_LLAMA,
+        ),
+    }
+)  # fmt: skip
+CASES = {"throughput": (512, 512, 256), "one": (1, 128, 256), "few": (32, 128, 256), "long": (64, 2048, 128), "quick": (4, 16, 8)}
+
+
+def build(model: str, device: str, memory_gb: float) -> tuple[DynamicInferenceEngine, float]:
+    """An engine over random weights, and the seconds until its first token."""
+    begun = time.perf_counter()
+    config, dtype = MODELS[model], torch.bfloat16 if device == "cuda" else torch.float32
+    # Drawn on the device: the values do not matter, the time does.
+    net = GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention(), device=device, dtype=dtype, seed=None).eval()
+    for parameter in net.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    sizes = InferenceConfig(max_sequence_length=4096, max_requests=512, max_tokens=8192, block_size_tokens=64, buffer_size_gb=memory_gb)
+    engine = DynamicInferenceEngine(net, DynamicInferenceContext.for_model(net, sizes))
+    engine.generate([[1, 2, 3]], SamplingParams(num_tokens_to_generate=2))
+    return engine, time.perf_counter() - begun
+
+
+def run_case(engine: DynamicInferenceEngine, requests: int, inputs: int, outputs: int) -> dict[str, Any]:
+    rng = random.Random(0)
+    prompts = [[rng.randrange(engine.vocab_size) for _ in range(inputs)] for _ in range(requests)]
+    params = SamplingParams(temperature=1.0, num_tokens_to_generate=outputs, ignore_eos=True)
+    steps, begun = engine.step_count, time.perf_counter()
+    records = engine.generate(prompts, params)
+    seconds = time.perf_counter() - begun
+    made = sum(record.num_generated for record in records)
+    assert made == requests * outputs, (made, requests * outputs)
+    return {
+        "n": requests, "isl": inputs, "osl": outputs, "s": round(seconds, 3), "out_tok_s": round(made / seconds),
+        "ms_per_tok": round(seconds / outputs * 1e3, 3), "steps": engine.step_count - steps,
+    }  # fmt: skip
+
+
+def profile(engine: DynamicInferenceEngine, requests: int, inputs: int) -> list[dict[str, Any]]:
+    """Where 20 decode steps go: kernels by time."""
+    rng, numbers = random.Random(0), []
+    for _ in range(requests):
+        prompt = [rng.randrange(engine.vocab_size) for _ in range(inputs)]
+        numbers.append(engine.add_request(prompt, SamplingParams(num_tokens_to_generate=60, ignore_eos=True)))
+    while any(not engine.get_request(number).num_generated for number in numbers):
+        engine.step()
+    with torch.profiler.profile() as trace:
+        begun = time.perf_counter()
+        for _ in range(20):
+            engine.step()
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - begun
+    rows = [
+        {"name": event.key[:90], "ms": round(event.self_device_time_total / 20e3, 4), "calls": event.count / 20}
+        for event in trace.key_averages()
+        if event.self_device_time_total > 0 and event.self_cpu_time_total == 0
+    ]
+    rows.sort(key=lambda row: -row["ms"])
+    for number in numbers:
+        engine.abort(number)
+    return [{"name": "a step on the host's clock", "ms": round(seconds / 20 * 1e3, 3), "calls": 1}, *rows[:25]]
+
+
+def peer_rows(name: str, command: str, model: str, timeout_s: float) -> list[dict[str, Any]]:
+    """The last line of each case that the peer printed."""
+    done = subprocess.run(
+        shlex.split(command.format(model=model)), capture_output=True, text=True, timeout=timeout_s, check=False
+    )  # fmt: skip
+    rows = {}
+    for line in done.stdout.splitlines():
+        if line.startswith("{"):
+            row = json.loads(line)
+            rows[row["n"], row["isl"], row["osl"]] = {"by": name, "model": model, **row}
+    return list(rows.values()) or [{"by": name, "model": model, "error": (done.stderr or done.stdout)[-600:]}]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", default=["llama-1b"], choices=sorted(MODELS))
+    parser.add_argument("--cases", nargs="+", default=["throughput", "one", "few", "long"], choices=sorted(CASES))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--memory-gb", type=float, default=30.0, help="of the key-value cache")
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND", help="with {model} to be filled in")
+    parser.add_argument("--timeout-s", type=float, default=300.0, help="of a peer")
+    parser.add_argument("--profile", type=int, nargs="*", default=[], metavar="REQUESTS", help="print where decode steps of so many go")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    rows = []
+    for model in arguments.model:
+        engine, startup_s = build(model, arguments.device, arguments.memory_gb)
+        print(json.dumps({"model": model, "startup_s": round(startup_s, 1)}), flush=True)
+        for case in arguments.cases:
+            run_case(engine, *CASES[case])
+            row = {"by": "mcore", "model": model, **run_case(engine, *CASES[case]), "startup_s": round(startup_s, 1)}
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+        for requests in arguments.profile:
+            for row in profile(engine, requests, 128):
+                print(json.dumps({"profile": requests, **row}), flush=True)
+        del engine
+        torch.cuda.empty_cache()
+        for text in arguments.peer:
+            name, _, command = text.partition("=")
+            for row in peer_rows(name, command, model, arguments.timeout_s):
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+    speeds = {(row["model"], row["n"], row["isl"]): row["out_tok_s"] for row in rows if row["by"] == "mcore"}
+    for row in rows:
+        if row["by"] != "mcore" and "out_tok_s" in row and (key := (row["model"], row["n"], row["isl"])) in speeds:
+            row["mcore_ratio"] = round(speeds[key] / row["out_tok_s"], 3)
+    if arguments.output is not None:
+        record(arguments.output, {"work": "serving random prompts, random weights, temperature 1", "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
