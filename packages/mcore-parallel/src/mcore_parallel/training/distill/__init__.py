@@ -11,6 +11,7 @@ from mcore_parallel.training.distill._divergence import (
 )
 from mcore_parallel.training.distill._hidden import HiddenPair, HiddenProjection, hidden_cosine_loss, hidden_mse_loss
 from mcore_parallel.training.distill._modelopt import ModeloptMissingError, quantize_student
+from mcore_parallel.training.distill._modelopt_plugin import ModeloptBalancer, modelopt_distillation
 from mcore_parallel.training.distill._objective import DistillationConfig, DistillationObjective
 from mcore_parallel.training.distill._store import LogProbStore, LogProbStoreConfig, LogProbStoreError, LogProbStoreWriter, record, writes
 from mcore_parallel.training.distill._teacher import Teacher
@@ -28,11 +29,13 @@ __all__ = [
     "LogProbStoreWriter",
     "LossBalancer",
     "LossParts",
+    "ModeloptBalancer",
     "ModeloptMissingError",
     "RatioBalancer",
     "Teacher",
     "hidden_cosine_loss",
     "hidden_mse_loss",
+    "modelopt_distillation",
     "quantize_student",
     "record",
     "vocab_parallel_kl_divergence",

@@ -48,7 +48,7 @@ def quantize_student(
         ModeloptMissingError: it is not installed.
         ValueError: no such preset, no micro-batch, a model that is quantised already, more tp ranks than key-value heads.
     """
-    mtq = _import("modelopt.torch.quantization")
+    mtq = import_modelopt("modelopt.torch.quantization")
     if isinstance(config, str):
         presets = sorted(name for name in vars(mtq.config) if name.endswith("_CFG"))
         if config not in presets:
@@ -77,7 +77,12 @@ def _share_ranges(layer: Any) -> None:
             quantizer.sync_amax_across_distributed_group(layer.parallel_state.tensor_parallel_group)
 
 
-def _import(name: str) -> Any:
+def import_modelopt(name: str) -> Any:
+    """A module of nvidia-modelopt.
+
+    Raises:
+        ModeloptMissingError: it is not installed.
+    """
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -88,9 +93,9 @@ def _import(name: str) -> Any:
 
 def _register(mtq: Any) -> None:
     """Tell nvidia-modelopt, once a process, how the linear layers are quantised; its registry is its own."""
-    base: Any = _import("modelopt.torch.quantization.nn.modules.quant_module").QuantLinearConvBase
-    state: Callable[..., Any] = _import("modelopt.torch.utils.distributed").ParallelState
-    registry: Any = _import("modelopt.torch.quantization.nn").QuantModuleRegistry
+    base: Any = import_modelopt("modelopt.torch.quantization.nn.modules.quant_module").QuantLinearConvBase
+    state: Callable[..., Any] = import_modelopt("modelopt.torch.utils.distributed").ParallelState
+    registry: Any = import_modelopt("modelopt.torch.quantization.nn").QuantModuleRegistry
 
     class QuantisedLinear(base):
         def _setup(self) -> None:
