@@ -23,7 +23,17 @@ from torch._C._distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from mcore_ckpt import CheckpointingException
-from mcore_parallel.guard import Attempt, RankFailedError, RanksLostError, StallReport, Watchdog, exit_process, preflight, run_with_restarts
+from mcore_parallel.guard import (
+    Attempt,
+    RankFailedError,
+    RanksLostError,
+    StallReport,
+    Watchdog,
+    check_network,
+    exit_process,
+    preflight,
+    run_with_restarts,
+)
 from mcore_parallel.training import (
     INVALID_EXIT_CODE,
     STOPPED_EXIT_CODE,
@@ -87,7 +97,7 @@ def _in_world(config: RunConfig, kind: str, stop: StopSignals, stamps: StartupSt
     if not config.restart.max_restarts:
         with join(config, kind) as watchdog:
             return train_rank(config, kind, watchdog, stop, stamps)
-    store, rank, world_size = _meet(config)
+    store, rank, world_size = _meet(config, kind)
 
     def work(attempt: Attempt) -> Trained:
         def stalled(report: StallReport) -> None:
@@ -112,7 +122,7 @@ def _in_world(config: RunConfig, kind: str, stop: StopSignals, stamps: StartupSt
 @contextlib.contextmanager
 def join(config: RunConfig, kind: str) -> Iterator[Watchdog]:
     """The world of this process: compared with the others, connected, and watched."""
-    store, rank, world_size = _meet(config)
+    store, rank, world_size = _meet(config, kind)
     watchdog = config.guard.build(store, rank=rank, world_size=world_size)
     with watchdog:
         _connect(config, kind, store, rank, world_size)
@@ -122,10 +132,11 @@ def join(config: RunConfig, kind: str) -> Iterator[Watchdog]:
             dist.destroy_process_group()
 
 
-def _meet(config: RunConfig) -> tuple[Store, int, int]:
+def _meet(config: RunConfig, kind: str) -> tuple[Store, int, int]:
     """The store, rank and size of a world whose ranks were told the same."""
     # Read by torch when the first group is made; what the user set stays.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    check_network(os.environ, backend=_backend(kind))
     store, rank, world_size = next(rendezvous("env://"))
     preflight({"run": config}, store, rank=rank, world_size=world_size, timeout_s=config.guard.limit_s)
     return store, rank, world_size
@@ -135,7 +146,11 @@ def _connect(config: RunConfig, kind: str, store: Store, rank: int, world_size: 
     """Make the process groups of a world."""
     # The watchdog speaks before the backend ends the process.
     limit = timedelta(seconds=2 * config.guard.limit_s)
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+    dist.init_process_group(_backend(kind), store=store, rank=rank, world_size=world_size, timeout=limit)
+
+
+def _backend(kind: str) -> str:
+    return "nccl" if kind == "cuda" else "gloo"
 
 
 def main(default_recipe: str | None = None, check: Callable[[RunConfig], RunConfig] = lambda config: config) -> int:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Command ``mcore-doctor``: which path each operation takes on this machine, and why."""
+"""Command ``mcore-doctor``: which path each operation takes on this machine, and why; whether it reaches the others of a run."""
 
 import argparse
 import importlib.metadata
 import importlib.util
 import json
+import os
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +18,7 @@ from mcore_parallel._groups import ProcessGroups
 from mcore_parallel.backends._factory import missing_units
 from mcore_parallel.backends._fp8_config import RECIPES, Fp8Config
 from mcore_parallel.backends._torch import RECIPES_OF_TORCH
+from mcore_parallel.guard import inspect_network
 from mcore_parallel.nn import AttentionSpec, attention_capabilities
 from mcore_parallel.nn._registry import select_attention
 
@@ -131,21 +133,25 @@ def _recipes(machine: Machine) -> Iterator[Row]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns 0."""
+    """Run the command; returns 0, or 1 when a setting of the network in the environment cannot work."""
     parser = argparse.ArgumentParser(prog="mcore-doctor", description="Which path each operation takes on this machine, and why.")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     arguments = parser.parse_args(argv)
     machine = Machine.here()
     about = {"python": platform.python_version(), "torch": torch.__version__, **_device(), **asdict(machine)}
-    rows = diagnose(machine)
+    rows, network = diagnose(machine), inspect_network(os.environ)
+    status = int(any(row.is_problem for row in network))
     if arguments.json:
-        print(json.dumps({"machine": about, "operations": [asdict(row) for row in rows]}, indent=1))
-        return 0
+        found = {"machine": about, "operations": [asdict(row) for row in rows], "network": [asdict(row) for row in network]}
+        print(json.dumps(found, indent=1))
+        return status
     print(", ".join(f"{name} {_words(value)}" for name, value in about.items()))
     widths = [max(len(getattr(row, name)) for row in rows) for name in ("operation", "path")]
     for row in rows:
         print(f"{row.operation:<{widths[0]}}  {row.path:<{widths[1]}}  {row.reason}")
-    return 0
+    for row in network:
+        print(f"{'network, problem' if row.is_problem else 'network':<{widths[0]}}  {row.setting} {row.detail}")
+    return status
 
 
 def _device() -> dict[str, Any]:

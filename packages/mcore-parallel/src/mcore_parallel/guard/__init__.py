@@ -4,6 +4,7 @@
 
 from mcore_parallel.guard._attempt import Attempt, AttemptAbortedError, Fault
 from mcore_parallel.guard._fields import config_fields
+from mcore_parallel.guard._network import NetworkFinding, check_network, inspect_network
 from mcore_parallel.guard._preflight import ConfigMismatchError, MissingRanksError, preflight
 from mcore_parallel.guard._restart import RankFailedError, RanksLostError, RestartConfig, run_with_restarts
 from mcore_parallel.guard._watchdog import STALLED_EXIT_CODE, StallReport, Watchdog, WatchdogConfig, exit_process
@@ -15,14 +16,17 @@ __all__ = [
     "ConfigMismatchError",
     "Fault",
     "MissingRanksError",
+    "NetworkFinding",
     "RankFailedError",
     "RanksLostError",
     "RestartConfig",
     "StallReport",
     "Watchdog",
     "WatchdogConfig",
+    "check_network",
     "config_fields",
     "exit_process",
+    "inspect_network",
     "preflight",
     "run_with_restarts",
 ]

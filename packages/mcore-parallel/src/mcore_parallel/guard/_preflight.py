@@ -4,20 +4,22 @@
 
 import hashlib
 import json
+import time
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
 from mcore_parallel.guard._fields import config_fields, version_fields
 from mcore_parallel.guard._rank_list import rank_list
+from mcore_parallel.guard._timed_store import TimedStore
 
 DISTRIBUTIONS = ("mcore-ckpt", "mcore-inference", "mcore-moe", "mcore-parallel", "mcore-rl", "megatron-fsdp")
-# The first rank needs this long to read, compare and answer after the last rank has come.
+# The first rank needs at most this long to read, compare and answer after the last rank has come; limit of a request to the store, too.
 _ANSWER_S = 30.0
 # Different configurations that a message goes into; more mean a field that varies by rank.
 _MAX_VARIANTS = 32
+_POLL_S = 0.1
 
 
 class ConfigMismatchError(ValueError):
@@ -81,6 +83,7 @@ def preflight(
         ConfigMismatchError: names each differing field, its values and who holds which.
         MissingRanksError: names the ranks that did not come, or did not answer.
         ValueError: ``exclude`` names no field.
+        RuntimeError: the store is out of reach.
     """
     fields = config_fields(configs) | version_fields(distributions)
     for name in exclude:
@@ -88,7 +91,7 @@ def preflight(
             raise ValueError(f"exclude={name!r} names no field; there are {', '.join(fields)}")
     fields = {field: value for field, value in fields.items() if not any(_below(field, name) for name in exclude)}
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
-    room = PrefixStore(f"mcore/{key}", store)
+    room = TimedStore(store, f"mcore/{key}", _ANSWER_S)
     room.set(f"hash/{rank}", digest)
     if rank == 0:
         _judge(room, fields, world_size, timeout_s)
@@ -104,7 +107,7 @@ def _below(field: str, name: str) -> bool:
     return field == name or field.startswith(name + ".")
 
 
-def _judge(room: Store, fields: Mapping[str, str], world_size: int, timeout_s: float) -> None:
+def _judge(room: TimedStore, fields: Mapping[str, str], world_size: int, timeout_s: float) -> None:
     """On the first rank: wait for all hashes, ask for fields where they differ, answer all."""
     keys = [f"hash/{rank}" for rank in range(world_size)]
     missing = _missing(room, keys, timeout_s)
@@ -136,7 +139,7 @@ def _differences(found: Sequence[Mapping[str, str]], variants: Sequence[Sequence
     return differences
 
 
-def _await_verdict(room: Store, rank: int, fields: Mapping[str, str], timeout_s: float) -> dict[str, Any]:
+def _await_verdict(room: TimedStore, rank: int, fields: Mapping[str, str], timeout_s: float) -> dict[str, Any]:
     """The first rank's answer; gives this rank's fields when it asks for them."""
     if _missing(room, ["hash/0"], timeout_s):
         raise MissingRanksError([0], timeout_s)
@@ -150,10 +153,11 @@ def _await_verdict(room: Store, rank: int, fields: Mapping[str, str], timeout_s:
     raise MissingRanksError([0], limit_s)
 
 
-def _missing(room: Store, keys: Sequence[str], timeout_s: float) -> list[int]:
+def _missing(room: TimedStore, keys: Sequence[str], timeout_s: float) -> list[int]:
     """Positions of the keys that are not there after the time-out."""
-    try:
-        room.wait(list(keys), timedelta(seconds=timeout_s))
-    except RuntimeError:
-        return [index for index, key in enumerate(keys) if not room.check([key])]
+    deadline = time.monotonic() + timeout_s
+    while not room.check(keys):
+        if time.monotonic() > deadline:
+            return [index for index, key in enumerate(keys) if not room.check([key])]
+        time.sleep(_POLL_S)
     return []

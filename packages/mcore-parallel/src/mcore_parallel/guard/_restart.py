@@ -138,7 +138,7 @@ def _fault(attempt: Attempt, error: BaseException, final: tuple[type[BaseExcepti
             attempt.fail(_line(error), is_final=isinstance(error, final) or not isinstance(error, Exception))
         except StoreSilentError as silence:
             # Nobody can be told, and nobody can be met again.
-            error.add_note(f"the other ranks were not told: the store gave {silence}")
+            error.add_note(f"the other ranks were not told: {silence}")
             raise error from None
     fault = attempt.fault() or Fault(rank=attempt.rank, reason=_line(error), is_final=False)
     _forget_frames(error)

@@ -17,7 +17,7 @@ class StoreSilentError(RuntimeError):
     """The store did not answer in time: its host is gone, or the network between is cut."""
 
     def __init__(self, timeout_s: float) -> None:
-        super().__init__(f"no answer within {timeout_s:g} s")
+        super().__init__(f"the store gave no answer within {timeout_s:g} s; its host is gone, or the network to it")
 
 
 class _Request:
