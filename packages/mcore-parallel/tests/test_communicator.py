@@ -4,12 +4,15 @@
 
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from mcore_parallel import CommunicatorOptions, Group, load_communicator_options
+from mcore_parallel import CommunicatorOptions, Group, ParallelPlan, ProcessGroups, load_communicator_options
 from mcore_parallel._communicator import _nccl_options, connect, uses_nccl
+from mcore_parallel.comm import NCCL_ALLOCATOR, RegisteredMemory
 
 
 def test_files_hold_one_table_a_group(tmp_path: Path) -> None:
@@ -71,6 +74,60 @@ def test_nccl_gets_what_was_chosen_and_nothing_else(monkeypatch: pytest.MonkeyPa
     assert not hasattr(made.config, "min_ctas")
     assert _nccl_options(CommunicatorOptions(), "nccl", None)._timeout == timedelta(minutes=10)
     assert _nccl_options(options, "gloo", None) is None
+
+
+def test_sharp_is_chosen_where_the_binding_knows_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    made = _nccl_options(CommunicatorOptions(use_sharp=True, max_ctas=4), "nccl", None)
+    assert made.config.max_ctas == 4 and "NCCL_COLLNET_ENABLE=1" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(Nccl, "Config", type("Config", (), {}))
+    assert _nccl_options(CommunicatorOptions(use_sharp=True), "nccl", None).config.collnet_enable == 1
+    assert not vars(_nccl_options(CommunicatorOptions(), "nccl", None).config) and not caplog.text
+
+
+def check_sharp() -> None:
+    """Where there is no such network all sums are as ever."""
+    for plan, name in ((ParallelPlan(dp=4), None), (ParallelPlan(dp=4), "dp"), (ParallelPlan(dp=4, optimizer_instances=2), "dp_replica")):
+        groups = ProcessGroups.build(plan, use_sharp=True, sharp_enabled_group=name)
+        x = torch.full((3,), float(dist.get_rank()))
+        dist.all_reduce(x, group=groups.dp_cp.pg)
+        assert x.tolist() == [6.0] * 3
+        groups.close()
+
+
+@pytest.mark.world(4)
+def test_groups_with_sharp_add_without_it_too(world) -> None:
+    world(check_sharp)
+
+
+def test_the_group_with_sharp_is_made_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[str, bool]] = []
+
+    def pick(self: Any, name: str, enumeration: Any) -> Group:
+        options = self._options.get(name)
+        made.append((name, options is not None and options.use_sharp))
+        return Group.single()
+
+    monkeypatch.setattr("mcore_parallel._groups._Maker.pick", pick)
+    ProcessGroups.build(ParallelPlan(), use_sharp=True, options={"dp_cp": CommunicatorOptions(max_ctas=2), "cp": CommunicatorOptions()})
+    assert made[0] == ("dp_cp", True) and made[1][0] == "cp" and not any(sharp for _, sharp in made[1:])
+
+
+def test_groups_that_cannot_have_sharp_are_named() -> None:
+    for options, match in (
+        ({"sharp_enabled_group": "dp"}, "sharp_enabled_group='dp' needs use_sharp=True"),
+        ({"use_sharp": True, "sharp_enabled_group": "tp"}, "sharp_enabled_group='tp' must be one of 'dp', 'dp_replica'"),
+        ({"use_sharp": True, "sharp_enabled_group": "dp_replica"}, "needs optimizer_instances above 1"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            ProcessGroups.build(ParallelPlan(), **options)
+
+
+def test_the_allocator_of_registered_memory_has_a_name() -> None:
+    assert ("TORCH" if dist.is_nccl_available() else None) == NCCL_ALLOCATOR
+    memory = RegisteredMemory(Group.single(), torch.device("cpu"))
+    assert memory.allocator is None and not memory.active
 
 
 def check_gloo_ignores_options() -> None:

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mcore_parallel import Group, ParallelPlan, ProcessGroups
+from mcore_parallel.comm import NCCL_ALLOCATOR, RegisteredMemory
 from mcore_parallel.comm._reduce_scatter import start_reduce_scatter_into, sum_rows
-from mcore_parallel.comm._registered import RegisteredMemory
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig, ParamGroup, orthogonalise
 from tests.support.world import run
@@ -243,7 +243,7 @@ def check_fp32_sums() -> None:
         memory = RegisteredMemory(group, torch.device("cuda", group.rank), symmetric=symmetric)
         with memory.allocate():
             buffer = torch.full((1 << 20,), float(group.rank + 1), device="cuda")
-        assert memory.active
+        assert memory.active and memory.allocator == NCCL_ALLOCATOR == "TORCH"
         dist.all_reduce(buffer)
         assert (buffer == sum(range(1, group.size + 1))).all()
         memory.close()
@@ -252,3 +252,18 @@ def check_fp32_sums() -> None:
 @two_gpus
 def test_sixteen_bit_sums_round_once_and_registered_memory_works_over_nccl() -> None:
     run(check_fp32_sums, 2, backend="nccl", timeout_s=180.0)
+
+
+def check_sharp() -> None:
+    torch.cuda.set_device(dist.get_rank())
+    torch.zeros(1, device="cuda")
+    groups = ProcessGroups.build(ParallelPlan(dp=2), use_sharp=True)
+    total = torch.full((1 << 16,), float(dist.get_rank() + 1), device="cuda")
+    dist.all_reduce(total, group=groups.dp_cp.pg)
+    assert (total == 3).all()
+    groups.close()
+
+
+@two_gpus
+def test_groups_that_ask_for_sharp_add_right_on_any_network() -> None:
+    run(check_sharp, 2, backend="nccl", timeout_s=180.0)

@@ -3,6 +3,7 @@
 """Ranks that communicate, and how their communicator is made."""
 
 import json
+import logging
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+_log = logging.getLogger(__name__)
 _NETS = ("IB", "Socket")
 
 
@@ -81,6 +83,8 @@ class CommunicatorOptions:
     """"IB" or "Socket"."""
     is_high_priority_stream: bool = False
     """Run the collectives on a stream that goes before the compute stream."""
+    use_sharp: bool = False
+    """Let the switches of the network add (SHARP, NCCL's CollNet). Where torch, NCCL or the network cannot, NCCL adds as ever."""
 
     def __post_init__(self) -> None:
         for name, low in (("min_ctas", 1), ("max_ctas", 1), ("cga_cluster_size", 0)):
@@ -184,4 +188,12 @@ def _nccl_options(options: CommunicatorOptions, backend: str, timeout: timedelta
         value = getattr(options, name)
         if value is not None:
             setattr(made.config, name, value)
+    if options.use_sharp:
+        try:
+            made.config.collnet_enable = 1
+        except AttributeError:
+            _log.warning(
+                "use_sharp=True has no effect: this build of torch cannot choose SHARP for one communicator; start all processes with "
+                "NCCL_COLLNET_ENABLE=1 to choose it for each, or leave use_sharp out"
+            )
     return made

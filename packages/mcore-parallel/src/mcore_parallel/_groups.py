@@ -3,7 +3,7 @@
 """The process groups of one plan, handed to whatever needs one."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ _EXPERT = {"ep": "ep", "expt_tp": "tp", "expt_dp": "dp", "tp_ep": "tp-ep", "tp_e
 # Their collectives run between the products of layers, which wait for them. Those of the other groups run beside the computation; on one
 # communicator, which runs one after the other, a layer's exchange would wait behind a bucket of gradients or a layer of weights.
 _LAYERS = frozenset({*_DENSE, *_EXPERT, "hierarchical_cp", "embd", "pos_embd"}) - {"dp", "dp_cp", "expt_dp"}
+_SHARP = {"dp": "dp_cp", "dp_replica": "inter_dp_cp"}
 # replicas, those of one optimizer instance, one of each instance, for gathers
 _DATA = (("dp_cp", "intra_dp_cp", "inter_dp_cp", "dp_cp_ag"), ("expt_dp", "intra_expt_dp", "inter_expt_dp", "expt_dp_ag"))
 
@@ -105,6 +106,8 @@ class ProcessGroups:
         timeout_s: float | None = None,
         separate_all_gather: bool = False,
         options: Mapping[str, CommunicatorOptions] | None = None,
+        use_sharp: bool = False,
+        sharp_enabled_group: str | None = None,
     ) -> "ProcessGroups":
         """Create the groups of ``plan``; every rank of the world calls this with the same plan.
 
@@ -120,11 +123,17 @@ class ProcessGroups:
             separate_all_gather: ``dp_cp_ag`` and ``expt_dp_ag`` get communicators of their own, so that parameter gathers need not
                 queue behind sums of gradients.
             options: NCCL's choices by field name (``load_communicator_options`` reads them from a file).
+            use_sharp: let the switches of the network add gradients where they can (``CommunicatorOptions.use_sharp``). Some serve the
+                first communicators only, so the group that has it is made first.
+            sharp_enabled_group: which group has it: "dp", the default, for ``dp_cp``, or "dp_replica" for ``inter_dp_cp``.
 
         Raises:
             ValueError: the plan needs another number of ranks than there are (names the degrees and the world size), options for
-                a group that does not exist.
+                a group that does not exist, ``sharp_enabled_group`` without ``use_sharp`` or of a name that is none.
         """
+        sharp = _sharp_field(plan, use_sharp, sharp_enabled_group)
+        if sharp is not None:
+            options = {**(options or {}), sharp: replace((options or {}).get(sharp, CommunicatorOptions()), use_sharp=True)}
         if unknown := set(options or {}) - {*_names(), "hierarchical_cp"}:
             raise ValueError(f"options name unknown groups {sorted(unknown)}; known: {sorted({*_names(), 'hierarchical_cp'})}")
         world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -143,7 +152,10 @@ class ProcessGroups:
         enumerations = enumerate_groups(plan, rank_offset, world_size)
         maker = _Maker(me, backend, timeout_s, options or {}, {"dp_cp_ag", "expt_dp_ag"} if separate_all_gather else set())
         # Groups with options come first, so that those of the same ranks without any share their communicators.
-        found = {name: maker.pick(name, enumerations[name]) for name in sorted(enumerations, key=lambda name: not maker.has_options(name))}
+        order = sorted(enumerations, key=lambda name: (name != sharp, not maker.has_options(name)))
+        found = {name: maker.pick(name, enumerations[name]) for name in order}
+        if sharp is not None and (group := found[sharp]) is not None:
+            _connect_all(group)
         levels = tuple(group for level in range(len(plan.hierarchical_cp)) if (group := found.pop(f"hierarchical_cp.{level}")) is not None)
         groups = {"intra_dist_opt": None, **found}
         pipeline = groups["pp"]
@@ -213,6 +225,19 @@ def enumerate_groups(plan: ParallelPlan, rank_offset: int = 0, world_size: int |
     return found
 
 
+def _sharp_field(plan: ParallelPlan, use_sharp: bool, name: str | None) -> str | None:
+    """The group whose sums the network adds; None for none."""
+    if not use_sharp:
+        if name is not None:
+            raise ValueError(f"sharp_enabled_group={name!r} needs use_sharp=True; set it, or leave the group out")
+        return None
+    if name not in (None, *_SHARP):
+        raise ValueError(f"sharp_enabled_group={name!r} must be one of {', '.join(map(repr, _SHARP))}")
+    if name == "dp_replica" and plan.optimizer_instances == 1:
+        raise ValueError("sharp_enabled_group='dp_replica' needs optimizer_instances above 1, between which it adds; use 'dp'")
+    return _SHARP[name or "dp"]
+
+
 class _Maker:
     """Makes communicators in one order on every rank; groups that hold the same ranks share one where one need not wait for the other."""
 
@@ -249,6 +274,12 @@ class _Maker:
 def _names() -> list[str]:
     """Fields of ``ProcessGroups`` that are one group."""
     return [item.name for item in fields(ProcessGroups) if item.name not in ("plan", "hierarchical_cp", "_open", "_later")]
+
+
+def _connect_all(group: Group) -> None:
+    """Make NCCL's communicator now, in place of at the first sum; the ranks of the group call it together."""
+    if group.size > 1 and group.rank >= 0 and uses_nccl(group.pg) and torch.cuda.is_initialized():
+        dist.all_reduce(torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device())), group=group.pg)
 
 
 def _open_links(group: Group, *, closed: bool = False) -> None:

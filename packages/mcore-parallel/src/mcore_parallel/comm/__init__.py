@@ -21,14 +21,17 @@ from mcore_parallel.comm._regions import (
     scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
+from mcore_parallel.comm._registered import NCCL_ALLOCATOR, RegisteredMemory
 
 __all__ = [
+    "NCCL_ALLOCATOR",
     "Arrival",
     "BridgeBatch",
     "BridgeCommunicator",
     "BridgeEnd",
     "P2PCommunicator",
     "Pending",
+    "RegisteredMemory",
     "RowTransfer",
     "TensorSpec",
     "all_gather",

@@ -11,6 +11,10 @@ import torch.distributed as dist
 
 from mcore_parallel._groups import Group
 
+NCCL_ALLOCATOR: str | None = "TORCH" if dist.is_nccl_available() else None
+"""Who allocates memory that NCCL can register: torch's own allocator of NCCL memory; None where this torch has no NCCL, and all memory
+comes from the usual allocator."""
+
 
 class RegisteredMemory:
     """Allocates tensors in memory that is registered with a group's NCCL communicator.
@@ -50,6 +54,11 @@ class RegisteredMemory:
     def active(self) -> bool:
         """Whether tensors really lie in registered memory."""
         return self._pool is not None
+
+    @property
+    def allocator(self) -> str | None:
+        """``NCCL_ALLOCATOR`` where it is used; None for the usual allocator."""
+        return NCCL_ALLOCATOR if self.active else None
 
     @contextmanager
     def allocate(self) -> Iterator[None]:
