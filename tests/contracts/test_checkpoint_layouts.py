@@ -51,21 +51,33 @@ def advance(parts: Parts, steps: range) -> list[tuple[float, float]]:
     return rows
 
 
-def check_goes_on(folder: str, targets: list[tuple[ParallelPlan, bool]]) -> int:
+def check_goes_on(folder: str, targets: list[tuple[ParallelPlan, bool]], config: RunConfig = CONFIG) -> int:
     """Save after three steps with the optimizer in slices; every target layout continues with the same numbers."""
-    first = start(SAVED, True, seed=1)
+    first = start(SAVED, True, seed=1, config=config)
     advance(first, range(3))
     state = first.state()
     CheckpointManager(folder).save(3, state, {"optimizer_step": first.optimizer.step_count})
     expected = advance(first, range(3, 6))
     for plan, sliced in targets:
-        other = start(plan, sliced, seed=2)
+        other = start(plan, sliced, seed=2, config=config)
         step, extra = CheckpointManager(folder).load(other.state())
         assert step == 3
         other.optimizer.load_step_count(extra["optimizer_step"])
         for ours, wanted in zip(advance(other, range(3, 6)), expected, strict=True):
             assert ours == pytest.approx(wanted, rel=1e-8), (plan, sliced)
     return sum(len(value) > 1 for value in state.values() if isinstance(value, list))
+
+
+@pytest.mark.world(4)
+def test_experts_with_biases_and_without_a_gate_go_on_in_every_layout(world, tmp_path: Path) -> None:
+    model = dataclasses.replace(CONFIG.model, activation="gelu", add_bias_linear=True)
+    targets = [
+        (ParallelPlan(dp=4, ep=2, etp=2), True),
+        (ParallelPlan(tp=2, dp=2, ep=1, etp=2, sequence_parallel=False), True),
+        (ParallelPlan(tp=2, dp=2, ep=2, etp=1, sequence_parallel=False), False),
+        (ParallelPlan(tp=2, dp=2, ep=1, etp=1, sequence_parallel=False), True),
+    ]
+    world(check_goes_on, folder=str(tmp_path), targets=targets, config=dataclasses.replace(CONFIG, model=model))
 
 
 @pytest.mark.world(4)

@@ -250,3 +250,13 @@ def test_sizes_that_cannot_learn_are_refused() -> None:
         GRPOConfig(num_groups=1, group_size=2, seq_len=8, generation_args=GenericGenerationArgs(temperature=0.0))
     with pytest.raises(ValueError, match="rollout_timeout_s=0 must be positive"):
         GRPOConfig(num_groups=1, group_size=2, seq_len=8, rollout_timeout_s=0)
+
+
+class Hopeless(CharacterShare):
+    async def get_reward(self, response: str, problem: Problem) -> float:
+        raise RuntimeError("judge fell over")
+
+
+def test_an_iteration_without_any_survivor_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="no rollout of 2 groups of 16 is left"):
+        iterate(ParallelPlan(), 1, agent=Hopeless(["a"], "a"))
