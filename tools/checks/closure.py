@@ -19,6 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 # Distributions whose import name is not their own name.
 IMPORT_NAMES = {"opentelemetry-api": "opentelemetry", "pyyaml": "yaml", "pyzmq": "zmq", "protobuf": "google"}
+# What every type checker knows by itself; under TYPE_CHECKING nothing has to be installed for it.
+TYPE_CHECKERS_BRING = {"typing_extensions"}
 IMPORT_BUDGET_S = 0.3
 _TIMER = """
 import importlib, sys, time
@@ -51,8 +53,12 @@ def imported(paths: Iterable[Path]) -> tuple[dict[str, str], dict[str, str]]:
     for path in paths:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         at_import = {id(node) for node in _run_at_import(tree.body)}
+        blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")]
+        for_checkers = {id(node) for block in blocks for statement in block.body for node in ast.walk(statement)}
         for node in ast.walk(tree):
             for name in _absolute_names(node):
+                if id(node) in for_checkers and name in TYPE_CHECKERS_BRING:
+                    continue
                 place = f"{path.name}:{getattr(node, 'lineno', 0)}"
                 (eager if id(node) in at_import else lazy).setdefault(name.split(".")[0], place)
     return eager, lazy

@@ -6,14 +6,20 @@ import asyncio
 import copy
 import enum
 import inspect
+import linecache
 import warnings
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from functools import cache, cached_property, partial, partialmethod
 from pathlib import Path
+from time import process_time
+from timeit import repeat
 from typing import NamedTuple, Protocol
 
 import pytest
 
 from mcore_parallel import deprecated, experimental_api, internal_api
+from mcore_parallel._stability import pep702_deprecated
 
 old = deprecated(version="0.1.0", removal_version="0.3.0", alternative="mcore_parallel.ParallelPlan")
 
@@ -112,21 +118,161 @@ def test_a_deprecated_coroutine_stays_one_and_warns_when_awaited():
     assert caught[0].filename == __file__
 
 
-def test_a_deprecated_class_warns_when_built_and_not_when_subclassed_or_copied():
+def test_a_deprecated_class_warns_when_built_and_when_subclassed_and_its_children_do_not_when_built():
     @old
     class Box:
         def __init__(self, x: int) -> None:
             self.x = x
 
-    class Child(Box):
-        pass
+    with pytest.warns(DeprecationWarning, match="Box") as caught:
 
+        class Child(Box):
+            pass
+
+    assert len(caught) == 1 and caught[0].filename == __file__ and "class Child" in source_line(caught[0])
     assert inspect.isclass(Box) and list(inspect.signature(Box).parameters) == ["x"]
     with pytest.warns(DeprecationWarning, match="Box") as caught:
         box = Box(3)
     assert caught[0].filename == __file__ and isinstance(box, Box)
     assert Child(4).x == 4  # a warning would be an error here
     assert copy.copy(box).x == 3 and copy.deepcopy(box).x == 3
+
+    class GrandChild(Child):
+        pass
+
+    assert GrandChild(5).x == 5
+
+
+def source_line(warning: warnings.WarningMessage) -> str:
+    return linecache.getline(warning.filename, warning.lineno)
+
+
+def test_subclassing_through_a_metaclass_still_points_at_the_class_statement():
+    @old
+    class Shape(ABC):
+        @abstractmethod
+        def area(self) -> float: ...
+
+        def __init_subclass__(cls, *, sides: int) -> None:
+            cls.sides = sides
+
+    with pytest.warns(DeprecationWarning, match="Shape") as caught:
+
+        class Square(Shape, sides=4):
+            pass
+
+    assert Square.sides == 4 and "class Square" in source_line(caught[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"slots": True}, {"frozen": True, "kw_only": True}, {"order": True, "slots": True}])
+@pytest.mark.parametrize("dataclass_first", [False, True])
+def test_dataclasses_are_deprecated_in_either_order_of_decorators(options, dataclass_first):
+    class Point:
+        x: int
+        y: int = 2
+
+    Point.__annotations__ = {"x": int, "y": int}
+    built = old(dataclass(**options)(Point)) if dataclass_first else dataclass(**options)(old(Point))
+    with pytest.warns(DeprecationWarning, match="Point") as caught:
+        point = built(x=1)
+    assert (point.x, point.y) == (1, 2) and caught[0].filename == __file__ and len(caught) == 1
+    assert copy.copy(point) == point and copy.deepcopy(point) == point
+    assert fields(built)[0].name == "x" and list(inspect.signature(built).parameters) == ["x", "y"]
+    with pytest.warns(DeprecationWarning):
+
+        @dataclass(**options)
+        class Child(built):
+            z: int = 3
+
+    assert Child(x=1).z == 3
+
+
+def test_cached_properties_partials_and_cached_functions_warn_at_the_caller():
+    class Box:
+        @old
+        @cached_property
+        def size(self) -> int:
+            return 7
+
+        def add(self, x: int, y: int) -> int:
+            return x + y
+
+        add_one = old(partialmethod(add, 1))
+
+    @old
+    @cache
+    def double(x: int) -> int:
+        return 2 * x
+
+    triple = old(partial(lambda factor, x: factor * x, 3))
+    box = Box()
+    for call, expected in ((lambda: box.size, 7), (lambda: box.add_one(2), 3), (lambda: double(2), 4), (lambda: triple(2), 6)):
+        with pytest.warns(DeprecationWarning, match="is deprecated since") as caught:
+            assert call() == expected
+        assert len(caught) == 1 and caught[0].filename == __file__
+    assert box.size == 7  # cached: no second warning
+    assert double.cache_info().currsize == 1
+
+
+def test_exceptions_and_subclasses_of_foreign_classes_are_built_as_before():
+    @old
+    class Failure(ValueError):
+        pass
+
+    @old
+    class Table(dict):
+        pass
+
+    with pytest.warns(DeprecationWarning):
+        assert Failure("a", 1).args == ("a", 1)
+    with pytest.warns(DeprecationWarning):
+        assert Table(a=1) == {"a": 1}
+
+
+def test_a_place_warns_again_when_the_filters_ask_for_it_and_costs_little_when_they_do_not():
+    @old
+    def double(x: int) -> int:
+        return 2 * x
+
+    def use() -> int:
+        return double(2)
+
+    for action, number in (("always", 3), ("default", 1), ("ignore", 0), ("once", 1)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter(action)
+            assert [use(), use(), use()] == [4, 4, 4]
+        assert len(caught) == number, action
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        use()
+        warnings.simplefilter("error")
+        with pytest.raises(DeprecationWarning):
+            use()
+        with pytest.raises(DeprecationWarning):
+            use()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.warns(DeprecationWarning):
+            use()
+
+
+def test_a_deprecated_call_costs_less_than_a_microsecond_more():
+    @old
+    def double(x: int) -> int:
+        return 2 * x
+
+    bare = double.__wrapped__
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        costs = [min(repeat(lambda f=f: f(2), number=10_000, repeat=20, timer=process_time)) / 10_000 for f in (double, bare)]
+    assert costs[0] - costs[1] < 1e-6
+
+
+def test_the_mark_for_type_checkers_does_nothing_at_run_time():
+    def double(x: int) -> int:
+        return 2 * x
+
+    assert pep702_deprecated("use scale")(double) is double
 
 
 def test_a_deprecated_class_without_init_keeps_its_own_rules_of_construction():
@@ -178,8 +324,10 @@ def test_cooperative_inheritance_passes_through_a_deprecated_class():
             calls.append(("right", right))
             super().__init__(**kwargs)
 
-    class Both(Left, Right):
-        pass
+    with pytest.warns(DeprecationWarning):
+
+        class Both(Left, Right):
+            pass
 
     Both(right=1, root=2)
     assert calls == [("right", 1), ("root", {"root": 2})]

@@ -39,6 +39,13 @@ def test_an_undeclared_import_is_found_even_inside_a_function(leaf):
     assert len(errors) == 1 and "__init__.py:3 imports numpy" in errors[0]
 
 
+def test_what_type_checkers_bring_is_declared_only_where_it_runs(leaf):
+    block = "import torch\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from typing_extensions import deprecated\n"
+    assert check(leaf, block)[0] == []
+    assert "imports typing_extensions" in check(leaf, block + "from typing_extensions import deprecated\n")[0][0]
+    assert "imports numpy" in check(leaf, block + "    import numpy\n")[0][0]
+
+
 def test_a_declared_dependency_that_nothing_imports_is_found(leaf):
     errors, _ = check(leaf, "import json\n")
     assert errors == ["mcore-leaf: torch is declared and never imported"]
