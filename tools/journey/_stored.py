@@ -22,8 +22,8 @@ RUN_FILE = "run.yaml"
 _MODEL_FREE = ("attention_backend", "init_method_std", "mtp_detach")
 _MOE_FREE = ("moe_aux_loss_coeff", "moe_ffn_hidden_size")
 # Sizes of slots and heads in the config of an import, which are no fields of the model.
-_MOE_SIZES = ("num_moe_experts", "moe_router_topk")
-_HEADS = ("num_token_types", "add_binary_head")
+_MOE_SIZES = ("num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size")
+_OTHERS = ("moe_layer_freq", "num_token_types", "add_binary_head")
 
 
 def check_stored(config: RunConfig, folder: Folder | None) -> None:
@@ -70,15 +70,15 @@ def _stored_model(folder: Folder, manifest: Manifest, config: RunConfig) -> tupl
     sizes = manifest.extra.get("config")
     if not isinstance(sizes, Mapping):
         return None
-    stated = {name: value for name, value in sizes.items() if name not in (*_MOE_SIZES, *_HEADS)}
+    stated = {name: value for name, value in sizes.items() if name not in (*_MOE_SIZES, *_OTHERS)}
     # An import from Hugging Face leaves out defaults; others say what they know.
     silent = {} if "hf_config" in manifest.extra else dataclasses.asdict(config.model)
     experts = {name: sizes[name] for name in _MOE_SIZES if sizes.get(name) is not None}
     if "num_moe_experts" not in experts:
         return TransformerConfig.from_dict({**silent, **stated}), None
     silent_moe = {} if "hf_config" in manifest.extra or config.moe is None else dataclasses.asdict(config.moe)
-    # The width of the feed-forward is that of an expert there.
-    return TransformerConfig.from_dict({**silent, **stated}), MoEConfig(**{**silent_moe, **experts, "moe_ffn_hidden_size": None})
+    # The width of the feed-forward is that of an expert there, where nothing else is said.
+    return TransformerConfig.from_dict({**silent, **stated}), MoEConfig(**{**silent_moe, "moe_ffn_hidden_size": None, **experts})
 
 
 def _read_run(folder: Folder, manifest: Manifest) -> Mapping[str, Any]:

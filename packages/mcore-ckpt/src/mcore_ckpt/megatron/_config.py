@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """The sizes of their model in our field names."""
 
+import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -13,9 +14,25 @@ __all__ = ["args_of", "family_of", "sizes_of"]
 _SAME = (
     *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels", "norm_epsilon"),
     *("normalization", "qk_layernorm", "add_bias_linear", "add_qkv_bias", "rotary_base", "rotary_percent", "init_method_std"),
+    *("softmax_type", "window_size", "window_attn_skip_freq"),
 )
 _RENAMED = MappingProxyType({"layernorm_epsilon": "norm_epsilon", "padded_vocab_size": "vocab_size"})
 _POSITIONS = MappingProxyType({"learned_absolute": "learned_absolute", "rope": "rope"})
+_LATENT = MappingProxyType(
+    {
+        "q_lora_rank": "q_lora_rank",
+        "kv_lora_rank": "kv_lora_rank",
+        "qk_head_dim": "qk_nope_head_dim",
+        "qk_pos_emb_head_dim": "qk_rope_head_dim",
+        "v_head_dim": "v_head_dim",
+    }
+)
+_YARN = MappingProxyType(
+    {
+        "rotary_scaling_factor": "factor",
+        **{name: name for name in ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")},
+    }
+)
 
 
 def sizes_of(given: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], *, gated: bool) -> dict[str, Any]:
@@ -36,11 +53,57 @@ def sizes_of(given: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], *, g
     experts = next((shape for key, shape in shapes.items() if key.endswith("experts.experts.linear_fc2.weight")), None)
     if experts is not None:
         found["num_moe_experts"], found["ffn_hidden_size"] = experts[0], experts[2]
+        dense = next((shape[-1] for key, shape in shapes.items() if key.endswith(".mlp.linear_fc2.weight")), None)
+        if dense is not None:
+            found |= {"ffn_hidden_size": dense, "moe_ffn_hidden_size": experts[2], "moe_layer_freq": _mixtures(shapes, found["num_layers"])}
         if given.get("moe_router_topk") is not None:
             found["moe_router_topk"] = given["moe_router_topk"]
     if gated and given.get("swiglu"):
         found["activation"] = "swiglu"
-    return {name: value for name, value in found.items() if isinstance(value, str | int | float | bool)}
+    if latent := _latent_of(given, shapes):
+        # Each head has keys and values of its own.
+        found = {name: value for name, value in found.items() if name not in ("num_query_groups", "kv_channels")} | latent
+    return {name: value for name, value in found.items() if isinstance(value, str | int | float | bool | tuple | list | dict)}
+
+
+def _mixtures(shapes: Mapping[str, Sequence[int]], num_layers: int) -> list[int]:
+    """1 for each layer with experts, 0 for each without."""
+    return [int(f"{LAYERS}{layer}.mlp.router.weight" in shapes) for layer in range(num_layers)]
+
+
+def _latent_of(given: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """Our fields of multi-head latent attention, whose rotary channels are pairs of neighbours there.
+
+    Raises:
+        ValueError: a size that is needed and not known; latents without norms, which are always there here.
+    """
+    layers = {key.rpartition(".self_attention.")[0] for key in shapes if key.endswith("self_attention.linear_kv_down_proj.weight")}
+    if not layers:
+        return {}
+    for layer in sorted(layers):
+        norms = ["kv"] if f"{layer}.self_attention.linear_q_proj.weight" in shapes else ["q", "kv"]
+        for norm in norms:
+            names = (f"{layer}.self_attention.{norm}_layernorm.weight", f"{layer}.self_attention.linear_{norm}_up_proj.layer_norm_weight")
+            if not any(name in shapes for name in names):
+                raise ValueError(f"{names[0]} is missing: latents without norms (qk_layernorm=False) are a model that is not there here")
+    needed = [name for name in (*_LATENT, "rope_type") if name != "q_lora_rank" and given.get(name) is None]
+    if needed:
+        raise ValueError(f"the checkpoint has latent attention and does not say {', '.join(needed)}; give it in the config")
+    latent = {ours: given.get(theirs) for theirs, ours in _LATENT.items()}
+    found: dict[str, Any] = {
+        "latent_attention": latent,
+        "rotary_interleaved": True,
+        "qk_layernorm": False,
+        "position_embedding_type": "rope",
+    }
+    yarn = {ours: given[theirs] for theirs, ours in _YARN.items() if given.get(theirs) is not None}
+    if given["rope_type"] == "yarn":
+        found |= {"position_embedding_type": "yarn", "yarn": yarn}
+    elif (all_dims := yarn.get("mscale_all_dim")) and (factor := yarn.get("factor", 1.0)) > 1.0:
+        # The factor of the scores is theirs whether positions are scaled or not.
+        width = given["qk_head_dim"] + given["qk_pos_emb_head_dim"]
+        found["softmax_scale"] = (0.1 * all_dims * math.log(factor) + 1.0) ** 2 / math.sqrt(width)
+    return found
 
 
 def family_of(given: Mapping[str, Any], sizes: Mapping[str, Any], *, gated: bool) -> str | None:
@@ -48,6 +111,11 @@ def family_of(given: Mapping[str, Any], sizes: Mapping[str, Any], *, gated: bool
     wanted = {"normalization": "RMSNorm", "position_embedding_type": "rope", "swiglu": True, "add_bias_linear": False}
     if not gated or any(given.get(name) != value for name, value in wanted.items()):
         return None
+    if sizes.get("softmax_type", "vanilla") != "vanilla" or sizes.get("window_size") is not None or "moe_layer_freq" in sizes:
+        return None
+    if "latent_attention" in sizes:
+        # All norms are of one epsilon there, and those of the latents of 1e-6 in the family.
+        return "deepseek3" if sizes.get("norm_epsilon") == 1e-6 and "num_moe_experts" not in sizes else None
     experts, qk_norm, bias = "num_moe_experts" in sizes, bool(sizes.get("qk_layernorm")), bool(sizes.get("add_qkv_bias"))
     if experts:
         return None if bias else "qwen3_moe" if qk_norm else "mixtral"
@@ -57,7 +125,11 @@ def family_of(given: Mapping[str, Any], sizes: Mapping[str, Any], *, gated: bool
 
 
 def args_of(sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """Their settings of a config of ours."""
+    """Their settings of a config of ours.
+
+    Raises:
+        ValueError: latent attention that is not theirs.
+    """
     found = {name: sizes[name] for name in (*_SAME, "moe_router_topk") if name in sizes}
     found |= {theirs: sizes[ours] for theirs, ours in _RENAMED.items() if ours in sizes}
     if "num_moe_experts" in sizes:
@@ -69,6 +141,31 @@ def args_of(sizes: Mapping[str, Any]) -> dict[str, Any]:
     # The fields that a config leaves out are at the defaults of ours.
     found |= {"normalization": sizes.get("normalization", "RMSNorm"), "swiglu": sizes.get("activation", "swiglu") == "swiglu"}
     found |= {name: sizes.get(name, default) for name, default in (("position_embedding_type", "rope"), ("add_bias_linear", False))}
+    found |= {name: sizes[name] for name in ("moe_layer_freq", "moe_ffn_hidden_size") if name in sizes}
+    found |= _latent_args(sizes)
     if found.get("max_position_embeddings") is None and sizes.get("max_position_embeddings") is not None:
         found["max_position_embeddings"] = sizes["max_position_embeddings"]
     return found
+
+
+def _latent_args(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    latent = sizes.get("latent_attention")
+    if not isinstance(latent, Mapping):
+        return {}
+    kind, yarn = sizes.get("position_embedding_type", "rope"), sizes.get("yarn")
+    epsilon = sizes.get("norm_epsilon", 1e-5)
+    refused = {
+        "rotary_interleaved": (sizes.get("rotary_interleaved", False), True, "the rotary channels are pairs of neighbours there"),
+        "latent_attention.norm_epsilon": (latent.get("norm_epsilon") or epsilon, epsilon, "all norms have one epsilon there"),
+        "softmax_scale": (sizes.get("softmax_scale"), None, "the scale follows from the widths there"),
+    }
+    for name, (value, only, why) in refused.items():
+        if value != only:
+            raise ValueError(f"{name}={value!r} cannot be exported with latent attention: {why}; only {only!r} can")
+    if kind not in ("rope", "yarn"):
+        raise ValueError(f"position_embedding_type={kind!r} cannot be exported with latent attention; only 'rope' and 'yarn' can")
+    found = {theirs: latent.get(ours) for theirs, ours in _LATENT.items()}
+    found |= {"multi_latent_attention": True, "qk_layernorm": True, "rope_type": kind, "position_embedding_type": "rope"}
+    # Without a scaling the factor of the scores is 1.
+    scaling = yarn if kind == "yarn" and isinstance(yarn, Mapping) else {"factor": 1.0, "mscale_all_dim": 0.0}
+    return found | {theirs: scaling[ours] for theirs, ours in _YARN.items() if scaling.get(ours) is not None}

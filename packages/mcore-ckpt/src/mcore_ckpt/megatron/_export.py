@@ -72,7 +72,8 @@ def export_checkpoint_megatron(
     Raises:
         CheckpointingException: ``checkpoint`` is none, or damaged; ``output`` holds one; no weight has a name there; parameter groups
             of which none, or several, can be that of a weight.
-        ValueError: another ``format``; an ``optimizer_config`` without lr, or with what these groups cannot express.
+        ValueError: another ``format``; a config that they cannot express; an ``optimizer_config`` without lr, or with what these groups
+            cannot express.
     """
     if format not in FORMATS:
         raise ValueError(f"format={format!r} is not written; the formats of an export are: {', '.join(FORMATS)}")
@@ -114,6 +115,7 @@ def _dist(
     """Write ``common.pt``; the tensors, of all layers stacked."""
     state = _stacked(reader, keys)
     kinds = {"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    kinds["non_homogeneous_layers"] = bool(_mixtures(keys))
     common = {**common, "args": argparse.Namespace(**common["args"]), "content_metadata": kinds}
     if any(key.startswith(_STATE) for key in keys.values()):
         common["optimizer_step"] = step
@@ -168,7 +170,8 @@ def _keys(reader: CheckpointReader, prefix: str, *, optimizer: bool) -> tuple[di
             continue
         layer = ours.partition(".")[2].partition(".")[0]
         experts = f"{prefix}layers.{layer}.mlp.router.weight" in names
-        key = their_name(ours, experts=experts)
+        latent = f"{prefix}layers.{layer}.attention.kv_down.weight" in names
+        key = their_name(ours, experts=experts, latent=latent)
         if key is None:
             left.append(name)
             continue
@@ -191,12 +194,25 @@ def _stacked(reader: CheckpointReader, keys: Mapping[str, str]) -> dict[str, Any
         else:
             state[key] = [_part(reader, name, None, 0)]
     count = 1 + max((number for names in layers.values() for number in names), default=-1)
+    mixtures = _mixtures(keys)
     for key, names in layers.items():
-        if len(names) == count and len({reader.record(_stored(name)).shape for name in names.values()}) == 1:
+        if mixtures and set(names) in ({*range(count)}, mixtures, {*range(count)} - mixtures):
+            # Layers of two kinds are apart, all of them.
+            before, _, part = key.partition(LAYERS)
+            state |= {f"{before}{LAYERS}{number}.{part}": [_part(reader, name, None, 0)] for number, name in names.items()}
+        elif not mixtures and len(names) == count and len({reader.record(_stored(name)).shape for name in names.values()}) == 1:
             state[key] = [_part(reader, name, number, count) for number, name in sorted(names.items())]
         else:
             raise CheckpointingException(f"{key}: only the layers {sorted(names)} of {count} have it; a stack of layers alike is expected")
     return state
+
+
+def _mixtures(keys: Mapping[str, str]) -> set[int]:
+    """Numbers of the layers with experts where others have none; empty where all layers are of one kind."""
+    theirs = {key for key in keys.values() if key.startswith(LAYERS)}
+    layers = {key.removeprefix(LAYERS).partition(".")[0] for key in theirs}
+    mixtures = {number for number in layers if f"{LAYERS}{number}.mlp.router.weight" in theirs}
+    return set() if mixtures == layers else {int(number) for number in mixtures}
 
 
 def _stored(name: str) -> str:

@@ -29,6 +29,9 @@ _KINDS = ("exp_avg", "exp_avg_sq")
 _COMMON = ("args", "checkpoint_version", "iteration")
 _ENDS = ("embedding.word_embeddings.weight", "decoder.final_layernorm.weight")
 _ATTENTION = ("self_attention.linear_qkv.weight", "self_attention.linear_proj.weight")
+_LATENT = tuple(f"self_attention.linear_{name}.weight" for name in ("kv_down_proj", "kv_up_proj", "proj"))
+_LATENT_QUERIES = ("self_attention.linear_q_proj.weight",)
+_LOW_RANK_QUERIES = ("self_attention.linear_q_down_proj.weight", "self_attention.linear_q_up_proj.weight")
 _DENSE = ("mlp.linear_fc1.weight", "mlp.linear_fc2.weight")
 _MIXTURE = ("mlp.router.weight", "mlp.experts.experts.linear_fc1.weight", "mlp.experts.experts.linear_fc2.weight")
 
@@ -96,8 +99,15 @@ def _missing_weights(weights: Collection[str], args: Mapping[str, Any]) -> Itera
         needed = set().union(*alike)
         # Another attention or feed-forward, which the import refuses by name, needs other weights.
         if all(our_name(f"{LAYERS}{number}.{part}") for part in parts):
-            needed |= {*_ATTENTION, *(_MIXTURE if number in mixtures else _DENSE)}
+            needed |= {*_attention(needed), *(_MIXTURE if number in mixtures else _DENSE)}
         yield from (f"{WEIGHT}{LAYERS}{number}.{part}" for part in needed - parts)
+
+
+def _attention(parts: Collection[str]) -> tuple[str, ...]:
+    """What the attention needs of which these are parts."""
+    if not any(part in parts for part in (*_LATENT[:2], *_LATENT_QUERIES, *_LOW_RANK_QUERIES)):
+        return _ATTENTION
+    return (*_LATENT, *(_LATENT_QUERIES if _LATENT_QUERIES[0] in parts else _LOW_RANK_QUERIES))
 
 
 def _missing_parts(weights: Mapping[str, _Pieces], states: Mapping[tuple[str, str], _Pieces], args: Mapping[str, Any]) -> Iterator[str]:

@@ -81,15 +81,15 @@ def import_checkpoint_megatron(
     state: dict[str, DeferredTensor] = {}
     try:
         for key in keys:
-            shape = our_shape(key, shapes[key], gated=gated, num_query_groups=groups)
+            shape = our_shape(key, shapes[key], gated=gated, num_query_groups=groups, num_heads=given.get("num_attention_heads"))
             state[prefix + str(our_name(key))] = _shaped(source.tensors[key], shape)
             for kind, ours in _KINDS.items() if optimizer else ():
                 # A weight of 32 bits is its own master.
                 if (kind, key) in source.states and (kind != "param" or source.tensors[key].dtype in _NARROW):
                     state[f"optimizer.{ours}.{our_name(key)}"] = _shaped(source.states[kind, key], shape)
+        sizes = sizes_of(given, shapes, gated=gated)
     except ValueError as error:
         raise CheckpointingException(f"{folder}: {error}") from error
-    sizes = sizes_of(given, shapes, gated=gated)
     extra: dict[str, Any] = {"config": sizes, **plain(source.common)}
     if (family := family_of(given, sizes, gated=gated)) is not None:
         extra["family"] = family

@@ -158,6 +158,8 @@ def _whole(key: str, found: Mapping[tuple[int, int], Tensor], args: Mapping[str,
     """The tensor of all parts; made when it is asked for."""
     rule, stacked = rule_of(key, gated=gated), ".experts." in key
     how = Cut.WHOLE if rule is None or (stacked and args.get("expert_tensor_parallel_size") == 1) else rule.cut
+    if how is Cut.LATENT and args.get("transformer_impl") == "local":
+        how = Cut.ROWS
     experts: dict[int, list[Tensor]] = {}
     for (expert, _), part in sorted(found.items(), key=lambda item: item[0]):
         experts.setdefault(expert, []).append(part)

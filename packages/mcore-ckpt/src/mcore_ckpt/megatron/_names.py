@@ -30,6 +30,8 @@ class Cut(Enum):
     """Equal pieces of the first dim."""
     COLUMNS = "columns"
     """Equal pieces of the last dim."""
+    LATENT = "latent"
+    """Rows of the layers of the host; whole with those of Transformer Engine."""
     GATED = "gated"
     """Rows of the gate and rows of the values, each in equal pieces; a rank holds its gate's above its values'."""
 
@@ -64,6 +66,15 @@ _IN_LAYER: Mapping[str, Rule] = MappingProxyType(
         "self_attention.linear_proj.bias": Rule("attention.out.bias"),
         "self_attention.q_layernorm.weight": Rule("attention.q_norm.weight"),
         "self_attention.k_layernorm.weight": Rule("attention.k_norm.weight"),
+        "self_attention.core_attention.softmax_offset": Rule("attention.softmax_offset", Cut.ROWS),
+        "self_attention.linear_q_proj.weight": Rule("attention.q.weight", Cut.ROWS),
+        "self_attention.linear_q_down_proj.weight": Rule("attention.q_down.weight", Cut.LATENT),
+        "self_attention.linear_q_up_proj.layer_norm_weight": Rule("attention.q_norm.weight"),
+        "self_attention.linear_q_up_proj.weight": Rule("attention.q_up.weight", Cut.ROWS),
+        "self_attention.linear_kv_down_proj.weight": Rule("attention.kv_down.weight", Cut.LATENT),
+        "self_attention.linear_kv_up_proj.layer_norm_weight": Rule("attention.kv_norm.weight"),
+        "self_attention.kv_layernorm.weight": Rule("attention.kv_norm.weight"),
+        "self_attention.linear_kv_up_proj.weight": Rule("attention.kv_up.weight", Cut.ROWS),
         "mlp.linear_fc1.layer_norm_weight": Rule("ffn_norm.weight"),
         "mlp.linear_fc1.layer_norm_bias": Rule("ffn_norm.bias"),
         "pre_mlp_layernorm.weight": Rule("ffn_norm.weight"),
@@ -78,6 +89,12 @@ _IN_LAYER: Mapping[str, Rule] = MappingProxyType(
     }
 )
 _EXPERT_PAIR = ("pre_mlp_layernorm", "mlp.linear_fc1.layer_norm")
+# Latent attention, whose input's norm is a module of its own, and whose latents' norms are fused with what follows.
+_LATENT: Mapping[str, str] = MappingProxyType(
+    {"input_norm.weight": "input_layernorm.weight", "attention.q_norm.weight": "self_attention.linear_q_up_proj.layer_norm_weight"}
+)
+_HEADS = ("attention.q.weight", "attention.q_up.weight", "attention.kv_up.weight")
+"""Ours are [heads, rows, D]."""
 
 
 def rule_of(key: str, *, gated: bool) -> Rule | None:
@@ -106,15 +123,17 @@ def our_name(key: str) -> str | None:
     return f"layers.{found[1]}.{rule.ours}" if found else rule.ours
 
 
-def their_name(name: str, *, experts: bool) -> str | None:
+def their_name(name: str, *, experts: bool, latent: bool = False) -> str | None:
     """Their per-layer key of our name; None where they have none.
 
     Args:
         experts: the layer's feed-forward is a mixture, whose norm is a module of its own.
+        latent: the layer's attention is multi-head latent attention.
     """
     found = _OURS.fullmatch(name)
     table, wanted = (_IN_LAYER, found[2]) if found else (_ENDS, name)
-    key = next((key for key, rule in table.items() if rule.ours == wanted), None)
+    key = _LATENT.get(wanted) if found and latent else None
+    key = key or next((key for key, rule in table.items() if rule.ours == wanted), None)
     if key is None:
         return None
     if experts and key.startswith(_EXPERT_PAIR[1]):
@@ -122,8 +141,10 @@ def their_name(name: str, *, experts: bool) -> str | None:
     return f"{LAYERS}{found[1]}.{key}" if found else key
 
 
-def our_shape(key: str, shape: Sequence[int], *, gated: bool, num_query_groups: int | None) -> tuple[int, ...]:
-    """Our shape of their whole tensor of one layer: queries, keys and values by group, a gate and its values apart.
+def our_shape(
+    key: str, shape: Sequence[int], *, gated: bool, num_query_groups: int | None, num_heads: int | None = None
+) -> tuple[int, ...]:
+    """Our shape of their whole tensor of one layer: queries, keys and values by group, or of latents by head, a gate and its values apart.
 
     Raises:
         ValueError: the number of key-value groups is needed and not known, or does not fit.
@@ -132,15 +153,21 @@ def our_shape(key: str, shape: Sequence[int], *, gated: bool, num_query_groups: 
     rule = rule_of(key, gated=gated)
     assert rule is not None
     if rule.ours.startswith("attention.qkv."):
-        if num_query_groups is None:
-            raise ValueError(f"{key}: the checkpoint does not say how many key-value groups it has; give num_query_groups in the config")
-        if shape[0] % num_query_groups:
-            raise ValueError(f"{key}: num_query_groups={num_query_groups} does not divide its {shape[0]} rows")
-        return (num_query_groups, shape[0] // num_query_groups, *shape[1:])
+        return _divided(key, shape, "num_query_groups", num_query_groups)
+    if rule.ours in _HEADS:
+        return _divided(key, shape, "num_attention_heads", num_heads)
     if rule.cut is Cut.GATED:
         place = 1 if ".experts." in key else 0
         return (*shape[:place], 2, shape[place] // 2, *shape[place + 1 :])
     return shape
+
+
+def _divided(key: str, shape: tuple[int, ...], field: str, count: int | None) -> tuple[int, ...]:
+    if count is None:
+        raise ValueError(f"{key}: the checkpoint does not say {field}; give it in the config")
+    if shape[0] % count:
+        raise ValueError(f"{key}: {field}={count} does not divide its {shape[0]} rows")
+    return (count, shape[0] // count, *shape[1:])
 
 
 def their_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
@@ -153,6 +180,8 @@ def their_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
     shape = tuple(shape)
     part = name.rpartition("layers.")[2].partition(".")[2]
     place = {"attention.qkv.weight": 0, "attention.qkv.bias": 0, "mlp.up.weight": 0, "mlp.up.bias": 0, "mlp.experts.up": 1}.get(part)
+    if part in _HEADS:
+        place = 0
     if place is None or len(shape) == place + (1 if part.endswith("bias") else 2):
         return shape
     return (*shape[:place], shape[place] * shape[place + 1], *shape[place + 2 :])
@@ -160,7 +189,7 @@ def their_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
 
 def cut(whole: Tensor, how: Cut, rank: int, size: int) -> Tensor:
     """What tensor-parallel rank ``rank`` of ``size`` holds of a weight [rows, ...]; a view where that is possible."""
-    if how is Cut.WHOLE or size == 1:
+    if how in (Cut.WHOLE, Cut.LATENT) or size == 1:
         return whole
     if how is Cut.COLUMNS:
         return whole.chunk(size, -1)[rank]
@@ -171,7 +200,7 @@ def cut(whole: Tensor, how: Cut, rank: int, size: int) -> Tensor:
 
 def join_cut(parts: Sequence[Tensor], how: Cut) -> Tensor:
     """Inverse of `cut` over all ranks; of copies, the first."""
-    if how is Cut.WHOLE or len(parts) == 1:
+    if how in (Cut.WHOLE, Cut.LATENT) or len(parts) == 1:
         return parts[0]
     if how is Cut.COLUMNS:
         return torch.cat(list(parts), -1)
