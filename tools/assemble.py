@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mcore_moe import moe_feed_forward
@@ -203,7 +204,10 @@ def datasets(config: RunConfig, tokenizer: Tokenizer) -> tuple[Samples, Samples]
         path_to_cache=str(Path(config.output) / "index_cache"),
     )
     sizes = [samples_after(train.batch_sizes(), train.steps), evaluations * train.eval_batches * train.global_batch_size, 0]
-    train_set, valid_set, _ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, data).build()
+    # One rank checks the indices; where they are damaged its error ends the run.
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, data, is_verified_on_rank=lambda: first)
+    train_set, valid_set, _ = builder.build()
     for name, found in (("training", train_set), ("validation", valid_set)):
         if found is None:
             raise ValueError(

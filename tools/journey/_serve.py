@@ -13,7 +13,6 @@ import torch
 
 from mcore_ckpt.hf import import_hf
 from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, InferenceConfig, PagedAttention, SamplingParams
-from mcore_inference.server import serve
 from mcore_parallel import ProcessGroups
 from mcore_parallel.data import Tokenizer
 from mcore_parallel.models import GPTModel
@@ -46,6 +45,9 @@ def build_engine(
 
 def serve_exported(config: RunConfig, export: Path, tokenizer: Tokenizer, prompts: Sequence[str], device: torch.device | str) -> Served:
     """Load Hugging Face weights into an engine, continue the prompts, then answer one request over HTTP."""
+    # Of all verbs of a run only this one needs a server's libraries.
+    from mcore_inference.server import serve
+
     engine = build_engine(config, tokenizer, device)
     engine.load_weights(import_hf(export).tensors)
     begin = time.perf_counter()

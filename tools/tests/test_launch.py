@@ -3,6 +3,8 @@
 """Worlds of an application: results, failures by rank."""
 
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -65,3 +67,13 @@ def test_a_stuck_gpu_collective_is_reported() -> None:
     guard = WatchdogConfig(stall_timeout_s=10.0, slow_allowance_s=0, heartbeat_s=0.5, dead_after_s=20.0)
     with pytest.raises(RankError, match=r"(?s)rank 0 waits for rank 1.*nccl:.*missing: rank 1, alive at step 3.*in dawdle"):
         launch(dawdle, 2, device="cuda", guard=guard, beats=True)
+
+
+def test_training_needs_no_library_of_a_server() -> None:
+    check = (
+        "import sys\n"
+        "for name in ('fastapi', 'starlette', 'uvicorn'): sys.modules[name] = None\n"
+        "import tools.distill, tools.pretrain"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

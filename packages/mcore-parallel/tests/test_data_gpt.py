@@ -229,6 +229,16 @@ def test_cache_that_cannot_be_written_warns_and_goes_on(tmp_path):
     assert len(dataset) == 8
 
 
+def test_a_full_disk_is_told_in_words_also_where_numpy_raises_without_a_reason(tmp_path, monkeypatch):
+    def full(file, array, allow_pickle):
+        raise OSError("512 requested and 0 written")
+
+    monkeypatch.setattr("numpy.save", full)
+    corpus = write_corpus(tmp_path / "c", [30, 40])
+    with pytest.warns(UserWarning, match=r"cannot be written \(512 requested and 0 written\)"):
+        make(corpus, cache=str(tmp_path / "cache"))
+
+
 def text_corpus(tmp_path, documents):
     with IndexedDatasetBuilder(tmp_path / "t.bin", dtype="u2") as builder:
         for document in documents:

@@ -3,6 +3,7 @@
 """The .bin/.idx format, byte for byte, and what happens to damaged files."""
 
 import copy
+import itertools
 import os
 import subprocess
 import sys
@@ -11,7 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_parallel.data import IndexedDataset, IndexedDatasetBuilder, IndexedDatasetError, merge_indexed, token_dtype
+from mcore_parallel.data import (
+    BlendedMegatronDatasetBuilder,
+    GPTDataset,
+    GPTDatasetConfig,
+    IndexedDataset,
+    IndexedDatasetBuilder,
+    IndexedDatasetError,
+    merge_indexed,
+    token_dtype,
+)
 
 DTYPES = ["u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2"]
 
@@ -227,6 +237,75 @@ def test_verify_finds_an_entry_that_opening_does_not_read(tmp_path):
     (tmp_path / "a.idx").write_bytes(data)
     with pytest.raises(IndexedDatasetError, match="pointer differs .* at entry 1"):
         IndexedDataset(tmp_path / "a").verify()
+
+
+def test_every_damaged_length_pointer_and_outer_boundary_is_found_before_training(tmp_path):
+    write_golden(tmp_path / "a", False)
+    IndexedDataset(tmp_path / "a").verify()
+    sound = (tmp_path / "a.idx").read_bytes()
+    config = GPTDatasetConfig(random_seed=1, sequence_length=1, blend=([str(tmp_path / "a")], None), split="1,0,0")
+    # 3 lengths of 4 bytes and 3 pointers of 8, then 4 boundaries of 8: the inner ones have no second witness.
+    places = [*range(34, 78), *range(102 - 8, 102)]
+    for place, bit in itertools.product(places, range(8)):
+        damaged = bytearray(sound)
+        damaged[place] ^= 1 << bit
+        (tmp_path / "a.idx").write_bytes(damaged)
+        with pytest.raises(IndexedDatasetError, match=r"a\.idx|its index describes"):
+            BlendedMegatronDatasetBuilder(GPTDataset, [None] * 3, lambda: True, config).build()
+    # The last length is lower: only verifying knows.
+    (tmp_path / "a.idx").write_bytes(sound[:42] + b"\x00" + sound[43:])
+    with pytest.raises(IndexedDatasetError, match=r"lengths add up to \d bytes, .*a\.bin has 8"):
+        IndexedDataset(tmp_path / "a").verify()
+    builder = BlendedMegatronDatasetBuilder(GPTDataset, [None] * 3, lambda: True, config, is_verified_on_rank=lambda: False)
+    assert builder.build()[0] is not None
+
+
+def test_verify_goes_through_a_long_index_in_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr("mcore_parallel.data._indexed._VERIFIED_AT_ONCE", 7)
+    with IndexedDatasetBuilder(tmp_path / "a.bin", dtype="u2") as builder:
+        for length in range(50):
+            builder.add_document([1] * length, [length])
+        builder.finalize()
+    IndexedDataset(tmp_path / "a").verify()
+    sound = (tmp_path / "a.idx").read_bytes()
+    for entry in (6, 7, 8, 20, 40):
+        damaged = bytearray(sound)
+        damaged[34 + 4 * 50 + 8 * entry] ^= 2
+        (tmp_path / "a.idx").write_bytes(damaged)
+        with pytest.raises(IndexedDatasetError, match=f"pointer differs .* at entry {entry};"):
+            IndexedDataset(tmp_path / "a").verify()
+
+
+READ_AFTER_TRUNCATION = """
+import os, sys
+import numpy as np
+from mcore_parallel.data import IndexedDataset, IndexedDatasetError
+dataset, path = IndexedDataset(sys.argv[1]), sys.argv[1] + sys.argv[2]
+assert dataset[len(dataset) - 1].size == 5000
+os.truncate(path, os.path.getsize(path) // 3)
+last = len(dataset) - 1
+for read in (
+    lambda: dataset[last].sum(),
+    lambda: dataset[last - 3 : last],
+    lambda: dataset.gather(np.array([last]), 0, 5000, np.empty(5000, np.int64)),
+):
+    try:
+        read()
+    except IndexedDatasetError as error:
+        assert path in str(error) and "it shrank during the run" in str(error), error
+    else:
+        raise AssertionError("no error")
+print("named")
+"""
+
+
+@pytest.mark.parametrize("end", [".bin", ".idx"])
+def test_a_corpus_that_is_cut_short_during_a_run_is_named(tmp_path, end):
+    with IndexedDatasetBuilder(tmp_path / "a.bin", dtype="u2") as builder:
+        builder.add_documents(np.ones(5000 * 4000, np.uint16), [5000] * 4000)
+        builder.finalize()
+    done = subprocess.run([sys.executable, "-c", READ_AFTER_TRUNCATION, str(tmp_path / "a"), end], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "named\n"), done.stderr
 
 
 def test_bin_that_shrinks_while_open_gives_no_short_read(tmp_path):

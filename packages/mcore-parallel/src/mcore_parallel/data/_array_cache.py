@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_parallel.data._atomic import atomic_file
+from mcore_parallel.data._errors import reason_of
 from mcore_parallel.data._remote import is_url
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -69,7 +70,7 @@ def cached_arrays(folder: str | None, label: str, description: str, build: Calla
         with atomic_file(f"{stem}description.txt") as file:
             file.write(json.dumps({"arrays": _shapes(arrays)}).encode() + b"\n" + description.encode())
     except OSError as error:
-        warnings.warn(f"index cache {folder} cannot be written ({error.strerror}); set path_to_cache to a writable folder", stacklevel=2)
+        warnings.warn(f"index cache {folder} cannot be written ({reason_of(error)}); set path_to_cache to a writable folder", stacklevel=2)
         return arrays
     return arrays
 

@@ -12,6 +12,7 @@ import numpy as np
 from mcore_parallel.data._blend import BlendedDataset
 from mcore_parallel.data._blend_config import Blend, BlendedMegatronDatasetConfig, Split
 from mcore_parallel.data._errors import DataError
+from mcore_parallel.data._indexed import IndexedDataset
 
 Range = tuple[float, float]
 
@@ -26,6 +27,8 @@ class BlendedMegatronDatasetBuilder:
         sizes: samples wanted of train, valid, test; None is one epoch.
         is_built_on_rank: whether this process reads data; where it does not, `build` gives None three times.
         config: corpora, shares and splits.
+        is_verified_on_rank: whether this process checks each whole index before anything is built, see `IndexedDataset.verify`; one process
+            of a run is enough.
 
     Example:
         >>> blend = (["wiki", "code"], [0.7, 0.3])
@@ -35,7 +38,13 @@ class BlendedMegatronDatasetBuilder:
     """
 
     def __init__(
-        self, cls: type[Any], sizes: Sequence[int | None], is_built_on_rank: Callable[[], bool], config: BlendedMegatronDatasetConfig
+        self,
+        cls: type[Any],
+        sizes: Sequence[int | None],
+        is_built_on_rank: Callable[[], bool],
+        config: BlendedMegatronDatasetConfig,
+        *,
+        is_verified_on_rank: Callable[[], bool] = lambda: True,
     ) -> None:
         if len(sizes) != len(Split):
             raise DataError(f"sizes has {len(sizes)} entries; give one for each of train, valid, test")
@@ -44,7 +53,7 @@ class BlendedMegatronDatasetBuilder:
         if config.blend is None and config.blend_per_split is None:
             raise DataError("config names no data; set blend and split, or blend_per_split")
         self.cls, self.sizes, self.config = cls, list(sizes), config
-        self.is_built_on_rank = is_built_on_rank
+        self.is_built_on_rank, self.is_verified_on_rank = is_built_on_rank, is_verified_on_rank
 
     def build(self) -> list[Any]:
         """[train, valid, test]; None where the split is empty or this process reads no data.
@@ -55,6 +64,8 @@ class BlendedMegatronDatasetBuilder:
         """
         if not self.is_built_on_rank():
             return [None] * len(Split)
+        if self.is_verified_on_rank():
+            self._verify()
         if self.config.blend_per_split is not None:
             return [
                 None if blend is None else self._split(blend, (0.0, 1.0), split, self.sizes[split.value])
@@ -66,6 +77,14 @@ class BlendedMegatronDatasetBuilder:
             None if part is None else self._split(self.config.blend, part, split, self.sizes[split.value])
             for split, part in zip(Split, ranges, strict=True)
         ]
+
+    def _verify(self) -> None:
+        """Check the index of each corpus once, in however many splits it is."""
+        blends = self.config.blend_per_split or [self.config.blend]
+        for prefix in dict.fromkeys(prefix for blend in blends if blend is not None for prefix in blend[0]):
+            low_level = self.cls.build_low_level_dataset(prefix, self.config)
+            if isinstance(low_level, IndexedDataset):
+                low_level.verify()
 
     def _split(self, blend: Blend, part: Range, split: Split, size: int | None) -> Any:
         prefixes, weights = blend

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from mcore_parallel.data._atomic import atomic_file, commit, partial_name
-from mcore_parallel.data._errors import IndexedDatasetError
+from mcore_parallel.data._errors import IndexedDatasetError, reason_of
 from mcore_parallel.data._index_file import as_token_dtype, read_index, write_index
 
 
@@ -44,7 +44,7 @@ class IndexedDatasetBuilder:
         try:
             self._file: BinaryIO = open(self._partial, "xb", buffering=1 << 20)  # noqa: SIM115 - closed by finalize or abort
         except OSError as error:
-            raise IndexedDatasetError(f"cannot write {self._bin_path}: {error.strerror}; name a writable folder") from error
+            raise IndexedDatasetError(f"cannot write {self._bin_path}: {reason_of(error)}; name a writable folder") from error
         self._lengths = array("i")
         self._documents = array("q", [0])
         self._modes = array("b")
@@ -104,7 +104,7 @@ class IndexedDatasetBuilder:
             with open(prefix + ".bin", "rb") as source, self._writing():
                 _copy(source, self._file, shard.num_bytes)
         except OSError as error:
-            raise IndexedDatasetError(f"cannot open {prefix}.bin: {error.strerror}; its index exists: copy the .bin beside it") from error
+            raise IndexedDatasetError(f"cannot open {prefix}.bin: {reason_of(error)}; its index exists: copy the .bin beside it") from error
         self._documents.frombytes((shard.documents_D[1:].astype(np.int64) + len(self._lengths)).tobytes())
         self._lengths.frombytes(shard.lengths_S.astype(np.intc).tobytes())
         if shard.modes_S is not None:
@@ -142,8 +142,7 @@ class IndexedDatasetBuilder:
         try:
             yield
         except OSError as error:
-            reason = error.strerror or error
-            raise IndexedDatasetError(f"cannot write {self._bin_path}: {reason}; make room, or name another folder") from error
+            raise IndexedDatasetError(f"cannot write {self._bin_path}: {reason_of(error)}; make room, or name another folder") from error
 
     def _append(self, tokens: NDArray[Any], lengths: Sequence[int] | NDArray[np.int64], modes: Sequence[int] | None) -> None:
         sizes = np.asarray(lengths, dtype=np.int64)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_parallel.data._compressed import opened, plain_name
-from mcore_parallel.data._errors import DocumentError
+from mcore_parallel.data._errors import DocumentError, reason_of
 from mcore_parallel.data._parquet import read_column, row_groups
 from mcore_parallel.data._spans import LINE_ENDINGS, PARQUET_ENDING, Span, whole
 
@@ -144,7 +144,7 @@ def document_files(path: str | os.PathLike[str]) -> list[str]:
         raise DocumentError(f"cannot read {top}: no such file or folder; check the path")
 
     def stop(error: OSError) -> None:
-        raise DocumentError(f"cannot read {error.filename}: {error.strerror}; check its rights") from error
+        raise DocumentError(f"cannot read {error.filename}: {reason_of(error)}; check its rights") from error
 
     found = [
         os.path.join(folder, name)

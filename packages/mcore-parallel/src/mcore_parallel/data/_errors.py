@@ -3,6 +3,11 @@
 """What goes wrong with corpora, tokenizers and the indices built over them."""
 
 
+def reason_of(error: OSError) -> str:
+    """Why the system refused; some libraries raise the error without its reason, but with words."""
+    return error.strerror or str(error) or type(error).__name__
+
+
 class DataError(ValueError):
     """Base of everything this folder raises about its inputs; the message names the file or field, what was found and the remedy."""
 

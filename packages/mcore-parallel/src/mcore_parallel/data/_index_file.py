@@ -4,7 +4,6 @@
 
 # S sequences, D document boundaries (documents + 1)
 
-import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +12,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from mcore_parallel.data._errors import IndexedDatasetError
+from mcore_parallel.data._errors import IndexedDatasetError, reason_of
+from mcore_parallel.data._mapped import MappedFile
 from mcore_parallel.data._remote import RemoteFile, is_url
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -43,6 +43,8 @@ class IndexArrays:
     pointers_S: NDArray[np.int64]
     documents_D: NDArray[np.int64]
     modes_S: NDArray[np.int8] | None
+    file: MappedFile | None = None
+    """What the arrays are views of; None where they lie in memory."""
 
     @property
     def num_bytes(self) -> int:
@@ -89,7 +91,8 @@ def read_index(path: str, *, multimodal: bool, storage_options: Mapping[str, Any
     Raises:
         IndexedDatasetError: the file is missing, empty, cut short, of another format, version or dtype, or lacks modes.
     """
-    raw = _mapped(path) if not is_url(path) else _fetched(RemoteFile(path, storage_options or {}))
+    file = None if is_url(path) else _mapped(path)
+    raw = _fetched(RemoteFile(path, storage_options or {})) if file is None else file.bytes
     size, head = raw.size, raw[: _HEADER.size].tobytes()
     if size == 0:
         raise IndexedDatasetError(f"{path} is empty, expected at least {_HEADER.size} bytes of header; {_REBUILD}")
@@ -121,6 +124,7 @@ def read_index(path: str, *, multimodal: bool, storage_options: Mapping[str, Any
         pointers_S=np.frombuffer(raw, "<i8", num_sequences, at_pointers),
         documents_D=np.frombuffer(raw, "<i8", num_boundaries, at_documents),
         modes_S=np.frombuffer(raw, "i1", num_sequences, plain) if multimodal else None,
+        file=file,
     )
     if num_sequences and (arrays.pointers_S[0] != 0 or arrays.pointers_S[-1] < 0 or arrays.lengths_S[-1] < 0):
         ends = f"first {arrays.pointers_S[0]}, last {arrays.pointers_S[-1]}"
@@ -128,12 +132,11 @@ def read_index(path: str, *, multimodal: bool, storage_options: Mapping[str, Any
     return arrays
 
 
-def _mapped(path: str) -> NDArray[np.uint8]:
-    """Bytes of a local file; numpy cannot map an empty one."""
+def _mapped(path: str) -> MappedFile:
     try:
-        return np.memmap(path, dtype=np.uint8, mode="r") if os.path.getsize(path) else np.empty(0, np.uint8)
+        return MappedFile(path)
     except OSError as error:
-        raise IndexedDatasetError(f"cannot open {path}: {error.strerror}; give the path prefix without .idx, or {_REBUILD}") from error
+        raise IndexedDatasetError(f"cannot open {path}: {reason_of(error)}; give the path prefix without .idx, or {_REBUILD}") from error
 
 
 def _fetched(file: RemoteFile) -> NDArray[np.uint8]:

@@ -9,16 +9,22 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_parallel.data._errors import IndexedDatasetError
+from mcore_parallel.data._errors import IndexedDatasetError, reason_of
 from mcore_parallel.data._index_file import IndexArrays, read_index
+from mcore_parallel.data._mapped import MappedFile
 from mcore_parallel.data._remote import RemoteFile, is_url
+
+_VERIFIED_AT_ONCE = 2**20
+"""Entries of the index."""
 
 
 class IndexedDataset:
     """Sequences of tokens, by number, straight from disk.
 
     Opening costs a header read whatever the corpus size. Arrays handed out are read-only and, when mapped, share the
-    page cache. The object can be sent to worker processes; they map the files again. Behind a URL the index is read into
+    page cache; a file that becomes shorter meanwhile is an error at the next access.
+
+    The object can be sent to worker processes; they map the files again. Behind a URL the index is read into
     memory and each access to tokens is one request for their bytes; nothing is copied to a disk.
 
     Args:
@@ -55,17 +61,16 @@ class IndexedDataset:
             size = os.path.getsize(self._bin_path) if self._remote is None else self._remote.size()
         except OSError as error:
             raise IndexedDatasetError(
-                f"cannot open {self._bin_path}: {error.strerror}; its index exists and describes {needed} bytes: copy the .bin beside it"
+                f"cannot open {self._bin_path}: {reason_of(error)}; its index exists and describes {needed} bytes: copy the .bin beside it"
             ) from error
+        self._bin_size = size
         if size < needed:
             raise IndexedDatasetError(
                 f"{self._bin_path} has {size} bytes, its index describes {needed}: truncated or paired with another .idx; "
                 "copy both again or write them again"
             )
-        # numpy cannot map an empty file
-        self._bin: NDArray[np.uint8] | None = None
-        if mmap and self._remote is None:
-            self._bin = np.memmap(self._bin_path, dtype=np.uint8, mode="r") if size else np.empty(0, np.uint8)
+        self._bin = MappedFile(self._bin_path) if mmap and self._remote is None else None
+        self._mapped = [file for file in (self._index.file, self._bin) if file is not None]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return IndexedDataset, (self.path_prefix, self.multimodal, self.mmap, self.storage_options)
@@ -98,8 +103,10 @@ class IndexedDataset:
         Raises:
             IndexError: no such sequence.
             ValueError: the range leaves the sequence.
+            IndexedDatasetError: a file became shorter.
         """
         index = self._check(index)
+        self._check_files()
         total = int(self._index.lengths_S[index])
         length = total - offset if length is None else length
         if offset < 0 or length < 0 or offset + length > total:
@@ -124,7 +131,9 @@ class IndexedDataset:
 
         Raises:
             ValueError: an offset leaves its sequence, or ``out`` is too short.
+            IndexedDatasetError: a file became shorter.
         """
+        self._check_files()
         counts, starts = self._index.lengths_S[indices].tolist(), self._index.pointers_S[indices].tolist()
         if not 0 <= begin <= counts[0] or not 0 <= end <= counts[-1]:
             raise ValueError(f"begin={begin} or end={end} leaves its sequence of {counts[0]} or {counts[-1]} tokens; shorten the range")
@@ -137,7 +146,7 @@ class IndexedDataset:
         places = [place for place in zip(starts, counts, strict=True) if place[1]]
         source, dtype = self._bin, self.dtype
         if source is not None:
-            parts = [np.frombuffer(source, dtype, count, start) for start, count in places]
+            parts = [np.frombuffer(source.bytes, dtype, count, start) for start, count in places]
         elif self._remote is not None:
             found = self._remote.read_many([(start, start + count * dtype.itemsize) for start, count in places])
             parts = [np.frombuffer(data, dtype) for data in found]
@@ -177,33 +186,55 @@ class IndexedDataset:
         return int(self._index.lengths_S.sum(dtype=np.int64))
 
     def verify(self) -> None:
-        """Check the whole index, which opening does not: lengths, pointers and document boundaries agree.
+        """Check the whole index, which opening does not: lengths, pointers, document boundaries and the length of the .bin agree.
+
+        Reads the index once, in little memory. What has no second witness, such as tokens and boundaries in ascending order, is believed.
 
         Raises:
             IndexedDatasetError: naming the first entry that is wrong.
         """
-        lengths = self._index.lengths_S.astype(np.int64)
-        pointers = np.cumsum(lengths) - lengths
-        pointers *= self.dtype.itemsize
-        bounds = self._index.documents_D
-        checks = (
-            ("sequence length is negative", np.flatnonzero(lengths < 0)),
-            ("pointer differs from the sum of the lengths before it", np.flatnonzero(pointers != self._index.pointers_S)),
-            ("document boundary is lower than the one before it", np.flatnonzero(np.diff(bounds, prepend=0) < 0)),
-            ("document boundary lies outside", np.flatnonzero(bounds > len(self))),
-        )
-        for what, wrong in checks:
-            if wrong.size:
-                raise IndexedDatasetError(f"{self.path_prefix}.idx: {what} at entry {wrong[0]}; write the dataset again")
+        self._check_files()
+        index, num_bytes = self._index, 0
+        for start in range(0, len(self), _VERIFIED_AT_ONCE):
+            lengths = index.lengths_S[start : start + _VERIFIED_AT_ONCE].astype(np.int64)
+            self._refuse("sequence length is negative", np.flatnonzero(lengths < 0), start)
+            ends = num_bytes + np.cumsum(lengths) * self.dtype.itemsize
+            pointers = index.pointers_S[start : start + _VERIFIED_AT_ONCE]
+            wrong = np.flatnonzero(ends - lengths * self.dtype.itemsize != pointers)
+            self._refuse("pointer differs from the sum of the lengths before it", wrong, start)
+            num_bytes = int(ends[-1])
+        last = 0
+        for start in range(0, index.documents_D.size, _VERIFIED_AT_ONCE):
+            bounds = index.documents_D[start : start + _VERIFIED_AT_ONCE]
+            self._refuse("document boundary is lower than the one before it", np.flatnonzero(np.diff(bounds, prepend=last) < 0), start)
+            self._refuse("document boundary lies outside", np.flatnonzero(bounds > len(self)), start)
+            last = int(bounds[-1])
+        if index.documents_D.size and (index.documents_D[0] != 0 or last != len(self)):
+            first = int(index.documents_D[0])
+            raise self._damage(f"documents reach from sequence {first} to {last}, expected 0 to {len(self)}")
+        if self._bin_size != num_bytes:
+            raise self._damage(f"its lengths add up to {num_bytes} bytes, {self._bin_path} has {self._bin_size}")
+
+    def _refuse(self, what: str, wrong: NDArray[np.integer], start: int) -> None:
+        if wrong.size:
+            raise self._damage(f"{what} at entry {start + int(wrong[0])}")
+
+    def _damage(self, what: str) -> IndexedDatasetError:
+        return IndexedDatasetError(f"{self.path_prefix}.idx: {what}; copy both files again or write the dataset again")
 
     def _check(self, index: int) -> int:
         if not -len(self) <= index < len(self):
             raise IndexError(f"sequence {index} of {self.path_prefix}, which has {len(self)}")
         return index % len(self)
 
+    def _check_files(self) -> None:
+        for file in self._mapped:
+            file.check()
+
     def _range(self, start: int, stop: int) -> list[Any]:
         if start == stop:
             return []
+        self._check_files()
         lengths = self._index.lengths_S[start:stop].astype(np.int64)
         tokens = self._read(int(self._index.pointers_S[start]), int(lengths.sum()))
         parts = np.split(tokens, np.cumsum(lengths)[:-1])
@@ -211,7 +242,7 @@ class IndexedDataset:
 
     def _read(self, begin: int, count: int) -> NDArray[Any]:
         if self._bin is not None:
-            return np.frombuffer(self._bin, self.dtype, count, begin) if count else np.frombuffer(b"", self.dtype)
+            return np.frombuffer(self._bin.bytes, self.dtype, count, begin) if count else np.frombuffer(b"", self.dtype)
         num_bytes = count * self.dtype.itemsize
         if self._remote is not None:
             return np.frombuffer(self._remote.read(begin, begin + num_bytes), self.dtype)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mcore_parallel.data._compressed import PACKED_ENDINGS
-from mcore_parallel.data._errors import DocumentError
+from mcore_parallel.data._errors import DocumentError, reason_of
 from mcore_parallel.data._parquet import row_groups
 
 LINE_ENDINGS = (".jsonl", ".json")
@@ -36,7 +36,7 @@ def whole(path: str) -> Span:
     try:
         return Span(path=path, num_bytes=os.path.getsize(path))
     except OSError as error:
-        raise DocumentError(f"cannot read {path}: {error.strerror}; check the path") from error
+        raise DocumentError(f"cannot read {path}: {reason_of(error)}; check the path") from error
 
 
 def cut_spans(files: Sequence[Span], count: int) -> list[list[Span]]:
