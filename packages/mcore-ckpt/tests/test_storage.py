@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """The safetensors container against its reference library, and against damaged headers."""
 
+import hashlib
 import json
 import random
 import struct
@@ -11,7 +12,7 @@ import safetensors.torch
 import torch
 
 from mcore_ckpt import CheckpointingException
-from mcore_ckpt._storage import SafetensorsFile, dtype_code, dtype_of, file_digest, read_header, write_file, write_safetensors
+from mcore_ckpt._storage import FileRecord, SafetensorsFile, dtype_code, dtype_of, file_digest, read_header, write_file, write_safetensors
 
 DTYPES = [
     torch.bool,
@@ -152,3 +153,15 @@ def test_unknown_types_name_the_known_ones():
         dtype_code(torch.complex128)
     with pytest.raises(ValueError, match="unknown element type 'F128'"):
         dtype_of("F128")
+
+
+def test_parts_of_any_length_come_together_where_no_disk_is(tmp_path, monkeypatch):
+    monkeypatch.setattr("mcore_ckpt._storage._stream._is_on_disk", lambda handle: False)
+    rng = random.Random(2)
+    lengths = [0, 1, 2**20 - 1, 2**20, 2**20 + 1, 3, 2**22, 17 * 2**20, 5, *[2**20 - 1] * 6, *rng.choices(range(100), k=50)]
+    parts = [rng.randbytes(length) for length in lengths]
+    record = write_file(tmp_path / "file", parts)
+    content = b"".join(parts)
+    assert (tmp_path / "file").read_bytes() == content
+    assert record == FileRecord(len(content), hashlib.sha256(content).hexdigest())
+    assert write_file(tmp_path / "empty", []).bytes == 0 and (tmp_path / "empty").stat().st_size == 0

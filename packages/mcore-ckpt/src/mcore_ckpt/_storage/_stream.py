@@ -68,7 +68,8 @@ def write_stream(path: str, parts: Iterable[memoryview]) -> None:
     """Write a new file and wait until its content is on the disk; where that fails there is no file.
 
     What does not fit into one block goes to a disk of this machine past the page cache: the copy into the cache and the kernel's way out of
-    it cost a core more than the disk takes. Parts are copied into aligned blocks, which a thread writes.
+    it cost a core more than the disk takes. Parts are copied into aligned blocks, which a thread writes. Elsewhere, in memory or over a
+    network, long parts are written from where they lie.
 
     Raises:
         FileExistsError: there is such a file.
@@ -76,7 +77,8 @@ def write_stream(path: str, parts: Iterable[memoryview]) -> None:
     """
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
     try:
-        _write_blocks(_Blocks(handle, path), parts)
+        write = _write_blocks if _is_on_disk(handle) else _write_parts
+        write(_Blocks(handle, path), parts)
         os.fsync(handle)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -84,6 +86,25 @@ def write_stream(path: str, parts: Iterable[memoryview]) -> None:
         raise
     finally:
         os.close(handle)
+
+
+def _is_on_disk(handle: int) -> bool:
+    """Whether a file lies on a block device of this machine. Other file systems know better when to write."""
+    return os.major(os.fstat(handle).st_dev) != 0
+
+
+def _write_parts(blocks: "_Blocks", parts: Iterable[memoryview]) -> None:
+    """Long parts as they come, while somebody else hashes them; short neighbours together."""
+    held = bytearray()
+    for part in parts:
+        if len(part) < _WORTH_A_THREAD:
+            held += part
+        if held and (len(part) >= _WORTH_A_THREAD or len(held) >= _BLOCK_BYTES):
+            blocks.write_last(memoryview(held))
+            held = bytearray()
+        if len(part) >= _WORTH_A_THREAD:
+            blocks.write_last(part)
+    blocks.write_last(memoryview(held))
 
 
 def _write_blocks(blocks: "_Blocks", parts: Iterable[memoryview]) -> None:
@@ -126,13 +147,12 @@ class _Blocks:
     def write(self, block: memoryview) -> None:
         """Append a whole block."""
         if not self._tried:
-            # A file system that is on no block device of this machine, such as one over a network, knows better when to write.
             self._tried = True
-            self._set_direct(os.major(os.fstat(self._handle).st_dev) != 0)
+            self._set_direct(True)
         self._append(block)
 
     def write_last(self, rest: memoryview) -> None:
-        """Append what is left."""
+        """Append bytes of any number, past which no block is written directly."""
         self._set_direct(False)
         self._append(rest)
 
