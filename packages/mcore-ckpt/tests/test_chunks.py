@@ -3,6 +3,7 @@
 """Boxes, tilings, and the parts that objects of other libraries are."""
 
 import random
+import time
 
 import pytest
 import torch
@@ -126,3 +127,34 @@ def test_any_run_of_elements_is_boxes_of_consecutive_ones():
                 assert part.tolist() == list(range(first, first + box.num_elements))
             assert [number for first, box in found for number in range(first, first + box.num_elements)] == list(range(begin, end))
             assert len(found) <= max(1, 2 * len(shape) - 1)
+
+
+def test_overlaps_are_those_that_comparing_every_pair_finds():
+    rng, seen = random.Random(8), set()
+    for _ in range(600):
+        num_dims = rng.randint(1, 4)
+        if rng.random() < 0.5:
+            boxes = random_tiling(rng, (7,) * num_dims, rng.randint(1, 25))
+            if rng.random() < 0.5:
+                boxes.append(random_box(rng, num_dims, 3))
+        else:
+            boxes = [random_box(rng, num_dims, 30) for _ in range(rng.randint(2, 6))]
+        pair = find_overlap(boxes)
+        solid = [box for box in boxes if box.num_elements]
+        overlapping = any(solid[i].intersect(solid[j]) for i in range(len(solid)) for j in range(i))
+        assert (pair is not None) == overlapping
+        assert pair is None or (pair[0] != pair[1] and boxes[pair[0]].intersect(boxes[pair[1]]))
+        seen.add((num_dims, overlapping))
+    assert len(seen) == 8
+
+
+def test_large_grids_are_checked_in_a_moment():
+    for counts in ((20_000,), (150, 150), (30, 30, 20), (12, 12, 12, 8)):
+        corners = [()]
+        for count in counts:
+            corners = [(*corner, 3 * i) for corner in corners for i in range(count)]
+        boxes = [Box(corner, (3,) * len(counts)) for corner in corners]
+        random.Random(1).shuffle(boxes)
+        start = time.perf_counter()
+        check_tiling(tuple(3 * count for count in counts), boxes)
+        assert time.perf_counter() - start < 5

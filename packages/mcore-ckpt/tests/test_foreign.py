@@ -97,13 +97,18 @@ def test_200_damaged_files_read_or_raise_the_one_error(legacy, tmp_path):
     assert refused > 40
 
 
-def test_references_that_would_multiply_stay_shared(tmp_path):
+def test_references_stay_shared_and_those_that_would_multiply_are_refused(tmp_path):
     value = [0]
-    for _ in range(60):
+    for _ in range(10):
+        value = [value, value]
+    torch.save(value, tmp_path / "shared.pt")
+    read = read_torch(tmp_path / "shared.pt")
+    assert read[0] is read[1] and read == value
+    for _ in range(50):
         value = [value, value]
     torch.save(value, tmp_path / "bomb.pt")
-    read = read_torch(tmp_path / "bomb.pt")
-    assert read[0] is read[1]
+    with pytest.raises(CheckpointingException, match=r"bomb\.pt: .*stands for more than \d+ values, by references"):
+        read_torch(tmp_path / "bomb.pt")
     loop = []
     loop.append(loop)
     torch.save(loop, tmp_path / "loop.pt")
@@ -112,3 +117,10 @@ def test_references_that_would_multiply_stay_shared(tmp_path):
     torch.save([1], tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     with pytest.raises(CheckpointingException, match=r"old\.pt: not a sound file"):
         read_torch(tmp_path / "old.pt")
+
+
+def test_tensors_that_share_memory_stay_shared(tmp_path):
+    weight = torch.arange(1000.0)
+    torch.save({"embedding": weight, "head": weight, "expanded": weight[:1].expand(3, 4)}, tmp_path / "tied.pt")
+    read = read_torch(tmp_path / "tied.pt")
+    assert read["embedding"].data_ptr() == read["head"].data_ptr() and torch.equal(read["expanded"], torch.zeros(3, 4))

@@ -7,7 +7,7 @@ import math
 import re
 import struct
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, BinaryIO, cast
@@ -19,11 +19,12 @@ from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt._formats._records import Call, Name, Persistent, decode_records, encode_records
 from mcore_ckpt._storage import FileRecord, StoredFile, TensorSlot, bytes_as_tensor, dtype_code, dtype_of, tensor_bytes, write_hashed
 
-__all__ = ["DistcpFile", "bytes_of", "check_reach", "describe", "open_window", "write_distcp"]
+__all__ = ["DistcpFile", "bytes_of", "check_reach", "describe", "open_window", "read_stream", "write_distcp"]
 
 _ALIGNMENT = 64
 _MAX_RECORD_BYTES = 2**20
 _MAX_DIMS = 64
+_LITTLE = b"little"
 _KEY = re.compile(r"([0-9]{1,18}):([0-9]{1,18})")
 _TYPED = MappingProxyType(
     {
@@ -101,7 +102,7 @@ def _pack(tensor: Tensor, code: str, base: int) -> _Sink:
     with zipfile.ZipFile(sink, "w") as archive:
         entries: list[tuple[str, bytes | memoryview]] = [
             ("data.pkl", encode_records(record)),
-            ("byteorder", b"little"),
+            ("byteorder", _LITTLE),
             ("data/0", tensor_bytes(tensor)),
             ("version", b"3\n"),
         ]
@@ -170,12 +171,20 @@ class _Place:
 class DistcpFile:
     """A file of archives opened for reading; the key of a tensor is the place of its archive, ``begin:length``.
 
-    Only the layout of an archive is read, as data, and then the bytes of the tensor from where they lie.
+    Only the layout of an archive is read, as data, and then the bytes of the tensor from where they lie. Archives lie one after the other:
+    places that together are longer than the file are refused, so that reading all of them costs no more than the file is long.
+
+    Raises:
+        CheckpointingException: there is no such file.
     """
 
     def __init__(self, file: StoredFile) -> None:
         self.file = file
         self._found: dict[str, _Place] = {}
+        try:
+            self._bytes_left = file.size()
+        except OSError as error:
+            raise CheckpointingException(f"{file}: {error}") from error
 
     def slot(self, key: str) -> TensorSlot | None:
         """Type and shape of the tensor at ``key``; None where the key is no place in the file.
@@ -191,6 +200,9 @@ class DistcpFile:
             try:
                 if begin + length > self.file.size():
                     raise ValueError(f"the file has {self.file.size()} bytes")
+                if length > self._bytes_left:
+                    raise ValueError("it overlaps other tensors")
+                self._bytes_left -= length
                 self._found[key] = _locate(self.file, begin, length)
             except (ValueError, OSError, zipfile.BadZipFile, RuntimeError, struct.error) as error:
                 raise CheckpointingException(f"{self.file}: no sound tensor at {key}: {error}") from error
@@ -226,11 +238,7 @@ def _locate(file: StoredFile, begin: int, length: int) -> _Place:
     """The one tensor of an archive; its bytes are counted from the start of the file."""
     with zipfile.ZipFile(open_window(file, begin, length)) as archive:
         entries = {name.partition("/")[2]: entry for name, entry in archive.NameToInfo.items()}
-        if "data.pkl" not in entries or entries["data.pkl"].file_size > _MAX_RECORD_BYTES or entries["data.pkl"].compress_type:
-            raise ValueError("no description of a tensor")
-        record = decode_records(archive.read(entries["data.pkl"]))
-        if "byteorder" in entries and archive.read(entries["byteorder"]) != b"little":
-            raise ValueError("not little-endian")
+        record = decode_records(read_stream(archive, entries, min(_MAX_RECORD_BYTES, length)))
     code, shape, stride, first, storage, storage_bytes = describe(record)
     data, width = bytes_of(file, begin, length, entries.get(f"data/{storage}"), storage_bytes), dtype_of(code).itemsize
     check_reach(code, shape, stride, first, storage_bytes)
@@ -239,6 +247,20 @@ def _locate(file: StoredFile, begin: int, length: int) -> _Place:
         data += first * width if math.prod(shape) else 0
         return _Place(TensorSlot(code, shape, data, data + math.prod(shape) * width), stride, 0)
     return place
+
+
+def read_stream(archive: zipfile.ZipFile, entries: Mapping[str, zipfile.ZipInfo], max_bytes: int) -> bytes:
+    """The object stream of an archive of torch, whose tensors are little-endian. Nothing is inflated: torch stores every entry as it is.
+
+    Raises:
+        ValueError: there is none of at most ``max_bytes``, or the tensors are of another byte order.
+    """
+    stream, order = entries.get("data.pkl"), entries.get("byteorder")
+    if stream is None or stream.compress_type or stream.file_size > max_bytes:
+        raise ValueError("no description of what it holds")
+    if order is not None and (order.compress_type or order.file_size != len(_LITTLE) or archive.read(order) != _LITTLE):
+        raise ValueError("not little-endian")
+    return archive.read(stream)
 
 
 def bytes_of(file: StoredFile, begin: int, length: int, entry: zipfile.ZipInfo | None, num_bytes: int) -> int:
@@ -265,7 +287,18 @@ def check_reach(code: str, shape: tuple[int, ...], stride: tuple[int, ...], firs
 
 
 def describe(record: Any) -> tuple[str, tuple[int, ...], tuple[int, ...], int, str, int]:
-    """Of the record of a tensor: element type, shape, stride, first element in the storage, name of the storage, bytes of the storage."""
+    """Of the record of a tensor: element type, shape, stride, first element in the storage, name of the storage, bytes of the storage.
+
+    Raises:
+        ValueError: it is no record of a tensor.
+    """
+    try:
+        return _describe(record)
+    except (IndexError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a plain tensor: {type(error).__name__} {error}") from error
+
+
+def _describe(record: Any) -> tuple[str, tuple[int, ...], tuple[int, ...], int, str, int]:
     if isinstance(record, Call) and record.name == "torch._utils._rebuild_parameter" and record.arguments:
         record = record.arguments[0]
     if not isinstance(record, Call) or record.name not in ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"):
@@ -283,6 +316,6 @@ def describe(record: Any) -> tuple[str, tuple[int, ...], tuple[int, ...], int, s
         or len(shape) != len(stride)
         or not all(type(number) is int and 0 <= number < 2**62 for number in numbers)
     ):
-        raise ValueError(f"a tensor in {storage.text} of {shape!r}")
+        raise ValueError(f"a tensor in {storage.text[:100]} of {len(shape)} dims")
     width = 1 if record.name.endswith("v3") else dtype_of(code).itemsize
     return code, tuple(shape), tuple(stride), offset, str(key), numel * width

@@ -5,6 +5,7 @@
 import io
 import math
 import struct
+import sys
 import zipfile
 from dataclasses import dataclass
 from typing import Any
@@ -13,13 +14,16 @@ import torch
 from torch import Tensor
 
 from mcore_ckpt._errors import CheckpointingException
-from mcore_ckpt._formats._archive import bytes_of, check_reach, describe, open_window
+from mcore_ckpt._formats._archive import bytes_of, check_reach, describe, open_window, read_stream
 from mcore_ckpt._formats._records import Call, Name, Persistent, Table, decode_records, encode_records
 from mcore_ckpt._storage import StoredFile, bytes_as_tensor, dtype_of
 
 __all__ = ["Foreign", "StoredTensor", "read_objects", "write_objects"]
 
 _MAX_RECORD_BYTES = 2**30
+_MAX_SHARING = 16
+_SMALL_BYTES = 2**24
+"""The tensors of a file of n bytes may have ``_MAX_SHARING * n + _SMALL_BYTES``: some share memory, and some are expanded."""
 _TENSORS = frozenset({"torch._utils._rebuild_parameter", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"})
 _NAMESPACES = frozenset({"argparse.Namespace", "types.SimpleNamespace"})
 
@@ -67,12 +71,7 @@ def read_objects(file: StoredFile, begin: int = 0, length: int | None = None, *,
             raise ValueError(f"bytes {begin} to {begin + length} of {size}")
         with zipfile.ZipFile(open_window(file, begin, length)) as archive:
             entries = {name.partition("/")[2]: entry for name, entry in archive.NameToInfo.items()}
-            described = entries.get("data.pkl")
-            if described is None or described.compress_type or described.file_size > min(_MAX_RECORD_BYTES, length):
-                raise ValueError("no description of what it holds; files of torch before 1.6 are not read")
-            record = decode_records(archive.read(described))
-            if "byteorder" in entries and archive.read(entries["byteorder"]) != b"little":
-                raise ValueError("not little-endian")
+            record = decode_records(read_stream(archive, entries, min(_MAX_RECORD_BYTES, length)))
         return _Reading(file, begin, length, entries, deferred).value(record)
     except (ValueError, TypeError, AttributeError, OSError, RecursionError, zipfile.BadZipFile, RuntimeError, struct.error) as error:
         raise CheckpointingException(f"{file}: not a sound file of torch.save: {error}") from error
@@ -100,6 +99,8 @@ class _Reading:
     def __init__(self, file: StoredFile, begin: int, length: int, entries: dict[str, zipfile.ZipInfo], deferred: bool) -> None:
         self._file, self._begin, self._length, self._entries, self._deferred = file, begin, length, entries, deferred
         self._made: dict[int, Any] = {}
+        self._storages: dict[tuple[int, int], memoryview] = {}
+        self._bytes_left = _MAX_SHARING * length + _SMALL_BYTES
 
     def value(self, record: Any) -> Any:
         if isinstance(record, Table | Call | list | tuple):
@@ -118,7 +119,7 @@ class _Reading:
         if record.name in _TENSORS:
             return self._tensor(record)
         if record.name == "collections.OrderedDict":
-            return self._dict([pair for pair in record.arguments if isinstance(pair, tuple) and len(pair) == 2])
+            return self._dict(record.pairs)
         if record.name in _NAMESPACES and isinstance(record.state, Table):
             return self._dict(record.state.pairs)
         if record.name == "torch.Size":
@@ -126,14 +127,29 @@ class _Reading:
         return Foreign(record.name, self.value(record.arguments), self.value(record.state))
 
     def _dict(self, pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-        return {self.value(key): self.value(item) for key, item in pairs}
+        return {self.value(_checked(key)): self.value(item) for key, item in pairs}
 
     def _tensor(self, record: Call) -> Tensor | StoredTensor:
         code, shape, stride, first, storage, num_bytes = describe(record)
         check_reach(code, shape, stride, first, num_bytes)
         begin = bytes_of(self._file, self._begin, self._length, self._entries.get(f"data/{storage}"), num_bytes)
         dtype = dtype_of(code)
+        self._bytes_left -= math.prod(shape) * dtype.itemsize
+        if self._bytes_left < 0:
+            raise ValueError(f"its tensors have more than {_MAX_SHARING} times its bytes, by sharing memory")
         if self._deferred and all(step == math.prod(shape[dim + 1 :]) for dim, step in enumerate(stride)):
             return StoredTensor(self._file, begin + first * dtype.itemsize, dtype, shape)
-        whole = bytes_as_tensor(self._file.read(begin, begin + num_bytes), dtype, (num_bytes // dtype.itemsize,))
+        if (begin, num_bytes) not in self._storages:
+            self._storages[begin, num_bytes] = self._file.read(begin, begin + num_bytes)
+        whole = bytes_as_tensor(self._storages[begin, num_bytes], dtype, (num_bytes // dtype.itemsize,))
         return whole.as_strided(shape, stride, first)
+
+
+def _checked(key: Any) -> Any:
+    """A key of a dict. Integers that are equal modulo this prime have one hash: a dict of many takes the square of their number."""
+    if type(key) is int and abs(key) >= sys.hash_info.modulus:
+        raise ValueError("a key that is too large an integer")
+    if isinstance(key, tuple):
+        for item in key:
+            _checked(item)
+    return key

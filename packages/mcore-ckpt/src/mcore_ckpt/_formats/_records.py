@@ -9,14 +9,22 @@ back as the name of what would be called and its arguments.
 import argparse
 import pickletools
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
 __all__ = ["Call", "Name", "Persistent", "Table", "decode_records", "encode_records"]
 
-_MAX_OPERATIONS = 200_000_000
+_EXPANSION = 16
+_SMALL = 2**16
+"""A stream of n bytes may stand for ``_EXPANSION * n + _SMALL`` values: what is referred to twice counts twice."""
+_MIN_CONTAINER_BYTES = 3
+_FEW_CONTAINERS = 2**17
+"""A stream of n bytes may make ``n / _MIN_CONTAINER_BYTES + _FEW_CONTAINERS`` containers: an empty one is a byte there, 100 in memory."""
+_BYTES_A_VALUE = 16
+"""Of text, which count as one value."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,7 @@ class Persistent:
     value: Any
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Table:
     """A dict; a list of pairs, because keys may be records."""
 
@@ -44,7 +52,7 @@ class Table:
         return {key: value for key, value in self.pairs if isinstance(key, str)}
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Call:
     """An object: what would be called, with what, and the state it would be given afterwards."""
 
@@ -53,43 +61,52 @@ class Call:
     state: Any = None
     make: bool = False
     """Whether the class is asked for a blank object, as for most classes, rather than called."""
+    pairs: list[tuple[Any, Any]] = field(default_factory=list)
+    """Of a dict of a class of its own, what it is given item by item."""
 
 
 class _Mark:
     pass
 
 
+_MARK = _Mark()
+
+
 def decode_records(content: bytes) -> Any:
     """The value of a stream: None, bool, int, float, str, bytes, tuple, list, and the records of this module.
 
     Raises:
-        ValueError: not a sound stream, or one that uses what no checkpoint needs.
+        ValueError: not a sound stream, one that uses what no checkpoint needs, or one that stands for far more than it holds.
     """
-    machine = _Machine()
+    machine = _Machine(len(content) // _MIN_CONTAINER_BYTES + _FEW_CONTAINERS)
     try:
-        for number, (operation, argument, _) in enumerate(pickletools.genops(content)):
-            if number > _MAX_OPERATIONS:
-                raise ValueError("more operations than a checkpoint has")
+        for operation, argument, _ in pickletools.genops(content):
             if operation.name == "STOP":
                 break
             machine.step(operation.name, argument)
         if len(machine.stack) != 1:
             raise ValueError(f"{len(machine.stack)} values at the end")
+        _check_expansion(machine.stack[0], _EXPANSION * len(content) + _SMALL)
         return machine.stack[0]
     except (IndexError, KeyError, TypeError, AttributeError, OverflowError, struct.error) as error:
         raise ValueError(f"not a sound object stream: {type(error).__name__} {error}") from error
 
 
 class _Machine:
-    """The stack and memo of one stream."""
+    """The stack and memo of one stream, which may make so many containers."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_containers: int) -> None:
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
+        self._containers_left = max_containers
 
     def step(self, name: str, argument: Any) -> None:
         if name in _IGNORED:
             return
+        if name in _CONTAINERS:
+            self._containers_left -= 1
+            if self._containers_left < 0:
+                raise ValueError("more containers than a stream of its length needs")
         if name in _LITERALS:
             self.stack.append(argument)
         elif name in _FRESH:
@@ -146,19 +163,73 @@ class _Machine:
     def _set(self, pairs: list[tuple[Any, Any]]) -> None:
         top = self.stack[-1]
         if isinstance(top, Call) and top.name == "collections.OrderedDict":
-            top.arguments = (*top.arguments, *pairs)
+            top.pairs.extend(pairs)
         else:
             self._top(Table).pairs.extend(pairs)
 
     def _since_mark(self) -> list[Any]:
         for place in range(len(self.stack) - 1, -1, -1):
-            if isinstance(self.stack[place], _Mark):
+            if self.stack[place] is _MARK:
                 items = self.stack[place + 1 :]
                 del self.stack[place:]
                 return items
         raise ValueError("no mark")
 
 
+def _check_expansion(root: Any, limit: int) -> None:
+    """Count the values of a tree, each as often as it is referred to: what walks, hashes or prints the tree meets as many.
+
+    Raises:
+        ValueError: more than ``limit``, or a value that holds itself.
+    """
+    if not isinstance(root, _HOLDERS):
+        return
+    # 0 while the values inside are counted.
+    counts: dict[int, int] = {}
+    path = [root]
+    while path:
+        value = path[-1]
+        count = counts.get(id(value))
+        if count:
+            path.pop()
+            continue
+        inside = _inside(value)
+        if count is None:
+            counts[id(value)] = 0
+            for item in inside:
+                if isinstance(item, _HOLDERS):
+                    inner = counts.get(id(item))
+                    if inner == 0:
+                        raise ValueError("a value that holds itself")
+                    if inner is None:
+                        path.append(item)
+            if path[-1] is not value:
+                continue
+            inside = _inside(value)
+        total = 1
+        for item in inside:
+            if isinstance(item, _HOLDERS):
+                total += counts[id(item)]
+            elif isinstance(item, str | bytes | Name):
+                total += 1 + len(item.text if isinstance(item, Name) else item) // _BYTES_A_VALUE
+            else:
+                total += 1
+        if total > limit:
+            raise ValueError(f"it stands for more than {limit} values, by references to the same ones")
+        counts[id(value)] = total
+        path.pop()
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, Table):
+        return chain.from_iterable(value.pairs)
+    if isinstance(value, Call):
+        return chain((value.name, value.arguments, value.state), chain.from_iterable(value.pairs))
+    return (value.value,) if isinstance(value, Persistent) else value
+
+
+_HOLDERS = (tuple, list, Table, Call, Persistent)
+_CONTAINERS = frozenset({"EMPTY_DICT", "EMPTY_LIST", "LIST", "DICT", "REDUCE", "NEWOBJ", "BINPERSID", "TUPLE1", "TUPLE2", "TUPLE3"})
 _IGNORED = frozenset({"PROTO", "FRAME"})
 _LITERALS = frozenset(
     {
@@ -169,7 +240,7 @@ _LITERALS = frozenset(
 )
 _FRESH: Mapping[str, Callable[[], Any]] = MappingProxyType(
     {
-        "MARK": _Mark,
+        "MARK": lambda: _MARK,
         "NONE": lambda: None,
         "NEWTRUE": lambda: True,
         "NEWFALSE": lambda: False,
@@ -229,5 +300,10 @@ def _encode(value: Any, parts: list[bytes]) -> None:
         if value.state is not None:
             _encode(value.state, parts)
             parts.append(b"b")
+        if value.pairs:
+            parts.append(b"(")
+            for item in chain.from_iterable(value.pairs):
+                _encode(item, parts)
+            parts.append(b"u")
     else:
         raise ValueError(f"{type(value).__name__} has no place in an object stream")

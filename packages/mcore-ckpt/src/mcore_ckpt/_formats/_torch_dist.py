@@ -3,6 +3,7 @@
 """The metadata file of ``torch.distributed.checkpoint``, written for it and read as data."""
 
 import re
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -155,5 +156,5 @@ def _numbers(record: Any) -> tuple[int, ...]:
     """The numbers of a torch.Size."""
     (numbers,) = record.arguments if isinstance(record, Call) and record.name == "torch.Size" else (record,)
     if not isinstance(numbers, tuple | list) or len(numbers) > 64 or not all(type(n) is int and 0 <= n < 2**62 for n in numbers):
-        raise ValueError(f"{numbers!r} is no shape")
+        raise ValueError(f"{reprlib.repr(numbers)} is no shape")
     return tuple(numbers)

@@ -5,11 +5,12 @@
 from collections.abc import Sequence
 
 from mcore_ckpt.chunks._box import Box
+from mcore_ckpt.chunks._overlap import OverlapSearch
 
 __all__ = ["check_tiling", "find_gap", "find_overlap", "subtract"]
 
-_MAX_SEARCH = 2000
-"""Of more parts than this the hole is not looked for: each part may cut every piece that is left."""
+_MAX_CUTS = 2**14
+"""The hole is looked for by so many cuts: each part may cut every piece that is left."""
 
 
 def subtract(box: Box, hole: Box) -> list[Box]:
@@ -32,36 +33,24 @@ def subtract(box: Box, hole: Box) -> list[Box]:
 def find_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     """Positions of two boxes that share an index, None when all are disjoint.
 
-    Sweeps along the dim with the most distinct starts: a grid of n boxes costs about n * sqrt(n) comparisons.
+    Raises:
+        ValueError: in three dims or more, boxes so intricate that comparing them takes far more steps than there are boxes.
     """
-    solid = [place for place, box in enumerate(boxes) if box.num_elements]
-    if len(solid) < 2:
-        return None
-    num_dims = len(boxes[solid[0]].shape)
-    if num_dims == 0:
-        return solid[0], solid[1]
-    dim = max(range(num_dims), key=lambda d: len({boxes[place].offset[d] for place in solid}))
-    solid.sort(key=lambda place: boxes[place].offset[dim])
-    active: list[int] = []
-    for place in solid:
-        start = boxes[place].offset[dim]
-        active = [other for other in active if boxes[other].end[dim] > start]
-        for other in active:
-            if boxes[other].intersect(boxes[place]) is not None:
-                return other, place
-        active.append(place)
-    return None
+    return OverlapSearch(boxes).search()
 
 
-def find_gap(whole: Box, parts: Sequence[Box]) -> Box | None:
-    """A box inside ``whole`` that no part touches, None when the parts cover it."""
-    remaining = [whole] if whole.num_elements else []
+def find_gap(whole: Box, parts: Sequence[Box], *, max_cuts: int | None = None) -> Box | None:
+    """A box inside ``whole`` that no part touches; None when the parts cover it, or ``max_cuts`` were not enough to tell."""
+    remaining, num_cuts = [whole] if whole.num_elements else [], 0
     for part in parts:
         if part.num_elements:
+            num_cuts += len(remaining)
+            if max_cuts is not None and num_cuts > max_cuts:
+                return None
             remaining = [piece for box in remaining for piece in subtract(box, part)]
         if not remaining:
             return None
-    return remaining[0]
+    return remaining[0] if remaining else None
 
 
 def check_tiling(shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
@@ -81,12 +70,11 @@ def check_tiling(shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
         raise ValueError(f"parts {describe(boxes[overlap[0]])} and {describe(boxes[overlap[1]])} overlap")
     # Disjoint boxes inside the tensor cover it exactly when their sizes add up; the search for the hole only serves the message.
     if sum(box.num_elements for box in boxes) != whole.num_elements:
-        if len(boxes) > _MAX_SEARCH:
-            held = sum(box.num_elements for box in boxes)
-            raise ValueError(f"the {len(boxes)} parts hold {held} of {whole.num_elements} elements of shape {list(shape)}")
-        gap = find_gap(whole, boxes)
-        assert gap is not None
-        raise ValueError(f"no part holds {describe(gap)} of shape {list(shape)}")
+        gap = find_gap(whole, boxes, max_cuts=_MAX_CUTS)
+        if gap is not None:
+            raise ValueError(f"no part holds {describe(gap)} of shape {list(shape)}")
+        held = sum(box.num_elements for box in boxes)
+        raise ValueError(f"the {len(boxes)} parts hold {held} of {whole.num_elements} elements of shape {list(shape)}")
 
 
 def describe(box: Box) -> str:
