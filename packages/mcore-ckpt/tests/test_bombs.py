@@ -84,12 +84,12 @@ def late(rng):
 
 def order(rng):
     """A byte order that is inflated."""
-    return stored(stream(b"N"), order=bytes(rng.randint(1, 64) * 2**20), compressed=("byteorder",))
+    return stored(stream(b"N"), order=bytes(rng.choice([1, 1, 1, 64]) * 2**20), compressed=("byteorder",))
 
 
 def inflated(rng):
     """A stream, or the data of a tensor, that are inflated."""
-    size = rng.randint(1, 32) * 2**20
+    size = rng.randint(1, 6) * 2**20
     name = rng.choice(["data.pkl", "data/0"])
     content = stream(b"N" + b"0N" * (size // 2)) if name == "data.pkl" else encode_records({"w": tensor((size // 4,), (1,), size // 4)})
     return stored(content, data=bytes(size) if name == "data/0" else bytes(64), compressed=(name,))
@@ -134,7 +134,7 @@ FILES = (nested, late, order, inflated, strides, shares, items, containers, entr
 
 def irregular(rng):
     """Parts that no plane divides: long rods along three dims, side by side, or steps of stairs."""
-    count = rng.randint(200, 2000)
+    count = rng.randint(200, 1200)
     kind = rng.choice(["rods", "stairs", "rows"])
     if kind == "rods":
         half = math.isqrt(count // 3)

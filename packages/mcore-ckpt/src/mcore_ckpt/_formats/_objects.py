@@ -99,7 +99,7 @@ class _Reading:
     def __init__(self, file: StoredFile, begin: int, length: int, entries: dict[str, zipfile.ZipInfo], deferred: bool) -> None:
         self._file, self._begin, self._length, self._entries, self._deferred = file, begin, length, entries, deferred
         self._made: dict[int, Any] = {}
-        self._storages: dict[tuple[int, int], memoryview] = {}
+        self._storages: dict[tuple[int, int, torch.dtype], Tensor] = {}
         self._bytes_left = _MAX_SHARING * length + _SMALL_BYTES
 
     def value(self, record: Any) -> Any:
@@ -139,10 +139,11 @@ class _Reading:
             raise ValueError(f"its tensors have more than {_MAX_SHARING} times its bytes, by sharing memory")
         if self._deferred and all(step == math.prod(shape[dim + 1 :]) for dim, step in enumerate(stride)):
             return StoredTensor(self._file, begin + first * dtype.itemsize, dtype, shape)
-        if (begin, num_bytes) not in self._storages:
-            self._storages[begin, num_bytes] = self._file.read(begin, begin + num_bytes)
-        whole = bytes_as_tensor(self._storages[begin, num_bytes], dtype, (num_bytes // dtype.itemsize,))
-        return whole.as_strided(shape, stride, first)
+        storage_key = (begin, num_bytes, dtype)
+        if storage_key not in self._storages:
+            content = self._file.read(begin, begin + num_bytes)
+            self._storages[storage_key] = bytes_as_tensor(content, dtype, (num_bytes // dtype.itemsize,))
+        return self._storages[storage_key].as_strided(shape, stride, first)
 
 
 def _checked(key: Any) -> Any:
