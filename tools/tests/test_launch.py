@@ -70,10 +70,6 @@ def test_a_stuck_gpu_collective_is_reported() -> None:
 
 
 def test_training_needs_no_library_of_a_server() -> None:
-    check = (
-        "import sys\n"
-        "for name in ('fastapi', 'starlette', 'uvicorn'): sys.modules[name] = None\n"
-        "import tools.distill, tools.pretrain"
-    )
+    check = "import sys\nfor name in ('fastapi', 'starlette', 'uvicorn'): sys.modules[name] = None\nimport tools.distill, tools.pretrain"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
