@@ -146,6 +146,11 @@ def test_a_process_that_dies_is_known_at_once_on_every_machine(monkeypatch: pyte
         assert ranks[0].fallen_neighbours() == [] and ranks[2].gone([1]) == {}
         os.kill(child.pid, signal.SIGSTOP)
         assert ranks[0].gone([1]) == {}, "it may go on"
+        monkeypatch.setattr(ProcessMark, "own", classmethod(lambda cls: mark))
+        hasty, gone = Liveness(store, 0, 3, 0.1), {}
+        while not gone:
+            gone = hasty.gone([1])
+        assert gone == {1: "stopped by a signal or a debugger"}
         os.kill(child.pid, signal.SIGKILL)
         while not ranks[0].fallen_neighbours():
             time.sleep(0.01)
