@@ -293,6 +293,28 @@ class DynamicInferenceContext:
         """Where ``builder.last_tokens`` holds the request's last token."""
         return self._slots[request_id]
 
+    def extend_lines(self, lines_R: np.ndarray) -> bool:
+        """Make room for one more token of each of these lines; False, and nothing is taken, where too few blocks are free."""
+        lacking = lines_R[self._num_cached[lines_R] >= self._num_blocks[lines_R] * self.block_size]
+        if len(lacking):
+            blocks = self.allocator.allocate_memory_blocks(len(lacking))
+            if blocks is None:
+                return False
+            self._block_table[lacking, self._num_blocks[lacking]] = blocks
+            self._num_blocks[lacking] += 1
+        return True
+
+    def decode_step(self, lines_R: np.ndarray) -> HostStep:
+        """A step that computes the last token of each of these lines, wherever it is."""
+        lengths_R = np.ones(len(lines_R), dtype=np.int64)
+        return HostStep(
+            tokens_T=-1 - lines_R, lengths_R=lengths_R, cached_R=self._num_cached[lines_R], tables_RB=self._block_table[lines_R]
+        )
+
+    def advance_lines(self, lines_R: np.ndarray) -> None:
+        """Note that one more token of each of these lines is in the cache now."""
+        self._num_cached[lines_R] += 1
+
     def advance(self, request_id: int, num_tokens: int) -> None:
         """Note that the next tokens of a request are in the cache now."""
         self._num_cached[self._slots[request_id]] += num_tokens

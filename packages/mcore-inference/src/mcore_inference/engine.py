@@ -8,82 +8,26 @@ import difflib
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from mcore_inference._entry import Entry
+from mcore_inference._executor import DecodeBatch, Executor, InFlight
 from mcore_inference._fields import as_integer
 from mcore_inference._prompt import Prompt, encode_prompt, integers_of, stop_tokens
-from mcore_inference.capability import EngineCapability, check_cache, records_graphs
-from mcore_inference.context import PENDING, DynamicInferenceContext
-from mcore_inference.decode_graphs import DecodeGraphs, graph_sizes
+from mcore_inference.capability import EngineCapability, check_cache
+from mcore_inference.context import DynamicInferenceContext
 from mcore_inference.errors import NonFiniteLogitsError, QueueFullError, RequestError, StepFailedError
 from mcore_inference.request import DynamicInferenceRequest, DynamicInferenceRequestRecord, FinishReason, Status
-from mcore_inference.sampling import Draws, SampledRow, Sampler, SamplingParams, log_probs, needs_history, request_seed
-from mcore_inference.scheduler import RequestView, StepPlan, Work, plan_step
-from mcore_inference.step_builder import StepInputs
+from mcore_inference.sampling import SamplingParams, request_seed
+from mcore_inference.scheduler import RequestView, StepPlan, plan_step
 from mcore_inference.text import TextStream, Tokenizer
 from mcore_parallel import named_shards
-from mcore_parallel.comm import all_gather
-from mcore_parallel.models import GPTModel, ModelOutput
+from mcore_parallel.models import GPTModel
 
 __all__ = ["DynamicInferenceEngine"]
-
-
-@dataclass(kw_only=True, eq=False)
-class _Entry:
-    """A request the engine is busy with."""
-
-    record: DynamicInferenceRequestRecord
-    params: SamplingParams
-    order: int
-    """Number of arrival; a preempted request keeps it."""
-    seed: int
-    stop_ids: frozenset[int]
-    text: TextStream | None
-    started: float
-    """Monotonic seconds of arrival."""
-    num_pending: int = 0
-    """Tokens that were drawn and have not reached the host: 0 or 1."""
-    ended: bool = False
-
-    @property
-    def stretch(self) -> DynamicInferenceRequest:
-        return self.record.requests[-1]
-
-    @property
-    def wants_prompt_log_probs(self) -> bool:
-        return self.params.return_log_probs and not self.params.skip_prompt_log_probs and len(self.record.requests) == 1
-
-    @property
-    def num_tokens(self) -> int:
-        """Of the prompt and the output, the pending one included."""
-        return len(self.stretch.prompt_tokens) + len(self.stretch.generated_tokens) + self.num_pending
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether nothing is left to compute, though the last results may be pending."""
-        return len(self.stretch.generated_tokens) + self.num_pending >= self.stretch.num_tokens_to_generate
-
-    def tokens(self, start: int, count: int) -> list[int]:
-        """Tokens from ``start`` on: of the prompt, or of the output once the prompt is computed."""
-        prompt, output = self.stretch.prompt_tokens, self.stretch.generated_tokens
-        if start < len(prompt):
-            return prompt[start : start + count]
-        return output[start - len(prompt) : start - len(prompt) + count] or [PENDING]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _InFlight:
-    """A step that the device computes, and whose results the host has not read."""
-
-    sampled: list[_Entry]
-    draws: Draws | None
-    prompt_log_probs: list[tuple[_Entry, Tensor]]
-    computed: list[_Entry]
-    """Requests without a budget whose prompt is computed now."""
 
 
 class DynamicInferenceEngine:
@@ -151,21 +95,16 @@ class DynamicInferenceEngine:
         self.num_preemptions = 0
         self._seed = seed
         self._max_waiting = max_waiting_requests
-        self._entries: dict[int, _Entry] = {}
-        self._waiting: list[_Entry] = []
-        self._running: list[_Entry] = []
+        self._entries: dict[int, Entry] = {}
+        self._waiting: list[Entry] = []
+        self._running: list[Entry] = []
         self._done: list[DynamicInferenceRequestRecord] = []
         self._arrivals = itertools.count()
-        self._in_flight: _InFlight | None = None
+        self._in_flight: InFlight | None = None
         on_gpu = context.device.type == "cuda"
         self._runs_ahead = on_gpu if run_ahead is None else run_ahead
-        self._sampler = Sampler(context.builder.last_tokens, self.vocab_size)
-        can_record = context.builder.has_kernel and records_graphs(model)
-        if use_graphs and not can_record:
-            raise ValueError("use_graphs=True needs a GPU, blocks of a multiple of 16 tokens and a model without experts; leave it at None")
-        self._graphs: DecodeGraphs | None = None
-        if can_record and use_graphs is not False:
-            self._graphs = DecodeGraphs(self._decode_logits, context.builder, graph_sizes(context.max_requests))
+        self._executor = Executor(model, context, self.vocab_size, use_graphs)
+        self._batch: DecodeBatch | None = None
         self._weights_are_whole = True
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -215,7 +154,7 @@ class DynamicInferenceEngine:
             budget_clamped=budget < wanted,
             prompt=prompt if isinstance(prompt, str) else None,
         )
-        entry = _Entry(
+        entry = Entry(
             record=DynamicInferenceRequestRecord.from_request(request),
             params=params,
             order=order,
@@ -281,30 +220,19 @@ class DynamicInferenceEngine:
             raise RuntimeError("the last load_weights failed after it had begun to copy; repeat it with all parameters")
         blamed = list(self._entries.values())
         try:
-            if any(needs_history(entry.params) for entry in self._running):
-                self._read_results()
-            plan = self._plan()
-            if plan.preempted and self._in_flight is not None:
-                # What is preempted is computed again from tokens that the host knows.
-                self._read_results()
+            batch = self._decoding()
+            if batch is not None and self.context.extend_lines(batch.lines_R):
+                blamed = batch.entries
+                self._go_on(lambda: self._executor.decode(batch))
+            else:
                 plan = self._plan()
-            assert plan.work or self._in_flight or not self._entries, "what was accepted can always advance"
-            blamed = [self._entries[item.request_id] for item in plan.work]
-            for request_id in plan.preempted:
-                self._preempt(self._entries[request_id])
-            for request_id in plan.admitted:
-                self._admit(self._entries[request_id])
-            before, self._in_flight = self._in_flight, None
-            try:
-                if plan.work:
-                    self._in_flight = self._forward(plan.work)
-                    self.step_count += 1
-            finally:
-                # A step that fails takes nothing from the one before it.
-                if before is not None:
-                    self._take_results(before)
-            if not self._runs_ahead:
-                self._read_results()
+                blamed = [self._entries[item.request_id] for item in plan.work]
+                for request_id in plan.preempted:
+                    self._preempt(self._entries[request_id])
+                for request_id in plan.admitted:
+                    self._admit(self._entries[request_id])
+                work = [(self._entries[item.request_id], item) for item in plan.work]
+                self._go_on((lambda: self._executor.run(work)) if work else None)
         except Exception as error:
             self._fail(blamed, error)
             raise
@@ -420,19 +348,61 @@ class DynamicInferenceEngine:
         self.finished_counts[FinishReason.ERROR.value] += 1
         return DynamicInferenceRequestRecord.from_request(request)
 
+    def _go_on(self, launch: Callable[[], InFlight] | None) -> None:
+        """Launch the next step, then take the results of the one before it."""
+        before, self._in_flight = self._in_flight, None
+        try:
+            if launch is not None:
+                self._in_flight = launch()
+                self.step_count += 1
+        finally:
+            # A step that fails takes nothing from the one before it.
+            if before is not None:
+                self._take_results(before)
+        if not self._runs_ahead:
+            self._read_results()
+
+    def _decoding(self) -> DecodeBatch | None:
+        """The running requests as one batch, when all of them decode and nobody can join."""
+        if self._waiting and len(self._running) < self.context.max_requests:
+            return None
+        if self._batch is None or not self._batch.steps_left:
+            self._batch = None
+            going_on = [entry for entry in self._running if entry.num_left]
+            # The youngest are the ones whose prompts may not be computed.
+            if going_on and all(self._decodes(entry) for entry in reversed(going_on)):
+                self._batch = DecodeBatch(going_on, self.context, self.vocab_size)
+        return self._batch
+
+    def _decodes(self, entry: Entry) -> bool:
+        """Whether the one token that is not in the cache was drawn in this segment, so that the device holds it."""
+        drawn = len(entry.segment.generated_tokens) + entry.num_pending
+        return drawn > 0 and entry.is_settled and self.context.num_cached(entry.record.request_id) == entry.num_tokens - 1
+
     def _plan(self) -> StepPlan:
-        running = [entry for entry in self._running if not entry.is_complete or self._is_computing(entry)]
+        if any(entry.needs_history for entry in self._running):
+            self._read_results()
+        plan = self._plan_known()
+        if plan.preempted and self._in_flight is not None:
+            # What is preempted is computed again from tokens that the host knows.
+            self._read_results()
+            plan = self._plan_known()
+        assert plan.work or self._in_flight or not self._entries, "what was accepted can always advance"
+        return plan
+
+    def _plan_known(self) -> StepPlan:
+        running = [entry for entry in self._running if entry.num_left or self._is_computing(entry)]
         limits = self.context.limits()
         # What only waits for its results holds a place still.
         limits = dataclasses.replace(limits, max_requests=limits.max_requests - len(self._running) + len(running))
         waiting = self._waiting[: self.context.max_requests]
         return plan_step([self._view(entry) for entry in running], [self._view(entry) for entry in waiting], limits)
 
-    def _is_computing(self, entry: _Entry) -> bool:
+    def _is_computing(self, entry: Entry) -> bool:
         """Whether a prompt without a budget, whose log-probabilities are asked for, has tokens left."""
-        return self.context.num_cached(entry.record.request_id) < len(entry.stretch.prompt_tokens)
+        return self.context.num_cached(entry.record.request_id) < len(entry.segment.prompt_tokens)
 
-    def _view(self, entry: _Entry) -> RequestView:
+    def _view(self, entry: Entry) -> RequestView:
         number = entry.record.request_id
         return RequestView(
             request_id=number,
@@ -441,107 +411,31 @@ class DynamicInferenceEngine:
             num_blocks=self.context.num_blocks(number),
         )
 
-    def _admit(self, entry: _Entry) -> None:
+    def _admit(self, entry: Entry) -> None:
+        self._batch = None
         self.context.add_request(entry.record.request_id)
         self._waiting.remove(entry)
         self._running.append(entry)
-        entry.stretch.status = Status.ACTIVE_BUT_NOT_GENERATING_TOKENS
-        entry.stretch.weight_version = self.weight_version
-        entry.stretch.add_event_add()
+        entry.segment.status = Status.ACTIVE_BUT_NOT_GENERATING_TOKENS
+        entry.segment.weight_version = self.weight_version
+        entry.segment.add_event_add()
 
-    def _preempt(self, entry: _Entry) -> None:
+    def _preempt(self, entry: Entry) -> None:
         """Back to the queue, to be computed again; the tokens stay, and so does the place in the order of arrival."""
+        self._batch = None
         self.context.release(entry.record.request_id)
         self._running.remove(entry)
         bisect.insort(self._waiting, entry, key=lambda other: other.order)
         self.num_preemptions += 1
-        stretch = entry.stretch
-        stretch.add_event_evict()
-        stretch.status = Status.WAITING_IN_QUEUE
-        if stretch.generated_tokens:
+        segment = entry.segment
+        segment.add_event_evict()
+        segment.status = Status.WAITING_IN_QUEUE
+        if segment.generated_tokens:
             entry.record.checkpoint()
         else:
-            stretch.finished_chunk_token_count = 0
-            if stretch.prompt_log_probs is not None:
-                stretch.prompt_log_probs.clear()
-
-    def _forward(self, work: Sequence[Work]) -> _InFlight:
-        """Run the model over the planned tokens and draw where all known tokens are computed; nothing is read from the device."""
-        entries = [self._entries[item.request_id] for item in work]
-        tokens = []
-        for entry, item in zip(entries, work, strict=True):
-            self.context.extend(item.request_id, item.num_tokens)
-            tokens.append((item.request_id, entry.tokens(self.context.num_cached(item.request_id), item.num_tokens)))
-
-        # Only rows that are read go through the gather and the softmax.
-        rows: list[int] = []
-        prompt_rows: list[tuple[_Entry, int, list[int]]] = []
-        sampled: list[_Entry] = []
-        computed: list[_Entry] = []
-        start = 0
-        sampled_rows: list[int] = []
-        for entry, item in zip(entries, work, strict=True):
-            done = self.context.num_cached(item.request_id)
-            targets = entry.stretch.prompt_tokens[done + 1 : done + item.num_tokens + 1] if entry.wants_prompt_log_probs else []
-            if targets:
-                prompt_rows.append((entry, len(rows), targets))
-                rows += range(start, start + len(targets))
-            start += item.num_tokens
-            if item.is_last and entry.stretch.num_tokens_to_generate:
-                sampled.append(entry)
-                sampled_rows.append(len(rows))
-                rows.append(start - 1)
-            elif item.is_last:
-                computed.append(entry)
-        logits_NV = self._compute(tokens, rows, start)
-        for entry, item in zip(entries, work, strict=True):
-            self.context.advance(item.request_id, item.num_tokens)
-            cached = self.context.num_cached(item.request_id)
-            entry.stretch.finished_chunk_token_count = min(cached, len(entry.stretch.prompt_tokens))
-
-        prompt_log_probs, draws = [], None
-        for entry, first, targets in prompt_rows:
-            values = log_probs(logits_NV[first : first + len(targets)])
-            prompt_log_probs.append((entry, values.gather(1, self.context.builder.send(targets)[:, None])[:, 0]))
-        if sampled:
-            if len(sampled) < len(rows):
-                logits_NV = logits_NV[self.context.builder.send(sampled_rows)]
-            draws = self._sampler.draw(logits_NV, [self._sampled_row(entry) for entry in sampled])
-        for entry in sampled:
-            entry.num_pending += 1
-        return _InFlight(sampled=sampled, draws=draws, prompt_log_probs=prompt_log_probs, computed=computed)
-
-    def _compute(self, tokens: Sequence[tuple[int, Sequence[int]]], rows: Sequence[int], num_tokens: int) -> Tensor:
-        """Logits [N, V] of these tokens of the step, over the whole vocabulary on every tp rank."""
-        host = self.context.host_step(tokens)
-        if self._graphs is not None and num_tokens == len(tokens):
-            logits_RV = self._graphs.run(host)
-            if logits_RV is not None:
-                return logits_RV if len(rows) == num_tokens else logits_RV[self.context.builder.send(rows)]
-        inputs = self.context.builder.build(host)
-        output, _ = self.model(inputs.tokens_T, inputs.step)
-        assert isinstance(output, ModelOutput)
-        return all_gather(output.logits(self.context.builder.send(rows)), self.model.groups.tp, dim=1)
-
-    def _decode_logits(self, inputs: StepInputs) -> Tensor:
-        """Logits [R, V] of a step of one token a row."""
-        output, _ = self.model(inputs.tokens_T, inputs.step)
-        assert isinstance(output, ModelOutput)
-        return all_gather(output.logits(), self.model.groups.tp, dim=1)
-
-    def _sampled_row(self, entry: _Entry) -> SampledRow:
-        params, record = entry.params, entry.record
-        position = record.num_generated + entry.num_pending
-        seen = (record.prompt_tokens, record.generated_tokens) if needs_history(params) else ((), ())
-        return SampledRow(
-            params=params,
-            seed=entry.seed,
-            position=position,
-            line=self.context.line(record.request_id),
-            prompt=seen[0],
-            output=seen[1],
-            banned=sorted(entry.stop_ids) if position < params.min_tokens else (),
-        )
+            segment.finished_chunk_token_count = 0
+            if segment.prompt_log_probs is not None:
+                segment.prompt_log_probs.clear()
 
     def _read_results(self) -> None:
         """Wait for the step in flight, if there is one, and take its results."""
@@ -549,40 +443,49 @@ class DynamicInferenceEngine:
             before, self._in_flight = self._in_flight, None
             self._take_results(before)
 
-    def _take_results(self, step: _InFlight) -> None:
+    def _take_results(self, step: InFlight) -> None:
         draws = [] if step.draws is None else step.draws.wait()
         for entry, values in step.prompt_log_probs:
             if not entry.ended:
-                entry.stretch.prompt_log_probs = (entry.stretch.prompt_log_probs or []) + values.tolist()
-        for entry, drawn in zip(step.sampled, draws, strict=True):
+                entry.segment.prompt_log_probs = (entry.segment.prompt_log_probs or []) + values.tolist()
+        for entry, (token, log_prob, ranked) in zip(step.sampled, draws, strict=True):
             entry.num_pending -= 1
             # A request that ended meanwhile was computed in vain.
             if not entry.ended:
-                self._take(entry, *drawn)
+                self._take(entry, token, log_prob, ranked)
         for entry in step.computed:
             if not entry.ended:
                 self._end(entry, FinishReason.LENGTH)
 
-    def _fail(self, entries: Sequence[_Entry], error: Exception) -> None:
+    def _fail(self, entries: Sequence[Entry], error: Exception) -> None:
         """End the requests of a step that raised; some may have ended in it already."""
         for entry in entries:
             number = entry.record.request_id
             if self._entries.get(number) is entry:
                 self._end(entry, FinishReason.ERROR, StepFailedError(number, f"the step failed: {type(error).__name__}: {error}"))
 
-    def _take(self, entry: _Entry, token: int, log_prob: float, ranked: dict[int, float]) -> None:
+    def _take(self, entry: Entry, token: int, log_prob: float, ranked: dict[int, float]) -> None:
         """Append a sampled token and end the request when it was the last."""
-        stretch, record = entry.stretch, entry.record
+        segment, record = entry.segment, entry.record
+        if entry.is_bare and token >= 0 and segment.generated_tokens:
+            # The usual token costs little.
+            output = segment.generated_tokens
+            output.append(token)
+            if token in entry.stop_ids:
+                self._end(entry, FinishReason.STOP)
+            elif len(output) >= segment.num_tokens_to_generate:
+                self._end(entry, FinishReason.LENGTH)
+            return
         if token < 0:
             message = f"the scores of token {record.num_generated} hold NaN, or none is finite; check the weights and the logit_bias"
             self._end(entry, FinishReason.ERROR, NonFiniteLogitsError(record.request_id, message))
             return
-        stretch.status = Status.ACTIVE_AND_GENERATING_TOKENS
-        stretch.generated_tokens.append(token)
+        segment.status = Status.ACTIVE_AND_GENERATING_TOKENS
+        segment.generated_tokens.append(token)
         if entry.params.return_log_probs:
-            stretch.generated_log_probs.append(log_prob)
+            segment.generated_log_probs.append(log_prob)
         if entry.params.top_n_logprobs:
-            stretch.generated_top_n_logprobs.append(dict(itertools.islice(ranked.items(), entry.params.top_n_logprobs)))
+            segment.generated_top_n_logprobs.append(dict(itertools.islice(ranked.items(), entry.params.top_n_logprobs)))
         if record.time_to_first_token is None:
             record.time_to_first_token = time.monotonic() - entry.started
         stopped = token in entry.stop_ids
@@ -597,15 +500,16 @@ class DynamicInferenceEngine:
             record.generated_text = entry.text.text
         if stopped:
             self._end(entry, FinishReason.STOP)
-        elif len(stretch.generated_tokens) >= stretch.num_tokens_to_generate:
+        elif len(segment.generated_tokens) >= segment.num_tokens_to_generate:
             self._end(entry, FinishReason.LENGTH)
 
-    def _end(self, entry: _Entry, reason: FinishReason, error: Exception | None = None) -> None:
+    def _end(self, entry: Entry, reason: FinishReason, error: Exception | None = None) -> None:
         """The only way out of the engine: every request ends here, once, and leaves nothing behind."""
-        record, stretch = entry.record, entry.stretch
+        record, segment = entry.record, entry.segment
         entry.ended = True
         del self._entries[record.request_id]
         if entry in self._running:
+            self._batch = None
             self._running.remove(entry)
             self.context.release(record.request_id)
         elif entry in self._waiting:
@@ -619,14 +523,14 @@ class DynamicInferenceEngine:
                 if reason in (FinishReason.STOP, FinishReason.LENGTH):
                     reason, error = FinishReason.ERROR, failure
         record.latency = time.monotonic() - entry.started
-        stretch.finish_reason, stretch.error = reason, error
+        segment.finish_reason, segment.error = reason, error
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            stretch.status = Status.COMPLETED
-            stretch.add_event_finish()
+            segment.status = Status.COMPLETED
+            segment.add_event_finish()
         else:
-            stretch.status = Status.FAILED
+            segment.status = Status.FAILED
             if error is not None:
-                stretch.add_event_error_nontransient(error)
-            stretch.add_event_fail()
+                segment.add_event_error_nontransient(error)
+            segment.add_event_fail()
         self.finished_counts[reason.value] += 1
         self._done.append(record)

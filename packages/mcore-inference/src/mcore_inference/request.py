@@ -72,7 +72,7 @@ class DynamicInferenceEvent:
 
 @dataclass(kw_only=True)
 class DynamicInferenceRequest:
-    """One stretch of a request: a prompt, its settings and what was generated for it so far.
+    """One segment of a request: a prompt, its settings and what was generated for it so far.
 
     Example:
         >>> request = DynamicInferenceRequest(request_id=0, prompt_tokens=[1, 2], sampling_params=SamplingParams())
@@ -84,7 +84,7 @@ class DynamicInferenceRequest:
     prompt_tokens: list[int]
     sampling_params: SamplingParams
     num_tokens_to_generate: int = 0
-    """Budget of this stretch, after all limits."""
+    """Budget of this segment, after all limits."""
     budget_clamped: bool = False
     """Whether the context's sequence length cut the budget that was asked for."""
     prompt: str | None = None
@@ -104,7 +104,7 @@ class DynamicInferenceRequest:
     generated_text: str = ""
     """Text of the generated tokens, cut before a stop word; of a merged request only."""
     weight_version: int = 0
-    """How often the engine's weights had been loaded anew when this stretch ran; a load closes every stretch."""
+    """How often the engine's weights had been loaded anew when this segment ran; a load closes every segment."""
     events: list[DynamicInferenceEvent] = field(default_factory=list)
     arrival_time: float = field(default_factory=time.time)
     """Seconds since the epoch."""
@@ -175,7 +175,7 @@ class DynamicInferenceRequest:
 
 @dataclass(kw_only=True)
 class DynamicInferenceRequestRecord:
-    """A request over all its stretches: each eviction closes one and opens the next, whose prompt is all tokens so far.
+    """A request over all its segments: each eviction closes one and opens the next, whose prompt is all tokens so far.
 
     The properties speak of the whole request, as ``merge`` does.
     """
@@ -269,7 +269,7 @@ class DynamicInferenceRequestRecord:
         return tokens, values, best
 
     def checkpoint(self) -> None:
-        """Open a new stretch that continues the last one: its prompt is all tokens so far, its budget what is left."""
+        """Open a new segment that continues the last one: its prompt is all tokens so far, its budget what is left."""
         last = self.requests[-1]
         self.requests.append(
             DynamicInferenceRequest(

@@ -5,17 +5,16 @@
 from mcore_inference.sampling._draw import SamplingRows, adjust, log_probs, processed_log_probs, sample
 from mcore_inference.sampling._params import SamplingParams
 from mcore_inference.sampling._random import request_seed, uniform
-from mcore_inference.sampling._sampler import Draws, SampledRow, Sampler, needs_history
+from mcore_inference.sampling._sampler import DrawRows, Draws, Sampler
 
 __all__ = [
+    "DrawRows",
     "Draws",
-    "SampledRow",
     "Sampler",
     "SamplingParams",
     "SamplingRows",
     "adjust",
     "log_probs",
-    "needs_history",
     "processed_log_probs",
     "request_seed",
     "sample",

@@ -50,15 +50,21 @@ class SamplingRows:
         top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
         top_p = [p.top_p if p.top_p > 0 else 1.0 for p in params]
         pick = [not row for row in greedy]
+        numbers = torch.tensor(
+            [[0.0 if g else p.temperature for g, p in zip(greedy, params, strict=True)], top_p, [p.min_p for p in params]],
+            dtype=torch.float64,
+        )
+        integers = torch.tensor([top_k, list(seeds), list(positions)], dtype=torch.int64)
+        if torch.device(device).type == "cuda":
+            # From pinned memory a copy waits for nothing.
+            numbers, integers = (x.pin_memory().to(device, non_blocking=True) for x in (numbers, integers))
         return cls(
-            temperature=torch.tensor(
-                [0.0 if g else p.temperature for g, p in zip(greedy, params, strict=True)], dtype=torch.float64, device=device
-            ),
-            top_k=torch.tensor(top_k, dtype=torch.int64, device=device),
-            top_p=torch.tensor(top_p, dtype=torch.float64, device=device),
-            min_p=torch.tensor([p.min_p for p in params], dtype=torch.float64, device=device),
-            seed=torch.tensor(list(seeds), dtype=torch.int64, device=device),
-            position=torch.tensor(list(positions), dtype=torch.int64, device=device),
+            temperature=numbers[0],
+            top_k=integers[0],
+            top_p=numbers[1],
+            min_p=numbers[2],
+            seed=integers[1],
+            position=integers[2],
             all_greedy=all(greedy),
             has_ranks=any(row and (k < vocab_size or p < 1) for row, k, p in zip(pick, top_k, top_p, strict=True)),
             has_min_p=any(row and p.min_p > 0 for row, p in zip(pick, params, strict=True)),

@@ -9,36 +9,48 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcore_inference.sampling._draw import SamplingRows, adjust, log_probs, processed_log_probs, sample
+from mcore_inference.sampling._draw import SamplingRows, log_probs, processed_log_probs, sample
 from mcore_inference.sampling._params import SamplingParams
 
 
 # R rows (requests) of a step, V vocabulary.
 @dataclass(frozen=True, kw_only=True)
-class SampledRow:
-    """A request as the sampler sees it."""
+class DrawRows:
+    """What R requests ask of a draw, on the device."""
 
-    params: SamplingParams
-    seed: int
-    position: int
-    """Tokens generated before, those included that the host does not know yet."""
-    line: int
-    """Of ``Sampler.last_tokens``."""
-    prompt: Sequence[int] = ()
-    """For penalties."""
-    output: Sequence[int] = ()
-    """For penalties."""
-    banned: Sequence[int] = ()
-    """Tokens that must not be drawn."""
+    settings: SamplingRows
+    lines_R: Tensor
+    """[R] int64, of ``Sampler.last_tokens``."""
+    processed_R: Tensor
+    """[R] int64, 1 where the log-probability is the one by which the token was drawn."""
+    top_n: tuple[int, ...]
+    """Best tokens that each row asks for."""
+    wants_log_probs: bool
+
+    @classmethod
+    def of(
+        cls,
+        params: Sequence[SamplingParams],
+        seeds: Sequence[int],
+        positions: Sequence[int],
+        lines: Sequence[int],
+        vocab_size: int,
+        device: torch.device,
+    ) -> "DrawRows":
+        """Rows in the order given; positions are the tokens generated before."""
+        numbers = torch.tensor([list(lines), [int(p.processed_log_probs) for p in params]])
+        lines_R, processed_R = numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
+        return cls(
+            settings=SamplingRows.of(params, seeds, positions, vocab_size, device),
+            lines_R=lines_R,
+            processed_R=processed_R,
+            top_n=tuple(p.top_n_logprobs for p in params),
+            wants_log_probs=any(p.return_log_probs for p in params),
+        )
 
 
 class Draws:
-    """Tokens of R rows on their way to the host.
-
-    Args:
-        tensors: of the device; copied without waiting.
-        top_n: of each row.
-    """
+    """Tokens of R rows on their way to the host; nobody waits until ``wait``."""
 
     def __init__(self, tokens_R: Tensor, log_probs_R: Tensor | None, top: tuple[Tensor, Tensor] | None, top_n: Sequence[int]) -> None:
         device = tokens_R.device
@@ -72,49 +84,32 @@ class Sampler:
     def __init__(self, last_tokens: Tensor, vocab_size: int) -> None:
         self.last_tokens, self.vocab_size = last_tokens, vocab_size
 
-    def draw(self, logits_RV: Tensor, rows: Sequence[SampledRow]) -> Draws:
-        """[R, at least vocab_size] logits and as many rows."""
-        params, device = [row.params for row in rows], logits_RV.device
-        by_kernel = logits_RV.is_cuda and logits_RV.dtype != torch.float64 and all(map(_is_plain, rows))
-        log_probs_R = top = None
-        if by_kernel:
+    def draw(self, logits_RV: Tensor, rows: DrawRows, adjusted_RV: Tensor | None = None) -> Draws:
+        """Tokens of R rows.
+
+        Args:
+            logits_RV: [R, at least vocab_size], of the model.
+            rows: as many.
+            adjusted_RV: [R, vocab_size], what is drawn from where it is not the logits (penalties, biases, bans).
+        """
+        settings, log_probs_R, top = rows.settings, None, None
+        is_plain = adjusted_RV is None and not settings.has_ranks and not settings.has_min_p
+        if is_plain and logits_RV.is_cuda and logits_RV.dtype != torch.float64:
             from mcore_inference.sampling._triton import draw
 
-            temperatures = [0.0 if p.is_greedy else p.temperature for p in params]
-            numbers = torch.tensor([(row.seed, row.position, row.line, row.params.processed_log_probs) for row in rows]).T.contiguous()
-            temperature_R = torch.tensor(temperatures).pin_memory().to(device, non_blocking=True)
-            seed_R, position_R, lines_R, processed_R = numbers.pin_memory().to(device, non_blocking=True)
-            tokens_R, log_probs_R = draw(logits_RV, temperature_R, seed_R, position_R, processed_R, self.vocab_size)
+            inputs = settings.temperature, settings.seed, settings.position, rows.processed_R
+            tokens_R, log_probs_R = draw(logits_RV, *inputs, self.vocab_size)
         else:
-            banned = [row.banned for row in rows]
-            scores_RV = adjust(logits_RV[:, : self.vocab_size], params, [row.prompt for row in rows], [row.output for row in rows], banned)
-            seeds, positions = [row.seed for row in rows], [row.position for row in rows]
-            settings = SamplingRows.of(params, seeds, positions, self.vocab_size, device)
+            scores_RV = logits_RV[:, : self.vocab_size] if adjusted_RV is None else adjusted_RV
             tokens_R = sample(scores_RV, settings)
-            lines_R = torch.tensor([row.line for row in rows], device=device)
-            if any(p.return_log_probs for p in params):
+            if rows.wants_log_probs:
                 picked_R = tokens_R.clamp(min=0)[:, None]
-                log_probs_R = log_probs(logits_RV).gather(1, picked_R)[:, 0]
-                if any(processed := [p.processed_log_probs for p in params]):
-                    drawn_R = processed_log_probs(scores_RV, settings).gather(1, picked_R)[:, 0]
-                    log_probs_R = torch.where(torch.tensor(processed, device=device), drawn_R, log_probs_R)
-        if count := max(p.top_n_logprobs for p in params):
-            values_RV = log_probs(logits_RV)
-            values = values_RV[:, : self.vocab_size].topk(min(count, self.vocab_size), dim=1)
-            top = values.indices, values.values
-        if not any(p.return_log_probs for p in params):
-            log_probs_R = None
-        self.last_tokens[lines_R] = tokens_R.clamp(min=0)
-        return Draws(tokens_R, log_probs_R, top, [p.top_n_logprobs for p in params])
-
-
-def needs_history(params: SamplingParams) -> bool:
-    """Whether a draw depends on the tokens that were drawn before, which the host must then know."""
-    return params.has_penalties
-
-
-def _is_plain(row: SampledRow) -> bool:
-    """Whether greedy choice or a draw at a temperature is all that is asked for."""
-    p = row.params
-    ranks = not p.is_greedy and (p.top_k > 0 or 0 < p.top_p < 1 or p.min_p > 0)
-    return not (ranks or p.has_penalties or p.logit_bias or row.banned)
+                raw_R = log_probs(logits_RV).gather(1, picked_R)[:, 0]
+                drawn_R = processed_log_probs(scores_RV, settings).gather(1, picked_R)[:, 0]
+                log_probs_R = torch.where(rows.processed_R == 1, drawn_R, raw_R)
+        if count := max(rows.top_n):
+            values_RV = log_probs(logits_RV)[:, : self.vocab_size]
+            best = values_RV.topk(min(count, self.vocab_size), dim=1)
+            top = best.indices, best.values
+        self.last_tokens[rows.lines_R] = tokens_R.clamp(min=0)
+        return Draws(tokens_R, log_probs_R if rows.wants_log_probs else None, top, rows.top_n)

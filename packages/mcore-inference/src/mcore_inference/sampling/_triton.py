@@ -24,7 +24,7 @@ def draw(
 
     Args:
         logits_RV: [R, at least vocab_size], last stride 1.
-        temperature_R: [R] float32.
+        temperature_R: [R] floating point.
         seed_R: [R] int64.
         position_R: [R] int64, tokens generated before.
         processed_R: [R] int64, 1 for the log-probability by which the token was drawn, 0 for that of the raw logits over all columns.
@@ -69,7 +69,7 @@ def _tile_kernel(
     first = tile * TILE + tl.argmax(scores, 0, tie_break_left=True)
     highest = tl.max(logits, 0)
     broken = tl.sum((logits != logits).to(tl.int32), 0) > 0
-    temperature = tl.load(temperature_ptr + row)
+    temperature = tl.load(temperature_ptr + row).to(tl.float32)
     scale = 1.0 / tl.where(temperature > 0, temperature, 1.0)
     safe = tl.where(best > -float("inf"), best, 0.0)
     weight = tl.sum(tl.where(scores > -float("inf"), tl.exp((scores - safe) * scale), 0.0), 0)
@@ -96,7 +96,7 @@ def _pick_kernel(
     broken = tl.sum((best_N != best_N).to(tl.int32), 0) > 0
     best = tl.max(tl.where(best_N == best_N, best_N, -float("inf")), 0)
     broken = broken | (best == float("inf")) | (best == -float("inf"))
-    temperature = tl.load(temperature_ptr + row)
+    temperature = tl.load(temperature_ptr + row).to(tl.float32)
     greedy = temperature <= 0
     scale = 1.0 / tl.where(greedy, 1.0, temperature)
 

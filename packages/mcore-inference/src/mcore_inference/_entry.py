@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""A request that the engine is busy with."""
+
+from dataclasses import dataclass
+
+from mcore_inference.context import PENDING
+from mcore_inference.request import DynamicInferenceRequest, DynamicInferenceRequestRecord
+from mcore_inference.sampling import SamplingParams
+from mcore_inference.text import TextStream
+
+
+@dataclass(kw_only=True, eq=False)
+class Entry:
+    """The record of a request, and what the engine keeps beside it."""
+
+    record: DynamicInferenceRequestRecord
+    params: SamplingParams
+    order: int
+    """Number of arrival; a preempted request keeps it."""
+    seed: int
+    stop_ids: frozenset[int]
+    text: TextStream | None
+    started: float
+    """Monotonic seconds of arrival."""
+    num_pending: int = 0
+    """Tokens that were drawn and have not reached the host: 0 or 1."""
+    ended: bool = False
+
+    def __post_init__(self) -> None:
+        p = self.params
+        self.needs_history = p.has_penalties
+        """Whether a draw depends on the tokens drawn before, which the host must then know."""
+        self.is_bare = self.text is None and not p.return_log_probs and not p.top_n_logprobs
+        """Whether a drawn token is all that is kept of a step."""
+
+    @property
+    def segment(self) -> DynamicInferenceRequest:
+        """The part of the record since the last preemption."""
+        return self.record.requests[-1]
+
+    @property
+    def wants_prompt_log_probs(self) -> bool:
+        return self.params.return_log_probs and not self.params.skip_prompt_log_probs and len(self.record.requests) == 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the prompt and the output, the pending one included."""
+        segment = self.segment
+        return len(segment.prompt_tokens) + len(segment.generated_tokens) + self.num_pending
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that are still to be drawn."""
+        segment = self.segment
+        return segment.num_tokens_to_generate - len(segment.generated_tokens) - self.num_pending
+
+    @property
+    def position(self) -> int:
+        """Tokens drawn so far."""
+        return self.record.num_generated + self.num_pending
+
+    @property
+    def banned(self) -> tuple[int, ...]:
+        """Tokens that must not be drawn next."""
+        return tuple(sorted(self.stop_ids)) if self.position < self.params.min_tokens else ()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether every further draw is from the logits themselves."""
+        p = self.params
+        return not (self.needs_history or p.logit_bias or self.position < p.min_tokens)
+
+    def tokens(self, start: int, count: int) -> list[int]:
+        """Tokens from ``start`` on: of the prompt, or of the output once the prompt is computed."""
+        prompt, output = self.segment.prompt_tokens, self.segment.generated_tokens
+        if start < len(prompt):
+            return prompt[start : start + count]
+        return output[start - len(prompt) : start - len(prompt) + count] or [PENDING]

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Runs the steps of an engine on the device; it never waits for results."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from mcore_inference._entry import Entry
+from mcore_inference.capability import records_graphs
+from mcore_inference.context import DynamicInferenceContext
+from mcore_inference.decode_graphs import DecodeGraphs, graph_sizes
+from mcore_inference.sampling import DrawRows, Draws, Sampler, adjust, log_probs
+from mcore_inference.scheduler import Work
+from mcore_inference.step_builder import HostStep, StepInputs
+from mcore_parallel.comm import all_gather
+from mcore_parallel.models import GPTModel, ModelOutput
+
+
+@dataclass(frozen=True, kw_only=True)
+class InFlight:
+    """A step that the device computes, and whose results the host has not read."""
+
+    sampled: list[Entry]
+    draws: Draws | None
+    prompt_log_probs: list[tuple[Entry, Tensor]]
+    computed: list[Entry]
+    """Requests without a budget whose prompt is computed now."""
+
+
+class DecodeBatch:
+    """Requests that draw one token a step, as arrays: what a step of them costs the host hardly grows with their number.
+
+    It holds while the same requests decode; a request that joins or ends makes a new one.
+    """
+
+    def __init__(self, entries: list[Entry], context: DynamicInferenceContext, vocab_size: int) -> None:
+        self.entries = entries
+        lines = [context.line(entry.record.request_id) for entry in entries]
+        self.lines_R = np.array(lines)
+        self.steps_left = min(entry.num_left for entry in entries)
+        """Until a request of it has drawn all its tokens."""
+        positions = [entry.position for entry in entries]
+        params, seeds = [entry.params for entry in entries], [entry.seed for entry in entries]
+        self.rows = DrawRows.of(params, seeds, positions, lines, vocab_size, context.device)
+
+    def advance(self) -> None:
+        """One token was drawn for each."""
+        self.steps_left -= 1
+        self.rows = dataclasses.replace(
+            self.rows, settings=dataclasses.replace(self.rows.settings, position=self.rows.settings.position + 1)
+        )
+        for entry in self.entries:
+            entry.num_pending += 1
+
+
+class Executor:
+    """The model, its cache and its sampler.
+
+    Args:
+        model: with a paged attention core.
+        context: made for it.
+        vocab_size: ids that exist.
+        use_graphs: replay decode steps as CUDA graphs; None for where the model and the device can.
+
+    Raises:
+        ValueError: graphs are asked for where they cannot be.
+    """
+
+    def __init__(self, model: GPTModel, context: DynamicInferenceContext, vocab_size: int, use_graphs: bool | None) -> None:
+        self._model, self._context, self._vocab_size = model, context, vocab_size
+        self._sampler = Sampler(context.builder.last_tokens, vocab_size)
+        can_record = context.builder.has_kernel and records_graphs(model)
+        if use_graphs and not can_record:
+            raise ValueError("use_graphs=True needs a GPU, blocks of a multiple of 16 tokens and a model without experts; leave it at None")
+        self.graphs: DecodeGraphs | None = None
+        if can_record and use_graphs is not False:
+            self.graphs = DecodeGraphs(self._decode_logits, context.builder, graph_sizes(context.max_requests))
+
+    def run(self, work: Sequence[tuple[Entry, Work]]) -> InFlight:
+        """Run the model over planned tokens and draw where all known tokens are computed."""
+        context, send = self._context, self._context.builder.send
+        tokens = []
+        for entry, item in work:
+            context.extend(item.request_id, item.num_tokens)
+            tokens.append((item.request_id, entry.tokens(context.num_cached(item.request_id), item.num_tokens)))
+        # Only rows that are read go through the gather and the softmax.
+        rows: list[int] = []
+        prompt_rows: list[tuple[Entry, int, list[int]]] = []
+        sampled: list[Entry] = []
+        sampled_rows: list[int] = []
+        computed: list[Entry] = []
+        end = 0
+        for entry, item in work:
+            start, end = end, end + item.num_tokens
+            cached = context.num_cached(item.request_id)
+            targets = entry.segment.prompt_tokens[cached + 1 : cached + item.num_tokens + 1] if entry.wants_prompt_log_probs else []
+            if targets:
+                prompt_rows.append((entry, len(rows), targets))
+                rows += range(start, start + len(targets))
+            if item.is_last and entry.segment.num_tokens_to_generate:
+                sampled.append(entry)
+                sampled_rows.append(len(rows))
+                rows.append(end - 1)
+            elif item.is_last:
+                computed.append(entry)
+        logits_NV = self._logits(context.host_step(tokens), rows)
+        for entry, item in work:
+            context.advance(item.request_id, item.num_tokens)
+            entry.segment.finished_chunk_token_count = min(context.num_cached(item.request_id), len(entry.segment.prompt_tokens))
+
+        prompt_log_probs, draws = [], None
+        for entry, first, targets in prompt_rows:
+            values = log_probs(logits_NV[first : first + len(targets)])
+            prompt_log_probs.append((entry, values.gather(1, send(targets)[:, None])[:, 0]))
+        if sampled:
+            draws = self._draw(logits_NV if len(sampled) == len(rows) else logits_NV[send(sampled_rows)], sampled)
+        for entry in sampled:
+            entry.num_pending += 1
+        return InFlight(sampled=sampled, draws=draws, prompt_log_probs=prompt_log_probs, computed=computed)
+
+    def decode(self, batch: DecodeBatch) -> InFlight:
+        """One token for each request of the batch; ``extend_lines`` made room for it."""
+        logits_RV = self._logits(self._context.decode_step(batch.lines_R), range(len(batch.entries)))
+        draws = self._sampler.draw(logits_RV, batch.rows)
+        self._context.advance_lines(batch.lines_R)
+        batch.advance()
+        return InFlight(sampled=batch.entries, draws=draws, prompt_log_probs=[], computed=[])
+
+    def _logits(self, host: HostStep, rows: Sequence[int]) -> Tensor:
+        """Logits [N, V] of these tokens of the step, over the whole vocabulary on every tp rank."""
+        num_tokens, builder = len(host.tokens_T), self._context.builder
+        if self.graphs is not None and num_tokens == len(host.lengths_R):
+            logits_RV = self.graphs.run(host)
+            if logits_RV is not None:
+                return logits_RV if len(rows) == num_tokens else logits_RV[builder.send(rows)]
+        inputs = builder.build(host)
+        output, _ = self._model(inputs.tokens_T, inputs.step)
+        assert isinstance(output, ModelOutput)
+        return all_gather(output.logits(builder.send(rows)), self._model.groups.tp, dim=1)
+
+    def _decode_logits(self, inputs: StepInputs) -> Tensor:
+        """Logits [R, V] of a step of one token a row."""
+        output, _ = self._model(inputs.tokens_T, inputs.step)
+        assert isinstance(output, ModelOutput)
+        return all_gather(output.logits(), self._model.groups.tp, dim=1)
+
+    def _draw(self, logits_RV: Tensor, entries: list[Entry]) -> Draws:
+        params, positions = [entry.params for entry in entries], [entry.position for entry in entries]
+        lines = [self._context.line(entry.record.request_id) for entry in entries]
+        rows = DrawRows.of(params, [entry.seed for entry in entries], positions, lines, self._vocab_size, self._context.device)
+        adjusted_RV = None
+        if not all(entry.is_settled for entry in entries):
+            records = [entry.record if entry.needs_history else None for entry in entries]
+            prompts = [() if record is None else record.prompt_tokens for record in records]
+            outputs = [() if record is None else record.generated_tokens for record in records]
+            adjusted_RV = adjust(logits_RV[:, : self._vocab_size], params, prompts, outputs, [entry.banned for entry in entries])
+        return self._sampler.draw(logits_RV, rows, adjusted_RV)
