@@ -10,7 +10,7 @@ from pathlib import Path
 from packaging.version import InvalidVersion, Version
 
 from tools.checks._api._finding import CheckError
-from tools.checks._api._source import git
+from tools.checks._api._source import archive, git
 
 FIRST_RELEASE = Version("0.1.0")
 _HEADING = re.compile(r"^## +\[?v?(?P<version>\d[\w.]*)\]?", re.MULTILINE)
@@ -19,11 +19,33 @@ _UNRELEASED = re.compile(r"^## +\[?Unreleased\]?[^\n]*\n(?P<body>.*?)(?=^## |\Z)
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """The last release and the commit that holds it; ``label`` says how it was found."""
+    """The last release and where git holds it.
+
+    Args:
+        version: of the release.
+        commit: commit that holds it, or name of a tag.
+        label: how it was found, for reports.
+        tree: git's hash of the wheel's folder, for a clone in which the commit is missing.
+    """
 
     version: Version
     commit: str
     label: str
+    tree: str = ""
+
+    def unpack(self, wheel: str, repository: Path, folder: Path) -> Path:
+        """The wheel's folder as it was released.
+
+        Raises:
+            CheckError: git knows neither the commit nor the tree.
+        """
+        place = f"packages/{wheel}"
+        try:
+            return archive(repository, self.commit, folder, place)
+        except CheckError:
+            if not self.tree:
+                raise
+            return archive(repository, self.tree, folder / place)
 
 
 def find_baseline(wheel: str, version: Version, repository: Path) -> Baseline | None:
@@ -44,7 +66,11 @@ def find_baseline(wheel: str, version: Version, repository: Path) -> Baseline | 
     """
     tags = _tags(wheel, version, repository)
     recorded = _recorded(wheel, repository)
-    known = {Baseline(version=v, commit=c, label=f"api/baselines.toml ({c[:12]})") for v, c in recorded.items() if v not in tags}
+    known = {
+        Baseline(version=v, commit=commit, tree=tree, label=f"api/baselines.toml ({commit[:12]})")
+        for v, (commit, tree) in recorded.items()
+        if v not in tags
+    }
     known |= {Baseline(version=v, commit=t, label=f"tag {t}") for v, t in tags.items()}
     last = max(known, key=lambda baseline: baseline.version, default=None)
     released = [*_changelog_releases(wheel, version, repository), *recorded]
@@ -81,19 +107,53 @@ def _tags(wheel: str, version: Version, repository: Path) -> dict[Version, str]:
     return found
 
 
-def _recorded(wheel: str, repository: Path) -> dict[Version, str]:
+def _recorded(wheel: str, repository: Path) -> dict[Version, tuple[str, str]]:
+    """(commit, tree or nothing) of each recorded release."""
     file = repository / "api" / "baselines.toml"
     if not file.is_file():
         return {}
     try:
         entries = tomllib.loads(file.read_text()).get(wheel, {})
-        recorded = {Version(text): commit for text, commit in entries.items()}
+        recorded = {
+            Version(text): (entry["commit"], entry["tree"]) if isinstance(entry, dict) else (entry, "") for text, entry in entries.items()
+        }
+    except KeyError as error:
+        raise CheckError(f"api/baselines.toml: an entry of {wheel} lacks {error}; write commit and tree") from error
     except (tomllib.TOMLDecodeError, InvalidVersion, AttributeError) as error:
         raise CheckError(f"api/baselines.toml cannot be read: {error}") from error
-    for version, commit in recorded.items():
-        if not isinstance(commit, str) or not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", commit):
-            raise CheckError(f"api/baselines.toml: {wheel} {version} = {commit!r} is no full commit name")
+    for version, names in recorded.items():
+        for name in names:
+            if name and not (isinstance(name, str) and re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", name)):
+                raise CheckError(f"api/baselines.toml: {wheel} {version} = {name!r} is no full commit name")
     return recorded
+
+
+def record_baseline(wheel: str, version: Version, repository: Path) -> bool:
+    """Write the committed state of a wheel down as its release; False if it stands there already.
+
+    Raises:
+        CheckError: the wheel's files are not as committed, or the version is recorded with other files.
+    """
+    if git(repository, "status", "--porcelain", "--", f"packages/{wheel}"):
+        raise CheckError(f"{wheel} has uncommitted changes; a baseline is a commit")
+    commit, tree = git(repository, "rev-parse", "HEAD"), git(repository, "rev-parse", f"HEAD:packages/{wheel}")
+    known = _recorded(wheel, repository).get(version)
+    if known is not None:
+        recorded_tree = known[1] or git(repository, "rev-parse", f"{known[0]}:packages/{wheel}")
+        if recorded_tree != tree:
+            raise CheckError(f"{wheel} {version} is recorded with other files; raise the version, a release does not change")
+        return False
+    file = repository / "api" / "baselines.toml"
+    file.parent.mkdir(exist_ok=True)
+    text = file.read_text() if file.is_file() else ""
+    entry = f'"{version}" = {{ commit = "{commit}", tree = "{tree}" }}\n'
+    head = f"[{wheel}]\n"
+    if re.search(rf"^\[{re.escape(wheel)}\]$", text, re.MULTILINE):
+        text = re.sub(rf"^\[{re.escape(wheel)}\]\n", head + entry, text, flags=re.MULTILINE)
+    else:
+        text = f"{text.rstrip()}\n\n{head}{entry}".lstrip()
+    file.write_text(text)
+    return True
 
 
 def _changelog_releases(wheel: str, version: Version, repository: Path) -> list[Version]:

@@ -16,7 +16,7 @@ from tools.checks._api._finding import CheckError, Finding
 from tools.checks._api._listing import stale
 from tools.checks._api._metadata import Metadata, compare_metadata, read_metadata, read_wheel_metadata
 from tools.checks._api._policy import clock_findings, export_findings, shape_findings
-from tools.checks._api._source import Tree, archive, open_tree, project_table, project_version
+from tools.checks._api._source import Tree, open_tree, project_table, project_version
 from tools.checks._api._surface import Surface, load
 from tools.checks._api._verdict import Report
 from tools.checks._api._witness import Checker
@@ -43,7 +43,7 @@ def check_wheel(wheel: Wheel, repository: Path) -> Report:
         findings += clock_findings(new, wheel.version)
     else:
         with tempfile.TemporaryDirectory() as folder:
-            old_source = archive(repository, baseline.commit, Path(folder), f"packages/{wheel.name}") / "src"
+            old_source = baseline.unpack(wheel.name, repository, Path(folder)) / "src"
             declared = project_version(old_source.parent / "pyproject.toml")
             if declared != baseline.version:
                 raise CheckError(f"{baseline.label} should hold {wheel.name} {baseline.version} and holds {declared}")

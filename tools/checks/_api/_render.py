@@ -24,6 +24,16 @@ def text(reports: Sequence[Report]) -> str:
     return "\n".join(lines)
 
 
+def additions(reports: Sequence[Report]) -> str:
+    """What is new, one line each: a name that is out once has to be kept, so it is reviewed before."""
+    lines = []
+    for report in reports:
+        new = [finding for finding in report.findings if finding.bump is Bump.ADDITION and finding.counts]
+        lines.append(f"{report.name} {report.old_version} -> {report.new_version}: {len(new)} additions")
+        lines += [f"  {finding.kind:26}{finding.path}" + (f": {finding.text}" if finding.text != "new" else "") for finding in new]
+    return "\n".join(lines)
+
+
 def github(reports: Sequence[Report]) -> str:
     lines = []
     for report in reports:

@@ -153,6 +153,43 @@ def test_a_recorded_commit_serves_where_the_tag_is_missing(repository, capsys):
     assert [(finding["kind"], finding["path"]) for finding in report["findings"]] == [("parameter_removed", "sample.bare(y)")]
 
 
+def test_recording_a_baseline_is_one_command_and_from_then_on_the_gate_compares(repository, capsys):
+    assert repository.run("--record-baseline") == 0
+    repository.commit("record")
+    assert repository.run("--record-baseline") == 0
+    assert "sample 0.1.0: stands there already" in capsys.readouterr().out
+    assert repository.run() == 0
+    assert "sample 0.1.0 -> 0.1.0: OK" in capsys.readouterr().out
+    repository.break_something()
+    assert repository.run("--record-baseline") == 2
+    assert "uncommitted changes" in capsys.readouterr().err
+    repository.commit("break")
+    assert repository.run() == 1
+    assert "parameter_removed         sample.bare(y)" in capsys.readouterr().out
+    assert repository.run("--record-baseline") == 2
+    assert "recorded with other files" in capsys.readouterr().err
+
+
+def test_a_recorded_tree_serves_where_its_commit_is_missing(repository, capsys):
+    repository.run("--record-baseline")
+    file = repository.root / "api" / "baselines.toml"
+    commit = repository.git("rev-parse", "HEAD")
+    file.write_text(file.read_text().replace(commit, "1" * 40))
+    repository.break_something()
+    repository.commit("break")
+    assert repository.run() == 1
+    assert "parameter_removed         sample.bare(y)" in capsys.readouterr().out
+
+
+def test_additions_are_listed_for_review(repository, capsys):
+    repository.release("0.1.0")
+    repository.replace("src/sample/_functions.py", "def bare(x, y=1):", "def bare(x, y=1, z=2):")
+    repository.run("--write-surface")
+    capsys.readouterr()
+    assert repository.run("--additions") == 0
+    assert "1 additions" in (out := capsys.readouterr().out) and "parameter_added           sample.bare(z)" in out
+
+
 def lose_tag_keep_changelog(repository):
     repository.release("0.1.0")
     repository.git("tag", "-d", "sample-v0.1.0")
