@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """What changed in a class as a whole, and in its attributes."""
 
+import ast
 from collections.abc import Iterator
 
 import griffe
@@ -256,8 +257,10 @@ def _may_be_alias(attribute: griffe.Attribute) -> bool:
         return False
     if attribute.annotation is not None:
         return str(attribute.annotation).rpartition(".")[2] == "TypeAlias"
-    text = str(attribute.value)
-    return isinstance(attribute.value, griffe.Expr) and "(" not in text and not text.startswith(("[", "{"))
+    if not isinstance(attribute.value, griffe.Expr):
+        return False
+    node = ast.parse(str(attribute.value), mode="eval").body
+    return isinstance(node, ast.Name | ast.Attribute | ast.Subscript) or (isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr))
 
 
 def _makes_type(attribute: griffe.Attribute) -> bool:

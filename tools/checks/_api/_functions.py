@@ -203,6 +203,8 @@ def compare_types(path: str, old: griffe.Function, new: griffe.Function, before:
         return
     was = Shape(caller=Caller.of(path, old), function=old, types=typed_parameters(old, before, before))
     now = Shape(caller=Caller.of(path, new), function=new, types=typed_parameters(new, after, after))
+    if was.types == now.types:
+        return
     spellings = canonical(was.types, now.types), canonical(now.types, was.types)
     for slot, type_now in now.types.items():
         type_was = was.types.get(slot)

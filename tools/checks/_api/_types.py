@@ -176,6 +176,8 @@ class _Spelling(ast.NodeTransformer):
 
 class _Normal(ast.NodeTransformer):
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        if not isinstance(node.op, ast.BitOr):
+            return node
         return self._union(list(_alternatives(node)))
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
