@@ -67,7 +67,6 @@ def compare(counts: list[int], **options: Any) -> None:
         assert error(ours.grad, reference.grad) < 1e-2
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize(("hidden_size", "ffn_size"), [(16, 8), (8, 24), (24, 40)])
 def test_the_widths_that_pass_the_check_can_be_multiplied(hidden_size: int, ffn_size: int) -> None:
     from mcore_parallel.backends import check_grouped_width
@@ -82,7 +81,6 @@ def test_the_widths_that_pass_the_check_can_be_multiplied(hidden_size: int, ffn_
     assert rows.grad is not None and rows.grad.isfinite().all()
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize(("hidden_size", "ffn_size"), [(16, 12), (12, 16)])
 def test_the_widths_that_are_refused_cannot(hidden_size: int, ffn_size: int) -> None:
     experts = GroupedMLP(2, hidden_size, ffn_size, ProcessGroups.single(), dtype=torch.bfloat16, device="cuda")

@@ -272,3 +272,14 @@ def test_choices_that_exclude_one_another_are_named() -> None:
         build(("mlp",), recompute=RecomputeConfig(granularity="full"))
     with pytest.raises(ValueError, match="wrap its core in ManagedCore"):
         build(("core_attention",), mixer=lambda site: torch.nn.Identity())
+
+
+def test_rows_of_a_large_tensor_come_back_as_they_were() -> None:
+    x = torch.arange(12.0).view(6, 2).requires_grad_()
+    offloader = ActivationOffloader(OffloadConfig(min_offloaded_tensor_size=1, on_cpu=True))
+    with offloader.group():
+        # Contiguous, and less than half of its storage.
+        y = (x * 1.0)[4:].square()
+    assert offloader.bytes_out == 4 * 4
+    y.sum().backward()
+    assert torch.equal(x.grad[4:], 2 * x.detach()[4:])

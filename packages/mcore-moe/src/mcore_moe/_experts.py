@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mcore_parallel import ProcessGroups, ShardSpec
-from mcore_parallel.nn import Activation
+from mcore_parallel.nn import Activation, LayerMemory
 
 # R rows in expert order, N experts of this rank, D model, F width of an expert, W width of the activation's input (2 F with a gate).
 
@@ -29,6 +29,7 @@ class _StackedExperts(nn.Module):
         groups: ep and expert tensor parallelism are used.
         activation: its name, or the whole choice.
         bias: of both projections.
+        memory: which saved tensors wait in host memory: "expert_fc1", the rows, and "moe_act", the input of the activation; None for none.
         dtype: of the parameters.
         device: of the parameters.
 
@@ -45,6 +46,7 @@ class _StackedExperts(nn.Module):
         *,
         activation: str | Activation = "swiglu",
         bias: bool = False,
+        memory: LayerMemory | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -52,6 +54,7 @@ class _StackedExperts(nn.Module):
         if ffn_size % groups.expt_tp.size:
             raise ValueError(f"etp={groups.expt_tp.size} must divide the expert width {ffn_size}; lower etp or change moe_ffn_hidden_size")
         self.activation = Activation(name=activation) if isinstance(activation, str) else activation
+        self.memory = LayerMemory() if memory is None else memory
         self._adds_down_bias = groups.expt_tp.is_first
         features = (2, ffn_size) if self.activation.gated else (ffn_size,)
         wide = {"ep": 0, "tp": len(features)}
@@ -75,8 +78,11 @@ class _StackedExperts(nn.Module):
     def _run(self, rows_RD: Tensor, tokens_per_expert: Sequence[int], *, grouped: bool) -> Tensor:
         product = _grouped_product if grouped else _product_an_expert
         counts = tuple(tokens_per_expert)
-        x_RW = _biased(product(rows_RD, self.up.flatten(1, -2), counts), self.up_bias, counts)
-        return _biased(product(self.activation(x_RW), self.down, counts), self._down_bias(), counts)
+        with self.memory.offloading("expert_fc1", self):
+            x_RW = _biased(product(rows_RD, self.up.flatten(1, -2), counts), self.up_bias, counts)
+        with self.memory.offloading("moe_act", self):
+            y_RF = self.activation(x_RW)
+        return _biased(product(y_RF, self.down, counts), self._down_bias(), counts)
 
     def _down_bias(self) -> Tensor | None:
         """Ranks that share an expert all have a gradient, so that their sums have equal terms; only the first one adds the bias."""

@@ -78,6 +78,7 @@ class MoELayer(nn.Module):
                 name=site.config.activation, offset=site.config.glu_linear_offset, clamp=site.config.activation_func_clamp_value
             ),
             bias=site.config.add_bias_linear,
+            memory=site.memory,
             dtype=dtype,
             device=device,
         )

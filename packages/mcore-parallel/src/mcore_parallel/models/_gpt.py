@@ -15,7 +15,7 @@ from mcore_parallel.models._config import TransformerConfig
 from mcore_parallel.models._init import fill_parameters
 from mcore_parallel.models._latent import latent_attention
 from mcore_parallel.models._layer import build_norm, dense_feed_forward, self_attention
-from mcore_parallel.models._layout import check_layout
+from mcore_parallel.models._layout import check_layout, is_dense
 from mcore_parallel.models._memory import StageMemory
 from mcore_parallel.models._mixers import delta_net_mixer, mamba_mixer
 from mcore_parallel.models._mtp import TokenDepth, predict_further
@@ -23,7 +23,7 @@ from mcore_parallel.models._output import ModelOutput, OutputLayer
 from mcore_parallel.models._positions import rotary_config
 from mcore_parallel.models._slots import FeedForwardBuilder, MixerBuilder, Site
 from mcore_parallel.models._stack import LayerStack, depth_symbols, place_stage, shares_table
-from mcore_parallel.nn import AttentionCore, AttentionCoreBuilder, LearnedPositions, OffloadConfig, RecomputeConfig, Step
+from mcore_parallel.nn import EXPERT_PARTS, AttentionCore, AttentionCoreBuilder, LearnedPositions, OffloadConfig, RecomputeConfig, Step
 from mcore_parallel.pipeline import StageLayout
 from mcore_parallel.tensor_parallel import VocabParallelEmbedding
 
@@ -114,6 +114,8 @@ class GPTModel(nn.Module):
         tied, shared = config.share_embeddings_and_output_weights, shares_table(config, stages, here)
         further = len(depths) > 0
         own = len(depth_symbols(config)) if further else 0
+        if offload is not None and is_dense(feed_forward) and (parts := sorted({*EXPERT_PARTS} & {*offload.modules})):
+            raise ValueError(f"offload.modules holds {parts}, which lie inside experts; this model has none, name 'mlp'")
         self.memory = StageMemory(recompute, offload, len(held) + own * len(depths), groups, own_core=mixer is None)
         if mixer is None and config.latent_attention is not None:
             mixer = latent_attention(attention_core, manage=self.memory.core)

@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """One transformer layer with its two slots, either of which may stay empty."""
 
+import dataclasses
 from collections.abc import Callable
 
 from torch import Tensor, nn
@@ -58,7 +59,7 @@ class TransformerLayer(nn.Module):
         self.add_module(mixer_name, None if mixer is None else mixer(site))
         self.attention_post_norm = build_norm(site) if mixer is not None and behind else None
         self.ffn_norm = build_norm(site) if feed_forward is not None and before else None
-        self.mlp = None if feed_forward is None else feed_forward(site)
+        self.mlp = None if feed_forward is None else feed_forward(dataclasses.replace(site, memory=self.memory))
         self.mlp_post_norm = build_norm(site) if feed_forward is not None and behind else None
 
     @property

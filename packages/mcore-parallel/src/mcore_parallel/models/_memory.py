@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mcore_parallel._groups import ProcessGroups
 from mcore_parallel.nn import (
+    EXPERT_PARTS,
     ActivationOffloader,
     AttentionCore,
     LayerMemory,
@@ -53,7 +54,7 @@ class StageMemory:
                 f"offload.modules={sorted(offloaded)} and num_microbatches_with_partial_activation_checkpoints exclude one another: "
                 "which layers run again differs between micro-batches; leave one of the two out"
             )
-        inside = {"core_attention": "attention"}
+        inside = {"core_attention": "attention", **dict.fromkeys(EXPERT_PARTS, "mlp")}
         if clash := {part for part in offloaded if part in recomputed or inside.get(part) in recomputed}:
             raise ValueError(f"{sorted(clash)} is recomputed and offloaded; choose one of the two for it")
         if recompute is not None and recompute.distribute_saved_activations and groups.sequence_parallel:
@@ -72,7 +73,7 @@ class StageMemory:
     def layer(self, number: int) -> LayerMemory:
         """Of layer ``number`` of the stage."""
         recomputed = frozenset() if self.recompute is None else self.recompute.parts
-        away = [part for part in ("attention", "mlp", "norm") if self._offloads(part, number)]
+        away = [part for part in ("attention", "mlp", "norm", *EXPERT_PARTS) if self._offloads(part, number)]
         # A layer that runs again as a whole has its input offloaded, not what the second run saves.
         if self._offloads("layer", number) and not self._runs_again(number):
             away.append("layer")

@@ -10,7 +10,7 @@ from torch import nn
 
 from mcore_parallel._groups import ProcessGroups
 from mcore_parallel.models._config import TransformerConfig
-from mcore_parallel.nn import LayerFactory, TorchLayers
+from mcore_parallel.nn import LayerFactory, LayerMemory, TorchLayers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +29,8 @@ class Site:
     """Of the parameters the slot creates; "meta" for none yet."""
     layers: LayerFactory = field(default_factory=TorchLayers)
     """Builds the norms and projections of the slot."""
+    memory: LayerMemory = field(default_factory=LayerMemory)
+    """What inside the feed-forward slot goes to the host until its backward."""
 
 
 class FeedForwardBuilder(Protocol):

@@ -29,7 +29,7 @@ from mcore_parallel.nn._masked import MaskedAttention
 from mcore_parallel.nn._memory import LayerMemory, ManagedCore
 from mcore_parallel.nn._mlp import MLP
 from mcore_parallel.nn._norm import LayerNorm, RMSNorm
-from mcore_parallel.nn._offload import ActivationOffloader, OffloadConfig
+from mcore_parallel.nn._offload import EXPERT_PARTS, ActivationOffloader, OffloadConfig
 from mcore_parallel.nn._positions import LearnedPositions, RotaryConfig, RotaryEmbedding, YarnRotaryEmbedding
 from mcore_parallel.nn._qk_clip import ClipReport, LogitTracker, QKClipped, clip_qk, shared_key_factors, track_max_logits
 from mcore_parallel.nn._recompute import RecomputeConfig, discard_output, recompute
@@ -49,6 +49,7 @@ from mcore_parallel.nn._windows import get_sliding_window_causal_mask, is_layer_
 
 __all__ = [
     "ACTIVATIONS",
+    "EXPERT_PARTS",
     "MLP",
     "Activation",
     "ActivationOffloader",

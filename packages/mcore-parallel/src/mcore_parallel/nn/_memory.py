@@ -20,7 +20,7 @@ class LayerMemory:
 
     Args:
         recomputed: parts that run again: "attention", "mlp" and "norm".
-        offloaded: parts whose saved tensors go to the host: those too, or "layer".
+        offloaded: parts whose saved tensors go to the host: those too, "layer", or of experts "expert_fc1" and "moe_act".
         offloader: where to; None for nowhere.
         preserve_rng_state: as in ``recompute``.
     """

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-_PARTS = ("attention", "core_attention", "layer", "mlp", "norm")
+EXPERT_PARTS = ("expert_fc1", "moe_act")
+"""Inside a feed-forward with experts."""
+_PARTS = ("attention", "core_attention", "layer", "mlp", "norm", *EXPERT_PARTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +31,8 @@ class OffloadConfig:
     """
 
     modules: tuple[str, ...] = ("layer",)
-    """Whose saved tensors: "layer" (all of a layer), or among "norm", "attention", "core_attention", "mlp"."""
+    """Whose saved tensors: "layer" (all of a layer), or among "norm", "attention", "core_attention", "mlp"; of experts also "expert_fc1"
+    (the rows that they get) and "moe_act" (the input of their activation)."""
     min_offloaded_tensor_size: int = 1_048_576
     """Elements below which a tensor stays."""
     fraction: float = 1.0
@@ -56,6 +59,8 @@ class OffloadConfig:
             raise ValueError(f"modules={self.modules} holds 'layer' and parts of it; 'layer' alone covers them")
         if {"attention", "core_attention"} <= set(self.modules):
             raise ValueError("modules holds 'attention' and the 'core_attention' inside it; drop one")
+        if "mlp" in self.modules and (parts := sorted(set(EXPERT_PARTS) & set(self.modules))):
+            raise ValueError(f"modules holds 'mlp' and {parts} inside it; drop one")
         if not 0.0 <= self.fraction <= 1.0:
             raise ValueError(f"fraction={self.fraction} must lie in [0, 1]")
         for name in ("min_offloaded_tensor_size", "keep_last_layers", "keep_bytes", "prefetch"):
@@ -196,8 +201,8 @@ class _Group:
             return tensor
         layout = (tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
         if 2 * tensor.nbytes < storage.nbytes():
-            # A small part of a large storage goes alone.
-            tensor = tensor.contiguous()
+            # A small part of a large storage goes alone; rows of it are contiguous already, and still in the large storage.
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
             layout = (tensor.dtype, tensor.size(), tensor.stride(), 0)
             storage = tensor.untyped_storage()
         # The copy holds the storage until the group is sent, so within a group an address means one storage.
