@@ -252,3 +252,96 @@ def check_errors() -> None:
 @pytest.mark.world(2)
 def test_a_call_from_the_wrong_grid_is_named(world) -> None:
     world(check_errors)
+
+
+def check_two_grids(second: int, mapping: dict[str, int] | None, combined: bool, ndim: int = 3) -> None:
+    """Tensors in the layout of ``dim_mapping``, of another length each time; gradients come back to where their rows were."""
+    order = mapping or {"s": 1, "b": 0, "h": 2}
+    for (tp1, dp1), (tp2, dp2) in itertools.product([(1, 2), (2, 1)], repeat=2):
+        first = HyperCommGrid((tp1, dp1, 1), ("tp", "dp", "pp"))
+        other = HyperCommGrid((tp2, 1, dp2), ("tp", "pp", "dp"), second)
+        link = BridgeCommunicator(first, other, dim_mapping=mapping, comm_dtype=torch.float64, tensor_ndim=ndim)
+        assert link.is_current_rank_in_grid(first) == link.is_source
+
+        def part(seed: int, length: int, replicas: int, replica: int, order: dict[str, int] = order) -> Tensor:
+            full = torch.randn(4, length, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+            mine = full.chunk(replicas)[replica]
+            if ndim == 2:
+                return mine.reshape(-1, WIDTH)
+            return mine.permute(["bsh".index(name) for name in sorted(order, key=lambda name: order[name])])
+
+        def expect(x: Tensor, y: Tensor) -> None:
+            assert torch.equal(x, y) and x.is_contiguous()
+
+        rank = dist.get_rank()
+        here = [part(n, 2 + n, dp1, rank // tp1 % dp1) for n in range(2)]
+        there = [part(n, 2 + n, dp2, (rank - second) // tp2 % dp2) for n in range(2)]
+        if combined:
+            if link.is_source:
+                link.send_forward(here[0])
+                expect(link.send_forward_recv_backward(here[1]), -here[0])
+                expect(link.recv_backward(), -here[1])
+            else:
+                expect(link.recv_forward(), there[0])
+                expect(link.send_backward_recv_forward(-there[0]), there[1])
+                link.send_backward(-there[1])
+        else:
+            for n in range(2):
+                if link.is_source:
+                    link.send_forward(here[n])
+                if link.is_destination:
+                    came = link.recv_forward()
+                    assert came.requires_grad and came.is_leaf
+                    expect(came, there[n])
+                    link.send_backward(-came)
+                if link.is_source:
+                    expect(link.recv_backward(), -here[n])
+        link.finish()
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("mapping", [None, {"s": 0, "b": 1, "h": 2}])
+@pytest.mark.parametrize("combined", [False, True])
+def test_a_bridge_of_two_grids_sends_tensors(world, mapping: dict[str, int] | None, combined: bool) -> None:
+    world(check_two_grids, second=2, mapping=mapping, combined=combined)
+
+
+@pytest.mark.world(4)
+def test_a_bridge_of_two_grids_sends_rows(world) -> None:
+    world(check_two_grids, second=2, mapping=None, combined=True, ndim=2)
+
+
+@pytest.mark.world(2)
+def test_a_bridge_of_two_grids_on_the_same_ranks(world) -> None:
+    world(check_two_grids, second=0, mapping={"s": 0, "b": 1, "h": 2}, combined=False)
+
+
+def check_grid_errors() -> None:
+    first, second = HyperCommGrid((1,), ("dp",)), HyperCommGrid((1,), ("dp",), 1)
+    with pytest.raises(ValueError, match="must map 's', 'b' and 'h' to 0, 1 and 2, each once"):
+        BridgeCommunicator(first, second, dim_mapping={"s": 0, "b": 0, "h": 2})
+    with pytest.raises(ValueError, match="tensor_ndim=4 must be 3, or 2"):
+        BridgeCommunicator(first, second, tensor_ndim=4)
+    with pytest.raises(ValueError, match="cp=2 of the destination: to split sequences, build from BridgeEnd"):
+        BridgeCommunicator(first, HyperCommGrid((2,), ("cp",)))
+    with pytest.raises(ValueError, match="are for a bridge built from two grids"):
+        BridgeCommunicator(BridgeEnd.of(first, last=True), BridgeEnd.of(second, last=False), {"s": 0, "b": 1, "h": 2})
+    link = BridgeCommunicator(first, second, src_module_name="encoder", dest_module_name="decoder")
+    if link.is_source:
+        with pytest.raises(ValueError, match=r"rank 0 sends \(2, 3\) torch.float32; the bridge is for 3 dimensions"):
+            link.send_forward(torch.zeros(2, 3))
+        with pytest.raises(ValueError, match="rank 0 has sent no tensor that waits for its gradient"):
+            link.recv_backward()
+        with pytest.raises(ValueError, match=r"recv_forward is for the ranks of the decoder \[1\]"):
+            link.recv_forward()
+        with pytest.raises(ValueError, match="send_forward needs the BridgeBatch of its micro-batch"):
+            BridgeCommunicator(BridgeEnd.of(first, last=True), BridgeEnd.of(second, last=False)).send_forward(torch.zeros(2, 3))
+    three = BridgeCommunicator(first, HyperCommGrid((2,), ("dp",)))
+    if three.is_source:
+        with pytest.raises(ValueError, match="a batch of 3 in each of 1 source replicas does not divide among 2"):
+            three.send_forward(torch.zeros(3, 2, 2))
+
+
+@pytest.mark.world(2)
+def test_what_a_bridge_of_two_grids_cannot_do_is_named(world) -> None:
+    world(check_grid_errors)

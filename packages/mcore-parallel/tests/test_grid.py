@@ -38,7 +38,8 @@ def test_enumerations_cover_the_ranks_once() -> None:
                 assert all(group == sorted(group) for group in groups)
 
 
-def test_bad_grids_are_named() -> None:
+def test_bad_grids_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(ValueError, match="same length"):
         HyperCommGrid((2, 2), ("tp",), world_size=4)
     with pytest.raises(ValueError, match="at least 1"):
@@ -80,6 +81,28 @@ def test_a_view_must_agree_on_its_shared_axes() -> None:
 def test_axes_may_come_as_a_string_a_list_or_a_tuple() -> None:
     grid = HyperCommGrid((2, 3, 4), ("tp", "dp", "pp"), world_size=24)
     assert grid.get_rank_enum("tp-pp") == grid.get_rank_enum(["tp", "pp"]) == grid.get_rank_enum(("pp", "tp"))
+
+
+def test_a_launcher_says_the_world_size_before_there_is_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert HyperCommGrid((2, 4), ("tp", "dp")).get_rank_enum("dp", view=None)[0] == [0, 2, 4, 6]
+    with pytest.raises(RuntimeError, match="exceeds world_size=8"):
+        HyperCommGrid((16,), ("dp",))
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    with pytest.raises(RuntimeError, match="world size is unknown"):
+        HyperCommGrid((4,), ("tp",))
+
+
+def check_description() -> tuple[str, str, bool]:
+    grid = HyperCommGrid((1, 2), ("tp", "dp"))
+    described, plain = grid.create_pg("dp", group_desc="WEIGHT_GRADIENTS"), grid.create_pg("tp")
+    assert described is not None and plain is not None
+    return described.group_desc, plain.group_desc, HyperCommGrid((1,), ("tp",), 1).is_current_rank_in_grid()
+
+
+@pytest.mark.world(2)
+def test_groups_are_described_and_a_rank_knows_its_grid(world) -> None:
+    assert world(check_description) == [("WEIGHT_GRADIENTS", "tp", False), ("WEIGHT_GRADIENTS", "tp", True)]
 
 
 def check_lifetime() -> None:

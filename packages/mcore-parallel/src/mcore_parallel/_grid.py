@@ -3,6 +3,7 @@
 """A named grid of ranks and its process groups."""
 
 import math
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -21,7 +22,7 @@ class HyperCommGrid:
         dim_names: name of each axis, same length as ``shape``.
         rank_offset: first rank of the grid.
         backend: passed to ``torch.distributed.new_group``; None takes the default.
-        world_size: ranks there are; None asks torch.distributed.
+        world_size: ranks there are; None asks torch.distributed, or before it is initialised the variable WORLD_SIZE, which launchers set.
         timeout_s: time limit of every collective of the groups; None takes torch's.
 
     Raises:
@@ -43,9 +44,7 @@ class HyperCommGrid:
         if rank_offset < 0:
             raise ValueError(f"rank_offset={rank_offset} must not be negative")
         if world_size is None:
-            if not dist.is_initialized():
-                raise RuntimeError("the world size is unknown; call torch.distributed.init_process_group first or pass world_size")
-            world_size = dist.get_world_size()
+            world_size = _world_size()
         self.shape = tuple(shape)
         self.dim_names = tuple(dim_names)
         self.rank_offset = rank_offset
@@ -81,12 +80,17 @@ class HyperCommGrid:
                 )
         self._views[name] = (sizes, shared)
 
-    def get_rank_enum(self, dims: str | Sequence[str], view: str = "") -> list[list[int]]:
+    def get_rank_enum(self, dims: str | Sequence[str], view: str | None = None) -> list[list[int]]:
         """All groups over ``dims``, ordered by the remaining axes; inside a group the first axis varies fastest."""
         return enumerate_ranks(self._sizes(view), _as_list(dims), self.rank_offset)
 
-    def create_pg(self, dims: str | Sequence[str], view: str = "", **options: Any) -> dist.ProcessGroup | None:
+    def create_pg(self, dims: str | Sequence[str], view: str | None = None, **options: Any) -> dist.ProcessGroup | None:
         """Create the groups over ``dims`` (every rank of the world must call) and return this rank's, None outside the grid.
+
+        Args:
+            dims: axes of the groups.
+            view: of a registered view; None for the base view.
+            options: passed to ``torch.distributed.new_group``: ``timeout``, ``pg_options``, ``group_desc`` (the axes unless given).
 
         Raises:
             KeyError: the groups exist already, or an axis is unknown.
@@ -94,17 +98,18 @@ class HyperCommGrid:
         key = self._key(dims, view)
         if key in self._groups:
             raise KeyError(f"process groups over {key[1]!r} exist already; call get_pg")
+        options.setdefault("group_desc", key[1])
         if self._timeout is not None:
             options.setdefault("timeout", self._timeout)
         mine = None
         for ranks in self.get_rank_enum(dims, view):
-            group: Any = dist.new_group(ranks, backend=self.backend, group_desc=key[1], **options)
+            group: Any = dist.new_group(ranks, backend=self.backend, **options)
             if dist.get_rank() in ranks:
                 mine = group
         self._groups[key] = mine
         return mine
 
-    def get_pg(self, dims: str | Sequence[str], view: str = "") -> dist.ProcessGroup | None:
+    def get_pg(self, dims: str | Sequence[str], view: str | None = None) -> dist.ProcessGroup | None:
         """This rank's group over ``dims``; never creates one.
 
         Raises:
@@ -115,25 +120,29 @@ class HyperCommGrid:
             raise KeyError(f"no process group over {key[1]!r}; call create_pg on every rank first")
         return self._groups[key]
 
+    def is_current_rank_in_grid(self) -> bool:
+        """Whether this process is one of the grid's ranks; needs torch.distributed."""
+        return self.rank_offset <= dist.get_rank() < self.rank_offset + self.size
+
     def destroy(self) -> None:
         """Destroy the groups this rank belongs to, each once."""
         for group in {id(g): g for g in self._groups.values() if g is not None}.values():
             dist.destroy_process_group(group)
         self._groups.clear()
 
-    def _sizes(self, view: str) -> dict[str, int]:
+    def _sizes(self, view: str | None) -> dict[str, int]:
         if not view:
             return dict(zip(self.dim_names, self.shape, strict=True))
         if view not in self._views:
             raise KeyError(f"unknown view {view!r}; registered: {sorted(self._views)}")
         return self._views[view][0]
 
-    def _key(self, dims: str | Sequence[str], view: str) -> tuple[str, str]:
+    def _key(self, dims: str | Sequence[str], view: str | None) -> tuple[str, str]:
         names, sizes = _as_list(dims), self._sizes(view)
         _check_dims(names, sizes)
         if view and set(names) <= self._views[view][1]:
-            view = ""
-        return view, "-".join(name for name in reversed(list(sizes)) if name in names)
+            view = None
+        return view or "", "-".join(name for name in reversed(list(sizes)) if name in names)
 
 
 def enumerate_ranks(sizes: dict[str, int], dims: Sequence[str], offset: int = 0) -> list[list[int]]:
@@ -156,6 +165,18 @@ def enumerate_ranks(sizes: dict[str, int], dims: Sequence[str], offset: int = 0)
     inside = offsets([name for name in sizes if name in dims])
     outside = offsets([name for name in sizes if name not in dims])
     return [[offset + base + step for step in inside] for base in outside]
+
+
+def _world_size() -> int:
+    if dist.is_initialized():
+        return dist.get_world_size()
+    # As in Megatron: grids are laid out before the process group exists, under a launcher that sets the variable.
+    launched = os.environ.get("WORLD_SIZE", "")
+    if not launched.isdecimal():
+        raise RuntimeError(
+            "the world size is unknown; call torch.distributed.init_process_group first, pass world_size or set the variable WORLD_SIZE"
+        )
+    return int(launched)
 
 
 def _check_axes(shape: Sequence[int], dim_names: Sequence[str]) -> None:

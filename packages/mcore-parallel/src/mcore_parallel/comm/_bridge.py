@@ -3,14 +3,16 @@
 """Hidden states and gradients between the pipelines of two grids."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mcore_parallel._communicator import uses_nccl
+from mcore_parallel._grid import HyperCommGrid
 from mcore_parallel.comm._bridge_plan import BridgeBatch, BridgeEnd, RowTransfer, count_rows, plan_rows, plan_spread
+from mcore_parallel.comm._bridge_shapes import ShapeExchange
 
 
 class BridgeCommunicator:
@@ -19,27 +21,52 @@ class BridgeCommunicator:
     With NCCL two ranks that meet for the first time connect both ways, when the hidden states of the micro-batch that brings them
     together cross over: both sides must send and receive hidden states in one order of micro-batches.
 
-    Each row crosses over once; where tensor-parallel ranks all need it they then complete each other. Nothing is exchanged beside
-    the data: both sides know the micro-batch (``BridgeBatch``). Sends do not wait; what a call sends is let go by a later call or
-    ``finish``.
+    Each row crosses over once; where tensor-parallel ranks all need it they then complete each other. Sends do not wait; what a call
+    sends is let go by a later call or ``finish``.
+
+    Built from two ``BridgeEnd``, nothing is exchanged beside the data: both sides know the micro-batch and pass it to each call.
+    Built from two grids, as in Megatron-LM, calls take and return tensors in the layout of ``dim_mapping`` without a micro-batch: the
+    source tells its shape with each one, the gradient comes back in the shape that went. Only ranks of the two joined stages call.
 
     A rank of both grids calls ``send_forward`` and then ``recv_forward`` (``send_backward``, then ``recv_backward``) of each
     micro-batch: what it sends leaves in one batch with what it receives.
 
     Args:
-        source: last stage of the first grid.
-        destination: first stage of the second grid.
+        source: last stage of the first grid, or the grid, of which the last stage is taken.
+        destination: first stage of the second grid, or the grid.
+        dim_mapping: of grids: which dimension is the sequence "s", the batch "b" and the hidden size "h"; None for
+            ``{"s": 1, "b": 0, "h": 2}``.
+        comm_dtype: of grids: of all tensors; None for torch's default.
+        src_module_name: of the source, in messages.
+        dest_module_name: of the destination, in messages.
+        tensor_ndim: of grids: 3, or 2 for tensors [rows, hidden] with the batch folded into the rows.
         rank: this process; None asks torch.distributed.
         pg: a group with all ranks of both ends; None for the default one. With NCCL its communicator must exist before the
             first transfer, in which not all ranks take part (``init_process_group(device_id=...)``, or any collective before).
+            From grids and with NCCL, every rank of the world builds the bridge: shapes have a gloo group of their own.
 
     Raises:
         ValueError: a call from a rank of the wrong grid, a tensor of another shape or dtype than the micro-batch says,
             and all that ``plan_rows`` raises.
     """
 
-    def __init__(self, source: BridgeEnd, destination: BridgeEnd, *, rank: int | None = None, pg: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        source: BridgeEnd | HyperCommGrid,
+        destination: BridgeEnd | HyperCommGrid,
+        dim_mapping: Mapping[str, int] | None = None,
+        comm_dtype: torch.dtype | None = None,
+        src_module_name: str = "source",
+        dest_module_name: str = "destination",
+        tensor_ndim: int = 3,
+        *,
+        rank: int | None = None,
+        pg: dist.ProcessGroup | None = None,
+    ) -> None:
+        from_grids = isinstance(source, HyperCommGrid) and isinstance(destination, HyperCommGrid)
+        source, destination = _end(source, last=True), _end(destination, last=False)
         self.source, self.destination, self.pg = source, destination, pg
+        self._names = {"source": src_module_name, "destination": dest_module_name}
         self.rank = dist.get_rank() if rank is None else rank
         self.is_source, self.is_destination = self.rank in source.members, self.rank in destination.members
         # What a rank of both grids has yet to send, by direction.
@@ -49,47 +76,87 @@ class BridgeCommunicator:
         # gloo all ranks of a group are connected from the start.
         self._connects = dist.is_initialized() and uses_nccl(pg)
         self._connected: set[int] = set()
+        self._shapes: ShapeExchange | None = None
+        if from_grids:
+            self._shapes = ShapeExchange(
+                source,
+                destination,
+                rank=self.rank,
+                pg=dist.new_group(sorted(source.members | destination.members), backend="gloo") if self._connects else pg,
+                dim_mapping=dim_mapping,
+                dtype=comm_dtype or torch.get_default_dtype(),
+                device=torch.device("cuda", torch.cuda.current_device()) if self._connects else torch.device("cpu"),
+                tensor_ndim=tensor_ndim,
+            )
+        elif dim_mapping is not None or comm_dtype is not None or tensor_ndim != 3:
+            raise ValueError("dim_mapping, comm_dtype and tensor_ndim are for a bridge built from two grids; pass two HyperCommGrid")
         # Plans are pure functions of the micro-batch, and few kinds of it occur.
         self._crossing = functools.lru_cache(maxsize=32)(self._plan_crossing)
         self._spread = functools.lru_cache(maxsize=32)(self._plan_spread)
 
-    def send_forward(self, output: Tensor, batch: BridgeBatch) -> None:
-        """From the source: hidden states [rows, D] of a micro-batch."""
+    def send_forward(self, output: Tensor, batch: BridgeBatch | None = None) -> None:
+        """From the source: hidden states of a micro-batch, [rows, D] with ``batch``."""
         self._need(self.is_source, "send_forward", "source")
+        if batch is None:
+            shapes = self._exchange("send_forward")
+            batch, output = shapes.announce(output), shapes.rows(output)
         self._send(output, batch, backward=False)
 
-    def recv_forward(self, batch: BridgeBatch) -> Tensor:
-        """To the destination: hidden states [rows, D], which require a gradient."""
+    def recv_forward(self, batch: BridgeBatch | None = None) -> Tensor:
+        """To the destination: hidden states, [rows, D] with ``batch``, which require a gradient."""
         self._need(self.is_destination, "recv_forward", "destination")
-        return self._receive(batch, backward=False).requires_grad_(batch.dtype.is_floating_point)
+        if batch is None:
+            shapes = self._exchange("recv_forward")
+            batch = shapes.learn()
+            return _leaf(shapes.tensor(self._receive(batch, backward=False), batch))
+        return _leaf(self._receive(batch, backward=False))
 
-    def send_backward(self, input_grad: Tensor, batch: BridgeBatch) -> None:
+    def send_backward(self, input_grad: Tensor, batch: BridgeBatch | None = None) -> None:
         """From the destination: the gradient of what ``recv_forward`` returned."""
         self._need(self.is_destination, "send_backward", "destination")
+        if batch is None:
+            shapes = self._exchange("send_backward")
+            batch, input_grad = shapes.batch_of_gradient(sends=True), shapes.rows(input_grad)
         self._send(input_grad, batch, backward=True)
 
-    def recv_backward(self, batch: BridgeBatch) -> Tensor:
+    def recv_backward(self, batch: BridgeBatch | None = None) -> Tensor:
         """To the source: the gradient of what ``send_forward`` sent."""
         self._need(self.is_source, "recv_backward", "source")
+        if batch is None:
+            shapes = self._exchange("recv_backward")
+            batch = shapes.batch_of_gradient(sends=False)
+            return shapes.tensor(self._receive(batch, backward=True), batch)
         return self._receive(batch, backward=True)
 
-    def send_forward_recv_backward(self, output: Tensor, batch: BridgeBatch, grad_batch: BridgeBatch) -> Tensor:
+    def send_forward_recv_backward(self, output: Tensor, batch: BridgeBatch | None = None, grad_batch: BridgeBatch | None = None) -> Tensor:
         """From the source: hidden states of one micro-batch while the gradient of another (``grad_batch``) comes."""
         self._need(self.is_source, "send_forward_recv_backward", "source")
         if self.is_destination:
             self.send_forward(output, batch)
             return self.recv_backward(grad_batch)
+        if batch is None or grad_batch is None:
+            shapes = self._exchange("send_forward_recv_backward")
+            batch, output = shapes.announce(output), shapes.rows(output)
+            grad_batch = shapes.batch_of_gradient(sends=False)
+            self._open(batch)
+            return shapes.tensor(self._both(output, batch, grad_batch, backward=False), grad_batch)
         self._open(batch)
         return self._both(output, batch, grad_batch, backward=False)
 
-    def send_backward_recv_forward(self, input_grad: Tensor, batch: BridgeBatch, next_batch: BridgeBatch) -> Tensor:
+    def send_backward_recv_forward(
+        self, input_grad: Tensor, batch: BridgeBatch | None = None, next_batch: BridgeBatch | None = None
+    ) -> Tensor:
         """From the destination: the gradient of one micro-batch while the hidden states of another (``next_batch``) come."""
         self._need(self.is_destination, "send_backward_recv_forward", "destination")
-        if self.is_source or self._strangers(next_batch):
-            # The gradient goes first: the other side may wait for it before it sends what would connect.
+        if batch is None or next_batch is None or self.is_source or self._strangers(next_batch):
+            # The gradient goes first: the other side may wait for it before it sends what would connect, or the shape.
             self.send_backward(input_grad, batch)
             return self.recv_forward(next_batch)
-        return self._both(input_grad, batch, next_batch, backward=True).requires_grad_(batch.dtype.is_floating_point)
+        return _leaf(self._both(input_grad, batch, next_batch, backward=True))
+
+    def is_current_rank_in_grid(self, grid: HyperCommGrid) -> bool:
+        """Whether this process is one of the ranks of a grid, in whichever stage."""
+        return grid.rank_offset <= self.rank < grid.rank_offset + grid.size
 
     def finish(self) -> None:
         """Wait for all sends and let go of their buffers."""
@@ -97,6 +164,13 @@ class BridgeCommunicator:
             for work in works:
                 work.wait()
         self._pending.clear()
+        if self._shapes is not None:
+            self._shapes.finish()
+
+    def _exchange(self, call: str) -> ShapeExchange:
+        if self._shapes is None:
+            raise ValueError(f"{call} needs the BridgeBatch of its micro-batch, since the bridge was built from two BridgeEnd")
+        return self._shapes
 
     def _send(self, x: Tensor, batch: BridgeBatch, *, backward: bool) -> None:
         self._check(x, batch, self._rows(batch, sends=True, backward=backward))
@@ -216,7 +290,7 @@ class BridgeCommunicator:
     def _need(self, present: bool, call: str, name: str) -> None:
         if not present:
             members = sorted((self.source if name == "source" else self.destination).members)
-            raise ValueError(f"{call} is for the ranks of the {name} {members}; rank {self.rank} is not among them")
+            raise ValueError(f"{call} is for the ranks of the {self._names[name]} {members}; rank {self.rank} is not among them")
 
 
 class _Coming:
@@ -248,3 +322,11 @@ def _by_peer(plan: Sequence[RowTransfer], rank: int, *, receiving: bool) -> dict
         if (part.receiver if receiving else part.sender) == rank:
             found.setdefault(part.sender if receiving else part.receiver, []).append(part)
     return found
+
+
+def _end(side: BridgeEnd | HyperCommGrid, *, last: bool) -> BridgeEnd:
+    return BridgeEnd.of(side, last=last) if isinstance(side, HyperCommGrid) else side
+
+
+def _leaf(x: Tensor) -> Tensor:
+    return x.requires_grad_(x.dtype.is_floating_point)
