@@ -17,7 +17,7 @@ from mcore_inference import (
     RequestOverflowError,
     TokenOverflowError,
 )
-from mcore_inference.errors import ActiveRequestCountOverflowError
+from mcore_inference.requests import ActiveRequestCountOverflowError
 from mcore_parallel.models import TransformerConfig
 
 MODEL = TransformerConfig(num_layers=3, hidden_size=16, num_attention_heads=4, num_query_groups=2, vocab_size=8)

@@ -2,18 +2,30 @@
 # Copyright (c) 2026 the mcore authors
 """Dynamic-batching inference with a paged key-value cache; ``mcore_inference.server`` speaks OpenAI's HTTP API."""
 
+from mcore_inference._capability import EngineCapability
 from mcore_inference._stability import deprecated, experimental_api, internal_api
 from mcore_inference.attention import PagedAttention, PagedStep
 from mcore_inference.cache import BlockAllocator, PagedKVCache
-from mcore_inference.capability import EngineCapability
 from mcore_inference.context import DynamicInferenceContext, InferenceConfig
-from mcore_inference.engine import DynamicInferenceEngine
-from mcore_inference.errors import (
+from mcore_inference.engine import (
+    DynamicInferenceEngine,
+    EngineHealth,
+    EngineRunner,
+    Increment,
+    RequestStream,
+    get_asyncio_loop,
+)
+from mcore_inference.requests import (
     ActiveRequestCountOverflowError,
     BlockOverflowError,
     ContextErrorFactory,
     ContextOverflowError,
+    DynamicInferenceEvent,
+    DynamicInferenceRequest,
+    DynamicInferenceRequestRecord,
     EngineDeadError,
+    EventType,
+    FinishReason,
     InvalidTokenError,
     MaxSequenceLengthOverflowError,
     NonFiniteLogitsError,
@@ -21,21 +33,12 @@ from mcore_inference.errors import (
     QueueFullError,
     RequestError,
     RequestOverflowError,
+    Status,
     StepFailedError,
     TokenOverflowError,
 )
-from mcore_inference.event_loop import get_asyncio_loop
-from mcore_inference.request import (
-    DynamicInferenceEvent,
-    DynamicInferenceRequest,
-    DynamicInferenceRequestRecord,
-    EventType,
-    FinishReason,
-    Status,
-)
-from mcore_inference.runner import EngineHealth, EngineRunner, Increment, RequestStream
 from mcore_inference.sampling import SamplingParams
-from mcore_inference.scheduler import Limits, RequestView, StepPlan, Work, plan_step
+from mcore_inference.scheduling import Limits, RequestView, StepPlan, Work, plan_step
 from mcore_inference.text import BosTokenizer, ChatTokenizer, TextStream, Tokenizer, TransformersTokenizer, chat_tokens
 
 __all__ = [

@@ -19,8 +19,8 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp
 
-from mcore_inference.request import DynamicInferenceRequestRecord, Status
-from mcore_inference.runner import EngineRunner, Increment, RequestStream
+from mcore_inference.engine import EngineRunner, Increment, RequestStream
+from mcore_inference.requests import DynamicInferenceRequestRecord, Status
 from mcore_inference.sampling import SamplingParams
 from mcore_inference.server._errors import ApiError
 from mcore_inference.server._format import chat_log_probs, completion_log_probs, usage

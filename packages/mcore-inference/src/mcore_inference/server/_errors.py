@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mcore_inference.errors import ContextOverflowError, EngineDeadError, MaxSequenceLengthOverflowError, QueueFullError, RequestError
+from mcore_inference.requests import ContextOverflowError, EngineDeadError, MaxSequenceLengthOverflowError, QueueFullError, RequestError
 
 
 class ApiError(Exception):

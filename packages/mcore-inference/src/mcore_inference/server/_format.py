@@ -5,7 +5,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from mcore_inference.request import DynamicInferenceRequestRecord
+from mcore_inference.requests import DynamicInferenceRequestRecord
 from mcore_inference.text import Tokenizer
 
 

@@ -8,8 +8,8 @@ from prometheus_client import CollectorRegistry, Counter, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from mcore_inference.request import FinishReason
-from mcore_inference.runner import EngineRunner
+from mcore_inference.engine import EngineRunner
+from mcore_inference.requests import FinishReason
 
 _PREFIX = "mcore_inference_"
 _COUNTERS = {

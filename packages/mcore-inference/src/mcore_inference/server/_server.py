@@ -14,9 +14,11 @@ from collections.abc import Callable
 import uvicorn
 
 from mcore_inference._fields import as_integer
-from mcore_inference.engine import DynamicInferenceEngine
-from mcore_inference.errors import EngineDeadError, PortInUseError
-from mcore_inference.runner import EngineRunner
+from mcore_inference.engine import (
+    DynamicInferenceEngine,
+    EngineRunner,
+)
+from mcore_inference.requests import EngineDeadError, PortInUseError
 from mcore_inference.server._app import Routes
 from mcore_inference.server._connection import ConnectionLimits, limited_protocol
 from mcore_inference.server._metrics import ServerMetrics

@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mcore_inference.runner import Increment, RequestStream
+from mcore_inference.engine import Increment, RequestStream
 
 T = TypeVar("T")
 

@@ -13,16 +13,27 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from mcore_inference._entry import Entry
-from mcore_inference._executor import DecodeBatch, Executor, InFlight
+from mcore_inference._capability import EngineCapability, check_cache
 from mcore_inference._fields import as_integer
-from mcore_inference._prompt import Prompt, encode_prompt, integers_of, stop_tokens
-from mcore_inference.capability import EngineCapability, check_cache
 from mcore_inference.context import DynamicInferenceContext
-from mcore_inference.errors import NonFiniteLogitsError, QueueFullError, RequestError, StepFailedError
-from mcore_inference.request import DynamicInferenceRequest, DynamicInferenceRequestRecord, FinishReason, Status
+from mcore_inference.engine._entry import Entry
+from mcore_inference.engine._executor import DecodeBatch, Executor, InFlight
+from mcore_inference.requests import (
+    DynamicInferenceRequest,
+    DynamicInferenceRequestRecord,
+    FinishReason,
+    NonFiniteLogitsError,
+    Prompt,
+    QueueFullError,
+    RequestError,
+    Status,
+    StepFailedError,
+    encode_prompt,
+    integers_of,
+    stop_tokens,
+)
 from mcore_inference.sampling import SamplingParams, request_seed
-from mcore_inference.scheduler import RequestView, StepPlan, plan_step
+from mcore_inference.scheduling import RequestView, StepPlan, plan_step
 from mcore_inference.text import TextStream, Tokenizer
 from mcore_parallel import named_shards
 from mcore_parallel.models import GPTModel

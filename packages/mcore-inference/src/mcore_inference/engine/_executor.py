@@ -9,13 +9,16 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from mcore_inference._entry import Entry
-from mcore_inference.capability import records_graphs
-from mcore_inference.context import DynamicInferenceContext
-from mcore_inference.decode_graphs import DecodeGraphs, graph_sizes
+from mcore_inference._capability import records_graphs
+from mcore_inference.context import (
+    DynamicInferenceContext,
+    HostStep,
+    StepInputs,
+)
+from mcore_inference.engine._decode_graphs import DecodeGraphs, graph_sizes
+from mcore_inference.engine._entry import Entry
 from mcore_inference.sampling import DrawRows, Draws, Sampler, adjust, log_probs
-from mcore_inference.scheduler import Work
-from mcore_inference.step_builder import HostStep, StepInputs
+from mcore_inference.scheduling import Work
 from mcore_parallel.comm import all_gather
 from mcore_parallel.models import GPTModel, ModelOutput
 

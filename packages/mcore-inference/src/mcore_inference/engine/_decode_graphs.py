@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcore_inference.step_builder import HostStep, StepBuilder, StepInputs
+from mcore_inference.context import HostStep, StepBuilder, StepInputs
 
 __all__ = ["DecodeGraphs", "graph_sizes"]
 

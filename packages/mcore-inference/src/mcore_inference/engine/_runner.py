@@ -13,14 +13,17 @@ from typing import Any
 from torch import Tensor
 
 from mcore_inference._fields import as_integer, as_number
-from mcore_inference.engine import DynamicInferenceEngine
-from mcore_inference.errors import EngineDeadError, QueueFullError
-from mcore_inference.request import DynamicInferenceRequestRecord
+from mcore_inference.engine._engine import DynamicInferenceEngine
+from mcore_inference.requests import (
+    DynamicInferenceRequestRecord,
+    EngineDeadError,
+    QueueFullError,
+)
 from mcore_inference.sampling import SamplingParams
 
 __all__ = ["EngineHealth", "EngineRunner", "Increment", "RequestStream"]
 
-_LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger("mcore_inference.engine")
 
 
 @dataclass(frozen=True, kw_only=True)

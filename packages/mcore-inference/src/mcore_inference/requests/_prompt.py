@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from mcore_inference.errors import InvalidTokenError
+from mcore_inference.requests._errors import InvalidTokenError
 from mcore_inference.sampling import SamplingParams
 from mcore_inference.text import BosTokenizer, Tokenizer
 

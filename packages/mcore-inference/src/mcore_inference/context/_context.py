@@ -9,18 +9,18 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from mcore_inference._capability import EngineCapability
 from mcore_inference._fields import as_flag, as_integer, as_number
 from mcore_inference.cache import BlockAllocator, PagedKVCache, block_bytes, num_blocks_for_bytes
-from mcore_inference.capability import EngineCapability
-from mcore_inference.errors import (
+from mcore_inference.context._step_builder import HostStep, StepBuilder, StepInputs
+from mcore_inference.requests import (
     ActiveRequestCountOverflowError,
     BlockOverflowError,
     MaxSequenceLengthOverflowError,
     RequestOverflowError,
     TokenOverflowError,
 )
-from mcore_inference.scheduler import Limits
-from mcore_inference.step_builder import HostStep, StepBuilder, StepInputs
+from mcore_inference.scheduling import Limits
 from mcore_parallel import ProcessGroups
 from mcore_parallel.models import GPTModel, TransformerConfig
 

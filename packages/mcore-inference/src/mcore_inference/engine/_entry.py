@@ -5,7 +5,7 @@
 from dataclasses import dataclass
 
 from mcore_inference.context import PENDING
-from mcore_inference.request import DynamicInferenceRequest, DynamicInferenceRequestRecord
+from mcore_inference.requests import DynamicInferenceRequest, DynamicInferenceRequestRecord
 from mcore_inference.sampling import SamplingParams
 from mcore_inference.text import TextStream
 

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The engine, and the thread that steps it for an event loop."""
+
+from mcore_inference.engine._engine import DynamicInferenceEngine
+from mcore_inference.engine._event_loop import get_asyncio_loop
+from mcore_inference.engine._runner import EngineHealth, EngineRunner, Increment, RequestStream
+
+__all__ = [
+    "DynamicInferenceEngine",
+    "EngineHealth",
+    "EngineRunner",
+    "Increment",
+    "RequestStream",
+    "get_asyncio_loop",
+]

@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""What the next step computes: a pure function of the requests and the free blocks."""
+
+from mcore_inference.scheduling._scheduler import Limits, RequestView, StepPlan, Work, plan_step
+
+__all__ = [
+    "Limits",
+    "RequestView",
+    "StepPlan",
+    "Work",
+    "plan_step",
+]

@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Tokenizers, and the text of a growing list of tokens."""
+
+from mcore_inference.text._text import BosTokenizer, ChatTokenizer, TextStream, Tokenizer, TransformersTokenizer, chat_tokens
+
+__all__ = [
+    "BosTokenizer",
+    "ChatTokenizer",
+    "TextStream",
+    "Tokenizer",
+    "TransformersTokenizer",
+    "chat_tokens",
+]
