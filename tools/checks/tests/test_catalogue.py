@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from tools.checks._api import KINDS, Bump, Checker, Finding
-from tools.checks._catalogue import CatalogueEdit, disagreement, judge, read_catalogue
+from tools.checks._catalogue import EXPECTATIONS, CatalogueEdit, disagreement, judge, read_catalogue
+from tools.checks._tree import ROOT
 
 EDITS = read_catalogue()
 
@@ -54,3 +55,9 @@ def test_an_entry_that_means_nothing_is_refused(tmp_path):
     (tmp_path / "x.toml").write_text(entry * 2)
     with pytest.raises(ValueError, match="share a name"):
         read_catalogue(tmp_path)
+
+
+def test_the_page_shows_the_catalogue_as_it_is():
+    page = (ROOT / "docs" / "api-side-by-side.md").read_text()
+    breaking = sum(EXPECTATIONS[edit.expect] >= Bump.BREAK for edit in EDITS)
+    assert f"| all | {breaking} | {breaking} |" in page and f"| flagged among {len(EDITS) - breaking} that break nobody | | 0 |" in page
