@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
-from megatron_fsdp._dtensor import dtensor_of, spec_of
+from megatron_fsdp._shard_tensor import dtensor_of, spec_of
 
 
 class Block(nn.Module):
@@ -59,8 +59,8 @@ def check_equal() -> None:
         {"outer_dp_sharding_strategy": "optim", "no_sync": "outer", **named},
     ):
         expected, first, losses = train(**options)
-        model, second, found = train(**options, cpu_offload=True)
-        assert found == losses, options
+        model, second, actual = train(**options, cpu_offload=True)
+        assert actual == losses, options
         whole = dict(model.full_state_dict())
         assert all(torch.equal(value, whole[name]) for name, value in expected.full_state_dict()), options
         # Nothing that the optimizer steps shares memory with what is gathered.

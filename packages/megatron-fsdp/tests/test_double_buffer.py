@@ -120,8 +120,8 @@ def check_strategies() -> None:
                 with each.no_sync(scope):
                     each(torch.ones(4, 6)).square().mean().backward()
                 each(torch.ones(4, 6)).square().mean().backward()
-            found = model.gradients()
-            assert all(torch.equal(value.to_local(), found[name].to_local()) for name, value in expected.gradients().items())
+            actual = model.gradients()
+            assert all(torch.equal(value.to_local(), actual[name].to_local()) for name, value in expected.gradients().items())
 
 
 @pytest.mark.world(4)

@@ -54,7 +54,7 @@ def assert_covered(rows: list[tuple[str, int, int, int]], replicas: int) -> None
     sizes = {name: value.numel() for name, value in Headed().state_dict().items()}
     for name, size in sizes.items():
         for replica in range(replicas):
-            ranges = sorted((start, end) for found, start, end, copy in rows if (found, copy) == (name, replica))
+            ranges = sorted((start, end) for actual, start, end, copy in rows if (actual, copy) == (name, replica))
             assert [start for start, _ in ranges] == [0, *(end for _, end in ranges[:-1])]
             assert ranges[-1][1] == size
 

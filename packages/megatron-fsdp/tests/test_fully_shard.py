@@ -3,7 +3,9 @@
 """Behaviour of the wrapper: what it refuses, survives and frees."""
 
 import copy
+import dataclasses
 import functools
+import inspect
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import megatron_fsdp
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp._options import ShardOptions
 from tests.support.towers import Headed, Layer, Tower, tower, train
 
 
@@ -314,17 +317,17 @@ def test_gradients_may_be_wider_than_main_parameters(world):
 
 
 def headed_losses(model: Any, optimizer: torch.optim.Optimizer, module: Headed) -> list[float]:
-    found = []
+    actual = []
     for _ in range(3):
         for grad in (False, True, False):
             with torch.set_grad_enabled(grad):
                 loss = module.head(model(torch.ones(2, 8))).square().sum()
-            found.append(loss.item())
+            actual.append(loss.item())
             if grad:
                 loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return found
+    return actual
 
 
 def check_root_after_forward() -> None:
@@ -340,8 +343,8 @@ def check_root_after_forward() -> None:
                 net, torch.optim.SGD(net.parameters(), lr=0.01), fsdp_unit_modules=units, zero_dp_strategy=strategy
             )
             assert optimizer is not None
-            found = headed_losses(model, optimizer, net)
-            torch.testing.assert_close(torch.tensor(found), torch.tensor(expected))
+            actual = headed_losses(model, optimizer, net)
+            torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected))
             # The last forward built no graph: once an optimizer has stepped, its weights are old and registered no more.
             assert {id(p) for p in model.parameters()} == {id(p) for p in model.sharded_parameters().values()}
 
@@ -349,3 +352,10 @@ def check_root_after_forward() -> None:
 @pytest.mark.world(2)
 def test_the_roots_parameters_can_be_used_after_its_forward(world):
     world(check_root_after_forward)
+
+
+def test_both_entries_take_the_keywords_of_one_specification():
+    fields = {field.name: (field.type, field.default) for field in dataclasses.fields(ShardOptions)}
+    for entry in (fully_shard, fully_shard_model):
+        keywords = [each for each in inspect.signature(entry).parameters.values() if each.kind is inspect.Parameter.KEYWORD_ONLY]
+        assert {each.name: (each.annotation, each.default) for each in keywords} == fields

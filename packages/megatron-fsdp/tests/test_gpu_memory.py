@@ -86,8 +86,8 @@ def train(model: MegatronFSDP, optimizer: torch.optim.Optimizer, steps: int) -> 
     return torch.stack(losses).tolist()
 
 
-def assert_close(found: list[float], expected: list[float], rtol: float) -> None:
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=rtol, atol=0)
+def assert_close(actual: list[float], expected: list[float], rtol: float) -> None:
+    torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=rtol, atol=0)
 
 
 def addresses(model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:
@@ -125,9 +125,9 @@ def check_graphs() -> None:
     ):
         expected = train(*build(**options), 5)
         model, optimizer = build(captures=True, **options)
-        found = train(model, optimizer, 5)
+        actual = train(model, optimizer, 5)
         assert all(block.captured for block in model.module.blocks)
-        assert_close(found, expected, 1e-2 if "mixed_precision" in options else 1e-5)
+        assert_close(actual, expected, 1e-2 if "mixed_precision" in options else 1e-5)
 
 
 @needs_two
@@ -136,28 +136,28 @@ def test_units_captured_in_graphs_train_as_others():
 
 
 def check_late_gradients() -> None:
-    found = []
+    actual = []
     for elsewhere in (False, True):
         model, _ = build(depth=2)
-        side, kept, late = torch.cuda.Stream(), [], []
+        side, graph_views, late = torch.cuda.Stream(), [], []
         if elsewhere:
             for block in model.module.blocks:
-                block.inner.register_forward_pre_hook(functools.partial(_keep_graph, side, kept))
+                block.inner.register_forward_pre_hook(functools.partial(_keep_graph, side, graph_views))
             for parameter in model.runtime.parameters:
                 parameter.full.register_hook(functools.partial(_delay, side, late))
         accumulate(model, 0)
-        found.append({name: gradient.to_local().clone() for name, gradient in model.gradients().items()})
+        actual.append({name: gradient.to_local().clone() for name, gradient in model.gradients().items()})
         assert len(late) == (2 * 2 * 3 if elsewhere else 0)
-    for name, gradient in found[0].items():
-        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-6)
+    for name, gradient in actual[0].items():
+        torch.testing.assert_close(actual[1][name], gradient, rtol=1e-4, atol=1e-6)
 
 
-def _keep_graph(side: torch.cuda.Stream, kept: list[torch.Tensor], inner: Inner, _: Any) -> None:
+def _keep_graph(side: torch.cuda.Stream, graph_views: list[torch.Tensor], inner: Inner, _: Any) -> None:
     """Autograd sums gradients on the stream of the oldest graph that is alive, which captured graphs keep."""
-    if len(kept) < 2 * 3:
+    if len(graph_views) < 2 * 3:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            kept.extend(parameter.view_as(parameter) for parameter in inner.parameters())
+            graph_views.extend(parameter.view_as(parameter) for parameter in inner.parameters())
 
 
 def _delay(side: torch.cuda.Stream, late: list[None], gradient: torch.Tensor) -> torch.Tensor:
@@ -241,8 +241,8 @@ def check_muon() -> None:
             optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
-    found = {name: shard.to_local().numel() for name, shard in model.sharded_parameters().items() if name in blocks}
-    assert all(size in (0, 256 * 1024) for size in found.values())
+    actual = {name: shard.to_local().numel() for name, shard in model.sharded_parameters().items() if name in blocks}
+    assert all(size in (0, 256 * 1024) for size in actual.values())
 
 
 @needs_two

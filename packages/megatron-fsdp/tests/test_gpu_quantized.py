@@ -88,8 +88,8 @@ def check_bytes(*, delayed: bool) -> None:
     double = {"fsdp_double_buffer": True, "maxpool_double_buffer": True}
     for options in ({}, double, {"zero_dp_strategy": "optim_grads"}):
         FP8GlobalStateManager.reset()
-        found = sharded(recipe, **options)
-        for layer, (mine, others) in enumerate(zip(found, expected, strict=True)):
+        actual = sharded(recipe, **options)
+        for layer, (mine, others) in enumerate(zip(actual, expected, strict=True)):
             for step, ((data, scale), (other, other_scale)) in enumerate(zip(mine, others, strict=True)):
                 assert torch.equal(data, other) and torch.equal(scale, other_scale), (options, layer, step)
 

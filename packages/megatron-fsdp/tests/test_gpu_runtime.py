@@ -76,8 +76,8 @@ def check_strategies() -> None:
     expected = train(*build(zero_dp_strategy="no_shard"), 6)
     for strategy in ("optim", "optim_grads", "optim_grads_params"):
         for num_prefetch_units in (0, 1, 4):
-            found = train(*build(zero_dp_strategy=strategy, num_prefetch_units=num_prefetch_units), 6)
-            torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=0)
+            actual = train(*build(zero_dp_strategy=strategy, num_prefetch_units=num_prefetch_units), 6)
+            torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=1e-5, atol=0)
 
 
 @needs_two
@@ -106,8 +106,8 @@ def check_registered() -> None:
     expected = train(*build(), 4)
     for plain in (True, False):
         model, optimizer = build(nccl_ub=True, disable_symmetric_registration=plain)
-        found = train(model, optimizer, 4)
-        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=0)
+        actual = train(model, optimizer, 4)
+        torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=1e-5, atol=0)
         model.close()
         torch.cuda.synchronize()
 
@@ -180,10 +180,10 @@ def check_experts_overlap() -> None:
         torch.cuda.synchronize()
     spans: dict[str, list[tuple[float, float]]] = {"AllGather": [], "SendRecv": []}
     for event in profiler.events() or ():
-        for kind, found in spans.items():
+        for kind, actual in spans.items():
             if event.device_type == torch.profiler.DeviceType.CUDA and f"ncclDevKernel_{kind}" in event.name:
-                found.append((event.time_range.start, event.time_range.end))
-    assert len(spans["SendRecv"]) == 4 * depth, {kind: len(found) for kind, found in spans.items()}
+                actual.append((event.time_range.start, event.time_range.end))
+    assert len(spans["SendRecv"]) == 4 * depth, {kind: len(actual) for kind, actual in spans.items()}
     beside = sum(any(start < end and begin < stop for start, stop in spans["AllGather"]) for begin, end in spans["SendRecv"])
     assert beside >= depth // 2, f"{beside} of {4 * depth} exchanges ran beside {len(spans['AllGather'])} gathers"
 

@@ -97,10 +97,10 @@ def check_loans() -> None:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if narrow else None)
         options = {"zero_dp_strategy": strategy, "mixed_precision": policy}
         expected, _, _ = train(options, dtype, sync=sync, lend=False)
-        found, saw, held = train(options, dtype, sync=sync, lend=True)
+        actual, saw, held = train(options, dtype, sync=sync, lend=True)
         # In bfloat16 two uses of a weight are rounded once more by autograd.
         bound = {"rtol": 0.05, "atol": 0.02} if narrow else {"rtol": 0, "atol": 1e-12}
-        for name, value in found.items():
+        for name, value in actual.items():
             torch.testing.assert_close(value, expected[name], **bound, msg=f"{name} with {options}, sync={sync}")
         assert any(saw) and not all(saw), "a weight that is used twice is written once and then added to"
         assert held == 0, "gradients have memory between zero_grad and the next backward"

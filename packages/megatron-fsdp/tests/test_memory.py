@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import MegatronFSDP, fully_shard
-from megatron_fsdp._dtensor import local
+from megatron_fsdp._parameters import local
 
 WIDTH = 64
 
@@ -78,8 +78,8 @@ def measured() -> list[tuple[float, float]]:
 
 @pytest.mark.world(4)
 def test_each_strategy_needs_less_memory_than_the_one_before(world):
-    for found in world(measured):
-        most, state = zip(*found, strict=True)
+    for actual in world(measured):
+        most, state = zip(*actual, strict=True)
         assert most[3] < most[2] < most[1] < most[0]
         # Two moments, whole or a quarter; replicas of halves have halves, halves cut again quarters.
         assert state == pytest.approx((2, 0.5, 0.5, 0.5, 1, 0.5), rel=0.1)

@@ -175,13 +175,13 @@ def serial() -> tuple[dict[str, torch.Tensor], list[float]]:
 def assert_serial(model: MegatronFSDP, norms: list[float]) -> None:
     expected, expected_norms = serial()
     assert norms == pytest.approx(expected_norms, rel=1e-10)
-    found = dict(model.full_state_dict())
-    assert found.keys() == expected.keys()
+    actual = dict(model.full_state_dict())
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=name)
+        torch.testing.assert_close(actual[name], value, rtol=1e-10, atol=1e-12, msg=name)
     for name, value in model.state_dict().items():
         if isinstance(value, DTensor):
-            assert torch.equal(value.full_tensor(), found[name]), name
+            assert torch.equal(value.full_tensor(), actual[name]), name
 
 
 UNITS = [Mlp, Experts]
@@ -353,8 +353,8 @@ def load(directory: Path, shape: tuple[int, int], ep: int, **options: Any) -> li
 )
 def test_a_checkpoint_with_experts_continues_on_other_meshes(tmp_path, source, target):
     wanted = run(save, source[0][0] * source[0][1], directory=tmp_path, shape=source[0], ep=source[1], **source[2])
-    found = run(load, target[0][0] * target[0][1], directory=tmp_path, shape=target[0], ep=target[1], **target[2])
-    assert found[0] == pytest.approx(wanted[0], rel=1e-10)
+    actual = run(load, target[0][0] * target[0][1], directory=tmp_path, shape=target[0], ep=target[1], **target[2])
+    assert actual[0] == pytest.approx(wanted[0], rel=1e-10)
 
 
 def check_wrong_meshes() -> None:

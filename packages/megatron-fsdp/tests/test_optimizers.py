@@ -71,8 +71,8 @@ def check_rules() -> None:
     for name, make in RULES.items():
         expected = whole(make)
         for looked_at in (False, True):
-            found = dict(sharded(make, looked_at=looked_at).full_state_dict())
-            assert all(torch.equal(found[key], value) for key, value in expected.items()), (name, looked_at)
+            actual = dict(sharded(make, looked_at=looked_at).full_state_dict())
+            assert all(torch.equal(actual[key], value) for key, value in expected.items()), (name, looked_at)
 
 
 @pytest.mark.world(2)

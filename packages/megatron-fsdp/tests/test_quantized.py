@@ -59,7 +59,7 @@ class Float8Tensor(torch.Tensor):
         self._transpose = None
 
     def transpose_data(self) -> torch.Tensor:
-        """[in, out]; kept until the caches are removed."""
+        """[in, out]; fields until the caches are removed."""
         if self._transpose is None:
             self._transpose = self._data.t().contiguous()
         return self._transpose
@@ -210,8 +210,8 @@ def test_what_cannot_be_cut_is_named():
         train(0, eight_bit_parameters="0.0.weight")
     net = build()
     other = layers(net)[0].weight
-    kept = {"fp8_scale_inv": other._scale_inv, "fp8_dtype": "e4m3", "quantizer": other._quantizer}
-    layers(net)[0].weight = nn.Parameter(MXFP8Tensor(shape=other.shape, dtype=other.dtype, data=other._data, **kept))
+    fields = {"fp8_scale_inv": other._scale_inv, "fp8_dtype": "e4m3", "quantizer": other._quantizer}
+    layers(net)[0].weight = nn.Parameter(MXFP8Tensor(shape=other.shape, dtype=other.dtype, data=other._data, **fields))
     with pytest.raises(ValueError, match=r"'0.0.weight' is a MXFP8Tensor.*Float8CurrentScaling"):
         fully_shard(net)
 

@@ -104,8 +104,8 @@ def check_recompute(reentrant: bool) -> None:
             variants: list[dict[str, Any]] = [{"zero_dp_strategy": strategy} for strategy in range(4)]
             variants += [{"zero_dp_strategy": strategy, "fsdp_double_buffer": True} for strategy in (2, 3)]
             for options in variants:
-                model, found = sharded(build(), sync=sync, **options)
-                assert found == losses, (segments, sync, options)
+                model, actual = sharded(build(), sync=sync, **options)
+                assert actual == losses, (segments, sync, options)
                 # Two addends have one sum, so the bits agree.
                 assert all(torch.equal(value, expected[name]) for name, value in model.full_state_dict()), (segments, sync, options)
 

@@ -15,10 +15,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model
-from megatron_fsdp._collectives import ShardSum, all_reduce
-from megatron_fsdp._lane import Lane, Ticket
-from megatron_fsdp._prefetch import GatherOrder
-from megatron_fsdp._ranks import Ranks
+from megatron_fsdp._collectives import Ranks, ShardSum, all_reduce
+from megatron_fsdp._context import Stream, WorkHandle
+from megatron_fsdp._order import GatherOrder
 from tests.support.world import run
 
 
@@ -73,13 +72,13 @@ def test_units_are_gathered_ahead_within_a_budget_of_bytes():
 
 
 def test_without_streams_a_ticket_ends_what_it_began_in_order():
-    lane, seen = Lane(torch.device("cpu")), []
-    first = lane.launch(lambda: seen.append("first begins"), lambda: seen.append("first ends"))
-    second = lane.launch(lambda: seen.append("second"), after=first)
+    stream, seen = Stream(torch.device("cpu")), []
+    first = stream.launch(lambda: seen.append("first begins"), lambda: seen.append("first ends"))
+    second = stream.launch(lambda: seen.append("second"), after=first)
     assert seen == ["first begins"]
     second.wait()
     assert seen == ["first begins", "first ends", "second"]
-    assert Ticket().wait() is None
+    assert WorkHandle().wait() is None
 
 
 def check_disagreement() -> str:
@@ -188,7 +187,7 @@ def check_narrow_sums() -> None:
     ]
     exact = torch.stack(every).sum(0, dtype=torch.float64)
     total = ShardSum(every[rank].float(), ranks, torch.bfloat16, out=None)
-    Lane(torch.device("cpu")).launch(total.begin, total.end).wait()
+    Stream(torch.device("cpu")).launch(total.begin, total.end).wait()
     assert total.result.dtype == torch.float32
     torch.testing.assert_close(total.result.double(), exact.chunk(world)[rank], rtol=1e-6, atol=0)
     # As a 16-bit result it is rounded once, also where the ranks do not divide it; the native sum is rounded at every rank but the first.
@@ -247,13 +246,13 @@ def check_compiled() -> None:
         if not after:
             model = fully_shard_model(net, fsdp_unit_modules=[Layer, nn.Embedding])
         for step in range(2):
-            found = []
+            actual = []
             for one in (expected, model):
                 one.zero_grad_buffer()
                 one(tokens(step)).square().sum().backward()
-                found.append({name: gradient.full_tensor() for name, gradient in one.gradients().items()})
-            for name, gradient in found[0].items():
-                torch.testing.assert_close(found[1][name], gradient, rtol=1e-12, atol=1e-12)
+                actual.append({name: gradient.full_tensor() for name, gradient in one.gradients().items()})
+            for name, gradient in actual[0].items():
+                torch.testing.assert_close(actual[1][name], gradient, rtol=1e-12, atol=1e-12)
         # Equal layers share one graph, which no hook breaks and no gather invalidates.
         assert backend.frame_count == 1
         torch.compiler.reset()
@@ -427,7 +426,7 @@ def check_registered() -> None:
             model(tokens()).square().sum().backward()
         model.close()
         gradients.append({name: gradient.full_tensor() for name, gradient in model.gradients().items()})
-    assert all(torch.equal(value, found[name]) for found in gradients[1:] for name, value in gradients[0].items())
+    assert all(torch.equal(value, actual[name]) for actual in gradients[1:] for name, value in gradients[0].items())
 
 
 @pytest.mark.world(2)

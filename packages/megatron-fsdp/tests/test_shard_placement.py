@@ -94,9 +94,9 @@ def check_muon() -> None:
         {"cpu_offload": True},
     ):
         model, optimizers = sharded(**options)
-        found = train(model, optimizers, range(4))
+        actual = train(model, optimizers, range(4))
         assert difference(model, expected) < 1e-10, options
-        assert max(abs(a - b) for a, b in zip(found, norms, strict=True)) < 1e-10, options
+        assert max(abs(a - b) for a, b in zip(actual, norms, strict=True)) < 1e-10, options
 
 
 @pytest.mark.world(2)

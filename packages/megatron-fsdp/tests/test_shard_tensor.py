@@ -64,12 +64,12 @@ def check_copies(strategy: str, outer: bool) -> None:
     model = build(1, **options)
     best = {name: value.clone() for name, value in model.full_state_dict()}
     for how, make in COPIES.items():
-        kept = {name: make(value) for name, value in model.state_dict().items()}
-        for name, value in kept.items():
+        copies = {name: make(value) for name, value in model.state_dict().items()}
+        for name, value in copies.items():
             whole = value.full_tensor() if isinstance(value, DTensor) else value
             assert torch.equal(whole, best[name]), (how, name)
         other = build(2, **options)
-        other.load_state_dict(kept)
+        other.load_state_dict(copies)
         assert all(torch.equal(value, best[name]) for name, value in other.full_state_dict()), how
 
 
@@ -99,12 +99,12 @@ def check_other_tensors() -> None:
     torch.testing.assert_close(total.full_tensor(), torch.stack(norms).norm(), rtol=1e-12, atol=1e-12)
     optimizer.step()
     state = copy.deepcopy(model.optimizer_state_dict(optimizer))
-    kept = {name: value["exp_avg"].full_tensor().clone() for name, value in state["state"].items()}
+    copies = {name: value["exp_avg"].full_tensor().clone() for name, value in state["state"].items()}
     model(torch.ones(2, 7, dtype=torch.float64)).backward()
     optimizer.step()
     model.load_optimizer_state_dict(optimizer, state)
     for name, value in model.optimizer_state_dict(optimizer)["state"].items():
-        assert torch.equal(value["exp_avg"].full_tensor(), kept[name]), name
+        assert torch.equal(value["exp_avg"].full_tensor(), copies[name]), name
 
 
 @pytest.mark.world(3)

@@ -113,11 +113,11 @@ def test_a_checkpoint_saved_while_training_goes_on_moves_between_host_and_device
 def check_copies() -> None:
     model, optimizer = build(1)
     before = {name: value.clone() for name, value in model.full_state_dict()}
-    kept = copy.deepcopy(model.state_dict())
+    copied = copy.deepcopy(model.state_dict())
     step(model, optimizer, 0)
     assert any(not torch.equal(value, before[name]) for name, value in model.full_state_dict())
-    assert torch.equal(kept["layers.0.weight"].full_tensor(), before["layers.0.weight"])
-    model.load_state_dict(kept)
+    assert torch.equal(copied["layers.0.weight"].full_tensor(), before["layers.0.weight"])
+    model.load_state_dict(copied)
     assert all(torch.equal(value, before[name]) for name, value in model.full_state_dict())
     with pytest.raises(TypeError, match="cannot be pickled; save it by torch.distributed.checkpoint"):
         pickle.dumps(model.state_dict())
@@ -153,13 +153,13 @@ def check_stream(path: Path, dtype: torch.dtype | None) -> None:
     model, _ = build(1)
     model.save_full_state_dict(path / "model.safetensors", dtype=dtype)
     dist.barrier()
-    found, expected = load_file(path / "model.safetensors"), dict(model.full_state_dict(dtype=dtype))
-    assert found.keys() == expected.keys() and {"layers.0.weight", "tied.weight", "counter"} <= found.keys()
-    assert all(found[name].dtype == value.dtype and torch.equal(found[name], value) for name, value in expected.items())
+    actual, expected = load_file(path / "model.safetensors"), dict(model.full_state_dict(dtype=dtype))
+    assert actual.keys() == expected.keys() and {"layers.0.weight", "tied.weight", "counter"} <= actual.keys()
+    assert all(actual[name].dtype == value.dtype and torch.equal(actual[name], value) for name, value in expected.items())
     assert [file.name for file in path.iterdir()] == ["model.safetensors"]
     other, _ = build(2, zero_dp_strategy="optim")
-    other.load_state_dict(found)
-    assert all(torch.equal(value, found[name].to(value.dtype)) for name, value in other.full_state_dict())
+    other.load_state_dict(actual)
+    assert all(torch.equal(value, actual[name].to(value.dtype)) for name, value in other.full_state_dict())
     with pytest.raises(ValueError, match="which safetensors lacks"):
         model.save_full_state_dict(path / "other.safetensors", dtype=torch.complex64)
 

@@ -129,10 +129,10 @@ def sharded(
 
 
 def difference(model: MegatronFSDP, expected: dict[str, torch.Tensor]) -> float:
-    found = dict(model.full_state_dict())
-    assert found.keys() == expected.keys()
-    assert all(found[name].shape == expected[name].shape for name in expected)
-    return max((found[name] - expected[name]).abs().max().item() for name in expected)
+    actual = dict(model.full_state_dict())
+    assert actual.keys() == expected.keys()
+    assert all(actual[name].shape == expected[name].shape for name in expected)
+    return max((actual[name] - expected[name]).abs().max().item() for name in expected)
 
 
 def check_trajectories() -> None:
@@ -140,10 +140,10 @@ def check_trajectories() -> None:
     for microbatches, variants in ((1, ((3, "none"), (2, "non-reentrant"))), (2, ((3, "none"), (1, "none"), (0, "none")))):
         expected, losses = replicated(adamw, 5, microbatches)
         for strategy, recompute in variants:
-            model, found = sharded(adamw, 5, microbatches, zero_dp_strategy=strategy, recompute=recompute, no_sync="all")
+            model, actual = sharded(adamw, 5, microbatches, zero_dp_strategy=strategy, recompute=recompute, no_sync="all")
             # Two addends have one sum, so the bits agree.
             assert difference(model, expected) == 0, (microbatches, strategy)
-            assert found == losses
+            assert actual == losses
 
 
 @pytest.mark.world(2)
@@ -153,10 +153,10 @@ def test_steps_on_two_ranks_equal_replicated_training_bit_for_bit(world):
 
 def check_more_ranks() -> None:
     expected, losses = replicated(momentum, 8, 1)
-    model, found = sharded(momentum, 8, 1)
+    model, actual = sharded(momentum, 8, 1)
     # More addends are summed in another order.
     assert difference(model, expected) < 1e-12
-    assert max(abs(a - b) for a, b in zip(losses, found, strict=True)) < 1e-12
+    assert max(abs(a - b) for a, b in zip(losses, actual, strict=True)) < 1e-12
 
 
 @pytest.mark.world(4)
@@ -168,9 +168,9 @@ def check_accumulation() -> None:
     expected, losses = replicated(adamw, 2, 3)
     for strategy in range(4):
         for no_sync in ("", "all", "outer"):
-            model, found = sharded(adamw, 2, 3, zero_dp_strategy=strategy, no_sync=no_sync)
+            model, actual = sharded(adamw, 2, 3, zero_dp_strategy=strategy, no_sync=no_sync)
             assert difference(model, expected) < 1e-12
-            assert max(abs(a - b) for a, b in zip(losses, found, strict=True)) < 1e-12
+            assert max(abs(a - b) for a, b in zip(losses, actual, strict=True)) < 1e-12
 
 
 @pytest.mark.world(2)

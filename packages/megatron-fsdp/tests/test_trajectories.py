@@ -58,11 +58,11 @@ def torch_optimizers(net: nn.Module, *, muon: bool) -> list[torch.optim.Optimize
     matrices = [parameter for name, parameter in named if name.startswith("muon") and parameter.ndim == 2 and muon]
     sgd = [parameter for name, parameter in named if name.startswith("sgd")]
     rest = [parameter for _, parameter in named if not any(parameter is other for other in (*matrices, *sgd))]
-    found: list[torch.optim.Optimizer] = [
+    actual: list[torch.optim.Optimizer] = [
         torch.optim.SGD(sgd, lr=0.05, momentum=0.9, weight_decay=0.01),
         torch.optim.AdamW(rest, lr=0.02, weight_decay=0.1),
     ]
-    return [*found, torch.optim.Muon(matrices, lr=0.02)] if muon else found
+    return [*actual, torch.optim.Muon(matrices, lr=0.02)] if muon else actual
 
 
 class FlatAdam:
@@ -167,9 +167,9 @@ def check_bits(microbatches: int, recomputes: tuple[str, ...]) -> None:
     expected, weights = replicated(microbatches)
     assert expected[-1] < 0.8 * expected[0]
     for strategy, recompute in enumerate(recomputes):
-        found, model = sharded(microbatches, recompute=recompute, zero_dp_strategy=strategy)
+        actual, model = sharded(microbatches, recompute=recompute, zero_dp_strategy=strategy)
         # Two addends have one sum, so the bits agree.
-        assert found == expected, (strategy, recompute)
+        assert actual == expected, (strategy, recompute)
         assert all(torch.equal(value, weights[name]) for name, value in model.full_state_dict()), (strategy, recompute)
 
 
@@ -185,8 +185,8 @@ def test_float32_training_equals_replicated_training_bit_for_bit(world, microbat
 def check_narrow() -> None:
     expected, weights = narrow(2)
     for strategy in range(4):
-        found, model = sharded(2, zero_dp_strategy=strategy, mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-        assert found == expected, strategy
+        actual, model = sharded(2, zero_dp_strategy=strategy, mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        assert actual == expected, strategy
         assert all(torch.equal(value, weights[name]) for name, value in model.full_state_dict()), strategy
 
 
@@ -200,9 +200,9 @@ def check_levels() -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     named = {"device_mesh": mesh, "dp_shard_dim": "inner", "dp_outer_dim": "outer"}
     for outer in ("no_shard", "optim"):
-        found, _ = sharded(2, muon=False, outer_dp_sharding_strategy=outer, **named)
+        actual, _ = sharded(2, muon=False, outer_dp_sharding_strategy=outer, **named)
         # Four addends are summed in another order.
-        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-6, atol=0)
+        torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=1e-6, atol=0)
 
 
 @pytest.mark.world(4)

@@ -64,9 +64,9 @@ def train(sharded: bool, **options: Any) -> tuple[list[set[str]], dict[str, torc
                 model(x).backward()
         if not sharded:
             for parameter in net.parameters():
-                given = torch.tensor(int(parameter.grad is not None))
-                dist.all_reduce(given)
-                if given:
+                num_gradients = torch.tensor(int(parameter.grad is not None))
+                dist.all_reduce(num_gradients)
+                if num_gradients:
                     parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                     dist.all_reduce(parameter.grad)
                     parameter.grad /= dist.get_world_size()
@@ -80,8 +80,8 @@ def check(options: dict[str, Any]) -> None:
     expected, weights = train(sharded=False)
     assert "inner.beside" not in set().union(*expected) and {"inner.unit.b.bias"} <= expected[1] - expected[0]
     assert expected[2] == {"inner.head.weight", "inner.head.bias"}
-    found, whole = train(sharded=True, **options)
-    assert found == expected
+    actual, whole = train(sharded=True, **options)
+    assert actual == expected
     for name, value in whole.items():
         torch.testing.assert_close(value, weights[name], rtol=1e-12, atol=1e-12)
 

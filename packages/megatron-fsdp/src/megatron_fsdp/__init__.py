@@ -3,12 +3,11 @@
 """Fully sharded data parallelism for any torch module, with four sharding strategies."""
 
 from megatron_fsdp._eight_bit import EightBitFormat, Float8Format
-from megatron_fsdp._flat_shard import FlatShard
 from megatron_fsdp._fully_shard import fully_shard, fully_shard_model
 from megatron_fsdp._module import MegatronFSDP
 from megatron_fsdp._optimizer import fully_shard_optimizer
-from megatron_fsdp._policy import MixedPrecisionPolicy
-from megatron_fsdp._shard_placement import BlockAtomic, TensorAtomic
+from megatron_fsdp._parameters import FlatShard
+from megatron_fsdp._policy import BlockAtomic, MixedPrecisionPolicy, TensorAtomic
 
 __all__ = [
     "BlockAtomic",

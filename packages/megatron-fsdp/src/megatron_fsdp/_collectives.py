@@ -1,16 +1,80 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""The collectives of flat buffers, which write where they are told to and copy nothing."""
+"""Process groups as one of their ranks sees them, and collectives over them that write where they are told to and copy nothing."""
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp._ranks import Ranks
 
-if TYPE_CHECKING:
-    from megatron_fsdp._lane import Work
+class Work(Protocol):
+    """A collective under way; ``wait`` orders the current stream, or the caller where there is none, behind it."""
+
+    def wait(self) -> object: ...
+
+
+# The functional operators exist under one name from torch 2.11 on and are asynchronous: `wait` ends them.
+_c10d = torch.ops._c10d_functional
+
+_APART = "megatron_fsdp"
+"""What torch's logs and traces call the communicators of ``Ranks.apart``."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A process group as seen from one of its ranks; a group of one needs no communicator."""
+
+    size: int = 1
+    rank: int = 0
+    pg: dist.ProcessGroup | None = field(default=None, repr=False)
+    name: str = ""
+
+    @classmethod
+    def of(cls, pg: dist.ProcessGroup) -> "Ranks":
+        return cls(dist.get_world_size(pg), dist.get_rank(pg), pg, pg.group_name)
+
+    def apart(self, device: torch.device) -> "Ranks":
+        """The same ranks over a communicator for these gathers and sums alone, which all of them make once in the life of the world.
+
+        A communicator runs one collective after the other: what a module exchanges over the same one would wait behind the gathers.
+        """
+        assert self.pg is not None, "a group of one exchanges nothing"
+        members, backend = dist.get_process_group_ranks(self.pg), dist.get_backend_config(self.pg)
+        for pg in dist.distributed_c10d._world.pg_map:
+            if pg.group_desc == _APART and (dist.get_process_group_ranks(pg), dist.get_backend_config(pg)) == (members, backend):
+                return Ranks.of(pg)
+        timeout = self.pg._get_backend(device).options._timeout
+        group = dist.new_group(members, timeout=timeout, backend=backend, use_local_synchronization=True, group_desc=_APART)
+        assert isinstance(group, dist.ProcessGroup), "this rank is a member"
+        return Ranks.of(group)
+
+    def gather_into(self, full: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+        """Start filling ``full`` [size * n] with every rank's ``shard`` [n]; ``wait`` ends it."""
+        # Only this form is safe on gloo: of the one that allocates, its threads store a long name without a lock and free memory twice.
+        return _c10d.all_gather_into_tensor_out(shard, self.size, self.name, out=full)
+
+    def all_reduce(self, x: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """Reduce over ranks and wait."""
+        return x if self.size == 1 else _wait(_c10d.all_reduce(x, op, self.name))
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Concatenate equal shapes over ranks along dimension 0 and wait."""
+        if self.size == 1:
+            return x
+        return _wait(self.gather_into(x.new_empty((self.size * x.shape[0], *x.shape[1:])), x.contiguous()))
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        """Overwrite ``x`` by the first rank's."""
+        if self.size > 1:
+            dist.broadcast(x, group=self.pg, group_src=0)
+
+
+def _wait(x: torch.Tensor) -> torch.Tensor:
+    """End what fills ``x``; nothing to do when it is already there."""
+    return _c10d.wait_tensor(x)
+
 
 # UNTIL torch 2.12: before, these had other names, which now warn.
 _gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

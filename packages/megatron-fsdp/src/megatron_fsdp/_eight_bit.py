@@ -1,19 +1,92 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Parameters that cross ranks in 8 bits: scaled copies, made from the main shards once a step."""
+"""Parameters that cross ranks as one byte an element: scaled copies of the main shards, or the bytes of Transformer Engine."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import nn
 
-from megatron_fsdp._buffer import local_view
+from megatron_fsdp._buffers import local_view
 from megatron_fsdp._collectives import start_gather, wait
 from megatron_fsdp._layout import FlatLayout
 from megatron_fsdp._topology import Topology
 
 if TYPE_CHECKING:
-    from megatron_fsdp._lane import Work
+    from megatron_fsdp._collectives import Work
+
+FLOAT8_ALIGNMENT = 16
+"""Bytes at whose multiples fp8 GEMMs want matrices to begin."""
+
+
+def is_quantized(parameter: torch.Tensor) -> bool:
+    """Whether its values are scaled bytes."""
+    return type(parameter).__module__.partition(".")[0] == "transformer_engine"
+
+
+@torch.no_grad()
+def whole_values(parameter: Any) -> torch.Tensor:
+    """What a parameter was quantised from (``preserve_high_precision_init_val``), or stands for; float32 or wider."""
+    wide = torch.promote_types(parameter.dtype, torch.float32)
+    initial_value = getattr(parameter, "get_high_precision_init_val", None)
+    value = None if initial_value is None else initial_value()
+    return parameter.dequantize(dtype=wide) if value is None else value.to(parameter.device, wide)
+
+
+class Float8Form:
+    """A parameter like another one, around bytes that are gathered; an ``EightBitFormat`` whose ``restore`` finds them in place.
+
+    Delayed and current scaling both work: the quantizer of the parameter decides.
+
+    Args:
+        name: of the parameter, for messages.
+        like: what the module was built with.
+        data: uint8, of its shape; comes and goes with the unit.
+
+    Raises:
+        ValueError: another kind of quantised tensor.
+    """
+
+    def __init__(self, name: str, like: Any, data: torch.Tensor) -> None:
+        if type(like).__name__ != "Float8Tensor":
+            raise ValueError(
+                f"{name!r} is a {type(like).__name__}; only tensors with one scale can be cut between rows: "
+                "build the module with Float8CurrentScaling() or DelayedScaling()"
+            )
+        tensor = type(like)(
+            shape=data.shape,
+            dtype=like.dtype,
+            data=data,
+            fp8_scale_inv=torch.ones(1, dtype=torch.float32, device=data.device),
+            fp8_dtype=like._fp8_dtype,
+            quantizer=like._get_quantizer(),
+            device=data.device,
+        )
+        self.full: Any = nn.Parameter(tensor, requires_grad=like.requires_grad)
+        # The transpose that the GEMMs of a backward want is made when they run, and not for every forward too.
+        self.full._get_quantizer().set_usage(rowwise=True, columnwise=False)
+
+    def quantize(self, values: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As ``EightBitFormat``; the scale that comes back is the one that undoes the library's."""
+        quantizer = self.full._get_quantizer().copy()
+        quantizer.set_usage(rowwise=True, columnwise=False)
+        quantizer.internal = False
+        # With the largest magnitude of the whole tensor behind its own, each shard gets the scale of the whole and notes its magnitude.
+        row = torch.empty(1, values.numel() + 1, dtype=self.full.dtype, device=values.device)
+        row[0, :-1].copy_(values)
+        row[0, -1].copy_(largest)
+        quantized = quantizer(row)
+        self.full._scale_inv.copy_(quantized._scale_inv)
+        return quantized._data.view(-1)[:-1], self.full._scale_inv
+
+    def restore(self, payload: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
+        """Nothing is to be filled: the parameter lies where the bytes are, and has the scale."""
+        self.release()
+
+    def release(self) -> None:
+        """Forget the transpose."""
+        self.full.remove_caches()
 
 
 class EightBitFormat(Protocol):

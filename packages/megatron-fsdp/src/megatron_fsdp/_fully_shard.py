@@ -10,25 +10,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp._call_plan import CallPlan
+from megatron_fsdp._context import RegisteredMemory, ShardContext, Streams
 from megatron_fsdp._eight_bit import EightBitFormat, Float8Format
-from megatron_fsdp._families import Families, ParameterMatcher
-from megatron_fsdp._foreign import translate
-from megatron_fsdp._graphs import is_hooked
-from megatron_fsdp._hooks import Runtime
-from megatron_fsdp._lane import Lanes
 from megatron_fsdp._materialize import ResetParameters, materialize
 from megatron_fsdp._module import MegatronFSDP
+from megatron_fsdp._module_calls import is_hooked
 from megatron_fsdp._optimizer import check_optimizer, fully_shard_optimizer
-from megatron_fsdp._placement import Placements
-from megatron_fsdp._policy import MixedPrecisionPolicy, Strategy
-from megatron_fsdp._registered import RegisteredMemory
-from megatron_fsdp._setting import Setting
-from megatron_fsdp._shard_placement import ShardPlacement
+from megatron_fsdp._options import ShardOptions
+from megatron_fsdp._order import CollectiveOrder
+from megatron_fsdp._parameter_grouping import ParameterGrouping, ParameterMatcher, Placements, UnitMatcher, plan_units
+from megatron_fsdp._parameters import place_of
+from megatron_fsdp._policy import MixedPrecisionPolicy, ShardPlacement, Strategy
+from megatron_fsdp._runtime import Runtime
 from megatron_fsdp._topology import MeshAxes
-from megatron_fsdp._uneven import place_of
-from megatron_fsdp._unit_builder import build_unit, plan_double_buffers
-from megatron_fsdp._units import UnitMatcher, plan_units
+from megatron_fsdp._unit import build_unit, plan_double_buffers
 
 
 def fully_shard_model(
@@ -64,79 +59,7 @@ def fully_shard_model(
     **foreign: Any,
 ) -> MegatronFSDP:
     """Shard a module; the same arguments as ``fully_shard``, without the optimizer."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module is a {type(module).__name__}; pass the torch module to shard, and the optimizer after it")
-    if foreign:
-        named = translate(foreign, module, fully_shard_model.__kwdefaults__ or ())
-        mixed_precision = named.get("mixed_precision", mixed_precision)
-        gradient_reduce = named.get("gradient_reduce", gradient_reduce)
-        device_mesh = named.get("device_mesh", device_mesh)
-    strategy = Strategy.parse(zero_dp_strategy)
-    if gradient_reduce not in ("mean", "sum"):
-        raise ValueError(f"gradient_reduce={gradient_reduce!r} must be 'mean' or 'sum'")
-    if num_prefetch_units < 0:
-        raise ValueError(f"num_prefetch_units={num_prefetch_units} must not be negative; 0 gathers nothing ahead")
-    if prefetch_bytes is not None and prefetch_bytes < 0:
-        raise ValueError(f"prefetch_bytes={prefetch_bytes} must not be negative; None bounds by num_prefetch_units alone")
-    if maxpool_double_buffer and not fsdp_double_buffer:
-        raise ValueError("maxpool_double_buffer=True says how large the buffers of fsdp_double_buffer are; set that too")
-    # On one rank without a process group parameters do not tell.
-    if isinstance(module, MegatronFSDP) or any(place_of(parameter) is not None for parameter in module.parameters()) or is_hooked(module):
-        raise ValueError("module is sharded already; pass the plain module")
-    policy = mixed_precision or MixedPrecisionPolicy()
-    if not isinstance(policy, MixedPrecisionPolicy):
-        raise ValueError(f"mixed_precision={policy!r} must be a MixedPrecisionPolicy of this package")
-    to = torch.device(device or "cpu")
-    devices = {to if parameter.is_meta else parameter.device for parameter in module.parameters()}
-    if len(devices) > 1:
-        raise ValueError(f"module has parameters on {sorted(map(str, devices))}; move it to one device first")
-    plans = plan_units(module, fsdp_unit_modules)
-    place = devices.pop()
-    outer_strategy = Strategy.parse(outer_dp_sharding_strategy, "outer_dp_sharding_strategy")
-    axes = MeshAxes(shard=dp_shard_dim, outer=dp_outer_dim, outer_strategy=outer_strategy)
-    dense = axes.topology("device_mesh", place, device_mesh, process_group)
-    expert = None if expt_device_mesh is None else axes.topology("expt_device_mesh", place, expt_device_mesh, None)
-    # A mesh gives axes over all ranks the default group, each of them the same: one of the module's may be one of data.
-    exchanged = {topology.model_ranks(axis).name for topology in (dense, expert) if topology for axis in topology.model_axes}
-    families = Families(
-        plans,
-        strategy=strategy,
-        strategies=parameter_strategies or {},
-        dense=dense.apart_from(exchanged, place),
-        expert=expert and expert.apart_from(exchanged, place),
-        expert_parameters=expert_parameters,
-        separate_parameters=separate_parameters,
-        eight_bit_parameters=eight_bit_parameters,
-        shard_placements=shard_placements or {},
-        placements=placements or {},
-        tp_dim=tp_dim,
-    )
-    families.check_same(plans, place)
-    # A gradient of experts is complete on fewer ranks, each of which has seen the samples of several.
-    divisor = families.dense.size if gradient_reduce == "mean" else 1
-    memory = RegisteredMemory(families.all_ranks, place, symmetric=not disable_symmetric_registration) if nccl_ub else None
-    lanes = Lanes(place, memory)
-    calls = CallPlan(families.all_ranks, place)
-    setting = Setting(policy=policy, divisor=divisor, device=place, lanes=lanes, calls=calls, cpu_offload=cpu_offload)
-    grouped = [families.groups(plan.sites) for plan in plans]
-    slots = plan_double_buffers(plans, grouped, setting, largest=maxpool_double_buffer) if fsdp_double_buffer else None
-    form = eight_bit_format or Float8Format()
-    units = {
-        index: build_unit(index, plans[index], grouped[index], setting, slots=slots, form=form)
-        for index in materialize(module, plans, to, reset_parameters)
-    }
-    for buffer in module.buffers():
-        for ranks in families.dense.all_ranks:
-            ranks.broadcast(buffer)
-    runtime = Runtime(
-        [units[index] for index in range(len(plans))],
-        setting,
-        families.all_ranks,
-        num_prefetch_units=num_prefetch_units,
-        prefetch_bytes=prefetch_bytes,
-        memory=memory,
-    )
-    return MegatronFSDP(module, runtime, is_first=families.dense.is_first)
+    return _shard(module, ShardOptions.read(locals()))
 
 
 def fully_shard(
@@ -231,37 +154,70 @@ def fully_shard(
         >>> model(torch.ones(1, 4)).sum().backward()
         >>> optimizer.step()
     """
-    if optimizer is not None and isinstance(module, nn.Module):
+    options = ShardOptions.read(locals())
+    if optimizer is not None:
         check_optimizer(optimizer)
-    model = fully_shard_model(
-        module,
-        zero_dp_strategy=zero_dp_strategy,
-        fsdp_unit_modules=fsdp_unit_modules,
-        device_mesh=device_mesh,
-        process_group=process_group,
-        dp_shard_dim=dp_shard_dim,
-        dp_outer_dim=dp_outer_dim,
-        outer_dp_sharding_strategy=outer_dp_sharding_strategy,
-        tp_dim=tp_dim,
-        placements=placements,
-        expt_device_mesh=expt_device_mesh,
-        expert_parameters=expert_parameters,
-        parameter_strategies=parameter_strategies,
-        separate_parameters=separate_parameters,
-        eight_bit_parameters=eight_bit_parameters,
-        eight_bit_format=eight_bit_format,
-        shard_placements=shard_placements,
-        mixed_precision=mixed_precision,
-        gradient_reduce=gradient_reduce,
-        num_prefetch_units=num_prefetch_units,
-        prefetch_bytes=prefetch_bytes,
-        fsdp_double_buffer=fsdp_double_buffer,
-        maxpool_double_buffer=maxpool_double_buffer,
-        cpu_offload=cpu_offload,
-        nccl_ub=nccl_ub,
-        disable_symmetric_registration=disable_symmetric_registration,
-        device=device,
-        reset_parameters=reset_parameters,
-        **foreign,
-    )
+    model = _shard(module, options)
     return model, None if optimizer is None else fully_shard_optimizer(optimizer, model)
+
+
+def _shard(module: nn.Module, options: ShardOptions) -> MegatronFSDP:
+    # On one rank without a process group parameters do not tell.
+    if isinstance(module, MegatronFSDP) or any(place_of(parameter) is not None for parameter in module.parameters()) or is_hooked(module):
+        raise ValueError("module is sharded already; pass the plain module")
+    to = torch.device(options.device or "cpu")
+    devices = {to if parameter.is_meta else parameter.device for parameter in module.parameters()}
+    if len(devices) > 1:
+        raise ValueError(f"module has parameters on {sorted(map(str, devices))}; move it to one device first")
+    plans = plan_units(module, options.fsdp_unit_modules)
+    device = devices.pop()
+    outer_strategy = Strategy.parse(options.outer_dp_sharding_strategy, "outer_dp_sharding_strategy")
+    axes = MeshAxes(shard=options.dp_shard_dim, outer=options.dp_outer_dim, outer_strategy=outer_strategy)
+    dense = axes.topology("device_mesh", device, options.device_mesh, options.process_group)
+    expert = None if options.expt_device_mesh is None else axes.topology("expt_device_mesh", device, options.expt_device_mesh, None)
+    # A mesh gives axes over all ranks the default group, each of them the same: one of the module's may be one of data.
+    exchanged = {topology.model_ranks(axis).name for topology in (dense, expert) if topology for axis in topology.model_axes}
+    grouping = ParameterGrouping(
+        plans,
+        strategy=Strategy.parse(options.zero_dp_strategy),
+        strategies=options.parameter_strategies or {},
+        dense=dense.apart_from(exchanged, device),
+        expert=expert and expert.apart_from(exchanged, device),
+        expert_parameters=options.expert_parameters,
+        separate_parameters=options.separate_parameters,
+        eight_bit_parameters=options.eight_bit_parameters,
+        shard_placements=options.shard_placements or {},
+        placements=options.placements or {},
+        tp_dim=options.tp_dim,
+    )
+    grouping.check_same(plans, device)
+    all_ranks = grouping.all_ranks
+    memory = RegisteredMemory(all_ranks, device, symmetric=not options.disable_symmetric_registration) if options.nccl_ub else None
+    context = ShardContext(
+        policy=options.mixed_precision or MixedPrecisionPolicy(),
+        # A gradient of experts is complete on fewer ranks, each of which has seen the samples of several.
+        divisor=grouping.dense.size if options.gradient_reduce == "mean" else 1,
+        device=device,
+        streams=Streams(device, memory),
+        calls=CollectiveOrder(all_ranks, device),
+        cpu_offload=options.cpu_offload,
+    )
+    groups = [grouping.groups(plan.sites) for plan in plans]
+    buffers = plan_double_buffers(plans, groups, context, largest=options.maxpool_double_buffer) if options.fsdp_double_buffer else None
+    form = options.eight_bit_format or Float8Format()
+    units = {
+        index: build_unit(index, plans[index], groups[index], context, buffers=buffers, form=form)
+        for index in materialize(module, plans, to, options.reset_parameters)
+    }
+    for buffer in module.buffers():
+        for ranks in grouping.dense.all_ranks:
+            ranks.broadcast(buffer)
+    runtime = Runtime(
+        [units[index] for index in range(len(plans))],
+        context,
+        all_ranks,
+        num_prefetch_units=options.num_prefetch_units,
+        prefetch_bytes=options.prefetch_bytes,
+        memory=memory,
+    )
+    return MegatronFSDP(module, runtime, is_first=grouping.dense.is_first)

@@ -9,39 +9,42 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from megatron_fsdp._buffer import local_view
+from megatron_fsdp._buffers import GradBufferView, local_view
 from megatron_fsdp._collectives import ShardSum, all_reduce, reduce_scatter
-from megatron_fsdp._double_buffer import GradientRoom
-from megatron_fsdp._dtensor import as_dtensor
-from megatron_fsdp._families import GroupPlan
-from megatron_fsdp._lane import Ticket
-from megatron_fsdp._managed import ManagedParameter
-from megatron_fsdp._setting import Setting
+from megatron_fsdp._context import ShardContext, WorkHandle
+from megatron_fsdp._parameter_grouping import GroupPlan
+from megatron_fsdp._parameters import ManagedParameter, as_dtensor
 
-GradientLoan = Callable[[], contextlib.AbstractContextManager[tuple[torch.Tensor, bool]]]
-"""Lends memory for the whole gradient of a parameter, and says whether it is to be overwritten."""
+BorrowedGradBuffer = Callable[[], contextlib.AbstractContextManager[tuple[torch.Tensor, bool]]]
+"""Enters with memory for the whole gradient of a parameter, and whether it is to be overwritten."""
 
 
 class Gradients:
     """The gradients of one group: ``reduced`` [shard_numel] is the sum over ranks of this rank's slice, which the optimizer reads."""
 
     def __init__(
-        self, parameters: Sequence[ManagedParameter], plan: GroupPlan, setting: Setting, *, dtype: torch.dtype, room: GradientRoom | None
+        self,
+        parameters: Sequence[ManagedParameter],
+        plan: GroupPlan,
+        context: ShardContext,
+        *,
+        dtype: torch.dtype,
+        grad_view: GradBufferView | None,
     ) -> None:
         self.layout, self.topology = plan.layout, plan.topology
         self.dtype = dtype
         self.arrived: set[int] = set()
         """Parameters that got a gradient in this backward."""
         self.reduced: torch.Tensor | None = None
-        self._parameters, self._setting, self._lanes, self._room = parameters, setting, setting.lanes, room
-        self._comm_dtype = setting.policy.grad_comm_dtype or dtype
+        self._parameters, self._context, self._streams, self._view = parameters, context, context.streams, grad_view
+        self._comm_dtype = context.policy.grad_comm_dtype or dtype
         self._whole: torch.Tensor | None = None
         self._written: set[int] = set()
         self._contributed: set[int] = set()
         """Parameters of which this rank has given a gradient to reductions since the last ``settle``."""
         self._doubtful: set[int] = set()
         """Parameters that were reduced and have a gradient only if another rank gave one."""
-        self._reducing: Ticket | None = None
+        self._reducing: WorkHandle | None = None
         self._crosses = True
         """Whether the running reduction ends in ``reduced``, or in ``_partial``."""
         self._held: list[object] = []
@@ -50,10 +53,10 @@ class Gradients:
         """Sum over the shard ranks that is not yet one over the outer axis."""
         self._keeps_whole = plan.keeps_whole_gradient
         # Page-locked memory takes long to get.
-        self._keeps_reduced = setting.cpu_offload
+        self._keeps_reduced = context.cpu_offload
         self._reduced_parts: list[torch.Tensor] = []
-        if room is not None:
-            room.join(self)
+        if grad_view is not None:
+            grad_view.join(self)
 
     # Whole
 
@@ -81,16 +84,16 @@ class Gradients:
         if full.grad.layout is not torch.strided:
             name = self._parameters[index].name
             raise RuntimeError(f"the gradient of {name!r} is sparse, and ranks sum dense ones; build its layer with sparse=False")
-        view, fresh = self.lend(index)
+        view, fresh = self.borrow(index)
         (view.copy_ if fresh else view.add_)(_local_gradient(full))
         full.grad = None
 
-    def lend(self, index: int) -> tuple[torch.Tensor, bool]:
+    def borrow(self, index: int) -> tuple[torch.Tensor, bool]:
         """Where the whole gradient of a parameter is summed, and whether that holds nothing yet, to be overwritten."""
         if self._keeps_whole:
             self.finish_reduce()
         segment, fresh = self.layout.segments[index], index not in self._written
-        # Before the parameter counts as written: whoever uses the same room may have to leave it.
+        # Before the parameter counts as written: whoever uses the same memory may have to leave it.
         whole = self._make_whole()
         self._written.add(index)
         self.arrived.add(index)
@@ -100,16 +103,16 @@ class Gradients:
         """The buffer of whole gradients; what lies between parameters is zero."""
         if self._whole is None:
             fresh = self._partial is None and self._reducing is None and not self._stale()
-            at_home = self._setting.home == self._setting.device
+            at_home = self._context.home == self._context.device
             if fresh and at_home and self.topology.num_shards == 1 and self._comm_dtype == self.dtype:
                 # Nothing is cut and there is nothing to add to, so that the sum can be made where the optimizer reads it.
                 self._whole = self._make_reduced()
             else:
                 # What comes late must not be written where its own reduction reads.
-                self._whole = None if self._room is None or self._reducing is not None else self._room.claim()
+                self._whole = None if self._view is None or self._reducing is not None else self._view.claim()
                 if self._whole is None:
-                    with self._lanes.memory.allocating():
-                        self._whole = torch.empty(self.layout.numel, dtype=self.dtype, device=self._setting.device)
+                    with self._streams.memory.allocating():
+                        self._whole = torch.empty(self.layout.numel, dtype=self.dtype, device=self._context.device)
                 for begin, end in self.layout.gaps:
                     self._whole[begin:end].zero_()
         return self._whole
@@ -123,9 +126,9 @@ class Gradients:
             outer: also over the outer axis; else the sum over the shard ranks is kept for a later call.
         """
         self.finish_reduce()
-        self._setting.calls.call(f"sum of the gradient of {self._parameters[0].name!r}")
+        self._context.calls.call(f"sum of the gradient of {self._parameters[0].name!r}")
         full = self._make_whole()
-        if not outer and self.topology.shards.size == 1 and (full is self.reduced or self._room is not None):
+        if not outer and self.topology.shards.size == 1 and (full is self.reduced or self._view is not None):
             # What is kept for later would lie where others write.
             full = full.clone()
         for index, segment in enumerate(self.layout.segments):
@@ -134,9 +137,9 @@ class Gradients:
         self._contributed |= self._written
         self._written.clear()
         stale = self._stale()
-        direct = outer and not stale and self._partial is None and self.topology.outer.size == 1 and not self._setting.cpu_offload
+        direct = outer and not stale and self._partial is None and self.topology.outer.size == 1 and not self._context.cpu_offload
         total = ShardSum(full, self.topology.shards, self._comm_dtype, out=self._make_reduced() if direct else None)
-        self._reducing = self._lanes.reduce.launch(total.begin, total.end)
+        self._reducing = self._streams.reduce.launch(total.begin, total.end)
         self._held = [full, total]
         self._crosses = outer
         if outer:
@@ -154,7 +157,7 @@ class Gradients:
 
     def _cross(self, total: ShardSum | None, stale: list[int]) -> None:
         """Start what follows the sum over the shard ranks."""
-        beside = self._lanes.cross if self.topology.outer.size > 1 or self.topology.replicas else self._lanes.reduce
+        beside = self._streams.cross if self.topology.outer.size > 1 or self.topology.replicas else self._streams.reduce
         begin = functools.partial(self._end_reduction, total, self._partial, stale)
         self._reducing = beside.launch(begin, after=self._reducing)
         self._held.append(self._partial)
@@ -165,7 +168,7 @@ class Gradients:
         grad, outer = self._make_reduced(), self.topology.outer
         result = partial if total is None else total.result
         if result is None:
-            result = torch.zeros(grad.numel() * outer.size, dtype=self.dtype, device=self._setting.device)
+            result = torch.zeros(grad.numel() * outer.size, dtype=self.dtype, device=self._context.device)
         elif total is not None and partial is not None:
             result.add_(partial)
         if outer.size > 1:
@@ -173,13 +176,13 @@ class Gradients:
         for position, ranks in enumerate(self.topology.replicas):
             # What was not summed over shards crosses ranks for the first time.
             all_reduce(result, ranks, self._comm_dtype if position == 0 and self.topology.shards.size == 1 else self.dtype)
-        if self._setting.divisor != 1:
-            result.div_(self._setting.divisor)
+        if self._context.divisor != 1:
+            result.div_(self._context.divisor)
         if result is grad:
             return
         if stale:
             # Added up where it was reduced, so that the host need not wait for it.
-            before = self._setting.on_device(grad)
+            before = self._context.on_device(grad)
             for index, parameter in enumerate(self._parameters):
                 if index not in stale:
                     self._rows(before, parameter).zero_()
@@ -216,8 +219,8 @@ class Gradients:
         Args:
             contributed: for each parameter, whether any rank did; called only if that decides something.
         """
-        for index, given in enumerate(contributed() if self._doubtful else ()):
-            if given and index in self._doubtful:
+        for index, has_gradient in enumerate(contributed() if self._doubtful else ()):
+            if has_gradient and index in self._doubtful:
                 self._parameters[index].sharded.grad = self._reduced_parts[index]
         self._contributed.clear()
         self._doubtful.clear()
@@ -233,8 +236,8 @@ class Gradients:
 
     def _make_reduced(self) -> torch.Tensor:
         if self.reduced is None:
-            with self._lanes.memory.allocating():
-                self.reduced = self._setting.zeros(self.layout.shard_numel, self.dtype)
+            with self._streams.memory.allocating():
+                self.reduced = self._context.zeros(self.layout.shard_numel, self.dtype)
             self._reduced_parts = [parameter.place.wrap(self._rows(self.reduced, parameter)) for parameter in self._parameters]
         return self.reduced
 

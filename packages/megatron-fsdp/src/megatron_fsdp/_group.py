@@ -3,23 +3,18 @@
 """Parameters of one unit that share a flat buffer: their shards and gathered form."""
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from megatron_fsdp._buffer import FlatBuffer, local_view
-from megatron_fsdp._collectives import start_gather, wait
-from megatron_fsdp._double_buffer import GradientRoom
-from megatron_fsdp._dtensor import as_dtensor, local
-from megatron_fsdp._eight_bit import EightBitFormat, EightBitGather
-from megatron_fsdp._families import GroupPlan
-from megatron_fsdp._flat_shard import FlatShard
+from megatron_fsdp._buffers import FlatBuffer, GradBufferView, local_view
+from megatron_fsdp._collectives import Ranks, Work, start_gather, wait
+from megatron_fsdp._context import ShardContext, WorkHandle
+from megatron_fsdp._eight_bit import EightBitFormat, EightBitGather, Float8Form, whole_values
 from megatron_fsdp._gradients import Gradients
-from megatron_fsdp._lane import Ticket, Work
-from megatron_fsdp._managed import ManagedParameter
-from megatron_fsdp._setting import Setting
-from megatron_fsdp._te import Float8Form, whole_values
-from megatron_fsdp._uneven import Place
+from megatron_fsdp._parameter_grouping import GroupPlan
+from megatron_fsdp._parameters import FlatShard, ManagedParameter, Place, as_dtensor, local
 
 
 class ParameterGroup:
@@ -30,43 +25,43 @@ class ParameterGroup:
 
     Args:
         plan: which parameters, and where they lie.
-        setting: of the model.
-        eight_bit: how they are gathered, where in 8 bits.
-        room: [numel] of the compute dtype that the gathered buffer uses; None gives it memory of its own.
-        gradient_room: likewise for whole gradients.
+        context: of the model.
+        eight_bit: how they are gathered, where as scaled bytes.
+        flat_view: [numel] of the compute dtype that the gathered buffer uses; None gives it memory of its own.
+        grad_view: likewise for whole gradients.
     """
 
     def __init__(
         self,
         plan: GroupPlan,
-        setting: Setting,
+        context: ShardContext,
         *,
         eight_bit: EightBitFormat | None = None,
-        room: torch.Tensor | None = None,
-        gradient_room: GradientRoom | None = None,
+        flat_view: torch.Tensor | None = None,
+        grad_view: GradBufferView | None = None,
     ) -> None:
-        self.topology, self.strategy, self.layout, self.device = plan.topology, plan.strategy, plan.layout, setting.device
-        self.reshards = plan.reshards(setting)
+        self.topology, self.strategy, self.layout, self.device = plan.topology, plan.strategy, plan.layout, context.device
+        self.reshards = plan.reshards(context)
         """Whether the gathered buffer is given back when its unit does not compute."""
-        self._setting, self._lanes = setting, setting.lanes
-        self._gathering: Ticket | None = None
+        self._context, self._streams = context, context.streams
+        self._gathering: WorkHandle | None = None
         self._inner: torch.Tensor | None = None
         """What this rank gives to gathers, where the outer axis cuts it again."""
         self.parameters: list[ManagedParameter] = []
         self._quantized: list[Float8Form] = []
         """Of the parameters, where these are quantised themselves."""
-        self._build(plan, room)
-        self.gradients = Gradients(self.parameters, plan, setting, dtype=plan.dtypes(setting)[2], room=gradient_room)
+        self._build(plan, flat_view)
+        self.gradients = Gradients(self.parameters, plan, context, dtype=plan.dtypes(context)[2], grad_view=grad_view)
         forms = self._quantized or ([eight_bit] * len(self.parameters) if eight_bit is not None and self.reshards else [])
         self._eight_bit = EightBitGather(forms, self.layout, self.topology) if forms else None
         if self._quantized and not self.reshards:
             self.start_gather()
             self.finish_gather()
 
-    def _build(self, plan: GroupPlan, room: torch.Tensor | None) -> None:
+    def _build(self, plan: GroupPlan, flat_view: torch.Tensor | None) -> None:
         shard, shard_numel = self.topology.shard, self.layout.shard_numel
-        main_dtype, compute_dtype, grad_dtype = plan.dtypes(self._setting)
-        mine = slice(shard * shard_numel, (shard + 1) * shard_numel)
+        main_dtype, compute_dtype, grad_dtype = plan.dtypes(self._context)
+        own_slice = slice(shard * shard_numel, (shard + 1) * shard_numel)
         whole = torch.zeros(self.layout.numel, dtype=main_dtype if plan.quantized else plan.sites[0].current.dtype, device=self.device)
         with torch.no_grad():
             for site, segment in zip(plan.sites, self.layout.segments, strict=True):
@@ -74,13 +69,13 @@ class ParameterGroup:
                 whole[segment.offset : segment.offset + segment.numel] = values.reshape(-1)
         for ranks in self.topology.all_ranks:
             ranks.broadcast(whole)
-        flat = room
+        flat = flat_view
         if flat is None:
             flat = torch.zeros_like(whole, dtype=compute_dtype) if plan.quantized else whole.to(compute_dtype)
-        self.buffer = FlatBuffer(self.layout, flat, borrowed=room is not None)
-        self.main = self.buffer.flat[mine] if plan.aliases(self._setting) else self._setting.zeros(shard_numel, main_dtype)
-        if not plan.aliases(self._setting):
-            self.main.copy_(whole[mine])
+        self.buffer = FlatBuffer(self.layout, flat, borrowed=flat_view is not None)
+        self.main = self.buffer.flat[own_slice] if plan.aliases(self._context) else self._context.zeros(shard_numel, main_dtype)
+        if not plan.aliases(self._context):
+            self.main.copy_(whole[own_slice])
         for site, part, segment in zip(plan.sites, plan.parts, self.layout.segments, strict=True):
             place = Place(segment, self.layout, self.topology, part)
             trainable = site.current.requires_grad
@@ -113,21 +108,21 @@ class ParameterGroup:
     def start_gather(self) -> None:
         """Start filling the gathered buffer from the main shards of all ranks; ``finish_gather`` ends it."""
         self.finish_gather()
-        self._setting.calls.call(f"gather of {self.parameters[0].name!r}")
-        with self._lanes.memory.allocating():
+        self._context.calls.call(f"gather of {self.parameters[0].name!r}")
+        with self._streams.memory.allocating():
             self.buffer.allocate()
         restore = None if self._eight_bit is None else functools.partial(self._eight_bit.end, self.buffer.flat)
-        self._gathering = self._lanes.gather.launch(self._begin_gather, restore)
+        self._gathering = self._streams.gather.launch(self._begin_gather, restore)
 
     @torch.no_grad()
     def _begin_gather(self) -> Work | None:
         if self._eight_bit is not None:
-            return self._eight_bit.begin(functools.partial(self._setting.on_device, self.main), self.buffer.flat)
+            return self._eight_bit.begin(functools.partial(self._context.on_device, self.main), self.buffer.flat)
         full, shards = self.buffer.flat, self.topology.shards
         if self.keeps_shard and self._inner is None:
             self._inner = torch.empty(full.numel() // shards.size, dtype=full.dtype, device=full.device)
-            wait(start_gather(self._inner, self._setting.on_device(self.main).to(full.dtype), self.topology.outer))
-        source = self._setting.on_device(self.main) if self._inner is None else self._inner
+            wait(start_gather(self._inner, self._context.on_device(self.main).to(full.dtype), self.topology.outer))
+        source = self._context.on_device(self.main) if self._inner is None else self._inner
         if source.dtype != full.dtype:
             # Rounded where it belongs in the gathered buffer, and gathered from there.
             source = full.view(shards.size, -1)[shards.rank].copy_(source)
@@ -166,7 +161,7 @@ class ParameterGroup:
     @torch.no_grad()
     def broadcast_main(self) -> None:
         """Overwrite the main parameters by those of the first copy."""
-        main = self._setting.on_device(self.main)
+        main = self._context.on_device(self.main)
         for ranks in self.topology.replicas:
             ranks.broadcast(main)
         if main is not self.main:
@@ -174,13 +169,13 @@ class ParameterGroup:
 
     def flat_shards(self) -> dict[str, FlatShard]:
         """This rank's range of every parameter that has one, by name; its gradient stays where it is from now on."""
-        found = {}
+        shards = {}
         for index, parameter in enumerate(self.parameters):
             place = parameter.place
             (first, last), row = place.rows, place.segment.row_numel
             if first == last or row == 0:
                 continue
-            found[parameter.name] = FlatShard(
+            shards[parameter.name] = FlatShard(
                 shape=place.segment.shape,
                 start=first * row,
                 end=last * row,
@@ -189,7 +184,7 @@ class ParameterGroup:
                 gradient=self.gradients.flat(index) if parameter.sharded.requires_grad else None,
                 replica=self.topology.replica,
             )
-        return found
+        return shards
 
 
 def _like(parameter: nn.Parameter, block: torch.Tensor) -> torch.Tensor:
@@ -199,3 +194,58 @@ def _like(parameter: nn.Parameter, block: torch.Tensor) -> torch.Tensor:
         return block
     shape, stride = dtensor.shape, dtensor.stride()
     return type(dtensor).from_local(block, dtensor.device_mesh, dtensor.placements, run_check=False, shape=shape, stride=stride)
+
+
+def gradient_norm(groups: Sequence[ParameterGroup], norm_type: float = 2.0) -> torch.Tensor:
+    """Norm of all reduced gradients as one vector; every parameter counts once, on every rank the same.
+
+    Returns:
+        A scalar, float32 (float64 if any gradient is).
+
+    Raises:
+        ValueError: ``norm_type`` is not positive.
+    """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type={norm_type} must be positive")
+    dtype = functools.reduce(torch.promote_types, (group.gradients.dtype for group in groups), torch.float32)
+    total = torch.zeros((), dtype=dtype, device=groups[0].device)
+    # Gradients cut over the same ranks, whose squares add up over them.
+    cuts: dict[tuple[str, ...], tuple[list[Ranks], list[torch.Tensor]]] = {}
+    for group in groups:
+        for parameter in group.parameters:
+            topology = group.topology
+            ranks = [topology.shards, topology.outer, *(topology.model_ranks(axis) for axis, _ in parameter.place.part.cuts)]
+            ranks = [one for one in ranks if one.size > 1]
+            _, gradients = cuts.setdefault(tuple(one.name for one in ranks), (ranks, []))
+            if parameter.sharded.grad is not None:
+                gradients.append(local(parameter.sharded.grad))
+    for ranks, gradients in cuts.values():
+        norm = _vector_norm(gradients, norm_type, dtype, total.device).to(total.device)
+        if norm_type == float("inf"):
+            for one in ranks:
+                norm = one.all_reduce(norm, "max")
+            total = torch.maximum(total, norm)
+            continue
+        power = norm**norm_type
+        for one in ranks:
+            power = one.all_reduce(power)
+        total = total + power
+    return total if norm_type == float("inf") else total ** (1 / norm_type)
+
+
+def clip_gradients(groups: Sequence[ParameterGroup], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Scale all reduced gradients so that their norm is at most ``max_norm``; return the norm before."""
+    norm = gradient_norm(groups, norm_type)
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    reduced = (item.sharded.grad for group in groups for item in group.parameters)
+    gradients = [local(gradient) for gradient in reduced if gradient is not None]
+    scales = {device: scale.to(device) for device in {gradient.device for gradient in gradients}}
+    for gradient in gradients:
+        gradient.mul_(scales[gradient.device])
+    return norm
+
+
+def _vector_norm(gradients: list[torch.Tensor], norm_type: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    # The infinity norm of nothing is undefined in torch, and zero here.
+    norms = [torch.linalg.vector_norm(gradient, norm_type, dtype=dtype) for gradient in gradients if gradient.numel()]
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), dtype=dtype, device=device)

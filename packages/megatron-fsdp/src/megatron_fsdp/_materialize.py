@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import nn
 
-from megatron_fsdp._units import UnitPlan
+from megatron_fsdp._parameter_grouping import UnitPlan
 
 ResetParameters = Callable[[nn.Module], None]
 
@@ -48,9 +48,9 @@ def _materialized(root: nn.Module, device: torch.device, reset_parameters: Reset
     # Weak, because what a unit sharded is to be freed.
     replaced: weakref.WeakValueDictionary[nn.Parameter, nn.Parameter] = weakref.WeakValueDictionary()
     for name, module in root.named_modules():
-        mine = [attribute for attribute, parameter in module._parameters.items() if parameter is not None and parameter.is_meta]
+        parameters = [attribute for attribute, parameter in module._parameters.items() if parameter is not None and parameter.is_meta]
         buffers = [attribute for attribute, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
-        for attribute in mine:
+        for attribute in parameters:
             old = module._parameters[attribute]
             assert old is not None
             new = replaced.get(old)
@@ -60,9 +60,9 @@ def _materialized(root: nn.Module, device: torch.device, reset_parameters: Reset
             del new
         for attribute in buffers:
             module._buffers[attribute] = _poisoned(module._buffers[attribute], device)
-        if mine or buffers:
+        if parameters or buffers:
             _reset(name, module, reset_parameters)
-            _check(name, module, [*mine, *buffers])
+            _check(name, module, [*parameters, *buffers])
         yield module
 
 

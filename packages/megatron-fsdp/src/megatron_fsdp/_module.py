@@ -5,7 +5,6 @@
 import collections
 import contextlib
 import os
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -13,16 +12,20 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from megatron_fsdp import _safetensors
-from megatron_fsdp import _state_dict as _state
-from megatron_fsdp._dtensor import local
-from megatron_fsdp._flat_shard import FlatShard
-from megatron_fsdp._gradients import GradientLoan
-from megatron_fsdp._hooks import Runtime
-from megatron_fsdp._optimizer import clip_gradients
-
-InitialStates = weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[torch.Tensor, dict[str, Any]]]
-"""Of optimizers that have not stepped: what the state of each parameter is unless somebody loads it."""
+from megatron_fsdp._gradients import BorrowedGradBuffer
+from megatron_fsdp._group import clip_gradients
+from megatron_fsdp._parameters import FlatShard, local
+from megatron_fsdp._runtime import InitialStates, Runtime
+from megatron_fsdp._state_dict import (
+    full_state,
+    initialize_optimizer_state,
+    load_optimizer_state,
+    load_parameter,
+    model_state_dict,
+    optimizer_state_dict,
+    safetensors_header,
+    write_safetensors,
+)
 
 
 class MegatronFSDP(nn.Module):
@@ -42,9 +45,9 @@ class MegatronFSDP(nn.Module):
         self._is_first = is_first
         # Not a module, and kept out of attribute look-up on the wrapped module.
         object.__setattr__(self, "runtime", runtime)
-        self.plain_shards: dict[str, nn.Parameter] = {}
+        self.plain_shards: dict[str, nn.Parameter] = runtime.plain_shards
         """What an optimizer steps that knows no DTensor, by name; see ``fully_shard_optimizer``."""
-        self.initial_states: InitialStates = weakref.WeakKeyDictionary()
+        self.initial_states: InitialStates = runtime.initial_states
 
     runtime: Runtime
     """The machinery below; not part of the stable interface."""
@@ -156,19 +159,19 @@ class MegatronFSDP(nn.Module):
         """Reduced gradients by parameter name, divided as the parameters are."""
         return {item.name: item.sharded.grad for item in self.runtime.parameters if item.sharded.grad is not None}
 
-    def gradient_loans(self) -> dict[str, GradientLoan]:
+    def gradient_loans(self) -> dict[str, BorrowedGradBuffer]:
         """For layers that compute a weight gradient into memory by themselves, and give autograd none: where to, by parameter name.
 
-        Inside a backward ``with loans[name]() as (total, fresh):`` lends memory of the whole parameter's shape, in the dtype of gradients:
+        Inside a backward ``with loans[name]() as (total, fresh):`` gives memory of the whole parameter's shape, in the dtype of gradients:
         write the gradient into it if ``fresh``, else add to it. What is left there at the end of the block will be reduced. Parameters that
-        are tied, frozen or DTensors of the module's own have no loan.
+        are tied, frozen or DTensors of the module's own are left out.
         """
         return self.runtime.gradient_loans()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale gradients so that the norm of all of them is at most ``max_norm``; return the norm before. A collective."""
         self.finish_grad_sync()
-        return clip_gradients(self, max_norm, norm_type)
+        return clip_gradients(list(self.runtime.groups), max_norm, norm_type)
 
     # Parameters
 
@@ -230,7 +233,7 @@ class MegatronFSDP(nn.Module):
         Shards share memory with the parameters. Torch's distributed checkpoint saves and loads them in any layout.
         """
         state = self.module.state_dict(*args, prefix=prefix, keep_vars=keep_vars, **kwargs)
-        return _state.model_state_dict(self, state, prefix)
+        return model_state_dict(self.runtime, state, prefix)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load shards, any DTensors or whole plain tensors, by the names of the wrapped module.
@@ -253,7 +256,7 @@ class MegatronFSDP(nn.Module):
         with torch.no_grad():
             for name, item in managed.items():
                 if name in state_dict:
-                    _state.load_parameter(item, state_dict[name], name)
+                    load_parameter(item, state_dict[name], name)
         self.runtime.mark_stale()
         return nn.modules.module._IncompatibleKeys(missing, unexpected)
 
@@ -263,7 +266,7 @@ class MegatronFSDP(nn.Module):
         Args:
             dtype: cast floating-point parameters to it.
         """
-        yield from _state.full_state(self, dtype=dtype)
+        yield from full_state(self.runtime, dtype=dtype)
         managed = {name for item in self.runtime.parameters for name in item.names}
         for name, value in self.module.state_dict().items():
             if name not in managed and isinstance(value, torch.Tensor):
@@ -289,20 +292,22 @@ class MegatronFSDP(nn.Module):
         others = ((name, value) for name, value in self.module.state_dict().items() if name not in named)
         entries += [(name, value.dtype, tuple(value.shape)) for name, value in others if isinstance(value, torch.Tensor)]
         # Known on every rank, so that none waits for one that has failed.
-        _safetensors.header(entries)
+        safetensors_header(entries)
         stream = self.full_state_dict(dtype=dtype)
         try:
             if self._is_first:
-                _safetensors.write(Path(path), entries, stream)
+                write_safetensors(Path(path), entries, stream)
         finally:
             # The others wait for every tensor, written or not.
             collections.deque(stream, maxlen=0)
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """State by parameter name, as shards, made to exist if the optimizer has not stepped; see ``load_optimizer_state_dict``."""
-        _state.initialize_optimizer_state(self, optimizer)
-        return _state.optimizer_state_dict(self, optimizer)
+        if not optimizer.state:
+            self.finish_grad_sync()
+            initialize_optimizer_state(self.runtime, optimizer)
+        return optimizer_state_dict(self.runtime, optimizer)
 
     def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Load what ``optimizer_state_dict`` returned."""
-        _state.load_optimizer_state(self, optimizer, state)
+        load_optimizer_state(self.runtime, optimizer, state)

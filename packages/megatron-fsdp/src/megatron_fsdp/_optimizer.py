@@ -3,19 +3,14 @@
 """Letting any torch optimizer step the shards."""
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from megatron_fsdp._dtensor import as_dtensor, local
-from megatron_fsdp._hooks import Runtime
-from megatron_fsdp._managed import ManagedParameter
-from megatron_fsdp._ranks import Ranks
+from megatron_fsdp._module import MegatronFSDP
+from megatron_fsdp._parameters import ManagedParameter, as_dtensor, local
 from megatron_fsdp._state_dict import forget_initial_state
-
-if TYPE_CHECKING:
-    from megatron_fsdp._module import MegatronFSDP
 
 # Rules that mix rows, and keep state that does not lie as the parameter does.
 _WHOLE_TENSOR_OPTIMIZERS = ("Adafactor", "LBFGS", "Shampoo")
@@ -46,7 +41,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def fully_shard_optimizer(
-    optimizer: torch.optim.Optimizer, model: "MegatronFSDP", *, plain_shards: bool | None = None
+    optimizer: torch.optim.Optimizer, model: MegatronFSDP, *, plain_shards: bool | None = None
 ) -> torch.optim.Optimizer:
     """Point an optimizer at the shards of a sharded model; it steps them in place from now on.
 
@@ -71,9 +66,9 @@ def fully_shard_optimizer(
             gradients are wider than parameters.
     """
     check_optimizer(optimizer)
-    runtime = getattr(model, "runtime", None)
-    if not isinstance(runtime, Runtime):
+    if not isinstance(model, MegatronFSDP):
         raise TypeError(f"model is a {type(model).__name__}; pass what fully_shard_model returned")
+    runtime = model.runtime
     for managed in runtime.groups:
         if managed.trainable and managed.gradients.dtype != managed.main.dtype:
             raise ValueError(
@@ -85,35 +80,35 @@ def fully_shard_optimizer(
     plain = whole or (foreign if plain_shards is None else plain_shards)
     forms = ((form, item) for item in runtime.parameters for form in (item.original, item.full, item.sharded) if form is not None)
     managed_by_id = {id(form): item for form, item in forms}
-    mine: list[ManagedParameter] = []
+    stepped_here: list[ManagedParameter] = []
     for group in optimizer.param_groups:
-        found = [(parameter, managed_by_id.get(id(parameter))) for parameter in group["params"]]
-        mine += [item for _, item in found if item is not None]
-        for item in mine if whole else ():
+        pairs = [(parameter, managed_by_id.get(id(parameter))) for parameter in group["params"]]
+        stepped_here += [item for _, item in pairs if item is not None]
+        for item in stepped_here if whole else ():
             if not item.place.is_whole:
                 raise ValueError(
                     f"optimizer={type(optimizer).__name__} looks at whole matrices and {item.name!r} is divided; "
                     f"set shard_placements={{{item.name!r}: TensorAtomic()}}, or step it by AdamW"
                 )
-        group["params"] = [parameter if item is None else _stepped(model, item, plain=plain) for parameter, item in found]
-        for (parameter, item), stepped in zip(found, group["params"], strict=True):
+        group["params"] = [parameter if item is None else _stepped(runtime.plain_shards, item, plain=plain) for parameter, item in pairs]
+        for (parameter, item), stepped in zip(pairs, group["params"], strict=True):
             if item is not None and stepped is not parameter and parameter in optimizer.state:
                 optimizer.state[stepped] = _divided(item, parameter, stepped, optimizer.state.pop(parameter))
-    if not mine:
+    if not stepped_here:
         raise ValueError("optimizer holds none of the module's parameters; build it from module.parameters()")
 
     def before_step(*_: Any) -> None:
-        forget_initial_state(model, optimizer)
+        forget_initial_state(runtime, optimizer)
         runtime.finish_grad_sync()
         runtime.settle()
-        for item in mine if plain else ():
+        for item in stepped_here if plain else ():
             if item.sharded.grad is not None:
-                model.plain_shards[item.name].grad = local(item.sharded.grad)
+                runtime.plain_shards[item.name].grad = local(item.sharded.grad)
 
     def after_step(*_: Any) -> None:
         runtime.mark_stale()
-        for item in mine if plain else ():
-            model.plain_shards[item.name].grad = None
+        for item in stepped_here if plain else ():
+            runtime.plain_shards[item.name].grad = None
 
     optimizer.register_step_pre_hook(before_step)
     optimizer.register_step_post_hook(after_step)
@@ -124,7 +119,7 @@ def fully_shard_optimizer(
     def zero_grad_and_buffers(set_to_none: bool = True) -> None:
         runtime.drop_unreduced()
         zero_grad(set_to_none)
-        for item in mine if plain else ():
+        for item in stepped_here if plain else ():
             item.sharded.grad = None
         for managed in runtime.groups:
             managed.gradients.release()
@@ -133,17 +128,17 @@ def fully_shard_optimizer(
     return optimizer
 
 
-def _stepped(model: "MegatronFSDP", item: ManagedParameter, *, plain: bool) -> nn.Parameter:
+def _stepped(plain_shards: dict[str, nn.Parameter], item: ManagedParameter, *, plain: bool) -> nn.Parameter:
     """What an optimizer steps for a parameter."""
     if not plain:
         return item.sharded
     rows = local(item.sharded.detach())
-    return model.plain_shards.setdefault(item.name, nn.Parameter(rows, requires_grad=item.sharded.requires_grad))
+    return plain_shards.setdefault(item.name, nn.Parameter(rows, requires_grad=item.sharded.requires_grad))
 
 
 def _divided(item: ManagedParameter, parameter: nn.Parameter, stepped: nn.Parameter, entries: dict[str, Any]) -> dict[str, Any]:
     """State that an optimizer made for a parameter, whole or sharded, for what it steps instead."""
-    found = {}
+    divided = {}
     for key, value in entries.items():
         if key != "step" and isinstance(value, torch.Tensor) and local(value).shape == local(parameter).shape:
             if value.is_meta:
@@ -154,60 +149,5 @@ def _divided(item: ManagedParameter, parameter: nn.Parameter, stepped: nn.Parame
             rows = local(value) if parameter is item.sharded else item.place.cut_own(local(value))
             rows = rows.to(local(stepped.detach()))
             value = rows if as_dtensor(stepped) is None else item.place.wrap(rows)
-        found[key] = value
-    return found
-
-
-def gradient_norm(model: "MegatronFSDP", norm_type: float = 2.0) -> torch.Tensor:
-    """Norm of all reduced gradients as one vector; every parameter counts once, on every rank the same.
-
-    Returns:
-        A scalar, float32 (float64 if any gradient is).
-
-    Raises:
-        ValueError: ``norm_type`` is not positive.
-    """
-    if not norm_type > 0:
-        raise ValueError(f"norm_type={norm_type} must be positive")
-    groups = list(model.runtime.groups)
-    dtype = functools.reduce(torch.promote_types, (group.gradients.dtype for group in groups), torch.float32)
-    total = torch.zeros((), dtype=dtype, device=groups[0].device)
-    # Gradients cut over the same ranks, whose squares add up over them.
-    cuts: dict[tuple[str, ...], tuple[list[Ranks], list[torch.Tensor]]] = {}
-    for group in groups:
-        for parameter in group.parameters:
-            topology = group.topology
-            ranks = [topology.shards, topology.outer, *(topology.model_ranks(axis) for axis, _ in parameter.place.part.cuts)]
-            ranks = [one for one in ranks if one.size > 1]
-            _, gradients = cuts.setdefault(tuple(one.name for one in ranks), (ranks, []))
-            if parameter.sharded.grad is not None:
-                gradients.append(local(parameter.sharded.grad))
-    for ranks, gradients in cuts.values():
-        norm = _vector_norm(gradients, norm_type, dtype, total.device).to(total.device)
-        if norm_type == float("inf"):
-            for one in ranks:
-                norm = one.all_reduce(norm, "max")
-            total = torch.maximum(total, norm)
-            continue
-        power = norm**norm_type
-        for one in ranks:
-            power = one.all_reduce(power)
-        total = total + power
-    return total if norm_type == float("inf") else total ** (1 / norm_type)
-
-
-def clip_gradients(model: "MegatronFSDP", max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    """Scale all reduced gradients so that their norm is at most ``max_norm``; return the norm before."""
-    norm = gradient_norm(model, norm_type)
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    gradients = [local(gradient) for gradient in model.gradients().values()]
-    scales = {device: scale.to(device) for device in {gradient.device for gradient in gradients}}
-    for gradient in gradients:
-        gradient.mul_(scales[gradient.device])
-    return norm
-
-
-def _vector_norm(gradients: list[torch.Tensor], norm_type: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    # The infinity norm of nothing is undefined in torch, and zero here.
-    norms = [torch.linalg.vector_norm(gradient, norm_type, dtype=dtype) for gradient in gradients if gradient.numel()]
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), dtype=dtype, device=device)
+        divided[key] = value
+    return divided

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""What is sharded, and in which precision."""
+"""What is sharded, in which precision, and where parameters may be cut."""
 
 import enum
 from dataclasses import dataclass
 
 import torch
+
+from megatron_fsdp._stability import experimental_api
 
 
 class Strategy(enum.IntEnum):
@@ -87,3 +89,33 @@ class MixedPrecisionPolicy:
         if torch.promote_types(main_dtype, gradient_dtype) != gradient_dtype:
             raise ValueError(f"main_grads_dtype={gradient_dtype} is narrower than the main parameters' {main_dtype}; leave it None")
         return gradient_dtype
+
+
+@experimental_api
+@dataclass(frozen=True)
+class TensorAtomic:
+    """Nowhere: one rank holds the whole parameter, its gradient and its optimizer state; ranks share parameters out by their bytes.
+
+    For optimizers that look at whole matrices. Other ranks have an empty shard [0, ...].
+    """
+
+
+@experimental_api
+@dataclass(frozen=True)
+class BlockAtomic:
+    """Between blocks of rows: every shard is whole blocks, but for the rows that the parameter has beyond its last whole block.
+
+    Example:
+        >>> BlockAtomic(32).block_size
+        32
+    """
+
+    block_size: int
+    """Rows of dimension 0 in a block: 32 for formats that scale blocks of 32."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.block_size, bool) or not isinstance(self.block_size, int) or self.block_size < 1:
+            raise ValueError(f"block_size={self.block_size!r} must be a positive number of rows, for instance 32")
+
+
+ShardPlacement = TensorAtomic | BlockAtomic

@@ -3,14 +3,12 @@
 """The DTensor whose rows are divided as a flat layout divides them. Importing it imports torch's DTensors, which is slow."""
 
 import itertools
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
-
-from megatron_fsdp._dtensor import dtensor_of
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -19,7 +17,23 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-    from megatron_fsdp._uneven import Place
+
+def spec_of(mesh: "DeviceMesh", placements: "Sequence[Placement]", shape: torch.Size, dtype: torch.dtype) -> "DTensorSpec":
+    """What a contiguous DTensor is, whatever its local part."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, torch.empty(shape, device="meta").stride(), dtype))
+
+
+def dtensor_of(local: torch.Tensor, spec: "DTensorSpec", cls: type[DTensor] = DTensor) -> DTensor:
+    """A DTensor around this rank's part, which stays where it is: on the device of the mesh or on the host; ``cls`` is its type."""
+    # `from_local` would move it to the device of the mesh, and takes ten times as long. The outside of a tensor that is built on an offset
+    # has an address, and is then taken for one with memory by whoever copies it.
+    outside = local.as_strided(local.size(), local.stride(), 0) if local.storage_offset() else local
+    tensor = cls(outside, spec, requires_grad=False)
+    tensor._local_tensor = local
+    return tensor
+
 
 _UNKNOWN = (
     "an operation on a shard of fully_shard moved or reshaped its rows, which torch believes to be divided evenly; "
@@ -30,6 +44,18 @@ _UNKNOWN = (
 _ELEMENTWISE = ("_foreach_", "_fused_", "_amp_foreach_")
 
 
+class RowPlace(Protocol):
+    """What a ``ShardTensor`` asks of the place of its rows."""
+
+    def gather(self, local: torch.Tensor) -> torch.Tensor:
+        """The whole tensor from every rank's rows. A collective."""
+        ...
+
+    def global_boxes(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], torch.Size]]:
+        """Blocks (offsets in the whole tensor, sizes, first element and count in the local one) that cover this rank's rows."""
+        ...
+
+
 class ShardTensor(DTensor):
     """A DTensor that knows the place of its rows: torch's own arithmetic assumes even chunks.
 
@@ -38,14 +64,15 @@ class ShardTensor(DTensor):
     needs to know where it lies refuses.
     """
 
-    place: "Place | None"
+    place: RowPlace | None
     _plain: DTensor
     """The same memory as torch's own type, in which its operators are called."""
 
     @classmethod
-    def of(cls, local: torch.Tensor, spec: "DTensorSpec", place: "Place | None") -> "ShardTensor":
-        tensor = cast("ShardTensor", dtensor_of(local, spec, cls))
-        tensor.place, tensor._plain = place, dtensor_of(local, spec)
+    def of(cls, plain: DTensor, place: RowPlace | None) -> "ShardTensor":
+        """What torch takes for an evenly divided tensor, with the place of its rows."""
+        tensor = cast("ShardTensor", dtensor_of(plain._local_tensor, plain._spec, cls))
+        tensor.place, tensor._plain = place, plain
         return tensor
 
     @classmethod
@@ -74,7 +101,7 @@ class ShardTensor(DTensor):
         return distribute_tensor(self.full_tensor().detach(), device_mesh or self.device_mesh, placements, src_data_rank=None)
 
     @property
-    def _known_place(self) -> "Place":
+    def _known_place(self) -> RowPlace:
         if self.place is None:
             raise RuntimeError(_UNKNOWN)
         return self.place
@@ -133,7 +160,7 @@ def _new_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shard
         return None
     shard: ShardTensor = args[0]
     local = func(shard._local_tensor, shard._local_tensor.shape, *args[2:], **kwargs)
-    return ShardTensor.of(local, shard._spec, shard.place)
+    return ShardTensor.of(dtensor_of(local, shard._spec), shard.place)
 
 
 def _sources(values: Iterable[Any]) -> list[ShardTensor]:
@@ -143,7 +170,9 @@ def _sources(values: Iterable[Any]) -> list[ShardTensor]:
     for tensor in tensors if shards else ():
         first = shards[0]
         if isinstance(tensor, ShardTensor):
-            alike = tensor.place is first.place or tensor.place == first.place
+            if tensor.place is first.place:
+                continue
+            alike = tensor.place == first.place
         else:
             alike = tensor.shape != first.shape or tensor._local_tensor.shape == first._local_tensor.shape
         if not alike:
@@ -166,7 +195,7 @@ def _placed(result: Any, sources: list[ShardTensor]) -> Any:
         return result
     lies_alike = spec.mesh == source._spec.mesh and spec.placements == source._spec.placements and result.shape == source.shape
     if lies_alike and result._local_tensor.shape == source._local_tensor.shape:
-        return ShardTensor.of(result._local_tensor, spec, source.place)
+        return ShardTensor.of(result, source.place)
     if all(isinstance(placement, Replicate) for placement in spec.placements):
         raise RuntimeError(_UNKNOWN)
-    return ShardTensor.of(result._local_tensor, spec, None)
+    return ShardTensor.of(result, None)

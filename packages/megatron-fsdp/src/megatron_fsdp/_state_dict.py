@@ -2,22 +2,72 @@
 # Copyright (c) 2026 the mcore authors
 """Sharded and whole state: what a checkpoint is made of."""
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+import ctypes
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from megatron_fsdp._dtensor import as_dtensor, local
-from megatron_fsdp._managed import ManagedParameter
-from megatron_fsdp._uneven import Place
+from megatron_fsdp._layout import Shape
+from megatron_fsdp._parameters import ManagedParameter, Place, as_dtensor, local
+from megatron_fsdp._runtime import Runtime
 
-if TYPE_CHECKING:
-    from megatron_fsdp._module import MegatronFSDP
+_SAFETENSORS_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
-def model_state_dict(model: "MegatronFSDP", state: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def safetensors_header(entries: Sequence[tuple[str, torch.dtype, Shape]]) -> bytes:
+    """What the file begins with: the length of a JSON text in 8 bytes, little end first, and the text, padded to 8 bytes.
+
+    Raises:
+        ValueError: a dtype that the format lacks.
+    """
+    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for name, dtype, shape in entries:
+        if dtype not in _SAFETENSORS_NAMES:
+            raise ValueError(f"{name!r} has dtype {dtype}, which safetensors lacks; give a dtype of {sorted(map(str, _SAFETENSORS_NAMES))}")
+        end = begin + torch.Size(shape).numel() * dtype.itemsize
+        table[name] = {"dtype": _SAFETENSORS_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_safetensors(path: Path, entries: Sequence[tuple[str, torch.dtype, Shape]], tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Write ``tensors`` (on the CPU, as ``entries`` announce them, in their order); the file appears when it is complete."""
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        file.write(safetensors_header(entries))
+        for (name, tensor), (announced, dtype, shape) in zip(tensors, entries, strict=True):
+            assert (name, tensor.dtype, tuple(tensor.shape)) == (announced, dtype, tuple(shape)), "the stream follows its announcement"
+            tensor = tensor.contiguous()
+            # The memory itself: numpy may be missing, and lacks some dtypes.
+            file.write((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()) if tensor.numel() else b"")
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def model_state_dict(runtime: Runtime, state: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Replace managed entries of a plain state dict by shards that share memory with the main parameters."""
-    for name, parameter in _by_name(model).items():
+    for name, parameter in _by_name(runtime).items():
         if prefix + name in state:
             state[prefix + name] = parameter.place.wrap(local(parameter.sharded.detach()))
     return state
@@ -40,18 +90,18 @@ def load_parameter(parameter: ManagedParameter, value: torch.Tensor, name: str) 
     target.copy_(place.cut(value))
 
 
-def full_state(model: "MegatronFSDP", *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+def full_state(runtime: Runtime, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """Stream whole main parameters to the CPU of every rank, one at a time. A collective: every rank must exhaust it.
 
     A tied parameter comes once for each of its names.
     """
-    for parameter in model.runtime.parameters:
+    for parameter in runtime.parameters:
         full = parameter.place.gather(local(parameter.sharded)).to("cpu", dtype if parameter.sharded.is_floating_point() else None)
         for name in parameter.names:
             yield name, full
 
 
-def optimizer_state_dict(model: "MegatronFSDP", optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def optimizer_state_dict(runtime: Runtime, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """State of an optimizer by parameter name.
 
     Returns:
@@ -60,7 +110,7 @@ def optimizer_state_dict(model: "MegatronFSDP", optimizer: torch.optim.Optimizer
     """
     state: dict[str, dict[str, Any]] = {}
     options: dict[str, dict[str, Any]] = {}
-    by_id = _by_stepped(model)
+    by_id = _by_stepped(runtime)
     for group in optimizer.param_groups:
         for sharded in group["params"]:
             parameter = by_id.get(id(sharded))
@@ -68,22 +118,22 @@ def optimizer_state_dict(model: "MegatronFSDP", optimizer: torch.optim.Optimizer
                 continue
             options[parameter.name] = {key: value for key, value in group.items() if key != "params"}
             if sharded in optimizer.state:
-                plain = parameter.name in model.plain_shards
+                plain = parameter.name in runtime.plain_shards
                 entries = optimizer.state[sharded].items()
                 state[parameter.name] = {key: _shard_like(parameter.place, value, plain=plain) for key, value in entries}
     return {"state": state, "param_groups": options}
 
 
-def load_optimizer_state(model: "MegatronFSDP", optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+def load_optimizer_state(runtime: Runtime, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Load what ``optimizer_state_dict`` returned, in any layout whose tensors were filled in; options are loaded group by group.
 
     Raises:
         ValueError: the state lacks a parameter of the optimizer, or two parameters of a group disagree on an option.
     """
-    by_id = _by_stepped(model)
-    model.initial_states.pop(optimizer, None)
+    by_id = _by_stepped(runtime)
+    runtime.initial_states.pop(optimizer, None)
     for group in optimizer.param_groups:
-        seen: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         for sharded in group["params"]:
             parameter = by_id.get(id(sharded))
             if parameter is None:
@@ -91,25 +141,22 @@ def load_optimizer_state(model: "MegatronFSDP", optimizer: torch.optim.Optimizer
             if parameter.name not in state["param_groups"]:
                 raise ValueError(f"the optimizer state has no entry for {parameter.name!r}; it has {sorted(state['param_groups'])[:5]}...")
             for key, value in state["param_groups"][parameter.name].items():
-                if seen.setdefault(key, value) != value:
+                if options.setdefault(key, value) != value:
                     raise ValueError(
-                        f"{parameter.name!r} has {key}={value} but its group has {seen[key]}; build the groups as they were saved"
+                        f"{parameter.name!r} has {key}={value} but its group has {options[key]}; build the groups as they were saved"
                     )
             for key, value in state["state"].get(parameter.name, {}).items():
                 optimizer.state[sharded][key] = _load_entry(parameter, sharded, optimizer.state[sharded].get(key), value)
-        group.update(seen)
+        group.update(options)
 
 
-def initialize_optimizer_state(model: "MegatronFSDP", optimizer: torch.optim.Optimizer) -> None:
+def initialize_optimizer_state(runtime: Runtime, optimizer: torch.optim.Optimizer) -> None:
     """Let optimizer state exist before the first step, so that a checkpoint can be loaded into it: parameters keep their values.
 
     Takes one step on zero gradients with zero learning rate and weight decay, and sets step counters back to zero. What nobody loads into
     is forgotten by the first step (``forget_initial_state``), for some rules begin otherwise than with zeros.
     """
-    if optimizer.state:
-        return
-    model.finish_grad_sync()
-    gradients = [(item.sharded, item.sharded.grad) for item in model.runtime.parameters]
+    gradients = [(item.sharded, item.sharded.grad) for item in runtime.parameters]
     for sharded, _ in gradients:
         sharded.grad = None
     saved = [{key: group[key] for key in ("lr", "weight_decay") if key in group} for group in optimizer.param_groups]
@@ -134,12 +181,12 @@ def initialize_optimizer_state(model: "MegatronFSDP", optimizer: torch.optim.Opt
             entries["step"].zero_()
         elif "step" in entries:
             entries["step"] = 0
-    model.initial_states[optimizer] = {parameter: _extremes(entries) for parameter, entries in optimizer.state.items()}
+    runtime.initial_states[optimizer] = {parameter: _extremes(entries) for parameter, entries in optimizer.state.items()}
 
 
-def forget_initial_state(model: "MegatronFSDP", optimizer: torch.optim.Optimizer) -> None:
+def forget_initial_state(runtime: Runtime, optimizer: torch.optim.Optimizer) -> None:
     """Before the first step: drop what ``initialize_optimizer_state`` made and nothing was loaded into."""
-    for parameter, extremes in model.initial_states.pop(optimizer, {}).items():
+    for parameter, extremes in runtime.initial_states.pop(optimizer, {}).items():
         if _extremes(optimizer.state[parameter]) == extremes:
             del optimizer.state[parameter]
 
@@ -147,8 +194,8 @@ def forget_initial_state(model: "MegatronFSDP", optimizer: torch.optim.Optimizer
 def _extremes(entries: Mapping[str, Any]) -> dict[str, Any]:
     """The state of one parameter in so few numbers that a change of it shows, as it does in state that is all zeros."""
     tensors = {key: local(value.detach()) for key, value in entries.items() if isinstance(value, torch.Tensor)}
-    found = {key: (value.amin().item(), value.amax().item()) for key, value in tensors.items() if value.numel()}
-    return found | {key: value for key, value in entries.items() if key not in tensors}
+    ranges = {key: (value.amin().item(), value.amax().item()) for key, value in tensors.items() if value.numel()}
+    return ranges | {key: value for key, value in entries.items() if key not in tensors}
 
 
 def _shard_like(place: Place, value: Any, *, plain: bool) -> Any:
@@ -176,11 +223,11 @@ def _load_entry(parameter: ManagedParameter, stepped: torch.Tensor, current: Any
     return rows if as_dtensor(stepped) is None else parameter.place.wrap(rows)
 
 
-def _by_stepped(model: "MegatronFSDP") -> dict[int, ManagedParameter]:
+def _by_stepped(runtime: Runtime) -> dict[int, ManagedParameter]:
     """Managed parameters by the identity of what an optimizer steps for them."""
-    plain = model.plain_shards
-    return {id(plain.get(parameter.name, parameter.sharded)): parameter for parameter in model.runtime.parameters}
+    plain = runtime.plain_shards
+    return {id(plain.get(parameter.name, parameter.sharded)): parameter for parameter in runtime.parameters}
 
 
-def _by_name(model: "MegatronFSDP") -> dict[str, ManagedParameter]:
-    return {name: parameter for parameter in model.runtime.parameters for name in parameter.names}
+def _by_name(runtime: Runtime) -> dict[str, ManagedParameter]:
+    return {name: parameter for parameter in runtime.parameters for name in parameter.names}

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatron_fsdp._collectives import Ranks
 from megatron_fsdp._policy import Strategy
-from megatron_fsdp._ranks import Ranks
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
@@ -22,7 +22,7 @@ _MODEL_AXES = frozenset({"tp", "etp", "ep", "cp", "pp"})
 
 @dataclass(frozen=True)
 class Topology:
-    """The ranks of one family of parameters.
+    """The ranks of the dense parameters, or of the experts.
 
     ``shards`` cut each buffer, ``outer`` cuts main parameters and optimizer state of each shard again, ``replicas`` hold equal copies.
     """
@@ -112,18 +112,18 @@ class Topology:
         for axis, turn in ((self.shard_axis, 1), (self.outer_axis, 2)):
             if axis is not None and ndim:
                 cuts[axis] = (0, turn)
-        found: list[Placement] = []
+        placements: list[Placement] = []
         for axis in range(self.mesh.ndim):
             if axis not in cuts:
-                found.append(Replicate())
+                placements.append(Replicate())
                 continue
             dim, turn = cuts[axis]
             factor = 1
             for later in range(axis + 1, self.mesh.ndim):
                 if later in cuts and cuts[later][0] == dim and cuts[later][1] < turn:
                     factor *= self.mesh.size(later)
-            found.append(_StridedShard(dim, split_factor=factor) if factor > 1 else Shard(dim))
-        return tuple(found)
+            placements.append(_StridedShard(dim, split_factor=factor) if factor > 1 else Shard(dim))
+        return tuple(placements)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,17 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Two persistent buffers that units take turns in, so that a step allocates none and every unit always lies at one address."""
+"""Flat buffers whose memory comes and goes, and the two persistent ones that units take turns in."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
-from megatron_fsdp._registered import RegisteredMemory
+from megatron_fsdp._context import RegisteredMemory
+from megatron_fsdp._layout import FlatLayout, Segment
 
-if TYPE_CHECKING:
-    from megatron_fsdp._gradients import Gradients
-    from megatron_fsdp._unit import Unit
+
+class FlatBuffer:
+    """Flat storage with parameter views, which survive ``release`` and see the new contents after ``allocate``.
+
+    Autograd keeps views of weights for the backward; because release and allocate act on the storage, those views are
+    valid again once the buffer is gathered again. A buffer in a slot borrows its memory, whose address never changes.
+    """
+
+    def __init__(self, layout: FlatLayout, flat: torch.Tensor, *, borrowed: bool = False) -> None:
+        self.layout, self.flat = layout, flat
+        self._num_bytes = flat.untyped_storage().nbytes()
+        self._borrowed, self._in_use = borrowed, not borrowed
+
+    @property
+    def allocated(self) -> bool:
+        return self._in_use
+
+    def allocate(self) -> None:
+        """Take the memory; contents are undefined until written."""
+        if not self._in_use and not self._borrowed:
+            self.flat.untyped_storage().resize_(self._num_bytes)
+        self._in_use = True
+
+    def release(self) -> None:
+        """Give the memory back."""
+        if not self._borrowed:
+            self.flat.untyped_storage().resize_(0)
+        self._in_use = False
+
+    def view(self, segment: Segment) -> torch.Tensor:
+        """The parameter's place, in its own shape.
+
+        The view has its own version counter: gathering again writes the same values, which autograd must not take for
+        a change of a saved tensor.
+        """
+        return self.flat.data[segment.offset : segment.offset + segment.numel].view(segment.shape)
+
+
+def local_view(flat: torch.Tensor, segment: Segment, rank: int, shard_numel: int) -> torch.Tensor:
+    """This rank's rows of a parameter in its slice ``flat`` [shard_numel]: [rows, *row shape]."""
+    if segment.numel == 0:
+        first, last = segment.rows(rank, shard_numel)
+        return flat[:0].view(last - first if segment.row_numel == 0 else 0, *segment.row_shape)
+    first, last = segment.rows(rank, shard_numel)
+    # An empty share may lie outside of the slice.
+    start = segment.offset + first * segment.row_numel - rank * shard_numel if last > first else 0
+    return flat[start : start + (last - first) * segment.row_numel].view(last - first, *segment.row_shape)
+
 
 Needs = Mapping[torch.dtype, Sequence[int]]
 """Elements of each flat buffer that a unit needs, by dtype."""
@@ -19,75 +65,91 @@ Needs = Mapping[torch.dtype, Sequence[int]]
 _ALIGNMENT = 256  # elements, where buffers in a slot begin; vectorised kernels and collectives want 16 bytes or more
 
 
-class Slot:
+class BufferOccupant(Protocol):
+    """What may lie in a ``BufferSlot``: a unit."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether its memory is not to be used for gathering another one ahead."""
+        ...
+
+    def evict(self, by: str) -> None:
+        """Give the memory back to ``by``, or raise if that cannot be."""
+        ...
+
+
+class GradBufferOccupant(Protocol):
+    """What may lie in a ``GradBufferSlot``: the gradients of a group."""
+
+    @property
+    def has_unreduced(self) -> bool: ...
+
+    def finish_reduce(self) -> None: ...
+
+
+class BufferSlot:
     """Memory for what is gathered of one unit at a time."""
 
     def __init__(self, numels: Mapping[torch.dtype, int], device: torch.device, memory: RegisteredMemory) -> None:
         with memory.allocating():
             self._flat = {dtype: torch.zeros(numel, dtype=dtype, device=device) for dtype, numel in numels.items()}
-        self._owner: Unit | None = None
+        self._owner: BufferOccupant | None = None
 
-    def rooms(self, needs: Needs) -> dict[torch.dtype, list[torch.Tensor]]:
+    def views(self, needs: Needs) -> dict[torch.dtype, list[torch.Tensor]]:
         """Views [numel] for the buffers of one unit, behind each other."""
-        found = {}
+        views = {}
         for dtype, numels in needs.items():
             ends = [sum(map(_aligned, numels[: index + 1])) for index in range(len(numels))]
-            found[dtype] = [self._flat[dtype][end - _aligned(numel) :][:numel] for end, numel in zip(ends, numels, strict=True)]
-        return found
+            views[dtype] = [self._flat[dtype][end - _aligned(numel) :][:numel] for end, numel in zip(ends, numels, strict=True)]
+        return views
 
-    def is_free_for(self, unit: "Unit") -> bool:
+    def is_free_for(self, unit: BufferOccupant) -> bool:
         """Whether the unit can be gathered ahead; ranks that call units alike agree upon it."""
         return self._owner is None or self._owner is unit or not self._owner.busy
 
-    def claim(self, unit: "Unit") -> None:
-        """The unit is about to be gathered: another one that still lies here is given back.
-
-        Raises:
-            RuntimeError: the other one is in the middle of its forward.
-        """
+    def claim(self, unit: BufferOccupant) -> None:
+        """The unit is about to be gathered: another one that still lies here is evicted."""
         if self._owner is not None and self._owner is not unit:
-            if self._owner.depth:
-                raise RuntimeError(
-                    f"unit {unit.name!r} runs inside the forward of unit {self._owner.name!r}, with which it shares a buffer; "
-                    "set fsdp_double_buffer=False, or leave one of them out of fsdp_unit_modules"
-                )
-            self._owner.evict()
+            self._owner.evict(unit.name)
         self._owner = unit
 
 
-class GradientSlot:
+class GradBufferSlot:
     """Memory for the whole gradients of one unit at a time."""
 
     def __init__(self, numels: Mapping[torch.dtype, int], device: torch.device, memory: RegisteredMemory) -> None:
-        self._slot = Slot(numels, device, memory)
+        self._slot = BufferSlot(numels, device, memory)
         self._owner: int | None = None
-        self._users: dict[int, list[Gradients]] = {}
+        self._occupants: dict[int, list[GradBufferOccupant]] = {}
 
-    def rooms(self, unit: int, needs: Needs) -> dict[torch.dtype, "list[GradientRoom]"]:
-        """A room for each buffer of one unit."""
-        return {dtype: [GradientRoom(self, unit, room) for room in rooms] for dtype, rooms in self._slot.rooms(needs).items()}
+    def views(self, unit: int, needs: Needs) -> "dict[torch.dtype, list[GradBufferView]]":
+        """A view for each buffer of one unit."""
+        return {dtype: [GradBufferView(self, unit, flat) for flat in views] for dtype, views in self._slot.views(needs).items()}
 
-    def join(self, unit: int, gradients: "Gradients") -> None:
-        self._users.setdefault(unit, []).append(gradients)
+    def join(self, unit: int, gradients: GradBufferOccupant) -> None:
+        self._occupants.setdefault(unit, []).append(gradients)
 
     def claim(self, unit: int) -> bool:
         """Whether the unit may write here: nobody does, or what is here can be waited for."""
         if self._owner is not None and self._owner != unit:
-            if any(each.has_unreduced for each in self._users[self._owner]):
+            if any(each.has_unreduced for each in self._occupants[self._owner]):
                 return False
-            for each in self._users[self._owner]:
+            for each in self._occupants[self._owner]:
                 each.finish_reduce()
         self._owner = unit
         return True
 
 
-class GradientRoom:
+class GradBufferView:
     """The place of one flat buffer in a slot."""
 
-    def __init__(self, slot: GradientSlot, unit: int, flat: torch.Tensor) -> None:
+    def __init__(self, slot: GradBufferSlot, unit: int, flat: torch.Tensor) -> None:
         self._slot, self._unit, self._flat = slot, unit, flat
 
-    def join(self, gradients: "Gradients") -> None:
+    def join(self, gradients: GradBufferOccupant) -> None:
         """Say who writes here."""
         self._slot.join(self._unit, gradients)
 
@@ -136,19 +198,19 @@ class DoubleBuffers:
             if not largest:
                 _check_alike(what, names[1:], needs[1:])
             slots.append({dtype: max(total.get(dtype, 0) for total in totals) for total in totals for dtype in total})
-        self._slots = [Slot(slots[0], device, memory) for _ in range(2)]
-        self._gradient_slots = [GradientSlot(slots[1], device, memory) for _ in range(2)]
+        self._slots = [BufferSlot(slots[0], device, memory) for _ in range(2)]
+        self._gradient_slots = [GradBufferSlot(slots[1], device, memory) for _ in range(2)]
 
-    def slot(self, unit: int) -> Slot:
+    def slot(self, unit: int) -> BufferSlot:
         return self._slots[unit % 2]
 
     def gathered(self, unit: int) -> dict[torch.dtype, list[torch.Tensor]]:
         """Memory for the gathered buffers of a unit, in the order of its needs."""
-        return self.slot(unit).rooms(self._gathered[unit])
+        return self.slot(unit).views(self._gathered[unit])
 
-    def gradients(self, unit: int) -> dict[torch.dtype, list[GradientRoom]]:
+    def gradients(self, unit: int) -> dict[torch.dtype, list[GradBufferView]]:
         """Memory for its whole gradients, likewise."""
-        return self._gradient_slots[unit % 2].rooms(unit, self._gradients[unit])
+        return self._gradient_slots[unit % 2].views(unit, self._gradients[unit])
 
 
 def _check_alike(what: str, names: Sequence[str], needs: Sequence[Needs]) -> None:

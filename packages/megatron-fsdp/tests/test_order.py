@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp import MegatronFSDP, _call_plan, fully_shard_model
+from megatron_fsdp import MegatronFSDP, _order, fully_shard_model
 
 
 class Tower(nn.Module):
@@ -41,8 +41,8 @@ def step(model: MegatronFSDP, micro_batches: int = 1) -> None:
     model.zero_grad()
 
 
-def num_meetings(model: MegatronFSDP) -> int:
-    return model.runtime._setting.calls.num_meetings
+def num_rendezvous(model: MegatronFSDP) -> int:
+    return model.runtime._context.calls.num_rendezvous
 
 
 def check_meetings(strategies: list[str]) -> None:
@@ -53,13 +53,13 @@ def check_meetings(strategies: list[str]) -> None:
                 step(model, micro_batches)
                 with torch.no_grad():
                     model(torch.ones(2, 6))
-            before = num_meetings(model)
+            before = num_rendezvous(model)
             assert before
             for _ in range(3):
                 step(model, micro_batches)
                 with torch.no_grad():
                     model(torch.ones(2, 6))
-            assert num_meetings(model) == before, (strategy, micro_batches)
+            assert num_rendezvous(model) == before, (strategy, micro_batches)
 
 
 @pytest.mark.world(2)
@@ -69,7 +69,7 @@ def test_ranks_that_keep_to_the_order_ask_nobody(world):
 
 def check_deserter(order: list[int]) -> str:
     """The last rank changes its order after three steps, and says so; the others wait for it in a collective until then."""
-    _call_plan.MEETING_TIMEOUT_S = 0.5
+    _order.RENDEZVOUS_TIMEOUT_S = 0.5
     model = tower()
     for _ in range(3):
         step(model)
@@ -111,17 +111,17 @@ def test_ranks_may_change_their_order_together(world):
 
 def check_lists() -> list[list[str]]:
     """Gathers of a forward and of a backward by layers' numbers; gradients do not depend on them."""
-    found, gradients = [], []
+    actual, gradients = [], []
     for lists in ({}, {"forward": {"": ["layers.2"], "layers.0": ["layers.3", "layers.1"]}, "backward": {"layers.3": ["layers.0"]}}):
         model = tower()
         for _ in range(2):
             model.set_prefetch(**lists)
             model.zero_grad()
             model(torch.ones(2, 6) * (1 + dist.get_rank())).square().sum().backward()
-        plans = model.runtime._setting.calls._plans
+        plans = model.runtime._context.calls._plans
         for kind in ("forward", "backward"):
             (calls,) = [calls for phase, calls in plans.items() if phase[0] == kind and phase[1]]
-            found.append([call.split(".")[1] for call in calls if call.startswith("gather")])
+            actual.append([call.split(".")[1] for call in calls if call.startswith("gather")])
         gradients.append({name: gradient.full_tensor() for name, gradient in model.gradients().items()})
     assert all(torch.equal(gradient, gradients[1][name]) for name, gradient in gradients[0].items())
     with pytest.raises(ValueError, match=r"forward=\{'layers\.0': \['layers\.9'\]\} names 'layers\.9', which is no unit; units are '',"):
@@ -129,7 +129,7 @@ def check_lists() -> list[list[str]]:
     for wrong in ("layers.0", ""):
         with pytest.raises(ValueError, match="neither the unit itself nor the root"):
             model.set_prefetch(backward={"layers.0": [wrong]})
-    return found
+    return actual
 
 
 @pytest.mark.world(2)

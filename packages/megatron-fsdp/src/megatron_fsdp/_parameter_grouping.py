@@ -1,26 +1,198 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Families of parameters: dense ones and experts on meshes of their own, and what each of them shards."""
+"""Which parameters are gathered together: units of the module tree, and groups in them that share a flat buffer."""
 
 import fnmatch
 import hashlib
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from megatron_fsdp._collectives import Ranks
+from megatron_fsdp._context import ShardContext
+from megatron_fsdp._eight_bit import FLOAT8_ALIGNMENT, is_quantized
 from megatron_fsdp._layout import FlatLayout, plan_atomic, plan_layout
-from megatron_fsdp._placement import ModelPart, Placements, model_part, read_placements
-from megatron_fsdp._policy import Strategy
-from megatron_fsdp._ranks import Ranks
-from megatron_fsdp._setting import Setting
-from megatron_fsdp._shard_placement import BlockAtomic, ShardPlacement, TensorAtomic
-from megatron_fsdp._te import ALIGNMENT, is_quantized
+from megatron_fsdp._parameters import ModelPart, ParameterSite, as_dtensor
+from megatron_fsdp._policy import BlockAtomic, ShardPlacement, Strategy, TensorAtomic
 from megatron_fsdp._topology import Topology
-from megatron_fsdp._units import ParameterSite, UnitPlan
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+UnitMatcher = type[nn.Module] | str | Callable[[str, nn.Module], bool]
+"""A class, the path it is imported by, a pattern for qualified or class names, or a predicate ``(name, module) -> bool``."""
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """A module whose parameters are gathered when it runs, less those of units inside it."""
+
+    name: str
+    module: nn.Module
+    sites: list[ParameterSite] = field(default_factory=list)
+
+
+def plan_units(root: nn.Module, matchers: Sequence[UnitMatcher] | UnitMatcher | None = ()) -> list[UnitPlan]:
+    """Divide a tree into units, the root first, then in definition order.
+
+    A parameter belongs to the innermost unit around it; a tied one to the innermost unit around all its places, so that
+    it is gathered whenever one of them runs.
+
+    Raises:
+        ValueError: no parameters, no module matches, or a match cannot be a unit because it is never called.
+    """
+    matchers = () if matchers is None else matchers
+    all_matchers = (matchers,) if isinstance(matchers, (str, type)) or callable(matchers) else tuple(matchers)
+    wanted = [_class_at(matcher) or matcher for matcher in all_matchers]
+    plans = {"": UnitPlan("", root)}
+    for name, module in root.named_modules():
+        if name and any(_module_matches(matcher, name, module) for matcher in wanted):
+            if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
+                raise ValueError(
+                    f"fsdp_unit_modules matches {name!r}, a {type(module).__name__} that is never called; name its children instead"
+                )
+            plans[name] = UnitPlan(name, module)
+    if wanted and len(plans) == 1 and not any(isinstance(matcher, type) and isinstance(root, matcher) for matcher in wanted):
+        raise ValueError(f"fsdp_unit_modules={[_describe(matcher) for matcher in wanted]} matches no module of {type(root).__name__}")
+    for site in _sites(root):
+        owners = [_units_around(name, plans) for name in site.names]
+        shared = [unit for unit in owners[0] if all(unit in others for others in owners[1:])]
+        plans[shared[-1]].sites.append(site)
+    if not any(plan.sites for plan in plans.values()):
+        raise ValueError(f"module={type(root).__name__} has no parameters to shard")
+    return list(plans.values())
+
+
+def _sites(root: nn.Module) -> list[ParameterSite]:
+    places_of: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
+    for prefix, module in root.named_modules(remove_duplicate=False):
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                places_of.setdefault(parameter, []).append((f"{prefix}.{attribute}" if prefix else attribute, module, attribute))
+    sites = []
+    for parameter, places in places_of.items():
+        # A module that occurs twice gives two names to one slot.
+        slots = {(id(module), attribute): (module, attribute) for _, module, attribute in places}
+        sites.append(ParameterSite(parameter, tuple(name for name, _, _ in places), tuple(slots.values())))
+    return sites
+
+
+def _units_around(name: str, plans: dict[str, UnitPlan]) -> list[str]:
+    """Names of the units around a parameter, outermost first."""
+    parts = name.split(".")[:-1]
+    prefixes = (".".join(parts[:depth]) for depth in range(len(parts) + 1))
+    return [prefix for prefix in prefixes if prefix in plans]
+
+
+def _class_at(path: UnitMatcher) -> type[nn.Module] | None:
+    """The class that a path like ``torch.nn.Linear`` names; what is not imported yet has made no module."""
+    if not isinstance(path, str) or "." not in path:
+        return None
+    home, _, name = path.rpartition(".")
+    candidate = getattr(sys.modules.get(home), name, None)
+    return candidate if isinstance(candidate, type) and issubclass(candidate, nn.Module) else None
+
+
+def _module_matches(matcher: UnitMatcher, name: str, module: nn.Module) -> bool:
+    if isinstance(matcher, type):
+        return isinstance(module, matcher)
+    if isinstance(matcher, str):
+        return fnmatch.fnmatchcase(name, matcher) or fnmatch.fnmatchcase(type(module).__name__, matcher)
+    if callable(matcher) and not isinstance(matcher, nn.Module):
+        return bool(matcher(name, module))
+    raise ValueError(f"fsdp_unit_modules has {matcher!r}; use classes, name patterns or predicates (name, module) -> bool")
+
+
+def _describe(matcher: UnitMatcher) -> str:
+    return getattr(matcher, "__name__", str(matcher))
+
+
+Placements = Mapping[str, int | Mapping[str, int]]
+"""Pattern for parameter names -> {mesh axis: tensor dim}, or the dim alone for the axis ``tp_dim``."""
+
+
+def model_part(name: str, parameter: nn.Parameter, cuts: Mapping[str, int] | None, topology: Topology) -> ModelPart:
+    """The part that a parameter is: as its DTensor says, or as the caller does.
+
+    Args:
+        name: of the parameter, for messages.
+        parameter: of the module.
+        cuts: axis -> dim, from the caller; None if it said nothing.
+        topology: where the axes are.
+
+    Raises:
+        ValueError: an axis or dim that does not exist, two axes on one dim, a DTensor on another mesh or with partial sums.
+    """
+    dtensor = as_dtensor(parameter)
+    if dtensor is not None:
+        if cuts is not None:
+            raise ValueError(f"placements name {name!r}, a DTensor, which has its own; leave it out")
+        cuts = _dtensor_cuts(name, dtensor, topology)
+    if cuts is None:
+        return ModelPart.whole(tuple(parameter.shape))
+    local = tuple(parameter.shape) if dtensor is None else tuple(dtensor.to_local().shape)
+    shape, offset = list(local), [0] * len(local)
+    for axis, dim in cuts.items():
+        if axis not in topology.model_axes:
+            raise ValueError(
+                f"{name!r} is divided over axis {axis!r}, but the mesh of this parameter has model axes {sorted(topology.model_axes)}; "
+                "pass a mesh with all axes"
+            )
+        if not 0 <= dim < len(local):
+            raise ValueError(f"{name!r} is divided over {axis!r} along dim {dim}, but has {len(local)} dims; count from 0")
+        if list(cuts.values()).count(dim) > 1:
+            raise ValueError(f"{name!r} is divided along dim {dim} over {sorted(cuts)}; at most one axis a dim is supported")
+        ranks = topology.model_ranks(axis)
+        if dtensor is None:
+            shape[dim], offset[dim] = local[dim] * ranks.size, local[dim] * ranks.rank
+        else:
+            shape[dim] = dtensor.shape[dim]
+            offset[dim] = min(-(-shape[dim] // ranks.size) * ranks.rank, shape[dim])
+    return ModelPart(tuple(shape), tuple(offset), local, tuple(cuts.items()))
+
+
+def _dtensor_cuts(name: str, dtensor: "DTensor", topology: Topology) -> dict[str, int]:
+    from torch.distributed.tensor import Replicate, Shard
+
+    axes = dtensor.device_mesh.mesh_dim_names or ()
+    if len(axes) != len(dtensor.placements):
+        raise ValueError(f"{name!r} is a DTensor on a mesh without names; name its axes, and pass a device_mesh that has them too")
+    cuts = {}
+    for axis, placement in zip(axes, dtensor.placements, strict=True):
+        if axis not in topology.model_axes:
+            raise ValueError(
+                f"{name!r} is a DTensor over mesh axis {axis!r}, but device_mesh has model axes {sorted(topology.model_axes)}; "
+                "pass the whole mesh with dp_shard_dim"
+            )
+        if type(placement) is Shard:
+            cuts[axis] = placement.dim
+        elif not isinstance(placement, Replicate):
+            raise ValueError(f"{name!r} has placement {placement} over {axis!r}; only Shard and Replicate can be sharded further")
+    return cuts
+
+
+def read_placements(placements: Placements, tp_dim: str | None, names: list[str]) -> dict[str, dict[str, int]]:
+    """Axis -> dim of each parameter that a pattern matches; the first pattern wins.
+
+    Raises:
+        ValueError: a pattern matches nothing, or gives a bare dim without ``tp_dim``.
+    """
+    axes_by_name: dict[str, dict[str, int]] = {}
+    for pattern, value in placements.items():
+        if isinstance(value, int) and tp_dim is None:
+            raise ValueError(f"placements[{pattern!r}]={value} is a dim without an axis; set tp_dim, or write {{'tp': {value}}}")
+        matched = fnmatch.filter(names, pattern)
+        if not matched:
+            raise ValueError(f"placements has {pattern!r}, which matches no parameter; there are {names[:5]}...")
+        for name in matched:
+            axes_by_name.setdefault(name, dict(value) if isinstance(value, Mapping) else {str(tp_dim): value})
+    return axes_by_name
+
 
 ParameterMatcher = str | Callable[[str, nn.Parameter], bool]
 """An ``fnmatch`` pattern for parameter names, or a predicate ``(name, parameter) -> bool``."""
@@ -44,25 +216,25 @@ class GroupPlan:
         """Whether the buffer of whole gradients stays between steps."""
         return self.strategy is Strategy.optim and self.topology.shards.size > 1
 
-    def dtypes(self, setting: Setting) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    def dtypes(self, context: ShardContext) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
         """Of main parameters, of what is gathered and of gradients."""
-        first, policy = self.sites[0].current, setting.policy
+        first, policy = self.sites[0].current, context.policy
         main = policy.main_dtype(first.dtype, trainable=first.requires_grad or self.quantized)
         gathered = torch.uint8 if self.quantized else policy.compute_dtype(first.dtype)
         return main, gathered, policy.gradient_dtype(first.dtype)
 
-    def aliases(self, setting: Setting) -> bool:
+    def aliases(self, context: ShardContext) -> bool:
         """Whether the gathered buffer is the main copy as well, so that gathering happens in place."""
-        main, compute, _ = self.dtypes(setting)
+        main, compute, _ = self.dtypes(context)
         whole = self.strategy < Strategy.optim_grads_params or self.topology.num_shards == 1
-        return main == compute and whole and not setting.cpu_offload
+        return main == compute and whole and not context.cpu_offload
 
-    def reshards(self, setting: Setting) -> bool:
+    def reshards(self, context: ShardContext) -> bool:
         """Whether the gathered buffer is given back when its unit does not compute."""
-        return self.strategy is Strategy.optim_grads_params and not self.aliases(setting)
+        return self.strategy is Strategy.optim_grads_params and not self.aliases(context)
 
 
-class Families:
+class ParameterGrouping:
     """Which mesh, strategy and model part each parameter has.
 
     Args:
@@ -73,7 +245,7 @@ class Families:
         expert: ranks of those that ``expert_parameters`` match; None without experts.
         expert_parameters: matchers.
         separate_parameters: matchers of those that share a buffer with no other.
-        eight_bit_parameters: matchers of those that are gathered in 8 bits.
+        eight_bit_parameters: matchers of those that are gathered as scaled bytes.
         shard_placements: pattern -> where data axes may cut; the first match wins.
         placements: how the module itself is divided.
         tp_dim: axis of placements that name only a dim.
@@ -155,7 +327,7 @@ class Families:
         return [ranks for topology in self.topologies for ranks in topology.all_ranks]
 
     def groups(self, sites: Sequence[ParameterSite]) -> list[GroupPlan]:
-        """Divide parameters of a unit: one dtype, family, strategy and placement, all trainable or all frozen, all scalar or none.
+        """Divide parameters of a unit: one dtype, mesh, strategy and placement, all trainable or all frozen, all scalar or none.
 
         Call it once for every unit, in one order on all ranks: whole parameters go to the ranks that have the least so far.
         """
@@ -192,7 +364,7 @@ class Families:
         parts = [self._parts[site.name] for site in sites]
         shapes, placement = [part.local_shape for part in parts], self._shard_placements.get(name)
         quantized = is_quantized(sites[0].parameter)
-        alignment = ALIGNMENT if quantized else 1
+        alignment = FLOAT8_ALIGNMENT if quantized else 1
         if isinstance(placement, TensorAtomic) and topology.num_shards > 1:
             loads = self._loads.setdefault(id(self._of(name)), [0] * topology.num_shards)
             layout = plan_atomic(shapes, topology.num_shards, loads, alignment=alignment)
@@ -218,9 +390,9 @@ class Families:
                     if self._of(site.name) is topology
                 ]
             )
-            mine = torch.tensor([digest(text)], dtype=torch.int64, device=device)
+            own_digest = torch.tensor([digest(text)], dtype=torch.int64, device=device)
             for ranks in topology.all_ranks:
-                if len(ranks.all_gather(mine).unique()) != 1:
+                if len(ranks.all_gather(own_digest).unique()) != 1:
                     raise ValueError(
                         "ranks hold modules with different parameters; build the same module with the same units on every rank"
                     )
@@ -233,17 +405,17 @@ def digest(text: str) -> int:
 
 def _matched(field: str, matchers: Sequence[ParameterMatcher] | ParameterMatcher, sites: Iterable[ParameterSite]) -> set[str]:
     """First names of the parameters of which any name matches."""
-    found: set[str] = set()
+    names: set[str] = set()
     sites = list(sites)
     for matcher in (matchers,) if isinstance(matchers, str) or callable(matchers) else matchers:
         if not isinstance(matcher, str) and not callable(matcher):
             raise ValueError(f"{field} has {matcher!r}; use name patterns or predicates (name, parameter) -> bool")
-        matched = {site.name for site in sites if any(_matches(matcher, name, site.parameter) for name in site.names)}
+        matched = {site.name for site in sites if any(_parameter_matches(matcher, name, site.parameter) for name in site.names)}
         if not matched:
             raise ValueError(f"{field} has {matcher!r}, which matches no parameter; there are {[site.name for site in sites[:5]]}...")
-        found |= matched
-    return found
+        names |= matched
+    return names
 
 
-def _matches(matcher: ParameterMatcher, name: str, parameter: nn.Parameter) -> bool:
+def _parameter_matches(matcher: ParameterMatcher, name: str, parameter: nn.Parameter) -> bool:
     return fnmatch.fnmatchcase(name, matcher) if isinstance(matcher, str) else bool(matcher(name, parameter))
