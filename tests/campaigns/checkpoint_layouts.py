@@ -25,7 +25,7 @@ from torch import Tensor
 from mcore_ckpt import ShardedTensor, save
 from mcore_ckpt.optimizer_layouts import load_any_layout, save_in_layout
 from mcore_ckpt.storage import MemoryFolder
-from mcore_parallel._shards import boxes
+from mcore_parallel.groups._shards import boxes
 from tools.bench._record import record
 
 __all__ = ["Layout", "main", "pair"]

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from mcore_parallel import CommunicatorOptions, Group, ParallelPlan, ProcessGroups, load_communicator_options
-from mcore_parallel._communicator import _nccl_options, connect, uses_nccl
 from mcore_parallel.comm import NCCL_ALLOCATOR, RegisteredMemory
+from mcore_parallel.groups._communicator import _nccl_options, connect, uses_nccl
 
 
 def test_files_hold_one_table_a_group(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_the_group_with_sharp_is_made_first(monkeypatch: pytest.MonkeyPatch) -> 
         made.append((name, options is not None and options.use_sharp))
         return Group.single()
 
-    monkeypatch.setattr("mcore_parallel._groups._Maker.pick", pick)
+    monkeypatch.setattr("mcore_parallel.groups._groups._Maker.pick", pick)
     ProcessGroups.build(ParallelPlan(), use_sharp=True, options={"dp_cp": CommunicatorOptions(max_ctas=2), "cp": CommunicatorOptions()})
     assert made[0] == ("dp_cp", True) and made[1][0] == "cp" and not any(sharp for _, sharp in made[1:])
 

@@ -261,7 +261,7 @@ def test_every_damaged_length_pointer_and_outer_boundary_is_found_before_trainin
 
 
 def test_verify_goes_through_a_long_index_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr("mcore_parallel.data._indexed._VERIFIED_AT_ONCE", 7)
+    monkeypatch.setattr("mcore_parallel.data.corpus._indexed._VERIFIED_AT_ONCE", 7)
     with IndexedDatasetBuilder(tmp_path / "a.bin", dtype="u2") as builder:
         for length in range(50):
             builder.add_document([1] * length, [length])

@@ -30,8 +30,8 @@ from mcore_parallel.data import (
     preprocess,
     read_documents,
 )
-from mcore_parallel.data import _gpt as gpt_module
-from mcore_parallel.data._cli import main
+from mcore_parallel.data.datasets import _gpt as gpt_module
+from mcore_parallel.data.preprocessing._cli import main
 
 TEXTS = [f"document {number} " * (number % 9) for number in range(300)]
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
@@ -142,7 +142,7 @@ def test_killed_run_goes_on_with_the_piece_it_was_at(tmp_path):
 def test_killed_process_loses_its_piece_only(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(LINES * 300)
     words = ["--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "c", "--tokenizer", "byte", "--partitions", "20"]
-    process = subprocess.Popen([sys.executable, "-m", "mcore_parallel.data._cli", *map(str, words)])
+    process = subprocess.Popen([sys.executable, "-m", "mcore_parallel.data.preprocessing._cli", *map(str, words)])
     while process.poll() is None and not (tmp_path / "c.pieces" / "2.json").exists():
         time.sleep(0.001)
     process.kill()

@@ -10,7 +10,7 @@ import re
 import pytest
 
 from mcore_parallel.data import DocumentError, IndexedDataset, preprocess, read_documents
-from mcore_parallel.data._cli import main
+from mcore_parallel.data.preprocessing._cli import main
 
 
 def write_lines(path, texts, key="text"):

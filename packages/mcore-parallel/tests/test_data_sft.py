@@ -24,8 +24,8 @@ from mcore_parallel.data import (
     preprocess_conversations,
     read_conversations,
 )
-from mcore_parallel.data._cli import main
-from mcore_parallel.data._packing import build_packs, pack_best_fit
+from mcore_parallel.data.datasets._packing import build_packs, pack_best_fit
+from mcore_parallel.data.preprocessing._cli import main
 
 BYTES = ByteTokenizer()
 ASK = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mcore_parallel import CommunicatorOptions, HyperCommGrid, ParallelPlan, ProcessGroups, comm
-from mcore_parallel._groups import enumerate_groups
+from mcore_parallel.groups._groups import enumerate_groups
 
 DENSE = {axis: axis for axis in ("tp", "cp", "dp", "pp")}
 DENSE |= {"dp_cp": "cp-dp", "tp_pp": "tp-pp", "tp_cp": "tp-cp", "tp_dp": "tp-dp", "tp_dp_cp": "tp-cp-dp"}

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from mcore_parallel._groups import ProcessGroups
+from mcore_parallel.groups import ProcessGroups
 
 
 class RandomStreams:

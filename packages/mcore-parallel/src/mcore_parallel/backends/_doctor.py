@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from mcore_parallel._groups import ProcessGroups
 from mcore_parallel.backends._factory import missing_units
 from mcore_parallel.backends._fp8_config import RECIPES, Fp8Config
 from mcore_parallel.backends._torch import RECIPES_OF_TORCH
+from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.guard import inspect_network
 from mcore_parallel.nn import AttentionSpec, attention_capabilities
 from mcore_parallel.nn._registry import select_attention

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_parallel._groups import Group
 from mcore_parallel.comm import all_reduce
+from mcore_parallel.groups import Group
 
 # T rows, K columns, N columns of a product
 

@@ -17,8 +17,6 @@ import transformer_engine.pytorch as te
 from torch import Tensor, nn
 from transformer_engine.common import recipe as recipes
 
-from mcore_parallel._groups import ProcessGroups
-from mcore_parallel._shards import ShardSpec
 from mcore_parallel.backends._fp8_config import Fp8Config
 from mcore_parallel.backends._fp8_loss import Fp8LossProducts
 from mcore_parallel.backends._grouped import GroupedLinear
@@ -30,6 +28,7 @@ from mcore_parallel.comm import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from mcore_parallel.groups import ProcessGroups, ShardSpec
 from mcore_parallel.nn import AttentionCore, AttentionSpec, RMSNorm, Step, TorchLayers
 from mcore_parallel.tensor_parallel import ColumnParallelLinear, LentGradient, MainGradient, Route, RowParallelLinear
 

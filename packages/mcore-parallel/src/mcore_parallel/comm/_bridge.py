@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_parallel._communicator import uses_nccl
-from mcore_parallel._grid import HyperCommGrid
 from mcore_parallel.comm._bridge_plan import BridgeBatch, BridgeEnd, RowTransfer, count_rows, plan_rows, plan_spread
 from mcore_parallel.comm._bridge_shapes import ShapeExchange
+from mcore_parallel.groups import HyperCommGrid, uses_nccl
 
 
 class BridgeCommunicator:

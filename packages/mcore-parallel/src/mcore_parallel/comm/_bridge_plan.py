@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from mcore_parallel._grid import HyperCommGrid
+from mcore_parallel.groups import HyperCommGrid
 
 _AXES = ("tp", "cp", "dp", "pp")
 

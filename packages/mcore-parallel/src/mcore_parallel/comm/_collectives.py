@@ -8,7 +8,7 @@ import torch
 import torch.distributed._functional_collectives
 from torch import Tensor
 
-from mcore_parallel._groups import Group
+from mcore_parallel.groups import Group
 
 _REDUCTIONS = ("sum", "avg", "max", "min", "product")
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_parallel._groups import Group
+from mcore_parallel.groups import Group
 
 
 @dataclass(frozen=True, kw_only=True)

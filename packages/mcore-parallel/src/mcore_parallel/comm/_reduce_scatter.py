@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_parallel._groups import Group
 from mcore_parallel.comm._collectives import shard_size
+from mcore_parallel.groups import Group
 
 # UNTIL torch 2.12: before, these had other names, which now warn.
 _gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

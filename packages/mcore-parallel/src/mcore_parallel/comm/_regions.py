@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_parallel._groups import Group
 from mcore_parallel.comm._collectives import (
     all_gather,
     all_gather_ragged,
@@ -23,6 +22,7 @@ from mcore_parallel.comm._collectives import (
     reduce_scatter_ragged,
     shard_size,
 )
+from mcore_parallel.groups import Group
 
 
 def copy_to_tensor_model_parallel_region(x: Tensor, group: Group) -> Tensor:

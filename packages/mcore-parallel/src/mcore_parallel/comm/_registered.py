@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_parallel._groups import Group
+from mcore_parallel.groups import Group
 
 NCCL_ALLOCATOR: str | None = "TORCH" if dist.is_nccl_available() else None
 """Who allocates memory that NCCL can register: torch's own allocator of NCCL memory; None where this torch has no NCCL, and all memory

@@ -7,9 +7,9 @@ import functools
 import torch
 from torch import Tensor
 
-from mcore_parallel._groups import Group
 from mcore_parallel.comm import all_gather
 from mcore_parallel.context_parallel._zigzag import zigzag_indices
+from mcore_parallel.groups import Group
 
 
 def tokens_ahead(values: Tensor, lengths: tuple[int, ...], group: Group, *, by: int) -> Tensor:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mcore_parallel._groups import Group
 from mcore_parallel.comm import gather_from_sequence_parallel_region
 from mcore_parallel.context_parallel._cudnn import CudnnAttention, cudnn_can_run
 from mcore_parallel.context_parallel._errors import HeadSplitError, SequenceSplitError
@@ -21,6 +20,7 @@ from mcore_parallel.context_parallel._partial import TorchAttention
 from mcore_parallel.context_parallel._ring import Round, plan_ring, ring_attention
 from mcore_parallel.context_parallel._tiles import Window, plan_tiles, send
 from mcore_parallel.context_parallel._zigzag import inverse, segments, sequence_lengths, zigzag_indices, zigzag_inverse
+from mcore_parallel.groups import Group
 
 
 class SequenceStep(Protocol):

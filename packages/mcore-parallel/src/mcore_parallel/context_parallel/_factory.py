@@ -5,10 +5,9 @@
 from collections.abc import Sequence
 from typing import TypeVar
 
-from mcore_parallel._groups import Group, ProcessGroups
-from mcore_parallel._plan import ParallelPlan
 from mcore_parallel.context_parallel._core import ContextParallelAttention, LayeredAttention
 from mcore_parallel.context_parallel._tiles import Window
+from mcore_parallel.groups import Group, ParallelPlan, ProcessGroups
 
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 T = TypeVar("T")

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_parallel._groups import Group
 from mcore_parallel.comm import all_to_all_autograd
 from mcore_parallel.context_parallel._errors import HeadSplitError
+from mcore_parallel.groups import Group
 
 
 # T tokens of a rank, c ranks, H heads, A query heads, K key-value heads, d width of a head, X channels of a rank's heads.

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_parallel._groups import Group
 from mcore_parallel.comm import Arrival, P2PCommunicator, TensorSpec
 from mcore_parallel.context_parallel._partial import PartialAttention
 from mcore_parallel.context_parallel._tiles import Spans, Tile, Window, plan_tiles
 from mcore_parallel.context_parallel._zigzag import segments
+from mcore_parallel.groups import Group
 
 
 # T rows of this rank, A heads, K key-value heads, d width of a head.

@@ -2,29 +2,49 @@
 # Copyright (c) 2026 the mcore authors
 """Corpora on disk, the datasets cut from them, tokenizers, and the order in which ranks read."""
 
-from mcore_parallel.data._blend import BlendedDataset
-from mcore_parallel.data._blend_builder import BlendedMegatronDatasetBuilder
-from mcore_parallel.data._blend_config import BlendedMegatronDatasetConfig, Split, parse_blend, parse_split
-from mcore_parallel.data._builder import IndexedDatasetBuilder, merge_indexed
-from mcore_parallel.data._chat import ChatTurn
-from mcore_parallel.data._conversations import ChatTokenizer, preprocess_conversations, read_conversations
-from mcore_parallel.data._documents import read_documents
 from mcore_parallel.data._errors import DataError, DocumentError, IndexedDatasetError, TokenizerError
-from mcore_parallel.data._fim import GPTFIMDataset, GPTFIMDatasetConfig
-from mcore_parallel.data._gpt import GPTDataset, GPTDatasetConfig
-from mcore_parallel.data._hf_tokenizer import HuggingFaceTokenizer, train_bpe
-from mcore_parallel.data._index_file import token_dtype
-from mcore_parallel.data._indexed import IndexedDataset
-from mcore_parallel.data._masked import MaskedTokensConfig, MaskedTokensDataset
-from mcore_parallel.data._pairs import SentencePairConfig, SentencePairDataset
-from mcore_parallel.data._preprocess import PreprocessReport, preprocess
-from mcore_parallel.data._sampler import PretrainingSampler, batches
-from mcore_parallel.data._sentencepiece_tokenizer import SentencePieceTokenizer
-from mcore_parallel.data._sft import SFTDataset, SFTDatasetConfig
-from mcore_parallel.data._tiktoken_tokenizer import TiktokenTokenizer
-from mcore_parallel.data._tokenizer import ByteTokenizer, NullTokenizer, Tokenizer
-from mcore_parallel.data._tokenizer_files import build_tokenizer, save_tokenizer
-from mcore_parallel.data._word_masking import word_starts
+from mcore_parallel.data.corpus import IndexedDataset, IndexedDatasetBuilder, merge_indexed, token_dtype
+from mcore_parallel.data.datasets import (
+    BlendedDataset,
+    BlendedMegatronDatasetBuilder,
+    BlendedMegatronDatasetConfig,
+    GPTDataset,
+    GPTDatasetConfig,
+    GPTFIMDataset,
+    GPTFIMDatasetConfig,
+    MaskedTokensConfig,
+    MaskedTokensDataset,
+    PretrainingSampler,
+    SentencePairConfig,
+    SentencePairDataset,
+    SFTDataset,
+    SFTDatasetConfig,
+    Split,
+    batches,
+    parse_blend,
+    parse_split,
+    word_starts,
+)
+from mcore_parallel.data.preprocessing import (
+    ChatTokenizer,
+    PreprocessReport,
+    preprocess,
+    preprocess_conversations,
+    read_conversations,
+    read_documents,
+)
+from mcore_parallel.data.tokenizers import (
+    ByteTokenizer,
+    ChatTurn,
+    HuggingFaceTokenizer,
+    NullTokenizer,
+    SentencePieceTokenizer,
+    TiktokenTokenizer,
+    Tokenizer,
+    build_tokenizer,
+    save_tokenizer,
+    train_bpe,
+)
 
 __all__ = [
     "BlendedDataset",

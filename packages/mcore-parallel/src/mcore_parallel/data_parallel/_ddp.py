@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mcore_parallel._groups import Group, ProcessGroups
-from mcore_parallel._shards import NamedShard, Piece, named_shards
 from mcore_parallel.comm._registered import RegisteredMemory
 from mcore_parallel.data_parallel._buffer import DataGroups, GradBuffer
 from mcore_parallel.data_parallel._config import DistributedDataParallelConfig
 from mcore_parallel.data_parallel._gather import ParamGather
 from mcore_parallel.data_parallel._subgroups import DataGroupSplitter
+from mcore_parallel.groups import Group, NamedShard, Piece, ProcessGroups, named_shards
 from mcore_parallel.tensor_parallel import MainGradient, WeightCopyHolder, WeightGradientSink
 
 

@@ -4,10 +4,9 @@
 
 import torch.distributed as dist
 
-from mcore_parallel._communicator import Group, connect
-from mcore_parallel._groups import ProcessGroups
 from mcore_parallel.data_parallel._buffer import DataGroups
 from mcore_parallel.data_parallel._config import DistributedDataParallelConfig
+from mcore_parallel.groups import Group, ProcessGroups, connect
 
 
 class DataGroupSplitter:

@@ -9,8 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from mcore_parallel._groups import ProcessGroups
-from mcore_parallel._shards import ShardSpec
+from mcore_parallel.groups import ProcessGroups, ShardSpec
 from mcore_parallel.models._bert_heads import BertOutput, MaskedTokenHead, Pooler, ReplicatedAffine
 from mcore_parallel.models._config import TransformerConfig
 from mcore_parallel.models._init import fill_parameters

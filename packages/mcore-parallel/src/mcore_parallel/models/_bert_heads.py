@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mcore_parallel._shards import ShardSpec
 from mcore_parallel.comm import gather_from_sequence_parallel_region
+from mcore_parallel.groups import ShardSpec
 from mcore_parallel.models._layer import build_norm
 from mcore_parallel.models._output import OutputLayer
 from mcore_parallel.models._slots import Site

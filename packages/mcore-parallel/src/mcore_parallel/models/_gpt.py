@@ -9,8 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from mcore_parallel._groups import ProcessGroups
 from mcore_parallel.backends import Backend, TorchBackend
+from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.models._config import TransformerConfig
 from mcore_parallel.models._init import fill_parameters
 from mcore_parallel.models._latent import latent_attention

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from typing import Any
 
-from mcore_parallel._groups import ProcessGroups
+from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.models._config import TransformerConfig
 from mcore_parallel.models._cores import has_window, layer_rotary
 from mcore_parallel.models._gpt import GPTModel

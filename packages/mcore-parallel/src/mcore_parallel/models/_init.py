@@ -10,8 +10,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from mcore_parallel._groups import ProcessGroups
-from mcore_parallel._shards import NamedShard, named_shards
+from mcore_parallel.groups import NamedShard, ProcessGroups, named_shards
 from mcore_parallel.models._config import TransformerConfig
 
 # Parameters that write into the residual stream.

@@ -8,8 +8,8 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from mcore_parallel._plan import ParallelPlan
 from mcore_parallel.context_parallel import ContextParallelAttention, HeadSplitError, LayeredAttention, exchange_size
+from mcore_parallel.groups import ParallelPlan
 from mcore_parallel.models._config import TransformerConfig
 from mcore_parallel.models._layer import dense_feed_forward
 from mcore_parallel.models._slots import FeedForwardBuilder

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from mcore_parallel._groups import ProcessGroups
+from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.nn import (
     EXPERT_PARTS,
     ActivationOffloader,

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from mcore_parallel._groups import Group
 from mcore_parallel.context_parallel import sequence_lengths, tokens_ahead
+from mcore_parallel.groups import Group
 from mcore_parallel.models._config import TransformerConfig
 from mcore_parallel.models._layer import build_norm
 from mcore_parallel.models._memory import StageMemory

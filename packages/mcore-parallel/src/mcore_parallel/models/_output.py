@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mcore_parallel._groups import ProcessGroups
-from mcore_parallel._shards import ShardSpec
 from mcore_parallel.comm import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from mcore_parallel.groups import ProcessGroups, ShardSpec
 from mcore_parallel.tensor_parallel import (
     InvariantProducts,
     LossProducts,

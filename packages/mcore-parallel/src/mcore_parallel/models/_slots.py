@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from mcore_parallel._groups import ProcessGroups
+from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.models._config import TransformerConfig
 from mcore_parallel.nn import LayerFactory, LayerMemory, TorchLayers
 

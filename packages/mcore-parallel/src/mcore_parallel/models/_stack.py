@@ -7,7 +7,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mcore_parallel._groups import Group
+from mcore_parallel.groups import Group
 from mcore_parallel.models._config import TransformerConfig
 from mcore_parallel.models._layer import TransformerLayer, dense_feed_forward
 from mcore_parallel.models._layout import is_dense

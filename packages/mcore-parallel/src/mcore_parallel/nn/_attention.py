@@ -8,8 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from mcore_parallel._groups import ProcessGroups
-from mcore_parallel._shards import ShardSpec
+from mcore_parallel.groups import ProcessGroups, ShardSpec
 from mcore_parallel.nn._attention_spec import AttentionSpec
 from mcore_parallel.nn._cores import AttentionCore, SinkAttentionCore, causal_attention
 from mcore_parallel.nn._factory import LayerFactory, TorchLayers

@@ -8,8 +8,8 @@ from typing import Protocol, runtime_checkable
 import torch.nn.functional as F
 from torch import Tensor
 
-from mcore_parallel._groups import Group, ProcessGroups
 from mcore_parallel.context_parallel import ContextParallelAttention, context_parallel_attention
+from mcore_parallel.groups import Group, ProcessGroups
 from mcore_parallel.nn._attention_spec import AttentionSpec
 from mcore_parallel.nn._step import Step
 

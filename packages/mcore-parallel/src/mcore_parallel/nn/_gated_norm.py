@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mcore_parallel._groups import ProcessGroups
-from mcore_parallel._shards import ShardSpec
+from mcore_parallel.groups import ProcessGroups, ShardSpec
 from mcore_parallel.nn._fused import has_kernel
 from mcore_parallel.nn._fused_mixers import fused_gated_rms_norm
 

@@ -8,8 +8,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from mcore_parallel._groups import ProcessGroups
 from mcore_parallel.comm import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.nn._attention_spec import AttentionSpec
 from mcore_parallel.nn._cores import AttentionCore, causal_attention
 from mcore_parallel.nn._factory import LayerFactory, TorchLayers

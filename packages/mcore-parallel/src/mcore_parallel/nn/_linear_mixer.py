@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mcore_parallel._groups import ProcessGroups
-from mcore_parallel._shards import ShardSpec
+from mcore_parallel.groups import ProcessGroups, ShardSpec
 from mcore_parallel.nn._chunks import ChunkPlan, plan_chunks
 from mcore_parallel.nn._conv import CausalConv, causal_conv, conv_step, extend
 from mcore_parallel.nn._factory import LayerFactory, TorchLayers

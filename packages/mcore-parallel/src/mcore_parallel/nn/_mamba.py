@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from mcore_parallel._groups import ProcessGroups
+from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.nn._chunks import ChunkPlan
 from mcore_parallel.nn._factory import LayerFactory
 from mcore_parallel.nn._fused import has_kernel

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mcore_parallel._groups import ProcessGroups
+from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.nn._attention_spec import AttentionSpec
 from mcore_parallel.nn._cores import AttentionCore
 from mcore_parallel.nn._registry import choose_attention

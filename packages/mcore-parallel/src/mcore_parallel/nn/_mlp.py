@@ -5,7 +5,7 @@
 import torch
 from torch import Tensor, nn
 
-from mcore_parallel._groups import ProcessGroups
+from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.nn._activations import Activation, RemadeActivation
 from mcore_parallel.nn._factory import LayerFactory, TorchLayers
 from mcore_parallel.nn._fused import has_kernel

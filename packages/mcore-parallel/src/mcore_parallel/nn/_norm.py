@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from mcore_parallel._shards import ShardSpec
+from mcore_parallel.groups import ShardSpec
 from mcore_parallel.nn._fused import fused_layer_norm, fused_rms_norm, has_kernel
 
 

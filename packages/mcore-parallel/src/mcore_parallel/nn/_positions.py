@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from mcore_parallel._groups import Group, ProcessGroups
-from mcore_parallel._shards import ShardSpec
 from mcore_parallel.context_parallel import zigzag_indices
+from mcore_parallel.groups import Group, ProcessGroups, ShardSpec
 from mcore_parallel.nn._rope import paired, rotary_angles, rotary_frequencies
 from mcore_parallel.nn._rope_scaling import Llama3Scaling, YarnScaling
 

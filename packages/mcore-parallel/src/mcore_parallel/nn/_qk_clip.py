@@ -10,11 +10,10 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from mcore_parallel._groups import ProcessGroups
-from mcore_parallel._shards import ShardSpec, named_shards
 from mcore_parallel.comm import all_gather, all_reduce
 from mcore_parallel.context_parallel import zigzag_inverse
 from mcore_parallel.context_parallel._zigzag import Segment, segments
+from mcore_parallel.groups import ProcessGroups, ShardSpec, named_shards
 from mcore_parallel.nn._attention_spec import AttentionSpec
 from mcore_parallel.nn._step import Step
 

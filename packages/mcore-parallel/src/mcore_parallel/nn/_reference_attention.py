@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mcore_parallel._groups import ProcessGroups
+from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.nn._attention_spec import AttentionSpec
 from mcore_parallel.nn._softmax import softmax_with_sink
 from mcore_parallel.nn._step import Step

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from mcore_parallel._groups import ProcessGroups
 from mcore_parallel.context_parallel import HeadSplitError, context_parallel_attention, exchange_size
+from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.nn._attention_spec import AttentionSpec
 from mcore_parallel.nn._cores import AttentionCore
 

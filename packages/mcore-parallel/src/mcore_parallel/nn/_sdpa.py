@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from mcore_parallel._groups import Group, ProcessGroups
 from mcore_parallel.context_parallel import ContextParallelAttention
+from mcore_parallel.groups import Group, ProcessGroups
 from mcore_parallel.nn._attention_spec import AttentionSpec
 from mcore_parallel.nn._step import Step
 

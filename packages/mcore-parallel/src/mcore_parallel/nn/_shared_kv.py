@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mcore_parallel._groups import ProcessGroups
-from mcore_parallel._shards import ShardSpec
 from mcore_parallel.comm import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from mcore_parallel.comm._regions import gather
+from mcore_parallel.groups import ProcessGroups, ShardSpec
 from mcore_parallel.tensor_parallel._init import normal_shard_
 
 

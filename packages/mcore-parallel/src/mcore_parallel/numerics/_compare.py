@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcore_parallel._groups import ProcessGroups
-from mcore_parallel._shards import ShardSpec
 from mcore_parallel.comm import all_reduce
+from mcore_parallel.groups import ProcessGroups, ShardSpec
 from mcore_parallel.numerics._bound import Difference, expected_rel_bound, layer_of
 from mcore_parallel.numerics._diagnose import diagnose
 

@@ -11,9 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from mcore_parallel._groups import ProcessGroups
-from mcore_parallel._shards import ShardSpec, named_shards
 from mcore_parallel.comm import all_gather
+from mcore_parallel.groups import ProcessGroups, ShardSpec, named_shards
 from mcore_parallel.numerics._dump import entry_key, statistics, write_dump
 
 

@@ -9,9 +9,8 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
-from mcore_parallel._groups import Group, ProcessGroups
-from mcore_parallel._shards import Piece
 from mcore_parallel.comm import all_gather
+from mcore_parallel.groups import Group, Piece, ProcessGroups
 from mcore_parallel.optim._adam import Numbers
 from mcore_parallel.optim._config import OptimizerConfig
 from mcore_parallel.optim._unit import Unit

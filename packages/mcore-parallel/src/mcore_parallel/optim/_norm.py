@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mcore_parallel._groups import ProcessGroups
-from mcore_parallel._shards import NamedShard, Piece
 from mcore_parallel.comm import all_reduce
+from mcore_parallel.groups import NamedShard, Piece, ProcessGroups
 from mcore_parallel.optim._unit import Placement, whole_piece
 
 

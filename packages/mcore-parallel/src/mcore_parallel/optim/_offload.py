@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from mcore_parallel._shards import Piece
+from mcore_parallel.groups import Piece
 from mcore_parallel.optim._adam import Numbers, adam
 from mcore_parallel.optim._config import OptimizerConfig
 from mcore_parallel.optim._state import BLOCK

@@ -11,9 +11,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from mcore_parallel._groups import ProcessGroups
-from mcore_parallel._shards import Piece, ShardSpec, named_shards
 from mcore_parallel.comm import all_reduce
+from mcore_parallel.groups import Piece, ProcessGroups, ShardSpec, named_shards
 from mcore_parallel.optim._adam import Numbers, adam, lion, sgd
 from mcore_parallel.optim._config import OptimizerConfig, Rule
 from mcore_parallel.optim._loss_scale import DynamicLossScale

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mcore_parallel._groups import ProcessGroups
-from mcore_parallel._shards import Piece, ShardSpec, boxes
+from mcore_parallel.groups import Piece, ProcessGroups, ShardSpec, boxes
 from mcore_parallel.optim._config import OptimizerConfig, Rule
 from mcore_parallel.optim._state import Holder, Master, Plain, Remainder, moment
 

@@ -7,8 +7,8 @@ from itertools import zip_longest
 
 from torch import Tensor
 
-from mcore_parallel._groups import Group
 from mcore_parallel.comm import Arrival, BridgeBatch, BridgeCommunicator, P2PCommunicator, TensorSpec
+from mcore_parallel.groups import Group
 
 
 class ChainLink:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from mcore_parallel._groups import Group
 from mcore_parallel.comm import Arrival, P2PCommunicator, TensorSpec
+from mcore_parallel.groups import Group
 from mcore_parallel.pipeline._clock import Transfer, given, needed
 from mcore_parallel.pipeline._overlap import Overlap
 from mcore_parallel.pipeline._plan import Exchange, PipelinePlan

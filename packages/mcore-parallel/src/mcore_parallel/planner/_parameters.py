@@ -13,10 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mcore_parallel._groups import ProcessGroups
-from mcore_parallel._plan import ParallelPlan
-from mcore_parallel._shards import ShardSpec, named_shards
 from mcore_parallel.data_parallel import lay_out_slices
+from mcore_parallel.groups import ParallelPlan, ProcessGroups, ShardSpec, named_shards
 from mcore_parallel.models import GPTModel, Site, TransformerConfig, dense_feed_forward, place_layers
 from mcore_parallel.models._pattern import read_pattern
 from mcore_parallel.nn import Activation

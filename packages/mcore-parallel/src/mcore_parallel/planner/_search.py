@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from mcore_parallel._plan import ParallelPlan
 from mcore_parallel.data_parallel import DistributedDataParallelConfig
+from mcore_parallel.groups import ParallelPlan
 from mcore_parallel.nn import RecomputeConfig
 from mcore_parallel.planner._cost import Cluster, StepCost, step_cost
 from mcore_parallel.planner._errors import PlannerError

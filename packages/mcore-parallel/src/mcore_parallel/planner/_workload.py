@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mcore_parallel._plan import ParallelPlan
 from mcore_parallel.data_parallel import DistributedDataParallelConfig
+from mcore_parallel.groups import ParallelPlan
 from mcore_parallel.nn import RecomputeConfig
 from mcore_parallel.optim import OptimizerConfig
 from mcore_parallel.planner._errors import PlannerError

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_parallel._groups import Group
 from mcore_parallel.comm import all_reduce
+from mcore_parallel.groups import Group
 from mcore_parallel.tensor_parallel._vocab import check_ids, owned_rows
 
 # T tokens (any leading dims), V vocabulary, v = V / group size columns of this rank

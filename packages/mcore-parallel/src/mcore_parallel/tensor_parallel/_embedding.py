@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mcore_parallel._groups import ProcessGroups
-from mcore_parallel._shards import ShardSpec
 from mcore_parallel.comm import reduce_from_tensor_model_parallel_region, reduce_scatter_to_sequence_parallel_region
+from mcore_parallel.groups import ProcessGroups, ShardSpec
 from mcore_parallel.tensor_parallel._init import normal_shard_
 from mcore_parallel.tensor_parallel._picked_rows import pick_rows
 from mcore_parallel.tensor_parallel._vocab import check_ids, owned_rows

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mcore_parallel._groups import Group
 from mcore_parallel.comm import all_gather
 from mcore_parallel.comm._collectives import start_all_reduce, start_reduce_scatter, wait
+from mcore_parallel.groups import Group
 from mcore_parallel.tensor_parallel._rows import RowMaths, RowResult, combine, maths_dtype, row_statistics, to_gradient_
 from mcore_parallel.tensor_parallel._vocab import check_ids
 from mcore_parallel.tensor_parallel._weight_gradient import MainGradient, WeightGradientQueue, add_product_, wide_product

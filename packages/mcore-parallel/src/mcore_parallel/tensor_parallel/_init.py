@@ -5,8 +5,7 @@
 import torch
 from torch import nn
 
-from mcore_parallel._groups import ProcessGroups
-from mcore_parallel._shards import ShardSpec
+from mcore_parallel.groups import ProcessGroups, ShardSpec
 
 
 def normal_shard_(parameter: nn.Parameter, spec: ShardSpec, groups: ProcessGroups, *, std: float, seed: int) -> None:

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mcore_parallel._groups import Group
-from mcore_parallel._shards import named_shards
 from mcore_parallel.comm import all_gather, all_reduce
+from mcore_parallel.groups import Group, named_shards
 from mcore_parallel.tensor_parallel._product import ProductLayer, Route
 from mcore_parallel.tensor_parallel._vocab import check_ids, owned_rows
 

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mcore_parallel._groups import Group, ProcessGroups
-from mcore_parallel._shards import ShardSpec
 from mcore_parallel.comm import all_gather, all_reduce, reduce_scatter
 from mcore_parallel.comm._collectives import start_all_gather, start_all_reduce, start_reduce_scatter, wait
+from mcore_parallel.groups import Group, ProcessGroups, ShardSpec
 from mcore_parallel.tensor_parallel._weight_gradient import LaterGradients, MainGradient, WeightGradientQueue
 
 # T tokens, R ranks of the group, P pieces, C tokens of a rank in a piece, I input features of this rank, O output features of this rank

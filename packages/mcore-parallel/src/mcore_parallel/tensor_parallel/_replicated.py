@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mcore_parallel._groups import Group, ProcessGroups
-from mcore_parallel._shards import ShardSpec
+from mcore_parallel.groups import Group, ProcessGroups, ShardSpec
 from mcore_parallel.tensor_parallel._init import normal_shard_
 from mcore_parallel.tensor_parallel._product import ProductLayer, column_product
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcore_parallel._groups import Group
 from mcore_parallel.comm import all_gather
+from mcore_parallel.groups import Group
 
 # T tokens (rows), v columns of this rank, K statistics a row
 

@@ -5,7 +5,7 @@
 import torch
 from torch import Tensor
 
-from mcore_parallel._groups import Group
+from mcore_parallel.groups import Group
 
 
 def pad_vocab_size(vocab_size: int, tp: int, multiple: int = 128) -> int:

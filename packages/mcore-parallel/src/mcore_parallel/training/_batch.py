@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_parallel._groups import Group
 from mcore_parallel.context_parallel import SequenceSplitError, sequence_lengths, tokens_ahead, zigzag_indices
+from mcore_parallel.groups import Group
 from mcore_parallel.nn import Step
 
 

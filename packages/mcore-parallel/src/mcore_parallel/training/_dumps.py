@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from mcore_parallel._groups import ProcessGroups
+from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.numerics import TensorRecorder
 from mcore_parallel.training._step import GradientPass
 from mcore_parallel.training._totals import Totals

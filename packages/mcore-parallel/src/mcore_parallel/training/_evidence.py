@@ -8,8 +8,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from mcore_parallel._groups import ProcessGroups
 from mcore_parallel.comm import all_gather
+from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.training._step import GradientPass
 
 # What a rank may say about itself.

@@ -8,8 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from mcore_parallel._groups import ProcessGroups
-from mcore_parallel._shards import ShardSpec, named_shards
+from mcore_parallel.groups import ProcessGroups, ShardSpec, named_shards
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mcore_parallel._groups import ProcessGroups
 from mcore_parallel.comm import TensorSpec, all_reduce
+from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.pipeline import (
     ModelChunks,
     Overlap,

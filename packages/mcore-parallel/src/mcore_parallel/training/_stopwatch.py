@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from mcore_parallel._groups import Group
+from mcore_parallel.groups import Group
 
 _MAX_PENDING = 64
 """Pairs of events from which on those that are complete are added up without waiting."""

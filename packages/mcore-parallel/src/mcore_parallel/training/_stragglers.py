@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mcore_parallel._groups import ProcessGroups
 from mcore_parallel.comm import all_gather
+from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.pipeline import ModelChunks
 
 

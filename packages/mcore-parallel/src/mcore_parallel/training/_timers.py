@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mcore_parallel._groups import Group
 from mcore_parallel.comm import all_gather, all_reduce
+from mcore_parallel.groups import Group
 from mcore_parallel.training._protocols import Writer
 from mcore_parallel.training._stopwatch import NO_TIMER, DeviceTimer, HostTimer, Timer
 

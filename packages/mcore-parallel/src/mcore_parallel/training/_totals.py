@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcore_parallel._groups import ProcessGroups
 from mcore_parallel.comm import all_reduce
+from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.training._objective import LossReport
 
 # Only the last stage knows which metrics there are. Over several stages the vector therefore has a fixed size:

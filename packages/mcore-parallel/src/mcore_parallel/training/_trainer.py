@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from mcore_parallel._groups import ProcessGroups
+from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.pipeline import ModelChunks, Overlap
 from mcore_parallel.pipeline import Schedule as PipelineSchedule
 from mcore_parallel.training._batch import Batch

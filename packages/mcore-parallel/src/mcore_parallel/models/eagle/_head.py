@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mcore_parallel._groups import ProcessGroups
 from mcore_parallel.context_parallel import sequence_lengths, tokens_ahead
+from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.models._init import fill_parameters
 from mcore_parallel.models._layer import TransformerLayer, build_norm, dense_feed_forward, self_attention
 from mcore_parallel.models._layout import check_layout

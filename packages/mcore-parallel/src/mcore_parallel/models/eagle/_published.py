@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_parallel._shards import named_shards
 from mcore_parallel.comm import all_gather
+from mcore_parallel.groups import named_shards
 from mcore_parallel.models.eagle._config import EagleConfig
 from mcore_parallel.models.eagle._head import EagleHead
 from mcore_parallel.models.eagle._vocabulary import DraftVocabulary

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mcore_parallel._groups import Group
 from mcore_parallel.comm import all_gather, all_reduce
+from mcore_parallel.groups import Group
 
 # T tokens (any leading dims), V vocabulary, v = V / group size columns of this rank, c those that are no padding, K top-k
 

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mcore_parallel._groups import ProcessGroups
-from mcore_parallel._shards import ShardSpec
+from mcore_parallel.groups import ProcessGroups, ShardSpec
 
 # T tokens, D width of the teacher
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mcore_parallel._groups import ProcessGroups
 from mcore_parallel.comm import TensorSpec
+from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.models import ModelOutput
 from mcore_parallel.pipeline import ModelChunks, forward_only, plan_pipeline, run_schedule
 from mcore_parallel.training._batch import Batch

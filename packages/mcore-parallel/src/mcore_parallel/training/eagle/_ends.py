@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mcore_parallel._groups import Group
 from mcore_parallel.comm import all_gather
+from mcore_parallel.groups import Group
 from mcore_parallel.models.eagle import DraftVocabulary
 
 _CHUNK = 1 << 26

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcore_parallel._groups import ProcessGroups
 from mcore_parallel.comm import all_gather
+from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.training._batch import Batch
 from mcore_parallel.training.distill._shards import Shard, StoreLayout, StoreWriter, open_shards, read_settings
 from mcore_parallel.training.distill._store import run_missing

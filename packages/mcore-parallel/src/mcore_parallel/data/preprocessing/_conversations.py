@@ -9,15 +9,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from mcore_parallel.data._builder import IndexedDatasetBuilder
-from mcore_parallel.data._chat import ChatTurn
-from mcore_parallel.data._documents import document_files, read_entries
 from mcore_parallel.data._errors import DataError, DocumentError
-from mcore_parallel.data._index_file import token_dtype
-from mcore_parallel.data._preprocess import PreprocessReport
-
-LEARNT = 1
-"""Mode of sequences whose tokens are to be predicted; 0 marks those that are given."""
+from mcore_parallel.data.corpus import LEARNT, IndexedDatasetBuilder, token_dtype
+from mcore_parallel.data.preprocessing._documents import document_files, read_entries
+from mcore_parallel.data.preprocessing._preprocess import PreprocessReport
+from mcore_parallel.data.tokenizers import ChatTurn
 
 
 @runtime_checkable

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from mcore_parallel.data._array_cache import cached_arrays, describe
-from mcore_parallel.data._blend_config import BlendedMegatronDatasetConfig
-from mcore_parallel.data._blend_indices import blend_by_weight, blend_exhaustively
 from mcore_parallel.data._errors import DataError
+from mcore_parallel.data.datasets._array_cache import cached_arrays, describe
+from mcore_parallel.data.datasets._blend_config import BlendedMegatronDatasetConfig
+from mcore_parallel.data.datasets._blend_indices import blend_by_weight, blend_exhaustively
 
 _MAX_DATASETS = int(np.iinfo(np.int16).max)
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_parallel.data._compressed import opened, plain_name
 from mcore_parallel.data._errors import DocumentError, reason_of
-from mcore_parallel.data._parquet import read_column, row_groups
-from mcore_parallel.data._spans import LINE_ENDINGS, PARQUET_ENDING, Span, whole
+from mcore_parallel.data.preprocessing._compressed import opened, plain_name
+from mcore_parallel.data.preprocessing._parquet import read_column, row_groups
+from mcore_parallel.data.preprocessing._spans import LINE_ENDINGS, PARQUET_ENDING, Span, whole
 
 _TEXT_ENDINGS = (".py", ".txt", ".md")
 _FOLDER_ENDINGS = (*_TEXT_ENDINGS, ".jsonl", PARQUET_ENDING)

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_parallel.data._atomic import atomic_file
-from mcore_parallel.data._builder import merge_indexed
 from mcore_parallel.data._errors import DataError
+from mcore_parallel.data.corpus import merge_indexed
 
 Counts = dict[str, int]
 

@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from mcore_parallel._groups import Group, ProcessGroups
+from mcore_parallel.groups._groups import Group, ProcessGroups
 
 __all__ = ["NamedShard", "Piece", "ShardSpec", "ShardedModule", "boxes", "named_shards"]
 

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from mcore_parallel.data._atomic import atomic_file, commit, partial_name
 from mcore_parallel.data._errors import IndexedDatasetError, reason_of
-from mcore_parallel.data._index_file import as_token_dtype, read_index, write_index
+from mcore_parallel.data.corpus._index_file import as_token_dtype, read_index, write_index
 
 
 class IndexedDatasetBuilder:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 import torch.distributed as dist
 
-from mcore_parallel._communicator import CommunicatorOptions, Group, connect, uses_nccl
-from mcore_parallel._grid import HyperCommGrid
-from mcore_parallel._plan import ParallelPlan
+from mcore_parallel.groups._communicator import CommunicatorOptions, Group, connect, uses_nccl
+from mcore_parallel.groups._grid import HyperCommGrid
+from mcore_parallel.groups._plan import ParallelPlan
 
 __all__ = ["Group", "ProcessGroups", "enumerate_groups"]
 

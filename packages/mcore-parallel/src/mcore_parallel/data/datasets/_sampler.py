@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mcore_parallel.data._blend import SampleSource
 from mcore_parallel.data._errors import DataError
+from mcore_parallel.data.datasets._blend import SampleSource
 
 
 class PretrainingSampler:

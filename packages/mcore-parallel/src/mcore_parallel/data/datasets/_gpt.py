@@ -13,12 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mcore_parallel.data._array_cache import Arrays, as_run, fingerprint
-from mcore_parallel.data._blend_config import BlendedMegatronDatasetConfig, Split
-from mcore_parallel.data._corpus_dataset import CorpusDataset
 from mcore_parallel.data._errors import DataError
-from mcore_parallel.data._gpt_indices import build_gpt_indices, plan_epochs
-from mcore_parallel.data._pad import pad_id
+from mcore_parallel.data.datasets._array_cache import Arrays, as_run, fingerprint
+from mcore_parallel.data.datasets._blend_config import BlendedMegatronDatasetConfig, Split
+from mcore_parallel.data.datasets._corpus_dataset import CorpusDataset
+from mcore_parallel.data.datasets._gpt_indices import build_gpt_indices, plan_epochs
+from mcore_parallel.data.datasets._pad import pad_id
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from mcore_parallel.data._atomic import atomic_file
 from mcore_parallel.data._errors import TokenizerError
-from mcore_parallel.data._tokenizer import ByteTokenizer, NullTokenizer, Tokenizer
+from mcore_parallel.data.tokenizers._tokenizer import ByteTokenizer, NullTokenizer, Tokenizer
 
 METADATA_NAME = "tokenizer_metadata.json"
 _CHOICES = "byte, null:VOCAB_SIZE, or the path of a tokenizer.json, .model or .tiktoken, or of the folder that holds one"
@@ -107,9 +107,9 @@ def _from_metadata(folder: str) -> Tokenizer:
 
 def _libraries() -> dict[str, Callable[..., Tokenizer]]:
     # the one place that decides for the optional libraries, which load when a tokenizer is made
-    from mcore_parallel.data._hf_tokenizer import HuggingFaceTokenizer
-    from mcore_parallel.data._sentencepiece_tokenizer import SentencePieceTokenizer
-    from mcore_parallel.data._tiktoken_tokenizer import TiktokenTokenizer
+    from mcore_parallel.data.tokenizers._huggingface import HuggingFaceTokenizer
+    from mcore_parallel.data.tokenizers._sentencepiece import SentencePieceTokenizer
+    from mcore_parallel.data.tokenizers._tiktoken import TiktokenTokenizer
 
     return {
         "byte": ByteTokenizer,

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from mcore_parallel.data._array_cache import Arrays, cache_folder, cached_arrays, describe
-from mcore_parallel.data._blend_config import BlendedMegatronDatasetConfig, Split
-from mcore_parallel.data._indexed import IndexedDataset
+from mcore_parallel.data.corpus import IndexedDataset
+from mcore_parallel.data.datasets._array_cache import Arrays, cache_folder, cached_arrays, describe
+from mcore_parallel.data.datasets._blend_config import BlendedMegatronDatasetConfig, Split
 
 C = TypeVar("C", bound=BlendedMegatronDatasetConfig)
 

@@ -7,9 +7,9 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from mcore_parallel.data._compressed import PACKED_ENDINGS
 from mcore_parallel.data._errors import DocumentError, reason_of
-from mcore_parallel.data._parquet import row_groups
+from mcore_parallel.data.preprocessing._compressed import PACKED_ENDINGS
+from mcore_parallel.data.preprocessing._parquet import row_groups
 
 LINE_ENDINGS = (".jsonl", ".json")
 PARQUET_ENDING = ".parquet"

@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mcore_parallel.data._array_cache import Arrays, as_run, fingerprint
-from mcore_parallel.data._blend_config import BlendedMegatronDatasetConfig
-from mcore_parallel.data._corpus_dataset import CorpusDataset
 from mcore_parallel.data._errors import DataError
+from mcore_parallel.data.datasets._array_cache import Arrays, as_run, fingerprint
+from mcore_parallel.data.datasets._blend_config import BlendedMegatronDatasetConfig
+from mcore_parallel.data.datasets._corpus_dataset import CorpusDataset
 
 _FRAME = 3
 """Special tokens of a sample."""

@@ -9,15 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_parallel.data._builder import IndexedDatasetBuilder
-from mcore_parallel.data._documents import RawBatch, check_encoding_errors, document_files, read_batches
-from mcore_parallel.data._encode import Encoder, Encoding
 from mcore_parallel.data._errors import DataError, DocumentError
-from mcore_parallel.data._index_file import token_dtype
-from mcore_parallel.data._pieces import Counts, PieceFolder
-from mcore_parallel.data._spans import Span, cut_spans, whole
-from mcore_parallel.data._tokenizer import Tokenizer
-from mcore_parallel.data._tokenizer_files import build_tokenizer
+from mcore_parallel.data.corpus import IndexedDatasetBuilder, token_dtype
+from mcore_parallel.data.preprocessing._documents import RawBatch, check_encoding_errors, document_files, read_batches
+from mcore_parallel.data.preprocessing._encode import Encoder, Encoding
+from mcore_parallel.data.preprocessing._pieces import Counts, PieceFolder
+from mcore_parallel.data.preprocessing._spans import Span, cut_spans, whole
+from mcore_parallel.data.tokenizers import Tokenizer, build_tokenizer
 
 _PIECE_BYTES = 1 << 30
 

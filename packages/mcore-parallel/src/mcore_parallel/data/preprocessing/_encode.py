@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_parallel.data._documents import RawBatch, decode
 from mcore_parallel.data._errors import DocumentError
-from mcore_parallel.data._roles import RoleTokenizer, check_ids
-from mcore_parallel.data._tokenizer import Tokenizer
+from mcore_parallel.data.preprocessing._documents import RawBatch, decode
+from mcore_parallel.data.tokenizers import RoleTokenizer, Tokenizer, check_ids
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from mcore_parallel.data._errors import IndexedDatasetError, reason_of
-from mcore_parallel.data._mapped import MappedFile
 from mcore_parallel.data._remote import RemoteFile, is_url
+from mcore_parallel.data.corpus._mapped import MappedFile
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -29,6 +29,8 @@ DTYPE_OF_CODE: dict[int, np.dtype] = {
     8: np.dtype("<u2"),
 }
 CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
+LEARNT = 1
+"""Mode of sequences whose tokens are to be predicted; 0 marks those that are given."""
 
 _HEADER = struct.Struct("<9sQBQQ")
 _REBUILD = "write it again with IndexedDatasetBuilder or mcore-preprocess"

@@ -8,14 +8,12 @@ import time
 import warnings
 from collections.abc import Sequence
 
-from mcore_parallel.data._blend_builder import BlendedMegatronDatasetBuilder
-from mcore_parallel.data._blend_config import Split, parse_blend
-from mcore_parallel.data._cli_progress import progress
-from mcore_parallel.data._conversations import ChatTokenizer, preprocess_conversations
 from mcore_parallel.data._errors import DataError
-from mcore_parallel.data._gpt import GPTDataset, GPTDatasetConfig
-from mcore_parallel.data._preprocess import PreprocessReport, preprocess
-from mcore_parallel.data._tokenizer_files import build_tokenizer
+from mcore_parallel.data.datasets import BlendedMegatronDatasetBuilder, GPTDataset, GPTDatasetConfig, Split, parse_blend
+from mcore_parallel.data.preprocessing._cli_progress import progress
+from mcore_parallel.data.preprocessing._conversations import ChatTokenizer, preprocess_conversations
+from mcore_parallel.data.preprocessing._preprocess import PreprocessReport, preprocess
+from mcore_parallel.data.tokenizers import build_tokenizer
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,8 +5,8 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
-from mcore_parallel.data._chat import ChatTurn, chat_turns, join_turns
 from mcore_parallel.data._errors import TokenizerError
+from mcore_parallel.data.tokenizers._chat import ChatTurn, chat_turns, join_turns
 
 
 class RoleTokenizer(ABC):

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from mcore_parallel.data._blend import BlendedDataset
-from mcore_parallel.data._blend_config import Blend, BlendedMegatronDatasetConfig, Split
 from mcore_parallel.data._errors import DataError
-from mcore_parallel.data._indexed import IndexedDataset
+from mcore_parallel.data.corpus import IndexedDataset
+from mcore_parallel.data.datasets._blend import BlendedDataset
+from mcore_parallel.data.datasets._blend_config import Blend, BlendedMegatronDatasetConfig, Split
 
 Range = tuple[float, float]
 

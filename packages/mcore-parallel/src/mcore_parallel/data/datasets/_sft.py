@@ -15,13 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mcore_parallel.data._array_cache import Arrays, fingerprint
-from mcore_parallel.data._blend_config import BlendedMegatronDatasetConfig
-from mcore_parallel.data._conversations import LEARNT
-from mcore_parallel.data._corpus_dataset import CorpusDataset
 from mcore_parallel.data._errors import DataError
-from mcore_parallel.data._indexed import IndexedDataset
-from mcore_parallel.data._packing import build_packs
+from mcore_parallel.data.corpus import LEARNT, IndexedDataset
+from mcore_parallel.data.datasets._array_cache import Arrays, fingerprint
+from mcore_parallel.data.datasets._blend_config import BlendedMegatronDatasetConfig
+from mcore_parallel.data.datasets._corpus_dataset import CorpusDataset
+from mcore_parallel.data.datasets._packing import build_packs
 
 
 @dataclass(frozen=True, kw_only=True)
