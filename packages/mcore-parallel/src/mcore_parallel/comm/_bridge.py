@@ -4,6 +4,7 @@
 
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -77,11 +78,12 @@ class BridgeCommunicator:
         self._connected: set[int] = set()
         self._shapes: ShapeExchange | None = None
         if from_grids:
+            shapes_pg: Any = dist.new_group(sorted(source.members | destination.members), backend="gloo") if self._connects else pg
             self._shapes = ShapeExchange(
                 source,
                 destination,
                 rank=self.rank,
-                pg=dist.new_group(sorted(source.members | destination.members), backend="gloo") if self._connects else pg,
+                pg=shapes_pg,
                 dim_mapping=dim_mapping,
                 dtype=comm_dtype or torch.get_default_dtype(),
                 device=torch.device("cuda", torch.cuda.current_device()) if self._connects else torch.device("cpu"),
