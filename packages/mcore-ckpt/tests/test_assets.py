@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader, state_dict_loader
 
-from mcore_ckpt import CheckpointingException, CheckpointManager, _asset, load, save
+from mcore_ckpt import CheckpointingException, CheckpointManager, load, save
+from mcore_ckpt._core import _asset
 from mcore_ckpt.assets import extract_assets, read_asset
 from mcore_ckpt.cli import main
 from mcore_ckpt.inspect import diff, summarize, verify

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from mcore_ckpt import CheckpointingException, CheckpointManager, load, save
-from mcore_ckpt._sharded import DeferredTensor, ShardedTensor
-from mcore_ckpt._staging import Staging
+from mcore_ckpt._core._sharded import DeferredTensor, ShardedTensor
+from mcore_ckpt._core._staging import Staging
 from mcore_ckpt.storage import LocalFolder, MemoryFolder
 
 
@@ -174,8 +174,8 @@ def test_a_writer_that_hangs_on_one_rank_raises_on_all(world, tmp_path):
 
 
 def test_many_files_at_a_time_hold_what_one_would(tmp_path, monkeypatch):
-    monkeypatch.setattr("mcore_ckpt._save._MIN_FILE_BYTES", 1000)
-    monkeypatch.setattr("mcore_ckpt._control.num_cores", lambda: 4)
+    monkeypatch.setattr("mcore_ckpt._core._save._MIN_FILE_BYTES", 1000)
+    monkeypatch.setattr("mcore_ckpt._core._control.num_cores", lambda: 4)
     values = {f"w{i}": torch.full((250,), float(i)) for i in range(8)}
     save(values, tmp_path / "c")
     assert len(list((tmp_path / "c").glob("*.safetensors"))) == 4
@@ -185,8 +185,8 @@ def test_many_files_at_a_time_hold_what_one_would(tmp_path, monkeypatch):
 
 
 def test_tensors_that_are_made_in_turn_are_made_one_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr("mcore_ckpt._save._MIN_FILE_BYTES", 1000)
-    monkeypatch.setattr("mcore_ckpt._control.num_cores", lambda: 4)
+    monkeypatch.setattr("mcore_ckpt._core._save._MIN_FILE_BYTES", 1000)
+    monkeypatch.setattr("mcore_ckpt._core._control.num_cores", lambda: 4)
     alive = []
 
     def make():
@@ -201,8 +201,8 @@ def test_tensors_that_are_made_in_turn_are_made_one_at_a_time(tmp_path, monkeypa
 
 
 def test_one_of_many_files_that_fails_ends_the_others(tmp_path, monkeypatch):
-    monkeypatch.setattr("mcore_ckpt._save._MIN_FILE_BYTES", 1000)
-    monkeypatch.setattr("mcore_ckpt._control.num_cores", lambda: 4)
+    monkeypatch.setattr("mcore_ckpt._core._save._MIN_FILE_BYTES", 1000)
+    monkeypatch.setattr("mcore_ckpt._core._control.num_cores", lambda: 4)
 
     class Full(LocalFolder):
         def write(self, name, parts):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mcore_ckpt import CheckpointingException, CheckpointManager, load, save
-from mcore_ckpt._control import Control, LostContact
+from mcore_ckpt._core._control import Control, LostContact
 from mcore_ckpt.assets import read_asset
 from mcore_ckpt.foreign import read_torch
 from mcore_ckpt.inspect import summarize

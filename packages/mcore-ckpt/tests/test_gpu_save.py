@@ -51,8 +51,8 @@ def test_copies_of_a_gpu_state_are_page_locked_and_serve_again(tmp_path: Path) -
 
 
 def test_files_written_on_threads_hold_what_another_stream_wrote_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mcore_ckpt._save._MIN_FILE_BYTES", 2**20)
-    monkeypatch.setattr("mcore_ckpt._control.num_cores", lambda: 4)
+    monkeypatch.setattr("mcore_ckpt._core._save._MIN_FILE_BYTES", 2**20)
+    monkeypatch.setattr("mcore_ckpt._core._control.num_cores", lambda: 4)
     state = {f"w{i}": torch.zeros(2**20, device="cuda") for i in range(8)}
     matrix = torch.randn(4096, 4096, device="cuda")
     torch.cuda.synchronize()
@@ -69,7 +69,7 @@ def test_files_written_on_threads_hold_what_another_stream_wrote_last(tmp_path: 
 
 
 def test_files_read_on_threads_fill_tensors_after_what_their_stream_has_queued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mcore_ckpt._control.num_cores", lambda: 4)
+    monkeypatch.setattr("mcore_ckpt._core._control.num_cores", lambda: 4)
     # Longer than the blocks in which files are read, and of rows longer than those.
     state = {f"w{i}": torch.randn(3, 2**20 + 7 * i) for i in range(4)}
     save(state, tmp_path / "c", max_file_bytes=2**24)

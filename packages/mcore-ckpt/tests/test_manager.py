@@ -5,8 +5,9 @@
 import pytest
 import torch
 
-from mcore_ckpt import CheckpointingException, CheckpointManager, _save
-from mcore_ckpt._plan import plan_layouts
+from mcore_ckpt import CheckpointingException, CheckpointManager
+from mcore_ckpt._core import _save
+from mcore_ckpt._core._plan import plan_layouts
 from mcore_ckpt.manifest import is_checkpoint
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from mcore_ckpt import CheckpointingException, load, save
-from mcore_ckpt.manifest import FORMAT_VERSION, Manifest, check_extra, is_checkpoint, read_manifest
+from mcore_ckpt._core._manifest import FORMAT_VERSION, check_extra
+from mcore_ckpt.manifest import Manifest, is_checkpoint, read_manifest
 
 
 @pytest.fixture

@@ -16,8 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mcore_ckpt import CheckpointingException, CheckpointManager, LocalCheckpoints, ShardedTensor, _partners
-from mcore_ckpt._partners import partners
+from mcore_ckpt import CheckpointingException, CheckpointManager, LocalCheckpoints, ShardedTensor
+from mcore_ckpt._local import _partners
+from mcore_ckpt._local._partners import partners
 from mcore_ckpt.storage import LocalFolder
 
 
@@ -145,7 +146,7 @@ def test_a_rank_that_does_not_come_is_named(world, tmp_path):
 
 
 def check_a_partner_that_goes_silent():
-    from mcore_ckpt._control import Control, LostContact
+    from mcore_ckpt._core._control import Control, LostContact
 
     control = Control()
     if control.rank == 1:

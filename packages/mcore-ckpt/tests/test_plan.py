@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mcore_ckpt import CheckpointingException, Strictness
-from mcore_ckpt._plan import (
+from mcore_ckpt._core._plan import (
     ShardRecord,
     Write,
     assign_files,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mcore_ckpt import CheckpointingException, save
-from mcore_ckpt._load import read_tensor
+from mcore_ckpt._core._load import read_tensor
 from mcore_ckpt.assets import read_asset
 from mcore_ckpt.cli import main
 from mcore_ckpt.manifest import read_manifest

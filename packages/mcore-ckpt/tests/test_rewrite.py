@@ -10,8 +10,8 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, state_dict_loader, state_dict_saver
 
 from mcore_ckpt import CheckpointingException, ShardedTensor, load, read_tensor, save
-from mcore_ckpt._plan import slabs
-from mcore_ckpt._reader import CheckpointReader
+from mcore_ckpt._core._plan import slabs
+from mcore_ckpt._core._reader import CheckpointReader
 from mcore_ckpt._storage import SafetensorsFile
 from mcore_ckpt.chunks import Box, check_tiling
 from mcore_ckpt.cli import main

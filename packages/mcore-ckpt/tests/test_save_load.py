@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mcore_ckpt import CheckpointingException, ShardedTensor, load, read_tensor, save
-from mcore_ckpt._staging import Staging
+from mcore_ckpt._core._staging import Staging
 from mcore_ckpt.manifest import is_checkpoint, read_manifest
 
 

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from mcore_ckpt import CheckpointingException, CheckpointManager, ShardedTensor, load, save
-from mcore_ckpt._staging import SharedMemory
+from mcore_ckpt._core._staging import SharedMemory
+from mcore_ckpt._core._worker import Worker, WorkerFolder
 from mcore_ckpt._storage import file_digest, write_file
-from mcore_ckpt._worker import Worker, WorkerFolder
 
 SIZE = 3_000_001
 """Of each tensor, in elements: more than a block, and no multiple of one."""

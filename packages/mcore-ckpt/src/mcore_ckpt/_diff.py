@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_ckpt._plan import slabs
-from mcore_ckpt._reader import SLAB_BYTES, CheckpointReader
+from mcore_ckpt._core import SLAB_BYTES, CheckpointReader, slabs
 from mcore_ckpt._storage import Folder, itemsize
 from mcore_ckpt.chunks import Box
 

@@ -8,11 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
+from mcore_ckpt._core import check_extra, save
 from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt._formats import Foreign, read_objects, read_places
-from mcore_ckpt._save import save
 from mcore_ckpt._storage import Folder, StoredFile, as_file, open_folder
-from mcore_ckpt.manifest import check_extra
 
 __all__ = ["Foreign", "import_torch", "read_entry", "read_torch"]
 

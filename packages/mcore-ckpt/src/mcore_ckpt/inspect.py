@@ -8,14 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt._asset_reader import read_asset
+from mcore_ckpt._core import CheckpointManager, Manifest, check_files, check_side_files, is_checkpoint, read_asset, read_manifest
 from mcore_ckpt._diff import Difference, diff
 from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt._formats import BACKEND_NAME, open_shard
-from mcore_ckpt._load import check_files
-from mcore_ckpt._manager import CheckpointManager
 from mcore_ckpt._storage import Folder, LocalFolder, StoredFile, WatchedFolder, open_folder
-from mcore_ckpt.manifest import Manifest, check_side_files, is_checkpoint, read_manifest
 
 __all__ = ["Difference", "Summary", "diff", "resolve_checkpoint", "resolve_folder", "summarize", "verify"]
 

@@ -21,16 +21,11 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from mcore_ckpt._control import Control
+from mcore_ckpt._core import Chunk, Control, Manifest, ShardedTensor, Strictness, TensorRecord, as_parts, entries, load_as, save
 from mcore_ckpt._errors import CheckpointingException
-from mcore_ckpt._load import load_as
-from mcore_ckpt._save import save
-from mcore_ckpt._sharded import ShardedTensor, as_parts, entries
 from mcore_ckpt._storage import Folder, dtype_code
-from mcore_ckpt._strictness import Strictness
 from mcore_ckpt.chunks import Box, check_tiling
 from mcore_ckpt.chunks._runs import runs
-from mcore_ckpt.manifest import Chunk, Manifest, TensorRecord
 
 __all__ = ["OPTIMIZER_LAYOUTS", "load_any_layout", "save_in_layout"]
 

@@ -8,13 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt._asset_reader import asset_sources
+from mcore_ckpt._core import DeferredTensor, SaveOptions, asset_sources, check_files, read_manifest, read_tensor, run_save
 from mcore_ckpt._errors import CheckpointingException, list_names
-from mcore_ckpt._load import check_files, read_tensor
-from mcore_ckpt._save import SaveOptions, run_save
-from mcore_ckpt._sharded import DeferredTensor
 from mcore_ckpt._storage import dtype_of, open_folder
-from mcore_ckpt.manifest import read_manifest
 
 __all__ = ["to_hybrid", "to_uniform"]
 

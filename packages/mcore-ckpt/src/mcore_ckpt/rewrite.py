@@ -8,18 +8,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt._asset_reader import asset_sources
-from mcore_ckpt._control import threads_each
+from mcore_ckpt._core import (
+    DEFAULT_FILE_BYTES,
+    CheckpointReader,
+    DeferredTensor,
+    SaveOptions,
+    TensorRecord,
+    Write,
+    asset_sources,
+    check_extra,
+    check_files,
+    check_format,
+    is_checkpoint,
+    run_save,
+    threads_each,
+)
 from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt._formats import read_objects, read_places
-from mcore_ckpt._load import check_files
-from mcore_ckpt._plan import Write
-from mcore_ckpt._reader import CheckpointReader
-from mcore_ckpt._save import DEFAULT_FILE_BYTES, SaveOptions, check_format, run_save
-from mcore_ckpt._sharded import DeferredTensor
 from mcore_ckpt._storage import Folder, WatchedFolder, dtype_of, open_folder
 from mcore_ckpt.chunks import Box
-from mcore_ckpt.manifest import TensorRecord, check_extra, is_checkpoint
 
 __all__ = ["Rewrite", "rewrite"]
 

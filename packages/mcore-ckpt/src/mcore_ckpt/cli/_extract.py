@@ -8,8 +8,7 @@ import secrets
 from functools import partial
 from pathlib import Path
 
-from mcore_ckpt._load import check_files
-from mcore_ckpt._reader import CheckpointReader
+from mcore_ckpt._core import CheckpointReader, check_files
 from mcore_ckpt._storage import LocalFolder, StoredFile, WatchedFolder, sync_folder, write_safetensors
 from mcore_ckpt.cli._parts import Commands, add_source, add_verify, choose
 from mcore_ckpt.cli._progress import progress

@@ -15,16 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_ckpt._core import as_sharded, check_files, read_manifest, read_tensor
 from mcore_ckpt._errors import CheckpointingException, list_names
-from mcore_ckpt._load import check_files, read_tensor
-from mcore_ckpt._sharded import as_sharded
 from mcore_ckpt._storage import WatchedFolder, dtype_code, open_folder, sync_folder, write_file, write_safetensors
 from mcore_ckpt.chunks import Box
 from mcore_ckpt.hf._config import complete, family_named, measure, to_hf_config
 from mcore_ckpt.hf._rules import sites as sites_of
 from mcore_ckpt.hf._rules import split
 from mcore_ckpt.hf._tokenizer import put_tokenizer
-from mcore_ckpt.manifest import read_manifest
 
 __all__ = ["export_checkpoint_hf", "export_hf"]
 

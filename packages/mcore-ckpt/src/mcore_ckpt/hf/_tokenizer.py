@@ -5,9 +5,8 @@
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from mcore_ckpt._asset_reader import read_asset
+from mcore_ckpt._core import Manifest, read_asset
 from mcore_ckpt._storage import Folder, write_file
-from mcore_ckpt.manifest import Manifest
 
 __all__ = ["put_tokenizer", "tokenizer_files"]
 

@@ -10,16 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
-from mcore_ckpt._asset_reader import asset_sources
+from mcore_ckpt._core import CheckpointReader, DeferredTensor, SaveOptions, asset_sources, check_files, is_checkpoint, run_save
 from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt._formats import Place, write_objects
-from mcore_ckpt._load import check_files
-from mcore_ckpt._reader import CheckpointReader
-from mcore_ckpt._save import SaveOptions, run_save
-from mcore_ckpt._sharded import DeferredTensor
 from mcore_ckpt._storage import Folder, WatchedFolder, dtype_of, open_folder
 from mcore_ckpt.chunks import Box
-from mcore_ckpt.manifest import is_checkpoint
 from mcore_ckpt.megatron._config import args_of
 from mcore_ckpt.megatron._fsdp_export import fsdp_groups, fsdp_tensors, precision_of, write_values
 from mcore_ckpt.megatron._groups import common_groups, make_groups

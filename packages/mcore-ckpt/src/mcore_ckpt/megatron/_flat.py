@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_ckpt._core import DeferredTensor
 from mcore_ckpt._errors import CheckpointingException
-from mcore_ckpt._sharded import DeferredTensor
 from mcore_ckpt.megatron._names import LAYERS, Cut, cut, is_gated, join_cut, rule_of
 
 __all__ = ["FLAT_KEY", "Domain", "Flat", "read_flat_states"]

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_ckpt._core import CheckpointReader, DeferredTensor
 from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt._formats import Place, write_objects
-from mcore_ckpt._reader import CheckpointReader
-from mcore_ckpt._sharded import DeferredTensor
 from mcore_ckpt._storage import Folder, dtype_of
 from mcore_ckpt.chunks import Box
 from mcore_ckpt.megatron._fsdp_names import META, STATE, WEIGHT, Piece, piece_box, piece_name, pieces_of

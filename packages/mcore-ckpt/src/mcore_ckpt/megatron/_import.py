@@ -10,20 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_ckpt._core import DeferredTensor, SaveOptions, is_checkpoint, read_manifest, run_save
 from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt._formats import BACKEND_NAME, METADATA_NAME
-from mcore_ckpt._save import SaveOptions, run_save
-from mcore_ckpt._sharded import DeferredTensor
 from mcore_ckpt._storage import Folder, WatchedFolder, open_folder
-from mcore_ckpt.manifest import is_checkpoint, read_manifest
 from mcore_ckpt.megatron._config import family_of, sizes_of
-from mcore_ckpt.megatron._dist import open_dist
-from mcore_ckpt.megatron._fsdp import open_fsdp
+from mcore_ckpt.megatron._fsdp_dtensor import open_fsdp
 from mcore_ckpt.megatron._fsdp_names import is_fsdp
 from mcore_ckpt.megatron._groups import plain_groups
 from mcore_ckpt.megatron._legacy import is_legacy, open_legacy
 from mcore_ckpt.megatron._names import is_gated, our_name, our_shape
 from mcore_ckpt.megatron._source import Source, plain
+from mcore_ckpt.megatron._torch_dist import open_dist
 
 __all__ = ["import_checkpoint_megatron", "open_megatron"]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcore_ckpt._sharded import DeferredTensor
+from mcore_ckpt._core import DeferredTensor
 
 __all__ = ["Source", "plain"]
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_ckpt._control import Control
+from mcore_ckpt._core import Control
 
 __all__ = ["NodeRecord", "choose_attempt", "explain_none"]
 

@@ -11,9 +11,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from mcore_ckpt._core._plan import Read, slabs
 from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt._formats import ShardFile, open_shard
-from mcore_ckpt._plan import Read, slabs
 from mcore_ckpt._storage import (
     BLOCK_BYTES,
     FileRecord,

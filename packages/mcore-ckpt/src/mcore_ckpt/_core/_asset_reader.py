@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from mcore_ckpt._asset import AssetSource
+from mcore_ckpt._core._asset import AssetSource
+from mcore_ckpt._core._manifest import Manifest, read_manifest
 from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt._storage import Folder, open_folder
-from mcore_ckpt.manifest import Manifest, read_manifest
 
 __all__ = ["asset_sources", "extract_assets", "read_asset"]
 

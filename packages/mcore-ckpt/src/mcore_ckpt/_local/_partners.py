@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_ckpt._control import Control, LostContact
+from mcore_ckpt._core import Control, LostContact
 from mcore_ckpt._storage import tensor_bytes
 
 __all__ = ["check_present", "partners", "pass_bytes"]

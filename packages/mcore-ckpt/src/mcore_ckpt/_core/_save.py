@@ -14,13 +14,12 @@ from typing import Any, Literal, overload
 
 import torch.distributed as dist
 
-from mcore_ckpt._asset import AssetSource, check_assets, digest_names
-from mcore_ckpt._async import AsyncRequest
-from mcore_ckpt._control import Control, threads_each
-from mcore_ckpt._errors import CheckpointingException
-from mcore_ckpt._formats import FORMATS, METADATA_NAME, Place, asset_file, own_file, shard_name
-from mcore_ckpt._job import SIDE_NAMES, Job, commit
-from mcore_ckpt._plan import (
+from mcore_ckpt._core._asset import AssetSource, check_assets, digest_names
+from mcore_ckpt._core._async import AsyncRequest
+from mcore_ckpt._core._commit import SIDE_NAMES, Job, commit
+from mcore_ckpt._core._control import Control, threads_each
+from mcore_ckpt._core._manifest import check_extra, is_checkpoint
+from mcore_ckpt._core._plan import (
     Layout,
     PlanCache,
     SavePlan,
@@ -34,12 +33,13 @@ from mcore_ckpt._plan import (
     take_share,
     tell_writes,
 )
-from mcore_ckpt._sharded import DeferredTensor, ShardedTensor, as_writable, entries
-from mcore_ckpt._staging import Staging
+from mcore_ckpt._core._sharded import DeferredTensor, ShardedTensor, as_writable, entries
+from mcore_ckpt._core._staging import Staging
+from mcore_ckpt._core._worker import Worker
+from mcore_ckpt._errors import CheckpointingException
+from mcore_ckpt._formats import FORMATS, METADATA_NAME, Place, asset_file, own_file, shard_name
 from mcore_ckpt._storage import Folder, dtype_code, open_folder
-from mcore_ckpt._worker import Worker
 from mcore_ckpt.chunks import Box
-from mcore_ckpt.manifest import check_extra, is_checkpoint
 
 __all__ = ["DEFAULT_FILE_BYTES", "SaveOptions", "check_format", "run_save", "save"]
 

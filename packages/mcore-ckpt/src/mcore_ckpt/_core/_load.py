@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_ckpt._control import Control, threads_each
+from mcore_ckpt._core._control import Control, threads_each
+from mcore_ckpt._core._manifest import Manifest, TensorRecord, read_manifest
+from mcore_ckpt._core._plan import Read, assign_files, compare, plan_load
+from mcore_ckpt._core._read import Filling, fill_from, in_threads, sweep_file
+from mcore_ckpt._core._sharded import ShardedTensor, as_parts, entries
+from mcore_ckpt._core._strictness import Mismatches, Strictness, as_strictness
 from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt._formats import open_shard
-from mcore_ckpt._plan import Read, assign_files, compare, plan_load
-from mcore_ckpt._sharded import ShardedTensor, as_parts, entries
 from mcore_ckpt._storage import Folder, StoredFile, digest_file, dtype_code, dtype_of, itemsize, open_folder
-from mcore_ckpt._strictness import Mismatches, Strictness, as_strictness
-from mcore_ckpt._sweep import Filling, fill_from, in_threads, sweep_file
 from mcore_ckpt.chunks import Box
-from mcore_ckpt.manifest import Manifest, TensorRecord, read_manifest
 
 __all__ = ["check_files", "find_mismatches", "load", "load_as", "read_tensor"]
 

@@ -9,10 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
+from mcore_ckpt._core import CheckpointReader, DeferredTensor
 from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt._formats import read_objects, read_places
-from mcore_ckpt._reader import CheckpointReader
-from mcore_ckpt._sharded import DeferredTensor
 from mcore_ckpt._storage import Folder, StoredFile, dtype_of
 from mcore_ckpt.chunks import Box
 from mcore_ckpt.megatron._flat import FLAT_KEY, Domain, Flat, read_flat_states

@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mcore_ckpt._core._load import check_files
+from mcore_ckpt._core._manifest import Manifest, TensorRecord, read_manifest
+from mcore_ckpt._core._plan import Read, plan_load, slabs
+from mcore_ckpt._core._read import stored_part
 from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt._formats import ShardFile, open_shard
-from mcore_ckpt._load import check_files
-from mcore_ckpt._plan import Read, plan_load, slabs
 from mcore_ckpt._storage import Folder, StoredFile, dtype_of, itemsize, open_folder
-from mcore_ckpt._sweep import stored_part
 from mcore_ckpt.chunks import Box
-from mcore_ckpt.manifest import Manifest, TensorRecord, read_manifest
 
 __all__ = ["CheckpointReader"]
 

@@ -14,8 +14,8 @@ import weakref
 from collections.abc import Iterable
 from pathlib import Path
 
+from mcore_ckpt._core._staging import SharedMemory
 from mcore_ckpt._errors import CheckpointingException
-from mcore_ckpt._staging import SharedMemory
 from mcore_ckpt._storage import PIECE, WRITER_PROGRAM, FileRecord, LocalFolder, cut, receive
 
 __all__ = ["Worker", "WorkerFolder"]

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mcore_ckpt._asset import AssetSource
+from mcore_ckpt._core._asset import AssetSource
+from mcore_ckpt._core._commit import Job, commit
+from mcore_ckpt._core._sharded import ShardedTensor
+from mcore_ckpt._core._staging import Staging
+from mcore_ckpt._core._worker import Worker, WorkerFolder
 from mcore_ckpt._errors import CheckpointingException
-from mcore_ckpt._job import Job, commit
-from mcore_ckpt._sharded import ShardedTensor
-from mcore_ckpt._staging import Staging
 from mcore_ckpt._storage import LocalFolder
-from mcore_ckpt._worker import Worker, WorkerFolder
 
 __all__ = ["AsyncRequest", "SaveProgress"]
 

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from mcore_ckpt._sharded import DeferredTensor, ShardedTensor
+from mcore_ckpt._core._sharded import DeferredTensor, ShardedTensor
 
 __all__ = ["SharedMemory", "Staged", "Staging"]
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from mcore_ckpt._control import Control
+from mcore_ckpt._core._control import Control
 
 __all__ = ["Background"]
 

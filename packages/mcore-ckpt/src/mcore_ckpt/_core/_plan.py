@@ -11,11 +11,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from mcore_ckpt._core._manifest import Chunk, TensorRecord
+from mcore_ckpt._core._strictness import Mismatches
 from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt._storage import itemsize
-from mcore_ckpt._strictness import Mismatches
 from mcore_ckpt.chunks import Box, check_tiling
-from mcore_ckpt.manifest import Chunk, TensorRecord
 
 __all__ = [
     "Layout",

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_ckpt._core import CheckpointReader, DeferredTensor
 from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt._formats import read_objects, read_places
-from mcore_ckpt._reader import CheckpointReader
-from mcore_ckpt._sharded import DeferredTensor
 from mcore_ckpt._storage import Folder, dtype_of
 from mcore_ckpt.megatron._fsdp_names import STATE, WEIGHT, Piece, piece_box, piece_name, piece_of
 from mcore_ckpt.megatron._names import LAYERS, our_name

@@ -20,15 +20,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_ckpt._background import Background
-from mcore_ckpt._control import Control
+from mcore_ckpt._core import (
+    Background,
+    CheckpointManager,
+    Control,
+    ShardedTensor,
+    ShardRecord,
+    Staging,
+    Worker,
+    WorkerFolder,
+    as_parts,
+    check_extra,
+    encode_layout,
+    entries,
+)
 from mcore_ckpt._errors import CheckpointingException
-from mcore_ckpt._manager import CheckpointManager
-from mcore_ckpt._node_record import NodeRecord, choose_attempt, explain_none
-from mcore_ckpt._partners import check_present, partners, pass_bytes
-from mcore_ckpt._plan import ShardRecord, encode_layout
-from mcore_ckpt._sharded import ShardedTensor, as_parts, entries
-from mcore_ckpt._staging import Staging
+from mcore_ckpt._local._partners import check_present, partners, pass_bytes
+from mcore_ckpt._local._records import NodeRecord, choose_attempt, explain_none
 from mcore_ckpt._storage import (
     Folder,
     LocalFolder,
@@ -39,8 +47,6 @@ from mcore_ckpt._storage import (
     open_folder,
     write_safetensors,
 )
-from mcore_ckpt._worker import Worker, WorkerFolder
-from mcore_ckpt.manifest import check_extra
 
 __all__ = ["LocalCheckpoints"]
 
