@@ -4,6 +4,7 @@
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,15 @@ import nox
 
 ROOT = Path(__file__).parent
 WHEELS = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
-PYTHONS = ["3.11", "3.12", "3.13"]
+PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
+# The oldest torch that a wheel declares, the pinned one, the newest of the index.
+TORCHES = ["lowest", "locked", "newest"]
+MATRIX = [
+    nox.param(wheel, python, torch, id=f"{wheel}, python={python}, torch={torch}")
+    for wheel in WHEELS
+    for python in PYTHONS
+    for torch in TORCHES
+]
 THIS_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 CONSTRAINTS = "constraints/dev.txt"
 # Extras that build or run only beside a GPU, are large, or talk to a service: no session installs them.
@@ -86,6 +95,19 @@ def _extras(wheel: str) -> list[str]:
     return sorted(set(project.get("optional-dependencies", {})) - GPU_EXTRAS)
 
 
+def _siblings(wheel: str) -> list[str]:
+    """Wheels of this repository that a wheel needs, directly or not."""
+    project = tomllib.loads((ROOT / "packages" / wheel / "pyproject.toml").read_text())["project"]
+    declared = [re.split(r"[^\w-]", text, maxsplit=1)[0] for text in project.get("dependencies", [])]
+    direct = [name for name in declared if name in WHEELS]
+    return sorted({name for sibling in direct for name in (sibling, *_siblings(sibling))})
+
+
+def _dependents(wheel: str) -> list[str]:
+    """Wheels of this repository that need a wheel, directly or not."""
+    return [name for name in WHEELS if wheel in _siblings(name)]
+
+
 def _groups(names: tuple[str, ...]) -> list[str]:
     return [argument for name in names for argument in ("--group", f"pyproject.toml:{name}")]
 
@@ -98,15 +120,18 @@ def _fingerprint(*more: str) -> str:
     return digest.hexdigest()
 
 
-def _environment(session: nox.Session, name: str, stamp: str, install: list[str], *, python: str = sys.executable) -> Path:
+def _environment(
+    session: nox.Session, name: str, stamp: str, install: list[str], *, python: str = sys.executable, stable: bool = True
+) -> Path:
     """Make or reuse the environment .nox/<name>; its interpreter.
 
-    The stamp says what was installed: while the fingerprint stands there, a second run installs nothing and asks no index.
+    The stamp says what was installed: while the fingerprint stands there, a second run installs nothing and asks no index. With ``stable``
+    the arguments of the installation are part of it; without, they hold names of temporary files, and the stamp must say what counts.
     """
     folder = ROOT / ".nox" / name
     interpreter = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     marks = folder / "installed"
-    fingerprint = f"{stamp} {_fingerprint(*install)}"
+    fingerprint = f"{stamp} {_fingerprint(*(install if stable else ()))}"
     if not interpreter.exists():
         session.run_install(UV, "venv", "-q", "--clear", "--no-python-downloads", "--python", python, str(folder), external=True)
     if not marks.exists() or fingerprint not in marks.read_text().splitlines():
@@ -131,6 +156,16 @@ def _without_torch_family(folder: str) -> str:
     lines = (ROOT / CONSTRAINTS).read_text().splitlines()
     path = Path(folder) / "constraints.txt"
     path.write_text("\n".join(line for line in lines if not line.startswith(TORCH_FAMILY)))
+    return str(path)
+
+
+def _torch_constraints(folder: str, wheel: str, torch: str) -> str:
+    """The constraints with torch at the oldest version that a wheel declares, or free; what follows torch is free."""
+    path = Path(_without_torch_family(folder))
+    if torch == "lowest":
+        project = tomllib.loads((ROOT / "packages" / wheel / "pyproject.toml").read_text())["project"]
+        floor = next(text.partition(">=")[2].split(",")[0] for text in project["dependencies"] if text.startswith("torch>="))
+        path.write_text(f"{path.read_text()}\ntorch=={floor}.*\n")
     return str(path)
 
 
@@ -284,18 +319,31 @@ def install_alone(session: nox.Session, wheel: str) -> None:
 
 @nox.session(venv_backend="none")
 def release(session: nox.Session) -> None:
-    """Build the one wheel that a tag releases, when tag, version and changelog agree: `-- mcore-moe-v0.2.0`."""
-    if len(session.posargs) != 1:
+    """Gate, test and build the one wheel that a tag releases: `-- mcore-moe-v0.2.0`; `--rehearse` before the tag exists."""
+    rehearsal = "--rehearse" in session.posargs
+    tags = [argument for argument in session.posargs if argument != "--rehearse"]
+    if len(tags) != 1 or "-v" not in tags[0]:
         session.error("name the tag: `nox -s release -- <wheel>-vX.Y.Z`")
+    wheel = tags[0].removeprefix("refs/tags/").rpartition("-v")[0]
     python = _dev(session, "test", "tools", "api")
     target = ROOT / "dist" / "release"
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
-    _check(session, python, "release", session.posargs[0], "--notes", str(target / "notes.md"))
-    wheel = session.posargs[0].rpartition("-v")[0]
-    session.run(str(python), "tools/checks/api.py", external=True)
-    build = [UV, "build", "-q", "--package", wheel, "--python", sys.executable, "--build-constraint", CONSTRAINTS]
-    session.run(*build, "--out-dir", str(target), external=True)
+    mode = ["--rehearsal"] if rehearsal else []
+    _check(session, python, "release", tags[0], "--notes", str(target / "notes.md"), *mode)
+    affected = [wheel, *_dependents(wheel)]
+    session.run(str(python), "tools/checks/api.py", *(part for name in affected for part in ("--wheel", name)), external=True)
+    session.run(str(python), "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", f"packages/{wheel}/tests", external=True)
+    _check(session, python, "publish", "build", wheel, "--uv", UV, "--out", str(target))
+    _check(session, python, "publish", "rehearse", wheel, "--uv", UV)
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize("wheel", WHEELS)
+def rehearse(session: nox.Session, wheel: str) -> None:
+    """Publish a wheel and its siblings to an index of this machine and install it from there by name."""
+    python = _dev(session, "test")
+    _check(session, python, "publish", "rehearse", wheel, "--uv", UV)
 
 
 @nox.session(venv_backend="none")
@@ -305,12 +353,23 @@ def consumers(session: nox.Session) -> None:
     _check(session, python, "consumers", "--uv", UV, "--constraints", CONSTRAINTS, *session.posargs)
 
 
-@nox.session(python=PYTHONS, tags=["matrix"])
-def tests_matrix(session: nox.Session) -> None:
-    """All tests on one Python version, in an environment of its own; choose with `-p 3.12`."""
-    session.install("-q", *_members(), *_groups(("test", "tools", "api")), "-c", CONSTRAINTS)
-    session.run(UV, "pip", "check", "-q", "--python", session.virtualenv.location, external=True)
-    session.run("python", "-m", "pytest", *_pytest(session))
+@nox.session(venv_backend="none", tags=["matrix"])
+@nox.parametrize("wheel,python_version,torch", MATRIX)
+def tests_wheel(session: nox.Session, wheel: str, python_version: str, torch: str) -> None:
+    """One wheel's tests beside what it declares and the test group only: `nox -s "tests_wheel(mcore-moe, python=3.12, torch=newest)"`."""
+    extras = ",".join(_extras(wheel))
+    install = ["-e", f"packages/{wheel}[{extras}]" if extras else f"packages/{wheel}"]
+    # Siblings come from this tree, whatever an index has.
+    install += [argument for name in _siblings(wheel) for argument in ("-e", f"packages/{name}")]
+    with tempfile.TemporaryDirectory() as folder:
+        pins = CONSTRAINTS if torch == "locked" else _torch_constraints(folder, wheel, torch)
+        stamp = f"{torch} {Path(pins).read_text() if torch != 'locked' else ''}".replace("\n", " ")
+        install += [*_groups(("test",)), "-c", pins]
+        place = f"wheel-{wheel}-{python_version}-{torch}"
+        python = _environment(session, place, hashlib.sha256(stamp.encode()).hexdigest(), install, python=python_version, stable=False)
+    session.run(str(python), "-c", "import sys, torch; print('Python', sys.version.split()[0], 'torch', torch.__version__)", external=True)
+    arguments = session.posargs or ["-n", "2", "--dist", "loadfile"]
+    session.run(str(python), "-m", "pytest", "-q", *arguments, f"packages/{wheel}/tests", external=True)
 
 
 @nox.session(venv_backend="none")

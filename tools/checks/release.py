@@ -4,13 +4,14 @@
 
 import argparse
 import re
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
-from tools.checks._tree import Wheel, wheels
+from tools.checks._tree import ROOT, Wheel, wheels
 
 _TAG = re.compile(r"(?P<wheel>[a-z0-9][a-z0-9-]*?)-v(?P<version>\d\S*)")
 _HEADING = re.compile(r"## (?P<title>Unreleased|(?P<version>\S+) \((?P<date>\d{4}-\d{2}-\d{2})\))\s*")
@@ -91,13 +92,46 @@ def release_notes(tag: str, tree: dict[str, Wheel]) -> tuple[Wheel, str]:
     return wheel, released[0].text
 
 
+def branches_with(tag: str, repository: Path = ROOT) -> list[str]:
+    """Branches that may be released from and hold the tag: main, release, release/*, here or at origin.
+
+    Raises:
+        ValueError: the tag does not exist, or lies on none of them.
+    """
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=repository, capture_output=True, text=True, check=True).stdout
+
+    try:
+        names = git("branch", "--all", "--format=%(refname)", "--contains", f"refs/tags/{tag.removeprefix('refs/tags/')}").split()
+    except subprocess.CalledProcessError as error:
+        raise ValueError(f"tag {tag!r} is not in this clone; fetch tags, or make it on the commit to release") from error
+    short = [name.removeprefix("refs/heads/").removeprefix("refs/remotes/origin/") for name in names]
+    found = sorted({name for name in short if name in ("main", "release") or name.startswith("release/")})
+    if not found:
+        where = ", ".join(sorted(set(short))) or "no branch"
+        raise ValueError(f"tag {tag!r} lies on {where}; release from main or a release branch")
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tag", help="<wheel>-vX.Y.Z")
+    parser.add_argument("--rehearsal", action="store_true", help="the tag need not exist: nothing is published")
     parser.add_argument("--notes", type=Path, help="write the release notes to this file")
     arguments = parser.parse_args()
     try:
-        wheel, notes = release_notes(arguments.tag, wheels())
+        if arguments.rehearsal:
+            name, version = parse_tag(arguments.tag)
+            wheel = wheels()[name]
+            if wheel.version != version:
+                raise ValueError(
+                    f"tag {arguments.tag!r} but {name}/pyproject.toml says version {wheel.version}; move the tag or the version"
+                )
+            notes = next(part.text for part in sections((wheel.folder / "CHANGELOG.md").read_text(encoding="utf-8")))
+        else:
+            wheel, notes = release_notes(arguments.tag, wheels())
+            print(f"release: {arguments.tag} lies on {', '.join(branches_with(arguments.tag))}")
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1

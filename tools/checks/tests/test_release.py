@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""A release needs tag, version and changelog to agree."""
+"""A release needs tag, version and changelog to agree, the same bytes twice, and an index that it installs from."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 from packaging.version import Version
 
-from tools.checks._tree import Wheel
-from tools.checks.release import parse_tag, release_notes, sections
+from tools.checks._tree import Wheel, wheels
+from tools.checks.publish import bill_of_materials, build, dependents, digest, needed, publish, serving
+from tools.checks.release import branches_with, parse_tag, release_notes, sections
 
 GOOD = "# Changelog\n\n## Unreleased\n\n## 0.2.0 (2026-12-01)\n\n- Faster.\n\n## 0.1.0 (2026-11-21)\n\n- First.\n"
 
@@ -61,3 +66,76 @@ def test_a_changelog_that_disagrees_is_refused(tmp_path, changelog, reason):
 def test_a_heading_without_date_is_refused():
     with pytest.raises(ValueError, match="neither"):
         sections("## 0.2.0\n\n- Faster.\n")
+
+
+# ---- where the tag lies, what is built, what is published
+
+
+def git(folder: Path, *arguments: str) -> None:
+    settings = ["-c", "user.name=t", "-c", "user.email=t@example.com", "-c", "commit.gpgsign=false", "-c", "tag.gpgsign=false"]
+    subprocess.run(["git", "-C", str(folder), *settings, *arguments], check=True, capture_output=True)
+
+
+def test_a_tag_is_released_from_main_or_a_release_branch_only(tmp_path):
+    git(tmp_path, "init", "-q", "-b", "main")
+    git(tmp_path, "commit", "-q", "--allow-empty", "-m", "one")
+    git(tmp_path, "tag", "mcore-moe-v0.1.0")
+    git(tmp_path, "checkout", "-q", "-b", "side")
+    git(tmp_path, "commit", "-q", "--allow-empty", "-m", "two")
+    git(tmp_path, "tag", "mcore-moe-v0.2.0")
+    assert branches_with("mcore-moe-v0.1.0", tmp_path) == ["main"]
+    with pytest.raises(ValueError, match="lies on side"):
+        branches_with("mcore-moe-v0.2.0", tmp_path)
+    git(tmp_path, "branch", "release/0.2")
+    assert branches_with("mcore-moe-v0.2.0", tmp_path) == ["release/0.2"]
+    with pytest.raises(ValueError, match="not in this clone"):
+        branches_with("mcore-moe-v9.9.9", tmp_path)
+
+
+def test_a_wheel_is_released_with_its_siblings_before_it_and_its_dependents_gated():
+    tree = wheels()
+    assert needed("mcore-moe", tree) == ["mcore-parallel", "mcore-moe"]
+    assert needed("mcore-ckpt", tree) == ["mcore-ckpt"]
+    assert "mcore-rl" in dependents("mcore-parallel", tree) and "mcore-ckpt" not in dependents("mcore-parallel", tree)
+    assert dependents("mcore-moe", tree) == []
+
+
+def test_an_index_links_each_file_with_its_hash_and_never_replaces_one(tmp_path):
+    wheel = tmp_path / "mcore_moe-0.1.0-py3-none-any.whl"
+    wheel.write_bytes(b"one")
+    publish([wheel], tmp_path / "index")
+    with serving(tmp_path / "index") as address:
+        page = urlopen(f"{address}mcore-moe/", timeout=10).read().decode()
+        assert f"{wheel.name}#sha256={digest(wheel)}" in page and address.startswith("http://127.0.0.1:")
+        assert urlopen(f"{address}mcore-moe/{wheel.name}", timeout=10).read() == b"one"
+    publish([wheel], tmp_path / "index")
+    wheel.write_bytes(b"two")
+    with pytest.raises(ValueError, match="does not change"):
+        publish([wheel], tmp_path / "index")
+
+
+def test_the_bill_of_materials_names_files_and_requirements_and_no_machine(tmp_path):
+    file = tmp_path / "mcore_moe-0.1.0-py3-none-any.whl"
+    file.write_bytes(b"one")
+    wheel = wheels()["mcore-moe"]
+    bill = bill_of_materials(wheel, [file])
+    assert bill["bomFormat"] == "CycloneDX" and bill["metadata"]["component"]["purl"] == f"pkg:pypi/mcore-moe@{wheel.version}"
+    assert bill["metadata"]["component"]["components"][0]["hashes"][0]["content"] == digest(file)
+    scopes = {component["name"]: component["scope"] for component in bill["components"]}
+    assert scopes["torch"] == "required" and scopes["mcore-parallel"] == "required" and scopes["transformer-engine"] == "optional"
+    assert bill == bill_of_materials(wheel, [file]) and str(tmp_path) not in json.dumps(bill)
+
+
+def test_two_builds_that_differ_are_refused(tmp_path, monkeypatch):
+    fake = tmp_path / "uv"
+    fake.write_text(
+        f"#!{sys.executable}\nimport os, pathlib, sys\nout = pathlib.Path(sys.argv[sys.argv.index('--out-dir') + 1])\n"
+        "out.mkdir(parents=True)\ndata = os.urandom(8) if os.environ.get('NOISE') else b'x'\n"
+        "(out / 'a-1-py3-none-any.whl').write_bytes(data)\n"
+    )
+    fake.chmod(0o755)
+    arguments = {"uv": str(fake), "constraints": tmp_path / "constraints.txt"}
+    assert [path.name for path in build("a", tmp_path / "out", **arguments)] == ["a-1-py3-none-any.whl"]
+    monkeypatch.setenv("NOISE", "1")
+    with pytest.raises(ValueError, match=r"differ in a-1-py3-none-any\.whl"):
+        build("a", tmp_path / "out", **arguments)
