@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.optim.optimizer import _foreach_supported_types
+from torch.utils._foreach_utils import _has_foreach_support
 
 from megatron_fsdp import MegatronFSDP, TensorAtomic, fully_shard, fully_shard_model
 
@@ -158,3 +160,32 @@ def check_saved_files() -> None:
 @pytest.mark.world(4)
 def test_whole_tensors_go_through_a_file(world):
     world(check_saved_files)
+
+
+def check_lists() -> None:
+    torch.manual_seed(0)
+    nets = [Odd().double() for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    plain: dict[str, torch.Tensor] = {}
+    for net, options in zip(nets, ({"foreach": False}, {"foreach": True}), strict=True):
+        model, optimizer = fully_shard(
+            net, torch.optim.AdamW(net.parameters(), lr=0.1, amsgrad=True, **options), fsdp_unit_modules=nn.Linear
+        )
+        assert optimizer is not None
+        for step in range(3):
+            model(torch.full((2, 7), step + 1.0, dtype=torch.float64)).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, **options)
+            optimizer.step()
+            optimizer.zero_grad()
+        shards = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
+        assert all(_has_foreach_support([shard], shard.device) for shard in shards)
+        assert {type(shard) for shard in shards} <= {*_foreach_supported_types}
+        whole = dict(model.full_state_dict())
+        for name, value in plain.items():
+            torch.testing.assert_close(whole[name], value, rtol=1e-12, atol=1e-12)
+        plain = whole
+
+
+@pytest.mark.world(3)
+def test_kernels_over_lists_step_and_clip_shards(world):
+    world(check_lists)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -146,6 +148,11 @@ class ShardTensor(DTensor):
             if index.offset is None or tuple(index.offset) == offsets:
                 return self.to_local().detach().view(-1)[start : start + numel].view(sizes)
         raise ValueError(f"{index.fqn!r} has no block at {index.offset} on this rank")
+
+
+# Torch's optimizers and its clipping choose kernels over lists by exact type, from lists that its own DTensor joins when it is imported.
+for _types in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+    cast("list[type[torch.Tensor]]", _types).append(ShardTensor)
 
 
 def _plain(value: Any) -> Any:
