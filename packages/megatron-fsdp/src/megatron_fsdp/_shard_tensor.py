@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
-from torch.optim import optimizer
-from torch.utils import _foreach_utils
+from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
+from torch.utils._foreach_utils import _foreach_supported_types as _clipping_types
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -151,7 +151,7 @@ class ShardTensor(DTensor):
 
 
 # Torch's optimizers and its clipping choose kernels over lists by exact type, from lists that its own DTensor joins when it is imported.
-for _types in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+for _types in (_optimizer_types, _clipping_types):
     cast("list[type[torch.Tensor]]", _types).append(ShardTensor)
 
 
