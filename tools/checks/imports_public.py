@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Siblings and tools use each other's public names only: no private module, no name outside `__all__`."""
+"""Wheels, tools and rooms use each other's public names only.
+
+Between wheels: no private module, no name outside `__all__`. Inside a wheel a private file belongs to its folder: modules of that
+folder and of the folders inside it may import it, every other room takes the names that the folder re-exports.
+"""
 
 import ast
 import sys
@@ -75,6 +79,26 @@ def _name_problems(line: int, dotted: str, name: str, sources: dict[str, Path]) 
         yield line, f"{name} is not in __all__ of {dotted}"
 
 
+def room_problems_in(text: str, package: str) -> Iterator[tuple[int, str]]:
+    """Line and reason of each import of another room's private file; `package` is the folder that the text lies in, dotted."""
+    top = package.split(".")[0]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            targets = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for target in targets:
+            parts = target.split(".")
+            depth = next((i for i, part in enumerate(parts) if part.startswith("_") and not part.startswith("__")), None)
+            if parts[0] != top or depth is None:
+                continue
+            room = ".".join(parts[:depth])
+            if not f"{package}.".startswith(f"{room}."):
+                yield node.lineno, f"{target} is private to {room}; import a name of its __all__"
+
+
 def main() -> int:
     tree = wheels()
     sources = {wheel.module: wheel.source for wheel in tree.values()}
@@ -82,7 +106,12 @@ def main() -> int:
     files += [(path, None) for path in python_files(ROOT / "tools") if "tests" not in path.parts]
     findings = []
     for path, own in files:
-        findings += [f"{path.relative_to(ROOT)}:{line}: {reason}" for line, reason in problems_in(path.read_text(), sources, own)]
+        text = path.read_text()
+        problems = list(problems_in(text, sources, own))
+        if own is not None:
+            package = ".".join(path.relative_to(sources[own].parent).parent.parts)
+            problems += room_problems_in(text, package)
+        findings += [f"{path.relative_to(ROOT)}:{line}: {reason}" for line, reason in problems]
     return report(findings, f"imports: public names only in {len(files)} files")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.checks.imports_public import exported, problems_in
+from tools.checks.imports_public import exported, problems_in, room_problems_in
 
 
 @pytest.fixture
@@ -60,6 +60,35 @@ def test_reaching_inside_is_found(sources, text, reason):
 
 def test_a_module_may_use_its_own_inside(sources):
     assert list(problems_in("from trunk._plan import Plan", sources, "trunk")) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from trunk.comm import gather",
+        "from trunk.layers._norm import Norm",
+        "from trunk._stability import internal_api",
+        "from leaf._inner import x",
+        "import torch._C",
+    ],
+)
+def test_a_room_uses_its_own_files_those_above_and_public_names(text):
+    assert list(room_problems_in(text, "trunk.layers.fused")) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from trunk.comm._collectives import gather",
+        "from trunk.comm import _collectives",
+        "import trunk.comm._collectives",
+        "from trunk.layers.fused._kernel import run",
+        "def f():\n    from trunk.comm._collectives import gather",
+    ],
+)
+def test_a_private_file_of_another_room_is_reported(text):
+    ((_, reason),) = room_problems_in(text, "trunk.layers")
+    assert "is private to trunk." in reason
 
 
 def test_exported_reads_lists_and_annotated_lists(sources):

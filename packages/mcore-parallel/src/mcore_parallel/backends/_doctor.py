@@ -19,8 +19,7 @@ from mcore_parallel.backends._fp8_config import RECIPES, Fp8Config
 from mcore_parallel.backends._torch import RECIPES_OF_TORCH
 from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.guard import inspect_network
-from mcore_parallel.nn import AttentionSpec, attention_capabilities
-from mcore_parallel.nn._registry import select_attention
+from mcore_parallel.nn import AttentionSpec, attention_capabilities, select_attention
 
 
 @dataclass(frozen=True, kw_only=True)

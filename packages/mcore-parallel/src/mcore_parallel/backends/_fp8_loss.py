@@ -13,9 +13,17 @@ from mcore_parallel.backends._fp8_config import Fp8Config
 from mcore_parallel.backends._fp8_products import Fp8Products, fits, gather_rows, narrow_weight_product
 from mcore_parallel.backends._quantize import LEAST_AMAX, MULTIPLE, Scaled, quantize, scaled_product, turn
 from mcore_parallel.comm import all_reduce, reduce_scatter
-from mcore_parallel.tensor_parallel import Route, fused_linear_cross_entropy
-from mcore_parallel.tensor_parallel._fused_linear import Labels, join_rows, token_chunks
-from mcore_parallel.tensor_parallel._rows import RowMaths, combine, row_statistics, to_narrow_gradient
+from mcore_parallel.tensor_parallel import (
+    Labels,
+    Route,
+    RowMaths,
+    combine,
+    fused_linear_cross_entropy,
+    join_rows,
+    row_statistics,
+    to_narrow_gradient,
+    token_chunks,
+)
 
 # T tokens, D model, V vocabulary, v = V / tp columns of this rank, C tokens of a chunk
 

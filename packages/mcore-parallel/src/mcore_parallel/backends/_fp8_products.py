@@ -11,11 +11,9 @@ from torch import Tensor
 
 from mcore_parallel.backends._fp8_config import Fp8Config
 from mcore_parallel.backends._quantize import MULTIPLE, Scaled, quantize, quantize_rows, scaled_product, turn
-from mcore_parallel.comm import all_gather, all_reduce, reduce_scatter
-from mcore_parallel.comm._collectives import start_all_gather, start_all_reduce, start_reduce_scatter, wait
+from mcore_parallel.comm import all_gather, all_reduce, reduce_scatter, start_all_gather, start_all_reduce, start_reduce_scatter, wait
 from mcore_parallel.groups import Group
-from mcore_parallel.tensor_parallel import Route
-from mcore_parallel.tensor_parallel._product import column_product, row_product
+from mcore_parallel.tensor_parallel import Route, column_product, row_product
 
 # T tokens (t of this rank), I input features of this rank, O output features of this rank
 

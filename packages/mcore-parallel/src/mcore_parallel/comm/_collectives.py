@@ -8,6 +8,7 @@ import torch
 import torch.distributed._functional_collectives
 from torch import Tensor
 
+from mcore_parallel._stability import internal_api
 from mcore_parallel.groups import Group
 
 _REDUCTIONS = ("sum", "avg", "max", "min", "product")
@@ -131,6 +132,7 @@ def _check_sizes(sizes: Sequence[int], group: Group) -> None:
 # The start_* functions return at once; the result must go through wait (wait_gathered) before it is read.
 
 
+@internal_api
 def start_all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
     if op not in _REDUCTIONS:
         raise ValueError(f"op={op!r} must be one of {', '.join(_REDUCTIONS)}")
@@ -139,6 +141,7 @@ def start_all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
     return torch.ops._c10d_functional.all_reduce(x.detach().contiguous(), op, group.name)
 
 
+@internal_api
 def start_all_gather(x: Tensor, group: Group) -> Tensor:
     """Ranks' tensors below each other along dim 0."""
     if group.size == 1:
@@ -149,6 +152,7 @@ def start_all_gather(x: Tensor, group: Group) -> Tensor:
     return torch.ops._c10d_functional.all_gather_into_tensor_out(x, group.size, group.name, out=rows)
 
 
+@internal_api
 def start_reduce_scatter(x: Tensor, group: Group, dim: int = 0) -> Tensor:
     dim = _positive(x, dim)
     shard_size(x, dim, group)
@@ -160,6 +164,7 @@ def start_reduce_scatter(x: Tensor, group: Group, dim: int = 0) -> Tensor:
     return torch.ops._c10d_functional.reduce_scatter_tensor(rows.contiguous(), "sum", group.size, group.name)
 
 
+@internal_api
 def wait(pending: Tensor, group: Group) -> Tensor:
     """The finished result of a start_* function (the compute stream waits, not the host)."""
     return pending if group.size == 1 else torch.ops._c10d_functional.wait_tensor(pending)
@@ -170,6 +175,7 @@ def wait_gathered(pending: Tensor, group: Group, dim: int) -> Tensor:
     return rows if dim == 0 or group.size == 1 else torch.cat(rows.chunk(group.size), dim)
 
 
+@internal_api
 def local_slice(x: Tensor, group: Group, dim: int) -> Tensor:
     """This rank's even slice of ``dim``, contiguous."""
     size = shard_size(x, dim, group)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mcore_parallel._stability import internal_api
 from mcore_parallel.comm._collectives import shard_size
 from mcore_parallel.groups import Group
 
@@ -57,6 +58,7 @@ class _Gathered:
         start_gather_into(self._x, self._mine, self._group).wait()
 
 
+@internal_api
 def start_gather_into(out: Tensor, mine: Tensor, group: Group) -> Pending:
     """Fill ``out`` [W * n] with every rank's ``mine`` [n], which may be this rank's slice of ``out``."""
     if group.size == 1:
@@ -90,6 +92,7 @@ def start_reduce_scatter_into(out: Tensor, x: Tensor, group: Group, *, fp32_accu
     return _Summed(_started(work), received.view(group.size, -1), out)
 
 
+@internal_api
 def start_all_reduce_in_place(x: Tensor, group: Group, *, fp32_accumulation: bool = False) -> Pending:
     """Sum ``x`` [N] over the group in place; with ``fp32_accumulation`` 16-bit tensors add in float32 and round once."""
     if group.size == 1:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_parallel._stability import internal_api
 from mcore_parallel.comm._collectives import (
     all_gather,
     all_gather_ragged,
@@ -159,6 +160,7 @@ def scatter(x: Tensor, group: Group, dim: int) -> Tensor:
     return x if group.size == 1 else _Scatter.apply(x, group, dim)
 
 
+@internal_api
 def gather(x: Tensor, group: Group, dim: int, *, output_grad_differs: bool) -> Tensor:
     """Slices joined along ``dim``; the gradient is summed over the ranks first if it differs between them."""
     return x if group.size == 1 else _Gather.apply(x, group, dim, output_grad_differs)

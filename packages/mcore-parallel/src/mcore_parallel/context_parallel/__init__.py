@@ -6,18 +6,36 @@ from mcore_parallel.context_parallel._ahead import tokens_ahead
 from mcore_parallel.context_parallel._core import ContextParallelAttention, LayeredAttention, SequenceStep
 from mcore_parallel.context_parallel._errors import HeadSplitError, SequenceSplitError
 from mcore_parallel.context_parallel._factory import CP_COMM_TYPES, context_parallel_attention, exchange_size
-from mcore_parallel.context_parallel._zigzag import sequence_lengths, zigzag_indices, zigzag_inverse
+from mcore_parallel.context_parallel._flash import HEAD_DIM_MULTIPLE, FlashAttention, flash_can_run
+from mcore_parallel.context_parallel._heads import join_heads, split_heads
+from mcore_parallel.context_parallel._partial import PartialAttention, TorchAttention, allowed
+from mcore_parallel.context_parallel._tiles import Tile, plan_tiles, send
+from mcore_parallel.context_parallel._zigzag import Segment, inverse, segments, sequence_lengths, zigzag_indices, zigzag_inverse
 
 __all__ = [
     "CP_COMM_TYPES",
+    "HEAD_DIM_MULTIPLE",
     "ContextParallelAttention",
+    "FlashAttention",
     "HeadSplitError",
     "LayeredAttention",
+    "PartialAttention",
+    "Segment",
     "SequenceSplitError",
     "SequenceStep",
+    "Tile",
+    "TorchAttention",
+    "allowed",
     "context_parallel_attention",
     "exchange_size",
+    "flash_can_run",
+    "inverse",
+    "join_heads",
+    "plan_tiles",
+    "segments",
+    "send",
     "sequence_lengths",
+    "split_heads",
     "tokens_ahead",
     "zigzag_indices",
     "zigzag_inverse",

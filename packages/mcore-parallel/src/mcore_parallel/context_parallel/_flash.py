@@ -5,17 +5,20 @@
 import torch
 from torch import Tensor
 
+from mcore_parallel._stability import internal_api
 from mcore_parallel.context_parallel._tiles import Spans, Tile
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_MULTIPLE = 8
 
 
+@internal_api
 def flash_can_run(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the kernels take such heads (once their widths are padded to one multiple of 8)."""
     return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and max(q.shape[-1], v.shape[-1]) <= MAX_HEAD_DIM
 
 
+@internal_api
 class FlashAttention:
     """Flash attention with its log-sum-exp; blocks of different lengths go to the kernel in one call.
 

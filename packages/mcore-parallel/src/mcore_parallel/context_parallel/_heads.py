@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_parallel._stability import internal_api
 from mcore_parallel.comm import all_to_all_autograd
 from mcore_parallel.context_parallel._errors import HeadSplitError
 from mcore_parallel.groups import Group
 
 
 # T tokens of a rank, c ranks, H heads, A query heads, K key-value heads, d width of a head, X channels of a rank's heads.
+@internal_api
 def split_heads(x: Tensor, group: Group, order: Tensor, places: Tensor) -> Tensor:
     """[T, c, X], of this rank's tokens what each rank is to get -> [c T, X], this rank's part of all tokens.
 
@@ -26,6 +28,7 @@ def split_heads(x: Tensor, group: Group, order: Tensor, places: Tensor) -> Tenso
     return permute_rows(all_to_all_autograd(x.transpose(0, 1).flatten(0, 1), None, None, group), order, places)
 
 
+@internal_api
 def join_heads(x: Tensor, group: Group, order: Tensor, places: Tensor) -> Tensor:
     """The way back of what was computed: [c T, H / c, d] -> [T, H, d].
 

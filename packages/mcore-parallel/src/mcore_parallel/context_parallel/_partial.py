@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from mcore_parallel._stability import internal_api
 from mcore_parallel.context_parallel._tiles import Tile, Window
 
 
@@ -25,6 +26,7 @@ class PartialAttention(Protocol):
         ...
 
 
+@internal_api
 class TorchAttention:
     """The plain formula, in float32 (float64 for float64 inputs); holds the scores of a tile at once."""
 
@@ -57,6 +59,7 @@ class TorchAttention:
         return torch.cat(found[0]), torch.cat(found[1]), torch.cat(found[2])
 
 
+@internal_api
 def allowed(queries: int, keys: int, window: Window, device: torch.device) -> Tensor:
     """[queries, keys] bool: key j is seen by query i when -left <= j - i - (keys - queries) <= right."""
     distance = torch.arange(keys, device=device) - torch.arange(queries, device=device)[:, None] - (keys - queries)

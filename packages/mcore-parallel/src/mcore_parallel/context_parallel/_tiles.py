@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mcore_parallel._stability import internal_api
 from mcore_parallel.context_parallel._zigzag import Segment
 
 Window = tuple[int, int]
@@ -64,6 +65,7 @@ class Spans:
         return x.as_strided((len(self.starts), self.lengths[0], *x.shape[1:]), strides, x.storage_offset() + self.starts[0] * x.stride(0))
 
 
+@internal_api
 @dataclass(frozen=True)
 class Tile:
     """Blocks of several sequences under one window; no row of queries or keys is in two of them."""
@@ -78,11 +80,13 @@ class Tile:
         return self.queries.stride is not None and self.keys.stride is not None
 
 
+@internal_api
 def send(x: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host on a device; the host does not wait for what runs there."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
+@internal_api
 def plan_tiles(queries: Sequence[Sequence[Segment]], keys: Sequence[Sequence[Segment]], window: Window) -> list[Tile]:
     """The tiles that cover every score the window lets through, and next to no other.
 

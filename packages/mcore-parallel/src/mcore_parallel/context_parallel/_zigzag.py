@@ -9,9 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mcore_parallel._stability import internal_api
 from mcore_parallel.context_parallel._errors import SequenceSplitError
 
 
+@internal_api
 class Segment(NamedTuple):
     """Consecutive tokens of one sequence, as a rank holds them."""
 
@@ -37,6 +39,7 @@ def sequence_lengths(cu_seqlens: Tensor) -> tuple[int, ...]:
     return tuple(b - a for a, b in itertools.pairwise(bounds))
 
 
+@internal_api
 def segments(lengths: Sequence[int], size: int, rank: int) -> list[list[Segment]]:
     """Of every sequence the segments that ``rank`` holds; its tokens lie sequence by sequence, in rising position.
 
@@ -104,6 +107,7 @@ def zigzag_inverse(lengths: int | Sequence[int], size: int) -> Tensor:
     return inverse(torch.cat([zigzag_indices(lengths, size, rank) for rank in range(size)]))
 
 
+@internal_api
 def inverse(permutation: Tensor) -> Tensor:
     """Index that undoes an index."""
     found = torch.empty_like(permutation)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_parallel.comm._reduce_scatter import Pending, start_all_reduce_in_place, start_gather_into, start_reduce_scatter_into
+from mcore_parallel.comm import Pending, start_all_reduce_in_place, start_gather_into, start_reduce_scatter_into
 from mcore_parallel.data_parallel._config import DistributedDataParallelConfig
 from mcore_parallel.data_parallel._layout import BucketRange, SlicedLayout, lay_out_buckets, lay_out_slices
 from mcore_parallel.groups import Group, NamedShard, Piece

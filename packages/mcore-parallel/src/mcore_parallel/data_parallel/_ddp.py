@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mcore_parallel.comm._registered import RegisteredMemory
+from mcore_parallel.comm import RegisteredMemory
 from mcore_parallel.data_parallel._buffer import DataGroups, GradBuffer
 from mcore_parallel.data_parallel._config import DistributedDataParallelConfig
 from mcore_parallel.data_parallel._gather import ParamGather

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from mcore_parallel.comm._reduce_scatter import Pending
+from mcore_parallel.comm import Pending
 from mcore_parallel.data_parallel._buffer import GradBuffer
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)

@@ -163,10 +163,10 @@ def transformer_engine_capture(freeze_gc: bool | None = None) -> ExternalCapture
         CaptureError: it is not installed.
     """
     try:
-        from mcore_parallel.backends import _te_graphs
+        from mcore_parallel.graphs import _transformer_engine
     except ImportError as error:
         raise CaptureError(
             "cuda_graph_impl='transformer_engine' needs transformer_engine, which is not installed: "
             "pip install 'mcore-parallel[te]', or use 'local'"
         ) from error
-    return ExternalCapture(cast(GraphedCallables, _te_graphs.graphed), freeze_gc)
+    return ExternalCapture(cast(GraphedCallables, _transformer_engine.graphed), freeze_gc)

@@ -19,6 +19,7 @@ from mcore_parallel.models._pattern import (
     allocate_layers,
     get_layer_maps_from_layer_type_list,
     layer_maps_by_symbol,
+    read_pattern,
 )
 from mcore_parallel.models._rules import CONFIG_RULES, ConfigRule
 from mcore_parallel.models._slots import FeedForwardBuilder, MixerBuilder, Site
@@ -58,5 +59,6 @@ __all__ = [
     "pattern_name",
     "place_layers",
     "plain_name",
+    "read_pattern",
     "self_attention",
 ]

@@ -17,11 +17,12 @@ from mcore_parallel.tensor_parallel import (
     InvariantProducts,
     LossProducts,
     MainGradient,
+    ProductLayer,
     WeightGradientQueue,
+    column_product,
     fused_linear_cross_entropy,
     vocab_parallel_cross_entropy,
 )
-from mcore_parallel.tensor_parallel._product import ProductLayer, column_product
 
 _FUSED_FROM = 1 << 26
 """Logits of this rank from which on their memory weighs more than the extra product of computing them again."""

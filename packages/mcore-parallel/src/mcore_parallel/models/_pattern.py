@@ -5,6 +5,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from mcore_parallel._stability import internal_api
 from mcore_parallel.pipeline import PipelineLayout, StageLayout
 
 SYMBOLS: Mapping[str, str] = {
@@ -106,6 +107,7 @@ class LayerPattern:
         return PipelineLayout(num_stages=num_stages, stages=tuple(stages))
 
 
+@internal_api
 def read_pattern(text: str | None) -> LayerPattern | None:
     """A config's pattern; None for a model without one.
 

@@ -3,8 +3,7 @@
 """How the heads of a model turn, as its config asks."""
 
 from mcore_parallel.models._config import TransformerConfig
-from mcore_parallel.nn import Llama3Scaling, RotaryConfig, YarnScaling
-from mcore_parallel.nn._positions import rotary_width
+from mcore_parallel.nn import Llama3Scaling, RotaryConfig, YarnScaling, rotary_width
 
 
 def rotary_config(config: TransformerConfig, *, window: bool = False) -> RotaryConfig | None:

@@ -30,7 +30,7 @@ from mcore_parallel.nn._memory import LayerMemory, ManagedCore
 from mcore_parallel.nn._mlp import MLP
 from mcore_parallel.nn._norm import LayerNorm, RMSNorm
 from mcore_parallel.nn._offload import EXPERT_PARTS, ActivationOffloader, OffloadConfig
-from mcore_parallel.nn._positions import LearnedPositions, RotaryConfig, RotaryEmbedding, YarnRotaryEmbedding
+from mcore_parallel.nn._positions import LearnedPositions, RotaryConfig, RotaryEmbedding, YarnRotaryEmbedding, rotary_width
 from mcore_parallel.nn._qk_clip import ClipReport, LogitTracker, QKClipped, clip_qk, shared_key_factors, track_max_logits
 from mcore_parallel.nn._recompute import RecomputeConfig, discard_output, recompute
 from mcore_parallel.nn._reference_attention import reference_attention
@@ -39,10 +39,12 @@ from mcore_parallel.nn._registry import (
     ContextParallelBuilder,
     attention_capabilities,
     choose_attention,
+    select_attention,
 )
 from mcore_parallel.nn._rope import apply_rotary, rotary_frequencies, rotary_tables, split_rotary
 from mcore_parallel.nn._rope_scaling import Llama3Scaling, YarnScaling
 from mcore_parallel.nn._scale_mask_softmax import FusedScaleMaskSoftmax
+from mcore_parallel.nn._shared_kv import SharedKVProjection
 from mcore_parallel.nn._softmax import SoftmaxOne
 from mcore_parallel.nn._step import Step
 from mcore_parallel.nn._windows import get_sliding_window_causal_mask, is_layer_window_attention
@@ -85,6 +87,7 @@ __all__ = [
     "RotaryConfig",
     "RotaryEmbedding",
     "SelfAttention",
+    "SharedKVProjection",
     "SinkAttentionCore",
     "SoftmaxOne",
     "Step",
@@ -108,6 +111,8 @@ __all__ = [
     "reference_attention",
     "rotary_frequencies",
     "rotary_tables",
+    "rotary_width",
+    "select_attention",
     "shared_key_factors",
     "split_rotary",
     "squared_relu",

@@ -16,7 +16,7 @@ from mcore_parallel.nn._qk_clip import LogitTracker, shared_key_factors
 from mcore_parallel.nn._rope import apply_rotary, split_rotary
 from mcore_parallel.nn._shared_kv import SharedKVProjection
 from mcore_parallel.nn._step import Step
-from mcore_parallel.tensor_parallel._init import normal_shard_
+from mcore_parallel.tensor_parallel import normal_shard_
 
 
 # T tokens, D model, A heads and K key-value heads (global), d width of a head.

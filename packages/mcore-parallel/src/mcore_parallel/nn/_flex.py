@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from mcore_parallel.context_parallel._tiles import send
+from mcore_parallel.context_parallel import send
 from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.nn._attention_spec import AttentionSpec
 from mcore_parallel.nn._step import Step

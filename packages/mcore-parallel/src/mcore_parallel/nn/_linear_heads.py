@@ -9,9 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcore_parallel.context_parallel import HeadSplitError, SequenceSplitError, sequence_lengths, zigzag_inverse
-from mcore_parallel.context_parallel._heads import join_heads, split_heads
-from mcore_parallel.context_parallel._zigzag import inverse
+from mcore_parallel.context_parallel import (
+    HeadSplitError,
+    SequenceSplitError,
+    inverse,
+    join_heads,
+    sequence_lengths,
+    split_heads,
+    zigzag_inverse,
+)
 from mcore_parallel.groups import Group, ProcessGroups
 from mcore_parallel.nn._step import Step
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from mcore_parallel._stability import internal_api
 from mcore_parallel.context_parallel import zigzag_indices
 from mcore_parallel.groups import Group, ProcessGroups, ShardSpec
 from mcore_parallel.nn._rope import paired, rotary_angles, rotary_frequencies
@@ -268,6 +269,7 @@ class LearnedPositions(nn.Module):
         return nn.functional.embedding(positions, self.weight)
 
 
+@internal_api
 def rotary_width(head_dim: int, percent: float) -> int:
     """Channels of a head that turn.
 

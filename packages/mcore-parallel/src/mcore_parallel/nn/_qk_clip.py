@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_parallel.comm import all_gather, all_reduce
-from mcore_parallel.context_parallel import zigzag_inverse
-from mcore_parallel.context_parallel._zigzag import Segment, segments
+from mcore_parallel.context_parallel import Segment, segments, zigzag_inverse
 from mcore_parallel.groups import ProcessGroups, ShardSpec, named_shards
 from mcore_parallel.nn._attention_spec import AttentionSpec
 from mcore_parallel.nn._step import Step

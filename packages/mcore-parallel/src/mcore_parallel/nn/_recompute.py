@@ -13,8 +13,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from mcore_parallel.comm import all_gather
-from mcore_parallel.comm._collectives import local_slice
+from mcore_parallel.comm import all_gather, local_slice
 from mcore_parallel.groups import Group
 
 _PARTS = ("attention", "core_attention", "mlp", "norm")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mcore_parallel._stability import internal_api
 from mcore_parallel.context_parallel import HeadSplitError, context_parallel_attention, exchange_size
 from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.nn._attention_spec import AttentionSpec
@@ -163,6 +164,7 @@ def choose_attention(spec: AttentionSpec, groups: ProcessGroups, backend: str = 
     return getattr(importlib.import_module(module), name)(spec, groups)
 
 
+@internal_api
 def select_attention(spec: AttentionSpec, groups: ProcessGroups, backend: str = "auto") -> tuple[AttentionCapability, str]:
     """The row that ``choose_attention`` builds, and why; arguments and errors as there."""
     table = {row.backend: row for row in ATTENTION_BACKENDS}

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mcore_parallel.comm import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
-from mcore_parallel.comm._regions import gather
+from mcore_parallel._stability import internal_api
+from mcore_parallel.comm import copy_to_tensor_model_parallel_region, gather, gather_from_sequence_parallel_region
 from mcore_parallel.groups import ProcessGroups, ShardSpec
-from mcore_parallel.tensor_parallel._init import normal_shard_
+from mcore_parallel.tensor_parallel import normal_shard_
 
 
 # T tokens, D model, A heads and K key-value heads (global), d width of a head, R = (A / K + 2) d rows of a key-value group.
+@internal_api
 class SharedKVProjection(nn.Module):
     """``x W^T + b`` for the query heads of this rank and the one key-value head they read; tp is a multiple of K.
 

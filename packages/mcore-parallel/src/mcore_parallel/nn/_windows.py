@@ -10,7 +10,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from mcore_parallel.context_parallel._partial import allowed
+from mcore_parallel.context_parallel import allowed
 
 MAX_PATTERN_LAYERS = 100_000
 

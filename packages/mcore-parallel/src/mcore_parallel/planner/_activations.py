@@ -14,7 +14,7 @@ from mcore_parallel.planner._parameters import Part
 from mcore_parallel.planner._sharded import UnitBytes
 from mcore_parallel.planner._sizes import WIDE, RankSizes, for_symbol, sizes
 from mcore_parallel.planner._workload import Layout, Workload
-from mcore_parallel.tensor_parallel._fused_linear import early_chunk, token_chunks
+from mcore_parallel.tensor_parallel import early_chunk, token_chunks
 
 # T, t, D, F, V, a, k and e as in ``_sizes``.
 

@@ -15,8 +15,7 @@ from torch import nn
 
 from mcore_parallel.data_parallel import lay_out_slices
 from mcore_parallel.groups import ParallelPlan, ProcessGroups, ShardSpec, named_shards
-from mcore_parallel.models import GPTModel, Site, TransformerConfig, dense_feed_forward, place_layers
-from mcore_parallel.models._pattern import read_pattern
+from mcore_parallel.models import GPTModel, Site, TransformerConfig, dense_feed_forward, place_layers, read_pattern
 from mcore_parallel.nn import Activation
 from mcore_parallel.optim import OptimizerConfig
 from mcore_parallel.pipeline import PipelineConfig

@@ -4,11 +4,13 @@
 
 from mcore_parallel.tensor_parallel._cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_log_probs
 from mcore_parallel.tensor_parallel._embedding import VocabParallelEmbedding
-from mcore_parallel.tensor_parallel._fused_linear import fused_linear_cross_entropy
+from mcore_parallel.tensor_parallel._fused_linear import Labels, early_chunk, fused_linear_cross_entropy, join_rows, token_chunks
+from mcore_parallel.tensor_parallel._init import normal_shard_
 from mcore_parallel.tensor_parallel._invariant import InvariantProducts, make_tp_invariant
 from mcore_parallel.tensor_parallel._linear import ColumnParallelLinear, RowParallelLinear
-from mcore_parallel.tensor_parallel._product import LinearProducts, LossProducts, Route
+from mcore_parallel.tensor_parallel._product import LinearProducts, LossProducts, ProductLayer, Route, column_product, row_product
 from mcore_parallel.tensor_parallel._replicated import ReplicatedLinear
+from mcore_parallel.tensor_parallel._rows import RowMaths, combine, row_statistics, to_narrow_gradient
 from mcore_parallel.tensor_parallel._vocab import pad_vocab_size
 from mcore_parallel.tensor_parallel._weight_gradient import (
     LentGradient,
@@ -21,20 +23,32 @@ from mcore_parallel.tensor_parallel._weight_gradient import (
 __all__ = [
     "ColumnParallelLinear",
     "InvariantProducts",
+    "Labels",
     "LentGradient",
     "LinearProducts",
     "LossProducts",
     "MainGradient",
+    "ProductLayer",
     "ReplicatedLinear",
     "Route",
+    "RowMaths",
     "RowParallelLinear",
     "VocabParallelEmbedding",
     "WeightCopyHolder",
     "WeightGradientQueue",
     "WeightGradientSink",
+    "column_product",
+    "combine",
+    "early_chunk",
     "fused_linear_cross_entropy",
+    "join_rows",
     "make_tp_invariant",
+    "normal_shard_",
     "pad_vocab_size",
+    "row_product",
+    "row_statistics",
+    "to_narrow_gradient",
+    "token_chunks",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_log_probs",
 ]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mcore_parallel.comm import all_gather
-from mcore_parallel.comm._collectives import start_all_reduce, start_reduce_scatter, wait
+from mcore_parallel._stability import internal_api
+from mcore_parallel.comm import all_gather, start_all_reduce, start_reduce_scatter, wait
 from mcore_parallel.groups import Group
 from mcore_parallel.tensor_parallel._rows import RowMaths, RowResult, combine, maths_dtype, row_statistics, to_gradient_
 from mcore_parallel.tensor_parallel._vocab import check_ids
@@ -180,6 +180,7 @@ class _Job:
         return (start_reduce_scatter if self.sequence_parallel else start_all_reduce)(grad_TD, self.group)
 
 
+@internal_api
 @dataclass(frozen=True)
 class Labels:
     """Where the labels lie among this rank's columns."""
@@ -361,6 +362,7 @@ def _in_dtype(gradients: _Gradients, job: _Job) -> Tensor | None:
     return gradients.weight.to(gradients.weight_vD.dtype)
 
 
+@internal_api
 def join_rows(results: list[RowResult]) -> RowResult:
     """Of chunks in order."""
     if len(results) == 1:
@@ -373,6 +375,7 @@ def join_rows(results: list[RowResult]) -> RowResult:
     )
 
 
+@internal_api
 def early_chunk(tokens: int, width: int, depth: int, itemsize: int) -> int:
     """Most tokens whose logits exist at a time where gradients are computed in the forward.
 
@@ -390,6 +393,7 @@ def early_chunk(tokens: int, width: int, depth: int, itemsize: int) -> int:
     return max(1, tokens) if tokens <= most + as_sum else most
 
 
+@internal_api
 def token_chunks(tokens: int, width: int, chunk_tokens: int | None, most: int | None = None) -> tuple[tuple[int, int], ...]:
     """Even chunks, multiples of 128 where the size is ours to choose; at least one.
 

@@ -5,9 +5,11 @@
 import torch
 from torch import nn
 
+from mcore_parallel._stability import internal_api
 from mcore_parallel.groups import ProcessGroups, ShardSpec
 
 
+@internal_api
 def normal_shard_(parameter: nn.Parameter, spec: ShardSpec, groups: ProcessGroups, *, std: float, seed: int) -> None:
     """Draw the whole tensor in float32 on the CPU and keep this rank's part."""
     if parameter.is_meta:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mcore_parallel.comm._regions import gather
+from mcore_parallel.comm import gather
 from mcore_parallel.groups import ProcessGroups, ShardSpec
 from mcore_parallel.tensor_parallel._init import normal_shard_
 from mcore_parallel.tensor_parallel._product import InputMaker, LinearProducts, ProductLayer, column_product, num_pieces, row_product

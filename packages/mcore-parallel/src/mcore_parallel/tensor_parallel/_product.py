@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mcore_parallel.comm import all_gather, all_reduce, reduce_scatter
-from mcore_parallel.comm._collectives import start_all_gather, start_all_reduce, start_reduce_scatter, wait
+from mcore_parallel._stability import internal_api
+from mcore_parallel.comm import all_gather, all_reduce, reduce_scatter, start_all_gather, start_all_reduce, start_reduce_scatter, wait
 from mcore_parallel.groups import Group, ProcessGroups, ShardSpec
 from mcore_parallel.tensor_parallel._weight_gradient import LaterGradients, MainGradient, WeightGradientQueue
 
@@ -78,6 +78,7 @@ class InputMaker(Protocol):
         ...
 
 
+@internal_api
 class ProductLayer(nn.Module):
     """What the layers of one weight share: where the gradient of that goes, and who computes the products."""
 
@@ -138,11 +139,13 @@ def num_pieces(x: Tensor, rank_tokens: int, groups: ProcessGroups, overlap: bool
     return _PIECES if rank_tokens % _PIECES == 0 and rank_tokens // _PIECES >= fewest else 1
 
 
+@internal_api
 def column_product(x: Tensor, weight_OI: Tensor, route: Route) -> Tensor:
     """x W^T of an input that is gathered first under sequence parallelism; its gradient is summed over the group."""
     return _ColumnProduct.apply(x, weight_OI, route)
 
 
+@internal_api
 def row_product(x: Tensor, weight_OI: Tensor, route: Route, maker: InputMaker | None = None) -> Tensor:
     """Sum over the group of x W^T, scattered to this rank's tokens under sequence parallelism.
 

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mcore_parallel._stability import internal_api
 from mcore_parallel.comm import all_gather
 from mcore_parallel.groups import Group
 
 # T tokens (rows), v columns of this rank, K statistics a row
 
 
+@internal_api
 @dataclass(frozen=True, kw_only=True)
 class RowMaths:
     """What is computed of a row; z = logit / temperature over the columns that count."""
@@ -45,6 +47,7 @@ class RowResult:
     entropy_T: Tensor | None
 
 
+@internal_api
 def row_statistics(logits_Tv: Tensor, column_T: Tensor, valid: int, maths: RowMaths) -> Tensor:
     """[K, T] of this rank's columns: largest z, sum of exp(z - largest), z of the label (0 where the label is not here),
     then with smoothing the sum of z - largest, then for the entropy the sum of exp(z - largest) * (z - largest).
@@ -77,6 +80,7 @@ def row_statistics(logits_Tv: Tensor, column_T: Tensor, valid: int, maths: RowMa
     return torch.stack(rows)
 
 
+@internal_api
 def combine(stats_KT: Tensor, width: int, maths: RowMaths, group: Group) -> RowResult:
     """Put the ranks' statistics together with one all-gather; the order of addition is that of the ranks.
 
@@ -161,6 +165,7 @@ def to_gradient_(
         part_Tv.copy_(result_Tv)
 
 
+@internal_api
 def to_narrow_gradient(
     logits_Tv: Tensor,
     column_T: Tensor,

@@ -10,11 +10,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mcore_parallel.context_parallel import sequence_lengths
-from mcore_parallel.context_parallel._flash import HEAD_DIM_MULTIPLE, FlashAttention, flash_can_run
-from mcore_parallel.context_parallel._partial import PartialAttention, TorchAttention
-from mcore_parallel.context_parallel._tiles import Tile, plan_tiles
-from mcore_parallel.context_parallel._zigzag import segments
+from mcore_parallel.context_parallel import (
+    HEAD_DIM_MULTIPLE,
+    FlashAttention,
+    PartialAttention,
+    Tile,
+    TorchAttention,
+    flash_can_run,
+    plan_tiles,
+    segments,
+    sequence_lengths,
+)
 from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.nn import AttentionCore, AttentionSpec, Step, choose_attention
 

@@ -13,10 +13,20 @@ from mcore_parallel.training.distill._hidden import HiddenPair, HiddenProjection
 from mcore_parallel.training.distill._modelopt import ModeloptMissingError, quantize_student
 from mcore_parallel.training.distill._modelopt_plugin import ModeloptBalancer, modelopt_distillation
 from mcore_parallel.training.distill._objective import DistillationConfig, DistillationObjective
-from mcore_parallel.training.distill._store import LogProbStore, LogProbStoreConfig, LogProbStoreError, LogProbStoreWriter, record, writes
-from mcore_parallel.training.distill._teacher import Teacher
+from mcore_parallel.training.distill._shards import Shard, StoreLayout, StoreWriter, open_shards, read_settings
+from mcore_parallel.training.distill._store import (
+    LogProbStore,
+    LogProbStoreConfig,
+    LogProbStoreError,
+    LogProbStoreWriter,
+    record,
+    run_missing,
+    writes,
+)
+from mcore_parallel.training.distill._teacher import HIDDEN, Teacher
 
 __all__ = [
+    "HIDDEN",
     "DistillationConfig",
     "DistillationObjective",
     "FixedBalancer",
@@ -32,12 +42,18 @@ __all__ = [
     "ModeloptBalancer",
     "ModeloptMissingError",
     "RatioBalancer",
+    "Shard",
+    "StoreLayout",
+    "StoreWriter",
     "Teacher",
     "hidden_cosine_loss",
     "hidden_mse_loss",
     "modelopt_distillation",
+    "open_shards",
     "quantize_student",
+    "read_settings",
     "record",
+    "run_missing",
     "vocab_parallel_kl_divergence",
     "vocab_parallel_sparse_kl_divergence",
     "vocab_parallel_top_k",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_parallel.groups import Group, ProcessGroups
-from mcore_parallel.nn._shared_kv import SharedKVProjection
+from mcore_parallel.nn import SharedKVProjection
 from mcore_parallel.tensor_parallel import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from mcore_parallel.training._batch import Batch
 from mcore_parallel.training._objective import CrossEntropyObjective

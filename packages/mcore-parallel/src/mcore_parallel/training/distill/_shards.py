@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, Generic, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from mcore_parallel._stability import internal_api
 from mcore_parallel.training._batch import Batch
 
 KEY_BYTES = 16
@@ -23,6 +24,7 @@ _SETTINGS = "store.json"
 C = TypeVar("C")
 
 
+@internal_api
 @dataclass(frozen=True, kw_only=True)
 class StoreLayout:
     """What a store holds."""
@@ -119,6 +121,7 @@ class ShardWriter:
         return self.folder / f".{self._next()}.partial"
 
 
+@internal_api
 class StoreWriter(Generic[C]):
     """What the writers of stores have in common: settings, whose samples are there, and an end.
 
@@ -157,6 +160,7 @@ class StoreWriter(Generic[C]):
         return sample_keys(batch, self._shards.layout)
 
 
+@internal_api
 class Shard:
     """Samples in one folder, mapped into memory."""
 
@@ -182,6 +186,7 @@ class Shard:
         return [row.tobytes() for row in self._arrays[_KEYS]]
 
 
+@internal_api
 def open_shards(folder: Path, layout: StoreLayout) -> list[Shard]:
     """The shards of a store, in the order of their names.
 
@@ -215,6 +220,7 @@ def place_settings(folder: Path, config: Any, error: type[ValueError], *, name: 
     sync_folder(folder)
 
 
+@internal_api
 def read_settings(folder: Path, kind: type[C], error: type[ValueError]) -> C:
     """What the samples of a store are.
 

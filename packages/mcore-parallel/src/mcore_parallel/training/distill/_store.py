@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mcore_parallel._stability import internal_api
 from mcore_parallel.comm import all_reduce
 from mcore_parallel.training._batch import Batch
 from mcore_parallel.training.distill._divergence import vocab_parallel_top_k
@@ -177,6 +178,7 @@ class _Holder(Protocol):
     def holds(self, batch: Batch) -> bool: ...
 
 
+@internal_api
 def run_missing(teacher: Teacher, steps: Iterable[Sequence[Batch]], writer: _Holder | None, write_down: Callable[[Batch], None]) -> int:
     """Run a teacher over the batches that a writer does not hold, and hand them over labelled on the last pipeline stage.
 

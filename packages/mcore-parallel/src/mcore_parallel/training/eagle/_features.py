@@ -15,9 +15,7 @@ from torch import Tensor
 from mcore_parallel.comm import all_gather
 from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.training._batch import Batch
-from mcore_parallel.training.distill._shards import Shard, StoreLayout, StoreWriter, open_shards, read_settings
-from mcore_parallel.training.distill._store import run_missing
-from mcore_parallel.training.distill._teacher import HIDDEN, Teacher
+from mcore_parallel.training.distill import HIDDEN, Shard, StoreLayout, StoreWriter, Teacher, open_shards, read_settings, run_missing
 
 _TORCH = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # numpy has no bfloat16; its bits travel as integers.

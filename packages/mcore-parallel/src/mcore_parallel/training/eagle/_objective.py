@@ -13,8 +13,7 @@ from mcore_parallel.comm import all_gather
 from mcore_parallel.models.eagle import EagleDraft
 from mcore_parallel.training._batch import Batch
 from mcore_parallel.training._objective import LossReport
-from mcore_parallel.training.distill._divergence import vocab_parallel_kl_divergence
-from mcore_parallel.training.distill._teacher import HIDDEN
+from mcore_parallel.training.distill import HIDDEN, vocab_parallel_kl_divergence
 from mcore_parallel.training.eagle._ends import TargetEnds, vocab_parallel_argmax
 
 
