@@ -24,8 +24,7 @@ import torch.distributed as dist
 from mcore_ckpt._core import Chunk, Control, Manifest, ShardedTensor, Strictness, TensorRecord, as_parts, entries, load_as, save
 from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt._storage import Folder, dtype_code
-from mcore_ckpt.chunks import Box, check_tiling
-from mcore_ckpt.chunks._runs import runs
+from mcore_ckpt.chunks import Box, check_tiling, runs
 
 __all__ = ["OPTIMIZER_LAYOUTS", "load_any_layout", "save_in_layout"]
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from mcore_ckpt._core import read_manifest
 from mcore_ckpt.cli._parts import Commands, add_dtype, add_source, chosen_dtype, read_settings
 from mcore_ckpt.cli._progress import progress
-from mcore_ckpt.hf import export_checkpoint_hf, import_checkpoint_hf
-from mcore_ckpt.hf._families import FAMILIES
+from mcore_ckpt.hf import FAMILIES, export_checkpoint_hf, import_checkpoint_hf
 from mcore_ckpt.inspect import resolve_checkpoint
 
 __all__ = ["add_to"]

@@ -9,9 +9,7 @@ from typing import Any
 from mcore_ckpt.cli._parts import Commands, add_source, add_verify, read_settings
 from mcore_ckpt.cli._progress import progress
 from mcore_ckpt.inspect import summarize
-from mcore_ckpt.megatron import export_checkpoint_megatron, import_checkpoint_megatron
-from mcore_ckpt.megatron._export import FORMATS
-from mcore_ckpt.megatron._import import open_megatron
+from mcore_ckpt.megatron import FORMATS, export_checkpoint_megatron, import_checkpoint_megatron, open_megatron
 
 __all__ = ["add_to"]
 
