@@ -46,6 +46,7 @@ from mcore_parallel.training import (
 from mcore_parallel.training import Schedule as RateSchedule
 from tools.fully_sharded import FullyShardedModel
 from tools.recipes import RunConfig
+from tools.torch_sharded import TorchShardedModel
 
 PEAK_FLOPS: Mapping[str, float] = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12}
 """Dense operations a second in bfloat16, by a part of the device's name, as its vendor gives them for the SXM form."""
@@ -58,8 +59,8 @@ class Parts:
     """What a training step needs."""
 
     groups: ProcessGroups
-    model: GPTModel | BertModel | ModelChunks | FullyShardedModel
-    sync: DistributedDataParallel | FullyShardedModel
+    model: GPTModel | BertModel | ModelChunks | FullyShardedModel | TorchShardedModel
+    sync: DistributedDataParallel | FullyShardedModel | TorchShardedModel
     optimizer: MegatronOptimizer
     objective: Objective
     pipeline: Schedule
@@ -128,9 +129,13 @@ def assemble(config: RunConfig, device: torch.device | str) -> Parts:
     groups = ProcessGroups.build(config.plan)
     model = build_stage(config, groups, device, overlap)
     shared = {"groups": groups, "objective": objective(config), "pipeline": pipeline, "overlap": overlap}
-    if config.data_parallel == "fsdp":
-        assert isinstance(model, GPTModel | ModelChunks), "RunConfig refuses masked with fsdp"
-        sharded = FullyShardedModel(model, groups)
+    if config.data_parallel != "ddp":
+        assert isinstance(model, GPTModel | ModelChunks), "RunConfig refuses masked with fsdp and fsdp2"
+        if config.data_parallel == "fsdp2":
+            assert isinstance(model, GPTModel), "RunConfig refuses pipelines with fsdp2"
+            sharded = TorchShardedModel(model, groups)
+        else:
+            sharded = FullyShardedModel(model, groups)
         rule = dataclasses.replace(config.optimizer, use_distributed_optimizer=True)
         optimizer = MegatronOptimizer(rule, sharded, groups)
         return Parts(model=sharded, sync=sharded, optimizer=optimizer, **shared)

@@ -28,10 +28,12 @@ CONFIG = RunConfig(
 )
 
 
-def losses(plan: ParallelPlan, device: str = "cpu", dtype: str = "float64", data_parallel: str = "ddp") -> list[tuple[float, float]]:
+def losses(
+    plan: ParallelPlan, device: str = "cpu", dtype: str = "float64", data_parallel: str = "ddp", base: RunConfig = CONFIG
+) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each step; the same global batches whatever the layout."""
-    train = dataclasses.replace(CONFIG.train, dtype=dtype)
-    parts = assemble(dataclasses.replace(CONFIG, plan=plan, train=train, data_parallel=data_parallel), device)
+    train = dataclasses.replace(base.train, dtype=dtype)
+    parts = assemble(dataclasses.replace(base, plan=plan, train=train, data_parallel=data_parallel), device)
     return [trained(parts, batches) for batches in step_batches(parts.groups, device)]
 
 
@@ -107,3 +109,23 @@ def test_fully_sharded_replicas_give_the_losses_of_one_rank(name: str) -> None:
     for rank, rows in enumerate(run(losses, plan.world_size, plan=plan, data_parallel="fsdp")):
         for step, (ours, expected) in enumerate(zip(rows, serial(), strict=True)):
             assert ours == pytest.approx(expected, rel=1e-8), f"rank {rank} step {step}"
+
+
+TORCH_SHARDED = {
+    "fsdp2-2": ParallelPlan(dp=2),
+    "fsdp2-4": ParallelPlan(dp=4),
+    "tp2-fsdp2-2": ParallelPlan(tp=2, dp=2),
+    "cp2-fsdp2-2": ParallelPlan(cp=2, dp=2),
+}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", TORCH_SHARDED)
+def test_replicas_sharded_by_torch_give_the_losses_of_whole_ones(name: str, tied: bool) -> None:
+    plan = TORCH_SHARDED[name]
+    model = dataclasses.replace(CONFIG.model, share_embeddings_and_output_weights=tied)
+    base = dataclasses.replace(CONFIG, moe=None, model=model)
+    [expected] = run(losses, 1, plan=ParallelPlan(), base=base)
+    for rank, rows in enumerate(run(losses, plan.world_size, plan=plan, data_parallel="fsdp2", base=base)):
+        for step, (ours, wanted) in enumerate(zip(rows, expected, strict=True)):
+            assert ours == pytest.approx(wanted, rel=1e-8), f"rank {rank} step {step}"

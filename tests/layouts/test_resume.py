@@ -94,6 +94,7 @@ LAYOUTS = {
     "cp2": {"plan": ParallelPlan(cp=2)},
     "ep2": {"plan": ParallelPlan(dp=2, ep=2), "moe": MoEConfig(num_moe_experts=4, moe_router_topk=2, moe_aux_loss_coeff=0.01)},
     "fsdp2": {"plan": ParallelPlan(dp=2), "data_parallel": "fsdp"},
+    "fsdp2-of-torch": {"plan": ParallelPlan(dp=2), "data_parallel": "fsdp2"},
     "pp2-vpp2": {"plan": ParallelPlan(pp=2, vpp=2), "model": dataclasses.replace(CONFIG.model, num_layers=4)},
 }
 

@@ -176,7 +176,7 @@ class LoadConfig:
             )
 
 
-DATA_PARALLEL = ("ddp", "fsdp")
+DATA_PARALLEL = ("ddp", "fsdp", "fsdp2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +196,8 @@ class RunConfig:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     """Schedule and placement of the layers on the stages."""
     data_parallel: str = "ddp"
-    """"ddp" keeps the model whole on every replica; "fsdp" divides parameters, gradients and optimizer state among the replicas."""
+    """"ddp" keeps the model whole on every replica; "fsdp" divides parameters, gradients and optimizer state among the replicas, by
+    megatron_fsdp; "fsdp2" does so by torch's ``fully_shard``, for models without experts on one pipeline stage."""
     train: TrainConfig = field(default_factory=TrainConfig)
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=3e-3))
     data: DataConfig = field(default_factory=DataConfig)
@@ -249,14 +250,14 @@ class RunConfig:
             )
         if self.dumps.every:
             self._check_dumps()
-        if self.data_parallel == "fsdp":
+        if self.data_parallel != "ddp":
             self._check_fully_sharded()
 
     def _check_dumps(self) -> None:
-        if self.data_parallel == "fsdp" or self.cuda_graphs:
+        if self.data_parallel != "ddp" or self.cuda_graphs:
             raise ValueError(
-                f"dumps.every={self.dumps.every} looks at the tensors of whole modules, which data_parallel='fsdp' and cuda_graphs do not "
-                "show; set data_parallel=ddp and cuda_graphs=[], or dumps.every=0"
+                f"dumps.every={self.dumps.every} looks at the tensors of whole modules, which data_parallel={self.data_parallel!r} and "
+                f"cuda_graphs={list(self.cuda_graphs)} hide; set data_parallel=ddp and cuda_graphs=[], or dumps.every=0"
             )
         if self.dumps.gradients and self.optimizer.use_distributed_optimizer:
             raise ValueError(
@@ -267,7 +268,7 @@ class RunConfig:
             raise ValueError(f"dumps.every={self.dumps.every} needs plan.cp=1, whose ranks see whole sequences, found {self.plan.cp}")
 
     def _check_masked(self, masked: MaskedTokensConfig) -> None:
-        if self.moe or self.data_parallel == "fsdp":
+        if self.moe or self.data_parallel != "ddp":
             raise ValueError("masked trains a BertModel, which has no experts and no fsdp; set moe=none and data_parallel=ddp")
         if masked.mask_token >= self.model.vocab_size:
             raise ValueError(
@@ -275,15 +276,28 @@ class RunConfig:
             )
 
     def _check_fully_sharded(self) -> None:
+        if self.data_parallel == "fsdp2":
+            self._check_torch_sharded()
         if self.cuda_graphs:
             raise ValueError(
-                f"data_parallel='fsdp' gathers parameters by hooks inside the layers, which no graph replays; set cuda_graphs=[], found "
-                f"{list(self.cuda_graphs)}, or data_parallel='ddp'"
+                f"data_parallel={self.data_parallel!r} gathers parameters by hooks inside the layers, which no graph replays; set "
+                f"cuda_graphs=[], found {list(self.cuda_graphs)}, or data_parallel='ddp'"
             )
         if self.pipeline.schedule not in ("auto", "1f1b", "interleaved"):
             raise ValueError(
-                f"data_parallel='fsdp' cannot take backwards apart, which pipeline.schedule={self.pipeline.schedule!r} does; set "
-                "pipeline.schedule=auto, or data_parallel='ddp'"
+                f"data_parallel={self.data_parallel!r} cannot take backwards apart, which pipeline.schedule={self.pipeline.schedule!r} "
+                "does; set pipeline.schedule=auto, or data_parallel='ddp'"
             )
         if self.optimizer.optimizer == "muon" or any(group.optimizer == "muon" for group in self.optimizer.param_groups):
-            raise ValueError("data_parallel='fsdp' cannot step with optimizer='muon', which needs whole matrices; use 'adam', or 'ddp'")
+            raise ValueError(
+                f"data_parallel={self.data_parallel!r} cannot step with optimizer='muon', which needs whole matrices; use 'adam', or 'ddp'"
+            )
+
+    def _check_torch_sharded(self) -> None:
+        if self.moe:
+            raise ValueError("data_parallel='fsdp2' does not divide experts among their own replicas; set data_parallel=fsdp, or moe=none")
+        for name in ("pp", "vpp"):
+            if getattr(self.plan, name) > 1:
+                raise ValueError(f"data_parallel='fsdp2' needs plan.{name}=1, found {getattr(self.plan, name)}; set data_parallel=fsdp")
+        if self.plan.dp == 1:
+            raise ValueError("data_parallel='fsdp2' divides among replicas, found plan.dp=1; raise dp, or set data_parallel=ddp")

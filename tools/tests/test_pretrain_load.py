@@ -23,6 +23,7 @@ STILL = ("optimizer.lr=0", "optimizer.min_lr=0", "train.seed=77")
 LAYOUTS = {
     "slices": ["plan.dp=2", "optimizer.use_distributed_optimizer=true"],
     "fsdp": ["plan.dp=2", "data_parallel=fsdp"],
+    "fsdp2": ["plan.dp=2", "data_parallel=fsdp2"],
     "tp": ["plan.tp=2"],
     "chunks": ["plan.pp=2", "plan.vpp=2"],
 }

@@ -2,6 +2,8 @@
 # Copyright (c) 2026 the mcore authors
 """Recipes and the changing of their fields."""
 
+import re
+
 import pytest
 
 from tools.recipes import RECIPES, RecipeError, override, recipe
@@ -51,3 +53,17 @@ def test_bad_changes_name_what_is_wrong(assignment: str, message: str) -> None:
 def test_an_unknown_recipe_names_the_nearest() -> None:
     with pytest.raises(RecipeError, match="did you mean 'moe_tiny'"):
         recipe("moe_tny")
+
+
+def test_what_torch_cannot_shard_is_named() -> None:
+    tiny = recipe("gpt_tiny")
+    assert override(tiny, ["plan.dp=2", "data_parallel=fsdp2"]).data_parallel == "fsdp2"
+    for changes, message in {
+        ("plan.dp=1",): "found plan.dp=1; raise dp, or set data_parallel=ddp",
+        ("plan.dp=2", "plan.pp=2"): "data_parallel='fsdp2' needs plan.pp=1, found 2; set data_parallel=fsdp",
+        ("plan.dp=2", "optimizer.optimizer=muon"): "data_parallel='fsdp2' cannot step with optimizer='muon'",
+    }.items():
+        with pytest.raises(ValueError, match=re.escape(message)):
+            override(tiny, [*changes, "data_parallel=fsdp2"])
+    with pytest.raises(ValueError, match="data_parallel='fsdp2' does not divide experts"):
+        override(recipe("moe_tiny"), ["plan.dp=2", "data_parallel=fsdp2"])
