@@ -82,8 +82,8 @@ _enable_pyenv_versions()
 
 
 def _members() -> list[str]:
-    """Arguments that install the six wheels in editable form, with every extra that this machine can hold."""
-    arguments = []
+    """Arguments that install the application and the six wheels in editable form, with every extra that this machine can hold."""
+    arguments = ["-e", "."]
     for wheel in WHEELS:
         extras = ",".join(_extras(wheel))
         arguments += ["-e", f"packages/{wheel}[{extras}]" if extras else f"packages/{wheel}"]
@@ -181,14 +181,14 @@ def _check(session: nox.Session, python: Path, name: str, *arguments: str) -> No
 @nox.session(venv_backend="none")
 def quickstart(session: nox.Session) -> None:
     """Walk the whole journey on a small model: text to checkpoint to completions to rewards."""
-    python = _dev(session, "tools")
-    session.run(str(python), "-m", "tools.quickstart", *session.posargs, external=True)
+    python = _dev(session)
+    session.run(str(python), "-m", "mcore_tools.quickstart", *session.posargs, external=True)
 
 
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
     """All tests that need no GPU, on all cores; arguments go to pytest, which then runs in one process."""
-    python = _dev(session, "test", "tools", "api")
+    python = _dev(session, "test", "api")
     session.run(str(python), "-m", "pytest", *_pytest(session), external=True)
 
 
@@ -215,7 +215,7 @@ def lint(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def types(session: nox.Session) -> None:
     """Type checks of the wheels and tools."""
-    python = _dev(session, "test", "tools", "types")
+    python = _dev(session, "test", "types")
     session.run(str(python), "-m", "basedpyright", "--pythonpath", str(python), "--level", "error", *session.posargs, external=True)
 
 
@@ -256,7 +256,7 @@ def workspace(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def api(session: nox.Session) -> None:
     """Public API of each wheel against its last release; arguments go to the gate."""
-    python = _dev(session, "test", "tools", "api")
+    python = _dev(session, "test", "api")
     session.run(str(python), "tools/checks/api.py", *session.posargs, external=True)
 
 
@@ -279,7 +279,7 @@ def bench(session: nox.Session) -> None:
     name, *more = session.posargs or ["train"]
     if name not in known:
         session.error(f"name what to measure: `nox -s bench -- NAME`, with NAME one of {', '.join(known)}")
-    python = _dev(session, "tools")
+    python = _dev(session)
     session.run(str(python), "-m", f"tools.bench.{name}", *more, external=True)
 
 
@@ -325,7 +325,7 @@ def release(session: nox.Session) -> None:
     if len(tags) != 1 or "-v" not in tags[0]:
         session.error("name the tag: `nox -s release -- <wheel>-vX.Y.Z`")
     wheel = tags[0].removeprefix("refs/tags/").rpartition("-v")[0]
-    python = _dev(session, "test", "tools", "api")
+    python = _dev(session, "test", "api")
     target = ROOT / "dist" / "release"
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
@@ -375,7 +375,7 @@ def tests_wheel(session: nox.Session, wheel: str, python_version: str, torch: st
 @nox.session(venv_backend="none")
 def lowest(session: nox.Session) -> None:
     """All tests with the oldest version of every direct dependency: the lower bounds are true."""
-    install = [*_members(), *_groups(("test", "tools", "api")), "--resolution", "lowest-direct"]
+    install = [*_members(), *_groups(("test", "api")), "--resolution", "lowest-direct"]
     python = _environment(session, f"lowest-{THIS_PYTHON}", "lowest", install)
     session.run(str(python), "-m", "pytest", *_pytest(session), external=True)
 
@@ -387,7 +387,7 @@ def newest(session: nox.Session) -> None:
         python = ROOT / ".nox" / f"newest-{THIS_PYTHON}" / "bin" / "python"
         session.run_install(UV, "venv", "-q", "--clear", "--no-python-downloads", str(python.parent.parent), external=True)
         constraints = ["-c", _without_torch_family(folder), "--upgrade"]
-        install = ["--python", str(python), *_members(), *_groups(("test", "tools", "api")), *constraints]
+        install = ["--python", str(python), *_members(), *_groups(("test", "api")), *constraints]
         session.run_install(UV, "pip", "install", "-q", *install, external=True)
     session.run(str(python), "-c", "import torch; print('torch', torch.__version__)", external=True)
     session.run(str(python), "-m", "pytest", *_pytest(session), external=True)
@@ -399,9 +399,9 @@ def lock(session: nox.Session) -> None:
     extras = sorted({extra for wheel in WHEELS for extra in _extras(wheel)})
     session.run(
         UV, "pip", "compile", "-q", "--universal", "--python-version", PYTHONS[0], "--no-header", "--no-annotate",
-        *_groups(("dev",)), *(f"packages/{wheel}/pyproject.toml" for wheel in WHEELS),
+        *_groups(("dev",)), "pyproject.toml", *(f"packages/{wheel}/pyproject.toml" for wheel in WHEELS),
         *(argument for extra in extras for argument in ("--extra", extra)),
-        *(argument for wheel in WHEELS for argument in ("--no-emit-package", wheel)),
+        *(argument for name in ("mcore-tools", *WHEELS) for argument in ("--no-emit-package", name)),
         "-c", "constraints/pins.in", "-o", CONSTRAINTS, *session.posargs,
         external=True, env=dict.fromkeys(INDEX_SETTINGS),
     )  # fmt: skip

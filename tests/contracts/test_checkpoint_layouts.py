@@ -17,8 +17,8 @@ from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.optim import OptimizerConfig
 from mcore_parallel.training import Batch, CrossEntropyObjective, model_state, train_step
-from tools.assemble import Parts, assemble
-from tools.recipes import RunConfig, TrainConfig
+from mcore_tools.assembly import Parts, assemble
+from mcore_tools.recipes import RunConfig, TrainConfig
 
 # Three layers of this width: the border between two slices of the experts falls inside an expert, so a slice is several boxes.
 CONFIG = RunConfig(

@@ -16,9 +16,9 @@ from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDat
 from mcore_parallel.models import GPTModel, TransformerConfig, TransformerLayer
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig, PieceSource
 from mcore_parallel.training import Batch, CrossEntropyObjective, GradSync, Optimizer
+from mcore_tools.assembly import FullyShardedModel
 from megatron_fsdp import fully_shard_model
 from tests.contracts.conformance import mismatches
-from tools.fully_sharded import FullyShardedModel
 
 CONFIG = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2, ffn_hidden_size=12, vocab_size=16, init_method_std=0.3)
 

@@ -17,7 +17,7 @@ SMALL = [
 
 
 def quickstart(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([sys.executable, "-m", "tools.quickstart", *arguments], capture_output=True, text=True, timeout=280)
+    return subprocess.run([sys.executable, "-m", "mcore_tools.quickstart", *arguments], capture_output=True, text=True, timeout=280)
 
 
 def test_text_becomes_a_reinforced_model(tmp_path: Path) -> None:

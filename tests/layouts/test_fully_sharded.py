@@ -12,10 +12,10 @@ import pytest
 from mcore_ckpt import CheckpointManager
 from mcore_parallel import ParallelPlan
 from mcore_parallel.training import CrossEntropyObjective, evaluate
+from mcore_tools.assembly import Parts, assemble
+from mcore_tools.recipes import RecipeError, override
 from tests.layouts.test_one_curve import CONFIG, serial, step_batches, trained
 from tests.support.world import run
-from tools.assemble import Parts, assemble
-from tools.recipes import RecipeError, override
 
 LAYOUTS = {
     "one": (ParallelPlan(), "ddp"),

@@ -16,10 +16,9 @@ from mcore_parallel.models import TransformerConfig
 from mcore_parallel.numerics import check_gradient, compare_gradients, expected_rel_bound, relative_grad_diff
 from mcore_parallel.optim import OptimizerConfig
 from mcore_parallel.training import Batch, CrossEntropyObjective, train_step
+from mcore_tools.assembly import FullyShardedModel, assemble, build_model
+from mcore_tools.recipes import RunConfig, TrainConfig
 from tests.support.world import run
-from tools.assemble import assemble, build_model
-from tools.fully_sharded import FullyShardedModel
-from tools.recipes import RunConfig, TrainConfig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 

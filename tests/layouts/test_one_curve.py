@@ -14,9 +14,9 @@ from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.models import TransformerConfig
 from mcore_parallel.optim import OptimizerConfig
 from mcore_parallel.training import Batch, CrossEntropyObjective, train_step
+from mcore_tools.assembly import Parts, assemble
+from mcore_tools.recipes import RunConfig, TrainConfig
 from tests.support.world import run
-from tools.assemble import Parts, assemble
-from tools.recipes import RunConfig, TrainConfig
 
 CONFIG = RunConfig(
     model=TransformerConfig(

@@ -18,8 +18,8 @@ from mcore_parallel.data import GPTDataset
 from mcore_parallel.models import TransformerConfig
 from mcore_parallel.optim import OptimizerConfig
 from mcore_parallel.training import Rerun, RerunConfig, TensorShard, Trainer, TrainerConfig, TrainerState
-from tools.assemble import assemble, schedule, step_batches
-from tools.recipes import RunConfig, TrainConfig
+from mcore_tools.assembly import assemble, schedule, step_batches
+from mcore_tools.recipes import RunConfig, TrainConfig
 
 CONFIG = RunConfig(
     model=TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=2, ffn_hidden_size=16, vocab_size=32),

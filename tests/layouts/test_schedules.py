@@ -8,10 +8,10 @@ import pytest
 
 from mcore_parallel.pipeline import ScheduleError
 from mcore_parallel.training import CrossEntropyObjective, train_step
+from mcore_tools.assembly import assemble
+from mcore_tools.recipes import RunConfig, override
 from tests.layouts.test_one_curve import CONFIG, step_batches
 from tests.support.world import run
-from tools.assemble import assemble
-from tools.recipes import RunConfig, override
 
 STEPS = 4
 

@@ -66,5 +66,5 @@ def has_the_wheels() -> bool:
 
 @pytest.mark.world(1)
 def test_ranks_come_with_the_wheels_loaded_whoever_else_starts_ranks(world: Any) -> None:
-    import_module("tools.launch")
+    import_module("mcore_tools.launch")
     assert world(has_the_wheels) == [True]

@@ -19,7 +19,7 @@ _server = multiprocessing.get_context("forkserver")
 _PRELOADED = [
     "pytest", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp",
     "mcore_parallel.data_parallel", "mcore_parallel.graphs", "mcore_parallel.guard", "mcore_parallel.optim", "mcore_parallel.planner",
-    "mcore_parallel.training", "mcore_ckpt", "mcore_inference", "mcore_moe", "mcore_rl", "megatron_fsdp", "tools.assemble",
+    "mcore_parallel.training", "mcore_ckpt", "mcore_inference", "mcore_moe", "mcore_rl", "megatron_fsdp", "mcore_tools.assembly",
 ]  # fmt: skip
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from mcore_parallel.training import Batch, train_step
-from tools.assemble import assemble
-from tools.recipes import RunConfig, recipe
+from mcore_tools.assembly import assemble
+from mcore_tools.recipes import RunConfig, recipe
 
 SMALL = ("moe_tiny", "gpt_tiny")
 """Recipes; the first is what the quickstart trains."""

@@ -32,9 +32,9 @@ from mcore_parallel.nn import RecomputeConfig
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from mcore_parallel.pipeline import ModelChunks, PipelineConfig, Schedule
 from mcore_parallel.training import Batch, CrossEntropyObjective, train_step
+from mcore_tools.launch import launch
 from tools.bench._record import record
 from tools.bench._words import parse_run
-from tools.launch import launch
 
 _LLAMA = {"num_attention_heads": 32, "num_query_groups": 8, "vocab_size": 128256, "rotary_base": 500000.0}
 MODELS: Mapping[str, tuple[TransformerConfig, int]] = MappingProxyType(

@@ -31,11 +31,11 @@ import torch
 import torch.distributed as dist
 
 from mcore_parallel.models import TransformerConfig, flops_per_token
+from mcore_tools.launch import launch
 from tools.bench._llama import Block, Llama, LlamaShape, angles, compiled_loss, initialise
 from tools.bench._record import record
 from tools.bench._sequences import ring, whole_sequences
 from tools.bench._words import parse_run
-from tools.launch import launch
 
 _LLAMA_3 = LlamaShape(num_layers=32, hidden=4096, feed_forward=14336, num_heads=32, num_groups=8, vocab=128256, seq_len=4096)
 MODELS: Mapping[str, LlamaShape] = MappingProxyType(
@@ -225,7 +225,7 @@ def _trunk(run: Run, device: torch.device) -> Step:
     from mcore_parallel.nn import RecomputeConfig
     from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
     from mcore_parallel.training import Batch, CrossEntropyObjective, train_step
-    from tools.fully_sharded import FullyShardedModel
+    from mcore_tools.assembly import FullyShardedModel
 
     groups = ProcessGroups.build(ParallelPlan(dp=run.numbers["dp"], cp=run.numbers["cp"], ep=run.numbers["ep"]))
     options: dict[str, Any] = {"dtype": torch.bfloat16 if device.type == "cuda" else torch.float32, "device": device, "seed": None}

@@ -18,9 +18,9 @@ from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.comm import start_reduce_scatter_into
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
+from mcore_tools.launch import launch
 from tools.bench._record import record
 from tools.bench._timing import COPY_BYTES_PER_S, median_ms
-from tools.launch import launch
 
 
 def optimizer_step(device: torch.device, elements: int) -> list[dict[str, Any]]:

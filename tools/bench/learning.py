@@ -37,10 +37,11 @@ from mcore_parallel.models import TransformerConfig
 from mcore_parallel.optim import OptimizerConfig
 from mcore_parallel.tensor_parallel import pad_vocab_size
 from mcore_parallel.training import Batch, JsonLinesWriter, Trainer, TrainerConfig, model_state
-from tools.assemble import assemble, build_model, datasets, schedule, step_batches
+from mcore_tools.assembly import assemble, build_model, datasets, schedule, step_batches
+from mcore_tools.corpus import Corpus, default_text, prepare
+from mcore_tools.recipes import DataConfig, LogConfig, RunConfig, TrainConfig
+from mcore_tools.training import train_rank
 from tools.bench._record import record
-from tools.journey import Corpus, default_text, prepare, train_rank
-from tools.recipes import DataConfig, LogConfig, RunConfig, TrainConfig
 
 PEERS = ("eager", "compiled")
 TINY_TEXT = "email"
@@ -80,7 +81,7 @@ def run_config(corpus: Corpus, folder: Path, tokens: float, *, tiny: bool) -> Ru
 
 
 def ours(config: RunConfig, kind: str) -> dict[str, Any]:
-    """By ``train_rank``, as ``tools.pretrain`` runs it."""
+    """By ``train_rank``, as ``mcore_tools.train`` runs it."""
     trained = train_rank(config, kind)
     with (Path(config.output) / "train.jsonl").open(encoding="ascii") as lines:
         rows = [json.loads(line) for line in lines]

@@ -33,12 +33,12 @@ from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from mcore_parallel.tensor_parallel import pad_vocab_size
 from mcore_parallel.training import CrossEntropyObjective, evaluate, train_step
-from tools.assemble import DTYPES, datasets, schedule, step_batches
+from mcore_tools.assembly import DTYPES, datasets, schedule, step_batches
+from mcore_tools.corpus import default_text, prepare
+from mcore_tools.launch import launch
+from mcore_tools.recipes import DataConfig, RunConfig, TrainConfig
 from tools.bench._record import record
 from tools.bench.dense_step import Run
-from tools.journey import default_text, prepare
-from tools.launch import launch
-from tools.recipes import DataConfig, RunConfig, TrainConfig
 
 _MODELS = {
     "cuda": TransformerConfig(

@@ -22,8 +22,8 @@ from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from mcore_parallel.pipeline import ModelChunks, PipelineLayout
 from mcore_parallel.planner import Layout, ModelSizes, RankMemory, Workload, estimate, find_model
 from mcore_parallel.training import Batch, CrossEntropyObjective, train_step
+from mcore_tools.launch import launch
 from tools.bench._record import record
-from tools.launch import launch
 
 _LLAMA = {"num_query_groups": 8, "vocab_size": 128_256}
 MODELS: dict[str, dict[str, Any]] = {

@@ -30,9 +30,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from mcore_tools.launch import launch
 from tools.bench._record import record
 from tools.bench._small_step import SMALL, small_rows
-from tools.launch import launch
 
 
 @dataclass(frozen=True, kw_only=True)

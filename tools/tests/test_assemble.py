@@ -9,8 +9,8 @@ import pytest
 
 from mcore_parallel.data import ByteTokenizer, preprocess
 from mcore_parallel.data_parallel import DistributedDataParallel
-from tools.assemble import assemble, datasets
-from tools.recipes import DataConfig, recipe
+from mcore_tools.assembly import assemble, datasets
+from mcore_tools.recipes import DataConfig, recipe
 
 
 def test_a_split_that_leaves_no_document_names_what_goes_without(tmp_path: Path) -> None:

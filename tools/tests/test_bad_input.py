@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mcore_parallel.data import ByteTokenizer, preprocess, train_bpe
-from tools import pretrain, quickstart
+from mcore_tools import quickstart, train
 
 
 @pytest.fixture
@@ -54,14 +54,14 @@ def test_pretraining_names_what_cannot_be(
     output = tmp_path / "run"
     given = [f"data.prefix={corpus}/good", f"data.tokenizer={corpus}/tokenizer", f"output={output}", *changes]
     arguments = [word for change in given for word in ("--set", change.format(data=corpus))]
-    told = fails(pretrain.main, ["--recipe", "gpt_tiny", *arguments], monkeypatch, capsys)
+    told = fails(train.main, ["--recipe", "gpt_tiny", *arguments], monkeypatch, capsys)
     assert all(word in told for word in words), told
     # The index of the samples is a cache that the next run uses.
     assert not output.exists() or {path.name for path in output.iterdir()} <= {"index_cache"}
 
 
 def test_an_unknown_recipe_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "did you mean 'moe_tiny'" in fails(pretrain.main, ["--recipe", "moe_tny"], monkeypatch, capsys)
+    assert "did you mean 'moe_tiny'" in fails(train.main, ["--recipe", "moe_tny"], monkeypatch, capsys)
 
 
 @pytest.mark.parametrize(

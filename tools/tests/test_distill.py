@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from mcore_tools.distill import DistillConfig, distill_rank, main, record_rank
+from mcore_tools.recipes import DataConfig, RunConfig, override, recipe
+from mcore_tools.training import train_rank
 from tests.support.corpora import write_corpus
-from tools.distill import DistillConfig, distill_rank, main, record_rank
-from tools.journey import train_rank
-from tools.recipes import DataConfig, RunConfig, override, recipe
 
 TEXT = "a student hears what its teacher finds likely, and every other word it could have been. "
 

@@ -13,10 +13,10 @@ import torch
 from mcore_parallel import ProcessGroups
 from mcore_parallel.models.eagle import EagleConfig, EagleHead, load_published, published_vocabulary, read_published
 from mcore_parallel.training.eagle import FeatureStoreError
+from mcore_tools.eagle import EagleRun, evaluate_rank, extract_rank, main, train_head
+from mcore_tools.recipes import DataConfig, override, recipe
+from mcore_tools.training import train_rank
 from tests.support.corpora import write_corpus
-from tools.eagle import EagleRun, evaluate_rank, extract_rank, main, train_head
-from tools.journey import train_rank
-from tools.recipes import DataConfig, override, recipe
 
 TEXT = "a draft is short, a target is slow, and what the target would have said the draft has said before. "
 

@@ -18,7 +18,7 @@ from mcore_parallel.planner._cli import main
 from mcore_parallel.planner._estimate import stage_parts
 from mcore_parallel.planner._sharded import Unit, unit_bytes
 from mcore_parallel.planner._sizes import sizes
-from tools.fully_sharded import FullyShardedModel
+from mcore_tools.assembly import FullyShardedModel
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 TINY = TransformerConfig(num_layers=3, hidden_size=128, num_attention_heads=4, num_query_groups=2, vocab_size=512)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.journey import History
+from mcore_tools.reports import History
 
 
 def filled(steps: int) -> History:

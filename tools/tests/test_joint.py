@@ -10,8 +10,8 @@ import torch
 
 from mcore_parallel import ParallelPlan
 from mcore_parallel.pipeline import PipelineConfig
+from mcore_tools.joint import JointConfig, main, train_alone, train_joint
 from tests.support.world import run
-from tools.joint import JointConfig, main, train_alone, train_joint
 
 CONFIG = JointConfig(steps=14, lr=1e-2, micro_batches=3, micro_batch_size=5, dtype="float64")
 GRIDS = {

@@ -17,10 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mcore_tools import train
+from mcore_tools.training import _train
 from tests.support.corpora import write_corpus
 from tests.support.world import _server
-from tools import pretrain
-from tools.journey import _train
 
 LAYOUTS = {
     "tp": ["plan.tp=2"],
@@ -79,7 +79,7 @@ def rank_main(changes: list[str], rank: int, port: int, run: Path) -> int:
 
         _train.step_batches = killed
         sys.argv = ["pretrain", "--recipe", "gpt_tiny", *(word for change in changes for word in ("--set", change))]
-        code = pretrain.main()
+        code = train.main()
     except BaseException:
         traceback.print_exc()
     finally:

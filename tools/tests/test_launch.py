@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_parallel.guard import Watchdog, WatchdogConfig
-from tools.launch import RankError, launch
+from mcore_tools.launch import RankError, launch
 
 
 def double(value: int) -> int:
@@ -70,6 +70,7 @@ def test_a_stuck_gpu_collective_is_reported() -> None:
 
 
 def test_training_needs_no_library_of_a_server() -> None:
-    check = "import sys\nfor name in ('fastapi', 'starlette', 'uvicorn'): sys.modules[name] = None\nimport tools.distill, tools.pretrain"
+    check = "import sys\nfor name in ('fastapi', 'starlette', 'uvicorn'): sys.modules[name] = None\n"
+    check += "import mcore_tools.distill, mcore_tools.train"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from mcore_tools.corpus import Corpus, default_text, prepare
 from tools.bench import learning
-from tools.journey import Corpus, default_text, prepare
 
 
 @pytest.fixture(scope="module")

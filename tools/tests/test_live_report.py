@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.journey import History, LiveReport, Plot
-from tools.journey._plot import svg
+from mcore_tools.reports import History, LiveReport, Plot
+from mcore_tools.reports._plot import svg
 
 _SVG = "{http://www.w3.org/2000/svg}"
 

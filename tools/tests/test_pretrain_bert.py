@@ -11,13 +11,13 @@ import pytest
 
 from mcore_parallel import ParallelPlan
 from mcore_parallel.data import ByteTokenizer
+from mcore_tools.assembly import datasets
+from mcore_tools.launch import launch
+from mcore_tools.pretrain_bert import check
+from mcore_tools.recipes import DataConfig, RunConfig, override, recipe
+from mcore_tools.train import main
+from mcore_tools.training import train_rank
 from tests.support.corpora import write_corpus
-from tools.assemble import datasets
-from tools.journey import train_rank
-from tools.launch import launch
-from tools.pretrain import main
-from tools.pretrain_bert import check
-from tools.recipes import DataConfig, RunConfig, override, recipe
 
 TEXT = "a shard is declared once and groups are arguments and nothing is silent and every token sees those on both sides. "
 

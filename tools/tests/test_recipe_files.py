@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools import pretrain
-from tools.recipes import RECIPES, RecipeError, config_text, override, read_config, recipe, write_config
+from mcore_tools import train
+from mcore_tools.recipes import RECIPES, RecipeError, config_text, override, read_config, recipe, write_config
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -87,7 +87,7 @@ def test_the_command_writes_and_reads_a_run(tmp_path: Path, monkeypatch: pytest.
 
     def run(*arguments: str) -> int:
         monkeypatch.setattr(sys, "argv", ["pretrain", *arguments])
-        return pretrain.main()
+        return train.main()
 
     assert run("--recipe", "gpt_tiny", "--set", "train.steps=7", "--write-config", str(path)) == 0
     assert run("--config", str(path), "--set", "train.seq_len=32", "--write-config", "-") == 0

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tools.recipes import RECIPES, RecipeError, override, recipe
+from mcore_tools.recipes import RECIPES, RecipeError, override, recipe
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -20,10 +20,11 @@ from mcore_inference.server import serve
 from mcore_parallel import ProcessGroups
 from mcore_parallel.data import train_bpe
 from mcore_parallel.training import model_state
-from tools.assemble import build_model
-from tools.journey import build_engine, open_tokenizer, run_assets, run_checkpoints
-from tools.recipes import DataConfig, RunConfig, override, recipe
-from tools.serve import main, open_engine
+from mcore_tools.assembly import build_model
+from mcore_tools.recipes import DataConfig, RunConfig, override, recipe
+from mcore_tools.serve import main, open_engine
+from mcore_tools.serving import build_engine
+from mcore_tools.training import open_tokenizer, run_assets, run_checkpoints
 
 TEXT = "what a checkpoint keeps is all that a server needs to know. "
 
@@ -81,7 +82,7 @@ def test_it_answers_over_http(kept: tuple[RunConfig, Path]) -> None:
 
 @pytest.mark.timeout(180)
 def test_a_signal_ends_the_command_in_order(kept: tuple[RunConfig, Path]) -> None:
-    command = [sys.executable, "-m", "tools.serve", str(kept[1]), "--port", "0", "--cache-gb", "0.01"]
+    command = [sys.executable, "-m", "mcore_tools.serve", str(kept[1]), "--port", "0", "--cache-gb", "0.01"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             line = process.stdout.readline()  # type: ignore[union-attr]

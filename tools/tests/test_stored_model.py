@@ -16,9 +16,9 @@ from mcore_moe import MoEConfig
 from mcore_parallel import ProcessGroups, named_shards
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.nn import LatentAttentionConfig
+from mcore_tools.recipes import RecipeError, RunConfig, config_text, override, recipe
+from mcore_tools.training import check_stored, train_rank
 from tests.support.corpora import write_corpus
-from tools.journey import check_stored, train_rank
-from tools.recipes import RecipeError, RunConfig, config_text, override, recipe
 
 SMALL = ("model.num_layers=2", "model.hidden_size=16", "model.num_attention_heads=2", "model.ffn_hidden_size=24", "model.vocab_size=320")
 OTHER = ("model.rotary_base=77", "model.norm_epsilon=0.1", "model.activation=geglu")

@@ -31,7 +31,7 @@ def test_a_change_runs_its_wheel_and_the_dependents():
     tree = wheels()
     assert affected(["packages/mcore-inference/src/x.py"], tree) == ["mcore-inference", *dependents("mcore-inference", tree)]
     assert affected(["packages/mcore-moe/README.md", "docs/index.md"], tree) == ["mcore-moe"]
-    assert affected(["docs/index.md", "tools/pretrain.py"], tree) == []
+    assert affected(["docs/index.md", "tools/mcore_tools/train.py"], tree) == []
     assert affected(["constraints/dev.txt"], tree) == affected(["noxfile.py"], tree) == list(tree)
     assert "megatron-fsdp" not in affected(["packages/mcore-parallel/a.py"], tree)
 

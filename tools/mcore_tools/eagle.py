@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Train a draft head for a trained model, on one machine or many; a run goes on from its newest checkpoint.
+
+torchrun --nproc-per-node 8 -m mcore_tools.eagle train --recipe gpt_tiny --set target.output=runs/gpt_tiny --set run.output=runs/head \\
+    --set run.plan.dp=8 --set run.data.prefix=corpus --set run.data.tokenizer=tokenizer.json
+
+With --set store=FOLDER the head learns from features on disk, which ``extract`` in place of ``train`` writes first. ``evaluate`` says how
+many drafts of the newest checkpoint the target would accept, ``export`` writes it to --set published=FOLDER.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mcore_ckpt import CheckpointManager
+from mcore_ckpt.manifest import read_manifest
+from mcore_parallel import ProcessGroups
+from mcore_parallel.comm import all_reduce
+from mcore_parallel.guard import Watchdog
+from mcore_parallel.models import GPTModel
+from mcore_parallel.models.eagle import DraftVocabulary, EagleConfig, EagleHead, save_published
+from mcore_parallel.pipeline import StageLayout
+from mcore_parallel.training import (
+    STOPPED_EXIT_CODE,
+    Batch,
+    StopSignals,
+    evaluate,
+    model_state,
+)
+from mcore_parallel.training.distill import Teacher, writes
+from mcore_parallel.training.eagle import (
+    EagleObjective,
+    FeatureStore,
+    FeatureStoreConfig,
+    FeatureStoreWriter,
+    TargetEnds,
+    record_features,
+)
+from mcore_tools.assembly import DTYPES, Samples, build_model, datasets, step_batches
+from mcore_tools.recipes import RECIPES, RunConfig, recipe
+from mcore_tools.training import build_trainer, command, device_of, open_tokenizer, place, tell
+
+PARTS = ("train", "valid")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleRun:
+    """One draft head.
+
+    Raises:
+        ValueError: choices that do not go together.
+    """
+
+    run: RunConfig
+    """Plan, data, batches, optimizer and output of the head; its model is not read."""
+    target: RunConfig
+    """Its model, experts, dtype and ``output``, whose newest checkpoint is loaded."""
+    head: str = ""
+    """JSON file of the head's architecture (``EagleConfig``); empty for one layer like the target's."""
+    draft_vocab_size: int = 0
+    """Without a file: how many tokens the head proposes, the most frequent ones of the training samples; 0 for all."""
+    store: str = ""
+    """Folder of features to learn from, without running the target; empty to run it."""
+    shard_samples: int = 64
+    """Samples of a file of features."""
+    published: str = ""
+    """Folder that ``export`` writes."""
+    num_steps: int = 7
+    """Tokens that a row drafts in training."""
+    decay: float = 0.8
+    """Weight of each further one."""
+
+    def __post_init__(self) -> None:
+        run, target = self.run, self.target
+        if run.plan.pp > 1 or run.plan.cp > 1 or run.data_parallel != "ddp":
+            found = f"run.plan.pp={run.plan.pp}, run.plan.cp={run.plan.cp}, run.data_parallel={run.data_parallel!r}"
+            raise ValueError(f"{found}; a head has tp and ddp only, set both degrees to 1 and run.data_parallel=ddp")
+        if run.train.dtype != target.train.dtype:
+            raise ValueError(f"run.train.dtype={run.train.dtype} and target.train.dtype={target.train.dtype} must be equal")
+        if target.masked:
+            raise ValueError("target must predict the next token; set target.masked=none")
+        self.architecture()
+
+    def architecture(self) -> EagleConfig:
+        """Of the head.
+
+        Raises:
+            ValueError: a file that cannot be, or for another target.
+        """
+        size = self.draft_vocab_size or None
+        if not self.head:
+            return EagleConfig.of_target(self.target.model, draft_vocab_size=size)
+        found = EagleConfig.from_json(self.head)
+        for name in ("hidden_size", "vocab_size"):
+            theirs, mine = getattr(self.target.model, name), getattr(found.transformer, name)
+            if theirs != mine:
+                raise ValueError(f"{self.head}: transformer.{name}={mine} must be the target's, {theirs}")
+        return found
+
+    @property
+    def identity(self) -> str:
+        """Which weights the target has: the SHA-256 of its newest checkpoint, as its manifest tells."""
+        manager = CheckpointManager(Path(self.target.output) / "checkpoints")
+        if (step := manager.latest()) is None:
+            raise ValueError(f"target.output={self.target.output} holds no checkpoint; train the target, or give its folder")
+        digest = json.loads(read_manifest(manager.path(step)).encode())["sha256"]
+        return f"{self.target.output} step {step} {digest}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drafted:
+    """What a head does on the validation samples."""
+
+    loss: float
+    accepted_tokens: float
+    """Drafts of a row that agree with the target, of ``num_steps``; with the target's own token one more is had for each of its passes."""
+    step: int
+    stopped: bool = False
+
+
+class Workshop:
+    """The parts that all commands share, on this rank of the world."""
+
+    def __init__(self, config: EagleRun, kind: str) -> None:
+        self.config = config
+        self.device = device_of(kind)
+        self.groups = ProcessGroups.build(config.run.plan)
+        tokenizer = open_tokenizer(config.run.data.tokenizer, config.target.model.vocab_size, "target.")
+        self.samples: tuple[Samples, Samples] = datasets(config.run, tokenizer)
+        self.architecture = config.architecture()
+        self.vocabulary = self._vocabulary()
+
+    @functools.cached_property
+    def teacher(self) -> Teacher:
+        """The target, running."""
+        return Teacher(self._target(), capture=self.architecture.aux_modules)
+
+    @functools.cached_property
+    def ends(self) -> TargetEnds:
+        """The target's, of a model without layers where features are on disk."""
+        model = self._target(ends=True) if self.config.store else self.teacher.chunks[0]
+        return TargetEnds(model, self.vocabulary)
+
+    @functools.cached_property
+    def stores(self) -> dict[str, FeatureStore]:
+        """Of each part of the data."""
+        options = {"ends": self.ends.digest(), "aux_modules": self.architecture.aux_modules}
+        return {part: FeatureStore(Path(self.config.store) / part, **options) for part in PARTS}
+
+    def head(self) -> EagleHead:
+        """The head at its beginning."""
+        train = self.config.run.train
+        return EagleHead(
+            self.architecture,
+            self.groups,
+            vocabulary=self.vocabulary,
+            dtype=DTYPES[train.dtype],
+            device=self.device,
+            seed=train.seed,
+        )
+
+    def objective(self) -> EagleObjective:
+        """What it minimises."""
+        return EagleObjective(target=self.ends, num_steps=self.config.num_steps, decay=self.config.decay)
+
+    def steps(self, part: str, consumed: int = 0) -> Iterator[list[Batch]]:
+        """Micro-batches with features, one list a step, from sample ``consumed`` on; of a store in another order each time around."""
+        run, training = self.config.run, part == "train"
+        sizes = run.train.batch_sizes() if training else None
+        if not self.config.store:
+            stream = step_batches(run, self.samples[PARTS.index(part)], self.groups, self.device, consumed, sizes)
+            yield from map(self.teacher.label, stream)
+            return
+        store, micro, dp = self.stores[part], run.train.micro_batch_size, self.groups.dp
+        while True:
+            size = run.train.global_batch_size if sizes is None else sizes.size(consumed)
+            numbers = [self._place(number, len(store), shuffle=training) for number in range(consumed, consumed + size)][dp.rank :: dp.size]
+            consumed += size
+            yield [store.batch(numbers[first : first + micro], self.groups, device=self.device) for first in range(0, len(numbers), micro)]
+
+    def validation(self) -> Sequence[Batch]:
+        """The micro-batches of one evaluation."""
+        return [batch for step in itertools.islice(self.steps("valid"), self.config.run.train.eval_batches) for batch in step]
+
+    def _place(self, number: int, size: int, *, shuffle: bool) -> int:
+        turn, place = divmod(number, size)
+        return int(_order(size, self.config.run.train.seed + turn)[place]) if shuffle else place
+
+    def _target(self, *, ends: bool = False) -> GPTModel:
+        run, target = self.config.run, self.config.target
+        train = dataclasses.replace(run.train, dtype=target.train.dtype)
+        model = dataclasses.replace(target.model, mtp_num_layers=0) if target.model.hybrid_layer_pattern is None else target.model
+        built = dataclasses.replace(target, model=model, plan=run.plan, pipeline=run.pipeline, train=train, data_parallel="ddp")
+        layers = StageLayout(layers=range(0), embedding=True, loss=True, mtp_layers=range(0)) if ends else None
+        found = build_model(built, self.groups, self.device, layers=layers)
+        assert isinstance(found, GPTModel), "EagleRun refuses masked targets"
+        CheckpointManager(Path(target.output) / "checkpoints").load(model_state(found, self.groups), strict=False)
+        return found
+
+    def _vocabulary(self) -> DraftVocabulary | None:
+        """Counted once, and kept beside the head's checkpoints."""
+        size, total = self.architecture.draft_vocab_size, self.config.target.model.vocab_size
+        if size is None:
+            return None
+        path = Path(self.config.run.output) / "draft_vocabulary.json"
+        if self.groups.world.is_first and not path.exists():
+            counts = torch.zeros(total, dtype=torch.int64)
+            for number in range(len(self.samples[0])):
+                counts += torch.bincount(torch.as_tensor(self.samples[0][number]["tokens"]), minlength=total)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_suffix(".partial")
+            partial.write_text(json.dumps(DraftVocabulary.from_counts(counts, size).token_ids.tolist()), encoding="utf-8")
+            os.replace(partial, path)
+        # The others wait for it.
+        all_reduce(torch.zeros(1, device=self.device), self.groups.world)
+        return DraftVocabulary(torch.tensor(json.loads(path.read_text(encoding="utf-8"))), total)
+
+
+@functools.lru_cache(maxsize=2)
+def _order(size: int, seed: int) -> torch.Tensor:
+    return torch.randperm(size, generator=torch.Generator().manual_seed(seed))
+
+
+def extract_rank(config: EagleRun, kind: str) -> int:
+    """Write down what the target makes of the training and validation samples; batches it ran over."""
+    if not config.store:
+        raise ValueError("store is empty; pass --set store=FOLDER to extract into")
+    shop = Workshop(dataclasses.replace(config, store=""), kind)
+    run, model = config.run, config.target.model
+    settings = FeatureStoreConfig(
+        target=config.identity,
+        ends=shop.ends.digest(),
+        seq_len=run.train.seq_len,
+        hidden_size=model.hidden_size,
+        aux_modules=shop.architecture.aux_modules,
+        dtype=config.target.train.dtype,
+    )
+    count = 0
+    for part, samples, limit in zip(PARTS, shop.samples, (run.train.steps, run.train.eval_batches), strict=True):
+        name = str(shop.groups.dp.rank)
+        options = {"name": name, "shard_samples": config.shard_samples}
+        writer = FeatureStoreWriter(Path(config.store) / part, settings, **options) if writes(shop.teacher) else None
+        sizes = run.train.batch_sizes() if part == "train" else None
+        with writer or contextlib.nullcontext():
+            steps = itertools.islice(step_batches(run, samples, shop.groups, shop.device, 0, sizes), limit)
+            count += record_features(shop.teacher, shop.architecture.aux_modules, steps, writer)
+    return count
+
+
+def train_head(config: EagleRun, kind: str, watchdog: Watchdog | None = None, stop: Callable[[], bool] | None = None) -> Drafted:
+    """Train the head from its newest checkpoint or from the beginning, validate and save, on this rank of the world.
+
+    A run that ``stop`` ends (asked before each step; one rank is enough) saves and is not validated.
+    """
+    shop, run = Workshop(config, kind), config.run
+    head, data = shop.head(), functools.partial(shop.steps, "train")
+    trainer = build_trainer(run, head, shop.groups, shop.objective(), data, shop.validation, watchdog=watchdog, stop=stop)
+    trainer.resume()
+    trainer.run()
+    if trainer.stopped:
+        return Drafted(loss=float("nan"), accepted_tokens=float("nan"), step=trainer.state.step, stopped=True)
+    return _measure(shop, head, trainer.state.step)
+
+
+def evaluate_rank(config: EagleRun, kind: str) -> Drafted:
+    """The newest checkpoint of the head on the validation samples; with ``published`` it is also written there."""
+    shop = Workshop(config, kind)
+    head = shop.head()
+    step, _ = CheckpointManager(Path(config.run.output) / "checkpoints").load(model_state(head, shop.groups), strict=False)
+    if config.published:
+        save_published(head, config.published)
+    return _measure(shop, head, step)
+
+
+def _measure(shop: Workshop, head: EagleHead, step: int) -> Drafted:
+    report = evaluate(head, shop.validation(), shop.objective(), groups=shop.groups)
+    accepted = (report.metrics["accepted_tokens"] / report.count).item()
+    return Drafted(loss=report.mean.item(), accepted_tokens=accepted, step=step)
+
+
+def run_command(verb: str, config: EagleRun) -> int:
+    """A command on this rank of the world that torchrun, Slurm or nobody started; the exit code.
+
+    SIGTERM and SIGINT end training after a step, saved.
+    """
+    if verb == "export" and not config.published:
+        raise ValueError("published is empty; pass --set published=FOLDER to export into")
+    with place(config.run, "run") as (kind, watchdog):
+        if verb == "extract":
+            tell(f"the target ran over {extract_rank(config, kind)} batches a replica; {config.store} holds its features")
+            return 0
+        if verb == "train":
+            with StopSignals() as stop:
+                found = train_head(config, kind, watchdog, stop)
+        else:
+            found = evaluate_rank(config if verb == "export" else dataclasses.replace(config, published=""), kind)
+        if found.stopped:
+            tell(f"stopped and saved after step {found.step}; start it again to go on")
+            return STOPPED_EXIT_CODE
+        length = f"acceptance length {1 + found.accepted_tokens:.3f} of {1 + config.num_steps}"
+        tell(f"step {found.step}: loss {found.loss:.6f}, {length}")
+        return 0
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("verb", choices=("extract", "train", "evaluate", "export"))
+    parser.add_argument("--recipe", required=True, help=f"the target was trained by, one of: {', '.join(RECIPES)}")
+    return command(
+        parser,
+        "run",
+        lambda told: EagleRun(run=recipe(told.recipe), target=recipe(told.recipe)),
+        lambda told, config: run_command(told.verb, config),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Named runs: functions that return a typed configuration, and the one way to change a field of it."""
+
+from mcore_tools.recipes._config import DataConfig, LoadConfig, LogConfig, RunConfig, TrainConfig
+from mcore_tools.recipes._file import config_text, read_config, write_config
+from mcore_tools.recipes._override import RecipeError, override
+from mcore_tools.recipes._registry import RECIPES, recipe
+
+__all__ = [
+    "RECIPES",
+    "DataConfig",
+    "LoadConfig",
+    "LogConfig",
+    "RecipeError",
+    "RunConfig",
+    "TrainConfig",
+    "config_text",
+    "override",
+    "read_config",
+    "recipe",
+    "write_config",
+]

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Runs as YAML files."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mcore_tools.recipes._config import RunConfig
+from mcore_tools.recipes._override import RecipeError, merge
+from mcore_tools.recipes._registry import recipe
+from mcore_tools.recipes._values import plain
+
+BASE = "recipe"
+"""Key of a file that names the recipe which the file changes."""
+
+
+def read_config(path: str | Path, base: RunConfig | None = None) -> RunConfig:
+    """The run of a file: the fields that differ from a recipe, or all that have no default.
+
+    Args:
+        path: a YAML file that maps fields to values, parts such as ``model`` to mappings of their own; ``recipe: NAME`` says what it
+            begins from.
+        base: what it begins from instead.
+
+    Raises:
+        RecipeError: no YAML, an unknown field (names the nearest), a value of another type, or one the configuration refuses.
+        OSError: the file cannot be read.
+    """
+    try:
+        values: Any = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise RecipeError(f"{path} is nested too deeply to be a run; a run has mappings in mappings at most") from None
+    if not isinstance(values, dict):
+        raise RecipeError(f"{path} must map fields to values, found {type(values).__name__}")
+    name = values.pop(BASE, None)
+    if base is None and name is not None:
+        base = recipe(str(name))
+    return merge(RunConfig if base is None else base, values, str(path))
+
+
+def config_text(config: RunConfig) -> str:
+    """The whole run as YAML, defaults included, so that a later change of one does not change it; ``read_config`` gives it back.
+
+    Raises:
+        ValueError: a field that a file cannot hold.
+    """
+    return yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True)
+
+
+def write_config(config: RunConfig, path: str | Path) -> None:
+    """Write ``config_text``; the folder is made.
+
+    Raises:
+        ValueError: a field that a file cannot hold; nothing is written.
+        OSError: it cannot be written.
+    """
+    text = config_text(config)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text, encoding="utf-8")

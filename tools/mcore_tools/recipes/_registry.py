@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The recipes there are."""
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from mcore_moe import MoEConfig
+from mcore_parallel.data import MaskedTokensConfig
+from mcore_parallel.models import TransformerConfig, hybrid_config
+from mcore_parallel.nn import MambaConfig
+from mcore_parallel.optim import OptimizerConfig
+from mcore_tools.recipes._config import RunConfig, TrainConfig
+from mcore_tools.recipes._override import RecipeError
+
+
+def moe_tiny() -> RunConfig:
+    """A mixture of experts that learns Python source on two CPU cores within minutes."""
+    return RunConfig(
+        model=TransformerConfig(
+            num_layers=4,
+            hidden_size=128,
+            num_attention_heads=4,
+            num_query_groups=2,
+            ffn_hidden_size=256,
+            vocab_size=2048,
+            norm_epsilon=1e-5,
+        ),
+        moe=MoEConfig(num_moe_experts=4, moe_router_topk=2, moe_aux_loss_coeff=0.01),
+        train=TrainConfig(steps=200, seq_len=128, micro_batch_size=8, global_batch_size=16, warmup_steps=20, eval_interval=50),
+        optimizer=OptimizerConfig(lr=3e-3, min_lr=3e-4, weight_decay=0.1, clip_grad=1.0),
+        output="runs/moe_tiny",
+    )
+
+
+def gpt_tiny() -> RunConfig:
+    """The dense sibling of moe_tiny."""
+    return RunConfig(
+        model=TransformerConfig(
+            num_layers=4, hidden_size=128, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=384, vocab_size=2048
+        ),
+        train=TrainConfig(steps=200, seq_len=128, micro_batch_size=8, global_batch_size=16, warmup_steps=20, eval_interval=50),
+        optimizer=OptimizerConfig(lr=3e-3, min_lr=3e-4, weight_decay=0.1, clip_grad=1.0),
+        output="runs/gpt_tiny",
+    )
+
+
+def _gpt(name: str, num_layers: int, hidden_size: int, num_heads: int, ffn_hidden_size: int, lr: float) -> RunConfig:
+    """A dense model of the Llama family in bfloat16 on sequences of 2048 tokens, half a million tokens a step."""
+    model = TransformerConfig(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_attention_heads=num_heads,
+        num_query_groups=num_heads // 4,
+        ffn_hidden_size=ffn_hidden_size,
+        vocab_size=32768,
+    )
+    train = TrainConfig(
+        steps=20_000,
+        seq_len=2048,
+        micro_batch_size=4,
+        global_batch_size=256,
+        warmup_steps=500,
+        eval_interval=500,
+        checkpoint_interval=1000,
+        dtype="bfloat16",
+    )
+    return RunConfig(
+        model=model,
+        train=train,
+        optimizer=OptimizerConfig(lr=lr, min_lr=lr / 10, weight_decay=0.1, clip_grad=1.0, adam_beta2=0.95, use_distributed_optimizer=True),
+        output=f"runs/{name}",
+    )
+
+
+def gpt_100m() -> RunConfig:
+    """125 million parameters; one GPU."""
+    return _gpt("gpt_100m", 12, 768, 12, 2048, 6e-4)
+
+
+def gpt_1b() -> RunConfig:
+    """1.1 billion parameters; one GPU or more (plan.dp)."""
+    return _gpt("gpt_1b", 22, 2048, 32, 5632, 3e-4)
+
+
+def gpt_7b() -> RunConfig:
+    """7.2 billion parameters; eight GPUs (plan.tp, plan.pp, plan.dp)."""
+    return _gpt("gpt_7b", 32, 4096, 32, 14336, 3e-4)
+
+
+def hybrid_tiny() -> RunConfig:
+    """State spaces with an attention layer among them, as small as gpt_tiny."""
+    tiny = gpt_tiny()
+    model = hybrid_config(
+        "M-M*-M-",
+        hidden_size=128,
+        num_attention_heads=4,
+        num_query_groups=2,
+        ffn_hidden_size=384,
+        vocab_size=2048,
+        mamba=MambaConfig(state_dim=16, head_dim=32, num_groups=2, chunk_size=32),
+    )
+    return dataclasses.replace(tiny, model=model, output="runs/hybrid_tiny")
+
+
+def bert_tiny() -> RunConfig:
+    """A BERT that learns hidden tokens; its tokenizer has at most 2048 of them, the one behind these is the mask."""
+    return RunConfig(
+        model=TransformerConfig(
+            num_layers=4,
+            hidden_size=128,
+            num_attention_heads=4,
+            ffn_hidden_size=512,
+            vocab_size=2112,
+            normalization="LayerNorm",
+            norm_epsilon=1e-12,
+            post_norm=True,
+            add_bias_linear=True,
+            add_qkv_bias=True,
+            activation="gelu",
+            position_embedding_type="learned_absolute",
+            max_position_embeddings=128,
+            share_embeddings_and_output_weights=True,
+        ),
+        masked=MaskedTokensConfig(mask_token=2048),
+        train=TrainConfig(steps=200, seq_len=128, micro_batch_size=8, global_batch_size=16, warmup_steps=20, eval_interval=50),
+        optimizer=OptimizerConfig(lr=1e-3, min_lr=1e-4, weight_decay=0.01, clip_grad=1.0),
+        output="runs/bert_tiny",
+    )
+
+
+RECIPES: Mapping[str, Callable[[], RunConfig]] = MappingProxyType(
+    {make.__name__: make for make in (bert_tiny, gpt_100m, gpt_1b, gpt_7b, gpt_tiny, hybrid_tiny, moe_tiny)}
+)
+
+
+def recipe(name: str) -> RunConfig:
+    """The configuration of a named run.
+
+    Raises:
+        RecipeError: no such recipe; names the nearest and all there are.
+    """
+    if name not in RECIPES:
+        near = difflib.get_close_matches(name, RECIPES, 1)
+        raise RecipeError(f"no recipe {name!r}; " + (f"did you mean {near[0]!r}? " if near else "") + f"there are: {', '.join(RECIPES)}")
+    return RECIPES[name]()

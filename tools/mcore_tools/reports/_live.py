@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The page of a run that is under way."""
+
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+
+from mcore_tools.reports._history import History
+from mcore_tools.reports._plot import Plot
+from mcore_tools.reports._report import Section, write_report
+
+# A browser looks as often; the page is written at most as often, and takes at most this share of the run's time.
+_REFRESH_S, _SHARE = 10, 0.01
+
+
+class LiveReport:
+    """Writes ``report.html`` now and then while a run is under way, and at its end; a writer like the others.
+
+    The page opens from the disk and reads itself again until the run has ended.
+
+    Args:
+        path: of the page.
+        title: its heading.
+        steps: last step of the run.
+        config: the run's configuration as text.
+        history: numbers of the steps before.
+        now: seconds; a clock.
+    """
+
+    def __init__(
+        self, path: Path, title: str, steps: int, config: str, history: History, now: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.path, self.title, self.steps, self.config, self._now = path, title, steps, config, now
+        self.history = history
+        self._due = now() + _REFRESH_S
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self.history.write(step, values)
+        if (begin := self._now()) >= self._due:
+            self._page(_REFRESH_S)
+            end = self._now()
+            self._due = end + max(_REFRESH_S, (end - begin) / _SHARE)
+
+    def close(self) -> None:
+        if self.history.recent:
+            self._page(None)
+
+    def _page(self, refresh_s: int | None) -> None:
+        write_report(self.path, self.title, self._sections(refresh_s is None), self._plots(), refresh_s)
+
+    def _plots(self) -> list[Plot]:
+        curve = self.history.curve
+        names = self.history.names
+        found = [Plot(title="Loss", x_label="step", y_label="nats a token", curves=_known(curve, training="loss", validation="eval/loss"))]
+        for title, unit, name in (
+            ("Gradient norm", "before clipping", "grad_norm"),
+            ("Learning rate", "", "lr"),
+            ("Throughput", "tokens a second", "tokens_per_s"),
+            ("Model flops utilisation", "share of the peak", "mfu"),
+            ("Batch", "sequences", "num_samples"),
+            ("Slowest rank", "times the median of its stage", "straggler/slowdown"),
+            ("Exposed communication", "share of a traced step", "communication/exposed_share"),
+        ):
+            if name in names:
+                found.append(Plot(title=title, x_label="step", y_label=unit, curves={"": curve(name)}))
+        times = {name.removeprefix("time/"): curve(name) for name in names if name.startswith("time/") and name.count("/") == 1}
+        if times:
+            found.append(Plot(title="Parts of a step, slowest rank", x_label="step", y_label="seconds a step", curves=times))
+        experts = {name.removesuffix("_share"): curve(name) for name in names if name.startswith("expert_")}
+        if experts:
+            found.append(Plot(title="Expert load", x_label="step", y_label="share of tokens", curves=experts))
+        return found
+
+    def _sections(self, ended: bool) -> list[Section]:
+        step, values = self.history.recent[-1]
+        recent = sorted(row["step_s"] for _, row in self.history.recent if "step_s" in row)
+        left_s = (self.steps - step) * recent[len(recent) // 2] if recent else 0.0
+        state = "ended" if ended else f"running, about {timedelta(seconds=round(left_s))} left"
+        facts = [("state", f"{state}, step {step} of {self.steps}"), ("written", time.strftime("%Y-%m-%d %H:%M:%S"))]
+        facts += [(name, f"{value:.6g}") for name, value in values.items() if not name.startswith("expert_")]
+        return [Section(title="Newest step", facts=facts), Section(title="Configuration", facts=[], text=self.config)]
+
+
+def _known(curve: Callable[[str], tuple[list[float], list[float]]], **names: str) -> dict[str, tuple[list[float], list[float]]]:
+    """The curves that have points, by their labels."""
+    return {label: points for label, name in names.items() if (points := curve(name))[0]}

@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Reinforcement learning from the checkpoint of a run."""
+
+from mcore_tools.rl._reinforce import reinforce_rank
+
+__all__ = [
+    "reinforce_rank",
+]

@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Engines with the models of runs and of their exports."""
+
+from mcore_tools.serving._engine import Served, build_engine, serve_exported
+
+__all__ = [
+    "Served",
+    "build_engine",
+    "serve_exported",
+]

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The exported model generates, and answers over HTTP."""
+
+import json
+import time
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mcore_ckpt.hf import import_hf
+from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, InferenceConfig, PagedAttention, SamplingParams
+from mcore_parallel import ProcessGroups
+from mcore_parallel.data import Tokenizer
+from mcore_parallel.models import GPTModel
+from mcore_tools.assembly import build_model
+from mcore_tools.recipes import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """What came out."""
+
+    texts: Sequence[tuple[str, str]]
+    """Prompt and continuation."""
+    tokens_per_s: float
+    """Generated tokens of all requests together."""
+    http_answer: str
+    http_ms: float
+
+
+def build_engine(
+    config: RunConfig, tokenizer: Tokenizer, device: torch.device | str, *, seed: int = 0, max_length: int = 256, cache_gb: float = 0.25
+) -> DynamicInferenceEngine:
+    """An engine with a model of its own, whole on this rank; its weights are those of the run's seed until some are loaded."""
+    model = build_model(config, ProcessGroups.single(), device, attention_core=PagedAttention()).eval()
+    assert isinstance(model, GPTModel), "a BertModel generates nothing"
+    sizes = InferenceConfig(max_sequence_length=max_length, max_requests=64, block_size_tokens=16, buffer_size_gb=cache_gb)
+    context = DynamicInferenceContext.for_model(model, sizes)
+    return DynamicInferenceEngine(model, context, tokenizer, seed=seed, vocab_size=min(tokenizer.vocab_size, config.model.vocab_size))
+
+
+def serve_exported(config: RunConfig, export: Path, tokenizer: Tokenizer, prompts: Sequence[str], device: torch.device | str) -> Served:
+    """Load Hugging Face weights into an engine, continue the prompts, then answer one request over HTTP."""
+    # Of all verbs of a run only this one needs a server's libraries.
+    from mcore_inference.server import serve
+
+    engine = build_engine(config, tokenizer, device)
+    engine.load_weights(import_hf(export).tensors)
+    begin = time.perf_counter()
+    records = engine.generate(list(prompts), SamplingParams(temperature=0.7, top_p=0.95, num_tokens_to_generate=48, seed=7))
+    seconds = time.perf_counter() - begin
+    with serve(engine, model_name="quickstart") as server:
+        begin = time.perf_counter()
+        answer = _post(f"{server.url}/v1/completions", {"model": "quickstart", "prompt": prompts[0], "max_tokens": 24, "temperature": 0})
+        http_ms = (time.perf_counter() - begin) * 1e3
+    return Served(
+        texts=[(prompt, record.generated_text) for prompt, record in zip(prompts, records, strict=True)],
+        tokens_per_s=sum(len(record.generated_tokens) for record in records) / seconds,
+        http_answer=answer["choices"][0]["text"],
+        http_ms=http_ms,
+    )
+
+
+def _post(url: str, body: dict) -> dict:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.load(response)

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Train a recipe on one machine or many; a run whose output folder holds checkpoints goes on from the newest.
+
+torchrun --nproc-per-node 8 -m mcore_tools.train --recipe moe_tiny --set data.prefix=corpus --set data.tokenizer=tokenizer
+
+Exit status: 0 the run came to its end; 1 it was refused or failed, and says why; 16 a result that these machines cannot judge, start it
+again on others; 17 a result that others found to be the same, and that is no number; 75 a rank was stuck; 143 it was asked to stop
+(SIGTERM, SIGINT, time limit) and saved, start it again to go on.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from mcore_ckpt import CheckpointingException
+from mcore_parallel.guard import (
+    Attempt,
+    RankFailedError,
+    RanksLostError,
+    StallReport,
+    Watchdog,
+    exit_process,
+    run_with_restarts,
+)
+from mcore_parallel.training import (
+    INVALID_EXIT_CODE,
+    STOPPED_EXIT_CODE,
+    SUSPECT_EXIT_CODE,
+    InvalidResultError,
+    NonFiniteLossError,
+    StartupStamps,
+    StopSignals,
+    SuspectResultError,
+)
+from mcore_tools import STARTED_AT
+from mcore_tools.recipes import RECIPES, RecipeError, RunConfig, config_text, override, read_config, recipe, write_config
+from mcore_tools.training import Trained, check_data, connect, join, meet, take_device, train_rank
+
+# What another attempt in the same processes would meet again.
+FINAL = (ValueError, NonFiniteLossError, SuspectResultError, InvalidResultError)
+
+
+def pretrain(config: RunConfig, main_entry: float | None = None) -> Trained:
+    """Train on this rank of the world that torchrun, Slurm or nobody started; SIGTERM and SIGINT end it after a step, saved.
+
+    Args:
+        config: the run.
+        main_entry: when the imports were done, in seconds since the epoch; None for now.
+    """
+    now = time.time()
+    stamps = StartupStamps(program_start=STARTED_AT, main_entry=main_entry or now, pretrain_entry=now)
+    check_data(config)
+    kind = take_device()
+    with StopSignals() as stop:
+        if "WORLD_SIZE" in os.environ:
+            trained = _in_world(config, kind, stop, stamps)
+        else:
+            trained = train_rank(config, kind, None, stop, stamps)
+        if int(os.environ.get("RANK", "0")) == 0:
+            stopped = f"stopped and saved after step {trained.stopped_at}; start it again to go on"
+            result = f"validation loss {trained.validation_loss:.6f}" if trained.stopped_at is None else stopped
+            for remark in trained.remarks:
+                print(remark)
+            print(f"{result} after {trained.seconds:.0f} s; checkpoints under {config.output}")
+        return trained
+
+
+def _in_world(config: RunConfig, kind: str, stop: StopSignals, stamps: StartupStamps) -> Trained:
+    """Compare this process with the others, and train, again if a rank fails and ``restart`` says so."""
+    if not config.restart.max_restarts:
+        with join(config, kind) as watchdog:
+            return train_rank(config, kind, watchdog, stop, stamps)
+    store, rank, world_size = meet(config, kind)
+
+    def work(attempt: Attempt) -> Trained:
+        def stalled(report: StallReport) -> None:
+            if report.is_author:
+                try:
+                    attempt.fail(report.text)
+                except RuntimeError:
+                    # The others are out of reach, so that this rank ends alone.
+                    exit_process(report)
+
+        watchdog = Watchdog(attempt.store, rank=rank, world_size=world_size, config=config.guard, on_stall=stalled)
+        with watchdog:
+            connect(config, kind, attempt.store, rank, world_size)
+            trained = train_rank(config, kind, watchdog, stop, None if attempt.number else stamps)
+            # After a failure the groups are aborted instead: what is under way in them would never end.
+            dist.destroy_process_group()
+            return trained
+
+    return run_with_restarts(work, store, rank=rank, world_size=world_size, config=config.restart, final=FINAL)
+
+
+def main(default_recipe: str | None = None, check: Callable[[RunConfig], RunConfig] = lambda config: config) -> int:
+    """The command; ``check`` may refuse a run."""
+    entry = time.time()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", help=f"one of: {', '.join(RECIPES)}" + (f" (default: {default_recipe})" if default_recipe else ""))
+    parser.add_argument("--config", metavar="FILE", help="YAML with fields of the run, and `recipe: NAME` or --recipe for the others")
+    parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change a field, for instance plan.tp=2")
+    parser.add_argument("--write-config", metavar="FILE", help="write the whole run as YAML (- for the terminal) and end")
+    arguments = parser.parse_args()
+    try:
+        config = check(override(_chosen(arguments, default_recipe), arguments.set))
+        if arguments.write_config == "-":
+            print(config_text(config), end="")
+        elif arguments.write_config:
+            write_config(config, arguments.write_config)
+        else:
+            return 0 if pretrain(config, entry).stopped_at is None else STOPPED_EXIT_CODE
+    except (*FINAL, OSError, CheckpointingException, RankFailedError, RanksLostError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return {SuspectResultError: SUSPECT_EXIT_CODE, InvalidResultError: INVALID_EXIT_CODE}.get(type(error), 1)
+    return 0
+
+
+def _chosen(arguments: argparse.Namespace, default_recipe: str | None) -> RunConfig:
+    """The run of a file, of a recipe, or of a file that changes a recipe."""
+    base = None if arguments.recipe is None else recipe(arguments.recipe)
+    if arguments.config is not None:
+        return read_config(arguments.config, base)
+    if base is None and default_recipe is None:
+        raise RecipeError(f"there is neither --recipe nor --config; recipes: {', '.join(RECIPES)}")
+    return base or recipe(default_recipe or "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

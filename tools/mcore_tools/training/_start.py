@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Where a run begins."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from mcore_ckpt import CheckpointingException, CheckpointManager, find_mismatches, load
+from mcore_ckpt.inspect import resolve_folder
+from mcore_ckpt.manifest import is_checkpoint
+from mcore_ckpt.storage import Folder
+from mcore_parallel.optim import MegatronOptimizer
+from mcore_tools.recipes import LoadConfig
+
+_OPTIMIZER = "optimizer."
+
+
+def find_source(config: LoadConfig, own: CheckpointManager) -> CheckpointManager | Folder | None:
+    """The folder of steps, or the one checkpoint, that a run begins with; None for its own newest step, or random weights.
+
+    Raises:
+        ValueError: there is none, and ``config`` wants one.
+    """
+    if own.latest() is not None:
+        return None
+    if not config.path:
+        if config.required:
+            raise ValueError(
+                f"load.required=true, and {own.directory} holds no checkpoint; set output to the folder of the run that is to go on, "
+                "load.path to what it begins with, or load.required=false"
+            )
+        return None
+    try:
+        newest = resolve_folder(config.path)
+    except CheckpointingException as error:
+        raise ValueError(f"load.path={config.path!r} has nothing to begin with: {error}; name a checkpoint or a folder of steps") from None
+    manager = CheckpointManager(config.path)
+    steps = [] if is_checkpoint(config.path) else manager.steps()
+    if config.step is not None and config.step not in steps:
+        found = f"has {steps}" if steps else "is one checkpoint; set load.step=none"
+        raise ValueError(f"load.step={config.step} is not in load.path={config.path!r}, which {found}")
+    return manager if steps else newest
+
+
+def first_folder(config: LoadConfig, own: CheckpointManager, source: CheckpointManager | Folder | None = None) -> Folder | None:
+    """The checkpoint whose weights a run takes; None for random ones.
+
+    Args:
+        config: what it begins with.
+        own: the checkpoints of the run.
+        source: of ``find_source``.
+    """
+    if isinstance(source, Folder):
+        return source
+    manager, step = (own, None) if source is None else (source, config.step)
+    step = manager.latest() if step is None else step
+    return None if step is None else manager.folder(step)
+
+
+class RunCheckpoints:
+    """The checkpointer of a run: saves its steps, and loads the newest of them, or what it begins with while there is none.
+
+    Args:
+        config: what that is.
+        own: the checkpoints of the run.
+        source: of ``find_source``.
+        optimizer: of the run.
+    """
+
+    def __init__(
+        self, config: LoadConfig, own: CheckpointManager, source: CheckpointManager | Folder | None, optimizer: MegatronOptimizer
+    ) -> None:
+        self._config, self._own, self._source, self._optimizer = config, own, source, optimizer
+        self.loaded = ""
+        """What was loaded, in words."""
+
+    def latest(self) -> int | None:
+        """The newest step, None when there is nothing to load."""
+        return self._own.latest() if self._source is None else self._config.step or 0
+
+    def save(self, step: int, state: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
+        """Save a step of the run."""
+        self._own.save(step, state, extra)
+
+    def load(self, state: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Fill ``state``; returns the step to go on after, and the extra values that the trainer asks for. Collective.
+
+        Raises:
+            CheckpointingException: it does not fit, or cannot be read.
+            ValueError: the checkpoint has weights that the model has not, or no position to go on from.
+        """
+        if self._source is None:
+            step, extra = self._own.load(state)
+            self.loaded = f"step {step} of {self._own.directory}"
+            return step, extra
+        if self._config.take == "all":
+            return self._position(*self._fill(self._source, state))
+        folder, extra = self._fill(self._source, {name: value for name, value in state.items() if not name.startswith(_OPTIMIZER)})
+        self._optimizer.reload_model_params()
+        if self._config.take == "weights":
+            return 0, {"trainer": {}, "optimizer_step": 0}
+        step, extra = self._position(folder, extra)
+        return step, {"trainer": extra["trainer"], "optimizer_step": 0}
+
+    def _fill(self, source: CheckpointManager | Folder, wanted: Mapping[str, Any]) -> tuple[Folder, dict[str, Any]]:
+        """All that is wanted; what is there beside weights is left only where none of it is wanted."""
+        strict = self._config.take == "all"
+        if isinstance(source, CheckpointManager):
+            step, extra = source.load(wanted, self._config.step, strict=strict)
+            folder = source.folder(step)
+        else:
+            folder, extra = source, load(wanted, source, strict=strict)
+        left = [] if strict else [name for name in find_mismatches(wanted, folder).unexpected if not name.startswith(_OPTIMIZER)]
+        if left:
+            named = ", ".join(left[:8]) + (" ..." if len(left) > 8 else "")
+            raise ValueError(
+                f"{folder} has weights that this model has not: {named}; make model that of its run.yaml, or leave them out of a copy "
+                "(mcore-ckpt edit --drop)"
+            )
+        self.loaded = f"{self._config.take} of {folder}"
+        return folder, extra
+
+    def _position(self, folder: Folder, extra: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if "trainer" not in extra:
+            raise ValueError(f"load.take={self._config.take!r} goes on with a run, and {folder} is of none; set load.take=weights")
+        return extra["trainer"]["step"], extra

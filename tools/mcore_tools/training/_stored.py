@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""What a checkpoint says of its model, compared with the run that takes its weights."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from mcore_ckpt.assets import read_asset
+from mcore_ckpt.manifest import Manifest, read_manifest
+from mcore_ckpt.storage import Folder
+from mcore_moe import MoEConfig
+from mcore_parallel.models import TransformerConfig
+from mcore_parallel.nn import is_layer_window_attention
+from mcore_tools.recipes import RunConfig
+
+RUN_FILE = "run.yaml"
+# How numbers are computed, drawn at first, or weighed in a loss: not what a model with given weights computes.
+_MODEL_FREE = ("attention_backend", "init_method_std", "mtp_detach")
+_MOE_FREE = ("moe_aux_loss_coeff", "moe_ffn_hidden_size")
+# Sizes of slots and heads in the config of an import, which are no fields of the model.
+_MOE_SIZES = ("num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size")
+_OTHERS = ("moe_layer_freq", "num_token_types", "add_binary_head")
+
+
+def check_stored(config: RunConfig, folder: Folder | None) -> None:
+    """Whether the model of a run is that of the checkpoint whose weights it takes.
+
+    A step keeps its whole run, an import the sizes that it read; a checkpoint with neither has nothing to compare.
+
+    Args:
+        config: the run; fields in its ``load.override`` may differ.
+        folder: of the checkpoint; None for no weights.
+
+    Raises:
+        ValueError: names each field that differs with both values.
+        CheckpointingException: the checkpoint cannot be read.
+    """
+    if folder is None:
+        return
+    manifest = read_manifest(folder)
+    try:
+        stored = _stored_model(folder, manifest, config)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{folder} keeps a configuration that cannot be compared with this run: {error}") from None
+    if stored is None:
+        return
+    ours, theirs = _meaning(config.model, config.moe), _meaning(*stored)
+    differing = [
+        name for name in dict.fromkeys((*ours, *theirs)) if not _same(ours.get(name), theirs.get(name)) and name not in config.load.override
+    ]
+    if differing:
+        shown = "; ".join(f"{name}={theirs.get(name)!r} there, {ours.get(name)!r} here" for name in differing)
+        raise ValueError(
+            f"{folder} holds the weights of another model: {shown}. Set what it was made with, or to change the model on purpose "
+            f"load.override=[{','.join(differing)}]"
+        )
+
+
+def _stored_model(folder: Folder, manifest: Manifest, config: RunConfig) -> tuple[TransformerConfig, MoEConfig | None] | None:
+    """Of the run or the import that wrote the checkpoint; None where it says neither."""
+    if RUN_FILE in manifest.assets:
+        run = _read_run(folder, manifest)
+        if isinstance(run.get("model"), Mapping):
+            moe = run.get("moe")
+            return TransformerConfig.from_dict(run["model"]), MoEConfig(**moe) if isinstance(moe, Mapping) else None
+    sizes = manifest.extra.get("config")
+    if not isinstance(sizes, Mapping):
+        return None
+    stated = {name: value for name, value in sizes.items() if name not in (*_MOE_SIZES, *_OTHERS)}
+    # An import from Hugging Face leaves out defaults; others say what they know.
+    silent = {} if "hf_config" in manifest.extra else dataclasses.asdict(config.model)
+    experts = {name: sizes[name] for name in _MOE_SIZES if sizes.get(name) is not None}
+    if "num_moe_experts" not in experts:
+        return TransformerConfig.from_dict({**silent, **stated}), None
+    silent_moe = {} if "hf_config" in manifest.extra or config.moe is None else dataclasses.asdict(config.moe)
+    # The width of the feed-forward is that of an expert there, where nothing else is said.
+    return TransformerConfig.from_dict({**silent, **stated}), MoEConfig(**{**silent_moe, "moe_ffn_hidden_size": None, **experts})
+
+
+def _read_run(folder: Folder, manifest: Manifest) -> Mapping[str, Any]:
+    try:
+        run = yaml.safe_load(read_asset(folder, RUN_FILE, manifest).decode())
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{RUN_FILE} is no YAML: {' '.join(str(error).split())}") from None
+    return run if isinstance(run, Mapping) else {}
+
+
+def _meaning(model: TransformerConfig, moe: MoEConfig | None) -> dict[str, Any]:
+    """Every field that changes what given weights compute, spelled in one way, by its path in a run."""
+    fields: dict[str, Any] = {name: value for name, value in dataclasses.asdict(model).items() if name not in _MODEL_FREE}
+    fields |= {"num_query_groups": model.kv_heads, "kv_channels": model.head_dim, "ffn_hidden_size": model.ffn_size}
+    if model.rotary_base_window == model.rotary_base:
+        fields["rotary_base_window"] = None
+    windows = [is_layer_window_attention(model.window_size, model.window_attn_skip_freq, 1 + n) for n in range(model.num_layers)]
+    fields["window_attn_skip_freq"] = None if len(set(windows)) == 1 else tuple(map(int, windows))
+    if model.hybrid_layer_pattern is not None:
+        # Pipeline segments are of the layout.
+        fields["hybrid_layer_pattern"] = model.hybrid_layer_pattern.replace("|", "")
+    if model.latent_attention is not None:
+        if model.latent_attention.norm_epsilon == model.norm_epsilon:
+            fields["latent_attention"]["norm_epsilon"] = None
+    elif _same(model.softmax_scale, model.head_dim**-0.5):
+        fields["softmax_scale"] = None
+    if model.mamba is not None and model.mamba.num_heads is None:
+        fields["mamba"]["num_heads"] = model.mamba.expand * model.hidden_size // model.mamba.head_dim
+    experts: dict[str, Any] = {}
+    if moe is not None:
+        experts = {name: value for name, value in dataclasses.asdict(moe).items() if name not in _MOE_FREE}
+        experts["moe_ffn_hidden_size"] = moe.moe_ffn_hidden_size or model.ffn_size
+        if model.hybrid_layer_pattern is None:
+            # Each feed-forward is a mixture.
+            del fields["ffn_hidden_size"]
+    return {f"model.{name}": value for name, value in fields.items()} | {f"moe.{name}": value for name, value in experts.items()}
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+        return ours.keys() == theirs.keys() and all(_same(value, theirs[name]) for name, value in ours.items())
+    if isinstance(ours, float) and isinstance(theirs, int | float):
+        return math.isclose(ours, theirs, rel_tol=1e-9)
+    return ours == theirs

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""What the commands have in common that train a model by another one, which is trained already."""
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from torch import nn
+
+from mcore_ckpt import CheckpointingException
+from mcore_parallel import ProcessGroups
+from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
+from mcore_parallel.guard import Watchdog
+from mcore_parallel.optim import MegatronOptimizer
+from mcore_parallel.pipeline import Schedule
+from mcore_parallel.training import (
+    Batch,
+    JsonLinesWriter,
+    NonFiniteLossError,
+    Objective,
+    RichProgress,
+    TensorBoardWriter,
+    Trainer,
+    TrainerConfig,
+    Writer,
+)
+from mcore_tools.assembly import schedule
+from mcore_tools.recipes import LoadConfig, RunConfig, override
+from mcore_tools.training._data import check_data
+from mcore_tools.training._start import first_folder
+from mcore_tools.training._stored import check_stored
+from mcore_tools.training._train import run_checkpoints
+from mcore_tools.training._world import join, take_device
+
+C = TypeVar("C")
+
+
+def build_trainer(
+    run: RunConfig,
+    model: nn.Module,
+    groups: ProcessGroups,
+    objective: Objective,
+    data: Callable[[int], Iterator[Sequence[Batch]]],
+    validation: Callable[[], Sequence[Batch]],
+    *,
+    writers: Sequence[Writer] = (),
+    pipeline: Schedule | None = None,
+    watchdog: Watchdog | None = None,
+    stop: Callable[[], bool] | None = None,
+) -> Trainer:
+    """The loop around a model with ddp, with the lengths and folders of its run; ``writers`` are further ones of the first rank."""
+    checkpoints = run_checkpoints(run)
+    check_stored(run, first_folder(run.load, checkpoints))
+    slices = run.optimizer.use_distributed_optimizer
+    sync = DistributedDataParallel(DistributedDataParallelConfig(use_distributed_optimizer=slices), model, groups)
+    output, train = Path(run.output), run.train
+    told: list[Writer] = []
+    if groups.world.is_first:
+        told = [RichProgress(train.steps), JsonLinesWriter(output / "train.jsonl"), TensorBoardWriter(output / "tensorboard"), *writers]
+
+    def watched(consumed: int) -> Iterator[Sequence[Batch]]:
+        stream = data(consumed)
+        yield from stream if watchdog is None else watchdog.watch(stream, start=trainer.state.step + 1)
+
+    trainer = Trainer(
+        TrainerConfig(steps=train.steps, eval_every=train.eval_interval, save_every=train.checkpoint_interval or train.steps),
+        model,
+        sync,
+        MegatronOptimizer(run.optimizer, sync, groups),
+        objective,
+        watched,
+        schedule(run),
+        told,
+        checkpoints,
+        evaluation=validation,
+        groups=groups,
+        pipeline=pipeline,
+        stop=stop,
+    )
+    return trainer
+
+
+@contextlib.contextmanager
+def place(run: RunConfig, field: str) -> Iterator[tuple[str, Watchdog | None]]:
+    """This rank's kind of device, and the watchdog of the world that torchrun or Slurm started; None without one.
+
+    Args:
+        run: has the corpus.
+        field: that holds it in the command's config.
+    """
+    check_data(run, f"{field}.")
+    if dataclasses.replace(run.load, override=()) != LoadConfig():
+        raise ValueError(f"{field}.load.path={run.load.path!r} is for mcore_tools.train only; leave {field}.load at its defaults")
+    kind = take_device()
+    with join(run, kind) if "WORLD_SIZE" in os.environ else contextlib.nullcontext() as watchdog:
+        yield kind, watchdog
+
+
+def tell(message: str) -> None:
+    """On the first rank."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(message)
+
+
+def command(
+    parser: argparse.ArgumentParser, field: str, config: Callable[[argparse.Namespace], C], work: Callable[[argparse.Namespace, C], int]
+) -> int:
+    """Parse, change the config by ``--set`` and work; the exit code.
+
+    Args:
+        parser: further arguments.
+        field: shown as an example of what may be set.
+        config: before it is changed.
+        work: gives the exit code.
+    """
+    parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help=f"change a field, for instance {field}.plan.tp=2")
+    arguments = parser.parse_args()
+    try:
+        return work(arguments, override(config(arguments), arguments.set))
+    except (ValueError, OSError, ImportError, CheckpointingException, NonFiniteLossError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""This process in the world that torchrun, Slurm or nobody started: its device, and the groups that connect it."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
+
+from mcore_parallel.guard import Watchdog, check_network, preflight
+from mcore_tools.recipes import RunConfig
+
+
+def take_device() -> str:
+    """The kind of device; of several GPUs this process gets that of its number on the machine."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    return "cuda"
+
+
+def device_of(kind: str) -> torch.device:
+    """This rank's device."""
+    return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
+
+
+@contextlib.contextmanager
+def join(config: RunConfig, kind: str) -> Iterator[Watchdog]:
+    """The world of this process: compared with the others, connected, and watched."""
+    store, rank, world_size = meet(config, kind)
+    watchdog = config.guard.build(store, rank=rank, world_size=world_size)
+    with watchdog:
+        connect(config, kind, store, rank, world_size)
+        try:
+            yield watchdog
+        finally:
+            dist.destroy_process_group()
+
+
+def meet(config: RunConfig, kind: str) -> tuple[Store, int, int]:
+    """The store, rank and size of a world whose ranks were told the same."""
+    # Read by torch when the first group is made; what the user set stays.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    check_network(os.environ, backend=_backend(kind))
+    store, rank, world_size = next(rendezvous("env://"))
+    preflight({"run": config}, store, rank=rank, world_size=world_size, timeout_s=config.guard.limit_s)
+    return store, rank, world_size
+
+
+def connect(config: RunConfig, kind: str, store: Store, rank: int, world_size: int) -> None:
+    """Make the process groups of a world."""
+    # The watchdog speaks before the backend ends the process.
+    limit = timedelta(seconds=2 * config.guard.limit_s)
+    dist.init_process_group(_backend(kind), store=store, rank=rank, world_size=world_size, timeout=limit)
+
+
+def _backend(kind: str) -> str:
+    return "nccl" if kind == "cuda" else "gloo"
