@@ -24,9 +24,9 @@ from mcore_parallel.nn import (
     choose_attention,
     reference_attention,
 )
-from mcore_parallel.nn._flex import BLOCK, FlexAttention, block_mask
-from mcore_parallel.nn._registry import select_attention
-from mcore_parallel.nn._sdpa import SDPAttention
+from mcore_parallel.nn.attention._flex import BLOCK, FlexAttention, block_mask
+from mcore_parallel.nn.attention._registry import select_attention
+from mcore_parallel.nn.attention._sdpa import SDPAttention
 
 ROWS = {row.backend: row for row in attention_capabilities()}
 ONE = ProcessGroups.single()
@@ -290,7 +290,7 @@ def test_windows_over_split_sequences(world, window: tuple[int, int] | None, pac
 
 def test_flex_makes_a_mask_once_for_equal_lengths_and_compiles_one_kernel_for_all_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = torch.compile(flex_attention, fullgraph=True, backend="eager")
-    monkeypatch.setattr("mcore_parallel.nn._flex._unfused", kernel)
+    monkeypatch.setattr("mcore_parallel.nn.attention._flex._unfused", kernel)
     counters = torch._dynamo.utils.counters["stats"]
     before, compiled, masks = counters["unique_graphs"], [], []
     spec = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=8, packed=True, training=False, dtype=torch.float32, device="cpu")

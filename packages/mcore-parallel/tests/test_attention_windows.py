@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mcore_parallel.nn import get_sliding_window_causal_mask, is_layer_window_attention, reference_attention
-from mcore_parallel.nn._windows import MAX_PATTERN_LAYERS, parse_layer_pattern
+from mcore_parallel.nn.attention._windows import MAX_PATTERN_LAYERS, parse_layer_pattern
 
 WINDOWS = [(0, 0), (3, 0), (3, 2), (-1, 0), (-1, -1), (2, -1)]
 

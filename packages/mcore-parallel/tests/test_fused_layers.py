@@ -17,11 +17,11 @@ from mcore_parallel import ProcessGroups
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.nn import ACTIVATIONS, Activation, LayerNorm, RMSNorm, Step, apply_rotary, rotary_frequencies, rotary_tables
 from mcore_parallel.nn._activations import RemadeActivation, quantize_rows
-from mcore_parallel.nn._fused import fused_layer_norm, fused_rms_norm, fused_rotary, fused_split_rotary, has_kernel
+from mcore_parallel.nn.kernels._fused import fused_layer_norm, fused_rms_norm, fused_rotary, fused_split_rotary, has_kernel
 
 
 def check_norms(device: str, dtype: torch.dtype, tolerance: float) -> None:
-    from mcore_parallel.nn import _triton_layers
+    from mcore_parallel.nn.kernels import _triton_layers
 
     # Few enough that a program takes several rows.
     with mock.patch.object(_triton_layers, "_NORM_PROGRAMS", 3):
@@ -60,7 +60,7 @@ def check_strided_norm(device: str, dtype: torch.dtype, tolerance: float) -> Non
 
 
 def check_activations(device: str, dtype: torch.dtype, tolerance: float) -> None:
-    from mcore_parallel.nn import _triton_activations
+    from mcore_parallel.nn.kernels import _triton_activations
 
     for name in ACTIVATIONS:
         choices = [Activation(name=name)]
@@ -116,7 +116,7 @@ def against(
 
 
 def check_narrow_rows(device: str, dtype: torch.dtype, tolerance: float) -> None:
-    from mcore_parallel.nn._triton_activations import activate_and_store
+    from mcore_parallel.nn.kernels._triton_activations import activate_and_store
 
     options: dict[str, Any] = {"curve": "silu", "gated": True, "offset": 0.0, "clamp": None}
     x = torch.randn(4, 5000) * torch.tensor([1.0, 1e4, 1e-6, 0.0])[:, None]

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from mcore_parallel import ProcessGroups
 from mcore_parallel.nn import GatedDeltaNet, GatedDeltaNetConfig, LinearMixer, MambaConfig, MambaMixer, Step
-from mcore_parallel.nn._chunks import plan_chunks
-from mcore_parallel.nn._conv import causal_conv
-from mcore_parallel.nn._fused import has_kernel
-from mcore_parallel.nn._fused_mixers import fits_ssd, fused_causal_conv, fused_gated_rms_norm, fused_ssd, kernel_plan
-from mcore_parallel.nn._gated_norm import gated_rms_norm
-from mcore_parallel.nn._ssd import ssd_chunked, step_sizes
+from mcore_parallel.nn.kernels._chunks import plan_chunks
+from mcore_parallel.nn.kernels._fused import has_kernel
+from mcore_parallel.nn.kernels._fused_mixers import fits_ssd, fused_causal_conv, fused_gated_rms_norm, fused_ssd, kernel_plan
+from mcore_parallel.nn.mixers._conv import causal_conv
+from mcore_parallel.nn.mixers._gated_norm import gated_rms_norm
+from mcore_parallel.nn.mixers._ssd import ssd_chunked, step_sizes
 
 # G groups, h heads of each, P channels of a head, N channels of a state.
 SMALL = ((2, 3, 20, 24), (1, 4, 16, 16))
@@ -128,7 +128,7 @@ def test_kernels_equal_torch_on_a_gpu(check, dtype: torch.dtype, tolerance: floa
 
 @pytest.mark.gpu
 def test_heads_of_a_group_in_one_program_equal_torch(monkeypatch) -> None:
-    from mcore_parallel.nn import _triton_ssd
+    from mcore_parallel.nn.kernels import _triton_ssd
 
     monkeypatch.setattr(_triton_ssd, "_PROGRAMS", 1)
     check_one_scan("cuda", torch.bfloat16, 3e-2, LARGE[1], (300, 77), False, (0.0, float("inf")))
@@ -188,7 +188,7 @@ if __name__ == "__main__":
         check("cpu", torch.float32, 1e-4, SMALL)
     # The interpreter's products of bfloat16 are wrong, those of float16 are not.
     check_scan("cpu", torch.float16, 5e-3, SMALL[1:])
-    from mcore_parallel.nn import _triton_ssd
+    from mcore_parallel.nn.kernels import _triton_ssd
 
     _triton_ssd._PROGRAMS = 1
     for kernel in (_triton_ssd._output_kernel, _triton_ssd._head_gradient_kernel):

@@ -25,7 +25,7 @@ from mcore_parallel.nn import (
     rotary_frequencies,
     rotary_tables,
 )
-from mcore_parallel.nn._positions import RotaryConfig
+from mcore_parallel.nn.positions._embeddings import RotaryConfig
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from mcore_parallel.tensor_parallel import ReplicatedLinear
 from mcore_parallel.training import Batch, CrossEntropyObjective, TensorShard, model_state, train_step

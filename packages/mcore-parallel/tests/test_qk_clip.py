@@ -69,7 +69,7 @@ def slow_logits(q: Tensor, k: Tensor, lengths: list[int], bounds: tuple[int, int
 def test_the_greatest_logits_are_those_of_the_definition(
     causal: bool, window: tuple[int, int] | None, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mcore_parallel.nn._qk_clip.ROWS", 4)
+    monkeypatch.setattr("mcore_parallel.nn.attention._qk_clip.ROWS", 4)
     spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=6, causal=causal, window=window, softmax_scale=0.7, device="cpu")
     lengths = [5, 9, 1] if packed else [11, 11]
     step = Step.causal(1, 15) if packed else Step.causal(2, 11)

@@ -84,7 +84,7 @@ def test_inputs_of_another_kind() -> None:
 INTERPRETED = """
 import torch
 from mcore_parallel.nn import FusedScaleMaskSoftmax
-from mcore_parallel.nn._triton_softmax import scale_mask_softmax, scale_mask_softmax_backward
+from mcore_parallel.nn.kernels._triton_softmax import scale_mask_softmax, scale_mask_softmax_backward
 draw = torch.Generator().manual_seed(1)
 for queries, keys, bounds in ((3, 5, (1, 0)), (2, 3, (-1, -1))):
     x = torch.randn(2, 3, queries, keys, generator=draw)

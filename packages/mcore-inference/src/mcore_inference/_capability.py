@@ -24,7 +24,7 @@ class EngineCapability:
 
     Example:
         >>> EngineCapability().mixers
-        (<class 'mcore_parallel.nn._attention.SelfAttention'>,)
+        (<class 'mcore_parallel.nn.attention._self_attention.SelfAttention'>,)
     """
 
     mixers: tuple[type[nn.Module], ...] = (SelfAttention,)

@@ -13,41 +13,66 @@ from mcore_parallel.nn._activations import (
     weighted_quick_geglu,
     weighted_swiglu,
 )
-from mcore_parallel.nn._attention import SelfAttention
-from mcore_parallel.nn._attention_spec import AttentionSpec
-from mcore_parallel.nn._cores import AttentionCore, AttentionCoreBuilder, SinkAttentionCore, causal_attention, default_attention
-from mcore_parallel.nn._delta_net import GatedDeltaNet
 from mcore_parallel.nn._deterministic import check_deterministic
 from mcore_parallel.nn._factory import LayerFactory, TorchLayers
-from mcore_parallel.nn._latent import LatentCore, LatentSelfAttention
-from mcore_parallel.nn._latent_cache import LatentCache
-from mcore_parallel.nn._latent_config import LatentAttentionConfig
-from mcore_parallel.nn._linear_mixer import LinearMixer, RecurrentState
-from mcore_parallel.nn._mamba import MambaMixer
-from mcore_parallel.nn._mamba_config import GatedDeltaNetConfig, MambaConfig
-from mcore_parallel.nn._masked import MaskedAttention
-from mcore_parallel.nn._memory import LayerMemory, ManagedCore
 from mcore_parallel.nn._mlp import MLP
 from mcore_parallel.nn._norm import LayerNorm, RMSNorm
-from mcore_parallel.nn._offload import EXPERT_PARTS, ActivationOffloader, OffloadConfig
-from mcore_parallel.nn._positions import LearnedPositions, RotaryConfig, RotaryEmbedding, YarnRotaryEmbedding, rotary_width
-from mcore_parallel.nn._qk_clip import ClipReport, LogitTracker, QKClipped, clip_qk, shared_key_factors, track_max_logits
-from mcore_parallel.nn._recompute import RecomputeConfig, discard_output, recompute
-from mcore_parallel.nn._reference_attention import reference_attention
-from mcore_parallel.nn._registry import (
-    AttentionCapability,
-    ContextParallelBuilder,
-    attention_capabilities,
-    choose_attention,
-    select_attention,
-)
-from mcore_parallel.nn._rope import apply_rotary, rotary_frequencies, rotary_tables, split_rotary
-from mcore_parallel.nn._rope_scaling import Llama3Scaling, YarnScaling
-from mcore_parallel.nn._scale_mask_softmax import FusedScaleMaskSoftmax
-from mcore_parallel.nn._shared_kv import SharedKVProjection
-from mcore_parallel.nn._softmax import SoftmaxOne
 from mcore_parallel.nn._step import Step
-from mcore_parallel.nn._windows import get_sliding_window_causal_mask, is_layer_window_attention
+from mcore_parallel.nn.attention import (
+    AttentionCapability,
+    AttentionCore,
+    AttentionCoreBuilder,
+    AttentionSpec,
+    ClipReport,
+    ContextParallelBuilder,
+    FusedScaleMaskSoftmax,
+    LatentAttentionConfig,
+    LatentCache,
+    LatentCore,
+    LatentSelfAttention,
+    LogitTracker,
+    MaskedAttention,
+    QKClipped,
+    SelfAttention,
+    SharedKVProjection,
+    SinkAttentionCore,
+    SoftmaxOne,
+    attention_capabilities,
+    causal_attention,
+    choose_attention,
+    clip_qk,
+    default_attention,
+    get_sliding_window_causal_mask,
+    is_layer_window_attention,
+    reference_attention,
+    select_attention,
+    shared_key_factors,
+    track_max_logits,
+)
+from mcore_parallel.nn.memory import (
+    EXPERT_PARTS,
+    ActivationOffloader,
+    LayerMemory,
+    ManagedCore,
+    OffloadConfig,
+    RecomputeConfig,
+    discard_output,
+    recompute,
+)
+from mcore_parallel.nn.mixers import GatedDeltaNet, GatedDeltaNetConfig, LinearMixer, MambaConfig, MambaMixer, RecurrentState
+from mcore_parallel.nn.positions import (
+    LearnedPositions,
+    Llama3Scaling,
+    RotaryConfig,
+    RotaryEmbedding,
+    YarnRotaryEmbedding,
+    YarnScaling,
+    apply_rotary,
+    rotary_frequencies,
+    rotary_tables,
+    rotary_width,
+    split_rotary,
+)
 
 __all__ = [
     "ACTIVATIONS",

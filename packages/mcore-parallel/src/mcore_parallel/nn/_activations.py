@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mcore_parallel.nn._fused import has_kernel, unit_stride
+from mcore_parallel.nn.kernels import has_kernel, unit_stride
 
 # N rows, F width of the result, W width of the input: 2 F with a gate, gates first, else F.
 
@@ -251,7 +251,7 @@ class _Activate(torch.autograd.Function):
 
 
 def _kernels() -> Any:
-    from mcore_parallel.nn import _triton_activations
+    from mcore_parallel.nn.kernels import _triton_activations
 
     return _triton_activations
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.nn._activations import Activation, RemadeActivation
 from mcore_parallel.nn._factory import LayerFactory, TorchLayers
-from mcore_parallel.nn._fused import has_kernel
 from mcore_parallel.nn._step import Step
+from mcore_parallel.nn.kernels import has_kernel
 from mcore_parallel.tensor_parallel import RowParallelLinear
 
 

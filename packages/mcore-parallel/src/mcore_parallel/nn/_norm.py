@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_parallel.groups import ShardSpec
-from mcore_parallel.nn._fused import fused_layer_norm, fused_rms_norm, has_kernel
+from mcore_parallel.nn.kernels import fused_layer_norm, fused_rms_norm, has_kernel
 
 
 class RMSNorm(nn.Module):

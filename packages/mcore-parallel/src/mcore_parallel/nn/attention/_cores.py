@@ -10,8 +10,8 @@ from torch import Tensor
 
 from mcore_parallel.context_parallel import ContextParallelAttention, context_parallel_attention
 from mcore_parallel.groups import Group, ProcessGroups
-from mcore_parallel.nn._attention_spec import AttentionSpec
 from mcore_parallel.nn._step import Step
+from mcore_parallel.nn.attention._spec import AttentionSpec
 
 
 class AttentionCore(Protocol):

@@ -8,15 +8,13 @@ import torch
 from torch import Tensor
 
 from mcore_parallel.groups import ProcessGroups
-from mcore_parallel.nn._chunks import ChunkPlan
 from mcore_parallel.nn._factory import LayerFactory
-from mcore_parallel.nn._fused import has_kernel
-from mcore_parallel.nn._fused_mixers import fits_ssd, fused_ssd, kernel_plan
-from mcore_parallel.nn._gated_norm import GatedRMSNorm
-from mcore_parallel.nn._linear_heads import GroupRows
-from mcore_parallel.nn._linear_mixer import LinearMixer
-from mcore_parallel.nn._mamba_config import MambaConfig
-from mcore_parallel.nn._ssd import ssd_chunked, ssd_step, step_sizes
+from mcore_parallel.nn.kernels import ChunkPlan, fits_ssd, fused_ssd, has_kernel, kernel_plan
+from mcore_parallel.nn.mixers._config import MambaConfig
+from mcore_parallel.nn.mixers._gated_norm import GatedRMSNorm
+from mcore_parallel.nn.mixers._heads import GroupRows
+from mcore_parallel.nn.mixers._linear_mixer import LinearMixer
+from mcore_parallel.nn.mixers._ssd import ssd_chunked, ssd_step, step_sizes
 
 
 # T tokens, D model, H heads, P channels of a head, G groups, h heads of a group, N channels of a state, K taps.

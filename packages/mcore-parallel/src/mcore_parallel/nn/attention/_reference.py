@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from mcore_parallel.groups import ProcessGroups
-from mcore_parallel.nn._attention_spec import AttentionSpec
-from mcore_parallel.nn._softmax import softmax_with_sink
 from mcore_parallel.nn._step import Step
-from mcore_parallel.nn._windows import get_sliding_window_causal_mask
+from mcore_parallel.nn.attention._softmax import softmax_with_sink
+from mcore_parallel.nn.attention._spec import AttentionSpec
+from mcore_parallel.nn.attention._windows import get_sliding_window_causal_mask
 
 
 # T queries, T' keys, A heads, K key-value heads, d width of a head, e width of a value, i queries and j keys of a sequence.

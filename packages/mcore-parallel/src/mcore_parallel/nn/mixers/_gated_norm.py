@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mcore_parallel.groups import ProcessGroups, ShardSpec
-from mcore_parallel.nn._fused import has_kernel
-from mcore_parallel.nn._fused_mixers import fused_gated_rms_norm
+from mcore_parallel.nn.kernels import fused_gated_rms_norm, has_kernel
 
 
 # T tokens, R rows of a token that are normalised each, W width of a row, G groups of gates.

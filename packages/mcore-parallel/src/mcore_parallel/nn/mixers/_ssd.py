@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mcore_parallel.nn._chunks import ChunkPlan
+from mcore_parallel.nn.kernels import ChunkPlan
 
 # T tokens, B sequences, H heads, P channels of a head, G groups, N channels of a state, C chunks, Q places of a chunk.
 # A head's state is S [P, N]:  S_t = exp(dt_t A) S_{t-1} + dt_t x_t b_t^T,  y_t = S_t c_t + D x_t.

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from mcore_parallel.nn._chunks import ChunkPlan
+from mcore_parallel.nn.kernels._chunks import ChunkPlan
 
 # T tokens, B sequences, C chunks, Q places of a chunk, G groups, h heads of each, H = G h heads, P channels of a head, N channels of a
 # state. Chunks of all sequences are computed side by side but for two sweeps, one along and one against the sequence, that hand states

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from mcore_parallel.groups import ProcessGroups, ShardSpec
-from mcore_parallel.nn._chunks import ChunkPlan, plan_chunks
-from mcore_parallel.nn._conv import CausalConv, causal_conv, conv_step, extend
 from mcore_parallel.nn._factory import LayerFactory, TorchLayers
-from mcore_parallel.nn._gated_norm import GatedRMSNorm
-from mcore_parallel.nn._linear_heads import GroupRows, HeadExchange, check_degrees, whole_lengths
 from mcore_parallel.nn._step import Step
+from mcore_parallel.nn.kernels import ChunkPlan, plan_chunks
+from mcore_parallel.nn.mixers._conv import CausalConv, causal_conv, conv_step, extend
+from mcore_parallel.nn.mixers._gated_norm import GatedRMSNorm
+from mcore_parallel.nn.mixers._heads import GroupRows, HeadExchange, check_degrees, whole_lengths
 
 _LARGEST_RATE = 16.0
 _STEP_SIZES = (1e-3, 0.1)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from mcore_parallel.comm import all_gather, all_reduce
 from mcore_parallel.context_parallel import Segment, segments, zigzag_inverse
 from mcore_parallel.groups import ProcessGroups, ShardSpec, named_shards
-from mcore_parallel.nn._attention_spec import AttentionSpec
 from mcore_parallel.nn._step import Step
+from mcore_parallel.nn.attention._spec import AttentionSpec
 
 ROWS = 1024
 

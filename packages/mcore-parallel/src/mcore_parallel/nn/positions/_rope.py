@@ -5,7 +5,7 @@
 import torch
 from torch import Tensor
 
-from mcore_parallel.nn._fused import fused_rotary, fused_split_rotary, has_kernel
+from mcore_parallel.nn.kernels import fused_rotary, fused_split_rotary, has_kernel
 
 # T tokens, A heads, K of them with keys and values, d width of a head, D of its channels turn.
 

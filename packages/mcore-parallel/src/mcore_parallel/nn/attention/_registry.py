@@ -14,8 +14,8 @@ import torch
 from mcore_parallel._stability import internal_api
 from mcore_parallel.context_parallel import HeadSplitError, context_parallel_attention, exchange_size
 from mcore_parallel.groups import ProcessGroups
-from mcore_parallel.nn._attention_spec import AttentionSpec
-from mcore_parallel.nn._cores import AttentionCore
+from mcore_parallel.nn.attention._cores import AttentionCore
+from mcore_parallel.nn.attention._spec import AttentionSpec
 
 _log = logging.getLogger(__name__)
 _SHORT_WINDOW = 512
@@ -81,7 +81,7 @@ ATTENTION_BACKENDS = (
         sink=False,
         cp=False,
         dtypes=_HALF + _FLOAT + _DOUBLE,
-        factory="mcore_parallel.nn._sdpa:sdpa_attention",
+        factory="mcore_parallel.nn.attention._sdpa:sdpa_attention",
         **_ABLE,
     ),
     AttentionCapability(
@@ -91,7 +91,7 @@ ATTENTION_BACKENDS = (
         sink=True,
         cp=True,
         dtypes=_HALF + _FLOAT + _DOUBLE,
-        factory="mcore_parallel.nn._registry:build_context_parallel",
+        factory="mcore_parallel.nn.attention._registry:build_context_parallel",
         **_ABLE,
     ),
     AttentionCapability(
@@ -101,7 +101,7 @@ ATTENTION_BACKENDS = (
         sink=True,
         cp=False,
         dtypes=_HALF + _FLOAT,
-        factory="mcore_parallel.nn._flex:FlexAttention",
+        factory="mcore_parallel.nn.attention._flex:FlexAttention",
         needs="triton",
         **{**_ABLE, "training": ("cuda",)},
     ),
@@ -123,7 +123,7 @@ ATTENTION_BACKENDS = (
         sink=True,
         cp=False,
         dtypes=_HALF + _FLOAT + _DOUBLE,
-        factory="mcore_parallel.nn._reference_attention:ReferenceAttention",
+        factory="mcore_parallel.nn.attention._reference:ReferenceAttention",
         **_ABLE,
     ),
 )

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from mcore_parallel.comm import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from mcore_parallel.groups import ProcessGroups
-from mcore_parallel.nn._attention_spec import AttentionSpec
-from mcore_parallel.nn._cores import AttentionCore, causal_attention
 from mcore_parallel.nn._factory import LayerFactory, TorchLayers
-from mcore_parallel.nn._latent_config import LatentAttentionConfig
-from mcore_parallel.nn._qk_clip import LogitTracker
-from mcore_parallel.nn._rope import apply_rotary
 from mcore_parallel.nn._step import Step
+from mcore_parallel.nn.attention._cores import AttentionCore, causal_attention
+from mcore_parallel.nn.attention._latent_config import LatentAttentionConfig
+from mcore_parallel.nn.attention._qk_clip import LogitTracker
+from mcore_parallel.nn.attention._spec import AttentionSpec
+from mcore_parallel.nn.positions import apply_rotary
 from mcore_parallel.tensor_parallel import ReplicatedLinear
 
 

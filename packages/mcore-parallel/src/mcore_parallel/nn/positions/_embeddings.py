@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from mcore_parallel._stability import internal_api
 from mcore_parallel.context_parallel import zigzag_indices
 from mcore_parallel.groups import Group, ProcessGroups, ShardSpec
-from mcore_parallel.nn._rope import paired, rotary_angles, rotary_frequencies
-from mcore_parallel.nn._rope_scaling import Llama3Scaling, YarnScaling
+from mcore_parallel.nn.positions._rope import paired, rotary_angles, rotary_frequencies
+from mcore_parallel.nn.positions._scaling import Llama3Scaling, YarnScaling
 
 
 # T tokens, D channels of a head that turn, C components of a position.

@@ -5,8 +5,8 @@
 import torch
 from torch import Tensor
 
-from mcore_parallel.nn._chunks import ChunkPlan
-from mcore_parallel.nn._ssd import decay_between
+from mcore_parallel.nn.kernels import ChunkPlan
+from mcore_parallel.nn.mixers._ssd import decay_between
 
 # T tokens, B sequences, H value heads, G key heads, K width of keys, V width of values, C chunks, Q places of a chunk.
 # A head's state is S [K, V]:  S' = exp(g_t) S_{t-1},  S_t = S' + k_t (beta_t (v_t - S'^T k_t))^T,  o_t = S_t^T q_t.

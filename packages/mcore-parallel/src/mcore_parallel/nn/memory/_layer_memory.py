@@ -8,11 +8,11 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from mcore_parallel.nn._cores import AttentionCore, SinkAttentionCore
 from mcore_parallel.nn._norm import LayerNorm, RMSNorm
-from mcore_parallel.nn._offload import ActivationOffloader
-from mcore_parallel.nn._recompute import discard_output, recompute
 from mcore_parallel.nn._step import Step
+from mcore_parallel.nn.attention import AttentionCore, SinkAttentionCore
+from mcore_parallel.nn.memory._offload import ActivationOffloader
+from mcore_parallel.nn.memory._recompute import discard_output, recompute
 
 
 class LayerMemory:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_parallel.nn._chunks import ChunkPlan, plan_chunks
+from mcore_parallel.nn.kernels._chunks import ChunkPlan, plan_chunks
 
 # T tokens, B sequences, G groups, W channels of a group, K taps, H heads, h heads of a group, P channels of a head, N of a state.
 
@@ -75,7 +75,7 @@ def _unit_stride(x: Tensor) -> Tensor:
 class _Conv(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor) -> Tensor:
-        from mcore_parallel.nn import _triton_conv
+        from mcore_parallel.nn.kernels import _triton_conv
 
         x, weight = _unit_stride(x), weight.contiguous()
         bias = None if bias is None else bias.contiguous()
@@ -84,7 +84,7 @@ class _Conv(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        from mcore_parallel.nn import _triton_conv
+        from mcore_parallel.nn.kernels import _triton_conv
 
         return *_triton_conv.conv_backward(grads[0].contiguous(), *ctx.saved_tensors), None
 
@@ -92,7 +92,7 @@ class _Conv(torch.autograd.Function):
 class _GatedNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, z: Tensor, weight: Tensor, epsilon: float, gate_first: bool) -> Tensor:
-        from mcore_parallel.nn import _triton_gated_norm
+        from mcore_parallel.nn.kernels import _triton_gated_norm
 
         y, z = y.contiguous(), _unit_stride(z)
         ctx.save_for_backward(y, z, weight)
@@ -101,7 +101,7 @@ class _GatedNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        from mcore_parallel.nn import _triton_gated_norm
+        from mcore_parallel.nn.kernels import _triton_gated_norm
 
         return *_triton_gated_norm.gated_norm_backward(grads[0].contiguous(), *ctx.saved_tensors, *ctx.options), None, None
 
@@ -112,7 +112,7 @@ class _Scan(torch.autograd.Function):
         ctx: Any, mixed: Tensor, raw: Tensor, bias: Tensor, rates: Tensor, skip: Tensor,
         plan: ChunkPlan, sizes: tuple[int, int], limits: tuple[float, float], initial: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        from mcore_parallel.nn import _triton_ssd
+        from mcore_parallel.nn.kernels import _triton_ssd
 
         ctx.options, ctx.dtypes = (plan, sizes, limits), (bias.dtype, rates.dtype, skip.dtype)
         mixed, raw, bias, rates, skip = mixed.contiguous(), _unit_stride(raw), bias.float(), rates.float(), skip.float()
@@ -124,7 +124,7 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        from mcore_parallel.nn import _triton_ssd
+        from mcore_parallel.nn.kernels import _triton_ssd
 
         mixed, raw, bias, rates, skip, initial = ctx.saved_tensors
         plan, sizes, limits = ctx.options

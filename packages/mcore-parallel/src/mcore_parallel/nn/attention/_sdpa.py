@@ -11,8 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mcore_parallel.context_parallel import ContextParallelAttention
 from mcore_parallel.groups import Group, ProcessGroups
-from mcore_parallel.nn._attention_spec import AttentionSpec
 from mcore_parallel.nn._step import Step
+from mcore_parallel.nn.attention._spec import AttentionSpec
 
 # In the order of their speed on the GPUs that have the first one's kernels for training; torch goes on to the next where one cannot.
 KERNELS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mcore_parallel.nn._fused import has_kernel
-from mcore_parallel.nn._softmax import softmax_with_sink
-from mcore_parallel.nn._windows import get_sliding_window_causal_mask
+from mcore_parallel.nn.attention._softmax import softmax_with_sink
+from mcore_parallel.nn.attention._windows import get_sliding_window_causal_mask
+from mcore_parallel.nn.kernels import has_kernel
 
 ATTN_MASK_TYPES = ("causal", "padding", "padding_causal", "no_mask")
 _WIDEST_ROW = 16384
@@ -129,6 +129,6 @@ class _ScaleMaskSoftmax(torch.autograd.Function):
 
 
 def _kernels() -> Any:
-    from mcore_parallel.nn import _triton_softmax
+    from mcore_parallel.nn.kernels import _triton_softmax
 
     return _triton_softmax

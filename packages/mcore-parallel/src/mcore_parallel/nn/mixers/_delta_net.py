@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from mcore_parallel.groups import ProcessGroups
-from mcore_parallel.nn._chunks import ChunkPlan
-from mcore_parallel.nn._delta_rule import delta_chunked, delta_step
 from mcore_parallel.nn._factory import LayerFactory
-from mcore_parallel.nn._gated_norm import GatedRMSNorm
-from mcore_parallel.nn._linear_heads import GroupRows
-from mcore_parallel.nn._linear_mixer import LinearMixer
-from mcore_parallel.nn._mamba_config import GatedDeltaNetConfig
-from mcore_parallel.nn._ssd import step_sizes
+from mcore_parallel.nn.kernels import ChunkPlan
+from mcore_parallel.nn.mixers._config import GatedDeltaNetConfig
+from mcore_parallel.nn.mixers._delta_rule import delta_chunked, delta_step
+from mcore_parallel.nn.mixers._gated_norm import GatedRMSNorm
+from mcore_parallel.nn.mixers._heads import GroupRows
+from mcore_parallel.nn.mixers._linear_mixer import LinearMixer
+from mcore_parallel.nn.mixers._ssd import step_sizes
 
 
 # T tokens, D model, G key heads, h value heads of each, H value heads, K width of keys, V width of values.

@@ -5,8 +5,8 @@
 import torch
 from torch import Tensor
 
-from mcore_parallel.nn._latent_config import LatentAttentionConfig
 from mcore_parallel.nn._step import Step
+from mcore_parallel.nn.attention._latent_config import LatentAttentionConfig
 
 
 # T new tokens, B sequences, S new tokens a sequence, M tokens a sequence may have, A heads, W = C + R channels of an entry.

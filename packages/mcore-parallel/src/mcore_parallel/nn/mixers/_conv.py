@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mcore_parallel.groups import ProcessGroups, ShardSpec
-from mcore_parallel.nn._fused import has_kernel
-from mcore_parallel.nn._fused_mixers import fused_causal_conv
+from mcore_parallel.nn.kernels import fused_causal_conv, has_kernel
 
 
 # T tokens, B sequences, G groups, W channels of a group, K taps.

@@ -55,7 +55,7 @@ def _has_triton() -> bool:
 
 
 def _kernels() -> Any:
-    from mcore_parallel.nn import _triton_layers
+    from mcore_parallel.nn.kernels import _triton_layers
 
     return _triton_layers
 

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Fused kernels with autograd. Triton is imported only when one of them runs."""
+
+from mcore_parallel.nn.kernels._chunks import ChunkPlan, plan_chunks
+from mcore_parallel.nn.kernels._fused import fused_layer_norm, fused_rms_norm, fused_rotary, fused_split_rotary, has_kernel, unit_stride
+from mcore_parallel.nn.kernels._fused_mixers import fits_ssd, fused_causal_conv, fused_gated_rms_norm, fused_ssd, kernel_plan
+
+__all__ = [
+    "ChunkPlan",
+    "fits_ssd",
+    "fused_causal_conv",
+    "fused_gated_rms_norm",
+    "fused_layer_norm",
+    "fused_rms_norm",
+    "fused_rotary",
+    "fused_split_rotary",
+    "fused_ssd",
+    "has_kernel",
+    "kernel_plan",
+    "plan_chunks",
+    "unit_stride",
+]
