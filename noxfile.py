@@ -339,7 +339,7 @@ def release(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
-@nox.parametrize("wheel", WHEELS)
+@nox.parametrize("wheel", WHEELS, ids=WHEELS)
 def rehearse(session: nox.Session, wheel: str) -> None:
     """Publish a wheel and its siblings to an index of this machine and install it from there by name."""
     python = _dev(session, "test")
