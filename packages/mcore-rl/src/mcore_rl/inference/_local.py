@@ -5,10 +5,13 @@
 import asyncio
 import itertools
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from mcore_inference import DynamicInferenceEngine, DynamicInferenceRequestRecord, SamplingParams
 from mcore_rl._types import GenericGenerationArgs, InferenceRequest, InferenceResponse
 from mcore_rl.inference._interface import InferenceInterface
+
+if TYPE_CHECKING:
+    from mcore_inference import DynamicInferenceEngine, DynamicInferenceRequestRecord, SamplingParams
 
 
 class MegatronLocal(InferenceInterface):
@@ -24,7 +27,7 @@ class MegatronLocal(InferenceInterface):
         ValueError: the engine has no tokenizer.
     """
 
-    def __init__(self, engine: DynamicInferenceEngine) -> None:
+    def __init__(self, engine: "DynamicInferenceEngine") -> None:
         if engine.tokenizer is None:
             raise ValueError("engine.tokenizer is None; build the engine with one, prompts and answers are texts here")
         self.engine = engine
@@ -53,7 +56,7 @@ class MegatronLocal(InferenceInterface):
             for future in itertools.chain.from_iterable(futures):
                 future.cancel()
 
-    def _submit(self, prompt: Sequence[int], params: SamplingParams) -> "asyncio.Future[DynamicInferenceRequestRecord]":
+    def _submit(self, prompt: Sequence[int], params: "SamplingParams") -> "asyncio.Future[DynamicInferenceRequestRecord]":
         future = asyncio.get_running_loop().create_future()
         self._waiting[self.engine.add_request(prompt, params)] = future
         return future
@@ -82,7 +85,10 @@ class MegatronLocal(InferenceInterface):
                 raise
 
 
-def _sampling_params(args: GenericGenerationArgs) -> SamplingParams:
+def _sampling_params(args: GenericGenerationArgs) -> "SamplingParams":
+    # Whoever has an engine has imported it already; agents without one need not.
+    from mcore_inference import SamplingParams
+
     return SamplingParams(
         temperature=1.0 if args.temperature is None else args.temperature,
         top_k=args.top_k or 0,
@@ -93,7 +99,7 @@ def _sampling_params(args: GenericGenerationArgs) -> SamplingParams:
     )
 
 
-def _response(record: DynamicInferenceRequestRecord) -> InferenceResponse:
+def _response(record: "DynamicInferenceRequestRecord") -> InferenceResponse:
     if record.error is not None:
         raise RuntimeError(f"request {record.request_id} failed: {record.error}") from record.error
     assert record.finish_reason is not None
