@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt._core._plan import ShardRecord, decode_layouts, encode_layout, plan_layouts, take_share, tell_writes
+from mcore_ckpt._core._save_plan import ShardRecord, decode_layouts, encode_layout, plan_layouts, take_share, tell_writes
 from mcore_ckpt.chunks import Box
 from tools.bench._record import record
 

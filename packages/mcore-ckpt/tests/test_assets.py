@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader, state_dict_loader
 
 from mcore_ckpt import CheckpointingException, CheckpointManager, load, save
-from mcore_ckpt._core import _asset
+from mcore_ckpt._core import _assets
 from mcore_ckpt.assets import extract_assets, read_asset
 from mcore_ckpt.cli import main
 from mcore_ckpt.inspect import diff, summarize, verify
@@ -125,7 +125,7 @@ def test_other_bad_assets_are_named_before_anything_is_written(tmp_path, monkeyp
     assert "is no plain file" in refused({"a": tmp_path})
     assert "'a/b' cannot be a file and the folder of 'a/b/c'" in refused({"a/b": b"", "a/b/c": b""})
     assert "1001 assets" in refused({f"a{number}": b"" for number in range(1001)})
-    monkeypatch.setattr(_asset, "MAX_ASSETS_BYTES", 10)
+    monkeypatch.setattr(_assets, "MAX_ASSETS_BYTES", 10)
     assert "assets of 11 bytes, the largest 'b' of 6; a checkpoint keeps at most 10" in refused({"a": b"12345", "b": b"123456"})
 
 

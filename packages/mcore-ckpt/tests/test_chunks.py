@@ -10,7 +10,7 @@ import torch
 
 from mcore_ckpt import ShardedTensor
 from mcore_ckpt.chunks import Box, check_tiling, find_gap, find_overlap, subtract
-from mcore_ckpt.chunks._runs import runs
+from mcore_ckpt.chunks._box import runs
 
 
 def indices(box):

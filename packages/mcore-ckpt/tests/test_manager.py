@@ -7,7 +7,7 @@ import torch
 
 from mcore_ckpt import CheckpointingException, CheckpointManager
 from mcore_ckpt._core import _save
-from mcore_ckpt._core._plan import plan_layouts
+from mcore_ckpt._core._save_plan import plan_layouts
 from mcore_ckpt.manifest import is_checkpoint
 
 

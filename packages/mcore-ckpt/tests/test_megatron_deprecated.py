@@ -15,8 +15,8 @@ from mcore_ckpt._formats._records import decode_records, encode_records
 from mcore_ckpt._storage import StoredFile, WatchedFolder, open_folder
 from mcore_ckpt.manifest import read_manifest
 from mcore_ckpt.megatron import import_checkpoint_megatron
-from mcore_ckpt.megatron._gathered import gathered_domain
-from mcore_ckpt.megatron._ranges import find_ranges
+from mcore_ckpt.megatron._flat import gathered_domain
+from mcore_ckpt.megatron._torch_dist import find_ranges
 
 from .test_megatron import unpack
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt import CheckpointingException, read_tensor, save
-from mcore_ckpt._core._reader import CheckpointReader
+from mcore_ckpt._core._read import CheckpointReader
 from mcore_ckpt.cli import main
 from mcore_ckpt.inspect import diff
 from mcore_ckpt.manifest import read_manifest

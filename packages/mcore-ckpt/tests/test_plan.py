@@ -10,16 +10,14 @@ import pytest
 import torch
 
 from mcore_ckpt import CheckpointingException, Strictness
-from mcore_ckpt._core._plan import (
+from mcore_ckpt._core._load_plan import assign_files, compare, plan_load
+from mcore_ckpt._core._save_plan import (
     ShardRecord,
     Write,
-    assign_files,
-    compare,
     decode_layouts,
     encode_layout,
     pack_files,
     plan_layouts,
-    plan_load,
     plan_save,
     take_share,
     tell_writes,

@@ -10,8 +10,8 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, state_dict_loader, state_dict_saver
 
 from mcore_ckpt import CheckpointingException, ShardedTensor, load, read_tensor, save
-from mcore_ckpt._core._plan import slabs
-from mcore_ckpt._core._reader import CheckpointReader
+from mcore_ckpt._core._load_plan import slabs
+from mcore_ckpt._core._read import CheckpointReader
 from mcore_ckpt._storage import SafetensorsFile
 from mcore_ckpt.chunks import Box, check_tiling
 from mcore_ckpt.cli import main
@@ -196,7 +196,7 @@ def test_a_rewrite_reports_every_byte_it_compares_and_writes():
 
 @pytest.mark.parametrize("terminal", ["none", "plain", "rich"])
 def test_long_work_says_how_far_it_is(source, capsys, monkeypatch, terminal):
-    monkeypatch.setattr("mcore_ckpt.cli._progress._QUIET_S", 0.0)
+    monkeypatch.setattr("mcore_ckpt.cli._arguments._QUIET_S", 0.0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal != "none", raising=False)
     if terminal == "plain":
         monkeypatch.setitem(sys.modules, "rich.progress", None)

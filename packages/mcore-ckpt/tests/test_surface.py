@@ -2,10 +2,15 @@
 # Copyright (c) 2026 the mcore authors
 """The public names: sorted, there, in one place each."""
 
+import ast
 import importlib
+from pathlib import Path
 
 import pytest
 
+import mcore_ckpt
+
+ROOT = Path(mcore_ckpt.__file__).parent
 MODULES = [
     "mcore_ckpt",
     "mcore_ckpt.assets",
@@ -35,3 +40,26 @@ def test_no_object_has_two_public_places():
             value = getattr(module, one)
             if not isinstance(value, int | str):
                 assert places.setdefault(id(value), (name, one)) == (name, one)
+
+
+def imports_of(path):
+    """Modules of this wheel that a file imports from, one for each name that is itself a module."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "mcore_ckpt")
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "mcore_ckpt":
+            folder = ROOT.joinpath(*node.module.split(".")[1:])
+            yield from (f"{node.module}.{alias.name}" if (folder / f"{alias.name}.py").is_file() else node.module for alias in node.names)
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_import_reaches_a_private_file_of_another_room(path):
+    own = ("mcore_ckpt", *path.parent.relative_to(ROOT).parts)
+    for module in imports_of(path):
+        *room, last = module.split(".")
+        assert not last.startswith("_") or tuple(room) == own[: len(room)], f"{module} is private to {'.'.join(room)}"
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_are_nouns_of_at_most_500_lines(path):
+    assert len(path.read_text().splitlines()) <= 500

@@ -2,20 +2,27 @@
 # Copyright (c) 2026 the mcore authors
 """Plan, save, load and commit: what every format and every command builds on."""
 
-from mcore_ckpt._core._asset import AssetRecord
-from mcore_ckpt._core._asset_reader import asset_sources, extract_assets, read_asset
+from mcore_ckpt._core._assets import asset_sources, extract_assets, read_asset
 from mcore_ckpt._core._async import AsyncRequest, SaveProgress
-from mcore_ckpt._core._background import Background
-from mcore_ckpt._core._control import Control, LostContact, threads_each
-from mcore_ckpt._core._load import check_files, find_mismatches, load, load_as, read_tensor
+from mcore_ckpt._core._control import Background, Control, LostContact, threads_each
+from mcore_ckpt._core._load import find_mismatches, load, load_as, read_tensor
+from mcore_ckpt._core._load_plan import Mismatches, Strictness, slabs
 from mcore_ckpt._core._manager import CheckpointManager
-from mcore_ckpt._core._manifest import Chunk, Manifest, TensorRecord, check_extra, check_side_files, is_checkpoint, read_manifest
-from mcore_ckpt._core._plan import ShardRecord, Write, encode_layout, slabs
-from mcore_ckpt._core._reader import SLAB_BYTES, CheckpointReader
+from mcore_ckpt._core._manifest import (
+    AssetRecord,
+    Chunk,
+    Manifest,
+    TensorRecord,
+    check_extra,
+    check_side_files,
+    is_checkpoint,
+    read_manifest,
+)
+from mcore_ckpt._core._read import SLAB_BYTES, CheckpointReader, check_files
 from mcore_ckpt._core._save import DEFAULT_FILE_BYTES, SaveOptions, check_format, run_save, save
+from mcore_ckpt._core._save_plan import ShardRecord, Write, encode_layout
 from mcore_ckpt._core._sharded import DeferredTensor, ShardedTensor, ShardLike, as_parts, as_sharded, entries
 from mcore_ckpt._core._staging import Staging
-from mcore_ckpt._core._strictness import Mismatches, Strictness
 from mcore_ckpt._core._worker import Worker, WorkerFolder
 
 __all__ = [

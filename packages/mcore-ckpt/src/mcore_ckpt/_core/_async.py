@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mcore_ckpt._core._asset import AssetSource
+from mcore_ckpt._core._assets import AssetSource
 from mcore_ckpt._core._commit import Job, commit
 from mcore_ckpt._core._sharded import ShardedTensor
 from mcore_ckpt._core._staging import Staging

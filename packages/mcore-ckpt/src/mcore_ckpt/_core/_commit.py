@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_ckpt._core._asset import AssetRecord, AssetSource
+from mcore_ckpt._core._assets import AssetSource
 from mcore_ckpt._core._control import Control, LostContact
-from mcore_ckpt._core._manifest import MANIFEST_NAME, Chunk, Manifest, TensorRecord, is_checkpoint
-from mcore_ckpt._core._plan import Write
+from mcore_ckpt._core._manifest import MANIFEST_NAME, AssetRecord, Chunk, Manifest, TensorRecord, is_checkpoint
+from mcore_ckpt._core._save_plan import Write
 from mcore_ckpt._core._sharded import DeferredTensor, ShardedTensor
 from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt._formats import BACKEND_NAME, METADATA_NAME, Place, side_files, write_shard

@@ -15,19 +15,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_ckpt._core._control import Control, threads_each
+from mcore_ckpt._core._load_plan import Mismatches, Read, Strictness, as_strictness, assign_files, compare, plan_load
 from mcore_ckpt._core._manifest import Manifest, TensorRecord, read_manifest
-from mcore_ckpt._core._plan import Read, assign_files, compare, plan_load
-from mcore_ckpt._core._read import Filling, fill_from, in_threads, sweep_file
+from mcore_ckpt._core._read import DAMAGED, Filling, check_file, check_files, fill_from, in_threads, sweep_file
 from mcore_ckpt._core._sharded import ShardedTensor, as_parts, entries
-from mcore_ckpt._core._strictness import Mismatches, Strictness, as_strictness
 from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt._formats import open_shard
-from mcore_ckpt._storage import Folder, StoredFile, digest_file, dtype_code, dtype_of, itemsize, open_folder
+from mcore_ckpt._storage import Folder, StoredFile, dtype_code, dtype_of, itemsize, open_folder
 from mcore_ckpt.chunks import Box
 
-__all__ = ["check_files", "find_mismatches", "load", "load_as", "read_tensor"]
-
-_DAMAGED = "its SHA-256 is not the one in the manifest; the file is damaged"
+__all__ = ["find_mismatches", "load", "load_as", "read_tensor"]
 
 
 def load(
@@ -159,30 +156,6 @@ def _check_targets(shards: Mapping[str, list[ShardedTensor]]) -> None:
                 raise CheckpointingException(f"{name}: its elements share memory (it was expanded); clone it before loading")
 
 
-def check_files(
-    directory: str | Path | Folder, manifest: Manifest, names: Iterable[str], *, digests: bool = True, num_threads: int = 1
-) -> None:
-    """Compare files with what the manifest says about them, ``num_threads`` at a time.
-
-    Raises:
-        CheckpointingException: one is missing, a link, or not what was written; names the first.
-    """
-    folder = open_folder(directory)
-    in_threads(lambda name: _check_file(folder, manifest, name, digests), names, num_threads if digests else 1)
-
-
-def _check_file(folder: Folder, manifest: Manifest, name: str, digests: bool) -> None:
-    file, expected = StoredFile(folder, name), manifest.files[name]
-    size = folder.size(name)
-    if size is None:
-        raise CheckpointingException(f"{file}: missing, or not a plain file")
-    if size != expected.bytes:
-        raise CheckpointingException(f"{file}: {size} bytes instead of {expected.bytes}; the file is damaged")
-    # Another system's checkpoint has no digests.
-    if digests and expected.sha256 and digest_file(file) != expected:
-        raise CheckpointingException(f"{file}: {_DAMAGED}")
-
-
 def _readers(control: Control, folder: Folder, files: Iterable[str], reads: Iterable[Read], manifest: Manifest) -> dict[str, int]:
     """For each file the rank that reads the most of it: it can compare the digest on the way. Of equals, another for each file."""
     mine = dict.fromkeys(sorted(files), 0)
@@ -215,10 +188,10 @@ def _fill(
             found = sweep_file(file, wanted.pop(name))
         except CheckpointingException:
             # Damage is the first thing to say about a file that makes no sense.
-            _check_file(folder, manifest, name, digests=True)
+            check_file(folder, manifest, name, digests=True)
             raise
         if expected.sha256 and found != expected:
-            raise CheckpointingException(f"{file}: {_DAMAGED}")
+            raise CheckpointingException(f"{file}: {DAMAGED}")
 
     def pick(name: str) -> None:
         fill_from(open_shard(StoredFile(folder, name)), wanted[name])

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from mcore_ckpt._core._async import AsyncRequest
 from mcore_ckpt._core._control import Control
 from mcore_ckpt._core._load import load
+from mcore_ckpt._core._load_plan import Strictness
 from mcore_ckpt._core._manifest import MANIFEST_NAME, is_checkpoint
-from mcore_ckpt._core._plan import PlanCache
 from mcore_ckpt._core._save import SaveOptions, check_format, run_save
+from mcore_ckpt._core._save_plan import PlanCache
 from mcore_ckpt._core._staging import Staging
-from mcore_ckpt._core._strictness import Strictness
 from mcore_ckpt._core._worker import Worker
 from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt._storage import Folder, LocalFolder, is_link, open_folder

@@ -5,24 +5,40 @@
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt._core._asset import MAX_ASSETS_BYTES, AssetRecord, check_asset_names
 from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt._formats import BACKEND_NAME, METADATA_NAME, read_metadata
 from mcore_ckpt._storage import FileRecord, Folder, LocalFolder, StoredFile, digest_file, itemsize, open_folder
 from mcore_ckpt.chunks import Box, check_tiling
 
-__all__ = ["Chunk", "FileRecord", "Manifest", "TensorRecord", "is_checkpoint", "read_manifest"]
+__all__ = [
+    "MANIFEST_NAME",
+    "MAX_ASSETS_BYTES",
+    "AssetRecord",
+    "Chunk",
+    "Manifest",
+    "TensorRecord",
+    "check_asset_names",
+    "check_extra",
+    "check_side_files",
+    "is_checkpoint",
+    "read_manifest",
+]
 
 MANIFEST_NAME = "manifest.json"
 """The file that makes a folder a checkpoint; published last."""
 FORMAT_VERSION = 1
 """Raised when a reader of the previous version would misread a new checkpoint; unknown fields alone do not need it."""
 
+MAX_ASSETS_BYTES = 2**28
+"""Of all assets of a checkpoint together: a tokenizer has some 40 MiB at most, and tensors belong in the state."""
+_MAX_ASSETS = 1000
+_MAX_ASSET_NAME = 200
+_ASSET_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(?:/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
 _FORMAT = "mcore-ckpt"
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors|[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.distcp")
 _ASSET_FILE = re.compile(r"[0-9a-f]{8}-asset-[A-Za-z0-9_][A-Za-z0-9._+-]{0,200}")
@@ -57,6 +73,15 @@ class TensorRecord:
     def num_bytes(self) -> int:
         """Bytes of the whole tensor."""
         return Box.whole(self.shape).num_elements * itemsize(self.dtype)
+
+
+@dataclass(frozen=True)
+class AssetRecord:
+    """A stored asset: its file in the checkpoint's folder, length and digest."""
+
+    file: str
+    bytes: int
+    sha256: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,6 +277,28 @@ def _tensor(name: str, record: Any, files: Mapping[str, FileRecord]) -> TensorRe
     except ValueError as error:
         raise ValueError(f"tensor {name}: {error}") from error
     return TensorRecord(record["dtype"], shape, tuple(chunks))
+
+
+def check_asset_names(names: Iterable[str]) -> None:
+    """Check that every name stays inside whatever folder it is written to, and that all can lie there together.
+
+    Raises:
+        ValueError: one does not; names it.
+    """
+    names = list(names)
+    if len(names) > _MAX_ASSETS:
+        raise ValueError(f"{len(names)} assets; a checkpoint keeps at most {_MAX_ASSETS}")
+    known = set(names)
+    for name in names:
+        if not isinstance(name, str) or len(name) > _MAX_ASSET_NAME or not _ASSET_NAME.fullmatch(name):
+            raise ValueError(
+                f"asset name {name!r} does not stay inside the folder; it must be parts of letters, digits, '.', '_' and '-' that begin "
+                f"with none of '.' and '-', joined by '/', of at most {_MAX_ASSET_NAME} characters"
+            )
+        parts = name.split("/")
+        above = next((folder for end in range(1, len(parts)) if (folder := "/".join(parts[:end])) in known), None)
+        if above is not None:
+            raise ValueError(f"asset {above!r} cannot be a file and the folder of {name!r}; rename one of them")
 
 
 def _assets(body: Mapping[str, Any]) -> dict[str, AssetRecord]:

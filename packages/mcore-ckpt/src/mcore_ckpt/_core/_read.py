@@ -1,33 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Tensors filled from files: from one that is read through and hashed, on the way; from the others, what is asked of them."""
+"""Files of tensors read: one from end to end with its digest, or only the ranges that are asked for."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from mcore_ckpt._core._plan import Read, slabs
-from mcore_ckpt._errors import CheckpointingException
+from mcore_ckpt._core._load_plan import Read, plan_load, slabs
+from mcore_ckpt._core._manifest import Manifest, TensorRecord, read_manifest
+from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt._formats import ShardFile, open_shard
 from mcore_ckpt._storage import (
     BLOCK_BYTES,
     FileRecord,
+    Folder,
     StoredFile,
     Taker,
     bytes_as_tensor,
     digest_file,
     dtype_of,
+    itemsize,
+    open_folder,
     tensor_bytes,
 )
 from mcore_ckpt.chunks import Box
 
-__all__ = ["Filling", "fill_from", "in_threads", "stored_part", "sweep_file"]
+__all__ = [
+    "DAMAGED",
+    "SLAB_BYTES",
+    "CheckpointReader",
+    "Filling",
+    "check_file",
+    "check_files",
+    "fill_from",
+    "in_threads",
+    "stored_part",
+    "sweep_file",
+]
 
+DAMAGED = "its SHA-256 is not the one in the manifest; the file is damaged"
 _SLAB_BYTES = 8 * 2**20
 """Of a mapped file, from which a thread copies at a time."""
 
@@ -58,6 +75,30 @@ def in_threads(work: Callable[[str], None], names: Iterable[str], num_threads: i
     with ThreadPoolExecutor(num_threads, "load") as pool:
         for _ in pool.map(work, names):
             pass
+
+
+def check_files(
+    directory: str | Path | Folder, manifest: Manifest, names: Iterable[str], *, digests: bool = True, num_threads: int = 1
+) -> None:
+    """Compare files with what the manifest says about them, ``num_threads`` at a time.
+
+    Raises:
+        CheckpointingException: one is missing, a link, or not what was written; names the first.
+    """
+    folder = open_folder(directory)
+    in_threads(lambda name: check_file(folder, manifest, name, digests), names, num_threads if digests else 1)
+
+
+def check_file(folder: Folder, manifest: Manifest, name: str, digests: bool) -> None:
+    file, expected = StoredFile(folder, name), manifest.files[name]
+    size = folder.size(name)
+    if size is None:
+        raise CheckpointingException(f"{file}: missing, or not a plain file")
+    if size != expected.bytes:
+        raise CheckpointingException(f"{file}: {size} bytes instead of {expected.bytes}; the file is damaged")
+    # Another system's checkpoint has no digests.
+    if digests and expected.sha256 and digest_file(file) != expected:
+        raise CheckpointingException(f"{file}: {DAMAGED}")
 
 
 def sweep_file(file: StoredFile, fillings: Sequence[Filling]) -> FileRecord:
@@ -187,3 +228,55 @@ def _check_slot(file: ShardFile, read: Read, dtype: torch.dtype) -> tuple[slice,
         said = "missing" if slot is None else f"{slot.dtype} {list(slot.shape)}"
         raise CheckpointingException(f"{file.file}: {chunk.key} is {said}, not what the manifest says")
     return read.box.relative_to(chunk.box).slices()
+
+
+SLAB_BYTES = 32 * 2**20
+"""Copied at once: what a mapped file holds in memory beside the tensor that is filled."""
+
+
+class CheckpointReader:
+    """Files of a checkpoint, each opened once, for whoever reads many of its tensors.
+
+    Args:
+        directory: a committed checkpoint, of this library or one that torch wrote.
+
+    Raises:
+        CheckpointingException: it is none.
+    """
+
+    def __init__(self, directory: str | Path | Folder) -> None:
+        self.folder = open_folder(directory)
+        self.manifest: Manifest = read_manifest(self.folder)
+        self._files: dict[str, ShardFile] = {}
+
+    def record(self, name: str) -> TensorRecord:
+        """What the manifest says about a tensor.
+
+        Raises:
+            CheckpointingException: no such tensor; names the nearest.
+        """
+        if name not in self.manifest.tensors:
+            raise CheckpointingException(f"{self.folder} has no tensor {list_names([name], self.manifest.tensors)}")
+        return self.manifest.tensors[name]
+
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        """A box of a tensor, or all of it, in host memory of its own; digests are not compared.
+
+        Raises:
+            CheckpointingException: no such tensor, or it does not lie where the manifest says.
+        """
+        record = self.record(name)
+        box = Box.whole(record.shape) if box is None else box
+        target = torch.empty(box.shape, dtype=dtype_of(record.dtype))
+        room = max(1, SLAB_BYTES // itemsize(record.dtype))
+        for read in plan_load([(name, box)], {name: record}):
+            for piece in slabs(read.box, room):
+                part = stored_part(self._open(read.chunk.file), Read(name, read.chunk, piece), target.dtype)
+                target[piece.relative_to(box).slices()].copy_(part)
+        return target
+
+    def _open(self, name: str) -> ShardFile:
+        if name not in self._files:
+            check_files(self.folder, self.manifest, [name], digests=False)
+            self._files[name] = open_shard(StoredFile(self.folder, name))
+        return self._files[name]

@@ -14,12 +14,12 @@ from typing import Any, Literal, overload
 
 import torch.distributed as dist
 
-from mcore_ckpt._core._asset import AssetSource, check_assets, digest_names
+from mcore_ckpt._core._assets import AssetSource, check_assets, digest_names
 from mcore_ckpt._core._async import AsyncRequest
 from mcore_ckpt._core._commit import SIDE_NAMES, Job, commit
 from mcore_ckpt._core._control import Control, threads_each
 from mcore_ckpt._core._manifest import check_extra, is_checkpoint
-from mcore_ckpt._core._plan import (
+from mcore_ckpt._core._save_plan import (
     Layout,
     PlanCache,
     SavePlan,

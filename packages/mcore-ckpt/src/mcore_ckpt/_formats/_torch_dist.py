@@ -13,7 +13,7 @@ from mcore_ckpt._formats._records import Call, Name, Table, decode_records, enco
 from mcore_ckpt._storage import Folder, StoredFile, dtype_code, dtype_of
 from mcore_ckpt.chunks import Box, check_tiling
 
-__all__ = ["METADATA_NAME", "Place", "read_metadata", "read_places", "write_metadata"]
+__all__ = ["METADATA_NAME", "Place", "Stored", "read_metadata", "read_places", "write_metadata"]
 
 METADATA_NAME = ".metadata"
 _MODULE = "torch.distributed.checkpoint.metadata"

@@ -35,8 +35,7 @@ from mcore_ckpt._core import (
     entries,
 )
 from mcore_ckpt._errors import CheckpointingException
-from mcore_ckpt._local._partners import check_present, partners, pass_bytes
-from mcore_ckpt._local._records import NodeRecord, choose_attempt, explain_none
+from mcore_ckpt._local._partners import NodeRecord, check_present, choose_attempt, explain_none, partners, pass_bytes
 from mcore_ckpt._storage import (
     Folder,
     LocalFolder,

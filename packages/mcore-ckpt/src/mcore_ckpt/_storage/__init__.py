@@ -2,16 +2,33 @@
 # Copyright (c) 2026 the mcore authors
 """Bytes and where they lie: folders, durable files with their digests, and the safetensors container."""
 
-from mcore_ckpt._storage._dtypes import dtype_code, dtype_of, itemsize
-from mcore_ckpt._storage._files import file_digest, sync_folder, write_file
-from mcore_ckpt._storage._folder import BLOCK_BYTES, FileRecord, Folder, StoredFile, Taker, digest_file, num_cores, write_hashed
+from mcore_ckpt._storage._folder import (
+    BLOCK_BYTES,
+    FileRecord,
+    Folder,
+    StoredFile,
+    Taker,
+    WatchedFolder,
+    digest_file,
+    num_cores,
+    write_hashed,
+)
 from mcore_ckpt._storage._local import LocalFolder, is_link
 from mcore_ckpt._storage._memory import MemoryFolder
 from mcore_ckpt._storage._object import ObjectFolder
-from mcore_ckpt._storage._open import as_file, open_folder
-from mcore_ckpt._storage._safetensors import SafetensorsFile, TensorSlot, bytes_as_tensor, read_header, tensor_bytes, write_safetensors
+from mcore_ckpt._storage._open import as_file, file_digest, open_folder, sync_folder, write_file
+from mcore_ckpt._storage._safetensors import (
+    SafetensorsFile,
+    TensorSlot,
+    bytes_as_tensor,
+    dtype_code,
+    dtype_of,
+    itemsize,
+    read_header,
+    tensor_bytes,
+    write_safetensors,
+)
 from mcore_ckpt._storage._stream import PIECE, WRITER_PROGRAM, cut, receive
-from mcore_ckpt._storage._watched import WatchedFolder
 
 __all__ = [
     "BLOCK_BYTES",

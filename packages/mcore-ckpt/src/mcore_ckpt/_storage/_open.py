@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""From what a user writes to the folder it means."""
+"""A path or an address as a folder or a file, and durable files by path."""
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
-from mcore_ckpt._storage._folder import Folder, StoredFile
+from mcore_ckpt._storage._folder import FileRecord, Folder, StoredFile, digest_file, write_hashed
 from mcore_ckpt._storage._local import LocalFolder
 from mcore_ckpt._storage._object import ObjectFolder
 
-__all__ = ["as_file", "open_folder"]
+__all__ = ["as_file", "file_digest", "open_folder", "sync_folder", "write_file"]
 
 
 def open_folder(directory: str | Path | Folder) -> Folder:
@@ -37,3 +38,25 @@ def as_file(path: Path | StoredFile) -> StoredFile:
     # Unlike `Path.resolve` this ends at a link that leads to itself; whoever opens the file then says that there is none.
     path = Path(os.path.realpath(path)) if path.is_symlink() else path
     return StoredFile(LocalFolder(path.parent), path.name)
+
+
+def write_file(path: Path, parts: Iterable[bytes | bytearray | memoryview]) -> FileRecord:
+    """Create ``path`` from ``parts``, wait until it is on the disk, and return its length and SHA-256.
+
+    The folder entry is not yet durable: call `sync_folder` after the last file.
+
+    Raises:
+        FileExistsError: there is such a file.
+        OSError: what the disk says.
+    """
+    return write_hashed(as_file(path), parts)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in ``folder`` are on the disk."""
+    LocalFolder(folder).sync()
+
+
+def file_digest(path: Path) -> FileRecord:
+    """Length and SHA-256 of an existing file, read in bounded memory."""
+    return digest_file(as_file(path))

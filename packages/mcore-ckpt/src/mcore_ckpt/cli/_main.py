@@ -7,32 +7,19 @@ import sys
 from collections.abc import Sequence
 
 from mcore_ckpt._errors import CheckpointingException
-from mcore_ckpt.cli import (
-    _assets,
-    _convert,
-    _diff,
-    _edit,
-    _extract,
-    _hugging_face,
-    _import_torch,
-    _inspect,
-    _megatron,
-    _reshard,
-    _restack,
-    _verify,
-)
+from mcore_ckpt.cli import _exchange, _inspect, _rewrite
 
 __all__ = ["main"]
 
-_VERBS = (_inspect, _verify, _diff, _extract, _assets, _edit, _reshard, _convert, _hugging_face, _import_torch, _megatron, _restack)
+_VERBS = (_inspect, _rewrite, _exchange)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with ``arguments`` (None for the process's own) and return its exit status."""
     parser = argparse.ArgumentParser(prog="mcore-ckpt", description="Look at, check and convert checkpoints.")
     commands = parser.add_subparsers(required=True, metavar="command")
-    for verb in _VERBS:
-        verb.add_to(commands)
+    for verbs in _VERBS:
+        verbs.add_verbs(commands)
     options = parser.parse_args(arguments)
     try:
         return options.run(options)

@@ -3,8 +3,8 @@
 """Hugging Face checkpoints out and in. A family is data: rules for names and shapes, and a table of config fields."""
 
 from mcore_ckpt.hf._export import export_checkpoint_hf, export_hf
-from mcore_ckpt.hf._families import FAMILIES
+from mcore_ckpt.hf._families import FAMILY_NAMES
 from mcore_ckpt.hf._import import HFModel, import_checkpoint_hf, import_hf
 from mcore_ckpt.hf._tokenizer import tokenizer_files
 
-__all__ = ["FAMILIES", "HFModel", "export_checkpoint_hf", "export_hf", "import_checkpoint_hf", "import_hf", "tokenizer_files"]
+__all__ = ["FAMILY_NAMES", "HFModel", "export_checkpoint_hf", "export_hf", "import_checkpoint_hf", "import_hf", "tokenizer_files"]

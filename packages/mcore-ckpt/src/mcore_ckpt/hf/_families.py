@@ -4,16 +4,16 @@
 
 from types import MappingProxyType
 
-from mcore_ckpt.hf._families_bert import BERT
-from mcore_ckpt.hf._families_dense import DENSE
+from mcore_ckpt.hf._families_dense import BERT, DENSE
 from mcore_ckpt.hf._families_hybrid import HYBRID
-from mcore_ckpt.hf._families_latent import LATENT
-from mcore_ckpt.hf._families_mixture import MIXTURE
+from mcore_ckpt.hf._families_mixture import LATENT, MIXTURE
 
-__all__ = ["FAMILIES", "NOT_COVERED"]
+__all__ = ["FAMILIES", "FAMILY_NAMES", "NOT_COVERED"]
 
 FAMILIES = MappingProxyType({family.name: family for family in (*DENSE, *MIXTURE, *LATENT, *HYBRID, *BERT)})
 """Families by name."""
+FAMILY_NAMES = tuple(sorted(FAMILIES))
+"""Values of ``family`` that exports take."""
 
 NOT_COVERED = MappingProxyType(
     {

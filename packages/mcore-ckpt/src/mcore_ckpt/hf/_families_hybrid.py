@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mcore_ckpt.hf._fields import Codec, Family, named, refuse, renamed
-from mcore_ckpt.hf._parts import ENDS, SIZES, attention_projections, same
+from mcore_ckpt.hf._fields import ENDS, SIZES, Codec, Family, attention_projections, named, refuse, renamed, same
 from mcore_ckpt.hf._positions import rotary
 from mcore_ckpt.hf._rules import Form, Layout, Part, Rule
 

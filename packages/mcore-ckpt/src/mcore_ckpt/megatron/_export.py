@@ -16,13 +16,14 @@ from mcore_ckpt._formats import Place, write_objects
 from mcore_ckpt._storage import Folder, WatchedFolder, dtype_of, open_folder
 from mcore_ckpt.chunks import Box
 from mcore_ckpt.megatron._config import args_of
-from mcore_ckpt.megatron._fsdp_export import fsdp_groups, fsdp_tensors, precision_of, write_values
-from mcore_ckpt.megatron._groups import common_groups, make_groups
+from mcore_ckpt.megatron._fsdp_dtensor import fsdp_groups, fsdp_tensors, precision_of, write_values
 from mcore_ckpt.megatron._names import LAYERS, their_name, their_shape
+from mcore_ckpt.megatron._source import common_groups, make_groups
 
-__all__ = ["FORMATS", "export_checkpoint_megatron"]
+__all__ = ["EXPORT_FORMATS", "export_checkpoint_megatron"]
 
-FORMATS = ("torch_dist", "fsdp_dtensor")
+EXPORT_FORMATS = ("torch_dist", "fsdp_dtensor")
+"""What `export_checkpoint_megatron` writes."""
 
 _KINDS = {"master": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 _STATE = "optimizer.state."
@@ -70,8 +71,8 @@ def export_checkpoint_megatron(
         ValueError: another ``format``; a config that they cannot express; an ``optimizer_config`` without lr, or with what these groups
             cannot express.
     """
-    if format not in FORMATS:
-        raise ValueError(f"format={format!r} is not written; the formats of an export are: {', '.join(FORMATS)}")
+    if format not in EXPORT_FORMATS:
+        raise ValueError(f"format={format!r} is not written; the formats of an export are: {', '.join(EXPORT_FORMATS)}")
     reader, target = CheckpointReader(checkpoint), open_folder(output)
     if is_checkpoint(target):
         raise CheckpointingException(f"{target} already holds a checkpoint; choose another folder or remove it first")

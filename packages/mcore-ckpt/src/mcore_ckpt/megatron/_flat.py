@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from mcore_ckpt._core import DeferredTensor
-from mcore_ckpt._errors import CheckpointingException
+from mcore_ckpt._errors import CheckpointingException, list_names
+from mcore_ckpt._formats import StoredTensor
 from mcore_ckpt.megatron._names import LAYERS, Cut, cut, is_gated, join_cut, rule_of
 
-__all__ = ["FLAT_KEY", "Domain", "Flat", "read_flat_states"]
+__all__ = ["FLAT_KEY", "Domain", "Flat", "gathered_domain", "is_gathered", "read_flat_states"]
 
 FLAT_KEY = re.compile(
     r"(?:chained_(?P<chain>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<domain>\d+)\.gbuf_idx_(?P<buffer>\d+)\."
@@ -300,3 +301,39 @@ def _joined(places: Mapping[tuple[int, int], _Placed], kind: str, how: Cut, stac
         experts.setdefault(expert, []).append(place.read(kind))
     wholes = [join_cut(parts, how) for parts in experts.values()]
     return torch.stack(wholes) if stacked else wholes[0]
+
+
+_KINDS = ("param", "exp_avg", "exp_avg_sq")
+
+
+def is_gathered(content: Any) -> bool:
+    """Whether it is of a release (0.7 and later) that keeps no padding between buckets."""
+    return isinstance(content, Mapping) and bool(content.get("buckets_coalesced"))
+
+
+def gathered_domain(where: str, content: Mapping[Any, Any], chain: int, number: int) -> Domain:
+    """The buffers of one rank.
+
+    Args:
+        where: for messages.
+        content: of which `is_gathered`, read with its tensors deferred.
+        chain: as in `Domain`, as is ``number``.
+
+    Raises:
+        CheckpointingException: a buffer or a state of one is missing, or the states of one differ in length.
+    """
+    numbers = sorted(key for key in content if type(key) is int)
+    if missing := sorted(set(range(max(numbers, default=0) + 1)) - set(numbers)):
+        raise CheckpointingException(f"{where}: no buffer {missing[0]} of the flat optimizer state")
+    buffers = []
+    for buffer in numbers:
+        for states in content[buffer].values() if isinstance(content[buffer], Mapping) else ():
+            found = {kind: states.get(kind) for kind in _KINDS} if isinstance(states, Mapping) else {}
+            flat = {kind: value for kind, value in found.items() if isinstance(value, StoredTensor) and len(value.shape) == 1}
+            if absent := [kind for kind in _KINDS if kind not in flat]:
+                raise CheckpointingException(f"{where}: buffer {buffer} of the flat optimizer state has no flat {list_names(absent)}")
+            lengths = {kind: value.shape[0] for kind, value in flat.items()}
+            if len(set(lengths.values())) > 1:
+                raise CheckpointingException(f"{where}: the states of buffer {buffer} have different lengths, {lengths}")
+            buffers.append([{kind: Flat(value.dtype, value.shape[0], value.read) for kind, value in flat.items()}])
+    return Domain(chain, number, buffers, coalesced=True)

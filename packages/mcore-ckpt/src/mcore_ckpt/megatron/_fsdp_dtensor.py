@@ -3,7 +3,8 @@
 """``fsdp_dtensor`` as Megatron-FSDP writes it: a weight of 32 bits is parameter and master, plain values are entries of their own."""
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,13 +13,99 @@ from torch import Tensor
 
 from mcore_ckpt._core import CheckpointReader, DeferredTensor
 from mcore_ckpt._errors import CheckpointingException, list_names
-from mcore_ckpt._formats import read_objects, read_places
+from mcore_ckpt._formats import Place, read_objects, read_places, write_objects
 from mcore_ckpt._storage import Folder, dtype_of
-from mcore_ckpt.megatron._fsdp_names import STATE, WEIGHT, Piece, piece_box, piece_name, piece_of
-from mcore_ckpt.megatron._names import LAYERS, our_name
+from mcore_ckpt.chunks import Box
+from mcore_ckpt.megatron._names import LAYERS, Cut, our_name, rule_of, their_shape
 from mcore_ckpt.megatron._source import Source
 
-__all__ = ["open_fsdp"]
+__all__ = [
+    "META",
+    "STATE",
+    "WEIGHT",
+    "Piece",
+    "fsdp_groups",
+    "fsdp_tensors",
+    "is_fsdp",
+    "open_fsdp",
+    "piece_box",
+    "piece_name",
+    "piece_of",
+    "pieces_of",
+    "precision_of",
+    "write_values",
+]
+
+WEIGHT = "model.module."
+"""Before a weight: its modules are the module that shards, and what is inside of the one that rounds to 16 bits."""
+STATE = "optimizer.state.module.module.module."
+"""Before a weight whose optimizer state it is; here all modules around the model count."""
+META = "optimizer.param_to_group_meta.module.module.module."
+"""Before a whole weight (of experts: of one) whose parameter group it is."""
+_EXPERT = re.compile(
+    r"(?P<layer>decoder\.layers\.\d+\.mlp\.)experts\."
+    r"(?:(?P<grouped>linear_fc[12])\.weight(?P<at>\d+)|local_experts\.(?P<number>\d+)\.(?P<alone>linear_fc[12])\.weight)(?:_(?P<half>[wv]))?"
+)
+_HALF = re.compile(r"(?P<key>.+\.linear_fc1\.(?:weight|bias))_(?P<half>[wv])")
+_EXPERTS = ".mlp.experts.experts."
+_HALVES = "wv"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Which part of a whole tensor of a layer one stored tensor is; None where it is not cut that way."""
+
+    expert: int | None = None
+    half: int | None = None
+    """0 for the rows of the gate, 1 for those of the values."""
+
+
+def is_fsdp(names: Iterable[str]) -> bool:
+    """Whether tensors of these names are of such a checkpoint."""
+    return any(name.startswith((WEIGHT, "optimizer.state.module.")) for name in names)
+
+
+def piece_of(name: str) -> tuple[str, Piece]:
+    """The whole, per-layer key of a stored name without what precedes it, and which part of that it is.
+
+    Example:
+        >>> piece_of("decoder.layers.3.mlp.experts.linear_fc1.weight5_v")
+        ('decoder.layers.3.mlp.experts.experts.linear_fc1.weight', Piece(expert=5, half=1))
+    """
+    found = _EXPERT.fullmatch(name)
+    if found is not None:
+        half = None if found["half"] is None else _HALVES.index(found["half"])
+        product = found["grouped"] or found["alone"]
+        return f"{found['layer']}experts.experts.{product}.weight", Piece(int(found["at"] or found["number"] or 0), half)
+    found = _HALF.fullmatch(name)
+    return (name, Piece()) if found is None else (found["key"], Piece(half=_HALVES.index(found["half"])))
+
+
+def piece_name(key: str, piece: Piece) -> str:
+    """Inverse of `piece_of`; experts get the names of the grouped product."""
+    if piece.expert is not None:
+        key = f"{key.replace(_EXPERTS, '.mlp.experts.')}{piece.expert}"
+    return key if piece.half is None else f"{key}_{_HALVES[piece.half]}"
+
+
+def pieces_of(key: str, shape: Sequence[int], *, gated: bool) -> list[Piece]:
+    """The parts in which the tensor of a whole, per-layer key is stored.
+
+    Args:
+        shape: ours: experts first, then a gate and its values where there are some.
+        gated: the tensor has a dim of gate and values.
+    """
+    halves = (0, 1) if gated and (rule := rule_of(key, gated=True)) is not None and rule.cut is Cut.GATED else (None,)
+    experts = range(shape[0]) if _EXPERTS in key else (None,)
+    return [Piece(expert, half) for expert in experts for half in halves]
+
+
+def piece_box(shape: Sequence[int], piece: Piece) -> Box:
+    """Where a part lies in the tensor of our shape, [experts, 2, rows, ...] without the dims that it does not have."""
+    chosen = [place for place in (piece.expert, piece.half) if place is not None]
+    rest = tuple(shape[len(chosen) :])
+    return Box((*chosen, *(0 for _ in rest)), (*(1 for _ in chosen), *rest))
+
 
 _WEIGHT = re.compile(r"model\.(?:module\.)+(?P<name>.+)")
 _STATE = re.compile(r"optimizer\.(?:\d+\.)?state\.(?:module\.)+(?P<name>.+)\.(?P<kind>\w+)")
@@ -179,3 +266,116 @@ def _join(reader: CheckpointReader, pieces: Mapping[Piece, str], dtype: torch.dt
 
 def _rounded(tensor: DeferredTensor, dtype: torch.dtype) -> Tensor:
     return tensor.read().to(dtype)
+
+
+_VALUES_FILE = "values.distcp"
+_DECOUPLED_LR = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+def fsdp_tensors(
+    reader: CheckpointReader, weights: Mapping[str, str], states: Mapping[tuple[str, str], str], step: int
+) -> dict[str, DeferredTensor]:
+    """What is stored of the model and its optimizer; a master, where there is one, in the place of its weight.
+
+    Args:
+        weights: our name by whole, per-layer key.
+        states: our name by kind ("param" for masters, "exp_avg", "exp_avg_sq") and key.
+        step: updates that the optimizer made, which is stored for each weight.
+
+    Raises:
+        CheckpointingException: optimizer state without its weight.
+    """
+    state: dict[str, DeferredTensor] = {}
+    for key, name in weights.items():
+        state |= _pieces(reader, key, states.get(("param", key), name), WEIGHT, "")
+    for (kind, key), name in states.items():
+        if key not in weights:
+            raise CheckpointingException(f"{reader.folder}: {name} is there and its weight is not; drop it, or export the whole model")
+        if kind != "param":
+            state |= _pieces(reader, key, name, STATE, f".{kind}")
+        if kind == "exp_avg":
+            count = DeferredTensor(torch.float32, (), partial(torch.tensor, float(step)))
+            state |= dict.fromkeys(_pieces(reader, key, name, STATE, ".step"), count)
+    return state
+
+
+def fsdp_groups(groups: Sequence[Mapping[str, Any]], weights: Mapping[str, tuple[int, ...]], step: int) -> dict[str, Any]:
+    """The parameter group of each weight, an entry for each of its settings.
+
+    Groups do not list their weights; which one is meant follows from what they differ in: biases and norms do not decay, experts are
+    apart, and so may be the embedding and the output. Settings of one group there must be alike, also of its experts.
+
+    Args:
+        weights: our shape by whole, per-layer key.
+
+    Raises:
+        CheckpointingException: no group or several fit a weight.
+    """
+    found: dict[str, Any] = {}
+    for key, shape in weights.items():
+        fields = {**_group_of(groups, key, len(their_shape(key, shape))), "step": step}
+        # Once sharded, a parameter of an expert is no longer marked as one.
+        if "is_expert_parallel" in fields:
+            fields["is_expert_parallel"] = False
+        if "betas" in fields:
+            fields["betas"] = tuple(fields["betas"])
+        # A gate and its values are one parameter there; only their tensors are stored apart.
+        for piece in pieces_of(key, shape, gated=False):
+            found |= {f"{META}{piece_name(key, piece)}.{field}": value for field, value in fields.items()}
+    return found
+
+
+def _group_of(groups: Sequence[Mapping[str, Any]], key: str, num_dims: int) -> Mapping[str, Any]:
+    traits = {"is_expert_parallel": ".mlp.experts." in key, "is_decoupled_lr": key in _DECOUPLED_LR}
+    traits["wd_mult"] = num_dims > 1 and not key.endswith(".bias")
+    found = list(groups)
+    for trait, wanted in traits.items():
+        if len({bool(group.get(trait)) for group in found}) > 1:
+            found = [group for group in found if bool(group.get(trait)) == wanted]
+    if len(found) != 1:
+        raise CheckpointingException(
+            f"optimizer_param_groups: {len(found)} of {len(groups)} groups fit {key}; give optimizer_config, which makes them anew"
+        )
+    return found[0]
+
+
+def precision_of(reader: CheckpointReader, names: Sequence[str]) -> dict[str, bool]:
+    """Their settings of the element type in which the weights of these names are used."""
+    dtypes = {reader.record(name).dtype for name in names}
+    return {"bf16": "BF16" in dtypes, "fp16": "F16" in dtypes and "BF16" not in dtypes}
+
+
+def write_values(folder: Folder, values: Mapping[str, Any]) -> dict[str, Place]:
+    """Write the entries that are no tensors into a file of the folder; returns where each lies.
+
+    Equal values share their bytes.
+    """
+    places: dict[str, Place] = {}
+    written: dict[bytes, Place] = {}
+    end = 0
+    for name, value in values.items():
+        content = write_objects(value)
+        if content not in written:
+            written[content] = (_VALUES_FILE, end, len(content))
+            end += len(content)
+        places[name] = written[content]
+    folder.write(_VALUES_FILE, [memoryview(content) for content in written])
+    return places
+
+
+def _pieces(reader: CheckpointReader, key: str, name: str, before: str, after: str) -> dict[str, DeferredTensor]:
+    record = reader.record(name)
+    # A gate and its values are one dim in their shape of the whole, and one above the other.
+    gated = len(record.shape) > len(their_shape(name, record.shape)) and ".linear_fc1." in key
+    whole = record.shape if gated else their_shape(name, record.shape)
+    found = {}
+    for piece in pieces_of(key, whole, gated=gated):
+        box = piece_box(whole, piece)
+        shape = tuple(box.shape[sum(place is not None for place in (piece.expert, piece.half)) :])
+        read = partial(_read, reader, name, None if piece == Piece() else box, shape)
+        found[f"{before}{piece_name(key, piece)}{after}"] = DeferredTensor(dtype_of(record.dtype), shape, read)
+    return found
+
+
+def _read(reader: CheckpointReader, name: str, box: Box | None, shape: tuple[int, ...]) -> Tensor:
+    return reader.read(name, box).reshape(shape)

@@ -15,15 +15,13 @@ from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt._formats import BACKEND_NAME, METADATA_NAME
 from mcore_ckpt._storage import Folder, WatchedFolder, open_folder
 from mcore_ckpt.megatron._config import family_of, sizes_of
-from mcore_ckpt.megatron._fsdp_dtensor import open_fsdp
-from mcore_ckpt.megatron._fsdp_names import is_fsdp
-from mcore_ckpt.megatron._groups import plain_groups
+from mcore_ckpt.megatron._fsdp_dtensor import is_fsdp, open_fsdp
 from mcore_ckpt.megatron._legacy import is_legacy, open_legacy
 from mcore_ckpt.megatron._names import is_gated, our_name, our_shape
-from mcore_ckpt.megatron._source import Source, plain
+from mcore_ckpt.megatron._source import Source, plain, plain_groups
 from mcore_ckpt.megatron._torch_dist import open_dist
 
-__all__ = ["import_checkpoint_megatron", "open_megatron"]
+__all__ = ["import_checkpoint_megatron", "open_megatron", "stored_bytes"]
 
 _KINDS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 _TRACKER = "latest_checkpointed_iteration.txt"
@@ -122,6 +120,16 @@ def open_megatron(directory: str | Path | Folder, config: Mapping[str, Any], *, 
     # Says what lies there: zarr arrays, steps of ours, nothing.
     read_manifest(folder)
     raise CheckpointingException(f"{folder} is a checkpoint of this library already; load it, or convert it to another format")
+
+
+def stored_bytes(directory: str | Path | Folder, config: Mapping[str, Any] | None = None, *, optimizer: bool = True) -> int:
+    """Bytes of the tensors that `import_checkpoint_megatron` reads with the same arguments.
+
+    Raises:
+        CheckpointingException: no checkpoint of Megatron-LM that can be read.
+    """
+    _, source = open_megatron(directory, config or {}, optimizer=optimizer)
+    return sum(tensor.num_bytes for tensor in (*source.tensors.values(), *source.states.values()))
 
 
 def _groups(given: Mapping[str, Any]) -> int | None:

@@ -15,11 +15,9 @@ from mcore_ckpt._core import DeferredTensor
 from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt._formats import read_objects
 from mcore_ckpt._storage import Folder, StoredFile
-from mcore_ckpt.megatron._flat import Domain, read_flat_states
-from mcore_ckpt.megatron._gathered import gathered_domain, is_gathered
-from mcore_ckpt.megatron._groups import find_groups
+from mcore_ckpt.megatron._flat import Domain, gathered_domain, is_gathered, read_flat_states
 from mcore_ckpt.megatron._names import LAYERS, Cut, is_gated, join_cut, rule_of
-from mcore_ckpt.megatron._source import Source
+from mcore_ckpt.megatron._source import Source, find_groups
 
 __all__ = ["is_legacy", "open_legacy"]
 

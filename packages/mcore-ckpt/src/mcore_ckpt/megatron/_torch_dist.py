@@ -2,8 +2,10 @@
 # Copyright (c) 2026 the mcore authors
 """``torch_dist`` as Megatron writes it: layers stacked or apart, plain values in an entry or in common.pt."""
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,14 +16,66 @@ from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt._formats import read_objects, read_places
 from mcore_ckpt._storage import Folder, StoredFile, dtype_of
 from mcore_ckpt.chunks import Box
-from mcore_ckpt.megatron._flat import FLAT_KEY, Domain, Flat, read_flat_states
-from mcore_ckpt.megatron._gathered import gathered_domain, is_gathered
-from mcore_ckpt.megatron._groups import find_groups
+from mcore_ckpt.megatron._flat import FLAT_KEY, Domain, Flat, gathered_domain, is_gathered, read_flat_states
 from mcore_ckpt.megatron._names import LAYERS
-from mcore_ckpt.megatron._ranges import Ranges, find_ranges
-from mcore_ckpt.megatron._source import Source
+from mcore_ckpt.megatron._source import Source, find_groups
 
-__all__ = ["open_dist"]
+__all__ = ["Ranges", "find_ranges", "open_dist"]
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """How a weight of ``shape`` lies in a tensor [*cuts, elements of a piece]."""
+
+    shape: tuple[int, ...]
+    cuts: tuple[int, ...]
+    """Pieces along each dim."""
+
+    @property
+    def piece(self) -> tuple[int, ...]:
+        """Shape of one cut."""
+        return tuple(size // cuts for size, cuts in zip(self.shape, self.cuts, strict=True))
+
+    def box(self, layer: int) -> Box:
+        """What the stored tensor has of one index of the weight's first dim."""
+        first, *others = self.piece
+        numel, place = math.prod(others), layer // first
+        offset, size = (0,) * len(others), self.cuts[1:]
+        return Box((place, *offset, layer % first * numel), (1, *size, numel))
+
+    def layer(self, stored: Tensor) -> Tensor:
+        """One index of the weight's first dim from its `box`."""
+        return _joined(stored[0], self.cuts[1:], self.piece[1:])
+
+    def whole(self, stored: Tensor) -> Tensor:
+        """The weight's geometry from all of it."""
+        return _joined(stored, self.cuts, self.piece)
+
+
+def find_ranges(name: str, stored: Sequence[int], shape: Sequence[int]) -> Ranges | None:
+    """How a state is stored, by its shape and that of its weight; None where both are the same.
+
+    Raises:
+        CheckpointingException: as none of both; names it.
+    """
+    stored, shape = tuple(stored), tuple(shape)
+    if stored == shape:
+        return None
+    if len(stored) == len(shape) + 1 and all(cuts and size % cuts == 0 for size, cuts in zip(shape, stored, strict=False)):
+        ranges = Ranges(shape, stored[:-1])
+        if math.prod(ranges.piece) == stored[-1]:
+            return ranges
+    raise CheckpointingException(
+        f"{name} has the shape {list(stored)}, which is neither that of its weight, {list(shape)}, nor that of flat ranges of the "
+        "weight's cuts (fully_sharded_model_space); leave the optimizer out, or save it as fully_reshardable with the system that wrote it"
+    )
+
+
+def _joined(stored: Tensor, cuts: Sequence[int], piece: Sequence[int]) -> Tensor:
+    count = len(cuts)
+    order = [dim for axis in range(count) for dim in (axis, count + axis)]
+    return stored.reshape((*cuts, *piece)).permute(order).reshape([pieces * size for pieces, size in zip(cuts, piece, strict=True)])
+
 
 _COMMON_FILE = "common.pt"
 _COMMON_ENTRY = "common_state/shard_0_1"

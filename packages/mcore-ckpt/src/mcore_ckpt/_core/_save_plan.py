@@ -8,11 +8,10 @@ rank's memory grows with their number. A mistake in the state is the same error 
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from mcore_ckpt._core._manifest import Chunk, TensorRecord
-from mcore_ckpt._core._strictness import Mismatches
+from mcore_ckpt._core._manifest import TensorRecord
 from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt._storage import itemsize
 from mcore_ckpt.chunks import Box, check_tiling
@@ -20,20 +19,15 @@ from mcore_ckpt.chunks import Box, check_tiling
 __all__ = [
     "Layout",
     "PlanCache",
-    "Read",
     "SavePlan",
     "ShardRecord",
     "Share",
     "Write",
-    "assign_files",
-    "compare",
     "decode_layouts",
     "encode_layout",
     "pack_files",
     "plan_layouts",
-    "plan_load",
     "plan_save",
-    "slabs",
     "take_share",
     "tell_writes",
 ]
@@ -136,15 +130,6 @@ class PlanCache:
     def __init__(self) -> None:
         self.key = ""
         self.share: Share | None = None
-
-
-@dataclass(frozen=True)
-class Read:
-    """Copy indices ``box`` of the global tensor ``name`` out of ``chunk``."""
-
-    name: str
-    chunk: Chunk
-    box: Box
 
 
 def plan_save(records: Sequence[Sequence[ShardRecord]]) -> SavePlan:
@@ -273,65 +258,3 @@ def pack_files(writes: Sequence[Write], max_file_bytes: int) -> list[list[Write]
         files[-1].append(write)
         room -= write.num_bytes
     return files
-
-
-def compare(wanted: Mapping[str, TensorRecord], stored: Mapping[str, TensorRecord]) -> Mismatches:
-    """What is wrong with asking a checkpoint of ``stored`` tensors for ``wanted`` ones, all kinds at once."""
-    both = sorted(wanted.keys() & stored.keys())
-    shapes = (f"{n} (stored {list(stored[n].shape)}, asked {list(wanted[n].shape)})" for n in both if stored[n].shape != wanted[n].shape)
-    dtypes = (f"{n} (stored {stored[n].dtype}, asked {wanted[n].dtype})" for n in both if stored[n].dtype != wanted[n].dtype)
-    missing, unexpected = wanted.keys() - stored.keys(), stored.keys() - wanted.keys()
-    return Mismatches(missing=tuple(sorted(missing)), unexpected=tuple(sorted(unexpected)), shapes=tuple(shapes), dtypes=tuple(dtypes))
-
-
-def plan_load(wanted: Iterable[tuple[str, Box]], stored: Mapping[str, TensorRecord]) -> list[Read]:
-    """Which boxes of which chunks fill the ``wanted`` parts, in order of file so that each file is opened once.
-
-    The reads of a part tile it, because the chunks tile the tensor.
-    """
-    reads = []
-    for name, box in wanted:
-        for chunk in stored[name].chunks:
-            common = chunk.box.intersect(box)
-            if common is not None:
-                reads.append(Read(name, chunk, common))
-    return sorted(reads, key=lambda read: (read.chunk.file, read.name, read.box))
-
-
-def slabs(box: Box, max_elements: int) -> Iterator[Box]:
-    """``box`` cut into consecutive boxes of at most ``max_elements`` (at least 1), along its first dims."""
-    if box.num_elements <= max_elements or not box.shape:
-        yield box
-        return
-    row = box.num_elements // box.shape[0]
-    step = max(1, max_elements // row)
-    for begin in range(0, box.shape[0], step):
-        size = min(step, box.shape[0] - begin)
-        piece = Box((box.offset[0] + begin, *box.offset[1:]), (size, *box.shape[1:]))
-        if piece.num_elements <= max_elements:
-            yield piece
-        else:
-            inner = slabs(Box(piece.offset[1:], piece.shape[1:]), max_elements)
-            yield from (Box((piece.offset[0], *rest.offset), (1, *rest.shape)) for rest in inner)
-
-
-def assign_files(sizes: Mapping[str, int], num_ranks: int, preferred: Mapping[str, int] | None = None) -> list[list[str]]:
-    """Files divided over ranks, the largest first, each to whoever has the fewest bytes.
-
-    Args:
-        sizes: bytes of each file.
-        num_ranks: how many there are.
-        preferred: the rank that had best take a file; it does while that gives it no more than a quarter above its share.
-    """
-    load = [0] * num_ranks
-    shares: list[list[str]] = [[] for _ in range(num_ranks)]
-    fair = sum(sizes.values()) / num_ranks
-    for name in sorted(sizes, key=lambda file: (-sizes[file], file)):
-        size, wish = sizes[name], (preferred or {}).get(name)
-        if wish is not None and load[wish] + size <= 1.25 * max(fair, size):
-            rank = wish
-        else:
-            rank = min(range(num_ranks), key=lambda r: (load[r], r))
-        load[rank] += size
-        shares[rank].append(name)
-    return shares

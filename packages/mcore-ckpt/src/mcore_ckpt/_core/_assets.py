@@ -1,19 +1,81 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Assets of a checkpoint read back, or written out."""
+"""Small files that a checkpoint keeps beside its tensors: checked before a save, read back, or written out."""
 
 import fnmatch
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from mcore_ckpt._core._asset import AssetSource
-from mcore_ckpt._core._manifest import Manifest, read_manifest
+from mcore_ckpt._core._manifest import MAX_ASSETS_BYTES, Manifest, check_asset_names, read_manifest
 from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt._storage import Folder, open_folder
 
-__all__ = ["asset_sources", "extract_assets", "read_asset"]
+__all__ = ["AssetSource", "asset_sources", "check_assets", "digest_names", "extract_assets", "read_asset"]
+
+
+@dataclass(frozen=True)
+class AssetSource:
+    """An asset that is to be written."""
+
+    name: str
+    num_bytes: int
+    read: Callable[[], bytes]
+
+    def held(self) -> "AssetSource":
+        """The same with its content in memory, as it is now."""
+        content = self.read()
+        return replace(self, num_bytes=len(content), read=lambda: content)
+
+
+def check_assets(assets: Mapping[str, Any]) -> list[AssetSource]:
+    """What is to be written; nothing is read but the lengths of files.
+
+    Args:
+        assets: name -> bytes, the path of a plain file, or an `AssetSource`.
+
+    Raises:
+        ValueError: a name, a value of another type, or too many bytes; says which.
+        CheckpointingException: no such file.
+    """
+    check_asset_names(assets)
+    sources = [_source(name, value) for name, value in assets.items()]
+    total = sum(source.num_bytes for source in sources)
+    if total > MAX_ASSETS_BYTES:
+        largest = max(sources, key=lambda source: source.num_bytes)
+        raise ValueError(
+            f"assets of {total} bytes, the largest {largest.name!r} of {largest.num_bytes}; a checkpoint keeps at most {MAX_ASSETS_BYTES}"
+        )
+    return sources
+
+
+def digest_names(assets: Mapping[str, Any]) -> str:
+    """Equal for equal names; empty for none."""
+    return hashlib.sha256("\0".join(sorted(assets)).encode()).hexdigest() if assets else ""
+
+
+def _source(name: str, value: Any) -> AssetSource:
+    if isinstance(value, AssetSource):
+        return value
+    if isinstance(value, bytes):
+        return AssetSource(name, len(value), lambda: value)
+    if not isinstance(value, str | Path):
+        raise ValueError(f"asset {name!r} is {type(value).__name__}; give its bytes, or the path of a file")
+    path = Path(value)
+    if not path.is_file():
+        raise CheckpointingException(f"asset {name!r}: {path} is {'no plain file' if path.exists() else 'missing'}")
+    return AssetSource(name, path.stat().st_size, partial(_read, name, path))
+
+
+def _read(name: str, path: Path) -> bytes:
+    with path.open("rb") as file:
+        content = file.read(MAX_ASSETS_BYTES + 1)
+    if len(content) > MAX_ASSETS_BYTES:
+        raise CheckpointingException(f"asset {name!r}: {path} grew above {MAX_ASSETS_BYTES} bytes")
+    return content
 
 
 def read_asset(directory: str | Path | Folder, name: str, manifest: Manifest | None = None) -> bytes:

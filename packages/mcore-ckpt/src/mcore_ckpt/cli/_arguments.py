@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""What several verbs share: arguments, and choosing tensors by pattern."""
+"""What several verbs share: arguments, choosing tensors by pattern, and progress on standard error."""
 
 import argparse
+import contextlib
 import fnmatch
 import json
-from collections.abc import Iterable, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ import torch
 from mcore_ckpt._errors import list_names
 from mcore_ckpt._storage import dtype_of
 
-__all__ = ["DTYPES", "Commands", "add_dtype", "add_source", "add_verify", "choose", "chosen_dtype", "read_settings"]
+__all__ = ["DTYPES", "Commands", "add_dtype", "add_source", "add_verify", "choose", "chosen_dtype", "progress", "read_settings"]
 
 Commands = Any
 """What argparse returns from ``add_subparsers``; it has no public name."""
@@ -70,3 +73,46 @@ def read_settings(path: str | Path, option: str = "--config") -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ValueError(f"{option} {path} holds a {type(config).__name__}; give an object of settings")
     return config
+
+
+_QUIET_S = 2.0
+"""What is over sooner says nothing; lines follow one another no faster."""
+
+
+@contextlib.contextmanager
+def progress(text: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A function that is told of bytes as they pass; ``total`` are expected.
+
+    A bar where standard error is a terminal and rich is installed, else a line every few seconds.
+    """
+    if sys.stderr.isatty():
+        try:
+            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+        except ImportError:
+            pass
+        else:
+            from rich.console import Console
+
+            columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TransferSpeedColumn(), TimeRemainingColumn())
+            with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+                task = bar.add_task(text, total=total)
+                yield lambda count: bar.advance(task, count)
+            return
+    yield _Lines(text, total)
+
+
+class _Lines:
+    """Progress as lines of text."""
+
+    def __init__(self, text: str, total: int) -> None:
+        self._text, self._total, self._done = text, total, 0
+        self._start = self._last = time.monotonic()
+
+    def __call__(self, count: int) -> None:
+        self._done += count
+        now = time.monotonic()
+        if now - self._last >= _QUIET_S:
+            self._last = now
+            share = min(100, 100 * self._done // max(1, self._total))
+            rate = self._done / 2**20 / (now - self._start)
+            print(f"{self._text}: {share}% of {self._total / 2**20:.0f} MiB, {rate:.0f} MiB/s", file=sys.stderr, flush=True)

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The verbs of other systems: ``export-hf``, ``import-hf``, ``import-torch``, ``import-megatron``, ``export-megatron``."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt._core import read_manifest
+from mcore_ckpt.cli._arguments import Commands, add_dtype, add_source, add_verify, chosen_dtype, progress, read_settings
+from mcore_ckpt.foreign import import_torch
+from mcore_ckpt.hf import FAMILY_NAMES, export_checkpoint_hf, import_checkpoint_hf
+from mcore_ckpt.inspect import resolve_checkpoint, summarize
+from mcore_ckpt.megatron import EXPORT_FORMATS, export_checkpoint_megatron, import_checkpoint_megatron, stored_bytes
+
+__all__ = ["add_verbs"]
+
+
+def add_verbs(commands: Commands) -> None:
+    """Add the verbs of this file."""
+    _add_hf(commands)
+    _add_torch(commands)
+    _add_megatron(commands)
+
+
+def _add_hf(commands: Commands) -> None:
+    command = commands.add_parser("export-hf", help="write a checkpoint's model as Hugging Face safetensors")
+    add_source(command)
+    command.add_argument("output", help="folder to create")
+    command.add_argument("--family", choices=FAMILY_NAMES, help="default: the one that an import noted in the checkpoint")
+    command.add_argument("--config", type=Path, help="JSON file with the model's sizes; default: those that an import noted")
+    command.add_argument("--prefix", default="", help="what precedes the model's names in the checkpoint, for instance 'model.'")
+    add_dtype(command)
+    command.set_defaults(run=_export_hf)
+
+    command = commands.add_parser("import-hf", help="make a checkpoint of a Hugging Face model; its sizes go to extra['config']")
+    command.add_argument("directory", help="folder with config.json and safetensors")
+    command.add_argument("output", help="folder to create")
+    command.add_argument("--prefix", default="", help="what to put before the model's names")
+    command.add_argument(
+        "--ignore", action="append", default=[], metavar="NAME", help="entry of config.json to pass over: dropout, or what changes nothing"
+    )
+    add_dtype(command)
+    command.set_defaults(run=_import_hf)
+
+
+def _export_hf(options: argparse.Namespace) -> int:
+    checkpoint = resolve_checkpoint(options.directory)
+    manifest = read_manifest(checkpoint)
+    noted = manifest.extra
+    family, config = options.family or noted.get("family"), noted.get("config")
+    if options.config is not None:
+        config = read_settings(options.config)
+    if family is None or not isinstance(config, dict):
+        raise ValueError(f"{checkpoint} does not say what model it holds; give --family and --config")
+    more = {"dtype": chosen_dtype(options), "hf_config": noted.get("hf_config")}
+    tensors = [tensor for name, tensor in manifest.tensors.items() if name.startswith(options.prefix)]
+    files = {chunk.file for tensor in tensors for chunk in tensor.chunks}
+    total = sum(tensor.num_bytes for tensor in tensors) + sum(manifest.files[file].bytes for file in files)
+    with progress("exporting", total) as on_bytes:
+        more |= {"family": family, "config": config, "prefix": options.prefix, "on_bytes": on_bytes}
+        export_checkpoint_hf(checkpoint, options.output, **more)
+    return 0
+
+
+def _import_hf(options: argparse.Namespace) -> int:
+    dtype, stored = chosen_dtype(options), sum(path.stat().st_size for path in Path(options.directory).glob("*.safetensors"))
+    with progress("importing", stored) as on_bytes:
+        more = {"prefix": options.prefix, "dtype": dtype, "on_bytes": on_bytes, "ignore": options.ignore}
+        import_checkpoint_hf(options.directory, options.output, **more)
+    return 0
+
+
+def _add_torch(commands: Commands) -> None:
+    command = commands.add_parser("import-torch", help="make a checkpoint of one file of torch.save; nothing in it is run")
+    command.add_argument("file", type=Path, help="such as pytorch_model.bin or mp_rank_00/model_optim_rng.pt")
+    command.add_argument("output", help="folder to create")
+    command.add_argument("--prefix", default="", help="what to put before the names of tensors")
+    command.set_defaults(run=_run_torch)
+
+
+def _run_torch(options: argparse.Namespace) -> int:
+    left = import_torch(options.file, options.output, prefix=options.prefix)
+    if left:
+        print(f"left out, because they are neither tensors nor JSON values: {', '.join(sorted(left))}", file=sys.stderr)
+    return 0
+
+
+def _add_megatron(commands: Commands) -> None:
+    command = commands.add_parser(
+        "import-megatron", help="make a checkpoint of a GPT model in Megatron's torch_dist, fsdp_dtensor or legacy torch form"
+    )
+    command.add_argument("directory", help="one iteration, or the folder whose latest_checkpointed_iteration.txt names one")
+    command.add_argument("output", help="folder to create, or address of an object store")
+    command.add_argument("--prefix", default="model.", help="what to put before the names of weights (default: %(default)s)")
+    command.add_argument("--config", help="JSON file with settings that the checkpoint does not say, such as num_query_groups")
+    command.add_argument("--drop", action="append", default=[], metavar="PATTERN", help="leave out what matches, such as 'mtp.*'")
+    command.add_argument("--no-optimizer", dest="optimizer", action="store_false", help="weights only")
+    command.set_defaults(run=_run_import_megatron)
+
+    command = commands.add_parser("export-megatron", help="write a GPT model's checkpoint as Megatron's torch_dist or fsdp_dtensor")
+    add_source(command)
+    command.add_argument("output", help="folder to create, or address of an object store")
+    command.add_argument("--prefix", default="model.", help="what precedes the names of weights (default: %(default)s)")
+    command.add_argument("--no-optimizer", dest="optimizer", action="store_false", help="weights only")
+    command.add_argument(
+        "--format", choices=EXPORT_FORMATS, default=EXPORT_FORMATS[0], help="fsdp_dtensor is for Megatron-FSDP (default: %(default)s)"
+    )
+    command.add_argument("--optimizer-config", metavar="FILE", help="JSON with lr, adam_beta1 ...: makes the parameter groups")
+    add_verify(command)
+    command.set_defaults(run=_run_export_megatron)
+
+
+def _run_import_megatron(options: argparse.Namespace) -> int:
+    config: dict[str, Any] = {} if options.config is None else read_settings(options.config)
+    total = stored_bytes(options.directory, config, optimizer=options.optimizer)
+    given = {"prefix": options.prefix, "config": config, "optimizer": options.optimizer, "drop": tuple(options.drop)}
+    with progress("importing", total) as on_bytes:
+        left = import_checkpoint_megatron(options.directory, options.output, **given, on_bytes=on_bytes)
+    if left:
+        print(f"left out: {', '.join(left)}", file=sys.stderr)
+    return 0
+
+
+def _run_export_megatron(options: argparse.Namespace) -> int:
+    summary = summarize(options.directory)
+    tensors = sum(tensor.num_bytes for tensor in summary.manifest.tensors.values())
+    config = None if options.optimizer_config is None else read_settings(options.optimizer_config, "--optimizer-config")
+    given = {"format": options.format, "prefix": options.prefix, "optimizer": options.optimizer}
+    given |= {"optimizer_config": config, "verify": options.verify}
+    with progress("exporting", tensors + (summary.num_bytes if options.verify else 0)) as on_bytes:
+        left = export_checkpoint_megatron(summary.directory, options.output, **given, on_bytes=on_bytes)
+    if left:
+        print(f"left out: {', '.join(left)}", file=sys.stderr)
+    return 0
