@@ -33,6 +33,7 @@ def check(device: str, dtype: torch.dtype, columns: int, vocab_size: int) -> Non
     tokens, values = draw(logits, *inputs)
     wanted = sample(logits[:, :vocab_size].double(), settings)
     assert tokens.tolist() == wanted.tolist()
+    assert torch.equal(draw(logits, *inputs, wants_log_probs=False)[0], tokens)
     raw, drawn = log_probs(logits), processed_log_probs(logits[:, :vocab_size], settings)
     wanted_values = torch.where(processed == 1, *(x.gather(1, wanted[:, None])[:, 0] for x in (drawn, raw)))
     torch.testing.assert_close(values, wanted_values, rtol=1e-4, atol=1e-4)

@@ -58,22 +58,28 @@ class PagedAttention(nn.Module):
             return self._plain(q, k, v, layer, step) if sink is None else self._plain(q, k, v, layer, step, sink=sink)
         if not isinstance(paged, PagedStep):
             raise TypeError(f"step.attention is a {type(paged).__name__}; PagedAttention reads a PagedStep or None")
-        if self._off_by_one:
-            sink = q.new_zeros(q.shape[1])
         keys, values = paged.cache.slots(layer)
-        rows = paged.rows
+        rows, sink = paged.rows, self._sink(q, sink)
         if isinstance(rows, TableRows):
-            return self._by_kernels(q, k, v, keys, values, paged.slots_T, rows, sink)
+            from mcore_inference.attention._triton import append
+
+            append(k, v, keys, values, paged.slots_T)
+            return self._by_kernels(q, keys, values, rows, sink)
         keys.index_copy_(0, paged.slots_T, k)
         values.index_copy_(0, paged.slots_T, v)
         return attend_gathered(q, keys, values, rows, scale=self._scale, window=self._window, sink=sink)
 
-    def _by_kernels(
-        self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots_T: Tensor, rows: TableRows, sink: Tensor | None
-    ) -> Tensor:
-        from mcore_inference.attention._triton import append, attend, num_splits
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, paged: PagedStep, *, sink: Tensor | None = None) -> Tensor:
+        """The same for keys and values that lie in their slots [N, K, d] already; by the kernels only."""
+        assert isinstance(paged.rows, TableRows), "only steps of the kernels come here"
+        return self._by_kernels(q, keys, values, paged.rows, self._sink(q, sink))
 
-        append(k, v, keys, values, slots_T)
+    def _sink(self, q: Tensor, sink: Tensor | None) -> Tensor | None:
+        return q.new_zeros(q.shape[1]) if self._off_by_one else sink
+
+    def _by_kernels(self, q: Tensor, keys: Tensor, values: Tensor, rows: TableRows, sink: Tensor | None) -> Tensor:
+        from mcore_inference.attention._triton import attend, num_splits
+
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         shared: dict[str, Any] = {
             "tables_RB": rows.tables_RB,

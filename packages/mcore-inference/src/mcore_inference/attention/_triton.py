@@ -81,7 +81,7 @@ def attend(
     group = heads // kv_heads
     decode = tiles is None
     lines = max(16, triton.next_power_of_2(group * (1 if decode else tile_tokens(group))))
-    keys_block = min(_largest_power(block_size), 64)
+    keys_block, warps, stages = _tile(decode, _largest_power(block_size))
     partial = splits > 1
     device = q_TAd.device
     out = torch.empty((num_rows, heads, splits, width), dtype=torch.float32, device=device) if partial else out_TAd
@@ -97,13 +97,18 @@ def attend(
         tables_RB.stride(0), heads, block_size, width,
         GROUP=group, LINES=lines, TOKENS=1 if decode else tile_tokens(group), KEYS=keys_block,
         WIDTH=triton.next_power_of_2(max(16, width)), SPLITS=splits, DECODE=decode,
-        PRECISION="ieee" if q_TAd.dtype == torch.float32 else "tf32", num_warps=4 if decode else 8, num_stages=3 if decode else 2,
+        PRECISION="ieee" if q_TAd.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if partial:
         _combine_kernel[(num_rows, heads)](
             out, sums, out_TAd, starts_R, sink_A, heads, width,
             SPLITS=splits, SPLIT_BLOCK=triton.next_power_of_2(splits), WIDTH=triton.next_power_of_2(width), num_warps=2,
         )  # fmt: skip
+
+
+def _tile(decode: bool, most: int) -> tuple[int, int, int]:
+    """Keys of a tile, warps and stages."""
+    return (min(most, 64), 4, 3) if decode else (min(most, 64), 8, 2)
 
 
 def _largest_power(size: int) -> int:
@@ -171,14 +176,29 @@ def _attend_kernel(
         low = low + split * share
         high = tl.minimum(high, low + share)
 
+    # Tiles that every query of the tile sees whole need no mask.
+    whole = low
+    if window < 0:
+        whole = tl.maximum(low, tl.minimum(high, (context - tokens + first + 1) // KEYS))
+
     best = tl.full((LINES,), -1e30, dtype=tl.float32)
     total = tl.zeros((LINES,), dtype=tl.float32)
     result = tl.zeros((LINES, WIDTH), dtype=tl.float32)
-    for tile in range(low, high):
-        key = tile * KEYS + tl.arange(0, KEYS)
+    for tile in range(low, whole):
         # A tile of keys lies in one block.
-        block = tl.load(table + tile * KEYS // block_size).to(tl.int64)
-        slot = block * block_size + key % block_size
+        slot = tl.load(table + tile * KEYS // block_size).to(tl.int64) * block_size + tile * KEYS % block_size + tl.arange(0, KEYS)
+        k = tl.load(keys_ptr + slot[None, :] * keys_slot + kv_head * keys_head + lanes[:, None], mask=columns[:, None], other=0.0)
+        v = tl.load(values_ptr + slot[:, None] * values_slot + kv_head * values_head + lanes[None, :], mask=columns[None, :], other=0.0)
+        scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * scale
+        highest = tl.maximum(best, tl.max(scores, 1))
+        weights = tl.exp2(scores - highest[:, None])
+        shrink = tl.exp2(best - highest)
+        total = total * shrink + tl.sum(weights, 1)
+        result = tl.dot(weights.to(q.dtype), v.to(q.dtype), result * shrink[:, None], input_precision=PRECISION)
+        best = highest
+    for tile in range(whole, high):
+        key = tile * KEYS + tl.arange(0, KEYS)
+        slot = tl.load(table + tile * KEYS // block_size).to(tl.int64) * block_size + key % block_size
         held = key < last
         k = tl.load(
             keys_ptr + slot[None, :] * keys_slot + kv_head * keys_head + lanes[:, None], mask=held[None, :] & columns[:, None], other=0.0
@@ -197,7 +217,7 @@ def _attend_kernel(
         weights = tl.exp2(scores - highest[:, None])
         shrink = tl.exp2(best - highest)
         total = total * shrink + tl.sum(weights, 1)
-        result = result * shrink[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision=PRECISION)
+        result = tl.dot(weights.to(q.dtype), v.to(q.dtype), result * shrink[:, None], input_precision=PRECISION)
         best = highest
 
     if SPLITS > 1:

@@ -15,6 +15,7 @@ from mcore_inference.context import (
     HostStep,
     StepInputs,
 )
+from mcore_inference.decoder import FusedDecoder
 from mcore_inference.engine._decode_graphs import DecodeGraphs, graph_sizes
 from mcore_inference.engine._entry import Entry
 from mcore_inference.sampling import DrawRows, Draws, Sampler, adjust, log_probs
@@ -76,6 +77,7 @@ class Executor:
     def __init__(self, model: GPTModel, context: DynamicInferenceContext, vocab_size: int, use_graphs: bool | None) -> None:
         self._model, self._context, self._vocab_size = model, context, vocab_size
         self._sampler = Sampler(context.builder.last_tokens, vocab_size)
+        self._decoder = FusedDecoder(model) if context.builder.has_kernel and FusedDecoder.fits(model) else None
         can_record = context.builder.has_kernel and records_graphs(model)
         if use_graphs and not can_record:
             raise ValueError("use_graphs=True needs a GPU, blocks of a multiple of 16 tokens and a model without experts; leave it at None")
@@ -147,6 +149,8 @@ class Executor:
 
     def _decode_logits(self, inputs: StepInputs) -> Tensor:
         """Logits [R, V] of a step of one token a row."""
+        if self._decoder is not None:
+            return self._decoder.logits(inputs.tokens_T, inputs.step)
         output, _ = self._model(inputs.tokens_T, inputs.step)
         assert isinstance(output, ModelOutput)
         return all_gather(output.logits(), self._model.groups.tp, dim=1)

@@ -98,7 +98,7 @@ class Sampler:
             from mcore_inference.sampling._triton import draw
 
             inputs = settings.temperature, settings.seed, settings.position, rows.processed_R
-            tokens_R, log_probs_R = draw(logits_RV, *inputs, self.vocab_size)
+            tokens_R, log_probs_R = draw(logits_RV, *inputs, self.vocab_size, wants_log_probs=rows.wants_log_probs)
         else:
             scores_RV = logits_RV[:, : self.vocab_size] if adjusted_RV is None else adjusted_RV
             tokens_R = sample(scores_RV, settings)

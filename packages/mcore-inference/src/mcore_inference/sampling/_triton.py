@@ -15,7 +15,14 @@ _TILE = 4096
 
 
 def draw(
-    logits_RV: Tensor, temperature_R: Tensor, seed_R: Tensor, position_R: Tensor, processed_R: Tensor, vocab_size: int
+    logits_RV: Tensor,
+    temperature_R: Tensor,
+    seed_R: Tensor,
+    position_R: Tensor,
+    processed_R: Tensor,
+    vocab_size: int,
+    *,
+    wants_log_probs: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """One token a row, and its log-probability.
 
@@ -29,6 +36,7 @@ def draw(
         position_R: [R] int64, tokens generated before.
         processed_R: [R] int64, 1 for the log-probability by which the token was drawn, 0 for that of the raw logits over all columns.
         vocab_size: ids that exist.
+        wants_log_probs: False leaves the second result unwritten.
 
     Returns:
         [R] int64, -1 for a row that holds NaN or +inf, or no finite score; and [R] float32.
@@ -38,26 +46,25 @@ def draw(
     device = logits_RV.device
     best_RN = torch.empty((rows, tiles), dtype=torch.float32, device=device)
     weight_RN, raw_RN = torch.empty_like(best_RN), torch.empty_like(best_RN)
-    first_RN = torch.empty((rows, tiles), dtype=torch.int32, device=device)
     tokens_R = torch.empty(rows, dtype=torch.int64, device=device)
     log_probs_R = torch.empty(rows, dtype=torch.float32, device=device)
     if rows:
         _tile_kernel[(rows, tiles)](
-            logits_RV, temperature_R, best_RN, weight_RN, raw_RN, first_RN, logits_RV.stride(0), vocab_size, columns, tiles,
-            TILE=_TILE, num_warps=8,
+            logits_RV, temperature_R, best_RN, weight_RN, raw_RN, logits_RV.stride(0), vocab_size, columns, tiles,
+            RAW=wants_log_probs, TILE=_TILE, num_warps=8,
         )  # fmt: skip
         _pick_kernel[(rows,)](
-            logits_RV, temperature_R, seed_R, position_R, processed_R, best_RN, weight_RN, raw_RN, first_RN, tokens_R, log_probs_R,
-            logits_RV.stride(0), vocab_size, tiles, TILE=_TILE, TILES=triton.next_power_of_2(tiles), num_warps=8,
+            logits_RV, temperature_R, seed_R, position_R, processed_R, best_RN, weight_RN, raw_RN, tokens_R, log_probs_R,
+            logits_RV.stride(0), vocab_size, tiles, RAW=wants_log_probs, TILE=_TILE, TILES=triton.next_power_of_2(tiles), num_warps=8,
         )  # fmt: skip
     return tokens_R, log_probs_R
 
 
 @triton.jit
 def _tile_kernel(
-    logits_ptr, temperature_ptr, best_ptr, weight_ptr, raw_ptr, first_ptr, stride, vocab_size, columns, tiles, TILE: tl.constexpr
+    logits_ptr, temperature_ptr, best_ptr, weight_ptr, raw_ptr, stride, vocab_size, columns, tiles, RAW: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """Of one tile of a row: the best logit and its id, the sum of weights, and that of the raw probabilities, both beside the tile's best.
+    """Of one tile of a row: the best logit, the sum of weights, and that of the raw probabilities, both beside the tile's best.
 
     A tile with NaN says NaN."""
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -66,32 +73,30 @@ def _tile_kernel(
     # Padding of the vocabulary counts in no draw, but in the model's own probabilities.
     scores = tl.where(ids < vocab_size, logits, -float("inf"))
     best = tl.max(scores, 0)
-    first = tile * TILE + tl.argmax(scores, 0, tie_break_left=True)
-    highest = tl.max(logits, 0)
     broken = tl.sum((logits != logits).to(tl.int32), 0) > 0
     temperature = tl.load(temperature_ptr + row).to(tl.float32)
     scale = 1.0 / tl.where(temperature > 0, temperature, 1.0)
     safe = tl.where(best > -float("inf"), best, 0.0)
-    weight = tl.sum(tl.where(scores > -float("inf"), tl.exp((scores - safe) * scale), 0.0), 0)
-    raw = tl.sum(tl.where(logits > -float("inf"), tl.exp(logits - tl.where(highest > -float("inf"), highest, 0.0)), 0.0), 0)
+    weight = tl.sum(tl.exp((scores - safe) * scale), 0)
     at = row * tiles + tile
     tl.store(best_ptr + at, tl.where(broken, float("nan"), best))
     tl.store(weight_ptr + at, weight)
-    # As a log-sum: tiles are of different heights.
-    tl.store(raw_ptr + at, tl.where(raw > 0, highest + tl.log(raw), -float("inf")))
-    tl.store(first_ptr + at, first)
+    if RAW:
+        # As a log-sum: tiles are of different heights.
+        highest = tl.max(logits, 0)
+        raw = tl.sum(tl.exp(logits - tl.where(highest > -float("inf"), highest, 0.0)), 0)
+        tl.store(raw_ptr + at, tl.where(highest > -float("inf"), highest + tl.log(raw), -float("inf")))
 
 
 @triton.jit
 def _pick_kernel(
-    logits_ptr, temperature_ptr, seed_ptr, position_ptr, processed_ptr, best_ptr, weight_ptr, raw_ptr, first_ptr, tokens_ptr, log_probs_ptr,
-    stride, vocab_size, tiles, TILE: tl.constexpr, TILES: tl.constexpr,
+    logits_ptr, temperature_ptr, seed_ptr, position_ptr, processed_ptr, best_ptr, weight_ptr, raw_ptr, tokens_ptr, log_probs_ptr,
+    stride, vocab_size, tiles, RAW: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, TILES)
     inside = tile < tiles
     best_N = tl.load(best_ptr + row * tiles + tile, mask=inside, other=-float("inf"))
-    raw_N = tl.load(raw_ptr + row * tiles + tile, mask=inside, other=-float("inf"))
     weight_N = tl.load(weight_ptr + row * tiles + tile, mask=inside, other=0.0)
     broken = tl.sum((best_N != best_N).to(tl.int32), 0) > 0
     best = tl.max(tl.where(best_N == best_N, best_N, -float("inf")), 0)
@@ -111,23 +116,28 @@ def _pick_kernel(
     chosen = tl.minimum(chosen, tl.max(tl.where(weight_N > 0, tile, 0), 0))
     before = tl.sum(tl.where(tile < chosen, weight_N, 0.0), 0)
 
+    # A greedy row looks in the first tile that holds its best.
+    if greedy:
+        chosen = tl.min(tl.where(inside & (best_N == best), tile, TILES), 0)
+        chosen = tl.minimum(chosen, tiles - 1)
+
     # Which id in it.
     ids = chosen * TILE + tl.arange(0, TILE)
     logits = tl.load(logits_ptr + row * stride + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
-    weights = tl.where(logits > -float("inf"), tl.exp((logits - base) * scale), 0.0).to(tl.float64)
+    weights = tl.exp((logits - base) * scale).to(tl.float64)
     passed = tl.sum(((before + tl.cumsum(weights, 0) <= threshold) & (ids < vocab_size)).to(tl.int32), 0)
     drawn = tl.minimum(chosen * TILE + passed, tl.max(tl.where(weights > 0, ids, 0), 0))
-
-    first_N = tl.load(first_ptr + row * tiles + tile, mask=inside, other=2147483647)
-    taken = tl.min(tl.where(inside & (best_N == best), first_N, 2147483647), 0)
+    taken = tl.min(tl.where(logits == best, ids, 2147483647), 0)
     token = tl.where(broken, -1, tl.where(greedy, taken, drawn)).to(tl.int64)
-    highest = tl.max(raw_N, 0)
-    logit = tl.load(logits_ptr + row * stride + tl.maximum(token, 0)).to(tl.float32)
-    log_prob = logit - highest - tl.log(tl.sum(tl.exp(raw_N - highest), 0))
-    if tl.load(processed_ptr + row) != 0:
-        log_prob = tl.where(greedy, 0.0, (logit - base) * scale - tl.log(total.to(tl.float32)))
     tl.store(tokens_ptr + row, token)
-    tl.store(log_probs_ptr + row, log_prob)
+    if RAW:
+        raw_N = tl.load(raw_ptr + row * tiles + tile, mask=inside, other=-float("inf"))
+        highest = tl.max(raw_N, 0)
+        logit = tl.load(logits_ptr + row * stride + tl.maximum(token, 0)).to(tl.float32)
+        log_prob = logit - highest - tl.log(tl.sum(tl.exp(raw_N - highest), 0))
+        if tl.load(processed_ptr + row) != 0:
+            log_prob = tl.where(greedy, 0.0, (logit - base) * scale - tl.log(total.to(tl.float32)))
+        tl.store(log_probs_ptr + row, log_prob)
 
 
 @triton.jit
