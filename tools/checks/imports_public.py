@@ -3,12 +3,14 @@
 """Wheels, tools and rooms use each other's public names only.
 
 Between wheels: no private module, no name outside `__all__`. Inside a wheel a private file belongs to its folder: modules of that
-folder and of the folders inside it may import it, every other room takes the names that the folder re-exports.
+folder and of the folders inside it may import it, every other room takes the names that the folder re-exports. No modules import each
+other in a circle, imports inside functions and for types counted.
 """
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 from tools.checks._tree import ROOT, python_files, report, wheels
@@ -99,6 +101,29 @@ def room_problems_in(text: str, package: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"{target} is private to {room}; import a name of its __all__"
 
 
+def _dotted(path: Path, source: Path) -> str:
+    parts = path.relative_to(source.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def circle_in(texts: Mapping[str, str]) -> list[str]:
+    """Modules, by dotted names, that import each other in a circle, the first one repeated at the end; empty where there is none."""
+    graph: dict[str, set[str]] = {}
+    for module, text in texts.items():
+        edges = graph.setdefault(module, set())
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                edges.update(alias.name for alias in node.names if alias.name in texts)
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names = (f"{node.module}.{alias.name}" for alias in node.names)
+                edges.update(name if name in texts else node.module for name in names if name in texts or node.module in texts)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
 def main() -> int:
     tree = wheels()
     sources = {wheel.module: wheel.source for wheel in tree.values()}
@@ -112,6 +137,10 @@ def main() -> int:
             package = ".".join(path.relative_to(sources[own].parent).parent.parts)
             problems += room_problems_in(text, package)
         findings += [f"{path.relative_to(ROOT)}:{line}: {reason}" for line, reason in problems]
+    for wheel in tree.values():
+        circle = circle_in({_dotted(path, wheel.source): path.read_text() for path in python_files(wheel.source)})
+        if circle:
+            findings.append(f"{wheel.module}: imports in a circle: {' <- '.join(circle)}; move what both need below them")
     return report(findings, f"imports: public names only in {len(files)} files")
 
 

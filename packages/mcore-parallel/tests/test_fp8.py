@@ -15,7 +15,7 @@ from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.backends import Fp8Config, TorchBackend, choose_backend
 from mcore_parallel.backends._factory import missing_units
 from mcore_parallel.backends._fp8_products import Fp8Products
-from mcore_parallel.backends._quantize import has_kernel, quantize, quantize_rows, scaled_product, turn
+from mcore_parallel.backends._quantize import LEAST_AMAX, has_kernel, quantize, quantize_rows, scaled_product, turn
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.nn import RecomputeConfig, Step
@@ -328,25 +328,27 @@ def check_kernels(device: str) -> None:
                 rows, columns = quantize(given, dtype, columns=True)
                 assert rows is not None and columns is not None
                 given = given.to(device)
-                data, turned, inverse = kernels.cast(given, kernels.partial_amax(given), dtype, rows=True, columns=True)
+                data, turned, inverse = kernels.cast(
+                    given, kernels.partial_amax(given), dtype, rows=True, columns=True, least_amax=LEAST_AMAX
+                )
                 assert torch.equal(inverse.cpu(), rows.inverse)
                 assert torch.equal(data.cpu().view(torch.uint8), rows.data.view(torch.uint8))
                 assert torch.equal(turned.cpu().view(torch.uint8), columns.data.view(torch.uint8))
                 assert torch.equal(kernels.transpose(data).cpu().view(torch.uint8), columns.data.view(torch.uint8))
-                only = kernels.cast(given, kernels.partial_amax(given), dtype, rows=False, columns=True)
+                only = kernels.cast(given, kernels.partial_amax(given), dtype, rows=False, columns=True, least_amax=LEAST_AMAX)
                 assert only[0] is None and torch.equal(only[1].cpu().view(torch.uint8), columns.data.view(torch.uint8))
             # A program a row, which the interpreter runs one after the other.
             x = x if device == "cuda" else x[:5]
             x[:, 0] = largest
             wanted = quantize_rows(x, dtype)
-            data, inverse = kernels.cast_rows(x.to(device), dtype)
+            data, inverse = kernels.cast_rows(x.to(device), dtype, least_amax=LEAST_AMAX)
             assert torch.equal(inverse.cpu(), wanted.inverse) and torch.equal(data.cpu().view(torch.uint8), wanted.data.view(torch.uint8))
     # The interpreter has no NaN of eight bits.
     for bad in (float("inf"),) if device == "cpu" else (float("inf"), float("nan")):
         x = torch.ones(40, 48)
         x[1, 3] = bad
         x = x.to(device)
-        data, _, inverse = kernels.cast(x, kernels.partial_amax(x), E4M3, rows=True, columns=False)
+        data, _, inverse = kernels.cast(x, kernels.partial_amax(x), E4M3, rows=True, columns=False, least_amax=LEAST_AMAX)
         assert not bool(torch.isfinite(data.float() * inverse)[1, 3])
 
 

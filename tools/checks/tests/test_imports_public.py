@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.checks.imports_public import exported, problems_in, room_problems_in
+from tools.checks.imports_public import circle_in, exported, problems_in, room_problems_in
 
 
 @pytest.fixture
@@ -94,3 +94,14 @@ def test_a_private_file_of_another_room_is_reported(text):
 def test_exported_reads_lists_and_annotated_lists(sources):
     assert exported(sources["trunk"] / "comm" / "__init__.py") == {"gather"}
     assert exported(sources["trunk"] / "bare.py") is None
+
+
+def test_modules_that_import_each_other_are_reported():
+    texts = {
+        "trunk": "from trunk._rows import rows\n",
+        "trunk._rows": "def rows():\n    from trunk import _kernels\n",
+        "trunk._kernels": "from trunk._rows import Spec\n",
+    }
+    assert sorted(circle_in(texts)[1:]) == ["trunk._kernels", "trunk._rows"]
+    texts["trunk._kernels"] = "from trunk._spec import Spec\n"
+    assert circle_in({**texts, "trunk._spec": ""}) == []

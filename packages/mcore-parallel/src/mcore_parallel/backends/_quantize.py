@@ -57,7 +57,7 @@ def quantize(
         amax = kernels.partial_amax(x_TK)
         if group is not None and group.size > 1:
             amax = all_reduce(amax.amax(0, keepdim=True), group, op="max")
-        data, turned, inverse = kernels.cast(x_TK, amax, dtype, rows=rows, columns=columns)
+        data, turned, inverse = kernels.cast(x_TK, amax, dtype, rows=rows, columns=columns, least_amax=LEAST_AMAX)
     else:
         amax = x_TK.abs().amax().float() if x_TK.numel() else x_TK.new_zeros((), dtype=torch.float32)
         if group is not None and group.size > 1:
@@ -71,7 +71,7 @@ def quantize(
 def quantize_rows(x_TK: Tensor, dtype: torch.dtype) -> Scaled:
     """``x`` with one scale a row."""
     if has_kernel(x_TK):
-        return Scaled(*_kernels().cast_rows(x_TK, dtype))
+        return Scaled(*_kernels().cast_rows(x_TK, dtype, least_amax=LEAST_AMAX))
     inverse = _inverse(x_TK.abs().amax(-1, keepdim=True).float(), dtype)
     return Scaled(_cast(x_TK, inverse, dtype), inverse)
 

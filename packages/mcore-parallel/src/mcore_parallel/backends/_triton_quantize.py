@@ -9,8 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mcore_parallel.backends._quantize import LEAST_AMAX
-
 # T rows, K columns, P partial maxima
 
 _PROGRAMS = 512
@@ -30,7 +28,9 @@ def partial_amax(x_TK: Tensor) -> Tensor:
     return amax_P
 
 
-def cast(x_TK: Tensor, amax_P: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool) -> tuple[Tensor | None, Tensor | None, Tensor]:
+def cast(
+    x_TK: Tensor, amax_P: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool, least_amax: float
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """[T, K] and [K, T] in ``dtype`` with one scale, as far as they are wanted, and its reciprocal []."""
     x_TK = x_TK.contiguous()
     tokens, width = x_TK.shape
@@ -41,7 +41,7 @@ def cast(x_TK: Tensor, amax_P: Tensor, dtype: torch.dtype, *, rows: bool, column
     grid = (max(1, triton.cdiv(tokens, _ROWS)), triton.cdiv(width, _COLUMNS))
     _cast_kernel[grid](
         x_TK, amax_P, data_TK if rows else x_TK, turned_KT if columns else x_TK, inverse, tokens, width, len(amax_P),
-        LARGEST=torch.finfo(dtype).max, LEAST=LEAST_AMAX, PARTS=triton.next_power_of_2(len(amax_P)),
+        LARGEST=torch.finfo(dtype).max, LEAST=least_amax, PARTS=triton.next_power_of_2(len(amax_P)),
         TO_ROWS=rows, TO_COLUMNS=columns, CAST=True, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=8,
     )  # fmt: skip
     return data_TK, turned_KT, inverse
@@ -61,7 +61,7 @@ def transpose(data_TK: Tensor) -> Tensor:
     return turned_KT.view(data_TK.dtype)
 
 
-def cast_rows(x_TK: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def cast_rows(x_TK: Tensor, dtype: torch.dtype, *, least_amax: float) -> tuple[Tensor, Tensor]:
     """[T, K] in ``dtype`` with a scale a row, and their reciprocals [T, 1]."""
     x_TK = x_TK.contiguous()
     tokens, width = x_TK.shape
@@ -70,7 +70,7 @@ def cast_rows(x_TK: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if tokens:
         block = min(_ROW_BLOCK, triton.next_power_of_2(width))
         _cast_rows_kernel[(tokens,)](
-            x_TK, data_TK, inverse_T1, width, LARGEST=torch.finfo(dtype).max, LEAST=LEAST_AMAX, BLOCK=block, num_warps=4
+            x_TK, data_TK, inverse_T1, width, LARGEST=torch.finfo(dtype).max, LEAST=least_amax, BLOCK=block, num_warps=4
         )
     return data_TK, inverse_T1
 

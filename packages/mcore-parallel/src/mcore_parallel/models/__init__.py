@@ -4,7 +4,7 @@
 
 from mcore_parallel.models._bert import BertModel
 from mcore_parallel.models._bert_heads import BertOutput
-from mcore_parallel.models._config import TransformerConfig
+from mcore_parallel.models._config import CONFIG_RULES, ConfigRule, TransformerConfig
 from mcore_parallel.models._cost import feed_forward_share, flops_per_token, num_bert_parameters, num_parameters
 from mcore_parallel.models._gpt import GPTModel, init_parameters
 from mcore_parallel.models._hybrid import MambaModel, as_pattern, hybrid_config, pattern_name, plain_name
@@ -21,7 +21,6 @@ from mcore_parallel.models._pattern import (
     layer_maps_by_symbol,
     read_pattern,
 )
-from mcore_parallel.models._rules import CONFIG_RULES, ConfigRule
 from mcore_parallel.models._slots import FeedForwardBuilder, MixerBuilder, Site
 from mcore_parallel.models._stack import place_layers
 

@@ -1,15 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Sizes and choices of a transformer."""
+"""Sizes and choices of a transformer, and the table of what must hold of them."""
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_parallel.models._rules import check_config
-from mcore_parallel.nn import GatedDeltaNetConfig, LatentAttentionConfig, Llama3Scaling, MambaConfig, YarnScaling
+from mcore_parallel._field_types import check_field_types
+from mcore_parallel.models._pattern import read_pattern
+from mcore_parallel.nn import (
+    GatedDeltaNetConfig,
+    LatentAttentionConfig,
+    Llama3Scaling,
+    MambaConfig,
+    YarnScaling,
+    is_layer_window_attention,
+)
+
+NORMALIZATIONS = ("RMSNorm", "LayerNorm")
+GATED = ("swiglu", "geglu", "geglu_tanh", "quick_geglu")
+ACTIVATIONS = (*GATED, "gelu", "gelu_tanh", "quick_gelu", "relu", "silu", "squared_relu")
+SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+POSITIONS = ("rope", "yarn", "mrope", "learned_absolute", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,3 +183,221 @@ _GROUPS: Mapping[str, Any] = {
 
 def _tuples(value: Any) -> Any:
     return tuple(_tuples(one) for one in value) if isinstance(value, list) else value
+
+
+@dataclass(frozen=True)
+class ConfigRule:
+    """One condition on a config."""
+
+    id: str
+    fields: tuple[str, ...]
+    """What it speaks of; the message shows their values."""
+    holds: Callable[[TransformerConfig], bool]
+    must: str
+    """What is wanted."""
+    remedy: str
+
+    def check(self, config: TransformerConfig) -> None:
+        """Raises:
+        ValueError: it does not hold; the message names fields, values and remedy.
+        """
+        if not self.holds(config):
+            values = ", ".join(f"{name}={getattr(config, name)!r}" for name in self.fields)
+            raise ValueError(f"{values} {self.must}; {self.remedy}")
+
+
+def check_config(config: TransformerConfig) -> None:
+    """Whether all fields have their types and all rules hold.
+
+    Raises:
+        ValueError: a field of another type, or the first rule that does not hold.
+    """
+    check_field_types(config)
+    for rule in CONFIG_RULES:
+        rule.check(config)
+
+
+def _positive(name: str) -> ConfigRule:
+    def holds(config: TransformerConfig) -> bool:
+        return getattr(config, name) is None or getattr(config, name) >= 1
+
+    return ConfigRule(f"positive-{name}", (name,), holds, "must be at least 1", "set a size")
+
+
+def _above_zero(name: str) -> ConfigRule:
+    def holds(config: TransformerConfig) -> bool:
+        return getattr(config, name) is None or 0 < getattr(config, name) < float("inf")
+
+    return ConfigRule(f"above-zero-{name}", (name,), holds, "must be a number above 0", "leave it out for the default")
+
+
+def _known(name: str, values: tuple[str, ...]) -> ConfigRule:
+    def holds(config: TransformerConfig) -> bool:
+        return getattr(config, name) in values
+
+    return ConfigRule(f"known-{name}", (name,), holds, "is unknown", f"use one of {', '.join(values)}")
+
+
+def _per_layer(name: str) -> ConfigRule:
+    """A whole number at least 1, or 0 and 1 a layer."""
+
+    def holds(config: TransformerConfig) -> bool:
+        value = getattr(config, name)
+        if isinstance(value, int):
+            return value >= 1
+        if isinstance(value, tuple):
+            return len(value) == config.num_layers and set(value) <= {0, 1}
+        if isinstance(value, str):
+            # Raises with the place in the pattern.
+            is_layer_window_attention((0, 0), value, 1, num_layers=config.num_layers)
+        return True
+
+    must = "must be at least 1, or 0 or 1 for each layer"
+    return ConfigRule(f"per-layer-{name}", (name, "num_layers"), holds, must, f"give {name} as many entries as layers")
+
+
+def _symbols(config: TransformerConfig) -> str:
+    return config.hybrid_layer_pattern or ""
+
+
+def _rotary_width(config: TransformerConfig) -> float:
+    if config.latent_attention is not None:
+        return config.latent_attention.qk_rope_head_dim
+    return config.head_dim * config.rotary_percent
+
+
+def _turns(config: TransformerConfig) -> bool:
+    return config.position_embedding_type in ("rope", "yarn", "mrope")
+
+
+def _has(symbol: str, field: str, kind: str) -> tuple[ConfigRule, ConfigRule]:
+    """A symbol needs its config, and a config its symbol."""
+    return (
+        ConfigRule(
+            f"{field}-for-{symbol}", ("hybrid_layer_pattern", field),
+            lambda c: symbol not in _symbols(c) or getattr(c, field) is not None,
+            f"lacks the sizes of {symbol}", f"give {field}={kind}(...), or take {symbol} out of the pattern",
+        ),
+        ConfigRule(
+            f"{symbol}-for-{field}", (field, "hybrid_layer_pattern"),
+            lambda c: getattr(c, field) is None or symbol in _symbols(c),
+            "is of no layer", f"write {symbol} into hybrid_layer_pattern, or leave {field} out",
+        ),
+    )  # fmt: skip
+
+
+CONFIG_RULES: tuple[ConfigRule, ...] = (
+    *map(_positive, ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")),
+    *map(_positive, ("num_query_groups", "ffn_hidden_size", "kv_channels", "max_position_embeddings")),
+    *map(_above_zero, ("norm_epsilon", "softmax_scale", "activation_func_clamp_value", "rotary_base", "rotary_base_window")),
+    *map(_above_zero, ("seq_len_interpolation_factor", "embedding_multiplier", "output_multiplier")),
+    _known("normalization", NORMALIZATIONS),
+    _known("activation", ACTIVATIONS),
+    _known("softmax_type", SOFTMAX_TYPES),
+    _known("position_embedding_type", POSITIONS),
+    ConfigRule(
+        "heads-divide-hidden", ("num_attention_heads", "hidden_size"),
+        lambda c: c.kv_channels is not None or c.hidden_size % c.num_attention_heads == 0,
+        "must divide each other", "change one, or set kv_channels",
+    ),
+    ConfigRule(
+        "groups-divide-heads", ("num_query_groups", "num_attention_heads"),
+        lambda c: c.num_attention_heads % c.kv_heads == 0,
+        "must divide each other", "set num_query_groups to a divisor of num_attention_heads",
+    ),
+    ConfigRule(
+        "quick-geglu-options", ("glu_linear_offset", "activation_func_clamp_value", "activation"),
+        lambda c: c.activation == "quick_geglu" or (c.glu_linear_offset == 0.0 and c.activation_func_clamp_value is None),
+        "are options of quick_geglu", "leave them out, or set activation='quick_geglu'",
+    ),
+    ConfigRule(
+        "one-norm-order", ("post_norm", "sandwich_norm"), lambda c: not (c.post_norm and c.sandwich_norm),
+        "exclude one another", "set one of them",
+    ),
+    ConfigRule(
+        "window-range", ("window_size",), lambda c: c.window_size is None or (len(c.window_size) == 2 and min(c.window_size) >= -1),
+        "must be two numbers of tokens", "give (left, right), with -1 for no limit",
+    ),
+    ConfigRule(
+        "window-for-skip-freq", ("window_attn_skip_freq", "window_size"),
+        lambda c: c.window_attn_skip_freq is None or c.window_size is not None,
+        "has no window to skip", "set window_size, or leave window_attn_skip_freq out",
+    ),
+    ConfigRule(
+        "window-for-base", ("rotary_base_window", "window_size"), lambda c: c.rotary_base_window is None or c.window_size is not None,
+        "is the base of no layer", "set window_size, or leave rotary_base_window out",
+    ),
+    _per_layer("window_attn_skip_freq"),
+    _per_layer("no_rope_freq"),
+    ConfigRule(
+        "rotary-share", ("rotary_percent",), lambda c: 0.0 < c.rotary_percent <= 1.0,
+        "must lie in (0, 1]", "for none set position_embedding_type='none'",
+    ),
+    ConfigRule(
+        "rotary-width", ("hidden_size", "num_attention_heads", "kv_channels", "rotary_percent", "latent_attention"),
+        lambda c: not _turns(c) or round(_rotary_width(c)) % 2 == 0,
+        "give a rotary embedding of odd width", "set kv_channels, rotary_percent or qk_rope_head_dim for an even one",
+    ),
+    ConfigRule(
+        "rows-for-learned-positions", ("position_embedding_type", "max_position_embeddings"),
+        lambda c: c.position_embedding_type != "learned_absolute" or c.max_position_embeddings is not None,
+        "lacks the rows of the table", "set max_position_embeddings",
+    ),
+    ConfigRule(
+        "yarn", ("position_embedding_type", "yarn"), lambda c: (c.position_embedding_type == "yarn") == (c.yarn is not None),
+        "go together", "set position_embedding_type='yarn' and yarn=YarnScaling(...), or neither",
+    ),
+    ConfigRule(
+        "rope-scaling", ("rope_scaling", "position_embedding_type"),
+        lambda c: c.rope_scaling is None or c.position_embedding_type == "rope",
+        "does not scale this", "set position_embedding_type='rope', or leave rope_scaling out",
+    ),
+    ConfigRule(
+        "mrope", ("position_embedding_type", "mrope_section"),
+        lambda c: (c.position_embedding_type == "mrope") == (c.mrope_section is not None),
+        "go together", "set position_embedding_type='mrope' and mrope_section, or neither",
+    ),
+    ConfigRule(
+        "mrope-sum", ("mrope_section", "rotary_percent"),
+        lambda c: c.mrope_section is None or (min(c.mrope_section) >= 0 and 2 * sum(c.mrope_section) == round(_rotary_width(c))),
+        "must add up to half the rotary width", "change its entries",
+    ),
+    ConfigRule(
+        "pattern-length", ("num_layers", "hybrid_layer_pattern"),
+        lambda c: (pattern := read_pattern(c.hybrid_layer_pattern)) is None or pattern.num_layers == c.num_layers,
+        "must hold as many layers", "set num_layers to the number of symbols before the first '/', without '|'",
+    ),
+    ConfigRule(
+        "pattern-depths", ("mtp_num_layers", "hybrid_layer_pattern"),
+        lambda c: (pattern := read_pattern(c.hybrid_layer_pattern)) is None or len(pattern.mtp) == c.mtp_num_layers,
+        "must hold as many depths", "append '/' and the layers of a depth for each, or change mtp_num_layers",
+    ),
+    *_has("M", "mamba", "MambaConfig"),
+    *_has("G", "delta_net", "GatedDeltaNetConfig"),
+    ConfigRule(
+        "latent-attention-for-+", ("hybrid_layer_pattern", "latent_attention"),
+        lambda c: "+" not in _symbols(c) or c.latent_attention is not None,
+        "lacks the sizes of +", "give latent_attention=LatentAttentionConfig(...), or write *",
+    ),
+    ConfigRule(
+        "+-for-latent-attention", ("latent_attention", "hybrid_layer_pattern"),
+        lambda c: c.latent_attention is None or c.hybrid_layer_pattern is None or "+" in c.hybrid_layer_pattern,
+        "is of no layer", "write + into hybrid_layer_pattern, or leave latent_attention out",
+    ),
+    ConfigRule(
+        "latent-attention-heads", ("latent_attention", "num_query_groups"),
+        lambda c: c.latent_attention is None or c.kv_heads == c.num_attention_heads,
+        "has no grouped queries", "leave num_query_groups out",
+    ),
+    ConfigRule(
+        "mtp-number", ("mtp_num_layers",), lambda c: c.mtp_num_layers >= 0, "must not be negative", "0 is for none",
+    ),
+    ConfigRule(
+        "mtp-detach", ("mtp_detach", "mtp_num_layers"), lambda c: not c.mtp_detach or c.mtp_num_layers > 0,
+        "has no depth to detach", "set mtp_num_layers, or leave mtp_detach out",
+    ),
+    ConfigRule(
+        "init-std", ("init_method_std",), lambda c: c.init_method_std >= 0.0, "must not be negative", "use 0.02 or so",
+    ),
+)  # fmt: skip
+"""In the order in which they are checked: later ones may rely on earlier ones."""

@@ -10,7 +10,8 @@ from mcore_parallel.tensor_parallel._invariant import InvariantProducts, make_tp
 from mcore_parallel.tensor_parallel._linear import ColumnParallelLinear, RowParallelLinear
 from mcore_parallel.tensor_parallel._product import LinearProducts, LossProducts, ProductLayer, Route, column_product, row_product
 from mcore_parallel.tensor_parallel._replicated import ReplicatedLinear
-from mcore_parallel.tensor_parallel._rows import RowMaths, combine, row_statistics, to_narrow_gradient
+from mcore_parallel.tensor_parallel._row_maths import RowMaths
+from mcore_parallel.tensor_parallel._rows import combine, row_statistics, to_narrow_gradient
 from mcore_parallel.tensor_parallel._vocab import pad_vocab_size
 from mcore_parallel.tensor_parallel._weight_gradient import (
     LentGradient,

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from mcore_parallel._stability import internal_api
 from mcore_parallel.comm import all_gather, start_all_reduce, start_reduce_scatter, wait
 from mcore_parallel.groups import Group
-from mcore_parallel.tensor_parallel._rows import RowMaths, RowResult, combine, maths_dtype, row_statistics, to_gradient_
+from mcore_parallel.tensor_parallel._row_maths import RowMaths, maths_dtype
+from mcore_parallel.tensor_parallel._rows import RowResult, combine, row_statistics, to_gradient_
 from mcore_parallel.tensor_parallel._vocab import check_ids
 from mcore_parallel.tensor_parallel._weight_gradient import MainGradient, WeightGradientQueue, add_product_, wide_product
 

@@ -12,29 +12,9 @@ from torch import Tensor
 from mcore_parallel._stability import internal_api
 from mcore_parallel.comm import all_gather
 from mcore_parallel.groups import Group
+from mcore_parallel.tensor_parallel._row_maths import RowMaths, lowest, maths_dtype
 
 # T tokens (rows), v columns of this rank, K statistics a row
-
-
-@internal_api
-@dataclass(frozen=True, kw_only=True)
-class RowMaths:
-    """What is computed of a row; z = logit / temperature over the columns that count."""
-
-    vocab_size: int
-    """Columns that count, over all ranks; the ones after them take no part."""
-    smoothing: float = 0.0
-    """a: the loss is (1 - a) * nll - a * mean of log p."""
-    entropy: bool = False
-    temperature: float = 1.0
-
-    def columns(self, rank: int, width: int) -> int:
-        """Columns that count among the ``width`` of a rank."""
-        return min(max(self.vocab_size - rank * width, 0), width)
-
-    @property
-    def num_statistics(self) -> int:
-        return 3 + bool(self.smoothing) + self.entropy
 
 
 @dataclass(frozen=True)
@@ -198,16 +178,6 @@ def to_narrow_gradient(
     narrow_Tv = (grad_Tv * inverse.reciprocal()).clamp(-largest, largest).to(turned_vT.dtype)
     turned_vT.copy_(narrow_Tv.t())
     return narrow_Tv
-
-
-def maths_dtype(logits: Tensor) -> torch.dtype:
-    """float64 for float64 logits, else float32."""
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
-
-
-def lowest(dtype: torch.dtype) -> float:
-    """Below every logit, and finite so that differences are numbers."""
-    return torch.finfo(dtype).min / 4
 
 
 def _scaled(x: Tensor, maths: RowMaths) -> Tensor:

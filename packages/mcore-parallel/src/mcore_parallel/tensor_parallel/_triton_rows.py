@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mcore_parallel.tensor_parallel._rows import RowMaths, lowest
+from mcore_parallel.tensor_parallel._row_maths import RowMaths, lowest
 
 _BLOCK = 4096
 _NUM_WARPS = 8
