@@ -70,6 +70,25 @@ def records_graphs(model: GPTModel) -> bool:
     return all(layer.mlp is None or type(layer.mlp) is MLP for layer in layers)
 
 
+def check_layout(model: GPTModel) -> None:
+    """Whether engines that step independently can serve the model's layout.
+
+    Raises:
+        ValueError: pipeline or context parallelism, expert parallelism beyond tp, or sequence parallelism.
+    """
+    groups = model.groups
+    for name in ("pp", "cp"):
+        if getattr(groups, name).size > 1:
+            raise ValueError(f"{name}={getattr(groups, name).size} is not available in the engine; serve with {name}=1 (tp may be larger)")
+    if not set(groups.ep.ranks) <= set(groups.tp.ranks):
+        raise ValueError(
+            f"ep={groups.ep.size} exchanges tokens with ranks {sorted(set(groups.ep.ranks) - set(groups.tp.ranks))} outside of tp, "
+            "whose engines step on their own; serve with ep up to tp and dp=1"
+        )
+    if groups.sequence_parallel:
+        raise ValueError("sequence_parallel=True cannot serve steps of any length; build the serving plan with sequence_parallel=False")
+
+
 def check_cache(model: GPTModel, cache: PagedKVCache, max_sequence_length: int) -> None:
     """Whether a cache, once made, holds a model's keys and values at every position.
 

@@ -26,7 +26,7 @@ def has_attention_kernel(device: torch.device, dtype: torch.dtype, block_size: i
 class PagedAttention(nn.Module):
     """The attention core of a model that an engine drives: writes the new keys and values into their slots, then attends.
 
-    It holds no state; the cache travels in ``step.attention``. Without one (``None``) it is the trunk's own attention over the
+    It holds no state; the cache travels in ``step.attention``. Without one (``None``) it is mcore_parallel's own attention over the
     step's sequences, so the same model can be scored or trained. Given to a model, it makes a core for each layer, with that
     layer's window, sink and scale.
 
@@ -43,7 +43,7 @@ class PagedAttention(nn.Module):
         self._off_by_one = spec is not None and spec.softmax_type == "off-by-one"
 
     def build_core(self, spec: AttentionSpec, groups: ProcessGroups, layer: int) -> AttentionCore | SinkAttentionCore:
-        """The core of one layer; the trunk's own for what no step over a cache computes, by which an engine refuses the model."""
+        """The core of one layer; mcore_parallel's own for what no step over a cache computes, by which an engine refuses the model."""
         plain = choose_attention(spec, groups)
         return PagedAttention(spec, plain) if spec.causal and spec.width == spec.head_dim else plain
 

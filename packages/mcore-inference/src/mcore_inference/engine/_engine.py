@@ -4,7 +4,6 @@
 
 import bisect
 import dataclasses
-import difflib
 import itertools
 import time
 from collections import Counter
@@ -13,16 +12,16 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from mcore_inference._capability import EngineCapability, check_cache
+from mcore_inference._capability import EngineCapability, check_cache, check_layout
 from mcore_inference._fields import as_integer
 from mcore_inference.context import DynamicInferenceContext
-from mcore_inference.engine._entry import Entry
+from mcore_inference.engine._active_request import ActiveRequest
 from mcore_inference.engine._executor import DecodeBatch, Executor, InFlight
+from mcore_inference.engine._weights import ModelWeights
 from mcore_inference.requests import (
     DynamicInferenceRequest,
     DynamicInferenceRequestRecord,
     FinishReason,
-    NonFiniteLogitsError,
     Prompt,
     QueueFullError,
     RequestError,
@@ -35,7 +34,6 @@ from mcore_inference.requests import (
 from mcore_inference.sampling import SamplingParams, request_seed
 from mcore_inference.scheduling import RequestView, StepPlan, plan_step
 from mcore_inference.text import TextStream, Tokenizer
-from mcore_parallel import named_shards
 from mcore_parallel.models import GPTModel
 
 __all__ = ["DynamicInferenceEngine"]
@@ -75,19 +73,7 @@ class DynamicInferenceEngine:
         use_graphs: bool | None = None,
     ) -> None:
         EngineCapability().check_model(model)
-        groups = model.groups
-        for name in ("pp", "cp"):
-            if getattr(groups, name).size > 1:
-                raise ValueError(
-                    f"{name}={getattr(groups, name).size} is not available in the engine; serve with {name}=1 (tp may be larger)"
-                )
-        if not set(groups.ep.ranks) <= set(groups.tp.ranks):
-            raise ValueError(
-                f"ep={groups.ep.size} exchanges tokens with ranks {sorted(set(groups.ep.ranks) - set(groups.tp.ranks))} outside of tp, "
-                "whose engines step on their own; serve with ep up to tp and dp=1"
-            )
-        if groups.sequence_parallel:
-            raise ValueError("sequence_parallel=True cannot serve steps of any length; build the serving plan with sequence_parallel=False")
+        check_layout(model)
         check_cache(model, context.cache, context.max_sequence_length)
         if vocab_size is not None:
             vocab_size = as_integer("vocab_size", vocab_size, 1, model.config.vocab_size)
@@ -106,9 +92,9 @@ class DynamicInferenceEngine:
         self.num_preemptions = 0
         self._seed = seed
         self._max_waiting = max_waiting_requests
-        self._entries: dict[int, Entry] = {}
-        self._waiting: list[Entry] = []
-        self._running: list[Entry] = []
+        self._entries: dict[int, ActiveRequest] = {}
+        self._waiting: list[ActiveRequest] = []
+        self._running: list[ActiveRequest] = []
         self._done: list[DynamicInferenceRequestRecord] = []
         self._arrivals = itertools.count()
         self._in_flight: InFlight | None = None
@@ -116,7 +102,7 @@ class DynamicInferenceEngine:
         self._runs_ahead = on_gpu if run_ahead is None else run_ahead
         self._executor = Executor(model, context, self.vocab_size, use_graphs)
         self._batch: DecodeBatch | None = None
-        self._weights_are_whole = True
+        self._weights = ModelWeights(model)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -165,7 +151,7 @@ class DynamicInferenceEngine:
             budget_clamped=budget < wanted,
             prompt=prompt if isinstance(prompt, str) else None,
         )
-        entry = Entry(
+        entry = ActiveRequest(
             record=DynamicInferenceRequestRecord.from_request(request),
             params=params,
             order=order,
@@ -227,7 +213,7 @@ class DynamicInferenceEngine:
             Exception: whatever the model raised. The requests of the step have ended then, with ``StepFailedError``, and hold nothing;
                 ``take_finished`` or the next step returns them. The others go on.
         """
-        if not self._weights_are_whole:
+        if not self._weights.are_complete:
             raise RuntimeError("the last load_weights failed after it had begun to copy; repeat it with all parameters")
         blamed = list(self._entries.values())
         try:
@@ -325,26 +311,10 @@ class DynamicInferenceEngine:
             ValueError: an unknown, repeated or missing name, or another shape. When something was copied before, the engine
                 refuses to step until a load succeeds.
         """
-        shards = {shard.name: shard for shard in named_shards(self.model)}
         self._read_results()
         for entry in list(self._running):
             self._preempt(entry)
-        missing = set(shards)
-        for name, tensor in weights:
-            if name not in missing:
-                if name in shards:
-                    raise ValueError(f"{name} came twice; give each parameter once")
-                near = difflib.get_close_matches(name, shards, n=3)
-                raise ValueError(f"{name} is no parameter of the model; the nearest are {near}")
-            shard = shards[name]
-            if tuple(tensor.shape) != shard.spec.shape:
-                raise ValueError(f"{name} has shape {tuple(tensor.shape)}; its global shape is {shard.spec.shape}")
-            self._weights_are_whole = False
-            shard.parameter.copy_(tensor[shard.spec.slices(self.model.groups)])
-            missing.remove(name)
-        if missing:
-            raise ValueError(f"{len(missing)} parameters did not come, among them {sorted(missing)[:5]}; give all")
-        self._weights_are_whole = True
+        self._weights.load(weights)
         self.weight_version += 1
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -385,7 +355,7 @@ class DynamicInferenceEngine:
                 self._batch = DecodeBatch(going_on, self.context, self.vocab_size)
         return self._batch
 
-    def _decodes(self, entry: Entry) -> bool:
+    def _decodes(self, entry: ActiveRequest) -> bool:
         """Whether the one token that is not in the cache was drawn in this segment, so that the device holds it."""
         drawn = len(entry.segment.generated_tokens) + entry.num_pending
         return drawn > 0 and entry.is_settled and self.context.num_cached(entry.record.request_id) == entry.num_tokens - 1
@@ -409,11 +379,11 @@ class DynamicInferenceEngine:
         waiting = self._waiting[: self.context.max_requests]
         return plan_step([self._view(entry) for entry in running], [self._view(entry) for entry in waiting], limits)
 
-    def _is_computing(self, entry: Entry) -> bool:
+    def _is_computing(self, entry: ActiveRequest) -> bool:
         """Whether a prompt without a budget, whose log-probabilities are asked for, has tokens left."""
         return self.context.num_cached(entry.record.request_id) < len(entry.segment.prompt_tokens)
 
-    def _view(self, entry: Entry) -> RequestView:
+    def _view(self, entry: ActiveRequest) -> RequestView:
         number = entry.record.request_id
         return RequestView(
             request_id=number,
@@ -422,7 +392,7 @@ class DynamicInferenceEngine:
             num_blocks=self.context.num_blocks(number),
         )
 
-    def _admit(self, entry: Entry) -> None:
+    def _admit(self, entry: ActiveRequest) -> None:
         self._batch = None
         self.context.add_request(entry.record.request_id)
         self._waiting.remove(entry)
@@ -431,7 +401,7 @@ class DynamicInferenceEngine:
         entry.segment.weight_version = self.weight_version
         entry.segment.add_event_add()
 
-    def _preempt(self, entry: Entry) -> None:
+    def _preempt(self, entry: ActiveRequest) -> None:
         """Back to the queue, to be computed again; the tokens stay, and so does the place in the order of arrival."""
         self._batch = None
         self.context.release(entry.record.request_id)
@@ -462,59 +432,20 @@ class DynamicInferenceEngine:
         for entry, (token, log_prob, ranked) in zip(step.sampled, draws, strict=True):
             entry.num_pending -= 1
             # A request that ended meanwhile was computed in vain.
-            if not entry.ended:
-                self._take(entry, token, log_prob, ranked)
+            if not entry.ended and (end := entry.append(token, log_prob, ranked)) is not None:
+                self._end(entry, *end)
         for entry in step.computed:
             if not entry.ended:
                 self._end(entry, FinishReason.LENGTH)
 
-    def _fail(self, entries: Sequence[Entry], error: Exception) -> None:
+    def _fail(self, entries: Sequence[ActiveRequest], error: Exception) -> None:
         """End the requests of a step that raised; some may have ended in it already."""
         for entry in entries:
             number = entry.record.request_id
             if self._entries.get(number) is entry:
                 self._end(entry, FinishReason.ERROR, StepFailedError(number, f"the step failed: {type(error).__name__}: {error}"))
 
-    def _take(self, entry: Entry, token: int, log_prob: float, ranked: dict[int, float]) -> None:
-        """Append a sampled token and end the request when it was the last."""
-        segment, record = entry.segment, entry.record
-        if entry.is_bare and token >= 0 and segment.generated_tokens:
-            # The usual token costs little.
-            output = segment.generated_tokens
-            output.append(token)
-            if token in entry.stop_ids:
-                self._end(entry, FinishReason.STOP)
-            elif len(output) >= segment.num_tokens_to_generate:
-                self._end(entry, FinishReason.LENGTH)
-            return
-        if token < 0:
-            message = f"the scores of token {record.num_generated} hold NaN, or none is finite; check the weights and the logit_bias"
-            self._end(entry, FinishReason.ERROR, NonFiniteLogitsError(record.request_id, message))
-            return
-        segment.status = Status.ACTIVE_AND_GENERATING_TOKENS
-        segment.generated_tokens.append(token)
-        if entry.params.return_log_probs:
-            segment.generated_log_probs.append(log_prob)
-        if entry.params.top_n_logprobs:
-            segment.generated_top_n_logprobs.append(dict(itertools.islice(ranked.items(), entry.params.top_n_logprobs)))
-        if record.time_to_first_token is None:
-            record.time_to_first_token = time.monotonic() - entry.started
-        stopped = token in entry.stop_ids
-        if entry.text is not None and not stopped:
-            try:
-                stopped = entry.text.push(token, may_stop=bool(entry.params.stop_words) and record.num_generated >= entry.params.min_tokens)
-            except Exception as error:
-                # The tokenizer is foreign code; its failure is this request's alone.
-                record.generated_text, entry.text = entry.text.text, None
-                self._end(entry, FinishReason.ERROR, error)
-                return
-            record.generated_text = entry.text.text
-        if stopped:
-            self._end(entry, FinishReason.STOP)
-        elif len(segment.generated_tokens) >= segment.num_tokens_to_generate:
-            self._end(entry, FinishReason.LENGTH)
-
-    def _end(self, entry: Entry, reason: FinishReason, error: Exception | None = None) -> None:
+    def _end(self, entry: ActiveRequest, reason: FinishReason, error: Exception | None = None) -> None:
         """The only way out of the engine: every request ends here, once, and leaves nothing behind."""
         record, segment = entry.record, entry.segment
         entry.ended = True

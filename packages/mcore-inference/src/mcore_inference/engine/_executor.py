@@ -10,14 +10,10 @@ import numpy as np
 from torch import Tensor
 
 from mcore_inference._capability import records_graphs
-from mcore_inference.context import (
-    DynamicInferenceContext,
-    HostStep,
-    StepInputs,
-)
+from mcore_inference.context import DynamicInferenceContext, HostStep, StepInputs
 from mcore_inference.decoder import FusedDecoder
+from mcore_inference.engine._active_request import ActiveRequest
 from mcore_inference.engine._decode_graphs import DecodeGraphs, graph_sizes
-from mcore_inference.engine._entry import Entry
 from mcore_inference.sampling import DrawRows, Draws, Sampler, adjust, log_probs
 from mcore_inference.scheduling import Work
 from mcore_parallel.comm import all_gather
@@ -28,10 +24,10 @@ from mcore_parallel.models import GPTModel, ModelOutput
 class InFlight:
     """A step that the device computes, and whose results the host has not read."""
 
-    sampled: list[Entry]
+    sampled: list[ActiveRequest]
     draws: Draws | None
-    prompt_log_probs: list[tuple[Entry, Tensor]]
-    computed: list[Entry]
+    prompt_log_probs: list[tuple[ActiveRequest, Tensor]]
+    computed: list[ActiveRequest]
     """Requests without a budget whose prompt is computed now."""
 
 
@@ -41,7 +37,7 @@ class DecodeBatch:
     It holds while the same requests decode; a request that joins or ends makes a new one.
     """
 
-    def __init__(self, entries: list[Entry], context: DynamicInferenceContext, vocab_size: int) -> None:
+    def __init__(self, entries: list[ActiveRequest], context: DynamicInferenceContext, vocab_size: int) -> None:
         self.entries = entries
         lines = [context.line(entry.record.request_id) for entry in entries]
         self.lines_R = np.array(lines)
@@ -85,7 +81,7 @@ class Executor:
         if can_record and use_graphs is not False:
             self.graphs = DecodeGraphs(self._decode_logits, context.builder, graph_sizes(context.max_requests))
 
-    def run(self, work: Sequence[tuple[Entry, Work]]) -> InFlight:
+    def run(self, work: Sequence[tuple[ActiveRequest, Work]]) -> InFlight:
         """Run the model over planned tokens and draw where all known tokens are computed."""
         context, send = self._context, self._context.builder.send
         tokens = []
@@ -94,10 +90,10 @@ class Executor:
             tokens.append((item.request_id, entry.tokens(context.num_cached(item.request_id), item.num_tokens)))
         # Only rows that are read go through the gather and the softmax.
         rows: list[int] = []
-        prompt_rows: list[tuple[Entry, int, list[int]]] = []
-        sampled: list[Entry] = []
+        prompt_rows: list[tuple[ActiveRequest, int, list[int]]] = []
+        sampled: list[ActiveRequest] = []
         sampled_rows: list[int] = []
-        computed: list[Entry] = []
+        computed: list[ActiveRequest] = []
         end = 0
         for entry, item in work:
             start, end = end, end + item.num_tokens
@@ -155,7 +151,7 @@ class Executor:
         assert isinstance(output, ModelOutput)
         return all_gather(output.logits(), self._model.groups.tp, dim=1)
 
-    def _draw(self, logits_RV: Tensor, entries: list[Entry]) -> Draws:
+    def _draw(self, logits_RV: Tensor, entries: list[ActiveRequest]) -> Draws:
         params, positions = [entry.params for entry in entries], [entry.position for entry in entries]
         lines = [self._context.line(entry.record.request_id) for entry in entries]
         rows = DrawRows.of(params, [entry.seed for entry in entries], positions, lines, self._vocab_size, self._context.device)

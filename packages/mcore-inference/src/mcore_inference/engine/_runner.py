@@ -14,11 +14,7 @@ from torch import Tensor
 
 from mcore_inference._fields import as_integer, as_number
 from mcore_inference.engine._engine import DynamicInferenceEngine
-from mcore_inference.requests import (
-    DynamicInferenceRequestRecord,
-    EngineDeadError,
-    QueueFullError,
-)
+from mcore_inference.requests import DynamicInferenceRequestRecord, EngineDeadError, QueueFullError
 from mcore_inference.sampling import SamplingParams
 
 __all__ = ["EngineHealth", "EngineRunner", "Increment", "RequestStream"]

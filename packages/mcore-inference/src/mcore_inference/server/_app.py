@@ -36,7 +36,7 @@ _LOG = logging.getLogger("mcore_inference.server")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Job:
+class _GenerationCall:
     """One call: its requests, and how its answer looks."""
 
     prompts: list[list[int]]
@@ -45,9 +45,9 @@ class _Job:
     body: CompletionBody | ChatBody
     id: str
     kind: str
-    choice: Callable[["_Job", int, DynamicInferenceRequestRecord], dict[str, Any]]
+    choice: Callable[["_GenerationCall", int, DynamicInferenceRequestRecord], dict[str, Any]]
     """A finished choice."""
-    delta: Callable[["_Job", int, Increment, int], dict[str, Any]]
+    delta: Callable[["_GenerationCall", int, Increment, int], dict[str, Any]]
     """A piece of a choice; the last argument is the number of characters sent before."""
     chunk_kind: str
     prompt_texts: list[str]
@@ -156,11 +156,11 @@ class Routes:
                 if body.echo and body.logprobs is not None:
                     more["skip_prompt_log_probs"] = False
                 params.append(self._params(body, budget, choice, more))
-        job = _Job(
+        call = _GenerationCall(
             prompts=prompts, params=params, body=body, id=f"cmpl-{uuid.uuid4().hex}", kind="text_completion", chunk_kind="text_completion",
             choice=self._completion_choice, delta=self._completion_delta, prompt_texts=texts,
         )  # fmt: skip
-        return await self._answer(request, job)
+        return await self._answer(request, call)
 
     async def chat_completions(self, request: Request) -> Response:
         body = await self._body(request, ChatBody)
@@ -177,17 +177,17 @@ class Routes:
             tokens = tokens[1:]
         budget = body.max_completion_tokens or body.max_tokens or max(1, self._runner.engine.context.room(len(tokens)))
         more = {"return_log_probs": bool(body.logprobs), "top_n_logprobs": body.top_logprobs or 0}
-        job = _Job(
+        call = _GenerationCall(
             prompts=[tokens], params=[self._params(body, budget, choice, more) for choice in range(body.num_choices)], body=body,
             id=f"chatcmpl-{uuid.uuid4().hex}", kind="chat.completion", chunk_kind="chat.completion.chunk",
             choice=self._chat_choice, delta=self._chat_delta, prompt_texts=[""],
         )  # fmt: skip
-        return await self._answer(request, job)
+        return await self._answer(request, call)
 
-    async def _answer(self, request: Request, job: _Job) -> Response:
-        streams = await self._submit(job)
-        if job.body.stream:
-            return EventStream(self._events(job, streams))
+    async def _answer(self, request: Request, call: _GenerationCall) -> Response:
+        streams = await self._submit(call)
+        if call.body.stream:
+            return EventStream(self._events(call, streams))
         records: list[DynamicInferenceRequestRecord] = []
 
         async def collect() -> None:
@@ -205,15 +205,15 @@ class Routes:
         for record in records:
             if record.status is Status.FAILED:
                 raise ApiError(500, str(record.error or "the request was aborted"), code=type(record.error).__name__)
-        choices = [job.choice(job, index, record) for index, record in enumerate(records)]
-        answer = job.envelope(job.kind, self._model_name, choices)
-        return JSONResponse({**answer, "usage": usage(records, job.body.num_choices)})
+        choices = [call.choice(call, index, record) for index, record in enumerate(records)]
+        answer = call.envelope(call.kind, self._model_name, choices)
+        return JSONResponse({**answer, "usage": usage(records, call.body.num_choices)})
 
-    async def _submit(self, job: _Job) -> list[RequestStream]:
+    async def _submit(self, call: _GenerationCall) -> list[RequestStream]:
         streams: list[RequestStream] = []
         try:
-            for index, params in enumerate(job.params):
-                streams.append(await self._runner.submit(job.prompts[index // job.body.num_choices], params))
+            for index, params in enumerate(call.params):
+                streams.append(await self._runner.submit(call.prompts[index // call.body.num_choices], params))
         except BaseException as error:
             _abort(streams)
             if isinstance(error, Exception):
@@ -221,19 +221,19 @@ class Routes:
             raise
         return streams
 
-    async def _events(self, job: _Job, streams: list[RequestStream]) -> AsyncIterator[str]:
+    async def _events(self, call: _GenerationCall, streams: list[RequestStream]) -> AsyncIterator[str]:
         """Chunks, the usage when asked for, and the end mark; an error ends the stream with an error object."""
         records: dict[int, DynamicInferenceRequestRecord] = {}
         sent = [0] * len(streams)
 
         def chunk(choices: list[dict[str, Any]], **more: Any) -> str:
-            return json.dumps({**job.envelope(job.chunk_kind, self._model_name, choices), **more})
+            return json.dumps({**call.envelope(call.chunk_kind, self._model_name, choices), **more})
 
-        with_usage = job.body.stream_options is not None and job.body.stream_options.include_usage
+        with_usage = call.body.stream_options is not None and call.body.stream_options.include_usage
         # While usage is asked for, OpenAI sends it as null with every other chunk.
         null_usage: dict[str, Any] = {"usage": None} if with_usage else {}
         try:
-            if isinstance(job.body, ChatBody):
+            if isinstance(call.body, ChatBody):
                 for index in range(len(streams)):
                     first = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
                     yield chunk([first], **null_usage)
@@ -244,11 +244,11 @@ class Routes:
                         raise ApiError(
                             500, str(increment.record.error or "the request was aborted"), code=type(increment.record.error).__name__
                         )
-                yield chunk([job.delta(job, index, increment, sent[index])], **null_usage)
+                yield chunk([call.delta(call, index, increment, sent[index])], **null_usage)
                 sent[index] += len(increment.text)
             if with_usage:
                 ordered = [records[index] for index in range(len(streams))]
-                yield chunk([], usage=usage(ordered, job.body.num_choices))
+                yield chunk([], usage=usage(ordered, call.body.num_choices))
             yield "[DONE]"
         except Exception as error:
             yield json.dumps(ApiError.of(error).body(current_request_id()))
@@ -257,14 +257,14 @@ class Routes:
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
-    def _completion_choice(self, job: _Job, index: int, record: DynamicInferenceRequestRecord) -> dict[str, Any]:
-        assert isinstance(job.body, CompletionBody)
-        prompt_text = job.prompt_texts[index // job.body.num_choices]
+    def _completion_choice(self, call: _GenerationCall, index: int, record: DynamicInferenceRequestRecord) -> dict[str, Any]:
+        assert isinstance(call.body, CompletionBody)
+        prompt_text = call.prompt_texts[index // call.body.num_choices]
         values = None
-        if job.body.logprobs is not None:
+        if call.body.logprobs is not None:
             tokens, scores = record.generated_tokens, list(record.generated_log_probs)
             best: list[dict[int, float] | None] = list(record.generated_top_n_logprobs or [None] * len(tokens))
-            if job.body.echo:
+            if call.body.echo:
                 values = completion_log_probs(
                     self._tokenizer,
                     record.prompt_tokens + tokens,
@@ -280,21 +280,21 @@ class Routes:
             "logprobs": values,
             "finish_reason": record.finish_reason,
         }
-        return choice | self._ids(job, record.generated_tokens, record.prompt_tokens)
+        return choice | self._ids(call, record.generated_tokens, record.prompt_tokens)
 
-    def _completion_delta(self, job: _Job, index: int, increment: Increment, sent: int) -> dict[str, Any]:
-        assert isinstance(job.body, CompletionBody)
+    def _completion_delta(self, call: _GenerationCall, index: int, increment: Increment, sent: int) -> dict[str, Any]:
+        assert isinstance(call.body, CompletionBody)
         values = None
-        if job.body.logprobs is not None and increment.tokens:
+        if call.body.logprobs is not None and increment.tokens:
             best = increment.top_n_logprobs or [None] * len(increment.tokens)
             values = completion_log_probs(self._tokenizer, increment.tokens, increment.log_probs, best, sent)
         reason = None if increment.record is None else increment.record.finish_reason
         choice = {"index": index, "text": increment.text, "logprobs": values, "finish_reason": reason}
-        return choice | self._ids(job, increment.tokens)
+        return choice | self._ids(call, increment.tokens)
 
-    def _chat_choice(self, job: _Job, index: int, record: DynamicInferenceRequestRecord) -> dict[str, Any]:
+    def _chat_choice(self, call: _GenerationCall, index: int, record: DynamicInferenceRequestRecord) -> dict[str, Any]:
         values = None
-        if isinstance(job.body, ChatBody) and job.body.logprobs:
+        if isinstance(call.body, ChatBody) and call.body.logprobs:
             values = chat_log_probs(self._tokenizer, record.generated_tokens, record.generated_log_probs, record.generated_top_n_logprobs)
         choice = {
             "index": index,
@@ -302,18 +302,18 @@ class Routes:
             "logprobs": values,
             "finish_reason": record.finish_reason,
         }
-        return choice | self._ids(job, record.generated_tokens, record.prompt_tokens)
+        return choice | self._ids(call, record.generated_tokens, record.prompt_tokens)
 
-    def _chat_delta(self, job: _Job, index: int, increment: Increment, sent: int) -> dict[str, Any]:
+    def _chat_delta(self, call: _GenerationCall, index: int, increment: Increment, sent: int) -> dict[str, Any]:
         values = None
-        if isinstance(job.body, ChatBody) and job.body.logprobs and increment.tokens:
+        if isinstance(call.body, ChatBody) and call.body.logprobs and increment.tokens:
             values = chat_log_probs(self._tokenizer, increment.tokens, increment.log_probs, increment.top_n_logprobs)
         reason = None if increment.record is None else increment.record.finish_reason
         delta = {"content": increment.text} if increment.text else {}
-        return {"index": index, "delta": delta, "logprobs": values, "finish_reason": reason} | self._ids(job, increment.tokens)
+        return {"index": index, "delta": delta, "logprobs": values, "finish_reason": reason} | self._ids(call, increment.tokens)
 
-    def _ids(self, job: _Job, tokens: list[int], prompt: list[int] | None = None) -> dict[str, Any]:
-        if not job.body.return_token_ids:
+    def _ids(self, call: _GenerationCall, tokens: list[int], prompt: list[int] | None = None) -> dict[str, Any]:
+        if not call.body.return_token_ids:
             return {}
         return {"token_ids": tokens} | ({} if prompt is None else {"prompt_token_ids": prompt})
 
@@ -359,8 +359,8 @@ class Routes:
     async def _check_token(self, request: Request) -> None:
         if self._token is None:
             return
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self._token.encode()):
+        scheme, _, bearer_token = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(bearer_token.strip().encode(), self._token.encode()):
             raise ApiError(401, "the bearer token is missing or wrong", code="invalid_api_key")
 
     async def _api_error(self, request: Request, error: Exception) -> Response:

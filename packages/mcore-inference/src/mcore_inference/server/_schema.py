@@ -74,7 +74,7 @@ class _Sampling(BaseModel):
 
     def sampling_params(self, *, budget: int, choice: int, **more: Any) -> SamplingParams:
         """Settings of one choice; with a seed, choice i is drawn with seed + i."""
-        given = {
+        settings = {
             name: value
             for name in (
                 "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens",
@@ -84,10 +84,10 @@ class _Sampling(BaseModel):
         }  # fmt: skip
         if self.seed is not None:
             # Wrapped into 64 signed bits, so that no choice leaves the range.
-            given["seed"] = (self.seed + choice + 2**63) % 2**64 - 2**63
+            settings["seed"] = (self.seed + choice + 2**63) % 2**64 - 2**63
         if self.logit_bias:
-            given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
-        return SamplingParams(num_tokens_to_generate=budget, stop_words=self.stop_words or None, **given, **more)
+            settings["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
+        return SamplingParams(num_tokens_to_generate=budget, stop_words=self.stop_words or None, **settings, **more)
 
 
 class CompletionBody(_Sampling):

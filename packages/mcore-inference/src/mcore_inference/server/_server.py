@@ -14,10 +14,7 @@ from collections.abc import Callable
 import uvicorn
 
 from mcore_inference._fields import as_integer
-from mcore_inference.engine import (
-    DynamicInferenceEngine,
-    EngineRunner,
-)
+from mcore_inference.engine import DynamicInferenceEngine, EngineRunner
 from mcore_inference.requests import EngineDeadError, PortInUseError
 from mcore_inference.server._app import Routes
 from mcore_inference.server._connection import ConnectionLimits, limited_protocol

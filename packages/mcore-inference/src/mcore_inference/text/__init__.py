@@ -2,7 +2,8 @@
 # Copyright (c) 2026 the mcore authors
 """Tokenizers, and the text of a growing list of tokens."""
 
-from mcore_inference.text._text import BosTokenizer, ChatTokenizer, TextStream, Tokenizer, TransformersTokenizer, chat_tokens
+from mcore_inference.text._stream import TextStream
+from mcore_inference.text._tokenizer import BosTokenizer, ChatTokenizer, Tokenizer, TransformersTokenizer, chat_tokens
 
 __all__ = [
     "BosTokenizer",

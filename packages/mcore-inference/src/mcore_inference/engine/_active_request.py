@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""A request that the engine is busy with."""
+"""A request that the engine is busy with: its record grows by one sampled token at a time."""
 
+import itertools
+import time
 from dataclasses import dataclass
 
 from mcore_inference.context import PENDING
-from mcore_inference.requests import DynamicInferenceRequest, DynamicInferenceRequestRecord
+from mcore_inference.requests import DynamicInferenceRequest, DynamicInferenceRequestRecord, FinishReason, NonFiniteLogitsError, Status
 from mcore_inference.sampling import SamplingParams
 from mcore_inference.text import TextStream
 
 
 @dataclass(kw_only=True, eq=False)
-class Entry:
+class ActiveRequest:
     """The record of a request, and what the engine keeps beside it."""
 
     record: DynamicInferenceRequestRecord
@@ -77,3 +79,38 @@ class Entry:
         if start < len(prompt):
             return prompt[start : start + count]
         return output[start - len(prompt) : start - len(prompt) + count] or [PENDING]
+
+    def append(self, token: int, log_prob: float, ranked: dict[int, float]) -> tuple[FinishReason, Exception | None] | None:
+        """Append a sampled token; the reason and the error with which it ends the request, or None."""
+        segment, record = self.segment, self.record
+        if self.is_bare and token >= 0 and segment.generated_tokens:
+            # The usual token costs little.
+            segment.generated_tokens.append(token)
+            return self._reason(stopped=token in self.stop_ids)
+        if token < 0:
+            message = f"the scores of token {record.num_generated} hold NaN, or none is finite; check the weights and the logit_bias"
+            return FinishReason.ERROR, NonFiniteLogitsError(record.request_id, message)
+        segment.status = Status.ACTIVE_AND_GENERATING_TOKENS
+        segment.generated_tokens.append(token)
+        if self.params.return_log_probs:
+            segment.generated_log_probs.append(log_prob)
+        if self.params.top_n_logprobs:
+            segment.generated_top_n_logprobs.append(dict(itertools.islice(ranked.items(), self.params.top_n_logprobs)))
+        if record.time_to_first_token is None:
+            record.time_to_first_token = time.monotonic() - self.started
+        stopped = token in self.stop_ids
+        if self.text is not None and not stopped:
+            try:
+                stopped = self.text.push(token, may_stop=bool(self.params.stop_words) and record.num_generated >= self.params.min_tokens)
+            except Exception as error:
+                # The tokenizer is foreign code; its failure is this request's alone.
+                record.generated_text, self.text = self.text.text, None
+                return FinishReason.ERROR, error
+            record.generated_text = self.text.text
+        return self._reason(stopped=stopped)
+
+    def _reason(self, *, stopped: bool) -> tuple[FinishReason, Exception | None] | None:
+        if stopped:
+            return FinishReason.STOP, None
+        segment = self.segment
+        return (FinishReason.LENGTH, None) if len(segment.generated_tokens) >= segment.num_tokens_to_generate else None

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Text of a growing list of tokens: whole characters only, cut at stop words."""
+
+from collections.abc import Sequence
+
+from mcore_inference.text._tokenizer import Tokenizer
+
+__all__ = ["TextStream"]
+
+_BROKEN = "\ufffd"
+# A character of UTF-8 has at most four bytes, so at most three tokens of it can be missing their rest.
+_MAX_BROKEN = 3
+
+
+class TextStream:
+    """Turns tokens into text as they come.
+
+    ``text`` only ever grows, holds whole characters, and never holds a part of a stop word that may still complete.
+
+    Args:
+        tokenizer: decodes.
+        stop_words: end the text before the first match.
+
+    Example:
+        >>> class Letters:
+        ...     vocab_size, eod = 128, None
+        ...     def tokenize(self, text): return [ord(letter) for letter in text]
+        ...     def detokenize(self, ids): return "".join(map(chr, ids))
+        >>> stream = TextStream(Letters(), ["END"])
+        >>> [stream.push(ord(letter)) for letter in "aENbEND"]
+        [False, False, False, False, False, False, True]
+        >>> stream.text
+        'aENb'
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop_words: Sequence[str] = ()) -> None:
+        self.text = ""
+        self.stopped = False
+        self._tokenizer = tokenizer
+        self._stop_words = tuple(stop_words)
+        self._pending = ""
+        """Decoded, but maybe the beginning of a stop word."""
+        self._tokens: list[int] = []
+        # tokens[prefix:read] are decoded again with the new ones, since the text of a token may depend on the one before.
+        self._prefix = self._read = 0
+        self._taken = 0
+        """Characters of the current window already taken."""
+
+    def push(self, token: int, *, may_stop: bool = True) -> bool:
+        """Take a token; True when it completed a stop word (``text`` is final then)."""
+        self._tokens.append(token)
+        return self._accept(self._decoded(), may_stop)
+
+    def finish(self) -> str:
+        """The final text, with what was held back."""
+        if not self.stopped:
+            self._accept(self._decoded(final=True), may_stop=False)
+            self.text += self._pending
+            self._pending = ""
+        return self.text
+
+    def _decoded(self, *, final: bool = False) -> str:
+        """New text that further tokens cannot change."""
+        before = self._tokenizer.detokenize(self._tokens[self._prefix : self._read])
+        window = self._tokenizer.detokenize(self._tokens[self._prefix :])[len(before) :]
+        end = len(window)
+        if not final:
+            while end > 0 and len(window) - end < _MAX_BROKEN and window[end - 1] == _BROKEN:
+                end -= 1
+        new = window[self._taken : end]
+        self._taken = max(self._taken, end)
+        if end == len(window):
+            self._prefix, self._read, self._taken = self._read, len(self._tokens), 0
+        return new
+
+    def _accept(self, new: str, may_stop: bool) -> bool:
+        self._pending += new
+        if may_stop:
+            matches = [(at, -len(word)) for word in self._stop_words if (at := self._pending.find(word)) >= 0]
+            if matches:
+                self.text += self._pending[: min(matches)[0]]
+                self._pending, self.stopped = "", True
+                return True
+        held = self._held_back() if self._stop_words else 0
+        split = len(self._pending) - held
+        self.text += self._pending[:split]
+        self._pending = self._pending[split:]
+        return False
+
+    def _held_back(self) -> int:
+        """Length of the longest end of the pending text that begins a stop word."""
+        longest = 0
+        for word in self._stop_words:
+            for length in range(min(len(word) - 1, len(self._pending)), longest, -1):
+                if self._pending.endswith(word[:length]):
+                    longest = length
+                    break
+        return longest

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""What the engine and the server need of a tokenizer."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+__all__ = ["BosTokenizer", "ChatTokenizer", "Tokenizer", "TransformersTokenizer", "chat_tokens"]
+
+
+class Tokenizer(Protocol):
+    """What the engine and the server need of a tokenizer; those of ``mcore_parallel.data`` conform.
+
+    One of the transformers library is wrapped: ``TransformersTokenizer(tokenizer)``.
+    """
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids lie in [0, vocab_size); larger ones are never drawn."""
+        ...
+
+    @property
+    def eod(self) -> int | None:
+        """Id that ends a text."""
+        ...
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids of a text, nothing added."""
+        ...
+
+    def detokenize(self, ids: list[int]) -> str:
+        """Text of token ids without special tokens; an incomplete character at the end becomes U+FFFD."""
+        ...
+
+
+@runtime_checkable
+class BosTokenizer(Protocol):
+    """A tokenizer with an id that begins a text."""
+
+    @property
+    def bos(self) -> int | None: ...
+
+
+@runtime_checkable
+class ChatTokenizer(Protocol):
+    """A tokenizer with a way of its own to write a conversation."""
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = False) -> list[int]:
+        """Ids of a conversation, with an open turn of the assistant at the end."""
+        ...
+
+
+class TransformersTokenizer:
+    """A tokenizer of the transformers library as a ``Tokenizer`` and ``ChatTokenizer``.
+
+    Args:
+        inner: for instance ``AutoTokenizer.from_pretrained(folder)``.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    @property
+    def vocab_size(self) -> int:
+        # Its own vocab_size leaves added tokens out.
+        return len(self.inner)
+
+    @property
+    def eod(self) -> int | None:
+        return self.inner.eos_token_id
+
+    @property
+    def bos(self) -> int | None:
+        return self.inner.bos_token_id
+
+    def tokenize(self, text: str) -> list[int]:
+        return self.inner.encode(text, add_special_tokens=False)
+
+    def detokenize(self, ids: list[int]) -> str:
+        return self.inner.decode(ids, skip_special_tokens=True)
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = False) -> list[int]:
+        """By the tokenizer's template; without one, as ``chat_tokens`` does by default."""
+        if self.inner.chat_template is None:
+            return self.tokenize(_plain_chat(messages, add_generation_prompt))
+        text = self.inner.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt)
+        return self.tokenize(text)
+
+
+def chat_tokens(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """Ids of a conversation, ready for the assistant's turn.
+
+    By the tokenizer's ``apply_chat_template`` when it has one; else each message is a line ``role: content``, and
+    ``assistant:`` ends the text.
+    """
+    if isinstance(tokenizer, ChatTokenizer):
+        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+    return list(tokenizer.tokenize(_plain_chat(messages, True)))
+
+
+def _plain_chat(messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str:
+    return "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant:" * add_generation_prompt
