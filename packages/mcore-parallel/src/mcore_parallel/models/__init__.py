@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Models: configuration, the transformer layer with its slots, decoders, hybrids and BERT, what they cost."""
+"""Models: configuration, the transformer layer with its slots, decoders, hybrids, BERT and T5, what they cost."""
 
 from mcore_parallel.models._bert import BertModel
 from mcore_parallel.models._bert_heads import BertOutput
@@ -23,6 +23,7 @@ from mcore_parallel.models._pattern import (
 )
 from mcore_parallel.models._slots import FeedForwardBuilder, MixerBuilder, Site
 from mcore_parallel.models._stack import place_layers
+from mcore_parallel.models._t5 import T5Model
 
 __all__ = [
     "CONFIG_RULES",
@@ -40,6 +41,7 @@ __all__ = [
     "OutputLayer",
     "SelfInitialised",
     "Site",
+    "T5Model",
     "TransformerConfig",
     "TransformerLayer",
     "allocate_layers",

@@ -33,6 +33,14 @@ class Step:
     themselves only. None for B sequences."""
     attention: Any = None
     """Data for the attention core that was chosen (page tables, sequence bounds); other layers ignore it."""
+    encoder_tokens: Tensor | None = None
+    """[B, S'] int64, what the encoder of an encoder-decoder reads."""
+    encoder_mask: Tensor | None = None
+    """[B, 1, 1, S'] bool, True at its padding."""
+    memory: Tensor | None = None
+    """[B S', D] hidden states that ``CrossAttention`` attends to, this rank's share of them under sequence parallelism."""
+    memory_mask: Tensor | None = None
+    """[B, 1, 1, S'] or [B, 1, S, S'] bool, True where a query does not see them."""
     rotary: tuple[Tensor, Tensor] | None = None
     """cos and sin of the rotary embedding, each [T, channels of a head that turn]; the model fills them in once for all its layers."""
     rotary_window: tuple[Tensor, Tensor] | None = None

@@ -39,7 +39,8 @@ class Batch:
     cu_seqlens: Tensor | None = None
     """[N + 1] integers on the host: bounds of N packed sequences among the B * S tokens, row by row; None when each row is one."""
     extras: Mapping[str, Tensor] = field(default_factory=dict)
-    """What an objective needs beside (advantages, teacher logits); ``token_types`` [B, S] and ``attention_mask`` go into the step."""
+    """What an objective needs beside (advantages, teacher logits); ``token_types`` [B, S], ``attention_mask``,
+    ``encoder_tokens`` [B, S'] and ``encoder_mask`` go into the step."""
     context_size: int = 1
     """Ranks that hold a share of each sequence, S tokens of it; ``context_share`` sets it."""
 
@@ -59,6 +60,8 @@ class Batch:
             "tokens": self.tokens.flatten(),
             "token_types": None if types is None else types.flatten(),
             "attention": self.extras.get("attention_mask"),
+            "encoder_tokens": self.extras.get("encoder_tokens"),
+            "encoder_mask": self.extras.get("encoder_mask"),
         }
         if self.positions is None and self.cu_seqlens is None:
             return dataclasses.replace(Step.causal(B, S, self.tokens.device), **more)

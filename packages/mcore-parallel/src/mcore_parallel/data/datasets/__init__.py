@@ -11,6 +11,7 @@ from mcore_parallel.data.datasets._masked import MaskedTokensConfig, MaskedToken
 from mcore_parallel.data.datasets._pairs import SentencePairConfig, SentencePairDataset
 from mcore_parallel.data.datasets._sampler import PretrainingSampler, batches
 from mcore_parallel.data.datasets._sft import SFTDataset, SFTDatasetConfig
+from mcore_parallel.data.datasets._span_corruption import SpanCorruptionConfig, SpanCorruptionDataset
 from mcore_parallel.data.datasets._word_masking import word_starts
 
 __all__ = [
@@ -28,6 +29,8 @@ __all__ = [
     "SFTDatasetConfig",
     "SentencePairConfig",
     "SentencePairDataset",
+    "SpanCorruptionConfig",
+    "SpanCorruptionDataset",
     "Split",
     "batches",
     "parse_blend",

@@ -3,6 +3,7 @@
 """Attention: self-attention, multi-head latent attention, the cores they run on, and the choice among cores."""
 
 from mcore_parallel.nn.attention._cores import AttentionCore, AttentionCoreBuilder, SinkAttentionCore, causal_attention, default_attention
+from mcore_parallel.nn.attention._cross import CrossAttention
 from mcore_parallel.nn.attention._latent import LatentCore, LatentSelfAttention
 from mcore_parallel.nn.attention._latent_cache import LatentCache
 from mcore_parallel.nn.attention._latent_config import LatentAttentionConfig
@@ -30,6 +31,7 @@ __all__ = [
     "AttentionSpec",
     "ClipReport",
     "ContextParallelBuilder",
+    "CrossAttention",
     "FusedScaleMaskSoftmax",
     "LatentAttentionConfig",
     "LatentCache",
