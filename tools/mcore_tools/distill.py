@@ -227,9 +227,9 @@ def distill(config: DistillConfig, *, only_record: bool = False) -> int:
         return 0 if trained.stopped_at is None else STOPPED_EXIT_CODE
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog="mcore distill", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", required=True, help=f"of the student, one of: {', '.join(RECIPES)}")
     parser.add_argument("--teacher", required=True, help="recipe the teacher was trained by")
     parser.add_argument("--record", action="store_true", help="run the teacher only, and write its likeliest tokens into the store")
@@ -238,6 +238,7 @@ def main() -> int:
         "student",
         lambda told: DistillConfig(student=recipe(told.recipe), teacher=recipe(told.teacher)),
         lambda told, config: distill(config, only_record=told.record),
+        arguments,
     )
 
 

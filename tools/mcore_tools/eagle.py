@@ -313,9 +313,9 @@ def run_command(verb: str, config: EagleRun) -> int:
         return 0
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog="mcore eagle", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("verb", choices=("extract", "train", "evaluate", "export"))
     parser.add_argument("--recipe", required=True, help=f"the target was trained by, one of: {', '.join(RECIPES)}")
     return command(
@@ -323,6 +323,7 @@ def main() -> int:
         "run",
         lambda told: EagleRun(run=recipe(told.recipe), target=recipe(told.recipe)),
         lambda told, config: run_command(told.verb, config),
+        arguments,
     )
 
 

@@ -2,7 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """The whole journey: text, training on two ranks, a checkpoint, another layout, a served model, a reinforced one.
 
-python -m mcore_tools.quickstart [--text PATH] [--output FOLDER]
+mcore quickstart [--text PATH] [--output FOLDER]
 """
 
 import argparse
@@ -12,7 +12,7 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -173,11 +173,9 @@ def _configure(output: Path, assignments: list[str], ranks: int) -> RunConfig:
     kept = dataclasses.replace(config, data=dataclasses.replace(config.data, split=base.data.split))
     for name in ("plan", "data", "output"):
         if getattr(kept, name) != getattr(base, name):
-            raise RecipeError(f"--set {name}: the journey chooses this itself; use --text and --output here, or mcore_tools.train")
+            raise RecipeError(f"--set {name}: the journey chooses this itself; use --text and --output here, or `mcore train`")
     if config.moe is None:
-        raise RecipeError(
-            "--set moe=none: the journey trains a mixture of experts; mcore_tools.train --recipe gpt_tiny trains a dense model"
-        )
+        raise RecipeError("--set moe=none: the journey trains a mixture of experts; `mcore train --recipe gpt_tiny` trains a dense model")
     return dataclasses.replace(config, plan=ParallelPlan(tp=ranks, ep=ranks))
 
 
@@ -211,18 +209,18 @@ def _summary(sections: list[Section], report: Path, seconds: float, console: Con
     console.print(f"plots and texts: {escape(str(report))}", highlight=False, soft_wrap=True)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="quickstart", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="mcore quickstart", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, help="file, folder or JSONL to learn from; default: the interpreter's standard library")
     parser.add_argument("--output", type=Path, default=Path("runs/quickstart"), help="folder that is made anew (default: %(default)s)")
     parser.add_argument(
         "--set", action="append", default=[], metavar="PATH=VALUE", help="change a field of the recipe, for instance train.steps=50"
     )
     parser.add_argument("--iterations", type=int, default=20, help="of reinforcement (default: %(default)s)")
-    arguments = parser.parse_args()
+    options = parser.parse_args(arguments)
     console = Console()
     try:
-        quickstart([arguments.text] if arguments.text else default_text(), arguments.output, arguments.set, arguments.iterations, console)
+        quickstart([options.text] if options.text else default_text(), options.output, options.set, options.iterations, console)
     except (ValueError, OSError, RankError, JourneyError) as error:
         print(f"error: {getattr(error, 'summary', None) or error}", file=sys.stderr)
         return 1

@@ -3,6 +3,7 @@
 """Train a recipe on one machine or many; a run whose output folder holds checkpoints goes on from the newest.
 
 torchrun --nproc-per-node 8 -m mcore_tools.train --recipe moe_tiny --set data.prefix=corpus --set data.tokenizer=tokenizer
+mcore train --recipe gpt_tiny --set data.prefix=corpus --set data.tokenizer=tokenizer        # one process
 
 Exit status: 0 the run came to its end; 1 it was refused or failed, and says why; 16 a result that these machines cannot judge, start it
 again on others; 17 a result that others found to be the same, and that is no number; 75 a rank was stuck; 143 it was asked to stop
@@ -13,7 +14,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
@@ -97,21 +98,27 @@ def _in_world(config: RunConfig, kind: str, stop: StopSignals, stamps: StartupSt
     return run_with_restarts(work, store, rank=rank, world_size=world_size, config=config.restart, final=FINAL)
 
 
-def main(default_recipe: str | None = None, check: Callable[[RunConfig], RunConfig] = lambda config: config) -> int:
+def main(
+    arguments: Sequence[str] | None = None,
+    *,
+    prog: str = "mcore train",
+    default_recipe: str | None = None,
+    check: Callable[[RunConfig], RunConfig] = lambda config: config,
+) -> int:
     """The command; ``check`` may refuse a run."""
     entry = time.time()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", help=f"one of: {', '.join(RECIPES)}" + (f" (default: {default_recipe})" if default_recipe else ""))
     parser.add_argument("--config", metavar="FILE", help="YAML with fields of the run, and `recipe: NAME` or --recipe for the others")
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change a field, for instance plan.tp=2")
     parser.add_argument("--write-config", metavar="FILE", help="write the whole run as YAML (- for the terminal) and end")
-    arguments = parser.parse_args()
+    options = parser.parse_args(arguments)
     try:
-        config = check(override(_chosen(arguments, default_recipe), arguments.set))
-        if arguments.write_config == "-":
+        config = check(override(_chosen(options, default_recipe), options.set))
+        if options.write_config == "-":
             print(config_text(config), end="")
-        elif arguments.write_config:
-            write_config(config, arguments.write_config)
+        elif options.write_config:
+            write_config(config, options.write_config)
         else:
             return 0 if pretrain(config, entry).stopped_at is None else STOPPED_EXIT_CODE
     except (*FINAL, OSError, CheckpointingException, RankFailedError, RanksLostError) as error:
@@ -120,11 +127,11 @@ def main(default_recipe: str | None = None, check: Callable[[RunConfig], RunConf
     return 0
 
 
-def _chosen(arguments: argparse.Namespace, default_recipe: str | None) -> RunConfig:
+def _chosen(options: argparse.Namespace, default_recipe: str | None) -> RunConfig:
     """The run of a file, of a recipe, or of a file that changes a recipe."""
-    base = None if arguments.recipe is None else recipe(arguments.recipe)
-    if arguments.config is not None:
-        return read_config(arguments.config, base)
+    base = None if options.recipe is None else recipe(options.recipe)
+    if options.config is not None:
+        return read_config(options.config, base)
     if base is None and default_recipe is None:
         raise RecipeError(f"there is neither --recipe nor --config; recipes: {', '.join(RECIPES)}")
     return base or recipe(default_recipe or "")

@@ -170,7 +170,7 @@ def test_what_does_not_fit_is_named(source: RunConfig, tmp_path: Path) -> None:
     config = begun(source, tmp_path / "run", *alone, *STILL)
     train_rank(config, "cpu")
     check_weights(source, config, 1)
-    with pytest.raises(ValueError, match=r"student\.load\.path='.*' is for mcore_tools\.train only"), place(config, "student"):
+    with pytest.raises(ValueError, match=r"student\.load\.path='.*' is for `mcore train` only"), place(config, "student"):
         pass
 
 

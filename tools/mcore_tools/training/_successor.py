@@ -96,7 +96,7 @@ def place(run: RunConfig, field: str) -> Iterator[tuple[str, Watchdog | None]]:
     """
     check_data(run, f"{field}.")
     if dataclasses.replace(run.load, override=()) != LoadConfig():
-        raise ValueError(f"{field}.load.path={run.load.path!r} is for mcore_tools.train only; leave {field}.load at its defaults")
+        raise ValueError(f"{field}.load.path={run.load.path!r} is for `mcore train` only; leave {field}.load at its defaults")
     kind = take_device()
     with join(run, kind) if "WORLD_SIZE" in os.environ else contextlib.nullcontext() as watchdog:
         yield kind, watchdog
@@ -109,7 +109,11 @@ def tell(message: str) -> None:
 
 
 def command(
-    parser: argparse.ArgumentParser, field: str, config: Callable[[argparse.Namespace], C], work: Callable[[argparse.Namespace, C], int]
+    parser: argparse.ArgumentParser,
+    field: str,
+    config: Callable[[argparse.Namespace], C],
+    work: Callable[[argparse.Namespace, C], int],
+    arguments: Sequence[str] | None = None,
 ) -> int:
     """Parse, change the config by ``--set`` and work; the exit code.
 
@@ -118,11 +122,12 @@ def command(
         field: shown as an example of what may be set.
         config: before it is changed.
         work: gives the exit code.
+        arguments: None for the process's own.
     """
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help=f"change a field, for instance {field}.plan.tp=2")
-    arguments = parser.parse_args()
+    options = parser.parse_args(arguments)
     try:
-        return work(arguments, override(config(arguments), arguments.set))
+        return work(options, override(config(options), options.set))
     except (ValueError, OSError, ImportError, CheckpointingException, NonFiniteLossError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

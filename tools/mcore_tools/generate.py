@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Continue prompts with the model of a checkpoint.
+
+mcore generate runs/moe_tiny/checkpoints --prompt "def main" --prompt "import"
+
+Any checkpoint that keeps ``run.yaml`` and a tokenizer does, such as those of ``mcore train`` and the quickstart; of a folder of steps it
+is the newest. Exit code: 0 done; 1 something was refused, and why.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from mcore_ckpt import CheckpointingException
+from mcore_inference import DynamicInferenceEngine, SamplingParams
+from mcore_tools.serving import open_engine
+from mcore_tools.training import device_of
+
+
+def generate(engine: DynamicInferenceEngine, prompts: Sequence[str], *, max_tokens: int, temperature: float) -> int:
+    """Print each prompt with its continuation; 1 when one was refused."""
+    params = SamplingParams(temperature=temperature, num_tokens_to_generate=max_tokens)
+    records = engine.generate(list(prompts), params)
+    for prompt, record in zip(prompts, records, strict=True):
+        if record.error is None:
+            print(prompt + record.generated_text)
+        else:
+            print(f"error: {record.error}", file=sys.stderr)
+    return 1 if any(record.error is not None for record in records) else 0
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """What an engine is made of."""
+    parser.add_argument("checkpoint", help="of a run, or its folder of steps")
+    parser.add_argument("--max-length", type=int, help="tokens of prompt and continuation (default: what the run trained on)")
+    parser.add_argument("--cache-gb", type=float, default=1.0, help="memory for keys and values (default: 1)")
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """What is continued, and how."""
+    parser.add_argument("--prompt", action="append", default=[], required=required, help="continue this text; may be given again")
+    parser.add_argument("--max-tokens", type=int, default=64, help="of a continuation (default: 64)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of a continuation (default: 0, the likeliest token)")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="mcore generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model_arguments(parser)
+    add_sampling_arguments(parser, required=True)
+    options = parser.parse_args(arguments)
+    try:
+        device = device_of("cuda" if torch.cuda.is_available() else "cpu")
+        engine = open_engine(options.checkpoint, device, max_length=options.max_length, cache_gb=options.cache_gb)
+        return generate(engine, options.prompt, max_tokens=options.max_tokens, temperature=options.temperature)
+    except (ValueError, OSError, CheckpointingException) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

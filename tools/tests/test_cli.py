@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The command: it starts fast, names its verbs, and ends with one set of exit codes."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+import pytest
+
+from mcore_tools.cli import VERBS, Verb, main
+
+TIMED = """
+import sys, time
+from mcore_tools.cli import main
+assert main(["--help"]) == 0
+print("torch" in sys.modules, time.process_time(), file=sys.stderr)
+"""
+
+
+def test_help_names_every_verb_in_half_a_second_without_torch() -> None:
+    done = [subprocess.run([sys.executable, "-c", TIMED], capture_output=True, text=True, check=True) for _ in range(3)]
+    for name, verb in VERBS.items():
+        assert f"  {name} " in done[0].stdout and verb.summary in done[0].stdout
+    assert {one.stderr.split()[0] for one in done} == {"False"}
+    assert min(float(one.stderr.split()[1]) for one in done) < 0.5
+
+
+def test_each_verb_has_a_program() -> None:
+    for name, verb in VERBS.items():
+        assert callable(verb.load()), name
+        assert bool(verb.module) != bool(verb.script)
+
+
+@pytest.mark.parametrize("name", sorted(VERBS))
+def test_a_verb_shows_its_own_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([name, "--help"])
+    assert end.value.code == 0
+    own = f"mcore {name}" if VERBS[name].module else VERBS[name].script
+    assert capsys.readouterr().out.startswith(f"usage: {own} ")
+
+
+def test_version_is_of_the_application_and_its_wheels(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"mcore-tools {version('mcore-tools')}" and len(lines) == 7
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["trian"], "there is no verb 'trian'; did you mean 'train'?"),
+        (["--vresion"], "there is no verb '--vresion'; one of: quickstart, preprocess, train"),
+        ([], "there is no verb; one of: quickstart"),
+    ],
+)
+def test_what_is_no_verb_is_one_line_and_two(words: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    out = capsys.readouterr()
+    assert reason in out.err and not out.out
+
+
+def test_an_unknown_option_of_a_verb_is_two() -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["train", "--recipee", "gpt_tiny"])
+    assert end.value.code == 2
+
+
+def test_arguments_and_exit_code_are_those_of_the_verb(monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(arguments: Sequence[str]) -> int:
+        assert arguments == ["--recipe", "x"]
+        return 16
+
+    monkeypatch.setattr(Verb, "load", lambda self: program)
+    assert main(["train", "--recipe", "x"]) == 16
+
+
+def test_an_interrupted_verb_ends_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def program(arguments: Any) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Verb, "load", lambda self: program)
+    assert main(["plan"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    command = f"{sys.executable} -m mcore_tools doctor --json | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "141" and done.stderr == ""
