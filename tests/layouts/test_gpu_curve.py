@@ -2,11 +2,13 @@
 # Copyright (c) 2026 the mcore authors
 """The layouts on GPUs, through NCCL."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from mcore_parallel import ParallelPlan
-from tests.layouts.test_one_curve import losses
+from tests.layouts.test_one_curve import CONFIG, losses
 from tests.support.world import run
 
 pytestmark = pytest.mark.gpu
@@ -52,3 +54,19 @@ def test_two_gpus_in_bfloat16_stay_near_one(name: str) -> None:
     for rows in run(losses, 2, backend="nccl", plan=PLANS[name], device="cuda", dtype="bfloat16"):
         for (loss, _), (expected, _) in zip(rows, one, strict=True):
             assert loss == pytest.approx(expected, rel=2e-2)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_two_gpus_sharded_by_torch_give_the_losses_of_two_replicas(dtype: str) -> None:
+    shared = {
+        "backend": "nccl",
+        "plan": ParallelPlan(dp=2),
+        "device": "cuda",
+        "dtype": dtype,
+        "base": dataclasses.replace(CONFIG, moe=None),
+    }
+    replicas = run(losses, 2, **shared)
+    for rows in run(losses, 2, **shared, data_parallel="fsdp2"):
+        for ours, expected in zip(rows, replicas[0], strict=True):
+            assert ours == pytest.approx(expected, rel=1e-8 if dtype == "float64" else 2e-2)

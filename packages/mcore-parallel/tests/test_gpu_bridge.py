@@ -75,3 +75,27 @@ def check_shared_ranks() -> None:
 
 def test_two_grids_on_the_same_gpus_exchange_rows() -> None:
     run(check_shared_ranks, 2, backend="nccl", timeout_s=120.0)
+
+
+def check_grids() -> None:
+    """Built from two grids: tensors of changing length, one micro-batch ahead, their shapes exchanged beside NCCL."""
+    grids = [HyperCommGrid((1, 1), ("tp", "dp"), rank) for rank in range(2)]
+    link = BridgeCommunicator(*grids, dim_mapping={"s": 0, "b": 1, "h": 2}, comm_dtype=torch.float64)
+    full = [tensor(number, 2 * (8 + number)).view(8 + number, 2, WIDTH) for number in range(3)]
+    if link.is_source:
+        link.send_forward(full[0])
+        assert torch.equal(link.send_forward_recv_backward(full[1]), -full[0])
+        assert torch.equal(link.send_forward_recv_backward(full[2]), -full[1])
+        assert torch.equal(link.recv_backward(), -full[2])
+    else:
+        came = link.recv_forward()
+        for number in (1, 2):
+            assert torch.equal(came, full[number - 1]) and came.requires_grad and came.is_cuda
+            came = link.send_backward_recv_forward(-came.detach())
+        assert torch.equal(came, full[2])
+        link.send_backward(-came.detach())
+    link.finish()
+
+
+def test_a_bridge_of_two_grids_sends_tensors() -> None:
+    run(check_grids, 2, backend="nccl", timeout_s=120.0)
