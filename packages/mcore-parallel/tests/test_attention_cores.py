@@ -24,9 +24,9 @@ from mcore_parallel.nn import (
     choose_attention,
     reference_attention,
 )
+from mcore_parallel.nn.attention._cores import SDPAttention
 from mcore_parallel.nn.attention._flex import BLOCK, FlexAttention, block_mask
 from mcore_parallel.nn.attention._registry import select_attention
-from mcore_parallel.nn.attention._sdpa import SDPAttention
 
 ROWS = {row.backend: row for row in attention_capabilities()}
 ONE = ProcessGroups.single()

@@ -19,7 +19,7 @@ from mcore_parallel.nn.kernels._fused import has_kernel
 from mcore_parallel.nn.kernels._fused_mixers import fits_ssd, fused_causal_conv, fused_gated_rms_norm, fused_ssd, kernel_plan
 from mcore_parallel.nn.mixers._conv import causal_conv
 from mcore_parallel.nn.mixers._gated_norm import gated_rms_norm
-from mcore_parallel.nn.mixers._ssd import ssd_chunked, step_sizes
+from mcore_parallel.nn.mixers._recurrences import ssd_chunked, step_sizes
 
 # G groups, h heads of each, P channels of a head, N channels of a state.
 SMALL = ((2, 3, 20, 24), (1, 4, 16, 16))

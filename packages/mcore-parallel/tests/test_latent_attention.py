@@ -13,7 +13,7 @@ from torch import Tensor
 from mcore_parallel import Group, ParallelPlan, ProcessGroups, named_shards
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.models import GPTModel, Site, TransformerConfig, flops_per_token, latent_attention, num_parameters
-from mcore_parallel.models._latent import latent_softmax_scale
+from mcore_parallel.models._mixers import latent_softmax_scale
 from mcore_parallel.nn import (
     LatentAttentionConfig,
     LatentCache,

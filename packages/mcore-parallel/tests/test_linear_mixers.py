@@ -13,8 +13,7 @@ from mcore_parallel.context_parallel import HeadSplitError, SequenceSplitError, 
 from mcore_parallel.nn import GatedDeltaNet, GatedDeltaNetConfig, LinearMixer, MambaConfig, MambaMixer, RecurrentState, Step
 from mcore_parallel.nn.kernels._chunks import plan_chunks
 from mcore_parallel.nn.mixers._conv import causal_conv
-from mcore_parallel.nn.mixers._delta_rule import delta_chunked, delta_recurrent
-from mcore_parallel.nn.mixers._ssd import ssd_chunked, ssd_recurrent
+from mcore_parallel.nn.mixers._recurrences import delta_chunked, delta_recurrent, ssd_chunked, ssd_recurrent
 from mcore_parallel.optim import OptimizerConfig
 
 CPU = torch.device("cpu")

@@ -15,8 +15,7 @@ from torch import Tensor
 from mcore_parallel import Group, ParallelPlan, ProcessGroups, named_shards
 from mcore_parallel.context_parallel import zigzag_indices
 from mcore_parallel.models import GPTModel, TransformerConfig
-from mcore_parallel.models._cores import layer_rotary
-from mcore_parallel.models._positions import rotary_config
+from mcore_parallel.models._cores import layer_rotary, rotary_config
 from mcore_parallel.nn import (
     LearnedPositions,
     Llama3Scaling,

@@ -6,8 +6,7 @@ from mcore_parallel.backends._factory import choose_backend, special_products
 from mcore_parallel.backends._fp8_config import RECIPES, Fp8Config
 from mcore_parallel.backends._fp8_loss import Fp8LossProducts
 from mcore_parallel.backends._grouped import GroupedLinear, check_grouped_width
-from mcore_parallel.backends._norm_linear import NormColumnLinear
-from mcore_parallel.backends._protocol import Backend, BackendLayers
+from mcore_parallel.backends._protocol import Backend, BackendLayers, NormColumnLinear
 from mcore_parallel.backends._torch import TorchBackend
 
 __all__ = [

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""What a backend offers to the models."""
+"""What a backend builds: layers, and a norm and the projection behind it as one module."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.nn import LayerFactory
@@ -63,3 +64,22 @@ class Backend(Protocol):
     def running(self, groups: ProcessGroups) -> AbstractContextManager[object]:
         """Around each forward of a model."""
         ...
+
+
+class NormColumnLinear(nn.Module):
+    """``linear(norm(x))``; parameters ``norm.weight`` [D] and ``linear.weight`` [*out, D].
+
+    Args:
+        norm: the norm.
+        linear: a ``ColumnParallelLinear``.
+        function: computes both from their parameters at once; None for one after the other.
+    """
+
+    def __init__(self, norm: nn.Module, linear: nn.Module, function: Callable[[Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.norm, self.linear = norm, linear
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T or T / tp, D] -> [T, prod(out) / tp]."""
+        return self.linear(self.norm(x)) if self.function is None else self.function(x)

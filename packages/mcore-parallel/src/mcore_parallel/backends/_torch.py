@@ -13,7 +13,7 @@ from mcore_parallel.backends._fp8_config import Fp8Config
 from mcore_parallel.backends._fp8_loss import Fp8LossProducts
 from mcore_parallel.backends._fp8_products import Fp8Products
 from mcore_parallel.backends._grouped import GroupedLinear
-from mcore_parallel.backends._norm_linear import NormColumnLinear
+from mcore_parallel.backends._protocol import NormColumnLinear
 from mcore_parallel.backends._quantize import MULTIPLE
 from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.nn import TorchLayers

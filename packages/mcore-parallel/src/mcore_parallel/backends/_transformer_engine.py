@@ -20,7 +20,7 @@ from transformer_engine.common import recipe as recipes
 from mcore_parallel.backends._fp8_config import Fp8Config
 from mcore_parallel.backends._fp8_loss import Fp8LossProducts
 from mcore_parallel.backends._grouped import GroupedLinear
-from mcore_parallel.backends._norm_linear import NormColumnLinear
+from mcore_parallel.backends._protocol import NormColumnLinear
 from mcore_parallel.backends._quantize import MULTIPLE
 from mcore_parallel.comm import (
     copy_to_tensor_model_parallel_region,

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from mcore_parallel.groups import ProcessGroups, ShardSpec
 from mcore_parallel.models._bert_heads import BertOutput, MaskedTokenHead, Pooler, ReplicatedAffine
 from mcore_parallel.models._config import TransformerConfig
+from mcore_parallel.models._cores import rotary_config
 from mcore_parallel.models._init import fill_parameters
 from mcore_parallel.models._layer import build_norm, dense_feed_forward, self_attention
 from mcore_parallel.models._layout import check_layout
 from mcore_parallel.models._memory import StageMemory
 from mcore_parallel.models._output import OutputLayer
-from mcore_parallel.models._positions import rotary_config
 from mcore_parallel.models._slots import Site
 from mcore_parallel.models._stack import LayerStack, place_stage, shares_table
 from mcore_parallel.nn import LearnedPositions, MaskedAttention, OffloadConfig, RecomputeConfig, Step

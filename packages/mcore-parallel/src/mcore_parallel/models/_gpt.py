@@ -12,15 +12,14 @@ from torch import Tensor, nn
 from mcore_parallel.backends import Backend, TorchBackend
 from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.models._config import TransformerConfig
+from mcore_parallel.models._cores import rotary_config
 from mcore_parallel.models._init import fill_parameters
-from mcore_parallel.models._latent import latent_attention
 from mcore_parallel.models._layer import build_norm, dense_feed_forward, self_attention
 from mcore_parallel.models._layout import check_layout, is_dense
 from mcore_parallel.models._memory import StageMemory
-from mcore_parallel.models._mixers import delta_net_mixer, mamba_mixer
+from mcore_parallel.models._mixers import delta_net_mixer, latent_attention, mamba_mixer
 from mcore_parallel.models._mtp import TokenDepth, predict_further
 from mcore_parallel.models._output import ModelOutput, OutputLayer
-from mcore_parallel.models._positions import rotary_config
 from mcore_parallel.models._slots import FeedForwardBuilder, MixerBuilder, Site
 from mcore_parallel.models._stack import LayerStack, depth_symbols, place_stage, shares_table
 from mcore_parallel.nn import EXPERT_PARTS, AttentionCore, AttentionCoreBuilder, LearnedPositions, OffloadConfig, RecomputeConfig, Step

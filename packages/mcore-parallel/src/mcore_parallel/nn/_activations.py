@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mcore_parallel.nn.kernels import has_kernel, unit_stride
+from mcore_parallel.nn.kernels import activation_kernels, has_kernel, unit_stride
 
 # N rows, F width of the result, W width of the input: 2 F with a gate, gates first, else F.
 
@@ -195,7 +195,7 @@ class RemadeActivation:
         a = self.activation
         if self.kernels:
             options: dict[str, Any] = {"curve": a.curve, "gated": a.gated, "offset": a.offset, "clamp": a.clamp}
-            grad_x_NW, _ = _kernels().activate_backward(grad_TI, unit_stride(source), None, None, None, again=True, **options)
+            grad_x_NW, _ = activation_kernels().activate_backward(grad_TI, unit_stride(source), None, None, None, again=True, **options)
             return grad_x_NW, grad_TI
         wide_NW = _wide(source, None, None)
         grad_x_NW, _ = _backward(_wide(grad_TI, None, None), wide_NW, None, a.curve, a.gated, a.offset, a.clamp)
@@ -221,9 +221,9 @@ class _Activate(torch.autograd.Function):
         if kernels:
             x_NW, options = unit_stride(x_NW), {"curve": curve, "gated": gated, "offset": offset, "clamp": clamp}
             if stores:
-                y_NF, x_NW, scale_N = _kernels().activate_and_store(x_NW, bias_W, weights_N, _E4M3_LARGEST, **options)
+                y_NF, x_NW, scale_N = activation_kernels().activate_and_store(x_NW, bias_W, weights_N, _E4M3_LARGEST, **options)
             else:
-                y_NF = _kernels().activate(x_NW, bias_W, weights_N, **options)
+                y_NF = activation_kernels().activate(x_NW, bias_W, weights_N, **options)
         else:
             y_NF = _forward(_wide(x_NW, None, bias_W), weights_N, *ctx.options).to(x_NW.dtype)
             if stores:
@@ -236,7 +236,7 @@ class _Activate(torch.autograd.Function):
         x_NW, scale_N, bias_W, weights_N = ctx.saved_tensors
         curve, gated, offset, clamp = ctx.options
         if ctx.kernels:
-            grad_x_NW, grad_weights_N = _kernels().activate_backward(
+            grad_x_NW, grad_weights_N = activation_kernels().activate_backward(
                 unit_stride(grads[0]), x_NW, scale_N, bias_W, weights_N, curve=curve, gated=gated, offset=offset, clamp=clamp
             )
         else:
@@ -248,12 +248,6 @@ class _Activate(torch.autograd.Function):
         if weights_N is not None and grad_weights_N is not None:
             grad_weights_N = grad_weights_N.to(weights_N.dtype)
         return grad_x_NW.to(grads[0].dtype), grad_bias_W, grad_weights_N, None, None, None, None, None, None
-
-
-def _kernels() -> Any:
-    from mcore_parallel.nn.kernels import _triton_activations
-
-    return _triton_activations
 
 
 def quantize_rows(x_NW: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from mcore_parallel.context_parallel import sequence_lengths, tokens_ahead
 from mcore_parallel.groups import ProcessGroups
+from mcore_parallel.models._cores import rotary_config
 from mcore_parallel.models._init import fill_parameters
 from mcore_parallel.models._layer import TransformerLayer, build_norm, dense_feed_forward, self_attention
 from mcore_parallel.models._layout import check_layout
 from mcore_parallel.models._output import ModelOutput, OutputLayer
-from mcore_parallel.models._positions import rotary_config
 from mcore_parallel.models._slots import Site
 from mcore_parallel.models.eagle._config import EagleConfig
 from mcore_parallel.models.eagle._unrolled import DraftRows, UnrolledAttention

@@ -2,11 +2,16 @@
 # Copyright (c) 2026 the mcore authors
 """Attention: self-attention, multi-head latent attention, the cores they run on, and the choice among cores."""
 
-from mcore_parallel.nn.attention._cores import AttentionCore, AttentionCoreBuilder, SinkAttentionCore, causal_attention, default_attention
 from mcore_parallel.nn.attention._cross import CrossAttention
-from mcore_parallel.nn.attention._latent import LatentCore, LatentSelfAttention
-from mcore_parallel.nn.attention._latent_cache import LatentCache
-from mcore_parallel.nn.attention._latent_config import LatentAttentionConfig
+from mcore_parallel.nn.attention._cores import (
+    AttentionCore,
+    AttentionCoreBuilder,
+    AttentionSpec,
+    SinkAttentionCore,
+    causal_attention,
+    default_attention,
+)
+from mcore_parallel.nn.attention._latent import LatentAttentionConfig, LatentCache, LatentCore, LatentSelfAttention
 from mcore_parallel.nn.attention._masked import MaskedAttention
 from mcore_parallel.nn.attention._qk_clip import ClipReport, LogitTracker, QKClipped, clip_qk, shared_key_factors, track_max_logits
 from mcore_parallel.nn.attention._reference import reference_attention
@@ -17,11 +22,9 @@ from mcore_parallel.nn.attention._registry import (
     choose_attention,
     select_attention,
 )
-from mcore_parallel.nn.attention._scale_mask_softmax import FusedScaleMaskSoftmax
 from mcore_parallel.nn.attention._self_attention import SelfAttention
 from mcore_parallel.nn.attention._shared_kv import SharedKVProjection
-from mcore_parallel.nn.attention._softmax import SoftmaxOne
-from mcore_parallel.nn.attention._spec import AttentionSpec
+from mcore_parallel.nn.attention._softmax import FusedScaleMaskSoftmax, SoftmaxOne
 from mcore_parallel.nn.attention._windows import get_sliding_window_causal_mask, is_layer_window_attention
 
 __all__ = [

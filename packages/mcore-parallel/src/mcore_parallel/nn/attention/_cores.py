@@ -1,17 +1,94 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Attention without parameters: the core slot of attention and the plain torch way to fill it."""
+"""Attention without parameters: what a layer requires of its core, the core slot, and the plain torch cores."""
 
+import contextlib
 import functools
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mcore_parallel.context_parallel import ContextParallelAttention, context_parallel_attention
 from mcore_parallel.groups import Group, ProcessGroups
 from mcore_parallel.nn._step import Step
-from mcore_parallel.nn.attention._spec import AttentionSpec
+
+SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """One layer's attention without its parameters, as ``choose_attention`` needs to know it.
+
+    Raises:
+        ValueError: heads that do not divide, a scale that is not positive, a window below -1 or one that sees ahead in causal attention, an
+            unknown softmax type.
+
+    Example:
+        >>> AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=64, window=(128, 0)).bounds
+        (128, 0)
+    """
+
+    num_heads: int
+    """Query heads of a tp rank."""
+    num_kv_heads: int
+    """Key-value heads of a tp rank."""
+    head_dim: int
+    """Width of queries and keys."""
+    value_dim: int | None = None
+    """Width of values; None for ``head_dim``."""
+    causal: bool = True
+    window: tuple[int, int] | None = None
+    """(left, right) tokens that a query sees before and behind it, -1 for no limit."""
+    softmax_type: str = "vanilla"
+    """"vanilla", "off-by-one", or "learnable": the core takes ``sink=``, a logit a head."""
+    softmax_scale: float | None = None
+    """Factor of the scores, above 0; None for 1 / sqrt(head_dim)."""
+    packed: bool = False
+    """Whether steps with ``cu_seqlens`` will come."""
+    training: bool = True
+    """Whether there will be a backward."""
+    dtype: torch.dtype = torch.bfloat16
+    device: str = "cuda"
+    """Type of the device."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}")
+        if self.softmax_scale is not None and not self.softmax_scale > 0:
+            raise ValueError(f"softmax_scale={self.softmax_scale} must be above 0")
+        if self.softmax_type not in SOFTMAX_TYPES:
+            raise ValueError(f"softmax_type={self.softmax_type!r} must be one of {', '.join(map(repr, SOFTMAX_TYPES))}")
+        if self.window is None:
+            return
+        left, right = self.window
+        if min(left, right) < -1:
+            raise ValueError(f"window_size={self.window} must be two numbers of tokens, or -1 for no limit")
+        if self.causal and right > 0:
+            raise ValueError(
+                f"window_size={self.window} sees {right} tokens ahead, but attention is causal; give ({left}, 0), or causal=False"
+            )
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """(left, right) of what a query sees, the causal mask included; -1 for no limit."""
+        left, right = (-1, -1) if self.window is None else self.window
+        return left, 0 if self.causal else right
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
+
+    @property
+    def width(self) -> int:
+        """Of values."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
 
 class AttentionCore(Protocol):
@@ -66,3 +143,49 @@ def _packed_attention() -> ContextParallelAttention:
 def default_attention(groups: ProcessGroups) -> AttentionCore:
     """Causal attention of a layout: torch's kernel, or a ring when sequences are split over cp."""
     return causal_attention if groups.cp.size == 1 else context_parallel_attention(groups)
+
+
+# In the order of their speed on the GPUs that have the first one's kernels for training; torch goes on to the next where one cannot.
+KERNELS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+
+
+# A heads, K key-value heads, d width of a head, B sequences, S tokens a sequence.
+class SDPAttention:
+    """Attention to everything before a token (or to all tokens) of its sequence, by the fastest kernel torch has.
+
+    Packed sequences go to the flash kernels that take bounds, or to the plain formula where there are none.
+
+    Args:
+        spec: what is asked for: neither window nor sink.
+        groups: not read.
+        kernels: of torch, in this order; None for torch's own choice.
+    """
+
+    def __init__(self, spec: AttentionSpec, groups: ProcessGroups, *, kernels: tuple[SDPBackend, ...] | None = None) -> None:
+        self.causal, self.scale = spec.causal, spec.softmax_scale
+        self.kernels = kernels
+        alone = Group.single()
+        self._packed = ContextParallelAttention(gathered=alone, heads=alone, ring=alone, window=spec.bounds, softmax_scale=self.scale)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, step: Step) -> Tensor:
+        """q [T, A, d], k and v [T, K, d] -> [T, A, width of v]."""
+        if step.cu_seqlens is not None:
+            return self._packed(q, k, v, layer, step)
+        B, S = step.batch_size, step.seq_len
+        q, k, v = (x.view(B, S, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+        chosen = contextlib.nullcontext() if self.kernels is None or not q.is_cuda else sdpa_kernel(list(self.kernels), set_priority=True)
+        with chosen:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1])
+        return out.transpose(1, 2).flatten(0, 1)
+
+
+def sdpa_attention(spec: AttentionSpec, groups: ProcessGroups) -> SDPAttention:
+    """The variant that training takes."""
+    return SDPAttention(spec, groups, kernels=_preferred(spec))
+
+
+def _preferred(spec: AttentionSpec) -> tuple[SDPBackend, ...] | None:
+    # cuDNN's kernels for training are the faster ones from Hopper on; below that torch's own order is right.
+    if spec.device != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
+        return None
+    return KERNELS

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from mcore_parallel.context_parallel import send
 from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.nn._step import Step
-from mcore_parallel.nn.attention._spec import AttentionSpec
+from mcore_parallel.nn.attention._cores import AttentionSpec
 
 BLOCK = 128
 

@@ -1,23 +1,70 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Multi-head latent attention: keys and values from one narrow vector a token."""
+"""Multi-head latent attention: keys and values are projected from one low-rank latent per token."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from mcore_parallel._field_types import check_field_types
 from mcore_parallel.comm import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.nn._factory import LayerFactory, TorchLayers
 from mcore_parallel.nn._step import Step
-from mcore_parallel.nn.attention._cores import AttentionCore, causal_attention
-from mcore_parallel.nn.attention._latent_config import LatentAttentionConfig
+from mcore_parallel.nn.attention._cores import AttentionCore, AttentionSpec, causal_attention
 from mcore_parallel.nn.attention._qk_clip import LogitTracker
-from mcore_parallel.nn.attention._spec import AttentionSpec
 from mcore_parallel.nn.positions import apply_rotary
 from mcore_parallel.tensor_parallel import ReplicatedLinear
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttentionConfig:
+    """Queries, keys and values through low ranks; rotary embedding on channels of their own (DeepSeek-V2, 2024).
+
+    Raises:
+        ValueError: a size below 1, an odd qk_rope_head_dim, a norm_epsilon that is not above 0.
+
+    Example:
+        >>> LatentAttentionConfig(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128).qk_head_dim
+        192
+    """
+
+    q_lora_rank: int | None = None
+    """Rank of the query projection; None for a full one."""
+    kv_lora_rank: int
+    """Rank of the projection that keys and values share; what a cache holds, with the rotary key."""
+    qk_nope_head_dim: int
+    """Channels of a query or key head without rotary embedding."""
+    qk_rope_head_dim: int
+    """Channels of a query or key head with it; the key's are shared by all heads."""
+    v_head_dim: int
+    """Channels of a value head."""
+    norm_epsilon: float | None = None
+    """Of the norms of the latents; None for that of the layer's norms."""
+
+    def __post_init__(self) -> None:
+        check_field_types(self)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "norm_epsilon" and value is not None and value < 1:
+                raise ValueError(f"{field.name}={value} must be at least 1")
+        if self.norm_epsilon is not None and not self.norm_epsilon > 0.0:
+            raise ValueError(f"norm_epsilon={self.norm_epsilon} must be above 0; leave it at None for that of the layer's norms")
+        if self.qk_rope_head_dim % 2:
+            raise ValueError(f"qk_rope_head_dim={self.qk_rope_head_dim} must be even: channels turn in pairs")
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Channels of a query or key head."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def cache_width(self) -> int:
+        """Channels of a token's entry in a latent cache, whatever the number of heads."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
 
 
 @runtime_checkable
@@ -186,3 +233,61 @@ class LatentSelfAttention(nn.Module):
     def _up_weight(self) -> Tensor:
         """[A, N + V, C]."""
         return self.get_parameter("kv_up.weight")
+
+
+# T new tokens, B sequences, S new tokens a sequence, M tokens a sequence may have, A heads, W = C + R channels of an entry.
+class LatentCache:
+    """Entries of all layers; conforms to ``LatentCore``.
+
+    The tokens of a step go to their ``positions`` and attend to all positions up to their own, so a prompt may come in parts, and a
+    step at a position that is taken replaces what follows.
+
+    Args:
+        latent: sizes of an entry.
+        num_layers: of the stage.
+        batch_size: B, of every step.
+        max_length: M.
+        dtype: of the entries.
+        device: of the entries.
+
+    Example:
+        >>> sizes = LatentAttentionConfig(kv_lora_rank=4, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4)
+        >>> LatentCache(sizes, num_layers=2, batch_size=1, max_length=8).entries.shape
+        torch.Size([2, 1, 8, 6])
+    """
+
+    def __init__(
+        self,
+        latent: LatentAttentionConfig,
+        *,
+        num_layers: int,
+        batch_size: int,
+        max_length: int,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.rank = latent.kv_lora_rank
+        self.entries = torch.zeros(num_layers, batch_size, max_length, latent.cache_width, dtype=dtype, device=device)
+
+    def attend_latent(self, queries: Tensor, entries: Tensor, scale: float, layer: int, step: Step) -> Tensor:
+        """queries [T, A, W], entries [T, W] -> [T, A, C]; softmax in float32 (float64 for float64).
+
+        Raises:
+            ValueError: a step of another number of sequences, of packed sequences, or longer than the cache.
+        """
+        sequences, length = self.entries.shape[1:3]
+        if step.cu_seqlens is not None or step.batch_size != sequences:
+            raise ValueError(f"a step of batch_size={step.batch_size} must have the {sequences} sequences of the cache, not packed")
+        if step.seq_len > length:
+            raise ValueError(f"seq_len={step.seq_len} exceeds max_length={length} of the cache; make a longer one")
+        positions_BS = step.positions.unflatten(0, (sequences, -1))
+        cache_BMW = self.entries[layer]
+        cache_BMW.scatter_(
+            1, positions_BS[..., None].expand(-1, -1, cache_BMW.shape[-1]), entries.to(cache_BMW.dtype).unflatten(0, (sequences, -1))
+        )
+        cache_BMW = cache_BMW.to(queries.dtype)
+        scores = torch.einsum("bsaw,bmw->basm", queries.unflatten(0, (sequences, -1)), cache_BMW) * scale
+        hidden = torch.arange(length, device=scores.device) > positions_BS[:, None, :, None]
+        wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1, dtype=wide).to(scores.dtype)
+        return torch.einsum("basm,bmc->bsac", weights, cache_BMW[..., : self.rank]).flatten(0, 1)

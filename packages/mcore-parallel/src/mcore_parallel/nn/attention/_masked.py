@@ -8,9 +8,8 @@ from torch import Tensor
 
 from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.nn._step import Step
-from mcore_parallel.nn.attention._cores import AttentionCore
+from mcore_parallel.nn.attention._cores import AttentionCore, AttentionSpec
 from mcore_parallel.nn.attention._registry import choose_attention
-from mcore_parallel.nn.attention._spec import AttentionSpec
 
 
 class MaskedAttention:

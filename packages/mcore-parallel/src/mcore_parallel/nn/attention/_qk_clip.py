@@ -14,7 +14,7 @@ from mcore_parallel.comm import all_gather, all_reduce
 from mcore_parallel.context_parallel import Segment, segments, zigzag_inverse
 from mcore_parallel.groups import ProcessGroups, ShardSpec, named_shards
 from mcore_parallel.nn._step import Step
-from mcore_parallel.nn.attention._spec import AttentionSpec
+from mcore_parallel.nn.attention._cores import AttentionSpec
 
 ROWS = 1024
 

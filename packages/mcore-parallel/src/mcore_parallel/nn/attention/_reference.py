@@ -10,8 +10,8 @@ from torch import Tensor
 
 from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.nn._step import Step
+from mcore_parallel.nn.attention._cores import AttentionSpec
 from mcore_parallel.nn.attention._softmax import softmax_with_sink
-from mcore_parallel.nn.attention._spec import AttentionSpec
 from mcore_parallel.nn.attention._windows import get_sliding_window_causal_mask
 
 

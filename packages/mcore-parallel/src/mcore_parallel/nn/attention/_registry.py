@@ -14,8 +14,7 @@ import torch
 from mcore_parallel._stability import internal_api
 from mcore_parallel.context_parallel import HeadSplitError, context_parallel_attention, exchange_size
 from mcore_parallel.groups import ProcessGroups
-from mcore_parallel.nn.attention._cores import AttentionCore
-from mcore_parallel.nn.attention._spec import AttentionSpec
+from mcore_parallel.nn.attention._cores import AttentionCore, AttentionSpec
 
 _log = logging.getLogger(__name__)
 _SHORT_WINDOW = 512
@@ -81,7 +80,7 @@ ATTENTION_BACKENDS = (
         sink=False,
         cp=False,
         dtypes=_HALF + _FLOAT + _DOUBLE,
-        factory="mcore_parallel.nn.attention._sdpa:sdpa_attention",
+        factory="mcore_parallel.nn.attention._cores:sdpa_attention",
         **_ABLE,
     ),
     AttentionCapability(

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from mcore_parallel.groups import ProcessGroups, ShardSpec
 from mcore_parallel.nn._factory import LayerFactory, TorchLayers
 from mcore_parallel.nn._step import Step
-from mcore_parallel.nn.attention._cores import AttentionCore, SinkAttentionCore, causal_attention
+from mcore_parallel.nn.attention._cores import AttentionCore, AttentionSpec, SinkAttentionCore, causal_attention
 from mcore_parallel.nn.attention._qk_clip import LogitTracker, shared_key_factors
 from mcore_parallel.nn.attention._shared_kv import SharedKVProjection
-from mcore_parallel.nn.attention._spec import AttentionSpec
 from mcore_parallel.nn.positions import apply_rotary, split_rotary
 from mcore_parallel.tensor_parallel import normal_shard_
 

@@ -3,11 +3,21 @@
 """Fused kernels with autograd. Triton is imported only when one of them runs."""
 
 from mcore_parallel.nn.kernels._chunks import ChunkPlan, plan_chunks
-from mcore_parallel.nn.kernels._fused import fused_layer_norm, fused_rms_norm, fused_rotary, fused_split_rotary, has_kernel, unit_stride
+from mcore_parallel.nn.kernels._fused import (
+    activation_kernels,
+    fused_layer_norm,
+    fused_rms_norm,
+    fused_rotary,
+    fused_split_rotary,
+    has_kernel,
+    softmax_kernels,
+    unit_stride,
+)
 from mcore_parallel.nn.kernels._fused_mixers import fits_ssd, fused_causal_conv, fused_gated_rms_norm, fused_ssd, kernel_plan
 
 __all__ = [
     "ChunkPlan",
+    "activation_kernels",
     "fits_ssd",
     "fused_causal_conv",
     "fused_gated_rms_norm",
@@ -19,5 +29,6 @@ __all__ = [
     "has_kernel",
     "kernel_plan",
     "plan_chunks",
+    "softmax_kernels",
     "unit_stride",
 ]

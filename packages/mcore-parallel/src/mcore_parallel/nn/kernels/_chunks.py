@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mcore_parallel._stability import internal_api
+
 
 # T tokens, B sequences, C chunks, Q places of a chunk.
+@internal_api
 @dataclass(frozen=True, eq=False)
 class ChunkPlan:
     """Where B sequences that lie behind one another are cut. A chunk begins with its sequence or Q tokens after the one before it."""
@@ -84,6 +87,7 @@ class ChunkPlan:
 
 
 # Kept: all layers of a step, and most steps, have the same lengths. A plan is a function of the arguments alone.
+@internal_api
 @functools.lru_cache(maxsize=16)
 def plan_chunks(lengths: tuple[int, ...], chunk_size: int, device: torch.device) -> ChunkPlan:
     """The plan of sequences of these lengths.

@@ -9,19 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_parallel._stability import internal_api
+
 # T tokens, D width of a norm, K key-value heads, G query heads of each, A heads, d width of a head.
 
 
+@internal_api
 def has_kernel(x: Tensor) -> bool:
     """Whether a tensor of this dtype and place has the kernels; a graph under compilation fuses the torch code itself."""
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16, torch.float32) and not torch.compiler.is_compiling() and _has_triton()
 
 
+@internal_api
 def fused_rms_norm(x: Tensor, weight: Tensor, epsilon: float, *, shift: float = 0.0) -> tuple[Tensor, Tensor]:
     """``RMSNorm`` over the last dim by ``weight + shift``, and x, as ``fused_layer_norm``."""
     return _normed(x, weight, None, epsilon, shift)
 
 
+@internal_api
 def fused_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, *, shift: float = 0.0) -> tuple[Tensor, Tensor]:
     """``LayerNorm`` over the last dim by ``weight + shift``, and x itself: what flows back to that is added by the norm's own backward."""
     return _normed(x, weight, bias, epsilon, shift)
@@ -32,6 +37,7 @@ def _normed(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, shif
     return y_TD.view(x.shape), x_TD.view(x.shape)
 
 
+@internal_api
 def fused_split_rotary(qkv_TKHd: Tensor, tables: tuple[Tensor, Tensor], *, interleaved: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """[T, K, G + 2, d] -> rotated queries [T, K G, d] and keys [T, K, d], and values [T, K, d].
 
@@ -43,6 +49,7 @@ def fused_split_rotary(qkv_TKHd: Tensor, tables: tuple[Tensor, Tensor], *, inter
     return _SplitRotary.apply(qkv_TKHd, *tables, interleaved)
 
 
+@internal_api
 def fused_rotary(x_TAd: Tensor, tables: tuple[Tensor, Tensor], *, interleaved: bool = False) -> Tensor:
     """``apply_rotary``."""
     return _Rotary.apply(x_TAd, *tables, interleaved)
@@ -52,6 +59,22 @@ def fused_rotary(x_TAd: Tensor, tables: tuple[Tensor, Tensor], *, interleaved: b
 @functools.cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+@internal_api
+def activation_kernels() -> Any:
+    """The Triton kernels of activations; imports Triton."""
+    from mcore_parallel.nn.kernels import _triton_activations
+
+    return _triton_activations
+
+
+@internal_api
+def softmax_kernels() -> Any:
+    """The Triton kernels of scale, mask and softmax; imports Triton."""
+    from mcore_parallel.nn.kernels import _triton_softmax
+
+    return _triton_softmax
 
 
 def _kernels() -> Any:
@@ -107,6 +130,7 @@ class _Rotary(torch.autograd.Function):
         return _kernels().rotated(unit_stride(grads[0]), ctx.saved_tensors, ctx.interleaved, backward=True), None, None, None
 
 
+@internal_api
 def unit_stride(x: Tensor) -> Tensor:
     """Rows whose elements lie side by side; the rows themselves may have any distance."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_parallel._stability import internal_api
 from mcore_parallel.nn.kernels._chunks import ChunkPlan, plan_chunks
+from mcore_parallel.nn.kernels._fused import unit_stride
 
 # T tokens, B sequences, G groups, W channels of a group, K taps, H heads, h heads of a group, P channels of a head, N of a state.
 
@@ -17,16 +19,19 @@ _LARGEST_STATE = 2**15
 """Bytes of a head's state, in the dtype of the values, of which the kernels can hold two."""
 
 
+@internal_api
 def fused_causal_conv(x_TGW: Tensor, weight_GWK: Tensor, bias_GW: Tensor | None, positions_T: Tensor) -> Tensor:
     """``causal_conv``; convolution, bias and SiLU are one kernel each way."""
     return _Conv.apply(x_TGW, weight_GWK, bias_GW, positions_T)
 
 
+@internal_api
 def fused_gated_rms_norm(y_TRW: Tensor, z_TGI: Tensor, weight: Tensor, epsilon: float, *, gate_first: bool) -> Tensor:
     """``gated_rms_norm``."""
     return _GatedNorm.apply(y_TRW, z_TGI, weight, epsilon, gate_first)
 
 
+@internal_api
 def fused_ssd(
     mixed_TGW: Tensor,
     raw_TGh: Tensor,
@@ -57,19 +62,17 @@ def fused_ssd(
     return _Scan.apply(mixed_TGW, raw_TGh, bias_H, rates_H, skip_H, plan, sizes, limits, initial)
 
 
+@internal_api
 def fits_ssd(mixed: Tensor, sizes: tuple[int, int]) -> bool:
     """Whether the kernels of the scan can hold states of P and N channels."""
     p, n = (max(16, 1 << (size - 1).bit_length()) for size in sizes)
     return max(p, n) <= 256 and p * n * mixed.element_size() <= _LARGEST_STATE
 
 
+@internal_api
 def kernel_plan(plan: ChunkPlan, dtype: torch.dtype) -> ChunkPlan:
     """The same sequences in the kernels' chunks for values of this dtype."""
     return plan_chunks(plan.lengths, _WIDE_CHUNK if dtype == torch.float32 else _CHUNK, plan.positions.device)
-
-
-def _unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 class _Conv(torch.autograd.Function):
@@ -77,7 +80,7 @@ class _Conv(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor) -> Tensor:
         from mcore_parallel.nn.kernels import _triton_conv
 
-        x, weight = _unit_stride(x), weight.contiguous()
+        x, weight = unit_stride(x), weight.contiguous()
         bias = None if bias is None else bias.contiguous()
         ctx.save_for_backward(x, weight, bias, positions)
         return _triton_conv.conv_forward(x, weight, bias, positions)
@@ -94,7 +97,7 @@ class _GatedNorm(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, z: Tensor, weight: Tensor, epsilon: float, gate_first: bool) -> Tensor:
         from mcore_parallel.nn.kernels import _triton_gated_norm
 
-        y, z = y.contiguous(), _unit_stride(z)
+        y, z = y.contiguous(), unit_stride(z)
         ctx.save_for_backward(y, z, weight)
         ctx.options = epsilon, gate_first
         return _triton_gated_norm.gated_norm_forward(y, z, weight, epsilon, gate_first)
@@ -115,7 +118,7 @@ class _Scan(torch.autograd.Function):
         from mcore_parallel.nn.kernels import _triton_ssd
 
         ctx.options, ctx.dtypes = (plan, sizes, limits), (bias.dtype, rates.dtype, skip.dtype)
-        mixed, raw, bias, rates, skip = mixed.contiguous(), _unit_stride(raw), bias.float(), rates.float(), skip.float()
+        mixed, raw, bias, rates, skip = mixed.contiguous(), unit_stride(raw), bias.float(), rates.float(), skip.float()
         initial = None if initial is None else initial.float().contiguous()
         ctx.save_for_backward(mixed, raw, bias, rates, skip, initial)
         y, behind = _triton_ssd.ssd_forward(mixed, raw, bias, rates, skip, plan, sizes, limits, initial)

@@ -2,10 +2,9 @@
 # Copyright (c) 2026 the mcore authors
 """Linear mixers: Mamba-2 and the gated delta net."""
 
-from mcore_parallel.nn.mixers._config import GatedDeltaNetConfig, MambaConfig
-from mcore_parallel.nn.mixers._delta_net import GatedDeltaNet
+from mcore_parallel.nn.mixers._delta_net import GatedDeltaNet, GatedDeltaNetConfig
 from mcore_parallel.nn.mixers._linear_mixer import LinearMixer, RecurrentState
-from mcore_parallel.nn.mixers._mamba import MambaMixer
+from mcore_parallel.nn.mixers._mamba import MambaConfig, MambaMixer
 
 __all__ = [
     "GatedDeltaNet",

@@ -3,6 +3,7 @@
 """The gated delta net mixer."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,12 +11,31 @@ from torch import Tensor
 from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.nn._factory import LayerFactory
 from mcore_parallel.nn.kernels import ChunkPlan
-from mcore_parallel.nn.mixers._config import GatedDeltaNetConfig
-from mcore_parallel.nn.mixers._delta_rule import delta_chunked, delta_step
 from mcore_parallel.nn.mixers._gated_norm import GatedRMSNorm
 from mcore_parallel.nn.mixers._heads import GroupRows
-from mcore_parallel.nn.mixers._linear_mixer import LinearMixer
-from mcore_parallel.nn.mixers._ssd import step_sizes
+from mcore_parallel.nn.mixers._linear_mixer import LinearMixer, check_sizes
+from mcore_parallel.nn.mixers._recurrences import delta_chunked, delta_step, step_sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDeltaNetConfig:
+    """Of a gated delta net mixer (Yang et al., 2024).
+
+    Raises:
+        ValueError: a size below 1, key heads that do not divide the value heads.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int = 128
+    value_head_dim: int = 128
+    conv_kernel: int = 4
+    chunk_size: int = 64
+
+    def __post_init__(self) -> None:
+        check_sizes(self, "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel", "chunk_size")
+        if self.num_value_heads % self.num_key_heads:
+            raise ValueError(f"num_key_heads={self.num_key_heads} must divide num_value_heads={self.num_value_heads}; lower num_key_heads")
 
 
 # T tokens, D model, G key heads, h value heads of each, H value heads, K width of keys, V width of values.

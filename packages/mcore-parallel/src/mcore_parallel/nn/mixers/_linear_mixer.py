@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mcore_parallel._field_types import check_field_types
 from mcore_parallel.groups import ProcessGroups, ShardSpec
 from mcore_parallel.nn._factory import LayerFactory, TorchLayers
 from mcore_parallel.nn._step import Step
@@ -226,3 +227,10 @@ class LinearMixer(nn.Module, abc.ABC):
     @abc.abstractmethod
     def _scan_step(self, mixed: Tensor, numbers: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """From [B, G, W] and [B, G, n h] to (y [B, H, P], the next states)."""
+
+
+def check_sizes(config: Any, *names: str) -> None:
+    check_field_types(config)
+    for name in names:
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name}={getattr(config, name)} must be at least 1")

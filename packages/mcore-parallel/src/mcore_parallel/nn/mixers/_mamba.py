@@ -3,6 +3,7 @@
 """The Mamba-2 mixer."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,11 +11,53 @@ from torch import Tensor
 from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.nn._factory import LayerFactory
 from mcore_parallel.nn.kernels import ChunkPlan, fits_ssd, fused_ssd, has_kernel, kernel_plan
-from mcore_parallel.nn.mixers._config import MambaConfig
 from mcore_parallel.nn.mixers._gated_norm import GatedRMSNorm
 from mcore_parallel.nn.mixers._heads import GroupRows
-from mcore_parallel.nn.mixers._linear_mixer import LinearMixer
-from mcore_parallel.nn.mixers._ssd import ssd_chunked, ssd_step, step_sizes
+from mcore_parallel.nn.mixers._linear_mixer import LinearMixer, check_sizes
+from mcore_parallel.nn.mixers._recurrences import ssd_chunked, ssd_step, step_sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaConfig:
+    """Of a Mamba-2 mixer (Dao and Gu, 2024).
+
+    Raises:
+        ValueError: a size below 1, limits in the wrong order.
+    """
+
+    state_dim: int = 128
+    head_dim: int = 64
+    num_groups: int = 8
+    num_heads: int | None = None
+    """None for expand * hidden_size / head_dim."""
+    expand: int = 2
+    conv_kernel: int = 4
+    chunk_size: int = 128
+    use_conv_bias: bool = True
+    dt_limits: tuple[float, float] = (0.0, float("inf"))
+    """Step sizes are cut to this range after the softplus."""
+
+    def __post_init__(self) -> None:
+        check_sizes(self, "state_dim", "head_dim", "num_groups", "expand", "conv_kernel", "chunk_size")
+        if self.num_heads is not None and self.num_heads < 1:
+            raise ValueError(f"num_heads={self.num_heads} must be at least 1; leave it out for expand * hidden_size / head_dim")
+        if not 0.0 <= self.dt_limits[0] <= self.dt_limits[1]:
+            raise ValueError(f"dt_limits={self.dt_limits} must rise from at least 0")
+
+    def heads(self, hidden_size: int) -> int:
+        """Number of heads for a model of that width.
+
+        Raises:
+            ValueError: ``head_dim`` does not divide the inner width, ``num_groups`` not the heads.
+        """
+        if self.num_heads is None and self.expand * hidden_size % self.head_dim:
+            raise ValueError(
+                f"head_dim={self.head_dim} must divide expand * hidden_size = {self.expand * hidden_size}; change it or set num_heads"
+            )
+        heads = self.num_heads or self.expand * hidden_size // self.head_dim
+        if heads % self.num_groups:
+            raise ValueError(f"num_groups={self.num_groups} must divide num_heads={heads}; lower num_groups")
+        return heads
 
 
 # T tokens, D model, H heads, P channels of a head, G groups, h heads of a group, N channels of a state, K taps.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""The state-space recurrence of Mamba-2, token by token and chunk by chunk (Dao and Gu, 2024)."""
+"""The recurrences of linear mixers, token by token and chunk by chunk: SSD (Dao and Gu, 2024) and the gated delta rule (Yang et al.)."""
 
 import torch
 from torch import Tensor
@@ -108,3 +108,92 @@ def decay_between(l_CHQ: Tensor, *, strict: bool = False) -> Tensor:
     allowed = torch.ones(size, size, dtype=torch.bool, device=l_CHQ.device).tril(-1 if strict else 0)
     # Masked before the exponential, which would overflow above the diagonal.
     return torch.exp((l_CHQ[..., :, None] - l_CHQ[..., None, :]).masked_fill(~allowed, -torch.inf))
+
+
+# T tokens, B sequences, H value heads, G key heads, K width of keys, V width of values, C chunks, Q places of a chunk.
+# A head's state is S [K, V]:  S' = exp(g_t) S_{t-1},  S_t = S' + k_t (beta_t (v_t - S'^T k_t))^T,  o_t = S_t^T q_t.
+
+EPSILON = 1e-6
+"""Added to the squared length of a query or key."""
+
+
+def unit(x: Tensor) -> Tensor:
+    """Rows of length 1, in float32 at least."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON)
+
+
+def delta_step(q_BGK: Tensor, k_BGK: Tensor, v_BHV: Tensor, g_BH: Tensor, beta_BH: Tensor, state_BHKV: Tensor) -> tuple[Tensor, Tensor]:
+    """One token of each of B sequences -> (o [B, H, V], the next states); queries and keys as of ``delta_chunked``."""
+    wide, heads = state_BHKV.dtype, v_BHV.shape[1] // q_BGK.shape[1]
+    q = (unit(q_BGK) * q_BGK.shape[-1] ** -0.5).to(wide).repeat_interleave(heads, dim=1)
+    k = unit(k_BGK).to(wide).repeat_interleave(heads, dim=1)
+    state = torch.exp(g_BH)[..., None, None] * state_BHKV
+    change = beta_BH[..., None] * (v_BHV.to(wide) - (state * k[..., None]).sum(-2))
+    state = state + k[..., None] * change[..., None, :]
+    return (state * q[..., None]).sum(-2).to(v_BHV.dtype), state
+
+
+def delta_recurrent(
+    q_TGK: Tensor, k_TGK: Tensor, v_THV: Tensor, g_TH: Tensor, beta_TH: Tensor, plan: ChunkPlan, initial: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """As ``delta_chunked``, by its definition: token after token. What the other forms are held against."""
+    states = _zeros(q_TGK, v_THV, g_TH, plan) if initial is None else initial
+    outputs, behind, token = [v_THV[:0]], [], 0
+    for sequence, length in enumerate(plan.lengths):
+        state = states[sequence : sequence + 1]
+        for _ in range(length):
+            part = slice(token, token + 1)
+            y, state = delta_step(q_TGK[part], k_TGK[part], v_THV[part], g_TH[part], beta_TH[part], state)
+            outputs.append(y)
+            token += 1
+        behind.append(state)
+    return torch.cat(outputs), torch.cat([states[:0], *behind])
+
+
+def delta_chunked(
+    q_TGK: Tensor, k_TGK: Tensor, v_THV: Tensor, g_TH: Tensor, beta_TH: Tensor, plan: ChunkPlan, initial: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The recurrence as matrix products. Within a chunk what the tokens write solves a triangular system:
+
+    with l the cumulated g and L_ij = exp(l_i - l_j), ``(1 + tril(beta_i (k_i k_j) L_ij, -1)) w = beta (v - exp(l) k S)``.
+
+    Args:
+        q_TGK: queries; they are brought to length 1 / sqrt(K), and H / G value heads share a key head's.
+        k_TGK: keys; they are brought to length 1.
+        v_THV: values.
+        g_TH: logarithms of the decay, float32 or float64; the dtype in which all is computed.
+        beta_TH: strengths of writing.
+        plan: the sequences.
+        initial: [B, H, K, V] states before the sequences; None for zeros.
+
+    Returns:
+        o [T, H, V] in the dtype of v, and the states [B, H, K, V] behind the sequences.
+    """
+    wide, heads = g_TH.dtype, v_THV.shape[1] // q_TGK.shape[1]
+    q, k = (plan.cut(unit(value).to(wide)).transpose(1, 2).repeat_interleave(heads, dim=1) for value in (q_TGK, k_TGK))
+    q = q * q.shape[-1] ** -0.5
+    v = plan.cut(v_THV.to(wide)).transpose(1, 2)
+    beta = plan.cut(beta_TH.to(wide)).transpose(1, 2)[..., None]
+    l_CHQ = plan.cut(g_TH).transpose(1, 2).cumsum(-1)
+    grown, keys = torch.exp(l_CHQ)[..., None], k.transpose(-1, -2)
+    system = beta * (k @ keys) * decay_between(l_CHQ, strict=True)
+    right = torch.cat((beta * v, beta * grown * k), dim=-1)
+    # unitriangular: the diagonal of ones is not read.
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    own, read = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
+    scores = (q @ keys) * decay_between(l_CHQ)
+    kept = torch.exp(l_CHQ[..., -1])[..., None, None]
+    writers = keys * torch.exp(l_CHQ[..., -1:] - l_CHQ)[..., None, :]
+
+    def advance(state: Tensor, chunks: Tensor) -> Tensor:
+        return kept[chunks] * state + writers[chunks] @ (own[chunks] - read[chunks] @ state)
+
+    before, behind = plan.pass_states(_zeros(q_TGK, v_THV, g_TH, plan) if initial is None else initial, advance)
+    o = grown * (q @ before) + scores @ (own - read @ before)
+    return plan.join(o.transpose(1, 2)).to(v_THV.dtype), behind
+
+
+def _zeros(q_TGK: Tensor, v_THV: Tensor, g_TH: Tensor, plan: ChunkPlan) -> Tensor:
+    shape = (len(plan.lengths), v_THV.shape[1], q_TGK.shape[-1], v_THV.shape[-1])
+    return torch.zeros(shape, dtype=g_TH.dtype, device=g_TH.device)
