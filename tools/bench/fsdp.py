@@ -8,7 +8,7 @@ A run names a model and, by commas: who shards (ours, fsdp2, or trunk: ours arou
 layers and that optimizer in mcore_parallel's DistributedDataParallel, state divided unless no_shard is said), dpN ranks, mbsN sequences a
 micro-batch, gbsN a step, lN layers instead of the model's, seqN tokens a sequence, and optionally no_shard, optim or optim_grads (else
 parameters are sharded too), narrow (gradients cross ranks in bfloat16 and are added in float32), cudnn (attention by cuDNN), plain (nothing
-is compiled), ub (buffers registered with NCCL), norms (of trunk and ddp: their outputs are made again in the backward), layers (of trunk,
+is compiled), ub (buffers registered with NCCL), norms (of trunk and ddp: their outputs are recomputed in the backward), layers (of trunk,
 ddp and fsdp2: whole layers are computed again in the backward), prefetchN (units gathered ahead), aheadN (at most that many MiB of them),
 epN (of trunk and ddp: ranks among which a layer's experts lie), cpN with heads or ring (of trunk, ddp and fsdp2: ranks among which a
 sequence lies, and how its parts meet), keep (of fsdp2: parameters stay gathered between forward and backward).

@@ -16,7 +16,7 @@ from torch import Tensor
 from mcore_parallel import ProcessGroups
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.nn import ACTIVATIONS, Activation, LayerNorm, RMSNorm, Step, apply_rotary, rotary_frequencies, rotary_tables
-from mcore_parallel.nn._activations import RemadeActivation, quantize_rows
+from mcore_parallel.nn._activations import RecomputedActivation, quantize_rows
 from mcore_parallel.nn.kernels._fused import fused_layer_norm, fused_rms_norm, fused_rotary, fused_split_rotary, has_kernel
 
 
@@ -78,7 +78,7 @@ def check_activations(device: str, dtype: torch.dtype, tolerance: float) -> None
             if not activation.fp8_input_store:
                 against(device, dtype, tolerance, activation, inputs)
                 if first:
-                    against(device, dtype, tolerance, activation, [inputs[0]], remade=True)
+                    against(device, dtype, tolerance, activation, [inputs[0]], recomputed=True)
                 continue
             # Both sides round the same input to eight bits, seldom apart by a step. The interpreter's own rounding loses carries.
             fused = _triton_activations.activate_and_store
@@ -92,9 +92,9 @@ def check_activations(device: str, dtype: torch.dtype, tolerance: float) -> None
 
 
 def against(
-    device: str, dtype: torch.dtype, tolerance: float, activation: Activation, inputs: list[Tensor | None], *, remade: bool = False
+    device: str, dtype: torch.dtype, tolerance: float, activation: Activation, inputs: list[Tensor | None], *, recomputed: bool = False
 ) -> None:
-    if remade:
+    if recomputed:
         inputs = [*inputs, None, None]
     inputs = [None if x is None else x.to(dtype) for x in inputs]
     ours = [None if x is None else x.to(device).requires_grad_() for x in inputs]
@@ -102,9 +102,9 @@ def against(
     y, wanted = activation.run(*ours, True), activation.run(*references, False)
     grad = torch.randn(y.shape).to(dtype)
     wanted.backward(grad.double())
-    if remade and ours[0] is not None:
-        maker, held = RemadeActivation(activation=activation, kernels=True), grad.to(device, copy=True)
-        ours[0].grad, again = maker.unmake(held, ours[0].detach())
+    if recomputed and ours[0] is not None:
+        maker, held = RecomputedActivation(activation=activation, kernels=True), grad.to(device, copy=True)
+        ours[0].grad, again = maker.backward(held, ours[0].detach())
         assert again.data_ptr() == held.data_ptr() and torch.equal(again, y)
     else:
         y.backward(grad.to(device))

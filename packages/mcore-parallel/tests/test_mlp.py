@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from mcore_parallel import Group, ParallelPlan, ProcessGroups, named_shards
 from mcore_parallel.nn import MLP, Activation, Step
-from mcore_parallel.nn._activations import RemadeActivation
+from mcore_parallel.nn._activations import RecomputedActivation
 from mcore_parallel.tensor_parallel import MainGradient, WeightGradientQueue
 
 CHOICES = (Activation(name="swiglu"), Activation(name="quick_geglu", offset=1.0, clamp=0.7), Activation(name="squared_relu"))
@@ -47,7 +47,7 @@ def test_mlp_without_a_gate_equals_its_formula() -> None:
     torch.testing.assert_close(y, F.gelu(x @ mlp.up.weight.T + mlp.up.bias) @ mlp.down.weight.T + mlp.down.bias)
 
 
-def results(activation: Activation, groups: ProcessGroups, *, remade: bool = False, frozen: tuple[str, ...] = ()) -> list[Tensor]:
+def results(activation: Activation, groups: ProcessGroups, *, recomputed: bool = False, frozen: tuple[str, ...] = ()) -> list[Tensor]:
     """Output, gradient of the input, gradients of this rank's parts of the parameters."""
     mlp = with_bias(activation, groups)
     for name in frozen:
@@ -55,7 +55,7 @@ def results(activation: Activation, groups: ProcessGroups, *, remade: bool = Fal
     tp, parallel = groups.tp, groups.sequence_parallel
     held = slice(4 * tp.rank, 4 * tp.rank + 4) if parallel else slice(None)
     x = normal(8, 4)[held].requires_grad_()
-    y = mlp.down(mlp.up(x), RemadeActivation(activation=activation, kernels=False)) if remade else mlp(x, Step.causal(2, 4))[0]
+    y = mlp.down(mlp.up(x), RecomputedActivation(activation=activation, kernels=False)) if recomputed else mlp(x, Step.causal(2, 4))[0]
     (y * normal(8, 4, seed=3)[held]).sum().backward()
     grads = []
     for shard in named_shards(mlp):
@@ -73,13 +73,15 @@ def results(activation: Activation, groups: ProcessGroups, *, remade: bool = Fal
 @pytest.mark.parametrize("frozen", [(), ("down.weight",), ("up.weight", "up.bias")], ids=str)
 def test_an_activation_made_again_gives_the_same_gradients(frozen: tuple[str, ...]) -> None:
     for activation in CHOICES:
-        kept, remade = (results(activation, ProcessGroups.single(), remade=remade, frozen=frozen) for remade in (False, True))
-        assert len(kept) == len(remade) == 6 - len(frozen)
-        for found, wanted in zip(remade, kept, strict=True):
+        kept, recomputed = (
+            results(activation, ProcessGroups.single(), recomputed=recomputed, frozen=frozen) for recomputed in (False, True)
+        )
+        assert len(kept) == len(recomputed) == 6 - len(frozen)
+        for found, wanted in zip(recomputed, kept, strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_only_the_input_of_a_remade_activation_is_kept() -> None:
+def test_only_the_input_of_a_recomputed_activation_is_kept() -> None:
     for deferred in (False, True):
         mlp = MLP(4, 6, ProcessGroups.single(), dtype=torch.float64)
         main, queue = MainGradient(torch.zeros_like(mlp.down.weight)), WeightGradientQueue()
@@ -92,7 +94,7 @@ def test_only_the_input_of_a_remade_activation_is_kept() -> None:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            y = mlp.down(up, RemadeActivation(activation=mlp.activation, kernels=False))
+            y = mlp.down(up, RecomputedActivation(activation=mlp.activation, kernels=False))
         assert kept == [up.shape, mlp.down.weight.shape]
         y.sum().backward()
         queue.drain()
@@ -106,8 +108,8 @@ def check_split(sequence_parallel: bool) -> None:
         specs = [shard.spec for shard in named_shards(with_bias(activation, groups))]
         tokens = slice(4 * groups.tp.rank, 4 * groups.tp.rank + 4) if sequence_parallel else slice(None)
         cuts = [tokens, tokens, *(spec.slices(groups) for spec in specs)]
-        for remade in (False, True):
-            for found, wanted, cut in zip(results(activation, groups, remade=remade), whole, cuts, strict=True):
+        for recomputed in (False, True):
+            for found, wanted, cut in zip(results(activation, groups, recomputed=recomputed), whole, cuts, strict=True):
                 torch.testing.assert_close(found, wanted[cut], rtol=1e-10, atol=1e-12)
 
 

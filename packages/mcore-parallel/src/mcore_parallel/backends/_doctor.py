@@ -141,8 +141,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows, network = diagnose(machine), inspect_network(os.environ)
     status = int(any(row.is_problem for row in network))
     if arguments.json:
-        found = {"machine": about, "operations": [asdict(row) for row in rows], "network": [asdict(row) for row in network]}
-        print(json.dumps(found, indent=1))
+        report = {"machine": about, "operations": [asdict(row) for row in rows], "network": [asdict(row) for row in network]}
+        print(json.dumps(report, indent=1))
         return status
     print(", ".join(f"{name} {_words(value)}" for name, value in about.items()))
     widths = [max(len(getattr(row, name)) for row in rows) for name in ("operation", "path")]

@@ -83,14 +83,14 @@ class _NarrowLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight_vD: Tensor, target_T: Tensor, weights_T: Tensor, job: _Job) -> Tensor:
-        found = _losses(hidden, weight_vD, target_T, weights_T, job)
+        losses = _losses(hidden, weight_vD, target_T, weights_T, job)
         parts = [
-            x for scaled in (found.grad_vT, found.hidden_DT) for x in ((None, None) if scaled is None else (scaled.data, scaled.inverse))
+            x for scaled in (losses.grad_vT, losses.hidden_DT) for x in ((None, None) if scaled is None else (scaled.data, scaled.inverse))
         ]
-        ctx.save_for_backward(hidden, weight_vD, target_T, weights_T, found.loss_T, found.grad_hidden, *parts)
+        ctx.save_for_backward(hidden, weight_vD, target_T, weights_T, losses.loss_T, losses.grad_hidden, *parts)
         ctx.job = job
         ctx.set_materialize_grads(False)
-        return found.loss_T * weights_T
+        return losses.loss_T * weights_T
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -106,11 +106,11 @@ class _NarrowLoss(torch.autograd.Function):
             scale = grad_T[0]
         else:
             # Not one number for all tokens: as if the tokens were weighted by it.
-            found = _losses(hidden, weight_vD, target_T, grad_T * weights_T, job)
-            scale, grad_hidden = grad_T.new_ones(()), found.grad_hidden
-            assert grad_hidden is not None and found.grad_vT is not None and found.hidden_DT is not None
-            grad_data, grad_inverse = found.grad_vT.data, found.grad_vT.inverse
-            hidden_data, hidden_inverse = found.hidden_DT.data, found.hidden_DT.inverse
+            losses = _losses(hidden, weight_vD, target_T, grad_T * weights_T, job)
+            scale, grad_hidden = grad_T.new_ones(()), losses.grad_hidden
+            assert grad_hidden is not None and losses.grad_vT is not None and losses.hidden_DT is not None
+            grad_data, grad_inverse = losses.grad_vT.data, losses.grad_vT.inverse
+            hidden_data, hidden_inverse = losses.hidden_DT.data, losses.hidden_DT.inverse
         grad_weight = None
         if wants_weight:
             # The number that arrives is one more scale of the product.

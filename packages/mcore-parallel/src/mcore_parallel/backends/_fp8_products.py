@@ -112,23 +112,23 @@ class _Column(torch.autograd.Function):
         forth, back = products.weights(weight_OI, route.group)
         whole = gather_rows(rows, route.group) if gathers else rows
         # Of gathered tokens this rank keeps its own, and gathers again.
-        kept = None if not wants_weight else (rows if gathers else columns) if narrow else x_tI
-        _save(ctx, kept, back if wants_x else None, route, products)
+        saved = None if not wants_weight else (rows if gathers else columns) if narrow else x_tI
+        _save(ctx, saved, back if wants_x else None, route, products)
         return scaled_product(whole, forth, x_tI.dtype, fast=True)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        kept, back, route, products = _saved(ctx)
+        saved, back, route, products = _saved(ctx)
         gathers = route.sequence_parallel and route.group.size > 1
         dtype = grads[0].dtype
-        narrow = isinstance(kept, Scaled)
+        narrow = isinstance(saved, Scaled)
         rows, columns = products.cast(grads[0], products.gradient_dtype, products.shared(route.group), columns=narrow)
         weight_gradient: Callable[[], Tensor | None] | None = None
-        if isinstance(kept, Scaled):
+        if isinstance(saved, Scaled):
             assert columns is not None
-            weight_gradient = functools.partial(narrow_weight_product, route, columns, kept, dtype, gather=gathers)
-        elif kept is not None:
-            weight_gradient = functools.partial(_wide_weight_product, route, grads[0], kept, gather=gathers)
+            weight_gradient = functools.partial(narrow_weight_product, route, columns, saved, dtype, gather=gathers)
+        elif saved is not None:
+            weight_gradient = functools.partial(_wide_weight_product, route, grads[0], saved, gather=gathers)
         grad_x = None
         if back is not None:
             start = start_reduce_scatter if route.sequence_parallel else start_all_reduce
@@ -150,36 +150,36 @@ class _Row(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        kept, back, route, products = _saved(ctx)
+        saved, back, route, products = _saved(ctx)
         gathers = route.sequence_parallel and route.group.size > 1
         dtype = grads[0].dtype
-        narrow = isinstance(kept, Scaled)
+        narrow = isinstance(saved, Scaled)
         group = route.group if gathers else None
         rows, columns = products.cast(grads[0], products.gradient_dtype, group, columns=narrow and not gathers)
         whole_grad = grads[0]
         if gathers:
             rows = gather_rows(rows, route.group)
         weight_gradient: Callable[[], Tensor | None] | None = None
-        if isinstance(kept, Scaled):
+        if isinstance(saved, Scaled):
             columns = turn(rows) if columns is None else columns
-            weight_gradient = functools.partial(narrow_weight_product, route, columns, kept, dtype, gather=False)
-        elif kept is not None:
+            weight_gradient = functools.partial(narrow_weight_product, route, columns, saved, dtype, gather=False)
+        elif saved is not None:
             whole_grad = all_gather(whole_grad, route.group) if gathers else whole_grad
-            weight_gradient = functools.partial(_wide_weight_product, route, whole_grad, kept, gather=False)
+            weight_gradient = functools.partial(_wide_weight_product, route, whole_grad, saved, gather=False)
         grad_x = None if back is None else scaled_product(rows, back, dtype)
         return grad_x, _weight_gradient(ctx, route, weight_gradient), None, None
 
 
-def _save(ctx: Any, kept: Scaled | Tensor | None, back: Scaled | None, route: Route, products: Fp8Products) -> None:
-    kept_parts = (kept.data, kept.inverse) if isinstance(kept, Scaled) else (kept, None)
-    ctx.save_for_backward(*kept_parts, *((None, None) if back is None else (back.data, back.inverse)))
+def _save(ctx: Any, saved: Scaled | Tensor | None, back: Scaled | None, route: Route, products: Fp8Products) -> None:
+    saved_parts = (saved.data, saved.inverse) if isinstance(saved, Scaled) else (saved, None)
+    ctx.save_for_backward(*saved_parts, *((None, None) if back is None else (back.data, back.inverse)))
     ctx.route, ctx.products, ctx.later = route, products, route.later
 
 
 def _saved(ctx: Any) -> tuple[Scaled | Tensor | None, Scaled | None, Route, Fp8Products]:
-    kept, kept_inverse, back, back_inverse = ctx.saved_tensors
+    saved, saved_inverse, back, back_inverse = ctx.saved_tensors
     return (
-        kept if kept_inverse is None else Scaled(kept, kept_inverse),
+        saved if saved_inverse is None else Scaled(saved, saved_inverse),
         None if back is None else Scaled(back, back_inverse),
         ctx.route,
         ctx.products,

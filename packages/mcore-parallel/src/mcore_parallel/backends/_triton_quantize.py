@@ -79,10 +79,10 @@ def cast_rows(x_TK: Tensor, dtype: torch.dtype, *, least_amax: float) -> tuple[T
 def _amax_kernel(x_ptr, amax_ptr, numel, BLOCK: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
-    found = tl.zeros((BLOCK,), dtype=tl.float32)
+    amax = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(program * BLOCK, numel, tl.num_programs(0) * BLOCK):
-        found = tl.maximum(found, tl.abs(tl.load(x_ptr + start + lanes, mask=lanes < numel - start, other=0.0).to(tl.float32)))
-    tl.store(amax_ptr + program, tl.max(found, 0))
+        amax = tl.maximum(amax, tl.abs(tl.load(x_ptr + start + lanes, mask=lanes < numel - start, other=0.0).to(tl.float32)))
+    tl.store(amax_ptr + program, tl.max(amax, 0))
 
 
 @triton.jit
@@ -122,11 +122,11 @@ def _cast_kernel(
 def _cast_rows_kernel(x_ptr, data_ptr, inverse_ptr, width, LARGEST: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
-    found = tl.zeros((BLOCK,), dtype=tl.float32)
+    amax = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, width, BLOCK):
         at = start + lanes
-        found = tl.maximum(found, tl.abs(tl.load(x_ptr + row * width + at, mask=at < width, other=0.0).to(tl.float32)))
-    inverse = tl.div_rn(tl.maximum(tl.max(found, 0), LEAST), LARGEST)
+        amax = tl.maximum(amax, tl.abs(tl.load(x_ptr + row * width + at, mask=at < width, other=0.0).to(tl.float32)))
+    inverse = tl.div_rn(tl.maximum(tl.max(amax, 0), LEAST), LARGEST)
     tl.store(inverse_ptr + row, inverse)
     scale = tl.div_rn(1.0, inverse)
     for start in range(0, width, BLOCK):

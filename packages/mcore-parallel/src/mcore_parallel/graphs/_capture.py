@@ -61,9 +61,9 @@ class CudaCapture:
         here = torch.cuda.current_stream()
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):
-            found = work()
+            result = work()
         here.wait_stream(self._stream)
-        return found
+        return result
 
     def record(self, work: Callable[[], _R], pool: Any) -> tuple[_R, Callable[[], None]]:
         graph = torch.cuda.CUDAGraph()
@@ -75,7 +75,7 @@ class CudaCapture:
                 # Other threads (NCCL's watchdog, a loader) may go on using the device.
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
-                    found = work()
+                    result = work()
                 except BaseException:
                     with contextlib.suppress(RuntimeError):
                         graph.capture_end()
@@ -86,7 +86,7 @@ class CudaCapture:
                 f"the work cannot be captured: {error}; look for reads of device values on the host, random states that are copied "
                 "(RecomputeConfig.preserve_rng_state), and packed sequences"
             ) from error
-        return found, graph.replay
+        return result, graph.replay
 
 
 def why_not() -> str:

@@ -147,10 +147,10 @@ class _FlatBlock(nn.Module):
             step()
         arguments, options = self._tree.rebuilt(tensors[: len(self._tree.tensors)])
         self.outputs = Tree.of(self._work(*arguments, **options))
-        found = tuple(self.outputs.tensors)
-        if not any(tensor.requires_grad for tensor in found):
+        outputs = tuple(self.outputs.tensors)
+        if not any(tensor.requires_grad for tensor in outputs):
             raise CaptureError("no output depends on an input or parameter that needs a gradient")
-        return found
+        return outputs
 
 
 AnyCapture = Capture | ExternalCapture

@@ -88,11 +88,11 @@ class _Replay(torch.autograd.Function):
         for done in pair.dones:
             done()
         ctx.flight.landed = True
-        found: list[Tensor | None] = list(pair.grads_in)
+        grads: list[Tensor | None] = list(pair.grads_in)
         for place, copied in enumerate(ctx.copied):
-            grad = found[place]
-            found[place] = grad.clone() if copied and grad is not None else grad
-        return None, None, None, *found
+            grad = grads[place]
+            grads[place] = grad.clone() if copied and grad is not None else grad
+        return None, None, None, *grads
 
 
 @dataclass(frozen=True)
@@ -206,17 +206,17 @@ def stand_ins(module: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
 
     Autograd ties a parameter to the stream of its first use, which is none that can be recorded on.
     """
-    found: dict[int, nn.Parameter] = {}
+    replacements: dict[int, nn.Parameter] = {}
     swapped: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None:
-                found.setdefault(id(parameter), nn.Parameter(parameter.detach(), parameter.requires_grad))
+                replacements.setdefault(id(parameter), nn.Parameter(parameter.detach(), parameter.requires_grad))
                 swapped.append((part._parameters, name, parameter))
     for place, name, parameter in swapped:
-        place[name] = found[id(parameter)]
+        place[name] = replacements[id(parameter)]
     try:
-        yield found
+        yield replacements
     finally:
         for place, name, parameter in swapped:
             place[name] = parameter

@@ -99,21 +99,21 @@ def graph_modules(
         CaptureError: a choice of a block that no graph can carry out.
         ValueError: a pattern that no module has, or a block inside another one.
     """
-    found: dict[str, nn.Module] = {}
+    selected: dict[str, nn.Module] = {}
     modules = dict(model.named_modules())
     for pattern in patterns:
         names = [name for name in modules if name.count(".") == pattern.count(".") and _matches(name, pattern)]
         if not names:
             raise ValueError(f"patterns hold {pattern!r}, which no module of {type(model).__name__} is called; see model.named_modules()")
-        found |= {name: modules[name] for name in names}
-    for name in found:
-        if outer := [other for other in found if name.startswith(f"{other}.")]:
+        selected |= {name: modules[name] for name in names}
+    for name in selected:
+        if outer := [other for other in selected if name.startswith(f"{other}.")]:
             raise ValueError(f"patterns choose {name!r} and {outer[0]!r} around it; choose one of them")
     config = CudaGraphConfig() if config is None else config
     shared = config.capture() if capture is None else capture
     blocks: dict[str, ModuleGraphs] = {}
     try:
-        for name, module in found.items():
+        for name, module in selected.items():
             blocks[name] = ModuleGraphs(module, config, capture=shared)
     except (RuntimeError, ValueError):
         GraphedModel(blocks).remove()

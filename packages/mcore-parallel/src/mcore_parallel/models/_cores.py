@@ -145,12 +145,12 @@ def layer_rotary(config: TransformerConfig, layer: int) -> str | None:
 
 def _check_bare(spec: AttentionSpec, config: TransformerConfig) -> None:
     """A core that is a function says nothing about itself: it is taken for plain causal attention, with sinks if it is called with them."""
-    asked = {
+    required = {
         "window_size": spec.window,
         "softmax_scale": config.softmax_scale,
         "softmax_type": config.softmax_type if config.softmax_type != "vanilla" else None,
     }
-    for field, value in asked.items():
+    for field, value in required.items():
         if value is not None:
             raise ValueError(
                 f"{field}={value!r} of the config is nothing that attention_core knows of; "

@@ -78,7 +78,7 @@ def _branches(config: TransformerConfig, seq_len: int, causal: bool, feed_forwar
     """Of every layer, those of the depths too: whether a branch is a feed-forward, and its cost with its norms."""
     norms = (2 if config.sandwich_norm else 1) * _norm(config)
     dense = _dense(config, norms)
-    given = dense if feed_forward is None else _Cost(matrices=feed_forward, others=norms)
+    chosen = dense if feed_forward is None else _Cost(matrices=feed_forward, others=norms)
     pattern = read_pattern(config.hybrid_layer_pattern)
     if pattern is None:
         # A mixer and a feed-forward each.
@@ -87,11 +87,11 @@ def _branches(config: TransformerConfig, seq_len: int, causal: bool, feed_forwar
         symbols = pattern.layers + "".join(pattern.mtp)
     for layer, symbol in enumerate(symbols):
         if is_feed_forward(symbol):
-            yield True, given if symbol == "E" else dense
+            yield True, chosen if symbol == "E" else dense
             continue
         yield False, _mixer(config, symbol, _visible(config, layer, seq_len, causal), norms)
         if pattern is None:
-            yield True, given
+            yield True, chosen
 
 
 def _mixer(config: TransformerConfig, symbol: str, visible: float, norms: int) -> _Cost:

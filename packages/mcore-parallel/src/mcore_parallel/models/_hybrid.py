@@ -43,8 +43,8 @@ def hybrid_config(pattern: str, **sizes: Any) -> TransformerConfig:
     Raises:
         ValueError: a pattern that cannot be read, or a rule of the config.
     """
-    found = LayerPattern.parse(pattern)
-    counted = {"num_layers": found.num_layers, "mtp_num_layers": len(found.mtp), "hybrid_layer_pattern": pattern}
+    layers = LayerPattern.parse(pattern)
+    counted = {"num_layers": layers.num_layers, "mtp_num_layers": len(layers.mtp), "hybrid_layer_pattern": pattern}
     return TransformerConfig(**{"position_embedding_type": "none", **sizes, **counted})
 
 
@@ -81,11 +81,11 @@ def pattern_name(name: str) -> str:
         >>> pattern_name("layers.3.attention.qkv.weight"), pattern_name("layers.3.mlp.up.weight"), pattern_name("final_norm.weight")
         ('layers.6.attention.qkv.weight', 'layers.7.mlp.up.weight', 'final_norm.weight')
     """
-    found = _LAYER.fullmatch(name)
-    if found is None:
+    match = _LAYER.fullmatch(name)
+    if match is None:
         return name
-    number = 2 * int(found["layer"]) + (found["part"] in _FEED_FORWARD)
-    return f"{found['stack']}.{number}.{found['part']}{found['rest'] or ''}"
+    number = 2 * int(match["layer"]) + (match["part"] in _FEED_FORWARD)
+    return f"{match['stack']}.{number}.{match['part']}{match['rest'] or ''}"
 
 
 def plain_name(name: str) -> str:
@@ -95,5 +95,5 @@ def plain_name(name: str) -> str:
         >>> plain_name("layers.7.mlp.up.weight")
         'layers.3.mlp.up.weight'
     """
-    found = _LAYER.fullmatch(name)
-    return name if found is None else f"{found['stack']}.{int(found['layer']) // 2}.{found['part']}{found['rest'] or ''}"
+    match = _LAYER.fullmatch(name)
+    return name if match is None else f"{match['stack']}.{int(match['layer']) // 2}.{match['part']}{match['rest'] or ''}"

@@ -72,12 +72,12 @@ def predict_further(
     whole = (step.seq_len * cp.size,) * step.batch_size if step.cu_seqlens is None else sequence_lengths(step.cu_seqlens)
     if config.mtp_detach:
         hidden = hidden.detach()
-    found: list[Tensor] = []
+    hiddens: list[Tensor] = []
     total: Tensor | None = None
     for number, depth in enumerate(depths.values(), 1):
         embedded = embed(tokens_ahead(tokens, whole, cp, by=number))
         hidden, aux = depth(hidden, embedded.detach() if config.mtp_detach else embedded, step, memory)
-        found.append(hidden)
+        hiddens.append(hidden)
         if aux is not None:
             total = aux if total is None else total + aux
-    return found, total
+    return hiddens, total

@@ -59,8 +59,8 @@ class LayerPattern:
                     '"|" between pipeline segments and "/" before further depths'
                 )
         trunk, *depths = text.split("/")
-        found = cls(segments=tuple(trunk.split("|")), mtp=tuple(depths))
-        if not found.num_layers:
+        parsed = cls(segments=tuple(trunk.split("|")), mtp=tuple(depths))
+        if not parsed.num_layers:
             raise LayerPatternError(f"hybrid_layer_pattern={text!r} has no layer before its first '/'; write a symbol a layer")
         if "*" in text and "+" in text:
             raise LayerPatternError(
@@ -72,7 +72,7 @@ class LayerPattern:
                 raise LayerPatternError(
                     f"hybrid_layer_pattern={text!r} has {layers!r} as depth {depth}; depths are equal, hold a layer at least and no '|'"
                 )
-        return found
+        return parsed
 
     @property
     def layers(self) -> str:

@@ -42,20 +42,20 @@ class LayerStack:
 
     def __post_init__(self) -> None:
         config, pattern = self.config, self.pattern
-        text, given = config.hybrid_layer_pattern or "", not is_dense(self.feed_forward)
-        if pattern is not None and given and "E" not in text:
+        text, has_experts = config.hybrid_layer_pattern or "", not is_dense(self.feed_forward)
+        if pattern is not None and has_experts and "E" not in text:
             raise LayerPatternError(
                 f"hybrid_layer_pattern={text!r} has no E for the feed_forward that was given; write E, or leave feed_forward out"
             )
-        if pattern is not None and not given and "E" in text:
+        if pattern is not None and not has_experts and "E" in text:
             raise LayerPatternError(f"hybrid_layer_pattern={text!r} has E, whose feed_forward was not given; pass feed_forward, or write -")
         for layer, other in self.layer_configs.items():
             if not 0 <= layer < config.num_layers:
                 raise ValueError(f"layer_configs names layer {layer}; the layers are 0 to num_layers - 1 = {config.num_layers - 1}")
             for name in _SHARED_FIELDS:
-                found, wanted = getattr(other, name), getattr(config, name)
-                if found != wanted:
-                    raise ValueError(f"layer_configs[{layer}] has {name}={found!r}, the model {wanted!r}; all layers share it")
+                own, shared = getattr(other, name), getattr(config, name)
+                if own != shared:
+                    raise ValueError(f"layer_configs[{layer}] has {name}={own!r}, the model {shared!r}; all layers share it")
 
     @functools.cached_property
     def pattern(self) -> LayerPattern | None:

@@ -176,21 +176,21 @@ class Activation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RemadeActivation:
-    """An activation whose result is made again beside its gradient: its backward writes once more, and nothing but its input is kept.
+class RecomputedActivation:
+    """An activation whose backward recomputes its result beside the gradient, so that only its input is saved.
 
-    Conforms to ``InputMaker``.
+    Conforms to ``RecomputedInput``.
     """
 
     activation: Activation
     kernels: bool
     """Use them; they are there."""
 
-    def make(self, source: Tensor) -> Tensor:
+    def forward(self, source: Tensor) -> Tensor:
         """[N, W] -> [N, F]."""
         return self.activation.run(source, None, None, self.kernels)
 
-    def unmake(self, grad_TI: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(self, grad_TI: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
         """Gradient [N, F] -> gradient [N, W], and the result in the memory of ``grad_TI``."""
         a = self.activation
         if self.kernels:
@@ -199,7 +199,7 @@ class RemadeActivation:
             return grad_x_NW, grad_TI
         wide_NW = _wide(source, None, None)
         grad_x_NW, _ = _backward(_wide(grad_TI, None, None), wide_NW, None, a.curve, a.gated, a.offset, a.clamp)
-        return grad_x_NW.to(grad_TI.dtype), self.make(source)
+        return grad_x_NW.to(grad_TI.dtype), self.forward(source)
 
 
 class _Activate(torch.autograd.Function):

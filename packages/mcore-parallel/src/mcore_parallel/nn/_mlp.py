@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_parallel.groups import ProcessGroups
-from mcore_parallel.nn._activations import Activation, RemadeActivation
+from mcore_parallel.nn._activations import Activation, RecomputedActivation
 from mcore_parallel.nn._factory import LayerFactory, TorchLayers
 from mcore_parallel.nn._step import Step
 from mcore_parallel.nn.kernels import has_kernel
@@ -57,11 +57,11 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, step: Step) -> tuple[Tensor, None]:
         """[T or T / tp, D] -> the same, and no auxiliary loss."""
         x = self.up(x)
-        if self._remakes(x):
-            return self.down(x, RemadeActivation(activation=self.activation, kernels=True)), None
+        if self._recomputes(x):
+            return self.down(x, RecomputedActivation(activation=self.activation, kernels=True)), None
         return self.down(self.activation(x)), None
 
-    def _remakes(self, x: Tensor) -> bool:
+    def _recomputes(self, x: Tensor) -> bool:
         """Whether the activation's result is not kept: where one kernel makes it again beside the gradient."""
         plain = isinstance(self.down, RowParallelLinear) and self.down.products is None
         return plain and torch.is_grad_enabled() and not self.activation.fp8_input_store and x.dim() == 2 and has_kernel(x)

@@ -59,8 +59,8 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor, *, residual: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """[..., D] -> the same; with ``residual`` also x, whose further gradients the norm's backward adds to its own on a GPU."""
         if has_kernel(x):
-            found = fused_rms_norm(x, self.weight, self.epsilon, shift=float(self.zero_centered))
-            return found if residual else found[0]
+            outputs = fused_rms_norm(x, self.weight, self.epsilon, shift=float(self.zero_centered))
+            return outputs if residual else outputs[0]
         wide = x if x.dtype == torch.float64 else x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
         y = (wide * scale * _factor(self.weight, self.zero_centered)).to(x.dtype)
@@ -117,8 +117,8 @@ class LayerNorm(nn.Module):
     def forward(self, x: Tensor, *, residual: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """As ``RMSNorm``."""
         if has_kernel(x):
-            found = fused_layer_norm(x, self.weight, self.bias, self.epsilon, shift=float(self.zero_centered))
-            return found if residual else found[0]
+            outputs = fused_layer_norm(x, self.weight, self.bias, self.epsilon, shift=float(self.zero_centered))
+            return outputs if residual else outputs[0]
         wide = x if x.dtype == torch.float64 else x.float()
         centred = wide - wide.mean(-1, keepdim=True)
         scale = torch.rsqrt(centred.square().mean(-1, keepdim=True) + self.epsilon)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from mcore_parallel.comm import gather
 from mcore_parallel.groups import ProcessGroups, ShardSpec
 from mcore_parallel.tensor_parallel._init import normal_shard_
-from mcore_parallel.tensor_parallel._product import InputMaker, LinearProducts, ProductLayer, column_product, num_pieces, row_product
+from mcore_parallel.tensor_parallel._product import LinearProducts, ProductLayer, RecomputedInput, column_product, num_pieces, row_product
 
 # T tokens, I input features of this rank, O output features of this rank
 
@@ -168,24 +168,24 @@ class RowParallelLinear(ProductLayer):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, x_TI: Tensor, maker: InputMaker | None = None) -> Tensor:
+    def forward(self, x_TI: Tensor, recomputed: RecomputedInput | None = None) -> Tensor:
         """x [T, in/tp] -> [T, out], or [T/tp, out] under sequence parallelism.
 
         Args:
             x_TI: the input.
-            maker: makes the input from ``x_TI``, which is kept in its place; not with ``products``.
+            recomputed: computes the input from ``x_TI``, which is saved in its place; not with ``products``.
         """
         tp = self.groups.tp
         # What does not divide is not cut, and named by the collective.
         rank_tokens = x_TI.shape[0] if not self.groups.sequence_parallel else 0 if x_TI.shape[0] % tp.size else x_TI.shape[0] // tp.size
         route = self.route(self.groups, num_pieces(x_TI, rank_tokens, self.groups, self.overlap) if tp.size > 1 else 1)
         if self.products is not None:
-            assert maker is None
+            assert recomputed is None
             y = self.products.row(x_TI, self.weight, route)
-        elif tp.size == 1 and route.main_grad is None and maker is None:
+        elif tp.size == 1 and route.main_grad is None and recomputed is None:
             return F.linear(x_TI, self.weight, self.bias)
         else:
-            y = row_product(x_TI, self.weight, route, maker)
+            y = row_product(x_TI, self.weight, route, recomputed)
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:

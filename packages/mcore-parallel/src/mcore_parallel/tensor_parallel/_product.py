@@ -66,14 +66,14 @@ class LossProducts(Protocol):
         ...
 
 
-class InputMaker(Protocol):
-    """Makes the input of a product from something that is kept in its place."""
+class RecomputedInput(Protocol):
+    """Computes the input of a matmul from a source that is saved in its place."""
 
-    def make(self, source: Tensor) -> Tensor:
+    def forward(self, source: Tensor) -> Tensor:
         """[T, W] -> [T, I]; the same bits each time."""
         ...
 
-    def unmake(self, grad_TI: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(self, grad_TI: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
         """Gradient of the result -> that of the source, and the result once more; the gradient's memory may be used for it."""
         ...
 
@@ -146,12 +146,12 @@ def column_product(x: Tensor, weight_OI: Tensor, route: Route) -> Tensor:
 
 
 @internal_api
-def row_product(x: Tensor, weight_OI: Tensor, route: Route, maker: InputMaker | None = None) -> Tensor:
+def row_product(x: Tensor, weight_OI: Tensor, route: Route, recomputed: RecomputedInput | None = None) -> Tensor:
     """Sum over the group of x W^T, scattered to this rank's tokens under sequence parallelism.
 
-    With a maker ``x`` is the source of the product's input, and what the backward keeps.
+    With ``recomputed``, ``x`` is the source of the matmul's input, and what is saved for the backward.
     """
-    return _RowProduct.apply(x, weight_OI, route, maker)
+    return _RowProduct.apply(x, weight_OI, route, recomputed)
 
 
 class _ColumnProduct(torch.autograd.Function):
@@ -191,10 +191,10 @@ class _ColumnProduct(torch.autograd.Function):
 
 class _RowProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_OI: Tensor, route: Route, maker: InputMaker | None) -> Tensor:
-        _save(ctx, x, weight_OI, route, source=maker is not None)
-        ctx.maker = maker
-        x = x if maker is None else maker.make(x)
+    def forward(ctx: Any, x: Tensor, weight_OI: Tensor, route: Route, recomputed: RecomputedInput | None) -> Tensor:
+        _save(ctx, x, weight_OI, route, source=recomputed is not None)
+        ctx.recomputed = recomputed
+        x = x if recomputed is None else recomputed.forward(x)
         if route.pieces == 1:
             reduce: Callable[[Tensor, Group], Tensor] = reduce_scatter if route.sequence_parallel else all_reduce
             return reduce(F.linear(x, weight_OI), route.group)
@@ -224,10 +224,10 @@ class _RowProduct(torch.autograd.Function):
         if ctx.needs_input_grad[0] and grad_x is None:
             assert whole_grad is not None
             grad_x = whole_grad @ weight_OI
-        maker: InputMaker | None = ctx.maker
-        if maker is not None:
+        recomputed: RecomputedInput | None = ctx.recomputed
+        if recomputed is not None:
             # The input comes back beside its gradient, before the product that reads it.
-            grad_x, x = (None, maker.make(x)) if grad_x is None else maker.unmake(grad_x, x)
+            grad_x, x = (None, recomputed.forward(x)) if grad_x is None else recomputed.backward(grad_x, x)
         if wants_weight:
             assert whole_grad is not None
             if route.later is not None and route.later.jobs is not None:

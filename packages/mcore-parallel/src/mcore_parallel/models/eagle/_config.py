@@ -45,8 +45,8 @@ class EagleConfig:
     def __post_init__(self) -> None:
         config = self.transformer
         for name, default in _DEFAULTS.items():
-            if (found := getattr(config, name)) != default:
-                raise ValueError(f"transformer.{name}={found!r} is nothing that a draft head has; leave it out")
+            if (value := getattr(config, name)) != default:
+                raise ValueError(f"transformer.{name}={value!r} is nothing that a draft head has; leave it out")
         if config.position_embedding_type not in ("rope", "yarn", "none"):
             raise ValueError(f'transformer.position_embedding_type={config.position_embedding_type!r} must be "rope", "yarn" or "none"')
         if not self.aux_modules or len(set(self.aux_modules)) < len(self.aux_modules):

@@ -93,10 +93,10 @@ class EagleHead(nn.Module):
         if groups.pp.size > 1 or groups.cp.size > 1:
             raise ValueError(f"pp={groups.pp.size} and cp={groups.cp.size} cut a head that is too small for it; set both to 1")
         held = None if vocabulary is None else (len(vocabulary), vocabulary.vocab_size)
-        asked = None if config.draft_vocab_size is None else (config.draft_vocab_size, sizes.vocab_size)
-        if held != asked:
+        expected = None if config.draft_vocab_size is None else (config.draft_vocab_size, sizes.vocab_size)
+        if held != expected:
             raise ValueError(
-                f"vocabulary={held} (tokens, of how many) must be (draft_vocab_size, vocab_size)={asked}; "
+                f"vocabulary={held} (tokens, of how many) must be (draft_vocab_size, vocab_size)={expected}; "
                 "count one of that size with DraftVocabulary.from_counts, or leave out both"
             )
         check_layout(sizes, groups.plan, ends=vocabulary is None)

@@ -47,16 +47,16 @@ def published_weights(head: EagleHead) -> dict[str, Tensor]:
         ValueError: parameters that have no published name.
     """
     _check(head)
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for shard in named_shards(head):
         whole = shard.parameter.detach()
         if "tp" in shard.spec.shards and head.groups.tp.size > 1:
             whole = all_gather(whole.contiguous(), head.groups.tp, shard.spec.shards["tp"])
         for name, view in _parts(head, shard.name, whole):
-            found[name] = view.to("cpu").reshape(_shape(view)).clone(memory_format=torch.contiguous_format)
+            weights[name] = view.to("cpu").reshape(_shape(view)).clone(memory_format=torch.contiguous_format)
     if head.vocabulary is not None:
-        found |= {"d2t": head.vocabulary.d2t, "t2d": head.vocabulary.t2d}
-    return found
+        weights |= {"d2t": head.vocabulary.d2t, "t2d": head.vocabulary.t2d}
+    return weights
 
 
 def load_published(head: EagleHead, weights: Mapping[str, Tensor]) -> None:
@@ -70,9 +70,9 @@ def load_published(head: EagleHead, weights: Mapping[str, Tensor]) -> None:
         ValueError: tensors that are missing, too many or of other shapes, another draft vocabulary; the head is as it was then.
     """
     _check(head)
-    given = {name.replace("layers.0.", f"{_FIRST}.", 1) if name.startswith("layers.0.") else name: x for name, x in weights.items()}
-    given = {name: x for name, x in given.items() if name != "t2d" and not name.startswith("embed_tokens.")}
-    table = given.pop("d2t", None)
+    published = {name.replace("layers.0.", f"{_FIRST}.", 1) if name.startswith("layers.0.") else name: x for name, x in weights.items()}
+    published = {name: x for name, x in published.items() if name != "t2d" and not name.startswith("embed_tokens.")}
+    table = published.pop("d2t", None)
     if head.vocabulary is not None and (table is None or not torch.equal(table.cpu(), head.vocabulary.d2t)):
         raise ValueError("d2t is not that of the head's vocabulary; make the head with published_vocabulary(weights)")
     pieces = []
@@ -80,13 +80,15 @@ def load_published(head: EagleHead, weights: Mapping[str, Tensor]) -> None:
         whole = torch.empty(shard.spec.shape, dtype=shard.parameter.dtype)
         pieces.append((shard, whole, list(_parts(head, shard.name, whole))))
     wanted = {name: _shape(view) for _, _, parts in pieces for name, view in parts}
-    if wrong := {name for name in wanted.keys() | given.keys() if name not in given or wanted.get(name) != tuple(given[name].shape)}:
-        told = {name: tuple(given[name].shape) if name in given else None for name in sorted(wrong)[:4]}
-        raise ValueError(f"the head has no place for, or lacks, {told}; build it with the architecture that the weights were made for")
+    if wrong := {
+        name for name in wanted.keys() | published.keys() if name not in published or wanted.get(name) != tuple(published[name].shape)
+    }:
+        shapes = {name: tuple(published[name].shape) if name in published else None for name in sorted(wrong)[:4]}
+        raise ValueError(f"the head has no place for, or lacks, {shapes}; build it with the architecture that the weights were made for")
     with torch.no_grad():
         for shard, whole, parts in pieces:
             for name, view in parts:
-                view.copy_(given[name].reshape(view.shape))
+                view.copy_(published[name].reshape(view.shape))
             shard.parameter.copy_(whole[shard.spec.slices(head.groups)])
 
 

@@ -101,9 +101,9 @@ class _Unrolled(torch.autograd.Function):
         dq = torch.zeros_like(q, dtype=_maths(q))
         dfirst = [torch.zeros_like(pairs[0], dtype=_maths(q)) for _ in range(2)]
         for tile in tiles:
-            found = kernel.backward(grad, q, pairs[0], pairs[1], out, lse_TA, tile, scale)
+            grads = kernel.backward(grad, q, pairs[0], pairs[1], out, lse_TA, tile, scale)
             sides = (tile.queries, tile.keys, tile.keys)
-            for whole, part, spans in zip((dq, *dfirst), found, sides, strict=True):
+            for whole, part, spans in zip((dq, *dfirst), grads, sides, strict=True):
                 whole.index_add_(0, spans.rows(q.device), part.to(whole.dtype))
         mean_TA = (grad.to(dq.dtype) * out).sum(-1)
         later: list[Tensor] = []

@@ -46,12 +46,12 @@ class FlexAttention:
         q, k, v = (x.view(B, S, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
         kernel = _kernel() if q.is_cuda else _unfused
         wanted = None if sink is None else AuxRequest(lse=True)
-        found = kernel(
+        result = kernel(
             q, k, v, block_mask=self._mask(lengths, q.device), scale=self.scale, enable_gqa=q.shape[1] != k.shape[1], return_aux=wanted
         )
         if sink is None:
-            return found.transpose(1, 2).flatten(0, 1)
-        out, aux = found
+            return result.transpose(1, 2).flatten(0, 1)
+        out, aux = result
         share = torch.sigmoid(aux.lse - sink[:, None].to(aux.lse.dtype))
         return (out * share[..., None]).to(q.dtype).transpose(1, 2).flatten(0, 1)
 
@@ -90,10 +90,10 @@ def block_mask(bounds: tuple[int, int], lengths: tuple[int, ...], device: torch.
     documents = send(owner, device) if len(lengths) > 1 else None
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        found = j >= 0 if behind is None else j <= i + behind
+        seen_j = j >= 0 if behind is None else j <= i + behind
         if before is not None:
-            found = found & (j >= i - before)
-        return found if documents is None else found & (documents[i] == documents[j])
+            seen_j = seen_j & (j >= i - before)
+        return seen_j if documents is None else seen_j & (documents[i] == documents[j])
 
     partial = (*_numbered(seen & ~whole, device), *_numbered(whole, device))
     return BlockMask.from_kv_blocks(*partial, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(S, S))

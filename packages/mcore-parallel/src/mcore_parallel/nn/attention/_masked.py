@@ -50,8 +50,8 @@ class MaskedAttention:
 def _masked(q: Tensor, k: Tensor, v: Tensor, step: Step, *, causal: bool, scale: float | None) -> Tensor:
     mask, B, S = step.attention, step.batch_size, step.seq_len
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape not in ((B, 1, 1, S), (B, 1, S, S)):
-        found = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        raise ValueError(f"attention_mask is {found}; give bool [{B}, 1, 1, {S}] or [{B}, 1, {S}, {S}], True where a key is hidden")
+        received = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"attention_mask is {received}; give bool [{B}, 1, 1, {S}] or [{B}, 1, {S}, {S}], True where a key is hidden")
     seen = ~mask
     if causal:
         seen = seen & torch.ones(S, S, dtype=torch.bool, device=q.device).tril()

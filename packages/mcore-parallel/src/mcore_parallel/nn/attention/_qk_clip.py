@@ -47,8 +47,8 @@ class LogitTracker:
         if cp.size > 1:
             k = all_gather(k.contiguous(), cp)[zigzag_inverse(lengths, cp.size).to(k.device)]
         held = segments(lengths, cp.size, cp.rank)
-        found = max_attention_logits(q, k, held, segments(lengths, 1, 0), self.spec.bounds, self.spec.scale)
-        self.greatest = found if self.greatest is None else torch.maximum(self.greatest, found)
+        maxima = max_attention_logits(q, k, held, segments(lengths, 1, 0), self.spec.bounds, self.spec.scale)
+        self.greatest = maxima if self.greatest is None else torch.maximum(self.greatest, maxima)
 
 
 def max_attention_logits(
@@ -166,12 +166,12 @@ def track_max_logits(model: nn.Module, enabled: bool = True) -> None:
     Raises:
         ValueError: no attention of the model can.
     """
-    found = _attentions(model)
-    if not found:
+    attentions = _attentions(model)
+    if not attentions:
         raise ValueError(
             f"{type(model).__name__} has no attention whose logits can be tracked; give the model, or one pipeline stage of it"
         )
-    for attention in found.values():
+    for attention in attentions.values():
         attention.logits = LogitTracker(attention.spec, attention.groups) if enabled else None
 
 
@@ -211,11 +211,11 @@ def clip_qk(
     for name, attention in _attentions(model).items():
         if attention.logits is None:
             raise ValueError(f"the logits of {name!r} are not tracked; call track_max_logits(model) before the steps")
-        greatest[name] = found = _of_all_ranks(attention.logits, attention, groups)
+        greatest[name] = maxima = _of_all_ranks(attention.logits, attention, groups)
         attention.logits.reset()
-        above = found > threshold
+        above = maxima > threshold
         clipped += int(above.sum())
-        gamma = torch.where(above, threshold / found, torch.ones_like(found))
+        gamma = torch.where(above, threshold / maxima, torch.ones_like(maxima))
         factors |= {f"{name}.{local}" if name else local: factor for local, factor in attention.qk_clip_factors(gamma, alpha).items()}
     if clipped:
         _shrink(model, groups, factors, optimizer)

@@ -56,7 +56,7 @@ class AttentionCapability:
     def missing(self, spec: AttentionSpec, groups: ProcessGroups) -> list[str]:
         """What is asked for and not there, as "field=value"."""
         dtype = str(spec.dtype).removeprefix("torch.")
-        found = [
+        conditions = [
             (self.window or spec.window is None, f"window_size={spec.window}"),
             (self.bidirectional or spec.causal, "causal=False"),
             (self.sink or spec.softmax_type == "vanilla", f"softmax_type={spec.softmax_type!r}"),
@@ -68,7 +68,7 @@ class AttentionCapability:
             (spec.device in self.devices, f"device={spec.device}"),
             (not spec.training or spec.device not in self.devices or spec.device in self.training, f"training on device={spec.device}"),
         ]
-        return [text for able, text in found if not able]
+        return [text for able, text in conditions if not able]
 
 
 _ABLE = {"packed": True, "grouped": True, "value_dim": True, "bidirectional": True, "devices": ("cpu", "cuda"), "training": ("cpu", "cuda")}
@@ -172,14 +172,14 @@ def select_attention(spec: AttentionSpec, groups: ProcessGroups, backend: str = 
         order, reason = _preference(spec)
         chosen = next((name for name in order if not lacks[name]), None)
         if chosen is None:
-            gaps = "; ".join(f"{name} lacks {', '.join(found)}" for name, found in lacks.items())
+            gaps = "; ".join(f"{name} lacks {', '.join(reasons)}" for name, reasons in lacks.items())
             raise ValueError(f"attention_backend='auto': no backend can do it all: {gaps}")
     else:
         if backend not in table:
             raise ValueError(f"attention_backend={backend!r} must be 'auto' or one of {', '.join(map(repr, table))}")
         chosen, reason = backend, "asked for"
         if lacks[backend]:
-            able = [name for name, found in lacks.items() if not found]
+            able = [name for name, reasons in lacks.items() if not reasons]
             remedy = f"use {' or '.join(able)}" if able else "no other backend can do it all either"
             raise ValueError(f"attention_backend={backend!r} cannot do {', '.join(lacks[backend])}; {remedy}")
     return table[chosen], reason
@@ -233,5 +233,5 @@ def _preference(spec: AttentionSpec) -> tuple[tuple[str, ...], str]:
 
 
 def _words(spec: AttentionSpec, groups: ProcessGroups) -> str:
-    asked = {item.name: getattr(spec, item.name) for item in dataclasses.fields(spec) if getattr(spec, item.name) != item.default}
-    return ", ".join(f"{name}={value}" for name, value in {**asked, "cp": groups.cp.size}.items())
+    required = {item.name: getattr(spec, item.name) for item in dataclasses.fields(spec) if getattr(spec, item.name) != item.default}
+    return ", ".join(f"{name}={value}" for name, value in {**required, "cp": groups.cp.size}.items())

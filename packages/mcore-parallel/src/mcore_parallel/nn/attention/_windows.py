@@ -86,45 +86,45 @@ class _Pattern:
         self.next = 0
 
     def value(self) -> Value:
-        found = self._sum(0)
+        value = self._sum(0)
         if self._peek():
             self._fail("an operator")
-        return found
+        return value
 
     def _sum(self, depth: int) -> Value:
-        found = self._product(depth)
+        total = self._product(depth)
         while self._peek() == "+":
             place, _ = self._take()
             other = self._product(depth)
-            if isinstance(found, int) != isinstance(other, int):
+            if isinstance(total, int) != isinstance(other, int):
                 raise ValueError(f"layer pattern {self.text!r}, position {place}: + joins two lists or two numbers, not one of each")
-            found = found + other  # type: ignore[operator]
-            if not isinstance(found, int):
-                self._check(place, len(found))
-        return found
+            total = total + other  # type: ignore[operator]
+            if not isinstance(total, int):
+                self._check(place, len(total))
+        return total
 
     def _product(self, depth: int) -> Value:
-        found = self._factor(depth)
+        product = self._factor(depth)
         while self._peek() == "*":
             place, _ = self._take()
             other = self._factor(depth)
-            if not isinstance(found, int) and not isinstance(other, int):
+            if not isinstance(product, int) and not isinstance(other, int):
                 raise ValueError(f"layer pattern {self.text!r}, position {place}: * repeats a list a number of times, not by a list")
-            times, entries = (found, other) if isinstance(found, int) else (other, found)
+            times, entries = (product, other) if isinstance(product, int) else (other, product)
             assert isinstance(times, int)
             if not isinstance(entries, int):
                 self._check(place, len(entries) * times)
-            found = times * entries
-        return found
+            product = times * entries
+        return product
 
     def _factor(self, depth: int) -> Value:
         place, token = self._take()
         if token.isdecimal():
             return self._number(place, token)
         if token == "(" and depth < 50:
-            found = self._sum(depth + 1)
+            value = self._sum(depth + 1)
             self._expect(")")
-            return found
+            return value
         if token == "[":
             return self._list()
         self._fail("a number, [ or (", place)
@@ -149,9 +149,9 @@ class _Pattern:
         return self.tokens[self.next][1]
 
     def _take(self) -> tuple[int, str]:
-        found = self.tokens[self.next]
+        token = self.tokens[self.next]
         self.next = min(self.next + 1, len(self.tokens) - 1)
-        return found
+        return token
 
     def _expect(self, token: str) -> None:
         if self._peek() != token:

@@ -131,6 +131,6 @@ class _Scan(torch.autograd.Function):
 
         mixed, raw, bias, rates, skip, initial = ctx.saved_tensors
         plan, sizes, limits = ctx.options
-        found = _triton_ssd.ssd_backward(grads[0].contiguous(), mixed, raw, bias, rates, skip, plan, sizes, limits, initial)
-        numbers = (value.to(dtype) for value, dtype in zip(found[2:], ctx.dtypes, strict=True))
-        return found[0], found[1], *numbers, None, None, None, None
+        gradients = _triton_ssd.ssd_backward(grads[0].contiguous(), mixed, raw, bias, rates, skip, plan, sizes, limits, initial)
+        numbers = (value.to(dtype) for value, dtype in zip(gradients[2:], ctx.dtypes, strict=True))
+        return gradients[0], gradients[1], *numbers, None, None, None, None

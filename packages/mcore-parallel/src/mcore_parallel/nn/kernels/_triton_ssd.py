@@ -136,8 +136,8 @@ class _Call:
 
 def _configs(*choices: tuple[int, int], heads: tuple[int, ...] = ()) -> list[triton.Config]:
     """Warps and stages to try, each with so many heads a program; the interpreter has nothing to measure."""
-    found = [triton.Config({"HEADS": heads[i]} if heads else {}, num_warps=w, num_stages=n) for i, (w, n) in enumerate(choices)]
-    return found[:1] if knobs.runtime.interpret else found
+    configs = [triton.Config({"HEADS": heads[i]} if heads else {}, num_warps=w, num_stages=n) for i, (w, n) in enumerate(choices)]
+    return configs[:1] if knobs.runtime.interpret else configs
 
 
 def _search(configs: list[triton.Config], named: dict[str, Any], **constants: Any) -> list[triton.Config]:
@@ -317,13 +317,13 @@ def _head_gradient_kernel(
         grad_l = tl.sum(read * wide_grad, 1) * tl.exp(fade)
         # The state behind it, as they write it.
         behind = _load_state(behind_ptr + state_at, p, n, P, N, BLOCK_P, BLOCK_N)
-        kept = tl.exp(total - fade)
+        until_end = tl.exp(total - fade)
         reached = tl.dot(b, tl.trans(behind), input_precision=PRECISION)
         wide_x = x.to(tl.float32)
-        by_token = tl.sum(reached * wide_x, 1) * kept
+        by_token = tl.sum(reached * wide_x, 1) * until_end
         skipped = tl.sum(tl.sum(wide_grad * wide_x, 1), 0)
         tl.store(sums_ptr + (chunk.to(tl.int64) + 2 * num_chunks) * heads + head, skipped)
-        grad_x = reached * (kept * sizes)[:, None] + tl.load(skip_ptr + head) * wide_grad
+        grad_x = reached * (until_end * sizes)[:, None] + tl.load(skip_ptr + head) * wide_grad
         grad_l -= by_token * sizes
         tie = 0.0
         for tile in tl.static_range(TILES):
@@ -393,8 +393,8 @@ def _group_gradient_kernel(
         grad_scores += tl.dot(grad, tl.trans(x), input_precision=PRECISION) * between
         grown = (grad.to(tl.float32) * tl.exp(fade)[:, None]).to(x.dtype)
         grad_c = tl.dot(grown, before, grad_c, input_precision=PRECISION)
-        kept = (x.to(tl.float32) * (tl.exp(tl.sum(decay, 0) - fade) * sizes)[:, None]).to(x.dtype)
-        grad_b = tl.dot(kept, behind, grad_b, input_precision=PRECISION)
+        decayed = (x.to(tl.float32) * (tl.exp(tl.sum(decay, 0) - fade) * sizes)[:, None]).to(x.dtype)
+        grad_b = tl.dot(decayed, behind, grad_b, input_precision=PRECISION)
     b = tl.load(line + GROUP_HEADS * P + n[None, :], mask=in_n, other=0.0)
     c = tl.load(line + GROUP_HEADS * P + N + n[None, :], mask=in_n, other=0.0)
     narrow = grad_scores.to(b.dtype)

@@ -89,9 +89,9 @@ def ssd_chunked(
     mixed = scores * decay_between(l_CHQ) * dt[..., None, :]
     b, c = b.repeat_interleave(heads // groups, dim=1), c.repeat_interleave(heads // groups, dim=1)
     written = (x * (dt * torch.exp(l_CHQ[..., -1:] - l_CHQ))[..., None]).transpose(-1, -2) @ b
-    kept = torch.exp(l_CHQ[..., -1])[..., None, None]
+    decay = torch.exp(l_CHQ[..., -1])[..., None, None]
     states = initial_states(x, b.shape[-1], plan) if initial is None else initial
-    before, behind = plan.pass_states(states, lambda state, chunks: kept[chunks] * state + written[chunks])
+    before, behind = plan.pass_states(states, lambda state, chunks: decay[chunks] * state + written[chunks])
     y = mixed @ x + torch.exp(l_CHQ)[..., None] * (c @ before.transpose(-1, -2)) + skip_H[:, None, None] * x
     return plan.join(y.transpose(1, 2)).to(x_THP.dtype), behind
 
@@ -183,11 +183,11 @@ def delta_chunked(
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     own, read = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
     scores = (q @ keys) * decay_between(l_CHQ)
-    kept = torch.exp(l_CHQ[..., -1])[..., None, None]
+    decay = torch.exp(l_CHQ[..., -1])[..., None, None]
     writers = keys * torch.exp(l_CHQ[..., -1:] - l_CHQ)[..., None, :]
 
     def advance(state: Tensor, chunks: Tensor) -> Tensor:
-        return kept[chunks] * state + writers[chunks] @ (own[chunks] - read[chunks] @ state)
+        return decay[chunks] * state + writers[chunks] @ (own[chunks] - read[chunks] @ state)
 
     before, behind = plan.pass_states(_zeros(q_TGK, v_THV, g_TH, plan) if initial is None else initial, advance)
     o = grown * (q @ before) + scores @ (own - read @ before)

@@ -37,8 +37,8 @@ class Llama3Scaling:
     def scaled(self, frequencies: Tensor) -> Tensor:
         """[D / 2] angles a position -> the same, stretched."""
         periods = self.original_max_position_embeddings * frequencies / (2 * math.pi)
-        kept = (periods - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        return torch.lerp(frequencies / self.factor, frequencies, kept.clamp(0.0, 1.0))
+        unscaled = (periods - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        return torch.lerp(frequencies / self.factor, frequencies, unscaled.clamp(0.0, 1.0))
 
 
 @dataclass(frozen=True, kw_only=True)
