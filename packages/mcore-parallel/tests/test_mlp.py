@@ -73,9 +73,7 @@ def results(activation: Activation, groups: ProcessGroups, *, recomputed: bool =
 @pytest.mark.parametrize("frozen", [(), ("down.weight",), ("up.weight", "up.bias")], ids=str)
 def test_an_activation_made_again_gives_the_same_gradients(frozen: tuple[str, ...]) -> None:
     for activation in CHOICES:
-        kept, recomputed = (
-            results(activation, ProcessGroups.single(), recomputed=recomputed, frozen=frozen) for recomputed in (False, True)
-        )
+        kept, recomputed = (results(activation, ProcessGroups.single(), recomputed=again, frozen=frozen) for again in (False, True))
         assert len(kept) == len(recomputed) == 6 - len(frozen)
         for found, wanted in zip(recomputed, kept, strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)

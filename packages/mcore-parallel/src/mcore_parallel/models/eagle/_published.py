@@ -80,11 +80,10 @@ def load_published(head: EagleHead, weights: Mapping[str, Tensor]) -> None:
         whole = torch.empty(shard.spec.shape, dtype=shard.parameter.dtype)
         pieces.append((shard, whole, list(_parts(head, shard.name, whole))))
     wanted = {name: _shape(view) for _, _, parts in pieces for name, view in parts}
-    if wrong := {
-        name for name in wanted.keys() | published.keys() if name not in published or wanted.get(name) != tuple(published[name].shape)
-    }:
-        shapes = {name: tuple(published[name].shape) if name in published else None for name in sorted(wrong)[:4]}
-        raise ValueError(f"the head has no place for, or lacks, {shapes}; build it with the architecture that the weights were made for")
+    shapes = {name: tuple(x.shape) for name, x in published.items()}
+    if wrong := {name for name in wanted.keys() | shapes.keys() if name not in shapes or wanted.get(name) != shapes[name]}:
+        misfits = {name: shapes.get(name) for name in sorted(wrong)[:4]}
+        raise ValueError(f"the head has no place for, or lacks, {misfits}; build it with the architecture that the weights were made for")
     with torch.no_grad():
         for shard, whole, parts in pieces:
             for name, view in parts:
