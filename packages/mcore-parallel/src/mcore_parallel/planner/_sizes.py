@@ -37,7 +37,7 @@ class RankSizes:
     sequence_parallel: bool
     context_parallel: bool
     kernels: bool
-    """Norm, gating and rotation are one kernel each (``nn._fused``), and the loss works in place: on a GPU with Triton."""
+    """Norm, gating and rotation are one kernel each (``nn.kernels``), and the loss works in place: on a GPU with Triton."""
     picks: int = 0
     """(token, expert) pairs of this rank's tokens."""
     rows: int = 0
