@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.models._config import TransformerConfig
+from mcore_parallel.models._cores import rotary_config
 from mcore_parallel.models._init import fill_parameters
 from mcore_parallel.models._layer import TransformerLayer, build_norm, dense_feed_forward, self_attention
 from mcore_parallel.models._layout import check_layout
 from mcore_parallel.models._output import ModelOutput, OutputLayer
-from mcore_parallel.models._positions import rotary_config
 from mcore_parallel.models._slots import Site
 from mcore_parallel.nn import CrossAttention, LearnedPositions, MaskedAttention, Step
 from mcore_parallel.tensor_parallel import VocabParallelEmbedding

@@ -2,7 +2,6 @@
 # Copyright (c) 2026 the mcore authors
 """Attention: self-attention, multi-head latent attention, the cores they run on, and the choice among cores."""
 
-from mcore_parallel.nn.attention._cross import CrossAttention
 from mcore_parallel.nn.attention._cores import (
     AttentionCore,
     AttentionCoreBuilder,
@@ -11,6 +10,7 @@ from mcore_parallel.nn.attention._cores import (
     causal_attention,
     default_attention,
 )
+from mcore_parallel.nn.attention._cross import CrossAttention
 from mcore_parallel.nn.attention._latent import LatentAttentionConfig, LatentCache, LatentCore, LatentSelfAttention
 from mcore_parallel.nn.attention._masked import MaskedAttention
 from mcore_parallel.nn.attention._qk_clip import ClipReport, LogitTracker, QKClipped, clip_qk, shared_key_factors, track_max_logits
