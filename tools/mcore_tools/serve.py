@@ -21,7 +21,7 @@ import torch
 
 from mcore_ckpt import CheckpointingException
 from mcore_inference import DynamicInferenceEngine, EngineDeadError
-from mcore_inference.server import StopSignals, serve
+from mcore_inference.server import ServerLimits, StopSignals, serve
 from mcore_parallel.guard import STALLED_EXIT_CODE
 from mcore_tools.generate import add_model_arguments, add_sampling_arguments, generate
 from mcore_tools.serving import open_engine
@@ -62,7 +62,7 @@ def _serve(engine: DynamicInferenceEngine, options: argparse.Namespace, token: s
             port=options.port,
             token=token,
             model_name=Path(options.checkpoint).name,
-            max_waiting_requests=options.max_waiting,
+            limits=ServerLimits(max_waiting_requests=options.max_waiting),
         )
         print(f"serving {options.checkpoint} on {server.url}/v1; Ctrl-C ends it", flush=True)
         try:

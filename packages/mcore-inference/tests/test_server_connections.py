@@ -16,7 +16,7 @@ import pytest
 import torch
 import uvicorn
 
-from mcore_inference.server import ConnectionLimits, InferenceServer, serve
+from mcore_inference.server import ConnectionLimits, InferenceServer, ServerLimits, serve
 from mcore_inference.server._connection import limited_protocol
 from mcore_parallel.data import ByteTokenizer
 
@@ -29,7 +29,7 @@ BODY = json.dumps({"prompt": "x", "max_tokens": 2, "temperature": 0}).encode()
 @pytest.fixture(scope="module")
 def server(make_model: Make, make_engine: Make) -> Iterator[InferenceServer]:
     model = make_model(vocab_size=272, dtype=torch.float32, layers=1)
-    with serve(make_engine(model, ByteTokenizer(), max_sequence_length=256), limits=LIMITS) as running:
+    with serve(make_engine(model, ByteTokenizer(), max_sequence_length=256), limits=ServerLimits(connections=LIMITS)) as running:
         yield running
 
 

@@ -21,6 +21,7 @@ from mcore_rl import (
     GRPOConfig,
     GRPOObjective,
     IterationReport,
+    Learner,
     MegatronLocal,
     Problem,
     RewardOnlyAgent,
@@ -60,12 +61,13 @@ def iterate(
     refit(model, groups, engine)
     agent = agent or CharacterShare(["a", "b"][groups.world.rank % 2 :], "abcdefghijklmnopqrstuvwxyz")
     interface = MegatronLocal(engine)
+    reference = frozen if objective.kl_beta else None
+    learner = Learner(model=model, groups=groups, objective=objective, sync=sync, optimizer=optimizer, reference=reference)
     reports = []
     for _ in range(iterations):
         reports.append(
             grpo_iteration(
-                config, agent=agent, interface=interface, engine=engine, model=model, groups=groups,
-                objective=objective, sync=sync, optimizer=optimizer, lr=2e-2, reference=frozen if objective.kl_beta else None,
+                config, agent=agent, interface=interface, engine=engine, learner=learner, lr=2e-2,
             )
         )  # fmt: skip
     for name, full in gather_weights(model, groups):
@@ -170,10 +172,11 @@ class Unreachable(CharacterShare):
     ids=["reference", "temperature", "dp"],
 )
 def test_what_cannot_be_trained_on_is_refused_before_anything_is_generated(options: dict[str, Any], message: str) -> None:
-    parts: dict[str, Any] = dict.fromkeys(("interface", "engine", "model", "sync", "optimizer"))
-    parts |= {"agent": Unreachable(["x"], "a"), "groups": ProcessGroups.single(), "objective": GRPOObjective(), "lr": 1.0}
+    parts: dict[str, Any] = dict.fromkeys(("model", "sync", "optimizer"))
+    parts |= {"groups": ProcessGroups.single(), "objective": GRPOObjective()}
+    nobody: Any = None
     with pytest.raises(ValueError, match=message):
-        grpo_iteration(CONFIG, **(parts | options))
+        grpo_iteration(CONFIG, agent=Unreachable(["x"], "a"), interface=nobody, engine=nobody, learner=Learner(**(parts | options)), lr=1.0)
 
 
 class Unreliable(CharacterShare):
@@ -181,18 +184,18 @@ class Unreliable(CharacterShare):
 
     def __init__(self, silent_after: int = 10**9) -> None:
         super().__init__(["a", "b"], "abcdefghijklmnopqrstuvwxyz")
-        self.asked = self.judged = 0
+        self.num_prompts = self.num_judged = 0
         self.silent_after = silent_after
 
     async def get_prompt(self, *, validation: bool = False) -> Problem:
-        self.asked += 1
-        if self.asked > self.silent_after:
+        self.num_prompts += 1
+        if self.num_prompts > self.silent_after:
             await asyncio.sleep(60)
         return await super().get_prompt()
 
     async def get_reward(self, response: str, problem: Problem) -> float:
-        self.judged += 1
-        if self.judged % 3 == 0:
+        self.num_judged += 1
+        if self.num_judged % 3 == 0:
             raise RuntimeError("judge fell over")
         return await super().get_reward(response, problem)
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""What each rank does to reinforce the trained model."""
+"""What each rank does to post-train the model with RL."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from mcore_ckpt import CheckpointManager
 from mcore_parallel.data import HuggingFaceTokenizer
 from mcore_parallel.training import model_state
-from mcore_rl import GenericGenerationArgs, GRPOConfig, GRPOObjective, IterationReport, MegatronLocal, grpo_iteration, refit
+from mcore_rl import GenericGenerationArgs, GRPOConfig, GRPOObjective, IterationReport, Learner, MegatronLocal, grpo_iteration, refit
 from mcore_rl.envs import CharacterShare
 from mcore_tools.assembly import assemble
 from mcore_tools.recipes import RunConfig
@@ -37,9 +37,10 @@ def reinforce_rank(config: RunConfig, kind: str, prompts: Sequence[str], wanted:
         micro_batch_size=16,
         generation_args=GenericGenerationArgs(temperature=1.0, max_tokens=24),
     )
+    learner = Learner(model=parts.model, groups=parts.groups, objective=GRPOObjective(), sync=parts.sync, optimizer=parts.optimizer)
     reports = []
     columns = (
-        TextColumn("reinforcing"),
+        TextColumn("post-training"),
         BarColumn(),
         TextColumn("{task.completed:.0f}/{task.total:.0f}"),
         TextColumn("{task.description}"),
@@ -53,11 +54,7 @@ def reinforce_rank(config: RunConfig, kind: str, prompts: Sequence[str], wanted:
                 agent=agent,
                 interface=interface,
                 engine=engine,
-                model=parts.model,
-                groups=parts.groups,
-                objective=GRPOObjective(),
-                sync=parts.sync,
-                optimizer=parts.optimizer,
+                learner=learner,
                 lr=lr,
             )
             reports.append(report)

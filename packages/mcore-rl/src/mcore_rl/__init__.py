@@ -4,7 +4,7 @@
 
 from mcore_rl._advantage import group_relative_advantages
 from mcore_rl._batches import rollout_batches
-from mcore_rl._loop import GRPOConfig, IterationReport, grpo_iteration
+from mcore_rl._loop import GRPOConfig, IterationReport, Learner, grpo_iteration
 from mcore_rl._objective import GRPOObjective, calculate_grpo_loss
 from mcore_rl._reference import with_ref_logprobs
 from mcore_rl._refit import WeightSink, gather_weights, refit
@@ -31,6 +31,7 @@ __all__ = [
     "InferenceRequest",
     "InferenceResponse",
     "IterationReport",
+    "Learner",
     "MegatronLocal",
     "Problem",
     "RewardEvaluationResult",

@@ -65,6 +65,21 @@ class GRPOConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Learner:
+    """The policy on this rank, and what updates it."""
+
+    model: nn.Module
+    groups: ProcessGroups
+    """The layout of the model."""
+    objective: Objective
+    sync: GradSync
+    """Of the model's gradients."""
+    optimizer: Optimizer
+    reference: nn.Module | None = None
+    """A frozen model of the same layout, for an objective with ``kl_beta``; its log-probabilities are computed before the update."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class IterationReport:
     """What one iteration did; the same on every rank."""
 
@@ -87,15 +102,10 @@ def grpo_iteration(
     agent: GroupedRolloutGenerator,
     interface: InferenceInterface,
     engine: WeightSink,
-    model: nn.Module,
-    groups: ProcessGroups,
-    objective: Objective,
-    sync: GradSync,
-    optimizer: Optimizer,
+    learner: Learner,
     lr: float,
-    reference: nn.Module | None = None,
 ) -> IterationReport:
-    """One iteration of group-relative policy optimisation on every rank of ``groups``.
+    """One iteration of group-relative policy optimisation on every rank of ``learner.groups``.
 
     The ranks share the problems: each asks the engine it holds, then all see all answers. The update is one
     `train_step`, after which every engine receives the new weights.
@@ -105,19 +115,15 @@ def grpo_iteration(
         agent: poses problems and judges.
         interface: answers.
         engine: takes over the new weights.
-        model: the policy.
-        groups: its layout.
-        objective: of the update.
-        sync: of the model's gradients.
-        optimizer: of the model.
+        learner: the policy, its objective and its optimizer.
         lr: learning rate.
-        reference: a frozen model of the same layout, for an objective with ``kl_beta``; its log-probabilities are made before the update.
 
     Raises:
         ValueError: what cannot be trained on, before anything is generated; a reward that is no finite number.
         RuntimeError: rollouts failed on some rank, or none is there in time.
     """
-    _check(config, objective, reference, groups)
+    _check(config, learner)
+    model, groups = learner.model, learner.groups
     device = next(model.parameters()).device
     begin = time.perf_counter()
     rollouts = _collect(config, agent, interface, groups, device)
@@ -135,10 +141,10 @@ def grpo_iteration(
         pad_id=config.pad_id,
         device=device,
     )
-    if reference is not None:
-        batches = with_ref_logprobs(reference, batches, groups, temperature=config.temperature)
+    if learner.reference is not None:
+        batches = with_ref_logprobs(learner.reference, batches, groups, temperature=config.temperature)
     model.train()
-    train = train_step(model, batches, objective, sync, optimizer, lr=lr)
+    train = train_step(model, batches, learner.objective, learner.sync, learner.optimizer, lr=lr)
     trained = time.perf_counter()
     refit(model, groups, engine)
     rewards = torch.tensor([rollout.reward for rollout in flat], dtype=torch.float64)
@@ -155,8 +161,9 @@ def grpo_iteration(
     )
 
 
-def _check(config: GRPOConfig, objective: Objective, reference: nn.Module | None, groups: ProcessGroups) -> None:
+def _check(config: GRPOConfig, learner: Learner) -> None:
     """Whether an iteration can be trained on, before it is generated."""
+    objective, reference, groups = learner.objective, learner.reference, learner.groups
     count = config.num_groups * config.group_size
     if count % groups.dp.size:
         raise ValueError(f"num_groups * group_size = {count} must be divisible by dp={groups.dp.size}")

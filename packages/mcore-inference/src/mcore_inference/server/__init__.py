@@ -3,7 +3,8 @@
 """An OpenAI-compatible HTTP server over an engine (extra ``server``)."""
 
 from mcore_inference.server._connection import ConnectionLimits
+from mcore_inference.server._limits import ServerLimits
 from mcore_inference.server._server import InferenceServer, serve
 from mcore_inference.server._signals import StopSignals
 
-__all__ = ["ConnectionLimits", "InferenceServer", "StopSignals", "serve"]
+__all__ = ["ConnectionLimits", "InferenceServer", "ServerLimits", "StopSignals", "serve"]

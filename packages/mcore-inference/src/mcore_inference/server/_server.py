@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 import uvicorn
 
-from mcore_inference._fields import as_integer
 from mcore_inference.engine import DynamicInferenceEngine, EngineRunner
 from mcore_inference.requests import EngineDeadError, PortInUseError
 from mcore_inference.server._app import Routes
-from mcore_inference.server._connection import ConnectionLimits, limited_protocol
+from mcore_inference.server._connection import limited_protocol
+from mcore_inference.server._limits import ServerLimits
 from mcore_inference.server._metrics import ServerMetrics
 from mcore_inference.server._signals import StopSignals
 from mcore_inference.text import Tokenizer
@@ -134,11 +134,7 @@ def serve(
     port: int = 0,
     token: str | None = None,
     model_name: str = "mcore",
-    max_body_bytes: int = 4 * 2**20,
-    stall_timeout_s: float = 60.0,
-    max_failed_steps: int = 3,
-    max_waiting_requests: int | None = 512,
-    limits: ConnectionLimits | None = None,
+    limits: ServerLimits | None = None,
 ) -> InferenceServer:
     """Serve ``/v1/completions``, ``/v1/chat/completions``, ``/v1/models``, ``/health`` and ``/metrics`` in the background.
 
@@ -149,11 +145,7 @@ def serve(
         port: 0 for a free one, see ``InferenceServer.port``.
         token: bearer token that clients must send (``api_key`` of OpenAI's client); ``/health`` stays open.
         model_name: name in answers and ``/v1/models``.
-        max_body_bytes: longer bodies are refused.
-        stall_timeout_s: age of the last step at which ``/health`` says dead.
-        max_failed_steps: as of ``EngineRunner``.
-        max_waiting_requests: length of the queue at which requests are answered 429; None for the engine's own limit only.
-        limits: on connections; None for the defaults.
+        limits: on bodies, the queue, the engine and connections; None for the defaults.
 
     Returns:
         The server, accepting requests.
@@ -172,28 +164,30 @@ def serve(
         raise ValueError(f"host={host!r} is reachable from other machines; give a token, or bind to 127.0.0.1")
     if not 0 <= port < 2**16:
         raise ValueError(f"port={port} must lie in 0..65535; 0 takes a free one")
-    limits = ConnectionLimits() if limits is None else limits
-    max_body_bytes = as_integer("max_body_bytes", max_body_bytes, 1, 2**31)
+    limits = ServerLimits() if limits is None else limits
     listener = _bind(host, port)
     try:
         runner = EngineRunner(
-            engine, stall_timeout_s=stall_timeout_s, max_failed_steps=max_failed_steps, max_waiting_requests=max_waiting_requests
+            engine,
+            stall_timeout_s=limits.stall_timeout_s,
+            max_failed_steps=limits.max_failed_steps,
+            max_waiting_requests=limits.max_waiting_requests,
         )
     except BaseException:
         listener.close()
         raise
     hosts = ["127.0.0.1", "localhost", "[::1]", host] if token is None else ["*"]
     metrics = ServerMetrics(runner)
-    routes = Routes(runner, tokenizer, model_name=model_name, token=token, max_body_bytes=max_body_bytes, metrics=metrics)
+    routes = Routes(runner, tokenizer, model_name=model_name, token=token, max_body_bytes=limits.max_body_bytes, metrics=metrics)
     config = uvicorn.Config(
         routes.app(hosts),
         log_config=None,
         access_log=False,
         lifespan="off",
         ws="none",
-        http=limited_protocol(limits, metrics.count_response),
+        http=limited_protocol(limits.connections, metrics.count_response),
         loop="asyncio",
-        timeout_keep_alive=limits.idle_timeout_s,  # type: ignore[arg-type]
+        timeout_keep_alive=limits.connections.idle_timeout_s,  # type: ignore[arg-type]
     )
     server = InferenceServer(runner, uvicorn.Server(config), listener, host)
     try:
