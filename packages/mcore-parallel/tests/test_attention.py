@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mcore_parallel import Group, ProcessGroups
-from mcore_parallel.nn import SelfAttention, Step, causal_attention, rotary_frequencies, rotary_tables
+from mcore_parallel.nn import AttentionConfig, SelfAttention, Step, causal_attention, rotary_frequencies, rotary_tables
 
 
 def slow_attention(q: Tensor, k: Tensor, v: Tensor, batch_size: int) -> Tensor:
@@ -33,7 +33,9 @@ def test_causal_attention_equals_the_loop(kv_heads: int) -> None:
 
 def test_self_attention_cuts_qkv_by_key_value_group() -> None:
     torch.manual_seed(0)
-    attention = SelfAttention(8, 4, 2, 2, ProcessGroups.single(), dtype=torch.float64)
+    attention = SelfAttention(
+        AttentionConfig(hidden_size=8, num_heads=4, num_kv_heads=2, head_dim=2), ProcessGroups.single(), dtype=torch.float64
+    )
     x, step = torch.randn(6, 8, dtype=torch.float64), Step.causal(2, 3)
     rows = attention.qkv.weight.detach()
     assert rows.shape == (2, 8, 8)
@@ -50,7 +52,9 @@ def test_the_core_gets_the_turned_heads_the_layer_and_the_step() -> None:
         seen.append((q.shape, k.shape, v.shape, layer, step.attention))
         return q
 
-    attention = SelfAttention(8, 4, 2, 2, ProcessGroups.single(), layer=3, core=core)
+    attention = SelfAttention(
+        AttentionConfig(hidden_size=8, num_heads=4, num_kv_heads=2, head_dim=2), ProcessGroups.single(), layer=3, core=core
+    )
     step = dataclasses.replace(Step.causal(1, 5), attention="pages")
     plain = attention(torch.ones(5, 8), step)
     turned = attention(torch.ones(5, 8), dataclasses.replace(step, rotary=rotary_tables(step.positions, rotary_frequencies(2))))
@@ -62,8 +66,8 @@ def test_the_core_gets_the_turned_heads_the_layer_and_the_step() -> None:
 def test_a_tp_that_does_not_divide_the_key_value_heads_is_an_error() -> None:
     groups = dataclasses.replace(ProcessGroups.single(), tp=Group((0, 1), 0))
     with pytest.raises(ValueError, match=r"tp=2 must divide num_query_groups=3 .*or be a multiple of it"):
-        SelfAttention(8, 6, 3, 2, groups)
+        SelfAttention(AttentionConfig(hidden_size=8, num_heads=6, num_kv_heads=3, head_dim=2), groups)
     with pytest.raises(ValueError, match=r"num_query_groups=3 must divide num_attention_heads=4"):
-        SelfAttention(8, 4, 3, 2, groups)
+        SelfAttention(AttentionConfig(hidden_size=8, num_heads=4, num_kv_heads=3, head_dim=2), groups)
     with pytest.raises(ValueError, match=r"tp=2 must divide num_attention_heads=3"):
-        SelfAttention(8, 3, 1, 2, groups)
+        SelfAttention(AttentionConfig(hidden_size=8, num_heads=3, num_kv_heads=1, head_dim=2), groups)

@@ -13,6 +13,7 @@ from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.nn import (
+    AttentionConfig,
     AttentionSpec,
     LatentAttentionConfig,
     LatentSelfAttention,
@@ -117,7 +118,9 @@ def check_attention(attention: SelfAttention | LatentSelfAttention, width: int, 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_clipped_heads_come_down_to_the_threshold_and_the_others_stay(kv_heads: int) -> None:
     torch.manual_seed(0)
-    attention = SelfAttention(12, 4, kv_heads, 6, ONE, qkv_bias=True, dtype=torch.float64)
+    attention = SelfAttention(
+        AttentionConfig(hidden_size=12, num_heads=4, num_kv_heads=kv_heads, head_dim=6, qkv_bias=True), ONE, dtype=torch.float64
+    )
     for parameter in attention.parameters():
         torch.nn.init.normal_(parameter)
     values = attention.qkv.weight.detach()[:, -6:].clone()
@@ -232,7 +235,7 @@ def test_masters_of_a_distributed_optimizer_shrink_too(world, options: dict[str,
 
 
 def test_what_cannot_be_clipped_is_refused() -> None:
-    attention = SelfAttention(8, 4, 2, 2, ONE)
+    attention = SelfAttention(AttentionConfig(hidden_size=8, num_heads=4, num_kv_heads=2, head_dim=2), ONE)
     with pytest.raises(ValueError, match=r"logits of '' are not tracked; call track_max_logits"):
         clip_qk(attention, ONE)
     with pytest.raises(ValueError, match=r"Linear has no attention"):
@@ -240,7 +243,7 @@ def test_what_cannot_be_clipped_is_refused() -> None:
     for options in ({"threshold": 0.0}, {"threshold": float("nan")}, {"alpha": 1.5}):
         with pytest.raises(ValueError, match=r"threshold=.* must be positive and alpha=.* in \[0, 1\]"):
             clip_qk(attention, ONE, **options)
-    normed = SelfAttention(8, 4, 2, 2, ONE, qk_norm=True)
+    normed = SelfAttention(AttentionConfig(hidden_size=8, num_heads=4, num_kv_heads=2, head_dim=2, qk_norm=True), ONE)
     track_max_logits(normed)
     normed(torch.ones(3, 8), Step.causal(1, 3))
     with pytest.raises(ValueError, match=r"qk_layernorm=True normalises queries and keys .* QK-clip has no effect"):
@@ -250,7 +253,7 @@ def test_what_cannot_be_clipped_is_refused() -> None:
 
 
 def test_a_rank_without_data_clips_nothing() -> None:
-    attention = SelfAttention(8, 4, 2, 2, ONE)
+    attention = SelfAttention(AttentionConfig(hidden_size=8, num_heads=4, num_kv_heads=2, head_dim=2), ONE)
     track_max_logits(attention)
     report = clip_qk(attention, ONE, threshold=1.0)
     assert report.clipped == 0 and report.max_logits[""].eq(float("-inf")).all()

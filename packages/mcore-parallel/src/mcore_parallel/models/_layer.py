@@ -12,6 +12,7 @@ from mcore_parallel.models._slots import FeedForwardBuilder, MixerBuilder, Site
 from mcore_parallel.nn import (
     MLP,
     Activation,
+    AttentionConfig,
     AttentionCore,
     AttentionCoreBuilder,
     LayerMemory,
@@ -151,15 +152,12 @@ def self_attention(
         config = site.config
         spec = attention_spec(site, causal=causal, softmax_type=softmax_type)
         own_core = core is None or isinstance(core, AttentionCoreBuilder)
-        return SelfAttention(
-            config.hidden_size,
-            config.num_attention_heads,
-            config.kv_heads,
-            config.head_dim,
-            site.groups,
-            layer=site.local_layer,
-            core=chooser.core(spec, site),
-            spec=spec,
+        attention = AttentionConfig(
+            hidden_size=config.hidden_size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            input_size=input_size,
             softmax_type="vanilla" if own_core and spec.softmax_type == "off-by-one" else spec.softmax_type,
             rotary=layer_rotary(config, site.layer),
             rotary_interleaved=config.rotary_interleaved,
@@ -170,7 +168,13 @@ def self_attention(
             qkv_bias=config.add_qkv_bias,
             out_bias=config.add_bias_linear,
             output_gate=config.attention_output_gate,
-            input_size=input_size,
+        )
+        return SelfAttention(
+            attention,
+            site.groups,
+            layer=site.local_layer,
+            core=chooser.core(spec, site),
+            spec=spec,
             layers=site.layers,
             dtype=site.dtype,
             device=site.device,

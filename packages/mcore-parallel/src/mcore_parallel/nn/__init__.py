@@ -20,6 +20,7 @@ from mcore_parallel.nn._norm import LayerNorm, RMSNorm
 from mcore_parallel.nn._step import Step
 from mcore_parallel.nn.attention import (
     AttentionCapability,
+    AttentionConfig,
     AttentionCore,
     AttentionCoreBuilder,
     AttentionSpec,
@@ -82,6 +83,7 @@ __all__ = [
     "Activation",
     "ActivationOffloader",
     "AttentionCapability",
+    "AttentionConfig",
     "AttentionCore",
     "AttentionCoreBuilder",
     "AttentionSpec",

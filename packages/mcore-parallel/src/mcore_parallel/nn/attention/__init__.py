@@ -22,13 +22,14 @@ from mcore_parallel.nn.attention._registry import (
     choose_attention,
     select_attention,
 )
-from mcore_parallel.nn.attention._self_attention import SelfAttention
+from mcore_parallel.nn.attention._self_attention import AttentionConfig, SelfAttention
 from mcore_parallel.nn.attention._shared_kv import SharedKVProjection
 from mcore_parallel.nn.attention._softmax import FusedScaleMaskSoftmax, SoftmaxOne
 from mcore_parallel.nn.attention._windows import get_sliding_window_causal_mask, is_layer_window_attention
 
 __all__ = [
     "AttentionCapability",
+    "AttentionConfig",
     "AttentionCore",
     "AttentionCoreBuilder",
     "AttentionSpec",

@@ -3,6 +3,7 @@
 """Self-attention over tensor-parallel heads."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -18,66 +19,98 @@ from mcore_parallel.nn.positions import apply_rotary, split_rotary
 from mcore_parallel.tensor_parallel import normal_shard_
 
 
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """Sizes and choices of a ``SelfAttention``.
+
+    Raises:
+        ValueError: num_kv_heads that does not divide num_heads; an unknown softmax_type or rotary.
+
+    Example:
+        >>> AttentionConfig(hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=8).qkv_rows
+        48
+    """
+
+    hidden_size: int
+    num_heads: int
+    """Query heads of the model, over all tp ranks."""
+    num_kv_heads: int
+    """Key-value heads of the model, over all tp ranks."""
+    head_dim: int
+    input_size: int | None = None
+    """Width of the input; None for hidden_size."""
+    softmax_type: str = "vanilla"
+    """"vanilla", or "learnable" for one sink per head (``softmax_offset`` [num_heads], sharded over tp). The core must then conform to
+    ``SinkAttentionCore``, as those of ``choose_attention`` do for such a spec."""
+    rotary: str | None = "default"
+    """Which tables of the step rotate queries and keys: "default", "window" (``Step.rotary_window``, or the default tables if there are
+    none), or None."""
+    rotary_interleaved: bool = False
+    """Channel 2 i pairs with 2 i + 1."""
+    qk_norm: bool = False
+    """Normalise each query and key head (``q_norm``, ``k_norm``: [head_dim]) before the rotation."""
+    normalization: str = "RMSNorm"
+    """Kind of these norms."""
+    norm_zero_centered: bool = False
+    """Their weights are stored less 1."""
+    norm_epsilon: float = 1e-5
+    """Epsilon of these norms."""
+    qkv_bias: bool = False
+    """Biases of queries, keys and values, ``qkv.bias`` [num_kv_heads, qkv_rows]."""
+    out_bias: bool = False
+    """Bias of the output projection, ``out.bias`` [hidden_size]."""
+    output_gate: bool = False
+    """Multiply the core's result by the sigmoid of ``gate.weight`` [num_heads head_dim, input_size] times the input."""
+
+    def __post_init__(self) -> None:
+        if self.softmax_type not in ("vanilla", "learnable"):
+            raise ValueError(f'softmax_type={self.softmax_type!r} must be "vanilla" or "learnable"; off-by-one is a choice of the core')
+        if self.rotary not in ("default", "window", None):
+            raise ValueError(f'rotary={self.rotary!r} must be "default", "window" or None')
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_query_groups={self.num_kv_heads} must divide num_attention_heads={self.num_heads}")
+
+    @property
+    def qkv_rows(self) -> int:
+        """Rows of the fused projection per key-value head: its query heads, its key and its value."""
+        return (self.num_heads // self.num_kv_heads + 2) * self.head_dim
+
+    @property
+    def in_features(self) -> int:
+        """Width of the input."""
+        return self.hidden_size if self.input_size is None else self.input_size
+
+
 # T tokens, D model, A heads and K key-value heads (global), d width of a head.
 class SelfAttention(nn.Module):
-    """Projection to queries, keys and values, rotary embedding, core, projection back.
+    """Fused QKV projection, rotary embedding, core, output projection.
 
-    ``qkv.weight`` is [K, (A / K + 2) d, D], cut over tp by key-value head: row block k holds the query heads that read
+    ``qkv.weight`` is [K, (A / K + 2) d, D], sharded over tp by key-value head: row block k holds the query heads that read
     key-value head k, then its key, then its value. With more tp ranks than key-value heads it has the same shape, and
-    ``SharedKVProjection`` says how it lies.
+    ``SharedKVProjection`` documents its layout.
 
     Args:
-        hidden_size: D.
-        num_heads: A.
-        num_kv_heads: K.
-        head_dim: d.
+        config: sizes (D, A, K, d) and choices.
         groups: tp is used.
-        layer: number among the layers of this stage, handed to the core.
-        core: attention itself; causal by default.
-        softmax_type: "vanilla", or "learnable" for a sink a head: ``softmax_offset`` [A], cut over tp. The core must then
-            conform to ``SinkAttentionCore``, as those of ``choose_attention`` do when they are asked to.
-        rotary: which tables of the step turn queries and keys: "default", "window" (``Step.rotary_window``, or the default ones where
-            there are none), or None.
-        rotary_interleaved: the tables are of neighbouring channels.
-        qk_norm: normalise each query and key head (``q_norm``, ``k_norm``: [d]) before it turns.
-        normalization: of those norms.
-        norm_zero_centered: their weights are stored less 1.
-        norm_epsilon: of those norms.
-        qkv_bias: biases of queries, keys and values, ``qkv.bias`` [K, (A / K + 2) d].
-        out_bias: bias of the projection back, ``out.bias`` [D].
-        output_gate: multiply what the core gives by the sigmoid of ``gate.weight`` [A d, D] times the input.
-        input_size: width of the input where it is another than D; None for D.
-        spec: what the core computes, for those who watch it; None for causal attention with scores over sqrt(d).
+        layer: number among the layers of this stage, passed to the core.
+        core: the attention core; causal by default.
+        spec: what the core computes, for QK-clip; None for causal attention with scores over sqrt(d).
         layers: builds the projections and norms.
         dtype: of the weights.
         device: of the weights.
         init: as in the linear layers.
 
     Raises:
-        ValueError: tp neither divides K nor is a multiple of it, or does not divide A; an unknown softmax_type or rotary.
+        ValueError: tp neither divides K nor is a multiple of it, or does not divide A.
     """
 
     def __init__(
         self,
-        hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
+        config: AttentionConfig,
         groups: ProcessGroups,
         *,
         layer: int = 0,
         core: AttentionCore | SinkAttentionCore = causal_attention,
-        softmax_type: str = "vanilla",
-        rotary: str | None = "default",
-        rotary_interleaved: bool = False,
-        qk_norm: bool = False,
-        normalization: str = "RMSNorm",
-        norm_zero_centered: bool = False,
-        norm_epsilon: float = 1e-5,
-        qkv_bias: bool = False,
-        out_bias: bool = False,
-        output_gate: bool = False,
-        input_size: int | None = None,
         spec: AttentionSpec | None = None,
         layers: LayerFactory | None = None,
         dtype: torch.dtype | None = None,
@@ -85,39 +118,34 @@ class SelfAttention(nn.Module):
         init: bool = True,
     ) -> None:
         super().__init__()
-        tp = groups.tp
-        if softmax_type not in ("vanilla", "learnable"):
-            raise ValueError(f'softmax_type={softmax_type!r} must be "vanilla" or "learnable"; off-by-one is a choice of the core')
-        if rotary not in ("default", "window", None):
-            raise ValueError(f'rotary={rotary!r} must be "default", "window" or None')
-        if num_heads % num_kv_heads:
-            raise ValueError(f"num_query_groups={num_kv_heads} must divide num_attention_heads={num_heads}")
+        tp, c = groups.tp, config
         layers = TorchLayers() if layers is None else layers
         self.layer, self.core, self.groups = layer, core, groups
-        self.head_dim, self.kv_heads = head_dim, num_kv_heads
-        self.local_kv_heads = max(1, num_kv_heads // tp.size)
-        self.spec = spec or AttentionSpec(num_heads=num_heads // tp.size, num_kv_heads=self.local_kv_heads, head_dim=head_dim)
-        self.rotary, self.rotary_interleaved = rotary, rotary_interleaved
+        self.head_dim, self.kv_heads = c.head_dim, c.num_kv_heads
+        self.local_kv_heads = max(1, c.num_kv_heads // tp.size)
+        self.spec = spec or AttentionSpec(num_heads=c.num_heads // tp.size, num_kv_heads=self.local_kv_heads, head_dim=c.head_dim)
+        self.rotary, self.rotary_interleaved = c.rotary, c.rotary_interleaved
         place = {"dtype": dtype, "device": device}
-        read = hidden_size if input_size is None else input_size
-        if num_kv_heads % tp.size:
-            self.qkv = SharedKVProjection(read, num_heads, num_kv_heads, head_dim, groups, bias=qkv_bias, init=init, **place)
+        if c.num_kv_heads % tp.size:
+            self.qkv = SharedKVProjection(
+                c.in_features, c.num_heads, c.num_kv_heads, c.head_dim, groups, bias=c.qkv_bias, init=init, **place
+            )
         else:
-            rows = (num_heads // num_kv_heads + 2) * head_dim
-            self.qkv = layers.column_linear(read, (num_kv_heads, rows), groups, shard_dim=0, bias=qkv_bias, init=init, **place)
-        width = num_heads * head_dim
-        self.gate = layers.column_linear(read, width, groups, init=init, **place) if output_gate else None
-        self.out = layers.row_linear(width, hidden_size, groups, bias=out_bias, init=init, **place)
+            shape = (c.num_kv_heads, c.qkv_rows)
+            self.qkv = layers.column_linear(c.in_features, shape, groups, shard_dim=0, bias=c.qkv_bias, init=init, **place)
+        width = c.num_heads * c.head_dim
+        self.gate = layers.column_linear(c.in_features, width, groups, init=init, **place) if c.output_gate else None
+        self.out = layers.row_linear(width, c.hidden_size, groups, bias=c.out_bias, init=init, **place)
 
         def head_norm() -> nn.Module | None:
             # A rank sees its share of the heads.
-            kind = {"normalization": normalization, "zero_centered": norm_zero_centered, "epsilon": norm_epsilon}
-            return layers.norm(head_dim, partial=("tp",), **kind, **place) if qk_norm else None
+            kind = {"normalization": c.normalization, "zero_centered": c.norm_zero_centered, "epsilon": c.norm_epsilon}
+            return layers.norm(c.head_dim, partial=("tp",), **kind, **place) if c.qk_norm else None
 
         self.q_norm, self.k_norm = head_norm(), head_norm()
-        self._sinks = ShardSpec(shape=(num_heads,), shards={"tp": 0})
+        self._sinks = ShardSpec(shape=(c.num_heads,), shards={"tp": 0})
         self.softmax_offset: nn.Parameter | None = None
-        if softmax_type == "learnable":
+        if c.softmax_type == "learnable":
             self.softmax_offset = nn.Parameter(torch.empty(self._sinks.local_shape(groups), **place))
             if init:
                 normal_shard_(self.softmax_offset, self._sinks, groups, std=0.02, seed=0)
