@@ -16,6 +16,8 @@ import nox
 
 ROOT = Path(__file__).parent
 WHEELS = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
+# What the root's pyproject.toml declares, on all of them.
+APPLICATION = "mcore-tools"
 PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 # The oldest torch that a wheel declares, the pinned one, the newest of the index.
 TORCHES = ["lowest", "locked", "newest"]
@@ -285,7 +287,7 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def build(session: nox.Session) -> None:
-    """Wheels and source distributions of all six into dist/."""
+    """Wheels and source distributions of the application and of all six into dist/."""
     shutil.rmtree(ROOT / "dist", ignore_errors=True)
     constraint = ["--build-constraint", CONSTRAINTS]
     session.run(UV, "build", "-q", "--all-packages", "--python", sys.executable, *constraint, "--out-dir", "dist", external=True)
@@ -293,7 +295,7 @@ def build(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
-@nox.parametrize("wheel", WHEELS)
+@nox.parametrize("wheel", [*WHEELS, APPLICATION])
 def install_alone(session: nox.Session, wheel: str) -> None:
     """One built wheel in a clean environment: only what it declares is there, it imports fast, its README runs."""
     built = {path.name.partition("-")[0].replace("_", "-"): path for path in (ROOT / "dist").glob("*.whl")}
@@ -313,7 +315,9 @@ def install_alone(session: nox.Session, wheel: str) -> None:
             session.run_install(UV, "pip", "install", "-q", "--python", python, str(built[wheel]), *constraints, external=True)
             session.run(UV, "pip", "check", "-q", "--python", python, external=True)
             session.run(python, "-I", str(ROOT / "tools/checks/closure.py"), "--installed", wheel, external=True)
-            readme = str(ROOT / "packages" / wheel / "README.md")
+            if wheel == APPLICATION:
+                session.run(str(Path(python).parent / "mcore"), "--version", external=True)
+            readme = str(ROOT / ("tools" if wheel == APPLICATION else f"packages/{wheel}") / "README.md")
             session.run(python, "-I", str(ROOT / "tools/checks/codeblocks.py"), "--first", readme, external=True)
 
 
@@ -331,15 +335,17 @@ def release(session: nox.Session) -> None:
     target.mkdir(parents=True)
     mode = ["--rehearsal"] if rehearsal else []
     _check(session, python, "release", tags[0], "--notes", str(target / "notes.md"), *mode)
-    affected = [wheel, *_dependents(wheel)]
+    # The application has no interface to keep; it is released on wheels whose interfaces stand.
+    affected = WHEELS if wheel == APPLICATION else [wheel, *_dependents(wheel)]
     session.run(str(python), "tools/checks/api.py", *(part for name in affected for part in ("--wheel", name)), external=True)
-    session.run(str(python), "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", f"packages/{wheel}/tests", external=True)
+    folder = "tools/tests" if wheel == APPLICATION else f"packages/{wheel}/tests"
+    session.run(str(python), "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", folder, external=True)
     _check(session, python, "publish", "build", wheel, "--uv", UV, "--out", str(target))
     _check(session, python, "publish", "rehearse", wheel, "--uv", UV)
 
 
 @nox.session(venv_backend="none")
-@nox.parametrize("wheel", WHEELS, ids=WHEELS)
+@nox.parametrize("wheel", [*WHEELS, APPLICATION], ids=[*WHEELS, APPLICATION])
 def rehearse(session: nox.Session, wheel: str) -> None:
     """Publish a wheel and its siblings to an index of this machine and install it from there by name."""
     python = _dev(session, "test")
@@ -401,7 +407,7 @@ def lock(session: nox.Session) -> None:
         UV, "pip", "compile", "-q", "--universal", "--python-version", PYTHONS[0], "--no-header", "--no-annotate",
         *_groups(("dev",)), "pyproject.toml", *(f"packages/{wheel}/pyproject.toml" for wheel in WHEELS),
         *(argument for extra in extras for argument in ("--extra", extra)),
-        *(argument for name in ("mcore-tools", *WHEELS) for argument in ("--no-emit-package", name)),
+        *(argument for name in (APPLICATION, *WHEELS) for argument in ("--no-emit-package", name)),
         "-c", "constraints/pins.in", "-o", CONSTRAINTS, *session.posargs,
         external=True, env=dict.fromkeys(INDEX_SETTINGS),
     )  # fmt: skip

@@ -20,7 +20,10 @@ class Wheel:
     """One wheel of the workspace, as its pyproject.toml declares it."""
 
     folder: Path
+    """Of its changelog and README."""
     project: dict[str, Any]
+    sources: str = "src"
+    """Folder of its package, in its own."""
 
     @property
     def name(self) -> str:
@@ -33,7 +36,7 @@ class Wheel:
 
     @property
     def source(self) -> Path:
-        return self.folder / "src" / self.module
+        return self.folder / self.sources / self.module
 
     @property
     def version(self) -> Version:
@@ -56,6 +59,12 @@ def wheels(root: Path = ROOT) -> dict[str, Wheel]:
         wheel = Wheel(folder=path.parent, project=tomllib.loads(path.read_text())["project"])
         found[wheel.name] = wheel
     return found
+
+
+def distributions(root: Path = ROOT) -> dict[str, Wheel]:
+    """What is built and released: the wheels, and the application, which the root's pyproject.toml declares."""
+    application = Wheel(folder=root / "tools", project=tomllib.loads((root / "pyproject.toml").read_text())["project"], sources="")
+    return {**wheels(root), application.name: application}
 
 
 def tracked_files(root: Path = ROOT) -> list[Path]:

@@ -22,6 +22,7 @@ IMPORT_NAMES = {"opentelemetry-api": "opentelemetry", "pyyaml": "yaml", "pyzmq":
 # What every type checker knows by itself; under TYPE_CHECKING nothing has to be installed for it.
 TYPE_CHECKERS_BRING = {"typing_extensions"}
 IMPORT_BUDGET_S = 0.3
+_EXTRA_MARKER = re.compile(r"""\bextra\s*==\s*['"]([^'"]+)['"]""")
 _TIMER = """
 import gc, importlib, sys, time
 import torch
@@ -45,6 +46,12 @@ def requirement_name(text: str) -> str:
     if match is None:
         raise ValueError(f"requirement {text!r} has no name; write it as 'name>=version'")
     return normalized(match[0])
+
+
+def requirement_extras(text: str) -> list[str]:
+    """Extras that a requirement asks for: name[this,that]>=version."""
+    match = re.match(r"[A-Za-z0-9._-]+\s*\[([^\]]*)\]", text)
+    return [normalized(extra.strip()) for extra in match[1].split(",")] if match else []
 
 
 def imported(paths: Iterable[Path]) -> tuple[dict[str, str], dict[str, str]]:
@@ -118,8 +125,8 @@ def _run_at_import(body: list[ast.stmt]) -> Iterable[ast.stmt]:
             yield from _run_at_import(handler.body)
 
 
-def source_findings(folder: Path) -> tuple[list[str], list[str]]:
-    """(errors, notes) for one wheel folder: imported but not declared, declared but not imported, extras imported too early."""
+def source_findings(folder: Path, sources: str = "src") -> tuple[list[str], list[str]]:
+    """(errors, notes) for the project of a folder: imported but not declared, declared but not imported, extras imported too early."""
     project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
     name, module = project["name"], project["name"].replace("-", "_")
     core = {requirement_name(text) for text in project.get("dependencies", [])}
@@ -128,7 +135,7 @@ def source_findings(folder: Path) -> tuple[list[str], list[str]]:
         for extra, texts in project.get("optional-dependencies", {}).items()
     }
     optional = {one for names in extras.values() for one in names}
-    package = folder / "src" / module
+    package = folder / sources / module
     eager, lazy = imported(sorted(package.rglob("*.py")))
     own = {module, "__future__"} | sys.stdlib_module_names
     known = {import_name(one): one for one in core | optional}
@@ -153,15 +160,19 @@ def source_findings(folder: Path) -> tuple[list[str], list[str]]:
 def installed_closure(wheel: str) -> tuple[set[str], set[str]]:
     """(distributions that the wheel needs, directly or not; distributions that are there)."""
     there = {normalized(one.metadata["Name"]): one for one in importlib.metadata.distributions()}
-    closure: set[str] = set()
-    todo = [normalized(wheel)]
+    closure: set[tuple[str, str]] = set()
+    # A distribution, and one of its extras; "" for what it needs without any.
+    todo = [(normalized(wheel), "")]
     while todo:
-        name = todo.pop()
-        if name in closure or name not in there:
+        name, extra = todo.pop()
+        if (name, extra) in closure or name not in there:
             continue
-        closure.add(name)
-        todo += [requirement_name(text) for text in there[name].requires or [] if "extra ==" not in text]
-    return closure, set(there)
+        closure.add((name, extra))
+        for text in there[name].requires or []:
+            of_extra = _EXTRA_MARKER.search(text)
+            if (normalized(of_extra[1]) if of_extra else "") == extra:
+                todo += [(requirement_name(text), one) for one in ("", *requirement_extras(text))]
+    return {name for name, _ in closure}, set(there)
 
 
 def installed_findings(wheel: str) -> list[str]:
@@ -214,8 +225,9 @@ def main() -> int:
         findings = installed_findings(wheel)
     else:
         findings = []
-        for path in sorted(ROOT.glob("packages/*/pyproject.toml")):
-            errors, notes = source_findings(path.parent)
+        projects = [(path.parent, "src") for path in sorted(ROOT.glob("packages/*/pyproject.toml"))]
+        for folder, sources in [*projects, (ROOT, "tools")]:
+            errors, notes = source_findings(folder, sources)
             findings += errors
             for note in notes:
                 print(note)

@@ -116,6 +116,7 @@ def pages(root: Path = ROOT) -> list[Path]:
     return [
         *sorted(root.glob("*.md")),
         *sorted(root.glob("packages/*/README.md")),
+        root / "tools" / "README.md",
         *sorted(root.glob("docs/**/*.md")),
     ]
 

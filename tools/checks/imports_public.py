@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-from tools.checks._tree import ROOT, python_files, report, wheels
+from tools.checks._tree import ROOT, distributions, python_files, report
 
 
 def exported(module_file: Path) -> set[str] | None:
@@ -125,10 +125,11 @@ def circle_in(texts: Mapping[str, str]) -> list[str]:
 
 
 def main() -> int:
-    tree = wheels()
+    tree = distributions()
     sources = {wheel.module: wheel.source for wheel in tree.values()}
     files = [(path, wheel.module) for wheel in tree.values() for path in python_files(wheel.source)]
-    files += [(path, None) for path in python_files(ROOT / "tools") if "tests" not in path.parts]
+    owned = {path for path, _ in files}
+    files += [(path, None) for path in python_files(ROOT / "tools") if "tests" not in path.parts and path not in owned]
     findings = []
     for path, own in files:
         text = path.read_text()

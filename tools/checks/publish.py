@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tools.checks._tree import ROOT, Wheel, wheels
+from tools.checks._tree import ROOT, Wheel, distributions
 
 
 def digest(path: Path) -> str:
@@ -178,7 +178,7 @@ def main() -> int:
     parser.add_argument("--uv", default="uv", help="the uv program")
     parser.add_argument("--constraints", type=Path, default=ROOT / "constraints" / "dev.txt")
     options = parser.parse_args()
-    tree = wheels()
+    tree = distributions()
     if options.wheel not in tree:
         print(f"no wheel {options.wheel!r}; the wheels are {', '.join(tree)}", file=sys.stderr)
         return 2

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
-from tools.checks._tree import ROOT, Wheel, wheels
+from tools.checks._tree import ROOT, Wheel, distributions
 
 _TAG = re.compile(r"(?P<wheel>[a-z0-9][a-z0-9-]*?)-v(?P<version>\d\S*)")
 _HEADING = re.compile(r"## (?P<title>Unreleased|(?P<version>\S+) \((?P<date>\d{4}-\d{2}-\d{2})\))\s*")
@@ -123,14 +123,14 @@ def main() -> int:
     try:
         if arguments.rehearsal:
             name, version = parse_tag(arguments.tag)
-            wheel = wheels()[name]
+            wheel = distributions()[name]
             if wheel.version != version:
                 raise ValueError(
                     f"tag {arguments.tag!r} but {name}/pyproject.toml says version {wheel.version}; move the tag or the version"
                 )
             notes = next(part.text for part in sections((wheel.folder / "CHANGELOG.md").read_text(encoding="utf-8")))
         else:
-            wheel, notes = release_notes(arguments.tag, wheels())
+            wheel, notes = release_notes(arguments.tag, distributions())
             print(f"release: {arguments.tag} lies on {', '.join(branches_with(arguments.tag))}")
     except ValueError as error:
         print(error, file=sys.stderr)

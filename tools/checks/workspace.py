@@ -9,7 +9,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from tools.checks._tree import ROOT, Wheel, report, tracked_files, wheels
+from tools.checks._tree import ROOT, Wheel, distributions, report, tracked_files, wheels
 
 LOWER = {">=", ">", "==", "~="}
 UPPER = {"<", "<=", "==", "~="}
@@ -115,11 +115,11 @@ def file_findings(paths: list[Path], root: Path = ROOT) -> list[str]:
 
 
 def main() -> int:
-    tree = wheels()
+    tree, released = wheels(), distributions()
     root = tomllib.loads((ROOT / "pyproject.toml").read_text())
     files = tracked_files()
-    findings = dependency_findings(tree) + member_findings(tree, root) + group_findings(root) + file_findings(files)
-    listed = ", ".join(f"{wheel.name} {wheel.version}" for wheel in tree.values())
+    findings = dependency_findings(released) + member_findings(tree, root) + group_findings(root) + file_findings(files)
+    listed = ", ".join(f"{wheel.name} {wheel.version}" for wheel in released.values())
     return report(findings, f"workspace: {listed}; {len(files)} files name no machine")
 
 

@@ -20,6 +20,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from mcore_parallel.guard import STALLED_EXIT_CODE, StallReport, Watchdog, WatchdogConfig, preflight
 
+__all__ = ["RankError", "launch"]
+
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch._dynamo", "torch.distributed"])
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.checks.closure import imported, source_findings
+from tools.checks.closure import imported, installed_closure, source_findings
 
 PROJECT = """
 [project]
@@ -82,3 +82,18 @@ def test_relative_imports_and_the_future_name_no_distribution(tmp_path):
     file = tmp_path / "a.py"
     file.write_text("from __future__ import annotations\nfrom . import b\nfrom .c import d\n")
     assert set(imported([file])[0]) == {"__future__"}
+
+
+def test_what_an_extra_brings_is_declared_where_the_extra_is(tmp_path, monkeypatch):
+    requires = {
+        "application": ["leaf[server]>=1"],
+        "leaf": ["core", 'http ; extra == "server"', 'queue ; extra == "coordinator"'],
+        **{name: [] for name in ("core", "http", "queue")},
+    }
+    for name, needs in requires.items():
+        folder = tmp_path / f"{name}-1.0.dist-info"
+        folder.mkdir()
+        lines = ["Metadata-Version: 2.1", f"Name: {name}", "Version: 1.0", *(f"Requires-Dist: {one}" for one in needs)]
+        (folder / "METADATA").write_text("\n".join(lines) + "\n")
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    assert installed_closure("application") == ({"application", "leaf", "core", "http"}, set(requires))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.checks._tree import Wheel, wheels
+from tools.checks._tree import Wheel, distributions, wheels
 from tools.checks.workspace import dependency_findings, file_findings, group_findings, member_findings, trace_findings
 
 
@@ -95,3 +95,11 @@ def test_binary_files_are_passed_over(tmp_path):
 
 def test_this_tree_has_six_wheels():
     assert len(wheels()) == 6
+
+
+def test_the_application_is_released_like_the_wheels_that_it_brings():
+    released = distributions()
+    assert [name for name in released if name not in wheels()] == ["mcore-tools"]
+    application = released["mcore-tools"]
+    assert (application.source / "py.typed").is_file() and (application.folder / "CHANGELOG.md").is_file()
+    assert {one.name for one in application.dependencies} > set(wheels())
