@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mcore_parallel import ProcessGroups, ShardSpec
+from mcore_parallel.backends import grouped_matmul
 from mcore_parallel.nn import Activation, LayerMemory
 
 # R rows in expert order, N experts of this rank, D model, F width of an expert, W width of the activation's input (2 F with a gate).
@@ -76,7 +77,7 @@ class _StackedExperts(nn.Module):
         return self._specs
 
     def _run(self, rows_RD: Tensor, tokens_per_expert: Sequence[int], *, grouped: bool) -> Tensor:
-        product = _grouped_product if grouped else _product_an_expert
+        product = grouped_matmul if grouped else _product_an_expert
         counts = tuple(tokens_per_expert)
         with self.memory.offloading("expert_fc1", self):
             x_RW = _biased(product(rows_RD, self.up.flatten(1, -2), counts), self.up_bias, counts)
@@ -106,11 +107,6 @@ class GroupedMLP(_StackedExperts):
         """[R, D] rows in expert order -> [R, D]."""
         grouped = rows_RD.is_cuda and rows_RD.dtype == torch.bfloat16 and rows_RD.shape[0] > 0
         return self._run(rows_RD, tokens_per_expert, grouped=grouped)
-
-
-def _grouped_product(rows_RI: Tensor, weight_NOI: Tensor, counts: tuple[int, ...]) -> Tensor:
-    ends = torch.tensor(counts, device=rows_RI.device).cumsum(0).to(torch.int32)
-    return F.grouped_mm(rows_RI, weight_NOI.transpose(1, 2), offs=ends)
 
 
 def _product_an_expert(rows_RI: Tensor, weight_NOI: Tensor, counts: tuple[int, ...]) -> Tensor:

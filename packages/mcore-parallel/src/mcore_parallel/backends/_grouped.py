@@ -57,6 +57,22 @@ def check_grouped_width(field: str, width: int, dtype: torch.dtype | None, devic
         )
 
 
+def grouped_matmul(rows_RI: Tensor, weight_NOI: Tensor, rows_per_expert: Sequence[int]) -> Tensor:
+    """``y = x W_e^T`` of bfloat16 rows [R, I] that are sorted by expert, in one kernel of a GPU: [R, O].
+
+    Args:
+        rows_RI: at least one row.
+        weight_NOI: one matrix an expert.
+        rows_per_expert: N numbers, whose sum is R.
+    """
+    ends = torch.tensor(rows_per_expert, device=rows_RI.device).cumsum(0).to(torch.int32)
+    y = F.grouped_mm(rows_RI, weight_NOI.transpose(1, 2), offs=ends)
+    if y.requires_grad:
+        # The kernels of its backward refuse the broadcast gradient of a sum.
+        y.register_hook(Tensor.contiguous)
+    return y
+
+
 class GroupedLinear(nn.Module):
     """``y = x W_e^T`` for rows that are sorted by expert; weight [N, *out, I], experts cut over ep.
 
@@ -118,7 +134,6 @@ class GroupedLinear(nn.Module):
         if self.products is not None:
             return self.products.grouped(rows_RI, weight_NOI, rows_per_expert, self._main_grad)
         if rows_RI.is_cuda and rows_RI.dtype == torch.bfloat16 and rows_RI.shape[0]:
-            ends = torch.tensor(rows_per_expert, device=rows_RI.device).cumsum(0).to(torch.int32)
-            return F.grouped_mm(rows_RI, weight_NOI.transpose(1, 2), offs=ends)
+            return grouped_matmul(rows_RI, weight_NOI, rows_per_expert)
         parts = rows_RI.split(list(rows_per_expert))
         return torch.cat([F.linear(rows, weight_OI) for rows, weight_OI in zip(parts, weight_NOI, strict=True)])
