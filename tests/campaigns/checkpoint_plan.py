@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt._core._save_plan import ShardRecord, decode_layouts, encode_layout, plan_layouts, take_share, tell_writes
+from mcore_ckpt._core._save_plan import ShardRecord, decode_layouts, decode_share, encode_layout, encode_writes, plan_layouts
 from mcore_ckpt.chunks import Box
 from tools.bench._record import record
 
@@ -55,12 +55,12 @@ def _measure(num_tensors: int, num_ranks: int) -> dict[str, Any]:
 
     def first_rank() -> None:
         layouts = decode_layouts(texts, owners, runs)
-        told[:] = list(tell_writes(layouts, plan_layouts(layouts, num_ranks)))
+        told[:] = list(encode_writes(layouts, plan_layouts(layouts, num_ranks)))
 
     def other_rank() -> None:
         # All that it keeps: what it holds, as text too, and its writes.
         encode_layout(held)
-        take_share(held, told[num_ranks - 1], None)
+        decode_share(held, told[num_ranks - 1], None)
 
     start = time.process_time()
     first_rank()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mcore_ckpt import CheckpointingException, CheckpointManager
-from mcore_ckpt._core import _save
+from mcore_ckpt._core import _save_plan
 from mcore_ckpt._core._save_plan import plan_layouts
 from mcore_ckpt.manifest import is_checkpoint
 
@@ -129,7 +129,7 @@ def test_wrong_arguments_name_field_and_remedy(tmp_path):
 @pytest.mark.parametrize("name", ["native", "torch_dist"])
 def test_a_plan_serves_again_while_the_structure_stays(tmp_path, monkeypatch, name):
     plans = []
-    monkeypatch.setattr(_save, "plan_layouts", lambda *given: plans.append(1) or plan_layouts(*given))
+    monkeypatch.setattr(_save_plan, "plan_layouts", lambda *given: plans.append(1) or plan_layouts(*given))
     manager = CheckpointManager(tmp_path, keep=None, format=name)
     shapes = [(2, 3), (2, 3), (2, 3), (4, 3), (4, 3), (2, 3)]
     for step, shape in enumerate(shapes):

@@ -15,12 +15,12 @@ from mcore_ckpt._core._save_plan import (
     ShardRecord,
     Write,
     decode_layouts,
+    decode_share,
     encode_layout,
+    encode_writes,
     pack_files,
     plan_layouts,
     plan_save,
-    take_share,
-    tell_writes,
 )
 from mcore_ckpt._storage import itemsize
 from mcore_ckpt.chunks import Box
@@ -133,7 +133,7 @@ def test_files_are_bounded_and_keep_the_order():
 def test_a_state_that_does_not_fit_is_described_with_the_nearest_names():
     stored = {"layers.0.mlp.up.weight": TensorRecord("F32", (4,)), "norm": TensorRecord("F32", (2,)), "bias": TensorRecord("F32", (2,))}
     asked = {"layers.0.mlp.upp.weight": TensorRecord("F32", (4,)), "norm": TensorRecord("F32", (3,)), "bias": TensorRecord("BF16", (2,))}
-    problems = "\n".join(compare(asked, stored).told(Strictness(unexpected="ignore"), "raise"))
+    problems = "\n".join(compare(asked, stored).lines(Strictness(unexpected="ignore"), "raise"))
     assert "layers.0.mlp.upp.weight (did you mean layers.0.mlp.up.weight?)" in problems
     assert "norm (stored [2], asked [3])" in problems
     assert "bias (stored F32, asked BF16)" in problems
@@ -191,8 +191,8 @@ def test_each_rank_is_told_its_own_writes_and_knows_no_more():
         told = [encode_layout(rows) for rows in held]
         layouts = decode_layouts([text for text, _ in told], [[rank] for rank in range(4)], [runs for _, runs in told])
         plan = plan_layouts(layouts, 4)
-        for rank, text in enumerate(tell_writes(layouts, plan)):
-            share = take_share(held[rank], text, plan if rank == 0 else None)
+        for rank, text in enumerate(encode_writes(layouts, plan)):
+            share = decode_share(held[rank], text, plan if rank == 0 else None)
             assert tuple(share.writes) == plan.writes[rank]
             assert share.tensors.keys() == (plan.tensors.keys() if rank == 0 else {write.name for write in share.writes})
 
@@ -203,9 +203,9 @@ def test_the_memory_of_a_rank_does_not_grow_with_their_number():
     kept = {}
     for num_ranks in (8, 64):
         layouts = decode_layouts([text], [range(num_ranks)], [runs] * num_ranks)
-        told = list(tell_writes(layouts, plan_layouts(layouts, num_ranks)))
+        told = list(encode_writes(layouts, plan_layouts(layouts, num_ranks)))
         tracemalloc.start()
-        share = take_share(records, told[-1], None)
+        share = decode_share(records, told[-1], None)
         kept[num_ranks] = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert share.writes

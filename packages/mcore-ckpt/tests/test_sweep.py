@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mcore_ckpt import ShardedTensor, load, save
-from mcore_ckpt._storage import BLOCK_BYTES, StoredFile, Taker, digest_file
+from mcore_ckpt._storage import BLOCK_BYTES, ByteRangeSink, StoredFile, digest_file
 from mcore_ckpt._storage._stream import CHUNK_BYTES
 from mcore_ckpt.storage import MemoryFolder
 from tests.support.counting import Counting
@@ -22,7 +22,7 @@ def test_every_taker_gets_its_bytes_and_the_digest_is_that_of_the_file(seed, tmp
     content = rng.randbytes(size)
     folder = Counting(tmp_path)
     folder.write("f", [memoryview(content)])
-    takers, want, got, position = [], [], [], 0
+    sinks, want, got, position = [], [], [], 0
     while position < size:
         begin = position + rng.choice([0, 0, 1, 4097, BLOCK_BYTES, BLOCK_BYTES + 5])
         called = rng.random() < 0.5
@@ -33,11 +33,11 @@ def test_every_taker_gets_its_bytes_and_the_digest_is_that_of_the_file(seed, tmp
         want.append(content[begin:position])
         if called:
             got.append(bytearray())
-            takers.append(Taker(begin, position, got[-1].extend))
+            sinks.append(ByteRangeSink(begin, position, got[-1].extend))
         else:
             got.append(bytearray(length))
-            takers.append(Taker(begin, position, memoryview(got[-1])))
-    record = digest_file(StoredFile(folder, "f"), takers)
+            sinks.append(ByteRangeSink(begin, position, memoryview(got[-1])))
+    record = digest_file(StoredFile(folder, "f"), sinks)
     assert record.bytes == size and record.sha256 == hashlib.sha256(content).hexdigest()
     assert got == want
     assert folder.num_bytes == size

@@ -76,24 +76,24 @@ def diff(
     if not (atol >= 0 and rtol >= 0):
         raise ValueError(f"atol={atol} and rtol={rtol} must be at least 0")
     one, two = CheckpointReader(first), CheckpointReader(second)
-    found = []
-    mine, its = one.manifest.tensors, two.manifest.tensors
-    for name in sorted(mine.keys() | its.keys()):
-        a, b = mine.get(name), its.get(name)
+    differences = []
+    first_tensors, second_tensors = one.manifest.tensors, two.manifest.tensors
+    for name in sorted(first_tensors.keys() | second_tensors.keys()):
+        a, b = first_tensors.get(name), second_tensors.get(name)
         if a is None or b is None:
             has = a or b
             assert has is not None
             where = "only in second" if a is None else "only in first"
-            found.append(Difference(name=name, kind=where, text=f"{has.dtype} {list(has.shape)}"))
+            differences.append(Difference(name=name, kind=where, text=f"{has.dtype} {list(has.shape)}"))
             continue
         if a.dtype != b.dtype:
-            found.append(Difference(name=name, kind="dtype", text=f"{a.dtype}, {b.dtype}"))
+            differences.append(Difference(name=name, kind="dtype", text=f"{a.dtype}, {b.dtype}"))
         if a.shape != b.shape:
-            found.append(Difference(name=name, kind="shape", text=f"{list(a.shape)}, {list(b.shape)}"))
+            differences.append(Difference(name=name, kind="shape", text=f"{list(a.shape)}, {list(b.shape)}"))
         elif values:
-            found += _values(one, two, name, (atol, rtol), on_bytes)
+            differences += _values(one, two, name, (atol, rtol), on_bytes)
     digests = [{name: asset.sha256 for name, asset in reader.manifest.assets.items()} for reader in (one, two)]
-    return [*found, *_values_by_key("asset", *digests), *_values_by_key("extra", one.manifest.extra, two.manifest.extra)]
+    return [*differences, *_values_by_key("asset", *digests), *_values_by_key("extra", one.manifest.extra, two.manifest.extra)]
 
 
 def _values(
@@ -138,14 +138,14 @@ def _unlike(a: Tensor, b: Tensor, atol: float, rtol: float) -> tuple[Tensor, Ten
 
 
 def _values_by_key(kind: str, one: Any, two: Any) -> list[Difference]:
-    found = []
+    differences = []
     for key in sorted(one.keys() | two.keys()):
         if key not in one or key not in two:
             where = "only in second" if key not in one else "only in first"
-            found.append(Difference(name=f"{kind}.{key}", kind=where, text=repr(one.get(key, two.get(key)))[:200]))
+            differences.append(Difference(name=f"{kind}.{key}", kind=where, text=repr(one.get(key, two.get(key)))[:200]))
         elif one[key] != two[key]:
-            found.append(Difference(name=f"{kind}.{key}", kind=kind, text=f"{one[key]!r:.200}, {two[key]!r:.200}"))
-    return found
+            differences.append(Difference(name=f"{kind}.{key}", kind=kind, text=f"{one[key]!r:.200}, {two[key]!r:.200}"))
+    return differences
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -118,13 +118,13 @@ def _as_state(manifest: Manifest) -> Manifest:
 
 
 def _stored_name(name: str) -> str:
-    found = _STATE.fullmatch(name)
-    return name if found is None else f"optimizer.state.{_ON_DISK.get(found[1], found[1])}.{found[2]}"
+    match = _STATE.fullmatch(name)
+    return name if match is None else f"optimizer.state.{_ON_DISK.get(match[1], match[1])}.{match[2]}"
 
 
 def _state_name(name: str) -> str:
-    found = _STORED.fullmatch(name)
-    return name if found is None else f"optimizer.{_IN_STATE.get(found[1], found[1])}.{found[2]}"
+    match = _STORED.fullmatch(name)
+    return name if match is None else f"optimizer.{_IN_STATE.get(match[1], match[1])}.{match[2]}"
 
 
 def _flatten(state: Mapping[str, Any], control: Control) -> tuple[dict[str, Any], list[Any]]:
@@ -132,8 +132,8 @@ def _flatten(state: Mapping[str, Any], control: Control) -> tuple[dict[str, Any]
     held: dict[str, list[ShardedTensor]] = {}
 
     def tell() -> list[Any]:
-        found = {name: as_parts(name, value) for name, value in entries(state) if _STATE.fullmatch(name)}
-        held.update({name: parts for name, parts in found.items() if math.prod(parts[0].global_shape)})
+        states = {name: as_parts(name, value) for name, value in entries(state) if _STATE.fullmatch(name)}
+        held.update({name: parts for name, parts in states.items() if math.prod(parts[0].global_shape)})
         return [
             [name, dtype_code(part.dtype), list(part.global_shape), *part.box.to_json()]
             for name, parts in held.items()
@@ -150,9 +150,9 @@ def _flatten(state: Mapping[str, Any], control: Control) -> tuple[dict[str, Any]
             box = Box(tuple(offset), tuple(size))
             # Copies that count alike on several ranks have one place.
             if (name, box) not in places:
-                found = _STATE.fullmatch(name)
-                assert found is not None
-                vector = f"optimizer.distributed.{_ON_DISK.get(found[1], found[1])}.{code}"
+                match = _STATE.fullmatch(name)
+                assert match is not None
+                vector = f"optimizer.distributed.{_ON_DISK.get(match[1], match[1])}.{code}"
                 places[name, box] = (vector, totals.get(vector, 0))
                 totals[vector] = totals.get(vector, 0) + box.num_elements
                 rows.append([name, vector, places[name, box][1], shape, offset, size])
@@ -194,9 +194,9 @@ def _unflatten(manifest: Manifest, table: Any) -> dict[str, TensorRecord]:
             raise ValueError(f"the rows of {name} contradict each other")
         spans.setdefault(vector, []).append((start, last, str(name)))
         places.setdefault(str(name), []).append(Chunk(vector, "", box, start))
-    for vector, its in spans.items():
-        its.sort()
-        for (_, last, name), (start, _, other) in pairwise(its):
+    for vector, vector_spans in spans.items():
+        vector_spans.sort()
+        for (_, last, name), (start, _, other) in pairwise(vector_spans):
             if start < last:
                 raise ValueError(f"{name} and {other} overlap in {vector}")
     pieces = {vector: sorted(manifest.tensors[vector].chunks, key=lambda chunk: chunk.box.offset) for vector in spans}

@@ -65,12 +65,12 @@ def _rename(
     manifest = read_manifest(checkpoint)
     state, refused, layers = {}, [], 0
     for name, record in manifest.tensors.items():
-        found = _LAYER.fullmatch(name)
+        match = _LAYER.fullmatch(name)
         target: str | None = name
-        if found is not None:
-            layers = max(layers, int(found["number"]) + 1)
-            number = place(int(found["number"]), found["part"])
-            target = None if number is None else f"{found['before']}{number}.{found['part']}{found['after']}"
+        if match is not None:
+            layers = max(layers, int(match["number"]) + 1)
+            number = place(int(match["number"]), match["part"])
+            target = None if number is None else f"{match['before']}{number}.{match['part']}{match['after']}"
         if target is None:
             refused.append(name)
             continue

@@ -96,22 +96,22 @@ def rewrite(
         seen = reader.folder if on_bytes is None else WatchedFolder(reader.folder, on_bytes)
         check_files(seen, reader.manifest, sorted(reader.manifest.files), num_threads=threads_each([""], 0))
     state: dict[str, list[DeferredTensor]] = {}
-    shelves: dict[tuple[str, Box], int] = {}
+    file_groups: dict[tuple[str, Box], int] = {}
     for old, new in names.items():
         record = reader.manifest.tensors[old]
         state[new] = []
         for number, box in enumerate(_parts(record, changes.num_parts)):
-            shelves[new, box] = number if changes.num_parts is not None else 0
+            file_groups[new, box] = number if changes.num_parts is not None else 0
             state[new].append(DeferredTensor(dtype_of(record.dtype), record.shape, partial(reader.read, old, box), part=box))
 
-    def shelf(write: Write) -> int:
-        return shelves[write.name, write.box]
+    def file_group(write: Write) -> int:
+        return file_groups[write.name, write.box]
 
     entries, left = _entries(reader)
-    given = {**entries, **reader.manifest.extra}
-    extra = given if changes.extra is None else changes.extra(given)
+    values = {**entries, **reader.manifest.extra}
+    extra = values if changes.extra is None else changes.extra(values)
     assets = asset_sources(reader.folder, reader.manifest)
-    options = SaveOptions(format=changes.format, max_file_bytes=changes.max_file_bytes, shelf=shelf, assets=assets)
+    options = SaveOptions(format=changes.format, max_file_bytes=changes.max_file_bytes, file_group=file_group, assets=assets)
     place = target if on_bytes is None else WatchedFolder(target, on_bytes)
     run_save(state, place, extra, None, options)
     return left

@@ -135,10 +135,10 @@ def extract_assets(directory: str | Path | Folder, output: str | Path, patterns:
     manifest, target = read_manifest(directory), Path(output)
     chosen: dict[str, Path] = {}
     for pattern in patterns:
-        found = fnmatch.filter(manifest.assets, pattern)
-        if not found and pattern != "*":
+        matches = fnmatch.filter(manifest.assets, pattern)
+        if not matches and pattern != "*":
             raise ValueError(f"no asset is called {list_names([pattern], manifest.assets)}")
-        chosen.update((name, target / name) for name in found)
+        chosen.update((name, target / name) for name in matches)
     there = [str(path) for path in chosen.values() if path.exists()]
     if there:
         raise ValueError(f"{there[0]} exists; choose another folder or remove it")

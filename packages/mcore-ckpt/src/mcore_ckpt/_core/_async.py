@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""A save that goes on while training does."""
+"""Asynchronous saves."""
 
 import sys
 import threading
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mcore_ckpt._core._assets import AssetSource
-from mcore_ckpt._core._commit import Job, commit
+from mcore_ckpt._core._commit import SaveJob, commit
 from mcore_ckpt._core._sharded import ShardedTensor
 from mcore_ckpt._core._staging import Staging
 from mcore_ckpt._core._worker import Worker, WorkerFolder
@@ -24,7 +24,7 @@ _LOOK_S = 0.2
 
 @dataclass(frozen=True)
 class SaveProgress:
-    """How far this rank's part of a save is."""
+    """Progress of this rank's part of a save."""
 
     written_bytes: int
     """Of tensors and file headers, on the way to the disk."""
@@ -35,7 +35,7 @@ class SaveProgress:
 
 
 class _Meter:
-    """What the writer tells of itself, and what it is told."""
+    """Progress of the writer, and its cancellation flag."""
 
     def __init__(self) -> None:
         self.written = 0
@@ -60,7 +60,7 @@ class AsyncRequest:
     for leaves no checkpoint.
     """
 
-    def __init__(self, job: Job, staging: Staging | None = None, worker: Worker | None = None) -> None:
+    def __init__(self, job: SaveJob, staging: Staging | None = None, worker: Worker | None = None) -> None:
         needed = {(write.name, write.box) for writes in job.files.values() for write in writes}
         self._error: BaseException | None = None
         self._meter = _Meter()
@@ -69,7 +69,7 @@ class AsyncRequest:
         self._then: list[Callable[[], None]] = []
         self._release: Callable[[], None] | None = None
         self._remote: WorkerFolder | None = None
-        # One that serves this save alone ends with it.
+        # A worker of this save alone ends with it.
         self._own_worker = Worker() if worker is None else None
         shards: dict[Any, ShardedTensor] = {}
         assets: dict[str, AssetSource] = {}
@@ -83,14 +83,14 @@ class AsyncRequest:
                 worker.start()
                 self._worker, self._remote = worker, WorkerFolder(job.directory.path, worker, staged.memory)
         except Exception as error:
-            # The other ranks have gone on: they hear of it in wait(), like of any failed write.
+            # The other ranks have returned already: wait() raises it on all of them, like any failed write.
             self._error = error
-        self._job: Job | None = replace(job, shards=shards, assets=assets)
-        its_job = self._job if self._remote is None else replace(self._job, directory=self._remote)
-        self._thread = threading.Thread(target=self._write, args=(its_job,), name=f"save {job.directory}", daemon=True)
+        self._job: SaveJob | None = replace(job, shards=shards, assets=assets)
+        writer_job = self._job if self._remote is None else replace(self._job, directory=self._remote)
+        self._thread = threading.Thread(target=self._write, args=(writer_job,), name=f"save {job.directory}", daemon=True)
         self._thread.start()
 
-    def _write(self, job: Job) -> None:
+    def _write(self, job: SaveJob) -> None:
         try:
             if self._error is None:
                 self._rows = job.write(self._meter)
@@ -105,13 +105,13 @@ class AsyncRequest:
         return not self._thread.is_alive()
 
     def progress(self) -> SaveProgress:
-        """How far this rank is. Not collective."""
+        """Progress of this rank. Not collective."""
         meter = self._meter
         idle = 0.0 if self.done() else time.monotonic() - meter.moved_at
         return SaveProgress(meter.written, self._total, idle)
 
     def cancel(self) -> None:
-        """Give the save up: its writer stops at its next piece and removes its files. Not collective; any one rank may.
+        """Abort the save: the writer stops at its next piece and removes its files. Not collective; any one rank may call it.
 
         ``wait()`` must still be called by all ranks, and raises. A save whose files are all written by then is committed all the same.
         """
@@ -157,8 +157,8 @@ class AsyncRequest:
                 if self._remote is not None:
                     # Its thread then ends, and the memory serves again.
                     self._worker.kill()
-                told = f"{self._meter.written} of {self._total} bytes"
-                raise CheckpointingException(f"the writer moved nothing for {idle:.0f} s after {told}; does the storage answer?")
+                written = f"{self._meter.written} of {self._total} bytes"
+                raise CheckpointingException(f"the writer moved nothing for {idle:.0f} s after {written}; does the storage answer?")
         if self._error is not None:
             raise self._error
         return self._rows

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""What one rank has to write for a save, and the commit that makes it a checkpoint."""
+"""The files that one rank writes, and the commit: renaming the manifest into place."""
 
 import contextlib
 import hashlib
@@ -24,22 +24,22 @@ from mcore_ckpt._formats import BACKEND_NAME, METADATA_NAME, Place, side_files, 
 from mcore_ckpt._storage import FileRecord, Folder, StoredFile, WatchedFolder, write_hashed
 from mcore_ckpt.chunks import Box
 
-__all__ = ["SIDE_NAMES", "Job", "commit"]
+__all__ = ["SIDE_NAMES", "SaveJob", "commit"]
 
 SIDE_NAMES = tuple(name + end for name in (METADATA_NAME, BACKEND_NAME, MANIFEST_NAME) for end in ("", ".partial"))
-"""What a save writes beside its shards; a manifest only by committing."""
+"""Files beside the shards; only a commit writes the manifest."""
 
 
 @dataclass(frozen=True)
-class Job:
-    """What this rank has to do for one save."""
+class SaveJob:
+    """One rank's part of one save."""
 
     control: Control
     directory: Folder
     extra: Mapping[str, Any]
     format: str
     tensors: Mapping[str, TensorRecord]
-    """Those of ``files``; on the first rank all of the checkpoint, their chunks still empty."""
+    """The tensors of ``files``; on the first rank, all of the checkpoint. Their chunks are still empty."""
     files: Mapping[str, list[Write]]
     """This rank's files by name."""
     shards: Mapping[tuple[str, Box], ShardedTensor | DeferredTensor]
@@ -52,7 +52,7 @@ class Job:
 
     @property
     def names(self) -> list[str]:
-        """All that this rank writes."""
+        """Names of all files that this rank writes."""
         return [*self.files, *self.assets]
 
     def write(self, on_bytes: Callable[[int], None] | None = None) -> list[list[Any]]:
@@ -90,7 +90,7 @@ class Job:
         except BaseException:
             self.discard()
             if failures:
-                # The first, which the others only followed.
+                # The first failure; the others follow from it.
                 raise failures[0] from None
             raise
         return results
@@ -133,8 +133,8 @@ def _key(write: Write, tensors: Mapping[str, TensorRecord]) -> str:
     return f"{write.name}@{'.'.join(map(str, write.box.offset))}"
 
 
-def commit(job: Job, write: Callable[[], list[list[Any]]]) -> None:
-    """Gather what the ranks wrote; the first rank makes it a checkpoint."""
+def commit(job: SaveJob, write: Callable[[], list[list[Any]]]) -> None:
+    """Gather the records of all ranks' files; the first rank publishes the manifest. Collective."""
     control, directory = job.control, job.directory
 
     def publish() -> None:

@@ -30,11 +30,11 @@ def threads_each(hosts: Sequence[str], place: int) -> int:
 
 
 class LostContact(CheckpointingException):
-    """A rank went away, so nobody here knows how far the others came."""
+    """A rank went away; how far the others came is unknown."""
 
 
 class Control:
-    """The ranks that act together; JSON text is all that travels between them.
+    """The ranks of one save or load. They exchange JSON text only.
 
     Args:
         group: None for the default process group, or for this process alone where there is none.
@@ -70,7 +70,7 @@ class Control:
 
         Raises:
             CheckpointingException: it failed somewhere; the same error on every rank, naming the first rank and its cause.
-            LostContact: the ranks could not tell each other.
+            LostContact: a rank did not answer.
         """
         cause: Exception | None = None
         try:
@@ -95,7 +95,7 @@ class Control:
             lengths: for each place in the group whose text is wanted, the number of its bytes.
 
         Raises:
-            LostContact: the ranks could not tell each other.
+            LostContact: a rank did not answer.
         """
         texts = []
         with self._contact(what):
@@ -108,11 +108,11 @@ class Control:
                     self._send(0, mine.encode())
         return texts if self.rank == 0 else []
 
-    def deal(self, what: str, texts: Iterable[str]) -> str:
-        """This rank's of the ``texts`` that the first rank has for each of them, in their order; it makes one after another.
+    def scatter(self, what: str, texts: Iterable[str]) -> str:
+        """Scatter one string per rank from rank 0; ``texts``, read on rank 0 only, yields them in rank order.
 
         Raises:
-            LostContact: the ranks could not tell each other.
+            LostContact: a rank did not answer.
         """
         with self._contact(what):
             if self.rank:
@@ -132,7 +132,7 @@ class Control:
         """For each place in ``flags``, equally many on every rank, the largest byte that any rank has there.
 
         Raises:
-            LostContact: the ranks could not tell each other.
+            LostContact: a rank did not answer.
         """
         row = self._most(what, torch.frombuffer(bytearray(flags), dtype=torch.uint8)) if flags else torch.empty(0)
         return bytes(tensor_bytes(row))
@@ -141,7 +141,7 @@ class Control:
         """For each place in ``numbers``, equally many below 2**63 on every rank, the largest that any rank has there.
 
         Raises:
-            LostContact: the ranks could not tell each other.
+            LostContact: a rank did not answer.
         """
         return self._most(what, torch.tensor(numbers, dtype=torch.int64)).tolist() if numbers else []
 
@@ -190,9 +190,9 @@ class Control:
 
 
 class Background:
-    """A thread, and a group of its own for what it tells the threads of the other ranks.
+    """A thread with a process group of its own, for collectives beside training.
 
-    Two threads that use one group would meet in another order on each rank; so nothing else may use this one.
+    Collectives of two threads on one group may interleave in another order on each rank, so nothing else uses this group.
 
     Args:
         group: of the ranks; None as for `Control`.
@@ -231,7 +231,7 @@ class Background:
         return self._control
 
     def start(self, work: Callable[[], None]) -> None:
-        """Begin ``work``; what was begun before must have been waited for."""
+        """Start ``work``; the work before must have been waited for."""
         assert self._thread is None
 
         def run() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from mcore_ckpt._core._control import Control, threads_each
 from mcore_ckpt._core._load_plan import Mismatches, Read, Strictness, as_strictness, assign_files, compare, plan_load
 from mcore_ckpt._core._manifest import Manifest, TensorRecord, read_manifest
-from mcore_ckpt._core._read import DAMAGED, Filling, check_file, check_files, fill_from, in_threads, sweep_file
+from mcore_ckpt._core._read import DAMAGED, ReadTarget, check_file, check_files, fill_from, in_threads, read_and_verify
 from mcore_ckpt._core._sharded import ShardedTensor, as_parts, entries
 from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt._formats import open_shard
@@ -71,24 +71,26 @@ def load_as(
         raise ValueError(f"verify={verify!r} must be True, False or 'first'")
     control, folder = Control(group), open_folder(directory)
     strictness = as_strictness(strict)
-    manifest, shards, found, num_threads = _survey(control, state, folder, strictness, view)
-    if found.unexpected and strictness.unexpected == "raise":
-        raise CheckpointingException(f"{folder} " + "; ".join(found.told(replace(strictness, missing="ignore", shape="ignore"), "raise")))
+    manifest, shards, mismatches, num_threads = _survey(control, state, folder, strictness, view)
+    if mismatches.unexpected and strictness.unexpected == "raise":
+        raise CheckpointingException(
+            f"{folder} " + "; ".join(mismatches.lines(replace(strictness, missing="ignore", shape="ignore"), "raise"))
+        )
     if control.rank == 0:
-        found.warn(strictness, f"loading {folder}")
-    asked = manifest.tensors.keys() - set(found.unexpected)
-    sizes = {chunk.file: manifest.files[chunk.file].bytes for name in asked for chunk in manifest.tensors[name].chunks}
+        mismatches.warn(strictness, f"loading {folder}")
+    requested = manifest.tensors.keys() - set(mismatches.unexpected)
+    sizes = {chunk.file: manifest.files[chunk.file].bytes for name in requested for chunk in manifest.tensors[name].chunks}
     reads = plan_load(((n, s.box) for n, parts in shards.items() for s in parts), manifest.tensors)
     share = assign_files(sizes, control.size, _readers(control, folder, sizes, reads, manifest) if verify is True else None)[control.rank]
     first = verify == "first"
     control.run(f"verifying {folder}", lambda: check_files(folder, manifest, share, digests=first, num_threads=num_threads))
-    swept = share if verify is True else []
-    control.run(f"reading {folder}", lambda: _fill(folder, manifest, shards, reads, swept, num_threads))
+    verified = share if verify is True else []
+    control.run(f"reading {folder}", lambda: _fill(folder, manifest, shards, reads, verified, num_threads))
     return dict(manifest.extra)
 
 
 def find_mismatches(state: Mapping[str, Any], directory: str | Path | Folder, *, group: dist.ProcessGroup | None = None) -> Mismatches:
-    """What ``load`` would find to differ between ``state`` on all ranks and the checkpoint; nothing is loaded. Collective over ``group``.
+    """The mismatches between ``state`` on all ranks and the checkpoint; nothing is loaded. Collective over ``group``.
 
     Raises:
         CheckpointingException: on every rank: not a checkpoint, or a value of the state that is no tensor.
@@ -112,7 +114,7 @@ def _survey(
         CheckpointingException: something that ``strictness`` does not allow, but for unexpected tensors, which the caller judges.
     """
     opened: list[Manifest] = []
-    asked = bytearray()
+    requested = bytearray()
     shards: dict[str, list[ShardedTensor]] = {}
 
     def look() -> dict[str, Any]:
@@ -122,18 +124,18 @@ def _survey(
         _check_targets(shards)
         wanted = {name: TensorRecord(dtype_code(parts[0].data.dtype), parts[0].global_shape) for name, parts in shards.items()}
         mine = compare(wanted, manifest.tensors)
-        problems = mine.told(replace(strictness, unexpected="ignore"), "raise") if check_dtypes else []
+        problems = mine.lines(replace(strictness, unexpected="ignore"), "raise") if check_dtypes else []
         if problems:
             raise CheckpointingException("the state does not fit: " + "; ".join(problems))
         for name, part in wanted.items():
             stored = manifest.tensors.get(name)
             if stored is None or stored.shape != part.shape:
                 del shards[name]
-        asked.extend(name in wanted for name in manifest.tensors)
-        # Every rank tells what differs, which is little; what it asks for is added up below.
+        requested.extend(name in wanted for name in manifest.tensors)
+        # Every rank reports its mismatches, which are few; the requested names are united below.
         seen = hashlib.sha256(json.dumps([list(manifest.tensors), sorted(file.sha256 for file in manifest.files.values())]).encode())
-        told = {"missing": mine.missing, "shapes": mine.shapes, "dtypes": mine.dtypes}
-        return {"seen": seen.hexdigest(), "host": socket.gethostname(), **told}
+        differing = {"missing": mine.missing, "shapes": mine.shapes, "dtypes": mine.dtypes}
+        return {"seen": seen.hexdigest(), "host": socket.gethostname(), **differing}
 
     answers = control.run(f"opening {folder}", look)
     for rank, answer in zip(control.ranks, answers, strict=True):
@@ -142,11 +144,11 @@ def _survey(
                 f"ranks {control.ranks[0]} and {rank} see different checkpoints in {folder}; they must share the file system"
             )
     (manifest,) = opened
-    wanted = control.union(f"opening {folder}", bytes(asked))
+    wanted = control.union(f"opening {folder}", bytes(requested))
     unexpected = [name for name, flag in zip(manifest.tensors, wanted, strict=True) if not flag]
-    told = {key: tuple(sorted({one for answer in answers for one in answer[key]})) for key in ("missing", "shapes", "dtypes")}
+    differing = {key: tuple(sorted({one for answer in answers for one in answer[key]})) for key in ("missing", "shapes", "dtypes")}
     num_threads = threads_each([answer["host"] for answer in answers], control.rank)
-    return manifest, shards, Mismatches(unexpected=tuple(sorted(unexpected)), **told), num_threads
+    return manifest, shards, Mismatches(unexpected=tuple(sorted(unexpected)), **differing), num_threads
 
 
 def _check_targets(shards: Mapping[str, list[ShardedTensor]]) -> None:
@@ -157,7 +159,7 @@ def _check_targets(shards: Mapping[str, list[ShardedTensor]]) -> None:
 
 
 def _readers(control: Control, folder: Folder, files: Iterable[str], reads: Iterable[Read], manifest: Manifest) -> dict[str, int]:
-    """For each file the rank that reads the most of it: it can compare the digest on the way. Of equals, another for each file."""
+    """For each file the rank that reads the most of it, which verifies it on the way. Ties go to a different rank for each file."""
     mine = dict.fromkeys(sorted(files), 0)
     for read in reads:
         mine[read.chunk.file] += read.box.num_elements * itemsize(manifest.tensors[read.name].dtype)
@@ -172,33 +174,33 @@ def _fill(
     manifest: Manifest,
     shards: Mapping[str, list[ShardedTensor]],
     reads: Iterable[Read],
-    swept: Iterable[str] = (),
+    verified: Iterable[str] = (),
     num_threads: int = 1,
 ) -> None:
-    """Do ``reads``, on the way through those files whose digest this rank compares, and from the others what is asked of them."""
-    wanted: dict[str, list[Filling]] = {file: [] for file in swept}
+    """Do ``reads``: from the files in ``verified`` while they are hashed, from the others only the ranges that are needed."""
+    wanted: dict[str, list[ReadTarget]] = {file: [] for file in verified}
     for read in reads:
         part = next(part for part in shards[read.name] if part.box.contains(read.box))
         target = part.data.detach()[read.box.relative_to(part.box).slices()]
-        wanted.setdefault(read.chunk.file, []).append(Filling(read, target))
+        wanted.setdefault(read.chunk.file, []).append(ReadTarget(read, target))
 
-    def sweep(name: str) -> None:
+    def read_all(name: str) -> None:
         file, expected = StoredFile(folder, name), manifest.files[name]
         try:
-            found = sweep_file(file, wanted.pop(name))
+            record = read_and_verify(file, wanted.pop(name))
         except CheckpointingException:
-            # Damage is the first thing to say about a file that makes no sense.
+            # A file that cannot be parsed is reported as damaged where its digest differs.
             check_file(folder, manifest, name, digests=True)
             raise
-        if expected.sha256 and found != expected:
+        if expected.sha256 and record != expected:
             raise CheckpointingException(f"{file}: {DAMAGED}")
 
-    def pick(name: str) -> None:
+    def read_ranges(name: str) -> None:
         fill_from(open_shard(StoredFile(folder, name)), wanted[name])
 
     targets = [part.data for parts in shards.values() for part in parts]
-    in_threads(sweep, swept, num_threads, targets)
-    in_threads(pick, list(wanted), num_threads, targets)
+    in_threads(read_all, verified, num_threads, targets)
+    in_threads(read_ranges, list(wanted), num_threads, targets)
 
 
 def read_tensor(directory: str | Path | Folder, name: str, manifest: Manifest | None = None) -> Tensor:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""What fills what: a load decided as data before a byte moves, and what it does about tensors that do not fit."""
+"""The plan of a load, as data: which chunks fill which tensors, which rank verifies which file, and how mismatches are handled."""
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -46,7 +46,7 @@ class Strictness:
 
 @dataclass(frozen=True, kw_only=True)
 class Mismatches:
-    """What a state and a checkpoint do not have alike; names in order, all empty where they fit."""
+    """Differences between a state and a checkpoint; sorted names, all empty where they fit."""
 
     missing: tuple[str, ...] = ()
     """Asked for and not stored."""
@@ -58,11 +58,11 @@ class Mismatches:
     """Stored with another element type."""
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """Whether there is any."""
         return any(getattr(self, field.name) for field in fields(self))
 
-    def told(self, strictness: Strictness, mode: str) -> list[str]:
-        """One line for each kind of which ``strictness`` says ``mode``; where it is "raise", with what remedies it."""
+    def lines(self, strictness: Strictness, mode: str) -> list[str]:
+        """One line for each kind of mismatch that ``strictness`` treats as ``mode``; with the remedy where that is "raise"."""
         lines = []
         if self.missing and strictness.missing == mode:
             lines.append(f"missing from the checkpoint: {list_names(self.missing, self.unexpected)}")
@@ -76,8 +76,8 @@ class Mismatches:
         return lines
 
     def warn(self, strictness: Strictness, where: str) -> None:
-        """Warn of what ``strictness`` wants to be warned of."""
-        lines = self.told(strictness, "warn")
+        """Warn about the kinds that ``strictness`` sets to "warn"."""
+        lines = self.lines(strictness, "warn")
         if lines:
             warnings.warn(f"{where}: {'; '.join(lines)}", RuntimeWarning, stacklevel=3)
 
@@ -99,7 +99,7 @@ class Read:
 
 
 def compare(wanted: Mapping[str, TensorRecord], stored: Mapping[str, TensorRecord]) -> Mismatches:
-    """What is wrong with asking a checkpoint of ``stored`` tensors for ``wanted`` ones, all kinds at once."""
+    """All mismatches between the ``wanted`` tensors and the ``stored`` ones."""
     both = sorted(wanted.keys() & stored.keys())
     shapes = (f"{n} (stored {list(stored[n].shape)}, asked {list(wanted[n].shape)})" for n in both if stored[n].shape != wanted[n].shape)
     dtypes = (f"{n} (stored {stored[n].dtype}, asked {wanted[n].dtype})" for n in both if stored[n].dtype != wanted[n].dtype)
@@ -144,7 +144,7 @@ def assign_files(sizes: Mapping[str, int], num_ranks: int, preferred: Mapping[st
     Args:
         sizes: bytes of each file.
         num_ranks: how many there are.
-        preferred: the rank that had best take a file; it does while that gives it no more than a quarter above its share.
+        preferred: the rank that should take a file; it does unless that puts it more than a quarter above its share.
     """
     load = [0] * num_ranks
     shares: list[list[str]] = [[] for _ in range(num_ranks)]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""A folder of numbered checkpoints, of which the newest few are kept, and now and then one."""
+"""A folder of numbered checkpoints, and their retention."""
 
 import re
 import warnings

@@ -18,10 +18,10 @@ from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt._formats import ShardFile, open_shard
 from mcore_ckpt._storage import (
     BLOCK_BYTES,
+    ByteRangeSink,
     FileRecord,
     Folder,
     StoredFile,
-    Taker,
     bytes_as_tensor,
     digest_file,
     dtype_of,
@@ -35,13 +35,13 @@ __all__ = [
     "DAMAGED",
     "SLAB_BYTES",
     "CheckpointReader",
-    "Filling",
+    "ReadTarget",
     "check_file",
     "check_files",
     "fill_from",
     "in_threads",
+    "read_and_verify",
     "stored_part",
-    "sweep_file",
 ]
 
 DAMAGED = "its SHA-256 is not the one in the manifest; the file is damaged"
@@ -50,8 +50,8 @@ _SLAB_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True, eq=False)
-class Filling:
-    """A read and the tensor, or part of one, that it fills."""
+class ReadTarget:
+    """A read, and the tensor or view that it fills."""
 
     read: Read
     target: Tensor
@@ -80,7 +80,7 @@ def in_threads(work: Callable[[str], None], names: Iterable[str], num_threads: i
 def check_files(
     directory: str | Path | Folder, manifest: Manifest, names: Iterable[str], *, digests: bool = True, num_threads: int = 1
 ) -> None:
-    """Compare files with what the manifest says about them, ``num_threads`` at a time.
+    """Compare files with the manifest, ``num_threads`` at a time.
 
     Raises:
         CheckpointingException: one is missing, a link, or not what was written; names the first.
@@ -101,51 +101,51 @@ def check_file(folder: Folder, manifest: Manifest, name: str, digests: bool) -> 
         raise CheckpointingException(f"{file}: {DAMAGED}")
 
 
-def sweep_file(file: StoredFile, fillings: Sequence[Filling]) -> FileRecord:
-    """Length and SHA-256 of a file that is read once from end to end, and what ``fillings`` ask of it on the way.
+def read_and_verify(file: StoredFile, read_targets: Sequence[ReadTarget]) -> FileRecord:
+    """Read a file once from end to end: hash it, and fill ``read_targets`` from the same bytes. Returns its length and SHA-256.
 
     Raises:
         CheckpointingException: it is no file of tensors, or they do not lie there as the manifest says.
     """
-    if not fillings:
+    if not read_targets:
         return digest_file(file)
     shard = open_shard(file)
-    by_chunk: dict[tuple[str, int | None], list[Filling]] = {}
-    for filling in fillings:
-        by_chunk.setdefault((filling.read.chunk.key, filling.read.chunk.start), []).append(filling)
-    takers: list[Taker] = []
-    scattered: list[Filling] = []
-    for its in by_chunk.values():
-        begin = _begin(shard, its[0])
+    by_chunk: dict[tuple[str, int | None], list[ReadTarget]] = {}
+    for read_target in read_targets:
+        by_chunk.setdefault((read_target.read.chunk.key, read_target.read.chunk.start), []).append(read_target)
+    sinks: list[ByteRangeSink] = []
+    scattered: list[ReadTarget] = []
+    for chunk_targets in by_chunk.values():
+        begin = _begin(shard, chunk_targets[0])
         if begin is None:
-            scattered += its
+            scattered += chunk_targets
         else:
-            takers += _takers(shard, begin, its)
-    record = digest_file(file, sorted(takers, key=lambda taker: taker.begin))
+            sinks += _sinks(shard, begin, chunk_targets)
+    record = digest_file(file, sorted(sinks, key=lambda sink: sink.begin))
     fill_from(shard, scattered)
     return record
 
 
-def _begin(shard: ShardFile, filling: Filling) -> int | None:
+def _begin(shard: ShardFile, read_target: ReadTarget) -> int | None:
     """First byte in the file of the chunk that is read; None where its elements do not follow one another."""
-    begin, start = shard.begin(filling.read.chunk.key), filling.read.chunk.start
-    return begin if begin is None or start is None else begin + start * filling.target.dtype.itemsize
+    begin, start = shard.begin(read_target.read.chunk.key), read_target.read.chunk.start
+    return begin if begin is None or start is None else begin + start * read_target.target.dtype.itemsize
 
 
-def _takers(shard: ShardFile, begin: int, fillings: Sequence[Filling]) -> Iterable[Taker]:
-    """Who takes the bytes of one chunk, the first of which is ``begin``."""
-    chunk, dtype = fillings[0].read.chunk, fillings[0].target.dtype
-    for filling in fillings:
-        _check_slot(shard, filling.read, filling.target.dtype)
-    if len(fillings) == 1 and _is_run(fillings[0]):
-        (filling,) = fillings
-        first = begin + _place(filling.read.box.relative_to(chunk.box), chunk.box) * dtype.itemsize
-        yield Taker(first, first + filling.target.nbytes, tensor_bytes(filling.target))
+def _sinks(shard: ShardFile, begin: int, read_targets: Sequence[ReadTarget]) -> Iterable[ByteRangeSink]:
+    """Sinks for the bytes of one chunk, which begins at byte ``begin``."""
+    chunk, dtype = read_targets[0].read.chunk, read_targets[0].target.dtype
+    for read_target in read_targets:
+        _check_slot(shard, read_target.read, read_target.target.dtype)
+    if len(read_targets) == 1 and _is_run(read_targets[0]):
+        (read_target,) = read_targets
+        first = begin + _place(read_target.read.box.relative_to(chunk.box), chunk.box) * dtype.itemsize
+        yield ByteRangeSink(first, first + read_target.target.nbytes, tensor_bytes(read_target.target))
         return
     for piece in slabs(chunk.box, max(1, BLOCK_BYTES // dtype.itemsize)):
-        if any(piece.intersect(filling.read.box) for filling in fillings):
+        if any(piece.intersect(read_target.read.box) for read_target in read_targets):
             first = begin + _place(piece.relative_to(chunk.box), chunk.box) * dtype.itemsize
-            yield Taker(first, first + piece.num_elements * dtype.itemsize, partial(_hand_out, piece, fillings))
+            yield ByteRangeSink(first, first + piece.num_elements * dtype.itemsize, partial(_hand_out, piece, read_targets))
 
 
 def _place(inner: Box, outer: Box) -> int:
@@ -156,28 +156,28 @@ def _place(inner: Box, outer: Box) -> int:
     return place
 
 
-def _hand_out(piece: Box, fillings: Iterable[Filling], content: memoryview) -> None:
-    """Copy what ``fillings`` want of ``piece`` out of its bytes."""
+def _hand_out(piece: Box, read_targets: Iterable[ReadTarget], content: memoryview) -> None:
+    """Copy the overlaps of ``piece`` with ``read_targets`` out of its bytes."""
     stored: Tensor | None = None
-    for filling in fillings:
-        common = piece.intersect(filling.read.box)
+    for read_target in read_targets:
+        common = piece.intersect(read_target.read.box)
         if common is not None:
             if stored is None:
-                stored = bytes_as_tensor(content, filling.target.dtype, piece.shape)
-            filling.target[common.relative_to(filling.read.box).slices()].copy_(stored[common.relative_to(piece).slices()])
+                stored = bytes_as_tensor(content, read_target.target.dtype, piece.shape)
+            read_target.target[common.relative_to(read_target.read.box).slices()].copy_(stored[common.relative_to(piece).slices()])
 
 
-def fill_from(shard: ShardFile, fillings: Iterable[Filling]) -> None:
-    """Read what is asked of an open file; its digest is not compared.
+def fill_from(shard: ShardFile, read_targets: Iterable[ReadTarget]) -> None:
+    """Fill ``read_targets`` from an open file; its digest is not compared.
 
     Raises:
         CheckpointingException: it does not lie there as the manifest says.
     """
-    for filling in fillings:
-        read, target = filling.read, filling.target
+    for read_target in read_targets:
+        read, target = read_target.read, read_target.target
         _check_slot(shard, read, target.dtype)
-        begin = _begin(shard, filling)
-        if begin is not None and _is_run(filling):
+        begin = _begin(shard, read_target)
+        if begin is not None and _is_run(read_target):
             first = begin + _place(read.box.relative_to(read.chunk.box), read.chunk.box) * target.dtype.itemsize
             shard.file.read_into(first, tensor_bytes(target))
             continue
@@ -188,9 +188,9 @@ def fill_from(shard: ShardFile, fillings: Iterable[Filling]) -> None:
             target[piece.relative_to(read.box).slices()].copy_(part)
 
 
-def _is_run(filling: Filling) -> bool:
+def _is_run(read_target: ReadTarget) -> bool:
     """Whether a read fills memory of the host, from one end to the other, with bytes that follow one another in the file."""
-    read, target = filling.read, filling.target
+    read, target = read_target.read, read_target.target
     if target.device.type != "cpu" or not target.is_contiguous() or target.is_conj() or target.is_neg():
         return False
     return read.box.shape[1:] == read.chunk.box.shape[1:]
@@ -225,8 +225,8 @@ def _check_slot(file: ShardFile, read: Read, dtype: torch.dtype) -> tuple[slice,
     else:
         fits = slot is not None and len(slot.shape) == 1 and chunk.start + chunk.box.num_elements <= slot.shape[0]
     if slot is None or not fits or dtype_of(slot.dtype) != dtype:
-        said = "missing" if slot is None else f"{slot.dtype} {list(slot.shape)}"
-        raise CheckpointingException(f"{file.file}: {chunk.key} is {said}, not what the manifest says")
+        stored = "missing" if slot is None else f"{slot.dtype} {list(slot.shape)}"
+        raise CheckpointingException(f"{file.file}: {chunk.key} is {stored}, not what the manifest says")
     return read.box.relative_to(chunk.box).slices()
 
 
@@ -235,7 +235,7 @@ SLAB_BYTES = 32 * 2**20
 
 
 class CheckpointReader:
-    """Files of a checkpoint, each opened once, for whoever reads many of its tensors.
+    """Reads tensors of a checkpoint one by one; each file is opened once.
 
     Args:
         directory: a committed checkpoint, of this library or one that torch wrote.

@@ -2,11 +2,10 @@
 # Copyright (c) 2026 the mcore authors
 """Saving: agree on a plan, write shards, commit by renaming the manifest into place."""
 
-import hashlib
 import json
 import secrets
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -16,23 +15,10 @@ import torch.distributed as dist
 
 from mcore_ckpt._core._assets import AssetSource, check_assets, digest_names
 from mcore_ckpt._core._async import AsyncRequest
-from mcore_ckpt._core._commit import SIDE_NAMES, Job, commit
+from mcore_ckpt._core._commit import SIDE_NAMES, SaveJob, commit
 from mcore_ckpt._core._control import Control, threads_each
 from mcore_ckpt._core._manifest import check_extra, is_checkpoint
-from mcore_ckpt._core._save_plan import (
-    Layout,
-    PlanCache,
-    SavePlan,
-    ShardRecord,
-    Share,
-    Write,
-    decode_layouts,
-    encode_layout,
-    pack_files,
-    plan_layouts,
-    take_share,
-    tell_writes,
-)
+from mcore_ckpt._core._save_plan import PlanCache, ShardRecord, Write, agree_on_share, encode_layout, pack_files, text_digest
 from mcore_ckpt._core._sharded import DeferredTensor, ShardedTensor, as_writable, entries
 from mcore_ckpt._core._staging import Staging
 from mcore_ckpt._core._worker import Worker
@@ -45,7 +31,7 @@ __all__ = ["DEFAULT_FILE_BYTES", "SaveOptions", "check_format", "run_save", "sav
 
 DEFAULT_FILE_BYTES = 4 * 2**30
 _MIN_FILE_BYTES = 64 * 2**20
-"""Less is not worth a file and a thread of its own."""
+"""Smaller parts share a file and its thread."""
 
 
 @overload
@@ -116,19 +102,19 @@ def save(
 
 @dataclass(frozen=True, kw_only=True)
 class SaveOptions:
-    """How to write, and what is kept from one save of a group to its next."""
+    """Format, file size and the buffers that one save of a group leaves to its next."""
 
     format: str = "native"
     max_file_bytes: int = DEFAULT_FILE_BYTES
     cache: PlanCache | None = None
     staging: Staging | None = None
     worker: Worker | None = None
-    shelf: Callable[[Write], int] | None = None
-    """A number for each part: parts of unequal numbers share no file."""
+    file_group: Callable[[Write], int] | None = None
+    """Group number of each part; parts of different groups share no file."""
     assets: Mapping[str, Any] = field(default_factory=dict)
-    """As for `save`, or sources."""
+    """As for `save`, or `AssetSource` values."""
     values: Mapping[str, Place] = field(default_factory=dict)
-    """For other readers, entries that are no tensors and lie in the folder already."""
+    """Non-tensor entries for other readers; their files are in the folder already."""
 
 
 def run_save(
@@ -140,7 +126,7 @@ def run_save(
     *,
     asynchronous: bool = False,
 ) -> AsyncRequest | None:
-    """`save` by one who has more to say."""
+    """`save` with internal options."""
     job = _prepare(Control(group), state, directory, extra or {}, options)
     if asynchronous:
         return AsyncRequest(job, options.staging, options.worker)
@@ -169,15 +155,15 @@ def _prepare(
     directory: Folder,
     extra: Mapping[str, Any],
     options: SaveOptions,
-) -> Job:
-    cache, shelf = options.cache, options.shelf
+) -> SaveJob:
+    cache, file_group = options.cache, options.file_group
     shards: dict[tuple[str, Box], ShardedTensor | DeferredTensor] = {}
     records: list[ShardRecord] = []
     sources: list[AssetSource] = []
-    layout = given = ""
+    layout = extra_text = ""
 
     def describe() -> dict[str, Any]:
-        nonlocal layout, given
+        nonlocal layout, extra_text
         check_extra(extra)
         for name, value in entries(state):
             for shard in as_writable(name, value):
@@ -189,18 +175,18 @@ def _prepare(
             sources.extend(check_assets(options.assets))
             token = secrets.token_hex(4)
             _open_directory(directory)
-        told = {"layout": _digest(layout), "length": len(layout.encode()), "runs": runs}
-        given = json.dumps(extra, sort_keys=True)
-        noted = {"extra": [given[:200], _digest(given)], "extra_length": len(given.encode())}
+        layout_facts = {"layout": text_digest(layout), "length": len(layout.encode()), "runs": runs}
+        extra_text = json.dumps(extra, sort_keys=True)
+        extra_facts = {"extra": [extra_text[:200], text_digest(extra_text)], "extra_length": len(extra_text.encode())}
         facts = {"directory": [directory.address], "token": token, "host": socket.gethostname(), "assets": digest_names(options.assets)}
-        return {**told, **noted, **facts, "cached": cache.key if cache is not None else ""}
+        return {**layout_facts, **extra_facts, **facts, "cached": cache.key if cache is not None else ""}
 
     answers = control.run(f"preparing to save {directory}", describe)
     for key in ("directory", "extra"):
         ranked = reversed(list(zip(control.ranks, answers, strict=True)))
-        said = {tuple(answer[key]): rank for rank, answer in ranked if answer[key][0] != "{}"}
-        if len(said) > 1:
-            (one, first), (other, second) = list(said.items())[:2]
+        rank_by_value = {tuple(answer[key]): rank for rank, answer in ranked if answer[key][0] != "{}"}
+        if len(rank_by_value) > 1:
+            (one, first), (other, second) = list(rank_by_value.items())[:2]
             raise CheckpointingException(
                 f"{key} differs between ranks: {one[0]} on rank {first}, {other[0]} on rank {second}; pass the same on all"
             )
@@ -209,54 +195,23 @@ def _prepare(
             raise CheckpointingException(
                 f"rank {rank} gives other assets than rank {control.ranks[0]}, whose are kept; pass the same, or none on the others"
             )
-    share = _agree(control, directory, layout, records, answers, cache)
+    share = agree_on_share(control, f"planning to save {directory}", layout, records, answers, cache)
     token, writes = answers[0]["token"], share.writes
-    shelves = [writes] if shelf is None else [list(rows) for _, rows in groupby(sorted(writes, key=shelf), key=shelf)]
-    # As many files at a time as this rank has cores: a digest follows a file from end to end, so one core cannot be helped by another.
-    # Tensors that are made when their turn comes come one at a time.
+    file_groups = [writes] if file_group is None else [list(rows) for _, rows in groupby(sorted(writes, key=file_group), key=file_group)]
+    # As many files at a time as this rank has cores: hashing one file is single-threaded.
+    # Deferred tensors are read one at a time.
     deferred = any(isinstance(shard, DeferredTensor) for shard in shards.values())
     num_threads = 1 if deferred else threads_each([answer["host"] for answer in answers], control.rank)
     even = -(-sum(write.num_bytes for write in writes) // num_threads)
     file_bytes = min(options.max_file_bytes, max(_MIN_FILE_BYTES, even))
-    packed = [rows for those in shelves for rows in pack_files(those, file_bytes)]
+    packed = [rows for those in file_groups for rows in pack_files(those, file_bytes)]
     files = {shard_name(options.format, token, control.rank, number): rows for number, rows in enumerate(packed)}
-    # The first rank writes the manifest: it alone needs what any of them gave.
+    # Only the first rank writes the manifest, so only it needs the extra values of another.
     source = next((place for place, answer in enumerate(answers) if answer["extra"][0] != "{}"), 0)
-    texts = control.collect(f"preparing to save {directory}", given, {source: answers[source]["extra_length"]})
-    kept = json.loads(texts[0]) if texts else {}
+    texts = control.collect(f"preparing to save {directory}", extra_text, {source: answers[source]["extra_length"]})
+    manifest_extra = json.loads(texts[0]) if texts else {}
     assets = {asset_file(token, source.name): source for source in sources}
-    return Job(control, directory, kept, options.format, share.tensors, files, shards, num_threads, assets, options.values)
-
-
-def _agree(
-    control: Control, directory: Folder, layout: str, records: Sequence[ShardRecord], answers: list[Any], cache: PlanCache | None
-) -> Share:
-    """What this rank writes: as at the last save where nothing changed, else by a plan that the first rank makes."""
-    key = _digest(json.dumps([[answer["layout"], answer["runs"]] for answer in answers]))
-    if cache is not None and cache.share is not None and all(answer["cached"] == key for answer in answers):
-        return cache.share
-    owners: dict[str, list[int]] = {}
-    for rank, answer in enumerate(answers):
-        owners.setdefault(answer["layout"], []).append(rank)
-    what = f"planning to save {directory}"
-    texts = control.collect(what, layout, {ranks[0]: answers[ranks[0]]["length"] for ranks in owners.values()})
-    made: list[tuple[list[Layout], SavePlan]] = []
-
-    def plan() -> None:
-        if control.rank == 0:
-            layouts = decode_layouts(texts, list(owners.values()), [answer["runs"] for answer in answers])
-            made.append((layouts, plan_layouts(layouts, control.size)))
-
-    control.run(what, plan)
-    told = control.deal(what, (text for layouts, its in made for text in tell_writes(layouts, its)))
-    share = take_share(records, told, made[0][1] if made else None)
-    if cache is not None:
-        cache.key, cache.share = key, share
-    return share
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+    return SaveJob(control, directory, manifest_extra, options.format, share.tensors, files, shards, num_threads, assets, options.values)
 
 
 def _open_directory(directory: Folder) -> None:

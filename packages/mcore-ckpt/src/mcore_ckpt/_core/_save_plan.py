@@ -1,41 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Who writes what, and what fills what: saving and loading decided as data, before a byte moves.
+"""The plan of a save, as data: which rank writes which part.
 
-The first rank makes the plan of a save from what ranks hold, taken once for those that hold alike, and tells each its writes: no other
-rank's memory grows with their number. A mistake in the state is the same error on every rank.
+The first rank plans for all; ranks that hold the same parts are planned once, and each rank receives its own writes only. The memory of
+the other ranks does not grow with their number. A mistake in the state is the same error on every rank.
 """
 
+import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from mcore_ckpt._core._control import Control
 from mcore_ckpt._core._manifest import TensorRecord
 from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt._storage import itemsize
 from mcore_ckpt.chunks import Box, check_tiling
 
 __all__ = [
-    "Layout",
     "PlanCache",
+    "RankLayout",
+    "RankShare",
     "SavePlan",
     "ShardRecord",
-    "Share",
     "Write",
+    "agree_on_share",
     "decode_layouts",
+    "decode_share",
     "encode_layout",
+    "encode_writes",
     "pack_files",
     "plan_layouts",
     "plan_save",
-    "take_share",
-    "tell_writes",
+    "text_digest",
 ]
 
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """What a rank tells the others about one part it holds."""
+    """One part that a rank holds, without its data."""
 
     name: str
     dtype: str
@@ -46,8 +51,8 @@ class ShardRecord:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The parts that some ranks hold alike, such as the data-parallel copies of one shard: planned once for all of them."""
+class RankLayout:
+    """The parts that several ranks hold alike, such as data-parallel replicas of one shard. They are planned once."""
 
     names: Sequence[str]
     """Of the tensors, one for each part."""
@@ -75,7 +80,7 @@ def encode_layout(records: Sequence[ShardRecord]) -> tuple[str, list[list[int]]]
     return json.dumps([[record.name for record in records], places, table], separators=(",", ":")), runs
 
 
-def decode_layouts(texts: Sequence[str], owners: Sequence[Sequence[int]], runs: Sequence[Sequence[Sequence[int]]]) -> list[Layout]:
+def decode_layouts(texts: Sequence[str], owners: Sequence[Sequence[int]], runs: Sequence[Sequence[Sequence[int]]]) -> list[RankLayout]:
     """Inverse of `encode_layout` for all ranks at once.
 
     Args:
@@ -94,7 +99,7 @@ def decode_layouts(texts: Sequence[str], owners: Sequence[Sequence[int]], runs: 
                 if replica == 0:
                     main[place : place + length] = [True] * length
                 place += length
-        layouts.append(Layout(names, [kinds[place] for place in places], tuple(ranks), main))
+        layouts.append(RankLayout(names, [kinds[place] for place in places], tuple(ranks), main))
     return layouts
 
 
@@ -116,8 +121,8 @@ class SavePlan:
 
 
 @dataclass(frozen=True)
-class Share:
-    """What one rank keeps of a plan."""
+class RankShare:
+    """One rank's part of a plan."""
 
     tensors: Mapping[str, TensorRecord]
     """Those that it has to do with; on the first rank, which writes the manifest, all of them."""
@@ -125,11 +130,11 @@ class Share:
 
 
 class PlanCache:
-    """What the last save came to, for the next one of the same structure: ranks then exchange digests only."""
+    """The plan of the last save. While the structure stays the same, ranks exchange digests only."""
 
     def __init__(self) -> None:
         self.key = ""
-        self.share: Share | None = None
+        self.share: RankShare | None = None
 
 
 def plan_save(records: Sequence[Sequence[ShardRecord]]) -> SavePlan:
@@ -138,14 +143,14 @@ def plan_save(records: Sequence[Sequence[ShardRecord]]) -> SavePlan:
     Raises:
         CheckpointingException: see there.
     """
-    told = [encode_layout(held) for held in records]
+    encoded = [encode_layout(held) for held in records]
     owners: dict[str, list[int]] = {}
-    for rank, (text, _) in enumerate(told):
+    for rank, (text, _) in enumerate(encoded):
         owners.setdefault(text, []).append(rank)
-    return plan_layouts(decode_layouts(list(owners), list(owners.values()), [runs for _, runs in told]), len(records))
+    return plan_layouts(decode_layouts(list(owners), list(owners.values()), [runs for _, runs in encoded]), len(records))
 
 
-def plan_layouts(layouts: Sequence[Layout], num_ranks: int) -> SavePlan:
+def plan_layouts(layouts: Sequence[RankLayout], num_ranks: int) -> SavePlan:
     """Assign each distinct part to one of the ranks that hold it, so that the ranks write about equally many bytes.
 
     The parts held with replica 0 must tile their tensor. Parts with few holders are placed first, then large ones, each on
@@ -200,8 +205,8 @@ def plan_layouts(layouts: Sequence[Layout], num_ranks: int) -> SavePlan:
     return SavePlan(tensors, tuple(tuple(sorted(rows, key=lambda row: (row.name, row.box.offset))) for rows in writes))
 
 
-def tell_writes(layouts: Sequence[Layout], plan: SavePlan) -> Iterator[str]:
-    """For each rank, as text: what it writes, as positions in what it holds."""
+def encode_writes(layouts: Sequence[RankLayout], plan: SavePlan) -> Iterator[str]:
+    """For each rank the positions, in its own layout, of the parts that it writes, as JSON."""
     layout_of = {rank: layout for layout in layouts for rank in layout.ranks}
     for rank, writes in enumerate(plan.writes):
         layout = layout_of[rank]
@@ -216,16 +221,16 @@ def tell_writes(layouts: Sequence[Layout], plan: SavePlan) -> Iterator[str]:
         yield json.dumps(places, separators=(",", ":"))
 
 
-def take_share(records: Sequence[ShardRecord], told: str, plan: SavePlan | None) -> Share:
-    """What a rank that holds ``records`` has to do with a plan.
+def decode_share(records: Sequence[ShardRecord], positions: str, plan: SavePlan | None) -> RankShare:
+    """The share of a rank that holds ``records``; inverse of `encode_writes`.
 
     Args:
-        told: what `tell_writes` says for it.
+        positions: this rank's text from `encode_writes`.
         plan: where this rank made it.
     """
-    mine = [records[place] for place in json.loads(told)]
+    mine = [records[place] for place in json.loads(positions)]
     writes = [Write(record.name, record.box, record.box.num_elements * itemsize(record.dtype)) for record in mine]
-    return Share({record.name: TensorRecord(record.dtype, record.shape) for record in mine} if plan is None else plan.tensors, writes)
+    return RankShare({record.name: TensorRecord(record.dtype, record.shape) for record in mine} if plan is None else plan.tensors, writes)
 
 
 def _check_parts(
@@ -235,7 +240,7 @@ def _check_parts(
     holders: Mapping[Box, tuple[int, ...]],
     sound: set[tuple[tuple[int, ...], frozenset[Box]]],
 ) -> None:
-    """Check that ``parts`` tile ``tensor``; what was found sound is remembered, because layers repeat."""
+    """Check that ``parts`` tile ``tensor``; tilings that passed are remembered, because layers repeat."""
     tiling = (tensor.shape, frozenset(parts))
     if tiling in sound:
         return
@@ -258,3 +263,42 @@ def pack_files(writes: Sequence[Write], max_file_bytes: int) -> list[list[Write]
         files[-1].append(write)
         room -= write.num_bytes
     return files
+
+
+def agree_on_share(
+    control: Control, what: str, layout: str, records: Sequence[ShardRecord], answers: list[Any], cache: PlanCache | None
+) -> RankShare:
+    """What this rank writes: the cached share where no rank's structure changed, else its part of the first rank's plan.
+
+    Args:
+        what: for messages.
+        layout: this rank's, as `encode_layout` gives it.
+        records: this rank's parts.
+        answers: of each rank the digest and length of its layout, its replica runs and the key of its cache.
+        cache: of the save before; updated.
+    """
+    key = text_digest(json.dumps([[answer["layout"], answer["runs"]] for answer in answers]))
+    if cache is not None and cache.share is not None and all(answer["cached"] == key for answer in answers):
+        return cache.share
+    owners: dict[str, list[int]] = {}
+    for rank, answer in enumerate(answers):
+        owners.setdefault(answer["layout"], []).append(rank)
+    texts = control.collect(what, layout, {ranks[0]: answers[ranks[0]]["length"] for ranks in owners.values()})
+    planned: list[tuple[list[RankLayout], SavePlan]] = []
+
+    def plan() -> None:
+        if control.rank == 0:
+            layouts = decode_layouts(texts, list(owners.values()), [answer["runs"] for answer in answers])
+            planned.append((layouts, plan_layouts(layouts, control.size)))
+
+    control.run(what, plan)
+    positions = control.scatter(what, (text for layouts, save_plan in planned for text in encode_writes(layouts, save_plan)))
+    share = decode_share(records, positions, planned[0][1] if planned else None)
+    if cache is not None:
+        cache.key, cache.share = key, share
+    return share
+
+
+def text_digest(text: str) -> str:
+    """SHA-256 of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -183,8 +183,8 @@ def _boxes(name: str, value: Any) -> list[tuple[Tensor, tuple[int, ...]]] | None
     if hasattr(value, "local_shards"):
         return [(shard.tensor, tuple(shard.metadata.shard_offsets)) for shard in value.local_shards()]
     # Torch's DTensor asks its local part, which seldom knows, and alone is one box; a type derived from it answers by itself.
-    asked = value._local_tensor if type(value).__name__ == "DTensor" else value
-    find = getattr(asked, "__get_tensor_shard__", None)
+    local = value._local_tensor if type(value).__name__ == "DTensor" else value
+    find = getattr(local, "__get_tensor_shard__", None)
     if find is None:
         return None
     from torch.distributed.checkpoint.metadata import MetadataIndex

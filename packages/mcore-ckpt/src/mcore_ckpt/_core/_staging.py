@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Host memory that a state is copied to before training goes on, kept from one save to the next."""
+"""Host buffers that a state is copied to before training goes on; reused by the next save."""
 
 import ctypes
 import mmap

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""A process that writes files for this one, out of memory that both see."""
+"""The writer process: it writes files out of shared memory."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ from mcore_ckpt._storage import PIECE, WRITER_PROGRAM, FileRecord, LocalFolder, 
 __all__ = ["Worker", "WorkerFolder"]
 
 _AHEAD = 3
-"""Pieces the process may have that it has not said to have taken."""
+"""Pieces in flight that the process has not acknowledged."""
 _END_S = 5.0
 
 
@@ -43,7 +43,7 @@ class Worker:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """See that a process is there.
+        """Start the process unless it runs.
 
         Raises:
             OSError: none can be started.
@@ -137,8 +137,8 @@ class WorkerFolder(LocalFolder):
         except ConnectionError as error:
             if self._cancelled:
                 raise CheckpointingException("the save was cancelled") from error
-            told = self._worker.obituary()
-            raise CheckpointingException(f"{told} while it wrote {name}; this save is lost, the next starts another writer") from error
+            cause = self._worker.obituary()
+            raise CheckpointingException(f"{cause} while it wrote {name}; this save is lost, the next starts another writer") from error
 
     def _send(self, connection: socket.socket, parts: Iterable[bytes | bytearray | memoryview]) -> FileRecord:
         pending, failed = 0, False

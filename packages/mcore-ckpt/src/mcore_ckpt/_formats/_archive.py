@@ -192,11 +192,11 @@ class DistcpFile:
         Raises:
             CheckpointingException: what lies there is not the archive of one dense tensor; names file and place.
         """
-        found = _KEY.fullmatch(key)
-        if found is None:
+        match = _KEY.fullmatch(key)
+        if match is None:
             return None
         if key not in self._found:
-            begin, length = int(found[1]), int(found[2])
+            begin, length = int(match[1]), int(match[2])
             try:
                 if begin + length > self.file.size():
                     raise ValueError(f"the file has {self.file.size()} bytes")

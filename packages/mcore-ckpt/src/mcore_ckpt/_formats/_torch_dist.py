@@ -123,8 +123,8 @@ def _root(folder: Folder) -> dict[str, Any]:
 def _tensor(name: str, fields: dict[str, Any], places: Mapping[tuple[str, tuple[int, ...]], tuple[str, str]]) -> Stored:
     properties = fields["properties"].state
     dtype = properties[0] if isinstance(properties, tuple) else properties.by_text()["dtype"]
-    found = getattr(torch, dtype.text.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
+    torch_dtype = getattr(torch, dtype.text.removeprefix("torch."), None)
+    if not isinstance(torch_dtype, torch.dtype):
         raise ValueError(f"tensor {name}: unknown element type {dtype.text}")
     shape, chunks = _numbers(fields["size"]), []
     for record in fields["chunks"]:
@@ -138,7 +138,7 @@ def _tensor(name: str, fields: dict[str, Any], places: Mapping[tuple[str, tuple[
         check_tiling(shape, [box for _, _, box in chunks])
     except ValueError as error:
         raise ValueError(f"tensor {name}: {error}") from error
-    return dtype_code(found), shape, chunks
+    return dtype_code(torch_dtype), shape, chunks
 
 
 def _fields(record: Any, *kinds: str) -> dict[str, Any]:

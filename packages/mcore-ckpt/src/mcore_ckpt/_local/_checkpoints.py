@@ -145,9 +145,9 @@ class LocalCheckpoints:
         self._background.wait()
 
     def _hold(self, state: Mapping[str, Any], extra: Mapping[str, Any] | None) -> tuple[_Held, Callable[[], None]]:
-        """A copy of what this rank keeps, and what to call when it is needed no more."""
+        """A copy of this rank's parts, and the function that releases it."""
         try:
-            kept = copy.deepcopy(dict(extra or {}))
+            extra_copy = copy.deepcopy(dict(extra or {}))
             parts = _parts(state)
             staged = self._staging.copy({key: part for key, (_, part) in parts.items()})
             copies = {key: (name, staged.shards[key]) for key, (name, _) in parts.items()}
@@ -155,9 +155,9 @@ class LocalCheckpoints:
             if type(folder) is LocalFolder and staged.memory is not None and sys.executable:
                 self._worker.start()
                 folder = WorkerFolder(folder.path, self._worker, staged.memory)
-            return _Held(lambda: copies, kept, folder), staged.release
+            return _Held(lambda: copies, extra_copy, folder), staged.release
         except Exception as error:
-            # The other ranks go on: they hear of it when they are told of the files.
+            # The other ranks go on: the next exchange raises it on all of them.
             cause = error
 
             def fail() -> Mapping[str, tuple[str, ShardedTensor]]:
@@ -172,14 +172,14 @@ class LocalCheckpoints:
         mine: list[NodeRecord] = []
         answers = control.run(what, lambda: self._write(control.rank, step, token, held, mine))
         keepers = partners([answer["node"] for answer in answers], self._copies)
-        kept = [*mine, *self._copy(control, what, mine[0], keepers, [answer["record"] for answer in answers])]
+        stored_records = [*mine, *self._copy(control, what, mine[0], keepers, [answer["record"] for answer in answers])]
 
         def publish() -> None:
-            for record in kept:
+            for record in stored_records:
                 self._folder.publish(record.name + ".json", json.dumps(asdict(record)).encode())
 
         control.run(what, publish)
-        control.run(what, lambda: self._prune({record.rank for record in kept}, step))
+        control.run(what, lambda: self._prune({record.rank for record in stored_records}, step))
 
     def load(self, state: Mapping[str, Any], persistent: CheckpointManager | None = None) -> tuple[int, dict[str, Any]]:
         """Fill ``state`` from the newest step of which every rank's file is on some node; fetch what is not on the own.
@@ -202,7 +202,7 @@ class LocalCheckpoints:
         def look() -> dict[str, Any]:
             nonlocal layout
             layout = _layout(_parts(state))
-            # What is told of a file is all that is needed to choose: the extra values stay where they are.
+            # Only what choosing an attempt needs; the extra values stay where they are.
             held = [[record.step, record.token, record.rank, record.layout, record.bytes] for record in self._records()]
             return {"layout": layout, "held": held, "newest": persistent.latest() if persistent and control.rank == 0 else None}
 
@@ -214,8 +214,8 @@ class LocalCheckpoints:
                 if persistent is None or answers[0]["newest"] is None:
                     raise CheckpointingException(f"no step is whole on the nodes: {explain_none(answers, control)}")
                 return persistent.load(state)
-            found = control.run(f"verifying step {attempt[0]} on the nodes", partial(self._verify, control.rank, attempt, sources))
-            damaged = {(place, *attempt, rank) for place, ranks in enumerate(found) for rank in ranks}
+            damaged_ranks = control.run(f"verifying step {attempt[0]} on the nodes", partial(self._verify, control.rank, attempt, sources))
+            damaged = {(place, *attempt, rank) for place, ranks in enumerate(damaged_ranks) for rank in ranks}
             if not damaged:
                 break
             bad |= damaged
@@ -263,8 +263,8 @@ class LocalCheckpoints:
         control.run(what, receive)
 
     def _records(self) -> list[NodeRecord]:
-        """What this node keeps; what cannot be believed is left out."""
-        found = []
+        """Records of this node's files; malformed ones are left out."""
+        sound = []
         for name in self._folder.names():
             match, size = _RECORD.fullmatch(name), self._folder.size(name)
             if match and size is not None and size <= _MAX_RECORD_BYTES:
@@ -272,14 +272,14 @@ class LocalCheckpoints:
                     record = NodeRecord(**json.loads(bytes(self._folder.read(name, 0, size))))
                     named = (record.step, record.rank) == (int(match[1]), int(match[2]))
                     if named and record.is_sound() and self._folder.size(record.file) == record.bytes:
-                        found.append(record)
-        return found
+                        sound.append(record)
+        return sound
 
     def _find(self, attempt: tuple[int, str], rank: int) -> NodeRecord:
         return next(record for record in self._records() if record.attempt == attempt and record.rank == rank)
 
     def _verify(self, place: int, attempt: tuple[int, str], sources: list[int]) -> list[int]:
-        """Ranks whose file this one should give, and which is damaged."""
+        """Ranks whose file this one provides and finds damaged."""
         bad = []
         for rank, source in enumerate(sources):
             if source == place:
@@ -294,8 +294,8 @@ class LocalCheckpoints:
             if source == rank:
                 continue
             what = f"fetching the file of rank {control.ranks[rank]} from rank {control.ranks[source]}"
-            told = control.run(what, lambda s=source, r=rank: asdict(self._find(attempt, r)) if control.rank == s else None)[source]
-            record = NodeRecord(**told)
+            row = control.run(what, lambda s=source, r=rank: asdict(self._find(attempt, r)) if control.rank == s else None)[source]
+            record = NodeRecord(**row)
             if control.rank == source:
                 content = self._folder.read(record.file, 0, record.bytes)
                 for _ in pass_bytes(control, what, (rank, content), None, self._timeout_s):
@@ -317,17 +317,17 @@ class LocalCheckpoints:
         return record.extra
 
     def _prune(self, ranks: set[int], newest: int) -> None:
-        """Remove older steps, and what no record speaks of, of the ranks whose files this one keeps."""
+        """Remove older steps, and files without a record, of the ranks whose files this one stores."""
         records = [record for record in self._records() if record.rank in ranks]
         steps = sorted({record.step for record in records if record.step <= newest})[-self._keep :]
         for record in records:
             if record.step not in steps:
                 self._folder.remove(record.name + ".json")
-        kept = {record.file for record in records if record.step in steps}
+        kept_files = {record.file for record in records if record.step in steps}
         own = "|".join(f"{rank:05d}" for rank in sorted(ranks))
         mine = re.compile(rf"step_[0-9]+-r(?:{own})(?:-[0-9a-f]{{8}}\.safetensors|\.json\.partial)")
         for name in self._folder.names():
-            if mine.fullmatch(name) and name not in kept:
+            if mine.fullmatch(name) and name not in kept_files:
                 self._folder.remove(name)
 
 

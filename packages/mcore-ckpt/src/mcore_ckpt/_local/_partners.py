@@ -21,14 +21,14 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """What a node says of the file of one rank that it keeps."""
+    """A node's record of one rank's file."""
 
     step: int
     rank: int
     token: str
     """Of the attempt: files of two attempts at one step never mix."""
     layout: str
-    """Digest of what the rank held."""
+    """Digest of the parts that the rank held."""
     bytes: int
     sha256: str
     extra: dict[str, Any]
@@ -39,37 +39,37 @@ class NodeRecord:
 
     @property
     def name(self) -> str:
-        """Of the record, without its end."""
+        """Name of the record, without its suffix."""
         return f"step_{self.step:08d}-r{self.rank:05d}"
 
     @property
     def file(self) -> str:
-        """That it speaks of."""
+        """Name of the file."""
         return f"{self.name}-{self.token}.safetensors"
 
     def is_sound(self) -> bool:
-        """Whether its fields are what they must be."""
+        """Whether its fields are well-formed."""
         numbers = (self.step, self.rank, self.bytes)
         texts = _DIGEST.fullmatch(self.sha256) and _DIGEST.fullmatch(self.layout) and re.fullmatch(r"[0-9a-f]{8}", self.token)
         return all(type(number) is int and number >= 0 for number in numbers) and bool(texts) and isinstance(self.extra, dict)
 
 
 def choose_attempt(answers: list[Any], bad: set[tuple[int, int, str, int]], size: int) -> tuple[tuple[int, str] | None, list[int]]:
-    """The newest attempt of which every rank's file is somewhere, and who gives the file of each: itself where it can."""
+    """The newest complete attempt, and for each rank the rank that provides its file: itself where it can."""
     holders: dict[tuple[int, str], dict[int, list[int]]] = {}
     for place, answer in enumerate(answers):
         for step, token, rank, layout, _ in answer["held"]:
             if rank < size and layout == answers[rank]["layout"] and (place, step, token, rank) not in bad:
                 holders.setdefault((step, token), {}).setdefault(rank, []).append(place)
     for attempt in sorted(holders, reverse=True):
-        found = holders[attempt]
-        if len(found) == size:
-            return attempt, [rank if rank in found[rank] else min(found[rank]) for rank in range(size)]
+        holders_by_rank = holders[attempt]
+        if len(holders_by_rank) == size:
+            return attempt, [rank if rank in holders_by_rank[rank] else min(holders_by_rank[rank]) for rank in range(size)]
     return None, []
 
 
 def explain_none(answers: list[Any], control: Control) -> str:
-    """Which ranks' files of the newest step are nowhere."""
+    """Why no step is complete: the ranks whose files of the newest step are lost."""
     held = {(step, rank) for answer in answers for step, _, rank, *_ in answer["held"]}
     if not held:
         return "they keep none"
@@ -105,11 +105,11 @@ def partners(nodes: Sequence[str], copies: int) -> list[list[int]]:
         raise ValueError(f"copies={copies} but the ranks run on {len(rows)} nodes; lower copies, a second one on a node goes with it")
     if len({len(row) for row in rows}) != 1:
         raise ValueError(f"nodes have {sorted(len(row) for row in rows)} ranks; they must have equally many")
-    found: list[list[int]] = [[] for _ in nodes]
+    keepers: list[list[int]] = [[] for _ in nodes]
     for number, row in enumerate(rows):
         for seat, place in enumerate(row):
-            found[place] = [rows[(number + step) % len(rows)][seat] for step in range(copies)]
-    return found
+            keepers[place] = [rows[(number + step) % len(rows)][seat] for step in range(copies)]
+    return keepers
 
 
 def check_present(control: Control, what: str, timeout_s: float) -> None:

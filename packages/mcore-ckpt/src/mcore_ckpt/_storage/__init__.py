@@ -4,10 +4,10 @@
 
 from mcore_ckpt._storage._folder import (
     BLOCK_BYTES,
+    ByteRangeSink,
     FileRecord,
     Folder,
     StoredFile,
-    Taker,
     WatchedFolder,
     digest_file,
     num_cores,
@@ -34,6 +34,7 @@ __all__ = [
     "BLOCK_BYTES",
     "PIECE",
     "WRITER_PROGRAM",
+    "ByteRangeSink",
     "FileRecord",
     "Folder",
     "LocalFolder",
@@ -41,7 +42,6 @@ __all__ = [
     "ObjectFolder",
     "SafetensorsFile",
     "StoredFile",
-    "Taker",
     "TensorSlot",
     "WatchedFolder",
     "as_file",

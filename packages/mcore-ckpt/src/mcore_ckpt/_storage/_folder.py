@@ -15,12 +15,12 @@ from mcore_ckpt._storage._stream import CHUNK_BYTES, cut, hash_pieces
 
 __all__ = [
     "BLOCK_BYTES",
+    "ByteRangeSink",
     "FileRecord",
-    "FillingFolder",
     "Folder",
     "HashingFolder",
+    "ReadIntoFolder",
     "StoredFile",
-    "Taker",
     "WatchedFolder",
     "digest_file",
     "num_cores",
@@ -103,7 +103,7 @@ class Folder(Protocol):
 
 @runtime_checkable
 class HashingFolder(Protocol):
-    """A folder that takes the digest of what it writes by itself."""
+    """A folder that hashes what it writes itself."""
 
     def write_hashed(self, name: str, parts: Iterable[bytes | bytearray | memoryview]) -> FileRecord:
         """`Folder.write` that returns length and SHA-256."""
@@ -111,8 +111,8 @@ class HashingFolder(Protocol):
 
 
 @runtime_checkable
-class FillingFolder(Protocol):
-    """A folder that reads into memory that is there already."""
+class ReadIntoFolder(Protocol):
+    """A folder that reads into existing memory."""
 
     def read_into(self, name: str, begin: int, target: memoryview) -> None:
         """Fill ``target`` with the bytes of a file from ``begin`` on.
@@ -149,8 +149,8 @@ class StoredFile:
         return self.folder.read(self.name, begin, end)
 
     def read_into(self, begin: int, target: memoryview) -> None:
-        """See `FillingFolder.read_into`; any folder will do."""
-        if isinstance(self.folder, FillingFolder):
+        """See `ReadIntoFolder.read_into`; any folder will do."""
+        if isinstance(self.folder, ReadIntoFolder):
             self.folder.read_into(self.name, begin, target)
         else:
             target[:] = self.folder.read(self.name, begin, begin + len(target))
@@ -183,10 +183,10 @@ def num_cores() -> int:
 
 
 @dataclass(frozen=True)
-class Taker:
-    """Who wants some bytes of a file: memory of that length, or a function that is given them and keeps no reference.
+class ByteRangeSink:
+    """Receives a byte range of a file: into memory of that length, or through a function, which keeps no reference.
 
-    A function can be given no more than ``BLOCK_BYTES``.
+    A function gets at most ``BLOCK_BYTES`` at a time.
     """
 
     begin: int
@@ -194,7 +194,7 @@ class Taker:
     target: memoryview | Callable[[memoryview], None]
 
 
-def digest_file(file: StoredFile, takers: Iterable[Taker] = ()) -> FileRecord:
+def digest_file(file: StoredFile, sinks: Iterable[ByteRangeSink] = ()) -> FileRecord:
     """Length and SHA-256 of a stored file, read once in bounded memory: the next pieces while one is hashed.
 
     Args:
@@ -204,27 +204,27 @@ def digest_file(file: StoredFile, takers: Iterable[Taker] = ()) -> FileRecord:
     """
     digest, size = hashlib.sha256(), file.size()
 
-    def finish(piece: _Piece, view: memoryview, done: "Future[None] | None" = None) -> None:
+    def finish(piece: _ReadBlock, view: memoryview, done: "Future[None] | None" = None) -> None:
         if done is not None:
             done.result()
         digest.update(view)
-        for taker in piece.takers:
-            part = view[taker.begin - piece.begin : taker.end - piece.begin]
-            if isinstance(taker.target, memoryview):
-                taker.target[:] = part
+        for sink in piece.sinks:
+            part = view[sink.begin - piece.begin : sink.end - piece.begin]
+            if isinstance(sink.target, memoryview):
+                sink.target[:] = part
             else:
-                taker.target(part)
+                sink.target(part)
 
     if size <= BLOCK_BYTES:
         # Not worth a thread.
         view = memoryview(bytearray(size))
         file.read_into(0, view)
-        finish(_Piece(0, size, None, tuple(takers)), view)
+        finish(_ReadBlock(0, size, None, tuple(sinks)), view)
         return FileRecord(size, digest.hexdigest())
     blocks = [memoryview(mmap.mmap(-1, BLOCK_BYTES)) for _ in range(_AHEAD + 1)]
-    reading: deque[tuple[_Piece, memoryview, Future[None]]] = deque()
+    reading: deque[tuple[_ReadBlock, memoryview, Future[None]]] = deque()
     with ThreadPoolExecutor(1, "read") as pool:
-        for number, piece in enumerate(_pieces(size, takers)):
+        for number, piece in enumerate(_read_blocks(size, sinks)):
             if len(reading) > _AHEAD:
                 finish(*reading.popleft())
             view = blocks[number % len(blocks)][: piece.end - piece.begin] if piece.target is None else piece.target
@@ -235,41 +235,41 @@ def digest_file(file: StoredFile, takers: Iterable[Taker] = ()) -> FileRecord:
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """Bytes of a file that are read at once: into ``target``, or into a block of which ``takers`` get theirs."""
+class _ReadBlock:
+    """Bytes of a file that are read at once: into ``target``, or into a block that is copied to ``sinks``."""
 
     begin: int
     end: int
     target: memoryview | None = None
-    takers: tuple[Taker, ...] = ()
+    sinks: tuple[ByteRangeSink, ...] = ()
 
 
-def _pieces(size: int, takers: Iterable[Taker]) -> Iterator[_Piece]:
+def _read_blocks(size: int, sinks: Iterable[ByteRangeSink]) -> Iterator[_ReadBlock]:
     """A file of ``size`` bytes in consecutive pieces; short neighbours share one."""
     begin, held = 0, []
-    for taker in takers:
-        # What nobody wants, up to the next that somebody does.
-        while taker.begin - begin > BLOCK_BYTES:
-            yield _Piece(begin, begin + BLOCK_BYTES, None, tuple(held))
+    for sink in sinks:
+        # Bytes without a sink, up to the next sink.
+        while sink.begin - begin > BLOCK_BYTES:
+            yield _ReadBlock(begin, begin + BLOCK_BYTES, None, tuple(held))
             begin, held = begin + BLOCK_BYTES, []
         # Long memory is read into; the rest shares blocks.
-        memory = taker.target if isinstance(taker.target, memoryview) and len(taker.target) >= _WORTH_A_READ else None
-        if begin < taker.begin and (memory is not None or taker.end - begin > BLOCK_BYTES):
-            yield _Piece(begin, taker.begin, None, tuple(held))
-            begin, held = taker.begin, []
+        memory = sink.target if isinstance(sink.target, memoryview) and len(sink.target) >= _WORTH_A_READ else None
+        if begin < sink.begin and (memory is not None or sink.end - begin > BLOCK_BYTES):
+            yield _ReadBlock(begin, sink.begin, None, tuple(held))
+            begin, held = sink.begin, []
         if memory is None:
-            held.append(taker)
+            held.append(sink)
             continue
         for low in range(0, len(memory), CHUNK_BYTES):
             part = memory[low : low + CHUNK_BYTES]
-            yield _Piece(begin + low, begin + low + len(part), part)
-        begin = taker.end
+            yield _ReadBlock(begin + low, begin + low + len(part), part)
+        begin = sink.end
     for low in range(begin, size, BLOCK_BYTES):
-        yield _Piece(low, min(size, low + BLOCK_BYTES), None, tuple(held) if low == begin else ())
+        yield _ReadBlock(low, min(size, low + BLOCK_BYTES), None, tuple(held) if low == begin else ())
 
 
 class WatchedFolder:
-    """A `Folder` that does what another does, and reports bytes written to files and read from them.
+    """Wraps a `Folder` and reports bytes written to files and read from them.
 
     Args:
         folder: what does the work.

@@ -51,8 +51,8 @@ class ObjectFolder:
             entries = self._system.ls(self._path, detail=False)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        found = {entry.rstrip("/").rsplit("/", 1)[-1] for entry in entries if entry.rstrip("/") != self._path.rstrip("/")}
-        return sorted(found)
+        file_names = {entry.rstrip("/").rsplit("/", 1)[-1] for entry in entries if entry.rstrip("/") != self._path.rstrip("/")}
+        return sorted(file_names)
 
     def size(self, name: str) -> int | None:
         self._system.invalidate_cache()

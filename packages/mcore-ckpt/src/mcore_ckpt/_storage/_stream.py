@@ -202,7 +202,7 @@ def receive(connection: socket.socket, length: int) -> bytes:
     return bytes(content)
 
 
-def _pieces(connection: socket.socket, shared: memoryview) -> Iterator[memoryview]:
+def _read_blocks(connection: socket.socket, shared: memoryview) -> Iterator[memoryview]:
     while True:
         begin, length = PIECE.unpack(receive(connection, PIECE.size))
         if length < 0:
@@ -217,7 +217,7 @@ def _serve_file(request: dict[str, Any], connection: socket.socket, memory: int)
         try:
             shared = memoryview(mmap.mmap(memory, request["bytes"], access=mmap.ACCESS_READ))
             os.close(memory)
-            write_stream(path, hash_pieces(_pieces(connection, shared), digest))
+            write_stream(path, hash_pieces(_read_blocks(connection, shared), digest))
             answer = {"bytes": os.stat(path).st_size, "sha256": digest.hexdigest()}
         except ConnectionError:
             return

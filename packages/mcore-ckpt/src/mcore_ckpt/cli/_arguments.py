@@ -53,10 +53,10 @@ def choose(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
     """
     names, chosen = list(names), set[str]()
     for pattern in patterns:
-        found = [name for name in names if name == pattern] or fnmatch.filter(names, pattern)
-        if not found:
+        matches = [name for name in names if name == pattern] or fnmatch.filter(names, pattern)
+        if not matches:
             raise ValueError(f"no tensor is called {list_names([pattern], names)}")
-        chosen.update(found)
+        chosen.update(matches)
     return chosen
 
 
@@ -98,10 +98,10 @@ def progress(text: str, total: int) -> Iterator[Callable[[int], None]]:
                 task = bar.add_task(text, total=total)
                 yield lambda count: bar.advance(task, count)
             return
-    yield _Lines(text, total)
+    yield _ProgressLines(text, total)
 
 
-class _Lines:
+class _ProgressLines:
     """Progress as lines of text."""
 
     def __init__(self, text: str, total: int) -> None:

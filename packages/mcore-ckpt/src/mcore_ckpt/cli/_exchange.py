@@ -48,13 +48,13 @@ def _add_hf(commands: Commands) -> None:
 def _export_hf(options: argparse.Namespace) -> int:
     checkpoint = resolve_checkpoint(options.directory)
     manifest = read_manifest(checkpoint)
-    noted = manifest.extra
-    family, config = options.family or noted.get("family"), noted.get("config")
+    stored_extra = manifest.extra
+    family, config = options.family or stored_extra.get("family"), stored_extra.get("config")
     if options.config is not None:
         config = read_settings(options.config)
     if family is None or not isinstance(config, dict):
         raise ValueError(f"{checkpoint} does not say what model it holds; give --family and --config")
-    more = {"dtype": chosen_dtype(options), "hf_config": noted.get("hf_config")}
+    more = {"dtype": chosen_dtype(options), "hf_config": stored_extra.get("hf_config")}
     tensors = [tensor for name, tensor in manifest.tensors.items() if name.startswith(options.prefix)]
     files = {chunk.file for tensor in tensors for chunk in tensor.chunks}
     total = sum(tensor.num_bytes for tensor in tensors) + sum(manifest.files[file].bytes for file in files)
@@ -115,9 +115,9 @@ def _add_megatron(commands: Commands) -> None:
 def _run_import_megatron(options: argparse.Namespace) -> int:
     config: dict[str, Any] = {} if options.config is None else read_settings(options.config)
     total = stored_bytes(options.directory, config, optimizer=options.optimizer)
-    given = {"prefix": options.prefix, "config": config, "optimizer": options.optimizer, "drop": tuple(options.drop)}
+    arguments = {"prefix": options.prefix, "config": config, "optimizer": options.optimizer, "drop": tuple(options.drop)}
     with progress("importing", total) as on_bytes:
-        left = import_checkpoint_megatron(options.directory, options.output, **given, on_bytes=on_bytes)
+        left = import_checkpoint_megatron(options.directory, options.output, **arguments, on_bytes=on_bytes)
     if left:
         print(f"left out: {', '.join(left)}", file=sys.stderr)
     return 0
@@ -127,10 +127,10 @@ def _run_export_megatron(options: argparse.Namespace) -> int:
     summary = summarize(options.directory)
     tensors = sum(tensor.num_bytes for tensor in summary.manifest.tensors.values())
     config = None if options.optimizer_config is None else read_settings(options.optimizer_config, "--optimizer-config")
-    given = {"format": options.format, "prefix": options.prefix, "optimizer": options.optimizer}
-    given |= {"optimizer_config": config, "verify": options.verify}
+    arguments = {"format": options.format, "prefix": options.prefix, "optimizer": options.optimizer}
+    arguments |= {"optimizer_config": config, "verify": options.verify}
     with progress("exporting", tensors + (summary.num_bytes if options.verify else 0)) as on_bytes:
-        left = export_checkpoint_megatron(summary.directory, options.output, **given, on_bytes=on_bytes)
+        left = export_checkpoint_megatron(summary.directory, options.output, **arguments, on_bytes=on_bytes)
     if left:
         print(f"left out: {', '.join(left)}", file=sys.stderr)
     return 0

@@ -72,13 +72,13 @@ def _run_diff(options: argparse.Namespace) -> int:
     one, two = summarize(options.first), summarize(options.second)
     tolerance = {"atol": options.atol, "rtol": options.rtol}
     with progress("comparing", sum(tensor.num_bytes for tensor in one.manifest.tensors.values())) as on_bytes:
-        found = diff(one.directory, two.directory, values=not options.names_only, on_bytes=on_bytes, **tolerance)
+        differences = diff(one.directory, two.directory, values=not options.names_only, on_bytes=on_bytes, **tolerance)
     if options.json:
-        print(json.dumps([difference.to_json() for difference in found], indent=1))
+        print(json.dumps([difference.to_json() for difference in differences], indent=1))
     else:
-        for difference in found:
+        for difference in differences:
             print(difference)
-    return 1 if found else 0
+    return 1 if differences else 0
 
 
 def _add_extract(commands: Commands) -> None:

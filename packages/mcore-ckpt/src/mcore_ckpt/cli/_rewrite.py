@@ -67,12 +67,12 @@ def _renaming(names: list[str], dropped: set[str], pairs: list[list[str]]) -> Ca
     for old, new in pairs:
         try:
             pattern = re.compile(old)
-            found = {name: match.expand(new) for name in names if name not in dropped and (match := pattern.fullmatch(name))}
+            renamed = {name: match.expand(new) for name in names if name not in dropped and (match := pattern.fullmatch(name))}
         except (re.error, IndexError) as error:
             raise ValueError(f"--rename {old!r} {new!r}: {error}") from error
-        if not found:
+        if not renamed:
             raise ValueError(f"--rename: no tensor is called {list_names([old], names)}")
-        table = found | table
+        table = renamed | table
     return lambda name: None if name in dropped else table.get(name, name)
 
 

@@ -155,15 +155,15 @@ def _check_kinds(full: Config) -> None:
             raise ValueError(f"config {name}={value!r} must be a number")
 
 
-def _fill(name: str, given: Config, defaults: Config) -> dict[str, Any]:
-    unknown = given.keys() - defaults.keys()
+def _fill(name: str, values: Config, defaults: Config) -> dict[str, Any]:
+    unknown = values.keys() - defaults.keys()
     if unknown:
         raise ValueError(f"config {name} has no {list_names(unknown, defaults)}")
-    values = {**defaults, **given}
-    missing = [key for key, value in values.items() if value is ...]
+    complete = {**defaults, **values}
+    missing = [key for key, value in complete.items() if value is ...]
     if missing:
         raise ValueError(f"config {name} lacks {', '.join(missing)}")
-    return values
+    return complete
 
 
 def _check_implied(full: dict[str, Any], config: Config, family: Family) -> None:

@@ -21,7 +21,7 @@ from mcore_ckpt.hf._fields import (
     same,
 )
 from mcore_ckpt.hf._positions import rotary
-from mcore_ckpt.hf._rules import Dim, Form, Part, Rule
+from mcore_ckpt.hf._rules import Dim, Form, HFPart, WeightRule
 from mcore_ckpt.hf._windows import one_window, window_by_layer
 
 __all__ = ["BERT", "DENSE"]
@@ -180,15 +180,19 @@ _BERT_LAYER = "bert.encoder.layer.{layer}."
 _BERT_GELU = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "relu": "relu", "silu": "silu"}
 
 
-def _norm(ours: str, theirs: str) -> tuple[Rule, ...]:
+def _norm(ours: str, theirs: str) -> tuple[WeightRule, ...]:
     """Weight and bias, which files of the first releases call gamma and beta."""
     return tuple(
-        Rule(f"{ours}.{name}", ("D",), (Form((Part(f"{theirs}.{name}", ("D",)),)), Form((Part(f"{theirs}.{older}", ("D",)),))))
+        WeightRule(
+            f"{ours}.{name}",
+            ("D",),
+            (Form((HFPart(f"{theirs}.{name}", ("D",)),)), Form((HFPart(f"{theirs}.{older}", ("D",)),))),
+        )
         for name, older in (("weight", "gamma"), ("bias", "beta"))
     )
 
 
-def _affine(ours: str, theirs: str, out: Dim, inner: Dim, *, when: str = "") -> tuple[Rule, ...]:
+def _affine(ours: str, theirs: str, out: Dim, inner: Dim, *, when: str = "") -> tuple[WeightRule, ...]:
     return (
         same(f"{ours}.weight", f"{theirs}.weight", out, inner, when=when),
         same(f"{ours}.bias", f"{theirs}.bias", out, when=when),

@@ -8,7 +8,7 @@ from typing import Any
 
 from mcore_ckpt.hf._fields import ENDS, SIZES, Codec, Family, attention_projections, named, refuse, renamed, same
 from mcore_ckpt.hf._positions import rotary
-from mcore_ckpt.hf._rules import Form, Layout, Part, Rule
+from mcore_ckpt.hf._rules import Form, HFPart, PartLayout, WeightRule
 
 __all__ = ["HYBRID"]
 
@@ -122,14 +122,16 @@ def _mamba_codecs(theirs: Mapping[str, str], chunk: int) -> tuple[Codec, ...]:
     return tuple(renamed(f"mamba.{ours}", name, defaults.get(ours, ...)) for ours, name in theirs.items())
 
 
-def _mamba_rules(theirs: str) -> tuple[Rule, ...]:
+def _mamba_rules(theirs: str) -> tuple[WeightRule, ...]:
     """Their rows are gates, inputs, B, C and steps of all heads; ours the same, but group by group."""
     ours = "layers.{layer}.mamba."
 
-    def grouped(name: str, their_name: str, rows: tuple[str, ...], total: str, per_group: str, *inner: int | str, when: str = "") -> Rule:
-        part = Part(theirs + their_name, (total, *inner), rows)
-        kept = tuple(size for size in inner if size != 1)
-        return Rule(ours + name, ("mg", per_group, *kept), (Form((part,), Layout.GROUPED, "mg"),), when, "M")
+    def grouped(
+        name: str, their_name: str, rows: tuple[str, ...], total: str, per_group: str, *inner: int | str, when: str = ""
+    ) -> WeightRule:
+        part = HFPart(theirs + their_name, (total, *inner), rows)
+        wide = tuple(size for size in inner if size != 1)
+        return WeightRule(ours + name, ("mg", per_group, *wide), (Form((part,), PartLayout.GROUPED, "mg"),), when, "M")
 
     channels = ("mi", "ms", "ms")
     return (
@@ -257,10 +259,10 @@ _BAMBA = Family(
         *_mamba_rules(_BAMBA_LAYER + "mamba."),
         *attention_projections("layers.{layer}.attention.", *(f"{_BAMBA_LAYER}self_attn.{name}_proj" for name in "qkvo"), kinds="*"),
         same("layers.{layer}.ffn_norm.weight", _BAMBA_LAYER + "pre_ff_layernorm.weight", "D", kinds="-"),
-        Rule(
+        WeightRule(
             "layers.{layer}.mlp.up.weight",
             (2, "F", "D"),
-            (Form(tuple(Part(f"{_BAMBA_LAYER}feed_forward.{name}_proj.weight", ("F", "D")) for name in ("gate", "up"))),),
+            (Form(tuple(HFPart(f"{_BAMBA_LAYER}feed_forward.{name}_proj.weight", ("F", "D")) for name in ("gate", "up"))),),
             kinds="-",
         ),
         same("layers.{layer}.mlp.down.weight", _BAMBA_LAYER + "feed_forward.down_proj.weight", "D", "F", kinds="-"),

@@ -7,7 +7,7 @@ from typing import Any
 
 from mcore_ckpt.hf._fields import ATTENTION, DENSE_FFN, ENDS, FFN_NORM, INPUT_NORM, SIZES, Codec, Family, inner, refuse, renamed, same
 from mcore_ckpt.hf._positions import rotary
-from mcore_ckpt.hf._rules import Dim, Form, Layout, Part, Rule
+from mcore_ckpt.hf._rules import Dim, Form, HFPart, PartLayout, WeightRule
 
 __all__ = ["LATENT", "MIXTURE"]
 
@@ -16,13 +16,13 @@ _THEIR_ATTENTION = "model.layers.{layer}.self_attn."
 _OUR_ATTENTION = "layers.{layer}.attention."
 
 
-def _turned(ours: str, theirs: str, shape: tuple[Dim, ...], their_rows: Dim, groups: Dim, when: str = "") -> tuple[Rule, Rule]:
+def _turned(ours: str, theirs: str, shape: tuple[Dim, ...], their_rows: Dim, groups: Dim, when: str = "") -> tuple[WeightRule, WeightRule]:
     """A projection whose last rows, in each of its groups, go through the rotary embedding; theirs pairs neighbours."""
-    part = Part(_THEIR_ATTENTION + theirs, (their_rows, shape[-1]))
+    part = HFPart(_THEIR_ATTENTION + theirs, (their_rows, shape[-1]))
     clause = f"{when} and " if when else ""
     return (
-        Rule(_OUR_ATTENTION + ours, shape, (Form((part,)),), clause + "rotary_interleaved"),
-        Rule(_OUR_ATTENTION + ours, shape, (Form((part,), Layout.TURNED, groups, "qrope"),), clause + "not rotary_interleaved"),
+        WeightRule(_OUR_ATTENTION + ours, shape, (Form((part,)),), clause + "rotary_interleaved"),
+        WeightRule(_OUR_ATTENTION + ours, shape, (Form((part,), PartLayout.TURNED, groups, "qrope"),), clause + "not rotary_interleaved"),
     )
 
 
@@ -35,7 +35,9 @@ _ATTENTION = (
     *_turned("q_up.weight", "q_b_proj.weight", ("A", "qh", "qr"), "Aqh", "A", _RANKED),
     *_turned("kv_down.weight", "kv_a_proj_with_mqa.weight", ("krr", "D"), "krr", 1),
     same(_OUR_ATTENTION + "kv_norm.weight", _THEIR_ATTENTION + "kv_a_layernorm.weight", "kr"),
-    Rule(_OUR_ATTENTION + "kv_up.weight", ("A", "kvh", "kr"), (Form((Part(_THEIR_ATTENTION + "kv_b_proj.weight", ("Akvh", "kr")),)),)),
+    WeightRule(
+        _OUR_ATTENTION + "kv_up.weight", ("A", "kvh", "kr"), (Form((HFPart(_THEIR_ATTENTION + "kv_b_proj.weight", ("Akvh", "kr")),)),)
+    ),
     same(_OUR_ATTENTION + "out.weight", _THEIR_ATTENTION + "o_proj.weight", "D", "Avh"),
 )
 
@@ -128,27 +130,27 @@ LATENT = (_DEEPSEEK2, _DEEPSEEK3)
 _LAYER = "model.layers.{layer}."
 
 
-def _experts(router: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+def _experts(router: str, gate: str, up: str, down: str) -> tuple[WeightRule, ...]:
     """Files hold one tensor an expert; the second forms are what the modules of newer transformers hold in memory."""
     in_memory = _LAYER + "mlp.experts."
     return (
-        Rule(
+        WeightRule(
             "layers.{layer}.mlp.router.weight",
             ("E", "D"),
-            (Form((Part(router, ("E", "D")),)), Form((Part(_LAYER + "mlp.gate.weight", ("E", "D")),))),
+            (Form((HFPart(router, ("E", "D")),)), Form((HFPart(_LAYER + "mlp.gate.weight", ("E", "D")),))),
         ),
-        Rule(
+        WeightRule(
             "layers.{layer}.mlp.experts.up",
             ("E", 2, "F", "D"),
             (
-                Form((Part(gate, ("F", "D")), Part(up, ("F", "D")))),
-                Form((Part(in_memory + "gate_up_proj", ("E", "2F", "D")),)),
+                Form((HFPart(gate, ("F", "D")), HFPart(up, ("F", "D")))),
+                Form((HFPart(in_memory + "gate_up_proj", ("E", "2F", "D")),)),
             ),
         ),
-        Rule(
+        WeightRule(
             "layers.{layer}.mlp.experts.down",
             ("E", "D", "F"),
-            (Form((Part(down, ("D", "F")),)), Form((Part(in_memory + "down_proj", ("E", "D", "F")),))),
+            (Form((HFPart(down, ("D", "F")),)), Form((HFPart(in_memory + "down_proj", ("E", "D", "F")),))),
         ),
     )
 

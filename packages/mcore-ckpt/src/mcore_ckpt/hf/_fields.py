@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from mcore_ckpt.hf._rules import Dim, Form, Layout, Part, Rule
+from mcore_ckpt.hf._rules import Dim, Form, HFPart, PartLayout, WeightRule
 
 __all__ = [
     "ATTENTION",
@@ -141,7 +141,7 @@ class Family:
     """Values of entries of ``fixed`` that config.json leaves out, where that means another value than the one described."""
     inert: frozenset[str] = frozenset()
     """Their entries that change no numbers of this family."""
-    rules: tuple[Rule, ...]
+    rules: tuple[WeightRule, ...]
     shown_by: Mapping[str, str] = field(default_factory=dict)
     """Our fields that are true where a weight of this name is stored, whatever config.json says."""
     ignored: tuple[str, ...] = ()
@@ -204,17 +204,17 @@ def named(ours: str, theirs: str, words: Mapping[Any, Any], default: Any = ...) 
 _LAYER = "model.layers.{layer}."
 
 
-def same(ours: str, theirs: str, *shape: Dim, when: str = "", kinds: str = "") -> Rule:
+def same(ours: str, theirs: str, *shape: Dim, when: str = "", kinds: str = "") -> WeightRule:
     """A tensor that only has another name there."""
-    return Rule(ours, shape, (Form((Part(theirs, shape),)),), when, kinds)
+    return WeightRule(ours, shape, (Form((HFPart(theirs, shape),)),), when, kinds)
 
 
-def attention_projections(ours: str, q: str, k: str, v: str, o: str, *, kinds: str = "") -> tuple[Rule, ...]:
+def attention_projections(ours: str, q: str, k: str, v: str, o: str, *, kinds: str = "") -> tuple[WeightRule, ...]:
     """Projections of grouped-query attention with their biases, from the prefixes ``ours`` and those of the other side's four."""
 
-    def fused(suffix: str, inner: tuple[Dim, ...], when: str) -> Rule:
-        parts = (Part(q + suffix, ("Q", *inner)), Part(k + suffix, ("C", *inner)), Part(v + suffix, ("C", *inner)))
-        return Rule(f"{ours}qkv{suffix}", ("K", "R", *inner), (Form(parts, Layout.GROUPED, "K"),), when, kinds)
+    def fused(suffix: str, inner: tuple[Dim, ...], when: str) -> WeightRule:
+        parts = (HFPart(q + suffix, ("Q", *inner)), HFPart(k + suffix, ("C", *inner)), HFPart(v + suffix, ("C", *inner)))
+        return WeightRule(f"{ours}qkv{suffix}", ("K", "R", *inner), (Form(parts, PartLayout.GROUPED, "K"),), when, kinds)
 
     return (
         fused(".weight", ("D",), ""),
@@ -238,15 +238,15 @@ ATTENTION = (
 )
 FFN_NORM = same("layers.{layer}.ffn_norm.weight", _LAYER + "post_attention_layernorm.weight", "D")
 DENSE_FFN = (
-    Rule(
+    WeightRule(
         "layers.{layer}.mlp.up.weight",
         (2, "F", "D"),
-        (Form((Part(_LAYER + "mlp.gate_proj.weight", ("F", "D")), Part(_LAYER + "mlp.up_proj.weight", ("F", "D")))),),
+        (Form((HFPart(_LAYER + "mlp.gate_proj.weight", ("F", "D")), HFPart(_LAYER + "mlp.up_proj.weight", ("F", "D")))),),
     ),
-    Rule(
+    WeightRule(
         "layers.{layer}.mlp.up.bias",
         (2, "F"),
-        (Form((Part(_LAYER + "mlp.gate_proj.bias", ("F",)), Part(_LAYER + "mlp.up_proj.bias", ("F",)))),),
+        (Form((HFPart(_LAYER + "mlp.gate_proj.bias", ("F",)), HFPart(_LAYER + "mlp.up_proj.bias", ("F",)))),),
         "add_bias_linear",
     ),
     same("layers.{layer}.mlp.down.weight", _LAYER + "mlp.down_proj.weight", "D", "F"),

@@ -17,7 +17,7 @@ from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt._storage import SafetensorsFile, WatchedFolder, dtype_of, open_folder
 from mcore_ckpt.hf._config import brief, from_hf_config, measure
 from mcore_ckpt.hf._fields import Family
-from mcore_ckpt.hf._rules import Form, Site, join, sites
+from mcore_ckpt.hf._rules import Form, WeightSite, join, sites
 from mcore_ckpt.hf._tokenizer import tokenizer_files
 
 __all__ = ["HFModel", "import_checkpoint_hf", "import_hf"]
@@ -85,8 +85,8 @@ def import_checkpoint_hf(
     """
     opened = _open(Path(directory), ignore)
     state = {prefix + name: tensor for name, tensor in opened.deferred(dtype).items()}
-    kept = {name: opened.theirs[name] for name in _KEPT if opened.theirs.get(name) is not None}
-    extra = {"family": opened.family.name, "config": brief(opened.config), "hf_config": kept}
+    hf_config = {name: opened.theirs[name] for name in _KEPT if opened.theirs.get(name) is not None}
+    extra = {"family": opened.family.name, "config": brief(opened.config), "hf_config": hf_config}
     folder = open_folder(checkpoint) if on_bytes is None else WatchedFolder(open_folder(checkpoint), on_bytes)
     save(state, folder, extra=extra, assets=tokenizer_files(directory), max_file_bytes=max_file_bytes)
 
@@ -99,23 +99,23 @@ class _Opened:
     config: dict[str, Any]
     """Complete, in our names."""
     theirs: Mapping[str, Any]
-    chosen: list[tuple[Site, Form]]
+    chosen: list[tuple[WeightSite, Form]]
     weights: Mapping[str, SafetensorsFile]
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
         for site, form in self.chosen:
             yield site.name, self.read(site, form)
 
-    def read(self, site: Site, form: Form, dtype: torch.dtype | None = None) -> Tensor:
+    def read(self, site: WeightSite, form: Form, dtype: torch.dtype | None = None) -> Tensor:
         return join([self.weights[name].tensor(name) for name, _ in site.parts(form)], form, site).to(dtype)
 
     def deferred(self, dtype: torch.dtype | None) -> dict[str, DeferredTensor]:
-        found = {}
+        tensors = {}
         for site, form in self.chosen:
             first = site.parts(form)[0][0]
             stored = dtype_of(self.weights[first].slots[first].dtype)
-            found[site.name] = DeferredTensor(dtype or stored, site.shape, partial(self.read, site, form, dtype))
-        return found
+            tensors[site.name] = DeferredTensor(dtype or stored, site.shape, partial(self.read, site, form, dtype))
+        return tensors
 
 
 def _open(folder: Path, ignore: Collection[str]) -> _Opened:
@@ -143,14 +143,14 @@ def _open(folder: Path, ignore: Collection[str]) -> _Opened:
     return _Opened(family, config, theirs, chosen, weights)
 
 
-def _choose(site: Site, weights: Mapping[str, SafetensorsFile]) -> Form:
+def _choose(site: WeightSite, weights: Mapping[str, SafetensorsFile]) -> Form:
     for form in site.rule.forms:
         if all(name in weights for name, _ in site.parts(form)):
             return form
     return site.rule.forms[0]
 
 
-def _check(site: Site, form: Form, weights: Mapping[str, SafetensorsFile]) -> list[str]:
+def _check(site: WeightSite, form: Form, weights: Mapping[str, SafetensorsFile]) -> list[str]:
     problems, dtypes = [], set()
     for name, shape in site.parts(form):
         if name in weights:

@@ -73,11 +73,11 @@ def rotary(*, base: float, share: float | None = None, window_base: float | None
 
 def _read_whole(parameters: Mapping[str, Any], config: Config) -> float:
     """The share of a family that turns all channels."""
-    given = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor")
+    factor = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor")
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    if given not in (None, 1.0) and kind != "default":
+    if factor not in (None, 1.0) and kind != "default":
         # Scaled angles follow it there, and attention does not.
-        refuse("partial_rotary_factor", given, f"beside rope_type={kind!r} is not supported: the family turns all channels; leave it out")
+        refuse("partial_rotary_factor", factor, f"beside rope_type={kind!r} is not supported: the family turns all channels; leave it out")
     # Plain angles do not follow it: it is there in vain.
     return 1.0
 
@@ -147,13 +147,13 @@ def _read_yarn(parameters: Mapping[str, Any], original: int) -> dict[str, Any]:
         "beta_slow": float(parameters.get("beta_slow") or 1.0),
         "correction_range_round_to_int": bool(parameters.get("truncate", True)),
     }
-    mscale, all_dims, given = parameters.get("mscale"), parameters.get("mscale_all_dim"), parameters.get("attention_factor")
-    if given is not None:
+    mscale, all_dims, attention_factor = parameters.get("mscale"), parameters.get("mscale_all_dim"), parameters.get("attention_factor")
+    if attention_factor is not None:
         if all_dims:
-            refuse("attention_factor", given, f"beside mscale_all_dim={all_dims} is not supported; give one of them")
-        if factor <= 1.0 and given != 1.0:
-            refuse("attention_factor", given, f"with factor={factor} is not supported; leave it out")
-        return yarn | {"mscale": (given - 1.0) / (0.1 * math.log(factor)) if factor > 1.0 else 1.0}
+            refuse("attention_factor", attention_factor, f"beside mscale_all_dim={all_dims} is not supported; give one of them")
+        if factor <= 1.0 and attention_factor != 1.0:
+            refuse("attention_factor", attention_factor, f"with factor={factor} is not supported; leave it out")
+        return yarn | {"mscale": (attention_factor - 1.0) / (0.1 * math.log(factor)) if factor > 1.0 else 1.0}
     if all_dims and not mscale:
         refuse("mscale_all_dim", all_dims, f"beside mscale={mscale} is not supported; give both or neither")
     return yarn | {"mscale": mscale, "mscale_all_dim": all_dims} if mscale and all_dims else yarn

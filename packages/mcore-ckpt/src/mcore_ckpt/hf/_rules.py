@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Dim", "Form", "Layout", "Part", "Rule", "Site", "join", "sites", "split"]
+__all__ = ["Dim", "Form", "HFPart", "PartLayout", "WeightRule", "WeightSite", "join", "sites", "split"]
 
 Dim = int | str
 
 
-class Layout(enum.Enum):
+class PartLayout(enum.Enum):
     """How the parts of a form make up our tensor."""
 
     STACK = "stack"
@@ -34,27 +34,27 @@ class Layout(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Part:
+class HFPart:
     """A tensor of the other side: name with ``{layer}``, ``{pair}`` (half of that), ``{expert}`` to fill in; shape in letters."""
 
     name: str
     shape: tuple[Dim, ...]
     blocks: tuple[Dim, ...] = ()
-    """Rows of its blocks, with `Layout.GROUPED`; none for a single one."""
+    """Rows of its blocks, with `PartLayout.GROUPED`; none for a single one."""
 
 
 @dataclass(frozen=True)
 class Form:
     """One way in which the other side spells our tensor; with ``{expert}`` in the names, all parts of expert 0 come first, and so on."""
 
-    parts: tuple[Part, ...]
-    layout: Layout = Layout.STACK
+    parts: tuple[HFPart, ...]
+    layout: PartLayout = PartLayout.STACK
     groups: Dim = 1
     turned: Dim = 0
 
 
 @dataclass(frozen=True)
-class Rule:
+class WeightRule:
     """Our tensor (name with ``{layer}``, shape in letters) and its spellings there; the first is the one that is written."""
 
     name: str
@@ -66,7 +66,7 @@ class Rule:
     """Symbols of the hybrid layer pattern at which it exists; nothing for all layers."""
 
 
-def sites(rules: Sequence[Rule], sizes: Mapping[str, int], full: Mapping[str, Any]) -> Iterator["Site"]:
+def sites(rules: Sequence[WeightRule], sizes: Mapping[str, int], full: Mapping[str, Any]) -> Iterator["WeightSite"]:
     """Every tensor of a model with these sizes and this complete config, in the order of the rules, layer by layer."""
     kinds = (full.get("hybrid_layer_pattern") or "").replace("|", "")
     for rule in rules:
@@ -74,7 +74,7 @@ def sites(rules: Sequence[Rule], sizes: Mapping[str, int], full: Mapping[str, An
             continue
         for layer in range(sizes["L"]) if "{layer}" in rule.name else [0]:
             if not rule.kinds or kinds[layer] in rule.kinds:
-                yield Site(rule, layer, sizes)
+                yield WeightSite(rule, layer, sizes)
 
 
 def _holds(condition: str, full: Mapping[str, Any]) -> bool:
@@ -88,10 +88,10 @@ def _holds(condition: str, full: Mapping[str, Any]) -> bool:
 
 
 @dataclass(frozen=True)
-class Site:
+class WeightSite:
     """A rule at one layer of a model of known sizes."""
 
-    rule: Rule
+    rule: WeightRule
     layer: int
     sizes: Mapping[str, int]
 
@@ -119,28 +119,28 @@ class Site:
         ]
 
 
-def split(ours: Tensor, form: Form, site: Site) -> list[Tensor]:
+def split(ours: Tensor, form: Form, site: WeightSite) -> list[Tensor]:
     """Our tensor as the parts of ``form``; views where that is possible."""
     shapes = [shape for _, shape in site.parts(form)]
-    if form.layout is Layout.GROUPED:
+    if form.layout is PartLayout.GROUPED:
         (groups,) = site.measure((form.groups,))
         inner = shapes[0][1:]
         rows = [site.measure(part.blocks or part.shape[:1]) for part in form.parts]
         pieces = iter(ours.reshape(groups, -1, *inner).split([count // groups for counts in rows for count in counts], dim=1))
-        return [_together([next(pieces).reshape(count, *inner) for count in counts]) for counts in rows]
-    if form.layout is Layout.TURNED:
+        return [_concatenate([next(pieces).reshape(count, *inner) for count in counts]) for counts in rows]
+    if form.layout is PartLayout.TURNED:
         return [_turn(ours, form, site, back=True).reshape(shapes[0])]
     assert len(set(shapes)) == 1 and math.prod(shapes[0]) * len(shapes) == ours.numel()
     return list(ours.reshape(len(shapes), *shapes[0]).unbind())
 
 
-def _together(blocks: list[Tensor]) -> Tensor:
+def _concatenate(blocks: list[Tensor]) -> Tensor:
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
 
-def join(parts: Sequence[Tensor], form: Form, site: Site) -> Tensor:
+def join(parts: Sequence[Tensor], form: Form, site: WeightSite) -> Tensor:
     """Inverse of `split`; always memory of its own."""
-    if form.layout is Layout.GROUPED:
+    if form.layout is PartLayout.GROUPED:
         (groups,) = site.measure((form.groups,))
         blocks = [
             block.reshape(groups, -1, *tensor.shape[1:])
@@ -148,14 +148,14 @@ def join(parts: Sequence[Tensor], form: Form, site: Site) -> Tensor:
             for block in tensor.split(site.measure(part.blocks or part.shape[:1]))
         ]
         return torch.cat(blocks, dim=1).reshape(site.shape)
-    if form.layout is Layout.TURNED:
+    if form.layout is PartLayout.TURNED:
         return _turn(parts[0], form, site, back=False).reshape(site.shape)
     return torch.stack(list(parts)).reshape(site.shape)
 
 
-def _turn(tensor: Tensor, form: Form, site: Site, *, back: bool) -> Tensor:
+def _turn(tensor: Tensor, form: Form, site: WeightSite, *, back: bool) -> Tensor:
     groups, rows = site.measure((form.groups, form.turned))
     pieces = tensor.reshape(groups, -1, site.shape[-1])
-    kept, turned = pieces.split([pieces.shape[1] - rows, rows], dim=1)
+    straight, turned = pieces.split([pieces.shape[1] - rows, rows], dim=1)
     pairs = turned.unflatten(1, (2, rows // 2) if back else (rows // 2, 2))
-    return torch.cat([kept, pairs.transpose(1, 2).flatten(1, 2)], dim=1)
+    return torch.cat([straight, pairs.transpose(1, 2).flatten(1, 2)], dim=1)

@@ -92,7 +92,7 @@ def layer_flags(full: Config) -> list[int]:
     if frequency is None:
         return [1] * count
     if isinstance(frequency, str):
-        frequency = _Pattern(frequency).value()
+        frequency = _WindowPattern(frequency).value()
     if isinstance(frequency, int):
         if frequency < 1:
             refuse("window_attn_skip_freq", frequency, "must be at least 1")
@@ -103,7 +103,7 @@ def layer_flags(full: Config) -> list[int]:
     return flags
 
 
-class _Pattern:
+class _WindowPattern:
     """Sums of products of numbers, lists and parentheses, as "([1]*3+[0]*1)*6"."""
 
     def __init__(self, text: str) -> None:

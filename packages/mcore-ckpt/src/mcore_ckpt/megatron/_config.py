@@ -35,35 +35,35 @@ _YARN = MappingProxyType(
 )
 
 
-def sizes_of(given: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], *, gated: bool) -> dict[str, Any]:
+def sizes_of(settings: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], *, gated: bool) -> dict[str, Any]:
     """Our config: what the run said, then what the shapes say, which nobody can contradict."""
-    found = {name: given[name] for name in _SAME if given.get(name) is not None}
-    found |= {ours: given[theirs] for theirs, ours in _RENAMED.items() if given.get(theirs) is not None and ours not in found}
-    if given.get("position_embedding_type") in _POSITIONS:
-        found["position_embedding_type"] = given["position_embedding_type"]
-        if given["position_embedding_type"] == "learned_absolute" and "embedding.position_embeddings.weight" in shapes:
-            found["max_position_embeddings"] = shapes["embedding.position_embeddings.weight"][0]
+    sizes = {name: settings[name] for name in _SAME if settings.get(name) is not None}
+    sizes |= {ours: settings[theirs] for theirs, ours in _RENAMED.items() if settings.get(theirs) is not None and ours not in sizes}
+    if settings.get("position_embedding_type") in _POSITIONS:
+        sizes["position_embedding_type"] = settings["position_embedding_type"]
+        if settings["position_embedding_type"] == "learned_absolute" and "embedding.position_embeddings.weight" in shapes:
+            sizes["max_position_embeddings"] = shapes["embedding.position_embeddings.weight"][0]
     layers = [int(key.split(".")[2]) for key in shapes if key.startswith(LAYERS)]
-    found["num_layers"] = 1 + max(layers, default=-1)
+    sizes["num_layers"] = 1 + max(layers, default=-1)
     if (word := shapes.get("embedding.word_embeddings.weight")) is not None:
-        found["vocab_size"], found["hidden_size"] = word
-    found["share_embeddings_and_output_weights"] = "output_layer.weight" not in shapes
-    if given.get("group_query_attention") is False and "num_attention_heads" in found:
-        found["num_query_groups"] = found["num_attention_heads"]
+        sizes["vocab_size"], sizes["hidden_size"] = word
+    sizes["share_embeddings_and_output_weights"] = "output_layer.weight" not in shapes
+    if settings.get("group_query_attention") is False and "num_attention_heads" in sizes:
+        sizes["num_query_groups"] = sizes["num_attention_heads"]
     experts = next((shape for key, shape in shapes.items() if key.endswith("experts.experts.linear_fc2.weight")), None)
     if experts is not None:
-        found["num_moe_experts"], found["ffn_hidden_size"] = experts[0], experts[2]
+        sizes["num_moe_experts"], sizes["ffn_hidden_size"] = experts[0], experts[2]
         dense = next((shape[-1] for key, shape in shapes.items() if key.endswith(".mlp.linear_fc2.weight")), None)
         if dense is not None:
-            found |= {"ffn_hidden_size": dense, "moe_ffn_hidden_size": experts[2], "moe_layer_freq": _mixtures(shapes, found["num_layers"])}
-        if given.get("moe_router_topk") is not None:
-            found["moe_router_topk"] = given["moe_router_topk"]
-    if gated and given.get("swiglu"):
-        found["activation"] = "swiglu"
-    if latent := _latent_of(given, shapes):
+            sizes |= {"ffn_hidden_size": dense, "moe_ffn_hidden_size": experts[2], "moe_layer_freq": _mixtures(shapes, sizes["num_layers"])}
+        if settings.get("moe_router_topk") is not None:
+            sizes["moe_router_topk"] = settings["moe_router_topk"]
+    if gated and settings.get("swiglu"):
+        sizes["activation"] = "swiglu"
+    if latent := _latent_of(settings, shapes):
         # Each head has keys and values of its own.
-        found = {name: value for name, value in found.items() if name not in ("num_query_groups", "kv_channels")} | latent
-    return {name: value for name, value in found.items() if isinstance(value, str | int | float | bool | tuple | list | dict)}
+        sizes = {name: value for name, value in sizes.items() if name not in ("num_query_groups", "kv_channels")} | latent
+    return {name: value for name, value in sizes.items() if isinstance(value, str | int | float | bool | tuple | list | dict)}
 
 
 def _mixtures(shapes: Mapping[str, Sequence[int]], num_layers: int) -> list[int]:
@@ -71,7 +71,7 @@ def _mixtures(shapes: Mapping[str, Sequence[int]], num_layers: int) -> list[int]
     return [int(f"{LAYERS}{layer}.mlp.router.weight" in shapes) for layer in range(num_layers)]
 
 
-def _latent_of(given: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+def _latent_of(settings: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
     """Our fields of multi-head latent attention, whose rotary channels are pairs of neighbours there.
 
     Raises:
@@ -86,30 +86,30 @@ def _latent_of(given: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) ->
             names = (f"{layer}.self_attention.{norm}_layernorm.weight", f"{layer}.self_attention.linear_{norm}_up_proj.layer_norm_weight")
             if not any(name in shapes for name in names):
                 raise ValueError(f"{names[0]} is missing: latents without norms (qk_layernorm=False) are a model that is not there here")
-    needed = [name for name in (*_LATENT, "rope_type") if name != "q_lora_rank" and given.get(name) is None]
+    needed = [name for name in (*_LATENT, "rope_type") if name != "q_lora_rank" and settings.get(name) is None]
     if needed:
         raise ValueError(f"the checkpoint has latent attention and does not say {', '.join(needed)}; give it in the config")
-    latent = {ours: given.get(theirs) for theirs, ours in _LATENT.items()}
-    found: dict[str, Any] = {
+    latent = {ours: settings.get(theirs) for theirs, ours in _LATENT.items()}
+    sizes: dict[str, Any] = {
         "latent_attention": latent,
         "rotary_interleaved": True,
         "qk_layernorm": False,
         "position_embedding_type": "rope",
     }
-    yarn = {ours: given[theirs] for theirs, ours in _YARN.items() if given.get(theirs) is not None}
-    if given["rope_type"] == "yarn":
-        found |= {"position_embedding_type": "yarn", "yarn": yarn}
+    yarn = {ours: settings[theirs] for theirs, ours in _YARN.items() if settings.get(theirs) is not None}
+    if settings["rope_type"] == "yarn":
+        sizes |= {"position_embedding_type": "yarn", "yarn": yarn}
     elif (all_dims := yarn.get("mscale_all_dim")) and (factor := yarn.get("factor", 1.0)) > 1.0:
         # The factor of the scores is theirs whether positions are scaled or not.
-        width = given["qk_head_dim"] + given["qk_pos_emb_head_dim"]
-        found["softmax_scale"] = (0.1 * all_dims * math.log(factor) + 1.0) ** 2 / math.sqrt(width)
-    return found
+        width = settings["qk_head_dim"] + settings["qk_pos_emb_head_dim"]
+        sizes["softmax_scale"] = (0.1 * all_dims * math.log(factor) + 1.0) ** 2 / math.sqrt(width)
+    return sizes
 
 
-def family_of(given: Mapping[str, Any], sizes: Mapping[str, Any], *, gated: bool) -> str | None:
+def family_of(settings: Mapping[str, Any], sizes: Mapping[str, Any], *, gated: bool) -> str | None:
     """The Hugging Face family that has this model, where the run said enough to tell."""
     wanted = {"normalization": "RMSNorm", "position_embedding_type": "rope", "swiglu": True, "add_bias_linear": False}
-    if not gated or any(given.get(name) != value for name, value in wanted.items()):
+    if not gated or any(settings.get(name) != value for name, value in wanted.items()):
         return None
     if sizes.get("softmax_type", "vanilla") != "vanilla" or sizes.get("window_size") is not None or "moe_layer_freq" in sizes:
         return None
@@ -130,22 +130,22 @@ def args_of(sizes: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: latent attention that is not theirs.
     """
-    found = {name: sizes[name] for name in (*_SAME, "moe_router_topk") if name in sizes}
-    found |= {theirs: sizes[ours] for theirs, ours in _RENAMED.items() if ours in sizes}
+    args = {name: sizes[name] for name in (*_SAME, "moe_router_topk") if name in sizes}
+    args |= {theirs: sizes[ours] for theirs, ours in _RENAMED.items() if ours in sizes}
     if "num_moe_experts" in sizes:
-        found["num_experts"] = sizes["num_moe_experts"]
+        args["num_experts"] = sizes["num_moe_experts"]
     if "num_query_groups" in sizes:
-        found["group_query_attention"] = sizes["num_query_groups"] != sizes.get("num_attention_heads")
+        args["group_query_attention"] = sizes["num_query_groups"] != sizes.get("num_attention_heads")
     if "share_embeddings_and_output_weights" in sizes:
-        found["untie_embeddings_and_output_weights"] = not sizes["share_embeddings_and_output_weights"]
+        args["untie_embeddings_and_output_weights"] = not sizes["share_embeddings_and_output_weights"]
     # The fields that a config leaves out are at the defaults of ours.
-    found |= {"normalization": sizes.get("normalization", "RMSNorm"), "swiglu": sizes.get("activation", "swiglu") == "swiglu"}
-    found |= {name: sizes.get(name, default) for name, default in (("position_embedding_type", "rope"), ("add_bias_linear", False))}
-    found |= {name: sizes[name] for name in ("moe_layer_freq", "moe_ffn_hidden_size") if name in sizes}
-    found |= _latent_args(sizes)
-    if found.get("max_position_embeddings") is None and sizes.get("max_position_embeddings") is not None:
-        found["max_position_embeddings"] = sizes["max_position_embeddings"]
-    return found
+    args |= {"normalization": sizes.get("normalization", "RMSNorm"), "swiglu": sizes.get("activation", "swiglu") == "swiglu"}
+    args |= {name: sizes.get(name, default) for name, default in (("position_embedding_type", "rope"), ("add_bias_linear", False))}
+    args |= {name: sizes[name] for name in ("moe_layer_freq", "moe_ffn_hidden_size") if name in sizes}
+    args |= _latent_args(sizes)
+    if args.get("max_position_embeddings") is None and sizes.get("max_position_embeddings") is not None:
+        args["max_position_embeddings"] = sizes["max_position_embeddings"]
+    return args
 
 
 def _latent_args(sizes: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,8 +164,8 @@ def _latent_args(sizes: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{name}={value!r} cannot be exported with latent attention: {why}; only {only!r} can")
     if kind not in ("rope", "yarn"):
         raise ValueError(f"position_embedding_type={kind!r} cannot be exported with latent attention; only 'rope' and 'yarn' can")
-    found = {theirs: latent.get(ours) for theirs, ours in _LATENT.items()}
-    found |= {"multi_latent_attention": True, "qk_layernorm": True, "rope_type": kind, "position_embedding_type": "rope"}
+    args = {theirs: latent.get(ours) for theirs, ours in _LATENT.items()}
+    args |= {"multi_latent_attention": True, "qk_layernorm": True, "rope_type": kind, "position_embedding_type": "rope"}
     # Without a scaling the factor of the scores is 1.
     scaling = yarn if kind == "yarn" and isinstance(yarn, Mapping) else {"factor": 1.0, "mscale_all_dim": 0.0}
-    return found | {theirs: scaling[ours] for theirs, ours in _YARN.items() if scaling.get(ours) is not None}
+    return args | {theirs: scaling[ours] for theirs, ours in _YARN.items() if scaling.get(ours) is not None}

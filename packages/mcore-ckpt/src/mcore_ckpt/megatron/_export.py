@@ -147,8 +147,8 @@ def _fsdp(
 
 def _iteration(extra: Mapping[str, Any]) -> int:
     trainer = extra.get("trainer")
-    found = (extra.get("iteration"), extra.get("step"), trainer.get("step") if isinstance(trainer, Mapping) else None)
-    return next((int(value) for value in found if value), 0)
+    candidates = (extra.get("iteration"), extra.get("step"), trainer.get("step") if isinstance(trainer, Mapping) else None)
+    return next((int(value) for value in candidates if value), 0)
 
 
 def _keys(reader: CheckpointReader, prefix: str, *, optimizer: bool) -> tuple[dict[str, str], list[str]]:
@@ -183,9 +183,9 @@ def _stacked(reader: CheckpointReader, keys: Mapping[str, str]) -> dict[str, Any
     layers: dict[str, dict[int, str]] = {}
     state: dict[str, Any] = {}
     for name, key in keys.items():
-        before, found, after = key.partition(LAYERS)
+        before, separator, after = key.partition(LAYERS)
         number, _, part = after.partition(".")
-        if found and number.isdigit():
+        if separator and number.isdigit():
             layers.setdefault(f"{before}{LAYERS}{part}", {})[int(number)] = name
         else:
             state[key] = [_part(reader, name, None, 0)]

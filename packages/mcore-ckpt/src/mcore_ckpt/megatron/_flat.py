@@ -69,7 +69,7 @@ class Domain:
 
 
 @dataclass(frozen=True)
-class _Unit:
+class _FlatUnit:
     """A parameter as a rank registers it: a weight, or that of one expert."""
 
     key: str
@@ -155,14 +155,14 @@ class _Model:
                         "checkpoint again, or leave the optimizer out"
                     )
 
-    def place(self, domains: Sequence[Domain], order: Sequence[str], grouped: bool) -> dict[_Unit, _Placed] | None:
+    def place(self, domains: Sequence[Domain], order: Sequence[str], grouped: bool) -> dict[_FlatUnit, _Placed] | None:
         """Every unit of every domain; None where the lengths do not fit this order."""
-        found: dict[_Unit, _Placed] = {}
+        placed: dict[_FlatUnit, _Placed] = {}
         for domain in domains:
-            chunks: list[list[list[_Unit]]] = []
+            chunks: list[list[list[_FlatUnit]]] = []
             for chunk in range(self.chunks):
                 units = self._units(domain, chunk, order, grouped)
-                by_type: dict[torch.dtype, list[_Unit]] = {}
+                by_type: dict[torch.dtype, list[_FlatUnit]] = {}
                 for unit in units:
                     by_type.setdefault(self.tensors[unit.key].dtype, []).append(unit)
                 chunks.append(list(by_type.values()))
@@ -170,12 +170,12 @@ class _Model:
             if len(buffers) != len(domain.buffers):
                 return None
             for units, buckets in zip(buffers, domain.buffers, strict=True):
-                fits = self._search(units, buckets[0], found) if domain.coalesced else self._fill(units, buckets, found)
+                fits = self._search(units, buckets[0], placed) if domain.coalesced else self._fill(units, buckets, placed)
                 if not fits:
                     return None
-        return found
+        return placed
 
-    def _units(self, domain: Domain, chunk: int, order: Sequence[str], grouped: bool) -> list[_Unit]:
+    def _units(self, domain: Domain, chunk: int, order: Sequence[str], grouped: bool) -> list[_FlatUnit]:
         """Parameters of one model chunk of a rank, in the order of registration."""
         tp = self.etp if domain.chain else self.tp
         rank, rest = domain.number % tp, domain.number // tp
@@ -192,18 +192,18 @@ class _Model:
             keys += ["decoder.final_layernorm.weight", "decoder.final_layernorm.bias", "output_layer.weight"]
             if "output_layer.weight" not in self.tensors and (self.pp > 1):
                 keys.append("embedding.word_embeddings.weight")
-        return [_Unit(key, None, rank) for key in keys if key in self.tensors]
+        return [_FlatUnit(key, None, rank) for key in keys if key in self.tensors]
 
-    def _experts(self, layer: str, rank: int, expert_rank: int, grouped: bool) -> list[_Unit]:
+    def _experts(self, layer: str, rank: int, expert_rank: int, grouped: bool) -> list[_FlatUnit]:
         keys = [layer + name for name in _EXPERTS if layer + name in self.tensors]
         if not keys:
             return []
         each = self.tensors[keys[0]].global_shape[0] // self.ep
         experts = range(expert_rank * each, (expert_rank + 1) * each)
         pairs = [(key, one) for key in keys for one in experts] if grouped else [(key, one) for one in experts for key in keys]
-        return [_Unit(key, one, rank) for key, one in pairs]
+        return [_FlatUnit(key, one, rank) for key, one in pairs]
 
-    def _fill(self, units: Sequence[_Unit], buckets: Sequence[Mapping[str, Flat]], found: dict[_Unit, _Placed]) -> bool:
+    def _fill(self, units: Sequence[_FlatUnit], buckets: Sequence[Mapping[str, Flat]], placed: dict[_FlatUnit, _Placed]) -> bool:
         waiting = [(unit, self._shape(unit)) for unit in units]
         for bucket in buckets:
             numel = next(iter(bucket.values())).numel
@@ -213,14 +213,14 @@ class _Model:
                 begin = -(-position // _ALIGNMENT) * _ALIGNMENT
                 if begin + math.prod(shape) > numel:
                     break
-                found.setdefault(unit, _Placed(bucket, begin, shape))
+                placed.setdefault(unit, _Placed(bucket, begin, shape))
                 position = begin + math.prod(shape)
                 waiting.pop()
             if not 0 <= numel - position < _ALIGNMENT:
                 return False
         return not waiting
 
-    def _search(self, units: Sequence[_Unit], bucket: Mapping[str, Flat], found: dict[_Unit, _Placed]) -> bool:
+    def _search(self, units: Sequence[_FlatUnit], bucket: Mapping[str, Flat], placed: dict[_FlatUnit, _Placed]) -> bool:
         """Place units where each begins in its bucket or begins the next one; the masters say which."""
         # (end of what is placed, start of its bucket) -> the places so far, the last first.
         reached: dict[tuple[int, int], tuple[Any, ...]] = {(0, 0): ()}
@@ -233,29 +233,29 @@ class _Model:
                     end = begin + math.prod(shape)
                     if end > bucket["param"].numel or (end, origin) in further:
                         continue
-                    placed = _Placed(bucket, begin, shape)
-                    if _rounds_to(placed, weight):
-                        further[end, origin] = ((unit, placed), path)
+                    candidate = _Placed(bucket, begin, shape)
+                    if _rounds_to(candidate, weight):
+                        further[end, origin] = ((unit, candidate), path)
             reached = further
         paths = [path for (end, _), path in reached.items() if 0 <= bucket["param"].numel - end < _ALIGNMENT]
         path = paths[0] if paths else ()
         while path:
-            (unit, placed), path = path
-            found.setdefault(unit, placed)
+            (unit, candidate), path = path
+            placed.setdefault(unit, candidate)
         return bool(paths)
 
-    def _cut(self, unit: _Unit) -> tuple[Cut, int]:
+    def _cut(self, unit: _FlatUnit) -> tuple[Cut, int]:
         rule = rule_of(unit.key, gated=self.gated)
         return (Cut.WHOLE if rule is None else rule.cut), (self.tp if unit.expert is None else self.etp)
 
-    def _shape(self, unit: _Unit) -> tuple[int, ...]:
+    def _shape(self, unit: _FlatUnit) -> tuple[int, ...]:
         shape = self.tensors[unit.key].global_shape[0 if unit.expert is None else 1 :]
         how, size = self._cut(unit)
         return tuple(cut(torch.empty(shape, device="meta"), how, unit.rank, size).shape)
 
-    def agrees(self, placed: Mapping[_Unit, _Placed]) -> bool:
+    def agrees(self, placed: Mapping[_FlatUnit, _Placed]) -> bool:
         """Whether each master rounds to its weight; the first elements of every part are compared."""
-        by_key: dict[str, list[_Unit]] = {}
+        by_key: dict[str, list[_FlatUnit]] = {}
         for unit in placed:
             by_key.setdefault(unit.key, []).append(unit)
         for key, units in by_key.items():
@@ -267,23 +267,23 @@ class _Model:
                     return False
         return True
 
-    def _part(self, unit: _Unit, whole: Tensor) -> Tensor:
+    def _part(self, unit: _FlatUnit, whole: Tensor) -> Tensor:
         """What the unit's rank holds of a whole weight."""
         how, size = self._cut(unit)
         return cut(whole if unit.expert is None else whole[unit.expert], how, unit.rank, size)
 
-    def states(self, placed: Mapping[_Unit, _Placed]) -> dict[tuple[str, str], DeferredTensor]:
+    def states(self, placed: Mapping[_FlatUnit, _Placed]) -> dict[tuple[str, str], DeferredTensor]:
         """By kind and key."""
-        found = {}
+        tensors = {}
         by_key: dict[str, dict[tuple[int, int], _Placed]] = {}
         for unit, place in placed.items():
             by_key.setdefault(unit.key, {})[unit.expert or 0, unit.rank] = place
         for key, places in by_key.items():
-            how, _ = self._cut(_Unit(key, 0 if ".experts." in key else None, 0))
+            how, _ = self._cut(_FlatUnit(key, 0 if ".experts." in key else None, 0))
             shape = self.tensors[key].global_shape
             for kind, flat in next(iter(places.values())).bucket.items():
-                found[kind, key] = DeferredTensor(flat.dtype, shape, partial(_joined, places, kind, how, ".experts." in key))
-        return found
+                tensors[kind, key] = DeferredTensor(flat.dtype, shape, partial(_joined, places, kind, how, ".experts." in key))
+        return tensors
 
 
 def _rounds_to(placed: _Placed, weight: Tensor) -> bool:
@@ -328,8 +328,8 @@ def gathered_domain(where: str, content: Mapping[Any, Any], chain: int, number: 
     buffers = []
     for buffer in numbers:
         for states in content[buffer].values() if isinstance(content[buffer], Mapping) else ():
-            found = {kind: states.get(kind) for kind in _KINDS} if isinstance(states, Mapping) else {}
-            flat = {kind: value for kind, value in found.items() if isinstance(value, StoredTensor) and len(value.shape) == 1}
+            by_kind = {kind: states.get(kind) for kind in _KINDS} if isinstance(states, Mapping) else {}
+            flat = {kind: value for kind, value in by_kind.items() if isinstance(value, StoredTensor) and len(value.shape) == 1}
             if absent := [kind for kind in _KINDS if kind not in flat]:
                 raise CheckpointingException(f"{where}: buffer {buffer} of the flat optimizer state has no flat {list_names(absent)}")
             lengths = {kind: value.shape[0] for kind, value in flat.items()}

@@ -17,13 +17,13 @@ from mcore_ckpt._formats import Place, read_objects, read_places, write_objects
 from mcore_ckpt._storage import Folder, dtype_of
 from mcore_ckpt.chunks import Box
 from mcore_ckpt.megatron._names import LAYERS, Cut, our_name, rule_of, their_shape
-from mcore_ckpt.megatron._source import Source
+from mcore_ckpt.megatron._source import MegatronSource
 
 __all__ = [
     "META",
     "STATE",
     "WEIGHT",
-    "Piece",
+    "FsdpPiece",
     "fsdp_groups",
     "fsdp_tensors",
     "is_fsdp",
@@ -52,7 +52,7 @@ _HALVES = "wv"
 
 
 @dataclass(frozen=True)
-class Piece:
+class FsdpPiece:
     """Which part of a whole tensor of a layer one stored tensor is; None where it is not cut that way."""
 
     expert: int | None = None
@@ -65,30 +65,30 @@ def is_fsdp(names: Iterable[str]) -> bool:
     return any(name.startswith((WEIGHT, "optimizer.state.module.")) for name in names)
 
 
-def piece_of(name: str) -> tuple[str, Piece]:
+def piece_of(name: str) -> tuple[str, FsdpPiece]:
     """The whole, per-layer key of a stored name without what precedes it, and which part of that it is.
 
     Example:
         >>> piece_of("decoder.layers.3.mlp.experts.linear_fc1.weight5_v")
         ('decoder.layers.3.mlp.experts.experts.linear_fc1.weight', Piece(expert=5, half=1))
     """
-    found = _EXPERT.fullmatch(name)
-    if found is not None:
-        half = None if found["half"] is None else _HALVES.index(found["half"])
-        product = found["grouped"] or found["alone"]
-        return f"{found['layer']}experts.experts.{product}.weight", Piece(int(found["at"] or found["number"] or 0), half)
-    found = _HALF.fullmatch(name)
-    return (name, Piece()) if found is None else (found["key"], Piece(half=_HALVES.index(found["half"])))
+    match = _EXPERT.fullmatch(name)
+    if match is not None:
+        half = None if match["half"] is None else _HALVES.index(match["half"])
+        product = match["grouped"] or match["alone"]
+        return f"{match['layer']}experts.experts.{product}.weight", FsdpPiece(int(match["at"] or match["number"] or 0), half)
+    match = _HALF.fullmatch(name)
+    return (name, FsdpPiece()) if match is None else (match["key"], FsdpPiece(half=_HALVES.index(match["half"])))
 
 
-def piece_name(key: str, piece: Piece) -> str:
+def piece_name(key: str, piece: FsdpPiece) -> str:
     """Inverse of `piece_of`; experts get the names of the grouped product."""
     if piece.expert is not None:
         key = f"{key.replace(_EXPERTS, '.mlp.experts.')}{piece.expert}"
     return key if piece.half is None else f"{key}_{_HALVES[piece.half]}"
 
 
-def pieces_of(key: str, shape: Sequence[int], *, gated: bool) -> list[Piece]:
+def pieces_of(key: str, shape: Sequence[int], *, gated: bool) -> list[FsdpPiece]:
     """The parts in which the tensor of a whole, per-layer key is stored.
 
     Args:
@@ -97,10 +97,10 @@ def pieces_of(key: str, shape: Sequence[int], *, gated: bool) -> list[Piece]:
     """
     halves = (0, 1) if gated and (rule := rule_of(key, gated=True)) is not None and rule.cut is Cut.GATED else (None,)
     experts = range(shape[0]) if _EXPERTS in key else (None,)
-    return [Piece(expert, half) for expert in experts for half in halves]
+    return [FsdpPiece(expert, half) for expert in experts for half in halves]
 
 
-def piece_box(shape: Sequence[int], piece: Piece) -> Box:
+def piece_box(shape: Sequence[int], piece: FsdpPiece) -> Box:
     """Where a part lies in the tensor of our shape, [experts, 2, rows, ...] without the dims that it does not have."""
     chosen = [place for place in (piece.expert, piece.half) if place is not None]
     rest = tuple(shape[len(chosen) :])
@@ -121,11 +121,11 @@ _LOW_RANK_QUERIES = ("self_attention.linear_q_down_proj.weight", "self_attention
 _DENSE = ("mlp.linear_fc1.weight", "mlp.linear_fc2.weight")
 _MIXTURE = ("mlp.router.weight", "mlp.experts.experts.linear_fc1.weight", "mlp.experts.experts.linear_fc2.weight")
 
-_Pieces = dict[Piece, str]
+_Pieces = dict[FsdpPiece, str]
 """Of one whole tensor: the name under which each part is stored."""
 
 
-def open_fsdp(folder: Folder, config: Mapping[str, Any], *, optimizer: bool = True) -> Source:
+def open_fsdp(folder: Folder, config: Mapping[str, Any], *, optimizer: bool = True) -> MegatronSource:
     """Open a checkpoint; only its metadata and plain values are read.
 
     Args:
@@ -139,9 +139,9 @@ def open_fsdp(folder: Folder, config: Mapping[str, Any], *, optimizer: bool = Tr
     states: dict[tuple[str, str], _Pieces] = {}
     left, step = [], None
     for name in reader.manifest.tensors:
-        found, state = _WEIGHT.fullmatch(name), _STATE.fullmatch(name)
-        if found is not None and not name.endswith("_extra_state"):
-            key, piece = piece_of(found["name"])
+        weight, state = _WEIGHT.fullmatch(name), _STATE.fullmatch(name)
+        if weight is not None and not name.endswith("_extra_state"):
+            key, piece = piece_of(weight["name"])
             weights.setdefault(key, {})[piece] = name
         elif state is not None and state["kind"] in _KINDS:
             key, piece = piece_of(state["name"])
@@ -154,19 +154,19 @@ def open_fsdp(folder: Folder, config: Mapping[str, Any], *, optimizer: bool = Tr
     if step is not None and optimizer:
         count = int(reader.read(step))
         groups = [{"step": count, **group} for group in groups]
-    said = common.get("args")
-    args = {**(said if isinstance(said, Mapping) else {}), **config}
+    args = common.get("args")
+    args = {**(args if isinstance(args, Mapping) else {}), **config}
     missing = {*_missing_weights(weights, args), *_missing_parts(weights, states, args)}
     if missing:
         raise CheckpointingException(f"{folder} lacks {list_names(missing)}; a checkpoint with all weights of the model is needed")
     tensors = {key: _joined(reader, pieces) for key, pieces in weights.items()}
-    found_states = {place: _joined(reader, pieces) for place, pieces in states.items()} if optimizer else {}
+    states_by_key = {place: _joined(reader, pieces) for place, pieces in states.items()} if optimizer else {}
     narrow = torch.bfloat16 if args.get("bf16") else torch.float16 if args.get("fp16") else torch.float32
     masters = {key: tensor for key, tensor in tensors.items() if tensor.dtype == torch.float32 != narrow}
     tensors |= {key: DeferredTensor(narrow, tensor.global_shape, partial(_rounded, tensor, narrow)) for key, tensor in masters.items()}
     if optimizer:
-        found_states |= {("param", key): tensor for key, tensor in masters.items()}
-    return Source(tensors, common, found_states, tuple(groups), (*left, *others))
+        states_by_key |= {("param", key): tensor for key, tensor in masters.items()}
+    return MegatronSource(tensors, common, states_by_key, tuple(groups), (*left, *others))
 
 
 def _missing_weights(weights: Collection[str], args: Mapping[str, Any]) -> Iterator[str]:
@@ -204,8 +204,8 @@ def _missing_parts(weights: Mapping[str, _Pieces], states: Mapping[tuple[str, st
         halves = (0, 1) if any(piece.half is not None for piece in pieces) else (None,)
         for expert in range(count) if experts else (None,):
             for half in halves:
-                if Piece(expert, half) not in pieces:
-                    name = piece_name(key, Piece(expert, half))
+                if FsdpPiece(expert, half) not in pieces:
+                    name = piece_name(key, FsdpPiece(expert, half))
                     yield f"{STATE}{name}.{kind}" if kind else WEIGHT + name
         if kind and key not in weights:
             yield WEIGHT + key
@@ -236,7 +236,7 @@ def _values(folder: Folder, *, optimizer: bool) -> tuple[dict[str, Any], list[di
     return common, list(groups.values()), left
 
 
-def _joined(reader: CheckpointReader, pieces: Mapping[Piece, str]) -> DeferredTensor:
+def _joined(reader: CheckpointReader, pieces: Mapping[FsdpPiece, str]) -> DeferredTensor:
     """One tensor of parts alike: experts first, a gate's rows above its values'."""
     names = [pieces[piece] for piece in sorted(pieces, key=lambda piece: (piece.expert or 0, piece.half or 0))]
     records = [reader.record(name) for name in names]
@@ -248,7 +248,7 @@ def _joined(reader: CheckpointReader, pieces: Mapping[Piece, str]) -> DeferredTe
     if len({(piece.expert is None, piece.half is None) for piece in pieces}) > 1:
         raise CheckpointingException(f"{reader.folder}: {list_names(names)} are a whole tensor and parts of it; keep one or the other")
     dtype, piece = dtype_of(first.dtype), next(iter(pieces))
-    if piece == Piece():
+    if piece == FsdpPiece():
         return DeferredTensor(dtype, first.shape, partial(reader.read, names[0]))
     experts = () if piece.expert is None else (1 + max(one.expert or 0 for one in pieces),)
     halves = () if piece.half is None else (2,)
@@ -257,7 +257,9 @@ def _joined(reader: CheckpointReader, pieces: Mapping[Piece, str]) -> DeferredTe
     return DeferredTensor(dtype, shape, partial(_join, reader, dict(pieces), dtype, apart, shape))
 
 
-def _join(reader: CheckpointReader, pieces: Mapping[Piece, str], dtype: torch.dtype, apart: Sequence[int], shape: Sequence[int]) -> Tensor:
+def _join(
+    reader: CheckpointReader, pieces: Mapping[FsdpPiece, str], dtype: torch.dtype, apart: Sequence[int], shape: Sequence[int]
+) -> Tensor:
     whole = torch.empty(tuple(apart), dtype=dtype)
     for piece, name in pieces.items():
         whole[piece_box(apart, piece).slices()] = reader.read(name)
@@ -311,7 +313,7 @@ def fsdp_groups(groups: Sequence[Mapping[str, Any]], weights: Mapping[str, tuple
     Raises:
         CheckpointingException: no group or several fit a weight.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, shape in weights.items():
         fields = {**_group_of(groups, key, len(their_shape(key, shape))), "step": step}
         # Once sharded, a parameter of an expert is no longer marked as one.
@@ -321,22 +323,22 @@ def fsdp_groups(groups: Sequence[Mapping[str, Any]], weights: Mapping[str, tuple
             fields["betas"] = tuple(fields["betas"])
         # A gate and its values are one parameter there; only their tensors are stored apart.
         for piece in pieces_of(key, shape, gated=False):
-            found |= {f"{META}{piece_name(key, piece)}.{field}": value for field, value in fields.items()}
-    return found
+            values |= {f"{META}{piece_name(key, piece)}.{field}": value for field, value in fields.items()}
+    return values
 
 
 def _group_of(groups: Sequence[Mapping[str, Any]], key: str, num_dims: int) -> Mapping[str, Any]:
     traits = {"is_expert_parallel": ".mlp.experts." in key, "is_decoupled_lr": key in _DECOUPLED_LR}
     traits["wd_mult"] = num_dims > 1 and not key.endswith(".bias")
-    found = list(groups)
+    candidates = list(groups)
     for trait, wanted in traits.items():
-        if len({bool(group.get(trait)) for group in found}) > 1:
-            found = [group for group in found if bool(group.get(trait)) == wanted]
-    if len(found) != 1:
+        if len({bool(group.get(trait)) for group in candidates}) > 1:
+            candidates = [group for group in candidates if bool(group.get(trait)) == wanted]
+    if len(candidates) != 1:
         raise CheckpointingException(
-            f"optimizer_param_groups: {len(found)} of {len(groups)} groups fit {key}; give optimizer_config, which makes them anew"
+            f"optimizer_param_groups: {len(candidates)} of {len(groups)} groups fit {key}; give optimizer_config, which makes them anew"
         )
-    return found[0]
+    return candidates[0]
 
 
 def precision_of(reader: CheckpointReader, names: Sequence[str]) -> dict[str, bool]:
@@ -368,13 +370,13 @@ def _pieces(reader: CheckpointReader, key: str, name: str, before: str, after: s
     # A gate and its values are one dim in their shape of the whole, and one above the other.
     gated = len(record.shape) > len(their_shape(name, record.shape)) and ".linear_fc1." in key
     whole = record.shape if gated else their_shape(name, record.shape)
-    found = {}
+    tensors = {}
     for piece in pieces_of(key, whole, gated=gated):
         box = piece_box(whole, piece)
         shape = tuple(box.shape[sum(place is not None for place in (piece.expert, piece.half)) :])
-        read = partial(_read, reader, name, None if piece == Piece() else box, shape)
-        found[f"{before}{piece_name(key, piece)}{after}"] = DeferredTensor(dtype_of(record.dtype), shape, read)
-    return found
+        read = partial(_read, reader, name, None if piece == FsdpPiece() else box, shape)
+        tensors[f"{before}{piece_name(key, piece)}{after}"] = DeferredTensor(dtype_of(record.dtype), shape, read)
+    return tensors
 
 
 def _read(reader: CheckpointReader, name: str, box: Box | None, shape: tuple[int, ...]) -> Tensor:

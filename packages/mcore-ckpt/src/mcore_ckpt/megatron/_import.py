@@ -18,7 +18,7 @@ from mcore_ckpt.megatron._config import family_of, sizes_of
 from mcore_ckpt.megatron._fsdp_dtensor import is_fsdp, open_fsdp
 from mcore_ckpt.megatron._legacy import is_legacy, open_legacy
 from mcore_ckpt.megatron._names import is_gated, our_name, our_shape
-from mcore_ckpt.megatron._source import Source, plain, plain_groups
+from mcore_ckpt.megatron._source import MegatronSource, plain, plain_groups
 from mcore_ckpt.megatron._torch_dist import open_dist
 
 __all__ = ["import_checkpoint_megatron", "open_megatron", "stored_bytes"]
@@ -67,27 +67,27 @@ def import_checkpoint_megatron(
     if is_checkpoint(target):
         raise CheckpointingException(f"{target} already holds a checkpoint; choose another folder or remove it first")
     folder, source = open_megatron(directory, config or {}, optimizer=optimizer)
-    given = {**source.args, **(config or {})}
+    settings = {**source.args, **(config or {})}
     keys = [key for key in source.tensors if not any(fnmatchcase(key, pattern) for pattern in drop)]
     unknown = [key for key in keys if our_name(key) is None]
     if unknown:
         raise CheckpointingException(f"{folder} holds tensors that this import does not know: {list_names(unknown)}; drop them to go on")
     shapes = {key: source.tensors[key].global_shape for key in keys}
-    gated, groups = is_gated(shapes), _groups(given)
+    gated, groups = is_gated(shapes), _groups(settings)
     state: dict[str, DeferredTensor] = {}
     try:
         for key in keys:
-            shape = our_shape(key, shapes[key], gated=gated, num_query_groups=groups, num_heads=given.get("num_attention_heads"))
+            shape = our_shape(key, shapes[key], gated=gated, num_query_groups=groups, num_heads=settings.get("num_attention_heads"))
             state[prefix + str(our_name(key))] = _shaped(source.tensors[key], shape)
             for kind, ours in _KINDS.items() if optimizer else ():
                 # A weight of 32 bits is its own master.
                 if (kind, key) in source.states and (kind != "param" or source.tensors[key].dtype in _NARROW):
                     state[f"optimizer.{ours}.{our_name(key)}"] = _shaped(source.states[kind, key], shape)
-        sizes = sizes_of(given, shapes, gated=gated)
+        sizes = sizes_of(settings, shapes, gated=gated)
     except ValueError as error:
         raise CheckpointingException(f"{folder}: {error}") from error
     extra: dict[str, Any] = {"config": sizes, **plain(source.common)}
-    if (family := family_of(given, sizes, gated=gated)) is not None:
+    if (family := family_of(settings, sizes, gated=gated)) is not None:
         extra["family"] = family
     if optimizer and isinstance(scheduler := source.common.get("opt_param_scheduler"), Mapping):
         extra["opt_param_scheduler"] = plain(scheduler)
@@ -98,7 +98,7 @@ def import_checkpoint_megatron(
     return sorted({*source.left, *(key for key in source.tensors if key not in shapes)})
 
 
-def open_megatron(directory: str | Path | Folder, config: Mapping[str, Any], *, optimizer: bool = True) -> tuple[Folder, Source]:
+def open_megatron(directory: str | Path | Folder, config: Mapping[str, Any], *, optimizer: bool = True) -> tuple[Folder, MegatronSource]:
     """The folder of one iteration, and what lies there.
 
     Raises:
@@ -132,11 +132,11 @@ def stored_bytes(directory: str | Path | Folder, config: Mapping[str, Any] | Non
     return sum(tensor.num_bytes for tensor in (*source.tensors.values(), *source.states.values()))
 
 
-def _groups(given: Mapping[str, Any]) -> int | None:
-    if given.get("group_query_attention") is False:
-        return given.get("num_attention_heads")
-    found = given.get("num_query_groups") or given.get("num_attention_heads")
-    return int(found) if found else None
+def _groups(settings: Mapping[str, Any]) -> int | None:
+    if settings.get("group_query_attention") is False:
+        return settings.get("num_attention_heads")
+    num_groups = settings.get("num_query_groups") or settings.get("num_attention_heads")
+    return int(num_groups) if num_groups else None
 
 
 def _shaped(tensor: DeferredTensor, shape: tuple[int, ...]) -> DeferredTensor:

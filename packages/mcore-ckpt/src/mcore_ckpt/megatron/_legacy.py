@@ -17,7 +17,7 @@ from mcore_ckpt._formats import read_objects
 from mcore_ckpt._storage import Folder, StoredFile
 from mcore_ckpt.megatron._flat import Domain, gathered_domain, is_gathered, read_flat_states
 from mcore_ckpt.megatron._names import LAYERS, Cut, is_gated, join_cut, rule_of
-from mcore_ckpt.megatron._source import Source, find_groups
+from mcore_ckpt.megatron._source import MegatronSource, find_groups
 
 __all__ = ["is_legacy", "open_legacy"]
 
@@ -56,7 +56,7 @@ def is_legacy(folder: Folder) -> bool:
     return any(_RANK.fullmatch(name) for name in folder.names())
 
 
-def open_legacy(folder: Folder, config: Mapping[str, Any], *, optimizer: bool = True) -> Source:
+def open_legacy(folder: Folder, config: Mapping[str, Any], *, optimizer: bool = True) -> MegatronSource:
     """Open all ranks' files; tensors are views of them.
 
     Raises:
@@ -68,34 +68,35 @@ def open_legacy(folder: Folder, config: Mapping[str, Any], *, optimizer: bool = 
     parts = _parts(folder, ranks)
     if args.get("untie_embeddings_and_output_weights") is False:
         parts.pop("output_layer.weight", None)
-    gated = is_gated({key: next(iter(found.values())).shape for key, found in parts.items()})
-    tensors = {key: _whole(key, found, args, gated=gated) for key, found in parts.items()}
+    gated = is_gated({key: next(iter(shards.values())).shape for key, shards in parts.items()})
+    tensors = {key: _whole(key, shards, args, gated=gated) for key, shards in parts.items()}
     groups = [group for rank in ranks for group in find_groups(rank.content.get("optimizer"))]
     domains, left = _domains(ranks) if optimizer else ([], [])
     states = read_flat_states(domains, tensors, args) if domains else {}
     if optimizer and not domains and any("optimizer" in rank.content for rank in ranks):
         left = [*left, "optimizer"]
-    return Source(tensors, common, states, tuple(groups), tuple(left))
+    return MegatronSource(tensors, common, states, tuple(groups), tuple(left))
 
 
 def _ranks(folder: Folder, config: Mapping[str, Any]) -> list[_Rank]:
     """All directories, in the order of pipeline, tensor and expert rank; of a number that may be either, the settings say which."""
     ranks = []
     for name in folder.names():
-        found = _RANK.fullmatch(name)
-        if found is None:
+        match = _RANK.fullmatch(name)
+        if match is None:
             continue
         place = folder.child(name)
         content = read_objects(StoredFile(place, _MODEL_FILE))
         if not isinstance(content, dict) or not any(key.startswith("model") for key in content if isinstance(key, str)):
             raise CheckpointingException(f"{place}/{_MODEL_FILE} holds no model")
-        given = {**_args(content), **config}
-        numbers = [int(number) for number in found.groups()[1:] if number is not None]
+        settings = {**_args(content), **config}
+        numbers = [int(number) for number in match.groups()[1:] if number is not None]
         if len(numbers) == 1:
-            staged = int(given.get("pipeline_model_parallel_size") or (1 if (given.get("expert_model_parallel_size") or 1) > 1 else 2)) > 1
+            has_experts = (settings.get("expert_model_parallel_size") or 1) > 1
+            staged = int(settings.get("pipeline_model_parallel_size") or (1 if has_experts else 2)) > 1
             numbers = [numbers[0], 0] if staged else [0, numbers[0]]
         pp, ep = numbers or (0, 0)
-        ranks.append(_Rank(place, int(found[1]), pp, ep, content))
+        ranks.append(_Rank(place, int(match[1]), pp, ep, content))
     ranks.sort(key=lambda rank: (rank.pp, rank.tp, rank.ep))
     for axis in ("tp", "pp", "ep"):
         there = {getattr(rank, axis) for rank in ranks}
@@ -107,8 +108,8 @@ def _ranks(folder: Folder, config: Mapping[str, Any]) -> list[_Rank]:
 
 
 def _args(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = content.get("args")
-    return found if isinstance(found, Mapping) else {}
+    args = content.get("args")
+    return args if isinstance(args, Mapping) else {}
 
 
 def _parts(folder: Folder, ranks: Sequence[_Rank]) -> _Parts:
@@ -120,7 +121,7 @@ def _parts(folder: Folder, ranks: Sequence[_Rank]) -> _Parts:
                 raise CheckpointingException(
                     f"{rank.folder}: a model of a release before megatron-core; load and save it with a later release first"
                 )
-            layers = [int(found[1]) for key in chunk if (found := _LAYER.fullmatch(str(key)))]
+            layers = [int(match[1]) for key in chunk if (match := _LAYER.fullmatch(str(key)))]
             counts[number, rank.pp] = 1 + max(layers, default=-1)
     firsts, total = {}, 0
     for place in sorted(counts):
@@ -132,9 +133,9 @@ def _parts(folder: Folder, ranks: Sequence[_Rank]) -> _Parts:
             for key, value in chunk.items():
                 if not isinstance(value, Tensor) or key.endswith("_extra_state"):
                     continue
-                found, expert = _LAYER.fullmatch(key), _expert(key)
-                if found is not None:
-                    key = f"{LAYERS}{firsts[number, rank.pp] + int(found[1])}.{found[2]}"
+                match, expert = _LAYER.fullmatch(key), _expert(key)
+                if match is not None:
+                    key = f"{LAYERS}{firsts[number, rank.pp] + int(match[1])}.{match[2]}"
                 if expert is None:
                     parts.setdefault(key, {}).setdefault((0, rank.tp), value)
                     continue
@@ -148,21 +149,21 @@ def _parts(folder: Folder, ranks: Sequence[_Rank]) -> _Parts:
 
 
 def _expert(key: str) -> int | None:
-    found = _ONE_EXPERT.search(key)
-    return int(found["one"] or found["one_"] or 0) if found else None
+    match = _ONE_EXPERT.search(key)
+    return int(match["one"] or match["one_"] or 0) if match else None
 
 
-def _whole(key: str, found: Mapping[tuple[int, int], Tensor], args: Mapping[str, Any], *, gated: bool) -> DeferredTensor:
+def _whole(key: str, shards: Mapping[tuple[int, int], Tensor], args: Mapping[str, Any], *, gated: bool) -> DeferredTensor:
     """The tensor of all parts; made when it is asked for."""
     rule, stacked = rule_of(key, gated=gated), ".experts." in key
     how = Cut.WHOLE if rule is None or (stacked and args.get("expert_tensor_parallel_size") == 1) else rule.cut
     if how is Cut.LATENT and args.get("transformer_impl") == "local":
         how = Cut.ROWS
     experts: dict[int, list[Tensor]] = {}
-    for (expert, _), part in sorted(found.items(), key=lambda item: item[0]):
+    for (expert, _), part in sorted(shards.items(), key=lambda item: item[0]):
         experts.setdefault(expert, []).append(part)
     sketch = _joined({one: [torch.empty(part.shape, device="meta") for part in parts] for one, parts in experts.items()}, how, stacked)
-    return DeferredTensor(next(iter(found.values())).dtype, tuple(sketch.shape), partial(_joined, experts, how, stacked))
+    return DeferredTensor(next(iter(shards.values())).dtype, tuple(sketch.shape), partial(_joined, experts, how, stacked))
 
 
 def _joined(experts: Mapping[int, Sequence[Tensor]], how: Cut, stacked: bool) -> Tensor:

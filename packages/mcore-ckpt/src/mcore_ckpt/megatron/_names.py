@@ -37,55 +37,55 @@ class Cut(Enum):
 
 
 @dataclass(frozen=True)
-class Rule:
+class NameRule:
     """One weight: our name behind the layer's, and how it is cut."""
 
     ours: str
     cut: Cut = Cut.WHOLE
 
 
-_ENDS: Mapping[str, Rule] = MappingProxyType(
+_ENDS: Mapping[str, NameRule] = MappingProxyType(
     {
-        "embedding.word_embeddings.weight": Rule("embedding.weight", Cut.ROWS),
-        "embedding.position_embeddings.weight": Rule("position_embedding.weight"),
-        "decoder.final_layernorm.weight": Rule("final_norm.weight"),
-        "decoder.final_layernorm.bias": Rule("final_norm.bias"),
-        "output_layer.weight": Rule("output.weight", Cut.ROWS),
+        "embedding.word_embeddings.weight": NameRule("embedding.weight", Cut.ROWS),
+        "embedding.position_embeddings.weight": NameRule("position_embedding.weight"),
+        "decoder.final_layernorm.weight": NameRule("final_norm.weight"),
+        "decoder.final_layernorm.bias": NameRule("final_norm.bias"),
+        "output_layer.weight": NameRule("output.weight", Cut.ROWS),
     }
 )
-_IN_LAYER: Mapping[str, Rule] = MappingProxyType(
+_IN_LAYER: Mapping[str, NameRule] = MappingProxyType(
     {
         # The first name of a weight is the one that is written.
-        "self_attention.linear_qkv.layer_norm_weight": Rule("input_norm.weight"),
-        "self_attention.linear_qkv.layer_norm_bias": Rule("input_norm.bias"),
-        "input_layernorm.weight": Rule("input_norm.weight"),
-        "input_layernorm.bias": Rule("input_norm.bias"),
-        "self_attention.linear_qkv.weight": Rule("attention.qkv.weight", Cut.ROWS),
-        "self_attention.linear_qkv.bias": Rule("attention.qkv.bias", Cut.ROWS),
-        "self_attention.linear_proj.weight": Rule("attention.out.weight", Cut.COLUMNS),
-        "self_attention.linear_proj.bias": Rule("attention.out.bias"),
-        "self_attention.q_layernorm.weight": Rule("attention.q_norm.weight"),
-        "self_attention.k_layernorm.weight": Rule("attention.k_norm.weight"),
-        "self_attention.core_attention.softmax_offset": Rule("attention.softmax_offset", Cut.ROWS),
-        "self_attention.linear_q_proj.weight": Rule("attention.q.weight", Cut.ROWS),
-        "self_attention.linear_q_down_proj.weight": Rule("attention.q_down.weight", Cut.LATENT),
-        "self_attention.linear_q_up_proj.layer_norm_weight": Rule("attention.q_norm.weight"),
-        "self_attention.linear_q_up_proj.weight": Rule("attention.q_up.weight", Cut.ROWS),
-        "self_attention.linear_kv_down_proj.weight": Rule("attention.kv_down.weight", Cut.LATENT),
-        "self_attention.linear_kv_up_proj.layer_norm_weight": Rule("attention.kv_norm.weight"),
-        "self_attention.kv_layernorm.weight": Rule("attention.kv_norm.weight"),
-        "self_attention.linear_kv_up_proj.weight": Rule("attention.kv_up.weight", Cut.ROWS),
-        "mlp.linear_fc1.layer_norm_weight": Rule("ffn_norm.weight"),
-        "mlp.linear_fc1.layer_norm_bias": Rule("ffn_norm.bias"),
-        "pre_mlp_layernorm.weight": Rule("ffn_norm.weight"),
-        "pre_mlp_layernorm.bias": Rule("ffn_norm.bias"),
-        "mlp.linear_fc1.weight": Rule("mlp.up.weight", Cut.GATED),
-        "mlp.linear_fc1.bias": Rule("mlp.up.bias", Cut.GATED),
-        "mlp.linear_fc2.weight": Rule("mlp.down.weight", Cut.COLUMNS),
-        "mlp.linear_fc2.bias": Rule("mlp.down.bias"),
-        "mlp.router.weight": Rule("mlp.router.weight"),
-        "mlp.experts.experts.linear_fc1.weight": Rule("mlp.experts.up", Cut.GATED),
-        "mlp.experts.experts.linear_fc2.weight": Rule("mlp.experts.down", Cut.COLUMNS),
+        "self_attention.linear_qkv.layer_norm_weight": NameRule("input_norm.weight"),
+        "self_attention.linear_qkv.layer_norm_bias": NameRule("input_norm.bias"),
+        "input_layernorm.weight": NameRule("input_norm.weight"),
+        "input_layernorm.bias": NameRule("input_norm.bias"),
+        "self_attention.linear_qkv.weight": NameRule("attention.qkv.weight", Cut.ROWS),
+        "self_attention.linear_qkv.bias": NameRule("attention.qkv.bias", Cut.ROWS),
+        "self_attention.linear_proj.weight": NameRule("attention.out.weight", Cut.COLUMNS),
+        "self_attention.linear_proj.bias": NameRule("attention.out.bias"),
+        "self_attention.q_layernorm.weight": NameRule("attention.q_norm.weight"),
+        "self_attention.k_layernorm.weight": NameRule("attention.k_norm.weight"),
+        "self_attention.core_attention.softmax_offset": NameRule("attention.softmax_offset", Cut.ROWS),
+        "self_attention.linear_q_proj.weight": NameRule("attention.q.weight", Cut.ROWS),
+        "self_attention.linear_q_down_proj.weight": NameRule("attention.q_down.weight", Cut.LATENT),
+        "self_attention.linear_q_up_proj.layer_norm_weight": NameRule("attention.q_norm.weight"),
+        "self_attention.linear_q_up_proj.weight": NameRule("attention.q_up.weight", Cut.ROWS),
+        "self_attention.linear_kv_down_proj.weight": NameRule("attention.kv_down.weight", Cut.LATENT),
+        "self_attention.linear_kv_up_proj.layer_norm_weight": NameRule("attention.kv_norm.weight"),
+        "self_attention.kv_layernorm.weight": NameRule("attention.kv_norm.weight"),
+        "self_attention.linear_kv_up_proj.weight": NameRule("attention.kv_up.weight", Cut.ROWS),
+        "mlp.linear_fc1.layer_norm_weight": NameRule("ffn_norm.weight"),
+        "mlp.linear_fc1.layer_norm_bias": NameRule("ffn_norm.bias"),
+        "pre_mlp_layernorm.weight": NameRule("ffn_norm.weight"),
+        "pre_mlp_layernorm.bias": NameRule("ffn_norm.bias"),
+        "mlp.linear_fc1.weight": NameRule("mlp.up.weight", Cut.GATED),
+        "mlp.linear_fc1.bias": NameRule("mlp.up.bias", Cut.GATED),
+        "mlp.linear_fc2.weight": NameRule("mlp.down.weight", Cut.COLUMNS),
+        "mlp.linear_fc2.bias": NameRule("mlp.down.bias"),
+        "mlp.router.weight": NameRule("mlp.router.weight"),
+        "mlp.experts.experts.linear_fc1.weight": NameRule("mlp.experts.up", Cut.GATED),
+        "mlp.experts.experts.linear_fc2.weight": NameRule("mlp.experts.down", Cut.COLUMNS),
     }
 )
 _EXPERT_PAIR = ("pre_mlp_layernorm", "mlp.linear_fc1.layer_norm")
@@ -97,12 +97,12 @@ _HEADS = ("attention.q.weight", "attention.q_up.weight", "attention.kv_up.weight
 """Ours are [heads, rows, D]."""
 
 
-def rule_of(key: str, *, gated: bool) -> Rule | None:
+def rule_of(key: str, *, gated: bool) -> NameRule | None:
     """Of their whole, per-layer key; None for a weight that a GPT model does not have."""
-    found = _LAYER.fullmatch(key)
-    rule = _IN_LAYER.get(found[2]) if found else _ENDS.get(key)
+    match = _LAYER.fullmatch(key)
+    rule = _IN_LAYER.get(match[2]) if match else _ENDS.get(key)
     if rule is not None and rule.cut is Cut.GATED and not gated:
-        return Rule(rule.ours, Cut.ROWS)
+        return NameRule(rule.ours, Cut.ROWS)
     return rule
 
 
@@ -117,10 +117,10 @@ def is_gated(shapes: Mapping[str, Sequence[int]]) -> bool:
 
 def our_name(key: str) -> str | None:
     """Our name of their per-layer key; None where we have none."""
-    rule, found = rule_of(key, gated=True), _LAYER.fullmatch(key)
+    rule, match = rule_of(key, gated=True), _LAYER.fullmatch(key)
     if rule is None:
         return None
-    return f"layers.{found[1]}.{rule.ours}" if found else rule.ours
+    return f"layers.{match[1]}.{rule.ours}" if match else rule.ours
 
 
 def their_name(name: str, *, experts: bool, latent: bool = False) -> str | None:
@@ -130,15 +130,15 @@ def their_name(name: str, *, experts: bool, latent: bool = False) -> str | None:
         experts: the layer's feed-forward is a mixture, whose norm is a module of its own.
         latent: the layer's attention is multi-head latent attention.
     """
-    found = _OURS.fullmatch(name)
-    table, wanted = (_IN_LAYER, found[2]) if found else (_ENDS, name)
-    key = _LATENT.get(wanted) if found and latent else None
+    match = _OURS.fullmatch(name)
+    table, wanted = (_IN_LAYER, match[2]) if match else (_ENDS, name)
+    key = _LATENT.get(wanted) if match and latent else None
     key = key or next((key for key, rule in table.items() if rule.ours == wanted), None)
     if key is None:
         return None
     if experts and key.startswith(_EXPERT_PAIR[1]):
         key = f"{_EXPERT_PAIR[0]}.{key.rpartition('_')[2]}"
-    return f"{LAYERS}{found[1]}.{key}" if found else key
+    return f"{LAYERS}{match[1]}.{key}" if match else key
 
 
 def our_shape(

@@ -10,13 +10,13 @@ from typing import Any
 
 from mcore_ckpt._core import DeferredTensor
 
-__all__ = ["Source", "common_groups", "find_groups", "make_groups", "plain", "plain_groups"]
+__all__ = ["MegatronSource", "common_groups", "find_groups", "make_groups", "plain", "plain_groups"]
 
 _JSON = (str, int, float, bool)
 
 
 @dataclass(frozen=True)
-class Source:
+class MegatronSource:
     """What was found, before names are translated."""
 
     tensors: Mapping[str, DeferredTensor]
@@ -38,8 +38,8 @@ class Source:
     @property
     def args(self) -> Mapping[str, Any]:
         """The settings of the run that wrote it; empty where it does not say."""
-        found = self.common.get("args")
-        return found if isinstance(found, Mapping) else {}
+        args = self.common.get("args")
+        return args if isinstance(args, Mapping) else {}
 
 
 def plain(value: Mapping[Any, Any]) -> dict[str, Any]:
@@ -81,12 +81,12 @@ def find_groups(value: Any, depth: int = 0) -> Iterator[Mapping[str, Any]]:
 
 def plain_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """What JSON holds of them, each once: the ranks of a run all have the same."""
-    found: list[dict[str, Any]] = []
+    distinct: list[dict[str, Any]] = []
     for group in groups:
         row = {str(key): _plain(value) for key, value in group.items() if key != "params" and _is_plain(value)}
-        if row not in found:
-            found.append(row)
-    return found
+        if row not in distinct:
+            distinct.append(row)
+    return distinct
 
 
 def make_groups(config: Mapping[str, Any], *, experts: bool) -> list[dict[str, Any]]:

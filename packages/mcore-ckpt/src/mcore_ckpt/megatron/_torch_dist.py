@@ -18,7 +18,7 @@ from mcore_ckpt._storage import Folder, StoredFile, dtype_of
 from mcore_ckpt.chunks import Box
 from mcore_ckpt.megatron._flat import FLAT_KEY, Domain, Flat, gathered_domain, is_gathered, read_flat_states
 from mcore_ckpt.megatron._names import LAYERS
-from mcore_ckpt.megatron._source import Source, find_groups
+from mcore_ckpt.megatron._source import MegatronSource, find_groups
 
 __all__ = ["Ranges", "find_ranges", "open_dist"]
 
@@ -86,7 +86,7 @@ _GATHERED = "param_state"
 _DOMAIN = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.(.+)")
 
 
-def open_dist(folder: Folder, config: Mapping[str, Any], *, optimizer: bool = True) -> Source:
+def open_dist(folder: Folder, config: Mapping[str, Any], *, optimizer: bool = True) -> MegatronSource:
     """Open a checkpoint; only its metadata and plain values are read.
 
     Raises:
@@ -116,18 +116,18 @@ def open_dist(folder: Folder, config: Mapping[str, Any], *, optimizer: bool = Tr
     domains = [*_domains(reader), *_gathered(folder, objects)] if optimizer else []
     if domains:
         states |= read_flat_states(domains, tensors, {**(common.get("args") or {}), **config})
-    return Source(tensors, common, states, tuple(groups), tuple(left))
+    return MegatronSource(tensors, common, states, tuple(groups), tuple(left))
 
 
 def _by_layer(reader: CheckpointReader, name: str, key: str, ranges: Ranges | None) -> dict[str, DeferredTensor]:
     """A tensor by per-layer key; ``ranges`` where it is a state that lies in flat ranges."""
     record = reader.record(name)
     shape = record.shape if ranges is None else ranges.shape
-    dtype, found = dtype_of(record.dtype), _STACKED.fullmatch(key)
-    if found is None or not shape:
+    dtype, stacked = dtype_of(record.dtype), _STACKED.fullmatch(key)
+    if stacked is None or not shape:
         return {key: DeferredTensor(dtype, shape, partial(_whole, reader, name, ranges))}
     return {
-        f"{LAYERS}{layer}.{found[1]}": DeferredTensor(dtype, shape[1:], partial(_row, reader, name, layer, shape[1:], ranges))
+        f"{LAYERS}{layer}.{stacked[1]}": DeferredTensor(dtype, shape[1:], partial(_row, reader, name, layer, shape[1:], ranges))
         for layer in range(shape[0])
     }
 
@@ -154,7 +154,7 @@ def _check_kinds(folder: Folder, keys: set[str], states: Mapping[tuple[str, str]
 
 def _objects(folder: Folder) -> tuple[dict[str, Any], list[str]]:
     """Entries that are no tensors, of the kinds that are used here, by key; the names of the others."""
-    found, left = {}, []
+    objects, left = {}, []
     for name, (file, begin, length) in read_places(folder).items():
         entry = _OBJECT.fullmatch(name)
         if entry is None or not (name == _COMMON_ENTRY or _DOMAIN.fullmatch(entry["key"])):
@@ -162,8 +162,8 @@ def _objects(folder: Folder) -> tuple[dict[str, Any], list[str]]:
             continue
         value = read_objects(file, begin, length, deferred=True)
         # What lies in an entry is a list of the parts of one rank.
-        found[entry["key"]] = value[0] if isinstance(value, list) and len(value) == 1 else value
-    return found, left
+        objects[entry["key"]] = value[0] if isinstance(value, list) and len(value) == 1 else value
+    return objects, left
 
 
 def _common(folder: Folder, objects: dict[str, Any]) -> dict[str, Any]:
@@ -177,15 +177,15 @@ def _common(folder: Folder, objects: dict[str, Any]) -> dict[str, Any]:
 
 def _domains(reader: CheckpointReader) -> list[Domain]:
     """Flat buckets by the model-parallel rank whose parameters they hold."""
-    found: dict[tuple[int, int], dict[tuple[int, int], dict[str, Flat]]] = {}
+    buckets_by_rank: dict[tuple[int, int], dict[tuple[int, int], dict[str, Flat]]] = {}
     for name, record in reader.manifest.tensors.items():
         place = FLAT_KEY.fullmatch(name)
         if place is not None:
-            buffer = found.setdefault((int(place["chain"] or 0), int(place["domain"])), {})
+            buffer = buckets_by_rank.setdefault((int(place["chain"] or 0), int(place["domain"])), {})
             bucket = buffer.setdefault((int(place["buffer"]), int(place["bucket"])), {})
             bucket[place["kind"]] = Flat(dtype_of(record.dtype), record.shape[0], partial(_range, reader, name))
     domains = []
-    for (chain, number), buckets in sorted(found.items()):
+    for (chain, number), buckets in sorted(buckets_by_rank.items()):
         numbers = sorted({buffer for buffer, _ in buckets})
         domains.append(Domain(chain, number, [[buckets[key] for key in sorted(buckets) if key[0] == buffer] for buffer in numbers]))
     return domains
