@@ -62,9 +62,9 @@ def test_assets_come_back_in_every_format(tmp_path, form, asynchronous):
 def test_inspect_lists_them_and_the_command_writes_them_out(source, tmp_path, capsys):
     assert main(["inspect", str(source)]) == 0
     assert "asset tokenizer/tokenizer.json: 13 bytes" in capsys.readouterr().out
-    told = summarize(source).to_json()
-    assert told["assets"]["run.yaml"]["sha256"] == hashlib.sha256(ASSETS["run.yaml"]).hexdigest()
-    assert told["num_bytes"] == sum(file["num_bytes"] for part in ("files", "assets") for file in told[part].values())
+    summary = summarize(source).to_json()
+    assert summary["assets"]["run.yaml"]["sha256"] == hashlib.sha256(ASSETS["run.yaml"]).hexdigest()
+    assert summary["num_bytes"] == sum(file["num_bytes"] for part in ("files", "assets") for file in summary[part].values())
     assert main(["extract-assets", str(source), str(tmp_path / "out"), "tokenizer/*"]) == 0
     assert [path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*.*")] == ["tokenizer/tokenizer.json"]
     assert {path.relative_to(tmp_path / "all").as_posix() for path in extract_assets(source, tmp_path / "all")} == set(ASSETS)

@@ -121,12 +121,12 @@ def test_any_run_of_elements_is_boxes_of_consecutive_ones():
         numbers = torch.arange(torch.Size(shape).numel()).reshape(shape)
         for _ in range(60):
             begin, end = sorted(rng.randint(0, numbers.numel()) for _ in range(2))
-            found = list(runs(shape, begin, end))
-            for first, box in found:
+            boxes = list(runs(shape, begin, end))
+            for first, box in boxes:
                 part = numbers[box.slices()].flatten()
                 assert part.tolist() == list(range(first, first + box.num_elements))
-            assert [number for first, box in found for number in range(first, first + box.num_elements)] == list(range(begin, end))
-            assert len(found) <= max(1, 2 * len(shape) - 1)
+            assert [number for first, box in boxes for number in range(first, first + box.num_elements)] == list(range(begin, end))
+            assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
 
 def test_overlaps_are_those_that_comparing_every_pair_finds():

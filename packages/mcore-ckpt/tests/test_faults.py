@@ -43,11 +43,11 @@ def values(folder, step):
     """The one value that all elements of a step have."""
     target = state(-1)
     extra = CheckpointManager(folder).load(target, step)[1]
-    found = {float(x) for tensor in target.values() for x in tensor.flatten()}
+    distinct = {float(x) for tensor in target.values() for x in tensor.flatten()}
     assert extra == {"step": step}
     place = CheckpointManager(folder).path(step)
     assert all(read_asset(place, name) == b"kept" for name in read_manifest(place).assets)
-    return found
+    return distinct
 
 
 def tree(folder):
@@ -75,14 +75,14 @@ def test_a_power_cut_after_any_operation_of_a_save_leaves_a_step_that_loads(tmp_
     committed = kinds.index("replace") + 2
     for done in range(len(kinds) + 1):
         for number, (choice, lose) in enumerate([(None, True), (None, False), *[(rng, True)] * (1 if asynchronous else 4)]):
-            found = tmp_path / f"{done}-{number}"
-            after_power_cut(tmp_path / "before", disk.operations[:done], found, choice, lose=lose)
-            step = CheckpointManager(found).latest()
-            assert step is not None and values(found, step) == {float(step)}, (done, number)
+            folder = tmp_path / f"{done}-{number}"
+            after_power_cut(tmp_path / "before", disk.operations[:done], folder, choice, lose=lose)
+            step = CheckpointManager(folder).latest()
+            assert step is not None and values(folder, step) == {float(step)}, (done, number)
             # Once the sync after the rename is through, the new step is there whatever else is lost.
             assert step == 2 or done <= committed, (done, number)
             seen.append(step)
-            shutil.rmtree(found)
+            shutil.rmtree(folder)
     assert set(seen) == {1, 2}
 
 

@@ -71,8 +71,8 @@ def test_it_becomes_a_checkpoint_by_the_command(legacy, tmp_path, capsys):
 
 
 def test_entries_of_a_checkpoint_of_torch_that_are_no_tensors(tmp_path):
-    given = {"w": torch.ones(2), "note": {"lr": 0.5, "rest": [1, (2, "x")]}, "step": 7, "kinds": {1, 2}}
-    state_dict_saver.save(given, checkpoint_id=tmp_path / "c")
+    entries = {"w": torch.ones(2), "note": {"lr": 0.5, "rest": [1, (2, "x")]}, "step": 7, "kinds": {1, 2}}
+    state_dict_saver.save(entries, checkpoint_id=tmp_path / "c")
     others = read_manifest(tmp_path / "c").others
     values = {name: read_entry(tmp_path / "c", name) for name in others}
     assert values["step"] == 7 and values["note.lr"] == 0.5 and values["note.rest"] == [1, (2, "x")]

@@ -109,8 +109,8 @@ IGNORED = {"bert-base-uncased": ("hidden_dropout_prob", "attention_probs_dropout
 def test_a_published_model_has_as_many_parameters_as_it_is_known_to_have(name):
     theirs, known = PUBLISHED[name]
     family, config = from_hf_config(theirs, IGNORED.get(name, ()))
-    found = sum(math.prod(site.shape) for site in sites(family.rules, measure(config), config))
-    assert (found if isinstance(known, int) else round(found, -8)) == known
+    num_parameters = sum(math.prod(site.shape) for site in sites(family.rules, measure(config), config))
+    assert (num_parameters if isinstance(known, int) else round(num_parameters, -8)) == known
     again = {"max_position_embeddings": 32768} | to_hf_config(config, family, "bfloat16")
     assert from_hf_config(again) == (family, config)
 

@@ -70,7 +70,7 @@ def values(key, shape):
 def expected(name, kind=""):
     """Every tensor by our name, float32, from the rule by which the fixtures were filled."""
     layer, numbered, _ = CASES[name]
-    found = {ours: values(kind + key, shape) for ours, (key, shape) in ENDS.items()}
+    tensors = {ours: values(kind + key, shape) for ours, (key, shape) in ENDS.items()}
     for number in range(2):
         for ours, (key, shape) in layer.items():
             if numbered:
@@ -78,8 +78,8 @@ def expected(name, kind=""):
             else:
                 whole = values(f"{kind}decoder.layers.{key}", (2, *shape))[number]
             groups = {"attention.qkv.weight": (2, 16, 16), "mlp.up.weight": (2, 24, 16), "mlp.experts.up": (4, 2, 24, 16)}
-            found[f"layers.{number}.{ours}"] = whole.reshape(groups.get(ours, shape))
-    return found
+            tensors[f"layers.{number}.{ours}"] = whole.reshape(groups.get(ours, shape))
+    return tensors
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -105,8 +105,8 @@ def test_a_real_checkpoint_becomes_a_hugging_face_model_by_the_command(name, tmp
     assert main(["import-megatron", str(unpack(name, tmp_path)), str(tmp_path / "ours"), "--no-optimizer"]) == 0
     assert main(["export-hf", str(tmp_path / "ours"), str(tmp_path / "hf"), "--prefix", "model."]) == 0
     model, wanted = import_hf(tmp_path / "hf"), expected(name)
-    found = dict(model.tensors)
-    assert found.keys() == wanted.keys() and all(torch.equal(found[one], wanted[one].bfloat16()) for one in wanted)
+    tensors = dict(model.tensors)
+    assert tensors.keys() == wanted.keys() and all(torch.equal(tensors[one], wanted[one].bfloat16()) for one in wanted)
     # Rows of the fused product there: for each of 2 groups its 2 query heads, its key, its value, of 4 channels each.
     from mcore_ckpt._storage import SafetensorsFile
 
@@ -150,17 +150,17 @@ def test_parameter_groups_of_a_real_checkpoint_are_kept_and_given_back(name, tmp
         assert export_checkpoint_megatron(tmp_path / "ours", tmp_path / "theirs") == left
         return
     assert export_checkpoint_megatron(tmp_path / "ours", tmp_path / "theirs") == []
-    found = torch.load(tmp_path / "theirs" / "common.pt", weights_only=False)["optimizer"]
+    optimizer = torch.load(tmp_path / "theirs" / "common.pt", weights_only=False)["optimizer"]
     # 0.15 does not say yet which groups have the settings of the run.
     written = {key: value for key, value in WRITTEN.items() if key != "default_config" or "0.15" not in name}
     dense = [{**written, "wd_mult": 1.0}, {**written, "wd_mult": 0.0}]
     entries = [{"optimizer": {"param_groups": dense}, "param_state_sharding_type": "fully_reshardable"}]
     if CASES[name][0] is EXPERTS:
         entries.append({**entries[0], "optimizer": {"param_groups": [{**dense[0], "is_expert_parallel": True}]}})
-    assert found == (entries[0] if len(entries) == 1 else dict(enumerate(entries)))
+    assert optimizer == (entries[0] if len(entries) == 1 else dict(enumerate(entries)))
     real = unpack(name, tmp_path / "again") / "common.pt"
     if real.exists() and "reshardable" in name:
-        assert found == torch.load(real, weights_only=False)["optimizer"]
+        assert optimizer == torch.load(real, weights_only=False)["optimizer"]
 
 
 def test_parameter_groups_of_a_run_of_ours_are_made_from_its_settings(tmp_path, capsys):

@@ -77,11 +77,11 @@ def test_tensors_in_an_entry_are_read_by_range_wherever_the_entry_lies(tmp_path)
     torch.save({"flat": values[40:], "turned": values.reshape(30, 10).T}, tmp_path / "entry")
     content = (tmp_path / "entry").read_bytes()
     (tmp_path / "file").write_bytes(b"abc" + content + b"de")
-    found = read_objects(StoredFile(open_folder(tmp_path), "file"), 3, len(content), deferred=True)
-    assert torch.equal(found["flat"].read(7, 19), values[47:59]) and found["flat"].shape == (260,)
-    assert torch.equal(found["turned"], values.reshape(30, 10).T)
+    content_read = read_objects(StoredFile(open_folder(tmp_path), "file"), 3, len(content), deferred=True)
+    assert torch.equal(content_read["flat"].read(7, 19), values[47:59]) and content_read["flat"].shape == (260,)
+    assert torch.equal(content_read["turned"], values.reshape(30, 10).T)
     with pytest.raises(ValueError, match="elements 0 to 261"):
-        found["flat"].read(0, 261)
+        content_read["flat"].read(0, 261)
 
 
 def test_ranges_give_the_weights_geometry_whole_and_by_layer():
@@ -119,6 +119,6 @@ def test_a_gathered_buffer_that_is_not_whole_is_named(tmp_path):
     }
     for message, content in cases.items():
         torch.save({"buckets_coalesced": True, **content}, tmp_path / "entry")
-        found = read_objects(StoredFile(open_folder(tmp_path), "entry"), deferred=True)
+        content_read = read_objects(StoredFile(open_folder(tmp_path), "entry"), deferred=True)
         with pytest.raises(CheckpointingException, match=f"here: .*{message}"):
-            gathered_domain("here", found, 0, 0)
+            gathered_domain("here", content_read, 0, 0)

@@ -125,8 +125,8 @@ def check_tensors(ours, kinds):
         if stored.startswith("model."):
             assert torch.equal(read_tensor(ours, stored), whole(kinds[""], name, record.shape).bfloat16()), name
             for kind in ("master", "exp_avg", "exp_avg_sq"):
-                found = read_tensor(ours, f"optimizer.{kind}.{name}")
-                assert torch.equal(found, whole(kinds[kind.replace("master", "")], name, record.shape)), (kind, name)
+                moment = read_tensor(ours, f"optimizer.{kind}.{name}")
+                assert torch.equal(moment, whole(kinds[kind.replace("master", "")], name, record.shape)), (kind, name)
 
 
 MODELS = {"dense": {}, "tied": {"tied": True}, "grouped": {"experts": "grouped"}, "local": {"experts": "local"}}
@@ -164,13 +164,13 @@ def test_what_is_exported_is_what_was_written_and_comes_back(model, tmp_path):
         return
     # What torch's own reader finds there, by the state that was written.
     first, second = ({}, {})
-    for folder, found in (("first", first), ("second", second)):
+    for folder, tensors in (("first", first), ("second", second)):
         metadata = dcp.FileSystemReader(str(tmp_path / folder)).read_metadata().state_dict_metadata
         for name, entry in metadata.items():
             if not name.startswith(("args", "rng_state", "optimizer.state.step")) and not name.endswith(".step"):
-                found[name] = torch.zeros(entry.size, dtype=entry.properties.dtype) if hasattr(entry, "size") else None
-        found["args"] = None
-        dcp.load(found, checkpoint_id=str(tmp_path / folder), no_dist=True)
+                tensors[name] = torch.zeros(entry.size, dtype=entry.properties.dtype) if hasattr(entry, "size") else None
+        tensors["args"] = None
+        dcp.load(tensors, checkpoint_id=str(tmp_path / folder), no_dist=True)
     assert first.keys() == second.keys()
     assert first.pop("args").num_query_groups == second.pop("args").num_query_groups == 2
     for name, value in first.items():
@@ -273,7 +273,7 @@ def test_the_state_of_a_resuming_run_loads_by_torchs_strict_reader(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("gone", "told"),
+    ("gone", "message"),
     [
         ("decoder.final_layernorm.weight", r"lacks model\.module\.decoder\.final_layernorm\.weight;"),
         ("output_layer.weight", r"lacks model\.module\.output_layer\.weight;"),
@@ -282,14 +282,14 @@ def test_the_state_of_a_resuming_run_loads_by_torchs_strict_reader(tmp_path):
         ("decoder.layers.1.", r"lacks .*layers\.1\.mlp\.linear_fc2\.weight"),
     ],
 )
-def test_a_missing_weight_is_named(gone, told, tmp_path):
+def test_a_missing_weight_is_named(gone, message, tmp_path):
     def remove(state):
         state["model"] = {name: value for name, value in state["model"].items() if not name.startswith(f"module.{gone}")}
         assert len(state["model"]) < len(shapes_of()) + LAYERS
 
     write(tmp_path / "theirs", shapes_of(), change=remove)
     for optimizer in (True, False):
-        with pytest.raises(CheckpointingException, match=told):
+        with pytest.raises(CheckpointingException, match=message):
             import_checkpoint_megatron(tmp_path / "theirs", tmp_path / "ours", optimizer=optimizer)
     assert not (tmp_path / "ours").exists()
 

@@ -93,13 +93,13 @@ def values(key, shape):
 def expected(name, kind=""):
     """Every tensor by our name, float32, from the rule by which the fixtures were filled."""
     layers, numbered = CASES[name]
-    found = {ours: values(kind + key, shape) for ours, (key, shape) in ENDS.items()}
+    tensors = {ours: values(kind + key, shape) for ours, (key, shape) in ENDS.items()}
     for number, layer in enumerate(layers):
         for ours, (key, shape) in layer.items():
             stacked = f"{kind}decoder.layers.{key}"
             whole = values(f"{kind}decoder.layers.{number}.{key}", shape) if numbered else values(stacked, (2, *shape))[number]
-            found[f"layers.{number}.{ours}"] = whole.reshape(OUR_SHAPES.get(ours, shape))
-    return found
+            tensors[f"layers.{number}.{ours}"] = whole.reshape(OUR_SHAPES.get(ours, shape))
+    return tensors
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -116,8 +116,8 @@ def test_every_tensor_of_a_real_checkpoint_is_the_one_that_was_written_and_goes_
     for format in ("torch_dist", "fsdp_dtensor"):
         assert export_checkpoint_megatron(tmp_path / "ours", tmp_path / format, format=format) == []
         import_checkpoint_megatron(tmp_path / format, tmp_path / f"{format}_again")
-        found = [str(one) for one in diff(tmp_path / "ours", tmp_path / f"{format}_again")]
-        assert [one for one in found if "optimizer_param_groups" not in one] == []
+        differences = [str(one) for one in diff(tmp_path / "ours", tmp_path / f"{format}_again")]
+        assert [one for one in differences if "optimizer_param_groups" not in one] == []
 
 
 def test_latents_come_with_their_sizes_and_go_out_with_the_names_of_a_gpu(tmp_path):

@@ -28,9 +28,9 @@ def state(value=0.0, rows=3):
     return {"w": ShardedTensor(part, (rows * size, 4), (rows * rank, 0)), "same": torch.full((5,), value)}
 
 
-def holds(found, value):
+def holds(loaded, value):
     return all(
-        torch.equal(found[name].data if name == "w" else found[name], want)
+        torch.equal(loaded[name].data if name == "w" else loaded[name], want)
         for name, want in (("w", torch.full((3, 4), value + 10 * dist.get_rank())), ("same", torch.full((5,), value)))
     )
 
@@ -59,8 +59,8 @@ def check_a_lost_node(folder):
         local.save(step, state(float(step)), {"rank": rank, "step": step})
     assert sorted({name[:13] for name in os.listdir(Path(folder) / node_of(rank))}) == ["step_00000002", "step_00000003"]
     lose(folder, "node1")
-    found = state()
-    assert opened(folder).load(found) == (3, {"rank": rank, "step": 3}) and holds(found, 3.0)
+    loaded = state()
+    assert opened(folder).load(loaded) == (3, {"rank": rank, "step": 3}) and holds(loaded, 3.0)
     # What was fetched is kept: the other node may go now.
     lose(folder, "node0")
     if rank < 2:
@@ -69,10 +69,10 @@ def check_a_lost_node(folder):
     assert own == {f"step_00000003-r{r:05d}.json" for r in (2, 3)}
     persistent = CheckpointManager(Path(folder) / "shared")
     persistent.save(1, state(1.0), {"from": "shared"})
-    found = state()
+    loaded = state()
     with pytest.raises(CheckpointingException, match=r"no step is whole on the nodes: of step 3 the files of ranks \[0, 1\] are gone"):
-        opened(folder).load(found)
-    assert opened(folder).load(found, persistent) == (1, {"from": "shared"}) and holds(found, 1.0)
+        opened(folder).load(loaded)
+    assert opened(folder).load(loaded, persistent) == (1, {"from": "shared"}) and holds(loaded, 1.0)
 
 
 @pytest.mark.world(4)
@@ -94,29 +94,29 @@ def check_damage(folder):
         dist.barrier()
 
     damage("node0", 1)
-    found = state()
-    assert local.load(found)[0] == 2 and holds(found, 2.0)
+    loaded = state()
+    assert local.load(loaded)[0] == 2 and holds(loaded, 2.0)
     # Both copies of one file: the step before.
     damage("node0", 0)
     damage("node1", 0)
-    found = state()
-    assert local.load(found)[0] == 1 and holds(found, 1.0)
+    loaded = state()
+    assert local.load(loaded)[0] == 1 and holds(loaded, 1.0)
     # Shared storage has a newer one.
     persistent = CheckpointManager(Path(folder) / "shared")
     persistent.save(7, state(7.0))
-    assert local.load(found, persistent)[0] == 7 and holds(found, 7.0)
+    assert local.load(loaded, persistent)[0] == 7 and holds(loaded, 7.0)
     # A step that only some ranks finished is none; the next save takes it away.
     if rank == 0:
         for path in (Path(folder) / "node1").glob("step_00000001*.json"):
             shutil.copy(path, path.with_name(path.name.replace("00000001", "00000009")))
     dist.barrier()
-    assert local.load(found)[0] == 1
+    assert local.load(loaded)[0] == 1
     # Another layout is none of these.
     with pytest.raises(CheckpointingException, match="of another layout"):
         local.load(state(rows=2))
     local.save(3, state(3.0))
     local.save(3, state(3.5))
-    assert local.load(found)[0] == 3 and holds(found, 3.5)
+    assert local.load(loaded)[0] == 3 and holds(loaded, 3.5)
     names = os.listdir(Path(folder) / node_of(rank))
     assert len([name for name in names if "00000003" in name]) == 8 and not [
         name for name in names if "00000009-" in name and "safe" in name
@@ -177,8 +177,8 @@ def check_a_full_disk(folder):
     local.save(1, state(1.0))
     with pytest.raises(CheckpointingException, match="keeping step 2 on the nodes failed on rank 2: OSError: .*No space left"):
         local.save(2, state(2.0))
-    found = state()
-    assert local.load(found)[0] == 1 and holds(found, 1.0)
+    loaded = state()
+    assert local.load(loaded)[0] == 1 and holds(loaded, 1.0)
     local.save(3, state(3.0))
     assert not [name for name in os.listdir(Path(folder) / node) if "step_00000003" not in name]
 
@@ -219,11 +219,11 @@ def test_one_process_keeps_its_own(tmp_path):
 def check_asynchronous(folder):
     local, rank = opened(folder, keep=1, timeout_s=20), dist.get_rank()
     for step in (1, 2, 3):
-        found, extra = state(float(step)), {"rank": rank, "deep": [step]}
-        assert local.save(step, found, extra, asynchronous=True) is None
+        loaded, extra = state(float(step)), {"rank": rank, "deep": [step]}
+        assert local.save(step, loaded, extra, asynchronous=True) is None
         # The step holds the values of the call, and training talks meanwhile.
-        found["w"].data.zero_()
-        found["same"].zero_()
+        loaded["w"].data.zero_()
+        loaded["same"].zero_()
         extra["deep"].append("later")
         for _ in range(50):
             dist.all_reduce(torch.ones(1))
@@ -231,20 +231,20 @@ def check_asynchronous(folder):
     assert {name[:13] for name in os.listdir(Path(folder) / node_of(rank))} == {"step_00000003"}
     dist.barrier()
     lose(folder, "node1")
-    found = state()
-    assert local.load(found) == (3, {"rank": rank, "deep": [3]}) and holds(found, 3.0)
+    loaded = state()
+    assert local.load(loaded) == (3, {"rank": rank, "deep": [3]}) and holds(loaded, 3.0)
     local.save(4, state(4.0), asynchronous=True)
     # A load waits for it.
-    assert local.load(found)[0] == 4 and holds(found, 4.0)
+    assert local.load(loaded)[0] == 4 and holds(loaded, 4.0)
     lose(folder, "node0")
-    found = state()
-    assert opened(folder).load(found)[0] == 4 and holds(found, 4.0)
+    loaded = state()
+    assert opened(folder).load(loaded)[0] == 4 and holds(loaded, 4.0)
     # Both kinds in turn, and the memory of the copy serves again.
     size = local._staging.num_bytes
     local.save(5, state(5.0))
     local.save(6, state(6.0), asynchronous=True)
     local.wait()
-    assert opened(folder).load(found)[0] == 6 and holds(found, 6.0) and local._staging.num_bytes == size > 0
+    assert opened(folder).load(loaded)[0] == 6 and holds(loaded, 6.0) and local._staging.num_bytes == size > 0
 
 
 @pytest.mark.world(4)
@@ -259,8 +259,8 @@ def check_asynchronous_failures(folder):
     local.save(2, state(2.0), asynchronous=True)
     with pytest.raises(CheckpointingException, match="keeping step 2 on the nodes failed on rank 2: OSError: .*No space left"):
         local.save(3, state(3.0), asynchronous=True)
-    found = state()
-    assert local.load(found)[0] == 1 and holds(found, 1.0)
+    loaded = state()
+    assert local.load(loaded)[0] == 1 and holds(loaded, 1.0)
     # What one rank cannot copy, all hear of, when they ask.
     local.save(4, {"w": "no tensor"} if rank == 1 else state(4.0), asynchronous=True)
     with pytest.raises(CheckpointingException, match="keeping step 4 on the nodes failed on rank 1: .*w"):
@@ -279,7 +279,7 @@ def check_asynchronous_failures(folder):
     if rank == 3:
         del local._worker.start
     local.save(7, state(7.0), asynchronous=True)
-    assert local.load(found)[0] == 7 and holds(found, 7.0)
+    assert local.load(loaded)[0] == 7 and holds(loaded, 7.0)
 
 
 @pytest.mark.world(4)

@@ -64,13 +64,13 @@ def test_what_does_not_fit_is_named_before_anything_is_written(tmp_path):
     folder = tmp_path / "c"
     save_in_layout({"model.w": WEIGHT, "optimizer.exp_avg.w": MOMENT, "optimizer.exp_avg.s": torch.tensor(2.0)}, folder, "dp_reshardable")
     model = {"model.w": torch.zeros(5, 12)}
-    for state, said in (
+    for state, message in (
         ({"optimizer.exp_avg.v": torch.zeros(5, 12)}, r"missing from the checkpoint: optimizer\.exp_avg\.v"),
         ({"optimizer.exp_avg.w": torch.zeros(5, 13)}, r"stored \[5, 12\], asked \[5, 13\]"),
         ({"optimizer.exp_avg.w": torch.zeros(5, 12).double()}, "stored F32, asked F64"),
         ({"optimizer.exp_avg.w": torch.zeros(5, 12)}, r"nobody asks for: optimizer\.exp_avg\.s"),
     ):
-        with pytest.raises(CheckpointingException, match=said):
+        with pytest.raises(CheckpointingException, match=message):
             load_any_layout(model | state, folder)
     assert not model["model.w"].any()
     wanted = model | {"optimizer.exp_avg.v": torch.ones(2), "optimizer.exp_avg.s": torch.tensor(0.0)}

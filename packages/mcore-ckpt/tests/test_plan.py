@@ -132,8 +132,8 @@ def test_files_are_bounded_and_keep_the_order():
 
 def test_a_state_that_does_not_fit_is_described_with_the_nearest_names():
     stored = {"layers.0.mlp.up.weight": TensorRecord("F32", (4,)), "norm": TensorRecord("F32", (2,)), "bias": TensorRecord("F32", (2,))}
-    asked = {"layers.0.mlp.upp.weight": TensorRecord("F32", (4,)), "norm": TensorRecord("F32", (3,)), "bias": TensorRecord("BF16", (2,))}
-    problems = "\n".join(compare(asked, stored).lines(Strictness(unexpected="ignore"), "raise"))
+    wanted = {"layers.0.mlp.upp.weight": TensorRecord("F32", (4,)), "norm": TensorRecord("F32", (3,)), "bias": TensorRecord("BF16", (2,))}
+    problems = "\n".join(compare(wanted, stored).lines(Strictness(unexpected="ignore"), "raise"))
     assert "layers.0.mlp.upp.weight (did you mean layers.0.mlp.up.weight?)" in problems
     assert "norm (stored [2], asked [3])" in problems
     assert "bias (stored F32, asked BF16)" in problems
@@ -160,9 +160,9 @@ def test_ranks_that_hold_alike_are_planned_once_and_come_to_the_same():
         held = scatter(rng, random_tensors(rng), 3)
         # Data-parallel copies: the same parts with other replica numbers, so that a part's main holder may be in any of them.
         held += [[ShardRecord(r.name, r.dtype, r.shape, r.box, rng.choice((0, 1, 2))) for r in rows] for rows in held]
-        told = [encode_layout(rows) for rows in held]
-        assert all(told[rank][0] == told[rank + 3][0] for rank in range(3))
-        apart = plan_layouts(decode_layouts([text for text, _ in told], [[rank] for rank in range(6)], [runs for _, runs in told]), 6)
+        texts = [encode_layout(rows) for rows in held]
+        assert all(texts[rank][0] == texts[rank + 3][0] for rank in range(3))
+        apart = plan_layouts(decode_layouts([text for text, _ in texts], [[rank] for rank in range(6)], [runs for _, runs in texts]), 6)
         assert apart == plan_save(held)
 
 
@@ -188,8 +188,8 @@ def test_each_rank_is_told_its_own_writes_and_knows_no_more():
     rng = random.Random(8)
     for _ in range(30):
         held = scatter(rng, random_tensors(rng), 4)
-        told = [encode_layout(rows) for rows in held]
-        layouts = decode_layouts([text for text, _ in told], [[rank] for rank in range(4)], [runs for _, runs in told])
+        texts = [encode_layout(rows) for rows in held]
+        layouts = decode_layouts([text for text, _ in texts], [[rank] for rank in range(4)], [runs for _, runs in texts])
         plan = plan_layouts(layouts, 4)
         for rank, text in enumerate(encode_writes(layouts, plan)):
             share = decode_share(held[rank], text, plan if rank == 0 else None)
@@ -200,13 +200,13 @@ def test_each_rank_is_told_its_own_writes_and_knows_no_more():
 def test_the_memory_of_a_rank_does_not_grow_with_their_number():
     records = [ShardRecord(f"layers.{i}.weight", "BF16", (64, 16), Box.whole((64, 16)), 0) for i in range(500)]
     text, runs = encode_layout(records)
-    kept = {}
+    shares = {}
     for num_ranks in (8, 64):
         layouts = decode_layouts([text], [range(num_ranks)], [runs] * num_ranks)
-        told = list(encode_writes(layouts, plan_layouts(layouts, num_ranks)))
+        texts = list(encode_writes(layouts, plan_layouts(layouts, num_ranks)))
         tracemalloc.start()
-        share = decode_share(records, told[-1], None)
-        kept[num_ranks] = tracemalloc.get_traced_memory()[1]
+        share = decode_share(records, texts[-1], None)
+        shares[num_ranks] = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert share.writes
-    assert kept[64] <= kept[8]
+    assert shares[64] <= shares[8]

@@ -148,8 +148,8 @@ def test_diff_names_every_kind_of_difference(source, state, tmp_path, capsys):
     other["module.a.weight"][5, 0] = float("nan")
     save(other, tmp_path / "other", extra={"step": 5})
     assert main(["diff", str(source), str(tmp_path / "other"), "--json"]) == 1
-    found = {(one["name"], one["kind"]): one["text"] for one in json.loads(capsys.readouterr().out)}
-    assert found == {
+    texts = {(one["name"], one["kind"]): one["text"] for one in json.loads(capsys.readouterr().out)}
+    assert texts == {
         ("empty", "only in first"): "F32 [0, 3]",
         ("module.a.weight", "values"): "2 of 35 elements differ, by at most inf, the first at [4, 1]",
         ("module.b.weight", "dtype"): "BF16, F32",
@@ -168,8 +168,8 @@ def test_diff_within_a_tolerance_and_with_equal_nans():
     value = torch.tensor([1.0, float("nan"), float("inf"), -2.0])
     save({"w": value}, one)
     save({"w": value + torch.tensor([0.0, 0.0, 0.0, 0.125])}, two)
-    (found,) = diff(one, two)
-    assert found.text == "1 of 4 elements differ, by at most 0.125, the first at [3]"
+    (difference,) = diff(one, two)
+    assert difference.text == "1 of 4 elements differ, by at most 0.125, the first at [3]"
     assert diff(one, two, atol=0.125) == [] and diff(one, two, rtol=0.1) == [] and len(diff(one, two, rtol=0.01)) == 1
 
 
@@ -203,6 +203,6 @@ def test_long_work_says_how_far_it_is(source, capsys, monkeypatch, terminal):
     if terminal == "rich":
         pytest.importorskip("rich")
     assert main(["verify", str(source)]) == 0
-    told = capsys.readouterr()
-    assert told.out.endswith(": sound\n")
-    assert told.err.startswith("verifying: 100% of 0 MiB, ") == (terminal != "rich")
+    output = capsys.readouterr()
+    assert output.out.endswith(": sound\n")
+    assert output.err.startswith("verifying: 100% of 0 MiB, ") == (terminal != "rich")

@@ -98,11 +98,13 @@ def test_a_damaged_file_is_named(tmp_path, damage, verify):
     else:
         first.write_bytes(second.read_bytes())
     state = {"a": torch.zeros(64), "b": torch.zeros(64)}
-    said = {"flip": "SHA-256", "swap": "SHA-256", "truncate": "bytes instead of", "extend": "bytes instead of", "remove": "missing"}[damage]
-    with pytest.raises(CheckpointingException, match=f"{re.escape(first.name)}: .*{said}"):
+    message = {"flip": "SHA-256", "swap": "SHA-256", "truncate": "bytes instead of", "extend": "bytes instead of", "remove": "missing"}[
+        damage
+    ]
+    with pytest.raises(CheckpointingException, match=f"{re.escape(first.name)}: .*{message}"):
         load(state, tmp_path / "c", verify=verify)
     # What only the digest tells is known when the file was read through.
-    if said != "SHA-256" or verify == "first":
+    if message != "SHA-256" or verify == "first":
         assert not state["a"].any() and not state["b"].any()
     with pytest.raises(ValueError, match="verify='last' must be"):
         load(state, tmp_path / "c", verify="last")

@@ -61,9 +61,9 @@ def test_another_element_type_is_always_an_error(stored):
 
 def test_mismatches_are_found_without_loading(stored):
     state = asked() | {"c": torch.zeros(4, dtype=torch.int64)}
-    found = find_mismatches(state, stored)
+    mismatches = find_mismatches(state, stored)
     shapes, dtypes = ("b (stored [3], asked [5])",), ("c (stored F32, asked I64)",)
-    assert found == Mismatches(missing=("z",), shapes=shapes, dtypes=dtypes) and found
+    assert mismatches == Mismatches(missing=("z",), shapes=shapes, dtypes=dtypes) and mismatches
     assert not state["a"].any() and not find_mismatches({name: torch.zeros(n) for name, n in zip("abc", (2, 3, 4), strict=True)}, stored)
 
 
@@ -71,8 +71,8 @@ def check_ranks_agree(folder):
     rank = dist.get_rank()
     save({"a": torch.ones(2), "b": torch.ones(2)}, folder)
     state = {"a": torch.zeros(2)} if rank else {"y": torch.zeros(3)}
-    found = find_mismatches(state, folder)
-    assert found == Mismatches(missing=("y",), unexpected=("b",))
+    mismatches = find_mismatches(state, folder)
+    assert mismatches == Mismatches(missing=("y",), unexpected=("b",))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         load(state, folder, strict=Strictness(missing="warn", unexpected="warn"))

@@ -133,15 +133,15 @@ def test_sharded_states_go_both_ways(world, tmp_path):
 
 def test_the_metadata_is_what_torch_itself_would_make_of_it(tmp_path):
     save({"w": torch.ones(2, 3)}, tmp_path / "c", format="torch_dist")
-    found = pickle.loads((tmp_path / "c" / METADATA_NAME).read_bytes())
-    assert isinstance(found, Metadata) and found.planner_data == {"w": ("w",)}
-    entry = found.state_dict_metadata["w"]
+    decoded = pickle.loads((tmp_path / "c" / METADATA_NAME).read_bytes())
+    assert isinstance(decoded, Metadata) and decoded.planner_data == {"w": ("w",)}
+    entry = decoded.state_dict_metadata["w"]
     assert entry.size == torch.Size((2, 3)) and entry.properties.dtype == torch.float32
     assert entry.properties.memory_format == torch.contiguous_format and entry.properties.layout == torch.strided
     # Reading what torch would write of it comes to the same.
     before = read_metadata(LocalFolder(tmp_path / "c"))
     for protocol in (2, 3, 4, 5):
-        (tmp_path / "c" / METADATA_NAME).write_bytes(pickle.dumps(found, protocol))
+        (tmp_path / "c" / METADATA_NAME).write_bytes(pickle.dumps(decoded, protocol))
         assert read_metadata(LocalFolder(tmp_path / "c")) == before
 
 
@@ -171,9 +171,9 @@ def test_what_a_foreign_file_would_run_is_read_as_a_name(tmp_path, monkeypatch, 
 
 def test_records_come_back_as_they_were():
     value = Call("a.b.C", (1, -(2**40), "x\u00e9", None, True, 1.5), {"k": [Name("m.n"), (), []]}, make=True)
-    found = decode_records(encode_records(value))
-    assert (found.name, found.arguments, found.make) == ("a.b.C", value.arguments, True)
-    assert isinstance(found.state, Table) and found.state.by_text()["k"] == [Name("m.n"), (), []]
+    decoded = decode_records(encode_records(value))
+    assert (decoded.name, decoded.arguments, decoded.make) == ("a.b.C", value.arguments, True)
+    assert isinstance(decoded.state, Table) and decoded.state.by_text()["k"] == [Name("m.n"), (), []]
     for plain in (0, 255, 65536, -1, 2**31, -(2**31), 2**200, "", "x" * 300, (1, (2, [3])), 0.1):
         assert decode_records(encode_records(plain)) == plain == decode_records(pickle.dumps(plain, 4))
     with pytest.raises(ValueError, match="no place"):

@@ -126,8 +126,8 @@ def test_an_error_is_told_even_where_it_comes_before_the_first_piece_is_sent(tmp
     folder = WorkerFolder(tmp_path / "lost", worker, memory)
     request = worker.request
 
-    def late(*given):
-        connection = request(*given)
+    def late(*arguments):
+        connection = request(*arguments)
         # Until the process has answered and closed its side.
         hung_up = select.poll()
         hung_up.register(connection, select.POLLHUP)
