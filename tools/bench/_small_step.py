@@ -46,10 +46,11 @@ def small_rows(name: str, rounds: int, steps: int, threads: int) -> list[dict[st
     return [
         {
             "model": name, "by": who, "gpus": 0, "threads": torch.get_num_threads(), "parameters": our_size, "first_loss": first[who],
-            "ms": round(statistics.median(found) * 1e3, 2), "min_ms": round(min(found) * 1e3, 2), "max_ms": round(max(found) * 1e3, 2),
-            "tokens_per_s": round(tokens / statistics.median(found)), "ratio": round(ratio, 3) if who == "mcore" else 1.0,
+            "ms": round(statistics.median(seconds) * 1e3, 2), "min_ms": round(min(seconds) * 1e3, 2),
+            "max_ms": round(max(seconds) * 1e3, 2),
+            "tokens_per_s": round(tokens / statistics.median(seconds)), "ratio": round(ratio, 3) if who == "mcore" else 1.0,
         }
-        for who, found in times.items()
+        for who, seconds in times.items()
     ]  # fmt: skip
 
 

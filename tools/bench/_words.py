@@ -25,12 +25,12 @@ def parse_run(
         raise SystemExit(f"model {model!r} in run {text!r} is unknown; there are {', '.join(models)}")
     valued = tuple(flag for flag in flags if flag.endswith("="))
     counts: dict[str, int] = {}
-    found: list[str] = []
+    flag_words: list[str] = []
     for word in filter(None, rest.split(",")):
         if number := re.fullmatch(f"({'|'.join(numbers)})(\\d+)", word):
             counts[number[1]] = int(number[2])
         elif word.startswith(valued) or word in flags:
-            found.append(word)
+            flag_words.append(word)
         else:
             raise SystemExit(f"{word!r} in run {text!r} is no choice; see --help")
-    return model, counts, tuple(found)
+    return model, counts, tuple(flag_words)

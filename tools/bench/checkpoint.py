@@ -264,15 +264,15 @@ def _direct_works(place: Path) -> bool:
 
 def _forget(folder: Path) -> float:
     """Take the files out of the page cache; what is on the disk already can go. Returns what share of samples of them is still there."""
-    found = []
+    cached_samples = []
     # Short files, such as the one by which the ranks meet, do not count.
     for path in (path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 2**20):
         with path.open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             for begin in range(0, os.fstat(file.fileno()).st_size, 64 * 2**20):
-                found.append(_is_cached(file.fileno(), begin))
-    return sum(found) / len(found) if found else 0.0
+                cached_samples.append(_is_cached(file.fileno(), begin))
+    return sum(cached_samples) / len(cached_samples) if cached_samples else 0.0
 
 
 def _is_cached(handle: int, begin: int) -> bool:

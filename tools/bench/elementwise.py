@@ -82,8 +82,8 @@ def operations(tokens: int, width: int, ffn: int, device: torch.device, peers: b
         if not peers:
             return {}
         # Under the compiler the layers are their torch code.
-        found: dict[str, Function] = {"torch.compile": torch.compile(function)}
-        return found | ({"transformer_engine": theirs()} if theirs else {})
+        functions: dict[str, Function] = {"torch.compile": torch.compile(function)}
+        return functions | ({"transformer_engine": theirs()} if theirs else {})
 
     def norm(kind: type[RMSNorm] | type[LayerNorm]) -> Operation:
         ours, rows = kind(width, **place), tokens * width

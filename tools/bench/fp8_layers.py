@@ -44,8 +44,8 @@ def kernels(work: Callable[[], object], device: torch.device) -> dict[str, float
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         work()
         torch.cuda.synchronize()
-    found = sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)
-    return {event.key[:70]: round(event.self_device_time_total, 1) for event in found if event.self_device_time_total > 0}
+    events = sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)
+    return {event.key[:70]: round(event.self_device_time_total, 1) for event in events if event.self_device_time_total > 0}
 
 
 def layers(name: str, shape: tuple[int, int], tokens: int, device: torch.device) -> list[dict[str, Any]]:

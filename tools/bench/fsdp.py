@@ -77,8 +77,8 @@ class Run:
 
     @classmethod
     def parse(cls, text: str) -> "Run":
-        model, found, flags = parse_run(text, models=MODELS, numbers=_NUMBERS, flags=_FLAGS)
-        numbers = {"dp": 1, "cp": 1, "ep": 1, "mbs": 1, "prefetch": 1, **found}
+        model, counts, flags = parse_run(text, models=MODELS, numbers=_NUMBERS, flags=_FLAGS)
+        numbers = {"dp": 1, "cp": 1, "ep": 1, "mbs": 1, "prefetch": 1, **counts}
         numbers.setdefault("gbs", numbers["dp"] * numbers["mbs"])
         shape = MODELS[model]
         shape = replace(shape, num_layers=numbers.get("l", shape.num_layers), seq_len=numbers.get("seq", shape.seq_len))

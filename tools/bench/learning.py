@@ -238,12 +238,16 @@ def slope(samples: Sequence[float], every: int = 1) -> dict[str, float]:
         samples: of every n-th step.
         every: n.
     """
-    kept = samples[len(samples) // 5 :]
-    line = statistics.linear_regression(range(len(kept)), kept)
-    rest = [value - line.intercept - line.slope * step for step, value in enumerate(kept)]
-    spread = math.sqrt(sum(value * value for value in rest) / max(1, len(kept) - 2))
-    error = spread / (statistics.pstdev(range(len(kept))) * math.sqrt(len(kept)))
-    return {"bytes_a_step": round(line.slope / every, 2), "standard_error": round(error / every, 2), "growth_bytes": kept[-1] - kept[0]}
+    settled = samples[len(samples) // 5 :]
+    line = statistics.linear_regression(range(len(settled)), settled)
+    rest = [value - line.intercept - line.slope * step for step, value in enumerate(settled)]
+    spread = math.sqrt(sum(value * value for value in rest) / max(1, len(settled) - 2))
+    error = spread / (statistics.pstdev(range(len(settled))) * math.sqrt(len(settled)))
+    return {
+        "bytes_a_step": round(line.slope / every, 2),
+        "standard_error": round(error / every, 2),
+        "growth_bytes": settled[-1] - settled[0],
+    }
 
 
 def memory_slope(corpus: Corpus, folder: Path, steps: int) -> dict[str, Any]:
@@ -268,9 +272,9 @@ def memory_slope(corpus: Corpus, folder: Path, steps: int) -> dict[str, Any]:
         groups=parts.groups,
     )
     trainer.run()
-    found = {"steps": steps, "resident": slope(samples.resident, samples.every), "device": slope(samples.device, samples.every)}
-    print(json.dumps(found), flush=True)
-    return {"work": "memory over the steps of a small run", **found}
+    slopes = {"steps": steps, "resident": slope(samples.resident, samples.every), "device": slope(samples.device, samples.every)}
+    print(json.dumps(slopes), flush=True)
+    return {"work": "memory over the steps of a small run", **slopes}
 
 
 def main() -> None:

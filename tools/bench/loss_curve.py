@@ -111,9 +111,9 @@ def over_draws(draws: list[list[dict[str, Any]]], window: int) -> list[dict[str,
     rows = []
     for index, row in enumerate(each[0]):
         others = plain[1:] if index == 0 else [mine[index] for mine in each]
-        found = {name: [other[name] for other in others] for name in _DIFFERENCES}
-        means = {name: statistics.fmean(values) if index else 0.0 for name, values in found.items()}
-        rows.append({**row, **means, "draws": found} if len(draws) > 1 else row)
+        differences = {name: [other[name] for other in others] for name in _DIFFERENCES}
+        means = {name: statistics.fmean(values) if index else 0.0 for name, values in differences.items()}
+        rows.append({**row, **means, "draws": differences} if len(draws) > 1 else row)
     return rows
 
 

@@ -77,14 +77,14 @@ class OtherBlock:
 
 def others(mixer: MambaMixer, names: Sequence[str], chunk_size: int) -> dict[str, OtherBlock]:
     """Blocks around the kernels that can be imported; what cannot is said."""
-    found: dict[str, OtherBlock] = {}
+    blocks: dict[str, OtherBlock] = {}
     for name in names:
         try:
             conv = importlib.import_module("fla.modules.convolution").causal_conv1d
-            found[name] = OtherBlock(mixer, *_PEERS[name](chunk_size), conv)
+            blocks[name] = OtherBlock(mixer, *_PEERS[name](chunk_size), conv)
         except ImportError as error:
             print(json.dumps({"block": name, "missing": str(error)}), flush=True)
-    return found
+    return blocks
 
 
 def _mamba_ssm(chunk_size: int) -> tuple[Scan, Any]:
@@ -129,8 +129,8 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> list[dict[st
     blocks |= {name: (lambda block=block: block(x), [x, *block.parameters()]) for name, block in peers.items()}
     with torch.no_grad():
         results = {name: work().flatten(0, -2).float() for name, (work, _) in blocks.items()}
-    found = in_turn({name: trained(*block) for name, block in blocks.items()}, device, arguments.rounds, calls=arguments.calls)
-    times = {name: statistics.median(values) for name, values in found.items()}
+    samples = in_turn({name: trained(*block) for name, block in blocks.items()}, device, arguments.rounds, calls=arguments.calls)
+    times = {name: statistics.median(values) for name, values in samples.items()}
     rows: list[dict[str, Any]] = []
     products = 2 * flat.shape[0] * sum(mixer.get_parameter(name).numel() for name in ("in_proj.weight", "out_proj.weight"))
     for name in blocks:

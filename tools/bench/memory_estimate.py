@@ -75,7 +75,7 @@ class Case:
 def cases(ranks: int, dense: str, mixture: str | None) -> list[Case]:
     """What is run on so many ranks."""
     if ranks == 1:
-        found = [
+        runs = [
             Case(model=dense),
             Case(model=dense, micro_batch=4),
             Case(model=dense, recompute=NORM),
@@ -85,8 +85,8 @@ def cases(ranks: int, dense: str, mixture: str | None) -> list[Case]:
             Case(model=dense, precision_aware=True),
         ]
         if dense == "1b":
-            found.append(Case(model="3b", recompute=FULL))
-        return found + ([Case(model=mixture)] if mixture else [])
+            runs.append(Case(model="3b", recompute=FULL))
+        return runs + ([Case(model=mixture)] if mixture else [])
     if ranks == 2:
         plans = [
             ParallelPlan(tp=2),
@@ -95,15 +95,15 @@ def cases(ranks: int, dense: str, mixture: str | None) -> list[Case]:
             ParallelPlan(dp=2),
             ParallelPlan(cp=2),
         ]
-        found = [Case(model=dense, plan=plan, num_microbatches=4) for plan in plans]
-        found.append(Case(model=dense, plan=ParallelPlan(pp=2, vpp=2), num_microbatches=4))
-        return found + ([Case(model=mixture, plan=ParallelPlan(dp=2, ep=2))] if mixture else [])
+        runs = [Case(model=dense, plan=plan, num_microbatches=4) for plan in plans]
+        runs.append(Case(model=dense, plan=ParallelPlan(pp=2, vpp=2), num_microbatches=4))
+        return runs + ([Case(model=mixture, plan=ParallelPlan(dp=2, ep=2))] if mixture else [])
     if ranks % 4:
         raise SystemExit(f"--ranks {ranks}: choose 1, 2 or a multiple of 4")
     rest = ranks // 4
     plans = [ParallelPlan(tp=2, dp=2 * rest), ParallelPlan(tp=2, pp=2, dp=rest), ParallelPlan(pp=4, dp=rest), ParallelPlan(dp=4 * rest)]
-    found = [Case(model=dense, plan=plan, num_microbatches=8) for plan in plans]
-    return found + ([Case(model=mixture, plan=ParallelPlan(tp=2, ep=2, dp=2 * rest))] if mixture else [])
+    runs = [Case(model=dense, plan=plan, num_microbatches=8) for plan in plans]
+    return runs + ([Case(model=mixture, plan=ParallelPlan(tp=2, ep=2, dp=2 * rest))] if mixture else [])
 
 
 def measure(case: Case, sequence: int, dtype: torch.dtype, kind: str, steps: int) -> dict[str, Any]:

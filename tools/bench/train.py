@@ -123,35 +123,35 @@ def dense_rows(name: str, arguments: argparse.Namespace, caches: Path) -> list[d
     choices = arguments.micro_batch or work.micro_batches
     if bad := [size for size in choices if work.global_batch % (size * gpus)]:
         raise SystemExit(f"micro-batch {bad[0]} on {gpus} GPUs does not divide the {work.global_batch} sequences of a step of {name}")
-    found: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    runs: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for _ in range(arguments.rounds):
         for micro_batch in choices:
             for peer in (None, *peers):
                 limit = arguments.timeout_s
                 row = ours(work, gpus, micro_batch, caches, limit) if peer is None else theirs(peer, work, gpus, micro_batch, limit)
                 who = "mcore" if peer is None else peer.name
-                found.setdefault((who, micro_batch), []).append(row)
+                runs.setdefault((who, micro_batch), []).append(row)
                 print(json.dumps({"model": name, "by": who, "micro_batch": micro_batch, **row}), flush=True)
-    return [_best(name, who, gpus, found) for who in ("mcore", *(peer.name for peer in peers))]
+    return [_best(name, who, gpus, runs) for who in ("mcore", *(peer.name for peer in peers))]
 
 
-def _best(name: str, who: str, gpus: int, found: Mapping[tuple[str, int], list[dict[str, Any]]]) -> dict[str, Any]:
+def _best(name: str, who: str, gpus: int, runs: Mapping[tuple[str, int], list[dict[str, Any]]]) -> dict[str, Any]:
     """The micro-batch with the largest median."""
     speeds = {
         micro_batch: [row["tokens_per_s_per_gpu"] for row in rows if "error" not in row]
-        for (worker, micro_batch), rows in found.items()
+        for (worker, micro_batch), rows in runs.items()
         if worker == who
     }
     row: dict[str, Any] = {"model": name, "by": who, "gpus": gpus, "tried": dict(speeds)}
     usable = {size: rates for size, rates in speeds.items() if rates}
     if not usable:
-        return {**row, "error": next(iter(found[who, size][0].get("error") for size in speeds))}
+        return {**row, "error": next(iter(runs[who, size][0].get("error") for size in speeds))}
     best = max(usable, key=lambda size: statistics.median(usable[size]))
-    good = [run for run in found[who, best] if "error" not in run]
+    good = [run for run in runs[who, best] if "error" not in run]
     row |= {"micro_batch": best, "tokens_per_s": round(statistics.median(usable[best])), "spread": [min(usable[best]), max(usable[best])]}
     row["peak_gib"] = max(run["peak_gib"] for run in good)
     if who == "mcore":
-        first = found[who, next(iter(speeds))]
+        first = runs[who, next(iter(speeds))]
         # The first run of all compiles; those after find its kernels.
         row |= {"startup_cold_s": first[0].get("startup_s"), "startup_warm_s": good[-1]["startup_s"]}
     return row

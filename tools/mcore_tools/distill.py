@@ -236,8 +236,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return command(
         parser,
         "student",
-        lambda told: DistillConfig(student=recipe(told.recipe), teacher=recipe(told.teacher)),
-        lambda told, config: distill(config, only_record=told.record),
+        lambda options: DistillConfig(student=recipe(options.recipe), teacher=recipe(options.teacher)),
+        lambda options, config: distill(config, only_record=options.record),
         arguments,
     )
 

@@ -84,8 +84,8 @@ class EagleRun:
     def __post_init__(self) -> None:
         run, target = self.run, self.target
         if run.plan.pp > 1 or run.plan.cp > 1 or run.data_parallel != "ddp":
-            found = f"run.plan.pp={run.plan.pp}, run.plan.cp={run.plan.cp}, run.data_parallel={run.data_parallel!r}"
-            raise ValueError(f"{found}; a head has tp and ddp only, set both degrees to 1 and run.data_parallel=ddp")
+            degrees = f"run.plan.pp={run.plan.pp}, run.plan.cp={run.plan.cp}, run.data_parallel={run.data_parallel!r}"
+            raise ValueError(f"{degrees}; a head has tp and ddp only, set both degrees to 1 and run.data_parallel=ddp")
         if run.train.dtype != target.train.dtype:
             raise ValueError(f"run.train.dtype={run.train.dtype} and target.train.dtype={target.train.dtype} must be equal")
         if target.masked:
@@ -101,12 +101,12 @@ class EagleRun:
         size = self.draft_vocab_size or None
         if not self.head:
             return EagleConfig.of_target(self.target.model, draft_vocab_size=size)
-        found = EagleConfig.from_json(self.head)
+        config = EagleConfig.from_json(self.head)
         for name in ("hidden_size", "vocab_size"):
-            theirs, mine = getattr(self.target.model, name), getattr(found.transformer, name)
+            theirs, mine = getattr(self.target.model, name), getattr(config.transformer, name)
             if theirs != mine:
                 raise ValueError(f"{self.head}: transformer.{name}={mine} must be the target's, {theirs}")
-        return found
+        return config
 
     @property
     def identity(self) -> str:
@@ -203,10 +203,10 @@ class Workshop:
         model = dataclasses.replace(target.model, mtp_num_layers=0) if target.model.hybrid_layer_pattern is None else target.model
         built = dataclasses.replace(target, model=model, plan=run.plan, pipeline=run.pipeline, train=train, data_parallel="ddp")
         layers = StageLayout(layers=range(0), embedding=True, loss=True, mtp_layers=range(0)) if ends else None
-        found = build_model(built, self.groups, self.device, layers=layers)
-        assert isinstance(found, GPTModel), "EagleRun refuses masked targets"
-        CheckpointManager(Path(target.output) / "checkpoints").load(model_state(found, self.groups), strict=False)
-        return found
+        target_model = build_model(built, self.groups, self.device, layers=layers)
+        assert isinstance(target_model, GPTModel), "EagleRun refuses masked targets"
+        CheckpointManager(Path(target.output) / "checkpoints").load(model_state(target_model, self.groups), strict=False)
+        return target_model
 
     def _vocabulary(self) -> DraftVocabulary | None:
         """Counted once, and kept beside the head's checkpoints."""
@@ -302,14 +302,14 @@ def run_command(verb: str, config: EagleRun) -> int:
             return 0
         if verb == "train":
             with StopSignals() as stop:
-                found = train_head(config, kind, watchdog, stop)
+                result = train_head(config, kind, watchdog, stop)
         else:
-            found = evaluate_rank(config if verb == "export" else dataclasses.replace(config, published=""), kind)
-        if found.stopped:
-            tell(f"stopped and saved after step {found.step}; start it again to go on")
+            result = evaluate_rank(config if verb == "export" else dataclasses.replace(config, published=""), kind)
+        if result.stopped:
+            tell(f"stopped and saved after step {result.step}; start it again to go on")
             return STOPPED_EXIT_CODE
-        length = f"acceptance length {1 + found.accepted_tokens:.3f} of {1 + config.num_steps}"
-        tell(f"step {found.step}: loss {found.loss:.6f}, {length}")
+        length = f"acceptance length {1 + result.accepted_tokens:.3f} of {1 + config.num_steps}"
+        tell(f"step {result.step}: loss {result.loss:.6f}, {length}")
         return 0
 
 
@@ -321,8 +321,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return command(
         parser,
         "run",
-        lambda told: EagleRun(run=recipe(told.recipe), target=recipe(told.recipe)),
-        lambda told, config: run_command(told.verb, config),
+        lambda options: EagleRun(run=recipe(options.recipe), target=recipe(options.recipe)),
+        lambda options, config: run_command(options.verb, config),
         arguments,
     )
 

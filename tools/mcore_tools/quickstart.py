@@ -170,9 +170,9 @@ def _configure(output: Path, assignments: list[str], ranks: int) -> RunConfig:
     """The recipe with the changes that the journey leaves to its user."""
     base = dataclasses.replace(recipe("moe_tiny"), output=str(output))
     config = override(base, assignments)
-    kept = dataclasses.replace(config, data=dataclasses.replace(config.data, split=base.data.split))
+    compared = dataclasses.replace(config, data=dataclasses.replace(config.data, split=base.data.split))
     for name in ("plan", "data", "output"):
-        if getattr(kept, name) != getattr(base, name):
+        if getattr(compared, name) != getattr(base, name):
             raise RecipeError(f"--set {name}: the journey chooses this itself; use --text and --output here, or `mcore train`")
     if config.moe is None:
         raise RecipeError("--set moe=none: the journey trains a mixture of experts; `mcore train --recipe gpt_tiny` trains a dense model")

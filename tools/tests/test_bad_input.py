@@ -28,9 +28,9 @@ def fails(main: Callable[[], int], arguments: list[str], monkeypatch: pytest.Mon
     """The one line that ``main`` prints about its ``arguments``."""
     monkeypatch.setattr(sys, "argv", ["program", *arguments])
     assert main() == 1
-    told = capsys.readouterr().err
-    assert told.startswith("error: ") and told.count("\n") == 1, told
-    return told
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and message.count("\n") == 1, message
+    return message
 
 
 @pytest.mark.parametrize(
@@ -52,10 +52,10 @@ def test_pretraining_names_what_cannot_be(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], changes: list[str], words: list[str]
 ) -> None:
     output = tmp_path / "run"
-    given = [f"data.prefix={corpus}/good", f"data.tokenizer={corpus}/tokenizer", f"output={output}", *changes]
-    arguments = [word for change in given for word in ("--set", change.format(data=corpus))]
-    told = fails(train.main, ["--recipe", "gpt_tiny", *arguments], monkeypatch, capsys)
-    assert all(word in told for word in words), told
+    assignments = [f"data.prefix={corpus}/good", f"data.tokenizer={corpus}/tokenizer", f"output={output}", *changes]
+    arguments = [word for change in assignments for word in ("--set", change.format(data=corpus))]
+    message = fails(train.main, ["--recipe", "gpt_tiny", *arguments], monkeypatch, capsys)
+    assert all(word in message for word in words), message
     # The index of the samples is a cache that the next run uses.
     assert not output.exists() or {path.name for path in output.iterdir()} <= {"index_cache"}
 
@@ -85,8 +85,8 @@ def test_the_quickstart_refuses_before_it_removes_the_last_run(
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "report.html").write_text("the last one")
     filled = [word.format(tmp=tmp_path) for word in arguments]
-    told = fails(quickstart.main, ["--text", str(Path(__file__)), "--output", str(tmp_path / "run"), *filled], monkeypatch, capsys)
-    assert words in told
+    message = fails(quickstart.main, ["--text", str(Path(__file__)), "--output", str(tmp_path / "run"), *filled], monkeypatch, capsys)
+    assert words in message
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["report.html"]
 
 
@@ -94,6 +94,6 @@ def test_the_quickstart_removes_nothing_that_is_not_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
-    told = fails(quickstart.main, ["--text", str(Path(__file__)), "--output", str(tmp_path)], monkeypatch, capsys)
-    assert "thesis.txt, which no quickstart wrote" in told
+    message = fails(quickstart.main, ["--text", str(Path(__file__)), "--output", str(tmp_path)], monkeypatch, capsys)
+    assert "thesis.txt, which no quickstart wrote" in message
     assert (tmp_path / "thesis.txt").exists()

@@ -23,8 +23,8 @@ def check_whole_sequences() -> None:
     with share(q.detach(), k.detach(), v.detach(), grad, dims=(2, 2, 2, 2)) as (*parts, own):
         parts = [x.requires_grad_() for x in parts]
         out = attend(*parts)
-        found = [out, *torch.autograd.grad(out, parts, own)]
-    for ours, theirs in zip(found, wanted, strict=True):
+        ours_and_gradients = [out, *torch.autograd.grad(out, parts, own)]
+    for ours, theirs in zip(ours_and_gradients, wanted, strict=True):
         torch.testing.assert_close(ours, theirs.chunk(2, 2)[dist.get_rank()], rtol=1e-10, atol=1e-12)
 
 

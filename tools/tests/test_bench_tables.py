@@ -18,14 +18,14 @@ def run(speed: int, **more: Any) -> dict[str, Any]:
 
 
 def test_the_best_micro_batch_of_each_side_counts() -> None:
-    found = {
+    runs = {
         ("mcore", 2): [run(10, startup_s=60.0), run(14, startup_s=20.0)],
         ("mcore", 4): [run(15, startup_s=21.0), run(17, startup_s=19.0)],
         ("plain", 2): [run(8), run(9)],
         ("plain", 4): [{"error": "out of memory"}, {"error": "out of memory"}],
         ("other", 2): [{"error": "not here"}],
     }
-    rows = with_ratios([_best("dense", who, 1, found) for who in ("mcore", "plain", "other")])
+    rows = with_ratios([_best("dense", who, 1, runs) for who in ("mcore", "plain", "other")])
     ours, plain, other = rows
     assert (ours["micro_batch"], ours["tokens_per_s"], ours["spread"], ours["ratio"]) == (4, 16, [15, 17], round(16 / 8, 3))
     assert (ours["startup_cold_s"], ours["startup_warm_s"]) == (60.0, 19.0)

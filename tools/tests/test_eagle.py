@@ -59,9 +59,11 @@ def test_a_head_learns_and_is_published(base: EagleRun, tmp_path: Path) -> None:
     again = evaluate_rank(config, "cpu")
     assert again == trained
     weights = read_published(tmp_path / "published")
-    found = published_vocabulary(weights, 320)
-    assert found is not None and found.token_ids.tolist() == json.loads((tmp_path / "head" / "draft_vocabulary.json").read_text("utf-8"))
-    head = EagleHead(config.architecture(), ProcessGroups.single(), vocabulary=found, seed=None)
+    vocabulary = published_vocabulary(weights, 320)
+    assert vocabulary is not None and vocabulary.token_ids.tolist() == json.loads(
+        (tmp_path / "head" / "draft_vocabulary.json").read_text("utf-8")
+    )
+    head = EagleHead(config.architecture(), ProcessGroups.single(), vocabulary=vocabulary, seed=None)
     load_published(head, weights)
     assert all(torch.isfinite(x).all() for x in head.parameters())
     assert json.loads((tmp_path / "published" / "config.json").read_text("utf-8"))["draft_vocab_size"] == 128

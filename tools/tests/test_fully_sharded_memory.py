@@ -74,15 +74,15 @@ def check_buffers(strategy: str, *, tied: bool, ep: int) -> None:
     assert memory.grads == pytest.approx(grads, rel=0.05)
     assert memory.optimizer == pytest.approx(optimizer.state_bytes["device"], rel=0.05)
     units = unit_bytes(work, layout, stage_parts(config, 1, 1, 0), sizes(work, layout, kernels=False), 0)
-    found = {"root": units.root, "layers.0": units.layer, "embedding": units.embedding}
+    estimates = {"root": units.root, "layers.0": units.layer, "embedding": units.embedding}
     for unit in chunk.runtime.units:
-        said = found.pop(unit.name or "root", None)
-        if said is None:
+        unit_estimate = estimates.pop(unit.name or "root", None)
+        if unit_estimate is None:
             continue
-        assert said.gathered == pytest.approx(unit.num_bytes, rel=0.05)
+        assert unit_estimate.gathered == pytest.approx(unit.num_bytes, rel=0.05)
         whole = sum(4 * each.layout.numel for each in unit.groups) if layout.divides_grads else 0
-        assert said.summed == pytest.approx(whole, rel=0.05)
-    assert set(found) == ({"embedding"} if tied else set()) and (units.embedding == Unit()) == (tied or not layout.divides_grads)
+        assert unit_estimate.summed == pytest.approx(whole, rel=0.05)
+    assert set(estimates) == ({"embedding"} if tied else set()) and (units.embedding == Unit()) == (tied or not layout.divides_grads)
 
 
 @pytest.mark.world(2)
@@ -92,12 +92,12 @@ def test_buffers_are_those_of_a_sharded_model(world) -> None:
 
 def test_the_command_plans_a_sharded_model(capsys) -> None:
     words = "--model llama3-8b --gpus 2 --sequence 4096 --global-batch 4 --micro-batch 2 --fix tp=1 pp=1 cp=1 --recompute none --json"
-    found = []
+    layouts = []
     for kind in ("ddp", "fsdp"):
         assert main([*words.split(), "--data-parallel", kind]) == 0
-        found.append(json.loads(capsys.readouterr().out)["layouts"][0])
-    assert found[1]["gib"]["params"] == pytest.approx(found[0]["gib"]["params"] / 2, rel=0.01)
-    assert found[1]["gib"]["allocated"] == pytest.approx(92.5, rel=0.01)
+        layouts.append(json.loads(capsys.readouterr().out)["layouts"][0])
+    assert layouts[1]["gib"]["params"] == pytest.approx(layouts[0]["gib"]["params"] / 2, rel=0.01)
+    assert layouts[1]["gib"]["allocated"] == pytest.approx(92.5, rel=0.01)
 
 
 def test_gathers_of_every_micro_batch_are_sent() -> None:

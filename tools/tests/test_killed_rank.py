@@ -45,8 +45,8 @@ def drive(changes: list[str], folder: Path, kind: str) -> None:
         statuses, deadline = {}, time.monotonic() + 60
         while len(statuses) < 2 and time.monotonic() < deadline:
             for pid in set(ranks) - set(statuses):
-                found, status = os.waitpid(pid, os.WNOHANG)
-                if found:
+                ended_pid, status = os.waitpid(pid, os.WNOHANG)
+                if ended_pid:
                     statuses[pid] = os.waitstatus_to_exitcode(status), time.time()
             time.sleep(0.02)
         for pid in set(ranks) - set(statuses):

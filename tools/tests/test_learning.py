@@ -22,8 +22,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 def test_both_ways_learn_the_same_from_the_same_tokens(corpus: Corpus) -> None:
     pytest.importorskip("transformers")
-    found = learning.compare(corpus, Path(corpus.prefix).parent, 5 * 512, ["eager"])
-    ours, theirs = found["rows"]
+    report = learning.compare(corpus, Path(corpus.prefix).parent, 5 * 512, ["eager"])
+    ours, theirs = report["rows"]
     assert ours["tokens"] == theirs["tokens"] == 5 * 512
     for name in ("first_loss", "last_loss", "validation_loss"):
         assert theirs[name] == pytest.approx(ours[name], rel=1e-5), name
@@ -43,6 +43,6 @@ def test_the_memory_of_a_run_is_recorded(corpus: Corpus, tmp_path: Path, monkeyp
     monkeypatch.setattr(learning, "prepare", lambda *_: corpus)
     monkeypatch.setattr(sys, "argv", ["learning", "--memory-slope", "--steps", "12", "--output", str(tmp_path / "slope.json")])
     learning.main()
-    found = json.loads((tmp_path / "slope.json").read_text())
-    assert found["steps"] == 12 and set(found["resident"]) == {"bytes_a_step", "standard_error", "growth_bytes"}
-    assert found["device"]["bytes_a_step"] == 0.0 and found["versions"]["torch"]
+    report = json.loads((tmp_path / "slope.json").read_text())
+    assert report["steps"] == 12 and set(report["resident"]) == {"bytes_a_step", "standard_error", "growth_bytes"}
+    assert report["device"]["bytes_a_step"] == 0.0 and report["versions"]["torch"]

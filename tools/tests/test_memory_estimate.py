@@ -35,18 +35,18 @@ def test_experts_have_the_parameters_and_keep_the_tensors_that_are_estimated(dty
     assert memory.params == sum(parameter.nbytes for parameter in module.parameters())
     assert model.num_parameters == sum(parameter.numel() for parameter in module.parameters())
     own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
-    found: dict[int, Any] = {}
+    storages: dict[int, Any] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            found[storage.data_ptr()] = storage
+            storages[storage.data_ptr()] = storage
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         output, _ = module(torch.zeros(256, dtype=torch.int64), Step.causal(2, 128))
     final_norm = 4 * 256 * (2 * 64 + 1)
-    assert memory.activations + final_norm == pytest.approx(sum(storage.nbytes() for storage in found.values()), rel=0.01)
+    assert memory.activations + final_norm == pytest.approx(sum(storage.nbytes() for storage in storages.values()), rel=0.01)
     del output
 
 

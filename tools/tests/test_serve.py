@@ -30,7 +30,7 @@ TEXT = "what a checkpoint keeps is all that a server needs to know. "
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
+def saved_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
     """A run with two saved steps; the tokenizer that it was told of is gone."""
     folder = tmp_path_factory.mktemp("run")
     train_bpe([TEXT * 20], 290, folder / "words")
@@ -52,18 +52,20 @@ def expected(config: RunConfig, seed: int, prompt: str) -> str:
     return engine.generate([prompt], SamplingParams(temperature=0, num_tokens_to_generate=8))[0].generated_text
 
 
-def test_prompts_are_continued_by_the_newest_step_or_the_one_named(kept: tuple[RunConfig, Path], capsys: pytest.CaptureFixture) -> None:
-    config, folder = kept
-    said = [expected(config, seed, "what a") for seed in (1, 2)]
-    assert said[0] != said[1]
+def test_prompts_are_continued_by_the_newest_step_or_the_one_named(
+    saved_run: tuple[RunConfig, Path], capsys: pytest.CaptureFixture
+) -> None:
+    config, folder = saved_run
+    continuations = [expected(config, seed, "what a") for seed in (1, 2)]
+    assert continuations[0] != continuations[1]
     assert main([str(folder), "--prompt", "what a", "--max-tokens", "8"]) == 0
-    assert capsys.readouterr().out == f"what a{said[1]}\n"
+    assert capsys.readouterr().out == f"what a{continuations[1]}\n"
     assert main([str(folder / "step_00000001"), "--prompt", "what a", "--max-tokens", "8"]) == 0
-    assert capsys.readouterr().out == f"what a{said[0]}\n"
+    assert capsys.readouterr().out == f"what a{continuations[0]}\n"
 
 
-def test_a_run_keeps_the_steps_that_it_is_told_to(kept: tuple[RunConfig, Path], tmp_path: Path) -> None:
-    config = override(kept[0], [f"output={tmp_path}", "train.checkpoints_kept=1", "train.checkpoint_keep_interval=2"])
+def test_a_run_keeps_the_steps_that_it_is_told_to(saved_run: tuple[RunConfig, Path], tmp_path: Path) -> None:
+    config = override(saved_run[0], [f"output={tmp_path}", "train.checkpoints_kept=1", "train.checkpoint_keep_interval=2"])
     manager = run_checkpoints(config)
     for step in range(1, 6):
         manager.save(step, {"w": torch.ones(2)})
@@ -71,8 +73,8 @@ def test_a_run_keeps_the_steps_that_it_is_told_to(kept: tuple[RunConfig, Path], 
     assert run_checkpoints(override(config, ["train.checkpoints_kept=0"])).keep is None
 
 
-def test_it_answers_over_http(kept: tuple[RunConfig, Path]) -> None:
-    config, folder = kept
+def test_it_answers_over_http(saved_run: tuple[RunConfig, Path]) -> None:
+    config, folder = saved_run
     body = json.dumps({"model": "run", "prompt": "what a", "max_tokens": 8, "temperature": 0}).encode()
     with serve(open_engine(folder, "cpu", cache_gb=0.01), model_name="run") as server:
         request = urllib.request.Request(f"{server.url}/v1/completions", body, {"Content-Type": "application/json"})
@@ -81,8 +83,8 @@ def test_it_answers_over_http(kept: tuple[RunConfig, Path]) -> None:
 
 
 @pytest.mark.timeout(180)
-def test_a_signal_ends_the_command_in_order(kept: tuple[RunConfig, Path]) -> None:
-    command = [sys.executable, "-m", "mcore_tools.serve", str(kept[1]), "--port", "0", "--cache-gb", "0.01"]
+def test_a_signal_ends_the_command_in_order(saved_run: tuple[RunConfig, Path]) -> None:
+    command = [sys.executable, "-m", "mcore_tools.serve", str(saved_run[1]), "--port", "0", "--cache-gb", "0.01"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             line = process.stdout.readline()  # type: ignore[union-attr]
@@ -99,8 +101,8 @@ def test_a_signal_ends_the_command_in_order(kept: tuple[RunConfig, Path]) -> Non
     assert "request_id=night-shift POST '/v1/completions' 200" in log
 
 
-def test_what_cannot_be_served_is_named(kept: tuple[RunConfig, Path], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    _, folder = kept
+def test_what_cannot_be_served_is_named(saved_run: tuple[RunConfig, Path], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    _, folder = saved_run
     CheckpointManager(tmp_path / "bare").save(1, {"w": torch.ones(2)})
     with pytest.raises(CheckpointingException, match=r"step_00000001 keeps no run\.yaml and no tokenizer/tokenizer\.json; save it with"):
         open_engine(tmp_path / "bare", "cpu")
@@ -117,7 +119,7 @@ def test_what_cannot_be_served_is_named(kept: tuple[RunConfig, Path], tmp_path: 
         assert words in capsys.readouterr().err
 
 
-def test_a_model_with_state_that_no_engine_holds_is_refused(kept: tuple[RunConfig, Path]) -> None:
-    tokenizer = open_tokenizer(kept[0].data.tokenizer, 320)
+def test_a_model_with_state_that_no_engine_holds_is_refused(saved_run: tuple[RunConfig, Path]) -> None:
+    tokenizer = open_tokenizer(saved_run[0].data.tokenizer, 320)
     with pytest.raises(ValueError, match=r"layers\.0\.mamba is MambaMixer; the engine serves SelfAttention"):
         build_engine(override(recipe("hybrid_tiny"), ["train.dtype=float32"]), tokenizer, "cpu")

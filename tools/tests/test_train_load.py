@@ -111,8 +111,8 @@ def test_all_of_an_older_step_goes_on_as_the_run_did(source: RunConfig, tmp_path
     config = begun(source, tmp_path / "run", "load.take=all", "train.seed=1234")
     train_rank(config, "cpu")
     assert [row["loss"] for row in rows(config)] == [row["loss"] for row in rows(source)[4:]]
-    found = diff(steps_of(source).path(6), steps_of(config).path(6))
-    assert [str(one) for one in found if one.kind != "asset"] == []
+    differences = diff(steps_of(source).path(6), steps_of(config).path(6))
+    assert [str(one) for one in differences if one.kind != "asset"] == []
     assert steps_of(config).steps() == [6] and steps_of(source).steps() == [2, 4, 6]
 
 
@@ -152,8 +152,8 @@ def test_what_is_not_there_is_named_before_anything_is_written(
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setattr(sys, "argv", ["pretrain", "--config", str(tmp_path / "run.yaml"), *(f"--set={change}" for change in filled)])
     assert train.main() == 1
-    told = capsys.readouterr().err
-    assert all(word in told for word in words), told
+    message = capsys.readouterr().err
+    assert all(word in message for word in words), message
     assert not (tmp_path / "run").exists()
 
 

@@ -35,13 +35,13 @@ def test_a_signal_ends_a_run_that_the_next_start_completes(
     original, output = train.train_rank, tmp_path / "run"
 
     def interrupted(config, kind, watchdog, stop, stamps):
-        def asked() -> bool:
+        def stop_requested() -> bool:
             # As a scheduler does, after the second line.
             if len((output / "train.jsonl").read_text().splitlines()) == 2:
                 signal.raise_signal(signal.SIGTERM)
             return stop()
 
-        return original(config, kind, watchdog, asked, stamps)
+        return original(config, kind, watchdog, stop_requested, stamps)
 
     monkeypatch.setattr(train, "train_rank", interrupted)
     assert train.main() == STOPPED_EXIT_CODE == 143
@@ -66,10 +66,10 @@ def test_a_signal_ends_a_run_that_the_next_start_completes(
     assert (output / "tokenizer" / "tokenizer.json").exists()
     for step in (3, 6):
         # A step alone says what it was trained on and by which run.
-        kept = tmp_path / f"kept{step}"
-        extract_assets(output / "checkpoints" / f"step_{step:08d}", kept)
-        assert HuggingFaceTokenizer(kept / "tokenizer").unique_identifiers == tokenizer.unique_identifiers
-        assert read_config(kept / "run.yaml") == read_config(output / "config.yaml")
+        assets = tmp_path / f"kept{step}"
+        extract_assets(output / "checkpoints" / f"step_{step:08d}", assets)
+        assert HuggingFaceTokenizer(assets / "tokenizer").unique_identifiers == tokenizer.unique_identifiers
+        assert read_config(assets / "run.yaml") == read_config(output / "config.yaml")
 
 
 @pytest.mark.parametrize(("kind", "status"), [(SuspectResultError, 16), (InvalidResultError, 17)])
@@ -87,5 +87,5 @@ def test_a_result_that_cannot_be_right_has_a_status_of_its_own(
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setattr(sys, "argv", ["pretrain", "--recipe", "gpt_tiny", "--set", "data.prefix=x", "--set", "data.tokenizer=x"])
     assert train.main() == status
-    told = capsys.readouterr().err
-    assert told.startswith("error: step 4: loss=9.0 on node") and "rank 1: gradient" in told
+    message = capsys.readouterr().err
+    assert message.startswith("error: step 4: loss=9.0 on node") and "rank 1: gradient" in message

@@ -162,12 +162,12 @@ def test_processed_log_probs_are_of_the_distribution_that_drew_each_token(make_m
     biased = replace(processed, logit_bias={5: 4.0}, top_k=3)
     records = make_engine(model).generate([[1, 2, 3]] * 4, [raw, processed, biased, replace(processed, temperature=0.0)])
     assert records[3].generated_log_probs == [0.0] * 8
-    for record, temperature, bias, kept in zip(records, (1.0, 0.7, 0.7), (0.0, 0.0, 4.0), (None, None, 3), strict=False):
+    for record, temperature, bias, top_k in zip(records, (1.0, 0.7, 0.7), (0.0, 0.0, 4.0), (None, None, 3), strict=False):
         scores = full_log_probs(model, [1, 2, 3, *record.generated_tokens])[2:-1]
         scores[:, 5] += bias
         scores = scores / temperature
-        if kept is not None:
-            scores = scores.masked_fill(scores < scores.topk(kept).values[:, -1:], -torch.inf)
+        if top_k is not None:
+            scores = scores.masked_fill(scores < scores.topk(top_k).values[:, -1:], -torch.inf)
         wanted = scores.log_softmax(-1).gather(1, torch.tensor(record.generated_tokens)[:, None])[:, 0]
         assert record.generated_log_probs == pytest.approx(wanted.tolist(), abs=1e-9)
 

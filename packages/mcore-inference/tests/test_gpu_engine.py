@@ -83,8 +83,8 @@ def test_fused_decode_steps_agree_with_the_models_forward(fields: dict[str, Any]
     sizes = InferenceConfig(max_sequence_length=96, max_requests=32, block_size_tokens=16, num_blocks=200)
     for count in (3, 20):
         engine = DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, sizes))
-        asked = SamplingParams(temperature=0, num_tokens_to_generate=16, return_log_probs=True)
-        for prompt, record in zip(prompts(6) * 4, engine.generate((prompts(6) * 4)[:count], asked), strict=False):
+        params = SamplingParams(temperature=0, num_tokens_to_generate=16, return_log_probs=True)
+        for prompt, record in zip(prompts(6) * 4, engine.generate((prompts(6) * 4)[:count], params), strict=False):
             tokens = torch.tensor([*prompt, *record.generated_tokens])
             with torch.no_grad():
                 output, _ = reference(tokens, Step.causal(1, len(tokens)))

@@ -45,9 +45,9 @@ INPUT, ACTIVATION = ROWS * CONFIG.hidden_size, ROWS * 2 * CONFIG.ffn_size
 )
 def test_the_bits_stay_and_the_bytes_go(modules: tuple[str, ...], fraction: float, expected: int) -> None:
     wanted, _ = trained(())
-    found, out = trained(modules, fraction=fraction)
+    offloaded, out = trained(modules, fraction=fraction)
     assert out == expected
-    assert len(found) == len(wanted) and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert len(offloaded) == len(wanted) and all(torch.equal(a, b) for a, b in zip(offloaded, wanted, strict=True))
 
 
 def test_parts_of_experts_that_cannot_be_offloaded_are_named() -> None:

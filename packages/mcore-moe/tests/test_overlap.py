@@ -60,11 +60,11 @@ def check_pairs(plan: ParallelPlan) -> list[str]:
     """Plain 1F1B and pairs have the same bits, with whole and with split backwards and over chunks; returns the order of events."""
     groups, first = ProcessGroups.build(plan), Recorder()
     expected = train(groups, one_f_one_b, 1, None)
-    found = [
+    overlapped = [
         train(groups, combined_one_f_one_b, 1, first),
         train(groups, functools.partial(combined_one_f_one_b, delay_weight_grad=True), 1, Recorder()),
     ]
-    for numbers, parameters in found:
+    for numbers, parameters in overlapped:
         assert numbers == expected[0]
         assert all(torch.equal(value, expected[1][name]) for name, value in parameters.items())
     if plan.pp > 1:

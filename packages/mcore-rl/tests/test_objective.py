@@ -104,8 +104,8 @@ def oracle(objective: GRPOObjective, logits: torch.Tensor, batch: Batch) -> tupl
         kl = torch.exp(ref - current) - (ref - current) - 1
         policy = torch.minimum(ratio * advantage, clipped * advantage) * correction
         total = total + weight * (objective.kl_beta * kl - policy - objective.entropy_weight * entropy)
-        found = {"entropy": entropy, "kl": kl, "ratio": ratio, "mismatch": (current - inference).abs()}
-        sums = {name: value + weight * found[name].item() for name, value in sums.items()}
+        terms = {"entropy": entropy, "kl": kl, "ratio": ratio, "mismatch": (current - inference).abs()}
+        sums = {name: value + weight * terms[name].item() for name, value in sums.items()}
     return total, sums
 
 

@@ -213,8 +213,8 @@ def datasets(config: RunConfig, tokenizer: Tokenizer) -> tuple[Samples, Samples]
     first = not dist.is_initialized() or dist.get_rank() == 0
     builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, data, is_verified_on_rank=lambda: first)
     train_set, valid_set, _ = builder.build()
-    for name, found in (("training", train_set), ("validation", valid_set)):
-        if found is None:
+    for name, dataset in (("training", train_set), ("validation", valid_set)):
+        if dataset is None:
             raise ValueError(
                 f"data.split={config.data.split!r} leaves no document of {config.data.prefix} for {name}; give it a larger share"
             )

@@ -104,13 +104,13 @@ class FullyShardedModel(nn.ModuleList):
 
     def pieces(self) -> list[Piece]:
         """What this rank updates, in the model's order."""
-        found = []
+        pieces = []
         for name, spec in self._specs.items():
             shard = self._flat.get(name)
             if shard is not None and shard.gradient is not None:
                 tensors = (shard.parameter, shard.gradient, self._shapes[name])
-                found.append(Piece(name, spec, shard.start, shard.end, *tensors, self.groups.data(spec.view), shard.replica))
-        return found
+                pieces.append(Piece(name, spec, shard.start, shard.end, *tensors, self.groups.data(spec.view), shard.replica))
+        return pieces
 
     def start_param_sync(self) -> None:
         """The next forward gathers what was updated."""
@@ -125,7 +125,7 @@ class FullyShardedModel(nn.ModuleList):
     def parameter_shards(self) -> dict[str, list[StateShard]]:
         """This rank's boxes of every parameter, live: fill them in place to load."""
         self.start_param_sync()
-        found: dict[str, list[StateShard]] = {}
+        state_shards: dict[str, list[StateShard]] = {}
         for name, shard in self._flat.items():
             spec = self._specs[name]
             base = spec.offset(self.groups)
@@ -134,11 +134,11 @@ class FullyShardedModel(nn.ModuleList):
                 if axis not in spec.shards:
                     group = self.groups.axis(spec.view, axis)
                     replica = replica * group.size + group.rank
-            found[name] = [
+            state_shards[name] = [
                 StateShard(name, view, spec, tuple(begin + more for begin, more in zip(base, offset, strict=True)), replica)
                 for offset, view in shard.blocks(shard.parameter)
             ]
-        return found
+        return state_shards
 
 
 def _feed_layers(chunk: MegatronFSDP, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:

@@ -34,10 +34,10 @@ def override(config: T, assignments: Sequence[str]) -> T:
         values.pop(path.strip(), None)
         values[path.strip()] = Text(text.strip())
 
-    def given(prefix: str, below: Mapping[str, Any]) -> str:
+    def describe(prefix: str, below: Mapping[str, Any]) -> str:
         return " ".join(f"--set {prefix}{path}={text}" for path, text in below.items())
 
-    return _set(config, values, "", "--set ", given)
+    return _set(config, values, "", "--set ", describe)
 
 
 def merge(config: Any, values: Mapping[str, Any], source: str) -> Any:
@@ -54,7 +54,7 @@ def merge(config: Any, values: Mapping[str, Any], source: str) -> Any:
     return _set(config, values, "", f"{source}: ", lambda prefix, _: f"{source}: {prefix.rstrip('.') or 'the run'}")
 
 
-def _set(owner: Any, values: Mapping[str, Any], prefix: str, origin: str, given: Callable[[str, Mapping[str, Any]], str]) -> Any:
+def _set(owner: Any, values: Mapping[str, Any], prefix: str, origin: str, describe: Callable[[str, Mapping[str, Any]], str]) -> Any:
     """``owner`` with ``values`` by their path below it.
 
     Args:
@@ -62,7 +62,7 @@ def _set(owner: Any, values: Mapping[str, Any], prefix: str, origin: str, given:
         values: by path.
         prefix: path of ``owner`` itself, for messages.
         origin: begins a message about one path.
-        given: says what was asked for below a prefix.
+        describe: says what was asked for below a prefix.
     """
     kind = owner if isinstance(owner, type) else type(owner)
     fields = {field.name: field for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else {}
@@ -88,14 +88,14 @@ def _set(owner: Any, values: Mapping[str, Any], prefix: str, origin: str, given:
         part = changed[name] if name in changed else None if owner is kind else getattr(owner, name)
         if part is None and name not in changed:
             part = dataclass_of(hints[name])
-        changed[name] = _set(part, inner, f"{prefix}{name}.", origin, given)
+        changed[name] = _set(part, inner, f"{prefix}{name}.", origin, describe)
     if owner is kind and (missing := [name for name, field in fields.items() if name not in changed and _is_required(field)]):
-        raise RecipeError(f"{given(prefix, values)}: {', '.join(missing)} has no default; give it")
+        raise RecipeError(f"{describe(prefix, values)}: {', '.join(missing)} has no default; give it")
     instance: Any = owner
     try:
         return kind(**changed) if owner is kind else dataclasses.replace(instance, **changed)
     except ValueError as error:
-        raise RecipeError(f"{given(prefix, values)}: {error}") from None
+        raise RecipeError(f"{describe(prefix, values)}: {error}") from None
 
 
 def _is_required(field: "dataclasses.Field[Any]") -> bool:

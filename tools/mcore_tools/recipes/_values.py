@@ -93,9 +93,9 @@ def _read(value: Any, kind: Any) -> Any:
             raise MismatchError
         return kind(value)
     if kind is torch.dtype and isinstance(value, str):
-        found = getattr(torch, value.removeprefix("torch."), None)
-        if isinstance(found, torch.dtype):
-            return found
+        dtype = getattr(torch, value.removeprefix("torch."), None)
+        if isinstance(dtype, torch.dtype):
+            return dtype
     if origin is typing.Literal and value in arguments:
         return next(argument for argument in arguments if argument == value)
     if origin in (tuple, list):

@@ -46,8 +46,8 @@ class Curve:
 
     def points(self) -> list[Point]:
         """What is kept, by step, the newest point always."""
-        kept = [point for bucket in self._buckets for point in bucket]
-        return kept if self._newest is None or kept[-1] == self._newest else [*kept, self._newest]
+        points = [point for bucket in self._buckets for point in bucket]
+        return points if self._newest is None or points[-1] == self._newest else [*points, self._newest]
 
     def _merge(self) -> None:
         pairs = zip(self._buckets[::2], self._buckets[1::2], strict=True)

@@ -53,7 +53,7 @@ class LiveReport:
     def _plots(self) -> list[Plot]:
         curve = self.history.curve
         names = self.history.names
-        found = [Plot(title="Loss", x_label="step", y_label="nats a token", curves=_known(curve, training="loss", validation="eval/loss"))]
+        plots = [Plot(title="Loss", x_label="step", y_label="nats a token", curves=_known(curve, training="loss", validation="eval/loss"))]
         for title, unit, name in (
             ("Gradient norm", "before clipping", "grad_norm"),
             ("Learning rate", "", "lr"),
@@ -64,14 +64,14 @@ class LiveReport:
             ("Exposed communication", "share of a traced step", "communication/exposed_share"),
         ):
             if name in names:
-                found.append(Plot(title=title, x_label="step", y_label=unit, curves={"": curve(name)}))
+                plots.append(Plot(title=title, x_label="step", y_label=unit, curves={"": curve(name)}))
         times = {name.removeprefix("time/"): curve(name) for name in names if name.startswith("time/") and name.count("/") == 1}
         if times:
-            found.append(Plot(title="Parts of a step, slowest rank", x_label="step", y_label="seconds a step", curves=times))
+            plots.append(Plot(title="Parts of a step, slowest rank", x_label="step", y_label="seconds a step", curves=times))
         experts = {name.removesuffix("_share"): curve(name) for name in names if name.startswith("expert_")}
         if experts:
-            found.append(Plot(title="Expert load", x_label="step", y_label="share of tokens", curves=experts))
-        return found
+            plots.append(Plot(title="Expert load", x_label="step", y_label="share of tokens", curves=experts))
+        return plots
 
     def _sections(self, ended: bool) -> list[Section]:
         step, values = self.history.recent[-1]

@@ -37,8 +37,8 @@ def find_source(config: LoadConfig, own: CheckpointManager) -> CheckpointManager
     manager = CheckpointManager(config.path)
     steps = [] if is_checkpoint(config.path) else manager.steps()
     if config.step is not None and config.step not in steps:
-        found = f"has {steps}" if steps else "is one checkpoint; set load.step=none"
-        raise ValueError(f"load.step={config.step} is not in load.path={config.path!r}, which {found}")
+        contents = f"has {steps}" if steps else "is one checkpoint; set load.step=none"
+        raise ValueError(f"load.step={config.step} is not in load.path={config.path!r}, which {contents}")
     return manager if steps else newest
 
 

@@ -60,9 +60,9 @@ def build_trainer(
     slices = run.optimizer.use_distributed_optimizer
     sync = DistributedDataParallel(DistributedDataParallelConfig(use_distributed_optimizer=slices), model, groups)
     output, train = Path(run.output), run.train
-    told: list[Writer] = []
+    outputs: list[Writer] = []
     if groups.world.is_first:
-        told = [RichProgress(train.steps), JsonLinesWriter(output / "train.jsonl"), TensorBoardWriter(output / "tensorboard"), *writers]
+        outputs = [RichProgress(train.steps), JsonLinesWriter(output / "train.jsonl"), TensorBoardWriter(output / "tensorboard"), *writers]
 
     def watched(consumed: int) -> Iterator[Sequence[Batch]]:
         stream = data(consumed)
@@ -76,7 +76,7 @@ def build_trainer(
         objective,
         watched,
         schedule(run),
-        told,
+        outputs,
         checkpoints,
         evaluation=validation,
         groups=groups,

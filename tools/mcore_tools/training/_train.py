@@ -115,7 +115,7 @@ def train_rank(
 
     limit_s = 60 * train.stop_after_minutes
 
-    def asked() -> bool:
+    def stop_requested() -> bool:
         return (stop is not None and stop()) or bool(limit_s and time.perf_counter() - begin > limit_s)
 
     trainer = Trainer(
@@ -139,7 +139,7 @@ def train_rank(
         groups=parts.groups,
         pipeline=parts.pipeline,
         overlap=parts.overlap,
-        stop=asked,
+        stop=stop_requested,
         rerun=Rerun(config.rerun, output / "rerun.json"),
         throughput=throughput(config, device),
         spans=TelemetrySpans(rank=world.rank) if config.log.telemetry else nullcontext,
@@ -161,8 +161,10 @@ def train_rank(
         trainer.run()
         loss = float("nan")
         if not trainer.stopped:
-            found = evaluate(parts.model, validation_batches(config, valid_set, parts.groups, device), parts.objective, groups=parts.groups)
-            loss = found.mean.item()
+            validation = evaluate(
+                parts.model, validation_batches(config, valid_set, parts.groups, device), parts.objective, groups=parts.groups
+            )
+            loss = validation.mean.item()
         remarks = _remarks(parts, profile)
     finally:
         parts.close()
@@ -179,15 +181,15 @@ def _dumps(config: RunConfig, parts: Parts) -> StepDumps | None:
 
 
 def _remarks(parts: Parts, profile: ProfileWindow) -> tuple[str, ...]:
-    found = [str(profile.communication)] if profile.communication else []
-    found += [f"profile: {path}" for path in profile.files]
+    remarks = [str(profile.communication)] if profile.communication else []
+    remarks += [f"profile: {path}" for path in profile.files]
     if parts.graphs is not None:
         report = parts.graphs.report()
         eager = ", ".join(f"{count} {reason}" for reason, count in report.eager.items()) or "none"
-        found.append(
+        remarks.append(
             f"cuda graphs: {report.graphs} captured, {report.replays} replays, {report.memory_bytes / 2**20:.0f} MiB; eager calls: {eager}"
         )
-    return tuple(found)
+    return tuple(remarks)
 
 
 def _writers(config: RunConfig, history: History) -> list[Writer]:
@@ -236,12 +238,12 @@ def _probe(config: RunConfig, parts: Parts, device: torch.device) -> Callable[[]
     stragglers = StragglerProbe(parts.model, parts.groups, every=every) if every else None
 
     def probe() -> dict[str, float]:
-        found = {} if stragglers is None else stragglers()
+        values = {} if stragglers is None else stragglers()
         if config.moe is None:
-            return found
+            return values
         load = sum(pop_expert_load(parts.model).values(), start=torch.zeros(1, dtype=torch.int64, device=device))
         share = all_reduce(load, parts.groups.world).double()
-        return {**found, **{f"expert_{number}_share": value for number, value in enumerate((share / share.sum()).tolist())}}
+        return {**values, **{f"expert_{number}_share": value for number, value in enumerate((share / share.sum()).tolist())}}
 
     return probe
 

@@ -87,12 +87,12 @@ class GRPOObjective:
         mask = batch.loss_mask.flatten()
         keep = mask != 0
 
-        def kept(value: Tensor) -> Tensor:
+        def masked(value: Tensor) -> Tensor:
             """Left out before anything is computed with it: zero times NaN is NaN, in a gradient too."""
             return torch.where(keep, value, 0)
 
-        current, entropy = (kept(value) for value in self._policy(output, batch.labels.flatten()))
-        values = {name: kept(extras[name]) for name in _EXTRAS if name in extras}
+        current, entropy = (masked(value) for value in self._policy(output, batch.labels.flatten()))
+        values = {name: masked(extras[name]) for name in _EXTRAS if name in extras}
         old, inference = values.get("old_logprobs", current.detach()), values["inference_logprobs"]
         loss, kl, ratio, entropy, above, below = calculate_grpo_loss(
             current,
@@ -109,7 +109,7 @@ class GRPOObjective:
         )
 
         def total(value: Tensor) -> Tensor:
-            return (kept(value.to(loss.dtype)) * mask.to(loss.dtype)).sum()
+            return (masked(value.to(loss.dtype)) * mask.to(loss.dtype)).sum()
 
         with torch.no_grad():
             metrics = {
