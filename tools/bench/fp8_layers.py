@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""The projections of a model in eight bits, each alone, by every backend.
+"""The projections of a model in fp8, each alone, by every backend.
 
 python -m tools.bench.fp8_layers --tokens 8192 --output docs/benchmarks/fp8_layers.json
 

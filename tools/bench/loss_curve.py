@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Loss curves of eight-bit recipes beside the model's dtype, over real text.
+"""Loss curves of fp8 recipes beside the model's dtype, over real text.
 
 python -m tools.bench.loss_curve --steps 500 --output docs/benchmarks/loss_curve.json
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Activations by name: values, gradients, biases, weights, inputs stored in eight bits."""
+"""Activations by name: values, gradients, biases, weights, inputs stored in fp8."""
 
 import pytest
 import torch
@@ -162,7 +162,7 @@ def test_activations_compile_as_a_whole(activation: Activation) -> None:
         if function is compiled:
             found = [tensor.grad for tensor in (x, bias, weights)]
             x.grad = bias.grad = weights.grad = None
-    # A compiled function keeps what it likes, so eight bits show in the other one only.
+    # A compiled function keeps what it likes, so fp8 shows in the other one only.
     bounds = {"rtol": 0.1, "atol": 0.1} if activation.fp8_input_store else {}
     for a, b in zip(found, (x.grad, bias.grad, weights.grad), strict=True):
         torch.testing.assert_close(a, b, **bounds)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Products in eight bits on the CPU: the same values as the units get, multiplied in float32 or float64."""
+"""fp8 GEMMs on the CPU: the same values as the units get, multiplied in float32 or float64."""
 
 import importlib.util
 import os
@@ -343,7 +343,7 @@ def check_kernels(device: str) -> None:
             wanted = quantize_rows(x, dtype)
             data, inverse = kernels.cast_rows(x.to(device), dtype, least_amax=LEAST_AMAX)
             assert torch.equal(inverse.cpu(), wanted.inverse) and torch.equal(data.cpu().view(torch.uint8), wanted.data.view(torch.uint8))
-    # The interpreter has no NaN of eight bits.
+    # The interpreter has no NaN of fp8.
     for bad in (float("inf"),) if device == "cpu" else (float("inf"), float("nan")):
         x = torch.ones(40, 48)
         x[1, 3] = bad

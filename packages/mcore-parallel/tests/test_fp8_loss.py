@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""The loss of an output layer from eight-bit factors, on the CPU."""
+"""The loss of an output layer from fp8 operands, on the CPU."""
 
 import os
 import subprocess
@@ -178,7 +178,7 @@ def test_recipes_with_other_scales_are_refused() -> None:
 
 
 def check_kernel(device: str) -> None:
-    """The interpreter rounds to eight bits in its own way, so that there the result is left in float32."""
+    """The interpreter rounds to fp8 in its own way, so that there the result is left in float32."""
     from mcore_parallel.tensor_parallel import _triton_rows
     from mcore_parallel.tensor_parallel._rows import RowMaths, to_narrow_gradient
 

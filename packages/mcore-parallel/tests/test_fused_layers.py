@@ -80,7 +80,7 @@ def check_activations(device: str, dtype: torch.dtype, tolerance: float) -> None
                 if first:
                     against(device, dtype, tolerance, activation, [inputs[0]], recomputed=True)
                 continue
-            # Both sides round the same input to eight bits, seldom apart by a step. The interpreter's own rounding loses carries.
+            # Both sides round the same input to fp8, seldom apart by a step. The interpreter's own rounding loses carries.
             fused = _triton_activations.activate_and_store
 
             def stored(x: Tensor, *arguments: Any, fused: Any = fused, **options: Any) -> tuple[Tensor, ...]:
@@ -246,7 +246,7 @@ def test_compiled_layers_on_a_gpu_equal_the_kernels() -> None:
         if function is layers:
             wanted = y, grad
     close(y, wanted[0].cpu(), 1e-4)
-    # Both round to eight bits, seldom apart by a step.
+    # Both round to fp8, seldom apart by a step.
     assert (grad - wanted[1]).norm() < 0.05 * wanted[1].norm()
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Products in eight bits on a GPU, by torch and by Transformer Engine."""
+"""fp8 GEMMs on a GPU, by torch and by Transformer Engine."""
 
 import importlib.util
 import runpy

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Who computes the norms and products of a model: torch or Transformer Engine, in the model's dtype or in eight bits."""
+"""Implementations of the norms and GEMMs of a model: torch or Transformer Engine, in the model's dtype or in fp8."""
 
 from mcore_parallel.backends._factory import choose_backend, special_products
 from mcore_parallel.backends._fp8_config import RECIPES, Fp8Config

@@ -126,7 +126,7 @@ def _recipes(machine: Machine) -> Iterator[Row]:
         if not usable:
             yield operation, "refused", 'needs backend "te", which is refused here'
         elif machine.capability is None:
-            yield operation, "torch, emulated", "no CUDA device: exact eight-bit values, multiplied in float32"
+            yield operation, "torch, emulated", "no CUDA device: exact fp8 values, multiplied in float32"
         else:
             yield operation, " or ".join(usable), "this GPU has the units"
 

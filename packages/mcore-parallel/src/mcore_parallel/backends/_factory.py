@@ -28,7 +28,7 @@ def choose_backend(name: Literal["torch", "te"] = "torch", *, fp8: Fp8Config | N
 
     Args:
         name: "torch", or "te" for Transformer Engine (extra ``te``), which is imported here and nowhere else.
-        fp8: products in eight bits; None for the model's dtype.
+        fp8: recipe of fp8 GEMMs; None for the model's dtype.
 
     Raises:
         ValueError: an unknown name, a recipe that the backend does not have or that this machine's GPU has no units for.
@@ -71,7 +71,7 @@ def special_products(layers: LayerFactory) -> str | None:
 def missing_units(fp8: Fp8Config, capability: tuple[int, int] | None) -> str | None:
     """Why a GPU of this compute capability cannot run a recipe; None if it can.
 
-    Without a GPU (None) "tensorwise" and "rowwise" run all the same: the eight-bit values are exact, and multiplied in float32.
+    Without a GPU (None) "tensorwise" and "rowwise" run all the same: the fp8 values are exact, and multiplied in float32.
     """
     least = _LEAST_CAPABILITY[fp8.recipe]
     if capability is None:

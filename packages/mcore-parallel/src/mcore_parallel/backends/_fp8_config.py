@@ -28,7 +28,7 @@ class Fp8Config:
     gradient_format: Literal["e5m2", "e4m3"] | None = None
     """Of output gradients; everything else is e4m3. None for the recipe's: e5m2 for "tensorwise" and "delayed", otherwise e4m3."""
     weight_gradients: bool = True
-    """Compute weight gradients from eight-bit factors, too ("rowwise" never does)."""
+    """Compute weight gradients from fp8 operands, too ("rowwise" never does)."""
     reduce_amax: bool = False
     """With one scale a tensor: share it among the tp ranks that hold parts of one tensor, so that results do not depend on tp. Without,
     each rank scales its part; tokens that are gathered share their scale in any case."""
@@ -36,7 +36,7 @@ class Fp8Config:
     """First layers that keep the model's dtype."""
     num_layers_at_end_in_bf16: int = 0
     output_layer: bool = False
-    """Compute the training loss from eight-bit factors, too; with "tensorwise" only. Logits and log-probabilities keep the model's dtype.
+    """Compute the training loss from fp8 operands, too; with "tensorwise" only. Logits and log-probabilities keep the model's dtype.
     The last layer is the one whose errors no later layer sees, and the usual recipes leave it wide: compare loss curves before."""
 
     def __post_init__(self) -> None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Output projection and cross entropy from eight-bit factors, a few tokens at a time."""
+"""Output projection and cross entropy from fp8 operands, a few tokens at a time."""
 
 import functools
 from dataclasses import dataclass
@@ -29,10 +29,10 @@ from mcore_parallel.tensor_parallel import (
 
 
 class Fp8LossProducts:
-    """The loss of an output layer with its three products in eight bits; conforms to ``LossProducts``.
+    """The loss of an output layer with its three fp8 GEMMs; conforms to ``LossProducts``.
 
     Hidden states and weight are e4m3 with one scale each. A gradient of a logit is at most as large as the largest weight of a token, so
-    that its scale is known before it is computed: it is written in eight bits (``gradient_format``, e5m2 if None) at once, forth for the
+    that its scale is known before it is computed: it is written in fp8 (``gradient_format``, e5m2 if None) at once, forth for the
     gradient of the hidden states and transposed for that of the weight. The statistics of the softmax are float32 of bfloat16 logits. The
     weight's gradient is one product over all tokens of a call, in the backward; until then v bytes a token are kept.
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""The products of the parallel linear layers from eight-bit factors, by torch alone."""
+"""The GEMMs of the parallel linear layers with fp8 operands, by torch alone."""
 
 import functools
 from collections.abc import Callable
@@ -26,7 +26,7 @@ class Fp8Products:
     """Products of one layer; conforms to ``LinearProducts``.
 
     The input, the weight and the output gradient are cast once each, with their transposes for the other products; gathered tokens
-    travel in eight bits. The weight's casts are kept until it changes, if somebody says when (``WeightCopyHolder``). A call whose
+    travel in fp8. The weight's casts are kept until it changes, if somebody says when (``WeightCopyHolder``). A call whose
     tokens do not come in multiples of 16 keeps the dtype of the model.
 
     Args:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Tensors in eight bits: scales, casts and the product of two of them."""
+"""Tensors in fp8: scales, casts and the GEMM of two of them."""
 
 import functools
 import importlib.util
@@ -16,7 +16,7 @@ from mcore_parallel.groups import Group
 # T rows, K columns, N columns of a product
 
 MULTIPLE = 16
-"""Every dim of an eight-bit product is a multiple of it."""
+"""Every dim of an fp8 GEMM is a multiple of it."""
 LEAST_AMAX = 1e-30
 """Largest value that a tensor of zeros is taken to have."""
 
@@ -26,7 +26,7 @@ class Scaled:
     """``data * inverse`` is what it stands for."""
 
     data: Tensor
-    """[T, K] in an eight-bit format, rows side by side."""
+    """[T, K] in an fp8 format, rows side by side."""
     inverse: Tensor
     """float32: [] for one scale, [T, 1] for one a row."""
 
@@ -87,7 +87,7 @@ def turn(scaled: Scaled) -> Scaled:
 def scaled_product(a_TK: Scaled, b_NK: Scaled, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
     """``a b^T`` [T, N] in ``dtype``, summed in float32 or wider.
 
-    Where there is no unit for it (a CPU), the same eight-bit values are multiplied in float32, or float64 for a result of that.
+    Where there is no unit for it (a CPU), the same fp8 values are multiplied in float32, or float64 for a result of that.
 
     Args:
         a_TK: left factor.

@@ -23,7 +23,7 @@ RECIPES_OF_TORCH = ("tensorwise", "rowwise")
 
 
 class TorchBackend:
-    """The classes of this package, with products in the model's dtype or in eight bits; conforms to ``Backend``.
+    """The classes of this package, with GEMMs in the model's dtype or in fp8; conforms to ``Backend``.
 
     Eight bits hold for the projections of attention and feed-forward, not for experts.
 

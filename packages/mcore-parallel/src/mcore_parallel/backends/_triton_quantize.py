@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Triton kernels of the casts to eight bits; imported only when they run."""
+"""Triton kernels of the casts to fp8; imported only when they run."""
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
 
@@ -48,7 +48,7 @@ def cast(
 
 
 def transpose(data_TK: Tensor) -> Tensor:
-    """[K, T] of eight-bit values."""
+    """[K, T] of fp8 values."""
     tokens, width = data_TK.shape
     bytes_TK = data_TK.contiguous().view(torch.uint8)
     turned_KT = torch.empty((width, tokens), dtype=torch.uint8, device=data_TK.device)

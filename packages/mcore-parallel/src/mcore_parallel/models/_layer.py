@@ -107,7 +107,7 @@ def dense_feed_forward(site: Site, *, fp8_input_store: bool = False) -> nn.Modul
 
     Args:
         site: where it stands.
-        fp8_input_store: keep the activation's input for the backward in eight bits; ``functools.partial`` chooses it for a model.
+        fp8_input_store: keep the activation's input for the backward in fp8; ``functools.partial`` chooses it for a model.
     """
     config = site.config
     activation = Activation(

@@ -39,7 +39,7 @@ class Route:
 
 
 class LinearProducts(Protocol):
-    """Computes the products of one layer another way, in eight bits for instance, and communicates as the route says."""
+    """Computes the products of one layer another way, in fp8 for instance, and communicates as the route says."""
 
     def column(self, x: Tensor, weight_OI: Tensor, route: Route) -> Tensor:
         """[T or T / tp, I] -> [T, O]: what ``ColumnParallelLinear`` gives before its bias."""

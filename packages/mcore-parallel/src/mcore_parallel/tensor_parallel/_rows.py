@@ -156,7 +156,7 @@ def to_narrow_gradient(
     inverse: Tensor,
     turned_vT: Tensor,
 ) -> Tensor:
-    """The gradient of logits in eight bits with one scale, [T, v], and transposed.
+    """The gradient of logits in fp8 with one scale, [T, v], and transposed.
 
     Args:
         logits_Tv: in; what they hold afterwards is not defined.
@@ -165,7 +165,7 @@ def to_narrow_gradient(
         maths: as there, without entropy.
         log_norm_T: as there.
         grad_T: as there.
-        inverse: [], by which the eight-bit values are to be multiplied; none may saturate.
+        inverse: [], by which the fp8 values are to be multiplied; none may saturate.
         turned_vT: out, [v, T] with any stride of its rows; its dtype is that of the result.
     """
     if use_triton(logits_Tv) and valid:

@@ -16,7 +16,7 @@ from mcore_parallel.tensor_parallel._row_maths import RowMaths, lowest
 _BLOCK = 4096
 _NUM_WARPS = 8
 _TILE_ROWS, _TILE_COLUMNS = 128, 64
-"""Of the eight-bit gradient: a transposed line of a tile is 128 bytes."""
+"""Of the fp8 gradient: a transposed line of a tile is 128 bytes."""
 
 
 def statistics(logits_Tv: Tensor, column_T: Tensor, valid: int, maths: RowMaths) -> Tensor:

@@ -126,7 +126,7 @@ class WeightGradientSink(Protocol):
 
 @runtime_checkable
 class WeightCopyHolder(Protocol):
-    """A layer that may keep copies of its weights in another form, in eight bits for instance."""
+    """A layer that may keep copies of its weights in another form, in fp8 for instance."""
 
     def parameters_changed(self) -> None:
         """The parameters have new values, or will have before the next forward; drop the copies.
