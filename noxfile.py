@@ -266,10 +266,13 @@ def api(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """The site with its API reference, without a warning, and every code block of README and docs."""
     python = _dev(session, "test", "docs")
-    told = session.run(str(python.parent / "zensical"), "build", "--strict", "--clean", external=True, silent=True)
-    print(told)
+    # A fork's site links the fork.
+    server, repository = os.environ.get("GITHUB_SERVER_URL"), os.environ.get("GITHUB_REPOSITORY")
+    link = {"REPOSITORY_URL": f"{server}/{repository}"} if server and repository else {}
+    output = session.run(str(python.parent / "zensical"), "build", "--strict", "--clean", env=link, external=True, silent=True)
+    print(output)
     # Its strict mode knows broken links, not docstrings that document a parameter which does not exist.
-    if warnings := [line for line in str(told).splitlines() if line.startswith("griffe: ")]:
+    if warnings := [line for line in str(output).splitlines() if line.startswith("griffe: ")]:
         session.error(f"{len(warnings)} docstrings disagree with their signatures")
     _check(session, python, "codeblocks", *session.posargs)
 
