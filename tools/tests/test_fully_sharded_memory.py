@@ -16,7 +16,7 @@ from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from mcore_parallel.planner import Cluster, ExpertSizes, Layout, ModelSizes, PlannerError, Workload, estimate, step_cost
 from mcore_parallel.planner._cli import main
 from mcore_parallel.planner._estimate import stage_parts
-from mcore_parallel.planner._sharded import Unit, unit_bytes
+from mcore_parallel.planner._sharded import FsdpUnit, unit_bytes
 from mcore_parallel.planner._sizes import sizes
 from mcore_tools.assembly import FullyShardedModel
 
@@ -82,7 +82,7 @@ def check_buffers(strategy: str, *, tied: bool, ep: int) -> None:
         assert unit_estimate.gathered == pytest.approx(unit.num_bytes, rel=0.05)
         whole = sum(4 * each.layout.numel for each in unit.groups) if layout.divides_grads else 0
         assert unit_estimate.summed == pytest.approx(whole, rel=0.05)
-    assert set(estimates) == ({"embedding"} if tied else set()) and (units.embedding == Unit()) == (tied or not layout.divides_grads)
+    assert set(estimates) == ({"embedding"} if tied else set()) and (units.embedding == FsdpUnit()) == (tied or not layout.divides_grads)
 
 
 @pytest.mark.world(2)

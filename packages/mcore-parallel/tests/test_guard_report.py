@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 from mcore_parallel import Group
 from mcore_parallel.comm import all_reduce
 from mcore_parallel.guard import Watchdog, WatchdogConfig
-from mcore_parallel.guard._board import Board
 from mcore_parallel.guard._collective import Collective, collectives, group_ranks, progress
-from mcore_parallel.guard._inquiry import Inquiry
+from mcore_parallel.guard._investigation import StallInvestigation
 from mcore_parallel.guard._liveness import FINISHED, Liveness
 from mcore_parallel.guard._process_mark import ProcessMark, _state
 from mcore_parallel.guard._rank_list import rank_list
 from mcore_parallel.guard._report import RankStatus, compose
 from mcore_parallel.guard._stack import broke_in_communication
+from mcore_parallel.guard._status_store import StatusStore
 from mcore_parallel.guard._timed_store import StoreSilentError, TimedStore
 from tests.support.cable import Cable
 
@@ -102,8 +102,8 @@ def test_every_silent_rank_is_in_the_report(data: st.DataObject) -> None:
 def test_a_status_survives_its_travel() -> None:
     before = status(2, collective("pp", 9), range(2, 4), last=collective("dp", 4))
     store = timed(dist.HashStore())
-    board, other = (Board(store, 2, 4) for _ in range(2))
-    board.tell(0, before)
+    status_store, other = (StatusStore(store, 2, 4) for _ in range(2))
+    status_store.tell(0, before)
     after = other.status(0, 2)
     assert after is not None and compose([after], {}, 4) == compose([before], {}, 4)
 
@@ -175,23 +175,23 @@ def test_a_process_that_said_how_it_left_did_not_die(monkeypatch: pytest.MonkeyP
 
 def test_an_inquiry_ends_though_a_living_rank_never_answers() -> None:
     store = timed(dist.HashStore())
-    board, ranks = Board(store, 0, 2), [Liveness(store, rank, 2, 0.2) for rank in range(2)]
-    board.tell(0, status(0, collective("world", 1), range(2)))
-    inquiry, report = Inquiry(board, ranks[0], 0, dead_after_s=0.2, limit_s=0.0), None
+    status_store, ranks = StatusStore(store, 0, 2), [Liveness(store, rank, 2, 0.2) for rank in range(2)]
+    status_store.tell(0, status(0, collective("world", 1), range(2)))
+    investigation, report = StallInvestigation(status_store, ranks[0], 0, dead_after_s=0.2, limit_s=0.0), None
     while report is None:
         ranks[1].beat()
-        report = inquiry.look()
+        report = investigation.look()
     assert "missing: rank 1, gave no answer" in report
 
 
 @pytest.mark.parametrize(("at_work", "idle_s", "ends"), [(True, 60.0, False), (True, 301.0, True), (False, 60.0, True)])
 def test_a_rank_at_work_is_waited_for_within_the_limit(at_work: bool, idle_s: float, ends: bool) -> None:
     store = timed(dist.HashStore())
-    busy, waiting = Board(store, 1, 3), Board(store, 0, 3)
+    busy, waiting = StatusStore(store, 1, 3), StatusStore(store, 0, 3)
     waiting.tell(0, dataclasses.replace(status(0, collective("world", 1), range(3)), idle_s=idle_s))
     busy.tell(0, dataclasses.replace(status(1, None), at_work=at_work, idle_s=idle_s))
     Liveness(store, 2, 3, 10.0).beat(FINISHED)
-    report = Inquiry(waiting, Liveness(store, 0, 3, 10.0), 0, dead_after_s=10.0, limit_s=300.0).look()
+    report = StallInvestigation(waiting, Liveness(store, 0, 3, 10.0), 0, dead_after_s=10.0, limit_s=300.0).look()
     assert bool(report) == ends and report is not None
 
 
@@ -222,7 +222,7 @@ def test_a_request_that_nobody_answers_ends_and_a_network_that_heals_is_used_aga
 def test_a_rank_that_was_only_slow_trains_on() -> None:
     store, reports = dist.HashStore(), []
     config = WatchdogConfig(stall_timeout_s=0.3, slow_allowance_s=0, heartbeat_s=0.05, dead_after_s=1.0)
-    other = Board(TimedStore(store, "mcore/watchdog", 10.0), 1, 2)
+    other = StatusStore(TimedStore(store, "mcore/watchdog", 10.0), 1, 2)
     with Watchdog(store, rank=0, world_size=2, config=config, on_stall=reports.append) as watchdog:
         watchdog.beat(1)
         while not other.alarmed(0):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mcore_parallel import ProcessGroups
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.optim import DynamicLossScale, MegatronOptimizer, OptimizerConfig, ParamGroup
-from mcore_parallel.optim._state import BLOCK, Scaled, join_bits, split_bits
+from mcore_parallel.optim._state import BLOCK, ScaledStorage, join_bits, split_bits
 from mcore_parallel.training import optimizer_state
 
 
@@ -119,7 +119,7 @@ def test_narrow_moments_train_nearly_the_same_and_survive_a_reload(dtype: torch.
 def test_scaled_values_keep_their_relative_size(dtype: torch.dtype) -> None:
     values = torch.cat([torch.full((BLOCK,), 1e-12), torch.linspace(0, 5e3, 700)])
     for rooted in (True, False):
-        holder = Scaled(torch.zeros(len(values), dtype=dtype), rooted=rooted)
+        holder = ScaledStorage(torch.zeros(len(values), dtype=dtype), rooted=rooted)
         holder.write(values)
         torch.testing.assert_close(holder.read(), values, rtol=0.15, atol=5e3 * (1e-3 if dtype == torch.float8_e4m3fn else 1e-6))
         assert holder.read()[0] == pytest.approx(1e-12, rel=1e-2)
@@ -127,7 +127,7 @@ def test_scaled_values_keep_their_relative_size(dtype: torch.dtype) -> None:
         for _ in range(3):
             holder.write(holder.read())
             assert torch.equal(holder.read(), before), "what was read and is written again keeps its bits"
-    holder = Scaled(torch.zeros(4, dtype=dtype), rooted=True)
+    holder = ScaledStorage(torch.zeros(4, dtype=dtype), rooted=True)
     holder.write(torch.tensor([1.0, 1e-30, 0.0, 1e-3]))
     # A second moment that is not zero stays so.
     assert holder.read()[1] > 0 and holder.read()[2] == 0
@@ -266,7 +266,7 @@ def test_state_and_gradients_can_leave_between_steps(sliced: bool) -> None:
     advance(other, staying, range(6))
     optimizer.offload_to_cpu()
     ddp.offload_grad_buffers()
-    held = [holder.data for unit in optimizer._units for _, holder in unit.holders()]
+    held = [holder.data for unit in optimizer._units for _, holder in unit.storages()]
     assert all(tensor.untyped_storage().nbytes() == 0 for tensor in (*held, *(buffer.data for buffer in ddp.grad_buffers)))
     with pytest.raises(RuntimeError, match="call restore_from_cpu"):
         optimizer.step()

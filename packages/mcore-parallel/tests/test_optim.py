@@ -14,7 +14,7 @@ from mcore_parallel import Group, NamedShard, ParallelPlan, Piece, ProcessGroups
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.optim import AdamOptimizerConfig, MegatronOptimizer, OptimizerConfig, ParamGroup, StepResult, global_grad_norm
 from mcore_parallel.optim._norm import GradientNorm
-from mcore_parallel.optim._unit import whole_piece
+from mcore_parallel.optim._piece_state import whole_piece
 from mcore_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 

@@ -235,7 +235,7 @@ def peak(groups: ProcessGroups, config: TransformerConfig, layout: Layout, dtype
     static = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in fixed}
     total = sum(static.values()) + optimizer.state_bytes["device"]
     inputs = [tensor for batch in batches for tensor in (batch.tokens, batch.labels, batch.loss_mask)]
-    states = [holder.data for unit in optimizer._units for _, holder in unit.holders()]
+    states = [holder.data for unit in optimizer._units for _, holder in unit.storages()]
     with Alive([*fixed, *inputs, *states]) as alive:
         train_step(model, batches, CrossEntropyObjective(), sync, optimizer, lr=1e-3, groups=groups)
     return total + sum(tensor.nbytes for tensor in inputs) + alive.peak, total

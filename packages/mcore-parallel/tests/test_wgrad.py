@@ -15,8 +15,8 @@ from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDat
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.nn import Step
 from mcore_parallel.tensor_parallel import (
+    BorrowedGradBuffer,
     ColumnParallelLinear,
-    LentGradient,
     MainGradient,
     RowParallelLinear,
     WeightGradientQueue,
@@ -39,7 +39,7 @@ def sinks(model: nn.Module) -> list[WeightGradientSink]:
     return [module for module in model.modules() if isinstance(module, WeightGradientSink)]
 
 
-def lender(total: Tensor) -> LentGradient:
+def lender(total: Tensor) -> BorrowedGradBuffer:
     """Lends ``total``, which holds nothing at first."""
     states = [True]
 
@@ -48,7 +48,7 @@ def lender(total: Tensor) -> LentGradient:
         fresh = states.pop() if states else False
         yield total.fill_(torch.nan) if fresh else total, fresh
 
-    return LentGradient(torch.empty_like(total, device="meta"), lend=lend)
+    return BorrowedGradBuffer(torch.empty_like(total, device="meta"), lend=lend)
 
 
 def attach(model: nn.Module, make: Callable[[Tensor], MainGradient] = MainGradient) -> dict[str, Tensor]:

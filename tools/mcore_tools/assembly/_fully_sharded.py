@@ -16,7 +16,7 @@ from mcore_parallel.comm import all_reduce
 from mcore_parallel.models import GPTModel, TransformerLayer
 from mcore_parallel.optim import StateShard
 from mcore_parallel.pipeline import ModelChunks
-from mcore_parallel.tensor_parallel import LentGradient, VocabParallelEmbedding, WeightGradientSink
+from mcore_parallel.tensor_parallel import BorrowedGradBuffer, VocabParallelEmbedding, WeightGradientSink
 from megatron_fsdp import FlatShard, MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
 
 
@@ -151,7 +151,7 @@ def _feed_layers(chunk: MegatronFSDP, shapes: Mapping[str, tuple[int, ...]], dty
             names = {local: f"{prefix}.{local}" if prefix else local for local, _ in own}
             # The shards have other shapes: what is lent is as large as the whole.
             module.accumulate_weight_gradients_into(
-                {local: LentGradient(totals[name], lend=loans[name]) for local, name in names.items() if name in loans}
+                {local: BorrowedGradBuffer(totals[name], lend=loans[name]) for local, name in names.items() if name in loans}
             )
 
 

@@ -3,7 +3,6 @@
 """The trunk: process grids, parallel layers, models, data, optimizers and the training loop."""
 
 from mcore_parallel._field_types import check_field_types
-from mcore_parallel._rng import RandomStreams
 from mcore_parallel._stability import deprecated, experimental_api, internal_api
 from mcore_parallel.groups import (
     CommunicatorOptions,
@@ -27,7 +26,6 @@ __all__ = [
     "ParallelPlan",
     "Piece",
     "ProcessGroups",
-    "RandomStreams",
     "ShardSpec",
     "ShardedModule",
     "check_field_types",

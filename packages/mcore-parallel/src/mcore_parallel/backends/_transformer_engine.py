@@ -30,7 +30,7 @@ from mcore_parallel.comm import (
 )
 from mcore_parallel.groups import ProcessGroups, ShardSpec
 from mcore_parallel.nn import AttentionCore, AttentionSpec, RMSNorm, Step, TorchLayers
-from mcore_parallel.tensor_parallel import ColumnParallelLinear, LentGradient, MainGradient, Route, RowParallelLinear
+from mcore_parallel.tensor_parallel import BorrowedGradBuffer, ColumnParallelLinear, MainGradient, Route, RowParallelLinear
 
 # T tokens, I input features, O output features, N experts
 
@@ -324,7 +324,7 @@ def _without(shell: nn.Module, *names: str) -> nn.Module:
 
 def _standing(main_grad: MainGradient | None) -> MainGradient | None:
     """None for one whose memory a shell could not be handed before the backward; autograd has that gradient."""
-    return None if isinstance(main_grad, LentGradient) else main_grad
+    return None if isinstance(main_grad, BorrowedGradBuffer) else main_grad
 
 
 def _lend(weight_OI: Tensor, main_grad: MainGradient | None) -> dict[str, tuple[Tensor, Tensor | None]]:

@@ -318,11 +318,11 @@ def _peers(plan: Sequence[RowTransfer], rank: int) -> set[int]:
 
 
 def _by_peer(plan: Sequence[RowTransfer], rank: int, *, receiving: bool) -> dict[int, list[RowTransfer]]:
-    found: dict[int, list[RowTransfer]] = {}
+    by_peer: dict[int, list[RowTransfer]] = {}
     for part in plan:
         if (part.receiver if receiving else part.sender) == rank:
-            found.setdefault(part.sender if receiving else part.receiver, []).append(part)
-    return found
+            by_peer.setdefault(part.sender if receiving else part.receiver, []).append(part)
+    return by_peer
 
 
 def _end(side: BridgeEnd | HyperCommGrid, *, last: bool) -> BridgeEnd:

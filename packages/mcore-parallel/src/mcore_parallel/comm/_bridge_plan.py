@@ -114,7 +114,7 @@ def plan_rows(source: BridgeEnd, destination: BridgeEnd, batch: BridgeBatch, *, 
     need = sorted(_pieces(destination, batch, batch.destination_sequences, "destination"))
     if backward:
         have, need = need, have
-    found: list[RowTransfer] = []
+    transfers: list[RowTransfer] = []
     at = 0
     for piece in need:
         while have[at].stop <= piece.start:
@@ -123,21 +123,21 @@ def plan_rows(source: BridgeEnd, destination: BridgeEnd, batch: BridgeBatch, *, 
         while other < len(have) and have[other].start < piece.stop:
             begin, end = max(have[other].start, piece.start), min(have[other].stop, piece.stop)
             sender_row, receiver_row = (p.row + begin - p.start for p in (have[other], piece))
-            found.append(RowTransfer(have[other].rank, piece.rank, sender_row, receiver_row, end - begin))
+            transfers.append(RowTransfer(have[other].rank, piece.rank, sender_row, receiver_row, end - begin))
             other += 1
-    return found
+    return transfers
 
 
 def plan_spread(end: BridgeEnd, batch: BridgeBatch, sequences: tuple[int, ...] | None) -> list[RowTransfer]:
     """How the tensor-parallel ranks of a stage complete each other's rows; empty under sequence parallelism."""
     if end.sequence_parallel:
         return []
-    found: list[RowTransfer] = []
+    transfers: list[RowTransfer] = []
     for cell, _, num_rows in _cells(end, batch, sequences, "end"):
         for number, rank in enumerate(cell):
             begin, stop = _share(num_rows, len(cell), number)
-            found += [RowTransfer(rank, other, begin, begin, stop - begin) for other in cell if other != rank and stop > begin]
-    return found
+            transfers += [RowTransfer(rank, other, begin, begin, stop - begin) for other in cell if other != rank and stop > begin]
+    return transfers
 
 
 def count_rows(end: BridgeEnd, batch: BridgeBatch, sequences: tuple[int, ...] | None, rank: int) -> int:

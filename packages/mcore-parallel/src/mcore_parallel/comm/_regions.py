@@ -28,7 +28,7 @@ from mcore_parallel.groups import Group
 
 def copy_to_tensor_model_parallel_region(x: Tensor, group: Group) -> Tensor:
     """Identity; the gradient is summed over the group."""
-    return x if group.size == 1 else _Copy.apply(x, group)
+    return x if group.size == 1 else _CopyToRegion.apply(x, group)
 
 
 def reduce_from_tensor_model_parallel_region(x: Tensor, group: Group) -> Tensor:
@@ -166,7 +166,7 @@ def gather(x: Tensor, group: Group, dim: int, *, output_grad_differs: bool) -> T
     return x if group.size == 1 else _Gather.apply(x, group, dim, output_grad_differs)
 
 
-class _Copy(torch.autograd.Function):
+class _CopyToRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group

@@ -55,18 +55,18 @@ def context_parallel_attention(
         raise ValueError(f'softmax_type={softmax_type!r} must be "vanilla" or "off-by-one"; give "learnable" to SelfAttention')
     names = (cp_comm_type,) if isinstance(cp_comm_type, str) else tuple(cp_comm_type)
     _check_names(names)
-    given: Sequence[Window | None] = (window_size,) if window_size is None or isinstance(window_size[0], int) else window_size  # type: ignore[assignment]
-    windows = tuple(_window(window, causal) for window in given)
+    layer_windows: Sequence[Window | None] = (window_size,) if window_size is None or isinstance(window_size[0], int) else window_size  # type: ignore[assignment]
+    windows = tuple(_window(window, causal) for window in layer_windows)
 
     def build(name: str, window: Window) -> ContextParallelAttention:
         roles = _roles(groups, name)
         return ContextParallelAttention(**roles, window=window, softmax_scale=softmax_scale, sink_is_one=softmax_type == "off-by-one")
 
-    if isinstance(cp_comm_type, str) and given is not window_size:
+    if isinstance(cp_comm_type, str) and layer_windows is not window_size:
         return build(names[0], windows[0])
     if not isinstance(cp_comm_type, str):
         names = _of_stage(names, layers, "cp_comm_type")
-    if given is window_size:
+    if layer_windows is window_size:
         windows = _of_stage(windows, layers, "window_size")
     count = max(len(names), len(windows))
     names, windows = (names * count if len(names) == 1 else names), (windows * count if len(windows) == 1 else windows)

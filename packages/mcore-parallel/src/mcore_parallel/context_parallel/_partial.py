@@ -43,7 +43,7 @@ class TorchAttention:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        found: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
+        grads: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
         heads = k.shape[1]
         rows = ((q, "queries"), (grad, "queries"), (out, "queries"), (lse, "queries"), (k, "keys"), (v, "keys"))
         for q_NiAd, grad_NiAd, out_NiAd, lse_NiA, k_NjKd, v_NjKd in _batches(tile, *rows):
@@ -53,10 +53,10 @@ class TorchAttention:
             p = (_scores(q_, k_, tile.window, scale) - lse_[..., None]).exp()
             mean = (grad_ * out_).sum(-1).permute(0, 2, 3, 1)
             ds = p * (torch.einsum("nikgd,njkd->nkgij", grad_, v_) - mean[..., None]) * scale
-            found[0].append(torch.einsum("nkgij,njkd->nikgd", ds, k_).flatten(2, 3).flatten(0, 1))
-            found[1].append(torch.einsum("nkgij,nikgd->njkd", ds, q_).flatten(0, 1))
-            found[2].append(torch.einsum("nkgij,nikgd->njkd", p, grad_).flatten(0, 1))
-        return torch.cat(found[0]), torch.cat(found[1]), torch.cat(found[2])
+            grads[0].append(torch.einsum("nkgij,njkd->nikgd", ds, k_).flatten(2, 3).flatten(0, 1))
+            grads[1].append(torch.einsum("nkgij,nikgd->njkd", ds, q_).flatten(0, 1))
+            grads[2].append(torch.einsum("nkgij,nikgd->njkd", p, grad_).flatten(0, 1))
+        return torch.cat(grads[0]), torch.cat(grads[1]), torch.cat(grads[2])
 
 
 @internal_api
@@ -76,11 +76,11 @@ def _batches(tile: Tile, *rows: tuple[Tensor, str]) -> list[tuple[Tensor, ...]]:
     """The tile's rows of each tensor as [N, L, ...]: one batch of all blocks where they are alike, else one a block."""
     if tile.is_even:
         return [tuple(getattr(tile, side).view(x) for x, side in rows)]
-    found = []
+    batches = []
     for number in range(len(tile.queries.starts)):
         spans = {side: (getattr(tile, side).starts[number], getattr(tile, side).lengths[number]) for _, side in rows}
-        found.append(tuple(x.narrow(0, *spans[side])[None] for x, side in rows))
-    return found
+        batches.append(tuple(x.narrow(0, *spans[side])[None] for x, side in rows))
+    return batches
 
 
 def _scores(q_Nikgd: Tensor, k_Njkd: Tensor, window: Window, scale: float) -> Tensor:

@@ -103,15 +103,15 @@ def plan_tiles(queries: Sequence[Sequence[Segment]], keys: Sequence[Sequence[Seg
         Tile(
             Spans(tuple(block.query for block in blocks), tuple(block.queries for block in blocks)),
             Spans(tuple(block.key for block in blocks), tuple(block.keys for block in blocks)),
-            found,
+            key_range,
         )
-        for (_, found), blocks in tiles.items()
+        for (_, key_range), blocks in tiles.items()
     ]
 
 
 def plan_blocks(queries: Sequence[Segment], keys: Sequence[Segment], window: Window) -> list[Block]:
     """The blocks of one sequence; neighbours that one window describes are one block, with no more queries than keys under a window."""
-    found: list[Block] = []
+    blocks: list[Block] = []
     for own in queries:
         row: list[Block] = []
         for theirs in keys:
@@ -122,11 +122,11 @@ def plan_blocks(queries: Sequence[Segment], keys: Sequence[Segment], window: Win
                 last = row.pop()
                 block = block._replace(key=last.key, keys=last.keys + block.keys)
             row.append(block)
-        if len(found) == len(row) == 1 and _extends_queries(found[0], row[0]):
-            last, block = found.pop(), row.pop()
+        if len(blocks) == len(row) == 1 and _extends_queries(blocks[0], row[0]):
+            last, block = blocks.pop(), row.pop()
             row = [block._replace(query=last.query, queries=last.queries + block.queries)]
-        found += row
-    return [part for block in found for part in _no_taller_than_wide(block)]
+        blocks += row
+    return [part for block in blocks for part in _no_taller_than_wide(block)]
 
 
 def _block(own: Segment, theirs: Segment, window: Window) -> Block | None:
@@ -160,13 +160,13 @@ def _no_taller_than_wide(block: Block) -> list[Block]:
         return [block]
     under_right = block.queries - right if right >= 0 else 0
     under_left = block.queries - block.keys + left + 1 if left >= 0 else block.queries
-    found = []
+    parts = []
     for begin, end in itertools.pairwise(sorted({0, under_right, under_left, block.queries})):
         # Limits are counted from the last query.
         behind = block.queries - end
         window = left + behind if begin >= under_left else -1, right - behind if end <= under_right else -1
-        found.append(block._replace(query=block.query + begin, queries=end - begin, window=window))
-    return found
+        parts.append(block._replace(query=block.query + begin, queries=end - begin, window=window))
+    return parts
 
 
 def _extends_keys(first: Block, second: Block) -> bool:

@@ -49,21 +49,21 @@ def segments(lengths: Sequence[int], size: int, rank: int) -> list[list[Segment]
     Raises:
         SequenceSplitError: 2 ``size`` does not divide a length.
     """
-    found, row = [], 0
+    per_sequence, row = [], 0
     for number, length in enumerate(lengths):
         if size > 1 and length % (2 * size):
             raise SequenceSplitError(
                 f"sequence {number} of length {length} must be a multiple of 2 * cp = {2 * size}; pad it, or lower cp={size}"
             )
         if size == 1:
-            found.append([Segment(0, row, length)])
+            per_sequence.append([Segment(0, row, length)])
         elif rank == size - 1:
-            found.append([Segment(length // (2 * size) * rank, row, length // size)])
+            per_sequence.append([Segment(length // (2 * size) * rank, row, length // size)])
         else:
             chunk = length // (2 * size)
-            found.append([Segment(chunk * rank, row, chunk), Segment(chunk * (2 * size - 1 - rank), row + chunk, chunk)])
+            per_sequence.append([Segment(chunk * rank, row, chunk), Segment(chunk * (2 * size - 1 - rank), row + chunk, chunk)])
         row += length // size
-    return found
+    return per_sequence
 
 
 def zigzag_indices(lengths: int | Sequence[int], size: int, rank: int) -> Tensor:
@@ -110,6 +110,6 @@ def zigzag_inverse(lengths: int | Sequence[int], size: int) -> Tensor:
 @internal_api
 def inverse(permutation: Tensor) -> Tensor:
     """Index that undoes an index."""
-    found = torch.empty_like(permutation)
-    found[permutation] = torch.arange(len(permutation), dtype=permutation.dtype, device=permutation.device)
-    return found
+    inverted = torch.empty_like(permutation)
+    inverted[permutation] = torch.arange(len(permutation), dtype=permutation.dtype, device=permutation.device)
+    return inverted

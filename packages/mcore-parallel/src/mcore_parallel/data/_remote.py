@@ -83,13 +83,13 @@ class RemoteFile:
         """
         begins, ends = [begin for begin, _ in ranges], [end for _, end in ranges]
         try:
-            found = self._reach().cat_ranges([self._path] * len(ranges), begins, ends)
+            contents = self._reach().cat_ranges([self._path] * len(ranges), begins, ends)
         except OSError as error:
             raise IndexedDatasetError(f"cannot read {len(ranges)} ranges of {self._url}: {error}") from error
-        for data in found:
+        for data in contents:
             if isinstance(data, Exception):  # as some stores report what failed
                 raise IndexedDatasetError(f"cannot read {len(ranges)} ranges of {self._url}: {data}") from data
-        return [self._checked(data, begin, end) for data, begin, end in zip(found, begins, ends, strict=True)]
+        return [self._checked(data, begin, end) for data, begin, end in zip(contents, begins, ends, strict=True)]
 
     def _checked(self, data: bytes, begin: int, end: int) -> bytes:
         if len(data) != end - begin:

@@ -165,7 +165,7 @@ class GradBuffer:
     def pieces(self) -> list[Piece]:
         """What this rank updates of the parameters, in buffer order."""
         factor = float(self.groups.data.size) if self.config.average_in_collective else 1.0
-        found = []
+        pieces = []
         for part in self.layout.buckets:
             for index in part.members:
                 shard, at = self.shards[index], self.layout.starts[index]
@@ -179,8 +179,8 @@ class GradBuffer:
                         continue
                 shape = tuple(shard.parameter.shape)
                 views = (parameter[begin:end], grad[begin:end])
-                found.append(Piece(shard.name, shard.spec, begin, end, *views, shape, self.groups.data, instance, factor))
-        return found
+                pieces.append(Piece(shard.name, shard.spec, begin, end, *views, shape, self.groups.data, instance, factor))
+        return pieces
 
     def start_gather(self, index: int) -> Pending | None:
         """Fetch the other ranks' slices of the parameters of one bucket."""

@@ -86,8 +86,8 @@ class DistributedDataParallel(nn.Module):
 
     def pieces(self) -> list[Piece]:
         """What this rank updates: with the distributed optimizer its slices, otherwise every parameter whole; in the model's order."""
-        found = {piece.name: piece for buffer in self.grad_buffers for piece in buffer.pieces()}
-        return [found[name] for name in self._names if name in found]
+        by_name = {piece.name: piece for buffer in self.grad_buffers for piece in buffer.pieces()}
+        return [by_name[name] for name in self._names if name in by_name]
 
     def zero_grad_buffer(self) -> None:
         """Forget all gradients; call before the first micro-batch of a step."""
@@ -291,7 +291,7 @@ def _buffers(
         sliced = not config.keeps_whole(shard.name)
         key = (parameter.device, _grad_dtype(config, parameter.dtype), groups.data(spec.view), partial, parameter.dtype if sliced else None)
         keyed.setdefault(key, []).append(position)
-    found = []
+    buffers = []
     for (device, dtype, group, partial, sliced), positions in keyed.items():
         members = [shards[position] for position in positions]
         with ExitStack() as stack:
@@ -300,8 +300,8 @@ def _buffers(
                     cut, symmetric = split[group], not config.disable_symmetric_registration
                     registered[group.ranks] = RegisteredMemory(cut.inner, device, also=[cut.gather], symmetric=symmetric)
                 stack.enter_context(registered[group.ranks].allocate())
-            found.append(GradBuffer(members, positions, dtype, split[group], partial, config, sliced=sliced is not None))
-    return found
+            buffers.append(GradBuffer(members, positions, dtype, split[group], partial, config, sliced=sliced is not None))
+    return buffers
 
 
 def _data_groups(shards: list[NamedShard], groups: ProcessGroups) -> list[Group]:

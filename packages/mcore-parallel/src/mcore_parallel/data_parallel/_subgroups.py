@@ -53,8 +53,8 @@ class DataGroupSplitter:
         Only members take part: ranks without such parameters do not know of this group. It is not destroyed: torch names it after its
         ranks and the number of groups there are, and under a name that comes again it would find the addresses of the first.
         """
-        kept = self._groups._later
-        if (ranks, purpose) not in kept:
+        deferred = self._groups._later
+        if (ranks, purpose) not in deferred:
             backend = None if group.pg is None else dist.get_backend(group.pg)
-            kept[ranks, purpose] = connect(ranks, group.ranks[group.rank], backend=backend, timeout_s=group.timeout_s, local=True)
-        return kept[ranks, purpose]
+            deferred[ranks, purpose] = connect(ranks, group.ranks[group.rank], backend=backend, timeout_s=group.timeout_s, local=True)
+        return deferred[ranks, purpose]

@@ -120,7 +120,7 @@ def load_communicator_options(path: str | Path) -> dict[str, CommunicatorOptions
         raise ValueError(f"{path.name} must end in {' or '.join(readers)}")
     tables: Any = readers[path.suffix](path.read_text(encoding="utf-8"))
     known = {item.name for item in fields(CommunicatorOptions)}
-    found = {}
+    options_by_group = {}
     if not isinstance(tables, Mapping):
         raise ValueError(f"{path.name} must hold a table of groups, found {type(tables).__name__}")
     for group, table in tables.items():
@@ -129,10 +129,10 @@ def load_communicator_options(path: str | Path) -> dict[str, CommunicatorOptions
         if unknown := set(table) - known:
             raise ValueError(f"{group} in {path.name} has unknown options {sorted(unknown)}; known: {sorted(known)}")
         try:
-            found[group] = CommunicatorOptions(**table)
+            options_by_group[group] = CommunicatorOptions(**table)
         except ValueError as error:
             raise ValueError(f"{group} in {path.name}: {error}") from None
-    return found
+    return options_by_group
 
 
 def connect(

@@ -153,11 +153,11 @@ class ProcessGroups:
         maker = _Maker(me, backend, timeout_s, options or {}, {"dp_cp_ag", "expt_dp_ag"} if separate_all_gather else set())
         # Groups with options come first, so that those of the same ranks without any share their communicators.
         order = sorted(enumerations, key=lambda name: (name != sharp, not maker.has_options(name)))
-        found = {name: maker.pick(name, enumerations[name]) for name in order}
-        if sharp is not None and (group := found[sharp]) is not None:
+        by_name = {name: maker.pick(name, enumerations[name]) for name in order}
+        if sharp is not None and (group := by_name[sharp]) is not None:
             _connect_all(group)
-        levels = tuple(group for level in range(len(plan.hierarchical_cp)) if (group := found.pop(f"hierarchical_cp.{level}")) is not None)
-        groups = {"intra_dist_opt": None, **found}
+        levels = tuple(group for level in range(len(plan.hierarchical_cp)) if (group := by_name.pop(f"hierarchical_cp.{level}")) is not None)
+        groups = {"intra_dist_opt": None, **by_name}
         pipeline = groups["pp"]
         if pipeline is not None:
             _open_links(pipeline)
@@ -198,31 +198,31 @@ def enumerate_groups(plan: ParallelPlan, rank_offset: int = 0, world_size: int |
     world_size = rank_offset + plan.world_size if world_size is None else world_size
     grid = HyperCommGrid(list(dense.values()), list(dense), rank_offset, world_size=world_size)
     grid.register_view("expert", list(expert.values()), list(expert), shared_dims=["pp"])
-    found = {name: grid.get_rank_enum(axes) for name, axes in _DENSE.items()}
-    found |= {name: grid.get_rank_enum(axes, "expert") for name, axes in _EXPERT.items()}
+    enumerations = {name: grid.get_rank_enum(axes) for name, axes in _DENSE.items()}
+    enumerations |= {name: grid.get_rank_enum(axes, "expert") for name, axes in _EXPERT.items()}
     instances = {}
     for data, inner, outer, gather in _DATA:
-        size = len(found[data][0]) // plan.optimizer_instances
-        cut = [[ranks[start : start + size] for ranks in found[data]] for start in range(0, len(found[data][0]), size)]
-        found[inner] = found[gather] = [ranks for instance in cut for ranks in instance]
-        found[outer] = [ranks[place::size] for ranks in found[data] for place in range(size)]
+        size = len(enumerations[data][0]) // plan.optimizer_instances
+        cut = [[ranks[start : start + size] for ranks in enumerations[data]] for start in range(0, len(enumerations[data][0]), size)]
+        enumerations[inner] = enumerations[gather] = [ranks for instance in cut for ranks in instance]
+        enumerations[outer] = [ranks[place::size] for ranks in enumerations[data] for place in range(size)]
         instances[data] = [sorted(rank for ranks in instance for rank in ranks) for instance in cut]
     if instances["dp_cp"] == instances["expt_dp"]:
-        found["intra_dist_opt"] = instances["dp_cp"]
+        enumerations["intra_dist_opt"] = instances["dp_cp"]
     below = 1
     for level, size in enumerate(plan.hierarchical_cp):
-        found[f"hierarchical_cp.{level}"] = [
+        enumerations[f"hierarchical_cp.{level}"] = [
             ranks[start + place : start + place + size * below : below]
-            for ranks in found["cp"]
+            for ranks in enumerations["cp"]
             for start in range(0, plan.cp, size * below)
             for place in range(below)
         ]
         below *= size
     pipelines = grid.get_rank_enum("pp")
-    found["embd"] = [ranks if len(ranks) == 1 else [ranks[0], ranks[-1]] for ranks in pipelines]
-    found["pos_embd"] = [ranks[:1] for ranks in pipelines]
-    found["world"] = [list(range(rank_offset, rank_offset + plan.world_size))]
-    return found
+    enumerations["embd"] = [ranks if len(ranks) == 1 else [ranks[0], ranks[-1]] for ranks in pipelines]
+    enumerations["pos_embd"] = [ranks[:1] for ranks in pipelines]
+    enumerations["world"] = [list(range(rank_offset, rank_offset + plan.world_size))]
+    return enumerations
 
 
 def _sharp_field(plan: ParallelPlan, use_sharp: bool, name: str | None) -> str | None:
@@ -257,7 +257,7 @@ class _Maker:
         field_name = name.partition(".")[0]
         options = self._options.get(field_name)
         lane = "gather" if name in self._separate else "layers" if field_name in _LAYERS else "data"
-        found = None
+        created = None
         for ranks in map(tuple, enumeration):
             key = (ranks, lane) if options is None else (ranks, lane, options)
             if key not in self._made:
@@ -267,8 +267,8 @@ class _Maker:
                 if group.pg is not None:
                     self.mine.append(group.pg)
             if self._me in ranks:
-                found = self._made[key]
-        return found
+                created = self._made[key]
+        return created
 
 
 def _names() -> list[str]:

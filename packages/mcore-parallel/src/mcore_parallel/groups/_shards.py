@@ -162,10 +162,10 @@ def boxes(shape: Sequence[int], start: int, end: int) -> list[tuple[tuple[int, .
     head, whole = -(-start // inner), end // inner
     if head > whole:
         return _inside(shape, start // inner, start, end)
-    found = _inside(shape, head - 1, start, head * inner)
+    pieces = _inside(shape, head - 1, start, head * inner)
     if whole > head:
-        found.append(((head, *(0 for _ in shape[1:])), (whole - head, *shape[1:])))
-    return found + _inside(shape, whole, whole * inner, end)
+        pieces.append(((head, *(0 for _ in shape[1:])), (whole - head, *shape[1:])))
+    return pieces + _inside(shape, whole, whole * inner, end)
 
 
 def _inside(shape: Sequence[int], index: int, start: int, end: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

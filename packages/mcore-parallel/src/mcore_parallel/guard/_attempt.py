@@ -70,8 +70,8 @@ class Attempt:
         self.number, self.rank, self.world_size, self.timeout_s = number, rank, world_size, timeout_s
         self.store: Store = PrefixStore(f"mcore/attempt{number}", store)
         # The work may be waiting on the other one.
-        self._board = TimedStore(self.store, "board", min(timeout_s, _REQUEST_S))
-        self._liveness = Liveness(self._board, rank, world_size, _DEAD_AFTER_S)
+        self._status_store = TimedStore(self.store, "board", min(timeout_s, _REQUEST_S))
+        self._liveness = Liveness(self._status_store, rank, world_size, _DEAD_AFTER_S)
         self._on_stuck = on_stuck
         self._worker = threading.get_ident()
         self._lock = threading.Lock()
@@ -90,14 +90,14 @@ class Attempt:
         Raises:
             RuntimeError: the store is out of reach, so that nobody learns of it.
         """
-        if self._board.add("claim", 1) == 1:
-            self._board.set("fault", json.dumps([self.rank, reason, is_final]))
+        if self._status_store.add("claim", 1) == 1:
+            self._status_store.set("fault", json.dumps([self.rank, reason, is_final]))
 
     def fault(self) -> Fault | None:
         """Why it ended, or None as long as nobody failed."""
-        if not self._board.check(["fault"]):
+        if not self._status_store.check(["fault"]):
             return None
-        rank, reason, is_final = json.loads(self._board.get("fault"))
+        rank, reason, is_final = json.loads(self._status_store.get("fault"))
         return Fault(rank=rank, reason=reason, is_final=is_final)
 
     def close(self) -> None:
@@ -117,13 +117,13 @@ class Attempt:
 
     def wait_for_end(self) -> Fault | None:
         """Wait until all ranks have done their work, or one has failed."""
-        self._board.set(f"done/{self.rank}", "")
+        self._status_store.set(f"done/{self.rank}", "")
         while self._missing("done"):
-            if (found := self.fault()) is not None:
-                return found
+            if (fault := self.fault()) is not None:
+                return fault
             time.sleep(_POLL_S)
         # The first rank may be the one that keeps the store.
-        self._board.set(f"seen/{self.rank}", "")
+        self._status_store.set(f"seen/{self.rank}", "")
         if self.rank == 0:
             self._gather("seen")
         return None
@@ -133,13 +133,13 @@ class Attempt:
 
         It ends early when all ranks that are missing are dead.
         """
-        self._board.set(f"left/{self.rank}", "")
+        self._status_store.set(f"left/{self.rank}", "")
         missing = self._gather("left")
         if missing:
-            self._board.set("lost", json.dumps(list(missing.items())))
-        elif self._board.check(["lost"]):
+            self._status_store.set("lost", json.dumps(list(missing.items())))
+        elif self._status_store.check(["lost"]):
             # The others have given this rank up, and are gone.
-            return dict(json.loads(self._board.get("lost")))
+            return dict(json.loads(self._status_store.get("lost")))
         return missing
 
     def _gather(self, what: str) -> dict[int, str]:
@@ -154,9 +154,9 @@ class Attempt:
 
     def _missing(self, what: str) -> list[int]:
         keys = [f"{what}/{rank}" for rank in range(self.world_size)]
-        if self._board.check(keys):
+        if self._status_store.check(keys):
             return []
-        return [rank for rank, key in enumerate(keys) if not self._board.check([key])]
+        return [rank for rank, key in enumerate(keys) if not self._status_store.check([key])]
 
     def _beat(self) -> None:
         """Signs of life, whatever the main thread does."""

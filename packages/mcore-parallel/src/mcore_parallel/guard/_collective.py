@@ -34,12 +34,12 @@ class Collective:
 
 def collectives() -> list[Collective]:
     """The newest collectives of this process in the order of their start, for every backend that records; empty if none does."""
-    found = {}
+    by_id = {}
     for trace in _traces(entries=True):
         for entry in trace.get("entries", []):
             collective = _read(entry)
-            found[collective.group, collective.is_p2p, collective.sequence, entry["record_id"]] = entry["time_created_ns"], collective
-    return [collective for _, collective in sorted(found.values(), key=lambda item: item[0])]
+            by_id[collective.group, collective.is_p2p, collective.sequence, entry["record_id"]] = entry["time_created_ns"], collective
+    return [collective for _, collective in sorted(by_id.values(), key=lambda item: item[0])]
 
 
 def progress() -> str:

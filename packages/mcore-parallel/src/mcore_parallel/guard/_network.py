@@ -41,8 +41,8 @@ def check_network(environment: Mapping[str, str], *, backend: str = "gloo", time
     Raises:
         ValueError: names each such setting, its value and the remedy.
     """
-    found = inspect_network(environment, backend=backend, timeout_s=timeout_s)
-    if problems := [f"{row.setting} {row.detail}" for row in found if row.is_problem]:
+    report = inspect_network(environment, backend=backend, timeout_s=timeout_s)
+    if problems := [f"{row.setting} {row.detail}" for row in report if row.is_problem]:
         raise ValueError("; ".join(problems))
 
 
@@ -53,11 +53,11 @@ def _store(environment: Mapping[str, str], several: bool, timeout_s: float) -> I
     setting = f"MASTER_ADDR={name}"
     remedy = "start torchrun with --local-addr and an address of the first machine that all others reach, or have the name resolve to it"
     try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         yield NetworkFinding(setting=setting, detail=f"does not resolve on this machine ({error}); {remedy}", is_problem=True)
         return
-    address = str(found[0][4][0])
+    address = str(addresses[0][4][0])
     if several and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
         yield NetworkFinding(setting=setting, detail=f"is {address}, which other machines do not reach; {remedy}", is_problem=True)
         return

@@ -115,24 +115,24 @@ def _judge(room: TimedStore, fields: Mapping[str, str], world_size: int, timeout
     for rank, digest in enumerate(room.multi_get(keys) if not missing else []):
         holders.setdefault(digest, []).append(rank)
     variants = list(holders.values())[:_MAX_VARIANTS]
-    asked = [ranks[0] for ranks in variants] if len(holders) > 1 else []
-    room.set("asked", json.dumps(asked))
+    representatives = [ranks[0] for ranks in variants] if len(holders) > 1 else []
+    room.set("asked", json.dumps(representatives))
     verdict: dict[str, Any] = {"missing": missing, "timeout_s": timeout_s}
-    if asked:
+    if representatives:
         room.set("fields/0", json.dumps(fields))
-        replies = [f"fields/{rank}" for rank in asked]
-        verdict["missing"] = [asked[index] for index in _missing(room, replies, timeout_s)]
+        replies = [f"fields/{rank}" for rank in representatives]
+        verdict["missing"] = [representatives[index] for index in _missing(room, replies, timeout_s)]
         if not verdict["missing"]:
             verdict["differences"] = _differences([json.loads(text) for text in room.multi_get(replies)], variants)
     room.set("verdict", json.dumps(verdict))
 
 
-def _differences(found: Sequence[Mapping[str, str]], variants: Sequence[Sequence[int]]) -> dict[str, dict[str, list[int]]]:
+def _differences(reports: Sequence[Mapping[str, str]], variants: Sequence[Sequence[int]]) -> dict[str, dict[str, list[int]]]:
     """Field -> value -> ranks, for the fields that differ between the variants."""
     differences: dict[str, dict[str, list[int]]] = {}
-    for name in sorted({name for fields in found for name in fields}):
+    for name in sorted({name for fields in reports for name in fields}):
         values: dict[str, list[int]] = {}
-        for fields, ranks in zip(found, variants, strict=True):
+        for fields, ranks in zip(reports, variants, strict=True):
             values.setdefault(fields.get(name, "absent"), []).extend(ranks)
         if len(values) > 1:
             differences[name] = values

@@ -65,38 +65,38 @@ def compose(statuses: Iterable[RankStatus], gone: Mapping[int, str], world_size:
         gone: rank -> what became of it, for ranks that did not answer (died, raised, finished).
         world_size: number of ranks.
     """
-    told = {status.rank: status for status in statuses}
-    gone = {rank: gone.get(rank, "gave no answer") for rank in range(world_size) if rank not in told}
-    waits = _waits(told)
+    by_rank = {status.rank: status for status in statuses}
+    gone = {rank: gone.get(rank, "gave no answer") for rank in range(world_size) if rank not in by_rank}
+    waits = _waits(by_rank)
     waiting = {rank for wait in waits for rank in wait.waiting}
     missing = {rank for wait in waits for rank in wait.missing}
     # A missing rank that waits in another collective is held up itself; what others wait for in the end are the rest.
-    culprits = sorted((missing - waiting) | set(gone)) or sorted(missing) or sorted(set(told) - waiting)
-    lines = [_headline(told, waits, waiting, culprits)]
+    culprits = sorted((missing - waiting) | set(gone)) or sorted(missing) or sorted(set(by_rank) - waiting)
+    lines = [_headline(by_rank, waits, waiting, culprits)]
     for wait in waits:
-        lines += ["", *_describe(wait, told, gone)]
+        lines += ["", *_describe(wait, by_rank, gone)]
     lost = sorted(set(gone) - missing)
     if lost:
         lines += ["", *(f"rank {rank}: {gone[rank]}" for rank in lost)]
-    lines += _stacks([told[rank] for rank in culprits if rank in told], every_thread=True)
-    rest = [told[rank] for rank in sorted(told) if rank not in culprits]
+    lines += _stacks([by_rank[rank] for rank in culprits if rank in by_rank], every_thread=True)
+    rest = [by_rank[rank] for rank in sorted(by_rank) if rank not in culprits]
     lines += _stacks(rest, every_thread=False)
     return "\n".join(lines)
 
 
-def _headline(told: Mapping[int, RankStatus], waits: Sequence[_Wait], waiting: set[int], culprits: Sequence[int]) -> str:
-    complaints = sorted({status.complaint for status in told.values() if status.complaint})
+def _headline(by_rank: Mapping[int, RankStatus], waits: Sequence[_Wait], waiting: set[int], culprits: Sequence[int]) -> str:
+    complaints = sorted({status.complaint for status in by_rank.values() if status.complaint})
     why = complaints[0] if complaints else "the run does not get on"
     if waits:
         return f"{why}: {rank_list(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for {rank_list(culprits)}"
     return f"{why}: no rank waits in a recorded collective; look at {rank_list(culprits)}"
 
 
-def _waits(told: Mapping[int, RankStatus]) -> list[_Wait]:
+def _waits(by_rank: Mapping[int, RankStatus]) -> list[_Wait]:
     """The collectives that ranks wait in, and who of their group has not come to them."""
     ranks: dict[tuple[str, bool, int], dict[int, Collective]] = {}
     members: dict[str, set[int]] = {}
-    for status in told.values():
+    for status in by_rank.values():
         for name, group in status.members.items():
             members.setdefault(name, set()).update(group)
         for entry in status.waiting:
@@ -104,7 +104,7 @@ def _waits(told: Mapping[int, RankStatus]) -> list[_Wait]:
     waits = []
     for (name, is_p2p, sequence), entries in sorted(ranks.items()):
         everybody = members.get(name, set()) | set(entries)
-        came = {rank for rank in everybody if rank in entries or (not is_p2p and _reached(told.get(rank), name, sequence))}
+        came = {rank for rank in everybody if rank in entries or (not is_p2p and _reached(by_rank.get(rank), name, sequence))}
         first = next(iter(entries.values()))
         waits.append(_Wait(collective=first, members=tuple(everybody), waiting=tuple(entries), missing=tuple(sorted(everybody - came))))
     return waits
@@ -115,7 +115,7 @@ def _reached(status: RankStatus | None, group: str, sequence: int) -> bool:
     return newest is not None and newest.sequence >= sequence
 
 
-def _describe(wait: _Wait, told: Mapping[int, RankStatus], gone: Mapping[int, str]) -> list[str]:
+def _describe(wait: _Wait, by_rank: Mapping[int, RankStatus], gone: Mapping[int, str]) -> list[str]:
     entry = wait.collective
     name = f"{entry.purpose} (name {entry.group})" if entry.purpose else entry.group
     kind = "transfer" if entry.is_p2p else "collective"
@@ -125,13 +125,13 @@ def _describe(wait: _Wait, told: Mapping[int, RankStatus], gone: Mapping[int, st
     ]
     started: dict[str, list[int]] = {}
     for rank in wait.waiting:
-        for own in told[rank].waiting:
+        for own in by_rank[rank].waiting:
             if (own.group, own.is_p2p, own.sequence) == (entry.group, entry.is_p2p, entry.sequence):
                 started.setdefault(f"{own.operation} {own.shapes}", []).append(rank)
     if len(started) > 1 and not entry.is_p2p:
         lines.append("  they do not run the same: " + "; ".join(f"{rank_list(ranks)} {what}" for what, ranks in started.items()))
     for rank in wait.missing:
-        lines.append(f"  missing: rank {rank}, {gone[rank] if rank in gone else _last(told[rank], entry)}")
+        lines.append(f"  missing: rank {rank}, {gone[rank] if rank in gone else _last(by_rank[rank], entry)}")
     return lines
 
 

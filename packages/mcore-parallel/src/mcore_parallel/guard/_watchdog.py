@@ -16,13 +16,13 @@ from typing import TypeVar
 from torch._C._distributed_c10d import Store
 
 from mcore_parallel.guard._activity import Activity, waits
-from mcore_parallel.guard._board import Board
 from mcore_parallel.guard._collective import Collective, collectives, group_ranks
-from mcore_parallel.guard._inquiry import Inquiry
+from mcore_parallel.guard._investigation import StallInvestigation
 from mcore_parallel.guard._liveness import CUT_OFF, FINISHED, Liveness
 from mcore_parallel.guard._rank_list import rank_list
 from mcore_parallel.guard._report import RankStatus, compose
 from mcore_parallel.guard._stack import broke_in_communication, thread_stacks
+from mcore_parallel.guard._status_store import StatusStore
 from mcore_parallel.guard._timed_store import StoreSilentError, TimedStore
 
 T = TypeVar("T")
@@ -132,7 +132,7 @@ class Watchdog:
         self._incident = 0
         self._since: float | None = None
         self._complained = False
-        self._inquiry: Inquiry | None = None
+        self._investigation: StallInvestigation | None = None
 
     def beat(self, step: int, phase: str = "") -> None:
         """Tell that a step begins; from now on the next call is owed within ``stall_timeout_s``."""
@@ -165,7 +165,7 @@ class Watchdog:
 
     def __enter__(self) -> "Watchdog":
         store = TimedStore(self._store, "mcore/watchdog", self.config.dead_after_s)
-        self._board = Board(store, self._rank, self._world_size)
+        self._status_store = StatusStore(store, self._rank, self._world_size)
         self._liveness = Liveness(store, self._rank, self._world_size, self.config.dead_after_s)
         # A store that is slow now is tried again by the thread.
         with contextlib.suppress(StoreSilentError):
@@ -188,7 +188,7 @@ class Watchdog:
         # The store may have gone with the rank that kept it; what counts is how the block itself ended.
         with contextlib.suppress(RuntimeError):
             self._liveness.beat(_end(error, broken))
-            if error is not None and broken and self._board.claim("post-mortem"):
+            if error is not None and broken and self._status_store.claim("post-mortem"):
                 for rank, what in self._fallen().items():
                     error.add_note(f"rank {rank}: {what}")
 
@@ -221,12 +221,16 @@ class Watchdog:
         stuck = self._complaint()
         complaint = self._death() or stuck
         if self._since is None:
-            if complaint or self._board.alarmed(self._incident):
+            if complaint or self._status_store.alarmed(self._incident):
                 self._since = time.monotonic()
-                self._board.tell(self._incident, self._status(complaint))
-                if self._board.claim(f"incident {self._incident}"):
-                    self._inquiry = Inquiry(
-                        self._board, self._liveness, self._incident, dead_after_s=self.config.dead_after_s, limit_s=self.config.limit_s
+                self._status_store.tell(self._incident, self._status(complaint))
+                if self._status_store.claim(f"incident {self._incident}"):
+                    self._investigation = StallInvestigation(
+                        self._status_store,
+                        self._liveness,
+                        self._incident,
+                        dead_after_s=self.config.dead_after_s,
+                        limit_s=self.config.limit_s,
                     )
                     self._complained = bool(complaint)
             return None
@@ -234,16 +238,16 @@ class Watchdog:
 
     def _follow(self, complaint: str, since: float) -> StallReport | None:
         """An incident under way: gather, when that is this rank's duty, and wait for the verdict."""
-        author = self._inquiry is not None
-        found = self._inquiry.look() if self._inquiry is not None else None
-        if found is not None:
+        author = self._investigation is not None
+        report = self._investigation.look() if self._investigation is not None else None
+        if report is not None:
             # A rank that complained and has got on since was only slow.
-            self._board.decide(self._incident, "" if self._complained and not complaint else found)
-        verdict = self._board.verdict(self._incident)
+            self._status_store.decide(self._incident, "" if self._complained and not complaint else report)
+        verdict = self._status_store.verdict(self._incident)
         if verdict is None:
             patience_s = 4 * self.config.dead_after_s
             return self._local("the rank that gathers the reports is gone") if time.monotonic() - since > patience_s else None
-        self._incident, self._since, self._inquiry = self._incident + 1, None, None
+        self._incident, self._since, self._investigation = self._incident + 1, None, None
         self._activity.forgive()
         return StallReport(text=verdict, is_author=author) if verdict else None
 

@@ -79,6 +79,6 @@ def layer_of(name: str, num_layers: int) -> int:
         >>> [layer_of(name, 4) for name in ("embedding.weight", "layers.0.mlp.up.weight", "layers.3.ffn_norm.weight", "output.weight")]
         [0, 1, 4, 5]
     """
-    if found := re.search(r"(?:^|\.)layers\.(\d+)\.", name):
-        return int(found[1]) + 1
+    if match := re.search(r"(?:^|\.)layers\.(\d+)\.", name):
+        return int(match[1]) + 1
     return 0 if "embedding" in name.split(".") else num_layers + 1

@@ -101,15 +101,15 @@ def read_entries(folder: str | Path) -> dict[str, DumpEntry]:
     paths = [folder] if folder.is_file() else sorted(folder.glob("*.safetensors"))
     if not paths:
         raise DumpError(f"{folder} holds no .safetensors file; pass the folder that TensorRecorder wrote")
-    found: dict[str, DumpEntry] = {}
+    entries: dict[str, DumpEntry] = {}
     for path in paths:
         for entry in _entries(path):
-            if entry.key in found:
+            if entry.key in entries:
                 raise DumpError(
-                    f"{entry.key} is in {found[entry.key].path.name} and in {path.name}; keep the dumps of two runs in two folders"
+                    f"{entry.key} is in {entries[entry.key].path.name} and in {path.name}; keep the dumps of two runs in two folders"
                 )
-            found[entry.key] = entry
-    return found
+            entries[entry.key] = entry
+    return entries
 
 
 def read_tensor(entry: DumpEntry) -> Tensor:
@@ -120,7 +120,7 @@ def read_tensor(entry: DumpEntry) -> Tensor:
 
 def num_layers(entries: Mapping[str, DumpEntry]) -> int:
     """Layers of the model, as far as the names tell."""
-    numbers = [int(found[1]) for entry in entries.values() if (found := re.search(r"(?:^|\.)layers\.(\d+)", entry.name))]
+    numbers = [int(match[1]) for entry in entries.values() if (match := re.search(r"(?:^|\.)layers\.(\d+)", entry.name))]
     return max(numbers, default=-1) + 1
 
 
@@ -130,7 +130,7 @@ def _entries(path: Path) -> list[DumpEntry]:
         held = set(file.keys())
     if metadata.get("format") != _FORMAT:
         raise DumpError(f"{path} is no dump of TensorRecorder (format {metadata.get('format')!r}); pass a folder that it wrote")
-    found = []
+    entries = []
     try:
         for position, fact in enumerate(json.loads(metadata["entries"])):
             phase, call, name = fact["key"].split("/", 2)
@@ -139,10 +139,10 @@ def _entries(path: Path) -> list[DumpEntry]:
                 raise ValueError(fact["key"])
             shape, whole = tuple(fact["shape"]), metadata["statistics"] == "0"
             place: dict[str, Any] = {"phase": phase, "name": name, "call": int(call), "position": position, "path": path}
-            found.append(DumpEntry(**place, shape=shape, dtype=dtype, is_statistics=not whole))
+            entries.append(DumpEntry(**place, shape=shape, dtype=dtype, is_statistics=not whole))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DumpError(f"{path} has a damaged list of entries ({error}); write the dump again") from None
-    return found
+    return entries
 
 
 def _safetensors_reader(path: Path) -> Any:

@@ -37,8 +37,8 @@ class TensorRecorder:
     """
 
     def __init__(self, model: nn.Module, folder: str | Path, *, groups: ProcessGroups | None = None, statistics_only: bool = False) -> None:
-        found: Any = getattr(model, "groups", None) if groups is None else groups
-        self.groups: ProcessGroups = found if isinstance(found, ProcessGroups) else ProcessGroups.single()
+        process_groups: Any = getattr(model, "groups", None) if groups is None else groups
+        self.groups: ProcessGroups = process_groups if isinstance(process_groups, ProcessGroups) else ProcessGroups.single()
         if self.groups.cp.size > 1:
             raise ValueError(f"cp={self.groups.cp.size} gives each rank other tokens of a sequence; record a run with cp=1")
         self.model, self.folder, self.statistics_only = model, Path(folder), statistics_only
@@ -117,8 +117,8 @@ class TensorRecorder:
 
     def _keep(self, key: str, tensor: Tensor) -> None:
         # A clone: what is on the host already would change with the model.
-        kept = statistics(tensor) if self.statistics_only else tensor.detach().to("cpu", copy=True)
-        self._entries[key] = (kept, tensor.dtype, tuple(tensor.shape))
+        value = statistics(tensor) if self.statistics_only else tensor.detach().to("cpu", copy=True)
+        self._entries[key] = (value, tensor.dtype, tuple(tensor.shape))
 
 
 def _is_block(name: str) -> bool:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mcore_parallel.optim._config import OptimizerConfig, Rule
+from mcore_parallel.optim._piece_state import PieceState
 from mcore_parallel.optim._rate import Limits
-from mcore_parallel.optim._unit import Unit
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Numbers:
     rates: Mapping[Limits, tuple[float, float]]
     """Of ``group_rates``."""
 
-    def factor(self, unit: Unit) -> float:
+    def factor(self, unit: PieceState) -> float:
         """Of the gradient of a unit."""
         return self.factors[unit.rule.norm_group] * unit.piece.factor
 
@@ -42,7 +42,7 @@ class Numbers:
         return rule.wd_mult * self.weight_decay
 
 
-def adam(unit: Unit, gradient: Tensor, config: OptimizerConfig, numbers: Numbers) -> None:
+def adam(unit: PieceState, gradient: Tensor, config: OptimizerConfig, numbers: Numbers) -> None:
     """Adam: m and v follow the gradient and its square, p moves by lr * m^ / (sqrt(v^) + eps)."""
     assert unit.exp_avg_sq is not None
     p, m, v = unit.master.read(), unit.exp_avg.read(), unit.exp_avg_sq.read()
@@ -57,7 +57,7 @@ def adam(unit: Unit, gradient: Tensor, config: OptimizerConfig, numbers: Numbers
     unit.master.write(p)
 
 
-def sgd(unit: Unit, gradient: Tensor, config: OptimizerConfig, numbers: Numbers) -> None:
+def sgd(unit: PieceState, gradient: Tensor, config: OptimizerConfig, numbers: Numbers) -> None:
     """Momentum with L2: m = momentum * m + g + decay * p, p moves by lr * m."""
     p, m = unit.master.read(), unit.exp_avg.read()
     g = gradient.to(p.dtype) * numbers.factor(unit)
@@ -68,7 +68,7 @@ def sgd(unit: Unit, gradient: Tensor, config: OptimizerConfig, numbers: Numbers)
     unit.master.write(p)
 
 
-def lion(unit: Unit, gradient: Tensor, config: OptimizerConfig, numbers: Numbers) -> None:
+def lion(unit: PieceState, gradient: Tensor, config: OptimizerConfig, numbers: Numbers) -> None:
     """Lion (arXiv 2302.06675): p moves by lr * sign(beta1 * m + (1 - beta1) * g), then m = beta2 * m + (1 - beta2) * g."""
     p, m = unit.master.read(), unit.exp_avg.read()
     lr, decay = numbers.rate(unit.rule), numbers.decay(unit.rule)

@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from mcore_parallel.optim._config import OptimizerConfig
+from mcore_parallel.optim._piece_state import PieceState
 from mcore_parallel.optim._rate import Limits
-from mcore_parallel.optim._state import BLOCK, Master, Plain, Remainder, Scaled, smallest_step
-from mcore_parallel.optim._unit import Unit
+from mcore_parallel.optim._state import BLOCK, Master, Plain, Remainder, ScaledStorage, smallest_step
 
 _TYPES = {
     torch.float32: tl.float32,
@@ -141,7 +141,7 @@ class FusedAdam:
         config: the update rule.
     """
 
-    def __init__(self, units: Sequence[Unit], config: OptimizerConfig) -> None:
+    def __init__(self, units: Sequence[PieceState], config: OptimizerConfig) -> None:
         self._config, self._units = config, tuple(units)
         self._tables: list[_Table] = []
         self._places: list[int] = []
@@ -149,7 +149,7 @@ class FusedAdam:
 
     def _rebuild(self) -> None:
         self._places = self._addresses()
-        alike: dict[tuple[object, ...], list[Unit]] = {}
+        alike: dict[tuple[object, ...], list[PieceState]] = {}
         for unit in self._units:
             assert unit.exp_avg_sq is not None
             dtypes = (unit.piece.parameter.dtype, unit.piece.gradient.dtype, unit.exp_avg.data.dtype, unit.exp_avg_sq.data.dtype)
@@ -178,7 +178,7 @@ class FusedAdam:
 class _Table:
     """Full blocks of some pieces, or what is left at their ends."""
 
-    def __init__(self, units: Sequence[Unit], norm_groups: Sequence[str | None], *, full: bool) -> None:
+    def __init__(self, units: Sequence[PieceState], norm_groups: Sequence[str | None], *, full: bool) -> None:
         rows = [_row(unit) for unit in units]
         first, device = units[0], units[0].piece.parameter.device
         numels = torch.tensor([len(unit.piece.parameter) for unit in units])
@@ -210,8 +210,8 @@ class _Table:
             "M": _TYPES[m.data.dtype],
             "V": _TYPES[v.data.dtype],
             "MASTER": {Plain: _IN_PLACE, Master: _SEPARATE, Remainder: _REMAINDER}[type(first.master)],
-            "M_SCALED": isinstance(m, Scaled),
-            "V_SCALED": isinstance(v, Scaled),
+            "M_SCALED": isinstance(m, ScaledStorage),
+            "V_SCALED": isinstance(v, ScaledStorage),
             "M_LIMIT": torch.finfo(m.data.dtype).max,
             "V_LIMIT": torch.finfo(v.data.dtype).max,
             "V_SMALLEST": smallest_step(v.data.dtype),
@@ -236,16 +236,16 @@ class _Table:
         )  # fmt: skip
 
 
-def _row(unit: Unit) -> tuple[int, ...]:
+def _row(unit: PieceState) -> tuple[int, ...]:
     """Addresses of parameter, gradient, master, moments and their scales. Each can move alone: freed memory comes back anywhere."""
     m, v = unit.exp_avg, unit.exp_avg_sq
     assert v is not None
     tensors = (unit.piece.parameter, unit.piece.gradient, unit.master.data, m.data, v.data)
-    scales = (holder.scales.data_ptr() if isinstance(holder, Scaled) else 0 for holder in (m, v))
+    scales = (holder.scales.data_ptr() if isinstance(holder, ScaledStorage) else 0 for holder in (m, v))
     return *(tensor.data_ptr() for tensor in tensors), *scales
 
 
-def _aligned(unit: Unit) -> bool:
+def _aligned(unit: PieceState) -> bool:
     """Whether every address is a multiple of 16 bytes, so that loads may be wide (chunks keep it: BLOCK is a multiple of 16)."""
     assert unit.exp_avg_sq is not None
     tensors = (unit.piece.parameter, unit.piece.gradient, unit.master.data, unit.exp_avg.data, unit.exp_avg_sq.data)

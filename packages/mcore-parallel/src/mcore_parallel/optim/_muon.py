@@ -13,7 +13,7 @@ from mcore_parallel.comm import all_gather
 from mcore_parallel.groups import Group, Piece, ProcessGroups
 from mcore_parallel.optim._adam import Numbers
 from mcore_parallel.optim._config import OptimizerConfig
-from mcore_parallel.optim._unit import Unit
+from mcore_parallel.optim._piece_state import PieceState
 
 # Quintic whose iteration takes singular values of (0, 1] to about 1 in five steps (Keller Jordan's Muon).
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -88,7 +88,7 @@ class LayerwiseMuon:
             if owner == group.rank
         ]
 
-    def update(self, unit: Unit, numbers: Numbers) -> None:
+    def update(self, unit: PieceState, numbers: Numbers) -> None:
         """One step of one owned piece."""
         config, piece = self._config, unit.piece
         p, m = unit.master.read(), unit.exp_avg.read()

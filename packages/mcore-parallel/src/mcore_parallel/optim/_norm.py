@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mcore_parallel.comm import all_reduce
 from mcore_parallel.groups import NamedShard, Piece, ProcessGroups
-from mcore_parallel.optim._unit import Placement, whole_piece
+from mcore_parallel.optim._piece_state import Placement, whole_piece
 
 
 def global_grad_norm(

@@ -11,8 +11,8 @@ import torch
 from mcore_parallel.groups import Piece
 from mcore_parallel.optim._adam import Numbers, adam
 from mcore_parallel.optim._config import OptimizerConfig
+from mcore_parallel.optim._piece_state import PieceState
 from mcore_parallel.optim._state import BLOCK
-from mcore_parallel.optim._unit import Unit
 
 
 def split_for_host(pieces: Sequence[Piece], fraction: float) -> list[tuple[Piece, bool]]:
@@ -21,13 +21,13 @@ def split_for_host(pieces: Sequence[Piece], fraction: float) -> list[tuple[Piece
     The piece in which the share ends is cut in two, at a multiple of 1024 elements, so that scaled states keep their blocks.
     """
     left = math.ceil(fraction * sum(len(piece.parameter) for piece in pieces))
-    found: list[tuple[Piece, bool]] = []
+    parts: list[tuple[Piece, bool]] = []
     for piece in pieces:
         numel = len(piece.parameter)
         cut = min(numel, -(-left // BLOCK) * BLOCK)
-        found += [(part, on_host) for part, on_host in ((cut_piece(piece, 0, cut), True), (cut_piece(piece, cut, numel), False)) if part]
+        parts += [(part, on_host) for part, on_host in ((cut_piece(piece, 0, cut), True), (cut_piece(piece, cut, numel), False)) if part]
         left = max(0, left - cut)
-    return found
+    return parts
 
 
 def cut_piece(piece: Piece, begin: int, end: int) -> Piece | None:
@@ -49,7 +49,7 @@ class HostUpdates:
             a unit, so that the host updates one unit while others travel.
     """
 
-    def __init__(self, units: Sequence[Unit], config: OptimizerConfig) -> None:
+    def __init__(self, units: Sequence[PieceState], config: OptimizerConfig) -> None:
         self.units, self._config = tuple(units), config
         self._overlaps = config.overlap_cpu_optimizer_d2h_h2d and any(unit.piece.parameter.is_cuda for unit in units)
         self._down = torch.cuda.Stream() if self._overlaps else None

@@ -19,8 +19,8 @@ from mcore_parallel.optim._loss_scale import DynamicLossScale
 from mcore_parallel.optim._muon import LayerwiseMuon
 from mcore_parallel.optim._norm import GradientNorm, joint_norm
 from mcore_parallel.optim._offload import HostUpdates, split_for_host
+from mcore_parallel.optim._piece_state import PieceState, Placement, whole_piece
 from mcore_parallel.optim._rate import Limits, Rate, group_rates
-from mcore_parallel.optim._unit import Placement, Unit, whole_piece
 
 
 class GradientSource(Protocol):
@@ -125,7 +125,7 @@ class MegatronOptimizer:
         self._muon = LayerwiseMuon([piece for piece in self._pieces if rules[piece.name].kind == "muon"], groups, config)
         owned = {piece.name for piece in self._muon.owned()}
         mine = [piece for piece in self._pieces if rules[piece.name].kind != "muon" or piece.name in owned]
-        self._units = [Unit(piece, rules[piece.name], config, on_host=on_host) for piece, on_host in self._placed(mine)]
+        self._units = [PieceState(piece, rules[piece.name], config, on_host=on_host) for piece, on_host in self._placed(mine)]
         self._limits = {unit.rule.limits for unit in self._units} - {(None, None)}
         self._owned = owned
         self._host = HostUpdates([unit for unit in self._units if unit.on_host], config)
@@ -137,16 +137,16 @@ class MegatronOptimizer:
         self._count = torch.zeros((), dtype=torch.float64, device=self._device)
         self._loss_scale_rule = _loss_scale_rule(config)
         self._loss_scale = self._loss_scale_rule.start(self._device) if self._loss_scale_rule else None
-        self._loaded: list[tuple[Unit, str, Tensor, Tensor]] = []
+        self._loaded: list[tuple[PieceState, str, Tensor, Tensor]] = []
         self._parked: list[tuple[Tensor, Tensor]] = []
 
     @property
     def state_bytes(self) -> dict[str, int]:
         """Bytes of moments and masters that are not the parameters themselves, in "device" and "host" memory."""
-        found = {"device": 0, "host": 0}
+        num_bytes = {"device": 0, "host": 0}
         for unit in self._units:
-            found["host" if unit.on_host else "device"] += sum(holder.num_bytes for _, holder in unit.holders())
-        return found
+            num_bytes["host" if unit.on_host else "device"] += sum(holder.num_bytes for _, holder in unit.storages())
+        return num_bytes
 
     @property
     def step_count(self) -> int:
@@ -167,7 +167,7 @@ class MegatronOptimizer:
         self._count.fill_(count)
         for unit, kind, values, before in self._loaded:
             if _fingerprint(values) != before:
-                dict(unit.holders())[kind].write(values)
+                dict(unit.storages())[kind].write(values)
         self._loaded = []
         for unit in self._units:
             if unit.on_host:
@@ -185,34 +185,34 @@ class MegatronOptimizer:
         if self._sliced is not None:
             self._sliced.finish_param_sync()
         self._loaded = []
-        found: dict[str, list[StateShard]] = {}
+        shards: dict[str, list[StateShard]] = {}
         for unit in self._units:
             piece = unit.piece
             owned = piece.name in self._owned
-            for kind, holder in unit.holders():
+            for kind, holder in unit.storages():
                 values = holder.read()
                 if values is not holder.data:
                     self._loaded.append((unit, kind, values, _fingerprint(values)))
                 name = f"optimizer.{kind}.{piece.name}"
                 if piece.is_whole and not owned and len(values) == math.prod(piece.shape):
-                    found[name] = [StateShard(name, values.view(piece.shape), piece.spec)]
+                    shards[name] = [StateShard(name, values.view(piece.shape), piece.spec)]
                     continue
                 replica = self._place.replica(piece, owned=owned)
                 parts = [StateShard(name, view, piece.spec, place, replica) for view, place in self._place.parts(piece, values)]
                 # A piece whose state is partly on the host is two units.
-                found.setdefault(name, []).extend(parts)
+                shards.setdefault(name, []).extend(parts)
         if self._loss_scale is not None:
             # Every rank of every stage has a copy.
             copy = self.groups.world.rank
-            found["optimizer.loss_scale"] = [StateShard("optimizer.loss_scale", self._loss_scale, ShardSpec(shape=(3,)), replica=copy)]
-        return {name: parts[0] if len(parts) == 1 else parts for name, parts in found.items()}
+            shards["optimizer.loss_scale"] = [StateShard("optimizer.loss_scale", self._loss_scale, ShardSpec(shape=(3,)), replica=copy)]
+        return {name: parts[0] if len(parts) == 1 else parts for name, parts in shards.items()}
 
     def offload_to_cpu(self) -> None:
         """Move the state to host memory and give its device memory back, between two steps; generation may use it meanwhile."""
         if self._parked:
             return
         for unit in self._units:
-            for _, holder in unit.holders():
+            for _, holder in unit.storages():
                 self._parked.append((holder.data, holder.data.cpu() if holder.data.device.type != "cpu" else holder.data.clone()))
                 holder.data.untyped_storage().resize_(0)
 
@@ -359,7 +359,7 @@ def _rules(config: OptimizerConfig, shapes: Mapping[str, tuple[int, ...]], group
     return rules
 
 
-def _fused(units: list[Unit], config: OptimizerConfig) -> _DeviceAdam | None:
+def _fused(units: list[PieceState], config: OptimizerConfig) -> _DeviceAdam | None:
     if not units:
         return None
     from mcore_parallel.optim._fused import FusedAdam

@@ -59,10 +59,10 @@ def group_rates(groups: Iterable[Limits], lr: float | Tensor | None, base: float
     Raises:
         ValueError: limits that a plain rate cannot serve.
     """
-    found: dict[Limits, tuple[float, float]] = {}
+    rates: dict[Limits, tuple[float, float]] = {}
     for max_lr, min_lr in groups:
         if isinstance(lr, Rate):
-            found[max_lr, min_lr] = (0.0, lr.between(max_lr, min_lr))
+            rates[max_lr, min_lr] = (0.0, lr.between(max_lr, min_lr))
         elif lr is not None and min_lr is not None:
             raise ValueError(
                 f"min_lr={min_lr} of a parameter group needs the rate of a schedule; pass lr=schedule.lr(n), not a plain number"
@@ -70,5 +70,5 @@ def group_rates(groups: Iterable[Limits], lr: float | Tensor | None, base: float
         elif max_lr is not None and not base:
             raise ValueError(f"max_lr={max_lr} of a parameter group is compared with the config's lr=0.0; pass lr=schedule.lr(n)")
         else:
-            found[max_lr, min_lr] = (1.0 if max_lr is None else max_lr / base, 0.0)
-    return found
+            rates[max_lr, min_lr] = (1.0 if max_lr is None else max_lr / base, 0.0)
+    return rates

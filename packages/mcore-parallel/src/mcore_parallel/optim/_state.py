@@ -16,7 +16,7 @@ BLOCK = 1024
 """Elements that share a scale; also what one program of the fused kernel updates."""
 
 
-class Holder(Protocol):
+class StateStorage(Protocol):
     """Values of one piece."""
 
     @property
@@ -45,7 +45,7 @@ class Plain:
             self.data.copy_(values)
 
 
-class Scaled:
+class ScaledStorage:
     """float16 or float8_e4m3fn values with one scale for each ``BLOCK`` elements, a power of two: written again, what was read keeps
     its bits.
 
@@ -128,10 +128,10 @@ def join_bits(parameter: Tensor, low: Tensor) -> Tensor:
     return ((parameter.view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)).view(torch.float32)
 
 
-def moment(numel: int, dtype: torch.dtype, device: torch.device, *, rooted: bool) -> Plain | Scaled:
+def moment(numel: int, dtype: torch.dtype, device: torch.device, *, rooted: bool) -> Plain | ScaledStorage:
     """Zeros in the storage that fits ``dtype``."""
     data = torch.zeros(numel, dtype=dtype, device=device)
-    return Scaled(data, rooted=rooted) if dtype in (torch.float16, torch.float8_e4m3fn) else Plain(data)
+    return ScaledStorage(data, rooted=rooted) if dtype in (torch.float16, torch.float8_e4m3fn) else Plain(data)
 
 
 def power_of_two(values: Tensor) -> Tensor:

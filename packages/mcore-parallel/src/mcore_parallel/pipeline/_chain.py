@@ -87,12 +87,12 @@ class ChainLink:
             both, send, receive = bridge.send_backward_recv_forward, bridge.send_backward, bridge.recv_forward
         else:
             both, send, receive = bridge.send_forward_recv_backward, bridge.send_forward, bridge.recv_backward
-        found: list[Tensor] = []
+        outputs: list[Tensor] = []
         for x, spec in zip_longest(going, coming):
             if x is None:
-                found.append(receive(self._batch))
+                outputs.append(receive(self._batch))
             elif spec is None:
                 send(x, self._batch)
             else:
-                found.append(both(x, self._batch, self._batch))
-        return [Arrival(x.detach(), ()) for x in found]
+                outputs.append(both(x, self._batch, self._batch))
+        return [Arrival(x.detach(), ()) for x in outputs]

@@ -59,7 +59,7 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Span:
+class ActionSpan:
     """When an action begins and ends."""
 
     start: float
@@ -91,7 +91,7 @@ def given(entry: Entry, stage: int, num_stages: int, num_chunks: int) -> Iterato
             yield Transfer("gradient", action.microbatch, (place - 1) // num_stages, stage, (place - 1) % num_stages)
 
 
-def clock(tables: Sequence[Table], costs: Costs) -> list[list[Span]]:
+def clock(tables: Sequence[Table], costs: Costs) -> list[list[ActionSpan]]:
     """Spans of all actions when each begins as soon as its stage is free and its inputs are there; transfers take no time.
 
     Raises:
@@ -102,7 +102,7 @@ def clock(tables: Sequence[Table], costs: Costs) -> list[list[Span]]:
         check_table(stage, table)
     num_stages, num_chunks = len(tables), count_chunks(tables)
     arrived: dict[Transfer, float] = {}
-    spans: list[list[Span]] = [[] for _ in tables]
+    spans: list[list[ActionSpan]] = [[] for _ in tables]
     moved = True
     while moved:
         moved = False
@@ -114,7 +114,7 @@ def clock(tables: Sequence[Table], costs: Costs) -> list[list[Span]]:
                 if None in inputs:
                     break
                 start = max([done[-1].end if done else 0.0, *(time for time in inputs if time is not None)])
-                done.append(Span(start, start + costs.of(entry)))
+                done.append(ActionSpan(start, start + costs.of(entry)))
                 arrived |= dict.fromkeys(given(entry, stage, num_stages, num_chunks), done[-1].end)
                 moved = True
     stuck = []

@@ -88,16 +88,16 @@ class PipelineLayout:
             ValueError: a stage between would be empty, a number that its chunks do not divide, one end both counted and given.
         """
         first, last = num_layers_in_first_stage, num_layers_in_last_stage
-        for name, given, counted in (("first", first, account_for_embedding), ("last", last, account_for_loss)):
-            if given is None:
+        for name, end_layers, counted in (("first", first, account_for_embedding), ("last", last, account_for_loss)):
+            if end_layers is None:
                 continue
             if counted:
                 other = "account_for_embedding" if name == "first" else "account_for_loss"
-                raise ValueError(f"num_layers_in_{name}_stage={given} and {other}=True exclude one another; set one of them")
-            if given < 0 or given % num_chunks:
-                raise ValueError(f"num_layers_in_{name}_stage={given} must be a multiple of num_chunks={num_chunks}, or 0")
+                raise ValueError(f"num_layers_in_{name}_stage={end_layers} and {other}=True exclude one another; set one of them")
+            if end_layers < 0 or end_layers % num_chunks:
+                raise ValueError(f"num_layers_in_{name}_stage={end_layers} must be a multiple of num_chunks={num_chunks}, or 0")
             if num_stages == 1:
-                raise ValueError(f"num_layers_in_{name}_stage={given} needs more than one stage; leave it out")
+                raise ValueError(f"num_layers_in_{name}_stage={end_layers} needs more than one stage; leave it out")
         fixed = {stage: count for stage, count in ((0, first), (num_stages - 1, last)) if count is not None}
         free = [place for place in range(num_stages * num_chunks) if place % num_stages not in fixed]
         counted = num_layers - sum(fixed.values()) + account_for_embedding + account_for_loss
@@ -131,10 +131,10 @@ class PipelineLayout:
             stages = [list(stage) for stage in _expand(layout).split("|")]
         else:
             stages = [list(_expand(stage)) if isinstance(stage, str) else [_symbol(name) for name in stage] for stage in layout]
-        found = cls._build(stages, num_stages)
-        if num_layers is not None and found.num_layers != num_layers:
-            raise ValueError(f"layout={layout!r} places {found.num_layers} layers, but num_layers={num_layers}; make them equal")
-        return found
+        parsed = cls._build(stages, num_stages)
+        if num_layers is not None and parsed.num_layers != num_layers:
+            raise ValueError(f"layout={layout!r} places {parsed.num_layers} layers, but num_layers={num_layers}; make them equal")
+        return parsed
 
     @classmethod
     def _build(cls, stages: list[list[str]], num_stages: int, close: bool = False) -> "PipelineLayout":
@@ -148,11 +148,11 @@ class PipelineLayout:
             raise ValueError(f"layout {text!r} must hold one E, first in its first stage, and one L, last in its last")
         if "mt" in order:
             raise ValueError(f"layout {text!r} has an m before a t; put the layers that predict further tokens behind all others")
-        found: list[StageLayout] = []
+        layouts: list[StageLayout] = []
         layers = mtp = 0
         for symbols in stages:
             here, further = symbols.count("t"), symbols.count("m")
-            found.append(
+            layouts.append(
                 StageLayout(
                     layers=range(layers, layers + here),
                     embedding="E" in symbols,
@@ -161,7 +161,7 @@ class PipelineLayout:
                 )
             )
             layers, mtp = layers + here, mtp + further
-        return cls(num_stages=num_stages, stages=tuple(found))
+        return cls(num_stages=num_stages, stages=tuple(layouts))
 
 
 def _expand(text: str) -> str:

@@ -56,8 +56,8 @@ def exchanges(tables: Sequence[Table]) -> list[list[Exchange]]:
                 received[transfer.receiver][bisect_left(starts[transfer.receiver], end)].append((end, rank, transfer))
     return [
         [
-            Exchange(tuple(out), tuple(transfer for _, _, transfer in sorted(found, key=lambda item: item[:2])))
-            for out, found in zip(sends[stage], received[stage], strict=True)
+            Exchange(tuple(out), tuple(transfer for _, _, transfer in sorted(incoming, key=lambda item: item[:2])))
+            for out, incoming in zip(sends[stage], received[stage], strict=True)
         ]
         for stage in range(num_stages)
     ]
@@ -84,17 +84,17 @@ class PipelinePlan:
             >>> PipelinePlan.of([actions]).slots(0)
             {(0, 0): 0, (0, 1): 0}
         """
-        found: dict[tuple[int, int], int] = {}
+        slot_of: dict[tuple[int, int], int] = {}
         live: dict[tuple[int, int], int] = {}
         for entry in self.tables[stage]:
             # The parts of a pair run beside each other, so the forward's comes first.
             for action in sorted(parts(entry), key=lambda action: action.kind != "F"):
                 key = (action.chunk, action.microbatch)
                 if action.kind == "F":
-                    found[key] = live[key] = min(set(range(len(live) + 1)) - set(live.values()))
+                    slot_of[key] = live[key] = min(set(range(len(live) + 1)) - set(live.values()))
                 elif action.kind in "BW":
                     del live[key]
-        return found
+        return slot_of
 
     @classmethod
     def of(cls, tables: Sequence[Table]) -> "PipelinePlan":

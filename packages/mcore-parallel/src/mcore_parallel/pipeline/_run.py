@@ -188,15 +188,15 @@ class _Runner:
             roots.append((edge, begin))
         if action.kind == "I":
             live.split, live.roots = SplitBackward(roots, live.activation), []
-            found = live.split.input_grad()
+            input_grad = live.split.input_grad()
         else:
             if roots:
                 torch.autograd.backward([edge for edge, _ in roots], [grad for _, grad in roots])  # type: ignore[arg-type]
-            found = None if live.activation is None else live.activation.grad
+            input_grad = None if live.activation is None else live.activation.grad
         if live.activation is None:
             return None
         # A chunk that does not use what it received still owes its neighbour a gradient.
-        return torch.zeros_like(live.activation) if found is None else found
+        return torch.zeros_like(live.activation) if input_grad is None else input_grad
 
 
 def _check_output(output: Tensor, spec: TensorSpec | None, stage: int, chunk: int) -> None:

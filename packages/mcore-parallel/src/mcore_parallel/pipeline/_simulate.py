@@ -5,7 +5,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mcore_parallel.pipeline._clock import Costs, DeadlockError, Span, Table, Transfer, clock, count_chunks, needed
+from mcore_parallel.pipeline._clock import ActionSpan, Costs, DeadlockError, Table, Transfer, clock, count_chunks, needed
 from mcore_parallel.pipeline._plan import Exchange, exchanges
 from mcore_parallel.pipeline._schedule import Action, parts
 
@@ -26,7 +26,7 @@ class Simulation:
     peak_received: tuple[int, ...]
     """Most tensors that a stage has taken in, or stands ready to take in, ahead of the action that uses them, by stage."""
     tables: tuple[Table, ...]
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[ActionSpan, ...], ...]
     """When the actions begin and end, by stage."""
 
     def __str__(self) -> str:

@@ -15,7 +15,7 @@ Root = tuple[GradientEdge, Tensor]
 """Where a backward begins, and with which gradient."""
 
 
-class LaterGradients(Protocol):
+class DeferredGrads(Protocol):
     """What a node written in Python offers: to compute the gradients of some inputs when it is told to, not in its backward."""
 
     @property
@@ -30,7 +30,7 @@ class LaterGradients(Protocol):
 @runtime_checkable
 class _Defers(Protocol):
     @property
-    def later(self) -> LaterGradients | None: ...
+    def later(self) -> DeferredGrads | None: ...
 
 
 @dataclass
@@ -44,7 +44,7 @@ class SplitBackward:
 
     A chunk without input (the first of all) has a trunk as well: it ends above the leaf that lies deepest, the embedding.
 
-    A node written in Python computes all of its gradients or none, unless it keeps a ``LaterGradients`` as ``later`` on its context,
+    A node written in Python computes all of its gradients or none, unless it keeps a ``DeferredGrads`` as ``later`` on its context,
     as the tensor-parallel products do. Three kinds of weights have their gradient computed in the first part and only accumulated
     in the second: those of other nodes written in Python, those that several trunk nodes read without a node in between, and those
     of nodes whose saved tensors are recomputed or fetched, which would happen once more for each of them.
@@ -115,7 +115,7 @@ class _Branch:
     node: Node
     begins: list[GradientEdge]
     """Reached from no other trunk node."""
-    later: LaterGradients | None = None
+    later: DeferredGrads | None = None
     """Of a node written in Python."""
     grads: list[tuple[int, Tensor]] = field(default_factory=list)
     jobs: list[tuple[int, Callable[[], Tensor | None]]] = field(default_factory=list)
@@ -137,8 +137,8 @@ class _Branch:
                     yield GradientEdge(*self.node.next_functions[number]), grad  # type: ignore[arg-type]
         elif grads:
             into = [GradientEdge(self.node, number) for number, _ in grads]
-            found = torch.autograd.grad(into, self.begins, [grad for _, grad in grads], allow_unused=True)
-            for edge, grad in zip(self.begins, found, strict=True):
+            grads_in = torch.autograd.grad(into, self.begins, [grad for _, grad in grads], allow_unused=True)
+            for edge, grad in zip(self.begins, grads_in, strict=True):
                 if grad is not None:
                     yield edge, grad
 
@@ -162,11 +162,11 @@ class _Graph:
                 stack += [(other, False) for other, _ in self._next[node] if other not in self._next]
 
     def leading_to(self, end: Node) -> set[Node]:
-        found = {end}
+        reached = {end}
         for node in self.upward:
-            if any(other in found for other, _ in self._next[node]):
-                found.add(node)
-        return found if end in self._next else set()
+            if any(other in reached for other, _ in self._next[node]):
+                reached.add(node)
+        return reached if end in self._next else set()
 
     def above_deepest_leaf(self) -> Node | None:
         """On the longest way down, the topmost node from which nothing but the leaf at its end can be reached.
@@ -232,7 +232,7 @@ class _Graph:
         return list(later.values()), at_once
 
 
-def _later(node: Node, unrun: Node | None) -> LaterGradients | None:
+def _later(node: Node, unrun: Node | None) -> DeferredGrads | None:
     return node.later if node is not unrun and isinstance(node, _Defers) else None
 
 

@@ -84,35 +84,35 @@ def layer_bytes(s: RankSizes, recompute: RecomputeConfig | None, *, fusion: bool
         attention = s.mixers[symbol]
     elif mixer:
         moments += _attention_moments(s, fusion, gone=gone, again=again_attention + at_once, inner=brought - at_once)
-    kept = (norm + out + attention if mixer else 0) + (norm + ffn_out + kept_mlp if mlp else 0)
-    return LayerBytes(kept=kept, moments=tuple(moments))
+    saved = (norm + out + attention if mixer else 0) + (norm + ffn_out + kept_mlp if mlp else 0)
+    return LayerBytes(kept=saved, moments=tuple(moments))
 
 
 def _feed_forward_moments(s: RankSizes, fusion: bool, *, again: int, inner: int) -> list[Moment]:
     residual, e = s.hidden, s.e
     whole = e * s.T * s.D if s.sequence_parallel else 0
     feed_forward = s.gated + s.routed
-    found = []
+    moments = []
     if s.F:
         weight = 0 if fusion else e * s.D * s.F
         up_weight = 2 * weight
-        found.append(Moment("feed-forward activation", again + residual + s.activation_work))
+        moments.append(Moment("feed-forward activation", again + residual + s.activation_work))
         # With kernels its product comes when the activation's backward has made the input again.
-        found.append(Moment("feed-forward down", again + residual + whole + (s.activation_work if s.kernels else e * s.T * s.F) + weight))
+        moments.append(Moment("feed-forward down", again + residual + whole + (s.activation_work if s.kernels else e * s.T * s.F) + weight))
         up = again + inner + residual + whole + e * s.T * s.D + 2 * e * s.T * s.F + up_weight - s.gated
-        found.append(Moment("feed-forward up", up))
+        moments.append(Moment("feed-forward up", up))
     if s.rows:
         # Autograd gets the gradient of all experts of a weight as one tensor.
         weight = e * s.local_experts * s.expert_F * s.D
         picks = e * s.picks * s.D
         returned = 2 * picks + e * s.rows * s.D
-        found.append(Moment("experts combine", again + residual + 3 * picks))
+        moments.append(Moment("experts combine", again + residual + 3 * picks))
         through = e * s.rows * s.expert_F
-        found.append(Moment("experts down", again + residual + e * s.rows * s.D + s.gates * through + weight - returned))
-        found.append(Moment("experts up", again + inner + residual + picks + s.gates * weight - through - returned))
+        moments.append(Moment("experts down", again + residual + e * s.rows * s.D + s.gates * through + weight - returned))
+        moments.append(Moment("experts up", again + inner + residual + picks + s.gates * weight - through - returned))
     # The norm's backward comes when the feed-forward has let go of what it kept, and of its own input.
-    found.append(Moment("norm", again + inner + residual + s.norm_work - feed_forward - s.hidden))
-    return found
+    moments.append(Moment("norm", again + inner + residual + s.norm_work - feed_forward - s.hidden))
+    return moments
 
 
 def _attention_moments(s: RankSizes, fusion: bool, *, gone: int, again: int, inner: int) -> list[Moment]:
@@ -161,10 +161,10 @@ def head_bytes(s: RankSizes, *, fusion: bool) -> HeadBytes:
         waiting, making = logits + whole, logits + copies
         weight = 0 if fusion and s.kernels else e * vocabulary
         scaled = max(e * s.T * s.D + weight, s.hidden + (0 if fusion else weight))
-    kept = base + s.T * 8 + s.hidden + waiting
+    saved = base + s.T * 8 + s.hidden + waiting
     moments.append(Moment("loss", base + whole + e * s.T * s.D + making))
-    moments.append(Moment("loss backward", kept + scaled))
-    return HeadBytes(kept=kept, moments=tuple(moments))
+    moments.append(Moment("loss backward", saved + scaled))
+    return HeadBytes(kept=saved, moments=tuple(moments))
 
 
 def _turning(config: TransformerConfig) -> int:
@@ -221,8 +221,8 @@ def stage_activations(
 
     kinds = {symbol: of(symbol) for part in parts for symbol in {*part.symbols, *"".join(part.depths)}}
     whole_chunks = [sum(kinds[symbol].kept for symbol in part.symbols) for part in parts]
-    kept = max(whole_chunks)
-    chunk = parts[whole_chunks.index(kept)].num_layers
+    saved = max(whole_chunks)
+    chunk = parts[whole_chunks.index(saved)].num_layers
     first, last = any(part.first for part in parts), any(part.last for part in parts)
     again = num_inputs = 0
     if recompute is not None and recompute.granularity == "full" and chunk:
@@ -232,22 +232,22 @@ def stage_activations(
         whole = max((end - start for start, end, runs_again in spans if runs_again), default=0)
         rest = sum(end - start for start, end, runs_again in spans if not runs_again)
         num_inputs = sum(runs_again for _, _, runs_again in spans)
-        kept = num_inputs * s.hidden // share + rest * kept // chunk
+        saved = num_inputs * s.hidden // share + rest * saved // chunk
         # The input of the first one is there already where that is what its norm keeps.
         again = 0 if rest else whole * most + (s.hidden if share > 1 else 0) - (s.hidden if s.kernels or s.e == WIDE else 0)
     tables = tables_bytes(s, _turning(config))
     # What came from the stage before is kept too; where a layer runs again, or is wide, it is among what that keeps.
     received = 0 if s.kernels or s.e == WIDE or num_inputs or (recompute and "norm" in recompute.parts) else s.hidden
     depths = [depth for part in parts for depth in part.depths]
-    each = kept + tables + (embedding_bytes(s, masked=not fusion and (kernels or s.V * layout.plan.tp != s.V)) if first else received)
+    each = saved + tables + (embedding_bytes(s, masked=not fusion and (kernels or s.V * layout.plan.tp != s.V)) if first else received)
     head = head_bytes(s, fusion=fusion) if last else None
-    whole_layers = units.layers(kept // max(1, chunk), chunk)
+    whole_layers = units.layers(saved // max(1, chunk), chunk)
     moments = [Moment(moment.name, again + moment.extra + whole_layers) for layer in kinds.values() for moment in layer.moments]
     if first:
         # Last of all: the embedding's gradient, when its micro-batch has let go of the layers.
         tied = last and config.share_embeddings_and_output_weights
         picked = fusion and s.kernels  # of the rows of its tokens only
-        extra = (tied + (not picked)) * s.e * s.V * s.D + (2 - picked) * s.e * s.T * s.D - kept
+        extra = (tied + (not picked)) * s.e * s.V * s.D + (2 - picked) * s.e * s.T * s.D - saved
         moments.append(Moment("embedding", extra + units.embedding_backward))
     if head is not None:
         # A depth keeps three norms, their results side by side and projected, its layers, and its loss until the backward begins.

@@ -154,7 +154,7 @@ def _row(proposal: Proposal) -> list[str]:
 
 
 def _scale(points: Sequence[ScalePoint], as_json: bool) -> int:
-    found = [
+    estimates = [
         {
             "gpus": point.gpus, "batch": point.batch, "global_batch": point.workload.global_batch,
             **{axis: getattr(point.proposal.layout.plan, axis) for axis in ("tp", "pp", "vpp", "cp", "ep", "dp")},
@@ -165,9 +165,9 @@ def _scale(points: Sequence[ScalePoint], as_json: bool) -> int:
         for point in points
     ]  # fmt: skip
     if as_json:
-        print(json.dumps({"points": found}, indent=1))
+        print(json.dumps({"points": estimates}, indent=1))
     else:
-        _print_columns(tuple(found[0]), [[str(value) for value in row.values()] for row in found])
+        _print_columns(tuple(estimates[0]), [[str(value) for value in row.values()] for row in estimates])
     return 0
 
 

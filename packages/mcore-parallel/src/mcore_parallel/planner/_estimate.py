@@ -158,17 +158,17 @@ def _rank(workload: Workload, layout: Layout, stage: int, exact: bool, kernels: 
     live = live_forwards(layout, stage, num_microbatches)
     static = static_bytes(workload, layout, stage, exact=exact)
     units = unit_bytes(workload, layout, parts, sizes(workload, layout, kernels=kernels), stage)
-    found = stage_activations(workload, layout, parts, live, kernels=kernels, units=units)
+    activations = stage_activations(workload, layout, parts, live, kernels=kernels, units=units)
     tokens = workload.micro_batch * workload.sequence // plan.cp
     # Tokens, labels and mask of the whole step lie on the device, uncut, and the positions of the live ones.
     batches = 20 * tokens * plan.cp * num_microbatches
-    buffers = found.work + batches + 8 * tokens * live + (_WORKSPACE if kernels else 0)
+    buffers = activations.work + batches + 8 * tokens * live + (_WORKSPACE if kernels else 0)
     if plan.pp > 1:
         share = plan.tp if layout.sequence_parallel else 1
         # Something comes and something goes while a micro-batch is worked on.
         buffers += 2 * tokens // share * config.hidden_size * workload.dtype.itemsize
     communicators = sum(size > 1 for size in (plan.tp, plan.cp, plan.pp, plan.dp * plan.cp, plan.ep, plan.world_size))
     return RankMemory(
-        stage=stage, params=static.params, grads=static.grads, optimizer=static.optimizer, activations=found.kept, buffers=buffers,
-        context=_CONTEXT + communicators * _COMMUNICATOR, moment=found.moment,
+        stage=stage, params=static.params, grads=static.grads, optimizer=static.optimizer, activations=activations.kept, buffers=buffers,
+        context=_CONTEXT + communicators * _COMMUNICATOR, moment=activations.moment,
     )  # fmt: skip

@@ -189,19 +189,19 @@ def state_bytes(optimizer: OptimizerConfig, dtype: torch.dtype) -> float:
     moments = [optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype] if adam else [torch.float32]
     stored = sum((kind.itemsize if narrow else 4) + (4 / 1024 if narrow and _scaled(kind) else 0) for kind in moments)
     # The states of the first pieces are in host memory.
-    kept = 1.0 - optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 1.0
-    return (master + stored + _TABLE_BYTES) * kept
+    on_device = 1.0 - optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 1.0
+    return (master + stored + _TABLE_BYTES) * on_device
 
 
 @functools.lru_cache(maxsize=4096)
 def _stage_shapes(model: ModelSizes, tp: int, ep: int, etp: int, pp: int, vpp: int, stage: int) -> dict[str, tuple[Shapes, int]]:
     config = model.config
     parts = stage_parts(config, pp, vpp, stage)
-    found: dict[str, Shapes] = {"dense": (), "partial": (), "expert": ()}
+    by_kind: dict[str, Shapes] = {"dense": (), "partial": (), "expert": ()}
     symbols = "".join((*(part.symbols for part in parts), *(depth for part in parts for depth in part.depths)))
     for symbol, count in collections.Counter(symbols).items():
         for kind, members in layer_shapes(model, symbol, tp, ep, etp).items():
-            found[kind] += members * count
+            by_kind[kind] += members * count
     first, last = any(part.first for part in parts), any(part.last for part in parts)
     depths = sum(len(part.depths) for part in parts)
     tied, D = config.share_embeddings_and_output_weights, config.hidden_size
@@ -211,20 +211,20 @@ def _stage_shapes(model: ModelSizes, tp: int, ep: int, etp: int, pp: int, vpp: i
     positions: Shapes = ((config.max_position_embeddings or 0, D),) if learned else ()
     if (tied or config.mtp_num_layers) and pp > 1:
         # Each end has a copy, whose gradients are summed over both by themselves.
-        found["ends"] = (table, *(positions if config.mtp_num_layers else ())) * (first or last)
-        found["partial"] += positions * (first and not config.mtp_num_layers)
+        by_kind["ends"] = (table, *(positions if config.mtp_num_layers else ())) * (first or last)
+        by_kind["partial"] += positions * (first and not config.mtp_num_layers)
     elif first:
-        found["dense"] = (table, *found["dense"])
-        found["partial"] += positions
+        by_kind["dense"] = (table, *by_kind["dense"])
+        by_kind["partial"] += positions
     if last:
         # Of a depth two norms and the one at its end, and the projection.
-        found["partial"] += norm + (norm * 3 + ((D, 2 * D),)) * depths
+        by_kind["partial"] += norm + (norm * 3 + ((D, 2 * D),)) * depths
         if not tied:
-            found["dense"] = (*found["dense"], table)
+            by_kind["dense"] = (*by_kind["dense"], table)
     if tp == 1:
         # Nothing is partial, so all dense gradients share a buffer.
-        found["dense"], found["partial"] = (*found["partial"], *found["dense"]), ()
-    return {kind: (members, sum(map(math.prod, members))) for kind, members in found.items()}
+        by_kind["dense"], by_kind["partial"] = (*by_kind["partial"], *by_kind["dense"]), ()
+    return {kind: (members, sum(map(math.prod, members))) for kind, members in by_kind.items()}
 
 
 def _feed_forward(config: TransformerConfig, width: int) -> Shapes:

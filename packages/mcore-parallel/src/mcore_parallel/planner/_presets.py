@@ -101,14 +101,14 @@ def parse_overrides(texts: Sequence[str]) -> dict[str, Any]:
     Raises:
         PlannerError: a text without "=", or a value that is none of these.
     """
-    found = {}
+    overrides = {}
     for text in texts:
         field, sign, value = text.partition("=")
         try:
-            found[field] = json.loads(value)
+            overrides[field] = json.loads(value)
         except ValueError:
             raise PlannerError(f"{text!r} must be field=value with a number, true, false or null{'' if sign else '; add =value'}") from None
-    return found
+    return overrides
 
 
 def _read(name: str) -> dict[str, Any]:
@@ -121,15 +121,15 @@ def _read(name: str) -> dict[str, Any]:
         raise PlannerError(f"model={name!r} cannot be read as JSON ({error}); give the config.json of a model") from None
     if not isinstance(raw, dict):
         raise PlannerError(f"model={name!r} holds no JSON object; give the config.json of a model")
-    found = {field: raw[field] for field in _FIELDS if raw.get(field) is not None}
+    values = {field: raw[field] for field in _FIELDS if raw.get(field) is not None}
     for ours, theirs in _THEIRS.items():
         value = next((raw[their] for their in theirs if raw.get(their) is not None), None)
-        if ours not in found and value is not None:
-            found[ours] = value
+        if ours not in values and value is not None:
+            values[ours] = value
     shared = raw.get("n_shared_experts")
-    if shared and "moe_shared_expert_intermediate_size" not in found:
-        found["moe_shared_expert_intermediate_size"] = shared * found.get("moe_ffn_hidden_size", found.get("ffn_hidden_size", 0))
-    return found
+    if shared and "moe_shared_expert_intermediate_size" not in values:
+        values["moe_shared_expert_intermediate_size"] = shared * values.get("moe_ffn_hidden_size", values.get("ffn_hidden_size", 0))
+    return values
 
 
 def _build(fields: dict[str, Any]) -> ModelSizes:
@@ -149,8 +149,8 @@ def _build(fields: dict[str, Any]) -> ModelSizes:
         raise PlannerError(str(error)) from None
     num_experts = fields.get("num_moe_experts")
     if num_experts is None:
-        if given := [field for field in _EXPERT_FIELDS if fields.get(field) is not None]:
-            raise PlannerError(f"{given[0]}={fields[given[0]]} needs num_moe_experts; set that too, or drop it")
+        if expert_fields := [field for field in _EXPERT_FIELDS if fields.get(field) is not None]:
+            raise PlannerError(f"{expert_fields[0]}={fields[expert_fields[0]]} needs num_moe_experts; set that too, or drop it")
         return ModelSizes(config=config)
     width = fields.get("moe_ffn_hidden_size") or config.ffn_size
     shared, topk = fields.get("moe_shared_expert_intermediate_size") or 0, fields.get("moe_router_topk") or 2

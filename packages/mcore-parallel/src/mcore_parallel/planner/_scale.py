@@ -66,15 +66,15 @@ def scale(workload: Workload, counts: Sequence[int], cluster: Cluster, *, limits
                 raise PlannerError(f"global_batch={workload.global_batch} does not grow to a whole number from {counts[0]} to {gpus} GPUs")
             here = dataclasses.replace(workload, global_batch=grown) if batch == "grows" else workload
             try:
-                found = propose(here, gpus, cluster, limits=limits, top=1)[0]
+                best = propose(here, gpus, cluster, limits=limits, top=1)[0]
             except PlannerError:
                 # More replicas than sequences; the batch that grows has as many as the first.
                 if batch == "grows":
                     raise
                 continue
-            if not found.fits:
+            if not best.fits:
                 raise PlannerError(f"{gpus} GPUs of {cluster.gpu_memory_gib:g} GiB hold no layout of the model; begin with more")
-            point = ScalePoint(gpus=gpus, workload=here, proposal=found, batch=batch, efficiency=1.0)
+            point = ScalePoint(gpus=gpus, workload=here, proposal=best, batch=batch, efficiency=1.0)
             first = point if first is None else first
             points.append(dataclasses.replace(point, efficiency=point.tokens_per_s_per_gpu / first.tokens_per_s_per_gpu))
     return points

@@ -108,8 +108,8 @@ def propose(workload: Workload, num_gpus: int, cluster: Cluster, *, limits: Limi
         except PlannerError as error:
             refusal = error
             continue
-        found = _least(workload, layout, names, cluster)
-        (fitting if found.fits else others).append(found)
+        candidate = _least(workload, layout, names, cluster)
+        (fitting if candidate.fits else others).append(candidate)
     if not fitting and not others:
         degrees = " ".join(f"{axis}={degree}" for axis, degree in limits.fixed.items()) or "any degrees"
         raise refusal or PlannerError(
@@ -197,8 +197,8 @@ def _degrees(whole: int, fixed: int | None, most: int, *, any_number: bool = Fal
     """Divisors of ``whole`` up to ``most``: powers of two, or any."""
     if fixed is not None:
         return [fixed] if whole % fixed == 0 else []
-    found = range(1, min(most, whole) + 1)
-    return [degree for degree in found if whole % degree == 0 and (any_number or degree & (degree - 1) == 0)]
+    degrees = range(1, min(most, whole) + 1)
+    return [degree for degree in degrees if whole % degree == 0 and (any_number or degree & (degree - 1) == 0)]
 
 
 def _uneven(num_layers: int, parts: int) -> bool:

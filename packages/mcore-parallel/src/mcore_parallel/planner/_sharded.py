@@ -13,7 +13,7 @@ from mcore_parallel.planner._workload import Layout, Workload
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unit:
+class FsdpUnit:
     """Whole parameters that are gathered and whole gradients that are summed together, in bytes that are not there all the time."""
 
     gathered: int = 0
@@ -27,11 +27,11 @@ class Unit:
 class UnitBytes:
     """Of one stage, beside its shards, at the moments of a step."""
 
-    layer: Unit = Unit()
+    layer: FsdpUnit = FsdpUnit()
     """The largest."""
-    embedding: Unit = Unit()
+    embedding: FsdpUnit = FsdpUnit()
     """Empty where the output layer shares it, which makes it part of the root."""
-    root: Unit = Unit()
+    root: FsdpUnit = FsdpUnit()
     """Output layer and final norm; gathered from the forward on. In the first backward, nobody knows yet that it is over before others."""
 
     @property
@@ -43,10 +43,10 @@ class UnitBytes:
     def loss_backward(self) -> int:
         return self.loss + self.root.summed
 
-    def layers(self, kept: int, num_layers: int) -> int:
+    def layers(self, num_gathered: int, num_layers: int) -> int:
         """Backward of a layer that kept ``kept``: two are gathered, and while its gradients are written those of others are summed."""
         ahead = self.layer.gathered if num_layers > 1 else 0
-        running = self.layer.summed + self.layer.shards - kept
+        running = self.layer.summed + self.layer.shards - num_gathered
         return self.loss_backward + ahead + self.layer.summed + max(0, running) * min(self._running, num_layers - 1)
 
     @property
@@ -77,7 +77,7 @@ def unit_bytes(workload: Workload, layout: Layout, parts: tuple[Part, ...], s: R
     plan, model = layout.plan, workload.model
     again = layout.num_microbatches(workload) > 1
 
-    def unit(numels: dict[str, int]) -> Unit:
+    def unit(numels: dict[str, int]) -> FsdpUnit:
         gathered = summed = shards = 0
         for kind, numel in numels.items():
             replicas = replicas_of(plan, kind)
@@ -85,7 +85,7 @@ def unit_bytes(workload: Workload, layout: Layout, parts: tuple[Part, ...], s: R
             if layout.divides_grads and (replicas > 1 or again):
                 summed += WIDE * numel
                 shards += WIDE * numel // replicas if again and replicas > 1 else 0
-        return Unit(gathered=gathered, summed=summed, shards=shards)
+        return FsdpUnit(gathered=gathered, summed=summed, shards=shards)
 
     sizes_of = _layer_sizes(workload, layout)
     symbols = "".join(symbol for part in parts for symbol in (*part.symbols, *part.depths))
@@ -97,7 +97,7 @@ def unit_bytes(workload: Workload, layout: Layout, parts: tuple[Part, ...], s: R
         rest.subtract({kind: numel * count for kind, numel in sizes_of(symbol).items()})
     rest.subtract(own)
     return UnitBytes(
-        layer=max(layers, key=lambda each: each.gathered + each.summed, default=Unit()), embedding=unit(own), root=unit(dict(rest))
+        layer=max(layers, key=lambda each: each.gathered + each.summed, default=FsdpUnit()), embedding=unit(own), root=unit(dict(rest))
     )
 
 
@@ -105,13 +105,13 @@ def _layer_sizes(workload: Workload, layout: Layout) -> Callable[[str], dict[str
     plan = layout.plan
 
     def of(symbol: str) -> dict[str, int]:
-        found = {
+        by_name = {
             kind: sum(map(math.prod, shapes))
             for kind, shapes in layer_shapes(workload.model, symbol, plan.tp, plan.ep, plan.expert_tp).items()
         }
         if plan.tp == 1:
             # As in the stage, nothing is partial.
-            found["dense"] += found.pop("partial")
-        return found
+            by_name["dense"] += by_name.pop("partial")
+        return by_name
 
     return of

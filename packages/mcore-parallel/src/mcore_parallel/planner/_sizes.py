@@ -114,7 +114,7 @@ def sizes(workload: Workload, layout: Layout, *, kernels: bool = True) -> RankSi
     t = T // tp if layout.sequence_parallel else T
     width = config.ffn_size if experts is None else experts.shared_ffn_hidden_size
     e = workload.dtype.itemsize
-    found = RankSizes(
+    rank_sizes = RankSizes(
         T=T, t=t, D=config.hidden_size, e=e, sequence_parallel=layout.sequence_parallel,
         context_parallel=plan.cp > 1,
         kernels=kernels,
@@ -129,13 +129,13 @@ def sizes(workload: Workload, layout: Layout, *, kernels: bool = True) -> RankSi
         gates=2 if Activation(name=config.activation).gated else 1,
     )  # fmt: skip
     if config.latent_attention is None:
-        gate = 2 * found.a * config.attention_output_gate
-        return dataclasses.replace(found, more_attention=e * T * (gate + (found.a + found.k) * config.qk_layernorm))
+        gate = 2 * rank_sizes.a * config.attention_output_gate
+        return dataclasses.replace(rank_sizes, more_attention=e * T * (gate + (rank_sizes.a + rank_sizes.k) * config.qk_layernorm))
     latent = config.latent_attention
     # Keys and values are of two widths; the latents are kept before and behind their norms.
     heads = config.num_attention_heads * (latent.qk_head_dim + latent.v_head_dim) // (2 * tp)
     narrow = 2 * ((latent.q_lora_rank or 0) + latent.kv_lora_rank) + latent.qk_rope_head_dim
-    return dataclasses.replace(found, a=heads, k=heads, grouped_queries=False, more_attention=e * T * narrow)
+    return dataclasses.replace(rank_sizes, a=heads, k=heads, grouped_queries=False, more_attention=e * T * narrow)
 
 
 def _linear_mixers(config: TransformerConfig, tokens: int) -> dict[str, int]:
@@ -145,18 +145,18 @@ def _linear_mixers(config: TransformerConfig, tokens: int) -> dict[str, int]:
         config: the architecture.
         tokens: bytes of an element times tokens, over tp.
     """
-    found = {}
+    widths = {}
     if config.mamba is not None:
         heads = config.mamba.heads(config.hidden_size)
         inner = heads * config.mamba.head_dim
-        found["M"] = tokens * (5 * inner + 4 * config.mamba.num_groups * config.mamba.state_dim + heads)
+        widths["M"] = tokens * (5 * inner + 4 * config.mamba.num_groups * config.mamba.state_dim + heads)
     if config.delta_net is not None:
         sizes = config.delta_net
         inner, keys = sizes.num_value_heads * sizes.value_head_dim, sizes.num_key_heads * sizes.key_head_dim
         # The scan is torch code in float32: products of a chunk's tokens with each other, and widened queries, keys and values.
         wide = 3 * sizes.num_value_heads * sizes.chunk_size + 4 * inner + 6 * keys
-        found["G"] = tokens * (5 * inner + 4 * keys + 2 * sizes.num_value_heads) + tokens * 2 * wide
-    return found
+        widths["G"] = tokens * (5 * inner + 4 * keys + 2 * sizes.num_value_heads) + tokens * 2 * wide
+    return widths
 
 
 def for_symbol(s: RankSizes, config: TransformerConfig, tp: int, symbol: str) -> RankSizes:

@@ -14,7 +14,7 @@ from mcore_parallel.tensor_parallel._row_maths import RowMaths
 from mcore_parallel.tensor_parallel._rows import combine, row_statistics, to_narrow_gradient
 from mcore_parallel.tensor_parallel._vocab import pad_vocab_size
 from mcore_parallel.tensor_parallel._weight_gradient import (
-    LentGradient,
+    BorrowedGradBuffer,
     MainGradient,
     WeightCopyHolder,
     WeightGradientQueue,
@@ -22,10 +22,10 @@ from mcore_parallel.tensor_parallel._weight_gradient import (
 )
 
 __all__ = [
+    "BorrowedGradBuffer",
     "ColumnParallelLinear",
     "InvariantProducts",
     "Labels",
-    "LentGradient",
     "LinearProducts",
     "LossProducts",
     "MainGradient",

@@ -145,7 +145,7 @@ def fused_linear_cross_entropy(
     )
     width, depth = weight.shape
     early = token_weights is not None and torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    job = _Job(
+    job = _FusedLinearJob(
         group=group,
         maths=maths,
         chunks=token_chunks(tokens, width, chunk_tokens, early_chunk(tokens, width, depth, weight.itemsize) if early else None),
@@ -162,7 +162,7 @@ def fused_linear_cross_entropy(
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Job:
+class _FusedLinearJob:
     group: Group
     maths: RowMaths
     chunks: tuple[tuple[int, int], ...]
@@ -200,7 +200,9 @@ class Labels:
 class _Gradients:
     """Gradients of hidden and weight, grown chunk by chunk."""
 
-    def __init__(self, whole_TD: Tensor, weight_vD: Tensor, job: _Job, wants: tuple[bool, bool], total: Tensor | None = None) -> None:
+    def __init__(
+        self, whole_TD: Tensor, weight_vD: Tensor, job: _FusedLinearJob, wants: tuple[bool, bool], total: Tensor | None = None
+    ) -> None:
         self.whole_TD, self.weight_vD, self.job, self.wants = whole_TD, weight_vD, job, wants
         self.hidden = torch.empty_like(whole_TD) if wants[0] else None
         self.pending: Tensor | None = None
@@ -235,7 +237,7 @@ class _Recomputed(torch.autograd.Function):
     """Statistics in the forward, gradients from logits computed again in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight_vD: Tensor, target_T: Tensor, job: _Job) -> Any:
+    def forward(ctx: Any, hidden: Tensor, weight_vD: Tensor, target_T: Tensor, job: _FusedLinearJob) -> Any:
         labels = Labels.of(target_T, weight_vD.shape[0], job.maths.vocab_size, job.group.rank)
         whole_TD, valid = job.whole(hidden), job.valid(weight_vD)
         parts = [
@@ -259,7 +261,7 @@ class _Precomputed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight_vD: Tensor, target_T: Tensor, weights_T: Tensor, job: _Job) -> Any:
+    def forward(ctx: Any, hidden: Tensor, weight_vD: Tensor, target_T: Tensor, weights_T: Tensor, job: _FusedLinearJob) -> Any:
         labels = Labels.of(target_T, weight_vD.shape[0], job.maths.vocab_size, job.group.rank)
         whole_TD, valid = job.whole(hidden), job.valid(weight_vD)
         weights_T = torch.where(labels.counted_T, weights_T, 0.0).to(maths_dtype(hidden))
@@ -293,7 +295,7 @@ class _Precomputed(torch.autograd.Function):
             return None, None, None, None, None
         loss_T, weights_T, grad_hidden, grad_weight, grad_Tv, whole_TD = ctx.saved_tensors[6:]
         grad_weights = grad_T * loss_T if ctx.needs_input_grad[3] else None
-        job: _Job = ctx.job
+        job: _FusedLinearJob = ctx.job
         alike = grad_T.numel() <= 1 or grad_T.stride() == (0,)
         if not alike and len(job.chunks) > 1:
             return (*_recompute_gradients(ctx, grad_T * weights_T, None), None, grad_weights, None)
@@ -316,7 +318,9 @@ class _Precomputed(torch.autograd.Function):
         return grad_hidden * scale.to(grad_hidden.dtype), grad_weight, None, grad_weights, None
 
 
-def _save(ctx: Any, hidden: Tensor, weight_vD: Tensor, labels: Labels, result: RowResult, job: _Job, *more: Tensor | None) -> None:
+def _save(
+    ctx: Any, hidden: Tensor, weight_vD: Tensor, labels: Labels, result: RowResult, job: _FusedLinearJob, *more: Tensor | None
+) -> None:
     ctx.save_for_backward(hidden, weight_vD, labels.column_T, labels.counted_T, result.log_norm_T, result.entropy_T, *more)
     ctx.job = job
     # A loss that nothing was made of arrives as None instead of zeros, and so does an entropy.
@@ -325,7 +329,7 @@ def _save(ctx: Any, hidden: Tensor, weight_vD: Tensor, labels: Labels, result: R
 
 def _recompute_gradients(ctx: Any, grad_T: Tensor | None, entropy_grad_T: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     hidden, weight_vD, column_T, counted_T, log_norm_T, entropy_T = ctx.saved_tensors[:6]
-    job: _Job = ctx.job
+    job: _FusedLinearJob = ctx.job
     if grad_T is None and entropy_grad_T is None:
         return None, None
     grad_T = torch.zeros_like(log_norm_T) if grad_T is None else torch.where(counted_T, grad_T, 0.0).to(log_norm_T.dtype)
@@ -337,7 +341,7 @@ def _recompute_gradients(ctx: Any, grad_T: Tensor | None, entropy_grad_T: Tensor
     return _gradients(job, arguments, (wants_hidden, wants_weight))
 
 
-def _gradients(job: _Job, arguments: tuple[Any, ...], wants: tuple[bool, bool]) -> tuple[Tensor | None, Tensor | None]:
+def _gradients(job: _FusedLinearJob, arguments: tuple[Any, ...], wants: tuple[bool, bool]) -> tuple[Tensor | None, Tensor | None]:
     hidden, weight_vD, column_T, log_norm_T, grad_T, entropy_T, entropy_grad_T = arguments
     if not any(wants):
         return None, None
@@ -356,7 +360,7 @@ def _gradients(job: _Job, arguments: tuple[Any, ...], wants: tuple[bool, bool]) 
     return gradients.hidden_sum(), own
 
 
-def _in_dtype(gradients: _Gradients, job: _Job) -> Tensor | None:
+def _in_dtype(gradients: _Gradients, job: _FusedLinearJob) -> Tensor | None:
     """The weight gradient as it waits for the backward: rounded when autograd gets it, wide when a main gradient does."""
     if gradients.weight is None or job.main_grad is not None:
         return gradients.weight

@@ -138,15 +138,15 @@ def invariant_column_product(x: Tensor, weight: Tensor, shard_dim: int, group: G
     Returns:
         [T, O], as ``F.linear`` with the flattened weight.
     """
-    return _Column.apply(x, weight, shard_dim, group, local_blocks(blocks, group))
+    return _InvariantColumn.apply(x, weight, shard_dim, group, local_blocks(blocks, group))
 
 
 def invariant_row_product(x: Tensor, weight: Tensor, group: Group, blocks: int) -> Tensor:
     """Sum over the group of x W^T, for x [T, I] and the weight [O, I] cut along I."""
-    return _Row.apply(x, weight, group, local_blocks(blocks, group))
+    return _InvariantRow.apply(x, weight, group, local_blocks(blocks, group))
 
 
-class _Column(torch.autograd.Function):
+class _InvariantColumn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, shard_dim: int, group: Group, count: int) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -169,12 +169,12 @@ class _Column(torch.autograd.Function):
             shape = list(weight.shape)
             shape[ctx.shard_dim] //= ctx.count
             flat_x = x.reshape(-1, x.shape[-1])
-            found = [(part.flatten(0, -2).T @ flat_x).view(shape) for part in grad_parts]
-            grad_weight = torch.cat(found, ctx.shard_dim)
+            weight_grads = [(part.flatten(0, -2).T @ flat_x).view(shape) for part in grad_parts]
+            grad_weight = torch.cat(weight_grads, ctx.shard_dim)
         return grad_x, grad_weight, None, None, None
 
 
-class _Row(torch.autograd.Function):
+class _InvariantRow(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: Group, count: int) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -199,10 +199,10 @@ class _Row(torch.autograd.Function):
 def invariant_cross_entropy(logits_Tv: Tensor, target_T: Tensor, group: Group, blocks: int, vocab_size: int) -> Tensor:
     """As ``vocab_parallel_cross_entropy`` without smoothing."""
     check_ids(target_T, "target", vocab_size, lowest=None)
-    return _CrossEntropy.apply(logits_Tv, target_T, group, local_blocks(blocks, group), vocab_size)
+    return _InvariantCrossEntropy.apply(logits_Tv, target_T, group, local_blocks(blocks, group), vocab_size)
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _InvariantCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_Tv: Tensor, target_T: Tensor, group: Group, count: int, vocab_size: int) -> Tensor:
         z_Tv = logits_Tv.to(torch.promote_types(logits_Tv.dtype, torch.float32))

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from mcore_parallel._stability import internal_api
 from mcore_parallel.comm import all_gather, all_reduce, reduce_scatter, start_all_gather, start_all_reduce, start_reduce_scatter, wait
 from mcore_parallel.groups import Group, ProcessGroups, ShardSpec
-from mcore_parallel.tensor_parallel._weight_gradient import LaterGradients, MainGradient, WeightGradientQueue
+from mcore_parallel.tensor_parallel._weight_gradient import DeferredWeightGrads, MainGradient, WeightGradientQueue
 
 # T tokens, R ranks of the group, P pieces, C tokens of a rank in a piece, I input features of this rank, O output features of this rank
 
@@ -34,7 +34,7 @@ class Route:
     """The tokens of a rank are cut into as many, so that the transfer of one runs beside the product of another."""
     main_grad: MainGradient | None = None
     queue: WeightGradientQueue | None = None
-    later: LaterGradients | None = None
+    later: DeferredWeightGrads | None = None
     """For a backward in two parts; None under compilation."""
 
 
@@ -118,7 +118,7 @@ class ProductLayer(nn.Module):
             pieces=pieces,
             main_grad=None if compiling else self._main_grad,
             queue=None if compiling else self._queue,
-            later=None if compiling else LaterGradients(),
+            later=None if compiling else DeferredWeightGrads(),
         )
 
 

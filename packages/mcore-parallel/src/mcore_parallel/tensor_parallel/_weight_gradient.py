@@ -58,12 +58,12 @@ class MainGradient:
 
 
 @dataclass(frozen=True, eq=False)
-class LentGradient(MainGradient):
+class BorrowedGradBuffer(MainGradient):
     """An accumulator whose memory exists only while a backward needs it, so that the first sum is written and not added.
 
     Example:
         >>> total = torch.full((2, 3), torch.nan)
-        >>> LentGradient(torch.empty(2, 3, device="meta"), lend=lambda: contextlib.nullcontext((total, True))).add(torch.ones(2, 3))
+        >>> BorrowedGradBuffer(torch.empty(2, 3, device="meta"), lend=lambda: contextlib.nullcontext((total, True))).add(torch.ones(2, 3))
         >>> total[0, 0]
         tensor(1.)
     """
@@ -99,7 +99,7 @@ class LentGradient(MainGradient):
 
 
 @dataclass(eq=False)
-class LaterGradients:
+class DeferredWeightGrads:
     """What the node of a product offers to a backward in two parts (``mcore_parallel.pipeline``): its weight gradient later.
 
     The node keeps it on its context as ``later``.

@@ -113,14 +113,14 @@ class BatchSizeSteps:
             >>> BatchSizeSteps.parse("0:4 1K:8").size(1000)
             8
         """
-        found = []
+        steps = []
         for entry in text.replace(",", " ").split():
             match = _ENTRY.fullmatch(entry)
             if match is None:
                 raise ValueError(f"{entry!r} of {text!r} is not THRESHOLD:SIZE; write for instance 300M:512")
             threshold = int(match[1]) * _SUFFIXES[match[2].upper()]
-            found.append((threshold // seq_length if seq_length else threshold, int(match[3])))
-        return cls(steps=tuple(found))
+            steps.append((threshold // seq_length if seq_length else threshold, int(match[3])))
+        return cls(steps=tuple(steps))
 
     def size(self, consumed_samples: int) -> int:
         """Sequences of the next step."""

@@ -144,26 +144,26 @@ def read_trace(path: str | Path) -> list[dict[str, Any]]:
 
 def _label(name: str, facts: Mapping[str, Any]) -> str:
     """Collective and group, as far as the trace tells."""
-    found = _COLLECTIVE.search(name)
-    kind = found[1] if found else str(facts.get("Collective name") or name.partition("(")[0].removeprefix("void "))
+    match = _COLLECTIVE.search(name)
+    kind = match[1] if match else str(facts.get("Collective name") or name.partition("(")[0].removeprefix("void "))
     group = str(facts.get("Process Group Description") or facts.get("Process Group Name") or "")
     return f"{kind} {group}".rstrip()
 
 
 def _union(spans: Sequence[tuple[float, float]]) -> Spans:
     """The moments in any of the spans."""
-    found: Spans = []
+    merged: Spans = []
     for begin, end in sorted(spans):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
         else:
-            found.append((begin, end))
-    return found
+            merged.append((begin, end))
+    return merged
 
 
 def _outside(spans: Spans, others: Spans) -> Spans:
     """The moments of ``spans`` in none of ``others``; both are unions."""
-    found: Spans = []
+    remaining: Spans = []
     place = 0
     for begin, end in spans:
         while place < len(others) and others[place][1] <= begin:
@@ -171,12 +171,12 @@ def _outside(spans: Spans, others: Spans) -> Spans:
         at = place
         while begin < end and at < len(others) and others[at][0] < end:
             if others[at][0] > begin:
-                found.append((begin, others[at][0]))
+                remaining.append((begin, others[at][0]))
             begin = max(begin, others[at][1])
             at += 1
         if begin < end:
-            found.append((begin, end))
-    return found
+            remaining.append((begin, end))
+    return remaining
 
 
 def _length(spans: Spans) -> float:

@@ -33,15 +33,15 @@ def find_evidence(work: GradientPass, rewind: Callable[[], None]) -> tuple[str, 
         work: the step; its gradients are overwritten.
         rewind: puts the random generators back, before each run.
     """
-    found = []
+    evidence = []
     for _ in range(2):
         rewind()
         reports = work.alone()
         sums = {f"loss of micro-batch {number}": report.sum for number, report in enumerate(reports)}
         if isinstance(work.sync, NamedGradients):
             sums |= {f"gradient of {name}": gradient for name, gradient in work.sync.gradients().items()}
-        found.append({name: _fingerprint(value) for name, value in sums.items()})
-    first, second = found
+        evidence.append({name: _fingerprint(value) for name, value in sums.items()})
+    first, second = evidence
     words = [f"{name} is not finite" for name in first if not first[name].isfinite().all() or not second[name].isfinite().all()]
     words += [f"{name} differs between runs" for name in first if not _equal_bits(first[name], second[name])]
     if len(words) > _MAX_TENSORS:

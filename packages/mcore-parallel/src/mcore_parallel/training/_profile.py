@@ -144,10 +144,10 @@ class NvtxRanges:
 
     @property
     def _stack(self) -> list[str]:
-        found = getattr(self._local, "stack", None)
-        if found is None:
-            found = self._local.stack = []
-        return found
+        stack = getattr(self._local, "stack", None)
+        if stack is None:
+            stack = self._local.stack = []
+        return stack
 
 
 class Annotation:
@@ -364,9 +364,9 @@ def _first_tensor(value: Any) -> Tensor | None:
         return value
     members = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
     for member in members:
-        found = _first_tensor(member)
-        if found is not None:
-            return found
+        first = _first_tensor(member)
+        if first is not None:
+            return first
     return None
 
 

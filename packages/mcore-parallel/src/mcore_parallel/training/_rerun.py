@@ -215,11 +215,11 @@ class Rerun:
         if self._looked:
             return
         self._looked = True
-        device, found = totals.vector.device, [0.0, 0.0]
+        device, values = totals.vector.device, [0.0, 0.0]
         if work.groups.world.is_first and self._record is not None and self._record.exists():
             content = json.loads(self._record.read_text(encoding="utf-8"))
-            found = [float(content["step"]), float.fromhex(content["first"])]
-        step, loss = all_reduce(torch.tensor(found, dtype=torch.float64, device=device), work.groups.world).tolist()
+            values = [float(content["step"]), float.fromhex(content["first"])]
+        step, loss = all_reduce(torch.tensor(values, dtype=torch.float64, device=device), work.groups.world).tolist()
         self._suspect = (int(step), loss) if step else None
 
     def _close(self, work: GradientPass) -> str:

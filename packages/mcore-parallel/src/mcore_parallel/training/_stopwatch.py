@@ -59,12 +59,12 @@ class HostTimer:
         if was_running:
             self.stop(barrier)
         self._settle()
-        found = self._elapsed
+        elapsed = self._elapsed
         if reset:
             self._elapsed = 0.0
         if was_running:
             self.start(barrier)
-        return found
+        return elapsed
 
     def set_elapsed(self, seconds: float) -> None:
         self._settle()

@@ -33,5 +33,5 @@ class Throughput:
     def values(self, *, tokens_per_s: float, num_ranks: int) -> dict[str, float]:
         """``tflops_per_rank`` (10^12 operations a second) and, if the peak is known, ``mfu`` (0 to 1)."""
         rate = self.flops_per_token * tokens_per_s / num_ranks
-        found = {"tflops_per_rank": rate / 1e12}
-        return found if self.peak_flops is None else {**found, "mfu": rate / self.peak_flops}
+        metrics = {"tflops_per_rank": rate / 1e12}
+        return metrics if self.peak_flops is None else {**metrics, "mfu": rate / self.peak_flops}

@@ -238,7 +238,7 @@ class Timers:
         ready = time.time() if ready is None else ready
         # float64: seconds since the epoch lose minutes in float32.
         earliest = all_reduce(self._tensor([stamps.program_start]), self.group, "min").item()
-        found = {
+        startup_seconds = {
             "program-entry-spread": stamps.program_start - earliest,
             "library-setup": stamps.main_entry - stamps.program_start,
             "program-setup": stamps.pretrain_entry - stamps.main_entry,
@@ -247,9 +247,9 @@ class Timers:
             "megatron-init-local": ready - stamps.program_start,
             "megatron-init-global": ready - earliest,
         }
-        for name, seconds in found.items():
+        for name, seconds in startup_seconds.items():
             self(name).set_elapsed(seconds)
-        return found
+        return startup_seconds
 
     def _text(self, spreads: Mapping[str, TimeSpread], normalizer: float) -> str:
         if self.log_option == "all":

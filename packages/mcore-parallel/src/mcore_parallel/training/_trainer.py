@@ -286,9 +286,9 @@ class Trainer:
         values: dict[str, float] = {}
         if self.evaluation is not None and self.config.eval_every and step % self.config.eval_every == 0:
             with self._part("evaluate"):
-                found = evaluate(self.model, self.evaluation(), self.objective, groups=self.groups)
-            values = {"eval/loss": found.mean.item()}
-            values |= {f"eval/{name}": (value / found.count).item() for name, value in found.metrics.items()}
+                evaluated = evaluate(self.model, self.evaluation(), self.objective, groups=self.groups)
+            values = {"eval/loss": evaluated.mean.item()}
+            values |= {f"eval/{name}": (value / evaluated.count).item() for name, value in evaluated.metrics.items()}
         if self.config.save_every and step % self.config.save_every == 0:
             self.save()
         return values
@@ -306,16 +306,16 @@ class Trainer:
         if timers is None or not every or (self._timed is not None and step % every):
             return {}
         first = self._timed is None
-        found = timers.values(normalizer=1 if self._timed is None else step - self._timed, reset=not first)
+        times = timers.values(normalizer=1 if self._timed is None else step - self._timed, reset=not first)
         if first:
             timers.end_first_iteration()
         self._timed = step
         # What did not run since, such as the start-up, is left out.
-        return {name: value for name, value in found.items() if value}
+        return {name: value for name, value in times.items() if value}
 
     def _end_profile(self, step: int) -> dict[str, float]:
         """How much of the traced steps waited for communication, in the line of the last one."""
         known = self.profile.communication
         self.profile.end_step(step)
-        found = self.profile.communication
-        return {} if found is None or found is known else found.values()
+        communication = self.profile.communication
+        return {} if communication is None or communication is known else communication.values()

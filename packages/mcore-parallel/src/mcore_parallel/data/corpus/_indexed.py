@@ -148,8 +148,8 @@ class IndexedDataset:
         if source is not None:
             parts = [np.frombuffer(source.bytes, dtype, count, start) for start, count in places]
         elif self._remote is not None:
-            found = self._remote.read_many([(start, start + count * dtype.itemsize) for start, count in places])
-            parts = [np.frombuffer(data, dtype) for data in found]
+            contents = self._remote.read_many([(start, start + count * dtype.itemsize) for start, count in places])
+            parts = [np.frombuffer(data, dtype) for data in contents]
         else:
             parts = [self._read(start, count) for start, count in places]
         if parts:

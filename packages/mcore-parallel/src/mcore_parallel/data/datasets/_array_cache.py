@@ -58,9 +58,9 @@ def cached_arrays(folder: str | None, label: str, description: str, build: Calla
     # md5 names files here and protects nothing
     digest = hashlib.md5(description.encode(), usedforsecurity=False).hexdigest()
     stem = os.path.join(folder, f"{digest}-{label}-")
-    found = _load(stem, description)
-    if found is not None:
-        return found
+    cached = _load(stem, description)
+    if cached is not None:
+        return cached
     arrays = build()
     try:
         os.makedirs(folder, exist_ok=True)

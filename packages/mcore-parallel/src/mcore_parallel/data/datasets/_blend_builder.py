@@ -97,18 +97,18 @@ class BlendedMegatronDatasetBuilder:
         jobs = [(prefix, part, split, count) for prefix, count in zip(prefixes, wanted, strict=True)]
         with ThreadPoolExecutor(min(self.config.num_dataset_builder_threads, len(jobs))) as pool:
             datasets = list(pool.map(lambda job: self._corpus(*job), jobs))
-        kept = [number for number, dataset in enumerate(datasets) if dataset is not None]
-        if not kept:
+        present = [number for number, dataset in enumerate(datasets) if dataset is not None]
+        if not present:
             return None
-        datasets = [datasets[number] for number in kept]
+        datasets = [datasets[number] for number in present]
         if weights is None or size is None:
             lengths = [len(dataset) for dataset in datasets]
             total = sum(lengths)
             if size is not None and size > total:
                 raise DataError(f"split {split.name} asks for {size} samples, its corpora hold {total}; give weights to repeat them")
             return BlendedDataset(datasets, lengths, None if size in (None, total) else size, self.config)
-        if len(kept) < len(prefixes):
-            missing = sorted(set(prefixes) - {prefixes[number] for number in kept})
+        if len(present) < len(prefixes):
+            missing = sorted(set(prefixes) - {prefixes[number] for number in present})
             raise DataError(f"split {split.name} of {missing[0]} holds no document, its weight cannot be met; widen the split")
         return BlendedDataset(datasets, weights, size, self.config)
 

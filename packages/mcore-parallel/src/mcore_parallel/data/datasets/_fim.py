@@ -100,8 +100,8 @@ class GPTFIMDataset(GPTDataset):
             ids += [self._ids["eod"]] if number else []
             ids += self._document(document, generator) if document else []
         result = np.full(text.size, self._pad_id, dtype=np.int64)
-        kept = ids[: text.size]
-        result[: len(kept)] = kept
+        head = ids[: text.size]
+        result[: len(head)] = head
         return result
 
     def _document(self, ids: list[int], generator: np.random.Generator) -> list[int]:

@@ -125,8 +125,8 @@ class SentencePairDataset(CorpusDataset[SentencePairConfig]):
 
 def _stretches(documents: NDArray[np.integer], lengths: NDArray[np.int32], room: int) -> NDArray[np.integer]:
     """(document, first token, tokens) [N, 3] of stretches of 2 to ``room`` tokens, at least 3; only documents of one token are left out."""
-    kept = lengths > 1
-    numbers, sizes = documents[kept], lengths[kept].astype(np.int64)
+    long_enough = lengths > 1
+    numbers, sizes = documents[long_enough], lengths[long_enough].astype(np.int64)
     counts = -(-sizes // room)
     part = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     sizes, repeats = np.repeat(sizes, counts), np.repeat(counts, counts)

@@ -69,8 +69,8 @@ class SFTDataset(CorpusDataset[SFTDatasetConfig]):
         bounds, lengths = corpus.document_indices, corpus.sequence_lengths
         ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         sizes = ends[bounds[documents + 1]] - ends[bounds[documents]]
-        kept = documents[sizes > 1]
-        if not kept.size:
+        usable = documents[sizes > 1]
+        if not usable.size:
             raise DataError(f"none of the {documents.size} documents of this split has two tokens; add conversations")
         overlong = int((sizes > config.sequence_length).sum())
         if overlong:
@@ -81,7 +81,7 @@ class SFTDataset(CorpusDataset[SFTDatasetConfig]):
         def build() -> dict[str, NDArray[Any]]:
             rooms = _rounded(np.minimum(sizes[sizes > 1], config.sequence_length), config.sequence_multiple)
             order, starts = build_packs(rooms, num_samples, config.sequence_length, config.random_seed)
-            return {"document_index": kept[order].astype(np.int32), "sample_index": starts}
+            return {"document_index": usable[order].astype(np.int32), "sample_index": starts}
 
         facts = {"sequence_multiple": config.sequence_multiple, "sizes": fingerprint(sizes), "documents": fingerprint(documents)}
         return build, facts

@@ -95,9 +95,9 @@ def _build_cache(arguments: argparse.Namespace) -> None:
             built = BlendedMegatronDatasetBuilder(GPTDataset, arguments.samples, lambda: True, config).build()
         except UserWarning as warning:
             raise DataError(str(warning).replace("set path_to_cache to", "set --cache to")) from warning
-    found = ", ".join(f"{split.name} {len(part)}" for split, part in zip(Split, built, strict=True) if part is not None)
+    sizes = ", ".join(f"{split.name} {len(part)}" for split, part in zip(Split, built, strict=True) if part is not None)
     where = arguments.cache or "a folder beside each corpus"
-    print(f"indices in {where}: samples of {found}; {time.perf_counter() - started:.1f} s")
+    print(f"indices in {where}: samples of {sizes}; {time.perf_counter() - started:.1f} s")
 
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:

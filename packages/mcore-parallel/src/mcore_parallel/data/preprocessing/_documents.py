@@ -11,7 +11,7 @@ from typing import Any
 from mcore_parallel.data._errors import DocumentError, reason_of
 from mcore_parallel.data.preprocessing._compressed import opened, plain_name
 from mcore_parallel.data.preprocessing._parquet import read_column, row_groups
-from mcore_parallel.data.preprocessing._spans import LINE_ENDINGS, PARQUET_ENDING, Span, whole
+from mcore_parallel.data.preprocessing._spans import LINE_ENDINGS, PARQUET_ENDING, FileSpan, whole
 
 _TEXT_ENDINGS = (".py", ".txt", ".md")
 _FOLDER_ENDINGS = (*_TEXT_ENDINGS, ".jsonl", PARQUET_ENDING)
@@ -55,7 +55,7 @@ class RawBatch:
     """Share of the file's bytes on the disk that it took to read them."""
 
 
-def read_batches(span: Span, json_key: str) -> Iterator[RawBatch]:
+def read_batches(span: FileSpan, json_key: str) -> Iterator[RawBatch]:
     """The documents of a span, some at a time.
 
     Raises:
@@ -75,7 +75,7 @@ def read_batches(span: Span, json_key: str) -> Iterator[RawBatch]:
             file.readline()  # a line belongs to the span that it begins in
             at = file.tell()
             place = f" after byte {at}"
-        first, told = 1, raw.tell()
+        first, position = 1, raw.tell()
         while span.end is None or at < span.end:
             lines = file.readlines(_BATCH_BYTES)
             if not lines:
@@ -83,13 +83,13 @@ def read_batches(span: Span, json_key: str) -> Iterator[RawBatch]:
             at += sum(map(len, lines))
             while span.end is not None and at - len(lines[-1]) >= span.end:
                 at -= len(lines.pop())
-            num_bytes = raw.tell() - told
+            num_bytes = raw.tell() - position
             yield RawBatch(path=span.path, kind="lines", items=lines, first=first, place=place, num_bytes=num_bytes)
             first += len(lines)
-            told += num_bytes
+            position += num_bytes
 
 
-def _row_batches(span: Span, column: str) -> Iterator[RawBatch]:
+def _row_batches(span: FileSpan, column: str) -> Iterator[RawBatch]:
     rows = row_groups(span.path)
     groups = range(span.begin, len(rows) if span.end is None else span.end)
     first, total = 1 + sum(rows[: span.begin]), sum(rows[group] for group in groups)
@@ -146,16 +146,16 @@ def document_files(path: str | os.PathLike[str]) -> list[str]:
     def stop(error: OSError) -> None:
         raise DocumentError(f"cannot read {error.filename}: {reason_of(error)}; check its rights") from error
 
-    found = [
+    files_inside = [
         os.path.join(folder, name)
         for folder, _, names in os.walk(top, onerror=stop)
         for name in names
         if plain_name(name).endswith(_FOLDER_ENDINGS)
     ]
-    if not found:
+    if not files_inside:
         known = ", ".join(_FOLDER_ENDINGS[:-1])
         raise DocumentError(f"{top} holds no {known} or {_FOLDER_ENDINGS[-1]} file; name the files themselves")
-    return sorted(found)
+    return sorted(files_inside)
 
 
 def check_encoding_errors(choice: str) -> None:
@@ -184,8 +184,8 @@ def _entries(batch: RawBatch, encoding_errors: str) -> Iterator[tuple[str, bytes
 def _field(place: str, line: bytes, entry: dict[str, Any], json_key: str, encoding_errors: str) -> str:
     text = entry.get(json_key)
     if not isinstance(text, str):
-        found = f"it is a {type(text).__name__}" if json_key in entry else f"fields are {', '.join(sorted(entry)[:8]) or 'none'}"
-        raise DocumentError(f"{place} has no text in the field {json_key!r} ({found}); choose the field with --json-key")
+        reason = f"it is a {type(text).__name__}" if json_key in entry else f"fields are {', '.join(sorted(entry)[:8]) or 'none'}"
+        raise DocumentError(f"{place} has no text in the field {json_key!r} ({reason}); choose the field with --json-key")
     return _without_surrogates(text, place, encoding_errors) if b"\\ud" in line or b"\\uD" in line else text
 
 

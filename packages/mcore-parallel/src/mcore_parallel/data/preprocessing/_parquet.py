@@ -32,8 +32,8 @@ def read_column(name: str, column: str, groups: Sequence[int]) -> Iterator[list[
 
         schema = file.schema_arrow
         if column not in schema.names:
-            found = ", ".join(schema.names[:8]) or "none"
-            raise DocumentError(f"{name} has no column {column!r} (columns are {found}); choose the field with --json-key")
+            columns = ", ".join(schema.names[:8]) or "none"
+            raise DocumentError(f"{name} has no column {column!r} (columns are {columns}); choose the field with --json-key")
         kind = schema.field(column).type
         kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
         if not any(kind.equals(text) for text in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view())):

@@ -40,11 +40,11 @@ class PieceFolder:
                 with atomic_file(path) as file:
                     file.write(json.dumps(job, indent=1).encode())
             with open(path, encoding="utf-8") as file:
-                found = dict(json.load(file))
+                stored = dict(json.load(file))
         except (OSError, ValueError, TypeError) as error:
             raise DataError(f"cannot use {self._folder}: {error}; name a writable folder, or remove this one") from error
         wanted = json.loads(json.dumps(job))
-        differing = [name for name in wanted if found.get(name) != wanted[name]]
+        differing = [name for name in wanted if stored.get(name) != wanted[name]]
         if differing:
             raise DataError(
                 f"{self._folder} holds pieces made with another {', '.join(differing)}; "

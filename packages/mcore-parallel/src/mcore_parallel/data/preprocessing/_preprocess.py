@@ -14,7 +14,7 @@ from mcore_parallel.data.corpus import IndexedDatasetBuilder, token_dtype
 from mcore_parallel.data.preprocessing._documents import RawBatch, check_encoding_errors, document_files, read_batches
 from mcore_parallel.data.preprocessing._encode import Encoder, Encoding
 from mcore_parallel.data.preprocessing._pieces import Counts, PieceFolder
-from mcore_parallel.data.preprocessing._spans import Span, cut_spans, whole
+from mcore_parallel.data.preprocessing._spans import FileSpan, cut_spans, whole
 from mcore_parallel.data.tokenizers import Tokenizer, build_tokenizer
 
 _PIECE_BYTES = 1 << 30
@@ -115,7 +115,7 @@ def preprocess(
     return PreprocessReport(**counts, dtype=encoding.dtype.name, seconds=seconds, num_resumed=resumed)
 
 
-def _count(spans: Sequence[Span], partitions: int | None, partition: int | None) -> int:
+def _count(spans: Sequence[FileSpan], partitions: int | None, partition: int | None) -> int:
     if partitions is None:
         if partition is not None:
             raise DataError(f"partition={partition} needs partitions; say how many there are")
@@ -125,7 +125,7 @@ def _count(spans: Sequence[Span], partitions: int | None, partition: int | None)
     return partitions
 
 
-def _job(spans: Sequence[Span], encoding: Encoding, count: int) -> dict[str, Any]:
+def _job(spans: Sequence[FileSpan], encoding: Encoding, count: int) -> dict[str, Any]:
     """What tells the pieces of one run from those of another; machines may have mounted the input in different places."""
     return {
         "input": [[os.path.basename(span.path), span.num_bytes] for span in spans],
@@ -137,7 +137,7 @@ def _job(spans: Sequence[Span], encoding: Encoding, count: int) -> dict[str, Any
     }
 
 
-def _write_pieces(writer: "_Writer", folder: PieceFolder, parts: list[list[Span]], partition: int | None) -> tuple[Counts, int]:
+def _write_pieces(writer: "_Writer", folder: PieceFolder, parts: list[list[FileSpan]], partition: int | None) -> tuple[Counts, int]:
     """Make the pieces asked for that are missing; counts of all asked for, and the documents of those that were there."""
     numbers = range(len(parts)) if partition is None else [partition]
     done = {number: counts for number in numbers if (counts := folder.counts(number)) is not None}
@@ -162,21 +162,21 @@ class _Writer:
         self._documents = self._tokens = 0
         self._bytes = 0.0
 
-    def write(self, prefix: str, spans: Sequence[Span], total: int, *, keep_empty: bool) -> Counts:
+    def write(self, prefix: str, spans: Sequence[FileSpan], total: int, *, keep_empty: bool) -> Counts:
         """Write the documents of ``spans``; ``total`` bytes are the work of the whole."""
         counts: Counter[str] = Counter()
         with IndexedDatasetBuilder(prefix + ".bin", dtype=self._encoding.dtype) as builder:
             for batch in self._encoder.encode(self._batches(spans)):
-                kept = batch.lengths[batch.lengths > 0]
-                builder.add_documents(batch.tokens, kept)
-                counts.update(num_documents=kept.size, num_tokens=batch.tokens.size, num_skipped=batch.lengths.size - kept.size)
-                self._tell(kept.size, batch.tokens.size, batch.num_bytes, total)
+                nonempty = batch.lengths[batch.lengths > 0]
+                builder.add_documents(batch.tokens, nonempty)
+                counts.update(num_documents=nonempty.size, num_tokens=batch.tokens.size, num_skipped=batch.lengths.size - nonempty.size)
+                self._tell(nonempty.size, batch.tokens.size, batch.num_bytes, total)
             if not counts["num_documents"] and not keep_empty:
                 raise _no_text(spans, counts["num_skipped"])
             builder.finalize(prefix + ".idx")
         return {name: int(counts[name]) for name in _COUNTS}
 
-    def _batches(self, spans: Sequence[Span]) -> Iterator[RawBatch]:
+    def _batches(self, spans: Sequence[FileSpan]) -> Iterator[RawBatch]:
         for span in spans:
             yield from read_batches(span, self._encoding.json_key)
 
@@ -188,6 +188,6 @@ class _Writer:
             self._on_progress(self._documents, self._tokens, min(1.0, self._bytes / max(1, total)))
 
 
-def _no_text(spans: Sequence[Span], num_skipped: int) -> DocumentError:
+def _no_text(spans: Sequence[FileSpan], num_skipped: int) -> DocumentError:
     names = ", ".join(span.path for span in spans[:4])
     return DocumentError(f"{names}: no document with text ({num_skipped} empty ones); nothing was written, give other input")

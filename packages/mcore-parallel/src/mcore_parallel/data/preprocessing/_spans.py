@@ -16,7 +16,7 @@ PARQUET_ENDING = ".parquet"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class FileSpan:
     """A part of a file: the lines that begin in bytes [begin, end), the row groups [begin, end) of Parquet, or all of it."""
 
     path: str
@@ -27,19 +27,19 @@ class Span:
     """What it takes on the disk, about."""
 
 
-def whole(path: str) -> Span:
+def whole(path: str) -> FileSpan:
     """All of a file.
 
     Raises:
         DocumentError: it cannot be looked at.
     """
     try:
-        return Span(path=path, num_bytes=os.path.getsize(path))
+        return FileSpan(path=path, num_bytes=os.path.getsize(path))
     except OSError as error:
         raise DocumentError(f"cannot read {path}: {reason_of(error)}; check the path") from error
 
 
-def cut_spans(files: Sequence[Span], count: int) -> list[list[Span]]:
+def cut_spans(files: Sequence[FileSpan], count: int) -> list[list[FileSpan]]:
     """Parts whose spans, one part after the other, hold what ``files`` hold in the same order.
 
     Only JSON lines that nothing packed, and the row groups of Parquet, are cut; any other file goes to the part its start lies in.
@@ -49,7 +49,7 @@ def cut_spans(files: Sequence[Span], count: int) -> list[list[Span]]:
     """
     total = max(1, sum(file.num_bytes for file in files))
     bounds = [total * number // count for number in range(1, count)]
-    parts: list[list[Span]] = [[] for _ in range(count)]
+    parts: list[list[FileSpan]] = [[] for _ in range(count)]
     start = 0
     for file in files:
         for span, offset in _pieces(file, [bound - start for bound in bounds if start < bound < start + file.num_bytes]):
@@ -58,7 +58,7 @@ def cut_spans(files: Sequence[Span], count: int) -> list[list[Span]]:
     return parts
 
 
-def _pieces(file: Span, cuts: list[int]) -> Iterator[tuple[Span, int]]:
+def _pieces(file: FileSpan, cuts: list[int]) -> Iterator[tuple[FileSpan, int]]:
     """Spans of a file between ``cuts``, bytes into it, each with the byte it is counted from."""
     name, size = file.path.lower(), file.num_bytes
     if not cuts or name.endswith(PACKED_ENDINGS) or not name.endswith((*LINE_ENDINGS, PARQUET_ENDING)):
@@ -72,7 +72,7 @@ def _pieces(file: Span, cuts: list[int]) -> Iterator[tuple[Span, int]]:
         for begin, end in itertools.pairwise(edges):
             groups = [group for group, start in enumerate(starts) if begin <= start < end]
             if groups:
-                yield Span(path=file.path, begin=groups[0], end=groups[-1] + 1, num_bytes=end - begin), begin
+                yield FileSpan(path=file.path, begin=groups[0], end=groups[-1] + 1, num_bytes=end - begin), begin
         return
     for begin, end in itertools.pairwise(edges):
-        yield Span(path=file.path, begin=begin, end=end, num_bytes=end - begin), begin
+        yield FileSpan(path=file.path, begin=begin, end=end, num_bytes=end - begin), begin

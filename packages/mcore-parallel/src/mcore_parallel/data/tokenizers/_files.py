@@ -39,12 +39,12 @@ def build_tokenizer(name: str | os.PathLike[str]) -> Tokenizer:
     if os.path.exists(os.path.join(text, METADATA_NAME)):
         return _from_metadata(text)
     if os.path.isdir(text):
-        found = sorted(entry for entry in os.listdir(text) if entry.endswith((".model", ".tiktoken")))
-        if not found or os.path.exists(os.path.join(text, "tokenizer.json")):
+        models = sorted(entry for entry in os.listdir(text) if entry.endswith((".model", ".tiktoken")))
+        if not models or os.path.exists(os.path.join(text, "tokenizer.json")):
             return _libraries()["huggingface"](text)
-        if len(found) > 1:
-            raise TokenizerError(f"{text} holds {', '.join(found)}; name the one to use")
-        text = os.path.join(text, found[0])
+        if len(models) > 1:
+            raise TokenizerError(f"{text} holds {', '.join(models)}; name the one to use")
+        text = os.path.join(text, models[0])
     library = {".model": "sentencepiece", ".tiktoken": "tiktoken"}.get(os.path.splitext(text)[1], "huggingface")
     return _libraries()[library](text)
 

@@ -51,8 +51,8 @@ class HuggingFaceTokenizer(RoleTokenizer):
         bos: str | None = None,
         parse_special: bool = True,
     ) -> None:
-        given = os.fspath(path)
-        self.path = os.path.join(given, "tokenizer.json") if os.path.isdir(given) else given
+        source = os.fspath(path)
+        self.path = os.path.join(source, "tokenizer.json") if os.path.isdir(source) else source
         try:
             with open(self.path, encoding="utf-8") as file:
                 text = file.read()
@@ -76,9 +76,9 @@ class HuggingFaceTokenizer(RoleTokenizer):
         wanted = {**declared, **{role: name for role, name in (("eod", eod), ("pad", pad), ("bos", bos)) if name is not None}}
         self._roles = {role: self._id(name, role) for role, name in wanted.items()}
         for role, names in _KNOWN_NAMES.items():
-            found = [self._plain.token_to_id(name) for name in names if self._plain.token_to_id(name) is not None]
-            if role not in self._roles and found:
-                self._roles[role] = found[0]
+            present_ids = [self._plain.token_to_id(name) for name in names if self._plain.token_to_id(name) is not None]
+            if role not in self._roles and present_ids:
+                self._roles[role] = present_ids[0]
         self._no_turns = f"{self.path} has no {TURN_START} and {TURN_END} tokens; add them, or render the conversation yourself"
         # Added tokens may leave gaps, so the count of entries would be too low.
         self._vocab_size = max(self.vocab.values(), default=-1) + 1

@@ -69,8 +69,8 @@ class HiddenCapture:
         missing = [name for name in self._modules if name not in self._found]
         if missing:
             raise RuntimeError(f"nothing was captured of {missing}; open the capture around the forward passes: with capture: ...")
-        found, self._found, self._wanted = self._found, {}, False
-        return found
+        captured, self._found, self._wanted = self._found, {}, False
+        return captured
 
     def _begin(self, module: nn.Module, inputs: Any) -> None:
         self._wanted = True

@@ -164,10 +164,10 @@ class _Divergence(_OfTokens):
                 zs.sub_(log_s[rows, None])
                 zt.sub_(log_t[rows, None])
                 if reverse:
-                    found = zs.exp().mul_(zs.sub_(zt).sub_(loss_T[rows, None]))
+                    terms = zs.exp().mul_(zs.sub_(zt).sub_(loss_T[rows, None]))
                 else:
-                    found = zs.exp_().sub_(zt.exp_())
-                grad_Tc[rows] = found.div_(temperature).to(grad.dtype)
+                    terms = zs.exp_().sub_(zt.exp_())
+                grad_Tc[rows] = terms.div_(temperature).to(grad.dtype)
             ctx.save_for_backward(grad)
         return loss_T.view(student.shape[:-1])
 
@@ -190,13 +190,13 @@ class _SparseDivergence(_OfTokens):
             z[:, columns] = float("-inf")
             return z
 
-        found = max_T.new_empty(len(s_Tc), log_p_TK.shape[-1] + 1)
+        picked = max_T.new_empty(len(s_Tc), log_p_TK.shape[-1] + 1)
         for rows in _chunks(s_Tc):
             z = shifted(rows)
-            found[rows, 1:] = torch.where(owned_TK[rows], z.gather(-1, local_TK[rows]), 0.0)
-            found[rows, 0] = z.exp_().scatter_(-1, local_TK[rows], 0.0).sum(-1)
-        found = all_reduce(found, group)
-        rest_T, z_TK = found[:, 0], found[:, 1:]
+            picked[rows, 1:] = torch.where(owned_TK[rows], z.gather(-1, local_TK[rows]), 0.0)
+            picked[rows, 0] = z.exp_().scatter_(-1, local_TK[rows], 0.0).sum(-1)
+        picked = all_reduce(picked, group)
+        rest_T, z_TK = picked[:, 0], picked[:, 1:]
         norm_T = rest_T + z_TK.exp().sum(-1)
         p_TK = log_p_TK.exp()
         # What is left over of the teacher; nothing if no token of the student is left over.

@@ -100,8 +100,8 @@ class ModeloptBalancer:
         names = {"language": "student_loss", "logits": "LogitsDistillationLoss_0", "intermediate": "HiddenStateLoss_1"}
         with torch.enable_grad():
             present = {name: value.detach().clone().requires_grad_() for name in names if (value := getattr(totals, name)) is not None}
-            found: Any = self.balancer({names[name]: value for name, value in present.items()})
-            total: Tensor = found["kd_loss"] if isinstance(found, Mapping) else found
+            balanced: Any = self.balancer({names[name]: value for name, value in present.items()})
+            total: Tensor = balanced["kd_loss"] if isinstance(balanced, Mapping) else balanced
             grads = torch.autograd.grad(total, list(present.values()), allow_unused=True)
         weights = {
             name: torch.zeros_like(value) if grad is None else grad for (name, value), grad in zip(present.items(), grads, strict=True)

@@ -138,10 +138,10 @@ class DistillationObjective:
         for number, depth in enumerate(output.depths, 1):
             ahead = replace(batch, labels=numbers).ahead(number, cp)
             rows = (ahead.labels.flatten() - 1).clamp(min=0)
-            found = self._divergence(depth.logits(), [x[rows] for x in theirs], output) * ahead.loss_mask.flatten()
-            total = total + self.config.mtp_loss_scaling_factor / len(output.depths) * found.sum()
+            losses = self._divergence(depth.logits(), [x[rows] for x in theirs], output) * ahead.loss_mask.flatten()
+            total = total + self.config.mtp_loss_scaling_factor / len(output.depths) * losses.sum()
             name = f"mtp_{number}_distillation_loss"
-            metrics[name], counts[name] = found.detach().sum(), ahead.weight()
+            metrics[name], counts[name] = losses.detach().sum(), ahead.weight()
         return total, metrics, counts
 
     def _divergence(self, logits: Tensor, theirs: Sequence[Tensor], output: ModelOutput) -> Tensor:
@@ -161,8 +161,8 @@ class DistillationObjective:
             if config.reverse:
                 raise ValueError("reverse=True needs the teacher's probability of every token, which a store lacks; pass a teacher")
             return [batch.extras[name].flatten(0, 1) for name in (LOG_PROBS, TOKEN_IDS)]
-        found = self.teacher.output(batch)
-        sizes = (found.layer.unpadded_vocab_size, found.layer.vocab_size, found.layer.groups.tp.size)
+        outputs = self.teacher.output(batch)
+        sizes = (outputs.layer.unpadded_vocab_size, outputs.layer.vocab_size, outputs.layer.groups.tp.size)
         mine = (layer.unpadded_vocab_size, layer.vocab_size, layer.groups.tp.size)
         if sizes != mine:
             raise ValueError(
@@ -170,7 +170,7 @@ class DistillationObjective:
                 "give both one tokenizer, one padding and one tp, or write the teacher's log-probabilities down first (record)"
             )
         with torch.no_grad():
-            return [found.logits()]
+            return [outputs.logits()]
 
     def _intermediate(self, output: ModelOutput, batch: Batch, mask: Tensor) -> Tensor | None:
         pairs = self.config.pairs
@@ -195,7 +195,7 @@ class DistillationObjective:
 
 def _totals(parts: LossParts, output: ModelOutput) -> LossParts:
     """Sums over the ranks that share sequences, without a gradient: so they weigh the same in every layout."""
-    given: Sequence[Tensor | None] = (parts.language, parts.logits, parts.intermediate)
-    present = [value.detach().to(parts.logits.dtype) for value in given if value is not None]
+    terms: Sequence[Tensor | None] = (parts.language, parts.logits, parts.intermediate)
+    present = [value.detach().to(parts.logits.dtype) for value in terms if value is not None]
     language, logits, *rest = all_reduce(torch.stack(present), output.layer.groups.cp).unbind(0)
     return replace(parts, language=language, logits=logits, intermediate=rest[0] if rest else None)

@@ -40,8 +40,8 @@ class StoreLayout:
 
     @property
     def all_arrays(self) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
-        given = {_KEYS: (np.uint8, (KEY_BYTES,)), **self.arrays}
-        return {name: (np.dtype(dtype), shape) for name, (dtype, shape) in given.items()}
+        arrays = {_KEYS: (np.uint8, (KEY_BYTES,)), **self.arrays}
+        return {name: (np.dtype(dtype), shape) for name, (dtype, shape) in arrays.items()}
 
 
 class ShardWriter:
@@ -167,15 +167,15 @@ class Shard:
     def __init__(self, folder: Path, layout: StoreLayout) -> None:
         expected = layout.all_arrays
         try:
-            found = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in expected}
+            arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in expected}
         except (OSError, ValueError, EOFError) as error:
             raise layout.error(f"{folder} is damaged: {error}; {layout.again}") from error
-        rows = len(found[_KEYS])
-        kinds = {name: (array.dtype, array.shape) for name, array in found.items()}
+        rows = len(arrays[_KEYS])
+        kinds = {name: (array.dtype, array.shape) for name, array in arrays.items()}
         wanted = {name: (dtype, (rows, *shape)) for name, (dtype, shape) in expected.items()}
         if kinds != wanted:
             raise layout.error(f"{folder} is damaged: its arrays are {kinds}, not {wanted}; {layout.again}")
-        self._arrays = found
+        self._arrays = arrays
 
     def __getitem__(self, name: str) -> NDArray[Any]:
         """[samples, ...] of an array."""
@@ -208,8 +208,8 @@ def place_settings(folder: Path, config: Any, error: type[ValueError], *, name: 
     folder.mkdir(parents=True, exist_ok=True)
     settings = folder / _SETTINGS
     if settings.exists():
-        if (found := read_settings(folder, type(config), error)) != config:
-            raise error(f"{folder} was made with {found}, not with {config}; write to another folder")
+        if (stored := read_settings(folder, type(config), error)) != config:
+            raise error(f"{folder} was made with {stored}, not with {config}; write to another folder")
         return
     partial = settings.with_name(f".{_SETTINGS}.{name}.partial")
     with partial.open("w", encoding="utf-8") as file:
@@ -231,8 +231,8 @@ def read_settings(folder: Path, kind: type[C], error: type[ValueError]) -> C:
     """
     path = folder / _SETTINGS
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in found.items()})
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in content.items()})
     except FileNotFoundError:
         raise error(f"{folder} is no store: it has no {_SETTINGS}; write one with record") from None
     except (ValueError, TypeError, AttributeError) as problem:

@@ -141,10 +141,10 @@ class LogProbStore:
                 f"{self.folder} has none of the rows {missing} of a batch among its {len(self)} samples; "
                 "run the teacher over the same data, with the same seed and seq_len"
             )
-        found = [self._places[key] for key in keys]
+        places = [self._places[key] for key in keys]
         device = batch.tokens.device
-        log_probs = torch.from_numpy(np.stack([shard["log_probs"][row] for shard, row in found])).to(device)
-        ids = torch.from_numpy(np.stack([shard["token_ids"][row] for shard, row in found])).to(device)
+        log_probs = torch.from_numpy(np.stack([shard["log_probs"][row] for shard, row in places])).to(device)
+        ids = torch.from_numpy(np.stack([shard["token_ids"][row] for shard, row in places])).to(device)
         return dataclasses.replace(batch, extras={**batch.extras, LOG_PROBS: log_probs, TOKEN_IDS: ids})
 
 
@@ -172,14 +172,14 @@ def writes(teacher: Teacher) -> bool:
     return teacher.groups.pp.is_last and teacher.groups.tp.is_first
 
 
-class _Holder(Protocol):
+class _StepWriter(Protocol):
     """Knows what it has."""
 
     def holds(self, batch: Batch) -> bool: ...
 
 
 @internal_api
-def run_missing(teacher: Teacher, steps: Iterable[Sequence[Batch]], writer: _Holder | None, write_down: Callable[[Batch], None]) -> int:
+def run_missing(teacher: Teacher, steps: Iterable[Sequence[Batch]], writer: _StepWriter | None, write_down: Callable[[Batch], None]) -> int:
     """Run a teacher over the batches that a writer does not hold, and hand them over labelled on the last pipeline stage.
 
     Args:

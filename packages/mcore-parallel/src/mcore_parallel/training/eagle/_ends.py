@@ -63,12 +63,12 @@ class TargetEnds:
 
     def digest(self) -> str:
         """SHA-256 of embedding and output weights, the same in every layout; every rank calls it."""
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for weight in (self._embedding.weight.detach(), self._output):
-            found.update(f"{weight.dtype} {self.vocab_size} {weight.shape[1]}".encode())
+            digest.update(f"{weight.dtype} {self.vocab_size} {weight.shape[1]}".encode())
             whole = all_gather(weight, self.groups.tp) if self.groups.tp.size > 1 else weight
-            found.update(whole.contiguous().cpu().view(torch.uint8).numpy().data)
-        return found.hexdigest()
+            digest.update(whole.contiguous().cpu().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
 
     def _pick(self) -> Tensor:
         if self.vocabulary is None:

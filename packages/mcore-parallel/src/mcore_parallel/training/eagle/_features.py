@@ -129,9 +129,9 @@ class FeatureStore:
             raise FeatureStoreError(
                 f"{self.folder} holds features of aux_modules={config.aux_modules}, not {tuple(aux_modules)}; extract again"
             )
-        found = {key: (shard, row) for shard in open_shards(self.folder, _layout(config)) for row, key in enumerate(shard.samples())}
+        places = {key: (shard, row) for shard in open_shards(self.folder, _layout(config)) for row, key in enumerate(shard.samples())}
         # By their digests, so that an order does not depend on who wrote what.
-        self._places: list[tuple[Shard, int]] = [found[key] for key in sorted(found)]
+        self._places: list[tuple[Shard, int]] = [places[key] for key in sorted(places)]
 
     def __len__(self) -> int:
         """Samples."""

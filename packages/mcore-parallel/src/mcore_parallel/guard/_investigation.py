@@ -4,12 +4,12 @@
 
 import time
 
-from mcore_parallel.guard._board import Board
 from mcore_parallel.guard._liveness import FINISHED, Liveness
 from mcore_parallel.guard._report import RankStatus, compose
+from mcore_parallel.guard._status_store import StatusStore
 
 
-class Inquiry:
+class StallInvestigation:
     """Gathers one incident on one rank: ``look`` again and again until it returns the report.
 
     Args:
@@ -20,16 +20,16 @@ class Inquiry:
         limit_s: after this time without progress a rank is stuck even if others are at work.
     """
 
-    def __init__(self, board: Board, liveness: Liveness, incident: int, *, dead_after_s: float, limit_s: float) -> None:
-        self._board, self._liveness, self._incident, self._limit_s = board, liveness, incident, limit_s
+    def __init__(self, status_store: StatusStore, liveness: Liveness, incident: int, *, dead_after_s: float, limit_s: float) -> None:
+        self._status_store, self._liveness, self._incident, self._limit_s = status_store, liveness, incident, limit_s
         self._statuses: dict[int, RankStatus] = {}
         # Living ranks that never answer must not hold it up.
         self._deadline = time.monotonic() + 2 * dead_after_s
 
     def look(self) -> str | None:
         """The report once every rank has answered, ended or died, empty when the run is only slow; None before."""
-        silent = [rank for rank in range(self._board.world_size) if rank not in self._statuses]
-        answers = {rank: self._board.status(self._incident, rank) for rank in silent}
+        silent = [rank for rank in range(self._status_store.world_size) if rank not in self._statuses]
+        answers = {rank: self._status_store.status(self._incident, rank) for rank in silent}
         self._statuses |= {rank: status for rank, status in answers.items() if status is not None}
         silent = [rank for rank in silent if rank not in self._statuses]
         gone = self._liveness.gone(silent) if silent else {}
@@ -39,4 +39,4 @@ class Inquiry:
         statuses = self._statuses.values()
         if answered and any(status.at_work for status in statuses) and all(status.idle_s < self._limit_s for status in statuses):
             return ""
-        return compose(statuses, gone, self._board.world_size)
+        return compose(statuses, gone, self._status_store.world_size)

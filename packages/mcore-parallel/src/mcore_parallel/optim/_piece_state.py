@@ -9,12 +9,12 @@ from torch import Tensor
 
 from mcore_parallel.groups import Piece, ProcessGroups, ShardSpec, boxes
 from mcore_parallel.optim._config import OptimizerConfig, Rule
-from mcore_parallel.optim._state import Holder, Master, Plain, Remainder, moment
+from mcore_parallel.optim._state import Master, Plain, Remainder, StateStorage, moment
 
 WIDE = (torch.float32, torch.float64)
 
 
-class Unit:
+class PieceState:
     """State of one piece, in the device's memory or the host's.
 
     Args:
@@ -35,7 +35,7 @@ class Unit:
         """Where the host finds the gradient."""
         narrow = config.use_precision_aware_optimizer and parameter.dtype != torch.float64
         maths = parameter.dtype if parameter.dtype in WIDE else torch.float32
-        self.master: Holder
+        self.master: StateStorage
         if parameter.dtype in WIDE:
             self.master = Plain(self.target)
         elif config.store_param_remainders and parameter.dtype == torch.bfloat16:
@@ -53,7 +53,7 @@ class Unit:
         """Whether the state holds bits that the parameter lacks."""
         return self.piece.parameter.dtype not in WIDE
 
-    def holders(self) -> Iterator[tuple[str, Holder]]:
+    def storages(self) -> Iterator[tuple[str, StateStorage]]:
         """The state by kind."""
         yield ("exp_avg" if self.rule.kind == "adam" else "momentum"), self.exp_avg
         if self.exp_avg_sq is not None:
@@ -105,13 +105,13 @@ class Placement:
     def parts(self, piece: Piece, flat: Tensor) -> list[tuple[Tensor, tuple[int, ...]]]:
         """A flat tensor of the piece as boxes of the global tensor: (view, global offset)."""
         base = piece.spec.offset(self._groups)
-        found, at = [], 0
+        parts, at = [], 0
         for offset, size in boxes(piece.shape, piece.start, piece.end):
             numel = torch.Size(size).numel()
             place = tuple(begin + more for begin, more in zip(base, offset, strict=True))
-            found.append((flat[at : at + numel].view(size), place))
+            parts.append((flat[at : at + numel].view(size), place))
             at += numel
-        return found
+        return parts
 
 
 def whole_piece(name: str, spec: ShardSpec, parameter: Tensor, gradient: Tensor, groups: ProcessGroups) -> Piece:

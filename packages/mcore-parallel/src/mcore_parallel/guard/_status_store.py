@@ -8,7 +8,7 @@ from mcore_parallel.guard._report import RankStatus
 from mcore_parallel.guard._timed_store import TimedStore
 
 
-class Board:
+class StatusStore:
     """Alarms, statuses and verdicts of one run; no call waits for another rank.
 
     Args:
