@@ -156,7 +156,9 @@ class ProcessGroups:
         by_name = {name: maker.pick(name, enumerations[name]) for name in order}
         if sharp is not None and (group := by_name[sharp]) is not None:
             _connect_all(group)
-        levels = tuple(group for level in range(len(plan.hierarchical_cp)) if (group := by_name.pop(f"hierarchical_cp.{level}")) is not None)
+        levels = tuple(
+            group for level in range(len(plan.hierarchical_cp)) if (group := by_name.pop(f"hierarchical_cp.{level}")) is not None
+        )
         groups = {"intra_dist_opt": None, **by_name}
         pipeline = groups["pp"]
         if pipeline is not None:

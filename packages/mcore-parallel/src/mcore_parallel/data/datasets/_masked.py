@@ -42,9 +42,9 @@ class MaskedTokensConfig:
             raise DataError(f"mask_token={self.mask_token} must not be negative; give the id of the mask token")
         if not 0.0 < self.probability <= 1.0:
             raise DataError(f"probability={self.probability} must lie in (0, 1]; 0.15 is usual")
-        random, unchanged = self.random_share, self.kept_share
-        if min(random, unchanged) < 0.0 or random + unchanged > 1.0:
-            raise DataError(f"random_share={random} and kept_share={unchanged} must be at least 0 and at most 1 together; 0.1 each is usual")
+        random, same = self.random_share, self.kept_share
+        if min(random, same) < 0.0 or random + same > 1.0:
+            raise DataError(f"random_share={random} and kept_share={same} must be at least 0 and at most 1 together; 0.1 each is usual")
         if self.max_ngram < 1 or self.ngram_choice not in NGRAM_CHOICES:
             raise DataError(
                 f"max_ngram={self.max_ngram} must be at least 1, and ngram_choice={self.ngram_choice!r} one of {', '.join(NGRAM_CHOICES)}"
