@@ -26,7 +26,7 @@ def median_ms(work: Callable[[], object], device: torch.device, repeats: int) ->
 def in_turn(works: Mapping[str, Callable[[], object]], device: torch.device, repeats: int, *, calls: int = 1) -> dict[str, list[float]]:
     """Times of one call of each work, each measured over ``calls`` in a row; the works take turns, so that a slow minute meets all.
 
-    On a GPU a product ahead keeps the device busy until the calls are queued: what is measured is the device's time.
+    On a GPU a matmul ahead keeps the device busy until the calls are queued: what is measured is the device's time.
     """
     times: dict[str, list[float]] = {name: [] for name in works}
     ahead = torch.zeros(8192, 8192, dtype=torch.bfloat16, device=device) if device.type == "cuda" else None

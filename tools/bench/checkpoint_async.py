@@ -5,7 +5,7 @@
 python -m tools.bench.checkpoint_async --gibibytes 16 --folder /data --output docs/benchmarks/checkpoint_async.json
 
 One process, on a GPU where there is one. `blocked` is the time until `save` returns: the first also gets the memory for the copy. A step
-is a number of products of matrices; `step_alone` and `step_beside` are its times without and with a save being written.
+is a number of matmuls; `step_alone` and `step_beside` are its times without and with a save being written.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _stepper(device: torch.device, products: int) -> Callable[[], float]:
+def _stepper(device: torch.device, num_matmuls: int) -> Callable[[], float]:
     """A function that does one step and returns its seconds."""
     width = 4096 if device.type == "cuda" else 512
     matrix = torch.randn(width, width, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32) / width**0.5
@@ -79,7 +79,7 @@ def _stepper(device: torch.device, products: int) -> Callable[[], float]:
 
     def step() -> float:
         start = time.perf_counter()
-        for _ in range(products):
+        for _ in range(num_matmuls):
             torch.mm(matrix, matrix, out=out)
         _synchronize(device)
         return time.perf_counter() - start

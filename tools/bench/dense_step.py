@@ -6,7 +6,7 @@ python -m tools.bench.dense_step --runs dense-1b:dp1,mbs4,gbs16 dense-8b:tp2,dp2
 
 A run names a model and, by commas: tpN, ppN, vppN, dpN (their product is the number of GPUs), mbsN sequences a micro-batch, gbsN a step,
 and optionally zb (the zero-bubble schedule), norm (recompute the norms), core (recompute attention), plain (weight gradients go through
-autograd instead of into the buffer by the product), torch or te (who computes products: torch or Transformer Engine; else ``--backend``),
+autograd instead of into the buffer by the GEMM), torch or te (who computes GEMMs: torch or Transformer Engine; else ``--backend``),
 fp8=RECIPE (fp8 GEMMs: tensorwise, rowwise, or with te delayed, blockwise ..., or none; else ``--fp8``), e4m3 (gradients
 in that format), wide (weight gradients from factors in the model's dtype), ends (first and last layer in the model's dtype),
 head (the loss of the output layer in fp8, too).

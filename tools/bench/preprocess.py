@@ -4,7 +4,7 @@
 
 python -m tools.bench.preprocess --output docs/benchmarks/preprocess.json
 
-Documents are stretches of the text of Python's standard library, about as long as `--characters` on average, one a line of JSON;
+Documents are passages of the text of Python's standard library, about as long as `--characters` on average, one a line of JSON;
 the tokenizer is a byte-level BPE learnt from a part of them. `encode` is the library's own batch encoding of the same texts in
 memory, 1000 a call, on all cores; it neither reads nor writes. `preprocess` goes from the file to the finished corpus, once with
 the tokenizer's threads and once with `--workers` processes, whose start it includes. Rounds alternate, the best of each counts.

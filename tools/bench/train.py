@@ -7,8 +7,8 @@ python -m tools.bench.train --model dense-1b dense-8b-l8 dense-8b-l8-fp8 --gpus 
     --peer "FSDP2=python3 train_fsdp2.py --model {model} --mbs {micro_batch} --gbs {global_batch}"
 
 Every choice of the sequences of a micro-batch (``--micro-batch``, or the model's own list) runs by us and by each peer in turn,
-``--rounds`` times; the best of each counts, and the spread of its rounds is told. A peer is a command that prints one JSON line with
-"tok_s_gpu" (tokens a second and GPU) and "peak_gib"; with several GPUs, let it start its own ranks. Models that end in "-fp8" go to peers
+``--rounds`` times; the best of each counts, and the spread of its rounds is printed. A peer is a command that prints one JSON line with
+"tok_s_gpu" (tokens/s/GPU) and "peak_gib"; with several GPUs, let it start its own ranks. Models that end in "-fp8" go to peers
 whose name does so too, others to the others. Start-up is the time from the start of a process to the end of its first step: of the first
 run, with no kernel compiled before, and of the last.
 

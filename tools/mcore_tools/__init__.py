@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""The applications: train, distill, reinforce and serve models with the six wheels, which know nothing of this package."""
+"""The applications: train, distill, post-train and serve models with the six wheels, which know nothing of this package."""
 
 import time
 

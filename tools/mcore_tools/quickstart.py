@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""The whole journey: text, training on two ranks, a checkpoint, another layout, a served model, a reinforced one.
+"""The whole journey: text, training on two ranks, a checkpoint, another layout, a served model, RL.
 
 mcore quickstart [--text PATH] [--output FOLDER]
 """
@@ -29,7 +29,7 @@ from mcore_tools.corpus import check_text, default_text, prepare
 from mcore_tools.launch import RankError, launch
 from mcore_tools.recipes import RecipeError, RunConfig, override, recipe
 from mcore_tools.reports import Plot, Section, write_report
-from mcore_tools.rl import reinforce_rank
+from mcore_tools.rl import post_train_rank
 from mcore_tools.serving import serve_exported
 from mcore_tools.training import train_rank, validate_rank
 
@@ -105,7 +105,7 @@ def quickstart(text: list[Path], output: Path, assignments: list[str], iteration
             ("parameters", f"{trained.num_parameters:,}"),
             ("loss, first step to last", f"{trained.history.curve('loss')[1][0]:.3f} to {trained.history.curve('loss')[1][-1]:.3f}"),
             ("validation loss", f"{trained.validation_loss:.6f}"),
-            ("tokens a second, median step", f"{statistics.median(trained.history.curve('tokens_per_s')[1]):,.0f}"),
+            ("tokens/s, median step", f"{statistics.median(trained.history.curve('tokens_per_s')[1]):,.0f}"),
         ],
     )
     other = dataclasses.replace(config, plan=ParallelPlan(pp=ranks))
@@ -129,7 +129,7 @@ def quickstart(text: list[Path], output: Path, assignments: list[str], iteration
     served = stages.run(
         "An engine serves it",
         lambda: serve_exported(config, export, corpus.tokenizer, PROMPTS, "cuda" if kind == "cuda" else "cpu"),
-        lambda served: [("generated tokens a second", f"{served.tokens_per_s:,.0f}"), ("one HTTP completion", f"{served.http_ms:.0f} ms")],
+        lambda served: [("generated tokens/s", f"{served.tokens_per_s:,.0f}"), ("one HTTP completion", f"{served.http_ms:.0f} ms")],
         lambda served: "\n\n".join(prompt + answer for prompt, answer in served.texts[:4]),
     )
     console.print(f"[dim]over HTTP:[/dim] {escape(PROMPTS[0] + served.http_answer)}", highlight=False)
@@ -137,7 +137,7 @@ def quickstart(text: list[Path], output: Path, assignments: list[str], iteration
     reports = stages.run(
         f"Reinforcement: write more of {WANTED!r}",
         lambda: launch(
-            reinforce_rank, ranks, device=kind, config=config, kind=kind, prompts=PROMPTS, wanted=WANTED, iterations=iterations, lr=1e-3
+            post_train_rank, ranks, device=kind, config=config, kind=kind, prompts=PROMPTS, wanted=WANTED, iterations=iterations, lr=1e-3
         )[0],
         lambda reports: [
             ("reward, first iteration to last", f"{reports[0].mean_reward:.3f} to {reports[-1].mean_reward:.3f}"),
@@ -158,11 +158,11 @@ def quickstart(text: list[Path], output: Path, assignments: list[str], iteration
     rewards = {"mean": (steps, [report.mean_reward for report in reports])}
     plots = [
         Plot(title="Loss", x_label="step", y_label="nats a token", curves=losses),
-        Plot(title="Throughput", x_label="step", y_label="tokens a second", curves={"training": history.curve("tokens_per_s")}),
+        Plot(title="Throughput", x_label="step", y_label="tokens/s", curves={"training": history.curve("tokens_per_s")}),
         Plot(title="Expert load", x_label="step", y_label="share of tokens", curves=loads),
         Plot(title="Reward", x_label="iteration", y_label=f"share of {WANTED!r}", curves=rewards),
     ]
-    write_report(output / "report.html", "From text to a reinforced model", stages.sections, plots)
+    write_report(output / "report.html", "From text to a model trained with RL", stages.sections, plots)
     _summary(stages.sections, output / "report.html", time.perf_counter() - begin, console)
 
 
@@ -216,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--set", action="append", default=[], metavar="PATH=VALUE", help="change a field of the recipe, for instance train.steps=50"
     )
-    parser.add_argument("--iterations", type=int, default=20, help="of reinforcement (default: %(default)s)")
+    parser.add_argument("--iterations", type=int, default=20, help="of RL (default: %(default)s)")
     options = parser.parse_args(arguments)
     console = Console()
     try:

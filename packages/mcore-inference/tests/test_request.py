@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Records over several stretches, and their data form."""
+"""Records over several segments, and their data form."""
 
 import json
 import random

@@ -50,6 +50,6 @@ def test_widths_of_grouped_products() -> None:
     check_layout(MODEL, ParallelPlan(), **place)
     with pytest.raises(ValueError, match="moe_ffn_hidden_size=12 on a rank must be a multiple of 8: .* rows of 16 bytes; use 16 on a rank"):
         check_layout(MODEL, ParallelPlan(dp=2, etp=2), **place)
-    # Other dtypes take one product an expert, of any width.
+    # Other dtypes take one matmul per expert, of any width.
     check_layout(MODEL, ParallelPlan(dp=2, etp=2), **{**place, "dtype": torch.float32})
     check_grouped_width("hidden_size", 12, torch.bfloat16, "cpu")

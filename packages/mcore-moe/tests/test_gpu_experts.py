@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Grouped products against one product an expert."""
+"""Grouped GEMMs against one matmul per expert."""
 
 from typing import Any
 
@@ -42,7 +42,7 @@ def test_experts_without_a_row_have_zero_gradients(dtype: torch.dtype) -> None:
 
 
 def compare(counts: list[int], **options: Any) -> None:
-    """Outputs and gradients in bfloat16 against one product an expert in float64, or gradients where the activation has a kink in bfloat16.
+    """Outputs and gradients in bfloat16 against one matmul per expert in float64, or gradients where the activation has a kink in bfloat16.
 
     An input that rounds across a kink has another gradient, in bfloat16 either way.
     """

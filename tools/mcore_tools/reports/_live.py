@@ -57,7 +57,7 @@ class LiveReport:
         for title, unit, name in (
             ("Gradient norm", "before clipping", "grad_norm"),
             ("Learning rate", "", "lr"),
-            ("Throughput", "tokens a second", "tokens_per_s"),
+            ("Throughput", "tokens/s", "tokens_per_s"),
             ("Model flops utilisation", "share of the peak", "mfu"),
             ("Batch", "sequences", "num_samples"),
             ("Slowest rank", "times the median of its stage", "straggler/slowdown"),

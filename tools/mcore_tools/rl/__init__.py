@@ -2,8 +2,8 @@
 # Copyright (c) 2026 the mcore authors
 """Reinforcement learning from the checkpoint of a run."""
 
-from mcore_tools.rl._reinforce import reinforce_rank
+from mcore_tools.rl._post_train import post_train_rank
 
 __all__ = [
-    "reinforce_rank",
+    "post_train_rank",
 ]

@@ -34,7 +34,7 @@ class MoEConfig:
     """Softmax over all experts before the selection, without renormalising; else over the selected ones."""
     moe_router_topk_scaling_factor: float | None = None
     moe_router_dtype: str | None = "fp32"
-    """Precision of the gating product: fp32, fp64, or None for that of the parameters."""
+    """Precision of the gating matmul: fp32, fp64, or None for that of the parameters."""
     moe_aux_loss_coeff: float = 0.0
     """Weight of the load-balancing loss; 0 switches it off."""
 

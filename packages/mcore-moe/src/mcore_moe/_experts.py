@@ -77,13 +77,13 @@ class _StackedExperts(nn.Module):
         return self._specs
 
     def _run(self, rows_RD: Tensor, tokens_per_expert: Sequence[int], *, grouped: bool) -> Tensor:
-        product = grouped_matmul if grouped else _product_an_expert
+        matmul = grouped_matmul if grouped else _matmul_each_expert
         counts = tuple(tokens_per_expert)
         with self.memory.offloading("expert_fc1", self):
-            x_RW = _biased(product(rows_RD, self.up.flatten(1, -2), counts), self.up_bias, counts)
+            x_RW = _biased(matmul(rows_RD, self.up.flatten(1, -2), counts), self.up_bias, counts)
         with self.memory.offloading("moe_act", self):
             y_RF = self.activation(x_RW)
-        return _biased(product(y_RF, self.down, counts), self._down_bias(), counts)
+        return _biased(matmul(y_RF, self.down, counts), self._down_bias(), counts)
 
     def _down_bias(self) -> Tensor | None:
         """Ranks that share an expert all have a gradient, so that their sums have equal terms; only the first one adds the bias."""
@@ -93,7 +93,7 @@ class _StackedExperts(nn.Module):
 
 
 class SequentialMLP(_StackedExperts):
-    """One matrix product an expert; the reference."""
+    """One matmul per expert; the reference."""
 
     def forward(self, rows_RD: Tensor, tokens_per_expert: Sequence[int]) -> Tensor:
         """[R, D] rows in expert order -> [R, D]."""
@@ -101,7 +101,7 @@ class SequentialMLP(_StackedExperts):
 
 
 class GroupedMLP(_StackedExperts):
-    """All experts in two grouped matrix products (bfloat16 on a GPU); elsewhere one product an expert."""
+    """All experts in two grouped GEMMs (bfloat16 on a GPU); elsewhere one matmul per expert."""
 
     def forward(self, rows_RD: Tensor, tokens_per_expert: Sequence[int]) -> Tensor:
         """[R, D] rows in expert order -> [R, D]."""
@@ -109,7 +109,7 @@ class GroupedMLP(_StackedExperts):
         return self._run(rows_RD, tokens_per_expert, grouped=grouped)
 
 
-def _product_an_expert(rows_RI: Tensor, weight_NOI: Tensor, counts: tuple[int, ...]) -> Tensor:
+def _matmul_each_expert(rows_RI: Tensor, weight_NOI: Tensor, counts: tuple[int, ...]) -> Tensor:
     parts = rows_RI.split(list(counts))
     return torch.cat([F.linear(rows, weight_OI) for rows, weight_OI in zip(parts, weight_NOI, strict=True)])
 

@@ -54,9 +54,9 @@ class MoELayer(nn.Module):
     ) -> None:
         super().__init__()
         groups = site.groups
-        if (products := special_products(site.layers)) is not None:
+        if (matmuls := special_products(site.layers)) is not None:
             raise ValueError(
-                f"the layers are computed by {products}, experts only by torch in the dtype of their weights; "
+                f"the layers are computed by {matmuls}, experts only by torch in the dtype of their weights; "
                 'build the model with backend="torch" and fp8=None, or without experts'
             )
         check_experts(config, site.config, groups.plan, dtype=dtype, device=device)

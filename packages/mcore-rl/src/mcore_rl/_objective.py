@@ -126,7 +126,7 @@ class GRPOObjective:
         """Log-probability of each label and entropy of each distribution, [T]."""
         if output.layer.products is None:
             return output.log_probs_and_entropy(labels, self.temperature)
-        # A layer with products of its own has its log-probabilities from them; the entropy beside is from torch's.
+        # A layer with matmuls of its own has its log-probabilities from them; the entropy is from torch's.
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.entropy_weight != 0):
             _, entropy = output.log_probs_and_entropy(labels, self.temperature)
         return output.log_probs(labels, self.temperature), entropy

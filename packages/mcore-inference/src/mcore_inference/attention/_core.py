@@ -12,7 +12,7 @@ from mcore_inference.attention._step import PagedStep, TableRows
 from mcore_parallel import ProcessGroups
 from mcore_parallel.nn import AttentionCore, AttentionSpec, SinkAttentionCore, Step, causal_attention, choose_attention
 
-# The fewest tokens of a block that the kernels take: one side of a matrix product.
+# The fewest tokens of a block that the kernels take: one side of a matmul.
 KERNEL_BLOCK = 16
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

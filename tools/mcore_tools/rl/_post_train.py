@@ -19,7 +19,7 @@ from mcore_tools.serving import build_engine
 from mcore_tools.training import device_of
 
 
-def reinforce_rank(config: RunConfig, kind: str, prompts: Sequence[str], wanted: str, iterations: int, lr: float) -> list[IterationReport]:
+def post_train_rank(config: RunConfig, kind: str, prompts: Sequence[str], wanted: str, iterations: int, lr: float) -> list[IterationReport]:
     """Group-relative policy optimisation from the newest checkpoint; the same reports on every rank."""
     device = device_of(kind)
     parts = assemble(dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, lr=lr, weight_decay=0.0)), device)
