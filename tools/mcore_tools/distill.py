@@ -48,10 +48,10 @@ from mcore_parallel.training.distill import (
     record,
     writes,
 )
-from mcore_tools.assembly import DTYPES, Samples, build_stage, datasets, step_batches
+from mcore_tools.assembly import DTYPES, Samples, build_stage, datasets, open_tokenizer, step_batches, validation_batches
 from mcore_tools.recipes import RECIPES, RunConfig, recipe
 from mcore_tools.reports import History
-from mcore_tools.training import Trained, build_trainer, command, device_of, open_tokenizer, place, tell, validation_batches
+from mcore_tools.training import Trained, build_trainer, command, device_of, place, tell
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,9 +47,9 @@ from mcore_parallel.training.eagle import (
     TargetEnds,
     record_features,
 )
-from mcore_tools.assembly import DTYPES, Samples, build_model, datasets, step_batches
+from mcore_tools.assembly import DTYPES, Samples, build_model, datasets, open_tokenizer, step_batches
 from mcore_tools.recipes import RECIPES, RunConfig, recipe
-from mcore_tools.training import build_trainer, command, device_of, open_tokenizer, place, tell
+from mcore_tools.training import build_trainer, command, device_of, place, tell
 
 PARTS = ("train", "valid")
 

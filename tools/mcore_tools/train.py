@@ -39,8 +39,9 @@ from mcore_parallel.training import (
     SuspectResultError,
 )
 from mcore_tools import STARTED_AT
+from mcore_tools.assembly import check_data
 from mcore_tools.recipes import RECIPES, RecipeError, RunConfig, config_text, override, read_config, recipe, write_config
-from mcore_tools.training import Trained, check_data, connect, join, meet, take_device, train_rank
+from mcore_tools.training import Trained, connect, join, meet, take_device, train_rank
 
 # What another attempt in the same processes would meet again.
 FINAL = (ValueError, NonFiniteLossError, SuspectResultError, InvalidResultError)

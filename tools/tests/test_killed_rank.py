@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_tools import train
-from mcore_tools.training import _train
+from mcore_tools.assembly import _data
 from tests.support.corpora import write_corpus
 from tests.support.world import _server
 
@@ -68,7 +68,7 @@ def rank_main(changes: list[str], rank: int, port: int, run: Path) -> int:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
         os.environ["LOCAL_RANK"] = str(rank)
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-        original = _train.step_batches
+        original = _data.step_batches
 
         def killed(*arguments: Any) -> Any:
             for number, batches in enumerate(original(*arguments)):
@@ -77,7 +77,7 @@ def rank_main(changes: list[str], rank: int, port: int, run: Path) -> int:
                     os.kill(os.getpid(), signal.SIGKILL)
                 yield batches
 
-        _train.step_batches = killed
+        _data.step_batches = killed
         sys.argv = ["pretrain", "--recipe", "gpt_tiny", *(word for change in changes for word in ("--set", change))]
         code = train.main()
     except BaseException:

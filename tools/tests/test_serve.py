@@ -20,11 +20,11 @@ from mcore_inference.server import serve
 from mcore_parallel import ProcessGroups
 from mcore_parallel.data import train_bpe
 from mcore_parallel.training import model_state
-from mcore_tools.assembly import build_model
+from mcore_tools.assembly import build_model, open_tokenizer
 from mcore_tools.recipes import DataConfig, RunConfig, override, recipe
 from mcore_tools.serve import main, open_engine
 from mcore_tools.serving import build_engine
-from mcore_tools.training import open_tokenizer, run_assets, run_checkpoints
+from mcore_tools.training import run_assets, run_checkpoints
 
 TEXT = "what a checkpoint keeps is all that a server needs to know. "
 

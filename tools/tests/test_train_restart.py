@@ -11,8 +11,9 @@ import pytest
 import torch.distributed as dist
 
 from mcore_tools import train
+from mcore_tools.assembly import _data
 from mcore_tools.recipes import RecipeError, override, recipe
-from mcore_tools.training import _train
+from mcore_tools.training import train_rank
 from tests.support.corpora import write_corpus
 
 STORES: list[dist.Store] = []
@@ -40,7 +41,7 @@ def fail_once(changes: list[str]) -> None:
     # As torchrun does, the store is kept outside of the world that is made over it.
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port[0]), "RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    original, attempts = _train.step_batches, []
+    original, attempts = _data.step_batches, []
 
     def breaks(config: Any, dataset: Any, groups: Any, device: Any, consumed: int = 0, sizes: Any = None) -> Any:
         if sizes is not None:
@@ -50,7 +51,7 @@ def fail_once(changes: list[str]) -> None:
                 raise OSError("the file system is gone")
             yield batches
 
-    _train.step_batches = breaks
+    _data.step_batches = breaks
     trained = train.pretrain(override(recipe("gpt_tiny"), [*changes, "restart.max_restarts=1", "restart.timeout_s=30"]))
     assert attempts == [0, 4], "the second attempt reads on behind the checkpoint of step 2"
     assert trained.validation_loss > 0
@@ -67,8 +68,8 @@ def test_a_rank_that_fails_once_costs_a_restart_from_the_newest_checkpoint(world
 
 def test_without_a_gpu_graphs_say_so_and_the_run_is_as_ever(tmp_path: Path) -> None:
     changes = [*corpus(tmp_path), "plan.dp=1", "train.steps=2", "train.checkpoint_interval=0"]
-    plain = _train.train_rank(override(recipe("gpt_tiny"), changes), "cpu")
-    graphed = _train.train_rank(override(recipe("gpt_tiny"), [*changes, "cuda_graphs=[layers.*]", f"output={tmp_path}/graphed"]), "cpu")
+    plain = train_rank(override(recipe("gpt_tiny"), changes), "cpu")
+    graphed = train_rank(override(recipe("gpt_tiny"), [*changes, "cuda_graphs=[layers.*]", f"output={tmp_path}/graphed"]), "cpu")
     assert plain.remarks == () and plain.validation_loss == graphed.validation_loss
     (remark,) = graphed.remarks
     assert remark.startswith("cuda graphs: 0 captured, 0 replays, 0 MiB; eager calls: ") and "there is no CUDA device" in remark

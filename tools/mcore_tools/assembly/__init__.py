@@ -2,21 +2,11 @@
 # Copyright (c) 2026 the mcore authors
 """From the configuration of a run to its parts."""
 
-from mcore_tools.assembly._assemble import (
-    DTYPES,
-    PEAK_FLOPS,
-    Parts,
-    Samples,
-    assemble,
-    build_model,
-    build_stage,
-    datasets,
-    objective,
-    schedule,
-    step_batches,
-    throughput,
-)
+from mcore_tools.assembly._assemble import DTYPES, Parts, assemble, build_model, build_stage, objective
+from mcore_tools.assembly._data import Samples, check_data, datasets, open_tokenizer, step_batches, validation_batches
 from mcore_tools.assembly._fully_sharded import FullyShardedModel
+from mcore_tools.assembly._rates import PEAK_FLOPS, schedule, throughput
+from mcore_tools.assembly._run import Run, assemble_run
 from mcore_tools.assembly._torch_sharded import TorchShardedModel
 
 __all__ = [
@@ -24,14 +14,19 @@ __all__ = [
     "PEAK_FLOPS",
     "FullyShardedModel",
     "Parts",
+    "Run",
     "Samples",
     "TorchShardedModel",
     "assemble",
+    "assemble_run",
     "build_model",
     "build_stage",
+    "check_data",
     "datasets",
     "objective",
+    "open_tokenizer",
     "schedule",
     "step_batches",
     "throughput",
+    "validation_batches",
 ]

@@ -4,54 +4,32 @@
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from mcore_moe import moe_feed_forward
 from mcore_parallel import ProcessGroups
-from mcore_parallel.data import (
-    BlendedMegatronDatasetBuilder,
-    GPTDataset,
-    GPTDatasetConfig,
-    MaskedTokensDataset,
-    PretrainingSampler,
-    Tokenizer,
-    batches,
-)
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.graphs import CudaGraphConfig, GraphedModel, freeze_gc_choice, graph_modules
 from mcore_parallel.models import BertModel, GPTModel, dense_feed_forward, place_layers
 from mcore_parallel.nn import AttentionCore
-from mcore_parallel.optim import ConstantSchedule, CosineSchedule, InverseSquareRootSchedule, LinearSchedule, MegatronOptimizer, WSDSchedule
+from mcore_parallel.optim import MegatronOptimizer
 from mcore_parallel.pipeline import ModelChunks, Overlap, Schedule, StageLayout, plan_pipeline
-from mcore_parallel.planner import ExpertSizes, ModelSizes
 from mcore_parallel.training import (
-    Batch,
-    BatchSizeSchedule,
     BertObjective,
     CrossEntropyObjective,
     Objective,
     TensorShard,
-    Throughput,
     model_state,
     optimizer_state,
-    samples_after,
 )
-from mcore_parallel.training import Schedule as RateSchedule
 from mcore_tools.assembly._fully_sharded import FullyShardedModel
 from mcore_tools.assembly._torch_sharded import TorchShardedModel
 from mcore_tools.recipes import RunConfig
 
-PEAK_FLOPS: Mapping[str, float] = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12}
-"""Dense operations a second in bfloat16, by a part of the device's name, as its vendor gives them for the SXM form."""
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-Samples = GPTDataset | MaskedTokensDataset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,110 +138,3 @@ def _graph_config(config: CudaGraphConfig) -> CudaGraphConfig:
 def objective(config: RunConfig) -> Objective:
     """What the run trains on."""
     return BertObjective() if config.masked else CrossEntropyObjective()
-
-
-def schedule(config: RunConfig) -> RateSchedule:
-    """Learning rates of the run's steps."""
-    train, high, low = config.train, config.optimizer.lr, config.optimizer.min_lr
-    warm_up: Any = {"max_lr": high, "warmup_steps": train.warmup_steps}
-    if train.lr_schedule == "constant":
-        return ConstantSchedule(**warm_up)
-    warm_up |= {"min_lr": low, "decay_steps": train.steps}
-    if train.lr_schedule == "wsd":
-        return WSDSchedule(**warm_up, wsd_decay_steps=train.wsd_decay_steps)
-    kinds = {"linear": LinearSchedule, "cosine": CosineSchedule, "inverse_square_root": InverseSquareRootSchedule}
-    return kinds[train.lr_schedule](**warm_up)
-
-
-def throughput(config: RunConfig, device: torch.device | str) -> Throughput:
-    """Operations a token of the run, and those that a device can do in its dtype."""
-    moe, sizes = config.moe, ModelSizes(config=config.model)
-    if moe is not None:
-        experts = ExpertSizes(
-            num_experts=moe.num_moe_experts,
-            topk=moe.moe_router_topk,
-            ffn_hidden_size=moe.moe_ffn_hidden_size or config.model.ffn_size,
-        )
-        sizes = ModelSizes(config=config.model, experts=experts)
-    peak = config.log.peak_tflops * 1e12
-    if not peak and torch.device(device).type == "cuda" and config.train.dtype == "bfloat16":
-        name = torch.cuda.get_device_name(device)
-        peak = next((flops for part, flops in PEAK_FLOPS.items() if part in name), 0.0)
-    return Throughput(flops_per_token=sizes.flops_per_token(config.train.seq_len), peak_flops=peak or None)
-
-
-def datasets(config: RunConfig, tokenizer: Tokenizer) -> tuple[Samples, Samples]:
-    """Training and validation samples.
-
-    Raises:
-        ValueError: ``data.split`` leaves one of them without a document.
-    """
-    train = config.train
-    evaluations = 1 + (train.steps // train.eval_interval if train.eval_interval else 0)
-    data = GPTDatasetConfig(
-        random_seed=train.seed,
-        sequence_length=train.seq_len,
-        blend=([config.data.prefix], None),
-        split=config.data.split,
-        tokenizer=tokenizer,
-        path_to_cache=str(Path(config.output) / "index_cache"),
-    )
-    sizes = [samples_after(train.batch_sizes(), train.steps), evaluations * train.eval_batches * train.global_batch_size, 0]
-    # One rank checks the indices; where they are damaged its error ends the run.
-    first = not dist.is_initialized() or dist.get_rank() == 0
-    builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, data, is_verified_on_rank=lambda: first)
-    train_set, valid_set, _ = builder.build()
-    for name, dataset in (("training", train_set), ("validation", valid_set)):
-        if dataset is None:
-            raise ValueError(
-                f"data.split={config.data.split!r} leaves no document of {config.data.prefix} for {name}; give it a larger share"
-            )
-    return _hidden(config, tokenizer, train_set, train.seed), _hidden(config, tokenizer, valid_set, train.seed + 1)
-
-
-def _hidden(config: RunConfig, tokenizer: Tokenizer, samples: GPTDataset, seed: int) -> Samples:
-    """Samples as the run trains on them."""
-    if config.masked is None:
-        return samples
-    if (mask := config.masked.mask_token) in range(tokenizer.vocab_size) and mask != tokenizer.special_tokens_dict.get("mask"):
-        raise ValueError(
-            f"masked.mask_token={mask} is a token of text among the {tokenizer.vocab_size} of {config.data.tokenizer}; "
-            f"set it to {tokenizer.vocab_size} or more, below model.vocab_size"
-        )
-    special = [token for token in (tokenizer.eod, tokenizer.bos, tokenizer.pad) if token is not None]
-    return MaskedTokensDataset(samples, config.masked, vocab_size=tokenizer.vocab_size, seed=seed, special_tokens=special)
-
-
-def step_batches(
-    config: RunConfig,
-    dataset: Samples,
-    groups: ProcessGroups,
-    device: torch.device | str,
-    consumed: int = 0,
-    sizes: BatchSizeSchedule | None = None,
-) -> Iterator[list[Batch]]:
-    """The micro-batches of this rank, one list an optimizer step, from sample ``consumed`` on.
-
-    Args:
-        config: the run.
-        dataset: of all replicas.
-        groups: the layout.
-        device: of the batches.
-        consumed: samples that the steps before took.
-        sizes: sequences of each step; None for ``global_batch_size``.
-    """
-    train = config.train
-    stride = train.micro_batch_size * groups.dp.size
-    stream = batches(dataset, PretrainingSampler(len(dataset), consumed, train.micro_batch_size, groups.dp.rank, groups.dp.size, stride))
-    while True:
-        size = train.global_batch_size if sizes is None else sizes.size(consumed)
-        micro = [sample for _, sample in zip(range(size // stride), stream, strict=False)]
-        if len(micro) < size // stride:
-            return
-        consumed += size
-        yield [_batch(sample, device) for sample in micro]
-
-
-def _batch(sample: Mapping[str, Tensor], device: torch.device | str) -> Batch:
-    move = {name: sample[name].to(device, non_blocking=True) for name in ("tokens", "labels", "loss_mask")}
-    return Batch(tokens=move["tokens"], labels=move["labels"], loss_mask=move["loss_mask"])

@@ -13,9 +13,9 @@ from mcore_ckpt.inspect import resolve_folder
 from mcore_ckpt.manifest import read_manifest
 from mcore_inference import DynamicInferenceEngine
 from mcore_parallel.training import model_state
+from mcore_tools.assembly import open_tokenizer
 from mcore_tools.recipes import read_config
 from mcore_tools.serving._engine import build_engine
-from mcore_tools.training import open_tokenizer
 
 _NEEDED = ("run.yaml", "tokenizer/tokenizer.json")
 

@@ -30,12 +30,11 @@ from mcore_parallel.training import (
     TrainerConfig,
     Writer,
 )
-from mcore_tools.assembly import schedule
+from mcore_tools.assembly import check_data, schedule
 from mcore_tools.recipes import LoadConfig, RunConfig, override
-from mcore_tools.training._data import check_data
+from mcore_tools.training._folder import run_checkpoints
 from mcore_tools.training._start import first_folder
 from mcore_tools.training._stored import check_stored
-from mcore_tools.training._train import run_checkpoints
 from mcore_tools.training._world import join, take_device
 
 C = TypeVar("C")

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The corpus of a run: that there is one, its tokenizer, its samples, and their batches."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcore_parallel import ProcessGroups
+from mcore_parallel.data import (
+    BlendedMegatronDatasetBuilder,
+    GPTDataset,
+    GPTDatasetConfig,
+    HuggingFaceTokenizer,
+    MaskedTokensDataset,
+    PretrainingSampler,
+    Tokenizer,
+    batches,
+)
+from mcore_parallel.training import Batch, BatchSizeSchedule, samples_after
+from mcore_tools.recipes import RunConfig
+
+Samples = GPTDataset | MaskedTokensDataset
+
+
+def check_data(config: RunConfig, owner: str = "") -> None:
+    """Refuse a run without a corpus; ``owner`` stands before its fields where another config holds it."""
+    for name in ("prefix", "tokenizer"):
+        if not getattr(config.data, name):
+            raise ValueError(f"{owner}data.{name} is empty; make the corpus with mcore-preprocess and pass --set {owner}data.{name}=PATH")
+
+
+def open_tokenizer(path: str, vocab_size: int, owner: str = "") -> HuggingFaceTokenizer:
+    """A tokenizer for whose tokens a model of ``vocab_size`` has room; ``owner`` stands before its field where another config holds it."""
+    tokenizer = HuggingFaceTokenizer(path)
+    if tokenizer.vocab_size > vocab_size:
+        raise ValueError(
+            f"{owner}model.vocab_size={vocab_size} is smaller than the {tokenizer.vocab_size} tokens of {path}; "
+            f"set {owner}model.vocab_size={tokenizer.vocab_size} or more"
+        )
+    return tokenizer
+
+
+def validation_batches(config: RunConfig, dataset: Samples, groups: ProcessGroups, device: torch.device) -> list[Batch]:
+    """The micro-batches of one evaluation."""
+    stream = step_batches(config, dataset, groups, device)
+    return [batch for _, step in zip(range(config.train.eval_batches), stream, strict=False) for batch in step]
+
+
+def datasets(config: RunConfig, tokenizer: Tokenizer) -> tuple[Samples, Samples]:
+    """Training and validation samples.
+
+    Raises:
+        ValueError: ``data.split`` leaves one of them without a document.
+    """
+    train = config.train
+    evaluations = 1 + (train.steps // train.eval_interval if train.eval_interval else 0)
+    data = GPTDatasetConfig(
+        random_seed=train.seed,
+        sequence_length=train.seq_len,
+        blend=([config.data.prefix], None),
+        split=config.data.split,
+        tokenizer=tokenizer,
+        path_to_cache=str(Path(config.output) / "index_cache"),
+    )
+    sizes = [samples_after(train.batch_sizes(), train.steps), evaluations * train.eval_batches * train.global_batch_size, 0]
+    # One rank checks the indices; where they are damaged its error ends the run.
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, data, is_verified_on_rank=lambda: first)
+    train_set, valid_set, _ = builder.build()
+    for name, dataset in (("training", train_set), ("validation", valid_set)):
+        if dataset is None:
+            raise ValueError(
+                f"data.split={config.data.split!r} leaves no document of {config.data.prefix} for {name}; give it a larger share"
+            )
+    return _hidden(config, tokenizer, train_set, train.seed), _hidden(config, tokenizer, valid_set, train.seed + 1)
+
+
+def _hidden(config: RunConfig, tokenizer: Tokenizer, samples: GPTDataset, seed: int) -> Samples:
+    """Samples as the run trains on them."""
+    if config.masked is None:
+        return samples
+    if (mask := config.masked.mask_token) in range(tokenizer.vocab_size) and mask != tokenizer.special_tokens_dict.get("mask"):
+        raise ValueError(
+            f"masked.mask_token={mask} is a token of text among the {tokenizer.vocab_size} of {config.data.tokenizer}; "
+            f"set it to {tokenizer.vocab_size} or more, below model.vocab_size"
+        )
+    special = [token for token in (tokenizer.eod, tokenizer.bos, tokenizer.pad) if token is not None]
+    return MaskedTokensDataset(samples, config.masked, vocab_size=tokenizer.vocab_size, seed=seed, special_tokens=special)
+
+
+def step_batches(
+    config: RunConfig,
+    dataset: Samples,
+    groups: ProcessGroups,
+    device: torch.device | str,
+    consumed: int = 0,
+    sizes: BatchSizeSchedule | None = None,
+) -> Iterator[list[Batch]]:
+    """The micro-batches of this rank, one list an optimizer step, from sample ``consumed`` on.
+
+    Args:
+        config: the run.
+        dataset: of all replicas.
+        groups: the layout.
+        device: of the batches.
+        consumed: samples that the steps before took.
+        sizes: sequences of each step; None for ``global_batch_size``.
+    """
+    train = config.train
+    stride = train.micro_batch_size * groups.dp.size
+    stream = batches(dataset, PretrainingSampler(len(dataset), consumed, train.micro_batch_size, groups.dp.rank, groups.dp.size, stride))
+    while True:
+        size = train.global_batch_size if sizes is None else sizes.size(consumed)
+        micro = [sample for _, sample in zip(range(size // stride), stream, strict=False)]
+        if len(micro) < size // stride:
+            return
+        consumed += size
+        yield [_batch(sample, device) for sample in micro]
+
+
+def _batch(sample: Mapping[str, Tensor], device: torch.device | str) -> Batch:
+    move = {name: sample[name].to(device, non_blocking=True) for name in ("tokens", "labels", "loss_mask")}
+    return Batch(tokens=move["tokens"], labels=move["labels"], loss_mask=move["loss_mask"])

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""How fast a run learns, and how fast it could compute."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from mcore_parallel.optim import ConstantSchedule, CosineSchedule, InverseSquareRootSchedule, LinearSchedule, WSDSchedule
+from mcore_parallel.planner import ExpertSizes, ModelSizes
+from mcore_parallel.training import Schedule, Throughput
+from mcore_tools.recipes import RunConfig
+
+PEAK_FLOPS: Mapping[str, float] = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12}
+"""Dense operations a second in bfloat16, by a part of the device's name, as its vendor gives them for the SXM form."""
+
+
+def schedule(config: RunConfig) -> Schedule:
+    """Learning rates of the run's steps."""
+    train, high, low = config.train, config.optimizer.lr, config.optimizer.min_lr
+    warm_up: Any = {"max_lr": high, "warmup_steps": train.warmup_steps}
+    if train.lr_schedule == "constant":
+        return ConstantSchedule(**warm_up)
+    warm_up |= {"min_lr": low, "decay_steps": train.steps}
+    if train.lr_schedule == "wsd":
+        return WSDSchedule(**warm_up, wsd_decay_steps=train.wsd_decay_steps)
+    kinds = {"linear": LinearSchedule, "cosine": CosineSchedule, "inverse_square_root": InverseSquareRootSchedule}
+    return kinds[train.lr_schedule](**warm_up)
+
+
+def throughput(config: RunConfig, device: torch.device | str) -> Throughput:
+    """Operations a token of the run, and those that a device can do in its dtype."""
+    moe, sizes = config.moe, ModelSizes(config=config.model)
+    if moe is not None:
+        experts = ExpertSizes(
+            num_experts=moe.num_moe_experts,
+            topk=moe.moe_router_topk,
+            ffn_hidden_size=moe.moe_ffn_hidden_size or config.model.ffn_size,
+        )
+        sizes = ModelSizes(config=config.model, experts=experts)
+    peak = config.log.peak_tflops * 1e12
+    if not peak and torch.device(device).type == "cuda" and config.train.dtype == "bfloat16":
+        name = torch.cuda.get_device_name(device)
+        peak = next((flops for part, flops in PEAK_FLOPS.items() if part in name), 0.0)
+    return Throughput(flops_per_token=sizes.flops_per_token(config.train.seq_len), peak_flops=peak or None)

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The folder of a run: its configuration, tokenizer, numbers and checkpoints."""
+
+import dataclasses
+import secrets
+import shutil
+from pathlib import Path
+
+from mcore_ckpt import CheckpointManager
+from mcore_ckpt.hf import tokenizer_files
+from mcore_parallel.training import JsonLinesWriter, RichProgress, TensorBoardWriter, WandbWriter, Writer
+from mcore_tools.recipes import RunConfig, config_text
+from mcore_tools.reports import History, LiveReport
+from mcore_tools.training._stored import RUN_FILE
+
+
+def open_folder(config: RunConfig, history: History) -> list[Writer]:
+    """Make the folder of a run, with its configuration and tokenizer; the writers of its numbers. On the first rank."""
+    output, log = Path(config.output), config.log
+    output.mkdir(parents=True, exist_ok=True)
+    text = config_text(config)
+    (output / "config.yaml").write_text(text, encoding="utf-8")
+    _keep_tokenizer(Path(config.data.tokenizer), output / "tokenizer")
+    writers: list[Writer] = [RichProgress(config.train.steps), JsonLinesWriter(output / "train.jsonl")]
+    if log.tensorboard:
+        writers.append(TensorBoardWriter(output / "tensorboard"))
+    if log.wandb_project:
+        name = output / "wandb_run"
+        if not name.exists():
+            name.write_text(secrets.token_hex(4), encoding="ascii")
+        shown = dataclasses.asdict(config)
+        writers.append(WandbWriter(log.wandb_project, output, run_id=name.read_text(encoding="ascii"), config=shown))
+    writers.append(LiveReport(output / "report.html", output.name, config.train.steps, text, history) if log.html else history)
+    return writers
+
+
+def run_checkpoints(config: RunConfig) -> CheckpointManager:
+    """Where a run saves: as many steps as it is told to keep, each with its assets."""
+    keep, every = config.train.checkpoints_kept or None, config.train.checkpoint_keep_interval or None
+    return CheckpointManager(Path(config.output) / "checkpoints", keep=keep, keep_every=every, assets=run_assets(config))
+
+
+def run_assets(config: RunConfig) -> dict[str, Path | bytes]:
+    """What each checkpoint of a run keeps beside its tensors: the tokenizer's files, and the whole run as ``run.yaml``."""
+    return {**tokenizer_files(config.data.tokenizer), RUN_FILE: config_text(config).encode()}
+
+
+def _keep_tokenizer(source: Path, folder: Path) -> None:
+    """Put the tokenizer's files beside the checkpoints, so that the run's folder is all that a model needs."""
+    files = [path for path in source.iterdir() if path.is_file()] if source.is_dir() else [source]
+    folder.mkdir(exist_ok=True)
+    for path in files:
+        if path.resolve() != (folder / path.name).resolve():
+            shutil.copyfile(path, folder / path.name)

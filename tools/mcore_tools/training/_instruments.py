@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""What is measured of a run beside its loss."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mcore_moe import pop_expert_load
+from mcore_parallel.comm import all_reduce
+from mcore_parallel.data_parallel import DistributedDataParallel
+from mcore_parallel.graphs import GraphedModel
+from mcore_parallel.training import ProfileWindow, StepDumps, StragglerProbe, Timers
+from mcore_tools.assembly import Parts
+from mcore_tools.recipes import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instruments:
+    """Of one rank."""
+
+    timers: Timers | None
+    profile: ProfileWindow
+    dumps: StepDumps | None
+    probe: Callable[[], dict[str, float]]
+    """Further numbers of each step."""
+    graphs: GraphedModel | None
+
+    @classmethod
+    def build(cls, config: RunConfig, parts: Parts, device: torch.device) -> "Instruments":
+        """Those that the run asks for; what they write lies in its folder."""
+        world = parts.groups.world
+        traces = dataclasses.replace(config.profile, output=str(Path(config.output) / config.profile.output))
+        return cls(
+            timers=Timers(group=world, device=device) if config.log.timers_interval else None,
+            profile=traces.build(rank=world.rank, model=parts.model),
+            dumps=_dumps(config, parts),
+            probe=_probe(config, parts, device),
+            graphs=parts.graphs,
+        )
+
+    def remarks(self) -> tuple[str, ...]:
+        """What profiler and graphs have to say at the end."""
+        remarks = [str(self.profile.communication)] if self.profile.communication else []
+        remarks += [f"profile: {path}" for path in self.profile.files]
+        if self.graphs is not None:
+            report = self.graphs.report()
+            eager = ", ".join(f"{count} {reason}" for reason, count in report.eager.items()) or "none"
+            counts = f"{report.graphs} captured, {report.replays} replays, {report.memory_bytes / 2**20:.0f} MiB"
+            remarks.append(f"cuda graphs: {counts}; eager calls: {eager}")
+        return tuple(remarks)
+
+
+def _dumps(config: RunConfig, parts: Parts) -> StepDumps | None:
+    """What is written down of some steps; None for nothing."""
+    if not config.dumps.every:
+        return None
+    assert isinstance(parts.sync, DistributedDataParallel), "RunConfig refuses dumps of fsdp"
+    placed = dataclasses.replace(config.dumps, output=str(Path(config.output) / config.dumps.output))
+    return placed.build(parts.model, parts.groups, parts.sync)
+
+
+def _probe(config: RunConfig, parts: Parts, device: torch.device) -> Callable[[], dict[str, float]]:
+    """Further numbers of each step: load of the experts, the slowest rank."""
+    every = config.log.straggler_interval
+    stragglers = StragglerProbe(parts.model, parts.groups, every=every) if every else None
+
+    def probe() -> dict[str, float]:
+        values = {} if stragglers is None else stragglers()
+        if config.moe is None:
+            return values
+        load = sum(pop_expert_load(parts.model).values(), start=torch.zeros(1, dtype=torch.int64, device=device))
+        share = all_reduce(load, parts.groups.world).double()
+        return {**values, **{f"expert_{number}_share": value for number, value in enumerate((share / share.sum()).tolist())}}
+
+    return probe
