@@ -124,6 +124,12 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = []
     for model in arguments.model:
+        # Peers first: they ask for most of the memory of the device.
+        for text in arguments.peer:
+            name, _, command = text.partition("=")
+            for row in peer_rows(name, command, model, arguments.timeout_s):
+                rows.append(row)
+                print(json.dumps(row), flush=True)
         engine, startup_s = build(model, arguments.device, arguments.memory_gb)
         print(json.dumps({"model": model, "startup_s": round(startup_s, 1)}), flush=True)
         for case in arguments.cases:
@@ -136,11 +142,6 @@ def main() -> None:
                 print(json.dumps({"profile": requests, **row}), flush=True)
         del engine
         torch.cuda.empty_cache()
-        for text in arguments.peer:
-            name, _, command = text.partition("=")
-            for row in peer_rows(name, command, model, arguments.timeout_s):
-                rows.append(row)
-                print(json.dumps(row), flush=True)
     speeds = {(row["model"], row["n"], row["isl"]): row["out_tok_s"] for row in rows if row["by"] == "mcore"}
     for row in rows:
         if row["by"] != "mcore" and "out_tok_s" in row and (key := (row["model"], row["n"], row["isl"])) in speeds:
