@@ -18,6 +18,7 @@ LINKABLE_HOSTS = {
     "127.0.0.1",
     "arxiv.org",
     "creativecommons.org",
+    "cyclonedx.org",
     "docs.pytorch.org",
     "docs.python.org",
     "example.com",
