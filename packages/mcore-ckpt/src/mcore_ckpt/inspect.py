@@ -33,7 +33,7 @@ __all__ = ["Difference", "Summary", "diff", "resolve_checkpoint", "resolve_folde
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """One thing that two checkpoints do not have alike."""
+    """One difference between two checkpoints."""
 
     name: str
     """Of the tensor, of the extra value as ``extra.key``, or of the asset as ``asset.name``."""
@@ -59,15 +59,15 @@ def diff(
     rtol: float = 0.0,
     on_bytes: Callable[[int], None] | None = None,
 ) -> list[Difference]:
-    """Compare two checkpoints, whatever their layouts and formats; empty when they hold the same. Memory: 64 MiB at a time.
+    """Compare two checkpoints in any layouts and formats; empty when they are equal. Uses 64 MiB of memory at a time.
 
     Args:
         first: a committed checkpoint.
         second: another.
         values: also the elements; False for names, shapes, dtypes and extra values only.
-        atol: elements a and b are alike where |a - b| <= atol + rtol |b|; with both 0, where their bits are equal.
+        atol: elements a and b are equal where |a - b| <= atol + rtol |b|; with both 0, where their bits are equal.
         rtol: see ``atol``.
-        on_bytes: told of bytes of the first as they are compared.
+        on_bytes: called with numbers of bytes of the first as they are compared.
 
     Raises:
         CheckpointingException: one of them is no checkpoint, or damaged.
@@ -251,7 +251,7 @@ def verify(directory: str | Path | Folder, *, on_bytes: Callable[[int], None] | 
 
     Args:
         directory: see `resolve_checkpoint`.
-        on_bytes: told of bytes as they are compared.
+        on_bytes: called with numbers of bytes as they are compared.
 
     Raises:
         CheckpointingException: not a checkpoint.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""A checkpoint copied under other names, into other files or another format, a part at a time."""
+"""Copies of a checkpoint with other names, files or format, streamed part by part."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ __all__ = ["Rewrite", "rewrite"]
 
 @dataclass(frozen=True, kw_only=True)
 class Rewrite:
-    """What a copy changes; nothing by default.
+    """The changes of a copy; none by default.
 
     Raises:
         ValueError: an unknown format, or a number below 1.
@@ -78,9 +78,9 @@ def rewrite(
     Args:
         checkpoint: a committed checkpoint, of this library or one that torch wrote, whose entries of JSON values go into ``extra``.
         output: where to write, as for `mcore_ckpt.save`.
-        changes: what is to be different.
+        changes: names, files, format and extra values of the copy.
         verify: compare the SHA-256 of every file first.
-        on_bytes: told of bytes as they are compared and as they are written.
+        on_bytes: called with numbers of bytes as they are compared and as they are written.
 
     Returns:
         Names of entries of a checkpoint of torch that are neither tensors nor JSON values, and were left out.

@@ -19,20 +19,20 @@ __all__ = ["AssetSource", "asset_sources", "check_assets", "digest_names", "extr
 
 @dataclass(frozen=True)
 class AssetSource:
-    """An asset that is to be written."""
+    """An asset to write."""
 
     name: str
     num_bytes: int
     read: Callable[[], bytes]
 
     def held(self) -> "AssetSource":
-        """The same with its content in memory, as it is now."""
+        """A copy with the present content in memory."""
         content = self.read()
         return replace(self, num_bytes=len(content), read=lambda: content)
 
 
 def check_assets(assets: Mapping[str, Any]) -> list[AssetSource]:
-    """What is to be written; nothing is read but the lengths of files.
+    """Check the assets of a save; only file lengths are read.
 
     Args:
         assets: name -> bytes, the path of a plain file, or an `AssetSource`.
@@ -151,7 +151,7 @@ def extract_assets(directory: str | Path | Folder, output: str | Path, patterns:
 
 
 def asset_sources(directory: str | Path | Folder, manifest: Manifest) -> dict[str, AssetSource]:
-    """What a copy of a checkpoint passes to its save: each asset read, and compared, when its turn comes."""
+    """The assets of a checkpoint as sources for a copy; each is read and verified when it is written."""
     return {
         name: AssetSource(name, record.bytes, partial(read_asset, directory, name, manifest)) for name, record in manifest.assets.items()
     }

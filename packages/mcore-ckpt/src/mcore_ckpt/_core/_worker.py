@@ -66,7 +66,7 @@ class Worker:
             self.close = weakref.finalize(self, _end, self._process, ours)
 
     def kill(self) -> None:
-        """End the process whatever it does; whoever waits for it hears so."""
+        """Kill the process; pending writes raise."""
         if self._process is not None:
             self._process.kill()
 
@@ -88,7 +88,7 @@ class Worker:
         return ours
 
     def obituary(self) -> str:
-        """How the process ended."""
+        """Why the process ended, for messages."""
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)

@@ -53,7 +53,7 @@ class Folder(Protocol):
 
     @property
     def address(self) -> str:
-        """Equal for equal places, whoever asks."""
+        """Equal for the same folder on all ranks."""
         ...
 
     def child(self, name: str) -> "Folder":

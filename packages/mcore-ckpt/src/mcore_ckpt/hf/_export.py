@@ -60,7 +60,7 @@ def export_hf(
 
 @dataclass(frozen=True)
 class _Form:
-    """What `export_hf` is told of the folder."""
+    """Options of `export_hf`."""
 
     family: str
     config: Mapping[str, Any]
@@ -142,7 +142,7 @@ def export_checkpoint_hf(
         checkpoint: folder of one committed checkpoint.
         prefix: what precedes the model's names there, for instance "model.".
         verify: compare the SHA-256 of the files that hold the model first.
-        on_bytes: told of bytes as they are compared and, of the stored tensors, as they are taken over.
+        on_bytes: called with numbers of bytes as they are compared and, of the stored tensors, as they are taken over.
 
     Raises:
         CheckpointingException: as `export_hf`, or the checkpoint is damaged.

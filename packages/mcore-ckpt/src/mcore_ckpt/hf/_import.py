@@ -76,7 +76,7 @@ def import_checkpoint_hf(
         prefix: what to put before the model's names, for instance "model.".
         dtype: convert to this; None to keep.
         max_file_bytes: as for `save`.
-        on_bytes: told of bytes as they are written.
+        on_bytes: called with numbers of bytes as they are written.
         ignore: as of `import_hf`.
 
     Raises:

@@ -54,7 +54,7 @@ def import_checkpoint_megatron(
         config: settings that the checkpoint does not say or says wrongly, by their names in its args (``num_query_groups``, ...).
         optimizer: also take over the optimizer's state.
         drop: patterns of keys to leave out, such as "mtp.*".
-        on_bytes: told of bytes as they are written.
+        on_bytes: called with numbers of bytes as they are written.
 
     Returns:
         Names of what was left out.
@@ -99,7 +99,7 @@ def import_checkpoint_megatron(
 
 
 def open_megatron(directory: str | Path | Folder, config: Mapping[str, Any], *, optimizer: bool = True) -> tuple[Folder, MegatronSource]:
-    """The folder of one iteration, and what lies there.
+    """Open the folder of one iteration, and its tensors.
 
     Raises:
         CheckpointingException: neither form of theirs.

@@ -52,7 +52,7 @@ _Parts = dict[str, dict[tuple[int, int], Tensor]]
 
 
 def is_legacy(folder: Folder) -> bool:
-    """Whether directories of ranks lie there."""
+    """Whether the folder holds directories of ranks."""
     return any(_RANK.fullmatch(name) for name in folder.names())
 
 
