@@ -11,22 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_ckpt._core import (
-    SLAB_BYTES,
-    CheckpointManager,
-    CheckpointReader,
-    Manifest,
-    check_files,
-    check_side_files,
-    is_checkpoint,
-    read_asset,
-    read_manifest,
-    slabs,
-)
+from mcore_ckpt._core import SLAB_BYTES, CheckpointManager, CheckpointReader, check_files, check_side_files, read_asset, slabs
 from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt._formats import BACKEND_NAME, open_shard
 from mcore_ckpt._storage import Folder, LocalFolder, StoredFile, WatchedFolder, itemsize, open_folder
 from mcore_ckpt.chunks import Box
+from mcore_ckpt.manifest import Manifest, is_checkpoint, read_manifest
 
 __all__ = ["Difference", "Summary", "diff", "resolve_checkpoint", "resolve_folder", "summarize", "verify"]
 

@@ -13,13 +13,11 @@ from mcore_ckpt._core import (
     CheckpointReader,
     DeferredTensor,
     SaveOptions,
-    TensorRecord,
     Write,
     asset_sources,
     check_extra,
     check_files,
     check_format,
-    is_checkpoint,
     run_save,
     threads_each,
 )
@@ -27,6 +25,7 @@ from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt._formats import read_objects, read_places
 from mcore_ckpt._storage import Folder, WatchedFolder, dtype_of, open_folder
 from mcore_ckpt.chunks import Box
+from mcore_ckpt.manifest import TensorRecord, is_checkpoint
 
 __all__ = ["Rewrite", "rewrite"]
 

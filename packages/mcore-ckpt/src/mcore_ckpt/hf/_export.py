@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_ckpt._core import as_sharded, check_files, read_manifest, read_tensor
-from mcore_ckpt._errors import CheckpointingException, list_names
+from mcore_ckpt._core import CheckpointingException, as_sharded, check_files, list_names, read_manifest, read_tensor
 from mcore_ckpt._storage import WatchedFolder, dtype_code, open_folder, sync_folder, write_file, write_safetensors
 from mcore_ckpt.chunks import Box
 from mcore_ckpt.hf._config import complete, family_named, measure, to_hf_config

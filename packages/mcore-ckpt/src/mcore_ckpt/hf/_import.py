@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mcore_ckpt._core import DEFAULT_FILE_BYTES, DeferredTensor, save
-from mcore_ckpt._errors import CheckpointingException, list_names
+from mcore_ckpt._core import DEFAULT_FILE_BYTES, CheckpointingException, DeferredTensor, list_names, save
 from mcore_ckpt._storage import SafetensorsFile, WatchedFolder, dtype_of, open_folder
 from mcore_ckpt.hf._config import brief, from_hf_config, measure
 from mcore_ckpt.hf._fields import Family

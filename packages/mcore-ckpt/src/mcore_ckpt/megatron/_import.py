@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_ckpt._core import DeferredTensor, SaveOptions, is_checkpoint, read_manifest, run_save
-from mcore_ckpt._errors import CheckpointingException, list_names
+from mcore_ckpt._core import CheckpointingException, DeferredTensor, SaveOptions, is_checkpoint, list_names, read_manifest, run_save
 from mcore_ckpt._formats import BACKEND_NAME, METADATA_NAME
 from mcore_ckpt._storage import Folder, WatchedFolder, open_folder
 from mcore_ckpt.megatron._config import family_of, sizes_of

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_ckpt._core import DeferredTensor
-from mcore_ckpt._errors import CheckpointingException
+from mcore_ckpt._core import CheckpointingException, DeferredTensor
 from mcore_ckpt._formats import read_objects
 from mcore_ckpt._storage import Folder, StoredFile
 from mcore_ckpt.megatron._flat import Domain, gathered_domain, is_gathered, read_flat_states
