@@ -101,10 +101,10 @@ def test_no_rows_are_fine(activation: Activation) -> None:
 def test_half_precision_is_computed_in_float32_and_only_the_input_is_kept() -> None:
     x = normal(7, 16).bfloat16().requires_grad_()
     weights = normal(7, 1, seed=1).float().requires_grad_()
-    saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         y = Activation(name="swiglu")(x, weights=weights)
-    assert {tuple(t.shape) for t in saved} == {(7, 16), (7,)}
+    assert {tuple(t.shape) for t in kept} == {(7, 16), (7,)}
     wide = x.detach().float().requires_grad_()
     wanted = Activation(name="swiglu")(wide, weights=weights.detach())
     assert torch.equal(y, wanted.bfloat16())
@@ -139,17 +139,17 @@ def test_inputs_stored_in_eight_bits_cost_their_rounding_only(name: str) -> None
         grads.append((y, leaf.grad, weights.grad))
     assert torch.equal(grads[0][0], grads[1][0])
     # Half a step of e4m3 is a sixteenth; a row above 448 that saturated would be off by orders of magnitude.
-    for wanted, actual in zip(grads[0][1:], grads[1][1:], strict=True):
+    for wanted, found in zip(grads[0][1:], grads[1][1:], strict=True):
         for rows in (slice(2, None, 4), slice(3, None, 4)):
-            assert (actual[rows] - wanted[rows]).norm() < 0.2 * wanted[rows].norm()
+            assert (found[rows] - wanted[rows]).norm() < 0.2 * wanted[rows].norm()
 
 
 def test_eight_bits_are_what_is_kept() -> None:
-    saved: list[Tensor] = []
+    kept: list[Tensor] = []
     x = normal(7, 16).bfloat16().requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         weighted_quick_geglu(*x.chunk(2, -1), torch.ones(7, 1), fp8_input_store=True)
-    assert sorted((t.dtype, tuple(t.shape)) for t in saved if t.numel() > 7) == [(torch.float8_e4m3fn, (7, 16))]
+    assert sorted((t.dtype, tuple(t.shape)) for t in kept if t.numel() > 7) == [(torch.float8_e4m3fn, (7, 16))]
 
 
 @pytest.mark.parametrize("activation", [*CHOICES, Activation(name="swiglu", fp8_input_store=True)], ids=str)
@@ -160,11 +160,11 @@ def test_activations_compile_as_a_whole(activation: Activation) -> None:
     for function in (compiled, activation):
         function(x, bias, weights).square().sum().backward()
         if function is compiled:
-            actual = [tensor.grad for tensor in (x, bias, weights)]
+            found = [tensor.grad for tensor in (x, bias, weights)]
             x.grad = bias.grad = weights.grad = None
     # A compiled function keeps what it likes, so fp8 shows in the other one only.
     bounds = {"rtol": 0.1, "atol": 0.1} if activation.fp8_input_store else {}
-    for a, b in zip(actual, (x.grad, bias.grad, weights.grad), strict=True):
+    for a, b in zip(found, (x.grad, bias.grad, weights.grad), strict=True):
         torch.testing.assert_close(a, b, **bounds)
 
 

@@ -103,9 +103,9 @@ def test_a_backend_equals_the_definition_in_all_that_its_row_claims(row: Attenti
         if trains:
             out.backward(grad)
             truth.backward(grad.double())
-            for actual, right in zip(leaves, truth_leaves, strict=True):
+            for found, right in zip(leaves, truth_leaves, strict=True):
                 torch.testing.assert_close(
-                    actual.grad.double(), right.grad, rtol=rtol, atol=2 * rtol, msg=lambda text, spec=spec: f"{spec}: {text}"
+                    found.grad.double(), right.grad, rtol=rtol, atol=2 * rtol, msg=lambda text, spec=spec: f"{spec}: {text}"
                 )
 
 
@@ -300,9 +300,9 @@ def test_flex_makes_a_mask_once_for_equal_lengths_and_compiles_one_kernel_for_al
         core = choose_attention(dataclasses.replace(spec, window=(left, 0)), ONE, "flex")
         assert isinstance(core, FlexAttention)
         with torch.no_grad():
-            actual = [core(q, k, v, layer, step) for layer in range(2)]
+            found = [core(q, k, v, layer, step) for layer in range(2)]
         wanted = reference_attention(q, k, v, window=(left, 0), cu_seqlens=step.cu_seqlens)
-        torch.testing.assert_close(actual, [wanted, wanted], rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(found, [wanted, wanted], rtol=2e-5, atol=2e-5)
         compiled.append(counters["unique_graphs"] - before)
         masks.append(core._mask.cache_info().misses)
     assert masks == [1, 1, 1, 1] and compiled == [1, 1, 1, 1]

@@ -52,11 +52,11 @@ def train(config: TransformerConfig, groups: ProcessGroups, core: ContextParalle
 
 def check_layouts(cases: list[tuple[ParallelPlan, TransformerConfig, str | None, Run]]) -> None:
     for plan, config, way, (numbers, gradients, parameters) in cases:
-        actual = train(config, ProcessGroups.build(plan), None if way is None else ContextParallelBuilder(way))
-        torch.testing.assert_close(actual[0], numbers, rtol=1e-9, atol=1e-12, msg=lambda text, plan=plan: f"{plan}: {text}")
-        for name, shard in actual[2].items():
+        found = train(config, ProcessGroups.build(plan), None if way is None else ContextParallelBuilder(way))
+        torch.testing.assert_close(found[0], numbers, rtol=1e-9, atol=1e-12, msg=lambda text, plan=plan: f"{plan}: {text}")
+        for name, shard in found[2].items():
             part = tuple(slice(begin, begin + size) for begin, size in zip(shard.offset, shard.data.shape, strict=True))
-            torch.testing.assert_close(actual[1][name], gradients[name][part], rtol=1e-9, atol=1e-11, msg=name)
+            torch.testing.assert_close(found[1][name], gradients[name][part], rtol=1e-9, atol=1e-11, msg=name)
             torch.testing.assert_close(shard.data, parameters[name].data[part], rtol=1e-8, atol=1e-8)
 
 

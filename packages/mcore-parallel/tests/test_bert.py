@@ -92,59 +92,59 @@ def model() -> BertModel:
 
 
 def test_every_token_sees_those_behind_it_and_none_of_the_padding(model: BertModel) -> None:
-    inputs = batch(0)
-    output = output_of(model, inputs.step(), inputs.tokens.flatten())
+    given = batch(0)
+    output = output_of(model, given.step(), given.tokens.flatten())
     assert output.pooled is not None
-    changed = inputs.tokens.clone()
+    changed = given.tokens.clone()
     changed[0, -1] = 0
-    padded = output_of(model, inputs.step(), changed.flatten())
+    padded = output_of(model, given.step(), changed.flatten())
     assert torch.equal(padded.sequence[: S - 2], output.sequence[: S - 2])
     assert torch.equal(padded.pooled, output.pooled)
     changed[1, -1] = 0
-    seen = output_of(model, inputs.step(), changed.flatten())
+    seen = output_of(model, given.step(), changed.flatten())
     assert not torch.isclose(seen.sequence[S], output.sequence[S]).any()
 
 
 def test_packed_sequences_are_masked_padding(model: BertModel) -> None:
-    inputs = batch(0)
-    packed = dataclasses.replace(inputs.step(), attention=None, cu_seqlens=torch.tensor([0, S - 2, S, 2 * S]))
+    given = batch(0)
+    packed = dataclasses.replace(given.step(), attention=None, cu_seqlens=torch.tensor([0, S - 2, S, 2 * S]))
     real = [*range(S - 2), *range(S, 2 * S)]
-    actual, masked = (output_of(model, step, inputs.tokens.flatten()).logits()[real] for step in (packed, inputs.step()))
-    torch.testing.assert_close(actual, masked, rtol=1e-10, atol=1e-10)
+    found, masked = (output_of(model, step, given.tokens.flatten()).logits()[real] for step in (packed, given.step()))
+    torch.testing.assert_close(found, masked, rtol=1e-10, atol=1e-10)
 
 
 def test_token_types_are_added_to_the_embeddings(model: BertModel) -> None:
-    inputs = batch(0)
-    types = inputs.extras["token_types"].flatten()
-    bare = output_of(model, dataclasses.replace(inputs.step(), token_types=None), inputs.tokens.flatten())
-    first = output_of(model, dataclasses.replace(inputs.step(), token_types=torch.zeros_like(types)), inputs.tokens.flatten())
+    given = batch(0)
+    types = given.extras["token_types"].flatten()
+    bare = output_of(model, dataclasses.replace(given.step(), token_types=None), given.tokens.flatten())
+    first = output_of(model, dataclasses.replace(given.step(), token_types=torch.zeros_like(types)), given.tokens.flatten())
     assert torch.equal(bare.sequence, first.sequence)
-    shifted = output_of(model, dataclasses.replace(inputs.step(), token_types=1 - types), inputs.tokens.flatten())
-    assert not torch.isclose(shifted.sequence, output_of(model, inputs.step(), inputs.tokens.flatten()).sequence).any()
+    shifted = output_of(model, dataclasses.replace(given.step(), token_types=1 - types), given.tokens.flatten())
+    assert not torch.isclose(shifted.sequence, output_of(model, given.step(), given.tokens.flatten()).sequence).any()
 
 
 def test_both_losses_are_those_of_the_logits(model: BertModel) -> None:
-    inputs = batch(0)
-    output = output_of(model, inputs.step(), inputs.tokens.flatten())
-    pairs, chosen = inputs.extras["is_random"], inputs.loss_mask.flatten().bool()
-    words = F.cross_entropy(output.logits()[chosen], inputs.labels.flatten()[chosen])
+    given = batch(0)
+    output = output_of(model, given.step(), given.tokens.flatten())
+    pairs, chosen = given.extras["is_random"], given.loss_mask.flatten().bool()
+    words = F.cross_entropy(output.logits()[chosen], given.labels.flatten()[chosen])
     assert output.binary_logits is not None
     sentences = F.cross_entropy(output.binary_logits, pairs)
-    report = BertObjective()(output, inputs)
+    report = BertObjective()(output, given)
     torch.testing.assert_close(report.mean, words + sentences)
     torch.testing.assert_close(report.metrics["lm_loss"] / report.count, words.detach())
     torch.testing.assert_close(report.metrics["sentence_loss"] / report.counts["sentence_loss"], sentences.detach())
-    alone = BertObjective()(output, dataclasses.replace(inputs, extras={}))
+    alone = BertObjective()(output, dataclasses.replace(given, extras={}))
     torch.testing.assert_close(alone.mean, words)
 
 
 def test_without_the_sentence_head_its_loss_is_an_error() -> None:
-    inputs = batch(0)
+    given = batch(0)
     model = build(ProcessGroups.single(), PUBLISHED, add_binary_head=False, num_token_types=0)
     assert not any(name.startswith(("pooler", "binary_head", "token_type")) for name, _ in model.named_parameters())
-    output = output_of(model, inputs.step(), inputs.tokens.flatten())
+    output = output_of(model, given.step(), given.tokens.flatten())
     with pytest.raises(ValueError, match="add_binary_head=False"):
-        BertObjective()(output, inputs)
+        BertObjective()(output, given)
 
 
 def test_what_bert_cannot_be_is_an_error() -> None:

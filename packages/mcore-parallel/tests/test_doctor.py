@@ -22,10 +22,10 @@ def test_table_and_json_name_the_same_operations_and_succeed(capsys) -> None:
     assert main([]) == 0
     table = capsys.readouterr().out.splitlines()
     assert main(["--json"]) == 0
-    actual = json.loads(capsys.readouterr().out)
-    assert actual["machine"]["torch"] == torch.__version__ and torch.__version__ in table[0]
-    assert [row["operation"] for row in actual["operations"]] == list(paths(HERE))
-    for row, line in zip(actual["operations"], table[1:], strict=True):
+    found = json.loads(capsys.readouterr().out)
+    assert found["machine"]["torch"] == torch.__version__ and torch.__version__ in table[0]
+    assert [row["operation"] for row in found["operations"]] == list(paths(HERE))
+    for row, line in zip(found["operations"], table[1:], strict=True):
         assert line.startswith(row["operation"]) and row["path"] in line and line.endswith(row["reason"]) and row["reason"]
 
 
@@ -57,8 +57,8 @@ def test_kernels_need_a_device_and_triton() -> None:
     ],
 )
 def test_recipes_follow_the_units_of_a_gpu(capability, wanted) -> None:
-    actual = paths(Machine(capability=capability, triton="3.6", transformer_engine="2.20"))
-    assert {recipe: actual[f"fp8, {recipe}"] for recipe in wanted} == wanted
+    found = paths(Machine(capability=capability, triton="3.6", transformer_engine="2.20"))
+    assert {recipe: found[f"fp8, {recipe}"] for recipe in wanted} == wanted
     without = paths(Machine(capability=capability, triton="3.6", transformer_engine=None))
     assert without["fp8, delayed"] == "refused" and without['backend "te"'] == "refused"
 

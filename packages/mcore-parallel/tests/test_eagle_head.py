@@ -81,10 +81,10 @@ def test_files_that_cannot_be_are_refused(tmp_path: Path, change: dict[str, Any]
 
 def test_a_vocabulary_of_frequent_tokens() -> None:
     counts = torch.bincount(torch.tensor([7, 7, 7, 2, 2, 5, 0]), minlength=9)
-    actual = DraftVocabulary.from_counts(counts, 3)
-    assert actual.token_ids.tolist() == [0, 2, 7]
-    assert (torch.arange(3) + actual.d2t).tolist() == [0, 2, 7]
-    assert actual.t2d.nonzero().flatten().tolist() == [0, 2, 7]
+    found = DraftVocabulary.from_counts(counts, 3)
+    assert found.token_ids.tolist() == [0, 2, 7]
+    assert (torch.arange(3) + found.d2t).tolist() == [0, 2, 7]
+    assert found.t2d.nonzero().flatten().tolist() == [0, 2, 7]
     with pytest.raises(ValueError, match="draft_vocab_size=10 must lie between 1 and the 9 tokens"):
         DraftVocabulary.from_counts(counts, 10)
     with pytest.raises(ValueError, match="must be different ids in"):
@@ -145,13 +145,13 @@ def test_unrolling_is_drafting_token_by_token() -> None:
     tokens = torch.randint(0, 32, (T,), generator=generator)
     table = torch.randn(32, D, dtype=torch.float64, generator=generator)
     states = [torch.randn(T, D, dtype=torch.float64, generator=generator) for _ in range(3)]
-    actual = drafts(model, states, table, tokens, num_steps)
+    found = drafts(model, states, table, tokens, num_steps)
     for t in range(T - num_steps):
         hidden = model.fuse([x[: t + 1] for x in states])
         for number in range(num_steps):
             embedded = table[tokens[1 : t + 2 + number]]
             out = model.draft(hidden, embedded, Step.causal(1, t + 1 + number))
-            torch.testing.assert_close(model.output(out).logits()[-1], actual[number][t], rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(model.output(out).logits()[-1], found[number][t], rtol=1e-10, atol=1e-10)
             hidden = torch.cat((hidden, out[-1:]))
 
 
@@ -177,8 +177,8 @@ def test_a_published_head_is_read_again() -> None:
     }
     # Query head 2 is the first of key-value head 1.
     assert torch.equal(weights["midlayer.self_attn.q_proj.weight"][8:12], model.get_parameter("layers.0.attention.qkv.weight")[1, :4])
-    actual = published_vocabulary(weights, 32)
-    assert actual is not None and torch.equal(actual.token_ids, vocabulary().token_ids)
+    found = published_vocabulary(weights, 32)
+    assert found is not None and torch.equal(found.token_ids, vocabulary().token_ids)
     other = head(seed=4)
     renamed = {name.replace("midlayer.", "layers.0."): x for name, x in weights.items()}
     load_published(other, {**renamed, "embed_tokens.weight": torch.zeros(32, 16)})

@@ -68,14 +68,14 @@ def parts(config: TransformerConfig, groups: ProcessGroups, *, reduced: bool = T
 
 
 def settings(ends: TargetEnds, config: TransformerConfig, **changes: Any) -> FeatureStoreConfig:
-    settings = {"target": "seed 1", "ends": ends.digest(), "seq_len": S, "hidden_size": D, "dtype": "float64"}
-    return FeatureStoreConfig(**{**settings, "aux_modules": architecture(config).aux_modules, **changes})
+    given = {"target": "seed 1", "ends": ends.digest(), "seq_len": S, "hidden_size": D, "dtype": "float64"}
+    return FeatureStoreConfig(**{**given, "aux_modules": architecture(config).aux_modules, **changes})
 
 
 def fill(folder: Path, groups: ProcessGroups, config: TransformerConfig, count: int = 4, shard_samples: int = 3) -> int:
     teacher, ends, head = parts(config, groups)
-    actual = settings(ends, config)
-    writer = FeatureStoreWriter(folder, actual, name=str(groups.dp.rank), shard_samples=shard_samples) if writes(teacher) else None
+    found = settings(ends, config)
+    writer = FeatureStoreWriter(folder, found, name=str(groups.dp.rank), shard_samples=shard_samples) if writes(teacher) else None
     steps = [[batch(seed)] for seed in range(count)][groups.dp.rank :: groups.dp.size]
     ran = record_features(teacher, head.architecture.aux_modules, steps, writer)
     if writer is not None:
@@ -141,8 +141,8 @@ def check(degrees: dict[str, Any], expected: Curve, store: Path, written: Path, 
     assert fill(written, groups, DENSE) == 4 // groups.dp.size
     head = EagleHead(architecture(DENSE), groups, vocabulary=VOCABULARY, dtype=torch.float64, seed=5)
     load_published(head, weights)
-    actual = published_weights(head)
-    assert all(torch.equal(actual[name], value) for name, value in weights.items())
+    found = published_weights(head)
+    assert all(torch.equal(found[name], value) for name, value in weights.items())
 
 
 @pytest.mark.world(2)
@@ -162,22 +162,22 @@ def test_two_ranks_learn_write_and_publish_as_one(world: Any, tmp_path: Path, de
 
 
 @torch.no_grad()
-def by_the_formula(teacher: Teacher, head: EagleHead, inputs: Batch, num_steps: int, decay: float, *, reduced: bool) -> tuple[float, float]:
+def by_the_formula(teacher: Teacher, head: EagleHead, given: Batch, num_steps: int, decay: float, *, reduced: bool) -> tuple[float, float]:
     """Loss sum and how many drafts in a row agree, from whole distributions of each row."""
     model: Any = teacher.chunks[0]
-    (labelled,) = teacher.label([inputs])
+    (labelled,) = teacher.label([given])
     hidden = labelled.extras["teacher_hidden"].view(B, S, D)
     states = [labelled.extras[f"teacher_hidden.{name}"] for name in head.architecture.aux_modules]
     whole = F.linear(hidden, model.output.weight)[..., :REAL]
     ids = VOCABULARY.token_ids if reduced else torch.arange(REAL)
-    draft = head(inputs.tokens.flatten(), inputs.step())[0]
+    draft = head(given.tokens.flatten(), given.step())[0]
     logits = [x.logits().view(B, S, -1)[..., : len(ids)] for x in draft.unroll(states, model.embedding, num_steps)]
     total, runs = 0.0, []
     for b in range(B):
         for t in range(S - 1):
             run, alive, counts = 0, True, t + num_steps < S
             for k in range(min(num_steps, S - 1 - t)):
-                theirs, weight = whole[b, t + 1 + k], inputs.loss_mask[b, t + 1 + k].item()
+                theirs, weight = whole[b, t + 1 + k], given.loss_mask[b, t + 1 + k].item()
                 p, q = F.log_softmax(theirs[ids], -1), F.log_softmax(logits[k][b, t], -1)
                 favourite = theirs.argmax()
                 total += decay**k * weight * float((p.exp() * (p - q)).sum()) * bool((ids == favourite).any())
@@ -190,14 +190,12 @@ def by_the_formula(teacher: Teacher, head: EagleHead, inputs: Batch, num_steps: 
 @pytest.mark.parametrize("reduced", [True, False])
 def test_the_loss_is_that_of_the_formula(reduced: bool) -> None:
     teacher, ends, head = parts(DENSE, ONE, reduced=reduced)
-    inputs = batch(2)
-    report = EagleObjective(target=ends, num_steps=3, decay=0.5)(
-        head(inputs.tokens.flatten(), inputs.step())[0], teacher.label([inputs])[0]
-    )
-    total, accepted = by_the_formula(teacher, head, inputs, 3, 0.5, reduced=reduced)
+    given = batch(2)
+    report = EagleObjective(target=ends, num_steps=3, decay=0.5)(head(given.tokens.flatten(), given.step())[0], teacher.label([given])[0])
+    total, accepted = by_the_formula(teacher, head, given, 3, 0.5, reduced=reduced)
     assert report.sum.item() == pytest.approx(total, rel=1e-12)
     assert (report.metrics["accepted_tokens"] / report.counts["accepted_tokens"]).item() == pytest.approx(accepted)
-    assert report.count == inputs.loss_mask[:, 1:].sum()
+    assert report.count == given.loss_mask[:, 1:].sum()
     report.sum.backward()
     assert all(parameter.grad is not None and parameter.grad.abs().max() > 0 for parameter in head.parameters())
     assert not any(parameter.requires_grad for parameter in teacher.chunks[0].parameters())
@@ -306,11 +304,11 @@ def test_stores_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         writer.add(batch(0), torch.zeros(B * S, D), [torch.zeros(B * S, D)] * 2)
     with pytest.raises(ValueError, match="dtype='int8' must be one of float64, float32, float16, bfloat16"):
         settings(ends, DENSE, dtype="int8")
-    inputs = batch(0)
+    given = batch(0)
     with pytest.raises(ValueError, match="the batch has no extra 'teacher_hidden'; take batches from a FeatureStore"):
-        EagleObjective(target=ends)(head(inputs.tokens.flatten(), inputs.step())[0], inputs)
+        EagleObjective(target=ends)(head(given.tokens.flatten(), given.step())[0], given)
     with pytest.raises(ValueError, match="give both one vocabulary"):
-        EagleObjective(target=TargetEnds(teacher.chunks[0]))(head(inputs.tokens.flatten(), inputs.step())[0], inputs)
+        EagleObjective(target=TargetEnds(teacher.chunks[0]))(head(given.tokens.flatten(), given.step())[0], given)
     shard = next(tmp_path.glob("shard-*"))
     (shard / "aux.npy").write_bytes((shard / "aux.npy").read_bytes()[:-8])
     with pytest.raises(FeatureStoreError, match="is damaged: .*remove it and extract again"):
@@ -323,9 +321,9 @@ def test_bfloat16_states_keep_their_bits(tmp_path: Path) -> None:
     states = [torch.randn(B * S, D).bfloat16() for _ in range(3)]
     with FeatureStoreWriter(tmp_path, settings(ends, DENSE, dtype="bfloat16")) as writer:
         writer.add(batch(0), states[0], states[1:])
-    actual = FeatureStore(tmp_path, ends=ends.digest(), aux_modules=modules)
-    order = [batch(0).tokens.tolist().index(actual.batch([number], ONE).tokens[0].tolist()) for number in range(B)]
+    found = FeatureStore(tmp_path, ends=ends.digest(), aux_modules=modules)
+    order = [batch(0).tokens.tolist().index(found.batch([number], ONE).tokens[0].tolist()) for number in range(B)]
     for name, value in zip(["", *(f".{name}" for name in modules)], states, strict=True):
         expected = value.view(B, S, D)[order].flatten(0, 1)
-        assert torch.equal(actual.batch(range(B), ONE).extras[f"teacher_hidden{name}"], expected)
-    assert dataclasses.replace(actual.config, dtype="float64").sample_bytes == S * (3 * D * 8 + 12)
+        assert torch.equal(found.batch(range(B), ONE).extras[f"teacher_hidden{name}"], expected)
+    assert dataclasses.replace(found.config, dtype="float64").sample_bytes == S * (3 * D * 8 + 12)

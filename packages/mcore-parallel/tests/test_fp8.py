@@ -27,8 +27,8 @@ SINGLE = ProcessGroups.single()
 TINY = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=2, ffn_hidden_size=48, vocab_size=64)
 
 
-def relative(actual: Tensor, wanted: Tensor) -> float:
-    return ((actual - wanted).norm() / wanted.norm()).item()
+def relative(found: Tensor, wanted: Tensor) -> float:
+    return ((found - wanted).norm() / wanted.norm()).item()
 
 
 @pytest.mark.parametrize(("dtype", "step"), [(E4M3, 2**-4), (E5M2, 2**-3)])
@@ -112,9 +112,9 @@ def test_layer_is_the_product_of_quantised_factors_and_near_the_plain_one(kind, 
     plain = kind(64, 48, SINGLE, dtype=torch.float64)
     narrow = kind(64, 48, SINGLE, dtype=torch.float64, products=Fp8Products(config))
     x, grad = torch.randn(32, 64, dtype=torch.float64), torch.randn(32, 48, dtype=torch.float64)
-    actual, wanted = layer_gradients(narrow, x, grad), layer_gradients(plain, x, grad)
-    assert all(relative(a, b) < 0.1 for a, b in zip(actual, wanted, strict=True))
-    assert relative(actual[0], wanted[0]) > 1e-3
+    found, wanted = layer_gradients(narrow, x, grad), layer_gradients(plain, x, grad)
+    assert all(relative(a, b) < 0.1 for a, b in zip(found, wanted, strict=True))
+    assert relative(found[0], wanted[0]) > 1e-3
     weight = plain.weight.detach()
     if recipe == "tensorwise":
         qx, qw, qg = (quantize(t, d)[0] for t, d in ((x, E4M3), (weight, E4M3), (grad, E5M2)))
@@ -124,10 +124,10 @@ def test_layer_is_the_product_of_quantised_factors_and_near_the_plain_one(kind, 
         back = quantize_rows(weight.t().contiguous(), E4M3)
         qw_back, gradient = None, lambda: grad.t() @ x
     assert qx is not None and qw is not None and qg is not None
-    torch.testing.assert_close(actual[0], qx.value(torch.float64) @ qw.value(torch.float64).t())
+    torch.testing.assert_close(found[0], qx.value(torch.float64) @ qw.value(torch.float64).t())
     back_value = qw_back.value(torch.float64) if qw_back is not None else back.value(torch.float64).t()
-    torch.testing.assert_close(actual[1], qg.value(torch.float64) @ back_value)
-    torch.testing.assert_close(actual[2], gradient())
+    torch.testing.assert_close(found[1], qg.value(torch.float64) @ back_value)
+    torch.testing.assert_close(found[2], gradient())
 
 
 def test_weight_gradients_stay_exact_when_asked_for_and_gradient_formats_differ() -> None:
@@ -228,13 +228,13 @@ def loss(model: GPTModel, tokens: Tensor) -> Tensor:
 @pytest.mark.parametrize("sliced", [False, True])
 def test_model_trains_as_with_casts_at_every_call(monkeypatch, sliced) -> None:
     backend = choose_backend(fp8=Fp8Config())
-    cached = train(GPTModel(TINY, SINGLE, backend=backend), 4, sliced=sliced)
+    kept = train(GPTModel(TINY, SINGLE, backend=backend), 4, sliced=sliced)
     monkeypatch.setattr(Fp8Products, "weight_changed", lambda self: None)
     fresh = train(GPTModel(TINY, SINGLE, backend=backend), 4, sliced=sliced)
     plain = train(GPTModel(TINY, SINGLE), 4, sliced=sliced)
-    assert cached == fresh
-    assert cached[-1] < cached[0] - 0.2 and cached != plain
-    assert max(abs(a - b) for a, b in zip(cached, plain, strict=True)) < 0.05
+    assert kept == fresh
+    assert kept[-1] < kept[0] - 0.2 and kept != plain
+    assert max(abs(a - b) for a, b in zip(kept, plain, strict=True)) < 0.05
 
 
 @pytest.mark.parametrize(
@@ -242,8 +242,8 @@ def test_model_trains_as_with_casts_at_every_call(monkeypatch, sliced) -> None:
 )
 def test_recomputation_keeps_the_bits(recompute) -> None:
     backend = choose_backend(fp8=Fp8Config())
-    actual = [train(GPTModel(TINY, SINGLE, backend=backend, recompute=choice), 3) for choice in (None, recompute)]
-    assert actual[0] == actual[1]
+    found = [train(GPTModel(TINY, SINGLE, backend=backend, recompute=choice), 3) for choice in (None, recompute)]
+    assert found[0] == found[1]
 
 
 def test_first_and_last_layers_can_keep_the_dtype_of_the_model() -> None:
@@ -271,20 +271,20 @@ def check_layouts(sequence_parallel: bool, recipe: str) -> None:
 
     wanted = layer_gradients(column, x, grad)
     local_grad = grad.view(tokens, 2, 48)[:, :, cut].reshape(tokens, 48)
-    actual = layer_gradients(ours, x[share], local_grad)
-    torch.testing.assert_close(actual[0], wanted[0].view(tokens, 2, 48)[:, :, cut].reshape(tokens, 48), rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(actual[2], wanted[2][:, cut], rtol=1e-10, atol=1e-10)
+    found = layer_gradients(ours, x[share], local_grad)
+    torch.testing.assert_close(found[0], wanted[0].view(tokens, 2, 48)[:, :, cut].reshape(tokens, 48), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(found[2], wanted[2][:, cut], rtol=1e-10, atol=1e-10)
     grad_y = x.flip(0)
     wanted_row = layer_gradients(row, wide, grad_y)
     found_row = layer_gradients(ours_row, wide[:, half], grad_y[share])
     torch.testing.assert_close(found_row[2], wanted_row[2][:, half], rtol=1e-10, atol=1e-10)
     if recipe == "tensorwise":
-        torch.testing.assert_close(actual[1], wanted[1][share], rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(found[1], wanted[1][share], rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(found_row[0], wanted_row[0][share], rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(found_row[1], wanted_row[1][:, half], rtol=1e-10, atol=1e-10)
     else:
         # A rank scales its part of each row.
-        assert relative(actual[1], wanted[1][share]) < 0.05 and relative(found_row[0], wanted_row[0][share]) < 0.05
+        assert relative(found[1], wanted[1][share]) < 0.05 and relative(found_row[0], wanted_row[0][share]) < 0.05
 
 
 @pytest.mark.world(2)
@@ -297,13 +297,13 @@ def test_two_tensor_parallel_ranks_equal_one_when_they_share_scales(world, seque
 def check_model(sequence_parallel: bool) -> list[float]:
     groups = ProcessGroups.build(ParallelPlan(tp=2, sequence_parallel=sequence_parallel))
     backend = choose_backend(fp8=Fp8Config(reduce_amax=True))
-    actual = train(GPTModel(TINY, groups, backend=backend, dtype=torch.float64), 3, groups=groups)
+    found = train(GPTModel(TINY, groups, backend=backend, dtype=torch.float64), 3, groups=groups)
     wanted = train(GPTModel(TINY, SINGLE, backend=backend, dtype=torch.float64), 3)
-    torch.testing.assert_close(torch.tensor(actual), torch.tensor(wanted), rtol=2e-3, atol=0)
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), rtol=2e-3, atol=0)
     own = train(GPTModel(TINY, groups, backend=choose_backend(fp8=Fp8Config()), dtype=torch.float64), 3, groups=groups)
-    assert own != actual
+    assert own != found
     torch.testing.assert_close(torch.tensor(own), torch.tensor(wanted), rtol=1e-2, atol=0)
-    return actual
+    return found
 
 
 @pytest.mark.world(2)
@@ -324,18 +324,18 @@ def check_kernels(device: str) -> None:
             x = torch.randn(tokens, width, generator=generator).mul(20).to(dtype).float()
             x[0, 0] = largest
             for scale in (1.0, 2.0**-12):
-                values = (x * scale).bfloat16()
-                rows, columns = quantize(values, dtype, columns=True)
+                given = (x * scale).bfloat16()
+                rows, columns = quantize(given, dtype, columns=True)
                 assert rows is not None and columns is not None
-                values = values.to(device)
+                given = given.to(device)
                 data, turned, inverse = kernels.cast(
-                    values, kernels.partial_amax(values), dtype, rows=True, columns=True, least_amax=LEAST_AMAX
+                    given, kernels.partial_amax(given), dtype, rows=True, columns=True, least_amax=LEAST_AMAX
                 )
                 assert torch.equal(inverse.cpu(), rows.inverse)
                 assert torch.equal(data.cpu().view(torch.uint8), rows.data.view(torch.uint8))
                 assert torch.equal(turned.cpu().view(torch.uint8), columns.data.view(torch.uint8))
                 assert torch.equal(kernels.transpose(data).cpu().view(torch.uint8), columns.data.view(torch.uint8))
-                only = kernels.cast(values, kernels.partial_amax(values), dtype, rows=False, columns=True, least_amax=LEAST_AMAX)
+                only = kernels.cast(given, kernels.partial_amax(given), dtype, rows=False, columns=True, least_amax=LEAST_AMAX)
                 assert only[0] is None and torch.equal(only[1].cpu().view(torch.uint8), columns.data.view(torch.uint8))
             # A program a row, which the interpreter runs one after the other.
             x = x if device == "cuda" else x[:5]

@@ -28,8 +28,8 @@ EXACT = {"rtol": 1e-10, "atol": 1e-12}
 TINY = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=2, ffn_hidden_size=48, vocab_size=64)
 
 
-def relative(actual: Tensor, wanted: Tensor) -> float:
-    return ((actual - wanted).norm() / wanted.norm()).item()
+def relative(found: Tensor, wanted: Tensor) -> float:
+    return ((found - wanted).norm() / wanted.norm()).item()
 
 
 def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -67,8 +67,8 @@ def check_parts(gradient_format, upstream: Tensor | None) -> None:
     factor = torch.where(counted, factor, 0.0)
     inverse = factor.abs().max().float() / torch.finfo(dtype).max
     grad = (wide * factor[:, None] * inverse.reciprocal()).to(dtype).double() * inverse
-    actual = run(Fp8LossProducts(Fp8Config(gradient_format=gradient_format)), upstream=upstream)
-    for mine, theirs in zip(actual, (losses, grad @ w, grad.T @ x), strict=True):
+    found = run(Fp8LossProducts(Fp8Config(gradient_format=gradient_format)), upstream=upstream)
+    for mine, theirs in zip(found, (losses, grad @ w, grad.T @ x), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
 
 
@@ -83,10 +83,10 @@ def test_losses_and_gradients_stay_near_the_wide_ones() -> None:
     losses = fused_linear_cross_entropy(hidden, weight, target, SINGLE.tp, token_weights=weights, vocab_size=TRUE_VOCAB)
     wanted = losses.detach(), *torch.autograd.grad(losses.sum(), (hidden, weight))
     for gradient_format, bound in ((None, 0.08), ("e4m3", 0.05)):
-        actual = run(Fp8LossProducts(Fp8Config(gradient_format=gradient_format)))
-        assert relative(actual[0], wanted[0]) < 0.02
+        found = run(Fp8LossProducts(Fp8Config(gradient_format=gradient_format)))
+        assert relative(found[0], wanted[0]) < 0.02
         # Half a step of e4m3 is 2^-4 of a value and of e5m2 2^-3, of which a mean over values leaves 0.024 and 0.047.
-        assert all(1e-3 < relative(mine, theirs) < bound for mine, theirs in zip(actual[1:], wanted[1:], strict=True))
+        assert all(1e-3 < relative(mine, theirs) < bound for mine, theirs in zip(found[1:], wanted[1:], strict=True))
 
 
 @pytest.mark.parametrize("queued", [False, True])
@@ -129,8 +129,8 @@ def check_layouts(sequence_parallel: bool) -> None:
     x, w = hidden.detach()[share].requires_grad_(), weight.detach()[rows].requires_grad_()
     route = Route(group=tp, sequence_parallel=sequence_parallel)
     losses = Fp8LossProducts(Fp8Config(reduce_amax=True)).losses(x, w, target, weights, route, TRUE_VOCAB)
-    actual = losses.detach(), *torch.autograd.grad(losses.sum(), (x, w))
-    for mine, theirs in zip(actual, (wanted[0], wanted[1][share], wanted[2][rows]), strict=True):
+    found = losses.detach(), *torch.autograd.grad(losses.sum(), (x, w))
+    for mine, theirs in zip(found, (wanted[0], wanted[1][share], wanted[2][rows]), strict=True):
         torch.testing.assert_close(mine, theirs, **EXACT)
 
 
@@ -145,15 +145,15 @@ def test_model_uses_it_for_the_loss_and_nothing_else(tied) -> None:
     config = replace(TINY, share_embeddings_and_output_weights=tied)
     fp8 = Fp8Config(output_layer=True, num_layers_at_start_in_bf16=1)
     plain, narrow = GPTModel(config, SINGLE), GPTModel(config, SINGLE, backend=choose_backend(fp8=fp8))
-    tokens, weights, actual = torch.arange(32), torch.ones(32), []
+    tokens, weights, found = torch.arange(32), torch.ones(32), []
     for model in (plain, narrow):
         output, _ = model(tokens, Step.causal(2, 16))
         loss = output.loss_sum(tokens.roll(-1), weights)
         loss.backward()
-        actual.append((loss, output.logits(), output.log_probs(tokens), {name: p.grad for name, p in model.named_parameters()}))
-    assert torch.equal(actual[0][1], actual[1][1]) and torch.equal(actual[0][2], actual[1][2])
-    assert 0 < abs(actual[0][0] - actual[1][0]) < 0.01 * actual[0][0]
-    assert all(0 < relative(grad, actual[0][3][name]) < 0.1 for name, grad in actual[1][3].items())
+        found.append((loss, output.logits(), output.log_probs(tokens), {name: p.grad for name, p in model.named_parameters()}))
+    assert torch.equal(found[0][1], found[1][1]) and torch.equal(found[0][2], found[1][2])
+    assert 0 < abs(found[0][0] - found[1][0]) < 0.01 * found[0][0]
+    assert all(0 < relative(grad, found[0][3][name]) < 0.1 for name, grad in found[1][3].items())
 
 
 def test_copies_of_the_weight_follow_the_parameter() -> None:
@@ -193,19 +193,19 @@ def check_kernel(device: str) -> None:
         inverse = grad.abs().max() / min(torch.finfo(dtype).max, 500.0)
         here, there = (torch.full((304, 200), 7.0).to(dtype).to(place) for place in ("cpu", device))
         wanted = to_narrow_gradient(logits, column, valid, maths, norm, grad, inverse, here[:, 32:182])
-        arguments = [x.to(device) for x in (logits, column, norm, grad, inverse)]
-        actual = _triton_rows.to_narrow_gradient(arguments[0], arguments[1], valid, maths, *arguments[2:], there[:, 32:182]).cpu()
-        apart, format_ = (actual.float() - wanted.float()).abs(), torch.finfo(dtype)
+        given = [x.to(device) for x in (logits, column, norm, grad, inverse)]
+        found = _triton_rows.to_narrow_gradient(given[0], given[1], valid, maths, *given[2:], there[:, 32:182]).cpu()
+        apart, format_ = (found.float() - wanted.float()).abs(), torch.finfo(dtype)
         if dtype == torch.float32:
-            torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
         else:
             # An exponential near the middle of two values may fall to either.
             assert bool((apart <= format_.eps * wanted.float().abs().clamp(min=format_.smallest_normal)).all())
             assert (apart > 0).float().mean() < 1e-3
         whole = there.cpu().float()
-        assert torch.equal(whole[:, 32:182], actual.t().float())
+        assert torch.equal(whole[:, 32:182], found.t().float())
         assert bool((whole[:, :32] == 7).all()) and bool((whole[:, 182:] == 7).all())
-        assert not actual[:, valid:].float().any()
+        assert not found[:, valid:].float().any()
 
 
 def test_kernel_equals_the_torch_code_in_the_interpreter() -> None:

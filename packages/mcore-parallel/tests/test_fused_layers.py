@@ -139,22 +139,22 @@ def check_rotary(device: str, dtype: torch.dtype, tolerance: float) -> None:
         wanted = (apply_rotary(q, tables, interleaved=interleaved), apply_rotary(k, tables, interleaved=interleaved), v)
         grads = [torch.randn(x.shape).to(dtype) for x in wanted]
         torch.autograd.backward(wanted, [grad.double() for grad in grads])
-        actual = fused_split_rotary(ours, there, interleaved=interleaved)
-        torch.autograd.backward(actual, [grad.to(device) for grad in grads])
-        for a, b in zip((*actual, ours.grad), (*wanted, reference.grad), strict=True):
+        found = fused_split_rotary(ours, there, interleaved=interleaved)
+        torch.autograd.backward(found, [grad.to(device) for grad in grads])
+        for a, b in zip((*found, ours.grad), (*wanted, reference.grad), strict=True):
             close(a, b, tolerance)
         # One by one, keys and values with the strides that they have in the packed tensor.
         ours.grad = None
         q, k, v = ours[:, :, :-2].flatten(1, 2), ours[:, :, -2], ours[:, :, -1]
-        actual = (fused_rotary(q, there, interleaved=interleaved), fused_rotary(k, there, interleaved=interleaved), v)
-        torch.autograd.backward(actual, [grad.to(device) for grad in grads])
-        for a, b in zip((*actual, ours.grad), (*wanted, reference.grad), strict=True):
+        found = (fused_rotary(q, there, interleaved=interleaved), fused_rotary(k, there, interleaved=interleaved), v)
+        torch.autograd.backward(found, [grad.to(device) for grad in grads])
+        for a, b in zip((*found, ours.grad), (*wanted, reference.grad), strict=True):
             close(a, b, tolerance)
 
 
-def close(actual: Tensor | None, wanted: Tensor | None, tolerance: float, scale: float = 1.0) -> None:
-    assert actual is not None and wanted is not None
-    torch.testing.assert_close(actual.double().cpu(), wanted.double(), rtol=tolerance, atol=tolerance * scale)
+def close(found: Tensor | None, wanted: Tensor | None, tolerance: float, scale: float = 1.0) -> None:
+    assert found is not None and wanted is not None
+    torch.testing.assert_close(found.double().cpu(), wanted.double(), rtol=tolerance, atol=tolerance * scale)
 
 
 CHECKS = (check_norms, check_strided_norm, check_activations, check_narrow_rows, check_rotary)
@@ -225,8 +225,8 @@ def test_a_model_on_a_gpu_equals_the_processor(options: dict[str, Any]) -> None:
         output, _ = model(tokens.to(device), Step.causal(2, 12, device))
         output.token_losses(tokens.roll(-1).to(device)).sum().backward()
         results.append([output.logits().detach(), *(parameter.grad for parameter in model.parameters())])
-    for wanted, actual in zip(*results, strict=True):
-        close(actual, wanted, 1e-3, scale=float(wanted.abs().max()))
+    for wanted, found in zip(*results, strict=True):
+        close(found, wanted, 1e-3, scale=float(wanted.abs().max()))
 
 
 @pytest.mark.gpu
@@ -260,7 +260,7 @@ def test_kernels_reach_behind_two_to_the_31_elements() -> None:
     tables = tuple(torch.full((rows, 128), value, device="cuda") for value in (0.6, 0.8))
     norm = RMSNorm(width)
     heads = (rows, width // 128, 128)
-    for actual, wanted in (
+    for found, wanted in (
         (lambda x: fused_rms_norm(x, norm.weight.to("cuda"), 1e-5)[0], norm),
         (Activation(name="swiglu"), Activation(name="swiglu")),
         (
@@ -269,7 +269,7 @@ def test_kernels_reach_behind_two_to_the_31_elements() -> None:
         ),
     ):
         reference = last.clone().requires_grad_()
-        y, expected = actual(x), wanted(reference)
+        y, expected = found(x), wanted(reference)
         close(y[-3:], expected, 3e-2)
         (grad,) = torch.autograd.grad(y[-3:].float().sum(), x)
         (wide,) = torch.autograd.grad(expected.sum(), reference)

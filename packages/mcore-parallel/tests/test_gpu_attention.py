@@ -89,9 +89,9 @@ def check(backend: str, case: AttentionSpec) -> None:
         return reference_attention(q, k, v, causal=case.causal, window=case.window, sink=sink, scale=case.softmax_scale, **bounds)
 
     tolerance = {torch.bfloat16: 1e-2, torch.float32: 1e-4}[case.dtype]
-    actual, wanted = results(ours, leaves, grad), results(exact, [leaf.double() for leaf in leaves], grad)
-    assert actual[0].dtype == case.dtype
-    for part, one, other in zip(("output", "q", "k", "v", "sink"), actual, wanted, strict=False):
+    found, wanted = results(ours, leaves, grad), results(exact, [leaf.double() for leaf in leaves], grad)
+    assert found[0].dtype == case.dtype
+    for part, one, other in zip(("output", "q", "k", "v", "sink"), found, wanted, strict=False):
         error = float((one.double() - other).norm() / other.norm().clamp(min=1e-3 * one.numel() ** 0.5))
         assert error <= tolerance * (2 if part == "sink" else 1), f"{part}: {error:.1e} above {tolerance:.0e}"
 
@@ -119,9 +119,9 @@ def test_another_window_and_other_bounds_of_packed_sequences_compile_nothing() -
         case = spec(64, 2, window, packed=True, training=False)
         (q, k, v), _, step = draw(case, lengths)
         with torch.no_grad():
-            actual = choose_attention(case, ONE, "flex")(q, k, v, 0, step)
+            found = choose_attention(case, ONE, "flex")(q, k, v, 0, step)
             wanted = reference_attention(q.double(), k.double(), v.double(), window=window, cu_seqlens=step.cu_seqlens)
-        assert (actual.double() - wanted).norm() <= 1e-2 * wanted.norm()
+        assert (found.double() - wanted).norm() <= 1e-2 * wanted.norm()
         compiled.append(counters["unique_graphs"] - before)
     assert compiled == [1, 1, 1, 1]
 

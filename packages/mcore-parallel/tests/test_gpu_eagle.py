@@ -31,20 +31,20 @@ def unroll(dtype: torch.dtype, seq_len: int, passes: int = 3) -> list[torch.Tens
     spec = AttentionSpec(num_heads=A, num_kv_heads=K, head_dim=d, dtype=dtype)
     core: Any = UnrolledAttention().build_core(spec, ONE, 0)
     generator = torch.Generator("cuda").manual_seed(0)
-    tensors = [
+    given = [
         torch.randn(2 * seq_len, heads, d, device="cuda", generator=generator).bfloat16().to(dtype).requires_grad_()
         for heads in (A, K, K) * passes
     ]
     weights = [torch.randn(2 * seq_len, A, d, device="cuda", generator=generator).to(dtype) for _ in range(passes)]
     step = dataclasses.replace(Step.causal(2, seq_len, "cuda"), attention=DraftRows())
-    outs = [core(*tensors[3 * n : 3 * n + 3], 0, step) for n in range(passes)]
+    outs = [core(*given[3 * n : 3 * n + 3], 0, step) for n in range(passes)]
     torch.stack([(out * weight).sum() for out, weight in zip(outs, weights, strict=True)]).sum().backward()
-    return [x.detach().double() for x in (*outs, *(x.grad for x in tensors if x.grad is not None))]
+    return [x.detach().double() for x in (*outs, *(x.grad for x in given if x.grad is not None))]
 
 
 def test_unrolled_attention_by_flash_kernels() -> None:
-    for actual, exact in zip(unroll(torch.bfloat16, 128), unroll(torch.float64, 128), strict=True):
-        assert (actual - exact).norm() < 1.5e-2 * exact.norm()
+    for found, exact in zip(unroll(torch.bfloat16, 128), unroll(torch.float64, 128), strict=True):
+        assert (found - exact).norm() < 1.5e-2 * exact.norm()
 
 
 def test_no_scores_are_held() -> None:

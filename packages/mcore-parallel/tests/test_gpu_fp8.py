@@ -43,8 +43,8 @@ def draw(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0, s
     return (scale * torch.randn(shape, generator=generator, device="cuda")).to(dtype)
 
 
-def relative(actual: Tensor, wanted: Tensor) -> float:
-    return ((actual.double() - wanted.double()).norm() / wanted.double().norm()).item()
+def relative(found: Tensor, wanted: Tensor) -> float:
+    return ((found.double() - wanted.double()).norm() / wanted.double().norm()).item()
 
 
 def gradients(layer: nn.Module, x: Tensor, grad: Tensor, backend: Backend) -> list[Tensor]:
@@ -78,11 +78,11 @@ def test_loss_from_eight_bit_factors_is_near_the_wide_one(gradient_format) -> No
     target[::7] = -100
     route = Route(group=SINGLE.tp, sequence_parallel=False)
     products = Fp8LossProducts(Fp8Config(gradient_format=gradient_format))
-    actual = products.losses(hidden, weight, target, weights, route, 4000)
+    found = products.losses(hidden, weight, target, weights, route, 4000)
     wide = fused_linear_cross_entropy(hidden.float(), weight.float(), target, SINGLE.tp, vocab_size=4000)
-    assert relative(actual, wide) < 0.01
+    assert relative(found, wide) < 0.01
     wanted = torch.autograd.grad(wide.sum(), (hidden, weight))
-    ours = torch.autograd.grad(actual.sum(), (hidden, weight), retain_graph=True)
+    ours = torch.autograd.grad(found.sum(), (hidden, weight), retain_graph=True)
     for mine, theirs in zip(ours, wanted, strict=True):
         assert relative(mine.float(), theirs.float()) < (0.08 if gradient_format is None else 0.05)
     total = torch.ones(4096, 512, device="cuda")
@@ -97,8 +97,8 @@ def test_units_multiply_as_the_emulation_does(by_rows) -> None:
     a, b = cast(draw(256, 512), E4M3), cast(draw(384, 512, seed=1), E4M3)
     exact = a.value(torch.float64) @ b.value(torch.float64).t()
     for dtype, bound in ((torch.bfloat16, 4e-3), (torch.float32, 4e-3 if by_rows else 1e-3)):
-        actual = scaled_product(a, b, dtype)
-        assert actual.dtype == dtype and relative(actual, exact) < bound
+        found = scaled_product(a, b, dtype)
+        assert found.dtype == dtype and relative(found, exact) < bound
         assert relative(scaled_product(a, b, dtype, fast=True), exact) < 1e-2
 
 
@@ -113,7 +113,7 @@ def test_linear_layers_stay_within_the_bounds_of_the_format(kind, name, fp8) -> 
     else:
         layer = (layers.column_linear if kind == "column" else layers.row_linear)(512, 768, SINGLE, **options)
     x, grad = draw(1024, 512), draw(1024, 768, scale=1e-3, seed=1)
-    actual = gradients(layer, x, grad, backend)
+    found = gradients(layer, x, grad, backend)
     shapes = {parameter: tuple(value.shape) for parameter, value in layer.named_parameters()}
     weight = {"norm.weight": (512,), "linear.weight": (2, 384, 512)} if kind == "norm_column" else {"weight": (768, 512)}
     assert shapes == weight and {shard.name: shard.spec.shape for shard in named_shards(layer)} == weight
@@ -123,10 +123,10 @@ def test_linear_layers_stay_within_the_bounds_of_the_format(kind, name, fp8) -> 
     inner = leaf * torch.rsqrt(leaf.square().mean(-1, keepdim=True) + 1e-5) * wide[0] if kind == "norm_column" else leaf
     y = inner @ wide[-1].flatten(0, -2).t()
     wanted = [y.detach(), *torch.autograd.grad(y, [leaf, *wide], grad.float())]
-    assert len(actual) == len(wanted)
+    assert len(found) == len(wanted)
     # Half a step of e4m3 is 2^-4 of a value and of e5m2 2^-3, of which a mean over products leaves a third or so.
     bounds = [0.006] * 4 if fp8 is None else [0.05, 0.08, *([0.08] * (len(wanted) - 2))]
-    for ours, exact, bound in zip(actual, wanted, bounds, strict=False):
+    for ours, exact, bound in zip(found, wanted, bounds, strict=False):
         assert relative(ours.view_as(exact), exact) < bound
 
 
@@ -163,15 +163,15 @@ def test_calls_that_do_not_fill_a_tile_keep_the_dtype_of_the_model(name, fp8) ->
 @pytest.mark.parametrize("zero_centered", [False, True])
 def test_norm_of_transformer_engine_equals_ours(zero_centered) -> None:
     x, grad = draw(512, 1024, scale=3.0), draw(512, 1024, seed=1)
-    actual = []
+    found = []
     for name in ("torch", "te"):
         backend = choose_backend(name)
         norm = backend.layers(0, 1).norm(1024, zero_centered=zero_centered, epsilon=1e-6, dtype=torch.bfloat16, device="cuda")
         with torch.no_grad():
             norm.weight.copy_(draw(1024, seed=2))
-        actual.append(gradients(norm, x, grad, backend))
+        found.append(gradients(norm, x, grad, backend))
         assert [(shard.name, shard.spec.shape) for shard in named_shards(norm)] == [("weight", (1024,))]
-    for theirs, ours in zip(actual[1], actual[0], strict=True):
+    for theirs, ours in zip(found[1], found[0], strict=True):
         assert relative(theirs, ours) < 0.006
 
 
@@ -185,11 +185,11 @@ def test_grouped_linear_is_a_product_an_expert(name, fp8) -> None:
     x, grad = draw(sum(rows), 256), draw(sum(rows), 512, seed=1)
     leaf = x.clone().requires_grad_()
     y = layer(leaf, rows)
-    actual = [y.detach(), *torch.autograd.grad(y, [leaf, layer.weight], grad)]
+    found = [y.detach(), *torch.autograd.grad(y, [leaf, layer.weight], grad)]
     wide, weight = x.float().requires_grad_(), layer.weight.detach().float().requires_grad_()
     exact = torch.cat([part @ expert.t() for part, expert in zip(wide.split(rows), weight, strict=True)])
     wanted = [exact.detach(), *torch.autograd.grad(exact, [wide, weight], grad.float())]
-    for ours, theirs in zip(actual, wanted, strict=True):
+    for ours, theirs in zip(found, wanted, strict=True):
         assert relative(ours, theirs) < (0.006 if fp8 is None else 0.08)
 
 
@@ -251,8 +251,8 @@ def test_distributed_optimizer_and_recomputation_follow_the_same_curve(options, 
 def test_checkpoints_go_between_backends(name, fp8) -> None:
     ours = GPTModel(TINY, SINGLE, dtype=torch.bfloat16, device="cuda", seed=1)
     theirs = GPTModel(TINY, SINGLE, backend=choose_backend(name, fp8=fp8), dtype=torch.bfloat16, device="cuda", seed=1)
-    actual, wanted = ([(shard.name, shard.spec) for shard in named_shards(model)] for model in (theirs, ours))
-    assert actual == wanted
+    found, wanted = ([(shard.name, shard.spec) for shard in named_shards(model)] for model in (theirs, ours))
+    assert found == wanted
     tokens = torch.randint(0, 256, (256,), device="cuda")
     before = loss(theirs, tokens)
     # Everything that a state has is a parameter of the same bits, before and after a forward.

@@ -37,13 +37,13 @@ STEPS, MICRO_BATCHES = 10, 3
 
 def batches(step: int) -> list[Batch]:
     generator = torch.Generator().manual_seed(step)
-    actual = []
+    found = []
     for _ in range(MICRO_BATCHES):
         tokens = torch.randint(V, (B, S + 1), generator=generator).cuda()
-        actual.append(
+        found.append(
             Batch(tokens=tokens[:, :-1].contiguous(), labels=tokens[:, 1:].contiguous(), loss_mask=torch.ones(B, S, device="cuda"))
         )
-    return actual
+    return found
 
 
 def gpt(**options: Any) -> nn.Module:
@@ -66,10 +66,10 @@ def trained(build: Callable[[], nn.Module], graphs: Callable[[nn.Module], Any] |
     return [[report.loss for report in reports], [report.grad_norm for report in reports], parameters], held
 
 
-def same(actual: list[Any], wanted: list[Any]) -> None:
-    assert actual[0] == wanted[0]
-    assert actual[1] == wanted[1]
-    assert all(torch.equal(a, b) for a, b in zip(actual[2], wanted[2], strict=True))
+def same(found: list[Any], wanted: list[Any]) -> None:
+    assert found[0] == wanted[0]
+    assert found[1] == wanted[1]
+    assert all(torch.equal(a, b) for a, b in zip(found[2], wanted[2], strict=True))
 
 
 KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...], CudaGraphConfig]] = {
@@ -92,8 +92,8 @@ def test_ten_steps_of_replayed_blocks_have_the_bits_of_the_eager_ones(kind: str,
     wanted, _ = trained(build, None, fusion)
     again, _ = trained(build, None, fusion)
     same(again, wanted)  # else the model itself is not reproducible, and nothing can be said
-    actual, graphed = trained(build, lambda model: graph_modules(model, patterns, config), fusion)
-    same(actual, wanted)
+    found, graphed = trained(build, lambda model: graph_modules(model, patterns, config), fusion)
+    same(found, wanted)
     report = graphed.report()
     assert report.graphs == len(graphed.blocks) and report.memory_bytes > 0
     assert report.replays == (STEPS * MICRO_BATCHES - config.warmup_steps) * len(graphed.blocks)
@@ -107,8 +107,8 @@ def test_ten_steps_of_blocks_that_transformer_engine_captured_have_the_bits_of_t
     build, patterns, _ = KINDS[kind]
     config = CudaGraphConfig(external_cuda_graph=True)
     wanted, _ = trained(build, None, fusion)
-    actual, graphed = trained(build, lambda model: graph_modules(model, patterns, config), fusion)
-    same(actual, wanted)
+    found, graphed = trained(build, lambda model: graph_modules(model, patterns, config), fusion)
+    same(found, wanted)
     report = graphed.report()
     assert report.graphs == len(graphed.blocks)
     assert report.replays == (STEPS * MICRO_BATCHES - config.warmup_steps) * len(graphed.blocks)
@@ -147,8 +147,8 @@ def whole_step(graph: bool) -> tuple[list[Any], Any]:
 
 def test_ten_whole_steps_with_their_updates_have_the_bits_of_the_eager_ones() -> None:
     wanted, _ = whole_step(False)
-    actual, step = whole_step(True)
-    same(actual, wanted)
+    found, step = whole_step(True)
+    same(found, wanted)
     assert step.report().graphs == 1 and step.report().replays == STEPS - 3
 
 
@@ -160,13 +160,13 @@ def test_dropout_differs_between_replays() -> None:
     block = nn.ModuleDict({"drop": Drop()})
     x = torch.ones(1024, device="cuda", requires_grad=True)
     with graph_modules(block, ["drop"], CudaGraphConfig(warmup_steps=1)) as graphed:
-        actual = []
+        found = []
         for _ in range(3):
             y = block["drop"](x)
-            actual.append(y.detach().clone())
+            found.append(y.detach().clone())
             y.sum().backward()
         assert graphed.report().replays == 2
-    assert not torch.equal(actual[1], actual[2])
+    assert not torch.equal(found[1], found[2])
 
 
 def test_memory_does_not_grow_over_replays() -> None:
@@ -213,8 +213,8 @@ def check_pipeline(graph: bool, chunks: int) -> list[Any]:
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_replayed_layers_of_a_pipeline_have_the_bits_of_the_eager_ones(chunks: int) -> None:
     wanted = run(check_pipeline, 2, backend="nccl", graph=False, chunks=chunks)
-    actual = run(check_pipeline, 2, backend="nccl", graph=True, chunks=chunks)
-    for one, other in zip(actual, wanted, strict=True):
+    found = run(check_pipeline, 2, backend="nccl", graph=True, chunks=chunks)
+    for one, other in zip(found, wanted, strict=True):
         assert one[:2] == other[:2]
         assert all((a == b).all() for a, b in zip(one[2], other[2], strict=True))
 

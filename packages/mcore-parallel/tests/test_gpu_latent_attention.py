@@ -55,8 +55,8 @@ def result(module: nn.Module, x: Tensor, step: Step) -> list[Tensor]:
     return [y.detach(), *grads]
 
 
-def assert_near(actual: list[Tensor], expected: list[Tensor], bound: float = 3e-2) -> None:
-    for number, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
+def assert_near(found: list[Tensor], expected: list[Tensor], bound: float = 3e-2) -> None:
+    for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         difference = float((ours.double() - theirs.double()).norm() / theirs.double().norm())
         assert difference < bound, f"tensor {number}: {difference}"
 
@@ -100,8 +100,8 @@ def test_a_cache_of_latents_continues_a_prompt() -> None:
             positions = torch.arange(start, end, device="cuda").repeat(2)
             rotary = rotary_tables(positions, rotary_frequencies(SIZES.qk_rope_head_dim).cuda())
             step = Step(batch_size=2, seq_len=end - start, positions=positions, rotary=rotary)
-            actual = module(x.unflatten(0, (2, -1))[:, start:end].flatten(0, 1), step).unflatten(0, (2, -1))
-            assert_near([actual], [expected[:, start:end]])
+            found = module(x.unflatten(0, (2, -1))[:, start:end].flatten(0, 1), step).unflatten(0, (2, -1))
+            assert_near([found], [expected[:, start:end]])
 
 
 def check_two_ranks() -> None:

@@ -34,11 +34,11 @@ def draw(*shape: int, device: str, dtype: torch.dtype = torch.float32, margin: i
     return whole[..., margin // 2 : whole.shape[-1] - (margin - margin // 2)].detach().requires_grad_()
 
 
-def compare(actual, wanted, leaves: list[Tensor], wide: list[Tensor], tolerance: float) -> None:
+def compare(found, wanted, leaves: list[Tensor], wide: list[Tensor], tolerance: float) -> None:
     """Results and gradients, relative to the largest element."""
-    grad = draw(*actual.shape, device=str(actual.device), dtype=actual.dtype, seed=99).detach()
-    grads = zip(torch.autograd.grad(actual, leaves, grad), torch.autograd.grad(wanted, wide, grad.double()), strict=True)
-    for a, b in ((actual, wanted), *grads):
+    grad = draw(*found.shape, device=str(found.device), dtype=found.dtype, seed=99).detach()
+    grads = zip(torch.autograd.grad(found, leaves, grad), torch.autograd.grad(wanted, wide, grad.double()), strict=True)
+    for a, b in ((found, wanted), *grads):
         assert a.shape == b.shape
         torch.testing.assert_close(a.double(), b, rtol=0.0, atol=tolerance * b.abs().max().item())
 
@@ -53,8 +53,8 @@ def check_conv(device: str, dtype: torch.dtype, tolerance: float, sizes: tuple[t
         leaves = [draw(sum(lengths), 2, 40, device=device, dtype=dtype, margin=6), draw(2, 40, kernel, device=device, dtype=dtype, seed=1)]
         leaves += [draw(2, 40, device=device, dtype=dtype, seed=2)] if bias else []
         wide, none = doubles(leaves), [] if bias else [None]
-        actual = fused_causal_conv(*leaves, *none, plan.positions)
-        compare(actual, causal_conv(*wide, *none, plan.positions), leaves, wide, tolerance)
+        found = fused_causal_conv(*leaves, *none, plan.positions)
+        compare(found, causal_conv(*wide, *none, plan.positions), leaves, wide, tolerance)
 
 
 def check_gated_norm(device: str, dtype: torch.dtype, tolerance: float, sizes: tuple[tuple[int, ...], ...]) -> None:
@@ -65,8 +65,8 @@ def check_gated_norm(device: str, dtype: torch.dtype, tolerance: float, sizes: t
             draw(rows * width if gate_first else width, device=device, dtype=dtype, seed=2),
         ]
         wide = doubles(leaves)
-        actual = fused_gated_rms_norm(leaves[0], leaves[1], leaves[2], 1e-5, gate_first=gate_first)
-        compare(actual, gated_rms_norm(wide[0], wide[1], wide[2], 1e-5, gate_first=gate_first), leaves, wide, tolerance)
+        found = fused_gated_rms_norm(leaves[0], leaves[1], leaves[2], 1e-5, gate_first=gate_first)
+        compare(found, gated_rms_norm(wide[0], wide[1], wide[2], 1e-5, gate_first=gate_first), leaves, wide, tolerance)
 
 
 def check_scan(device: str, dtype: torch.dtype, tolerance: float, sizes: tuple[tuple[int, ...], ...]) -> None:

@@ -75,14 +75,14 @@ KINDS: dict[str, Build] = {
 
 def batches(device: str) -> list[Batch]:
     generator = torch.Generator().manual_seed(1)
-    actual = []
+    found = []
     for _ in range(2):
         tokens = torch.randint(V, (B, S + 1), generator=generator)
         mask = (torch.rand(B, S, generator=generator) < 0.8).float()
         parts = (tokens[:, :-1], tokens[:, 1:], mask)
         tokens, labels, mask = (part.contiguous().to(device) for part in parts)
-        actual.append(Batch(tokens=tokens, labels=labels, loss_mask=mask))
-    return actual
+        found.append(Batch(tokens=tokens, labels=labels, loss_mask=mask))
+    return found
 
 
 def objective(kind: str) -> Objective:
@@ -107,13 +107,13 @@ def trained(kind: str, device: str, dtype: torch.dtype, steps: int) -> tuple[lis
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_on_a_gpu_are_those_of_the_processor(kind: str) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
-    actual, wanted = (trained(kind, device, torch.float32, 1) for device in ("cuda", "cpu"))
-    assert actual[0] == pytest.approx(wanted[0], rel=1e-4)
-    assert actual[1] == pytest.approx(wanted[1], rel=1e-3)
+    found, wanted = (trained(kind, device, torch.float32, 1) for device in ("cuda", "cpu"))
+    assert found[0] == pytest.approx(wanted[0], rel=1e-4)
+    assert found[1] == pytest.approx(wanted[1], rel=1e-3)
     largest = max(float(moved.abs().max()) for moved in wanted[2].values())
     for name, moved in wanted[2].items():
         scale = max(float(moved.abs().max()), 1e-3 * largest)
-        assert float((actual[2][name] - moved).abs().max()) < 5e-3 * scale, name
+        assert float((found[2][name] - moved).abs().max()) < 5e-3 * scale, name
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -63,8 +63,8 @@ def peak_of_one_gpu(offload: OffloadConfig | None, recompute: RecomputeConfig | 
 @pytest.mark.parametrize("modules", [("layer",), ("mlp", "norm")])
 def test_the_peak_falls_by_what_went_out(modules: tuple[str, ...], recompute: RecomputeConfig | None) -> None:
     expected, plain, _ = peak_of_one_gpu(None, recompute)
-    actual, less, out = peak_of_one_gpu(OffloadConfig(modules=modules, max_inflight=1), recompute)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(actual, expected, strict=True))
+    found, less, out = peak_of_one_gpu(OffloadConfig(modules=modules, max_inflight=1), recompute)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
     # One group may be on its way out, and one on its way back. Seven layers went out, of parts each one has as many groups.
     two_groups = 2 * out / (CONFIG.num_layers - 1)
     assert plain - less >= 0.95 * (out - two_groups), (plain, less, out)
@@ -124,8 +124,8 @@ def check_pipeline() -> None:
         for num_chunks, layout in LAYOUTS.items():
             expected, plain = trained(groups, layout, *CHOICES["plain"])
             for name, choice in CHOICES.items():
-                actual, peak = trained(groups, layout, *choice)
-                same = [torch.equal(ours, theirs) for ours, theirs in zip(actual, expected, strict=True)]
+                found, peak = trained(groups, layout, *choice)
+                same = [torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True)]
                 assert all(same), (num_chunks, name, same)
                 # The first stage holds most micro-batches at once.
                 if name.startswith("layers") and groups.pp.rank == 0:

@@ -52,9 +52,9 @@ class Tape(TorchDispatchMode):
             written = [args[0]] if isinstance(args[0], Tensor) else list(args[0])
             written += [kwargs["out"]] if "out" in kwargs else []
             self.undo += [(tensor, tensor.clone()) for tensor in written]
-        actual = func(*args, **kwargs)
-        self.operations.append((func, args, kwargs, actual))
-        return actual
+        found = func(*args, **kwargs)
+        self.operations.append((func, args, kwargs, found))
+        return found
 
     def replay(self) -> None:
         with torch.no_grad():
@@ -85,12 +85,12 @@ class TapeCapture:
     def record(self, work: Callable[[], Any], pool: Any) -> tuple[Any, Callable[[], None]]:
         self.recorded += 1
         with Tape() as tape:
-            actual = work()
+            found = work()
         # A recording changes nothing: only its replays do.
         with torch.no_grad():
             for tensor, before in reversed(tape.undo):
                 tensor.copy_(before)
-        return actual, tape.replay
+        return found, tape.replay
 
 
 def batch(number: int) -> Batch:
@@ -121,12 +121,12 @@ def trained(graphs: Callable[[nn.Module], Any] | None, *, fusion: bool = False, 
     return Run([report.loss for report in reports], [report.grad_norm for report in reports], names), held
 
 
-def same(actual: Run, wanted: Run) -> None:
-    assert actual.losses == wanted.losses
-    assert actual.norms == wanted.norms
-    assert actual.parameters.keys() == wanted.parameters.keys()
+def same(found: Run, wanted: Run) -> None:
+    assert found.losses == wanted.losses
+    assert found.norms == wanted.norms
+    assert found.parameters.keys() == wanted.parameters.keys()
     for name, value in wanted.parameters.items():
-        assert torch.equal(actual.parameters[name], value), name
+        assert torch.equal(found.parameters[name], value), name
 
 
 @pytest.mark.parametrize("fusion", [False, True])
@@ -134,8 +134,8 @@ def same(actual: Run, wanted: Run) -> None:
 def test_replayed_blocks_train_with_the_bits_of_the_eager_ones(patterns: tuple[str, ...], fusion: bool) -> None:
     capture = TapeCapture()
     wanted, _ = trained(None, fusion=fusion)
-    actual, graphed = trained(lambda model: graph_modules(model, patterns, capture=capture), fusion=fusion)
-    same(actual, wanted)
+    found, graphed = trained(lambda model: graph_modules(model, patterns, capture=capture), fusion=fusion)
+    same(found, wanted)
     report, blocks = graphed.report(), 2 * len(patterns)
     assert (report.graphs, capture.recorded) == (blocks, 2 * blocks), "one micro-batch is under way at a time"
     assert report.eager == {"warm-up": 3 * blocks}
@@ -145,24 +145,24 @@ def test_replayed_blocks_train_with_the_bits_of_the_eager_ones(patterns: tuple[s
 @pytest.mark.parametrize("config", [CudaGraphConfig(recompute=True), CudaGraphConfig(warmup_steps=0)])
 def test_the_choices_keep_the_bits(config: CudaGraphConfig) -> None:
     wanted, _ = trained(None, steps=3)
-    actual, _ = trained(lambda model: graph_modules(model, config=config, capture=TapeCapture()), steps=3)
-    same(actual, wanted)
+    found, _ = trained(lambda model: graph_modules(model, config=config, capture=TapeCapture()), steps=3)
+    same(found, wanted)
 
 
 def test_recomputation_inside_blocks_is_recorded_with_them() -> None:
     recompute = RecomputeConfig(modules=("norm", "mlp"), preserve_rng_state=False)
     wanted, _ = trained(None, steps=3)
-    actual, graphed = trained(lambda model: graph_modules(model, capture=TapeCapture()), steps=3, recompute=recompute)
-    same(actual, wanted)
+    found, graphed = trained(lambda model: graph_modules(model, capture=TapeCapture()), steps=3, recompute=recompute)
+    same(found, wanted)
     assert graphed.report().replays == 2 * (6 - 3)
 
 
 def test_a_caller_that_recomputes_keeps_blocks_eager_and_is_named() -> None:
     wanted, _ = trained(None, steps=2)
-    actual, graphed = trained(
+    found, graphed = trained(
         lambda model: graph_modules(model, capture=TapeCapture()), steps=2, recompute=RecomputeConfig(granularity="full")
     )
-    same(actual, wanted)
+    same(found, wanted)
     report = graphed.report()
     assert report.graphs == 0
     assert any("CudaGraphConfig.recompute" in reason for reason in report.eager)
@@ -180,19 +180,19 @@ def check_pipeline(chunks: int) -> None:
         optimizer = MegatronOptimizer(OptimizerConfig(lr=0.01), sync, groups)
         graphs = graph_modules(model, config=CudaGraphConfig(warmup_steps=1), capture=TapeCapture()) if graphed else None
         options: dict[str, Any] = {"lr": 0.01, "groups": groups, "pipeline": pipeline.build(chunks)}
-        actual: list[Any] = []
+        found: list[Any] = []
         for step in range(3):
             data = [batch(4 * step + n) for n in range(4)]
-            actual.append(train_step(model, data, CrossEntropyObjective(), sync, optimizer, **options).loss)
+            found.append(train_step(model, data, CrossEntropyObjective(), sync, optimizer, **options).loss)
         if graphs is not None:
             # Before its backward a graph serves one micro-batch.
             assert graphs.report().replays == 2 * 12 - graphs.report().eager["warm-up"]
             assert graphs.report().graphs > (2 if groups.pp.is_first else 1)
         sync.close()
-        return actual + [parameter.detach().clone() for parameter in model.parameters()]
+        return found + [parameter.detach().clone() for parameter in model.parameters()]
 
-    for actual, wanted in zip(run(True), run(False), strict=True):
-        assert torch.equal(torch.as_tensor(actual), torch.as_tensor(wanted))
+    for found, wanted in zip(run(True), run(False), strict=True):
+        assert torch.equal(torch.as_tensor(found), torch.as_tensor(wanted))
 
 
 @pytest.mark.world(2)
@@ -234,9 +234,9 @@ def test_micro_batches_under_way_have_graphs_of_their_own() -> None:
     graphs = block.enable_cuda_graphs(CudaGraphConfig(warmup_steps=0), capture=capture)
     inputs = [torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in range(3)]
     for order in ([0, 1, 2], [2, 1, 0], [1, 0, 2]):
-        actual, total = gradients(block, inputs, 0.5, order)
+        found, total = gradients(block, inputs, 0.5, order)
         wanted, wanted_total = gradients(plain, inputs, 0.5, order)
-        assert all(torch.equal(a, b) for a, b in zip(actual, wanted, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
         assert torch.equal(total, wanted_total)
     assert graphs.report().graphs == 3
     assert capture.recorded == 6
@@ -291,8 +291,8 @@ def test_calls_that_cannot_be_replayed_run_as_ever_and_tell_why() -> None:
 def test_without_a_device_everything_runs_as_ever_and_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     wanted, _ = trained(None, steps=1)
-    actual, graphed = trained(lambda model: graph_modules(model), steps=1)
-    same(actual, wanted)
+    found, graphed = trained(lambda model: graph_modules(model), steps=1)
+    same(found, wanted)
     assert graphed.report().eager == {"there is no CUDA device": 4}
     graph = IterationGraph(lambda x: x + 1)
     assert graph(torch.ones(1)) == 2.0
@@ -418,8 +418,8 @@ def library(module: nn.Module, samples: tuple[Tensor, ...]) -> Callable[..., tup
             for target, grad in zip(grads_out, grads, strict=True):
                 target.copy_(grad)
             replay_backward()
-            remaining = iter(grads_in)
-            return tuple(next(remaining) if sample.requires_grad else None for sample in samples)
+            given = iter(grads_in)
+            return tuple(next(given) if sample.requires_grad else None for sample in samples)
 
     return Graphed.apply
 
@@ -427,8 +427,8 @@ def library(module: nn.Module, samples: tuple[Tensor, ...]) -> Callable[..., tup
 @pytest.mark.parametrize("fusion", [False, True])
 def test_blocks_that_a_library_captures_train_with_the_bits_of_the_eager_ones(fusion: bool) -> None:
     wanted, _ = trained(None, fusion=fusion)
-    actual, graphed = trained(lambda model: graph_modules(model, capture=ExternalCapture(library)), fusion=fusion)
-    same(actual, wanted)
+    found, graphed = trained(lambda model: graph_modules(model, capture=ExternalCapture(library)), fusion=fusion)
+    same(found, wanted)
     report = graphed.report()
     assert report.graphs == 2, "one micro-batch is under way at a time"
     assert report.replays == 2 * (3 * 2 - 3)

@@ -140,13 +140,13 @@ def test_depths_go_into_the_pattern_too() -> None:
 
 
 def test_layers_that_run_again_give_the_same_gradients() -> None:
-    config, tokens, actual = config_of("states and attention", num_segments=1), batch(0).tokens, []
+    config, tokens, found = config_of("states and attention", num_segments=1), batch(0).tokens, []
     for recompute in (None, RecomputeConfig(granularity="full", num_layers=2), RecomputeConfig(modules=("norm", "mlp"))):
         model = build(ProcessGroups.single(), config, recompute=recompute)
         logits(model, tokens).square().sum().backward()
-        actual.append([parameter.grad for parameter in model.parameters()])
-    for other in actual[1:]:
-        torch.testing.assert_close(other, actual[0], rtol=0, atol=0)
+        found.append([parameter.grad for parameter in model.parameters()])
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=0, atol=0)
 
 
 class Costly(nn.Module):

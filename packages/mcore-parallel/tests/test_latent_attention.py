@@ -151,13 +151,13 @@ def with_rank(q_lora_rank: int | None) -> TransformerConfig:
 def check_layout(plan: ParallelPlan, expected: dict[bool, Run], q_lora_rank: int | None, recompute: RecomputeConfig | None) -> None:
     groups = ProcessGroups.build(plan)
     for packed, wanted in expected.items():
-        actual = train(groups, packed, with_rank(q_lora_rank), recompute)
-        torch.testing.assert_close(actual.numbers, wanted.numbers, rtol=1e-9, atol=1e-12)
-        assert actual.parameters
-        for key, shard in actual.parameters.items():
+        found = train(groups, packed, with_rank(q_lora_rank), recompute)
+        torch.testing.assert_close(found.numbers, wanted.numbers, rtol=1e-9, atol=1e-12)
+        assert found.parameters
+        for key, shard in found.parameters.items():
             part = tuple(slice(begin, begin + size) for begin, size in zip(shard.offset, shard.data.shape, strict=True))
             torch.testing.assert_close(shard.data, wanted.parameters[key].data[part], rtol=1e-8, atol=1e-8)
-            torch.testing.assert_close(actual.gradients[key], wanted.gradients[key][part], rtol=1e-9, atol=1e-10)
+            torch.testing.assert_close(found.gradients[key], wanted.gradients[key][part], rtol=1e-9, atol=1e-10)
 
 
 def test_every_parameter_gets_a_gradient() -> None:
@@ -197,8 +197,8 @@ def check_cache(module_groups: ParallelPlan, expected: Tensor, q_lora_rank: int 
             length = end - start
             positions = torch.arange(start, end).repeat(2)
             output, _ = model(tokens_BS()[:, start:end].flatten(), Step(batch_size=2, seq_len=length, positions=positions))
-            actual = output.logits().unflatten(0, (2, -1))
-            torch.testing.assert_close(actual, expected[:, start:end, vocab], rtol=1e-9, atol=1e-11)
+            found = output.logits().unflatten(0, (2, -1))
+            torch.testing.assert_close(found, expected[:, start:end, vocab], rtol=1e-9, atol=1e-11)
 
 
 def tokens_BS() -> Tensor:
@@ -347,8 +347,8 @@ def test_latent_attention_equals_that_of_transformers(version: int, q_lora_rank:
     wanted, _ = theirs(x, attention_mask=mask, position_embeddings=turn(x, positions))
     step = Step.causal(2, 11)
     rotary = RotaryConfig(width=4, base=500.0, interleaved=True, scaling=yarn)
-    actual = ours(x.flatten(0, 1), dataclasses.replace(step, rotary=rotary.tables(step.positions)))
-    torch.testing.assert_close(actual, wanted.flatten(0, 1), rtol=1e-4, atol=1e-5)
+    found = ours(x.flatten(0, 1), dataclasses.replace(step, rotary=rotary.tables(step.positions)))
+    torch.testing.assert_close(found, wanted.flatten(0, 1), rtol=1e-4, atol=1e-5)
     if yarn is not None:
         assert latent_softmax_scale(config) == pytest.approx((0.1 * 0.7 * math.log(4.0) + 1.0) ** 2 / math.sqrt(10))
 

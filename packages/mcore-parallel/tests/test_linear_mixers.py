@@ -75,18 +75,18 @@ def compare(fast, slow, inputs: list[Tensor], lengths: tuple[int, ...], initial:
         loss = (y * drawn(*y.shape, seed=8)).sum() + (behind * drawn(*behind.shape, seed=9)).sum()
         grads = torch.autograd.grad(loss, leaves, allow_unused=True)
         results.append([y, behind, *(torch.zeros(1) if grad is None else grad for grad in grads)])
-    for actual, wanted in zip(*results, strict=True):
-        torch.testing.assert_close(actual, wanted if wanted.shape == actual.shape else torch.zeros_like(actual), rtol=1e-9, atol=1e-10)
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted if wanted.shape == found.shape else torch.zeros_like(found), rtol=1e-9, atol=1e-10)
 
 
 def test_the_convolution_sees_its_own_sequence_only() -> None:
     x, weight, bias = drawn(9, 2, 3), drawn(2, 3, 4, seed=1), drawn(2, 3, seed=2)
-    actual = causal_conv(x, weight, bias, plan_chunks((4, 5), 4, CPU).positions)
+    found = causal_conv(x, weight, bias, plan_chunks((4, 5), 4, CPU).positions)
     for part in (slice(0, 4), slice(4, 9)):
         series = x[part].flatten(1).T[None]
         wanted = torch.nn.functional.conv1d(series, weight.flatten(0, 1)[:, None], bias.flatten(), padding=3, groups=6)
         wanted = torch.nn.functional.silu(wanted[0, :, : series.shape[-1]]).T.unflatten(1, (2, 3))
-        torch.testing.assert_close(actual[part], wanted)
+        torch.testing.assert_close(found[part], wanted)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -141,12 +141,12 @@ def check_tensor_parallel(kind: str, sequence_parallel: bool) -> None:
     wanted = gradients(build(kind, ProcessGroups.single()), x, packed(5, 7), weights)
     part = slice(6 * groups.tp.rank, 6 * groups.tp.rank + 6) if sequence_parallel else slice(None)
     mixer = build(kind, groups)
-    actual = gradients(mixer, x[part], packed(5, 7), weights[part])
-    torch.testing.assert_close(actual[0], wanted[0][part])
-    torch.testing.assert_close(actual[1], wanted[1][part])
-    assert actual[2].keys() == wanted[2].keys()
+    found = gradients(mixer, x[part], packed(5, 7), weights[part])
+    torch.testing.assert_close(found[0], wanted[0][part])
+    torch.testing.assert_close(found[1], wanted[1][part])
+    assert found[2].keys() == wanted[2].keys()
     for shard in named_shards(mixer):
-        grad = actual[2][shard.name].clone()
+        grad = found[2][shard.name].clone()
         if "tp" in shard.spec.partial:
             torch.distributed.all_reduce(grad)
         torch.testing.assert_close(grad, wanted[2][shard.name][shard.spec.slices(groups)], msg=shard.name)
@@ -166,10 +166,10 @@ def check_context_parallel(kind: str, num_groups: int) -> None:
         wanted = gradients(build(kind, ProcessGroups.single(), num_groups), x, step, weights)
         part = zigzag_indices(lengths, 2, groups.cp.rank)
         mixer = build(kind, groups, num_groups)
-        actual = gradients(mixer, x[part], own, weights[part])
-        torch.testing.assert_close(actual[0], wanted[0][part])
-        torch.testing.assert_close(actual[1], wanted[1][part])
-        for name, grad in actual[2].items():
+        found = gradients(mixer, x[part], own, weights[part])
+        torch.testing.assert_close(found[0], wanted[0][part])
+        torch.testing.assert_close(found[1], wanted[1][part])
+        for name, grad in found[2].items():
             torch.distributed.all_reduce(grad)
             torch.testing.assert_close(grad, wanted[2][name], msg=name)
 

@@ -106,8 +106,8 @@ def compare(ours: nn.Module, theirs: nn.Module) -> None:
     leaves = [x.clone().requires_grad_(), x.clone().requires_grad_()]
     wanted = theirs(leaves[1])
     wanted = wanted if isinstance(wanted, Tensor) else wanted[0]
-    actual = ours(leaves[0].flatten(0, 1), Step.causal(2, 11)).unflatten(0, (2, 11))
-    torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-4)
-    actual.square().sum().backward()
+    found = ours(leaves[0].flatten(0, 1), Step.causal(2, 11)).unflatten(0, (2, 11))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    found.square().sum().backward()
     wanted.square().sum().backward()
     torch.testing.assert_close(leaves[0].grad, leaves[1].grad, rtol=1e-3, atol=1e-3)

@@ -73,10 +73,10 @@ def results(activation: Activation, groups: ProcessGroups, *, recomputed: bool =
 @pytest.mark.parametrize("frozen", [(), ("down.weight",), ("up.weight", "up.bias")], ids=str)
 def test_an_activation_made_again_gives_the_same_gradients(frozen: tuple[str, ...]) -> None:
     for activation in CHOICES:
-        saved, recomputed = (results(activation, ProcessGroups.single(), recomputed=again, frozen=frozen) for again in (False, True))
-        assert len(saved) == len(recomputed) == 6 - len(frozen)
-        for actual, wanted in zip(recomputed, saved, strict=True):
-            torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-12)
+        kept, recomputed = (results(activation, ProcessGroups.single(), recomputed=again, frozen=frozen) for again in (False, True))
+        assert len(kept) == len(recomputed) == 6 - len(frozen)
+        for found, wanted in zip(recomputed, kept, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_only_the_input_of_a_recomputed_activation_is_kept() -> None:
@@ -85,15 +85,15 @@ def test_only_the_input_of_a_recomputed_activation_is_kept() -> None:
         main, queue = MainGradient(torch.zeros_like(mlp.down.weight)), WeightGradientQueue()
         mlp.down.accumulate_weight_gradients_into({"weight": main})
         mlp.down.defer_weight_gradients_to(queue if deferred else None)
-        up, saved = mlp.up(normal(5, 4)), []
+        up, kept = mlp.up(normal(5, 4)), []
 
-        def keep(tensor: Tensor, saved: list[torch.Size] = saved) -> Tensor:
-            saved.append(tensor.shape)
+        def keep(tensor: Tensor, kept: list[torch.Size] = kept) -> Tensor:
+            kept.append(tensor.shape)
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             y = mlp.down(up, RecomputedActivation(activation=mlp.activation, kernels=False))
-        assert saved == [up.shape, mlp.down.weight.shape]
+        assert kept == [up.shape, mlp.down.weight.shape]
         y.sum().backward()
         queue.drain()
         torch.testing.assert_close(main.total, torch.ones(5, 4, dtype=torch.float64).T @ mlp.activation(up.detach()))
@@ -107,8 +107,8 @@ def check_split(sequence_parallel: bool) -> None:
         tokens = slice(4 * groups.tp.rank, 4 * groups.tp.rank + 4) if sequence_parallel else slice(None)
         cuts = [tokens, tokens, *(spec.slices(groups) for spec in specs)]
         for recomputed in (False, True):
-            for actual, wanted, cut in zip(results(activation, groups, recomputed=recomputed), whole, cuts, strict=True):
-                torch.testing.assert_close(actual, wanted[cut], rtol=1e-10, atol=1e-12)
+            for found, wanted, cut in zip(results(activation, groups, recomputed=recomputed), whole, cuts, strict=True):
+                torch.testing.assert_close(found, wanted[cut], rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.world(2)

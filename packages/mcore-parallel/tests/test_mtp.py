@@ -88,21 +88,21 @@ def test_four_ranks_of_two_axes_train_as_one(world: Any) -> None:
     world(check, degrees={"tp": 2, "pp": 2}, expected={name: serial(name) for name in CONFIGS}, pipeline=PipelineConfig())
 
 
-def run(model: GPTModel, inputs: Batch) -> ModelOutput:
-    output, _ = model(inputs.tokens.flatten(), inputs.step())
+def run(model: GPTModel, given: Batch) -> ModelOutput:
+    output, _ = model(given.tokens.flatten(), given.step())
     assert isinstance(output, ModelOutput)
     return output
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_depth_k_sees_k_tokens_further_and_no_more(packed: bool) -> None:
-    model, inputs = build(ProcessGroups.single(), PLAIN), batch(0, packed=packed)
+    model, given = build(ProcessGroups.single(), PLAIN), batch(0, packed=packed)
     place = 3  # of the first row
-    before = run(model, inputs)
+    before = run(model, given)
     for number, depth in enumerate(before.depths, 1):
-        tokens = inputs.tokens.clone()
+        tokens = given.tokens.clone()
         tokens[0, place + number] = (tokens[0, place + number] + 1) % V
-        after = run(model, dataclasses.replace(inputs, tokens=tokens)).depths[number - 1]
+        after = run(model, dataclasses.replace(given, tokens=tokens)).depths[number - 1]
         changed = [not torch.equal(a, b) for a, b in zip(after.hidden[:S], depth.hidden[:S], strict=True)]
         # In a packed row the token is of the next sequence, which starts at place 4.
         assert changed[place] is (not packed)
@@ -111,10 +111,10 @@ def test_depth_k_sees_k_tokens_further_and_no_more(packed: bool) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_loss_of_depth_k_is_that_of_labels_k_tokens_later(packed: bool) -> None:
-    model, inputs = build(ProcessGroups.single(), PLAIN), batch(0, packed=packed)
-    output, bounds = run(model, inputs), [0, 4, S, 2 * S] if packed else [0, S, 2 * S]
-    report = OBJECTIVE(output, inputs)
-    labels, mask = inputs.labels.flatten(), inputs.loss_mask.flatten()
+    model, given = build(ProcessGroups.single(), PLAIN), batch(0, packed=packed)
+    output, bounds = run(model, given), [0, 4, S, 2 * S] if packed else [0, S, 2 * S]
+    report = OBJECTIVE(output, given)
+    labels, mask = given.labels.flatten(), given.loss_mask.flatten()
     words = F.cross_entropy(output.logits(), labels, reduction="none")
     total = (words * mask).sum()
     torch.testing.assert_close(report.metrics["lm_loss"], total.detach())
@@ -129,8 +129,8 @@ def test_the_loss_of_depth_k_is_that_of_labels_k_tokens_later(packed: bool) -> N
 
 
 def gradients(config: TransformerConfig, objective: CrossEntropyObjective) -> dict[str, Tensor]:
-    model, inputs = build(ProcessGroups.single(), config), batch(0)
-    objective(run(model, inputs), inputs).sum.backward()
+    model, given = build(ProcessGroups.single(), config), batch(0)
+    objective(run(model, given), given).sum.backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
@@ -147,21 +147,21 @@ def test_detached_depths_train_themselves_only() -> None:
 
 
 def test_depths_run_in_training_only() -> None:
-    model, inputs = build(ProcessGroups.single(), PLAIN), batch(0)
-    assert len(run(model, inputs).depths) == 2
+    model, given = build(ProcessGroups.single(), PLAIN), batch(0)
+    assert len(run(model, given).depths) == 2
     model.eval()
-    assert not run(model, inputs).depths
-    assert OBJECTIVE(run(model, inputs), inputs).metrics == {}
+    assert not run(model, given).depths
+    assert OBJECTIVE(run(model, given), given).metrics == {}
 
 
 def test_depths_that_run_again_give_the_same_gradients() -> None:
-    inputs, actual = batch(0), []
+    given, found = batch(0), []
     for recompute in (None, RecomputeConfig(granularity="full"), RecomputeConfig(modules=("norm", "mlp"))):
         model = build(ProcessGroups.single(), PLAIN, recompute=recompute)
-        OBJECTIVE(run(model, inputs), inputs).sum.backward()
-        actual.append([parameter.grad for parameter in model.parameters()])
-    for other in actual[1:]:
-        torch.testing.assert_close(other, actual[0], rtol=0, atol=0)
+        OBJECTIVE(run(model, given), given).sum.backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=0, atol=0)
 
 
 def test_depths_whose_ends_cannot_meet_are_an_error() -> None:

@@ -112,17 +112,17 @@ def check_pipeline() -> None:
         ):
             options = {"dtype": torch.float64, "seed": 1, "offload": offload, "recompute": recompute}
             chunks = ModelChunks([GPTModel(CONFIG, groups, layers=part, **options) for part in layout.of_rank(groups.pp.rank)])
-            still, actual = Still(chunks), []
+            still, found = Still(chunks), []
             offloaders = [chunk.memory.offloader for chunk in chunks if chunk.memory.offloader is not None]
             for step in range(4):
                 tokens = torch.randint(0, 16, (4, 2, 6), generator=torch.Generator().manual_seed(step))
                 batches = [Batch(tokens=part, labels=part.roll(-1), loss_mask=torch.ones(2, 6)) for part in tokens]
                 report = train_step(chunks, batches, CrossEntropyObjective(), still, still, lr=0.1, groups=groups)
-                actual += [torch.tensor(report.loss), *(p.grad.clone() for p in chunks.parameters())]
+                found += [torch.tensor(report.loss), *(p.grad.clone() for p in chunks.parameters())]
                 assert not any(offloader.bytes_out for offloader in offloaders), "nothing stays on the host after a step"
                 allocations.append(sum(offloader.num_allocations for offloader in offloaders))
             assert len(set(allocations[-3:])) == 1 and bool(allocations[-1]) == (offload is not None)
-            results.append(actual)
+            results.append(found)
         for other in results[1:]:
             assert all(torch.equal(ours, expected) for ours, expected in zip(other, results[0], strict=True))
 

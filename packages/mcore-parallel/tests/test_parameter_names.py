@@ -94,9 +94,9 @@ def test_every_layout_has_the_same_names_and_shapes(world: Any, degrees: dict[st
     expected = {family: whole_names(family) for family in FAMILIES}
     for family, whole in expected.items():
         assert len(whole) == len(set(whole)), family
-    actual = world(names_of_a_rank, degrees=degrees)
+    found = world(names_of_a_rank, degrees=degrees)
     for family, whole in expected.items():
-        assert set().union(*(rank[family] for rank in actual)) == set(whole), family
+        assert set().union(*(rank[family] for rank in found)) == set(whole), family
 
 
 def whole_names(family: str) -> list[tuple[str, tuple[int, ...]]]:

@@ -37,7 +37,7 @@ TOKENS = torch.arange(12) * 7 % 32
 
 def yarn_in_float64(width: int, base: float, scaling: YarnScaling) -> Tensor:
     """Frequencies one by one, in Python's own numbers."""
-    actual = []
+    found = []
     bounds = []
     for turns in (scaling.beta_fast, scaling.beta_slow):
         bounds.append(width * math.log(scaling.original_max_position_embeddings / (2 * math.pi * turns)) / (2 * math.log(base)))
@@ -48,8 +48,8 @@ def yarn_in_float64(width: int, base: float, scaling: YarnScaling) -> Tensor:
     for number in range(width // 2):
         plain = base ** (-2 * number / width)
         ramp = min(max((number - low) / (high - low), 0.0), 1.0)
-        actual.append(plain / scaling.factor * ramp + plain * (1 - ramp))
-    return torch.tensor(actual, dtype=torch.float64)
+        found.append(plain / scaling.factor * ramp + plain * (1 - ramp))
+    return torch.tensor(found, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("rounds", [True, False])
@@ -127,9 +127,9 @@ def test_tables_equal_those_of_transformers(ours: Llama3Scaling | YarnScaling | 
     )
     positions = torch.tensor([0, 1, 5, 100, 4000])
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions[None])
-    actual = RotaryConfig(width=128, base=500_000.0, scaling=ours).tables(positions)
+    found = RotaryConfig(width=128, base=500_000.0, scaling=ours).tables(positions)
     # Float32 frequencies of two roundings, times a position.
-    for a, b in zip(actual, (cos[0], sin[0]), strict=True):
+    for a, b in zip(found, (cos[0], sin[0]), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1.5e-3)
 
 
@@ -146,9 +146,9 @@ def test_llama_wavelengths_follow_the_three_rules() -> None:
 def test_the_default_has_the_bits_of_the_plain_tables() -> None:
     model = GPTModel(TransformerConfig(**SIZES), ProcessGroups.single(), device="meta")
     positions = torch.tensor([5, 0, 1000])
-    actual = model.rotary(positions)
-    assert actual is not None and model.rotary(positions, window=True) is None
-    for a, b in zip(actual, rotary_tables(positions, rotary_frequencies(4, 10_000.0)), strict=True):
+    found = model.rotary(positions)
+    assert found is not None and model.rotary(positions, window=True) is None
+    for a, b in zip(found, rotary_tables(positions, rotary_frequencies(4, 10_000.0)), strict=True):
         assert torch.equal(a, b)
 
 
@@ -223,8 +223,8 @@ def test_sections_equal_those_of_transformers() -> None:
     config = Qwen2VLTextConfig(hidden_size=32, num_attention_heads=2, num_key_value_heads=2, rope_parameters=parameters)
     positions = torch.randint(0, 50, (3, 6), generator=torch.Generator().manual_seed(0))
     wanted = Qwen2VLRotaryEmbedding(config)(torch.zeros(1), positions[:, None])
-    actual = RotaryConfig(width=16, base=1e6, sections=(2, 3, 3)).tables(positions)
-    for a, b in zip(actual, wanted, strict=True):
+    found = RotaryConfig(width=16, base=1e6, sections=(2, 3, 3)).tables(positions)
+    for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b[0], rtol=0, atol=1e-5)
 
 

@@ -55,14 +55,14 @@ def rotary_step(batch_size: int, seq_len: int, width: int) -> Step:
 
 def slow_logits(q: Tensor, k: Tensor, lengths: list[int], bounds: tuple[int, int], scale: float) -> Tensor:
     """[A], with all scores of a sequence in memory."""
-    actual, start = [], 0
+    found, start = [], 0
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     for length in lengths:
         rows = slice(start, start + length)
         scores = torch.einsum("iad,jad->aij", q[rows], k[rows]) * scale
-        actual.append(scores.masked_fill(get_sliding_window_causal_mask(length, length, bounds), float("-inf")).amax((1, 2)))
+        found.append(scores.masked_fill(get_sliding_window_causal_mask(length, length, bounds), float("-inf")).amax((1, 2)))
         start += length
-    return torch.stack(actual).amax(0)
+    return torch.stack(found).amax(0)
 
 
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (True, (3, 0)), (True, (0, 0)), (False, None), (False, (2, 5))])
@@ -159,10 +159,10 @@ def clipped(config: TransformerConfig, groups: ProcessGroups, threshold: float) 
 
 def check_layouts(cases: list[tuple[ParallelPlan, TransformerConfig, float, Any]]) -> None:
     for plan, config, threshold, (logits, count, parameters) in cases:
-        actual, clipped_heads, state = clipped(config, ProcessGroups.build(plan), threshold)
+        found, clipped_heads, state = clipped(config, ProcessGroups.build(plan), threshold)
         assert clipped_heads == count
         for name, greatest in logits.items():
-            torch.testing.assert_close(actual[name], greatest, rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(found[name], greatest, rtol=1e-10, atol=1e-12)
         for name, shard in state.items():
             part = tuple(slice(begin, begin + size) for begin, size in zip(shard.offset, shard.data.shape, strict=True))
             torch.testing.assert_close(shard.data, parameters[name].data[part], rtol=1e-10, atol=1e-12)
@@ -197,12 +197,12 @@ def check_masters(options: dict[str, Any]) -> None:
     batch = Batch(tokens=tokens[:, :-1], labels=tokens[:, 1:], loss_mask=torch.ones(1, 16))
 
     def masters() -> dict[tuple[str, Any], Tensor]:
-        actual = {}
+        found = {}
         for name, parts in optimizer.state_shards().items():
             for part in parts if isinstance(parts, list) else [parts]:
-                actual[name, part.offset] = part.tensor.clone()
+                found[name, part.offset] = part.tensor.clone()
         optimizer.load_step_count(optimizer.step_count)
-        return actual
+        return found
 
     train_step(model, [batch], CrossEntropyObjective(), sync, optimizer, lr=1e-2)
     before, old = masters(), {name: parameter.detach().float() for name, parameter in model.named_parameters()}

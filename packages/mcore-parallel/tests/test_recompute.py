@@ -42,13 +42,13 @@ def run(config: RecomputeConfig | None, groups: ProcessGroups, **options) -> tup
     model = GPTModel(CONFIG, groups, dtype=torch.float64, seed=1, recompute=config, **options)
     tokens = torch.randint(0, 16, (24,), generator=torch.Generator().manual_seed(2))
     torch.manual_seed(5)
-    saved: dict[int, int] = {}
+    kept: dict[int, int] = {}
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            saved[storage.data_ptr()] = storage.nbytes()
+            kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     losses = []
@@ -56,7 +56,7 @@ def run(config: RecomputeConfig | None, groups: ProcessGroups, **options) -> tup
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             hidden = model(tokens, Step.causal(4, 6))[0]
         if microbatch == 0:
-            size = sum(saved.values())
+            size = sum(kept.values())
         loss = hidden.token_losses(tokens).sum()
         loss.backward()
         losses.append(loss.detach())
@@ -139,9 +139,9 @@ def check_partial() -> None:
     plain, runs = train(None)
     assert set(runs.values()) == {0}
     for config, expected in RUNS_AGAIN:
-        actual, runs = train(config)
+        found, runs = train(config)
         assert runs == {layer: count for layer, count in expected.items() if layer in runs}
-        assert len(runs) == 2 and all(map(torch.equal, actual, plain))
+        assert len(runs) == 2 and all(map(torch.equal, found, plain))
 
 
 @pytest.mark.world(2)
@@ -224,9 +224,9 @@ def test_discarded_output_is_gone_after_the_forward_and_comes_back() -> None:
     gc.collect()
     assert len(runs) == 1 and runs[0]() is None
     for count in (2, 3):
-        actual = torch.autograd.grad(z, (x, weight), retain_graph=True)
+        found = torch.autograd.grad(z, (x, weight), retain_graph=True)
         assert len(runs) == count, "one second run serves every place"
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(actual, expected, strict=True))
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
         assert runs[-1]() is None
 
 

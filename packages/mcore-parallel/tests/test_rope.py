@@ -50,8 +50,8 @@ def test_a_part_of_each_head_turns_and_the_rest_passes_through(interleaved: bool
     first, second = (x[..., 0:6:2], x[..., 1:6:2]) if interleaved else (x[..., :3], x[..., 3:6])
     step = 2 if interleaved else 1
     wanted = torch.complex(first, second) * torch.complex(*(table[:, None, 0 : 3 * step : step].double() for table in tables))
-    actual = torch.complex(y[..., 0:6:2], y[..., 1:6:2]) if interleaved else torch.complex(y[..., :3], y[..., 3:6])
-    torch.testing.assert_close(actual, wanted)
+    found = torch.complex(y[..., 0:6:2], y[..., 1:6:2]) if interleaved else torch.complex(y[..., :3], y[..., 3:6])
+    torch.testing.assert_close(found, wanted)
     assert torch.autograd.gradcheck(lambda x: apply_rotary(x, tables, interleaved=interleaved), (x,))
 
 

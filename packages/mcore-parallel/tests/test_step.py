@@ -96,9 +96,9 @@ def check_layout(plan: ParallelPlan, routed: bool, expected: Run) -> None:
     for report, wanted in zip(reports, expected[0], strict=True):
         assert report.num_tokens == wanted.num_tokens and not report.skipped
         assert set(report.metrics) == {"even", "loss"}
-        actual = [report.loss, report.grad_norm, report.aux, report.metrics["even"], report.metrics["loss"]]
+        found = [report.loss, report.grad_norm, report.aux, report.metrics["even"], report.metrics["loss"]]
         torch.testing.assert_close(
-            actual, [wanted.loss, wanted.grad_norm, wanted.aux, wanted.metrics["even"], wanted.metrics["loss"]], rtol=1e-8, atol=1e-12
+            found, [wanted.loss, wanted.grad_norm, wanted.aux, wanted.metrics["even"], wanted.metrics["loss"]], rtol=1e-8, atol=1e-12
         )
     torch.testing.assert_close(
         [final.sum, final.count, final.metrics], [expected[1].sum, expected[1].count, expected[1].metrics], rtol=1e-8, atol=0
@@ -146,9 +146,9 @@ def test_the_gradient_is_that_of_the_mean_over_all_counted_tokens() -> None:
     assert report.num_tokens == count
     torch.testing.assert_close([report.loss, report.aux], [(total / count).item(), (aux / count).item()], rtol=1e-10, atol=0)
     assert report.metrics["loss"] == pytest.approx(report.loss)
-    for (name, actual), wanted in zip(model.named_parameters(), grads, strict=True):
+    for (name, found), wanted in zip(model.named_parameters(), grads, strict=True):
         torch.testing.assert_close(sync.gradients()[name] / count, wanted, rtol=1e-9, atol=1e-12)
-        assert actual.grad is None
+        assert found.grad is None
 
 
 def test_evaluation_equals_the_loss_of_the_next_step_and_changes_nothing() -> None:
@@ -156,12 +156,12 @@ def test_evaluation_equals_the_loss_of_the_next_step_and_changes_nothing() -> No
     model.train()
     sync, optimizer = parts(model)
     before = {name: shard.data.clone() for name, shard in model_state(model, model.groups).items()}
-    actual = evaluate(model, micro_batches(1), Measured())
-    assert model.training and not actual.sum.requires_grad
+    found = evaluate(model, micro_batches(1), Measured())
+    assert model.training and not found.sum.requires_grad
     assert all(torch.equal(before[name], shard.data) for name, shard in model_state(model, model.groups).items())
     report = train_step(model, micro_batches(1), Measured(), sync, optimizer, lr=0.01)
-    assert actual.mean.item() == pytest.approx(report.loss, rel=1e-6)
-    assert (actual.metrics["even"] / actual.count).item() == pytest.approx(report.metrics["even"])
+    assert found.mean.item() == pytest.approx(report.loss, rel=1e-6)
+    assert (found.metrics["even"] / found.count).item() == pytest.approx(report.metrics["even"])
 
 
 def test_a_step_in_which_no_label_counts_updates_by_nothing() -> None:

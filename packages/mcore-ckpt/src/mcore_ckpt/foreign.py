@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from mcore_ckpt._core import CheckpointingException, check_extra, list_names, save
+from mcore_ckpt._core import check_extra, save
+from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt._formats import Foreign, read_objects, read_places
 from mcore_ckpt._storage import Folder, StoredFile, as_file, open_folder
 

@@ -11,19 +11,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_ckpt._core import SLAB_BYTES, CheckpointManager, CheckpointReader, check_files, check_side_files, read_asset, slabs
+from mcore_ckpt._core import (
+    SLAB_BYTES,
+    CheckpointManager,
+    CheckpointReader,
+    Manifest,
+    check_files,
+    check_side_files,
+    is_checkpoint,
+    read_asset,
+    read_manifest,
+    slabs,
+)
 from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt._formats import BACKEND_NAME, open_shard
 from mcore_ckpt._storage import Folder, LocalFolder, StoredFile, WatchedFolder, itemsize, open_folder
 from mcore_ckpt.chunks import Box
-from mcore_ckpt.manifest import Manifest, is_checkpoint, read_manifest
 
 __all__ = ["Difference", "Summary", "diff", "resolve_checkpoint", "resolve_folder", "summarize", "verify"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """One difference between two checkpoints."""
+    """One thing that two checkpoints do not have alike."""
 
     name: str
     """Of the tensor, of the extra value as ``extra.key``, or of the asset as ``asset.name``."""
@@ -49,15 +59,15 @@ def diff(
     rtol: float = 0.0,
     on_bytes: Callable[[int], None] | None = None,
 ) -> list[Difference]:
-    """Compare two checkpoints in any layouts and formats; empty when they are equal. Uses 64 MiB of memory at a time.
+    """Compare two checkpoints, whatever their layouts and formats; empty when they hold the same. Memory: 64 MiB at a time.
 
     Args:
         first: a committed checkpoint.
         second: another.
         values: also the elements; False for names, shapes, dtypes and extra values only.
-        atol: elements a and b are equal where |a - b| <= atol + rtol |b|; with both 0, where their bits are equal.
+        atol: elements a and b are alike where |a - b| <= atol + rtol |b|; with both 0, where their bits are equal.
         rtol: see ``atol``.
-        on_bytes: called with numbers of bytes of the first as they are compared.
+        on_bytes: told of bytes of the first as they are compared.
 
     Raises:
         CheckpointingException: one of them is no checkpoint, or damaged.
@@ -241,7 +251,7 @@ def verify(directory: str | Path | Folder, *, on_bytes: Callable[[int], None] | 
 
     Args:
         directory: see `resolve_checkpoint`.
-        on_bytes: called with numbers of bytes as they are compared.
+        on_bytes: told of bytes as they are compared.
 
     Raises:
         CheckpointingException: not a checkpoint.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Copies of a checkpoint with other names, files or format, streamed part by part."""
+"""A checkpoint copied under other names, into other files or another format, a part at a time."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,11 +13,13 @@ from mcore_ckpt._core import (
     CheckpointReader,
     DeferredTensor,
     SaveOptions,
+    TensorRecord,
     Write,
     asset_sources,
     check_extra,
     check_files,
     check_format,
+    is_checkpoint,
     run_save,
     threads_each,
 )
@@ -25,14 +27,13 @@ from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt._formats import read_objects, read_places
 from mcore_ckpt._storage import Folder, WatchedFolder, dtype_of, open_folder
 from mcore_ckpt.chunks import Box
-from mcore_ckpt.manifest import TensorRecord, is_checkpoint
 
 __all__ = ["Rewrite", "rewrite"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rewrite:
-    """The changes of a copy; none by default.
+    """What a copy changes; nothing by default.
 
     Raises:
         ValueError: an unknown format, or a number below 1.
@@ -77,9 +78,9 @@ def rewrite(
     Args:
         checkpoint: a committed checkpoint, of this library or one that torch wrote, whose entries of JSON values go into ``extra``.
         output: where to write, as for `mcore_ckpt.save`.
-        changes: names, files, format and extra values of the copy.
+        changes: what is to be different.
         verify: compare the SHA-256 of every file first.
-        on_bytes: called with numbers of bytes as they are compared and as they are written.
+        on_bytes: told of bytes as they are compared and as they are written.
 
     Returns:
         Names of entries of a checkpoint of torch that are neither tensors nor JSON values, and were left out.

@@ -24,7 +24,6 @@ from mcore_ckpt._core._save_plan import ShardRecord, Write, encode_layout
 from mcore_ckpt._core._sharded import DeferredTensor, ShardedTensor, ShardLike, as_parts, as_sharded, entries
 from mcore_ckpt._core._staging import Staging
 from mcore_ckpt._core._worker import Worker, WorkerFolder
-from mcore_ckpt._errors import CheckpointingException, list_names
 
 __all__ = [
     "DEFAULT_FILE_BYTES",
@@ -34,7 +33,6 @@ __all__ = [
     "Background",
     "CheckpointManager",
     "CheckpointReader",
-    "CheckpointingException",
     "Chunk",
     "Control",
     "DeferredTensor",
@@ -64,7 +62,6 @@ __all__ = [
     "extract_assets",
     "find_mismatches",
     "is_checkpoint",
-    "list_names",
     "load",
     "load_as",
     "read_asset",

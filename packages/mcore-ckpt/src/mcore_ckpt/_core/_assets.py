@@ -19,20 +19,20 @@ __all__ = ["AssetSource", "asset_sources", "check_assets", "digest_names", "extr
 
 @dataclass(frozen=True)
 class AssetSource:
-    """An asset to write."""
+    """An asset that is to be written."""
 
     name: str
     num_bytes: int
     read: Callable[[], bytes]
 
     def held(self) -> "AssetSource":
-        """A copy with the present content in memory."""
+        """The same with its content in memory, as it is now."""
         content = self.read()
         return replace(self, num_bytes=len(content), read=lambda: content)
 
 
 def check_assets(assets: Mapping[str, Any]) -> list[AssetSource]:
-    """Check the assets of a save; only file lengths are read.
+    """What is to be written; nothing is read but the lengths of files.
 
     Args:
         assets: name -> bytes, the path of a plain file, or an `AssetSource`.
@@ -151,7 +151,7 @@ def extract_assets(directory: str | Path | Folder, output: str | Path, patterns:
 
 
 def asset_sources(directory: str | Path | Folder, manifest: Manifest) -> dict[str, AssetSource]:
-    """The assets of a checkpoint as sources for a copy; each is read and verified when it is written."""
+    """What a copy of a checkpoint passes to its save: each asset read, and compared, when its turn comes."""
     return {
         name: AssetSource(name, record.bytes, partial(read_asset, directory, name, manifest)) for name, record in manifest.assets.items()
     }

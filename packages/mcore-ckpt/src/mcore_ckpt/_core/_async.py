@@ -52,11 +52,12 @@ class _Meter:
 
 
 class AsyncRequest:
-    """An asynchronous save: its files are written while training continues.
+    """A save whose files are written while training goes on.
 
-    The state was copied to host memory before ``save`` returned: training may change it at once. A writer process hashes and writes
-    files on a disk, from shared memory; a thread writes folders that another process cannot reach, such as one in memory. Neither uses
-    collectives. The commit is part of ``wait()``, which is collective. A request that is never waited for leaves no checkpoint.
+    The state was copied to host memory before ``save`` returned: training may change it at once. A process of its own hashes and writes
+    what goes to a disk, out of memory shared with it; a folder that another process cannot reach, such as one in memory, is written by a
+    thread. Neither uses collectives; the commit is part of ``wait()``, which is therefore collective. A request that is never waited
+    for leaves no checkpoint.
     """
 
     def __init__(self, job: SaveJob, staging: Staging | None = None, worker: Worker | None = None) -> None:

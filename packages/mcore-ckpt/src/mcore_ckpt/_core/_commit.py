@@ -59,7 +59,7 @@ class SaveJob:
         """Write this rank's files and assets; [name, bytes, sha256, keys of its tensors] each. No collectives: any thread will do.
 
         Args:
-            on_bytes: called with numbers of bytes as they are written; what it raises ends the save.
+            on_bytes: told of bytes as they are written; what it raises ends the save.
         """
         failures: list[BaseException] = []
 

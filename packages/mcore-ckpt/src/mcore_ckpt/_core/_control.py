@@ -55,7 +55,7 @@ class Control:
 
     @classmethod
     def alone(cls) -> "Control":
-        """A group of this process only."""
+        """This process by itself."""
         control = object.__new__(cls)
         control.group, control.rank, control.ranks, control.device = None, 0, [0], torch.device("cpu")
         return control
@@ -207,7 +207,7 @@ class Background:
         self._error: BaseException | None = None
 
     def control(self) -> Control:
-        """The ranks, over the separate group. The first call is collective.
+        """The ranks, over the group of its own. The first call is collective.
 
         Raises:
             ValueError: no such group can be made, or the one that was given has other ranks.

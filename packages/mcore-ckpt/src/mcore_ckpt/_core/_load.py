@@ -40,7 +40,7 @@ def load(
     Args:
         state: as for `save`; the tensors are written in place. A name that the checkpoint lacks is an error, unless ``strict`` says
             otherwise: leave it out of ``state`` to keep its value.
-        strict: True makes stored tensors that no rank requests an error; False loads a part of a checkpoint; or a `Strictness`.
+        strict: a stored tensor that no rank asks for is an error; False to load a part of a checkpoint; or a `Strictness`.
         verify: compare the SHA-256 of every file that is read; the ranks share the files, and each file is read once for both.
             "first" compares all before anything is written, which takes a second reading. False compares lengths only.
         group: as for `save`.
@@ -50,8 +50,8 @@ def load(
 
     Raises:
         CheckpointingException: on every rank: not a checkpoint; missing, unexpected, differently shaped or typed tensors, all
-            listed, with nothing written yet; a damaged file, by name. Unless its length is wrong or ``verify`` is "first", some tensors
-            are then already overwritten: load another checkpoint before using the state.
+            listed, with nothing written yet; a damaged file, by name: unless its length tells or ``verify`` is "first", some of the
+            tensors hold values of the checkpoint then, and the state is good for loading another only.
         ValueError: ``verify`` is none of these.
     """
     return load_as(lambda manifest: manifest, state, directory, strict=strict, verify=verify, group=group)

@@ -139,7 +139,7 @@ def slabs(box: Box, max_elements: int) -> Iterator[Box]:
 
 
 def assign_files(sizes: Mapping[str, int], num_ranks: int, preferred: Mapping[str, int] | None = None) -> list[list[str]]:
-    """Divide files over ranks: largest first, each to the rank with the fewest bytes.
+    """Files divided over ranks, the largest first, each to whoever has the fewest bytes.
 
     Args:
         sizes: bytes of each file.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""The manifest: the file that makes a folder a checkpoint, with the records of its tensors, chunks, files and assets."""
+"""The manifest: the one file that makes a folder a checkpoint, and says what every byte of it is."""
 
 import hashlib
 import json
@@ -199,7 +199,7 @@ def read_manifest(directory: str | Path | Folder) -> Manifest:
     """Manifest of the checkpoint in ``directory``; of one that ``torch.distributed.checkpoint`` wrote, what its metadata says.
 
     Raises:
-        CheckpointingException: no manifest, or an invalid one; names what the folder holds instead where that is known.
+        CheckpointingException: there is none, or it cannot be believed; says what lies there instead where that is known.
     """
     folder = open_folder(directory)
     path = f"{folder}/{MANIFEST_NAME}"
@@ -280,7 +280,7 @@ def _tensor(name: str, record: Any, files: Mapping[str, FileRecord]) -> TensorRe
 
 
 def check_asset_names(names: Iterable[str]) -> None:
-    """Check that every name stays inside the folder that it is written to, and that no name is a folder of another.
+    """Check that every name stays inside whatever folder it is written to, and that all can lie there together.
 
     Raises:
         ValueError: one does not; names it.

@@ -105,7 +105,7 @@ def read_and_verify(file: StoredFile, read_targets: Sequence[ReadTarget]) -> Fil
     """Read a file once from end to end: hash it, and fill ``read_targets`` from the same bytes. Returns its length and SHA-256.
 
     Raises:
-        CheckpointingException: it is no file of tensors, or its tensors do not match the manifest.
+        CheckpointingException: it is no file of tensors, or they do not lie there as the manifest says.
     """
     if not read_targets:
         return digest_file(file)
@@ -171,7 +171,7 @@ def fill_from(shard: ShardFile, read_targets: Iterable[ReadTarget]) -> None:
     """Fill ``read_targets`` from an open file; its digest is not compared.
 
     Raises:
-        CheckpointingException: its data do not match the manifest.
+        CheckpointingException: it does not lie there as the manifest says.
     """
     for read_target in read_targets:
         read, target = read_target.read, read_target.target
@@ -200,7 +200,7 @@ def stored_part(file: ShardFile, read: Read, dtype: torch.dtype) -> Tensor:
     """What ``read`` asks of an open file; copy what you keep.
 
     Raises:
-        CheckpointingException: its data do not match the manifest.
+        CheckpointingException: it does not lie there as the manifest says.
     """
     slices, chunk = _check_slot(file, read, dtype), read.chunk
     rows = (slices[0].start, slices[0].stop) if slices else (0, 1)

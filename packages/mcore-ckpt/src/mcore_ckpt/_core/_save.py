@@ -75,7 +75,7 @@ def save(
     place, after every file is on the disk; before that no reader sees anything, whatever is killed.
 
     Args:
-        state: global name -> `ShardedTensor`, any `ShardLike`, DTensor or plain tensor (replicated on every rank that names it).
+        state: global name -> `ShardedTensor`, any `ShardLike`, DTensor or plain tensor (held alike by every rank that names it).
             Ranks may hold different names.
         directory: a path on a file system all ranks share, the address of an object store (``s3://bucket/run``, by fsspec), or a
             `mcore_ckpt.storage.Folder`. It may exist, but hold no checkpoint; what an unfinished save left is removed.

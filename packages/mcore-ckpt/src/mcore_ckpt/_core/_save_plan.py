@@ -64,7 +64,7 @@ class RankLayout:
 
 
 def encode_layout(records: Sequence[ShardRecord]) -> tuple[str, list[list[int]]]:
-    """A rank's parts as JSON, equal for ranks with the same parts, and its replica numbers as runs of [number, length].
+    """What a rank holds, as text that is equal for ranks that hold alike, and its replica numbers in runs of [number, length].
 
     Layers repeat, so element types, shapes and boxes stand in a table of their own.
     """

@@ -57,7 +57,7 @@ class Staged(Generic[Key]):
 
 
 class Staging:
-    """One host buffer, pinned for GPU tensors; a copy in it owns it until released.
+    """One buffer, page-locked where the state lies on a GPU; whoever has a copy in it holds it.
 
     Page-locked memory is slow to get and copies out of a GPU at full speed, so a buffer that is large enough serves again.
     """

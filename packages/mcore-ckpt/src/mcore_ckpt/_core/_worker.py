@@ -66,7 +66,7 @@ class Worker:
             self.close = weakref.finalize(self, _end, self._process, ours)
 
     def kill(self) -> None:
-        """Kill the process; pending writes raise."""
+        """End the process whatever it does; whoever waits for it hears so."""
         if self._process is not None:
             self._process.kill()
 
@@ -88,7 +88,7 @@ class Worker:
         return ours
 
     def obituary(self) -> str:
-        """Why the process ended, for messages."""
+        """How the process ended."""
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)

@@ -180,7 +180,7 @@ class DistcpFile:
 
     def __init__(self, file: StoredFile) -> None:
         self.file = file
-        self._places: dict[str, _Place] = {}
+        self._found: dict[str, _Place] = {}
         try:
             self._bytes_left = file.size()
         except OSError as error:
@@ -195,7 +195,7 @@ class DistcpFile:
         match = _KEY.fullmatch(key)
         if match is None:
             return None
-        if key not in self._places:
+        if key not in self._found:
             begin, length = int(match[1]), int(match[2])
             try:
                 if begin + length > self.file.size():
@@ -203,10 +203,10 @@ class DistcpFile:
                 if length > self._bytes_left:
                     raise ValueError("it overlaps other tensors")
                 self._bytes_left -= length
-                self._places[key] = _locate(self.file, begin, length)
+                self._found[key] = _locate(self.file, begin, length)
             except (ValueError, OSError, zipfile.BadZipFile, RuntimeError, struct.error) as error:
                 raise CheckpointingException(f"{self.file}: no sound tensor at {key}: {error}") from error
-        return self._places[key].slot
+        return self._found[key].slot
 
     def begin(self, key: str) -> int | None:
         """First byte in the file of a tensor whose elements follow one another there; None where they do not.
@@ -215,14 +215,14 @@ class DistcpFile:
             CheckpointingException: see `slot`.
         """
         slot = self.slot(key)
-        return slot.begin if slot is not None and self._places[key].contiguous else None
+        return slot.begin if slot is not None and self._found[key].contiguous else None
 
     def tensor(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
         """See `SafetensorsFile.tensor`."""
         slot = self.slot(key)
         if slot is None:
             raise CheckpointingException(f"{self.file}: {key!r} is no place in it")
-        shape, dtype, place = slot.shape, dtype_of(slot.dtype), self._places[key]
+        shape, dtype, place = slot.shape, dtype_of(slot.dtype), self._found[key]
         begin, end = slot.begin, slot.end
         if not place.contiguous:
             storage = bytes_as_tensor(self.file.read(begin, end), dtype, ((end - begin) // dtype.itemsize,))

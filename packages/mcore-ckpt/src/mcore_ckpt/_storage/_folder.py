@@ -53,7 +53,7 @@ class Folder(Protocol):
 
     @property
     def address(self) -> str:
-        """Equal for the same folder on all ranks."""
+        """Equal for equal places, whoever asks."""
         ...
 
     def child(self, name: str) -> "Folder":
@@ -199,8 +199,8 @@ def digest_file(file: StoredFile, sinks: Iterable[ByteRangeSink] = ()) -> FileRe
 
     Args:
         file: where it lies.
-        sinks: disjoint byte ranges, ascending. They are filled while the file is hashed, before it is verified. Long memory is read into
-            directly.
+        takers: disjoint, in the order of their bytes: given theirs on the way, before anybody knows whether they are sound. Long memory is
+            read into directly.
     """
     digest, size = hashlib.sha256(), file.size()
 

@@ -10,7 +10,7 @@ __all__ = ["MemoryFolder"]
 class MemoryFolder:
     """A `Folder` that lives as long as this object: for tests, and for checkpoints that need not outlive the process.
 
-    Ranks do not share it: a save of several ranks is an error.
+    Ranks do not share it: in a group of several, a save says so.
 
     Args:
         name: for messages.

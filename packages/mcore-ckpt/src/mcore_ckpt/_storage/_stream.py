@@ -52,7 +52,7 @@ def cut(parts: Iterable[bytes | bytearray | memoryview]) -> Iterator[memoryview]
 
 
 def hash_pieces(parts: Iterable[bytes | bytearray | memoryview], digest: Any) -> Iterator[memoryview]:
-    """``parts`` as by `cut`, each piece hashed while the consumer writes it."""
+    """``parts`` as by `cut`, each piece hashed while whoever asked for it writes it."""
     with ThreadPoolExecutor(1, "hash") as pool:
         for piece in cut(parts):
             if len(piece) < _WORTH_A_THREAD:

@@ -81,7 +81,7 @@ _QUIET_S = 2.0
 
 @contextlib.contextmanager
 def progress(text: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A function to call with numbers of bytes as they pass; ``total`` are expected.
+    """A function that is told of bytes as they pass; ``total`` are expected.
 
     A bar where standard error is a terminal and rich is installed, else a line every few seconds.
     """

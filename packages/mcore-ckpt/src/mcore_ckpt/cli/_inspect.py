@@ -58,11 +58,11 @@ def _run_verify(options: argparse.Namespace) -> int:
 
 
 def _add_diff(commands: Commands) -> None:
-    command = commands.add_parser("diff", help="list the differences of two checkpoints in any layouts and formats")
+    command = commands.add_parser("diff", help="what two checkpoints do not have alike, whatever their layouts and formats")
     add_source(command, "first")
     add_source(command, "second")
     command.add_argument("--names-only", action="store_true", help="names, shapes, dtypes and extra values; read no tensor")
-    command.add_argument("--atol", type=float, default=0.0, help="elements a, b are equal where |a - b| <= atol + rtol |b|")
+    command.add_argument("--atol", type=float, default=0.0, help="elements a, b are alike where |a - b| <= atol + rtol |b|")
     command.add_argument("--rtol", type=float, default=0.0, help="see --atol; with both 0 (default) bits must be equal")
     command.add_argument("--json", action="store_true", help="a list of objects with name, kind and text")
     command.set_defaults(run=_run_diff)

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_ckpt._core import CheckpointingException, as_sharded, check_files, list_names, read_manifest, read_tensor
+from mcore_ckpt._core import as_sharded, check_files, read_manifest, read_tensor
+from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt._storage import WatchedFolder, dtype_code, open_folder, sync_folder, write_file, write_safetensors
 from mcore_ckpt.chunks import Box
 from mcore_ckpt.hf._config import complete, family_named, measure, to_hf_config
@@ -59,7 +60,7 @@ def export_hf(
 
 @dataclass(frozen=True)
 class _Form:
-    """Options of `export_hf`."""
+    """What `export_hf` is told of the folder."""
 
     family: str
     config: Mapping[str, Any]
@@ -141,7 +142,7 @@ def export_checkpoint_hf(
         checkpoint: folder of one committed checkpoint.
         prefix: what precedes the model's names there, for instance "model.".
         verify: compare the SHA-256 of the files that hold the model first.
-        on_bytes: called with numbers of bytes as they are compared and, of the stored tensors, as they are taken over.
+        on_bytes: told of bytes as they are compared and, of the stored tensors, as they are taken over.
 
     Raises:
         CheckpointingException: as `export_hf`, or the checkpoint is damaged.

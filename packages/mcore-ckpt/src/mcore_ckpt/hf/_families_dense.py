@@ -200,7 +200,7 @@ def _affine(ours: str, theirs: str, out: Dim, inner: Dim, *, when: str = "") -> 
 
 
 def _pair_head(kind: str) -> Codec:
-    """Whether the model has the next-sentence head: by the name of its class, or by its weights."""
+    """Whether the model tells if two sentences follow one another: the name of its class says it, or that it has the weights."""
     with_head, without = f"{kind}ForPreTraining", f"{kind}ForMaskedLM"
 
     def read(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mcore_ckpt._core import DEFAULT_FILE_BYTES, CheckpointingException, DeferredTensor, list_names, save
+from mcore_ckpt._core import DEFAULT_FILE_BYTES, DeferredTensor, save
+from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt._storage import SafetensorsFile, WatchedFolder, dtype_of, open_folder
 from mcore_ckpt.hf._config import brief, from_hf_config, measure
 from mcore_ckpt.hf._fields import Family
@@ -75,7 +76,7 @@ def import_checkpoint_hf(
         prefix: what to put before the model's names, for instance "model.".
         dtype: convert to this; None to keep.
         max_file_bytes: as for `save`.
-        on_bytes: called with numbers of bytes as they are written.
+        on_bytes: told of bytes as they are written.
         ignore: as of `import_hf`.
 
     Raises:

@@ -45,7 +45,7 @@ class HFPart:
 
 @dataclass(frozen=True)
 class Form:
-    """One representation of our tensor on the other side; with ``{expert}`` in the names, all parts of expert 0 come first, and so on."""
+    """One way in which the other side spells our tensor; with ``{expert}`` in the names, all parts of expert 0 come first, and so on."""
 
     parts: tuple[HFPart, ...]
     layout: PartLayout = PartLayout.STACK
@@ -139,7 +139,7 @@ def _concatenate(blocks: list[Tensor]) -> Tensor:
 
 
 def join(parts: Sequence[Tensor], form: Form, site: WeightSite) -> Tensor:
-    """Inverse of `split`; always newly allocated."""
+    """Inverse of `split`; always memory of its own."""
     if form.layout is PartLayout.GROUPED:
         (groups,) = site.measure((form.groups,))
         blocks = [

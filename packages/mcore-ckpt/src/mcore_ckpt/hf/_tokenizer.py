@@ -40,7 +40,7 @@ def tokenizer_files(path: str | Path) -> dict[str, Path]:
 
 
 def put_tokenizer(checkpoint: str | Path | Folder, manifest: Manifest, directory: Path) -> None:
-    """Write the tokenizer's files of a checkpoint into an export; existing files stay.
+    """Write the tokenizer's files of a checkpoint into an export; what lies there already stays.
 
     Raises:
         CheckpointingException: one is damaged.

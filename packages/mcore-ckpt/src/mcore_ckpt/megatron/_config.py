@@ -107,7 +107,7 @@ def _latent_of(settings: Mapping[str, Any], shapes: Mapping[str, Sequence[int]])
 
 
 def family_of(settings: Mapping[str, Any], sizes: Mapping[str, Any], *, gated: bool) -> str | None:
-    """The Hugging Face family of this model; None where the settings do not determine it."""
+    """The Hugging Face family that has this model, where the run said enough to tell."""
     wanted = {"normalization": "RMSNorm", "position_embedding_type": "rope", "swiglu": True, "add_bias_linear": False}
     if not gated or any(settings.get(name) != value for name, value in wanted.items()):
         return None

@@ -59,7 +59,7 @@ def export_checkpoint_megatron(
             by these numbers there, so they must be those of the run that reads them. "expert_model_parallel_size": 1 where that run keeps
             all experts on each rank.
         verify: compare the SHA-256 of every file first.
-        on_bytes: called with numbers of bytes as they are compared and as they are written.
+        on_bytes: told of bytes as they are compared and as they are written.
 
     Returns:
         Names of tensors that have no place there, and were left out; "optimizer_param_groups" where there is optimizer state and nothing

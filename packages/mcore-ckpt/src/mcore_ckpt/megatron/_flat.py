@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_ckpt._core import CheckpointingException, DeferredTensor, list_names
+from mcore_ckpt._core import DeferredTensor
+from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt._formats import StoredTensor
 from mcore_ckpt.megatron._names import LAYERS, Cut, cut, is_gated, join_cut, rule_of
 

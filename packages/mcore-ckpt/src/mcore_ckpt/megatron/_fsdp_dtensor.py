@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_ckpt._core import CheckpointingException, CheckpointReader, DeferredTensor, list_names
+from mcore_ckpt._core import CheckpointReader, DeferredTensor
+from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt._formats import Place, read_objects, read_places, write_objects
 from mcore_ckpt._storage import Folder, dtype_of
 from mcore_ckpt.chunks import Box

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_ckpt._core import CheckpointingException, DeferredTensor, SaveOptions, is_checkpoint, list_names, read_manifest, run_save
+from mcore_ckpt._core import DeferredTensor, SaveOptions, is_checkpoint, read_manifest, run_save
+from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt._formats import BACKEND_NAME, METADATA_NAME
 from mcore_ckpt._storage import Folder, WatchedFolder, open_folder
 from mcore_ckpt.megatron._config import family_of, sizes_of
@@ -53,7 +54,7 @@ def import_checkpoint_megatron(
         config: settings that the checkpoint does not say or says wrongly, by their names in its args (``num_query_groups``, ...).
         optimizer: also take over the optimizer's state.
         drop: patterns of keys to leave out, such as "mtp.*".
-        on_bytes: called with numbers of bytes as they are written.
+        on_bytes: told of bytes as they are written.
 
     Returns:
         Names of what was left out.
@@ -98,7 +99,7 @@ def import_checkpoint_megatron(
 
 
 def open_megatron(directory: str | Path | Folder, config: Mapping[str, Any], *, optimizer: bool = True) -> tuple[Folder, MegatronSource]:
-    """Open the folder of one iteration, and its tensors.
+    """The folder of one iteration, and what lies there.
 
     Raises:
         CheckpointingException: neither form of theirs.

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_ckpt._core import CheckpointingException, DeferredTensor
+from mcore_ckpt._core import DeferredTensor
+from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt._formats import read_objects
 from mcore_ckpt._storage import Folder, StoredFile
 from mcore_ckpt.megatron._flat import Domain, gathered_domain, is_gathered, read_flat_states
@@ -51,7 +52,7 @@ _Parts = dict[str, dict[tuple[int, int], Tensor]]
 
 
 def is_legacy(folder: Folder) -> bool:
-    """Whether the folder holds directories of ranks."""
+    """Whether directories of ranks lie there."""
     return any(_RANK.fullmatch(name) for name in folder.names())
 
 

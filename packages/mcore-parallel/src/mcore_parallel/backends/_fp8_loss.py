@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mcore_parallel.backends._fp8_config import Fp8Config
 from mcore_parallel.backends._fp8_products import Fp8Products, fits, gather_rows, narrow_weight_product
-from mcore_parallel.backends._quantize import LEAST_AMAX, MULTIPLE, Fp8Tensor, quantize, scaled_product, turn
+from mcore_parallel.backends._quantize import LEAST_AMAX, MULTIPLE, Scaled, quantize, scaled_product, turn
 from mcore_parallel.comm import all_reduce, reduce_scatter
 from mcore_parallel.tensor_parallel import (
     Labels,
@@ -53,14 +53,14 @@ class Fp8LossProducts:
                 sequence_parallel=route.sequence_parallel, main_grad=route.main_grad,
             )  # fmt: skip
         wants = torch.is_grad_enabled() and (hidden.requires_grad or weight_vD.requires_grad)
-        return _NarrowLoss.apply(hidden, weight_vD, target_T, weights_T, _Fp8LossJob(self.products, route, vocab_size, wants))
+        return _NarrowLoss.apply(hidden, weight_vD, target_T, weights_T, _Job(self.products, route, vocab_size, wants))
 
     def weight_changed(self) -> None:
         self.products.weight_changed()
 
 
 @dataclass(frozen=True, eq=False)
-class _Fp8LossJob:
+class _Job:
     products: Fp8Products
     route: Route
     vocab_size: int
@@ -68,21 +68,21 @@ class _Fp8LossJob:
 
 
 @dataclass(frozen=True, eq=False)
-class _LossResult:
+class _Found:
     """Of all tokens of a call."""
 
     loss_T: Tensor
     grad_hidden: Tensor | None = None
-    grad_vT: Fp8Tensor | None = None
+    grad_vT: Scaled | None = None
     """Of the logits, transposed."""
-    hidden_DT: Fp8Tensor | None = None
+    hidden_DT: Scaled | None = None
 
 
 class _NarrowLoss(torch.autograd.Function):
     """Gradients in the forward; the backward scales them, and multiplies the two factors of the weight's."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight_vD: Tensor, target_T: Tensor, weights_T: Tensor, job: _Fp8LossJob) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight_vD: Tensor, target_T: Tensor, weights_T: Tensor, job: _Job) -> Tensor:
         losses = _losses(hidden, weight_vD, target_T, weights_T, job)
         parts = [
             x for scaled in (losses.grad_vT, losses.hidden_DT) for x in ((None, None) if scaled is None else (scaled.data, scaled.inverse))
@@ -100,7 +100,7 @@ class _NarrowLoss(torch.autograd.Function):
         hidden, weight_vD, target_T, weights_T, loss_T, grad_hidden, grad_data, grad_inverse, hidden_data, hidden_inverse = (
             ctx.saved_tensors
         )
-        job: _Fp8LossJob = ctx.job
+        job: _Job = ctx.job
         wants_hidden, wants_weight, _, wants_weights, _ = ctx.needs_input_grad
         if grad_T.numel() == 1 or grad_T.stride() == (0,):
             scale = grad_T[0]
@@ -114,7 +114,7 @@ class _NarrowLoss(torch.autograd.Function):
         grad_weight = None
         if wants_weight:
             # The number that arrives is one more scale of the product.
-            factors = Fp8Tensor(grad_data, grad_inverse * scale), Fp8Tensor(hidden_data, hidden_inverse)
+            factors = Scaled(grad_data, grad_inverse * scale), Scaled(hidden_data, hidden_inverse)
             compute = functools.partial(narrow_weight_product, job.route, *factors, weight_vD.dtype)
             if job.route.queue is not None and job.route.main_grad is not None:
                 job.route.queue.put(compute)
@@ -129,7 +129,7 @@ class _NarrowLoss(torch.autograd.Function):
         )
 
 
-def _losses(hidden: Tensor, weight_vD: Tensor, target_T: Tensor, weights_T: Tensor, job: _Fp8LossJob) -> _LossResult:
+def _losses(hidden: Tensor, weight_vD: Tensor, target_T: Tensor, weights_T: Tensor, job: _Job) -> _Found:
     """Losses [T] without their weights; the gradients are of their weighted sum."""
     products, group = job.products, job.route.group
     tokens, width = target_T.shape[0], weight_vD.shape[0]
@@ -149,17 +149,17 @@ def _losses(hidden: Tensor, weight_vD: Tensor, target_T: Tensor, weights_T: Tens
     if job.wants_gradients:
         weights_T = weights_T.to(torch.promote_types(hidden.dtype, torch.float32))
         turned_vT = torch.empty(width, tokens, dtype=products.gradient_dtype, device=hidden.device)
-        grad_vT = Fp8Tensor(turned_vT, weights_T.abs().amax().float().clamp(min=LEAST_AMAX) / torch.finfo(products.gradient_dtype).max)
+        grad_vT = Scaled(turned_vT, weights_T.abs().amax().float().clamp(min=LEAST_AMAX) / torch.finfo(products.gradient_dtype).max)
         grad_hidden = torch.empty(tokens, hidden.shape[1], dtype=hidden.dtype, device=hidden.device)
     results = []
     for begin, end in token_chunks(tokens, width, None):
-        logits_Cv = scaled_product(Fp8Tensor(rows.data[begin:end], rows.inverse), forth, hidden.dtype, fast=True)
+        logits_Cv = scaled_product(Scaled(rows.data[begin:end], rows.inverse), forth, hidden.dtype, fast=True)
         column_C = labels.column_T[begin:end]
         results.append(combine(row_statistics(logits_Cv, column_C, valid, maths), width, maths, group))
         if grad_hidden is not None and grad_vT is not None:
             turned_vC, norm_C = grad_vT.data[:, begin:end], results[-1].log_norm_T
             grad_Cv = to_narrow_gradient(logits_Cv, column_C, valid, maths, norm_C, weights_T[begin:end], grad_vT.inverse, turned_vC)
-            grad_hidden[begin:end] = scaled_product(Fp8Tensor(grad_Cv, grad_vT.inverse), back, hidden.dtype)
+            grad_hidden[begin:end] = scaled_product(Scaled(grad_Cv, grad_vT.inverse), back, hidden.dtype)
     if grad_hidden is not None:
         grad_hidden = (reduce_scatter if job.route.sequence_parallel else all_reduce)(grad_hidden, group)
-    return _LossResult(torch.where(labels.counted_T, join_rows(results).loss_T, 0.0), grad_hidden, grad_vT, columns)
+    return _Found(torch.where(labels.counted_T, join_rows(results).loss_T, 0.0), grad_hidden, grad_vT, columns)

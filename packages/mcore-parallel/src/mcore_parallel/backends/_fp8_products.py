@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mcore_parallel.backends._fp8_config import Fp8Config
-from mcore_parallel.backends._quantize import MULTIPLE, Fp8Tensor, quantize, quantize_rows, scaled_product, turn
+from mcore_parallel.backends._quantize import MULTIPLE, Scaled, quantize, quantize_rows, scaled_product, turn
 from mcore_parallel.comm import all_gather, all_reduce, reduce_scatter, start_all_gather, start_all_reduce, start_reduce_scatter, wait
 from mcore_parallel.groups import Group
 from mcore_parallel.tensor_parallel import Route, column_product, row_product
@@ -39,24 +39,24 @@ class Fp8Products:
         self.narrow_weight_gradients = config.weight_gradients and not self.by_rows
         self.gradient_dtype = _FORMATS[config.gradient_format or ("e4m3" if self.by_rows else "e5m2")]
         self._told = False
-        self._copies: tuple[tuple[int, int], Fp8Tensor, Fp8Tensor] | None = None
+        self._copies: tuple[tuple[int, int], Scaled, Scaled] | None = None
 
     def column(self, x: Tensor, weight_OI: Tensor, route: Route) -> Tensor:
         if not fits(x, route, sharded=route.sequence_parallel):
             return column_product(x, weight_OI, route)
-        y_TO = _Fp8ColumnLinear.apply(x.flatten(0, -2), weight_OI, route, self)
+        y_TO = _Column.apply(x.flatten(0, -2), weight_OI, route, self)
         return y_TO.view(-1, *x.shape[1:-1], weight_OI.shape[0])
 
     def row(self, x_TI: Tensor, weight_OI: Tensor, route: Route) -> Tensor:
         if not fits(x_TI, route, sharded=False):
             return row_product(x_TI, weight_OI, route)
-        y_TO = _Fp8RowLinear.apply(x_TI.flatten(0, -2), weight_OI, route, self)
+        y_TO = _Row.apply(x_TI.flatten(0, -2), weight_OI, route, self)
         return y_TO.view(-1, *x_TI.shape[1:-1], weight_OI.shape[0])
 
     def weight_changed(self) -> None:
         self._told, self._copies = True, None
 
-    def weights(self, weight_OI: Tensor, group: Group) -> tuple[Fp8Tensor, Fp8Tensor]:
+    def weights(self, weight_OI: Tensor, group: Group) -> tuple[Scaled, Scaled]:
         """The weight [O, I] for the forward, and transposed for the gradient of the input."""
         if torch.compiler.is_compiling() or not self._told:
             return self._cast_weight(weight_OI, group)
@@ -65,7 +65,7 @@ class Fp8Products:
             self._copies = (key, *self._cast_weight(weight_OI, group))
         return self._copies[1:]
 
-    def cast(self, x_TK: Tensor, dtype: torch.dtype, group: Group | None, *, columns: bool) -> tuple[Fp8Tensor, Fp8Tensor | None]:
+    def cast(self, x_TK: Tensor, dtype: torch.dtype, group: Group | None, *, columns: bool) -> tuple[Scaled, Scaled | None]:
         """An input or a gradient, and with ``columns`` its transpose.
 
         Args:
@@ -80,7 +80,7 @@ class Fp8Products:
         assert rows is not None
         return rows, turned
 
-    def _cast_weight(self, weight_OI: Tensor, group: Group) -> tuple[Fp8Tensor, Fp8Tensor]:
+    def _cast_weight(self, weight_OI: Tensor, group: Group) -> tuple[Scaled, Scaled]:
         dtype, weight_OI = torch.float8_e4m3fn, weight_OI.detach()
         if self.by_rows:
             return quantize_rows(weight_OI, dtype), quantize_rows(weight_OI.t().contiguous(), dtype)
@@ -101,7 +101,7 @@ def fits(x: Tensor, route: Route, *, sharded: bool) -> bool:
     return tokens > 0 and tokens % (MULTIPLE * parts) == 0
 
 
-class _Fp8ColumnLinear(torch.autograd.Function):
+class _Column(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_tI: Tensor, weight_OI: Tensor, route: Route, products: Fp8Products) -> Tensor:
         wants_x, wants_weight = ctx.needs_input_grad[:2]
@@ -121,10 +121,10 @@ class _Fp8ColumnLinear(torch.autograd.Function):
         saved, back, route, products = _saved(ctx)
         gathers = route.sequence_parallel and route.group.size > 1
         dtype = grads[0].dtype
-        narrow = isinstance(saved, Fp8Tensor)
+        narrow = isinstance(saved, Scaled)
         rows, columns = products.cast(grads[0], products.gradient_dtype, products.shared(route.group), columns=narrow)
         weight_gradient: Callable[[], Tensor | None] | None = None
-        if isinstance(saved, Fp8Tensor):
+        if isinstance(saved, Scaled):
             assert columns is not None
             weight_gradient = functools.partial(narrow_weight_product, route, columns, saved, dtype, gather=gathers)
         elif saved is not None:
@@ -137,7 +137,7 @@ class _Fp8ColumnLinear(torch.autograd.Function):
         return None if grad_x is None else wait(grad_x, route.group), grad_weight, None, None
 
 
-class _Fp8RowLinear(torch.autograd.Function):
+class _Row(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor, route: Route, products: Fp8Products) -> Tensor:
         wants_x, wants_weight = ctx.needs_input_grad[:2]
@@ -153,14 +153,14 @@ class _Fp8RowLinear(torch.autograd.Function):
         saved, back, route, products = _saved(ctx)
         gathers = route.sequence_parallel and route.group.size > 1
         dtype = grads[0].dtype
-        narrow = isinstance(saved, Fp8Tensor)
+        narrow = isinstance(saved, Scaled)
         group = route.group if gathers else None
         rows, columns = products.cast(grads[0], products.gradient_dtype, group, columns=narrow and not gathers)
         whole_grad = grads[0]
         if gathers:
             rows = gather_rows(rows, route.group)
         weight_gradient: Callable[[], Tensor | None] | None = None
-        if isinstance(saved, Fp8Tensor):
+        if isinstance(saved, Scaled):
             columns = turn(rows) if columns is None else columns
             weight_gradient = functools.partial(narrow_weight_product, route, columns, saved, dtype, gather=False)
         elif saved is not None:
@@ -170,17 +170,17 @@ class _Fp8RowLinear(torch.autograd.Function):
         return grad_x, _weight_gradient(ctx, route, weight_gradient), None, None
 
 
-def _save(ctx: Any, saved: Fp8Tensor | Tensor | None, back: Fp8Tensor | None, route: Route, products: Fp8Products) -> None:
-    saved_parts = (saved.data, saved.inverse) if isinstance(saved, Fp8Tensor) else (saved, None)
+def _save(ctx: Any, saved: Scaled | Tensor | None, back: Scaled | None, route: Route, products: Fp8Products) -> None:
+    saved_parts = (saved.data, saved.inverse) if isinstance(saved, Scaled) else (saved, None)
     ctx.save_for_backward(*saved_parts, *((None, None) if back is None else (back.data, back.inverse)))
     ctx.route, ctx.products, ctx.later = route, products, route.later
 
 
-def _saved(ctx: Any) -> tuple[Fp8Tensor | Tensor | None, Fp8Tensor | None, Route, Fp8Products]:
+def _saved(ctx: Any) -> tuple[Scaled | Tensor | None, Scaled | None, Route, Fp8Products]:
     saved, saved_inverse, back, back_inverse = ctx.saved_tensors
     return (
-        saved if saved_inverse is None else Fp8Tensor(saved, saved_inverse),
-        None if back is None else Fp8Tensor(back, back_inverse),
+        saved if saved_inverse is None else Scaled(saved, saved_inverse),
+        None if back is None else Scaled(back, back_inverse),
         ctx.route,
         ctx.products,
     )
@@ -199,7 +199,7 @@ def _weight_gradient(ctx: Any, route: Route, compute: Callable[[], Tensor | None
     return compute()
 
 
-def narrow_weight_product(route: Route, grad_OT: Fp8Tensor, x: Fp8Tensor, dtype: torch.dtype, *, gather: bool = False) -> Tensor | None:
+def narrow_weight_product(route: Route, grad_OT: Scaled, x: Scaled, dtype: torch.dtype, *, gather: bool = False) -> Tensor | None:
     """``grad x^T`` [O, I] into the main gradient, or returned in ``dtype`` where there is none.
 
     Args:
@@ -218,7 +218,7 @@ def narrow_weight_product(route: Route, grad_OT: Fp8Tensor, x: Fp8Tensor, dtype:
         total_OI = total.view(-1, width)
         # The unit cannot add to what is there; a slice of the product goes through memory once more.
         for begin in range(0, total_OI.shape[0], step):
-            part = Fp8Tensor(grad_OT.data[begin : begin + step], grad_OT.inverse)
+            part = Scaled(grad_OT.data[begin : begin + step], grad_OT.inverse)
             total_OI[begin : begin + step].add_(scaled_product(part, x_IT, total.dtype))
     return None
 
@@ -231,8 +231,8 @@ def _wide_weight_product(route: Route, grad_TO: Tensor, x_TI: Tensor, *, gather:
     return None
 
 
-def gather_rows(rows: Fp8Tensor, group: Group) -> Fp8Tensor:
+def gather_rows(rows: Scaled, group: Group) -> Scaled:
     """All ranks' rows: their bytes, and their scales if each has one."""
     pending = start_all_gather(rows.data.view(torch.uint8), group), start_all_gather(rows.inverse, group) if rows.inverse.dim() else None
     data, inverse = pending
-    return Fp8Tensor(wait(data, group).view(rows.data.dtype), rows.inverse if inverse is None else wait(inverse, group))
+    return Scaled(wait(data, group).view(rows.data.dtype), rows.inverse if inverse is None else wait(inverse, group))

@@ -22,7 +22,7 @@ LEAST_AMAX = 1e-30
 
 
 @dataclass(frozen=True, eq=False)
-class Fp8Tensor:
+class Scaled:
     """``data * inverse`` is what it stands for."""
 
     data: Tensor
@@ -42,7 +42,7 @@ def has_kernel(x: Tensor) -> bool:
 
 def quantize(
     x_TK: Tensor, dtype: torch.dtype, *, group: Group | None = None, rows: bool = True, columns: bool = False
-) -> tuple[Fp8Tensor | None, Fp8Tensor | None]:
+) -> tuple[Scaled | None, Scaled | None]:
     """``x`` with one scale, and the same transposed.
 
     Args:
@@ -65,26 +65,26 @@ def quantize(
         inverse = _inverse(amax, dtype)
         data = _cast(x_TK, inverse, dtype)
         turned = data.t().contiguous() if columns else None
-    return Fp8Tensor(data, inverse) if rows else None, None if turned is None else Fp8Tensor(turned, inverse)
+    return Scaled(data, inverse) if rows else None, None if turned is None else Scaled(turned, inverse)
 
 
-def quantize_rows(x_TK: Tensor, dtype: torch.dtype) -> Fp8Tensor:
+def quantize_rows(x_TK: Tensor, dtype: torch.dtype) -> Scaled:
     """``x`` with one scale a row."""
     if has_kernel(x_TK):
-        return Fp8Tensor(*_kernels().cast_rows(x_TK, dtype, least_amax=LEAST_AMAX))
+        return Scaled(*_kernels().cast_rows(x_TK, dtype, least_amax=LEAST_AMAX))
     inverse = _inverse(x_TK.abs().amax(-1, keepdim=True).float(), dtype)
-    return Fp8Tensor(_cast(x_TK, inverse, dtype), inverse)
+    return Scaled(_cast(x_TK, inverse, dtype), inverse)
 
 
-def turn(scaled: Fp8Tensor) -> Fp8Tensor:
+def turn(scaled: Scaled) -> Scaled:
     """[T, K] -> [K, T], of one scale."""
     data = scaled.data
     if data.is_cuda and not torch.compiler.is_compiling() and _has_triton():
-        return Fp8Tensor(_kernels().transpose(data), scaled.inverse)
-    return Fp8Tensor(data.t().contiguous(), scaled.inverse)
+        return Scaled(_kernels().transpose(data), scaled.inverse)
+    return Scaled(data.t().contiguous(), scaled.inverse)
 
 
-def scaled_product(a_TK: Fp8Tensor, b_NK: Fp8Tensor, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+def scaled_product(a_TK: Scaled, b_NK: Scaled, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
     """``a b^T`` [T, N] in ``dtype``, summed in float32 or wider.
 
     Where there is no unit for it (a CPU), the same fp8 values are multiplied in float32, or float64 for a result of that.

@@ -98,9 +98,7 @@ class TransformerEngineLayers:
         }  # fmt: skip
         if normalization != "RMSNorm":
             return TorchLayers().norm(size, normalization=normalization, **options)
-        return _TENorm(
-            RMSNorm(size, **options), te.RMSNorm(size, eps=epsilon, zero_centered_gamma=zero_centered, dtype=dtype, device="meta")
-        )
+        return _Norm(RMSNorm(size, **options), te.RMSNorm(size, eps=epsilon, zero_centered_gamma=zero_centered, dtype=dtype, device="meta"))
 
     def column_linear(
         self, in_features: int, out_features: int | tuple[int, ...], groups: ProcessGroups, **options: Any
@@ -187,7 +185,7 @@ def te_attention(spec: AttentionSpec, groups: ProcessGroups) -> AttentionCore:
     return core
 
 
-class _TENorm(nn.Module):
+class _Norm(nn.Module):
     """The parameter of ``norm``, computed by a shell."""
 
     def __init__(self, norm: RMSNorm, shell: nn.Module) -> None:

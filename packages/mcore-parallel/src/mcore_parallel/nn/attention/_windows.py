@@ -164,8 +164,8 @@ class _Pattern:
 
     def _fail(self, wanted: str, place: int | None = None) -> NoReturn:
         place = self.tokens[self.next][0] if place is None else place
-        actual = repr(self.text[place]) if place < len(self.text) else "the end"
-        raise ValueError(f"layer pattern {self.text!r}, position {place}: expected {wanted}, found {actual}")
+        found = repr(self.text[place]) if place < len(self.text) else "the end"
+        raise ValueError(f"layer pattern {self.text!r}, position {place}: expected {wanted}, found {found}")
 
 
 # A pure function; the bound keeps the tables of the last few lengths.

@@ -33,7 +33,7 @@ def fused_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, *,
 
 
 def _normed(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, shift: float) -> tuple[Tensor, Tensor]:
-    y_TD, x_TD = _FusedNorm.apply(x.reshape(-1, x.shape[-1]), weight, bias, epsilon, shift)
+    y_TD, x_TD = _Norm.apply(x.reshape(-1, x.shape[-1]), weight, bias, epsilon, shift)
     return y_TD.view(x.shape), x_TD.view(x.shape)
 
 
@@ -83,7 +83,7 @@ def _kernels() -> Any:
     return _triton_layers
 
 
-class _FusedNorm(torch.autograd.Function):
+class _Norm(torch.autograd.Function):
     """Layer norm with a bias, RMS norm without."""
 
     @staticmethod

@@ -155,7 +155,7 @@ class ActivationOffloader:
             if oldest is not None and oldest.join():
                 self.num_joins += 1
 
-    def keeps(self, copies: Collection["_HostCopy"]) -> bool:
+    def keeps(self, copies: Collection["_Copy"]) -> bool:
         """Whether these copies still fit into ``keep_bytes``; if so they are counted until the graph lets them go."""
         size = sum(copy.num_bytes for copy in copies)
         if self._bytes_kept + size > self.config.keep_bytes:
@@ -180,7 +180,7 @@ class _Saved:
     """What the graph holds instead of a tensor."""
 
     group: "_Group"
-    copy: "_HostCopy"
+    copy: "_Copy"
     layout: tuple[Any, ...]
 
 
@@ -189,7 +189,7 @@ class _Group:
 
     def __init__(self, owner: ActivationOffloader, stay: frozenset[int]) -> None:
         self.owner, self.stay = owner, stay
-        self.copies: dict[int, _HostCopy] = {}
+        self.copies: dict[int, _Copy] = {}
         self.previous: weakref.ref[_Group] | None = None
         self.back = False
 
@@ -208,7 +208,7 @@ class _Group:
         # The copy holds the storage until the group is sent, so within a group an address means one storage.
         copy = self.copies.get(storage.data_ptr())
         if copy is None:
-            copy = self.copies[storage.data_ptr()] = _HostCopy(self.owner, tensor)
+            copy = self.copies[storage.data_ptr()] = _Copy(self.owner, tensor)
         copy.num_uses += 1
         return _Saved(self, copy, layout)
 
@@ -235,7 +235,7 @@ class _Group:
             group.fetch()
 
 
-class _HostCopy:
+class _Copy:
     """The bytes of one storage, on the device, on the host, or on the way."""
 
     def __init__(self, owner: ActivationOffloader, tensor: Tensor) -> None:
