@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mcore_inference._kernels import has_kernels
 from mcore_inference.attention._gathered import attend_gathered
 from mcore_inference.attention._step import PagedStep, TableRows
 from mcore_parallel import ProcessGroups
@@ -14,12 +15,11 @@ from mcore_parallel.nn import AttentionCore, AttentionSpec, SinkAttentionCore, S
 
 # The fewest tokens of a block that the kernels take: one side of a matmul.
 KERNEL_BLOCK = 16
-_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def has_attention_kernel(device: torch.device, dtype: torch.dtype, block_size: int) -> bool:
     """Whether steps of such a cache run by the kernels."""
-    return device.type == "cuda" and dtype in _KERNEL_DTYPES and block_size % KERNEL_BLOCK == 0
+    return has_kernels(device, dtype) and block_size % KERNEL_BLOCK == 0
 
 
 # T tokens of a step, A heads, K key-value heads (of this tp rank), d width of a head.

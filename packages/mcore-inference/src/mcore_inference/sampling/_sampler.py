@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mcore_inference._kernels import has_kernels
 from mcore_inference.sampling._draw import SamplingRows, log_probs, processed_log_probs, sample
 from mcore_inference.sampling._params import SamplingParams
 
@@ -94,7 +95,7 @@ class Sampler:
         """
         settings, log_probs_R, top = rows.settings, None, None
         is_plain = adjusted_RV is None and not settings.has_ranks and not settings.has_min_p
-        if is_plain and logits_RV.is_cuda and logits_RV.dtype != torch.float64:
+        if is_plain and has_kernels(logits_RV.device, logits_RV.dtype):
             from mcore_inference.sampling._triton import draw
 
             inputs = settings.temperature, settings.seed, settings.position, rows.processed_R
