@@ -88,11 +88,11 @@ class _Replay(torch.autograd.Function):
         for done in pair.dones:
             done()
         ctx.flight.landed = True
-        grads: list[Tensor | None] = list(pair.grads_in)
+        grads_in: list[Tensor | None] = list(pair.grads_in)
         for place, copied in enumerate(ctx.copied):
-            grad = grads[place]
-            grads[place] = grad.clone() if copied and grad is not None else grad
-        return None, None, None, *grads
+            grad = grads_in[place]
+            grads_in[place] = grad.clone() if copied and grad is not None else grad
+        return None, None, None, *grads_in
 
 
 @dataclass(frozen=True)

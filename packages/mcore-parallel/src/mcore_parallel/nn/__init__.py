@@ -61,7 +61,15 @@ from mcore_parallel.nn.memory import (
     discard_output,
     recompute,
 )
-from mcore_parallel.nn.mixers import GatedDeltaNet, GatedDeltaNetConfig, LinearMixer, MambaConfig, MambaMixer, RecurrentState
+from mcore_parallel.nn.mixers import (
+    GatedDeltaNet,
+    GatedDeltaNetConfig,
+    LinearMixer,
+    LinearMixerConfig,
+    MambaConfig,
+    MambaMixer,
+    RecurrentState,
+)
 from mcore_parallel.nn.positions import (
     LearnedPositions,
     Llama3Scaling,
@@ -102,6 +110,7 @@ __all__ = [
     "LayerNorm",
     "LearnedPositions",
     "LinearMixer",
+    "LinearMixerConfig",
     "Llama3Scaling",
     "LogitTracker",
     "MambaConfig",

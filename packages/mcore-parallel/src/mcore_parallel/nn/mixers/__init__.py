@@ -3,13 +3,14 @@
 """Linear mixers: Mamba-2 and the gated delta net."""
 
 from mcore_parallel.nn.mixers._delta_net import GatedDeltaNet, GatedDeltaNetConfig
-from mcore_parallel.nn.mixers._linear_mixer import LinearMixer, RecurrentState
+from mcore_parallel.nn.mixers._linear_mixer import LinearMixer, LinearMixerConfig, RecurrentState
 from mcore_parallel.nn.mixers._mamba import MambaConfig, MambaMixer
 
 __all__ = [
     "GatedDeltaNet",
     "GatedDeltaNetConfig",
     "LinearMixer",
+    "LinearMixerConfig",
     "MambaConfig",
     "MambaMixer",
     "RecurrentState",

@@ -13,7 +13,7 @@ from mcore_parallel.nn._factory import LayerFactory
 from mcore_parallel.nn.kernels import ChunkPlan
 from mcore_parallel.nn.mixers._gated_norm import GatedRMSNorm
 from mcore_parallel.nn.mixers._heads import GroupRows
-from mcore_parallel.nn.mixers._linear_mixer import LinearMixer, check_sizes
+from mcore_parallel.nn.mixers._linear_mixer import LinearMixer, LinearMixerConfig, check_sizes
 from mcore_parallel.nn.mixers._recurrences import delta_chunked, delta_step, step_sizes
 
 
@@ -81,17 +81,20 @@ class GatedDeltaNet(LinearMixer):
     ) -> None:
         self.config = config
         heads = config.num_value_heads // config.num_key_heads
-        super().__init__(
-            hidden_size,
-            config.num_key_heads,
-            GroupRows(heads=heads, head_dim=config.value_head_dim, shared=2 * config.key_head_dim, numbers=2),
-            groups,
-            norm=GatedRMSNorm(config.value_head_dim, groups, epsilon=norm_epsilon, dtype=dtype, device=device),
+        sizes = LinearMixerConfig(
+            hidden_size=hidden_size,
+            num_groups=config.num_key_heads,
+            groups_field="num_key_heads",
+            rows=GroupRows(heads=heads, head_dim=config.value_head_dim, shared=2 * config.key_head_dim, numbers=2),
             conv_kernel=config.conv_kernel,
             conv_bias=False,
             chunk_size=config.chunk_size,
+        )
+        super().__init__(
+            sizes,
+            groups,
+            norm=GatedRMSNorm(config.value_head_dim, groups, epsilon=norm_epsilon, dtype=dtype, device=device),
             layers=layers,
-            name="num_key_heads",
             dtype=dtype,
             device=device,
             init=init,

@@ -44,6 +44,23 @@ class RecurrentState:
         return RecurrentState(conv=self.conv[index], memory=self.memory[index])
 
 
+@dataclass(frozen=True, kw_only=True)
+class LinearMixerConfig:
+    """What a ``LinearMixer`` needs to know of its subclass."""
+
+    hidden_size: int
+    num_groups: int
+    groups_field: str
+    """Field of the subclass's config that ``num_groups`` is, for error messages."""
+    rows: GroupRows
+    """Layout of one group in ``in_proj``."""
+    conv_kernel: int
+    """Taps of the convolution."""
+    conv_bias: bool
+    chunk_size: int
+    """Tokens per chunk of the scan."""
+
+
 # T tokens, D model, G groups, R columns of a group, P channels of a head.
 class LinearMixer(nn.Module, abc.ABC):
     """A mixer whose state has one size. The subclass says what the scan does.
@@ -51,17 +68,11 @@ class LinearMixer(nn.Module, abc.ABC):
     ``in_proj.weight`` is [G, R, D], cut over tp by group; the columns of a group are those of ``GroupRows``.
 
     Args:
-        hidden_size: D.
-        num_groups: G.
-        rows: of a group.
+        sizes: D, G, R and the convolution.
         groups: tp and cp are used.
-        norm: behind the scan.
-        conv_kernel: taps.
-        conv_bias: whether the convolution has one.
-        chunk_size: tokens that are computed side by side.
+        norm: after the scan.
         layers: builds the projections.
-        name: of G among the settings, for errors.
-        dtype: of the weights; what there is once a head is kept in float32 at least.
+        dtype: of the weights; per-head parameters are float32 or wider.
         device: of the weights.
         init: draw the weights; False leaves them to a caller.
 
@@ -71,36 +82,31 @@ class LinearMixer(nn.Module, abc.ABC):
 
     def __init__(
         self,
-        hidden_size: int,
-        num_groups: int,
-        rows: GroupRows,
+        sizes: LinearMixerConfig,
         groups: ProcessGroups,
         *,
         norm: GatedRMSNorm,
-        conv_kernel: int,
-        conv_bias: bool,
-        chunk_size: int,
         layers: LayerFactory | None,
-        name: str,
         dtype: torch.dtype | None,
         device: torch.device | str | None,
         init: bool,
     ) -> None:
         super().__init__()
-        check_degrees(num_groups, rows.heads, groups, name)
+        num_groups, rows = sizes.num_groups, sizes.rows
+        check_degrees(num_groups, rows.heads, groups, sizes.groups_field)
         layers = TorchLayers() if layers is None else layers
         heads = num_groups * rows.heads
-        self.groups, self.rows, self.chunk_size = groups, rows, chunk_size
+        self.groups, self.rows, self.chunk_size = groups, rows, sizes.chunk_size
         self.local_groups = num_groups // groups.tp.size
         self._head = ShardSpec(shape=(heads,), shards={"tp": 0})
         self._exchange = HeadExchange(rows=rows, num_groups=self.local_groups, cp=groups.cp)
-        self.in_proj = layers.column_linear(hidden_size, (num_groups, rows.width), groups, dtype=dtype, device=device, init=init)
-        self.conv = CausalConv(num_groups, rows.channels, conv_kernel, groups, bias=conv_bias, dtype=dtype, device=device)
+        self.in_proj = layers.column_linear(sizes.hidden_size, (num_groups, rows.width), groups, dtype=dtype, device=device, init=init)
+        self.conv = CausalConv(num_groups, rows.channels, sizes.conv_kernel, groups, bias=sizes.conv_bias, dtype=dtype, device=device)
         wide = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
         for parameter in self._head_parameters():
             self.register_parameter(parameter, nn.Parameter(torch.empty(self._head.local_shape(groups), dtype=wide, device=device)))
         self.norm = norm
-        self.out_proj = layers.row_linear(heads * rows.head_dim, hidden_size, groups, dtype=dtype, device=device, init=init)
+        self.out_proj = layers.row_linear(heads * rows.head_dim, sizes.hidden_size, groups, dtype=dtype, device=device, init=init)
         if init:
             self.reset_parameters()
 

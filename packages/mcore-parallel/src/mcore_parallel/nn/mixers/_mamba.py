@@ -13,7 +13,7 @@ from mcore_parallel.nn._factory import LayerFactory
 from mcore_parallel.nn.kernels import ChunkPlan, fits_ssd, fused_ssd, has_kernel, kernel_plan
 from mcore_parallel.nn.mixers._gated_norm import GatedRMSNorm
 from mcore_parallel.nn.mixers._heads import GroupRows
-from mcore_parallel.nn.mixers._linear_mixer import LinearMixer, check_sizes
+from mcore_parallel.nn.mixers._linear_mixer import LinearMixer, LinearMixerConfig, check_sizes
 from mcore_parallel.nn.mixers._recurrences import ssd_chunked, ssd_step, step_sizes
 
 
@@ -105,17 +105,20 @@ class MambaMixer(LinearMixer):
         self.config = config
         heads = config.heads(hidden_size) // config.num_groups
         rows = GroupRows(heads=heads, head_dim=config.head_dim, shared=2 * config.state_dim, numbers=1)
-        super().__init__(
-            hidden_size,
-            config.num_groups,
-            rows,
-            groups,
-            norm=GatedRMSNorm(rows.inner, groups, rows=config.num_groups, epsilon=norm_epsilon, dtype=dtype, device=device),
+        sizes = LinearMixerConfig(
+            hidden_size=hidden_size,
+            num_groups=config.num_groups,
+            groups_field="num_groups",
+            rows=rows,
             conv_kernel=config.conv_kernel,
             conv_bias=config.use_conv_bias,
             chunk_size=config.chunk_size,
+        )
+        super().__init__(
+            sizes,
+            groups,
+            norm=GatedRMSNorm(rows.inner, groups, rows=config.num_groups, epsilon=norm_epsilon, dtype=dtype, device=device),
             layers=layers,
-            name="num_groups",
             dtype=dtype,
             device=device,
             init=init,
