@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""The trunk: process grids, parallel layers, models, data, optimizers and the training loop."""
+"""Process grids, parallel layers, models, data, optimizers and the training loop."""
 
 from mcore_parallel._field_types import check_field_types
 from mcore_parallel._stability import deprecated, experimental_api, internal_api

@@ -34,7 +34,7 @@ class DistributedDataParallelConfig:
     pad_buckets_for_high_nccl_busbw: bool = False
     """Pad every bucket to a multiple of 65536 elements, so that slices on many ranks stay multiples of a large power of two."""
     gradient_accumulation_fusion: bool = True
-    """Layers that can add their weight gradients to the main gradients in the product that computes them. Autograd never sees those
+    """Layers that can add their weight gradients to the main gradients in the GEMM that computes them. Autograd never sees those
     gradients, so hooks on such parameters do not run; False gives them to autograd."""
     use_distributed_optimizer: bool = False
     """Each replica completes and updates one slice of every bucket and gathers the others' parameters (ZeRO stage 1).

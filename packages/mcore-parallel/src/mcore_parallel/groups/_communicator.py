@@ -76,7 +76,7 @@ class CommunicatorOptions:
     min_ctas: int | None = None
     """Fewest thread blocks of one collective."""
     max_ctas: int | None = None
-    """Most thread blocks of one collective: what it may take from a product that runs beside it."""
+    """Most thread blocks of one collective: what it may take from a GEMM that runs beside it."""
     cga_cluster_size: int | None = None
     """Thread blocks of one cluster, 0 to 8."""
     net_name: str | None = None

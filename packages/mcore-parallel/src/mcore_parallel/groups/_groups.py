@@ -27,7 +27,7 @@ _DENSE = {
     "tp_dp_cp": "tp-cp-dp",
 }
 _EXPERT = {"ep": "ep", "expt_tp": "tp", "expt_dp": "dp", "tp_ep": "tp-ep", "tp_ep_pp": "tp-ep-pp"}
-# Their collectives run between the products of layers, which wait for them. Those of the other groups run beside the computation; on one
+# Their collectives run between the GEMMs of layers, which wait for them. Those of the other groups run beside the computation; on one
 # communicator, which runs one after the other, a layer's exchange would wait behind a bucket of gradients or a layer of weights.
 _LAYERS = frozenset({*_DENSE, *_EXPERT, "hierarchical_cp", "embd", "pos_embd"}) - {"dp", "dp_cp", "expt_dp"}
 _SHARP = {"dp": "dp_cp", "dp_replica": "inter_dp_cp"}

@@ -32,7 +32,7 @@ class ParallelPlan:
         hierarchical_cp: sizes of nested context-parallel groups, neighbours first; their product is cp. Empty for none.
         optimizer_instances: the replicas of dense and of expert parameters are cut into this many sets of neighbours, each of which
             holds the distributed optimizer's state once.
-        tp_comm_overlap: cut the transfers between tensor-parallel layers into pieces, each beside the matrix product of another one. True
+        tp_comm_overlap: cut the transfers between tensor-parallel layers into pieces, each beside the GEMM of another one. True
             wherever pieces are even, False nowhere, None on CUDA where they are large enough to gain. Results differ by rounding at most.
 
     Raises:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""What is said about a run that does not get on: who waits where, who is missing, and what the missing ranks do."""
+"""The report of a stalled run: who waits where, who is missing, and what the missing ranks do."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,7 +12,7 @@ from mcore_parallel.guard._rank_list import rank_list
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
-    """What one rank tells about itself when the run does not get on."""
+    """Status of one rank of a stalled run."""
 
     rank: int
     step: int | None = None
@@ -86,7 +86,7 @@ def compose(statuses: Iterable[RankStatus], gone: Mapping[int, str], world_size:
 
 def _headline(by_rank: Mapping[int, RankStatus], waits: Sequence[_Wait], waiting: set[int], culprits: Sequence[int]) -> str:
     complaints = sorted({status.complaint for status in by_rank.values() if status.complaint})
-    why = complaints[0] if complaints else "the run does not get on"
+    why = complaints[0] if complaints else "the run is stalled"
     if waits:
         return f"{why}: {rank_list(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for {rank_list(culprits)}"
     return f"{why}: no rank waits in a recorded collective; look at {rank_list(culprits)}"

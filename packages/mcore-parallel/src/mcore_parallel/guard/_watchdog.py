@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""A thread beside the training loop that notices when the run does not get on, says why, and ends it."""
+"""A thread beside the training loop that notices when the run is stalled, says why, and ends it."""
 
 import contextlib
 import math

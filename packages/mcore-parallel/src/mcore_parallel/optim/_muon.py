@@ -38,7 +38,7 @@ def assign_largest_first(sizes: Sequence[int], num_ranks: int) -> list[int]:
 def orthogonalise(matrices: Tensor, num_steps: int = 5) -> Tensor:
     """About U V^T of each matrix [..., r, c] = U S V^T, by Newton-Schulz steps: singular values come to lie between 0.7 and 1.2.
 
-    16-bit tensor cores are exact enough for it, so on a GPU the products are bfloat16.
+    16-bit tensor cores are exact enough for it, so on a GPU the GEMMs are bfloat16.
     """
     x = matrices.bfloat16() if matrices.is_cuda else matrices
     tall = x.shape[-2] > x.shape[-1]

@@ -23,13 +23,13 @@ class Overlap:
     One object serves one stage: hand it to ``run_schedule`` and to the layers.
 
     Example:
-        >>> overlap, said = Overlap(), []
+        >>> overlap, events = Overlap(), []
         >>> def part(name):
-        ...     said.append(name + " starts")
+        ...     events.append(name + " starts")
         ...     overlap.pause()
-        ...     said.append(name + " ends")
+        ...     events.append(name + " ends")
         >>> _ = overlap.run(lambda: part("forward"), lambda: part("backward"))
-        >>> said
+        >>> events
         ['forward starts', 'backward starts', 'forward ends', 'backward ends']
     """
 

@@ -39,13 +39,13 @@ class SplitBackward:
 
     The nodes of the graph that lead to the chunk's input are the trunk. The first part runs the trunk and nothing else,
     and notes the gradient that comes into every trunk node from which a branch leads off to weights. The second part
-    runs those nodes once more, now for their branches only. Each product of a linear layer is thus computed once, the one
+    runs those nodes once more, now for their branches only. Each GEMM of a linear layer is thus computed once, the one
     with the weight in the first part, the one with the input in the second.
 
     A chunk without input (the first of all) has a trunk as well: it ends above the leaf that lies deepest, the embedding.
 
     A node written in Python computes all of its gradients or none, unless it keeps a ``DeferredGrads`` as ``later`` on its context,
-    as the tensor-parallel products do. Three kinds of weights have their gradient computed in the first part and only accumulated
+    as the tensor-parallel GEMMs do. Three kinds of weights have their gradient computed in the first part and only accumulated
     in the second: those of other nodes written in Python, those that several trunk nodes read without a node in between, and those
     of nodes whose saved tensors are recomputed or fetched, which would happen once more for each of them.
 

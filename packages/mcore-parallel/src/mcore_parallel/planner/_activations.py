@@ -148,7 +148,7 @@ def head_bytes(s: RankSizes, *, fusion: bool) -> HeadBytes:
     # Without kernels the statistics of the rows are made of float32 copies of a chunk: the logits where they are narrower, and what is left
     # of them below the largest.
     copies = 0 if s.kernels else WIDE * (2 if e < WIDE else 1) * chunk * s.V
-    # Without a product of a wider result the factors of the weight gradient are widened.
+    # Without a GEMM of a wider result the factors of the weight gradient are widened.
     widened = WIDE * chunk * (s.V + s.D) if not s.kernels and e < WIDE and num_chunks > 1 else 0
     moments = [Moment("final norm", s.norm + s.norm_work)]
     # The gradients are made in the forward and wait, and the backward scales them into new tensors. Over several chunks the weight's adds

@@ -37,7 +37,7 @@ class ExpertSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """An architecture: the trunk's config and the experts beside it.
+    """An architecture: a `TransformerConfig` and the experts beside it.
 
     Example:
         >>> tiny = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=16)
@@ -65,7 +65,7 @@ class ModelSizes:
 
     @property
     def feed_forward_flops_share(self) -> float:
-        """Part of the layers' matrix products that their feed-forwards have."""
+        """Part of the layers' GEMMs that their feed-forwards have."""
         return feed_forward_share(self.config, feed_forward=self._feed_forward())
 
     def _feed_forward(self, *, all_experts: bool = False, biases: bool = False) -> int | None:

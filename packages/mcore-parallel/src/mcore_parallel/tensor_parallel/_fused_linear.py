@@ -78,12 +78,12 @@ def fused_linear_cross_entropy(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``vocab_parallel_cross_entropy(hidden @ weight.T, target)`` that holds the logits of a part of the tokens at a time.
 
-    Without ``token_weights`` the backward computes the logits of a chunk again (four products in all instead of three) and is
-    right for any gradient that arrives. With them the forward computes the gradients too (three products), for the case
+    Without ``token_weights`` the backward computes the logits of a chunk again (four GEMMs in all instead of three) and is
+    right for any gradient that arrives. With them the forward computes the gradients too (three GEMMs), for the case
     that the backward only scales them: it must arrive as one number for all tokens, as that of ``losses.sum()``, which is seen from
-    its strides; any other gradient takes the general way, unless there is a single chunk, and costs the extra product.
+    its strides; any other gradient takes the general way, unless there is a single chunk, and costs the extra GEMM.
 
-    The weight gradient is accumulated over the chunks in float32 (or wider) and rounded once; of a single chunk it is one product. Nothing
+    The weight gradient is accumulated over the chunks in float32 (or wider) and rounded once; of a single chunk it is one GEMM. Nothing
     is added atomically: equal inputs give equal bits.
 
     Args:
@@ -100,7 +100,7 @@ def fused_linear_cross_entropy(
         vocab_size: columns that take part; those after it are padding. None for all V.
         sequence_parallel: ``hidden`` holds this rank's tokens.
         main_grad: add the weight gradient there instead of handing it to autograd.
-        queue: put the product of the weight gradient there instead of computing it in the backward; needs ``main_grad``.
+        queue: put the GEMM of the weight gradient there instead of computing it in the backward; needs ``main_grad``.
 
     Returns:
         Losses [T] in float32 (float64 for float64 inputs), the same on every rank; with ``with_entropy`` also entropies [T].
@@ -207,7 +207,7 @@ class _Gradients:
         self.hidden = torch.empty_like(whole_TD) if wants[0] else None
         self.pending: Tensor | None = None
         self.weight = total
-        # One chunk needs no wider sum: the product itself adds up in at least float32.
+        # One chunk needs no wider sum: the GEMM itself adds up in at least float32.
         self.dtype = weight_vD.dtype if len(job.chunks) == 1 else torch.promote_types(weight_vD.dtype, torch.float32)
 
     def add(self, chunk: tuple[int, int], grad_Cv: Tensor) -> None:
@@ -215,13 +215,13 @@ class _Gradients:
         if self.hidden is not None:
             torch.mm(grad_Cv, self.weight_vD, out=self.hidden[begin:end])
             if end == self.whole_TD.shape[0]:
-                # The sum over the group runs beside the last product of the weight gradient.
+                # The sum over the group runs beside the last GEMM of the weight gradient.
                 self.pending = self.job.start_sum(self.hidden)
         if self.wants[1]:
             x_CD = self.whole_TD[begin:end]
             dtype = self.dtype if self.weight is None else self.weight.dtype
             if not x_CD.is_cuda and dtype != x_CD.dtype:
-                # No product with a wider result here: widen what goes in, so that the chunks are not rounded one by one.
+                # No GEMM with a wider result here: widen what goes in, so that the chunks are not rounded one by one.
                 grad_Cv, x_CD = grad_Cv.to(dtype), x_CD.to(dtype)
             if self.weight is None:
                 self.weight = wide_product(grad_Cv, x_CD, self.dtype)
@@ -256,7 +256,7 @@ class _Recomputed(torch.autograd.Function):
 class _Precomputed(torch.autograd.Function):
     """Gradients in the forward; the backward scales them.
 
-    Of a single chunk the gradient of the logits is kept and the weight's is one product in the backward, which adds it where it belongs:
+    Of a single chunk the gradient of the logits is kept and the weight's is one GEMM in the backward, which adds it where it belongs:
     over several chunks every one reads and writes a wide sum, and the backward once more.
     """
 

@@ -3,7 +3,7 @@
 """Products and sums whose bits do not depend on the tensor-parallel degree.
 
 What tensor parallelism cuts is cut into a fixed number of blocks instead, which every degree that divides it shares out evenly. Each block
-has a product of its own, always of the same shapes, so that a library picks the same way to compute it; and sums over blocks are taken
+has a GEMM of its own, always of the same shapes, so that a library picks the same way to compute it; and sums over blocks are taken
 one block after the other on every rank.
 """
 
@@ -24,7 +24,7 @@ from mcore_parallel.tensor_parallel._vocab import check_ids, owned_rows
 def make_tp_invariant(model: nn.Module, blocks: int) -> None:
     """Give the results of a model of cut linear layers the same bits for every tp that divides ``blocks``.
 
-    For comparisons of layouts, not for speed: products are cut into ``blocks``, and their sums gathered whole. Outputs, losses
+    For comparisons of layouts, not for speed: GEMMs are cut into ``blocks``, and their sums gathered whole. Outputs, losses
     (``ModelOutput.token_losses``, ``loss_sum``, ``log_probs``), and the gradients of all parameters of dense layers with grouped-query
     attention then do not depend on tp. What sums over the heads or channels of a rank in its own way (latent attention, linear
     mixers, experts) does, and so does the gradient norm: compare with ``clip_grad=0``. On a CPU, blocks of queries, keys and values and of
@@ -37,7 +37,7 @@ def make_tp_invariant(model: nn.Module, blocks: int) -> None:
 
     Raises:
         ValueError: blocks that tp does not divide or that do not divide a weight, sequence parallelism (whose sums over tokens follow
-            tp), parameters that are whole but used by each rank's heads, a layer whose products something else computes.
+            tp), parameters that are whole but used by each rank's heads, a layer whose GEMMs something else computes.
 
     Example:
         >>> layer = RowParallelLinear(8, 2, ProcessGroups.single())

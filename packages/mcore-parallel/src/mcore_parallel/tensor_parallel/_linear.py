@@ -19,7 +19,7 @@ from mcore_parallel.tensor_parallel._product import LinearProducts, ProductLayer
 class ColumnParallelLinear(ProductLayer):
     """y = x W^T + b with the output features split over tp.
 
-    Under sequence parallelism the input holds this rank's tokens: they are gathered before the product, and their
+    Under sequence parallelism the input holds this rank's tokens: they are gathered before the GEMM, and their
     gradient is reduce-scattered. The gathered tokens are not kept for the backward but gathered again, while the
     gradient of the input is computed. Otherwise the input is replicated and its gradient is summed over tp.
 
@@ -31,14 +31,14 @@ class ColumnParallelLinear(ProductLayer):
         shard_dim: index into ``out_features`` of the dim that is cut.
         gather_output: every rank returns all output features.
         bias: add a bias, split like the output.
-        overlap: under sequence parallelism, gather the tokens in pieces, each beside the product of the one before it. None for
+        overlap: under sequence parallelism, gather the tokens in pieces, each beside the GEMM of the one before it. None for
             ``ParallelPlan.tp_comm_overlap``. The result differs by rounding at most.
         dtype: of the parameters.
         device: of the parameters.
         init: draw the weight from N(0, 1 / in_features), the same global values in every layout; False leaves the
             memory uninitialised for a caller that fills it.
         seed: of that draw.
-        products: who computes the products of this layer, and of no other; None for torch in the dtype of the weight.
+        products: who computes the GEMMs of this layer, and of no other; None for torch in the dtype of the weight.
 
     Raises:
         ValueError: tp does not divide the dim that is cut, or ``shard_dim`` does not exist.
@@ -112,7 +112,7 @@ class ColumnParallelLinear(ProductLayer):
 
 
 class RowParallelLinear(ProductLayer):
-    """y = x W^T + b with the input features split over tp; the partial products are summed over tp.
+    """y = x W^T + b with the input features split over tp; the partial results are summed over tp.
 
     The result is replicated, or under sequence parallelism holds this rank's tokens.
 
@@ -121,7 +121,7 @@ class RowParallelLinear(ProductLayer):
         out_features: output features.
         groups: the process groups; ``tp`` is used.
         bias: add a bias, whole on every rank, after the sum.
-        overlap: sum (or reduce-scatter) the partial products in pieces, each beside the product of the next one; under
+        overlap: sum (or reduce-scatter) the partial results in pieces, each beside the GEMM of the next one; under
             sequence parallelism the backward gathers so too. None for ``ParallelPlan.tp_comm_overlap``. The result
             differs by rounding at most.
         dtype: of the parameters.
@@ -129,7 +129,7 @@ class RowParallelLinear(ProductLayer):
         init: draw the weight from N(0, 1 / in_features), the same global values in every layout; False leaves the
             memory uninitialised for a caller that fills it.
         seed: of that draw.
-        products: who computes the products of this layer, and of no other; None for torch in the dtype of the weight.
+        products: who computes the GEMMs of this layer, and of no other; None for torch in the dtype of the weight.
 
     Raises:
         ValueError: tp does not divide ``in_features``.

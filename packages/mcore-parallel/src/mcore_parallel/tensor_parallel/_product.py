@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""The products of the parallel linear layers, with their communication beside them."""
+"""The GEMMs of the parallel linear layers, with their communication beside them."""
 
 import functools
 import math
@@ -21,7 +21,7 @@ from mcore_parallel.tensor_parallel._weight_gradient import DeferredWeightGrads,
 
 _PIECES = 2
 _PIECE_TOKENS = 4096
-"""Tokens of a rank below which a piece costs more, in shorter transfers and smaller products, than it hides."""
+"""Tokens of a rank below which a piece costs more, in shorter transfers and smaller GEMMs, than it hides."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -31,7 +31,7 @@ class Route:
     group: Group
     sequence_parallel: bool
     pieces: int = 1
-    """The tokens of a rank are cut into as many, so that the transfer of one runs beside the product of another."""
+    """The tokens of a rank are cut into as many, so that the transfer of one runs beside the GEMM of another."""
     main_grad: MainGradient | None = None
     queue: WeightGradientQueue | None = None
     later: DeferredWeightGrads | None = None
@@ -39,7 +39,7 @@ class Route:
 
 
 class LinearProducts(Protocol):
-    """Computes the products of one layer another way, in fp8 for instance, and communicates as the route says."""
+    """Computes the GEMMs of one layer another way, in fp8 for instance, and communicates as the route says."""
 
     def column(self, x: Tensor, weight_OI: Tensor, route: Route) -> Tensor:
         """[T or T / tp, I] -> [T, O]: what ``ColumnParallelLinear`` gives before its bias."""
@@ -80,7 +80,7 @@ class RecomputedInput(Protocol):
 
 @internal_api
 class ProductLayer(nn.Module):
-    """What the layers of one weight share: where the gradient of that goes, and who computes the products."""
+    """What the layers of one weight share: where the gradient of that goes, and who computes the GEMMs."""
 
     products: LinearProducts | None = None
     groups: ProcessGroups
@@ -90,16 +90,16 @@ class ProductLayer(nn.Module):
     _queue: WeightGradientQueue | None = None
 
     def accumulate_weight_gradients_into(self, main_grads: Mapping[str, MainGradient]) -> None:
-        """Add the gradient of the weight to ``main_grads["weight"]`` in the product that computes it, and give autograd none.
+        """Add the gradient of the weight to ``main_grads["weight"]`` in the GEMM that computes it, and give autograd none.
 
         A graph under compilation does not: autograd gets the gradient there. Without that entry autograd gets it always.
         """
         self._main_grad = main_grads.get("weight")
 
     def defer_weight_gradients_to(self, queue: WeightGradientQueue | None) -> None:
-        """Leave the product of the weight gradient to the queue; None computes it in the backward again.
+        """Leave the GEMM of the weight gradient to the queue; None computes it in the backward again.
 
-        The product keeps its two factors alive until it is computed. It is deferred only while
+        The GEMM keeps its two factors alive until it is computed. It is deferred only while
         ``accumulate_weight_gradients_into`` says where it goes.
         """
         self._queue = queue
@@ -174,7 +174,7 @@ class _ColumnProduct(torch.autograd.Function):
         wants_weight = ctx.needs_input_grad[1]
         jobs = None if route.later is None else route.later.jobs
         now = wants_weight and jobs is None and (route.queue is None or route.main_grad is None)
-        # The input comes beside the product of its gradient, whose sum goes out beside the product of the weight gradient.
+        # The input comes beside the GEMM of its gradient, whose sum goes out beside the GEMM of the weight gradient.
         whole_x = start_all_gather(x, route.group) if now and route.sequence_parallel else x
         if ctx.needs_input_grad[0]:
             start = start_reduce_scatter if route.sequence_parallel else start_all_reduce
@@ -226,7 +226,7 @@ class _RowProduct(torch.autograd.Function):
             grad_x = whole_grad @ weight_OI
         recomputed: RecomputedInput | None = ctx.recomputed
         if recomputed is not None:
-            # The input comes back beside its gradient, before the product that reads it.
+            # The input comes back beside its gradient, before the GEMM that reads it.
             grad_x, x = (None, recomputed.forward(x)) if grad_x is None else recomputed.backward(grad_x, x)
         if wants_weight:
             assert whole_grad is not None
@@ -249,7 +249,7 @@ def _save(ctx: Any, x: Tensor, weight_OI: Tensor, route: Route, *, source: bool 
 def _gathered_product(x_tI: Tensor, right_IO: Tensor, route: Route, *, keep: bool) -> tuple[Tensor, Tensor | None]:
     """All ranks' tokens times ``right``, [T, O], and with ``keep`` those tokens, [T, I].
 
-    A piece holds rows of every rank, so its product is a batch of R products that are written where they belong.
+    A piece holds rows of every rank, so its GEMM is a batch of R GEMMs that are written where they belong.
     """
     size, pieces = route.group.size, route.pieces
     pending = [start_all_gather(piece, route.group) for piece in x_tI.chunk(pieces)]

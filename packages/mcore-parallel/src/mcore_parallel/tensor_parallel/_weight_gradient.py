@@ -100,7 +100,7 @@ class BorrowedGradBuffer(MainGradient):
 
 @dataclass(eq=False)
 class DeferredWeightGrads:
-    """What the node of a product offers to a backward in two parts (``mcore_parallel.pipeline``): its weight gradient later.
+    """What the node of a GEMM offers to a backward in two parts (``mcore_parallel.pipeline``): its weight gradient later.
 
     The node keeps it on its context as ``later``.
     """
@@ -113,7 +113,7 @@ class DeferredWeightGrads:
 
 @runtime_checkable
 class WeightGradientSink(Protocol):
-    """A layer that can add its weight gradients to main gradients itself, in the product that computes them."""
+    """A layer that can add its weight gradients to main gradients itself, in the GEMM that computes them."""
 
     def accumulate_weight_gradients_into(self, main_grads: Mapping[str, MainGradient]) -> None:
         """Take over the accumulation for the parameters named (local names, as in ``shard_specs``).
@@ -141,7 +141,7 @@ class WeightGradientQueue:
     """Weight gradients that are computed later: after the flush of a pipeline, or while a transfer is under way.
 
     Args:
-        limit: products kept at most; the oldest is computed when another comes. None for no limit.
+        limit: GEMMs kept at most; the oldest is computed when another comes. None for no limit.
 
     Raises:
         ValueError: a limit below one.
@@ -163,7 +163,7 @@ class WeightGradientQueue:
         self._jobs: deque[Callable[[], object]] = deque()
 
     def put(self, job: Callable[[], object]) -> None:
-        """Keep a product for later."""
+        """Keep a GEMM for later."""
         self._jobs.append(job)
         if self.limit is not None and len(self._jobs) > self.limit:
             self._run_oldest()
@@ -182,7 +182,7 @@ class WeightGradientQueue:
 
 
 def add_product_(total_OI: Tensor, grad_TO: Tensor, x_TI: Tensor) -> None:
-    """``total += grad^T x``, on CUDA inside the product, elsewhere as product and sum (the bits of an autograd accumulation)."""
+    """``total += grad^T x``, on CUDA inside the GEMM, elsewhere as GEMM and sum (the bits of an autograd accumulation)."""
     if not total_OI.is_cuda:
         total_OI.add_(grad_TO.T @ x_TI)
     elif total_OI.dtype == x_TI.dtype:

@@ -84,9 +84,9 @@ def exposed_communication(events: Iterable[Mapping[str, Any]]) -> CommunicationR
 
     Example:
         >>> kernel = {"ph": "X", "cat": "kernel"}
-        >>> product = {**kernel, "name": "gemm", "ts": 0, "dur": 60}
-        >>> found = exposed_communication([product, {**kernel, "name": "ncclDevKernel_AllReduce_Sum", "ts": 40, "dur": 60}])
-        >>> found.exposed_share, found.hidden_share.__round__(2)
+        >>> gemm = {**kernel, "name": "gemm", "ts": 0, "dur": 60}
+        >>> report = exposed_communication([gemm, {**kernel, "name": "ncclDevKernel_AllReduce_Sum", "ts": 40, "dur": 60}])
+        >>> report.exposed_share, report.hidden_share.__round__(2)
         (0.4, 0.33)
     """
     compute: Spans = []

@@ -29,8 +29,8 @@ DTYPE_OF_CODE: dict[int, np.dtype] = {
     8: np.dtype("<u2"),
 }
 CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
-LEARNT = 1
-"""Mode of sequences whose tokens are to be predicted; 0 marks those that are given."""
+HAS_LOSS = 1
+"""Mode of sequences whose tokens have a loss; 0 marks prompts."""
 
 _HEADER = struct.Struct("<9sQBQQ")
 _REBUILD = "write it again with IndexedDatasetBuilder or mcore-preprocess"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""What every blend of corpora is told: which files, in what shares, cut into which splits."""
+"""Files, weights and splits of a blend of corpora."""
 
 from dataclasses import dataclass
 from enum import Enum

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mcore_parallel.data._errors import DataError
-from mcore_parallel.data.corpus import LEARNT, IndexedDataset
+from mcore_parallel.data.corpus import HAS_LOSS, IndexedDataset
 from mcore_parallel.data.datasets._array_cache import Arrays, fingerprint
 from mcore_parallel.data.datasets._blend_config import BlendedMegatronDatasetConfig
 from mcore_parallel.data.datasets._corpus_dataset import CorpusDataset
@@ -113,11 +113,11 @@ class SFTDataset(CorpusDataset[SFTDatasetConfig]):
         loss_mask, positions = np.zeros(S, np.float32), np.zeros(S, np.int64)
         begin, bounds = 0, [0]
         for document in self.document_index[self.sample_index[row] : self.sample_index[row + 1]].tolist():
-            ids, learnt = self._conversation(document)
+            ids, has_loss = self._conversation(document)
             end = begin + ids.size
             tokens[begin:end] = ids
             labels[begin : end - 1] = ids[1:]
-            loss_mask[begin : end - 1] = learnt[1:]
+            loss_mask[begin : end - 1] = has_loss[1:]
             begin += int(_rounded(ids.size, self.config.sequence_multiple))
             bounds.append(begin)
         if begin < S:
@@ -131,12 +131,12 @@ class SFTDataset(CorpusDataset[SFTDatasetConfig]):
         return {**sample, "cu_seqlens": torch.tensor(bounds, dtype=torch.int32)}
 
     def _conversation(self, document: int) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-        """Ids [n] and which of them are to be learnt [n]; n is at most S."""
+        """Ids [n] and which of them have a loss [n]; n is at most S."""
         first, last = self.dataset.document_indices[document : document + 2].tolist()
         parts = self.dataset[first:last]
         ids = np.concatenate([part for part, _ in parts])[: self.config.sequence_length]
-        learnt = np.concatenate([np.full(part.size, mode == LEARNT) for part, mode in parts])
-        return ids, learnt[: ids.size]
+        has_loss = np.concatenate([np.full(part.size, mode == HAS_LOSS) for part, mode in parts])
+        return ids, has_loss[: ids.size]
 
 
 def _rounded(size: Any, multiple: int) -> Any:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Conversations into a tokenised corpus on disk that knows which tokens are to be learnt."""
+"""Conversations into a tokenised corpus on disk that marks the tokens with a loss."""
 
 import os
 import time
@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from mcore_parallel.data._errors import DataError, DocumentError
-from mcore_parallel.data.corpus import LEARNT, IndexedDatasetBuilder, token_dtype
+from mcore_parallel.data.corpus import HAS_LOSS, IndexedDatasetBuilder, token_dtype
 from mcore_parallel.data.preprocessing._documents import document_files, read_entries
 from mcore_parallel.data.preprocessing._preprocess import PreprocessReport
 from mcore_parallel.data.tokenizers import ChatTurn
@@ -52,14 +52,14 @@ def preprocess_conversations(
 ) -> PreprocessReport:
     """Write ``<output_prefix>.bin`` and ``.idx`` for `SFTDataset`: one document a conversation.
 
-    Sequences alternate between what is given and what is to be learnt, the mode of each says which: the contents and turn
-    ends of ``trained_roles`` are learnt. A conversation without such a turn is left out. If anything fails no dataset appears.
+    Sequences alternate between prompt tokens and loss tokens, marked by their mode: the contents and turn ends of
+    ``trained_roles`` have a loss. A conversation without such a turn is left out. If anything fails no dataset appears.
 
     Args:
         inputs: files and folders, see `read_conversations`.
         output_prefix: folder and stem of the output; the folder is made.
         tokenizer: gives the turns; ids lie in [0, vocab_size).
-        trained_roles: whose turns are learnt.
+        trained_roles: whose turns have a loss.
         json_key: which field holds the messages.
 
     Raises:
@@ -68,7 +68,7 @@ def preprocess_conversations(
         IndexedDatasetError: the output cannot be written.
     """
     if not inputs or not trained_roles:
-        raise DataError("inputs and trained_roles must not be empty; name files, and whose turns are learnt")
+        raise DataError("inputs and trained_roles must not be empty; name files, and whose turns have a loss")
     for path in inputs:
         document_files(path)  # a wrong path shows before hours of work
     prefix, dtype = os.fspath(output_prefix), token_dtype(tokenizer.vocab_size)
@@ -78,7 +78,7 @@ def preprocess_conversations(
     with IndexedDatasetBuilder(prefix + ".bin", dtype=dtype, multimodal=True) as builder:
         for messages in (messages for path in inputs for messages in read_conversations(path, json_key=json_key)):
             parts, modes = _parts(tokenizer.chat_turns(messages), trained_roles)
-            if LEARNT not in modes:
+            if HAS_LOSS not in modes:
                 num_skipped += 1
                 continue
             ids = [token for part in parts for token in part]
@@ -97,8 +97,8 @@ def _parts(turns: Sequence[ChatTurn], trained_roles: Sequence[str]) -> tuple[lis
     parts: list[list[int]] = []
     modes: list[int] = []
     for turn in turns:
-        learnt = LEARNT if turn.role in trained_roles else 0
-        for ids, mode in ((turn.header, 0), (turn.body, learnt), (turn.tail, 0)):
+        mode_of_body = HAS_LOSS if turn.role in trained_roles else 0
+        for ids, mode in ((turn.header, 0), (turn.body, mode_of_body), (turn.tail, 0)):
             if modes and modes[-1] == mode:
                 parts[-1] += ids
             elif ids:

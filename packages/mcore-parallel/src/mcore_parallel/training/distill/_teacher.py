@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""The model that is learnt from."""
+"""The teacher model."""
 
 import dataclasses
 import functools
