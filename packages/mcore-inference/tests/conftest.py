@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, InferenceConfig, PagedAttention
+from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, ExecutionConfig, InferenceConfig, PagedAttention
 from mcore_parallel import ProcessGroups
 from mcore_parallel.models import GPTModel, TransformerConfig
 
@@ -42,6 +42,8 @@ def make_engine(make_model: Callable[..., GPTModel]) -> Callable[..., DynamicInf
         sizes = {"max_sequence_length": 96, "num_blocks": 64, "block_size_tokens": 8, "max_requests": 8, "max_tokens": 64} | sizes
         model = model or make_model()
         context = DynamicInferenceContext.for_model(model, InferenceConfig(**sizes))
-        return DynamicInferenceEngine(model, context, tokenizer, seed=seed, max_waiting_requests=max_waiting, run_ahead=run_ahead)
+        return DynamicInferenceEngine(
+            model, context, tokenizer, seed=seed, max_waiting_requests=max_waiting, execution=ExecutionConfig(run_ahead=run_ahead)
+        )
 
     return make

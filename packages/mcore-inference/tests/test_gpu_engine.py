@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, InferenceConfig, PagedAttention, SamplingParams
+from mcore_inference import (
+    DynamicInferenceContext,
+    DynamicInferenceEngine,
+    ExecutionConfig,
+    InferenceConfig,
+    PagedAttention,
+    SamplingParams,
+)
 from mcore_inference.decoder import FusedDecoder
 from mcore_parallel import ProcessGroups
 from mcore_parallel.models import GPTModel, TransformerConfig
@@ -65,7 +72,7 @@ def test_kernels_and_graphs_give_the_tokens_of_the_gathered_path(fields: dict[st
     for device in ("cpu", "cuda"):
         model = GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention(), device=device).eval()
         context = DynamicInferenceContext(config, sizes, device=device)
-        engine = DynamicInferenceEngine(model, context, use_graphs=use_graphs if device == "cuda" else None)
+        engine = DynamicInferenceEngine(model, context, execution=ExecutionConfig(use_graphs=use_graphs if device == "cuda" else None))
         results.append(engine.generate(prompts(6), settings))
         assert context.allocator.total_used == 0
     for wanted, record in zip(*results, strict=True):

@@ -25,8 +25,8 @@ def weights(name: str, shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64) / shape[-1] ** 0.5
 
 
-def build(groups: ProcessGroups, model: TransformerConfig = MODEL) -> MoELayer:
-    layer = MoELayer(MIXTURE, Site(layer=0, local_layer=0, config=model, groups=groups), dtype=torch.float64)
+def build(groups: ProcessGroups, model: TransformerConfig = MODEL, mixture: MoEConfig = MIXTURE) -> MoELayer:
+    layer = MoELayer(mixture, Site(layer=0, local_layer=0, config=model, groups=groups), dtype=torch.float64)
     with torch.no_grad():
         for shard in named_shards(layer):
             shard.parameter.copy_(weights(shard.name, shard.spec.shape)[shard.spec.slices(groups)])
@@ -45,6 +45,13 @@ def reference(x: Tensor, router: Tensor, up: Tensor, down: Tensor) -> Tensor:
             row = row + prob * (down[expert] @ (F.silu(up[expert, 0] @ token) * (up[expert, 1] @ token)))
         rows.append(row)
     return torch.stack(rows)
+
+
+def test_the_scaling_factor_multiplies_what_the_experts_add() -> None:
+    x = torch.randn(9, 12, dtype=torch.float64)
+    scaled = build(ProcessGroups.single(), mixture=dataclasses.replace(MIXTURE, moe_router_topk_scaling_factor=2.5))
+    plain = build(ProcessGroups.single())
+    torch.testing.assert_close(scaled(x, Step.causal(1, 9))[0], 2.5 * plain(x, Step.causal(1, 9))[0], rtol=1e-10, atol=1e-12)
 
 
 def test_layer_equals_a_loop_over_tokens() -> None:

@@ -145,3 +145,20 @@ def test_rollouts_survive_json() -> None:
     original = TokenRollout(trajectory=(1, 2), reward=0.5, generation_mask=(False, True), logprobs=(-0.5,), env_id="e", problem_id="p")
     copy = TokenRollout.from_json(json.loads(json.dumps(original.to_json())))
     assert copy.to_json() == original.to_json() | {"trajectory": [1, 2], "generation_mask": [False, True], "logprobs": [-0.5]}
+
+
+class Sums(RewardOnlyAgent):
+    """Problems with one right answer."""
+
+    async def get_prompt(self, *, validation: bool = False) -> Problem:
+        return Problem(problem_id="sum", prompt="1+1=", golden="2")
+
+    async def get_reward(self, response: str, problem: Problem) -> float:
+        return float(response == problem.golden)
+
+
+@pytest.mark.parametrize(("answer", "reward"), [("2", 1.0), ("3", 0.0)])
+def test_a_judge_sees_the_golden_answer(answer: str, reward: float) -> None:
+    args = GenericGenerationArgs(temperature=1.0, max_tokens=4)
+    rollouts = asyncio.run(Sums("sums").group_rollout(Scripted(answer), size=2, args=args))
+    assert [rollout.reward for rollout in rollouts] == [reward, reward]

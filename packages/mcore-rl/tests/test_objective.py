@@ -100,7 +100,7 @@ def oracle(objective: GRPOObjective, logits: torch.Tensor, batch: Batch) -> tupl
         current = probs[label].log()
         ratio = torch.exp(current - old)
         clipped = torch.clamp(ratio, 1 - objective.clamp_eps_lower, 1 + objective.clamp_eps_upper)
-        correction = min(math.exp(old - inference), objective.is_truncation_coef or math.inf)
+        correction = min(math.exp(old - inference), objective.is_truncation_coef or math.inf) if objective.importance_correction else 1.0
         kl = torch.exp(ref - current) - (ref - current) - 1
         policy = torch.minimum(ratio * advantage, clipped * advantage) * correction
         total = total + weight * (objective.kl_beta * kl - policy - objective.entropy_weight * entropy)
@@ -126,6 +126,26 @@ def test_sum_metrics_and_gradients_equal_the_definition(mask: list[float], tempe
         assert report.metrics[name].item() == pytest.approx(sums[value], rel=1e-10)
     for ours, theirs in zip(gradients, torch.autograd.grad(expected, parameters), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        GRPOObjective(clamp_eps_lower=0.05, clamp_eps_upper=0.4),
+        GRPOObjective(is_truncation_coef=None),
+        GRPOObjective(is_truncation_coef=1.1),
+        GRPOObjective(importance_correction=False),
+    ],
+    ids=["clip", "whole weights", "truncated weights", "no weights"],
+)
+def test_clipping_and_importance_weights_are_those_of_the_fields(objective: GRPOObjective) -> None:
+    batch, model = weighted_batch([1.0] * 8), GPTModel(SIZES, ProcessGroups.single(), dtype=torch.float64)
+    # Weights on both sides of 2, where the default truncates.
+    batch.extras["inference_logprobs"].sub_(2)
+    output, _ = model(batch.tokens.flatten(), batch.step())
+    expected, _ = oracle(objective, output.logits(), batch)
+    torch.testing.assert_close(objective(output, batch).sum.double(), expected, rtol=1e-10, atol=1e-12)
+    assert objective(output, batch).sum.item() != pytest.approx(GRPOObjective()(output, batch).sum.item())
 
 
 def test_a_mean_does_not_depend_on_the_scale_of_the_mask() -> None:

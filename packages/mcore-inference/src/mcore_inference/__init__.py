@@ -7,7 +7,15 @@ from mcore_inference._stability import deprecated, experimental_api, internal_ap
 from mcore_inference.attention import PagedAttention, PagedStep
 from mcore_inference.cache import BlockAllocator, PagedKVCache
 from mcore_inference.context import DynamicInferenceContext, InferenceConfig
-from mcore_inference.engine import DynamicInferenceEngine, EngineHealth, EngineRunner, Increment, RequestStream, get_asyncio_loop
+from mcore_inference.engine import (
+    DynamicInferenceEngine,
+    EngineHealth,
+    EngineRunner,
+    ExecutionConfig,
+    Increment,
+    RequestStream,
+    get_asyncio_loop,
+)
 from mcore_inference.requests import (
     ActiveRequestCountOverflowError,
     BlockOverflowError,
@@ -52,6 +60,7 @@ __all__ = [
     "EngineHealth",
     "EngineRunner",
     "EventType",
+    "ExecutionConfig",
     "FinishReason",
     "Increment",
     "InferenceConfig",

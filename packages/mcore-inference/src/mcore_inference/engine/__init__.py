@@ -4,12 +4,14 @@
 
 from mcore_inference.engine._engine import DynamicInferenceEngine
 from mcore_inference.engine._event_loop import get_asyncio_loop
+from mcore_inference.engine._executor import ExecutionConfig
 from mcore_inference.engine._runner import EngineHealth, EngineRunner, Increment, RequestStream
 
 __all__ = [
     "DynamicInferenceEngine",
     "EngineHealth",
     "EngineRunner",
+    "ExecutionConfig",
     "Increment",
     "RequestStream",
     "get_asyncio_loop",

@@ -16,7 +16,7 @@ from mcore_inference._capability import EngineCapability, check_cache, check_lay
 from mcore_inference._fields import as_integer
 from mcore_inference.context import DynamicInferenceContext
 from mcore_inference.engine._active_request import ActiveRequest
-from mcore_inference.engine._executor import DecodeBatch, Executor, InFlight
+from mcore_inference.engine._executor import DecodeBatch, ExecutionConfig, Executor, InFlight
 from mcore_inference.engine._weights import ModelWeights
 from mcore_inference.requests import (
     DynamicInferenceRequest,
@@ -52,8 +52,7 @@ class DynamicInferenceEngine:
         seed: of requests that bring none.
         vocab_size: ids that exist; None for the tokenizer's, or the model's. Rows of the embedding beyond it are padding and never drawn.
         max_waiting_requests: length of the queue at which new requests are refused; None for no limit.
-        run_ahead: read a step's results while the device computes the next; None for where there is a GPU. The tokens are the same.
-        use_graphs: replay decode steps as CUDA graphs; None for where the model and the device can.
+        execution: how the device is driven; None for the defaults.
 
     Raises:
         ValueError: the model has a part that the engine does not serve (``EngineCapability``), cannot be served in its layout, or does
@@ -69,8 +68,7 @@ class DynamicInferenceEngine:
         seed: int = 0,
         vocab_size: int | None = None,
         max_waiting_requests: int | None = None,
-        run_ahead: bool | None = None,
-        use_graphs: bool | None = None,
+        execution: ExecutionConfig | None = None,
     ) -> None:
         EngineCapability().check_model(model)
         check_layout(model)
@@ -98,9 +96,10 @@ class DynamicInferenceEngine:
         self._done: list[DynamicInferenceRequestRecord] = []
         self._arrivals = itertools.count()
         self._in_flight: InFlight | None = None
+        execution = ExecutionConfig() if execution is None else execution
         on_gpu = context.device.type == "cuda"
-        self._runs_ahead = on_gpu if run_ahead is None else run_ahead
-        self._executor = Executor(model, context, self.vocab_size, use_graphs)
+        self._runs_ahead = on_gpu if execution.run_ahead is None else execution.run_ahead
+        self._executor = Executor(model, context, self.vocab_size, execution.use_graphs)
         self._batch: DecodeBatch | None = None
         self._weights = ModelWeights(model)
 

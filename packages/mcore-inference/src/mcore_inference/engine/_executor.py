@@ -21,6 +21,16 @@ from mcore_parallel.models import GPTModel, ModelOutput
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExecutionConfig:
+    """How an engine drives the device. The tokens do not depend on it."""
+
+    run_ahead: bool | None = None
+    """Read a step's results while the device computes the next; None for where there is a GPU."""
+    use_graphs: bool | None = None
+    """Replay decode steps as CUDA graphs; None for where the model and the device can."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class InFlight:
     """A step that the device computes, and whose results the host has not read."""
 

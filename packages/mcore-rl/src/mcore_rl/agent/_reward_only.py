@@ -29,6 +29,7 @@ class Problem:
     problem_id: str
     prompt: str
     golden: str = ""
+    """The reference answer, for judges that compare."""
 
 
 class RewardOnlyAgent(GroupedRolloutGenerator, EvaluationAgent):
