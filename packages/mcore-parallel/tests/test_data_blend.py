@@ -161,6 +161,16 @@ def test_one_corpus_is_split_by_documents(tmp_path):
     assert (tmp_path / "cache" / "GPTDataset_indices").is_dir()
 
 
+def test_corpora_are_read_without_maps_and_with_a_surplus(tmp_path):
+    prefixes = [write_corpus(tmp_path / name, 50, value) for name, value in (("a", 1), ("b", 2))]
+    usual, read, more = (
+        build([200, None, None], blend=(prefixes, [0.5, 0.5]), split="1", **options)[0]
+        for options in ({}, {"mmap_bin_files": False}, {"mid_level_dataset_surplus": 1.0})
+    )
+    assert all(torch.equal(usual[i]["tokens"], read[i]["tokens"]) for i in range(len(usual)))
+    assert all(len(part) < len(other) for part, other in zip(usual.datasets, more.datasets, strict=True))
+
+
 @pytest.mark.parametrize("threads", [1, 4])
 def test_weights_decide_what_a_blend_reads(tmp_path, threads):
     a, b = write_corpus(tmp_path / "a", 50, 1), write_corpus(tmp_path / "b", 20, 2)

@@ -143,6 +143,54 @@ def test_a_step_with_a_bad_norm_is_skipped() -> None:
     assert not optimizer.step().skipped
 
 
+def trained(**options: object) -> list[Tensor]:
+    model = Net()
+    ddp, optimizer = wrap(model, **options)
+    for step in range(3):
+        backward(ddp, data(step))
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "option", "value"),
+    [
+        ("adam", "adam_eps", 0.1),
+        ("lion", "lion_beta1", 0.1),
+        ("lion", "lion_beta2", 0.1),
+        ("sgd", "sgd_momentum", 0.5),
+        ("muon", "muon_momentum", 0.5),
+        ("muon", "muon_nesterov", False),
+        ("muon", "muon_num_ns_steps", 2),
+        ("muon", "muon_extra_scale", 0.2),
+    ],
+)
+def test_each_option_of_a_rule_changes_the_update(optimizer: str, option: str, value: object) -> None:
+    usual, other = trained(optimizer=optimizer), trained(optimizer=optimizer, **{option: value})
+    assert not all(torch.equal(a, b) for a, b in zip(usual, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "scales"),
+    [
+        ({}, [4.0, 4.0, 2.0, 1.0]),
+        ({"hysteresis_rearms": True}, [4.0, 4.0, 4.0, 2.0]),
+        ({"min_loss_scale": 2.0}, [4.0, 4.0, 2.0, 2.0]),
+    ],
+)
+def test_the_loss_scale_follows_its_options(options: dict[str, object], scales: list[float]) -> None:
+    """An overflow, a good step, two overflows."""
+    ddp, optimizer = wrap(Net(), fp16=True, initial_loss_scale=4.0, hysteresis=2, loss_scale_window=100, **options)
+    read = []
+    for poison in (math.inf, 0.0, math.inf, math.inf):
+        backward(ddp, data(0))
+        ddp.gradients()["up.bias"][0] = poison
+        optimizer.step()
+        assert optimizer.loss_scale is not None
+        read.append(float(optimizer.loss_scale))
+    assert read == scales
+
+
 def check_skip_everywhere() -> bool:
     groups = ProcessGroups.build(ParallelPlan(tp=2))
     ddp = DistributedDataParallel(DistributedDataParallelConfig(), ColumnParallelLinear(2, 2, groups), groups)
