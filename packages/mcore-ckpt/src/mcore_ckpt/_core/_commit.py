@@ -30,7 +30,7 @@ SIDE_NAMES = tuple(name + end for name in (METADATA_NAME, BACKEND_NAME, MANIFEST
 """Files beside the shards; only a commit writes the manifest."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SaveJob:
     """One rank's part of one save."""
 

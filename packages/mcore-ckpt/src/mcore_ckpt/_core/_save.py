@@ -182,19 +182,7 @@ def _prepare(
         return {**layout_facts, **extra_facts, **facts, "cached": cache.key if cache is not None else ""}
 
     answers = control.run(f"preparing to save {directory}", describe)
-    for key in ("directory", "extra"):
-        ranked = reversed(list(zip(control.ranks, answers, strict=True)))
-        rank_by_value = {tuple(answer[key]): rank for rank, answer in ranked if answer[key][0] != "{}"}
-        if len(rank_by_value) > 1:
-            (one, first), (other, second) = list(rank_by_value.items())[:2]
-            raise CheckpointingException(
-                f"{key} differs between ranks: {one[0]} on rank {first}, {other[0]} on rank {second}; pass the same on all"
-            )
-    for rank, answer in zip(control.ranks, answers, strict=True):
-        if answer["assets"] not in ("", answers[0]["assets"]):
-            raise CheckpointingException(
-                f"rank {rank} gives other assets than rank {control.ranks[0]}, whose are kept; pass the same, or none on the others"
-            )
+    _check_equal(control, answers)
     share = agree_on_share(control, f"planning to save {directory}", layout, records, answers, cache)
     token, writes = answers[0]["token"], share.writes
     file_groups = [writes] if file_group is None else [list(rows) for _, rows in groupby(sorted(writes, key=file_group), key=file_group)]
@@ -210,8 +198,39 @@ def _prepare(
     source = next((place for place, answer in enumerate(answers) if answer["extra"][0] != "{}"), 0)
     texts = control.collect(f"preparing to save {directory}", extra_text, {source: answers[source]["extra_length"]})
     manifest_extra = json.loads(texts[0]) if texts else {}
-    assets = {asset_file(token, source.name): source for source in sources}
-    return SaveJob(control, directory, manifest_extra, options.format, share.tensors, files, shards, num_threads, assets, options.values)
+    return SaveJob(
+        control=control,
+        directory=directory,
+        extra=manifest_extra,
+        format=options.format,
+        tensors=share.tensors,
+        files=files,
+        shards=shards,
+        num_threads=num_threads,
+        assets={asset_file(token, source.name): source for source in sources},
+        values=options.values,
+    )
+
+
+def _check_equal(control: Control, answers: list[Any]) -> None:
+    """Check that all ranks pass the same folder, extra values and assets; a rank may pass no extra values and no assets.
+
+    Raises:
+        CheckpointingException: they differ; names two ranks.
+    """
+    for key in ("directory", "extra"):
+        ranked = reversed(list(zip(control.ranks, answers, strict=True)))
+        rank_by_value = {tuple(answer[key]): rank for rank, answer in ranked if answer[key][0] != "{}"}
+        if len(rank_by_value) > 1:
+            (one, first), (other, second) = list(rank_by_value.items())[:2]
+            raise CheckpointingException(
+                f"{key} differs between ranks: {one[0]} on rank {first}, {other[0]} on rank {second}; pass the same on all"
+            )
+    for rank, answer in zip(control.ranks, answers, strict=True):
+        if answer["assets"] not in ("", answers[0]["assets"]):
+            raise CheckpointingException(
+                f"rank {rank} gives other assets than rank {control.ranks[0]}, whose are kept; pass the same, or none on the others"
+            )
 
 
 def _open_directory(directory: Folder) -> None:
