@@ -32,7 +32,7 @@ class LlamaShape:
     num_choices: int = 1
 
 
-class Block(nn.Module):
+class LlamaBlock(nn.Module):
     """One layer; ``cudnn`` computes attention by that library, with keys and values repeated for it, else torch chooses.
 
     ``attend`` computes it instead, from [B, A, S, D] each.
@@ -78,7 +78,7 @@ class Llama(nn.Module):
     def __init__(self, shape: LlamaShape, *, cudnn: bool = False, attend: Attend | None = None) -> None:
         super().__init__()
         self.embedding = nn.Embedding(shape.vocab, shape.hidden)
-        self.blocks = nn.ModuleList(Block(shape, cudnn=cudnn, attend=attend) for _ in range(shape.num_layers))
+        self.blocks = nn.ModuleList(LlamaBlock(shape, cudnn=cudnn, attend=attend) for _ in range(shape.num_layers))
         self.norm = nn.RMSNorm(shape.hidden)
         self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
 

@@ -34,7 +34,7 @@ Core = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shape:
+class AttentionShape:
     """Sequences of one length, and the heads that look at them."""
 
     batch: int
@@ -70,7 +70,7 @@ class Shape:
         return dataclasses.replace(Step.causal(1, self.batch * self.length, device), cu_seqlens=bounds)
 
 
-def cores(shape: Shape, device: torch.device) -> dict[str, Callable[[], Core]]:
+def cores(shape: AttentionShape, device: torch.device) -> dict[str, Callable[[], Core]]:
     """Makers of the registry's cores that can do it, and of "auto"."""
     spec, step, groups = shape.spec(device), shape.step(device), ProcessGroups.single()
 
@@ -84,7 +84,7 @@ def cores(shape: Shape, device: torch.device) -> dict[str, Callable[[], Core]]:
     return {name: functools.partial(build, name) for name in names}
 
 
-def peers(shape: Shape, device: torch.device) -> dict[str, Callable[[], Core]]:
+def peers(shape: AttentionShape, device: torch.device) -> dict[str, Callable[[], Core]]:
     """Torch's kernels one by one, also with a key-value head for every query head, and flash-attn where it is installed."""
     if shape.packed:
         return {}
@@ -101,7 +101,7 @@ def peers(shape: Shape, device: torch.device) -> dict[str, Callable[[], Core]]:
     return found
 
 
-def _torch_kernel(shape: Shape, kernel: SDPBackend, *, repeat: bool = False) -> Core:
+def _torch_kernel(shape: AttentionShape, kernel: SDPBackend, *, repeat: bool = False) -> Core:
     def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if repeat:
             k, v = (x.repeat_interleave(shape.heads // shape.kv_heads, dim=1) for x in (k, v))
@@ -113,7 +113,7 @@ def _torch_kernel(shape: Shape, kernel: SDPBackend, *, repeat: bool = False) -> 
     return core
 
 
-def _flash_attn(shape: Shape, module: str) -> Core:
+def _flash_attn(shape: AttentionShape, module: str) -> Core:
     function = importlib.import_module(module).flash_attn_func
     window = (-1, -1) if shape.window is None else (shape.window - 1, 0)
 
@@ -124,7 +124,7 @@ def _flash_attn(shape: Shape, module: str) -> Core:
     return core
 
 
-def measure(shape: Shape, device: torch.device, repeats: int, part: str) -> list[dict[str, Any]]:
+def measure(shape: AttentionShape, device: torch.device, repeats: int, part: str) -> list[dict[str, Any]]:
     """A row for each way and each who computes it; who cannot is a row with the reason."""
     T, rows = shape.batch * shape.length, []
     generator = torch.Generator(device).manual_seed(0)
@@ -174,17 +174,17 @@ def main() -> None:
     device = torch.device("cuda" if cuda else "cpu")
     batch, width = arguments.tokens // arguments.length, {"heads": arguments.heads, "head_dim": arguments.head_dim}
     fewest = min(arguments.kv_heads)
-    work: list[tuple[str, Shape]] = []
+    work: list[tuple[str, AttentionShape]] = []
     if "full" in arguments.parts:
-        work += [("full", Shape(batch=batch, length=arguments.length, kv_heads=count, **width)) for count in arguments.kv_heads]
+        work += [("full", AttentionShape(batch=batch, length=arguments.length, kv_heads=count, **width)) for count in arguments.kv_heads]
     if "windows" in arguments.parts:
         work += [
-            ("windows", Shape(batch=1, length=arguments.tokens, kv_heads=fewest, window=window, **width))
+            ("windows", AttentionShape(batch=1, length=arguments.tokens, kv_heads=fewest, window=window, **width))
             for window in (None, *arguments.windows)
         ]
     if "packed" in arguments.parts:
         work += [
-            ("packed", Shape(batch=batch, length=arguments.length, kv_heads=fewest, window=window, packed=True, **width))
+            ("packed", AttentionShape(batch=batch, length=arguments.length, kv_heads=fewest, window=window, packed=True, **width))
             for window in (None, *arguments.windows[-3:])
         ]
     rows = []

@@ -51,7 +51,7 @@ _FLAGS = ("zb", "norm", "core", "plain", "torch", "te", "e4m3", "wide", "ends", 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class DenseRun:
     """One line of the result."""
 
     model: str
@@ -59,11 +59,11 @@ class Run:
     flags: tuple[str, ...] = ()
 
     @classmethod
-    def parse(cls, text: str) -> "Run":
+    def parse(cls, text: str) -> "DenseRun":
         model, numbers, flags = parse_run(text, models=MODELS, numbers=_NUMBERS, flags=_FLAGS)
         return cls(model=model, numbers={**dict.fromkeys(_NUMBERS, 1), **numbers}, flags=flags)
 
-    def completed(self, backend: str, recipe: str) -> "Run":
+    def completed(self, backend: str, recipe: str) -> "DenseRun":
         """With the backend and the recipe of runs that name none."""
         flags = self.flags
         if not {"torch", "te"} & set(flags):
@@ -106,7 +106,7 @@ class Run:
         return self.numbers["tp"] * self.numbers["pp"] * self.numbers["dp"]
 
 
-def build(run: Run, device: torch.device) -> tuple[Any, DistributedDataParallel, MegatronOptimizer, Schedule]:
+def build(run: DenseRun, device: torch.device) -> tuple[Any, DistributedDataParallel, MegatronOptimizer, Schedule]:
     """The rank's part of the model, its gradient sum, its optimizer and its schedule."""
     config, _ = MODELS[run.model]
     groups = ProcessGroups.build(run.plan)
@@ -149,7 +149,7 @@ def balanced(config: TransformerConfig, stages: int) -> str:
     return "|".join(["E" + "t" * counts[0], *("t" * count for count in counts[1:]), "t" * last + "L"])
 
 
-def measure(run: Run, kind: str, warmup: int, steps: int, profile: bool) -> dict[str, Any]:
+def measure(run: DenseRun, kind: str, warmup: int, steps: int, profile: bool) -> dict[str, Any]:
     """Mean milliseconds of a step on this rank, and its peak memory."""
     config, seq_len = MODELS[run.model]
     device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
@@ -210,7 +210,7 @@ def table(step: Any) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", nargs="+", default=[Run.parse("tiny:gbs4")], type=Run.parse)
+    parser.add_argument("--runs", nargs="+", default=[DenseRun.parse("tiny:gbs4")], type=DenseRun.parse)
     parser.add_argument("--backend", choices=("torch", "te"), default="torch", help="of runs that name none")
     parser.add_argument("--fp8", choices=("none", *RECIPES), default="none", help="recipe of runs that name none")
     parser.add_argument("--warmup", type=int, default=4)

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from mcore_parallel.models import TransformerConfig, flops_per_token
 from mcore_tools.launch import launch
-from tools.bench._llama import Block, Llama, LlamaShape, angles, compiled_loss, initialise
+from tools.bench._llama import Llama, LlamaBlock, LlamaShape, angles, compiled_loss, initialise
 from tools.bench._record import record
 from tools.bench._sequences import ring, whole_sequences
 from tools.bench._words import parse_run
@@ -67,7 +67,7 @@ _FLAGS = (*_WAYS, "no_shard", "optim", "optim_grads", "narrow", "cudnn", "plain"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class FsdpRun:
     """One line of the result."""
 
     text: str
@@ -76,7 +76,7 @@ class Run:
     flags: tuple[str, ...] = ()
 
     @classmethod
-    def parse(cls, text: str) -> "Run":
+    def parse(cls, text: str) -> "FsdpRun":
         model, counts, flags = parse_run(text, models=MODELS, numbers=_NUMBERS, flags=_FLAGS)
         numbers = {"dp": 1, "cp": 1, "ep": 1, "mbs": 1, "prefetch": 1, **counts}
         numbers.setdefault("gbs", numbers["dp"] * numbers["mbs"])
@@ -117,7 +117,7 @@ class Run:
 Step = Callable[[], torch.Tensor | float]
 
 
-def build(run: Run, device: torch.device) -> Step:
+def build(run: FsdpRun, device: torch.device) -> Step:
     """A whole training step on this rank's random tokens."""
     torch.manual_seed(0)
     if run.way in ("trunk", "ddp"):
@@ -160,7 +160,7 @@ def _all_of(*tensors: torch.Tensor, dims: tuple[int, ...]) -> Iterator[tuple[tor
     yield tensors
 
 
-def _ours(run: Run, net: Llama, device: torch.device) -> tuple[Any, Any, Step, Any]:
+def _ours(run: FsdpRun, net: Llama, device: torch.device) -> tuple[Any, Any, Step, Any]:
     from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 
     cuda = device.type == "cuda"
@@ -172,7 +172,7 @@ def _ours(run: Run, net: Llama, device: torch.device) -> tuple[Any, Any, Step, A
         net,
         torch.optim.AdamW(net.parameters(), lr=1e-4, fused=cuda),
         zero_dp_strategy=run.strategy,
-        fsdp_unit_modules=[Block, "embedding", "head"],
+        fsdp_unit_modules=[LlamaBlock, "embedding", "head"],
         mixed_precision=policy,
         num_prefetch_units=run.numbers["prefetch"],
         nccl_ub="ub" in run.flags,
@@ -189,7 +189,7 @@ def _ours(run: Run, net: Llama, device: torch.device) -> tuple[Any, Any, Step, A
     return model, optimizer, lambda: model.clip_grad_norm_(1.0), last
 
 
-def _torch(run: Run, net: Llama, device: torch.device) -> tuple[Any, Any, Step, Any]:
+def _torch(run: FsdpRun, net: Llama, device: torch.device) -> tuple[Any, Any, Step, Any]:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -216,7 +216,7 @@ def _torch(run: Run, net: Llama, device: torch.device) -> tuple[Any, Any, Step, 
     return model, optimizer, lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0), last
 
 
-def _trunk(run: Run, device: torch.device) -> Step:
+def _trunk(run: FsdpRun, device: torch.device) -> Step:
     from mcore_moe import MoEConfig, moe_feed_forward
     from mcore_parallel import ParallelPlan, ProcessGroups
     from mcore_parallel.context_parallel import context_parallel_attention
@@ -261,12 +261,12 @@ def _trunk(run: Run, device: torch.device) -> Step:
     return lambda: train_step(whole, batches, CrossEntropyObjective(), sharded, optimizer, lr=1e-4, groups=groups).loss
 
 
-def _tokens(run: Run, device: torch.device) -> list[torch.Tensor]:
+def _tokens(run: FsdpRun, device: torch.device) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(dist.get_rank() // run.numbers["cp"])
     return [torch.randint(run.shape.vocab, (run.numbers["mbs"], run.shape.seq_len + 1), generator=generator).to(device) for _ in range(4)]
 
 
-def measure(runs: list[Run], kind: str, warmup: int, steps: int) -> list[dict[str, Any]]:
+def measure(runs: list[FsdpRun], kind: str, warmup: int, steps: int) -> list[dict[str, Any]]:
     """Times of the steps of each run on this rank, its peak memory and what communication it waited for."""
     device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
     works = [build(run, device) for run in runs]
@@ -331,14 +331,16 @@ def _covered(spans: list[tuple[float, float]]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", nargs="+", default=[Run.parse(text) for text in ("tiny:fsdp2,dp4", "tiny:ours,dp4")], type=Run.parse)
+    parser.add_argument(
+        "--runs", nargs="+", default=[FsdpRun.parse(text) for text in ("tiny:fsdp2,dp4", "tiny:ours,dp4")], type=FsdpRun.parse
+    )
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--timeout-s", type=float, default=280.0, help="of one run")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     kind = "cuda" if torch.cuda.is_available() else "cpu"
-    batches: list[list[Run]] = [[run] for run in arguments.runs]
+    batches: list[list[FsdpRun]] = [[run] for run in arguments.runs]
     if kind == "cpu":
         sizes = dict.fromkeys(run.ranks for run in arguments.runs)
         batches = [[run for run in arguments.runs if run.ranks == size] for size in sizes]
@@ -359,7 +361,7 @@ def main() -> None:
         record(arguments.output, {"work": "sharded training steps on random tokens", "rows": rows})
 
 
-def _row(run: Run, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+def _row(run: FsdpRun, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     slowest = max(rank["ms"] for rank in ranks)
     per_rank = run.numbers["gbs"] * run.shape.seq_len / slowest * 1e3 / run.ranks
     row: dict[str, Any] = {

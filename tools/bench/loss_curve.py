@@ -38,7 +38,7 @@ from mcore_tools.corpus import default_text, prepare
 from mcore_tools.launch import launch
 from mcore_tools.recipes import DataConfig, RunConfig, TrainConfig
 from tools.bench._record import record
-from tools.bench.dense_step import Run
+from tools.bench.dense_step import DenseRun
 
 _MODELS = {
     "cuda": TransformerConfig(
@@ -64,7 +64,7 @@ def curve(config: RunConfig, kind: str, words: str, draw: int) -> dict[str, Any]
     """One run on this rank, from that draw of the weights."""
     device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
     groups, train = ProcessGroups.single(), config.train
-    backend = Run.parse(f"tiny:{words}").completed("torch", "none").backend()
+    backend = DenseRun.parse(f"tiny:{words}").completed("torch", "none").backend()
     model = GPTModel(config.model, groups, backend=backend, dtype=DTYPES[train.dtype], device=device, seed=train.seed + draw)
     sync = DistributedDataParallel(DistributedDataParallelConfig(), model, groups)
     optimizer = MegatronOptimizer(config.optimizer, sync, groups)

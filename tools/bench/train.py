@@ -36,7 +36,7 @@ from tools.bench._small_step import SMALL, small_rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class Workload:
     """One line of the table."""
 
     model: str
@@ -48,14 +48,14 @@ class Work:
     peer_fp8: bool = False
 
 
-WORKS: Mapping[str, Work] = MappingProxyType(
+WORKS: Mapping[str, Workload] = MappingProxyType(
     {
-        "tiny": Work(model="tiny", global_batch=4, micro_batches=(2,)),
-        "dense-1b": Work(model="dense-1b", global_batch=16, micro_batches=(4, 8)),
-        "dense-8b-l8": Work(model="dense-8b-l8", global_batch=8, micro_batches=(2, 4, 8)),
-        "dense-8b-l8-fp8": Work(model="dense-8b-l8", global_batch=8, micro_batches=(4, 8), flags="fp8=tensorwise,head", peer_fp8=True),
-        "dense-8b": Work(model="dense-8b", global_batch=16, micro_batches=(2,)),
-        "dense-8b-fp8": Work(model="dense-8b", global_batch=16, micro_batches=(2,), flags="fp8=tensorwise,head", peer_fp8=True),
+        "tiny": Workload(model="tiny", global_batch=4, micro_batches=(2,)),
+        "dense-1b": Workload(model="dense-1b", global_batch=16, micro_batches=(4, 8)),
+        "dense-8b-l8": Workload(model="dense-8b-l8", global_batch=8, micro_batches=(2, 4, 8)),
+        "dense-8b-l8-fp8": Workload(model="dense-8b-l8", global_batch=8, micro_batches=(4, 8), flags="fp8=tensorwise,head", peer_fp8=True),
+        "dense-8b": Workload(model="dense-8b", global_batch=16, micro_batches=(2,)),
+        "dense-8b-fp8": Workload(model="dense-8b", global_batch=16, micro_batches=(2,), flags="fp8=tensorwise,head", peer_fp8=True),
     }
 )
 """By the name that ``--model`` takes; the global batch is that of all GPUs."""
@@ -76,11 +76,11 @@ class Peer:
             raise argparse.ArgumentTypeError(f"{text!r} must be NAME=COMMAND")
         return cls(name=name, command=command)
 
-    def trains(self, work: Work) -> bool:
+    def trains(self, work: Workload) -> bool:
         return self.name.endswith("fp8") == work.peer_fp8
 
 
-def ours(work: Work, gpus: int, micro_batch: int, caches: Path, timeout_s: float) -> dict[str, Any]:
+def ours(work: Workload, gpus: int, micro_batch: int, caches: Path, timeout_s: float) -> dict[str, Any]:
     """One run in a process of its own."""
     layout = f"dp{gpus}," if gpus > 1 else ""
     run = f"{work.model}:{layout}mbs{micro_batch},gbs{work.global_batch}" + (f",{work.flags}" if work.flags else "")
@@ -96,7 +96,7 @@ def ours(work: Work, gpus: int, micro_batch: int, caches: Path, timeout_s: float
     }
 
 
-def theirs(peer: Peer, work: Work, gpus: int, micro_batch: int, timeout_s: float) -> dict[str, Any]:
+def theirs(peer: Peer, work: Workload, gpus: int, micro_batch: int, timeout_s: float) -> dict[str, Any]:
     """The same by a peer."""
     filled = peer.command.format(model=work.model, micro_batch=micro_batch, global_batch=work.global_batch, gpus=gpus)
     row = _last_line(shlex.split(filled), dict(os.environ), timeout_s)

@@ -80,7 +80,7 @@ class JointConfig:
         return self.micro_batches * self.micro_batch_size * self.num_patches
 
 
-class Encoder(nn.Module):
+class ImageEncoder(nn.Module):
     """Patches [B, P, C] -> [B * P, D]; every patch sees all of its sequence."""
 
     def __init__(self, config: JointConfig, groups: ProcessGroups, device: torch.device | str) -> None:
@@ -173,7 +173,7 @@ def train_joint(config: JointConfig, kind: str = "cpu", log_every: int = 0) -> l
         mine.pp, first_stage=int(decodes), num_stages=2, batch=batch, before=bridge if decodes else None, after=None if decodes else bridge
     )
     share = _share(config.micro_batch_size, mine.dp)
-    model = Decoder(config, mine, device) if decodes else Encoder(config, mine, device)
+    model = Decoder(config, mine, device) if decodes else ImageEncoder(config, mine, device)
     side = Side(model, config, mine)
     spec = TensorSpec(shape=(len(share) * config.num_patches, batch.hidden_size), dtype=batch.dtype, device=device)
     plan = plan_pipeline(config.pipeline.build(1), 2, config.micro_batches)
@@ -203,7 +203,7 @@ def train_joint(config: JointConfig, kind: str = "cpu", log_every: int = 0) -> l
 def train_alone(config: JointConfig) -> list[float]:
     """Both models on one process; the curve that any two grids must give."""
     groups = ProcessGroups.single()
-    encoder, decoder = Encoder(config, groups, "cpu"), Decoder(config, groups, "cpu")
+    encoder, decoder = ImageEncoder(config, groups, "cpu"), Decoder(config, groups, "cpu")
     sides = [Side(model, config, groups) for model in (encoder, decoder)]
     curve = []
     for step in range(config.steps):

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from tests.support.world import run
 from tools.bench._sequences import whole_sequences
-from tools.bench.fsdp import Run
+from tools.bench.fsdp import FsdpRun
 
 
 def check_whole_sequences() -> None:
@@ -38,9 +38,9 @@ def test_all_to_all_of_the_peer_equals_one_rank() -> None:
 )
 def test_runs_that_there_are_not_are_refused(text: str, reason: str) -> None:
     with pytest.raises(SystemExit, match=reason):
-        Run.parse(text)
+        FsdpRun.parse(text)
 
 
 def test_a_run_knows_its_ranks_and_its_shape() -> None:
-    parsed = Run.parse("moe-tiny:trunk,dp2,cp2,ep2,ring,seq128,l3")
+    parsed = FsdpRun.parse("moe-tiny:trunk,dp2,cp2,ep2,ring,seq128,l3")
     assert (parsed.ranks, parsed.shape.seq_len, parsed.shape.num_layers, parsed.config().ffn_hidden_size) == (4, 128, 3, 64)

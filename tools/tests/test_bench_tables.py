@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tools.bench.dense_step import Run
+from tools.bench.dense_step import DenseRun
 from tools.bench.loss_curve import compared, over_draws
 from tools.bench.picture import Bar, colors, comparisons, draw
 from tools.bench.train import _best, with_ratios
@@ -97,7 +97,7 @@ def test_every_side_of_the_picture_has_a_colour_of_its_own(tmp_path: Path) -> No
 
 
 def test_runs_name_the_output_layer() -> None:
-    fp8 = Run.parse("tiny:fp8=tensorwise,head").fp8
+    fp8 = DenseRun.parse("tiny:fp8=tensorwise,head").fp8
     assert fp8 is not None and fp8.output_layer
-    plain = Run.parse("tiny:fp8=tensorwise").fp8
+    plain = DenseRun.parse("tiny:fp8=tensorwise").fp8
     assert plain is not None and not plain.output_layer
