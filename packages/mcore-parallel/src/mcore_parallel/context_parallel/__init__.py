@@ -9,8 +9,8 @@ from mcore_parallel.context_parallel._factory import CP_COMM_TYPES, context_para
 from mcore_parallel.context_parallel._flash import HEAD_DIM_MULTIPLE, FlashAttention, flash_can_run
 from mcore_parallel.context_parallel._heads import join_heads, split_heads
 from mcore_parallel.context_parallel._partial import PartialAttention, TorchAttention, allowed
-from mcore_parallel.context_parallel._tiles import Tile, plan_tiles, send
-from mcore_parallel.context_parallel._zigzag import Segment, inverse, segments, sequence_lengths, zigzag_indices, zigzag_inverse
+from mcore_parallel.context_parallel._tiles import Tile, plan_tiles, to_device
+from mcore_parallel.context_parallel._zigzag import Segment, inverse_permutation, segments, sequence_lengths, zigzag_indices, zigzag_inverse
 
 __all__ = [
     "CP_COMM_TYPES",
@@ -29,13 +29,13 @@ __all__ = [
     "context_parallel_attention",
     "exchange_size",
     "flash_can_run",
-    "inverse",
+    "inverse_permutation",
     "join_heads",
     "plan_tiles",
     "segments",
-    "send",
     "sequence_lengths",
     "split_heads",
+    "to_device",
     "tokens_ahead",
     "zigzag_indices",
     "zigzag_inverse",

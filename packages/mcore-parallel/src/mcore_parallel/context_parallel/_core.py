@@ -18,8 +18,8 @@ from mcore_parallel.context_parallel._flash import HEAD_DIM_MULTIPLE, FlashAtten
 from mcore_parallel.context_parallel._heads import join_heads, permute_rows, repeated_kv_heads, split_heads
 from mcore_parallel.context_parallel._partial import TorchAttention
 from mcore_parallel.context_parallel._ring import Round, plan_ring, ring_attention
-from mcore_parallel.context_parallel._tiles import Window, plan_tiles, send
-from mcore_parallel.context_parallel._zigzag import inverse, segments, sequence_lengths, zigzag_indices, zigzag_inverse
+from mcore_parallel.context_parallel._tiles import Window, plan_tiles, to_device
+from mcore_parallel.context_parallel._zigzag import inverse_permutation, segments, sequence_lengths, zigzag_indices, zigzag_inverse
 from mcore_parallel.groups import Group
 
 
@@ -143,7 +143,7 @@ class _Layout:
         if gathered.size > 1:
             tiles = plan_tiles(segments(lengths, gathered.size, gathered.rank), segments(lengths, 1, 0), window)
             order = zigzag_inverse(lengths, gathered.size)
-            return cls((Round(0, tuple(tiles)),), send(order, device), send(inverse(order), device))
+            return cls((Round(0, tuple(tiles)),), to_device(order, device), to_device(inverse_permutation(order), device))
         rounds = plan_ring(lengths, ring.size, ring.rank, window)
         if heads.size == 1:
             # No token moves.
@@ -152,7 +152,7 @@ class _Layout:
         size, first = heads.size * ring.size, heads.size * ring.rank
         places = torch.cat([zigzag_indices(lengths, size, first + place) for place in range(heads.size)])
         order = places.argsort()
-        return cls(rounds, send(order, device), send(inverse(order), device))
+        return cls(rounds, to_device(order, device), to_device(inverse_permutation(order), device))
 
 
 def _lengths(step: SequenceStep, size: int) -> tuple[int, ...]:

@@ -48,14 +48,14 @@ class Spans:
         """[sum(lengths)] int64, numbers of the rows."""
         if ("rows", device) not in self._on_device:
             parts = [torch.arange(start, start + length) for start, length in zip(self.starts, self.lengths, strict=True)]
-            self._on_device["rows", device] = send(torch.cat(parts), device)
+            self._on_device["rows", device] = to_device(torch.cat(parts), device)
         return self._on_device["rows", device]
 
     def bounds(self, device: torch.device) -> Tensor:
         """[N + 1] int32, where each run begins when they stand behind one another, and the last one ends."""
         if ("bounds", device) not in self._on_device:
             bounds = [0, *itertools.accumulate(self.lengths)]
-            self._on_device["bounds", device] = send(torch.tensor(bounds, dtype=torch.int32), device)
+            self._on_device["bounds", device] = to_device(torch.tensor(bounds, dtype=torch.int32), device)
         return self._on_device["bounds", device]
 
     def view(self, x: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class Tile:
 
 
 @internal_api
-def send(x: Tensor, device: torch.device) -> Tensor:
+def to_device(x: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host on a device; the host does not wait for what runs there."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 

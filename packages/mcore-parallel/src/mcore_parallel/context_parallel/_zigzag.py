@@ -104,11 +104,11 @@ def zigzag_inverse(lengths: int | Sequence[int], size: int) -> Tensor:
         >>> joined[zigzag_inverse(8, 2)].tolist()
         [0, 1, 2, 3, 4, 5, 6, 7]
     """
-    return inverse(torch.cat([zigzag_indices(lengths, size, rank) for rank in range(size)]))
+    return inverse_permutation(torch.cat([zigzag_indices(lengths, size, rank) for rank in range(size)]))
 
 
 @internal_api
-def inverse(permutation: Tensor) -> Tensor:
+def inverse_permutation(permutation: Tensor) -> Tensor:
     """Index that undoes an index."""
     inverted = torch.empty_like(permutation)
     inverted[permutation] = torch.arange(len(permutation), dtype=permutation.dtype, device=permutation.device)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from mcore_parallel.context_parallel import send
+from mcore_parallel.context_parallel import to_device
 from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.nn._step import Step
 from mcore_parallel.nn.attention._cores import AttentionSpec
@@ -86,8 +86,8 @@ def block_mask(bounds: tuple[int, int], lengths: tuple[int, ...], device: torch.
         whole[-1, :] = False
         whole[:, -1] = False
     # On the device, so that the compiled kernel is that of every window; numbers would be compiled into it.
-    before, behind = (None if limit < 0 else send(torch.tensor(limit), device) for limit in bounds)
-    documents = send(owner, device) if len(lengths) > 1 else None
+    before, behind = (None if limit < 0 else to_device(torch.tensor(limit), device) for limit in bounds)
+    documents = to_device(owner, device) if len(lengths) > 1 else None
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         seen_j = j >= 0 if behind is None else j <= i + behind
@@ -103,7 +103,7 @@ def _numbered(blocks_nn: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """[1, 1, n] how many blocks of a row there are, and [1, 1, n, n] their numbers first."""
     counts = blocks_nn.sum(-1, dtype=torch.int32)
     order = blocks_nn.int().argsort(dim=-1, descending=True, stable=True).to(torch.int32)
-    return send(counts[None, None], device), send(order[None, None].contiguous(), device)
+    return to_device(counts[None, None], device), to_device(order[None, None].contiguous(), device)
 
 
 # Kept, because torch keeps what it compiled with it. As a full graph: what torch would not compile any more, after many shapes, is an

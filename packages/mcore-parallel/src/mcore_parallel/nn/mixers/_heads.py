@@ -12,7 +12,7 @@ from torch import Tensor
 from mcore_parallel.context_parallel import (
     HeadSplitError,
     SequenceSplitError,
-    inverse,
+    inverse_permutation,
     join_heads,
     sequence_lengths,
     split_heads,
@@ -139,4 +139,4 @@ class HeadExchange:
 @functools.lru_cache(maxsize=16)
 def _order(lengths: tuple[int, ...], size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     order = zigzag_inverse(lengths, size)
-    return order.to(device), inverse(order).to(device)
+    return order.to(device), inverse_permutation(order).to(device)

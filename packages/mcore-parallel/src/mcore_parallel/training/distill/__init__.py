@@ -23,10 +23,10 @@ from mcore_parallel.training.distill._store import (
     run_missing,
     writes,
 )
-from mcore_parallel.training.distill._teacher import HIDDEN, Teacher
+from mcore_parallel.training.distill._teacher import TEACHER_HIDDEN, Teacher
 
 __all__ = [
-    "HIDDEN",
+    "TEACHER_HIDDEN",
     "DistillationConfig",
     "DistillationObjective",
     "FixedBalancer",

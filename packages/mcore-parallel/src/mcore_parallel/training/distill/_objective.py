@@ -19,7 +19,7 @@ from mcore_parallel.training.distill._capture import HiddenCapture
 from mcore_parallel.training.distill._divergence import vocab_parallel_kl_divergence, vocab_parallel_sparse_kl_divergence
 from mcore_parallel.training.distill._hidden import HIDDEN_LOSSES, HiddenPair, HiddenProjection
 from mcore_parallel.training.distill._store import LOG_PROBS, TOKEN_IDS
-from mcore_parallel.training.distill._teacher import HIDDEN, Teacher
+from mcore_parallel.training.distill._teacher import TEACHER_HIDDEN, Teacher
 
 TARGETS = ("base", "mtp", "both")
 
@@ -186,7 +186,7 @@ class DistillationObjective:
     def _pair(self, pair: HiddenPair, hidden: Tensor, output: ModelOutput, batch: Batch, mask: Tensor) -> Tensor:
         if torch.is_grad_enabled() and output.hidden.requires_grad and not hidden.requires_grad:
             raise ValueError(f"the output of the student's {pair.student!r} has no gradient: it is frozen; leave the pair out")
-        theirs = batch.extras.get(f"{HIDDEN}.{pair.teacher}")
+        theirs = batch.extras.get(f"{TEACHER_HIDDEN}.{pair.teacher}")
         if theirs is None:
             raise ValueError(f"the teacher did not capture {pair.teacher!r}; make it with Teacher(model, capture=config.teacher_modules)")
         hidden = hidden if self.projection is None else self.projection(hidden)

@@ -17,7 +17,7 @@ from mcore_parallel.pipeline import ModelChunks, forward_only, plan_pipeline, ru
 from mcore_parallel.training._batch import Batch
 from mcore_parallel.training.distill._capture import HiddenCapture
 
-HIDDEN = "teacher_hidden"
+TEACHER_HIDDEN = "teacher_hidden"
 """The entry of ``Batch.extras`` with the teacher's last hidden states; those of a captured module are behind a dot."""
 
 
@@ -74,17 +74,17 @@ class Teacher:
         Raises:
             ValueError: the batch was not labelled.
         """
-        if self._pattern is None or HIDDEN not in batch.extras:
-            raise ValueError(f"the batch has no extra {HIDDEN!r}; pass batches through Teacher.label before train_step or evaluate")
-        return dataclasses.replace(self._pattern, hidden=batch.extras[HIDDEN])
+        if self._pattern is None or TEACHER_HIDDEN not in batch.extras:
+            raise ValueError(f"the batch has no extra {TEACHER_HIDDEN!r}; pass batches through Teacher.label before train_step or evaluate")
+        return dataclasses.replace(self._pattern, hidden=batch.extras[TEACHER_HIDDEN])
 
     def _forward(self, batches: list[Batch], chunk: int, microbatch: int, hidden: Tensor | None) -> tuple[Tensor, None]:
         batch = batches[microbatch]
         output, _ = self.chunks[chunk](batch.tokens.flatten() if hidden is None else hidden, batch.step())
         if not (self.groups.pp.is_last and chunk == len(self.chunks) - 1):
             return output, None
-        extras = {**batch.extras, HIDDEN: output.hidden}
-        extras |= {f"{HIDDEN}.{name}": value for name, value in self._capture.take().items()}
+        extras = {**batch.extras, TEACHER_HIDDEN: output.hidden}
+        extras |= {f"{TEACHER_HIDDEN}.{name}": value for name, value in self._capture.take().items()}
         batches[microbatch] = dataclasses.replace(batch, extras=extras)
         if self._pattern is None:
             self._pattern = dataclasses.replace(output, hidden=output.hidden[:0])

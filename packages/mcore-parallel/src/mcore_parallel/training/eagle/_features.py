@@ -15,7 +15,16 @@ from torch import Tensor
 from mcore_parallel.comm import all_gather
 from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.training._batch import Batch
-from mcore_parallel.training.distill import HIDDEN, Shard, StoreLayout, StoreWriter, Teacher, open_shards, read_settings, run_missing
+from mcore_parallel.training.distill import (
+    TEACHER_HIDDEN,
+    Shard,
+    StoreLayout,
+    StoreWriter,
+    Teacher,
+    open_shards,
+    read_settings,
+    run_missing,
+)
 
 _TORCH = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # numpy has no bfloat16; its bits travel as integers.
@@ -160,12 +169,12 @@ class FeatureStore:
             rows = rows.chunk(groups.tp.size)[groups.tp.rank] if groups.sequence_parallel else rows
             return rows.view(_TORCH[self.config.dtype]).to(device)
 
-        aux = {f"{HIDDEN}.{name}": states("aux", number) for number, name in enumerate(self.config.aux_modules)}
+        aux = {f"{TEACHER_HIDDEN}.{name}": states("aux", number) for number, name in enumerate(self.config.aux_modules)}
         return Batch(
             tokens=take("tokens").long().to(device),
             labels=take("labels").long().to(device),
             loss_mask=take("loss_mask").to(device),
-            extras={HIDDEN: states("hidden"), **aux},
+            extras={TEACHER_HIDDEN: states("hidden"), **aux},
         )
 
 
@@ -192,7 +201,7 @@ def record_features(
 
 
 def _write_down(groups: ProcessGroups, aux_modules: tuple[str, ...], writer: FeatureStoreWriter | None, batch: Batch) -> None:
-    states = [batch.extras[name] for name in (HIDDEN, *(f"{HIDDEN}.{name}" for name in aux_modules))]
+    states = [batch.extras[name] for name in (TEACHER_HIDDEN, *(f"{TEACHER_HIDDEN}.{name}" for name in aux_modules))]
     if groups.sequence_parallel:
         states = [all_gather(x, groups.tp) for x in states]
     if writer is not None:

@@ -13,7 +13,7 @@ from mcore_parallel.comm import all_gather
 from mcore_parallel.models.eagle import EagleDraft
 from mcore_parallel.training._batch import Batch
 from mcore_parallel.training._objective import LossReport
-from mcore_parallel.training.distill import HIDDEN, vocab_parallel_kl_divergence
+from mcore_parallel.training.distill import TEACHER_HIDDEN, vocab_parallel_kl_divergence
 from mcore_parallel.training.eagle._ends import TargetEnds, vocab_parallel_argmax
 
 
@@ -87,13 +87,13 @@ class EagleObjective:
 
     def _features(self, output: EagleDraft, batch: Batch) -> tuple[Sequence[Tensor], Tensor]:
         """States of the modules that the head reads, and the last ones of all T tokens."""
-        names = [f"{HIDDEN}.{name}" for name in output.head.architecture.aux_modules]
-        if missing := [name for name in (HIDDEN, *names) if name not in batch.extras]:
+        names = [f"{TEACHER_HIDDEN}.{name}" for name in output.head.architecture.aux_modules]
+        if missing := [name for name in (TEACHER_HIDDEN, *names) if name not in batch.extras]:
             raise ValueError(
                 f"the batch has no extra {missing[0]!r}; take batches from a FeatureStore, or through Teacher.label of a teacher "
                 "with capture=head.architecture.aux_modules"
             )
-        hidden, groups = batch.extras[HIDDEN], output.head.groups
+        hidden, groups = batch.extras[TEACHER_HIDDEN], output.head.groups
         return [batch.extras[name] for name in names], all_gather(hidden, groups.tp) if groups.sequence_parallel else hidden
 
 
