@@ -154,6 +154,14 @@ class ShardTensor(DTensor):
 for _types in (_optimizer_types, _clipping_types):
     cast("list[type[torch.Tensor]]", _types).append(ShardTensor)
 
+# Torch 2.11 computes the operators of DTensor's subclasses in C++, as DTensor's own, and never calls their `__torch_dispatch__`. Rules for
+# single operators come before that; in a later torch they would change nothing.
+if torch.__version__ < "2.12":
+    _aten = torch.library.Library("aten", "FRAGMENT")
+    for _operator in torch._C._dispatch_get_all_op_names():
+        if _operator.startswith("aten::"):
+            torch.library.register_torch_dispatch(_operator, ShardTensor, ShardTensor.__torch_dispatch__.__func__, lib=_aten)
+
 
 def _plain(value: Any) -> Any:
     if isinstance(value, ShardTensor):
