@@ -46,10 +46,6 @@ class StepInputs:
     tokens_T: Tensor
     """[T] int64."""
     step: Step
-    starts: tuple[int, ...]
-    """First token of each request in ``tokens_T``, in the order of the work."""
-    lengths: tuple[int, ...]
-    """Tokens of each request in ``tokens_T``."""
 
 
 class StepBuilder:
@@ -90,7 +86,7 @@ class StepBuilder:
         else:
             head = self._send(np.concatenate(parts))
             rows = self._gathered_rows(host, num_decode)
-        return self._inputs(head, rows, starts_R, lengths_R)
+        return self._inputs(head, rows)
 
     def decode_inputs(self, num_rows: int) -> StepInputs:
         """Tensors of a step of ``num_rows`` rows of one token each, whose addresses never change; ``send_decode`` fills them."""
@@ -106,7 +102,7 @@ class StepBuilder:
             block_size=self.block_size,
             longest=self.max_blocks * self.block_size,
         )
-        return self._inputs(words[: 3 * num_rows], rows, np.arange(num_rows), np.ones(num_rows, dtype=np.int64))
+        return self._inputs(words[: 3 * num_rows], rows)
 
     def send_decode(self, host: HostStep, num_rows: int) -> None:
         """Fill the tensors of ``decode_inputs(num_rows)`` with a step of at most as many rows; the others are padding."""
@@ -127,13 +123,13 @@ class StepBuilder:
         positions_T = host.cached_R[row_T] + np.arange(len(row_T)) - starts_R[row_T]
         return positions_T, self._slots(host.tables_RB[row_T, positions_T // self.block_size], positions_T)
 
-    def _inputs(self, words: Tensor, rows: TableRows | GatheredRows, starts_R: np.ndarray, lengths_R: np.ndarray) -> StepInputs:
+    def _inputs(self, words: Tensor, rows: TableRows | GatheredRows) -> StepInputs:
         """Of [3 T] tokens, positions and slots on the device."""
         tokens_T, positions_T, slots_T = words.view(3, -1).long()
         tokens_T = torch.where(tokens_T < 0, self.last_tokens[(-1 - tokens_T).clamp(min=0)], tokens_T)
         paged = PagedStep(cache=self.cache, slots_T=slots_T, rows=rows)
         step = Step(batch_size=1, seq_len=len(positions_T), positions=positions_T, attention=paged)
-        return StepInputs(tokens_T=tokens_T, step=step, starts=tuple(starts_R.tolist()), lengths=tuple(lengths_R.tolist()))
+        return StepInputs(tokens_T=tokens_T, step=step)
 
     def _table_rows(self, words: Tensor, num_rows: int, num_decode: int, num_blocks: int) -> TableRows:
         starts, contexts, tables, tiles = words.split(

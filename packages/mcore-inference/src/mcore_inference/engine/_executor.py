@@ -83,12 +83,13 @@ class Executor:
     def __init__(self, model: GPTModel, context: DynamicInferenceContext, vocab_size: int, use_graphs: bool | None) -> None:
         self._model, self._context, self._vocab_size = model, context, vocab_size
         self._sampler = Sampler(context.builder.last_tokens, vocab_size)
-        self._decoder = FusedDecoder(model) if context.builder.has_kernel and FusedDecoder.fits(model) else None
         can_record = context.builder.has_kernel and records_graphs(model)
         if use_graphs and not can_record:
             raise ValueError("use_graphs=True needs a GPU, blocks of a multiple of 16 tokens and a model without experts; leave it at None")
         self.graphs: DecodeGraphs | None = None
+        self._decoder: FusedDecoder | None = None
         if can_record and use_graphs is not False:
+            self._decoder = FusedDecoder(model) if FusedDecoder.fits(model) else None
             self.graphs = DecodeGraphs(self._decode_logits, context.builder, graph_sizes(context.max_requests))
 
     def run(self, work: Sequence[tuple[ActiveRequest, Work]]) -> InFlight:
