@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """CUDA graphs of blocks and of whole steps have the bits of what they replace; events time them; ranges cost little."""
 
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -245,22 +246,21 @@ def test_ranges_cost_under_two_percent_of_a_step_that_the_gpu_bounds() -> None:
     tokens, step = torch.randint(1024, (8 * 4096,), device="cuda"), Step.causal(8, 4096, torch.device("cuda"))
 
     def seconds() -> float:
-        times = []
-        for _ in range(6):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            output, _ = model(tokens, step)
-            output.loss_sum(tokens, torch.ones(len(tokens), device="cuda")).backward()
-            torch.cuda.synchronize()
-            times.append(time.perf_counter() - begin)
-        return min(times[2:])
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        output, _ = model(tokens, step)
+        output.loss_sum(tokens, torch.ones(len(tokens), device="cuda")).backward()
+        torch.cuda.synchronize()
+        return time.perf_counter() - begin
 
+    # Clocks of a GPU at its power limit wander by 4 %: single steps in turn, and the median of the pairs' ratios.
     off, on = [], []
-    for _ in range(3):
+    for _ in range(20):
         off.append(seconds())
         with NvtxRanges().annotate(model):
             on.append(seconds())
-    assert min(on) < 1.02 * min(off), (on, off)
+    ratio = statistics.median(b / a for a, b in zip(off[4:], on[4:], strict=True))
+    assert ratio < 1.02, (ratio, on, off)
 
 
 def test_a_window_traces_kernels(tmp_path: Path) -> None:
