@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""The feed-forward slot: what fills it maps hidden states to hidden states, and may return an auxiliary loss."""
+"""The feed-forward slot: what fills it maps hidden states to hidden states, and may return auxiliary losses and counts, as declared."""
 
 import pytest
 import torch
@@ -36,10 +36,15 @@ def test_a_layer_with_the_slot_filled_learns_through_it(name: str) -> None:
     x, step = torch.randn(64, 16, dtype=torch.float64, requires_grad=True), Step.causal(4, 16)
     y, aux = layer.mlp(x, step)
     assert (y.shape, y.dtype) == (x.shape, x.dtype)
-    assert (aux is not None) is has_loss
+    total = None if aux is None else aux.total()
+    assert (total is not None) is has_loss
     if aux is not None:
-        assert aux.shape == () and aux.requires_grad and aux > 0
-    (y.square().sum() + (0 if aux is None else aux)).backward()
+        spec = builder.aux_spec(1, CONFIG)
+        assert (set(aux.losses), set(aux.counts)) == ({(1, loss) for loss in spec.losses}, {1})
+        assert len(aux.counts[1]) == spec.num_counts
+    if total is not None:
+        assert total.shape == () and total.requires_grad and total > 0
+    (y.square().sum() + (0 if total is None else total)).backward()
     assert x.grad is not None and (x.grad.abs().sum(1) > 0).all()
     assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in layer.mlp.parameters())
 

@@ -151,15 +151,14 @@ def quickstart(text: list[Path], output: Path, assignments: list[str], iteration
         raise JourneyError(f"the reward did not rise: {start:.3f} over the first third of the iterations, {end:.3f} over the last")
 
     history = trained.history
-    experts = [name for name in history.names if name.startswith("expert_")]
     steps = [float(i + 1) for i in range(len(reports))]
     losses = {"training": history.curve("loss"), "validation": history.curve("eval/loss")}
-    loads = {name.removesuffix("_share"): history.curve(name) for name in experts}
+    loads = {name.removeprefix("aux/load/"): history.curve(name) for name in history.names if name.startswith("aux/load/")}
     rewards = {"mean": (steps, [report.mean_reward for report in reports])}
     plots = [
         Plot(title="Loss", x_label="step", y_label="nats a token", curves=losses),
         Plot(title="Throughput", x_label="step", y_label="tokens/s", curves={"training": history.curve("tokens_per_s")}),
-        Plot(title="Expert load", x_label="step", y_label="share of tokens", curves=loads),
+        Plot(title="Expert load", x_label="step", y_label="busiest over mean", curves=loads),
         Plot(title="Reward", x_label="iteration", y_label=f"share of {WANTED!r}", curves=rewards),
     ]
     write_report(output / "report.html", "From text to a model trained with RL", stages.sections, plots)

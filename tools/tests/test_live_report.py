@@ -21,7 +21,7 @@ def test_the_page_is_written_while_the_run_is_under_way_and_at_its_end(tmp_path:
     page = tmp_path / "report.html"
     for step in range(1, 16):
         clock[0] += 1.0
-        report.write(step, {"loss": 3.0 - step / 10, "lr": 0.1, "tokens_per_s": 5.0, "step_s": 2.0, "expert_0_share": 1.0})
+        report.write(step, {"loss": 3.0 - step / 10, "lr": 0.1, "tokens_per_s": 5.0, "step_s": 2.0, "aux/load": 1.0})
         assert page.exists() == (step >= 10), step
     text = page.read_text(encoding="utf-8")
     assert "http-equiv='refresh'" in text and "running, about 0:00:40 left, step 10 of 30" in text

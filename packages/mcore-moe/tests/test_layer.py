@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mcore_moe import MoEConfig, MoELayer, SequentialMLP, moe_feed_forward, pop_expert_load
+from mcore_moe import MoEConfig, MoELayer, SequentialMLP, moe_feed_forward
 from mcore_parallel import ParallelPlan, ProcessGroups, named_shards
 from mcore_parallel.comm import all_gather, all_reduce
 from mcore_parallel.models import GPTModel, Site, TransformerConfig
@@ -60,7 +60,7 @@ def test_layer_equals_a_loop_over_tokens() -> None:
     y, aux = layer(x, Step.causal(1, 9))
     expected = reference(x, layer.router.weight, layer.experts.up, layer.experts.down)
     torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-12)
-    assert aux is not None and aux.item() > 0
+    assert aux is not None and aux.total().item() > 0 and list(aux.losses) == [(0, "load_balancing_loss")]
     parameters = [x, *layer.parameters()]
     for ours, theirs in zip(
         torch.autograd.grad(y.square().sum(), parameters), torch.autograd.grad(expected.square().sum(), parameters), strict=True
@@ -85,20 +85,18 @@ def test_every_pick_counts_once_however_often_its_forward_runs(again: RecomputeC
     routed: list[Tensor] = []
     for layer in model.layers.values():
         layer.mlp.router.register_forward_hook(lambda module, inputs, result: routed.append(result[0].counts(4)))
-    expected = dict.fromkeys((f"layers.{layer}.mlp" for layer in range(3)), torch.zeros(4, dtype=torch.int64))
     # Two micro-batches, whose backwards come after both forwards.
-    losses = []
+    losses, parts, expected = [], [], []
     for tokens in (torch.arange(9), torch.arange(7)):
         routed.clear()
         output, aux = model(tokens, Step.causal(1, len(tokens)))
-        expected = {name: value + counts for (name, value), counts in zip(expected.items(), routed, strict=True)}
-        losses.append(output.token_losses(tokens).sum() + aux)
+        expected.append({layer: counts.tolist() for layer, counts in enumerate(routed)})
+        parts.append(aux)
+        losses.append(output.token_losses(tokens).sum() + aux.total())
     torch.stack(losses).sum().backward()
-    load = pop_expert_load(model)
-    assert {name: counts.tolist() for name, counts in load.items()} == {name: counts.tolist() for name, counts in expected.items()}
-    assert all(counts.sum().item() == (9 + 7) * 2 for counts in load.values())
-    model.eval()(torch.arange(9), Step.causal(1, 9))
-    assert not any(counts.any() for counts in pop_expert_load(model).values())
+    assert [{layer: counts.tolist() for layer, counts in aux.counts.items()} for aux in parts] == expected
+    assert [[sum(counts) for counts in rows.values()] for rows in expected] == [[9 * 2] * 3, [7 * 2] * 3]
+    assert model.eval()(torch.arange(9), Step.causal(1, 9))[1] is None
 
 
 def test_no_balance_loss_without_gradients_and_the_same_output() -> None:
@@ -130,8 +128,8 @@ def check_ranks(plan: ParallelPlan, tokens: int, model: TransformerConfig = MODE
     whole, whole_aux = alone(x, Step.causal(1, len(x)))
     torch.testing.assert_close(all_gather(y.detach(), groups.world), whole.detach(), rtol=1e-10, atol=1e-12)
     if groups.tp_cp.size == groups.world.size:
-        torch.testing.assert_close(all_reduce(aux.detach(), groups.world), whole_aux.detach(), rtol=1e-10, atol=1e-12)
-        y, whole = y.square().sum() + aux, whole.square().sum() + whole_aux
+        torch.testing.assert_close(all_reduce(aux.total().detach(), groups.world), whole_aux.total().detach(), rtol=1e-10, atol=1e-12)
+        y, whole = y.square().sum() + aux.total(), whole.square().sum() + whole_aux.total()
     else:
         y, whole = y.square().sum(), whole.square().sum()
     y.backward()
@@ -190,14 +188,14 @@ def check_replicas(plan: ParallelPlan, tokens: int, model: TransformerConfig) ->
     torch.testing.assert_close(all_gather(y.detach(), groups.dp_cp), whole.detach(), rtol=1e-10, atol=1e-12)
     loss, whole_loss = y.square().sum(), whole.square().sum()
     if groups.dp_cp.size == 1:
-        torch.testing.assert_close(all_reduce(aux.detach(), groups.tp), whole_aux.detach(), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(all_reduce(aux.total().detach(), groups.tp), whole_aux.total().detach(), rtol=1e-10, atol=1e-12)
         # Each rank differentiates its part of the balance loss.
-        loss, whole_loss = loss + aux, whole_loss + whole_aux
+        loss, whole_loss = loss + aux.total(), whole_loss + whole_aux.total()
     loss.backward()
     whole_loss.backward()
     torch.testing.assert_close(all_gather(mine.grad, groups.dp_cp), whole_x.grad, rtol=1e-10, atol=1e-12)
     compare_gradients(layer, alone, groups)
-    assert all_reduce(layer.tokens_per_expert, groups.world).tolist() == alone.tokens_per_expert.tolist()
+    assert all_reduce(aux.counts[0], groups.world).tolist() == whole_aux.counts[0].tolist()
     with torch.no_grad():
         for count in (1, 0):
             torch.testing.assert_close(layer(x[:count], Step.causal(1, count))[0], whole.detach()[:count], rtol=1e-10, atol=1e-12)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_parallel import Group, ParallelPlan, ProcessGroups, named_shards
-from mcore_parallel.models import GPTModel, Site, TransformerConfig, dense_feed_forward, init_parameters, self_attention
+from mcore_parallel.models import Aux, AuxLoss, GPTModel, Site, TransformerConfig, dense_feed_forward, init_parameters, self_attention
 from mcore_parallel.nn import Step, causal_attention
 
 CONFIG = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=24, vocab_size=32)
@@ -28,9 +28,10 @@ class Costly(nn.Module):
     def __init__(self, site: Site) -> None:
         super().__init__()
         self.inner, self.cost = dense_feed_forward(site), float(site.layer + 10 * site.local_layer + 1)
+        self.layer = site.layer
 
-    def forward(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-        return self.inner(x, step)[0], x.new_tensor(self.cost)
+    def forward(self, x: Tensor, step: Step) -> tuple[Tensor, Aux]:
+        return self.inner(x, step)[0], Aux(losses={(self.layer, "cost"): AuxLoss(x.new_tensor(self.cost), 1.0)})
 
 
 def test_parameter_names_and_shapes_are_stable() -> None:
@@ -65,14 +66,14 @@ def test_stages_hold_disjoint_parts_under_global_names() -> None:
 def test_chosen_layers_keep_their_global_numbers() -> None:
     model = GPTModel(CONFIG, ProcessGroups.single(), layers=range(1, 2), feed_forward=Costly)
     assert list(model.layers) == ["1"]
-    assert float(model(TOKENS, Step.causal(2, 6))[1]) == 2.0
+    assert float(model(TOKENS, Step.causal(2, 6))[1].total()) == 2.0
     with pytest.raises(ValueError, match=r"layers=range\(1, 3\) must lie in range\(0, num_layers=2\)"):
         GPTModel(CONFIG, ProcessGroups.single(), layers=range(1, 3))
 
 
 def test_auxiliary_losses_of_the_layers_add_up() -> None:
     _, aux = GPTModel(CONFIG, ProcessGroups.single(), feed_forward=Costly)(TOKENS, Step.causal(2, 6))
-    assert float(aux) == (0 + 0 + 1) + (1 + 10 + 1)
+    assert float(aux.total()) == (0 + 0 + 1) + (1 + 10 + 1)
 
 
 def test_a_mixer_or_a_core_can_be_given_but_not_both() -> None:

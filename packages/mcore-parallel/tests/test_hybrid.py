@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.models import (
+    Aux,
+    AuxLoss,
     GPTModel,
     LayerPatternError,
     MambaModel,
@@ -156,14 +158,14 @@ class Costly(nn.Module):
         super().__init__()
         self.number = site.layer + 1
 
-    def forward(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-        return x, torch.tensor(float(self.number))
+    def forward(self, x: Tensor, step: Step) -> tuple[Tensor, Aux]:
+        return x, Aux(losses={(self.number - 1, "cost"): AuxLoss(torch.tensor(float(self.number)), 1.0)})
 
 
 def test_auxiliary_losses_of_e_layers_add_up() -> None:
     model = MambaModel(hybrid_config("*E-E", **SIZES), ProcessGroups.single(), feed_forward=Costly)
     _, aux = model(batch(0).tokens.flatten(), batch(0).step())
-    assert aux is not None and aux.item() == 2 + 4
+    assert aux is not None and aux.total().item() == 2 + 4 and sorted(aux.losses) == [(1, "cost"), (3, "cost")]
 
 
 def test_patterns_and_feed_forwards_that_do_not_fit_are_errors() -> None:

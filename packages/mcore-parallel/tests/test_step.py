@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from mcore_parallel import ParallelPlan, ProcessGroups, ShardSpec
 from mcore_parallel.comm import copy_to_tensor_model_parallel_region
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
-from mcore_parallel.models import GPTModel, ModelOutput, Site, TransformerConfig, dense_feed_forward
-from mcore_parallel.nn import Step
+from mcore_parallel.models import Aux, AuxLoss, AuxSpec, GPTModel, ModelOutput, Site, TransformerConfig, dense_feed_forward
+from mcore_parallel.nn import RecomputeConfig, Step
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from mcore_parallel.training import (
     Batch,
@@ -26,6 +26,7 @@ from mcore_parallel.training import (
     optimizer_state,
     train_step,
 )
+from mcore_parallel.training._aux import AuxSums
 from mcore_parallel.training._totals import add_up
 
 CONFIG = TransformerConfig(
@@ -34,22 +35,42 @@ CONFIG = TransformerConfig(
 
 
 class Router(nn.Module):
-    """A dense feed-forward with a parameter of its own that only an auxiliary loss reaches."""
+    """A dense feed-forward with a parameter of its own that only an auxiliary loss reaches, and that counts its tokens by parity."""
 
     def __init__(self, site: Site) -> None:
         super().__init__()
+        self.layer = site.layer
+        self.seen: list[tuple[list[float], bool]] = []
         self.inner, self.groups = dense_feed_forward(site), site.groups
         self.gate = nn.Parameter(torch.empty(site.config.hidden_size, dtype=site.dtype))
 
     def shard_specs(self) -> dict[str, ShardSpec]:
         return {"gate": ShardSpec(shape=tuple(self.gate.shape), partial=("tp",))}
 
-    def forward(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+    def end_of_batch(self, counts: Tensor, skipped: Tensor) -> None:
+        self.seen.append((counts.tolist(), bool(skipped)))
+
+    def forward(self, x: Tensor, step: Step) -> tuple[Tensor, Aux]:
         seen, share = x, 1.0
         if not self.groups.sequence_parallel:
             # All tp ranks see all tokens: each takes an equal part of the loss.
             seen, share = copy_to_tensor_model_parallel_region(x, self.groups.tp), 1.0 / self.groups.tp.size
-        return self.inner(x, step)[0], (seen @ self.gate).square().sum() * share / step.positions.numel()
+        loss = (seen @ self.gate).square().sum() * share / step.positions.numel()
+        # Every tp rank counts the same tokens; one of them reports.
+        odd = step.tokens % 2 if self.groups.tp.is_first else step.tokens.new_zeros(0)
+        counts = torch.stack([(odd == 0).sum(), (odd == 1).sum()])
+        return self.inner(x, step)[0], Aux(losses={(self.layer, "gate"): AuxLoss(loss * 4, 0.25)}, counts={self.layer: counts})
+
+
+@dataclasses.dataclass(frozen=True)
+class Routed:
+    """Builds ``Router``."""
+
+    def __call__(self, site: Site) -> nn.Module:
+        return Router(site)
+
+    def aux_spec(self, layer: int, config: TransformerConfig) -> AuxSpec:
+        return AuxSpec(losses=("gate",), num_counts=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +96,7 @@ def micro_batches(step: int, count: int = 4) -> list[Batch]:
 
 def run(groups: ProcessGroups, routed: bool = False, steps: int = 3) -> Run:
     """Train for some steps, then evaluate."""
-    feed_forward = Router if routed else dense_feed_forward
+    feed_forward = Routed() if routed else dense_feed_forward
     model = GPTModel(CONFIG, groups, feed_forward=feed_forward, dtype=torch.float64)
     sync = DistributedDataParallel(DistributedDataParallelConfig(), model, groups)
     optimizer = MegatronOptimizer(OptimizerConfig(lr=1.0, clip_grad=0.5, weight_decay=0.1), sync, groups)
@@ -93,6 +114,9 @@ def serial(routed: bool = False) -> Run:
 def check_layout(plan: ParallelPlan, routed: bool, expected: Run) -> None:
     groups = ProcessGroups.build(plan)
     reports, final, state = run(groups, routed)
+    for report, wanted in zip(reports, expected[0], strict=True):
+        assert report.layers.counts == wanted.layers.counts and set(report.layers.counts) == (set(range(4)) if routed else set())
+        assert report.layers.losses == pytest.approx(wanted.layers.losses, rel=1e-8)
     for report, wanted in zip(reports, expected[0], strict=True):
         assert report.num_tokens == wanted.num_tokens and not report.skipped
         assert set(report.metrics) == {"even", "loss"}
@@ -132,7 +156,7 @@ def parts(model: GPTModel, lr: float = 0.01) -> tuple[DistributedDataParallel, M
 
 
 def test_the_gradient_is_that_of_the_mean_over_all_counted_tokens() -> None:
-    model = GPTModel(CONFIG, ProcessGroups.single(), feed_forward=Router, dtype=torch.float64)
+    model = GPTModel(CONFIG, ProcessGroups.single(), feed_forward=Routed(), dtype=torch.float64)
     sync, optimizer = parts(model)
     batches = micro_batches(0)
     report = train_step(model, batches, Measured(), sync, optimizer, lr=0.0)
@@ -141,7 +165,7 @@ def test_the_gradient_is_that_of_the_mean_over_all_counted_tokens() -> None:
     for batch in batches:
         output, cost = model(batch.tokens.flatten(), batch.step())
         losses = nn.functional.cross_entropy(output.logits(), batch.labels.flatten(), reduction="none")
-        total, aux = total + (losses * batch.loss_mask.flatten()).sum(), aux + cost * batch.loss_mask.sum()
+        total, aux = total + (losses * batch.loss_mask.flatten()).sum(), aux + cost.total() * batch.loss_mask.sum()
     grads = torch.autograd.grad((total + aux) / count, list(model.parameters()))
     assert report.num_tokens == count
     torch.testing.assert_close([report.loss, report.aux], [(total / count).item(), (aux / count).item()], rtol=1e-10, atol=0)
@@ -149,6 +173,25 @@ def test_the_gradient_is_that_of_the_mean_over_all_counted_tokens() -> None:
     for (name, found), wanted in zip(model.named_parameters(), grads, strict=True):
         torch.testing.assert_close(sync.gradients()[name] / count, wanted, rtol=1e-9, atol=1e-12)
         assert found.grad is None
+
+
+@pytest.mark.parametrize(
+    "again", [None, RecomputeConfig(granularity="full"), RecomputeConfig(modules=("mlp",))], ids=["none", "full", "mlp"]
+)
+def test_what_layers_report_comes_by_name_once_and_reaches_them_after_the_step(again: RecomputeConfig | None) -> None:
+    model = GPTModel(CONFIG, ProcessGroups.single(), feed_forward=Routed(), recompute=again, dtype=torch.float64)
+    batches = micro_batches(0)
+    report = train_step(model, batches, Measured(), *parts(model), lr=0.01)
+    odd = sum(int((batch.tokens % 2).sum()) for batch in batches)
+    counted = (sum(batch.tokens.numel() for batch in batches) - odd, odd)
+    assert report.layers.counts == dict.fromkeys(range(4), counted)
+    assert [layer.mlp.seen for layer in model.layers.values()] == [[([float(count) for count in counted], False)]] * 4
+    assert sum(report.layers.losses.values()) * 0.25 == pytest.approx(report.aux)
+    values = report.layers.values()
+    assert values["aux/gate"] * 4 * 0.25 == pytest.approx(report.aux)
+    assert values["aux/gate/layer_2"] == report.layers.losses[2, "gate"]
+    assert values["aux/load"] == values["aux/load/layer_0"] == pytest.approx(max(counted) / (sum(counted) / 2))
+    assert set(report.layers.values(per_layer=False)) == {"aux/gate", "aux/load", "aux/idle_experts"}
 
 
 def test_evaluation_equals_the_loss_of_the_next_step_and_changes_nothing() -> None:
@@ -208,7 +251,7 @@ def check_too_many_metrics() -> None:
     reports = [LossReport(sum=torch.ones(()), count=torch.ones(()), metrics={f"metric {i}": torch.ones(()) for i in range(65)})]
     if groups.pp.is_last:
         with pytest.raises(ValueError, match=r"65 metrics .* report at most 64"):
-            add_up(reports, [], groups, torch.device("cpu"))
+            add_up(reports, AuxSums(), groups, torch.device("cpu"))
 
 
 @pytest.mark.world(2)

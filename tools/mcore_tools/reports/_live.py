@@ -68,9 +68,13 @@ class LiveReport:
         times = {name.removeprefix("time/"): curve(name) for name in names if name.startswith("time/") and name.count("/") == 1}
         if times:
             plots.append(Plot(title="Parts of a step, slowest rank", x_label="step", y_label="seconds a step", curves=times))
-        experts = {name.removesuffix("_share"): curve(name) for name in names if name.startswith("expert_")}
-        if experts:
-            plots.append(Plot(title="Expert load", x_label="step", y_label="share of tokens", curves=experts))
+        loads = {name.removeprefix("aux/load/"): curve(name) for name in names if name.startswith("aux/load/")}
+        if "aux/load" in names:
+            curves = {"mean of the layers": curve("aux/load"), **loads}
+            plots.append(Plot(title="Expert load", x_label="step", y_label="busiest over mean", curves=curves))
+        losses = {name.removeprefix("aux/"): curve(name) for name in names if name.startswith("aux/") and name.endswith("_loss")}
+        if losses:
+            plots.append(Plot(title="Auxiliary losses", x_label="step", y_label="mean of the layers", curves=losses))
         return plots
 
     def _sections(self, ended: bool) -> list[Section]:
@@ -79,7 +83,7 @@ class LiveReport:
         left_s = (self.steps - step) * recent[len(recent) // 2] if recent else 0.0
         state = "ended" if ended else f"running, about {timedelta(seconds=round(left_s))} left"
         facts = [("state", f"{state}, step {step} of {self.steps}"), ("written", time.strftime("%Y-%m-%d %H:%M:%S"))]
-        facts += [(name, f"{value:.6g}") for name, value in values.items() if not name.startswith("expert_")]
+        facts += [(name, f"{value:.6g}") for name, value in values.items() if "/layer_" not in name]
         return [Section(title="Newest step", facts=facts), Section(title="Configuration", facts=[], text=self.config)]
 
 

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import torch
 
-from mcore_moe import pop_expert_load
-from mcore_parallel.comm import all_reduce
 from mcore_parallel.data_parallel import DistributedDataParallel
 from mcore_parallel.graphs import GraphedModel
 from mcore_parallel.training import ProfileWindow, StepDumps, StragglerProbe, Timers
@@ -25,7 +23,7 @@ class Instruments:
     timers: Timers | None
     profile: ProfileWindow
     dumps: StepDumps | None
-    probe: Callable[[], dict[str, float]]
+    probe: Callable[[], dict[str, float]] | None
     """Further numbers of each step."""
     graphs: GraphedModel | None
 
@@ -38,7 +36,7 @@ class Instruments:
             timers=Timers(group=world, device=device) if config.log.timers_interval else None,
             profile=traces.build(rank=world.rank, model=parts.model),
             dumps=_dumps(config, parts),
-            probe=_probe(config, parts, device),
+            probe=_probe(config, parts),
             graphs=parts.graphs,
         )
 
@@ -63,17 +61,7 @@ def _dumps(config: RunConfig, parts: Parts) -> StepDumps | None:
     return placed.build(parts.model, parts.groups, parts.sync)
 
 
-def _probe(config: RunConfig, parts: Parts, device: torch.device) -> Callable[[], dict[str, float]]:
-    """Further numbers of each step: load of the experts, the slowest rank."""
+def _probe(config: RunConfig, parts: Parts) -> Callable[[], dict[str, float]] | None:
+    """Further numbers of a step: the slowest rank."""
     every = config.log.straggler_interval
-    stragglers = StragglerProbe(parts.model, parts.groups, every=every) if every else None
-
-    def probe() -> dict[str, float]:
-        values = {} if stragglers is None else stragglers()
-        if config.moe is None:
-            return values
-        load = sum(pop_expert_load(parts.model).values(), start=torch.zeros(1, dtype=torch.int64, device=device))
-        share = all_reduce(load, parts.groups.world).double()
-        return {**values, **{f"expert_{number}_share": value for number, value in enumerate((share / share.sum()).tolist())}}
-
-    return probe
+    return StragglerProbe(parts.model, parts.groups, every=every) if every else None

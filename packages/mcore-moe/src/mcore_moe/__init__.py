@@ -4,7 +4,7 @@
 
 from mcore_moe._config import MoEConfig
 from mcore_moe._experts import GroupedMLP, SequentialMLP
-from mcore_moe._layer import MoELayer, moe_feed_forward, pop_expert_load
+from mcore_moe._layer import MoELayer, moe_feed_forward
 from mcore_moe._router import TopKRouter
 from mcore_moe._routing import Routing, choose_experts, switch_load_balancing_loss_func, topk_routing_with_score_function
 from mcore_moe._stability import deprecated, experimental_api, internal_api
@@ -23,7 +23,6 @@ __all__ = [
     "experimental_api",
     "internal_api",
     "moe_feed_forward",
-    "pop_expert_load",
     "switch_load_balancing_loss_func",
     "topk_routing_with_score_function",
 ]

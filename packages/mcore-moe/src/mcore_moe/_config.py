@@ -59,6 +59,11 @@ class MoEConfig:
         if self.moe_aux_loss_coeff < 0:
             raise ValueError(f"moe_aux_loss_coeff={self.moe_aux_loss_coeff} must not be negative")
 
+    @property
+    def loss_names(self) -> tuple[str, ...]:
+        """Auxiliary losses of a layer."""
+        return ("load_balancing_loss",) if self.moe_aux_loss_coeff else ()
+
 
 def check_experts(
     config: MoEConfig, model: TransformerConfig, plan: ParallelPlan, *, dtype: torch.dtype, device: torch.device | str

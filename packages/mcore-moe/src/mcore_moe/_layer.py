@@ -16,7 +16,7 @@ from mcore_moe.dispatch import MoEAlltoAllTokenDispatcher, ReplicatedTokenDispat
 from mcore_parallel import Group, ParallelPlan
 from mcore_parallel.backends import special_products
 from mcore_parallel.comm import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
-from mcore_parallel.models import FeedForwardBuilder, Site, TransformerConfig
+from mcore_parallel.models import Aux, AuxSpec, FeedForwardBuilder, Site, TransformerConfig
 from mcore_parallel.nn import Activation, Step
 
 
@@ -27,8 +27,8 @@ class MoELayer(nn.Module):
     ranks hold different tokens under sequence parallelism. Without, they hold the same: each computes the picks of its own experts,
     and the results are summed over them.
 
-    ``tokens_per_expert`` [E] int64 counts the picks of this rank's tokens since it was last reset (`pop_expert_load`); of tokens
-    that several ranks hold, on the first of them. A pick counts when its gradient has come, so once however often its forward runs.
+    Training forwards return an ``Aux`` with the losses of the router and the tokens of each expert; of tokens that several ranks hold,
+    the first of them counts.
 
     Args:
         config: the mixture.
@@ -41,8 +41,6 @@ class MoELayer(nn.Module):
             spread beyond the tp ranks that hold the same tokens.
     """
 
-    tokens_per_expert: Tensor
-
     def __init__(
         self,
         config: MoEConfig,
@@ -54,6 +52,7 @@ class MoELayer(nn.Module):
     ) -> None:
         super().__init__()
         groups = site.groups
+        self.layer = site.layer
         if (matmuls := special_products(site.layers)) is not None:
             raise ValueError(
                 f"the layers are computed by {matmuls}, experts only by torch in the dtype of their weights; "
@@ -82,36 +81,19 @@ class MoELayer(nn.Module):
             dtype=dtype,
             device=device,
         )
-        counts = torch.zeros(config.num_moe_experts, dtype=torch.int64, device=device)
-        self.register_buffer("tokens_per_expert", counts, persistent=False)
 
-    def forward(self, x_TD: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
-        """[T, D] -> ([T, D], this rank's part of the load-balancing loss or None)."""
+    def forward(self, x_TD: Tensor, step: Step) -> tuple[Tensor, Aux | None]:
+        """[T, D] -> ([T, D], losses and counts; None outside training)."""
         x_TD = copy_to_tensor_model_parallel_region(x_TD, self.replicas)
-        routing, aux = self.router(x_TD)
+        routing, losses = self.router(x_TD)
         sent = self.dispatcher.dispatch(x_TD, routing)
         rows_RD = self.experts(sent.rows_RD, sent.tokens_per_expert)
         y_TD = reduce_from_tensor_model_parallel_region(self.dispatcher.combine(rows_RD, sent, routing), self.replicas)
-        if self.training and self.replicas.is_first and y_TD.requires_grad:
-            y_TD = _CountInBackward.apply(y_TD, routing.counts(len(self.tokens_per_expert)), self.tokens_per_expert)
-        return y_TD, aux
-
-
-class _CountInBackward(torch.autograd.Function):
-    """Identity whose backward adds ``counts`` to ``total``.
-
-    The graph of a forward that runs again for its saved tensors is never walked, so what it counts is dropped.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, y_TD: Tensor, counts_E: Tensor, total_E: Tensor) -> Tensor:
-        ctx.counts_E, ctx.total_E = counts_E, total_E
-        return y_TD.view_as(y_TD)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        ctx.total_E += ctx.counts_E
-        return grads[0], None, None
+        if not (self.training and torch.is_grad_enabled()):
+            return y_TD, None
+        counts_E = routing.counts(self.router.config.num_moe_experts)
+        counts_E = counts_E if self.replicas.is_first else torch.zeros_like(counts_E)
+        return y_TD, Aux(losses={(self.layer, name): loss for name, loss in losses.items()}, counts={self.layer: counts_E})
 
 
 def moe_feed_forward(config: MoEConfig, *, pause: Callable[[], None] | None = None) -> FeedForwardBuilder:
@@ -126,7 +108,7 @@ def moe_feed_forward(config: MoEConfig, *, pause: Callable[[], None] | None = No
 
 @dataclass(frozen=True)
 class _MixtureBuilder:
-    """Builds a layer, and says before (``mcore_parallel.models.LayoutChecked``) whether a layout can divide it."""
+    """Builds a layer, says before (``mcore_parallel.models.LayoutChecked``) whether a layout can divide it, and what it reports."""
 
     config: MoEConfig
     pause: Callable[[], None] | None
@@ -137,12 +119,5 @@ class _MixtureBuilder:
     def check_layout(self, config: TransformerConfig, plan: ParallelPlan, *, dtype: torch.dtype, device: torch.device | str) -> None:
         check_experts(self.config, config, plan, dtype=dtype, device=device)
 
-
-def pop_expert_load(model: nn.Module) -> dict[str, Tensor]:
-    """Module name -> [E] trained picks of each expert on this rank since the last call, for every mixture in ``model``."""
-    load = {}
-    for name, module in model.named_modules():
-        if isinstance(module, MoELayer):
-            load[name] = module.tokens_per_expert.clone()
-            module.tokens_per_expert.zero_()
-    return load
+    def aux_spec(self, layer: int, config: TransformerConfig) -> AuxSpec:
+        return AuxSpec(losses=self.config.loss_names, num_counts=self.config.num_moe_experts)

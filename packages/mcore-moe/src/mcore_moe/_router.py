@@ -11,6 +11,7 @@ from mcore_moe._config import MoEConfig
 from mcore_moe._routing import Routing, choose_experts, switch_load_balancing_loss_func
 from mcore_parallel import ProcessGroups, ShardSpec
 from mcore_parallel.comm import all_reduce
+from mcore_parallel.models import AuxLoss
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -44,8 +45,8 @@ class TopKRouter(nn.Module):
         partial = ("tp",) if self.groups.tp.size > 1 else ()
         return {"weight": ShardSpec(shape=tuple(self.weight.shape), partial=partial)}
 
-    def forward(self, x_TD: Tensor) -> tuple[Routing, Tensor | None]:
-        """The routing of [T, D] tokens, and this rank's part of the load-balancing loss (None when it is off or unneeded)."""
+    def forward(self, x_TD: Tensor) -> tuple[Routing, dict[str, AuxLoss]]:
+        """The routing of [T, D] tokens, and this rank's part of the auxiliary losses by name; none outside training."""
         config = self.config
         dtype = torch.promote_types(_DTYPES.get(config.moe_router_dtype or "", x_TD.dtype), x_TD.dtype)
         logits_TE = x_TD.to(dtype) @ self.weight.to(dtype).t()
@@ -57,8 +58,8 @@ class TopKRouter(nn.Module):
             scaling_factor=config.moe_router_topk_scaling_factor,
         )
         if not config.moe_aux_loss_coeff or not torch.is_grad_enabled() or not self.training:
-            return routing, None
-        return routing, self._balance_loss(logits_TE, routing)
+            return routing, {}
+        return routing, {"load_balancing_loss": AuxLoss(self._balance_loss(logits_TE, routing), config.moe_aux_loss_coeff)}
 
     def _balance_loss(self, logits_TE: Tensor, routing: Routing) -> Tensor:
         config = self.config
@@ -69,6 +70,4 @@ class TopKRouter(nn.Module):
             scores_TE = logits_TE.softmax(-1)
         counts_E = all_reduce(routing.counts(config.num_moe_experts), self.groups.tp_cp)
         total = logits_TE.shape[0] * self.groups.tp_cp.size
-        return switch_load_balancing_loss_func(
-            scores_TE, counts_E, total, config.moe_router_topk, config.num_moe_experts, config.moe_aux_loss_coeff
-        )
+        return switch_load_balancing_loss_func(scores_TE, counts_E, total, config.moe_router_topk, config.num_moe_experts, 1.0)

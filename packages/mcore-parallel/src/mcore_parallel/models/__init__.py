@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Models: configuration, the transformer layer with its slots, decoders, hybrids, BERT and T5, what they cost."""
 
+from mcore_parallel.models._aux import Aux, AuxLoss, AuxSpec, CountsHook, DeclaresAux, ReportsAux
 from mcore_parallel.models._bert import BertModel
 from mcore_parallel.models._bert_heads import BertOutput
 from mcore_parallel.models._config import CONFIG_RULES, ConfigRule, TransformerConfig
@@ -27,9 +28,14 @@ from mcore_parallel.models._t5 import T5Model
 
 __all__ = [
     "CONFIG_RULES",
+    "Aux",
+    "AuxLoss",
+    "AuxSpec",
     "BertModel",
     "BertOutput",
     "ConfigRule",
+    "CountsHook",
+    "DeclaresAux",
     "FeedForwardBuilder",
     "GPTModel",
     "LayerPattern",
@@ -39,6 +45,7 @@ __all__ = [
     "MixerBuilder",
     "ModelOutput",
     "OutputLayer",
+    "ReportsAux",
     "SelfInitialised",
     "Site",
     "T5Model",

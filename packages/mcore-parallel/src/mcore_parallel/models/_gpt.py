@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mcore_parallel.backends import Backend, TorchBackend
 from mcore_parallel.groups import ProcessGroups
+from mcore_parallel.models._aux import Aux, AuxSpec
 from mcore_parallel.models._config import TransformerConfig
 from mcore_parallel.models._cores import rotary_config
 from mcore_parallel.models._init import fill_parameters
@@ -123,6 +124,7 @@ class GPTModel(nn.Module):
         mixers = {"*": mixer, "+": mixer, "M": mamba_mixer(), "G": delta_net_mixer()}
         stack = LayerStack(config=config, mixers=mixers, feed_forward=feed_forward, layer_configs=layer_configs or {})
         self.stage_layers = held
+        self.aux_specs: Mapping[int, AuxSpec] = stack.aux_specs()
         sizes = (config.vocab_size, config.hidden_size, groups)
         place: dict[str, Any] = {"dtype": dtype, "device": device}
         ends: dict[str, Any] = {**place, "partial": ("embd",) if shared else ()}
@@ -157,7 +159,7 @@ class GPTModel(nn.Module):
         if seed is not None and torch.device(device).type != "meta":
             init_parameters(self, seed)
 
-    def forward(self, x: Tensor, step: Step) -> tuple[Tensor | ModelOutput, Tensor | None]:
+    def forward(self, x: Tensor, step: Step) -> tuple[Tensor | ModelOutput, Aux | None]:
         """One pass through this stage.
 
         Args:
@@ -165,7 +167,7 @@ class GPTModel(nn.Module):
             step: positions and attention data of all T tokens.
 
         Returns:
-            Hidden states [T or T / tp, D], on the last stage a ``ModelOutput``; and this rank's part of the auxiliary loss, or None.
+            Hidden states [T or T / tp, D], on the last stage a ``ModelOutput``; and what the layers return beside (``Aux``), or None.
 
         Raises:
             ValueError: under sequence parallelism, tp does not divide T.
@@ -182,19 +184,17 @@ class GPTModel(nn.Module):
         if self.is_first:
             x = self.embed(x, step)
         with self.backend.running(self.groups):
-            x, aux_total = self.memory.run(list(self.layers.values()), x, step)
+            x, aux = self.memory.run(list(self.layers.values()), x, step)
         layer = cast(OutputLayer, self.embedding) if self._holds_copy else self.output
         if self.final_norm is None or layer is None:
-            return x, aux_total
+            return x, aux
         tied = self.config.share_embeddings_and_output_weights and not self._holds_copy
         shared = self.embedding.weight if tied and self.embedding is not None else None
         hidden, factor = self.final_norm(x), self.config.output_multiplier
-        further, aux = self._predict_further(hidden, tokens, step)
-        if aux is not None:
-            aux_total = aux if aux_total is None else aux_total + aux
+        further, aux_further = self._predict_further(hidden, tokens, step)
         detach = self.config.mtp_detach
         depths = tuple(ModelOutput(_scaled(states, factor), layer, shared, detached=detach) for states in further)
-        return ModelOutput(_scaled(hidden, factor), layer, shared, depths=depths), aux_total
+        return ModelOutput(_scaled(hidden, factor), layer, shared, depths=depths), Aux.merged([aux, aux_further])
 
     def embed(self, tokens: Tensor, step: Step) -> Tensor:
         """Token ids [T] -> [T or T / tp, D], on a stage that holds the table."""
@@ -210,8 +210,8 @@ class GPTModel(nn.Module):
         partial = ("embd",) if config.mtp_num_layers and self.is_first != self.is_last else ()
         return LearnedPositions(config.max_position_embeddings, config.hidden_size, self.groups, partial=partial, **place)
 
-    def _predict_further(self, hidden: Tensor, tokens: Tensor | None, step: Step) -> tuple[list[Tensor], Tensor | None]:
-        """Hidden states of the depths, and their auxiliary loss; none outside training."""
+    def _predict_further(self, hidden: Tensor, tokens: Tensor | None, step: Step) -> tuple[list[Tensor], Aux | None]:
+        """Hidden states of the depths, and what their layers return beside; none outside training."""
         if self.mtp is None or not self.training:
             return [], None
         if tokens is None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from mcore_parallel.models._aux import Aux
 from mcore_parallel.models._cores import CoreChooser, attention_spec, layer_rotary
 from mcore_parallel.models._slots import FeedForwardBuilder, MixerBuilder, Site
 from mcore_parallel.nn import (
@@ -68,8 +69,8 @@ class TransformerLayer(nn.Module):
         """What fills the mixer slot."""
         return self._modules[self.mixer_name]
 
-    def forward(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
-        """[T or T / tp, D] -> (the same, auxiliary loss of the feed-forward or None)."""
+    def forward(self, x: Tensor, step: Step) -> tuple[Tensor, Aux | None]:
+        """[T or T / tp, D] -> (the same, what the feed-forward returns beside or None)."""
         mixer, aux = self.mixer, None
         with self.memory.offloading("layer", self):
             if mixer is not None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from mcore_parallel.groups import ProcessGroups
+from mcore_parallel.models._aux import Aux
 from mcore_parallel.nn import (
     EXPERT_PARTS,
     ActivationOffloader,
@@ -19,7 +20,7 @@ from mcore_parallel.nn import (
     recompute,
 )
 
-RunLayer = Callable[[Tensor, Step], tuple[Tensor, Tensor | None]]
+RunLayer = Callable[[Tensor, Step], tuple[Tensor, Aux | None]]
 
 
 class StageMemory:
@@ -79,21 +80,20 @@ class StageMemory:
             away.append("layer")
         return LayerMemory(recomputed=recomputed, offloaded=away, offloader=self.offloader, preserve_rng_state=self._keeps_random())
 
-    def run(self, layers: Sequence[RunLayer], x: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
-        """All layers in order; hidden states and the sum of the auxiliary losses."""
-        total: Tensor | None = None
+    def run(self, layers: Sequence[RunLayer], x: Tensor, step: Step) -> tuple[Tensor, Aux | None]:
+        """All layers in order; hidden states and what the layers return beside."""
+        parts: list[Aux | None] = []
         spans = [(0, len(layers), False)] if self.recompute is None else self.recompute.spans(len(layers), step.slot)
         for first, end, again in spans:
             x, aux = self._run_again(layers, first, end, x, step) if again else _run(layers[first:end], x, step)
-            if aux is not None:
-                total = aux if total is None else total + aux
-        return x, total
+            parts.append(aux)
+        return x, Aux.merged(parts)
 
-    def _run_again(self, layers: Sequence[RunLayer], first: int, end: int, x: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
+    def _run_again(self, layers: Sequence[RunLayer], first: int, end: int, x: Tensor, step: Step) -> tuple[Tensor, Aux | None]:
         assert self.recompute is not None
         share = self.groups.tp if self.recompute.distribute_saved_activations else None
 
-        def run(x: Tensor) -> tuple[Tensor, Tensor | None]:
+        def run(x: Tensor) -> tuple[Tensor, Aux | None]:
             return _run(layers[first:end], x, step)
 
         if self.offloader is not None and self._offloads("layer", first):
@@ -112,10 +112,9 @@ class StageMemory:
         return self.recompute is None or self.recompute.preserve_rng_state
 
 
-def _run(layers: Sequence[RunLayer], x: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
-    total: Tensor | None = None
+def _run(layers: Sequence[RunLayer], x: Tensor, step: Step) -> tuple[Tensor, Aux | None]:
+    parts: list[Aux | None] = []
     for layer in layers:
         x, aux = layer(x, step)
-        if aux is not None:
-            total = aux if total is None else total + aux
-    return x, total
+        parts.append(aux)
+    return x, Aux.merged(parts)

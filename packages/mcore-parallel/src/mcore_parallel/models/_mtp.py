@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from mcore_parallel.context_parallel import sequence_lengths, tokens_ahead
 from mcore_parallel.groups import Group
+from mcore_parallel.models._aux import Aux
 from mcore_parallel.models._config import TransformerConfig
 from mcore_parallel.models._layer import build_norm
 from mcore_parallel.models._memory import StageMemory
@@ -36,8 +37,8 @@ class TokenDepth(nn.Module):
         self.layers = nn.ModuleDict({str(number): layer for number, layer in enumerate(layers)})
         self.final_norm = build_norm(site)
 
-    def forward(self, hidden: Tensor, embedded: Tensor, step: Step, memory: StageMemory) -> tuple[Tensor, Tensor | None]:
-        """Two [T or T / tp, D] -> (the same, auxiliary loss or None)."""
+    def forward(self, hidden: Tensor, embedded: Tensor, step: Step, memory: StageMemory) -> tuple[Tensor, Aux | None]:
+        """Two [T or T / tp, D] -> (the same, what the layers return beside or None)."""
         x = self.projection(torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=-1))
         x, aux = memory.run(list(self.layers.values()), x, step)
         return self.final_norm(x), aux
@@ -53,8 +54,8 @@ def predict_further(
     memory: StageMemory,
     config: TransformerConfig,
     cp: Group,
-) -> tuple[list[Tensor], Tensor | None]:
-    """Hidden states of every depth, behind their final norms, and the sum of the auxiliary losses.
+) -> tuple[list[Tensor], Aux | None]:
+    """Hidden states of every depth, behind their final norms, and what the layers return beside.
 
     Depth k (from 1) of token t reads the embedding of token t + k and predicts token t + k + 1; behind the end of a sequence it
     reads token 0, whose prediction no label weighs.
@@ -73,11 +74,10 @@ def predict_further(
     if config.mtp_detach:
         hidden = hidden.detach()
     hiddens: list[Tensor] = []
-    total: Tensor | None = None
+    parts: list[Aux | None] = []
     for number, depth in enumerate(depths.values(), 1):
         embedded = embed(tokens_ahead(tokens, whole, cp, by=number))
         hidden, aux = depth(hidden, embedded.detach() if config.mtp_detach else embedded, step, memory)
         hiddens.append(hidden)
-        if aux is not None:
-            total = aux if total is None else total + aux
-    return hiddens, total
+        parts.append(aux)
+    return hiddens, Aux.merged(parts)

@@ -34,9 +34,9 @@ class Site:
 
 
 class FeedForwardBuilder(Protocol):
-    """Builds a module ``forward(x, step) -> (y, aux)``: x and y are [T or T / tp, D], aux a scalar loss or None.
+    """Builds a module ``forward(x, step) -> (y, aux)``: x and y are [T or T / tp, D], aux an ``Aux`` of this layer or None.
 
-    ``aux`` is this rank's part of an auxiliary loss of one micro-batch: the parts of the tp and cp ranks add up.
+    A builder whose layers return one is ``DeclaresAux``; over pipeline stages only what it declares is reported by name.
     """
 
     def __call__(self, site: Site) -> nn.Module: ...

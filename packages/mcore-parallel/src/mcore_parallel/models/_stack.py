@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mcore_parallel.groups import Group
+from mcore_parallel.models._aux import AuxSpec, DeclaresAux
 from mcore_parallel.models._config import TransformerConfig
 from mcore_parallel.models._layer import TransformerLayer, dense_feed_forward
 from mcore_parallel.models._layout import is_dense
@@ -70,6 +71,20 @@ class LayerStack:
     def depth_layer(self, site: Site, memory: LayerMemory, symbol: str | None) -> TransformerLayer:
         """A layer of a multi-token prediction depth."""
         return self._build(site, memory, symbol)
+
+    def aux_specs(self) -> dict[int, AuxSpec]:
+        """What each layer of the model reports, multi-token prediction depths included, whichever stage holds it."""
+        if not isinstance(self.feed_forward, DeclaresAux):
+            return {}
+        config, pattern = self.config, self.pattern
+        trunk = [None] * config.num_layers if pattern is None else list(pattern.layers)
+        symbols = trunk + (depth_symbols(config) * config.mtp_num_layers if config.mtp_num_layers else [])
+        specs: dict[int, AuxSpec] = {}
+        for layer, symbol in enumerate(symbols):
+            spec = self.feed_forward.aux_spec(layer, self.layer_configs.get(layer, config)) if symbol in (None, "E") else None
+            if spec is not None:
+                specs[layer] = spec
+        return specs
 
     def _build(self, site: Site, memory: LayerMemory, symbol: str | None) -> TransformerLayer:
         if symbol is None:

@@ -2,7 +2,8 @@
 # Copyright (c) 2026 the mcore authors
 """What every layer of one forward pass is told beside the hidden states."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -45,6 +46,11 @@ class Step:
     """cos and sin of the rotary embedding, each [T, channels of a head that turn]; the model fills them in once for all its layers."""
     rotary_window: tuple[Tensor, Tensor] | None = None
     """The same for layers with a window, where these have a base of their own; None where they share ``rotary``."""
+    valid: Tensor | None = None
+    """[T] bool, False at padding, which feed-forwards may skip; None where every token is real."""
+    counts: Mapping[int, Tensor] = field(default_factory=dict)
+    """By layer, what it counted on this rank in the micro-batches of the global batch before this one (``mcore_parallel.models.Aux``);
+    empty unless a layer reads it."""
     slot: int | None = None
     """Number of this pass among those whose backward a pipeline stage has still to run, from 0; None outside a schedule."""
 

@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Training: batches and their sizes, objectives, the train step, evaluation, checkpoint state, the loop and what guards and reports it."""
 
+from mcore_parallel.training._aux import AuxReport
 from mcore_parallel.training._batch import Batch
 from mcore_parallel.training._batch_size import (
     BatchRampUp,
@@ -42,6 +43,7 @@ __all__ = [
     "STOPPED_EXIT_CODE",
     "SUSPECT_EXIT_CODE",
     "Annotation",
+    "AuxReport",
     "Batch",
     "BatchRampUp",
     "BatchSizeSchedule",

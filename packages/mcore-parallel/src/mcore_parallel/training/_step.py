@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from mcore_parallel.comm import TensorSpec, all_reduce
 from mcore_parallel.groups import ProcessGroups
+from mcore_parallel.models import AuxSpec, CountsHook, ReportsAux
 from mcore_parallel.pipeline import (
     ModelChunks,
     Overlap,
@@ -25,6 +26,7 @@ from mcore_parallel.pipeline import (
     plan_pipeline,
     run_schedule,
 )
+from mcore_parallel.training._aux import AuxReport, AuxSums
 from mcore_parallel.training._batch import Batch
 from mcore_parallel.training._objective import LossReport
 from mcore_parallel.training._protocols import DeferredResult, GradSync, LossScaler, Objective, Optimizer
@@ -42,13 +44,15 @@ class TrainReport:
     num_tokens: int
     """Tokens that counted (rounded when the mask holds fractions, 0 when it is not finite)."""
     aux: float
-    """Mean auxiliary loss of a micro-batch, weighted by its tokens and added up over layers; 0 without one."""
+    """Mean auxiliary loss of a micro-batch, weighted by its tokens and added up over layers with its coefficients; 0 without one."""
     metrics: dict[str, float]
     """The objective's metrics, means over the counted tokens."""
     skipped: bool
     """The optimizer did not update anything."""
     votes: int = 0
     """Ranks that voted."""
+    layers: AuxReport = field(default_factory=lambda: AuxReport({}, {}))
+    """Auxiliary losses by name and the tokens of each expert, by layer."""
 
 
 def train_step(
@@ -70,10 +74,10 @@ def train_step(
 
     With one pipeline stage or many the work is a schedule of forwards and backwards. Losses are sums over tokens; the
     gradient is divided once, by the count of all micro-batches of all replicas. The step itself reads one set of numbers back to
-    the host, at its end.
+    the host, at its end. What layers counted is summed with the losses, and handed to every ``CountsHook`` of the model after the update.
 
     Args:
-        model: this rank's stage, as ``GPTModel``: forward(tokens or hidden, step) -> (hidden or output, aux or None). With
+        model: this rank's stage, as ``GPTModel``: forward(tokens or hidden, step) -> (hidden or output, ``Aux`` or None). With
             virtual stages its chunks in order (``ModelChunks``, a ModuleList or a sequence).
         batches: micro-batches of this replica, equally many on every rank; all tp, cp and pp ranks of a replica get the same, of
             which each cp rank takes its ``context_share``.
@@ -103,12 +107,23 @@ def train_step(
     norm = result.grad_norm.detach().to(device, torch.float64).reshape(1)
     # A decision that is on the device comes along, instead of a synchronisation of its own.
     skip = result.skip.detach().to(device, torch.float64).reshape(1) if isinstance(result, DeferredResult) else norm.new_zeros(1)
+    skipped_flag = skip[0] > 0 if isinstance(result, DeferredResult) else torch.full((), result.skipped, dtype=torch.bool, device=device)
+    _hand_out_counts(work.stage.chunks, totals, skipped_flag)
     *values, grad_norm, skip_value = torch.cat([totals.vector, norm, skip]).tolist()
     skipped = bool(skip_value) if isinstance(result, DeferredResult) else result.skipped
     loss, count, aux, metrics = totals.read(values)
     counted = round(count) if math.isfinite(count) else 0
     votes = totals.votes(values)
-    return TrainReport(loss=loss, grad_norm=grad_norm, num_tokens=counted, aux=aux, metrics=metrics, skipped=skipped, votes=votes)
+    return TrainReport(
+        loss=loss,
+        grad_norm=grad_norm,
+        num_tokens=counted,
+        aux=aux,
+        metrics=metrics,
+        skipped=skipped,
+        votes=votes,
+        layers=totals.read_aux(values),
+    )
 
 
 @torch.no_grad()
@@ -143,7 +158,7 @@ def evaluate(
     finally:
         for module, mode in zip(modules, training, strict=True):
             module.train(mode)
-    totals = add_up(stage.reports, [], stage.groups, stage.device)
+    totals = add_up(stage.reports, AuxSums(), stage.groups, stage.device)
     loss, count, _, metrics = totals.read(totals.vector.tolist())
     as_sums: Mapping[str, Tensor] = {name: torch.tensor(value * count, dtype=torch.float64) for name, value in metrics.items()}
     return LossReport(sum=torch.tensor(loss * count, dtype=torch.float64), count=torch.tensor(count, dtype=torch.float64), metrics=as_sums)
@@ -160,7 +175,7 @@ class _Stage:
     loss_scale: Tensor | None = None
     """Factor of what is differentiated; reports are without it."""
     reports: list[LossReport] = field(default_factory=list)
-    aux: list[Tensor] = field(default_factory=list)
+    aux: AuxSums = field(default_factory=AuxSums)
     slots: dict[tuple[int, int], int] = field(default_factory=dict)
     """Of ``PipelinePlan.slots``."""
 
@@ -179,6 +194,12 @@ class _Stage:
         owner: Any = chunks[0]
         layout: ProcessGroups = owner.groups if groups is None else groups
         return cls(chunks, [batch.context_share(layout.cp) for batch in batches], objective, layout, loss_scale)
+
+    @property
+    def aux_specs(self) -> Mapping[int, AuxSpec]:
+        """What all layers of the model report."""
+        owner = self.chunks[0]
+        return owner.aux_specs if isinstance(owner, ReportsAux) else {}
 
     @property
     def device(self) -> torch.device:
@@ -204,13 +225,15 @@ class _Stage:
     def forward(self, chunk: int, microbatch: int, hidden: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """A chunk's part of one micro-batch: hidden states or the summed loss, and the weighted auxiliary loss."""
         batch = self.batches[microbatch]
-        step = dataclasses.replace(batch.step(), slot=self.slots.get((chunk, microbatch)))
-        output, aux = self.chunks[chunk](batch.tokens.flatten() if hidden is None else hidden, step)
-        if aux is not None:
+        # Counts before this micro-batch: the step keeps them for a recomputed forward.
+        counts = dict(self.aux.counts) if any(spec.reads_counts for spec in self.aux_specs.values()) else {}
+        step = dataclasses.replace(batch.step(), slot=self.slots.get((chunk, microbatch)), counts=counts)
+        output, parts = self.chunks[chunk](batch.tokens.flatten() if hidden is None else hidden, step)
+        aux = None
+        if parts is not None:
             # Divided by the global count later, like everything: a mean over micro-batches, each weighing its tokens.
-            aux = aux * all_reduce(batch.weight(), self.groups.cp).to(aux.dtype)
-            self.aux.append(aux.detach())
-            aux = self._scaled(aux)
+            aux = self.aux.add(parts, all_reduce(batch.weight(), self.groups.cp))
+            aux = None if aux is None else self._scaled(aux)
         if not (self.groups.pp.is_last and chunk == len(self.chunks) - 1):
             return output, aux
         report = self.objective(output, batch)
@@ -244,7 +267,7 @@ class GradientPass:
         with self.span("grad-sync"):
             self.sync.finish_grad_sync()
         stage = self.stage
-        return add_up(stage.reports, stage.aux, stage.groups, stage.device, vote=self.vote)
+        return add_up(stage.reports, stage.aux, stage.groups, stage.device, specs=stage.aux_specs, vote=self.vote)
 
     def alone(self) -> list[LossReport]:
         """The reports of this rank's micro-batches; the gradients are those of this rank, not summed over replicas."""
@@ -260,6 +283,13 @@ class GradientPass:
         plan = plan_pipeline(self.pipeline or _default_schedule(len(stage.chunks)), pp.size, len(stage.batches))
         stage.slots.update(plan.slots(pp.rank))
         run_schedule(plan, stage.forwards, pp, hidden=stage.hidden_spec(), no_sync=self.sync.no_sync, overlap=self.overlap)
+
+
+def _hand_out_counts(chunks: Sequence[nn.Module], totals: Totals, skipped: Tensor) -> None:
+    counts = totals.counts()
+    for module in (module for chunk in chunks for module in chunk.modules()) if counts else ():
+        if isinstance(module, CountsHook) and module.layer in counts:
+            module.end_of_batch(counts[module.layer], skipped)
 
 
 # Kept, so that plan_pipeline finds the plan of the last step again.

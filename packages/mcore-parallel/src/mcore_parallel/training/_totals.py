@@ -2,14 +2,17 @@
 # Copyright (c) 2026 the mcore authors
 """Adds the reports of all micro-batches and ranks up, in one collective and without looking at the numbers."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mcore_parallel.comm import all_reduce
 from mcore_parallel.groups import ProcessGroups
+from mcore_parallel.models import AuxSpec
+from mcore_parallel.training._aux import AuxLayout, AuxReport, AuxSums
 from mcore_parallel.training._objective import LossReport
 
 # Only the last stage knows which metrics there are. Over several stages the vector therefore has a fixed size:
@@ -26,9 +29,11 @@ class Totals:
     """Sums over the world, on the device."""
 
     vector: Tensor
-    """float64: loss sum, count, weighted auxiliary sum, votes, metrics, and over several stages the bytes of their names."""
+    """float64: loss sum, count, weighted auxiliary sum, votes, metrics, over several stages the bytes of their names; then ``aux``."""
     names: tuple[str, ...] | None
     """Metrics in the vector's order; None when the names are in the vector."""
+    aux: AuxLayout = field(default_factory=AuxLayout)
+    """The end of the vector."""
 
     @property
     def count(self) -> Tensor:
@@ -44,11 +49,23 @@ class Totals:
     def read(self, values: Sequence[float]) -> tuple[float, float, float, dict[str, float]]:
         """Loss, count, auxiliary loss and metrics from the vector's numbers on the host."""
         total, count, aux = values[:_VOTES]
-        names = _decode(values[_FIXED + _MAX_METRICS :]) if self.names is None else self.names
+        names = _decode(values[_FIXED + _MAX_METRICS :][:_MAX_NAME_BYTES]) if self.names is None else self.names
         sums = dict(zip(names, values[_FIXED : _FIXED + len(names)], strict=True))
         counts = {name.removesuffix(_COUNT): sums.pop(name) for name in names if name.endswith(_COUNT)}
         metrics = {name: _mean(value, counts.get(name, count)) for name, value in sums.items()}
         return _mean(total, count), count, _mean(aux, count), metrics
+
+    def counts(self) -> dict[int, Tensor]:
+        """By layer, on the device."""
+        return self.aux.counts_of(self._end(self.vector))
+
+    def read_aux(self, values: Sequence[float]) -> AuxReport:
+        """Auxiliary losses and counts by layer from the vector's numbers on the host."""
+        return self.aux.read(self._end(values), values[1])
+
+    def _end(self, values: Any) -> Any:
+        begin = _FIXED + (_MAX_METRICS + _MAX_NAME_BYTES if self.names is None else len(self.names))
+        return values[begin : begin + self.aux.size]
 
     def votes(self, values: Sequence[float]) -> int:
         """Ranks that voted, from the vector's numbers on the host."""
@@ -56,15 +73,22 @@ class Totals:
 
 
 def add_up(
-    reports: Sequence[LossReport], aux: Sequence[Tensor], groups: ProcessGroups, device: torch.device, *, vote: bool = False
+    reports: Sequence[LossReport],
+    aux: AuxSums,
+    groups: ProcessGroups,
+    device: torch.device,
+    *,
+    specs: Mapping[int, AuxSpec] | None = None,
+    vote: bool = False,
 ) -> Totals:
     """Totals over micro-batches, replicas and stages; the same on every rank.
 
     Args:
         reports: of the micro-batches, on the last stage; empty on the others.
-        aux: weighted auxiliary losses of this rank.
+        aux: sums of this rank.
         groups: the layout; the world is summed over.
         device: of the result.
+        specs: what all layers of the model report; None for what this rank has.
         vote: of this rank.
 
     Raises:
@@ -83,19 +107,26 @@ def add_up(
         scalars = [report.sum, report.count, nothing, nothing, *(entries[name] for name in names)]
         rows.append(torch.stack([scalar.detach().to(device, torch.float64) for scalar in scalars]))
     vector = torch.stack(rows).sum(0)
-    if aux:
-        vector[2] = torch.stack([value.detach().double() for value in aux]).sum()
+    if aux.total is not None:
+        vector[2] = aux.total
     if vote:
         vector[_VOTES] = 1.0
+    layout = AuxLayout.of(specs or {}, aux if groups.pp.size == 1 else None)
+    if undeclared := set(aux.counts) - {layer for layer, _ in layout.counts}:
+        raise ValueError(
+            f"layers {sorted(undeclared)} count tokens that their builder does not declare, which pp={groups.pp.size} stages need; "
+            "give the feed-forward builder aux_spec (mcore_parallel.models.DeclaresAux)"
+        )
+    end = layout.vector(aux, device)
     if groups.pp.size == 1:
-        return Totals(all_reduce(vector, groups.world), names)
+        return Totals(all_reduce(torch.cat((vector, end)), groups.world), names, layout)
     wide = torch.zeros(_FIXED + _MAX_METRICS + _MAX_NAME_BYTES, dtype=torch.float64, device=device)
     wide[: len(vector)] = vector
     speaker = groups.pp.is_last and groups.tp.is_first and groups.dp_cp.is_first
     if names and speaker:
         code = _encode(names)
         wide[_FIXED + _MAX_METRICS :][: len(code)] = torch.tensor(code, dtype=torch.float64).to(device, non_blocking=True)
-    return Totals(all_reduce(wide, groups.world), None)
+    return Totals(all_reduce(torch.cat((wide, end)), groups.world), None, layout)
 
 
 def _entries(report: LossReport) -> dict[str, Tensor]:

@@ -51,6 +51,8 @@ class TrainerConfig:
     """Save after every n-th step and after the last one, wherever the run ends without an error; 0 for never."""
     timers_every: int = 0
     """Read ``timers`` after the first step and every n-th, which waits for the ranks; 0 for never."""
+    per_layer_values: bool = True
+    """Write auxiliary losses and the load of experts of each layer, beside their means over the layers."""
     max_skipped_steps: int = 0
     """Steps of the run that the optimizer may skip (gradients that are not finite) before it is an error."""
 
@@ -267,6 +269,7 @@ class Trainer:
         self._check(report)
         values = {"loss": report.loss, "grad_norm": report.grad_norm, "lr": lr, "num_tokens": report.num_tokens, "aux": report.aux}
         values |= {"num_samples": samples, "skipped_steps": self.state.skipped_steps, **report.metrics}
+        values |= report.layers.values(per_layer=self.config.per_layer_values)
         values |= {} if self.rerun is None else self.rerun.pop_values()
         return {**values, **(self.probe() if self.probe else {})}
 
