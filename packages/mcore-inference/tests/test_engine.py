@@ -494,3 +494,28 @@ def test_a_storm_of_requests_and_aborts_leaks_nothing(make_model: Make, make_eng
     assert all(len(record.generated_log_probs) == record.num_generated for record in ended)
     assert sum(engine.finished_counts.values()) == len(added)
     check_idle(engine)
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_suspending_between_any_two_steps_changes_no_token(make_engine: Make, run_ahead: bool) -> None:
+    prompts, params = [[1, 2, 3], [4] * 20, [5, 6]], SamplingParams(num_tokens_to_generate=12, seed=3, return_log_probs=True)
+    wanted = make_engine(run_ahead=run_ahead).generate(prompts, params)
+    for stop in range(12):
+        engine = make_engine(run_ahead=run_ahead)
+        numbers = [engine.add_request(prompt, params) for prompt in prompts]
+        records = {}
+        for step in range(100):
+            if step == stop:
+                engine.suspend()
+                engine.suspend()
+                assert engine.is_suspended and engine.context.cache.pages.untyped_storage().size() == 0
+                with pytest.raises(RuntimeError, match="suspended"):
+                    engine.step()
+                engine.resume()
+                engine.resume()
+            records |= {record.request_id: record for record in engine.step()}
+            if not engine.has_unfinished_requests():
+                break
+        for number, reference in zip(numbers, wanted, strict=True):
+            assert records[number].generated_tokens == reference.generated_tokens
+            torch.testing.assert_close(records[number].generated_log_probs, reference.generated_log_probs, rtol=1e-9, atol=1e-9)

@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Fields that callers set, checked and made plain: integers and numbers of any library become Python's own."""
 
+import ipaddress
 from numbers import Integral, Real
 from typing import Any
 
@@ -43,6 +44,14 @@ def as_flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{name}={_shown(value)} must be True or False")
     return value
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is reached from this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _shown(value: object) -> str:

@@ -57,6 +57,24 @@ class PagedKVCache:
     def num_bytes(self) -> int:
         return math.prod(self.pages.shape) * self.pages.itemsize
 
+    @property
+    def is_allocated(self) -> bool:
+        """Whether there is memory behind the pages."""
+        return self.pages.untyped_storage().size() > 0
+
+    def free(self) -> None:
+        """Give the memory back; what it held is lost."""
+        self.pages.untyped_storage().resize_(0)
+
+    def allocate_again(self) -> None:
+        """Zeros where ``free`` left nothing, at another address as a rule.
+
+        Raises:
+            torch.OutOfMemoryError: there is too little memory; nothing is changed.
+        """
+        self.pages.untyped_storage().resize_(self.num_bytes)
+        self.pages.zero_()
+
     def slots(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer as [blocks * block_size, K, d] views."""
         keys, values = self.pages[layer].flatten(1, 2)

@@ -75,6 +75,11 @@ class DecodeGraphs:
             logits = self._compute(self._builder.decode_inputs(size))
         self._recorded[size] = graph, logits
 
+    def clear(self) -> None:
+        """Forget the recordings, and give their memory back: the cache moves."""
+        self._recorded.clear()
+        self._pool = torch.cuda.graph_pool_handle()
+
     def record_all(self) -> None:
         """Record every size, the largest first: smaller ones fit into its memory."""
         for size in reversed(self._sizes):

@@ -208,10 +208,12 @@ class DynamicInferenceEngine:
             Records of the requests that ended since the last call, whatever way.
 
         Raises:
-            RuntimeError: a ``load_weights`` failed half-way and was not repeated.
+            RuntimeError: the engine is suspended, or a ``load_weights`` failed half-way and was not repeated.
             Exception: whatever the model raised. The requests of the step have ended then, with ``StepFailedError``, and hold nothing;
                 ``take_finished`` or the next step returns them. The others go on.
         """
+        if self.is_suspended:
+            raise RuntimeError("the engine is suspended; call resume() first")
         if not self._weights.are_complete:
             raise RuntimeError("the last load_weights failed after it had begun to copy; repeat it with all parameters")
         blamed = list(self._entries.values())
@@ -315,6 +317,40 @@ class DynamicInferenceEngine:
             self._preempt(entry)
         self._weights.load(weights)
         self.weight_version += 1
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether the cache has no memory."""
+        return not self.context.cache.is_allocated
+
+    @torch.no_grad()
+    def suspend(self) -> None:
+        """Free the memory of the cache and of the recorded graphs, between any two steps; nothing happens when it is free already.
+
+        No request is lost: their tokens stay, and their keys and values are computed again after ``resume``. New requests may come.
+        """
+        if self.is_suspended:
+            return
+        self._read_results()
+        for entry in list(self._running):
+            self._preempt(entry)
+        if self._executor.graphs is not None:
+            self._executor.graphs.clear()
+        self.context.cache.free()
+        if self.context.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @torch.no_grad()
+    def resume(self) -> None:
+        """Take the memory again; nothing happens when the engine has it.
+
+        Raises:
+            torch.OutOfMemoryError: others use it; the engine stays suspended.
+        """
+        if self.is_suspended:
+            self.context.cache.allocate_again()
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

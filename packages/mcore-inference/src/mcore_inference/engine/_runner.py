@@ -143,6 +143,7 @@ class EngineRunner:
         self._commands: list[_Command] = []
         self._streams: dict[int, RequestStream] = {}
         self._closing = False
+        self._paused = False
         self._failure: BaseException | None = None
         self._progress = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="mcore-engine", daemon=True)
@@ -218,6 +219,35 @@ class EngineRunner:
         self._send(_Command(command, refuse))
         return await result
 
+    async def pause(self) -> None:
+        """Stop stepping, at the end of the step in progress. Requests keep their place, new ones queue; returns when no step runs.
+
+        Raises:
+            EngineDeadError: the engine failed or was closed.
+        """
+        await self.call(lambda: self._set_paused(True))
+
+    async def unpause(self) -> None:
+        """Step again; as ``pause``."""
+        await self.call(lambda: self._set_paused(False))
+
+    async def suspend(self) -> None:
+        """Pause, and free the memory of the cache (``DynamicInferenceEngine.suspend``); as ``pause``."""
+        await self.call(lambda: (self._set_paused(True), self.engine.suspend()))
+
+    async def resume(self) -> None:
+        """Take the memory again; the engine stays paused.
+
+        Raises:
+            torch.OutOfMemoryError: others use it; the engine stays suspended.
+            EngineDeadError: the engine failed or was closed.
+        """
+        await self.call(self.engine.resume)
+
+    def _set_paused(self, paused: bool) -> None:
+        self._paused = paused
+        self._progress = time.monotonic()
+
     def abort(self, request_id: int) -> None:
         """End a request at the next step, from any thread; its stream gets the record."""
 
@@ -243,7 +273,7 @@ class EngineRunner:
 
     def health(self) -> EngineHealth:
         """Liveness by progress: a thread that hangs in a step is dead after ``stall_timeout_s``."""
-        busy = bool(self._streams or self._commands)
+        busy = bool(self._commands or (self._streams and not self._paused))
         age = time.monotonic() - self._progress if busy else None
         alive = self._thread.is_alive() and not self._closing and (age is None or age < self._stall_timeout_s)
         failure = None if self._failure is None else f"{type(self._failure).__name__}: {self._failure}"
@@ -254,7 +284,7 @@ class EngineRunner:
     def _run(self) -> None:
         try:
             while self._next_commands():
-                if self.engine.has_unfinished_requests():
+                if self._has_work():
                     self._step()
         except BaseException as error:
             self._failure = error
@@ -285,7 +315,7 @@ class EngineRunner:
     def _next_commands(self) -> bool:
         """Wait for work and run the commands; False when the runner closes."""
         with self._wake:
-            while not (self._commands or self._closing or self.engine.has_unfinished_requests()):
+            while not (self._commands or self._closing or self._has_work()):
                 self._wake.wait()
                 self._progress = time.monotonic()
             if self._closing:
@@ -294,6 +324,9 @@ class EngineRunner:
         for command in commands:
             command.run()
         return True
+
+    def _has_work(self) -> bool:
+        return not self._paused and self.engine.has_unfinished_requests()
 
     def _publish(self, request_id: int, record: DynamicInferenceRequestRecord, *, ended: bool) -> None:
         stream = self._streams.get(request_id)

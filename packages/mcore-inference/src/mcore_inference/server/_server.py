@@ -5,7 +5,6 @@
 import asyncio
 import contextlib
 import errno
-import ipaddress
 import socket
 import threading
 import time
@@ -13,6 +12,7 @@ from collections.abc import Callable
 
 import uvicorn
 
+from mcore_inference._fields import is_loopback
 from mcore_inference.engine import DynamicInferenceEngine, EngineRunner
 from mcore_inference.requests import EngineDeadError, PortInUseError
 from mcore_inference.server._app import Routes
@@ -160,7 +160,7 @@ def serve(
         raise ValueError("serving text needs a tokenizer; give it to DynamicInferenceEngine(model, context, tokenizer)")
     if token is not None and not token:
         raise ValueError("token='' is empty; give a secret, or None on a loopback address")
-    if token is None and not _is_loopback(host):
+    if token is None and not is_loopback(host):
         raise ValueError(f"host={host!r} is reachable from other machines; give a token, or bind to 127.0.0.1")
     if not 0 <= port < 2**16:
         raise ValueError(f"port={port} must lie in 0..65535; 0 takes a free one")
@@ -205,10 +205,3 @@ def _bind(host: str, port: int) -> socket.socket:
         if error.errno == errno.EADDRINUSE:
             raise PortInUseError(host, port) from error
         raise
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

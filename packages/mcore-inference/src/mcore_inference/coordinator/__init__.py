@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Many engines behind one address: requests are spread, engines may come and go (extra ``coordinator``)."""
+
+from mcore_inference.coordinator._client import CoordinatorError, EngineLostError, InferenceClient, RemoteStream
+from mcore_inference.coordinator._config import CoordinatorConfig, CoordinatorSecurity
+from mcore_inference.coordinator._coordinator import DataParallelInferenceCoordinator
+from mcore_inference.coordinator._messages import EngineStatus, Status
+from mcore_inference.coordinator._states import GroupState
+from mcore_inference.coordinator._worker import EngineWorker
+
+__all__ = [
+    "CoordinatorConfig",
+    "CoordinatorError",
+    "CoordinatorSecurity",
+    "DataParallelInferenceCoordinator",
+    "EngineLostError",
+    "EngineStatus",
+    "EngineWorker",
+    "GroupState",
+    "InferenceClient",
+    "RemoteStream",
+    "Status",
+]

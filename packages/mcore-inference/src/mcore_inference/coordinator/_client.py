@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""A client of a coordinator, for one event loop."""
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import msgspec
+import zmq.asyncio
+
+from mcore_inference.coordinator._config import CoordinatorSecurity
+from mcore_inference.coordinator._messages import (
+    PROTOCOL,
+    Abort,
+    AskStatus,
+    Connect,
+    ConnectAck,
+    Disconnect,
+    EngineReply,
+    Failure,
+    Heartbeat,
+    Message,
+    Partial,
+    Pause,
+    Refusal,
+    Resume,
+    Signal,
+    SignalAck,
+    Status,
+    Stop,
+    SubmitRequest,
+    Suspend,
+    Unpause,
+    decode_for_client,
+    encode,
+)
+from mcore_inference.coordinator._peer import connect
+from mcore_inference.engine import Increment
+from mcore_inference.requests import DynamicInferenceRequestRecord, EngineDeadError, QueueFullError, RequestError
+from mcore_inference.sampling import SamplingParams
+
+
+class CoordinatorError(RuntimeError):
+    """The coordinator refused something, or is gone."""
+
+
+class EngineLostError(RuntimeError):
+    """The engine of a request was lost, and the request could not go to another."""
+
+
+class RemoteStream:
+    """Increments of one request: as ``RequestStream``, from wherever its engine is."""
+
+    def __init__(self, client: "InferenceClient", number: int) -> None:
+        self._client = client
+        self.request_id = number
+        self.queue: asyncio.Queue[Increment | Exception] = asyncio.Queue()
+
+    def __aiter__(self) -> AsyncIterator[Increment]:
+        return self._increments()
+
+    async def _increments(self) -> AsyncIterator[Increment]:
+        while True:
+            item = await self.queue.get()
+            if isinstance(item, Exception):
+                raise item
+            yield item
+            if item.record is not None:
+                return
+
+    async def record(self) -> DynamicInferenceRequestRecord:
+        """The finished record.
+
+        Raises:
+            RequestError: the engine refused the request.
+            EngineLostError: its engine was lost.
+            EngineDeadError: the engines were stopped.
+            CoordinatorError: the coordinator is gone.
+        """
+        async for increment in self:
+            if increment.record is not None:
+                return increment.record
+        raise AssertionError("a stream ends with a record or an error")
+
+    def abort(self) -> None:
+        """End the request; nothing happens when it has ended."""
+        self._client.forget(self.request_id)
+
+
+class InferenceClient:
+    """Sends requests to the engines of a coordinator; an async context manager.
+
+    Args:
+        address: of the coordinator, ``tcp://host:port``.
+        security: the coordinator's secret and public key.
+        timeout_s: seconds that the coordinator gets to answer ``start`` and signs of life; after them everything open fails.
+        heartbeat_s: as of the coordinator.
+
+    Example:
+        >>> async def ask(address: str) -> list[int]:
+        ...     async with InferenceClient(address) as client:
+        ...         record = await client.add_request("Once upon", SamplingParams(num_tokens_to_generate=8))
+        ...         return record.generated_tokens
+    """
+
+    def __init__(
+        self, address: str, *, security: CoordinatorSecurity | None = None, timeout_s: float = 30.0, heartbeat_s: float = 1.0
+    ) -> None:
+        self._address = address
+        self._security = CoordinatorSecurity() if security is None else security
+        self._timeout_s, self._heartbeat_s = timeout_s, heartbeat_s
+        self._numbers = itertools.count()
+        self._streams: dict[int, RemoteStream] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._sending: set[asyncio.Future[Any]] = set()
+        self._heard = 0.0
+        self._connected: asyncio.Future[ConnectAck] | None = None
+        self._context: zmq.asyncio.Context | None = None
+        self.max_sequence_length = 0
+        """Of the engine with the shortest, at ``start``; 0 while there is none."""
+
+    async def __aenter__(self) -> "InferenceClient":
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Connect.
+
+        Raises:
+            CoordinatorError: no answer within ``timeout_s``, or a refusal.
+            ValueError: the address is none, or the client was started before.
+        """
+        if self._context is not None:
+            raise ValueError("the client was started before; make a new one")
+        self._context = zmq.asyncio.Context()
+        try:
+            self._socket = connect(self._context, self._address, self._security)
+            self._connected = asyncio.get_running_loop().create_future()
+            self._heard = time.monotonic()
+            self._tasks = [asyncio.ensure_future(self._receive())]
+            self._send(Connect(protocol=PROTOCOL, secret=self._security.secret))
+            try:
+                acknowledgement = await asyncio.wait_for(asyncio.shield(self._connected), self._timeout_s)
+            except TimeoutError:
+                raise CoordinatorError(
+                    f"no answer from {self._address} within timeout_s={self._timeout_s:g}; is a coordinator there, are the keys its own?"
+                ) from None
+        except BaseException:
+            await self.stop()
+            raise
+        self.max_sequence_length = acknowledgement.max_sequence_length
+        self._tasks.append(asyncio.ensure_future(self._beat()))
+
+    async def stop(self) -> None:
+        """Leave: open requests are aborted. The engines go on. May be called again."""
+        self._fail_all(CoordinatorError("the client was stopped"))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+        if self._context is not None and not self._context.closed:
+            with contextlib.suppress(Exception):
+                self._send(Disconnect())
+                self._socket.close()
+            # Sending may take as long as the socket lingers.
+            await asyncio.get_running_loop().run_in_executor(None, self._context.term)
+
+    async def submit(self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None) -> RemoteStream:
+        """Send a request and get its stream; iterate it to the end, or ``abort`` it.
+
+        Raises:
+            CoordinatorError: the client is not started, or lost its coordinator.
+        """
+        return self._submit(prompt, sampling_params, stream=True)
+
+    def add_request(
+        self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None
+    ) -> "asyncio.Future[DynamicInferenceRequestRecord]":
+        """Send a request and get a future of its record, which has the latency seen from here; cancelling it aborts the request.
+
+        Raises:
+            CoordinatorError: the client is not started, or lost its coordinator.
+        """
+        stream, begin = self._submit(prompt, sampling_params, stream=False), time.monotonic()
+
+        async def finish() -> DynamicInferenceRequestRecord:
+            try:
+                record = await stream.record()
+            finally:
+                stream.abort()
+            record.latency = time.monotonic() - begin
+            return record
+
+        return asyncio.ensure_future(finish())
+
+    async def pause_engines(self) -> None:
+        """Let all engines stop at the end of a step; requests keep their place. Returns when all have.
+
+        Raises:
+            CoordinatorError: not possible now, or an engine was lost meanwhile (named; the others are paused).
+        """
+        await self._signal(Pause)
+
+    async def unpause_engines(self) -> None:
+        """Let paused engines go on; as ``pause_engines``."""
+        await self._signal(Unpause)
+
+    async def suspend_engines(self) -> None:
+        """Pause the engines and free the memory of their caches; as ``pause_engines``."""
+        await self._signal(Pause)
+        await self._signal(Suspend)
+
+    async def resume_engines(self) -> None:
+        """Take the memory again and go on; as ``pause_engines``."""
+        await self._signal(Resume)
+        await self._signal(Unpause)
+
+    async def stop_engines(self) -> None:
+        """End all engines' work for the coordinator; open requests of all clients fail with ``EngineDeadError``."""
+        await self._signal(Stop)
+
+    async def status(self) -> Status:
+        """State and load of the engines."""
+        result: Status = await self._call(lambda number: AskStatus(call=number))
+        return result
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def forget(self, number: int) -> None:
+        """Abort a request, if it is open."""
+        if self._streams.pop(number, None) is not None and self._tasks:
+            self._send(Abort(request_id=number))
+
+    def _submit(self, prompt: str | Sequence[int], params: SamplingParams | None, *, stream: bool) -> RemoteStream:
+        self._check_open()
+        settings = (SamplingParams() if params is None else params).serialize()
+        remote = RemoteStream(self, next(self._numbers))
+        body: str | list[int] = prompt if isinstance(prompt, str) else [int(token) for token in prompt]
+        self._streams[remote.request_id] = remote
+        self._send(SubmitRequest(request_id=remote.request_id, prompt=body, sampling_params=settings, stream=stream))
+        return remote
+
+    async def _signal(self, kind: type[Signal]) -> None:
+        await self._call(lambda number: kind(call=number))
+
+    async def _call(self, build: Any) -> Any:
+        self._check_open()
+        number = next(self._numbers)
+        result = self._calls[number] = asyncio.get_running_loop().create_future()
+        self._send(build(number))
+        try:
+            return await result
+        finally:
+            self._calls.pop(number, None)
+
+    def _check_open(self) -> None:
+        if len(self._tasks) < 2 or any(task.done() for task in self._tasks):
+            raise CoordinatorError("the client is not started, or lost its coordinator; use `async with InferenceClient(...)`")
+
+    def _send(self, message: Message) -> None:
+        # A DEALER queues without waiting; it is full only when the coordinator reads nothing for long.
+        sent = self._socket.send(encode(message))
+        self._sending.add(sent)
+        sent.add_done_callback(self._sending.discard)
+
+    async def _beat(self) -> None:
+        while True:
+            self._send(Heartbeat())
+            await asyncio.sleep(self._heartbeat_s)
+            silent = time.monotonic() - self._heard
+            if silent > self._timeout_s:
+                self._fail_all(CoordinatorError(f"the coordinator at {self._address} was silent for {silent:.1f} s"))
+
+    async def _receive(self) -> None:
+        while True:
+            frame = await self._socket.recv()
+            try:
+                message = decode_for_client(frame)
+            except msgspec.DecodeError as error:
+                self._fail_all(CoordinatorError(f"a message of {self._address} was not understood ({error}); use one version"))
+                continue
+            self._heard = time.monotonic()
+            if isinstance(message, Partial):
+                self._deliver(message.request_id, _increment(message, None))
+            elif isinstance(message, EngineReply):
+                record = DynamicInferenceRequestRecord.deserialize(message.record)
+                self._deliver(message.request_id, _increment(message, record))
+                self._streams.pop(message.request_id, None)
+            elif isinstance(message, Failure):
+                self._deliver(message.request_id, _error(message))
+                self._streams.pop(message.request_id, None)
+            elif isinstance(message, SignalAck | Status):
+                self._settle(message.call, message)
+            elif isinstance(message, ConnectAck):
+                if self._connected is not None and not self._connected.done():
+                    self._connected.set_result(message)
+            elif isinstance(message, Refusal):
+                self._refused(message)
+
+    def _refused(self, refusal: Refusal) -> None:
+        error = CoordinatorError(refusal.message)
+        if refusal.call >= 0:
+            self._settle(refusal.call, error)
+        elif self._connected is not None and not self._connected.done():
+            self._connected.set_exception(error)
+        else:
+            # It was restarted, or had given this client up: what was open is open no more.
+            self._fail_all(error)
+            self._send(Connect(protocol=PROTOCOL, secret=self._security.secret))
+
+    def _deliver(self, number: int, item: Increment | Exception) -> None:
+        stream = self._streams.get(number)
+        if stream is not None:
+            stream.queue.put_nowait(item)
+
+    def _settle(self, number: int, value: Any) -> None:
+        call = self._calls.get(number)
+        if call is None or call.done():
+            return
+        if isinstance(value, Exception):
+            call.set_exception(value)
+        else:
+            call.set_result(value)
+
+    def _fail_all(self, error: Exception) -> None:
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.queue.put_nowait(error)
+        for number in list(self._calls):
+            self._settle(number, error)
+
+
+def _increment(message: Partial | EngineReply, record: DynamicInferenceRequestRecord | None) -> Increment:
+    best = [dict(each) for each in message.top_n_logprobs]
+    return Increment(tokens=message.tokens, log_probs=message.log_probs, top_n_logprobs=best, text=message.text, record=record)
+
+
+def _error(failure: Failure) -> Exception:
+    kind = failure.kind
+    if kind == "EngineLostError":
+        return EngineLostError(failure.message)
+    if kind == "EngineDeadError":
+        return EngineDeadError(failure.message)
+    if kind == "QueueFullError":
+        return QueueFullError(None, failure.message)
+    return RequestError(None, f"{kind}: {failure.message}", is_transient=failure.is_transient)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Settings of a coordinator, and how its sockets are protected."""
+
+from dataclasses import dataclass, field
+
+from mcore_inference._fields import as_integer, as_number, is_loopback
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorSecurity:
+    """Who may join.
+
+    Raises:
+        ValueError: an empty secret, or a key that is no 40 characters of Z85; keys of a curve are made by ``zmq.curve_keypair()``.
+    """
+
+    secret: str = field(default="", repr=False)
+    """That engines and clients of the job bring; empty for none, on loopback only."""
+    public_key: str | None = None
+    """Of the coordinator, 40 characters of Z85. With it everything is encrypted and the coordinator proves itself (CurveZMQ)."""
+    secret_key: str | None = field(default=None, repr=False)
+    """Of the coordinator; engines and clients have None."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.secret, str):
+            raise ValueError(f"secret is a {type(self.secret).__name__}; give a string")
+        for name in ("public_key", "secret_key"):
+            key = getattr(self, name)
+            if key is not None and (not isinstance(key, str) or len(key) != 40 or not key.isascii()):
+                raise ValueError(f"{name} must be 40 characters of Z85; zmq.curve_keypair() makes a pair")
+        if self.secret_key is not None and self.public_key is None:
+            raise ValueError("secret_key without public_key; a coordinator has both")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorConfig:
+    """Settings of a coordinator.
+
+    Raises:
+        ValueError: a field out of its range; an address beyond loopback without a secret and the keys that encrypt it.
+    """
+
+    host: str = "127.0.0.1"
+    """Address that it listens on."""
+    port: int = 0
+    """0 for a free one."""
+    security: CoordinatorSecurity = CoordinatorSecurity()
+    heartbeat_s: float = 1.0
+    """Seconds between two signs of life of an engine and of a client."""
+    engine_timeout_s: float = 5.0
+    """Seconds of silence after which an engine is lost."""
+    client_timeout_s: float = 30.0
+    """Seconds of silence after which a client is gone and its requests are aborted."""
+    signal_timeout_s: float = 60.0
+    """Seconds that engines get for a signal."""
+    max_retries: int = 1
+    """How often a request goes to another engine when its own is lost, while none of its tokens was sent."""
+    no_engine_timeout_s: float = 60.0
+    """Seconds that a request waits while there is no engine."""
+    max_open_requests: int = 65_536
+    """Requests of all clients; more are refused."""
+    max_message_bytes: int = 64 * 2**20
+    """Longest message; the connection of a longer one is cut."""
+    prefix_slack_tokens: int = 16_384
+    """Open tokens by which an engine that knows the beginning of a prompt may be busier than the idlest; 0 for no affinity."""
+
+    def __post_init__(self) -> None:
+        as_integer("port", self.port, 0, 2**16 - 1)
+        as_integer("max_retries", self.max_retries, 0, 100)
+        as_integer("max_open_requests", self.max_open_requests, 1, 2**31)
+        as_integer("max_message_bytes", self.max_message_bytes, 1024, 2**40)
+        as_integer("prefix_slack_tokens", self.prefix_slack_tokens, 0, 2**40)
+        for name in ("heartbeat_s", "engine_timeout_s", "client_timeout_s", "signal_timeout_s", "no_engine_timeout_s"):
+            as_number(name, getattr(self, name), 1e-3, 1e6)
+        for name in ("engine_timeout_s", "client_timeout_s"):
+            if getattr(self, name) < 2 * self.heartbeat_s:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least twice heartbeat_s={self.heartbeat_s}")
+        if not is_loopback(self.host) and not (self.security.secret and self.security.secret_key):
+            raise ValueError(
+                f"host={self.host!r} is reachable from other machines; give security with a secret and both keys, or bind to 127.0.0.1"
+            )

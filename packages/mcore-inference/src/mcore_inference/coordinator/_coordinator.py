@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The coordinator's socket and thread."""
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from mcore_inference.coordinator._config import CoordinatorConfig
+from mcore_inference.coordinator._core import CoordinatorCore, Outbox
+from mcore_inference.coordinator._messages import Refusal, decode_incoming, encode
+from mcore_inference.coordinator._states import GroupState
+from mcore_inference.requests import PortInUseError
+
+_LOG = logging.getLogger("mcore_inference.coordinator")
+_MAX_QUEUED = 10_000
+"""Messages that wait for one peer; a peer that reads none of so many is gone."""
+
+
+class DataParallelInferenceCoordinator:
+    """Spreads requests of many clients over many engines, and pauses, suspends and stops all engines together.
+
+    It runs in a thread of its own from ``start`` to ``close``; also a context manager. Engines join by ``EngineWorker`` and may come and
+    go at any time; clients use ``InferenceClient``. A request goes to the engine with the fewest open tokens, or to one that had a prompt
+    of the same beginning. When an engine is lost its requests go to others; those whose tokens were sent already fail with
+    ``EngineLostError``.
+
+    Args:
+        config: address, time-outs, limits, security.
+
+    Raises:
+        ModuleNotFoundError: pyzmq or msgspec is missing; names the extra.
+
+    Example:
+        >>> with DataParallelInferenceCoordinator() as coordinator:
+        ...     coordinator.address.startswith("tcp://127.0.0.1:")
+        True
+    """
+
+    def __init__(self, config: CoordinatorConfig | None = None) -> None:
+        self.config = CoordinatorConfig() if config is None else config
+        self._core = CoordinatorCore(self.config)
+        self._ready = threading.Event()
+        self._failure: BaseException | None = None
+        self._closing: asyncio.Event | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._address = ""
+        self._thread = threading.Thread(target=self._run, name="mcore-coordinator", daemon=True)
+
+    def __enter__(self) -> "DataParallelInferenceCoordinator":
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def address(self) -> str:
+        """Where engines and clients connect to, ``tcp://host:port``."""
+        return self._address
+
+    @property
+    def state(self) -> GroupState:
+        """What the engines are in."""
+        return self._core.state
+
+    @property
+    def num_engines(self) -> int:
+        """Engines that take requests."""
+        return self._core.num_engines
+
+    @property
+    def num_open_requests(self) -> int:
+        """Requests that have no answer yet."""
+        return self._core.num_open_requests
+
+    def start(self) -> "DataParallelInferenceCoordinator":
+        """Bind the address and begin.
+
+        Raises:
+            PortInUseError: names the port.
+            OSError: the address is not one of this machine.
+        """
+        self._thread.start()
+        self._ready.wait()
+        if self._failure is not None:
+            raise self._failure
+        return self
+
+    def wait_for_engines(self, count: int, timeout_s: float = 60.0) -> None:
+        """Return when so many engines have joined.
+
+        Raises:
+            TimeoutError: fewer came in time; names how many.
+            RuntimeError: the coordinator ended.
+        """
+        deadline = time.monotonic() + timeout_s
+        while self.num_engines < count:
+            if not self._thread.is_alive():
+                raise RuntimeError(f"the coordinator ended: {self._failure!r}")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self.num_engines} of {count} engines joined within timeout_s={timeout_s}")
+            time.sleep(0.005)
+
+    def close(self) -> None:
+        """End the thread and free the port; engines go on without, clients get errors. May be called again."""
+        if self._loop is not None and self._closing is not None:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._closing.set)
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    # -- the thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            self._failure = error
+            if self._ready.is_set():
+                _LOG.exception("the coordinator ended")
+        finally:
+            self._ready.set()
+
+    async def _serve(self) -> None:
+        self._loop, self._closing = asyncio.get_running_loop(), asyncio.Event()
+        with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as router:
+            router.linger = 0
+            router.router_mandatory = True
+            router.maxmsgsize = self.config.max_message_bytes
+            router.sndhwm = router.rcvhwm = _MAX_QUEUED
+            keys = self.config.security
+            if keys.secret_key is not None and keys.public_key is not None:
+                router.curve_secretkey, router.curve_publickey = keys.secret_key.encode(), keys.public_key.encode()
+                router.curve_server = True
+            self._address = _bind(router, self.config.host, self.config.port)
+            self._ready.set()
+            tasks = [asyncio.ensure_future(each) for each in (self._receive(router), self._tick(router), self._closing.wait())]
+            try:
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _receive(self, router: zmq.asyncio.Socket) -> None:
+        while True:
+            frames = await router.recv_multipart()
+            # A message of ours has one frame; everything else is somebody else's.
+            if len(frames) != 2:
+                continue
+            peer, frame = frames
+            try:
+                message = decode_incoming(frame)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                outbox: Outbox = [(peer, Refusal(call=-1, message=f"a message was not understood: {str(error)[:200]}"))]
+            else:
+                outbox = self._core.receive(peer, message, time.monotonic())
+            await self._deliver(router, outbox)
+
+    async def _tick(self, router: zmq.asyncio.Socket) -> None:
+        while True:
+            await asyncio.sleep(self.config.heartbeat_s / 2)
+            await self._deliver(router, self._core.tick(time.monotonic()))
+
+    async def _deliver(self, router: zmq.asyncio.Socket, outbox: Outbox) -> None:
+        left = deque(outbox)
+        while left:
+            peer, message = left.popleft()
+            try:
+                await router.send_multipart([peer, encode(message)], flags=zmq.DONTWAIT)
+            except zmq.ZMQError as error:
+                if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                    raise
+                left.extend(self._core.unreachable(peer, time.monotonic()))
+
+
+def _bind(router: zmq.asyncio.Socket, host: str, port: int) -> str:
+    shown = f"[{host}]" if ":" in host else host
+    if ":" in host:
+        router.ipv6 = True
+    try:
+        router.bind(f"tcp://{shown}:{port or '*'}")
+    except zmq.ZMQError as error:
+        if error.errno == zmq.EADDRINUSE:
+            raise PortInUseError(host, port) from error
+        raise OSError(f"host={host!r} cannot be bound: {error}; give an address of this machine") from error
+    bound = router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1]
+    return f"tcp://{shown}:{bound}"

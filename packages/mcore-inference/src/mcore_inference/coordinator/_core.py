@@ -1,0 +1,410 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""What a coordinator does with each message, without sockets and clocks."""
+
+import hmac
+from collections import deque
+from dataclasses import dataclass, field
+
+from mcore_inference.coordinator._config import CoordinatorConfig
+from mcore_inference.coordinator._messages import (
+    PROTOCOL,
+    Abort,
+    AskStatus,
+    Connect,
+    ConnectAck,
+    Disconnect,
+    EngineReply,
+    EngineStatus,
+    Failure,
+    Heartbeat,
+    Incoming,
+    Message,
+    Partial,
+    Refusal,
+    Register,
+    RegisterAck,
+    Signal,
+    SignalAck,
+    Status,
+    Stop,
+    SubmitRequest,
+)
+from mcore_inference.coordinator._routing import PrefixRouter
+from mcore_inference.coordinator._states import GroupState, signals_between, state_after
+
+_DEFAULT_BUDGET = 256
+_CHARACTERS_PER_TOKEN = 4
+_MAX_SIGNALS = 1024
+"""Signals that wait for the one in progress."""
+
+Outbox = list[tuple[bytes, Message]]
+
+
+@dataclass(kw_only=True)
+class _Engine:
+    name: str
+    max_sequence_length: int
+    heard: float
+    requests: dict[int, int] = field(default_factory=dict)
+    """Number of the attempt -> its tokens."""
+    open_tokens: int = 0
+    finished: int = 0
+
+
+@dataclass(kw_only=True)
+class _Client:
+    heard: float
+    requests: dict[int, "_Request"] = field(default_factory=dict)
+    """By the client's own number."""
+
+
+@dataclass(kw_only=True)
+class _Request:
+    client: bytes
+    message: SubmitRequest
+    """With the client's number."""
+    tokens: int
+    arrived: float
+    engine: bytes | None = None
+    attempt: int = -1
+    """Number that the engine knows it by; each attempt has its own, so that an answer of a lost engine fits none."""
+    retries: int = 0
+    started: bool = False
+    """Whether the client has tokens of it."""
+
+
+@dataclass(kw_only=True)
+class _Operation:
+    """A signal that engines are to acknowledge."""
+
+    signal: Signal
+    client: bytes
+    number: int
+    """Of the signal that engines got."""
+    target: GroupState
+    waiting: set[bytes]
+    deadline: float
+    lost: list[str] = field(default_factory=list)
+    """Engines that were lost meanwhile."""
+
+
+class CoordinatorCore:
+    """Clients, engines and requests of one coordinator. Each method returns the messages to send, with the identity of whom to.
+
+    Args:
+        config: time-outs, limits, the job's secret.
+    """
+
+    def __init__(self, config: CoordinatorConfig) -> None:
+        self._config = config
+        self.state = GroupState.RUNNING
+        self._engines: dict[bytes, _Engine] = {}
+        self._clients: dict[bytes, _Client] = {}
+        self._attempts: dict[int, _Request] = {}
+        self._homeless: deque[_Request] = deque()
+        """Requests that wait for an engine."""
+        self._router = PrefixRouter(config.prefix_slack_tokens)
+        self._operation: _Operation | None = None
+        self._signals: deque[tuple[bytes, Signal]] = deque()
+        self._number = 0
+        self._outbox: Outbox = []
+
+    @property
+    def num_engines(self) -> int:
+        return len(self._engines)
+
+    @property
+    def num_open_requests(self) -> int:
+        return len(self._attempts) + len(self._homeless)
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def receive(self, peer: bytes, message: Incoming, now: float) -> Outbox:
+        """What follows from a message of a peer at a time in seconds."""
+        if isinstance(message, Register):
+            self._register(peer, message, now)
+        elif isinstance(message, Connect):
+            self._connect(peer, message, now)
+        elif peer in self._engines:
+            self._from_engine(peer, message, now)
+        elif peer in self._clients:
+            self._from_client(peer, message, now)
+        elif not isinstance(message, Disconnect):
+            self._send(peer, Refusal(call=-1, message="you are not known here; connect or register first"))
+        return self._flush()
+
+    def tick(self, now: float) -> Outbox:
+        """What follows from the time: lost engines, clients that are gone, signals without an answer, requests without an engine."""
+        limits = self._config
+        for peer, engine in list(self._engines.items()):
+            if now - engine.heard > limits.engine_timeout_s:
+                self._lose(peer, f"it was silent for {now - engine.heard:.1f} s", now)
+        for peer, client in list(self._clients.items()):
+            if now - client.heard > limits.client_timeout_s:
+                self._forget_client(peer)
+        operation = self._operation
+        if operation is not None and now > operation.deadline:
+            for peer in sorted(operation.waiting):
+                self._lose(peer, f"it did not answer {_name(operation.signal)} within {limits.signal_timeout_s:g} s", now)
+        while self._homeless and now - self._homeless[0].arrived > limits.no_engine_timeout_s:
+            self._fail(self._homeless.popleft(), "EngineLostError", f"there was no engine for {limits.no_engine_timeout_s:g} s")
+        return self._flush()
+
+    def unreachable(self, peer: bytes, now: float) -> Outbox:
+        """What follows when a message could not be sent to a peer."""
+        if peer in self._engines:
+            self._lose(peer, "its connection is gone", now)
+        self._forget_client(peer)
+        return self._flush()
+
+    # -- peers -------------------------------------------------------------------------------------------------------
+
+    def _admits(self, peer: bytes, protocol: int, secret: str) -> bool:
+        if protocol != PROTOCOL:
+            self._send(peer, Refusal(call=-1, message=f"protocol={protocol} is not {PROTOCOL}; use one version of mcore-inference"))
+            return False
+        if not hmac.compare_digest(secret.encode(), self._config.security.secret.encode()):
+            self._send(peer, Refusal(call=-1, message="secret is not that of this job"))
+            return False
+        return True
+
+    def _connect(self, peer: bytes, message: Connect, now: float) -> None:
+        if peer in self._engines or not self._admits(peer, message.protocol, message.secret):
+            return
+        self._clients.setdefault(peer, _Client(heard=now)).heard = now
+        lengths = [engine.max_sequence_length for engine in self._engines.values()]
+        self._send(peer, ConnectAck(max_sequence_length=min(lengths, default=0)))
+
+    def _register(self, peer: bytes, message: Register, now: float) -> None:
+        if peer in self._clients or not self._admits(peer, message.protocol, message.secret):
+            return
+        if message.state not in tuple(GroupState):
+            self._send(peer, Refusal(call=-1, message=f"state={message.state!r} is none of {', '.join(GroupState)}"))
+            return
+        if peer in self._engines:
+            # It began anew, and knows nothing of what it had.
+            self._lose(peer, "it registered again", now, tell=False)
+        self._engines[peer] = _Engine(name=message.name, max_sequence_length=message.max_sequence_length, heard=now)
+        self._send(peer, RegisterAck())
+        target = self.state if self._operation is None else self._operation.target
+        for signal in signals_between(GroupState(message.state), target):
+            self._number += 1
+            self._send(peer, signal(call=self._number))
+        homeless, self._homeless = self._homeless, deque()
+        for request in homeless:
+            self._route(request, now)
+
+    def _lose(self, peer: bytes, reason: str, now: float, *, tell: bool = True) -> None:
+        """An engine is gone: its requests go to others where that changes nothing for the client."""
+        engine = self._engines.pop(peer)
+        if tell:
+            self._send(peer, Refusal(call=-1, message=f"you were given up: {reason}; register again"))
+        for attempt in list(engine.requests):
+            request = self._attempts.pop(attempt)
+            if request.started or request.retries >= self._config.max_retries:
+                why = "tokens of it were sent" if request.started else f"max_retries={self._config.max_retries}"
+                self._fail(request, "EngineLostError", f"engine {engine.name} was lost ({reason}) and {why}")
+            else:
+                request.retries += 1
+                self._route(request, now)
+        operation = self._operation
+        if operation is not None and peer in operation.waiting:
+            operation.waiting.discard(peer)
+            operation.lost.append(f"{engine.name}: {reason}")
+            self._finish_operation(now)
+
+    def _forget_client(self, peer: bytes) -> None:
+        client = self._clients.pop(peer, None)
+        for request in () if client is None else list(client.requests.values()):
+            self._drop(request)
+
+    # -- clients -----------------------------------------------------------------------------------------------------
+
+    def _from_client(self, peer: bytes, message: Incoming, now: float) -> None:
+        client = self._clients[peer]
+        client.heard = now
+        if isinstance(message, SubmitRequest):
+            self._submit(peer, client, message, now)
+        elif isinstance(message, Abort):
+            request = client.requests.pop(message.request_id, None)
+            if request is not None:
+                self._drop(request)
+        elif isinstance(message, Heartbeat):
+            self._send(peer, Heartbeat())
+        elif isinstance(message, Signal):
+            if len(self._signals) >= _MAX_SIGNALS:
+                self._send(peer, Refusal(call=message.call, message=f"{_MAX_SIGNALS} signals wait already"))
+            else:
+                self._signals.append((peer, message))
+                self._next_signal(now)
+        elif isinstance(message, AskStatus):
+            self._send(peer, self._status(message.call, now))
+        elif isinstance(message, Disconnect):
+            self._forget_client(peer)
+
+    def _submit(self, peer: bytes, client: _Client, message: SubmitRequest, now: float) -> None:
+        number, limit = message.request_id, self._config.max_open_requests
+        if number in client.requests:
+            # The request that has the number goes on; its answer must stay the only one, so this is no Failure.
+            self._send(peer, Refusal(call=-1, message=f"request_id={number} is in use"))
+        elif self.state is GroupState.STOPPED:
+            self._send(peer, Failure(request_id=number, kind="EngineDeadError", message="the engines are stopped", is_transient=False))
+        elif self.num_open_requests >= limit:
+            text = f"{limit} requests are open and max_open_requests={limit}; try again later"
+            self._send(peer, Failure(request_id=number, kind="QueueFullError", message=text, is_transient=True))
+        else:
+            budget = message.sampling_params.get("num_tokens_to_generate")
+            budget = budget if isinstance(budget, int) and budget >= 0 else _DEFAULT_BUDGET
+            length = len(message.prompt) // (_CHARACTERS_PER_TOKEN if isinstance(message.prompt, str) else 1)
+            request = _Request(client=peer, message=message, tokens=length + budget, arrived=now)
+            client.requests[number] = request
+            self._route(request, now)
+
+    def _route(self, request: _Request, now: float) -> None:
+        if not self._engines:
+            request.engine, request.arrived = None, now
+            self._homeless.append(request)
+            return
+        load = {peer: engine.open_tokens for peer, engine in self._engines.items()}
+        peer = request.engine = self._router.choose(request.message.prompt, load)
+        self._number += 1
+        request.attempt = self._number
+        engine = self._engines[peer]
+        engine.requests[request.attempt] = request.tokens
+        engine.open_tokens += request.tokens
+        self._attempts[request.attempt] = request
+        message = request.message
+        self._send(
+            peer,
+            SubmitRequest(
+                request_id=request.attempt, prompt=message.prompt, sampling_params=message.sampling_params, stream=message.stream
+            ),
+        )
+
+    def _drop(self, request: _Request) -> None:
+        """Nobody waits for a request any more."""
+        if request.engine is None:
+            self._homeless.remove(request)
+            return
+        self._take(request.engine, request.attempt)
+        self._send(request.engine, Abort(request_id=request.attempt))
+
+    def _fail(self, request: _Request, kind: str, message: str) -> None:
+        """End a request that no engine holds."""
+        client = self._clients.get(request.client)
+        if client is not None:
+            del client.requests[request.message.request_id]
+            self._send(request.client, Failure(request_id=request.message.request_id, kind=kind, message=message, is_transient=True))
+
+    # -- engines -----------------------------------------------------------------------------------------------------
+
+    def _take(self, peer: bytes, attempt: int) -> _Request | None:
+        """The request of an attempt, which is over; None when it is not this engine's."""
+        engine = self._engines[peer]
+        tokens = engine.requests.pop(attempt, None)
+        if tokens is None:
+            return None
+        engine.open_tokens -= tokens
+        return self._attempts.pop(attempt)
+
+    def _from_engine(self, peer: bytes, message: Incoming, now: float) -> None:
+        engine = self._engines[peer]
+        engine.heard = now
+        if isinstance(message, Partial):
+            request = self._attempts.get(message.request_id) if message.request_id in engine.requests else None
+            if request is not None and request.message.stream:
+                request.started = True
+                self._send(request.client, _with_number(message, request.message.request_id))
+        elif isinstance(message, EngineReply | Failure):
+            request = self._take(peer, message.request_id)
+            if request is not None:
+                engine.finished += 1
+                del self._clients[request.client].requests[request.message.request_id]
+                self._send(request.client, _with_number(message, request.message.request_id))
+        elif isinstance(message, SignalAck):
+            operation = self._operation
+            if operation is not None and operation.number == message.call:
+                operation.waiting.discard(peer)
+                self._finish_operation(now)
+        elif isinstance(message, Heartbeat):
+            self._send(peer, Heartbeat())
+        elif isinstance(message, Disconnect):
+            self._lose(peer, "it left", now, tell=False)
+
+    # -- signals -----------------------------------------------------------------------------------------------------
+
+    def _next_signal(self, now: float) -> None:
+        """Begin signals until one has to wait for engines."""
+        while self._signals and self._operation is None:
+            client, signal = self._signals.popleft()
+            try:
+                target = state_after(type(signal), self.state)
+            except ValueError as error:
+                self._send(client, Refusal(call=signal.call, message=str(error)))
+                continue
+            if target is self.state:
+                self._send(client, SignalAck(call=signal.call))
+                continue
+            self._number += 1
+            self._operation = _Operation(
+                signal=signal,
+                client=client,
+                number=self._number,
+                target=target,
+                waiting=set(self._engines),
+                deadline=now + self._config.signal_timeout_s,
+            )
+            for peer in self._engines:
+                self._send(peer, type(signal)(call=self._number))
+            self._finish_operation(now)
+
+    def _finish_operation(self, now: float) -> None:
+        operation = self._operation
+        if operation is None or operation.waiting:
+            return
+        self._operation, self.state = None, operation.target
+        if isinstance(operation.signal, Stop):
+            for request in [*self._attempts.values(), *self._homeless]:
+                self._fail(request, "EngineDeadError", "the engines were stopped")
+            self._attempts.clear()
+            self._homeless.clear()
+            self._engines.clear()
+        if operation.lost:
+            text = f"{_name(operation.signal)} took effect without engines that were lost ({'; '.join(operation.lost)})"
+            self._send(operation.client, Refusal(call=operation.signal.call, message=text))
+        else:
+            self._send(operation.client, SignalAck(call=operation.signal.call))
+        self._next_signal(now)
+
+    def _status(self, call: int, now: float) -> Status:
+        engines = [
+            EngineStatus(
+                name=engine.name,
+                open_requests=len(engine.requests),
+                open_tokens=engine.open_tokens,
+                finished_requests=engine.finished,
+                silent_s=now - engine.heard,
+            )
+            for engine in self._engines.values()
+        ]
+        return Status(call=call, state=self.state, waiting_requests=len(self._homeless), engines=engines)
+
+    # -- sending -----------------------------------------------------------------------------------------------------
+
+    def _send(self, peer: bytes, message: Message) -> None:
+        self._outbox.append((peer, message))
+
+    def _flush(self) -> Outbox:
+        outbox, self._outbox = self._outbox, []
+        return outbox
+
+
+def _name(signal: Signal) -> str:
+    return type(signal).__name__.lower()
+
+
+def _with_number(message: EngineReply | Failure | Partial, number: int) -> Message:
+    """The same message with the client's number."""
+    fields = {name: getattr(message, name) for name in message.__struct_fields__}
+    return type(message)(**{**fields, "request_id": number})

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""What clients, the coordinator and engines send each other: one msgpack array a message, its first element the number of its kind."""
+
+from typing import Any
+
+import msgspec
+
+PROTOCOL = 2
+"""Version that both sides name when they meet."""
+
+
+class Message(msgspec.Struct, array_like=True, kw_only=True, forbid_unknown_fields=True):
+    """A message; its number is its ``tag``. Numbers 1 to 11 are those of the first protocol of this kind."""
+
+
+class Connect(Message, tag=1):
+    """Client to coordinator: let me send requests."""
+
+    protocol: int
+    secret: str
+
+
+class ConnectAck(Message, tag=2):
+    """Coordinator to client: you may."""
+
+    max_sequence_length: int
+    """Of the engine with the shortest; 0 while there is none."""
+
+
+class SubmitRequest(Message, tag=3):
+    """Client to coordinator, with the client's number; coordinator to engine, with the coordinator's."""
+
+    request_id: int
+    prompt: str | list[int]
+    sampling_params: dict[str, Any]
+    """As ``SamplingParams.serialize``."""
+    stream: bool
+    """Whether tokens are sent as they come."""
+
+
+class EngineReply(Message, tag=4):
+    """A request ended; the way back of ``SubmitRequest``."""
+
+    request_id: int
+    record: dict[str, Any]
+    """As ``DynamicInferenceRequestRecord.serialize``."""
+    tokens: list[int] = []
+    """Of a stream: what came since the last ``Partial``, as there."""
+    log_probs: list[float] = []
+    top_n_logprobs: list[list[tuple[int, float]]] = []
+    text: str = ""
+
+
+class Signal(Message):
+    """Client to coordinator, or coordinator to every engine: change the state of all engines."""
+
+    call: int
+    """Number that the acknowledgement repeats."""
+
+
+class Pause(Signal, tag=5):
+    """Stop at the end of a step; requests stay where they are."""
+
+
+class SignalAck(Message, tag=6):
+    """A signal took effect: on this engine, or (coordinator to client) on all of them."""
+
+    call: int
+
+
+class Unpause(Signal, tag=7):
+    """Go on."""
+
+
+class Suspend(Signal, tag=8):
+    """Free the memory of the cache."""
+
+
+class Resume(Signal, tag=9):
+    """Take the memory of the cache again; engines stay paused."""
+
+
+class Stop(Signal, tag=10):
+    """Abort what is open and end."""
+
+
+class Failure(Message, tag=12):
+    """A request ended by an error; the way back of ``SubmitRequest``."""
+
+    request_id: int
+    kind: str
+    """Class of the error."""
+    message: str
+    is_transient: bool
+
+
+class Abort(Message, tag=13):
+    """End a request: nobody waits for it any more."""
+
+    request_id: int
+
+
+class Partial(Message, tag=14):
+    """Tokens of a request that goes on."""
+
+    request_id: int
+    tokens: list[int]
+    log_probs: list[float]
+    top_n_logprobs: list[list[tuple[int, float]]]
+    text: str
+
+
+class Heartbeat(Message, tag=15):
+    """I am here. The coordinator answers each with one."""
+
+
+class Disconnect(Message, tag=16):
+    """A client or an engine leaves; what it waits for is aborted, what it had begun is given to others."""
+
+
+class Register(Message, tag=17):
+    """Engine to coordinator: send me requests."""
+
+    protocol: int
+    secret: str
+    name: str
+    """For messages to humans: ``dp-3``."""
+    state: str
+    max_sequence_length: int
+
+
+class RegisterAck(Message, tag=18):
+    """Coordinator to engine: requests may come."""
+
+
+class Refusal(Message, tag=19):
+    """The coordinator does not do that; -1 for ``call`` when it was no call."""
+
+    call: int
+    message: str
+
+
+class AskStatus(Message, tag=20):
+    """Client to coordinator: how are the engines?"""
+
+    call: int
+
+
+class EngineStatus(msgspec.Struct, kw_only=True):
+    """One engine, as the coordinator knows it."""
+
+    name: str
+    open_requests: int
+    open_tokens: int
+    """Tokens of prompts and budgets of these."""
+    finished_requests: int
+    silent_s: float
+    """Seconds since it was last heard."""
+
+
+class Status(Message, tag=21):
+    """Answer to ``AskStatus``."""
+
+    call: int
+    state: str
+    waiting_requests: int
+    """Those that wait for an engine."""
+    engines: list[EngineStatus]
+
+
+Incoming = (
+    Connect | SubmitRequest | EngineReply | Pause | SignalAck | Unpause | Suspend | Resume | Stop | Failure | Abort | Partial | Heartbeat
+    | Disconnect | Register | AskStatus
+)  # fmt: skip
+"""What a coordinator may get."""
+ToEngine = SubmitRequest | Pause | Unpause | Suspend | Resume | Stop | Abort | Heartbeat | RegisterAck | Refusal
+ToClient = ConnectAck | EngineReply | SignalAck | Failure | Partial | Heartbeat | Refusal | Status
+SIGNALS: tuple[type[Signal], ...] = (Pause, Unpause, Suspend, Resume, Stop)
+
+encode = msgspec.msgpack.Encoder().encode
+decode_incoming = msgspec.msgpack.Decoder(Incoming).decode
+decode_for_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_for_client = msgspec.msgpack.Decoder(ToClient).decode

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The sockets of those that connect to a coordinator."""
+
+import zmq
+import zmq.asyncio
+
+from mcore_inference.coordinator._config import CoordinatorSecurity
+
+
+def connect(context: zmq.asyncio.Context, address: str, security: CoordinatorSecurity) -> zmq.asyncio.Socket:
+    """A socket that connects, and connects again when the coordinator comes back.
+
+    Raises:
+        ValueError: the address is none.
+    """
+    socket = context.socket(zmq.DEALER)
+    socket.linger = 200
+    socket.reconnect_ivl, socket.reconnect_ivl_max = 50, 1000
+    socket.ipv6 = "[" in address
+    if security.public_key is not None:
+        public, secret = zmq.curve_keypair()
+        socket.curve_publickey, socket.curve_secretkey = public, secret
+        socket.curve_serverkey = security.public_key.encode()
+    try:
+        socket.connect(address)
+    except zmq.ZMQError as error:
+        socket.close()
+        raise ValueError(f"address={address!r} is none; it looks like tcp://127.0.0.1:5000") from error
+    return socket

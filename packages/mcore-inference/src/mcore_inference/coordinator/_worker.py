@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""An engine that works for a coordinator."""
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Coroutine
+from typing import Any
+
+import zmq.asyncio
+
+from mcore_inference.coordinator._config import CoordinatorSecurity
+from mcore_inference.coordinator._messages import (
+    PROTOCOL,
+    Abort,
+    Disconnect,
+    EngineReply,
+    Failure,
+    Heartbeat,
+    Message,
+    Partial,
+    Refusal,
+    Register,
+    RegisterAck,
+    Signal,
+    SignalAck,
+    Stop,
+    SubmitRequest,
+    decode_for_engine,
+    encode,
+)
+from mcore_inference.coordinator._peer import connect
+from mcore_inference.coordinator._states import GroupState, state_after
+from mcore_inference.engine import EngineRunner, Increment, RequestStream
+from mcore_inference.requests import EngineDeadError, RequestError
+from mcore_inference.sampling import SamplingParams
+
+_LOG = logging.getLogger("mcore_inference.coordinator")
+
+
+class EngineWorker:
+    """Serves requests of a coordinator with one engine, in a thread, until ``close`` or a stop of all engines.
+
+    It registers again when the coordinator was restarted or had given it up. No sign of life is sent while the engine makes no progress
+    (``EngineRunner.health``), so that the coordinator gives its requests to others.
+
+    Args:
+        runner: the engine; others may use it meanwhile.
+        address: of the coordinator.
+        name: for messages to humans, ``dp-0``.
+        security: the coordinator's secret and public key.
+        heartbeat_s: as of the coordinator.
+
+    Raises:
+        ValueError: the address is none.
+    """
+
+    def __init__(
+        self,
+        runner: EngineRunner,
+        address: str,
+        *,
+        name: str = "engine",
+        security: CoordinatorSecurity | None = None,
+        heartbeat_s: float = 1.0,
+    ) -> None:
+        self.runner = runner
+        self.name = name
+        self._address = address
+        self._security = CoordinatorSecurity() if security is None else security
+        self._heartbeat_s = heartbeat_s
+        self._state = GroupState.RUNNING
+        self._registered = False
+        self._requests: dict[int, asyncio.Task[None]] = {}
+        self._refusal: str | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ended: asyncio.Event | None = None
+        self._ready = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"mcore-{name}", daemon=True)
+        self._thread.start()
+        self._ready.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def __enter__(self) -> "EngineWorker":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the coordinator does not take this engine, such as a wrong secret; None while nothing is wrong."""
+        return self._refusal
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait until a stop of all engines; False when the time is over before."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def close(self) -> None:
+        """Leave the coordinator, which gives the open requests to others. The engine's thread goes on. May be called again."""
+        if self._loop is not None and self._ended is not None:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._ended.set)
+        self._thread.join()
+
+    # -- the thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            self._failure = error
+            if self._ready.is_set():
+                _LOG.exception("worker %s ended", self.name)
+        finally:
+            self._ready.set()
+
+    async def _serve(self) -> None:
+        self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
+        with zmq.asyncio.Context() as context, connect(context, self._address, self._security) as self._socket:
+            self._ready.set()
+            tasks = [asyncio.ensure_future(each) for each in (self._receive(), self._beat(), self._ended.wait())]
+            try:
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                await self._abort_all()
+                with contextlib.suppress(Exception):
+                    await self._socket.send(encode(Disconnect()))
+
+    async def _send(self, message: Message) -> None:
+        await self._socket.send(encode(message))
+
+    async def _beat(self) -> None:
+        """Register, and say now and then that the engine makes progress."""
+        while True:
+            if self.runner.health().alive:
+                if self._registered:
+                    await self._send(Heartbeat())
+                else:
+                    length = self.runner.engine.context.max_sequence_length
+                    await self._send(
+                        Register(
+                            protocol=PROTOCOL,
+                            secret=self._security.secret,
+                            name=self.name,
+                            state=self._state,
+                            max_sequence_length=length,
+                        )
+                    )
+            elif self.runner.failure is not None:
+                raise EngineDeadError(f"the engine of {self.name} failed") from self.runner.failure
+            await asyncio.sleep(self._heartbeat_s)
+
+    async def _receive(self) -> None:
+        while True:
+            message = decode_for_engine(await self._socket.recv())
+            if isinstance(message, SubmitRequest):
+                self._start(message)
+            elif isinstance(message, Abort):
+                task = self._requests.pop(message.request_id, None)
+                if task is not None:
+                    task.cancel()
+            elif isinstance(message, RegisterAck):
+                self._registered, self._refusal = True, None
+            elif isinstance(message, Refusal):
+                self._refusal = message.message
+                _LOG.warning("the coordinator at %s refuses %s: %s", self._address, self.name, message.message)
+                if self._registered:
+                    self._registered = False
+                    await self._abort_all()
+            elif isinstance(message, Signal):
+                await self._obey(message)
+                if isinstance(message, Stop):
+                    return
+
+    async def _obey(self, signal: Signal) -> None:
+        state = state_after(type(signal), self._state)
+        if state is not self._state:
+            if state is GroupState.STOPPED:
+                await self._abort_all()
+            elif state is GroupState.RUNNING:
+                await self.runner.unpause()
+            elif state is GroupState.SUSPENDED:
+                await self.runner.suspend()
+            elif self._state is GroupState.SUSPENDED:
+                await self.runner.resume()
+            else:
+                await self.runner.pause()
+            self._state = state
+        await self._send(SignalAck(call=signal.call))
+
+    async def _abort_all(self) -> None:
+        tasks, self._requests = list(self._requests.values()), {}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def _start(self, message: SubmitRequest) -> None:
+        task = asyncio.ensure_future(self._guarded(message.request_id, self._generate(message)))
+        self._requests[message.request_id] = task
+        task.add_done_callback(lambda _: self._requests.pop(message.request_id, None))
+
+    async def _guarded(self, number: int, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception as error:
+            transient = error.is_transient if isinstance(error, RequestError) else isinstance(error, EngineDeadError)
+            await self._send(Failure(request_id=number, kind=type(error).__name__, message=str(error), is_transient=transient))
+
+    async def _generate(self, message: SubmitRequest) -> None:
+        params = SamplingParams.deserialize(message.sampling_params)
+        stream: RequestStream = await self.runner.submit(message.prompt, params)
+        try:
+            async for increment in stream:
+                pieces = _pieces(increment) if message.stream else {}
+                if increment.record is not None:
+                    await self._send(EngineReply(request_id=message.request_id, record=increment.record.serialize(), **pieces))
+                elif message.stream:
+                    await self._send(Partial(request_id=message.request_id, **pieces))
+        finally:
+            stream.abort()
+
+
+def _pieces(increment: Increment) -> dict[str, Any]:
+    best = [list(each.items()) for each in increment.top_n_logprobs]
+    return {"tokens": increment.tokens, "log_probs": increment.log_probs, "top_n_logprobs": best, "text": increment.text}

@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""A coordinator over real sockets, with engines of a tiny model."""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+
+zmq = pytest.importorskip("zmq")
+
+from mcore_inference import EngineDeadError, EngineRunner, RequestError, SamplingParams  # noqa: E402
+from mcore_inference.coordinator import (  # noqa: E402
+    CoordinatorConfig,
+    CoordinatorError,
+    CoordinatorSecurity,
+    DataParallelInferenceCoordinator,
+    EngineLostError,
+    EngineWorker,
+    GroupState,
+    InferenceClient,
+)
+from mcore_parallel.data import ByteTokenizer  # noqa: E402
+
+Make = Callable[..., Any]
+TEN = SamplingParams(num_tokens_to_generate=10, seed=1, return_log_probs=True, top_n_logprobs=2)
+LONG = SamplingParams(num_tokens_to_generate=400, ignore_eos=True, seed=1)
+QUICK = {"heartbeat_s": 0.05, "engine_timeout_s": 0.6, "client_timeout_s": 5.0, "signal_timeout_s": 5.0}
+
+
+@pytest.fixture
+def runners(make_model: Make, make_engine: Make) -> Iterator[list[EngineRunner]]:
+    """Two engines of equal weights."""
+    with ExitStack() as stack:
+        model = lambda: make_model(vocab_size=272, dtype=torch.float32, layers=1)  # noqa: E731
+        yield [stack.enter_context(EngineRunner(make_engine(model(), ByteTokenizer(), max_sequence_length=512))) for _ in range(2)]
+
+
+def serve(stack: ExitStack, runners: list[EngineRunner], **settings: Any) -> DataParallelInferenceCoordinator:
+    coordinator = stack.enter_context(DataParallelInferenceCoordinator(CoordinatorConfig(**{**QUICK, **settings})))
+    for index, runner in enumerate(runners):
+        security = coordinator.config.security
+        stack.enter_context(EngineWorker(runner, coordinator.address, name=f"dp-{index}", security=security, heartbeat_s=0.05))
+    coordinator.wait_for_engines(len(runners))
+    return coordinator
+
+
+def test_answers_are_those_of_one_engine(runners: list[EngineRunner], make_model: Make, make_engine: Make) -> None:
+    prompts = [f"prompt {index}" for index in range(8)]
+    alone = make_engine(make_model(vocab_size=272, dtype=torch.float32, layers=1), ByteTokenizer(), max_sequence_length=512)
+    wanted = alone.generate(prompts, TEN)
+
+    async def ask(address: str) -> None:
+        async with InferenceClient(address) as client:
+            assert client.max_sequence_length == 512
+            records = await asyncio.gather(*(client.add_request(prompt, TEN) for prompt in prompts))
+            for record, reference in zip(records, wanted, strict=True):
+                assert record.generated_tokens == reference.generated_tokens
+                assert record.generated_text == reference.generated_text
+                assert record.generated_log_probs == pytest.approx(reference.generated_log_probs, abs=1e-5)
+                assert record.latency is not None and record.latency > 0
+            stream = await client.submit(prompts[0], TEN)
+            tokens, text, best = [], "", []
+            async for increment in stream:
+                tokens, text, best = tokens + increment.tokens, text + increment.text, best + increment.top_n_logprobs
+            assert (tokens, text) == (wanted[0].generated_tokens, wanted[0].generated_text)
+            assert [set(each) for each in best] == [set(each) for each in wanted[0].generated_top_n_logprobs]
+            status = await client.status()
+            assert {engine.name for engine in status.engines} == {"dp-0", "dp-1"}
+            assert [engine.finished_requests for engine in status.engines] == [pytest.approx(4.5, abs=0.6)] * 2
+
+    with ExitStack() as stack:
+        coordinator = serve(stack, runners)
+        asyncio.run(ask(coordinator.address))
+        assert coordinator.num_open_requests == 0
+
+
+def test_refusals_of_engines_reach_the_client_and_end_one_request(runners: list[EngineRunner]) -> None:
+    async def ask(address: str) -> None:
+        async with InferenceClient(address) as client:
+            with pytest.raises(RequestError, match="MaxSequenceLengthOverflowError"):
+                await client.add_request([1] * 600, TEN)
+            with pytest.raises(RequestError, match="InvalidTokenError"):
+                await client.add_request([], TEN)
+            assert len((await client.add_request("x", TEN)).generated_tokens) == 10
+
+    with ExitStack() as stack:
+        asyncio.run(ask(serve(stack, runners).address))
+
+
+def test_a_cancelled_request_is_aborted_and_others_go_on(runners: list[EngineRunner]) -> None:
+    async def ask(address: str) -> None:
+        async with InferenceClient(address) as client:
+            await client.pause_engines()
+            requests = [client.add_request("x", TEN) for _ in range(4)]
+            await asyncio.sleep(0.1)
+            requests[1].cancel()
+            await client.unpause_engines()
+            records = await asyncio.gather(*requests, return_exceptions=True)
+            assert [isinstance(record, asyncio.CancelledError) for record in records] == [False, True, False, False]
+            status = await client.status()
+            assert sum(engine.open_requests for engine in status.engines) == 0
+
+    with ExitStack() as stack:
+        asyncio.run(ask(serve(stack, runners).address))
+        deadline = time.monotonic() + 5
+        while any(runner.engine.has_unfinished_requests() for runner in runners):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_paused_engines_do_not_step_and_lose_nothing(runners: list[EngineRunner]) -> None:
+    async def ask(address: str) -> None:
+        async with InferenceClient(address) as client, InferenceClient(address) as other:
+            streams = [await client.submit("x", LONG) for _ in range(2)]
+            await client.pause_engines()
+            # Twice changes nothing, from another client too.
+            await other.pause_engines()
+            steps = [runner.engine.step_count for runner in runners]
+            late = other.add_request("late", TEN)
+            await asyncio.sleep(0.15)
+            assert [runner.engine.step_count for runner in runners] == steps
+            assert not late.done() and all(runner.health().alive for runner in runners)
+            await other.unpause_engines()
+            records = [await stream.record() for stream in streams]
+            assert [len(record.generated_tokens) for record in records] == [400, 400]
+            assert all(record.num_preemptions == 0 for record in records)
+            assert len((await late).generated_tokens) == 10
+
+    with ExitStack() as stack:
+        asyncio.run(ask(serve(stack, runners).address))
+
+
+def test_suspended_engines_hold_no_cache_and_lose_nothing(runners: list[EngineRunner]) -> None:
+    async def ask(address: str) -> None:
+        async with InferenceClient(address) as client:
+            wanted = (await client.add_request("x", LONG)).generated_tokens
+            stream = await client.submit("x", LONG)
+            async for _ in stream:
+                break
+            await client.suspend_engines()
+            assert all(runner.engine.is_suspended for runner in runners)
+            assert all(runner.engine.context.cache.pages.untyped_storage().size() == 0 for runner in runners)
+            late = client.add_request("late", TEN)
+            await client.resume_engines()
+            assert (await stream.record()).generated_tokens == wanted
+            assert len((await late).generated_tokens) == 10
+
+    with ExitStack() as stack:
+        asyncio.run(ask(serve(stack, runners).address))
+
+
+def test_requests_of_a_lost_engine_go_to_another(runners: list[EngineRunner]) -> None:
+    async def ask(coordinator: DataParallelInferenceCoordinator, leaving: EngineWorker) -> None:
+        async with InferenceClient(coordinator.address) as client:
+            await client.pause_engines()
+            whole = [client.add_request(f"whole {index}", TEN) for index in range(6)]
+            await client.unpause_engines()
+            leaving.close()
+            records = await asyncio.gather(*whole)
+            assert [len(record.generated_tokens) for record in records] == [10] * 6
+            assert coordinator.num_engines == 1
+
+    with ExitStack() as stack:
+        coordinator = serve(stack, runners[:1])
+        leaving = EngineWorker(runners[1], coordinator.address, name="dp-1", heartbeat_s=0.05)
+        coordinator.wait_for_engines(2)
+        asyncio.run(ask(coordinator, leaving))
+
+
+def test_a_stream_of_a_lost_engine_fails_with_the_engines_name(runners: list[EngineRunner]) -> None:
+    async def ask(coordinator: DataParallelInferenceCoordinator, leaving: EngineWorker) -> None:
+        async with InferenceClient(coordinator.address) as client:
+            stream = await client.submit("x", LONG)
+            async for _ in stream:
+                break
+            leaving.close()
+            with pytest.raises(EngineLostError, match="engine dp-1 was lost"):
+                await stream.record()
+
+    with ExitStack() as stack:
+        coordinator = serve(stack, [])
+        leaving = EngineWorker(runners[1], coordinator.address, name="dp-1", heartbeat_s=0.05)
+        coordinator.wait_for_engines(1)
+        asyncio.run(ask(coordinator, leaving))
+
+
+def test_a_stuck_engine_is_given_up_and_comes_back(runners: list[EngineRunner], monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck = runners[1]
+
+    async def ask(coordinator: DataParallelInferenceCoordinator) -> None:
+        async with InferenceClient(coordinator.address) as client:
+            with monkeypatch.context() as patch:
+                health = stuck.health()
+                patch.setattr(stuck, "health", lambda: type(health)(**{**vars(health), "alive": False}))
+                while coordinator.num_engines == 2:
+                    await asyncio.sleep(0.01)
+            coordinator_engines = coordinator.num_engines
+            assert coordinator_engines == 1
+            assert len((await client.add_request("x", TEN)).generated_tokens) == 10
+            while coordinator.num_engines == 1:
+                await asyncio.sleep(0.01)
+
+    with ExitStack() as stack:
+        asyncio.run(asyncio.wait_for(ask(serve(stack, runners)), 20))
+
+
+def test_stop_fails_what_is_open_and_ends_workers(runners: list[EngineRunner]) -> None:
+    async def ask(address: str) -> None:
+        async with InferenceClient(address) as client:
+            request = client.add_request("x", LONG)
+            await asyncio.sleep(0)
+            await client.stop_engines()
+            with pytest.raises(EngineDeadError, match="stopped"):
+                await request
+            with pytest.raises(EngineDeadError, match="stopped"):
+                await client.add_request("x", TEN)
+            with pytest.raises(CoordinatorError, match="unpause is not possible while the engines are stopped"):
+                await client.unpause_engines()
+
+    with DataParallelInferenceCoordinator(CoordinatorConfig(**QUICK)) as coordinator:
+        workers = [EngineWorker(runner, coordinator.address, heartbeat_s=0.05) for runner in runners]
+        coordinator.wait_for_engines(2)
+        asyncio.run(ask(coordinator.address))
+        assert coordinator.state is GroupState.STOPPED
+        assert all(worker.join(5) for worker in workers)
+
+
+def test_strangers_are_refused(runners: list[EngineRunner]) -> None:
+    async def ask(address: str) -> None:
+        with pytest.raises(CoordinatorError, match="secret is not that of this job"):
+            await InferenceClient(address).start()
+        with pytest.raises(CoordinatorError, match="use `async with"):
+            InferenceClient(address).add_request("x")
+        async with InferenceClient(address, security=CoordinatorSecurity(secret="s3")) as client:
+            assert len((await client.add_request("x", TEN)).generated_tokens) == 10
+
+    with ExitStack() as stack:
+        coordinator = serve(stack, runners[:1], security=CoordinatorSecurity(secret="s3"))
+        with EngineWorker(runners[1], coordinator.address, heartbeat_s=0.05) as stranger:
+            deadline = time.monotonic() + 5
+            while stranger.refusal is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert stranger.refusal == "secret is not that of this job"
+        asyncio.run(ask(coordinator.address))
+        assert coordinator.num_engines == 1
+
+
+def test_encrypted_sockets_need_the_coordinators_key(runners: list[EngineRunner]) -> None:
+    public, secret = (key.decode() for key in zmq.curve_keypair())
+
+    async def ask(address: str) -> None:
+        with pytest.raises(CoordinatorError, match="is a coordinator there"):
+            await InferenceClient(address, timeout_s=0.3).start()
+        async with InferenceClient(address, security=CoordinatorSecurity(secret="s3", public_key=public)) as client:
+            assert len((await client.add_request("x", TEN)).generated_tokens) == 10
+
+    with ExitStack() as stack:
+        keys = CoordinatorSecurity(secret="s3", public_key=public, secret_key=secret)
+        asyncio.run(ask(serve(stack, runners[:1], security=keys).address))
+
+
+def test_random_bytes_and_long_messages_harm_nobody(runners: list[EngineRunner]) -> None:
+    draw = random.Random(0)
+
+    async def ask(address: str) -> None:
+        async with InferenceClient(address) as client:
+            with zmq.Context() as context:
+                for index in range(200):
+                    with context.socket(zmq.DEALER) as socket:
+                        socket.linger = 0
+                        socket.connect(address)
+                        # A map, deep lists, numbers of unknown messages, several frames, none, too much.
+                        size = 2**21 if index % 50 == 49 else draw.randrange(64)
+                        frame = draw.choice([draw.randbytes(size), b"\x91" * size, b"\x92\x01" + draw.randbytes(size)])
+                        socket.send_multipart([frame] * draw.choice([1, 1, 2]))
+                    if index % 20 == 0:
+                        assert len((await client.add_request("x", TEN)).generated_tokens) == 10
+
+    with ExitStack() as stack:
+        asyncio.run(ask(serve(stack, runners[:1], max_message_bytes=2**20).address))
+
+
+def test_a_client_outlives_a_coordinator_that_is_restarted(runners: list[EngineRunner]) -> None:
+    async def ask(stack: ExitStack, first: DataParallelInferenceCoordinator) -> None:
+        port = int(first.address.rsplit(":", 1)[1])
+        async with InferenceClient(first.address, timeout_s=5, heartbeat_s=0.05) as client:
+            with EngineWorker(runners[0], first.address, heartbeat_s=0.05):
+                await asyncio.to_thread(first.wait_for_engines, 1)
+                first.close()
+                second = stack.enter_context(DataParallelInferenceCoordinator(CoordinatorConfig(port=port, **QUICK)))
+                await asyncio.to_thread(second.wait_for_engines, 1)
+                for _ in range(100):
+                    try:
+                        record = await client.add_request("x", TEN)
+                        break
+                    except CoordinatorError:
+                        await asyncio.sleep(0.05)
+                assert len(record.generated_tokens) == 10
+
+    with ExitStack() as stack:
+        asyncio.run(ask(stack, stack.enter_context(DataParallelInferenceCoordinator(CoordinatorConfig(**QUICK)))))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"host": "0.0.0.0"}, "host='0.0.0.0' is reachable from other machines"),
+        ({"host": "0.0.0.0", "security": CoordinatorSecurity(secret="s")}, "both keys"),
+        ({"port": 70000}, "port=70000 must be an integer from 0 to 65535"),
+        ({"engine_timeout_s": 1.0}, "engine_timeout_s=1.0 must be at least twice heartbeat_s=1.0"),
+        ({"max_retries": -1}, "max_retries=-1"),
+    ],
+)
+def test_bad_settings_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CoordinatorConfig(**fields)
+
+
+def test_bad_keys_and_addresses_are_refused(runners: list[EngineRunner]) -> None:
+    with pytest.raises(ValueError, match="public_key must be 40 characters"):
+        CoordinatorSecurity(public_key="short")
+    with pytest.raises(ValueError, match="secret_key without public_key"):
+        CoordinatorSecurity(secret_key="0" * 40)
+    with pytest.raises(ValueError, match="address='nowhere'"):
+        EngineWorker(runners[0], "nowhere")
+    with pytest.raises(ValueError, match="address='nowhere'"):
+        asyncio.run(InferenceClient("nowhere").start())
+    with DataParallelInferenceCoordinator() as first, pytest.raises(OSError, match="in use"):
+        DataParallelInferenceCoordinator(CoordinatorConfig(port=int(first.address.rsplit(":", 1)[1]))).start()

@@ -1,0 +1,365 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""What a coordinator does, without sockets: engines and clients that come, go, hang and lie in any order."""
+
+from collections import Counter, defaultdict
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("zmq")
+
+from mcore_inference.coordinator import CoordinatorConfig, GroupState
+from mcore_inference.coordinator._core import CoordinatorCore
+from mcore_inference.coordinator._messages import (
+    PROTOCOL,
+    Abort,
+    Connect,
+    ConnectAck,
+    Disconnect,
+    EngineReply,
+    Failure,
+    Heartbeat,
+    Message,
+    Partial,
+    Pause,
+    Refusal,
+    Register,
+    RegisterAck,
+    Resume,
+    Signal,
+    SignalAck,
+    Stop,
+    SubmitRequest,
+    Suspend,
+    Unpause,
+    decode_incoming,
+    encode,
+)
+from mcore_inference.coordinator._states import signals_between, state_after
+
+CONFIG = CoordinatorConfig(prefix_slack_tokens=0)
+
+
+def submit(number: int, prompt: str | list[int] = "x", budget: int = 8, *, stream: bool = False) -> SubmitRequest:
+    return SubmitRequest(request_id=number, prompt=prompt, sampling_params={"num_tokens_to_generate": budget}, stream=stream)
+
+
+def register(name: str = "dp", state: str = "running") -> Register:
+    return Register(protocol=PROTOCOL, secret="", name=name, state=state, max_sequence_length=64)
+
+
+def connect() -> Connect:
+    return Connect(protocol=PROTOCOL, secret="")
+
+
+def reply(number: int) -> EngineReply:
+    return EngineReply(request_id=number, record={})
+
+
+class Group:
+    """A core with the messages that each peer got."""
+
+    def __init__(self, config: CoordinatorConfig = CONFIG, engines: int = 0, clients: int = 0) -> None:
+        self.core, self.now = CoordinatorCore(config), 0.0
+        self.inbox: dict[bytes, list[Message]] = defaultdict(list)
+        for index in range(engines):
+            self.send(b"e%d" % index, register(f"dp-{index}"))
+        for index in range(clients):
+            self.send(b"c%d" % index, connect())
+        self.inbox.clear()
+
+    def send(self, peer: bytes, message: Any) -> None:
+        self._take(self.core.receive(peer, decode_incoming(encode(message)), self.now))
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self._take(self.core.tick(self.now))
+
+    def lose(self, peer: bytes) -> None:
+        self._take(self.core.unreachable(peer, self.now))
+
+    def _take(self, outbox: list[tuple[bytes, Message]]) -> None:
+        for peer, message in outbox:
+            self.inbox[peer].append(message)
+
+    def got(self, peer: bytes, kind: type[Message]) -> list[Any]:
+        return [message for message in self.inbox[peer] if isinstance(message, kind)]
+
+
+def test_requests_go_to_the_engine_with_the_fewest_open_tokens() -> None:
+    group = Group(engines=3, clients=1)
+    group.send(b"c0", submit(0, [1] * 100))
+    for number in range(1, 5):
+        group.send(b"c0", submit(number, [1] * 10))
+    counts = sorted(len(group.got(b"e%d" % index, SubmitRequest)) for index in range(3))
+    assert counts == [1, 2, 2]
+
+
+def test_equal_engines_take_turns() -> None:
+    group = Group(engines=4, clients=1)
+    for number in range(400):
+        group.send(b"c0", submit(number))
+    assert [len(group.got(b"e%d" % index, SubmitRequest)) for index in range(4)] == [100] * 4
+
+
+def test_prompts_that_begin_alike_meet_while_the_load_allows() -> None:
+    group = Group(CoordinatorConfig(prefix_slack_tokens=1000), engines=4, clients=1)
+    for number in range(4):
+        group.send(b"c0", submit(number, [7] * 64 + [number]))
+    assert sorted(len(group.got(b"e%d" % index, SubmitRequest)) for index in range(4)) == [0, 0, 0, 4]
+    for number in range(4, 44):
+        group.send(b"c0", submit(number, [7] * 64 + [number]))
+    counts = [len(group.got(b"e%d" % index, SubmitRequest)) for index in range(4)]
+    assert min(counts) > 0 and max(counts) <= 18
+
+
+def test_two_clients_may_use_one_number() -> None:
+    group = Group(engines=1, clients=2)
+    for client in (b"c0", b"c1"):
+        group.send(client, submit(5))
+    first, second = (message.request_id for message in group.got(b"e0", SubmitRequest))
+    group.send(b"e0", reply(second))
+    assert not group.inbox[b"c0"] and [message.request_id for message in group.got(b"c1", EngineReply)] == [5]
+    group.send(b"e0", reply(first))
+    # Once only.
+    group.send(b"e0", reply(first))
+    assert [message.request_id for message in group.got(b"c0", EngineReply)] == [5]
+    # The number is free again.
+    group.send(b"c0", submit(5))
+    assert len(group.got(b"e0", SubmitRequest)) == 3 and not group.got(b"c0", Refusal)
+
+
+def test_clients_that_are_not_connected_are_told_and_served_nothing() -> None:
+    group = Group(engines=1)
+    group.send(b"early", submit(0))
+    assert group.got(b"early", Refusal)[0].message == "you are not known here; connect or register first"
+    assert not group.inbox[b"e0"] and group.core.num_engines == 1
+
+
+def test_signals_are_acknowledged_when_every_engine_has() -> None:
+    group = Group(engines=2, clients=2)
+    group.send(b"c0", Pause(call=1))
+    group.send(b"c1", Pause(call=9))
+    (number,) = {message.call for index in (b"e0", b"e1") for message in group.got(index, Pause)}
+    group.send(b"e0", SignalAck(call=number))
+    assert not group.inbox[b"c0"] and group.core.state is GroupState.RUNNING
+    group.send(b"e1", SignalAck(call=number))
+    assert group.got(b"c0", SignalAck)[0].call == 1
+    # The second one came in between: it has nothing to do any more.
+    assert group.got(b"c1", SignalAck)[0].call == 9 and len(group.got(b"e0", Pause)) == 1
+
+
+def test_signals_that_do_not_fit_are_refused_with_the_state() -> None:
+    group = Group(engines=1, clients=1)
+    group.send(b"c0", Suspend(call=3))
+    assert group.got(b"c0", Refusal)[0].message == "suspend is not possible while the engines are running; it is when they are paused"
+    group.send(b"c0", Resume(call=4))
+    assert group.got(b"c0", Refusal)[1].call == 4
+
+
+def test_an_engine_without_an_answer_is_named_and_given_up() -> None:
+    group = Group(engines=2, clients=1)
+    group.send(b"c0", Pause(call=1))
+    group.send(b"e0", SignalAck(call=group.got(b"e0", Pause)[0].call))
+    for _ in range(61):
+        group.now += 1.0
+        for peer in (b"e0", b"e1", b"c0"):
+            group.send(peer, Heartbeat())
+        group.wait(0)
+    (refusal,) = group.got(b"c0", Refusal)
+    assert "dp-1: it did not answer pause within 60 s" in refusal.message and refusal.call == 1
+    assert group.core.num_engines == 1 and group.core.state is GroupState.PAUSED
+
+
+def test_an_engine_that_joins_is_led_to_the_state_of_the_others() -> None:
+    group = Group(clients=1)
+    for signal in (Pause, Suspend):
+        group.send(b"c0", signal(call=0))
+    assert len(group.got(b"c0", SignalAck)) == 2
+    group.send(b"e0", register())
+    assert [type(message) for message in group.inbox[b"e0"]] == [RegisterAck, Pause, Suspend]
+    group.send(b"c0", Resume(call=1))
+    group.send(b"e1", register(state="suspended"))
+    assert [type(message) for message in group.inbox[b"e1"]] == [RegisterAck, Resume]
+
+
+def test_requests_wait_for_an_engine_and_not_for_ever() -> None:
+    group = Group(clients=1)
+    group.send(b"c0", submit(0))
+    group.send(b"e0", register())
+    assert len(group.got(b"e0", SubmitRequest)) == 1
+    group.send(b"e0", Disconnect())
+    group.send(b"c0", submit(1))
+    for _ in range(61):
+        group.send(b"c0", Heartbeat())
+        group.wait(1)
+    assert {(message.request_id, message.message) for message in group.got(b"c0", Failure)} == {
+        (0, "there was no engine for 60 s"),
+        (1, "there was no engine for 60 s"),
+    }
+
+
+def test_a_request_that_ends_engines_ends_after_its_retries() -> None:
+    group = Group(engines=3, clients=1)
+    group.send(b"c0", submit(0))
+    for _ in range(2):
+        (peer,) = [peer for peer in (b"e0", b"e1", b"e2") if group.got(peer, SubmitRequest)]
+        group.inbox[peer].clear()
+        group.lose(peer)
+    (failure,) = group.got(b"c0", Failure)
+    assert failure.kind == "EngineLostError" and "max_retries=1" in failure.message and group.core.num_engines == 1
+
+
+def test_a_client_that_is_gone_leaves_nothing_behind() -> None:
+    group = Group(engines=1, clients=2)
+    for number in range(3):
+        group.send(b"c0", submit(number))
+    for _ in range(32):
+        group.now += 1
+        group.send(b"e0", Heartbeat())
+        group.send(b"c1", Heartbeat())
+        group.wait(0)
+    assert len(group.got(b"e0", Abort)) == 3 and group.core.num_open_requests == 0
+    group.send(b"e0", reply(group.got(b"e0", SubmitRequest)[0].request_id))
+    assert not group.got(b"c0", EngineReply)
+
+
+def test_the_limit_of_open_requests_is_a_transient_failure() -> None:
+    group = Group(CoordinatorConfig(max_open_requests=2), engines=1, clients=1)
+    for number in range(3):
+        group.send(b"c0", submit(number))
+    (failure,) = group.got(b"c0", Failure)
+    assert (failure.request_id, failure.kind, failure.is_transient) == (2, "QueueFullError", True)
+
+
+@pytest.mark.parametrize("begin", [GroupState.RUNNING, GroupState.PAUSED, GroupState.SUSPENDED])
+@pytest.mark.parametrize("target", list(GroupState))
+def test_signals_lead_from_every_state_to_every_other(begin: GroupState, target: GroupState) -> None:
+    state = begin
+    for signal in signals_between(begin, target):
+        after = state_after(signal, state)
+        assert after is not state
+        state = after
+    assert state is target
+
+
+KINDS = [
+    "submit",
+    "stream",
+    "abort",
+    "answer",
+    "partial",
+    "fail",
+    "lost",
+    "join",
+    "again",
+    "leave",
+    "gone",
+    "back",
+    "signal",
+    "wait",
+    "lie",
+]
+EVENTS = st.tuples(st.sampled_from(KINDS), st.integers(0, 2), st.integers(0, 5))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(EVENTS, max_size=80))
+def test_every_request_has_one_end_whatever_happens(events: list[tuple[str, int, int]]) -> None:
+    group, number = Group(engines=2, clients=2), 0
+    open_by_client: dict[bytes, set[int]] = {b"c0": set(), b"c1": set()}
+    connected = {b"c0", b"c1"}
+    ends: Counter[tuple[bytes, int]] = Counter()
+    held: dict[bytes, list[int]] = defaultdict(list)
+    engines = {b"e0", b"e1"}
+
+    def settle() -> None:
+        """Read what was sent, as peers that keep the rules do; engines acknowledge signals at once."""
+        while any(group.inbox.values()):
+            inbox, group.inbox = group.inbox, defaultdict(list)
+            for peer, messages in inbox.items():
+                for message in messages:
+                    if isinstance(message, SubmitRequest):
+                        held[peer].append(message.request_id)
+                    elif isinstance(message, Abort):
+                        held[peer].remove(message.request_id)
+                    elif isinstance(message, Signal) and peer in engines:
+                        group.send(peer, SignalAck(call=message.call))
+                    elif isinstance(message, EngineReply | Failure):
+                        assert message.request_id in open_by_client[peer]
+                        open_by_client[peer].remove(message.request_id)
+                        ends[peer, message.request_id] += 1
+                    elif isinstance(message, Partial):
+                        assert message.request_id in open_by_client[peer]
+                    elif isinstance(message, Refusal) and peer in engines and message.call == -1:
+                        engines.discard(peer)
+                        held.pop(peer, None)
+
+    for event, which, amount in events:
+        engine, client = b"e%d" % which, b"c%d" % (which % 2)
+        some = held[engine][amount % len(held[engine])] if held[engine] else None
+        if event in ("submit", "stream") and client in connected and group.core.state is not GroupState.STOPPED:
+            open_by_client[client].add(number)
+            group.send(client, submit(number, stream=event == "stream"))
+            number += 1
+        elif event == "abort" and open_by_client[client] and client in connected:
+            group.send(client, Abort(request_id=open_by_client[client].pop()))
+        elif event == "answer" and some is not None:
+            held[engine].remove(some)
+            group.send(engine, reply(some))
+        elif event == "fail" and some is not None:
+            held[engine].remove(some)
+            group.send(engine, Failure(request_id=some, kind="X", message="", is_transient=False))
+        elif event == "partial" and some is not None:
+            group.send(engine, Partial(request_id=some, tokens=[1], log_probs=[], top_n_logprobs=[], text=""))
+        elif event == "lost" and engine in engines:
+            engines.discard(engine)
+            held.pop(engine, None)
+            group.lose(engine)
+        elif event in ("join", "again") and (event == "again" or engine not in engines):
+            engines.add(engine)
+            held.pop(engine, None)
+            group.send(engine, register(engine.decode()))
+        elif event == "leave" and engine in engines:
+            engines.discard(engine)
+            held.pop(engine, None)
+            group.send(engine, Disconnect())
+        elif event == "gone" and client in connected:
+            connected.discard(client)
+            open_by_client[client].clear()
+            group.lose(client)
+        elif event == "back":
+            connected.add(client)
+            group.send(client, connect())
+        elif event == "signal" and client in connected:
+            group.send(client, [Pause, Unpause, Suspend, Resume, Pause, Unpause][amount](call=1))
+        elif event == "wait":
+            for peer in (*engines, *connected):
+                group.send(peer, Heartbeat())
+            group.wait(1.0)
+        elif event == "lie" and engine in engines:
+            # An answer to what it never had, and to what it had once.
+            group.send(engine, reply(10**6))
+            group.send(engine, reply(amount))
+            if amount in held[engine]:
+                held[engine].remove(amount)
+        settle()
+
+    group.send(b"e9", register("last"))
+    engines.add(b"e9")
+    settle()
+    for _ in range(3):
+        for engine in list(held):
+            while held.get(engine):
+                group.send(engine, reply(held[engine].pop()))
+                settle()
+    assert not any(open_by_client[client] for client in connected)
+    assert group.core.num_open_requests == 0 and set(ends.values()) <= {1}
+    group.send(b"c9", connect())
+    group.send(b"c9", Stop(call=1))
+    settle()
+    assert group.core.state is GroupState.STOPPED
+    assert isinstance(group.core.receive(b"c8", connect(), group.now)[0][1], ConnectAck)
