@@ -47,7 +47,8 @@ def test_a_mixture_is_a_weighted_sum_of_dense_feed_forwards(choice: dict[str, An
     leaf, router = x.detach().clone().requires_grad_(), layer.router.weight.detach().clone().requires_grad_()
     step = Step.causal(1, 9)
     y, _ = layer(x, step)
-    routing = choose_experts(leaf @ router.t(), 2)
+    logits = leaf @ router.t() if layer.router.bias is None else leaf @ router.t() + layer.router.bias.detach()
+    routing = choose_experts(logits, 2)
     every_TED = torch.stack([module(leaf, step)[0] for module in dense], 1)
     rows = torch.arange(9)[:, None]
     expected = (every_TED[rows, routing.experts_TK] * routing.probs_TK[..., None]).sum(1)

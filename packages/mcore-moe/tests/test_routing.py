@@ -57,7 +57,7 @@ def test_even_router_costs_its_coefficient_and_a_collapsed_one_more() -> None:
         ({"num_moe_experts": 0}, "num_moe_experts=0"),
         ({"num_moe_experts": 2, "moe_router_topk": 3}, "moe_router_topk=3 must lie in 1..num_moe_experts=2"),
         ({"num_moe_experts": 2, "moe_router_topk": 1}, "moe_router_pre_softmax=True"),
-        ({"num_moe_experts": 2, "moe_router_score_function": "relu"}, "softmax or sigmoid"),
+        ({"num_moe_experts": 2, "moe_router_score_function": "relu"}, "softmax or sigmoid or sqrtsoftplus"),
         ({"num_moe_experts": 2, "moe_router_dtype": "int8"}, "fp32, fp64"),
         ({"num_moe_experts": 2, "moe_aux_loss_coeff": -1.0}, "must not be negative"),
     ],

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from mcore_parallel import Group, Piece, ProcessGroups, named_shards
+from mcore_parallel import Group, Piece, ProcessGroups, named_buffer_shards, named_shards
 from mcore_parallel.comm import all_reduce
 from mcore_parallel.models import GPTModel, TransformerLayer
 from mcore_parallel.optim import StateShard
@@ -123,7 +123,7 @@ class FullyShardedModel(nn.ModuleList):
     # State
 
     def parameter_shards(self) -> dict[str, list[StateShard]]:
-        """This rank's boxes of every parameter, live: fill them in place to load."""
+        """This rank's boxes of every parameter and persistent buffer, live: fill them in place to load."""
         self.start_param_sync()
         state_shards: dict[str, list[StateShard]] = {}
         for name, shard in self._flat.items():
@@ -138,6 +138,8 @@ class FullyShardedModel(nn.ModuleList):
                 StateShard(name, view, spec, tuple(begin + more for begin, more in zip(base, offset, strict=True)), replica)
                 for offset, view in shard.blocks(shard.parameter)
             ]
+        for buffer in named_buffer_shards(self.module):
+            state_shards[buffer.name] = [StateShard(buffer.name, buffer.tensor, buffer.spec)]
         return state_shards
 
 

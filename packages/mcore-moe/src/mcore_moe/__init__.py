@@ -2,11 +2,19 @@
 # Copyright (c) 2026 the mcore authors
 """Mixtures of experts: routers, dispatchers and experts that fit a model's feed-forward slot."""
 
+from mcore_moe._balance import (
+    compute_routing_scores_for_aux_loss,
+    get_updated_expert_bias,
+    sinkhorn,
+    switch_load_balancing_loss_func,
+    z_loss_func,
+)
 from mcore_moe._config import MoEConfig
 from mcore_moe._experts import GroupedMLP, SequentialMLP
+from mcore_moe._gating import RandomSTE, apply_random_logits
 from mcore_moe._layer import MoELayer, moe_feed_forward
 from mcore_moe._router import TopKRouter
-from mcore_moe._routing import Routing, choose_experts, switch_load_balancing_loss_func, topk_routing_with_score_function
+from mcore_moe._routing import Routing, choose_experts, topk_routing_with_score_function
 from mcore_moe._stability import deprecated, experimental_api, internal_api
 from mcore_moe.dispatch import MoEAlltoAllTokenDispatcher
 
@@ -15,14 +23,20 @@ __all__ = [
     "MoEAlltoAllTokenDispatcher",
     "MoEConfig",
     "MoELayer",
+    "RandomSTE",
     "Routing",
     "SequentialMLP",
     "TopKRouter",
+    "apply_random_logits",
     "choose_experts",
+    "compute_routing_scores_for_aux_loss",
     "deprecated",
     "experimental_api",
+    "get_updated_expert_bias",
     "internal_api",
     "moe_feed_forward",
+    "sinkhorn",
     "switch_load_balancing_loss_func",
     "topk_routing_with_score_function",
+    "z_loss_func",
 ]

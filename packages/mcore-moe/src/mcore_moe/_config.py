@@ -2,13 +2,29 @@
 # Copyright (c) 2026 the mcore authors
 """Sizes and choices of a mixture-of-experts layer."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from mcore_parallel import ParallelPlan, check_field_types
 from mcore_parallel.backends import check_grouped_width
 from mcore_parallel.models import TransformerConfig
+
+LOSS_NAMES: Mapping[str, str] = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+"""Load-balancing type -> what its loss is called in reports."""
+
+RESERVED = frozenset({
+    "inference_grouped_gemm_backend", "inference_moe_token_dispatcher_type", "moe_combine_bwd_dtype", "moe_dispatch_fwd_dtype",
+    "moe_enable_routing_replay", "moe_expert_rank_capacity_factor", "moe_flex_dispatcher_num_sms", "moe_latent_size",
+    "moe_mlp_glu_interleave_size", "moe_paged_stash", "moe_router_force_biased", "moe_single_grouped_bias", "moe_single_grouped_weight",
+})  # fmt: skip
+"""Fields that later versions may have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,18 +44,77 @@ class MoEConfig:
     """Experts a token goes to."""
     moe_ffn_hidden_size: int | None = None
     """Width of one expert; None for the feed-forward width of the model."""
+    moe_layer_freq: int | tuple[int, ...] = 1
+    """n: layers 0, n, 2n ... have experts, the others a dense feed-forward; or one 0 or 1 a layer. Not read where a pattern places E.
+    Layers of multi-token prediction have experts."""
+    moe_shared_expert_intermediate_size: int | None = None
+    """Width of the feed-forward that every token goes through beside its experts (of all shared experts together); None for none."""
+    moe_shared_expert_gate: bool = False
+    """Multiply the shared experts' result by a learned sigmoid of the token."""
     moe_router_score_function: str = "softmax"
-    """softmax or sigmoid."""
+    """softmax, sigmoid or sqrtsoftplus."""
     moe_router_pre_softmax: bool = False
     """Softmax over all experts before the selection, without renormalising; else over the selected ones."""
     moe_router_topk_scaling_factor: float | None = None
+    """Multiplies the weights."""
+    moe_router_num_groups: int | None = None
+    """Experts are cut into so many groups, and a token's experts lie in ``moe_router_group_topk`` of them."""
+    moe_router_group_topk: int | None = None
     moe_router_dtype: str | None = "fp32"
     """Precision of the gating matmul: fp32, fp64, or None for that of the parameters."""
-    moe_aux_loss_coeff: float = 0.0
-    """Weight of the load-balancing loss; 0 switches it off."""
+    moe_router_bias: bool | None = None
+    """A learned bias of the logits; None for the model's ``add_bias_linear``."""
+    moe_router_enable_expert_bias: bool = False
+    """Balance without a loss: a bias of each expert that is added for the selection only, and moved once a global batch."""
+    moe_router_bias_update_rate: float = 1e-3
+    """What that bias is moved by; 0 freezes it."""
+    moe_router_load_balancing_type: str | tuple[str, ...] = "aux_loss"
+    """aux_loss (over a micro-batch), seq_aux_loss (over each sequence), global_aux_loss (over the global batch so far), or several of
+    them; sinkhorn, which balances the selection instead; none."""
+    moe_aux_loss_coeff: float | tuple[float, ...] = 0.0
+    """Weight of the load-balancing loss, one for each type; 0 switches it off."""
+    moe_z_loss_coeff: float | None = None
+    """Weight of the mean squared log-sum-exp of the logits; None switches it off."""
+    moe_input_jitter_eps: float | None = None
+    """In training, multiply the router's input by uniform noise in 1 - eps..1 + eps."""
+    moe_router_force_load_balancing: bool = False
+    """Route at random, for benchmarks only."""
+
+    def __new__(cls, **values: Any) -> "MoEConfig":
+        if reserved := sorted(RESERVED & set(values)):
+            raise ValueError(f"{reserved[0]}={values[reserved[0]]!r} is reserved and not implemented; leave it out")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         check_field_types(self)
+        self._check_sizes()
+        self._check_choices()
+        self._check_losses()
+
+    @property
+    def loss_coefficients(self) -> Mapping[str, float]:
+        """Load-balancing type -> its coefficient, of those that are on."""
+        types, coefficients = _tuple(self.moe_router_load_balancing_type), _tuple(self.moe_aux_loss_coeff)
+        return {name: weight for name, weight in zip(types, coefficients, strict=True) if weight and name in LOSS_NAMES}
+
+    @property
+    def loss_names(self) -> tuple[str, ...]:
+        """Auxiliary losses of a layer."""
+        return (*(LOSS_NAMES[name] for name in self.loss_coefficients), *(("z_loss",) if self.moe_z_loss_coeff else ()))
+
+    def is_moe_layer(self, layer: int, num_layers: int) -> bool:
+        """Whether a layer of a model without a pattern has experts.
+
+        Args:
+            layer: global number; from ``num_layers`` on those of multi-token prediction.
+            num_layers: of the trunk.
+        """
+        freq = self.moe_layer_freq
+        if layer >= num_layers:
+            return True
+        return layer % freq == 0 if isinstance(freq, int) else freq[layer] == 1
+
+    def _check_sizes(self) -> None:
         if self.moe_ffn_hidden_size is not None and self.moe_ffn_hidden_size < 1:
             raise ValueError(
                 f"moe_ffn_hidden_size={self.moe_ffn_hidden_size} must be at least 1; leave it out for the model's ffn_hidden_size"
@@ -48,21 +123,91 @@ class MoEConfig:
             raise ValueError(f"num_moe_experts={self.num_moe_experts} must be at least 1")
         if not 1 <= self.moe_router_topk <= self.num_moe_experts:
             raise ValueError(f"moe_router_topk={self.moe_router_topk} must lie in 1..num_moe_experts={self.num_moe_experts}")
-        if self.moe_router_score_function not in ("softmax", "sigmoid"):
-            raise ValueError(f"moe_router_score_function={self.moe_router_score_function!r} must be softmax or sigmoid")
+        shared, freq = self.moe_shared_expert_intermediate_size, self.moe_layer_freq
+        if shared is not None and shared < 1:
+            raise ValueError(f"moe_shared_expert_intermediate_size={shared} must be at least 1; leave it out for no shared experts")
+        if self.moe_shared_expert_gate and shared is None:
+            raise ValueError("moe_shared_expert_gate=True has nothing to gate; set moe_shared_expert_intermediate_size")
+        if (freq < 1) if isinstance(freq, int) else (1 not in freq or set(freq) - {0, 1}):
+            raise ValueError(f"moe_layer_freq={freq!r} must be at least 1, or one 0 or 1 a layer with a 1 among them")
+        groups, group_topk = self.moe_router_num_groups, self.moe_router_group_topk
+        if (groups is None) != (group_topk is None):
+            raise ValueError(f"moe_router_num_groups={groups} and moe_router_group_topk={group_topk} go together; set both or none")
+        if groups is not None and group_topk is not None:
+            self._check_groups(groups, group_topk)
+
+    def _check_groups(self, groups: int, group_topk: int) -> None:
+        experts, topk = self.num_moe_experts, self.moe_router_topk
+        if groups < 1 or experts % groups:
+            raise ValueError(f"moe_router_num_groups={groups} must divide num_moe_experts={experts}")
+        if not 1 <= group_topk <= groups:
+            raise ValueError(f"moe_router_group_topk={group_topk} must lie in 1..moe_router_num_groups={groups}")
+        if topk % group_topk:
+            raise ValueError(f"moe_router_group_topk={group_topk} must divide moe_router_topk={topk}: so many of a group score it")
+        if topk // group_topk > experts // groups:
+            raise ValueError(
+                f"moe_router_topk={topk} asks moe_router_group_topk={group_topk} groups for {topk // group_topk} experts each, but "
+                f"{groups} groups have {experts // groups}; lower moe_router_topk or raise moe_router_group_topk"
+            )
+
+    def _check_choices(self) -> None:
+        score = self.moe_router_score_function
+        if score not in ("softmax", "sigmoid", "sqrtsoftplus"):
+            raise ValueError(f"moe_router_score_function={score!r} must be softmax or sigmoid or sqrtsoftplus")
         if self.moe_router_dtype not in (None, "fp32", "fp64"):
             raise ValueError(f"moe_router_dtype={self.moe_router_dtype!r} must be fp32, fp64 or None")
-        if self.moe_router_topk == 1 and self.moe_router_score_function == "softmax" and not self.moe_router_pre_softmax:
+        if self.moe_router_pre_softmax and score != "softmax":
+            raise ValueError(f"moe_router_pre_softmax=True needs moe_router_score_function='softmax', found {score!r}; leave one out")
+        plain = self.moe_router_topk == 1 and score == "softmax" and not self.moe_router_pre_softmax
+        if plain and self.moe_router_load_balancing_type != "sinkhorn":
             raise ValueError(
                 "moe_router_topk=1 with softmax needs moe_router_pre_softmax=True, else every weight is 1 and the router learns nothing"
             )
-        if self.moe_aux_loss_coeff < 0:
-            raise ValueError(f"moe_aux_loss_coeff={self.moe_aux_loss_coeff} must not be negative")
+        if self.moe_router_enable_expert_bias and score == "softmax":
+            raise ValueError(
+                "moe_router_enable_expert_bias=True needs moe_router_score_function='sigmoid' or 'sqrtsoftplus', found 'softmax'"
+            )
+        if self.moe_router_bias_update_rate < 0:
+            raise ValueError(f"moe_router_bias_update_rate={self.moe_router_bias_update_rate} must not be negative; 0 freezes the bias")
+        jitter = self.moe_input_jitter_eps
+        if jitter is not None and not 0 <= jitter < 1:
+            raise ValueError(f"moe_input_jitter_eps={jitter} must lie in 0..1, 1 excluded")
 
-    @property
-    def loss_names(self) -> tuple[str, ...]:
-        """Auxiliary losses of a layer."""
-        return ("load_balancing_loss",) if self.moe_aux_loss_coeff else ()
+    def _check_losses(self) -> None:
+        types, weights = _tuple(self.moe_router_load_balancing_type), _tuple(self.moe_aux_loss_coeff)
+        for name in types:
+            if name in (*LOSS_NAMES, "sinkhorn", "none"):
+                continue
+            raise ValueError(f"moe_router_load_balancing_type={name!r} must be {', '.join(LOSS_NAMES)}, sinkhorn or none")
+        if not types or len(types) != len(set(types)):
+            raise ValueError(f"moe_router_load_balancing_type={types!r} must name one type at least, and none twice")
+        if len(types) != len(weights):
+            raise ValueError(
+                f"moe_router_load_balancing_type={types!r} and moe_aux_loss_coeff={weights!r} must be equally long; give one a type"
+            )
+        if len(types) > 1 and {"sinkhorn", "none"} & set(types):
+            raise ValueError(f"moe_router_load_balancing_type={types!r} combines sinkhorn or none with others; name it alone")
+        if any(weight < 0 for weight in weights):
+            raise ValueError(f"moe_aux_loss_coeff={self.moe_aux_loss_coeff} must not be negative")
+        sinkhorn = "sinkhorn" in types
+        if (sinkhorn or "none" in types) and any(weights):
+            raise ValueError(
+                f"moe_aux_loss_coeff={self.moe_aux_loss_coeff} has no loss to weigh with moe_router_load_balancing_type={types!r}; "
+                "set it to 0"
+            )
+        if sinkhorn and (self.moe_router_num_groups or self.moe_router_enable_expert_bias):
+            raise ValueError("moe_router_load_balancing_type='sinkhorn' selects by itself; leave moe_router_num_groups and expert bias out")
+        if sinkhorn and self.moe_router_score_function != "softmax":
+            raise ValueError(
+                f"moe_router_load_balancing_type='sinkhorn' weighs by softmax, or with topk=1 by sigmoid, whatever "
+                f"moe_router_score_function={self.moe_router_score_function!r} says; leave that at 'softmax'"
+            )
+        if self.moe_z_loss_coeff is not None and self.moe_z_loss_coeff < 0:
+            raise ValueError(f"moe_z_loss_coeff={self.moe_z_loss_coeff} must not be negative")
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def check_experts(
@@ -81,6 +226,15 @@ def check_experts(
         ValueError: names field, value and what to change.
     """
     width, etp = config.moe_ffn_hidden_size or model.ffn_size, plan.expert_tp
+    freq, shared = config.moe_layer_freq, config.moe_shared_expert_intermediate_size
+    if model.hybrid_layer_pattern is None:
+        if isinstance(freq, tuple) and len(freq) != model.num_layers:
+            raise ValueError(f"moe_layer_freq has {len(freq)} entries, the model num_layers={model.num_layers}; give one a layer")
+        dense = any(not config.is_moe_layer(layer, model.num_layers) for layer in range(model.num_layers))
+        if dense and model.ffn_size % plan.tp:
+            raise ValueError(f"tp={plan.tp} must divide ffn_hidden_size={model.ffn_size}; lower tp or round ffn_hidden_size up")
+    if shared is not None and shared % plan.tp:
+        raise ValueError(f"tp={plan.tp} must divide moe_shared_expert_intermediate_size={shared}; lower tp or change the width")
     if config.num_moe_experts % plan.ep:
         raise ValueError(f"ep={plan.ep} must divide num_moe_experts={config.num_moe_experts}; lower ep or change num_moe_experts")
     if width % etp:

@@ -13,15 +13,16 @@ from mcore_moe._config import MoEConfig, check_experts
 from mcore_moe._experts import GroupedMLP
 from mcore_moe._router import TopKRouter
 from mcore_moe.dispatch import MoEAlltoAllTokenDispatcher, ReplicatedTokenDispatcher
-from mcore_parallel import Group, ParallelPlan
+from mcore_parallel import ParallelPlan
 from mcore_parallel.backends import special_products
 from mcore_parallel.comm import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
-from mcore_parallel.models import Aux, AuxSpec, FeedForwardBuilder, Site, TransformerConfig
-from mcore_parallel.nn import Activation, Step
+from mcore_parallel.models import Aux, AuxSpec, FeedForwardBuilder, Site, TransformerConfig, dense_feed_forward
+from mcore_parallel.nn import MLP, Activation, Step
+from mcore_parallel.tensor_parallel import ReplicatedLinear
 
 
 class MoELayer(nn.Module):
-    """Router, exchange, experts, exchange back.
+    """Router, exchange, experts, exchange back; beside it the shared experts, whose result is added.
 
     The experts are as the model's dense feed-forward would be: its activation with offset and clamp, and its biases. Tensor-parallel
     ranks hold different tokens under sequence parallelism. Without, they hold the same: each computes the picks of its own experts,
@@ -60,44 +61,65 @@ class MoELayer(nn.Module):
             )
         check_experts(config, site.config, groups.plan, dtype=dtype, device=device)
         hidden_size = site.config.hidden_size
-        self.router = TopKRouter(config, hidden_size, groups, dtype=dtype, device=device)
+        biased = site.config.add_bias_linear
+        self.router = TopKRouter(config, hidden_size, groups, layer=site.layer, bias=biased, dtype=dtype, device=device)
         # Ranks that hold the same tokens, and sum their parts of the result.
-        self.replicas = Group.single() if groups.sequence_parallel else groups.tp
+        self.replicas = self.router.replicas
         self.dispatcher: Any = (
             MoEAlltoAllTokenDispatcher(config.num_moe_experts, groups.ep, groups.expt_tp, pause=pause)
             if self.replicas.size == 1
             else ReplicatedTokenDispatcher(config.num_moe_experts, groups)
+        )
+        activation = Activation(
+            name=site.config.activation, offset=site.config.glu_linear_offset, clamp=site.config.activation_func_clamp_value
         )
         self.experts = GroupedMLP(
             config.num_moe_experts,
             hidden_size,
             config.moe_ffn_hidden_size or site.config.ffn_size,
             groups,
-            activation=Activation(
-                name=site.config.activation, offset=site.config.glu_linear_offset, clamp=site.config.activation_func_clamp_value
-            ),
+            activation=activation,
             bias=site.config.add_bias_linear,
             memory=site.memory,
             dtype=dtype,
             device=device,
         )
 
+        self.shared_experts, self.shared_expert_gate = None, None
+        if config.moe_shared_expert_intermediate_size is not None:
+            place: dict[str, Any] = {"dtype": dtype, "device": device, "init": False}
+            size = config.moe_shared_expert_intermediate_size
+            self.shared_experts = MLP(hidden_size, size, groups, activation=activation, layers=site.layers, **place)
+            self.shared_expert_gate = ReplicatedLinear(hidden_size, 1, groups, **place) if config.moe_shared_expert_gate else None
+
     def forward(self, x_TD: Tensor, step: Step) -> tuple[Tensor, Aux | None]:
         """[T, D] -> ([T, D], losses and counts; None outside training)."""
+        shared_TD = self._shared(x_TD, step)
         x_TD = copy_to_tensor_model_parallel_region(x_TD, self.replicas)
-        routing, losses = self.router(x_TD)
+        routing, losses = self.router(x_TD, step)
         sent = self.dispatcher.dispatch(x_TD, routing)
         rows_RD = self.experts(sent.rows_RD, sent.tokens_per_expert)
         y_TD = reduce_from_tensor_model_parallel_region(self.dispatcher.combine(rows_RD, sent, routing), self.replicas)
+        y_TD = y_TD if shared_TD is None else y_TD + shared_TD
         if not (self.training and torch.is_grad_enabled()):
             return y_TD, None
         counts_E = routing.counts(self.router.config.num_moe_experts)
         counts_E = counts_E if self.replicas.is_first else torch.zeros_like(counts_E)
         return y_TD, Aux(losses={(self.layer, name): loss for name, loss in losses.items()}, counts={self.layer: counts_E})
 
+    def end_of_batch(self, counts: Tensor, skipped: Tensor) -> None:
+        """Move the bias of the selection by the loads of the global batch (``mcore_parallel.models.CountsHook``)."""
+        self.router.update_expert_bias(counts, skipped)
+
+    def _shared(self, x_TD: Tensor, step: Step) -> Tensor | None:
+        if self.shared_experts is None:
+            return None
+        y_TD, _ = self.shared_experts(x_TD, step)
+        return y_TD if self.shared_expert_gate is None else self.shared_expert_gate(x_TD).sigmoid() * y_TD
+
 
 def moe_feed_forward(config: MoEConfig, *, pause: Callable[[], None] | None = None) -> FeedForwardBuilder:
-    """A feed-forward builder for `GPTModel` that puts the mixture into every layer.
+    """A feed-forward builder for `GPTModel` that puts the mixture into every layer that ``moe_layer_freq`` names, a dense one elsewhere.
 
     With ``pause=overlap.pause`` the all-to-alls of one micro-batch hide behind the computation of another, in the pairs of
     ``combined_one_f_one_b``.
@@ -114,10 +136,19 @@ class _MixtureBuilder:
     pause: Callable[[], None] | None
 
     def __call__(self, site: Site) -> nn.Module:
+        if not self._is_moe(site.layer, site.config):
+            return dense_feed_forward(site)
         return MoELayer(self.config, site, dtype=site.dtype, device=site.device, pause=self.pause)
 
     def check_layout(self, config: TransformerConfig, plan: ParallelPlan, *, dtype: torch.dtype, device: torch.device | str) -> None:
         check_experts(self.config, config, plan, dtype=dtype, device=device)
 
-    def aux_spec(self, layer: int, config: TransformerConfig) -> AuxSpec:
-        return AuxSpec(losses=self.config.loss_names, num_counts=self.config.num_moe_experts)
+    def aux_spec(self, layer: int, config: TransformerConfig) -> AuxSpec | None:
+        if not self._is_moe(layer, config):
+            return None
+        reads = "global_aux_loss" in self.config.loss_coefficients
+        return AuxSpec(losses=self.config.loss_names, num_counts=self.config.num_moe_experts, reads_counts=reads)
+
+    def _is_moe(self, layer: int, config: TransformerConfig) -> bool:
+        """A pattern asks for experts where it has E, and nowhere else."""
+        return config.hybrid_layer_pattern is not None or self.config.is_moe_layer(layer, config.num_layers)

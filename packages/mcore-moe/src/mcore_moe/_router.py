@@ -2,29 +2,42 @@
 # Copyright (c) 2026 the mcore authors
 """The learned gate of a mixture-of-experts layer."""
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mcore_moe._config import MoEConfig
-from mcore_moe._routing import Routing, choose_experts, switch_load_balancing_loss_func
-from mcore_parallel import ProcessGroups, ShardSpec
+from mcore_moe._balance import balance_scores, get_updated_expert_bias, sinkhorn_routing, switch_load_balancing_loss_func
+from mcore_moe._config import LOSS_NAMES, MoEConfig
+from mcore_moe._gating import apply_random_logits, gate, jittered
+from mcore_moe._routing import Routing, choose_experts, count_experts, top
+from mcore_moe._tokens import LocalTokens
+from mcore_parallel import Group, ProcessGroups, ShardSpec
 from mcore_parallel.comm import all_reduce
 from mcore_parallel.models import AuxLoss
+from mcore_parallel.nn import Step
 
+# T tokens of this rank, D model, E experts, K experts a token, S sequences.
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class TopKRouter(nn.Module):
     """Scores tokens against experts and picks the best k.
 
+    With ``moe_router_enable_expert_bias`` it owns ``expert_bias`` [E], a persistent buffer that stays float32 when the model is cast.
+
     Args:
         config: routing choices.
         hidden_size: D.
         groups: the tp and cp ranks share the statistics of the load-balancing loss.
+        layer: global number.
+        bias: whether the logits have a learned bias; ``config.moe_router_bias`` wins.
         dtype: of the weight [E, D].
     """
+
+    expert_bias: Tensor | None
 
     def __init__(
         self,
@@ -32,42 +45,149 @@ class TopKRouter(nn.Module):
         hidden_size: int,
         groups: ProcessGroups,
         *,
+        layer: int = 0,
+        bias: bool = False,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
-        self.config = config
-        self.groups = groups
-        self.weight = nn.Parameter(torch.empty(config.num_moe_experts, hidden_size, dtype=dtype, device=device))
+        self.config, self.groups, self.layer = config, groups, layer
+        # Ranks that hold the same tokens.
+        self.replicas = Group.single() if groups.sequence_parallel else groups.tp
+        num_experts = config.num_moe_experts
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, dtype=dtype, device=device))
+        biased = bias if config.moe_router_bias is None else config.moe_router_bias
+        self.bias = nn.Parameter(torch.empty(num_experts, dtype=dtype, device=device)) if biased else None
+        expert_bias = torch.zeros(num_experts, dtype=torch.float32, device=device) if config.moe_router_enable_expert_bias else None
+        self.register_buffer("expert_bias", expert_bias)
+        if config.moe_router_force_load_balancing:
+            warnings.warn("moe_router_force_load_balancing=True routes at random: for benchmarks only", stacklevel=2)
 
     def shard_specs(self) -> Mapping[str, ShardSpec]:
         # Every rank weighs its own share of the tokens, or of their picks, so gradients over tp add up.
         partial = ("tp",) if self.groups.tp.size > 1 else ()
-        return {"weight": ShardSpec(shape=tuple(self.weight.shape), partial=partial)}
+        specs = {"weight": ShardSpec(shape=tuple(self.weight.shape), partial=partial)}
+        return specs if self.bias is None else {**specs, "bias": ShardSpec(shape=tuple(self.bias.shape), partial=partial)}
 
-    def forward(self, x_TD: Tensor) -> tuple[Routing, dict[str, AuxLoss]]:
+    def forward(self, x_TD: Tensor, step: Step) -> tuple[Routing, dict[str, AuxLoss]]:
         """The routing of [T, D] tokens, and this rank's part of the auxiliary losses by name; none outside training."""
         config = self.config
+        learns = self.training and torch.is_grad_enabled()
+        tokens = LocalTokens.of(step, self.groups, len(x_TD))
         dtype = torch.promote_types(_DTYPES.get(config.moe_router_dtype or "", x_TD.dtype), x_TD.dtype)
-        logits_TE = x_TD.to(dtype) @ self.weight.to(dtype).t()
-        routing = choose_experts(
-            logits_TE,
-            config.moe_router_topk,
-            pre_softmax=config.moe_router_pre_softmax,
-            score_function=config.moe_router_score_function,
-            scaling_factor=config.moe_router_topk_scaling_factor,
-        )
-        if not config.moe_aux_loss_coeff or not torch.is_grad_enabled() or not self.training:
-            return routing, {}
-        return routing, {"load_balancing_loss": AuxLoss(self._balance_loss(logits_TE, routing), config.moe_aux_loss_coeff)}
+        if config.moe_input_jitter_eps and self.training:
+            x_TD = jittered(x_TD, config.moe_input_jitter_eps, self.replicas)
+        logits_TE = gate(x_TD, self.weight, self.bias, dtype)
+        chosen_TE = apply_random_logits(logits_TE, self.replicas) if config.moe_router_force_load_balancing else logits_TE
+        routing = self._routing(chosen_TE, step, tokens)
+        if step.routing_recorder is not None:
+            step.routing_recorder(self.layer, routing.experts_TK, routing.probs_TK.detach())
+        return routing, self._losses(logits_TE, routing, step, tokens) if learns and config.loss_names else {}
 
-    def _balance_loss(self, logits_TE: Tensor, routing: Routing) -> Tensor:
+    @torch.no_grad()
+    def update_expert_bias(self, counts_E: Tensor, skipped: Tensor) -> None:
+        """Move the bias by the loads of a global batch.
+
+        Args:
+            counts_E: tokens of each expert, over all ranks.
+            skipped: scalar bool; True leaves the bias as it is.
+        """
+        rate = self.config.moe_router_bias_update_rate
+        if self.expert_bias is not None and rate and self.training:
+            self.expert_bias.copy_(torch.where(skipped, self.expert_bias, get_updated_expert_bias(counts_E, self.expert_bias, rate)))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        before = self.expert_bias
+        super()._apply(fn, recurse)
+        if before is not None and self.expert_bias is not None and self.expert_bias.dtype != torch.float32:
+            self.expert_bias = before.to(self.expert_bias.device)
+        return self
+
+    def _routing(self, logits_TE: Tensor, step: Step, tokens: LocalTokens) -> Routing:
         config = self.config
-        if config.moe_router_score_function == "sigmoid":
-            scores_TE = logits_TE.sigmoid()
-            scores_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
+        if config.moe_router_load_balancing_type == "sinkhorn":
+            routing = sinkhorn_routing(
+                logits_TE,
+                config.moe_router_topk,
+                balanced=self.training,
+                scaling_factor=config.moe_router_topk_scaling_factor,
+                valid_T=tokens.valid_T,
+            )
         else:
-            scores_TE = logits_TE.softmax(-1)
-        counts_E = all_reduce(routing.counts(config.num_moe_experts), self.groups.tp_cp)
-        total = logits_TE.shape[0] * self.groups.tp_cp.size
+            routing = choose_experts(
+                logits_TE,
+                config.moe_router_topk,
+                pre_softmax=config.moe_router_pre_softmax,
+                score_function=config.moe_router_score_function,
+                num_groups=config.moe_router_num_groups,
+                group_topk=config.moe_router_group_topk,
+                scaling_factor=config.moe_router_topk_scaling_factor,
+                expert_bias=self.expert_bias,
+                experts_TK=tokens.of_layer(step.routed_experts, self.layer),
+            )
+        probs_TK = routing.probs_TK
+        weights_TK = tokens.of_layer(step.routed_weights, self.layer)
+        if weights_TK is not None:
+            probs_TK = weights_TK.to(probs_TK.dtype)
+        if tokens.valid_T is not None:
+            probs_TK = probs_TK.masked_fill(~tokens.valid_T.unsqueeze(-1), 0.0)
+        return Routing(routing.experts_TK, probs_TK, tokens.valid_T)
+
+    def _losses(self, logits_TE: Tensor, routing: Routing, step: Step, tokens: LocalTokens) -> dict[str, AuxLoss]:
+        config, group = self.config, self.groups.tp_cp
+        total = len(logits_TE) * group.size if tokens.valid_T is None else all_reduce(tokens.valid_T.sum(), group)
+        losses: dict[str, AuxLoss] = {}
+        if config.loss_coefficients:
+            scores_TE = tokens.masked(balance_scores(logits_TE, config.moe_router_score_function))
+            # The selection by scores alone: that of the routing, unless something else has a say in it.
+            plain = (
+                not (config.moe_router_num_groups or config.moe_router_enable_expert_bias or config.moe_router_force_load_balancing)
+                and step.routed_experts is None
+            )
+            experts_TK = routing.experts_TK if plain else top(scores_TE.detach(), config.moe_router_topk)
+            functions = {"aux_loss": self._batch_loss, "seq_aux_loss": self._sequence_loss}
+            for kind, weight in config.loss_coefficients.items():
+                if kind == "global_aux_loss":
+                    value = self._global_loss(scores_TE, routing, total, step)
+                else:
+                    value = functions[kind](scores_TE, experts_TK, total, tokens)
+                losses[LOSS_NAMES[kind]] = AuxLoss(value, weight)
+        if config.moe_z_loss_coeff:
+            squares_T = tokens.masked(_wide(logits_TE).logsumexp(-1).square())
+            losses["z_loss"] = AuxLoss(squares_T.sum() / _at_least_one(total), config.moe_z_loss_coeff)
+        return losses
+
+    def _batch_loss(self, scores_TE: Tensor, experts_TK: Tensor, total: int | Tensor, tokens: LocalTokens) -> Tensor:
+        config = self.config
+        counts_E = all_reduce(count_experts(experts_TK, config.num_moe_experts, tokens.valid_T), self.groups.tp_cp)
         return switch_load_balancing_loss_func(scores_TE, counts_E, total, config.moe_router_topk, config.num_moe_experts, 1.0)
+
+    def _sequence_loss(self, scores_TE: Tensor, experts_TK: Tensor, total: int | Tensor, tokens: LocalTokens) -> Tensor:
+        """The loss of each sequence by itself, and the mean of those with a token."""
+        E, K = self.config.num_moe_experts, self.config.moe_router_topk
+        sequence_T, S = tokens.sequences()
+        picks_TK = sequence_T.unsqueeze(-1) * E + experts_TK
+        counts_SE = all_reduce(count_experts(picks_TK, S * E, tokens.valid_T), self.groups.tp_cp).view(S, E).to(scores_TE.dtype)
+        scores_SE = scores_TE.new_zeros(S, E).index_add(0, sequence_T, scores_TE)
+        tokens_S = counts_SE.sum(-1) / K
+        losses_S = (scores_SE * counts_SE).sum(-1) * (E / K) / tokens_S.clamp(min=1).square()
+        return losses_S.sum() / (tokens_S > 0).sum().clamp(min=1)
+
+    def _global_loss(self, scores_TE: Tensor, routing: Routing, total: int | Tensor, step: Step) -> Tensor:
+        """By the loads of all ranks in the micro-batches of the global batch so far; its size does not depend on dp."""
+        E = self.config.num_moe_experts
+        counts_E = routing.counts(E)
+        counts_E = counts_E if self.replicas.is_first else torch.zeros_like(counts_E)
+        if self.layer in step.counts:
+            counts_E = counts_E + step.counts[self.layer]
+        counts_E = all_reduce(counts_E, self.groups.tp_dp_cp).to(scores_TE.dtype)
+        share_E = counts_E / counts_E.sum().clamp(min=1)
+        return (scores_TE.sum(0) * share_E).sum() * E / _at_least_one(total)
+
+
+def _wide(logits_TE: Tensor) -> Tensor:
+    return logits_TE if logits_TE.dtype == torch.float64 else logits_TE.float()
+
+
+def _at_least_one(total: int | Tensor) -> int | Tensor:
+    return total.clamp(min=1) if isinstance(total, Tensor) else max(total, 1)

@@ -5,9 +5,10 @@
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-# T tokens, E experts, K experts a token.
+# T tokens, E experts, G groups of them, K experts a token.
 
 
 @dataclass(frozen=True)
@@ -17,68 +18,112 @@ class Routing:
     experts_TK: Tensor
     """int64 expert numbers, distinct within a row."""
     probs_TK: Tensor
-    """Weight of each chosen expert, differentiable."""
+    """Weight of each chosen expert, differentiable, float32 or wider; 0 where a token is not valid."""
+    valid_T: Tensor | None = None
+    """bool, False where a token goes to no expert, whatever its row says; None where every token counts."""
 
     def counts(self, num_experts: int) -> Tensor:
         """[E] int64, tokens each expert receives."""
-        picks_P = self.experts_TK.flatten()
-        # Of a size known to the host, so nothing waits for the device.
-        return picks_P.new_zeros(num_experts).scatter_add_(0, picks_P, torch.ones_like(picks_P))
+        return count_experts(self.experts_TK, num_experts, self.valid_T)
+
+
+def count_experts(experts_TK: Tensor, num_experts: int, valid_T: Tensor | None = None) -> Tensor:
+    """[E] int64, how often each expert was chosen by valid tokens; nothing waits for the device."""
+    picks_P = experts_TK.flatten().long()
+    ones_P = torch.ones_like(picks_P) if valid_T is None else valid_T.long().repeat_interleave(experts_TK.shape[1])
+    return picks_P.new_zeros(num_experts).scatter_add_(0, picks_P, ones_P)
 
 
 def choose_experts(
-    logits_TE: Tensor, topk: int, *, pre_softmax: bool = False, score_function: str = "softmax", scaling_factor: float | None = None
+    logits_TE: Tensor,
+    topk: int,
+    *,
+    pre_softmax: bool = False,
+    score_function: str = "softmax",
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    scaling_factor: float | None = None,
+    expert_bias: Tensor | None = None,
+    experts_TK: Tensor | None = None,
 ) -> Routing:
     """Score, select and weight.
 
     softmax: the weights are the softmax over the chosen logits, or with ``pre_softmax`` the chosen entries of the
-    softmax over all experts. sigmoid: the chosen sigmoids divided by their sum (topk > 1). Scores are float32 or wider.
+    softmax over all experts. sigmoid and sqrtsoftplus: the chosen scores divided by their sum (topk > 1). Scores are float32 or wider.
     Of equal scores the expert with the lowest number wins.
 
     Args:
         logits_TE: [T, E].
         topk: experts a token.
+        num_groups: with ``group_topk``, choose only among the experts of each token's best groups. A group is as good as the sum of its
+            best topk // group_topk scores.
+        group_topk: groups a token.
         scaling_factor: multiplies the weights.
+        expert_bias: [E], added to the scores of the selection, not to the weights.
+        experts_TK: a choice that was made before, whose weights are computed; a row with a negative number is chosen here.
     """
     logits_TE = logits_TE if logits_TE.dtype == torch.float64 else logits_TE.float()
-    if score_function == "sigmoid":
-        keys_TE = logits_TE.sigmoid()
-    else:
-        keys_TE = logits_TE.softmax(-1) if pre_softmax else logits_TE
-    experts_TK = keys_TE.detach().sort(dim=-1, descending=True, stable=True).indices[:, :topk]
-    probs_TK = keys_TE.gather(-1, experts_TK)
-    if score_function == "sigmoid":
+    scores_TE = logits_TE.softmax(-1) if pre_softmax and score_function == "softmax" else score(logits_TE, score_function)
+    with torch.no_grad():
+        keys_TE = scores_TE.detach() if expert_bias is None else scores_TE.detach() + expert_bias
+        if num_groups is not None and group_topk is not None:
+            keys_TE = limit_to_groups(keys_TE, topk, num_groups, group_topk)
+        chosen_TK = top(keys_TE, topk)
+        if experts_TK is not None:
+            chosen_TK = torch.where(experts_TK.min(-1, keepdim=True).values < 0, chosen_TK, experts_TK.to(chosen_TK.dtype))
+    probs_TK = scores_TE.gather(-1, chosen_TK)
+    if score_function != "softmax":
         probs_TK = probs_TK / (probs_TK.sum(-1, keepdim=True) + 1e-20) if topk > 1 else probs_TK
     elif not pre_softmax:
         probs_TK = probs_TK.softmax(-1)
-    return Routing(experts_TK, probs_TK if scaling_factor is None else probs_TK * scaling_factor)
+    return Routing(chosen_TK, probs_TK if scaling_factor is None else probs_TK * scaling_factor)
+
+
+def score(logits_TE: Tensor, score_function: str) -> Tensor:
+    """[T, E] of each expert by itself; softmax leaves the logits, whose order it keeps."""
+    if score_function == "sigmoid":
+        return logits_TE.sigmoid()
+    return F.softplus(logits_TE).sqrt() if score_function == "sqrtsoftplus" else logits_TE
+
+
+def top(keys_TE: Tensor, topk: int) -> Tensor:
+    """[T, K] int64 of the highest keys, best first; of equal ones the lowest number."""
+    return keys_TE.sort(dim=-1, descending=True, stable=True).indices[:, :topk]
+
+
+def limit_to_groups(keys_TE: Tensor, topk: int, num_groups: int, group_topk: int) -> Tensor:
+    """The keys, -inf outside the best groups of each token."""
+    keys_TGM = keys_TE.unflatten(-1, (num_groups, -1))
+    groups_TG = keys_TGM.sort(dim=-1, descending=True).values[..., : topk // group_topk].sum(-1)
+    outside_TG = torch.ones_like(groups_TG, dtype=torch.bool).scatter(-1, top(groups_TG, group_topk), False)
+    return keys_TGM.masked_fill(outside_TG.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
 def topk_routing_with_score_function(
-    logits: Tensor, topk: int, use_pre_softmax: bool = False, scaling_factor: float | None = None, score_function: str = "softmax"
+    logits: Tensor,
+    topk: int,
+    use_pre_softmax: bool = False,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    scaling_factor: float | None = None,
+    score_function: str = "softmax",
+    expert_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same choice in dense form.
 
     Returns:
         routing_probs [T, E] in the dtype of ``logits``, zero where unrouted, and routing_map [T, E] bool.
     """
-    routing = choose_experts(logits, topk, pre_softmax=use_pre_softmax, score_function=score_function, scaling_factor=scaling_factor)
+    routing = choose_experts(
+        logits,
+        topk,
+        pre_softmax=use_pre_softmax,
+        score_function=score_function,
+        num_groups=num_groups,
+        group_topk=group_topk,
+        scaling_factor=scaling_factor,
+        expert_bias=expert_bias,
+    )
     probs = torch.zeros_like(logits).scatter(-1, routing.experts_TK, routing.probs_TK.to(logits.dtype))
     chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, routing.experts_TK, True)
     return probs, chosen
-
-
-def switch_load_balancing_loss_func(
-    probs: Tensor, tokens_per_expert: Tensor, total_num_tokens: int, topk: int, num_experts: int, moe_aux_loss_coeff: float
-) -> Tensor:
-    """Load-balancing loss of the Switch Transformer (Fedus et al. 2021, equation 4) for k choices a token.
-
-    loss = c * E / (k * N^2) * sum_e (sum_t p_te) * n_e. It equals c for a perfectly even router.
-
-    Args:
-        probs: [T, E] scores over all experts of this rank's tokens.
-        tokens_per_expert: [E] n_e, summed over all N tokens.
-        total_num_tokens: N, the tokens that n_e counts; the losses of the ranks that share N add up.
-    """
-    share = probs.sum(0) * tokens_per_expert.to(probs.dtype)
-    return share.sum() * (num_experts * moe_aux_loss_coeff / (topk * max(total_num_tokens, 1) ** 2))

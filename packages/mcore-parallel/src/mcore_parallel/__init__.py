@@ -8,6 +8,7 @@ from mcore_parallel.groups import (
     CommunicatorOptions,
     Group,
     HyperCommGrid,
+    NamedBuffer,
     NamedShard,
     ParallelPlan,
     Piece,
@@ -15,6 +16,7 @@ from mcore_parallel.groups import (
     ShardedModule,
     ShardSpec,
     load_communicator_options,
+    named_buffer_shards,
     named_shards,
 )
 
@@ -22,6 +24,7 @@ __all__ = [
     "CommunicatorOptions",
     "Group",
     "HyperCommGrid",
+    "NamedBuffer",
     "NamedShard",
     "ParallelPlan",
     "Piece",
@@ -33,5 +36,6 @@ __all__ = [
     "experimental_api",
     "internal_api",
     "load_communicator_options",
+    "named_buffer_shards",
     "named_shards",
 ]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mcore_parallel import ProcessGroups, named_shards
+from mcore_parallel import ProcessGroups, named_buffer_shards, named_shards
 from mcore_parallel.comm import all_gather
 from mcore_rl._exchange import broadcast_json
 
@@ -21,22 +21,25 @@ class WeightSink(Protocol):
 
 
 def gather_weights(model: nn.Module, groups: ProcessGroups) -> Iterator[tuple[str, Tensor]]:
-    """Every global parameter of ``model`` in full, one at a time, on every rank; all ranks must consume it together.
+    """Every global parameter and persistent buffer of ``model`` in full, one at a time, on every rank; all ranks must consume it together.
 
     Parameters may be DTensors, divided among data-parallel ranks: between two steps of a model that is sharded so.
     """
     # Of a table at both ends of the pipeline, the first stage's copy is enough.
-    own = [shard for shard in named_shards(model) if groups.pp.is_first or "embd" not in shard.spec.partial]
+    own = [(s.name, s.parameter, s.spec) for s in named_shards(model) if groups.pp.is_first or "embd" not in s.spec.partial]
+    own += [(buffer.name, buffer.tensor, buffer.spec) for buffer in named_buffer_shards(model)]
+    device = own[0][1].device
     for stage in range(groups.pp.size):
         mine = stage == groups.pp.rank
-        listing = [(s.name, list(s.spec.shape), str(s.parameter.dtype).removeprefix("torch.")) for s in own] if mine else []
-        for number, (name, shape, dtype) in enumerate(broadcast_json(listing, groups.pp, stage, own[0].parameter.device)):
+        listing = [(name, list(spec.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor, spec in own] if mine else []
+        for number, (name, shape, dtype) in enumerate(broadcast_json(listing, groups.pp, stage, device)):
             if mine:
-                full = _undivided(own[number].parameter)
-                for axis, dim in own[number].spec.shards.items():
-                    full = all_gather(full, groups.axis(own[number].spec.view, axis), dim=dim)
+                _, tensor, spec = own[number]
+                full = _undivided(tensor)
+                for axis, dim in spec.shards.items():
+                    full = all_gather(full, groups.axis(spec.view, axis), dim=dim)
             else:
-                full = torch.empty(shape, dtype=getattr(torch, dtype), device=own[0].parameter.device)
+                full = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
             if groups.pp.size > 1:
                 full = full.contiguous()
                 dist.broadcast(full, group=groups.pp.pg, group_src=stage)
@@ -48,9 +51,9 @@ def refit(model: nn.Module, groups: ProcessGroups, engine: WeightSink) -> None:
     engine.load_weights(gather_weights(model, groups))
 
 
-def _undivided(parameter: nn.Parameter) -> Tensor:
+def _undivided(parameter: Tensor) -> Tensor:
     """What this rank computes with. A collective for a DTensor."""
-    if type(parameter) is nn.Parameter:
+    if type(parameter) in (nn.Parameter, Tensor):
         return parameter.detach()
     # Slow to import, so only where there is one.
     from torch.distributed.tensor import DTensor

@@ -8,12 +8,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from mcore_parallel import named_shards
+from mcore_parallel import named_buffer_shards, named_shards
 from mcore_parallel.models import GPTModel
 
 
 class ModelWeights:
-    """Replaces all parameters of a model in place.
+    """Replaces all parameters and persistent buffers of a model in place.
 
     Args:
         model: its parameters keep their addresses.
@@ -27,7 +27,8 @@ class ModelWeights:
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy this rank's slices of full tensors; the contract is that of ``DynamicInferenceEngine.load_weights``."""
-        shards = {shard.name: shard for shard in named_shards(self._model)}
+        shards = {shard.name: (shard.parameter, shard.spec) for shard in named_shards(self._model)}
+        shards |= {buffer.name: (buffer.tensor, buffer.spec) for buffer in named_buffer_shards(self._model)}
         missing = set(shards)
         for name, tensor in weights:
             if name not in missing:
@@ -35,11 +36,11 @@ class ModelWeights:
                     raise ValueError(f"{name} came twice; give each parameter once")
                 near = difflib.get_close_matches(name, shards, n=3)
                 raise ValueError(f"{name} is no parameter of the model; the nearest are {near}")
-            shard = shards[name]
-            if tuple(tensor.shape) != shard.spec.shape:
-                raise ValueError(f"{name} has shape {tuple(tensor.shape)}; its global shape is {shard.spec.shape}")
+            own, spec = shards[name]
+            if tuple(tensor.shape) != spec.shape:
+                raise ValueError(f"{name} has shape {tuple(tensor.shape)}; its global shape is {spec.shape}")
             self.are_complete = False
-            shard.parameter.copy_(tensor[shard.spec.slices(self._model.groups)])
+            own.copy_(tensor[spec.slices(self._model.groups)])
             missing.remove(name)
         if missing:
             raise ValueError(f"{len(missing)} parameters did not come, among them {sorted(missing)[:5]}; give all")

@@ -24,7 +24,7 @@ class Dispatched:
     tokens_per_expert: list[int]
     """Rows of each of the N experts held here."""
     order_P: Tensor
-    """Picks in the order in which they were sent."""
+    """Picks in the order in which they were sent; those of padding are left out."""
     arrival_R: Tensor
     """Rows in expert order -> position of arrival."""
     sent: list[int]
@@ -64,8 +64,12 @@ class MoEAlltoAllTokenDispatcher:
     def dispatch(self, x_TD: Tensor, routing: Routing) -> Dispatched:
         """Deliver every pick; differentiable in ``x_TD``."""
         picks_P = routing.experts_TK.flatten()
+        if routing.valid_T is not None:
+            # Picks of padding come last and stay here.
+            picks_P = picks_P.masked_fill(~routing.valid_T.repeat_interleave(routing.experts_TK.shape[1]), self.num_experts)
         order_P = picks_P.argsort(stable=True)
-        send_GN = torch.bincount(picks_P, minlength=self.num_experts).view(self.group.size, self.num_local_experts)
+        counts_E = torch.bincount(picks_P, minlength=self.num_experts)[: self.num_experts]
+        send_GN = counts_E.view(self.group.size, self.num_local_experts)
         if self.group.size == 1:
             receive_GN = send_GN
         else:
@@ -77,6 +81,7 @@ class MoEAlltoAllTokenDispatcher:
         sent = [sum(row) for row in sent_GN]
         received = [sum(row) for row in received_HGN[self.expert_tp.rank]]
         shared = [sum(map(sum, rank)) for rank in received_HGN]
+        order_P = order_P[: sum(sent)]
         rows_QD = all_to_all_autograd(x_TD[order_P // routing.experts_TK.shape[1]], received, sent, self.group, self.pause)
         rows_RD = _gather_rows(rows_QD, shared, self.expert_tp)
         # Rows arrive by (rank that shares, source, expert); group them by expert.
@@ -91,7 +96,8 @@ class MoEAlltoAllTokenDispatcher:
         arrived_RD = torch.empty_like(rows_RD).index_copy(0, dispatched.arrival_R, rows_RD)
         arrived_QD = _reduce_scatter_rows(arrived_RD, dispatched.shared, self.expert_tp)
         back_PD = all_to_all_autograd(arrived_QD, dispatched.sent, dispatched.received, self.group, self.pause)
-        picks_PD = torch.empty_like(back_PD).index_copy(0, dispatched.order_P, back_PD)
+        num_picks = routing.experts_TK.numel()
+        picks_PD = back_PD.new_zeros(num_picks, back_PD.shape[1]).index_copy(0, dispatched.order_P, back_PD)
         picks_TKD = picks_PD.unflatten(0, routing.experts_TK.shape)
         return (picks_TKD * routing.probs_TK.to(picks_TKD.dtype).unsqueeze(-1)).sum(1)
 

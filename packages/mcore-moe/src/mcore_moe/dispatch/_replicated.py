@@ -55,6 +55,8 @@ class ReplicatedTokenDispatcher:
         topk, N = routing.experts_TK.shape[1], self.num_local_experts
         local_P = routing.experts_TK.flatten() - self.first_expert
         mine_P = (local_P >= 0) & (local_P < N)
+        if routing.valid_T is not None:
+            mine_P &= routing.valid_T.repeat_interleave(topk)
         if self.num_copies > 1:
             mine_P &= torch.arange(len(local_P), device=x_TD.device) // topk % self.num_copies == self.copy
         local_P = torch.where(mine_P, local_P, N)

@@ -6,12 +6,13 @@ from mcore_parallel.groups._communicator import CommunicatorOptions, Group, conn
 from mcore_parallel.groups._grid import HyperCommGrid
 from mcore_parallel.groups._groups import ProcessGroups
 from mcore_parallel.groups._plan import ParallelPlan
-from mcore_parallel.groups._shards import NamedShard, Piece, ShardedModule, ShardSpec, boxes, named_shards
+from mcore_parallel.groups._shards import NamedBuffer, NamedShard, Piece, ShardedModule, ShardSpec, boxes, named_buffer_shards, named_shards
 
 __all__ = [
     "CommunicatorOptions",
     "Group",
     "HyperCommGrid",
+    "NamedBuffer",
     "NamedShard",
     "ParallelPlan",
     "Piece",
@@ -21,6 +22,7 @@ __all__ = [
     "boxes",
     "connect",
     "load_communicator_options",
+    "named_buffer_shards",
     "named_shards",
     "uses_nccl",
 ]

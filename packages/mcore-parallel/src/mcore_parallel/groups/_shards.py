@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mcore_parallel.groups._groups import Group, ProcessGroups
 
-__all__ = ["NamedShard", "Piece", "ShardSpec", "ShardedModule", "boxes", "named_shards"]
+__all__ = ["NamedBuffer", "NamedShard", "Piece", "ShardSpec", "ShardedModule", "boxes", "named_buffer_shards", "named_shards"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +80,10 @@ class ShardSpec:
 
 @runtime_checkable
 class ShardedModule(Protocol):
-    """A module that owns parameters and says where they lie."""
+    """A module that owns parameters or persistent buffers and says where they lie."""
 
     def shard_specs(self) -> Mapping[str, ShardSpec]:
-        """Specs of the parameters this module owns directly, by their local name."""
+        """Specs of what this module owns directly, by local name."""
         ...
 
 
@@ -93,6 +93,15 @@ class NamedShard:
 
     name: str
     parameter: nn.Parameter
+    spec: ShardSpec
+
+
+@dataclass(frozen=True)
+class NamedBuffer:
+    """One persistent buffer of a model with its global name and placement: saved and sent like a parameter, and not trained."""
+
+    name: str
+    tensor: Tensor
     spec: ShardSpec
 
 
@@ -107,9 +116,9 @@ def named_shards(model: nn.Module) -> Iterator[NamedShard]:
     """
     seen: set[int] = set()
     for prefix, module in model.named_modules():
-        own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        own, buffers = dict(module.named_parameters(recurse=False, remove_duplicate=False)), _persistent_buffers(module)
         specs = module.shard_specs() if isinstance(module, ShardedModule) else {}
-        if unknown := set(specs) - set(own):
+        if unknown := set(specs) - set(own) - set(buffers):
             raise ValueError(f"{type(module).__name__} at {prefix!r} declares placements of {sorted(unknown)}, which it does not own")
         for name, parameter in own.items():
             if id(parameter) in seen:
@@ -117,6 +126,20 @@ def named_shards(model: nn.Module) -> Iterator[NamedShard]:
             seen.add(id(parameter))
             spec = specs.get(name) or ShardSpec(shape=tuple(parameter.shape))
             yield NamedShard(f"{prefix}.{name}" if prefix else name, parameter, spec)
+
+
+def named_buffer_shards(model: nn.Module) -> Iterator[NamedBuffer]:
+    """Every persistent buffer of ``model`` with its placement; one whose owner declares nothing is replicated in the dense view."""
+    for prefix, module in model.named_modules():
+        buffers = _persistent_buffers(module)
+        specs = module.shard_specs() if buffers and isinstance(module, ShardedModule) else {}
+        for name, tensor in buffers.items():
+            spec = specs.get(name) or ShardSpec(shape=tuple(tensor.shape))
+            yield NamedBuffer(f"{prefix}.{name}" if prefix else name, tensor, spec)
+
+
+def _persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer for name, buffer in module.named_buffers(recurse=False) if name not in module._non_persistent_buffers_set}
 
 
 @dataclass(frozen=True, eq=False)

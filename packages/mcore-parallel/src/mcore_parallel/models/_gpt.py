@@ -243,7 +243,7 @@ def init_parameters(model: GPTModel, seed: int) -> None:
     A value depends on the seed and the parameter's global name only. Norm weights are 1, biases 0; matrices are N(0, std^2) with
     ``init_method_std``, divided by sqrt(2 num_layers) for those that write into the residual stream. A module that conforms
     to ``SelfInitialised`` overrides these rules. Values are drawn in float32 on the CPU, one leading index at a time for
-    parameters of more than two dims, of which only the indices held here are drawn.
+    parameters of more than two dims, of which only the indices held here are drawn. Persistent buffers are zero.
 
     Raises:
         ValueError: the parameters lie on the meta device.

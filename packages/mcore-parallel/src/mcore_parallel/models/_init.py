@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from mcore_parallel.groups import NamedShard, ProcessGroups, named_shards
+from mcore_parallel.groups import NamedShard, ProcessGroups, named_buffer_shards, named_shards
 from mcore_parallel.models._config import TransformerConfig
 
 # Parameters that write into the residual stream.
@@ -37,6 +37,8 @@ def fill_parameters(model: nn.Module, config: TransformerConfig, groups: Process
             for part, name, shape, slices in _parts(shard, groups):
                 value = _initial(shard.name, name, shape, owners[id(shard.parameter)], config, seed)
                 part.copy_(value[slices]) if isinstance(value, Tensor) else part.fill_(value)
+        for buffer in named_buffer_shards(model):
+            buffer.tensor.zero_()
 
 
 def _parts(shard: NamedShard, groups: ProcessGroups) -> Iterator[tuple[Tensor, str, tuple[int, ...], tuple[slice, ...]]]:

@@ -2,7 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """What every layer of one forward pass is told beside the hidden states."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,13 @@ class Step:
     counts: Mapping[int, Tensor] = field(default_factory=dict)
     """By layer, what it counted on this rank in the micro-batches of the global batch before this one (``mcore_parallel.models.Aux``);
     empty unless a layer reads it."""
+    routed_experts: Tensor | None = None
+    """[T, L, K] integers, the experts that each token goes to in each layer, of a routing that was recorded; a row with a negative number
+    is routed afresh. None for fresh routing."""
+    routed_weights: Tensor | None = None
+    """[T, L, K], their weights; None for those of the router's present scores."""
+    routing_recorder: Callable[[int, Tensor, Tensor], None] | None = None
+    """Called by each router with its layer, the experts [T or T / tp, K] and their weights."""
     slot: int | None = None
     """Number of this pass among those whose backward a pipeline stage has still to run, from 0; None outside a schedule."""
 

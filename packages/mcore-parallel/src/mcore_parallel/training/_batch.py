@@ -14,6 +14,9 @@ from mcore_parallel.context_parallel import SequenceSplitError, sequence_lengths
 from mcore_parallel.groups import Group
 from mcore_parallel.nn import Step
 
+_BY_TOKEN = ("token_types", "routed_experts", "routed_weights")
+"""Extras of the step that are [B, S, ...]."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
@@ -38,16 +41,18 @@ class Batch:
     """[B, S] int64; None for 0 upwards in every sequence."""
     cu_seqlens: Tensor | None = None
     """[N + 1] integers on the host: bounds of N packed sequences among the B * S tokens, row by row; None when each row is one."""
+    valid: Tensor | None = None
+    """[B, S] bool, False at padding, which mixtures of experts do not route; None where every token is real."""
     extras: Mapping[str, Tensor] = field(default_factory=dict)
     """What an objective needs beside (advantages, teacher logits); ``token_types`` [B, S], ``attention_mask``,
-    ``encoder_tokens`` [B, S'] and ``encoder_mask`` go into the step."""
+    ``encoder_tokens`` [B, S'], ``encoder_mask``, ``routed_experts`` and ``routed_weights`` [B, S, L, K] go into the step."""
     context_size: int = 1
     """Ranks that hold a share of each sequence, S tokens of it; ``context_share`` sets it."""
 
     def __post_init__(self) -> None:
         if self.tokens.dim() != 2:
             raise ValueError(f"tokens of shape {tuple(self.tokens.shape)} must be [B, S]")
-        for name in ("labels", "loss_mask", "positions"):
+        for name in ("labels", "loss_mask", "positions", "valid"):
             value = getattr(self, name)
             if value is not None and value.shape != self.tokens.shape:
                 raise ValueError(f"{name} of shape {tuple(value.shape)} must have the shape of tokens, {tuple(self.tokens.shape)}")
@@ -55,10 +60,11 @@ class Batch:
     def step(self) -> Step:
         """The forward pass over this batch."""
         B, S = self.tokens.shape
-        types = self.extras.get("token_types")
+        flat = {name: self.extras[name].flatten(0, 1) for name in _BY_TOKEN if name in self.extras}
         more: dict[str, Any] = {
             "tokens": self.tokens.flatten(),
-            "token_types": None if types is None else types.flatten(),
+            "valid": None if self.valid is None else self.valid.flatten(),
+            **flat,
             "attention": self.extras.get("attention_mask"),
             "encoder_tokens": self.extras.get("encoder_tokens"),
             "encoder_mask": self.extras.get("encoder_mask"),
@@ -109,6 +115,7 @@ class Batch:
             tokens=cut(self.tokens),
             labels=cut(self.labels),
             loss_mask=cut(self.loss_mask),
+            valid=None if self.valid is None else cut(self.valid),
             positions=cut(self._positions() if self.positions is None else self.positions),
             context_size=group.size,
             extras={name: cut(x) if x.shape[:2] == (B, S) else x for name, x in self.extras.items()},

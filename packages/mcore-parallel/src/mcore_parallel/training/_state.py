@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from mcore_parallel.groups import ProcessGroups, ShardSpec, named_shards
+from mcore_parallel.groups import ProcessGroups, ShardSpec, named_buffer_shards, named_shards
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class PlacedTensor(Protocol):
 
 @runtime_checkable
 class SlicedModel(Protocol):
-    """A model that holds slices of its parameters, as fully sharded data parallelism does, and says where they lie."""
+    """A model that holds slices of its parameters, as fully sharded data parallelism does, and says where they and its buffers lie."""
 
     def parameter_shards(self) -> Mapping[str, PlacedTensor | Sequence[PlacedTensor]]: ...
 
@@ -55,10 +55,12 @@ class StatefulOptimizer(Protocol):
 
 
 def model_state(model: nn.Module, groups: ProcessGroups) -> dict[str, "TensorShard | list[TensorShard]"]:
-    """Every parameter of this rank's stage by its global name; one that this rank holds in several boxes (``SlicedModel``) is a list."""
+    """Every parameter and persistent buffer of this rank's stage by its global name; what this rank holds in several boxes
+    (``SlicedModel``) is a list."""
     if isinstance(model, SlicedModel):
         return _boxes(model.parameter_shards(), groups)
-    return {shard.name: _placed(shard.parameter.detach(), shard.spec, groups) for shard in named_shards(model)}
+    state = {shard.name: _placed(shard.parameter.detach(), shard.spec, groups) for shard in named_shards(model)}
+    return {**state, **{buffer.name: _placed(buffer.tensor, buffer.spec, groups) for buffer in named_buffer_shards(model)}}
 
 
 def optimizer_state(optimizer: StatefulOptimizer, groups: ProcessGroups) -> dict[str, "TensorShard | list[TensorShard]"]:

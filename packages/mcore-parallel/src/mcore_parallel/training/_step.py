@@ -172,6 +172,8 @@ class _Stage:
     batches: Sequence[Batch]
     objective: Objective
     groups: ProcessGroups
+    aux_specs: Mapping[int, AuxSpec] = field(default_factory=dict)
+    """What all layers of the model report."""
     loss_scale: Tensor | None = None
     """Factor of what is differentiated; reports are without it."""
     reports: list[LossReport] = field(default_factory=list)
@@ -193,13 +195,9 @@ class _Stage:
         chunks: list[nn.Module] = list(model) if isinstance(model, ModelChunks | nn.ModuleList | Sequence) else [model]
         owner: Any = chunks[0]
         layout: ProcessGroups = owner.groups if groups is None else groups
-        return cls(chunks, [batch.context_share(layout.cp) for batch in batches], objective, layout, loss_scale)
-
-    @property
-    def aux_specs(self) -> Mapping[int, AuxSpec]:
-        """What all layers of the model report."""
-        owner = self.chunks[0]
-        return owner.aux_specs if isinstance(owner, ReportsAux) else {}
+        # The model may be wrapped, as by fully sharded data parallelism.
+        specs = next((module.aux_specs for module in chunks[0].modules() if isinstance(module, ReportsAux)), {})
+        return cls(chunks, [batch.context_share(layout.cp) for batch in batches], objective, layout, specs, loss_scale)
 
     @property
     def device(self) -> torch.device:

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The logits of a router: the gating matmul, noise on its input, random logits in place of its result."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_parallel import Group
+from mcore_parallel.comm import all_reduce
+
+# T tokens, D model, E experts.
+
+
+def gate(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """[T, E] logits in ``dtype``; kept for the backward are the operands in their own dtypes, no wider copies."""
+    return _Gate.apply(x_TD, weight_ED, bias_E, dtype)
+
+
+class _Gate(torch.autograd.Function):
+    """Matmul in a wider dtype, forwards and backwards."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x_TD, weight_ED)
+        ctx.dtype, ctx.bias_dtype = dtype, None if bias_E is None else bias_E.dtype
+        logits_TE = x_TD.to(dtype) @ weight_ED.to(dtype).t()
+        return logits_TE if bias_E is None else logits_TE + bias_E.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x_TD, weight_ED = ctx.saved_tensors
+        grad_TE = grads[0].to(ctx.dtype)
+        grad_x = (grad_TE @ weight_ED.to(ctx.dtype)).to(x_TD.dtype) if ctx.needs_input_grad[0] else None
+        grad_weight = (grad_TE.t() @ x_TD.to(ctx.dtype)).to(weight_ED.dtype) if ctx.needs_input_grad[1] else None
+        grad_bias = grad_TE.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+        return grad_x, grad_weight, grad_bias, None
+
+
+def jittered(x_TD: Tensor, eps: float, replicas: Group) -> Tensor:
+    """The input times uniform noise in 1 - eps..1 + eps, drawn in its dtype from the default generator of its device."""
+    noise_TD = torch.empty_like(x_TD).uniform_(1 - eps, 1 + eps)
+    return x_TD * _agreed(noise_TD, replicas)
+
+
+class RandomSTE(torch.autograd.Function):
+    """Standard normal noise in place of the logits; the gradient passes through."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, replicas: Group) -> Tensor:
+        return _agreed(torch.randn_like(logits), replicas)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], None
+
+
+def apply_random_logits(logits: Tensor, replicas: Group | None = None) -> Tensor:
+    """Logits that load all experts alike, for benchmarks; the generator is the device's default one, so graphs replay fresh noise.
+
+    Args:
+        logits: [T, E].
+        replicas: ranks that hold the same tokens, and must draw the same; None for this rank alone.
+    """
+    return RandomSTE.apply(logits, Group.single() if replicas is None else replicas)
+
+
+def _agreed(noise: Tensor, replicas: Group) -> Tensor:
+    """The noise of the first rank, on all that hold the same tokens."""
+    if replicas.size == 1:
+        return noise
+    return all_reduce(noise if replicas.is_first else torch.zeros_like(noise), replicas)

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The router: losses against explicit formulas, padding, noise, replay, and the state that is not trained."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_moe import MoEConfig, MoELayer, TopKRouter, choose_experts
+from mcore_parallel import ProcessGroups, named_buffer_shards, named_shards
+from mcore_parallel.models import AuxLoss, Site, TransformerConfig
+from mcore_parallel.nn import Step
+
+E, K, D = 6, 2, 8
+F64 = torch.float64
+EVERY_LOSS: dict[str, Any] = {
+    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss"),
+    "moe_aux_loss_coeff": (0.1, 0.2, 0.3),
+    "moe_z_loss_coeff": 0.4,
+}
+MODEL = TransformerConfig(num_layers=1, hidden_size=D, num_attention_heads=2, vocab_size=16, ffn_hidden_size=10)
+
+
+def router(**choices: Any) -> TopKRouter:
+    module = TopKRouter(MoEConfig(num_moe_experts=E, moe_router_topk=K, **choices), D, ProcessGroups.single(), layer=3, dtype=F64)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(parameter.numel()))
+    return module
+
+
+def layer(**choices: Any) -> MoELayer:
+    config = MoEConfig(num_moe_experts=E, moe_router_topk=K, **choices)
+    module = MoELayer(config, Site(layer=0, local_layer=0, config=MODEL, groups=ProcessGroups.single()), dtype=F64)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(parameter.numel()))
+    return module
+
+
+def balance(scores: Tensor, picks: Tensor) -> Tensor:
+    """The loss of tokens with these scores and picks, both as [tokens, ...]."""
+    total = torch.zeros((), dtype=F64)
+    for expert in range(E):
+        total = total + scores[:, expert].mean() * (picks == expert).sum() / (K * len(scores))
+    return E * total
+
+
+def expected_losses(logits: Tensor, sequences: list[list[int]], sigmoid: bool) -> dict[str, Tensor]:
+    """Of real tokens, by the lists of them that are a sequence."""
+    scores = logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True) if sigmoid else logits.softmax(-1)
+    picks = scores.topk(K).indices
+    real = [token for sequence in sequences for token in sequence]
+    of_sequences = [balance(scores[sequence], picks[sequence]) for sequence in sequences if sequence]
+    whole = balance(scores[real], picks[real])
+    return {
+        "load_balancing_loss": whole,
+        "seq_load_balancing_loss": sum(of_sequences[1:], start=of_sequences[0]) / len(of_sequences),
+        "global_load_balancing_loss": whole,
+        "z_loss": torch.stack([logits[token].exp().sum().log() ** 2 for token in real]).mean(),
+    }
+
+
+def check_losses(module: TopKRouter, losses: dict[str, AuxLoss], x: Tensor, expected: dict[str, Tensor]) -> None:
+    assert set(losses) == set(expected)
+    for name, loss in losses.items():
+        torch.testing.assert_close(loss.value, expected[name], rtol=1e-12, atol=0)
+        ours = torch.autograd.grad(loss.value, [x, *module.parameters()], retain_graph=True)
+        theirs = torch.autograd.grad(expected[name], [x, *module.parameters()], retain_graph=True)
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize("sigmoid", [False, True], ids=["softmax", "sigmoid"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_losses_equal_their_formulas(sigmoid: bool, bias: bool) -> None:
+    module = router(**EVERY_LOSS, moe_router_score_function="sigmoid" if sigmoid else "softmax", moe_router_bias=bias)
+    x = torch.randn(12, D, dtype=F64, requires_grad=True)
+    _, losses = module(x, Step.causal(3, 4))
+    logits = x @ module.weight.t() + (module.bias if bias else 0)
+    check_losses(module, losses, x, expected_losses(logits, [[*range(4)], [*range(4, 8)], [*range(8, 12)]], sigmoid))
+    assert {name: loss.coefficient for name, loss in losses.items()} == {
+        "load_balancing_loss": 0.1, "seq_load_balancing_loss": 0.2, "global_load_balancing_loss": 0.3, "z_loss": 0.4,
+    }  # fmt: skip
+
+
+def test_losses_of_packed_sequences_with_padding() -> None:
+    module = router(**EVERY_LOSS)
+    x = torch.randn(12, D, dtype=F64, requires_grad=True)
+    valid = torch.tensor([True] * 4 + [True, False, True] + [False] * 2 + [True] * 2 + [False])
+    step = dataclasses.replace(Step.causal(1, 12), cu_seqlens=torch.tensor([0, 4, 7, 9, 12]), valid=valid)
+    _, losses = module(x, step)
+    # The third sequence is padding only.
+    check_losses(module, losses, x, expected_losses(x @ module.weight.t(), [[0, 1, 2, 3], [4, 6], [], [9, 10]], False))
+
+
+def test_the_global_loss_sees_the_micro_batches_before() -> None:
+    module = router(**EVERY_LOSS)
+    first, second = torch.randn(5, D, dtype=F64), torch.randn(7, D, dtype=F64, requires_grad=True)
+    before, _ = module(first, Step.causal(1, 5))
+    routing, losses = module(second, dataclasses.replace(Step.causal(1, 7), counts={3: before.counts(E), 4: torch.ones(E)}))
+    logits = second @ module.weight.t()
+    counts = before.counts(E) + routing.counts(E)
+    expected = E * (logits.softmax(-1).mean(0) * counts / (K * 12)).sum()
+    torch.testing.assert_close(losses["global_load_balancing_loss"].value, expected, rtol=1e-12, atol=0)
+
+
+def test_a_balanced_router_costs_one_and_evaluation_costs_nothing() -> None:
+    module = router(**EVERY_LOSS)
+    torch.nn.init.zeros_(module.weight)
+    x = torch.randn(9, D, dtype=F64)
+    _, losses = module(x, Step.causal(1, 9))
+    # All scores are equal, so whoever is chosen the loss is 1.
+    assert [losses[name].value.item() for name in list(losses)[:3]] == pytest.approx([1.0] * 3)
+    assert module.eval()(x, Step.causal(1, 9))[1] == {}
+    with torch.no_grad():
+        assert module.train()(x, Step.causal(1, 9))[1] == {}
+
+
+def test_losses_change_no_output() -> None:
+    x = torch.randn(9, D, dtype=F64)
+    assert torch.equal(layer(**EVERY_LOSS)(x, Step.causal(3, 3))[0], layer()(x, Step.causal(3, 3))[0])
+
+
+@pytest.mark.parametrize("shared", [None, 4])
+def test_padding_is_neither_routed_nor_counted_and_what_it_holds_does_not_matter(shared: int | None) -> None:
+    module = layer(**EVERY_LOSS, moe_shared_expert_intermediate_size=shared)
+    x = torch.randn(10, D, dtype=F64)
+    valid = torch.tensor([True, True, False, True, False, True, True, False, True, False])
+    step = dataclasses.replace(Step.causal(2, 5), valid=valid)
+    # Sequence 0 has 3 tokens, sequence 1 the same number.
+    y, aux = module(x, step)
+    alone, aux_alone = module(x[valid], Step.causal(2, 3))
+    torch.testing.assert_close(y[valid], alone, rtol=1e-12, atol=1e-14)
+    if shared is None:
+        assert not y[~valid].any()
+    assert torch.equal(aux.counts[0], aux_alone.counts[0]) and aux.counts[0].sum() == 6 * K
+    for key, loss in aux.losses.items():
+        torch.testing.assert_close(loss.value, aux_alone.losses[key].value, rtol=1e-12, atol=0)
+    other = x.masked_fill(~valid[:, None], 1e3)
+    torch.testing.assert_close(module(other, step)[0][valid], y[valid], rtol=0, atol=0)
+    leaf = other.clone().requires_grad_()
+    y, aux = module(leaf, step)
+    (y[valid].square().sum() + aux.total()).backward()
+    assert not leaf.grad[~valid].any()
+    with pytest.raises(ValueError, match="step.valid speaks of 10 tokens, of which 10 lie here, but 6 came"):
+        module(x[valid], step)
+
+
+def test_a_batch_of_padding_only_changes_nothing() -> None:
+    module = layer(**EVERY_LOSS)
+    x = torch.randn(4, D, dtype=F64, requires_grad=True)
+    y, aux = module(x, dataclasses.replace(Step.causal(1, 4), valid=torch.zeros(4, dtype=torch.bool)))
+    assert not y.any() and not aux.counts[0].any() and aux.total().item() == 0
+    (y.sum() + aux.total()).backward()
+    assert not x.grad.any()
+
+
+def test_jitter_keeps_the_dtype_and_is_for_training_only() -> None:
+    module = router(moe_input_jitter_eps=0.1).bfloat16()
+    x = torch.randn(64, D).bfloat16()
+    seen: list[Tensor] = []
+    module.weight.register_hook(lambda grad: seen.append(grad))
+    torch.manual_seed(0)
+    one = module(x, Step.causal(1, 64))[0].probs_TK
+    torch.manual_seed(0)
+    again = module(x, Step.causal(1, 64))[0].probs_TK
+    other = module(x, Step.causal(1, 64))[0].probs_TK
+    assert torch.equal(one, again) and not torch.equal(one, other) and one.dtype == torch.float32
+    module.eval()
+    plain = choose_experts(x.float() @ module.weight.float().t(), K).probs_TK
+    assert all(torch.equal(module(x, Step.causal(1, 64))[0].probs_TK, plain) for _ in range(2))
+
+
+def test_forced_balance_is_random_in_the_forward_and_absent_from_the_backward() -> None:
+    with pytest.warns(UserWarning, match="for benchmarks only"):
+        module = router(moe_router_force_load_balancing=True)
+    num_tokens = 6000
+    x = torch.randn(num_tokens, D, dtype=F64, requires_grad=True)
+    torch.nn.init.zeros_(module.weight)
+    with torch.no_grad():
+        module.weight[0] += 10.0 * x.detach().mean(0)
+    counts = module(x, Step.causal(1, num_tokens))[0].counts(E).double()
+    mean = num_tokens * K / E
+    assert (counts - mean).abs().max() < 5 * (mean * (1 - K / E)) ** 0.5
+    from mcore_moe import apply_random_logits
+
+    logits = torch.randn(4, E, requires_grad=True)
+    (grad,) = torch.autograd.grad((apply_random_logits(logits) * torch.arange(4.0)[:, None]).sum(), logits)
+    assert torch.equal(grad, torch.arange(4.0)[:, None].expand(4, E))
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+def test_sinkhorn_balances_in_training_and_takes_the_best_in_evaluation(topk: int) -> None:
+    config = MoEConfig(num_moe_experts=E, moe_router_topk=topk, moe_router_load_balancing_type="sinkhorn")
+    module = TopKRouter(config, D, ProcessGroups.single(), dtype=F64)
+    torch.nn.init.normal_(module.weight, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        module.weight[2] *= 3
+    x = torch.randn(600, D, dtype=F64) + 0.3
+    step = Step.causal(1, 600)
+    trained, _ = module(x, step)
+    evaluated, _ = module.eval()(x, step)
+    logits = x @ module.weight.t()
+    assert torch.equal(evaluated.experts_TK, logits.topk(topk).indices)
+    for routing in (trained, evaluated):
+        weights = logits.sigmoid() if topk == 1 else logits.softmax(-1)
+        torch.testing.assert_close(routing.probs_TK, weights.gather(1, routing.experts_TK))
+    assert trained.counts(E).double().std() < 0.5 * evaluated.counts(E).double().std()
+
+
+def test_what_was_recorded_is_replayed_with_present_or_recorded_weights() -> None:
+    module, other = router(), router()
+    with torch.no_grad():
+        other.weight.add_(torch.randn(E, D, dtype=F64))
+    x = torch.randn(10, D, dtype=F64)
+    record: dict[int, tuple[Tensor, Tensor]] = {}
+    step = dataclasses.replace(Step.causal(2, 5), routing_recorder=lambda number, *tensors: record.update({number: tensors}))
+    first, _ = module(x, step)
+    assert torch.equal(record[3][0], first.experts_TK) and torch.equal(record[3][1], first.probs_TK) and list(record) == [3]
+    experts = torch.zeros(10, 4, K, dtype=torch.int16)
+    experts[:, 3] = record[3][0].to(torch.int16)
+    replay = dataclasses.replace(Step.causal(2, 5), routed_experts=experts)
+    second, _ = other(x, replay)
+    assert torch.equal(second.experts_TK, first.experts_TK)
+    torch.testing.assert_close(second.probs_TK, (x @ other.weight.t()).gather(1, first.experts_TK).softmax(-1))
+    assert second.probs_TK.requires_grad
+    same, _ = module(x, replay)
+    torch.testing.assert_close(same.probs_TK, first.probs_TK, rtol=0, atol=0)
+    weights = torch.zeros(10, 4, K, dtype=F64)
+    weights[:, 3] = record[3][1]
+    third, _ = other(x, dataclasses.replace(replay, routed_weights=weights))
+    assert torch.equal(third.probs_TK, first.probs_TK)
+
+
+def test_the_gate_keeps_no_wider_copy_and_its_gradients_are_exact() -> None:
+    module = TopKRouter(MoEConfig(num_moe_experts=E, moe_router_bias=True), D, ProcessGroups.single(), dtype=torch.bfloat16)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(7, D, dtype=torch.bfloat16, requires_grad=True)
+    saved: list[torch.dtype] = []
+    from mcore_moe._gating import gate
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (saved.append(tensor.dtype), tensor)[1], lambda tensor: tensor):
+        logits = gate(x, module.weight, module.bias, torch.float32)
+    assert logits.dtype == torch.float32 and set(saved) == {torch.bfloat16}
+    torch.testing.assert_close(logits, x.float() @ module.weight.float().t() + module.bias.float(), rtol=1e-6, atol=1e-6)
+    wide = [tensor.detach().double().requires_grad_() for tensor in (x, module.weight, module.bias)]
+    assert torch.autograd.gradcheck(lambda a, b, c: gate(a, b, c, torch.float64), wide)
+    assert router(moe_router_dtype="fp64").float()(x.detach().float(), Step.causal(1, 7))[0].probs_TK.dtype == F64
+
+
+def test_the_bias_moves_once_a_batch_and_only_in_training() -> None:
+    module = layer(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_bias_update_rate=0.25)
+    counts = torch.tensor([4.0, 0.0, 2.0, 2.0, 3.0, 1.0])
+    no, yes = torch.tensor(False), torch.tensor(True)
+    module.end_of_batch(counts, yes)
+    assert not module.router.expert_bias.any()
+    module.end_of_batch(counts, no)
+    assert module.router.expert_bias.tolist() == [-0.25, 0.25, 0.0, 0.0, -0.25, 0.25]
+    module.eval().end_of_batch(counts, no)
+    assert module.router.expert_bias[0] == -0.25
+    # The choice changes, the weights of what is chosen do not.
+    x = torch.randn(20, D, dtype=F64)
+    module.router.expert_bias.fill_(-9.0)[3] = 9.0
+    routing, _ = module.router(x, Step.causal(1, 20))
+    assert (routing.experts_TK == 3).any(-1).all()
+    scores = (x @ module.router.weight.t()).sigmoid().gather(1, routing.experts_TK)
+    torch.testing.assert_close(routing.probs_TK, scores / scores.sum(-1, keepdim=True))
+
+
+def test_the_bias_is_state_with_a_name_and_stays_float32() -> None:
+    module = layer(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
+    (state,) = named_buffer_shards(module)
+    assert (state.name, state.spec.shape, dict(state.spec.shards), state.spec.view) == ("router.expert_bias", (E,), {}, "dense")
+    assert "router.expert_bias" not in {shard.name for shard in named_shards(module)}
+    module.router.expert_bias.fill_(1.001)
+    for cast in (module.bfloat16, module.half, module.double):
+        cast()
+        assert module.router.expert_bias.dtype == torch.float32
+        assert torch.equal(module.router.expert_bias, torch.full((E,), 1.001))
+    assert module.to("meta").router.expert_bias.is_meta
+    assert list(named_buffer_shards(layer())) == []
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_shared_experts_are_a_dense_feed_forward_beside(gated: bool) -> None:
+    module = layer(moe_shared_expert_intermediate_size=6, moe_shared_expert_gate=gated)
+    x = torch.randn(9, D, dtype=F64)
+    y, _ = module(x, Step.causal(1, 9))
+    up, down = module.shared_experts.up.weight, module.shared_experts.down.weight
+    shared = (torch.nn.functional.silu(x @ up[0].t()) * (x @ up[1].t())) @ down.t()
+    shared = shared * (x @ module.shared_expert_gate.weight.t()).sigmoid() if gated else shared
+    module.shared_experts = None
+    torch.testing.assert_close(y, module(x, Step.causal(1, 9))[0] + shared, rtol=1e-12, atol=1e-14)
