@@ -267,7 +267,7 @@ class InferenceClient:
 
     def _send(self, message: Message) -> None:
         # A DEALER queues without waiting; it is full only when the coordinator reads nothing for long.
-        sent = self._socket.send(encode(message))
+        sent: Any = self._socket.send(encode(message))
         self._sending.add(sent)
         sent.add_done_callback(self._sending.discard)
 

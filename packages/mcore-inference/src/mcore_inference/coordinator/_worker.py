@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Coroutine
 from typing import Any
 
 import zmq.asyncio
@@ -208,16 +207,16 @@ class EngineWorker:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def _start(self, message: SubmitRequest) -> None:
-        task = asyncio.ensure_future(self._guarded(message.request_id, self._generate(message)))
+        task = asyncio.ensure_future(self._answer(message))
         self._requests[message.request_id] = task
         task.add_done_callback(lambda _: self._requests.pop(message.request_id, None))
 
-    async def _guarded(self, number: int, work: Coroutine[Any, Any, None]) -> None:
+    async def _answer(self, message: SubmitRequest) -> None:
         try:
-            await work
+            await self._generate(message)
         except Exception as error:
             transient = error.is_transient if isinstance(error, RequestError) else isinstance(error, EngineDeadError)
-            await self._send(Failure(request_id=number, kind=type(error).__name__, message=str(error), is_transient=transient))
+            await self._send(Failure(request_id=message.request_id, kind=type(error).__name__, message=str(error), is_transient=transient))
 
     async def _generate(self, message: SubmitRequest) -> None:
         params = SamplingParams.deserialize(message.sampling_params)
