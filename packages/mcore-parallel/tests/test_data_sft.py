@@ -215,3 +215,39 @@ def test_wrong_arguments_are_refused(tmp_path):
         list(read_conversations(tmp_path / "none"))
     with pytest.raises(IndexError, match="ask the builder for more samples"):
         make(data)[1]
+
+
+SHAREGPT = [{"from": "system", "value": "be brief"}, {"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2"}]
+PARTS = [*ASK[:1], {"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "1?"}]}, *ASK[2:]]
+
+
+@pytest.mark.parametrize(("key", "messages"), [("messages", ASK), ("conversations", SHAREGPT), ("messages", PARTS)])
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_the_shapes_of_data_sets_are_one_conversation(tmp_path, key, messages, ending):
+    path = tmp_path / f"chat.{ending}"
+    if ending == "jsonl":
+        write(path, [messages, messages], key=key)
+    else:
+        parquet = pytest.importorskip("pyarrow.parquet")
+        if messages is PARTS:
+            pytest.skip("a column has one type, PARTS has two")
+        import pyarrow
+
+        parquet.write_table(pyarrow.Table.from_pylist([{key: messages, "source": "a"}] * 2), path)
+    assert list(read_conversations(path)) == [ASK, ASK]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, r"messages\[0\] has a part of type 'image_url'"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, r"messages\[0\] has tool_calls"),
+        ({"messages": ASK, "tools": [{"type": "function"}]}, "has tools"),
+        ({"conversation": ASK}, "no list of messages in the field 'messages'"),
+    ],
+)
+def test_what_no_template_renders_is_refused_by_its_name(tmp_path, line, words):
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps(line) + "\n")
+    with pytest.raises(DocumentError, match=f"chat.jsonl:1.*{words}"):
+        list(read_conversations(path))

@@ -12,8 +12,11 @@ import numpy as np
 from mcore_parallel.data._errors import DataError, DocumentError
 from mcore_parallel.data.corpus import HAS_LOSS, IndexedDatasetBuilder, token_dtype
 from mcore_parallel.data.preprocessing._documents import document_files, read_entries
+from mcore_parallel.data.preprocessing._messages import SHAREGPT_KEY, as_message
 from mcore_parallel.data.preprocessing._preprocess import PreprocessReport
 from mcore_parallel.data.tokenizers import ChatTurn
+
+_OPENAI_KEY = "messages"
 
 
 @runtime_checkable
@@ -26,20 +29,26 @@ class ChatTokenizer(Protocol):
 
 
 def read_conversations(path: str | os.PathLike[str], *, json_key: str = "messages") -> Iterator[list[Mapping[str, Any]]]:
-    """Conversations of a JSON lines file or of all such files of a folder, gzipped ones too.
+    """Conversations of a JSON lines or Parquet file, or of all such files of a folder, gzipped ones too.
+
+    Messages are ``{"role", "content"}``, as OpenAI writes them (content may be a list of text parts), or ``{"from", "value"}``, as
+    ShareGPT does; both come out as the first. Where ``messages`` is not there, ``conversations`` is read.
 
     Args:
         path: file or folder, see `read_documents`.
-        json_key: which field of a line holds the list of messages.
+        json_key: which field of a line, or column of a Parquet file, holds the list of messages.
 
     Raises:
-        DocumentError: a file cannot be read, a line is no JSON object or lacks the list.
+        DocumentError: a file cannot be read, a line is no JSON object or lacks the list, or a message has another form.
     """
     for place, entry in read_entries(path):
-        messages = entry.get(json_key)
+        key = SHAREGPT_KEY if json_key == _OPENAI_KEY and json_key not in entry else json_key
+        messages = entry.get(key)
         if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
             raise DocumentError(f"{place} has no list of messages in the field {json_key!r} (fields are {', '.join(sorted(entry)[:8])})")
-        yield messages
+        if entry.get("tools"):
+            raise DocumentError(f"{place} has tools, which no conversation is rendered with; remove the field, or write them into the text")
+        yield [as_message(message, f"{place}: {key}[{number}]") for number, message in enumerate(messages)]
 
 
 def preprocess_conversations(

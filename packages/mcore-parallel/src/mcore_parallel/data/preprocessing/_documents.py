@@ -10,7 +10,7 @@ from typing import Any
 
 from mcore_parallel.data._errors import DocumentError, reason_of
 from mcore_parallel.data.preprocessing._compressed import opened, plain_name
-from mcore_parallel.data.preprocessing._parquet import read_column, row_groups
+from mcore_parallel.data.preprocessing._parquet import read_column, read_rows, row_groups
 from mcore_parallel.data.preprocessing._spans import LINE_ENDINGS, PARQUET_ENDING, FileSpan, whole
 
 _TEXT_ENDINGS = (".py", ".txt", ".md")
@@ -116,16 +116,21 @@ def decode(batch: RawBatch, json_key: str, encoding_errors: str) -> list[str]:
 
 
 def read_entries(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """JSON objects of a file or of all .jsonl files of a folder, each with its place as ``file:line``.
+    """JSON objects or Parquet rows of a file or of all .jsonl and .parquet files of a folder, each with its place as ``file:line``.
 
     Raises:
         DocumentError: a file cannot be read, or a line is no JSON object.
     """
     for name in document_files(path):
+        if plain_name(name).endswith(PARQUET_ENDING):
+            for number, row in enumerate(read_rows(name), start=1):
+                yield f"{name} row {number}", row
+            continue
         if not plain_name(name).endswith(LINE_ENDINGS):
             if os.path.isdir(path):
                 continue
-            raise DocumentError(f"{name} ends in none of {', '.join(LINE_ENDINGS)}; conversations are read from JSON lines")
+            endings = ", ".join((*LINE_ENDINGS, PARQUET_ENDING))
+            raise DocumentError(f"{name} ends in none of {endings}; conversations are read from JSON lines and Parquet")
         for batch in read_batches(whole(name), ""):
             for place, _, entry in _entries(batch, "strict"):
                 yield place, entry

@@ -43,6 +43,17 @@ def read_column(name: str, column: str, groups: Sequence[int]) -> Iterator[list[
             yield batch.column(0).cast(pyarrow.string()).cast(pyarrow.binary()).to_pylist()
 
 
+def read_rows(name: str) -> Iterator[dict[str, Any]]:
+    """Rows of a file as mappings of columns to plain values, nested ones too.
+
+    Raises:
+        DocumentError: as for `row_groups`.
+    """
+    with _opened(name) as file:
+        for batch in file.iter_batches(batch_size=_BATCH_ROWS):
+            yield from batch.to_pylist()
+
+
 @contextlib.contextmanager
 def _opened(name: str) -> Iterator[Any]:
     try:

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Which characters of a rendered conversation the assistant writes, where its template does not mark them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Messages = Sequence[Mapping[str, Any]]
+Render = Callable[[Messages, bool], str]
+"""Messages, and whether an open turn of the assistant ends the text."""
+
+
+class TemplateError(ValueError):
+    """A chat template that cannot be run, or does not say what the assistant writes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssistantSpans:
+    """A conversation as text."""
+
+    text: str
+    spans: Sequence[tuple[int, int]]
+    """Characters [begin, end) that the assistant writes, in order: the content, the end of the turn, and what its template puts before."""
+
+
+def assistant_spans(messages: Messages, render: Render, special: Sequence[str] = ()) -> AssistantSpans:
+    """Find the turns of the assistant by rendering prefixes of the conversation.
+
+    A turn begins where the text of the messages before it ends, with an open turn of the assistant: what a server gives the model. It
+    ends where the text of the messages up to it ends, or, where a template writes its last turn differently (Qwen3 drops the thoughts of
+    earlier ones), behind its content and whatever follows the content there. Both are checked against the whole text.
+
+    Args:
+        messages: ``{"role", "content"}``.
+        render: the template.
+        special: tokens of which one ends a turn; white space behind it belongs to nobody.
+
+    Raises:
+        TemplateError: the prefixes are not what the whole text begins with.
+    """
+    text = render(messages, False)
+    spans: list[tuple[int, int]] = []
+    for number, message in enumerate(messages):
+        if message.get("role") != "assistant":
+            continue
+        before = render(messages[:number], True) if number else ""
+        if not text.startswith(before):
+            raise _unstable(number, "before")
+        end = _end(text, len(before), render(messages[: number + 1], False), str(message.get("content", "")).strip(), number)
+        shorter = text[:end].rstrip()
+        if shorter.endswith(tuple(special)):
+            end = len(shorter)
+        spans.append((len(before), end))
+    return AssistantSpans(text=text, spans=spans)
+
+
+def _end(text: str, begin: int, after: str, content: str, number: int) -> int:
+    if text.startswith(after) and len(after) >= begin:
+        return len(after)
+    # Another last turn: the content, and what closes it.
+    found, last = text.find(content, begin), after.rfind(content)
+    closing = after[last + len(content) :]
+    if not content or found < 0 or last < 0 or not text.startswith(closing, found + len(content)):
+        raise _unstable(number, "after")
+    return found + len(content) + len(closing)
+
+
+def _unstable(number: int, side: str) -> TemplateError:
+    return TemplateError(
+        f"the chat template is not prefix-stable: its text of the messages {side} messages[{number}] (assistant) is not what the whole "
+        "text begins with, so nobody can say what the assistant writes; mark that with {% generation %} in a copy of the template, and "
+        "name it with sft.template=FILE"
+    )
