@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Continue prompts with the model of a checkpoint.
+"""Continue prompts with the model of a checkpoint or a Hugging Face folder.
 
 mcore generate runs/moe_tiny/checkpoints --prompt "def main" --prompt "import"
 
-Any checkpoint that keeps ``run.yaml`` and a tokenizer does, such as those of ``mcore train`` and the quickstart; of a folder of steps it
-is the newest. Exit code: 0 done; 1 something was refused, and why.
+The folder of a run, of its steps (the newest is taken), one checkpoint that keeps ``run.yaml`` and a tokenizer, or a Hugging Face folder. Exit code: 0 done; 1 something was refused, and why.
 """
 
 import argparse
@@ -34,8 +33,12 @@ def generate(engine: DynamicInferenceEngine, prompts: Sequence[str], *, max_toke
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """What an engine is made of."""
-    parser.add_argument("checkpoint", help="of a run, or its folder of steps")
-    parser.add_argument("--max-length", type=int, help="tokens of prompt and continuation (default: what the run trained on)")
+    parser.add_argument("checkpoint", help="folder of a run, of its steps, a checkpoint, or a Hugging Face folder")
+    parser.add_argument(
+        "--max-length",
+        type=int,
+        help="tokens of prompt and continuation (default: what the run trained on, or the context of the model up to 4096)",
+    )
     parser.add_argument("--cache-gb", type=float, default=1.0, help="memory for keys and values (default: 1)")
 
 

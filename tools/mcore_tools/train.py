@@ -121,11 +121,24 @@ def main(
         elif options.write_config:
             write_config(config, options.write_config)
         else:
-            return 0 if pretrain(config, entry).stopped_at is None else STOPPED_EXIT_CODE
-    except (*FINAL, OSError, CheckpointingException, RankFailedError, RanksLostError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return {SuspectResultError: SUSPECT_EXIT_CODE, InvalidResultError: INVALID_EXIT_CODE}.get(type(error), 1)
+            return run_to_end(config, entry)
+    except (ValueError, OSError, CheckpointingException) as error:
+        return refused(error)
     return 0
+
+
+def run_to_end(config: RunConfig, main_entry: float | None = None) -> int:
+    """Train, and say in one line why that was refused or failed; the exit code."""
+    try:
+        return 0 if pretrain(config, main_entry).stopped_at is None else STOPPED_EXIT_CODE
+    except (*FINAL, OSError, CheckpointingException, RankFailedError, RanksLostError) as error:
+        return refused(error)
+
+
+def refused(error: Exception) -> int:
+    """Print the error as one line; the exit code."""
+    print(f"error: {error}", file=sys.stderr)
+    return {SuspectResultError: SUSPECT_EXIT_CODE, InvalidResultError: INVALID_EXIT_CODE}.get(type(error), 1)
 
 
 def _chosen(options: argparse.Namespace, default_recipe: str | None) -> RunConfig:

@@ -325,7 +325,13 @@ def edit(folder, changes):
 def test_the_tokenizer_goes_in_and_out_with_the_weights(llama, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(llama, source)
-    texts = {"tokenizer.json": "{}", "tokenizer_config.json": "[]", "special_tokens_map.json": "1", "merges.txt": "a b"}
+    texts = {
+        "tokenizer.json": "{}",
+        "tokenizer_config.json": "[]",
+        "special_tokens_map.json": "1",
+        "merges.txt": "a b",
+        "generation_config.json": "{}",
+    }
     for name, text in {**texts, "README.md": "no", "training_args.bin": "no"}.items():
         (source / name).write_text(text)
     import_checkpoint_hf(source, tmp_path / "ours", prefix="model.")

@@ -4,6 +4,7 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,13 +18,15 @@ from mcore_parallel.data import (
     HuggingFaceTokenizer,
     MaskedTokensDataset,
     PretrainingSampler,
+    SFTDataset,
+    SFTDatasetConfig,
     Tokenizer,
     batches,
 )
 from mcore_parallel.training import Batch, BatchSizeSchedule, samples_after
 from mcore_tools.recipes import RunConfig
 
-Samples = GPTDataset | MaskedTokensDataset
+Samples = GPTDataset | MaskedTokensDataset | SFTDataset
 
 
 def check_data(config: RunConfig, owner: str = "") -> None:
@@ -58,25 +61,38 @@ def datasets(config: RunConfig, tokenizer: Tokenizer) -> tuple[Samples, Samples]
     """
     train = config.train
     evaluations = 1 + (train.steps // train.eval_interval if train.eval_interval else 0)
-    data = GPTDatasetConfig(
-        random_seed=train.seed,
-        sequence_length=train.seq_len,
-        blend=([config.data.prefix], None),
-        split=config.data.split,
-        tokenizer=tokenizer,
-        path_to_cache=str(Path(config.output) / "index_cache"),
-    )
     sizes = [samples_after(train.batch_sizes(), train.steps), evaluations * train.eval_batches * train.global_batch_size, 0]
     # One rank checks the indices; where they are damaged its error ends the run.
     first = not dist.is_initialized() or dist.get_rank() == 0
-    builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, data, is_verified_on_rank=lambda: first)
+    kind = GPTDataset if config.sft is None else SFTDataset
+    builder = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, _cut(config, tokenizer), is_verified_on_rank=lambda: first)
     train_set, valid_set, _ = builder.build()
     for name, dataset in (("training", train_set), ("validation", valid_set)):
         if dataset is None:
             raise ValueError(
                 f"data.split={config.data.split!r} leaves no document of {config.data.prefix} for {name}; give it a larger share"
             )
+    if config.sft is not None:
+        return train_set, valid_set
     return _hidden(config, tokenizer, train_set, train.seed), _hidden(config, tokenizer, valid_set, train.seed + 1)
+
+
+def _cut(config: RunConfig, tokenizer: Tokenizer) -> GPTDatasetConfig | SFTDatasetConfig:
+    """How corpora become samples."""
+    data, train = config.data, config.train
+    shared: dict[str, Any] = {
+        "random_seed": train.seed,
+        "sequence_length": train.seq_len,
+        "tokenizer": tokenizer,
+        "path_to_cache": str(Path(config.output) / "index_cache"),
+    }
+    if data.eval_prefix:
+        shared["blend_per_split"] = [([data.prefix], None), ([data.eval_prefix], None), None]
+    else:
+        shared |= {"blend": ([data.prefix], None), "split": data.split}
+    if config.sft is None:
+        return GPTDatasetConfig(**shared)
+    return SFTDatasetConfig(**shared, sequence_multiple=config.sequence_multiple)
 
 
 def _hidden(config: RunConfig, tokenizer: Tokenizer, samples: GPTDataset, seed: int) -> Samples:
@@ -124,4 +140,7 @@ def step_batches(
 
 def _batch(sample: Mapping[str, Tensor], device: torch.device | str) -> Batch:
     move = {name: sample[name].to(device, non_blocking=True) for name in ("tokens", "labels", "loss_mask")}
-    return Batch(tokens=move["tokens"], labels=move["labels"], loss_mask=move["loss_mask"])
+    if "cu_seqlens" not in sample:
+        return Batch(**move)
+    # Bounds stay on the host; attention and positions stay within each conversation.
+    return Batch(**move, positions=sample["position_ids"].to(device, non_blocking=True), cu_seqlens=sample["cu_seqlens"])

@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """A tokenizer that writes conversations by its chat template."""
 
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -10,8 +11,8 @@ from types import MappingProxyType
 from typing import Any
 
 from mcore_parallel.data import ChatTurn, HuggingFaceTokenizer
+from mcore_tools.chat._generation import end_tokens, read_generation
 from mcore_tools.chat._spans import TemplateError, assistant_spans
-
 
 
 def _base_template(begin: str, header: str, body: str, end: str, given_end: str) -> str:
@@ -32,6 +33,7 @@ TEMPLATES: Mapping[str, str] = MappingProxyType(
     }
 )
 """Templates for base models, which have none: ``chatml`` for a tokenizer with its tokens, ``plain`` for any with an end of text."""
+_PROBE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -100,6 +102,17 @@ class TemplateTokenizer:
     def pad(self) -> int | None:
         """Id that fills up."""
         return self._plain.pad
+
+    @functools.cached_property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Ids that end an answer: those of generation_config.json, the end of a text, and what the template puts behind an answer."""
+        ends = [*end_tokens(read_generation(Path(self._plain.path).parent)), *([] if self.eod is None else [self.eod])]
+        try:
+            answers = [turn.body for turn in self.chat_turns(_PROBE) if turn.body]
+        except TemplateError:
+            answers = []
+        special = {token for token, added in self._inner.added_tokens_decoder.items() if added.special}
+        return tuple(dict.fromkeys([*ends, *(answer[-1] for answer in answers if answer[-1] in special)]))
 
     @property
     def special_tokens_dict(self) -> dict[str, int]:

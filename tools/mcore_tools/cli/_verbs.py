@@ -35,6 +35,7 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
         ),
         "preprocess": Verb(summary="write text as the indexed corpus that a run reads", script="mcore-preprocess"),
         "train": Verb(summary="train a recipe, on this process or on every rank that torchrun starts", module="mcore_tools.train"),
+        "sft": Verb(summary="fine-tune a Hugging Face model or a checkpoint on conversations, and export it", module="mcore_tools.sft"),
         "distill": Verb(summary="train a student against the checkpoint of a teacher", module="mcore_tools.distill"),
         "eagle": Verb(summary="train, measure and export a speculative draft head", module="mcore_tools.eagle"),
         "generate": Verb(summary="continue prompts with the model of a checkpoint", module="mcore_tools.generate"),

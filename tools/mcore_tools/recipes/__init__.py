@@ -6,6 +6,7 @@ from mcore_tools.recipes._config import DataConfig, LoadConfig, LogConfig, RunCo
 from mcore_tools.recipes._file import config_text, read_config, write_config
 from mcore_tools.recipes._override import RecipeError, override
 from mcore_tools.recipes._registry import RECIPES, recipe
+from mcore_tools.recipes._sft import SFTConfig
 
 __all__ = [
     "RECIPES",
@@ -14,6 +15,7 @@ __all__ = [
     "LogConfig",
     "RecipeError",
     "RunConfig",
+    "SFTConfig",
     "TrainConfig",
     "config_text",
     "override",

@@ -26,6 +26,7 @@ from mcore_parallel.training import (
     RerunConfig,
     check_batch_sizes,
 )
+from mcore_tools.recipes._sft import SFTConfig
 
 DTYPE_NAMES = ("float32", "bfloat16", "float64")
 LR_SCHEDULES = ("constant", "linear", "cosine", "inverse_square_root", "wsd")
@@ -41,6 +42,8 @@ class DataConfig:
     """Path of tokenizer.json."""
     split: str = "95,5,0"
     """Shares of the documents for training, validation and test."""
+    eval_prefix: str = ""
+    """A corpus of its own for validation; ``split`` is not looked at then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +195,8 @@ class RunConfig:
     """None for dense feed-forwards."""
     masked: MaskedTokensConfig | None = None
     """Train a ``BertModel`` on hidden tokens; None for a ``GPTModel`` on the next ones."""
+    sft: SFTConfig | None = None
+    """Fine-tune on conversations, which `mcore sft` tokenises; None for a corpus of text."""
     plan: ParallelPlan = field(default_factory=ParallelPlan)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     """Schedule and placement of the layers on the stages."""
@@ -243,6 +248,8 @@ class RunConfig:
         check_layout(self.model, self.plan, feed_forward=feed_forward)
         if self.masked:
             self._check_masked(self.masked)
+        if self.sft and train.seq_len % self.sequence_multiple:
+            raise ValueError(f"train.seq_len={train.seq_len} must be a multiple of 2 * plan.cp={2 * self.plan.cp}, as conversations are")
         if self.cuda_graphs and self.cuda_graph.is_external and self.plan.pp > 1:
             raise ValueError(
                 f"cuda_graph.cuda_graph_impl='transformer_engine' waits for the device, on which plan.pp={self.plan.pp} stages wait for "
@@ -252,6 +259,11 @@ class RunConfig:
             self._check_dumps()
         if self.data_parallel != "ddp":
             self._check_fully_sharded()
+
+    @property
+    def sequence_multiple(self) -> int:
+        """What the length of each packed sequence divides by."""
+        return 2 * self.plan.cp if self.plan.cp > 1 else 1
 
     def _check_dumps(self) -> None:
         if self.data_parallel != "ddp" or self.cuda_graphs:
@@ -268,6 +280,8 @@ class RunConfig:
             raise ValueError(f"dumps.every={self.dumps.every} needs plan.cp=1, whose ranks see whole sequences, found {self.plan.cp}")
 
     def _check_masked(self, masked: MaskedTokensConfig) -> None:
+        if self.sft:
+            raise ValueError("masked and sft both say what is learnt; set masked=none or sft=none")
         if self.moe or self.data_parallel != "ddp":
             raise ValueError("masked trains a BertModel, which has no experts and no fsdp; set moe=none and data_parallel=ddp")
         if masked.mask_token >= self.model.vocab_size:

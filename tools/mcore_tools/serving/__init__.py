@@ -3,11 +3,12 @@
 """Engines with the models of runs and of their exports."""
 
 from mcore_tools.serving._engine import Served, build_engine, serve_exported
-from mcore_tools.serving._open import open_engine
+from mcore_tools.serving._open import open_engine, steps_folder
 
 __all__ = [
     "Served",
     "build_engine",
     "open_engine",
     "serve_exported",
+    "steps_folder",
 ]

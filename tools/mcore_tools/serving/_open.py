@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""An engine with the model of a checkpoint."""
+"""An engine with the model of a checkpoint, of a run, or of a Hugging Face folder."""
 
 import tempfile
 from pathlib import Path
@@ -10,14 +10,18 @@ import torch
 from mcore_ckpt import CheckpointingException, load
 from mcore_ckpt.assets import extract_assets
 from mcore_ckpt.inspect import resolve_folder
-from mcore_ckpt.manifest import read_manifest
+from mcore_ckpt.manifest import is_checkpoint, read_manifest
 from mcore_inference import DynamicInferenceEngine
+from mcore_parallel.data import HuggingFaceTokenizer
 from mcore_parallel.training import model_state
 from mcore_tools.assembly import open_tokenizer
-from mcore_tools.recipes import read_config
+from mcore_tools.chat import TemplateTokenizer, find_template
+from mcore_tools.recipes import RunConfig, TrainConfig, read_config
 from mcore_tools.serving._engine import build_engine
+from mcore_tools.training import HuggingFaceFolder, is_huggingface, stored_model
 
 _NEEDED = ("run.yaml", "tokenizer/tokenizer.json")
+_LONGEST = 4096
 
 
 def open_engine(
@@ -26,16 +30,19 @@ def open_engine(
     """An engine with the model, weights and tokenizer of a checkpoint, all on this process.
 
     Args:
-        checkpoint: a checkpoint, or a folder of steps, whose newest is taken.
+        checkpoint: a checkpoint, a folder of steps or of a run, whose newest is taken, or a Hugging Face folder.
         device: where it runs.
-        max_length: tokens of a prompt and its continuation; None for the length that the run trained on.
+        max_length: tokens of a prompt and its continuation; None for the length that the run trained on, or the context of the
+            published model, at most 4096.
         cache_gb: memory for keys and values, in GB.
 
     Raises:
         CheckpointingException: no checkpoint, a damaged one, or one without the files that say what it is.
         ValueError: a model that generates nothing, or settings that it refuses.
     """
-    folder = resolve_folder(checkpoint)
+    if is_huggingface(checkpoint):
+        return _open_huggingface(HuggingFaceFolder(directory=Path(checkpoint)), device, max_length, cache_gb)
+    folder = resolve_folder(steps_folder(checkpoint))
     missing = [name for name in _NEEDED if name not in read_manifest(folder).assets]
     if missing:
         raise CheckpointingException(
@@ -46,7 +53,39 @@ def open_engine(
         config = read_config(Path(place) / "run.yaml")
         if config.masked:
             raise ValueError(f"{folder} holds an encoder, which generates nothing")
-        tokenizer = open_tokenizer(str(Path(place) / "tokenizer"), config.model.vocab_size)
+        tokenizer = _open_tokenizer(Path(place) / "tokenizer", config.model.vocab_size)
     engine = build_engine(config, tokenizer, device, max_length=max_length or config.train.seq_len, cache_gb=cache_gb)
     load(model_state(engine.model, engine.model.groups), folder, strict=False)
     return engine
+
+
+def steps_folder(path: str | Path) -> str | Path:
+    """The folder of steps of a run where ``path`` is that of the run; else ``path``."""
+    inside = Path(path) / "checkpoints"
+    return inside if inside.is_dir() and not is_checkpoint(path) else path
+
+
+def _open_huggingface(
+    source: HuggingFaceFolder, device: torch.device | str, max_length: int | None, cache_gb: float
+) -> DynamicInferenceEngine:
+    model = stored_model(source)
+    assert model is not None, "a config.json says what model it is"
+    config, moe = model
+    # Products of bfloat16 are for GPUs.
+    dtype = "float32" if source.dtype == "float32" or torch.device(device).type == "cpu" else "bfloat16"
+    length = max_length or min(source.entries().get("max_position_embeddings", _LONGEST), _LONGEST)
+    run = RunConfig(model=config, moe=moe, train=TrainConfig(dtype=dtype, seq_len=length))
+    engine = build_engine(run, _open_tokenizer(source.directory, config.vocab_size), device, max_length=length, cache_gb=cache_gb)
+    source.fill(model_state(engine.model, engine.model.groups))
+    return engine
+
+
+def _open_tokenizer(folder: Path, vocab_size: int) -> HuggingFaceTokenizer | TemplateTokenizer:
+    """With its chat template, if it has one."""
+    plain = open_tokenizer(str(folder), vocab_size)
+    if find_template(folder) is None:
+        return plain
+    tokenizer = TemplateTokenizer(folder)
+    # Read while the files are there.
+    assert tokenizer.stop_token_ids is not None
+    return tokenizer

@@ -2,15 +2,19 @@
 # Copyright (c) 2026 the mcore authors
 """The training program: the world of a run, its folder, where it begins, its loop, and the loops that learn from another model."""
 
+from mcore_tools.training._export import describe_model, export_run
 from mcore_tools.training._folder import run_assets, run_checkpoints
 from mcore_tools.training._instruments import Instruments
+from mcore_tools.training._pretrained import HuggingFaceFolder, is_huggingface
 from mcore_tools.training._start import RunCheckpoints, find_source, first_folder
-from mcore_tools.training._stored import check_stored
+from mcore_tools.training._stored import RUN_FILE, check_stored, read_run, stored_model
 from mcore_tools.training._successor import build_trainer, command, place, tell
 from mcore_tools.training._train import Trained, train_rank, validate_rank
 from mcore_tools.training._world import connect, device_of, join, meet, take_device
 
 __all__ = [
+    "RUN_FILE",
+    "HuggingFaceFolder",
     "Instruments",
     "RunCheckpoints",
     "Trained",
@@ -18,14 +22,19 @@ __all__ = [
     "check_stored",
     "command",
     "connect",
+    "describe_model",
     "device_of",
+    "export_run",
     "find_source",
     "first_folder",
+    "is_huggingface",
     "join",
     "meet",
     "place",
+    "read_run",
     "run_assets",
     "run_checkpoints",
+    "stored_model",
     "take_device",
     "tell",
     "train_rank",

@@ -48,8 +48,7 @@ def run_assets(config: RunConfig) -> dict[str, Path | bytes]:
 
 def _keep_tokenizer(source: Path, folder: Path) -> None:
     """Put the tokenizer's files beside the checkpoints, so that the run's folder is all that a model needs."""
-    files = [path for path in source.iterdir() if path.is_file()] if source.is_dir() else [source]
     folder.mkdir(exist_ok=True)
-    for path in files:
-        if path.resolve() != (folder / path.name).resolve():
-            shutil.copyfile(path, folder / path.name)
+    for name, path in tokenizer_files(source).items():
+        if path.resolve() != (target := folder / name.removeprefix("tokenizer/")).resolve():
+            shutil.copyfile(path, target)

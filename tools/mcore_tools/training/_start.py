@@ -3,6 +3,7 @@
 """Where a run begins."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from mcore_ckpt import CheckpointingException, CheckpointManager, find_mismatches, load
@@ -11,12 +12,15 @@ from mcore_ckpt.manifest import is_checkpoint
 from mcore_ckpt.storage import Folder
 from mcore_parallel.optim import MegatronOptimizer
 from mcore_tools.recipes import LoadConfig
+from mcore_tools.training._pretrained import HuggingFaceFolder, is_huggingface
 
 _OPTIMIZER = "optimizer."
+Source = CheckpointManager | Folder | HuggingFaceFolder
+"""A folder of steps, one checkpoint, or a published model."""
 
 
-def find_source(config: LoadConfig, own: CheckpointManager) -> CheckpointManager | Folder | None:
-    """The folder of steps, or the one checkpoint, that a run begins with; None for its own newest step, or random weights.
+def find_source(config: LoadConfig, own: CheckpointManager) -> Source | None:
+    """The folder of steps, the one checkpoint, or the Hugging Face folder, that a run begins with; None for its own newest step, or random weights.
 
     Raises:
         ValueError: there is none, and ``config`` wants one.
@@ -30,6 +34,13 @@ def find_source(config: LoadConfig, own: CheckpointManager) -> CheckpointManager
                 "load.path to what it begins with, or load.required=false"
             )
         return None
+    if is_huggingface(config.path):
+        if config.take != "weights" or config.step is not None:
+            raise ValueError(
+                f"load.take={config.take!r} and load.step={config.step} choose from a run, and load.path={config.path!r} is a Hugging Face "
+                "folder, which has weights only; set load.take=weights load.step=none"
+            )
+        return HuggingFaceFolder(directory=Path(config.path))
     try:
         newest = resolve_folder(config.path)
     except CheckpointingException as error:
@@ -42,7 +53,7 @@ def find_source(config: LoadConfig, own: CheckpointManager) -> CheckpointManager
     return manager if steps else newest
 
 
-def first_folder(config: LoadConfig, own: CheckpointManager, source: CheckpointManager | Folder | None = None) -> Folder | None:
+def first_folder(config: LoadConfig, own: CheckpointManager, source: Source | None = None) -> Folder | HuggingFaceFolder | None:
     """The checkpoint whose weights a run takes; None for random ones.
 
     Args:
@@ -50,7 +61,7 @@ def first_folder(config: LoadConfig, own: CheckpointManager, source: CheckpointM
         own: the checkpoints of the run.
         source: of ``find_source``.
     """
-    if isinstance(source, Folder):
+    if isinstance(source, Folder | HuggingFaceFolder):
         return source
     manager, step = (own, None) if source is None else (source, config.step)
     step = manager.latest() if step is None else step
@@ -65,12 +76,19 @@ class RunCheckpoints:
         own: the checkpoints of the run.
         source: of ``find_source``.
         optimizer: of the run.
+        described: what each step says of its model beside (``extra``), so that it can be exported.
     """
 
     def __init__(
-        self, config: LoadConfig, own: CheckpointManager, source: CheckpointManager | Folder | None, optimizer: MegatronOptimizer
+        self,
+        config: LoadConfig,
+        own: CheckpointManager,
+        source: Source | None,
+        optimizer: MegatronOptimizer,
+        described: Mapping[str, Any] | None = None,
     ) -> None:
         self._config, self._own, self._source, self._optimizer = config, own, source, optimizer
+        self._described = described or {}
         self.loaded = ""
         """What was loaded, in words."""
 
@@ -80,7 +98,7 @@ class RunCheckpoints:
 
     def save(self, step: int, state: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
         """Save a step of the run."""
-        self._own.save(step, state, extra)
+        self._own.save(step, state, {**self._described, **extra})
 
     def load(self, state: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
         """Fill ``state``; returns the step to go on after, and the extra values that the trainer asks for. Collective.
@@ -102,8 +120,12 @@ class RunCheckpoints:
         step, extra = self._position(folder, extra)
         return step, {"trainer": extra["trainer"], "optimizer_step": 0}
 
-    def _fill(self, source: CheckpointManager | Folder, wanted: Mapping[str, Any]) -> tuple[Folder, dict[str, Any]]:
+    def _fill(self, source: Source, wanted: Mapping[str, Any]) -> tuple[Folder | HuggingFaceFolder, dict[str, Any]]:
         """All that is wanted; what is there beside weights is left only where none of it is wanted."""
+        if isinstance(source, HuggingFaceFolder):
+            source.fill(wanted)
+            self.loaded = f"weights of {source}"
+            return source, {}
         strict = self._config.take == "all"
         if isinstance(source, CheckpointManager):
             step, extra = source.load(wanted, self._config.step, strict=strict)
@@ -120,7 +142,7 @@ class RunCheckpoints:
         self.loaded = f"{self._config.take} of {folder}"
         return folder, extra
 
-    def _position(self, folder: Folder, extra: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    def _position(self, folder: Folder | HuggingFaceFolder, extra: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         if "trainer" not in extra:
             raise ValueError(f"load.take={self._config.take!r} goes on with a run, and {folder} is of none; set load.take=weights")
         return extra["trainer"]["step"], extra

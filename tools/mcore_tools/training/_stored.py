@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from mcore_ckpt import CheckpointingException
 from mcore_ckpt.assets import read_asset
 from mcore_ckpt.manifest import Manifest, read_manifest
 from mcore_ckpt.storage import Folder
@@ -16,6 +17,7 @@ from mcore_moe import MoEConfig
 from mcore_parallel.models import TransformerConfig
 from mcore_parallel.nn import is_layer_window_attention
 from mcore_tools.recipes import RunConfig
+from mcore_tools.training._pretrained import HuggingFaceFolder
 
 RUN_FILE = "run.yaml"
 # How numbers are computed, drawn at first, or weighed in a loss: not what a model with given weights computes.
@@ -26,7 +28,7 @@ _MOE_SIZES = ("num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size")
 _OTHERS = ("moe_layer_freq", "num_token_types", "add_binary_head")
 
 
-def check_stored(config: RunConfig, folder: Folder | None) -> None:
+def check_stored(config: RunConfig, folder: Folder | HuggingFaceFolder | None) -> None:
     """Whether the model of a run is that of the checkpoint whose weights it takes.
 
     A step keeps its whole run, an import the sizes that it read; a checkpoint with neither has nothing to compare.
@@ -41,9 +43,10 @@ def check_stored(config: RunConfig, folder: Folder | None) -> None:
     """
     if folder is None:
         return
-    manifest = read_manifest(folder)
     try:
-        stored = _stored_model(folder, manifest, config)
+        stored = stored_model(folder, config)
+    except CheckpointingException:
+        raise
     except (ValueError, TypeError) as error:
         raise ValueError(f"{folder} keeps a configuration that cannot be compared with this run: {error}") from None
     if stored is None:
@@ -60,28 +63,46 @@ def check_stored(config: RunConfig, folder: Folder | None) -> None:
         )
 
 
-def _stored_model(folder: Folder, manifest: Manifest, config: RunConfig) -> tuple[TransformerConfig, MoEConfig | None] | None:
-    """Of the run or the import that wrote the checkpoint; None where it says neither."""
+def stored_model(folder: Folder | HuggingFaceFolder, config: RunConfig | None = None) -> tuple[TransformerConfig, MoEConfig | None] | None:
+    """Of the run or the import that wrote the checkpoint, or of a config.json; None where there is none.
+
+    Args:
+        folder: of the checkpoint, or of the published model.
+        config: a run that says what the checkpoint leaves out; None for defaults.
+
+    Raises:
+        ValueError: what is said is no model.
+        CheckpointingException: it cannot be read.
+    """
+    if isinstance(folder, HuggingFaceFolder):
+        return _from_sizes(folder.sizes(), None)
+    manifest = read_manifest(folder)
     if RUN_FILE in manifest.assets:
-        run = _read_run(folder, manifest)
+        run = read_run(folder, manifest)
         if isinstance(run.get("model"), Mapping):
             moe = run.get("moe")
             return TransformerConfig.from_dict(run["model"]), MoEConfig(**moe) if isinstance(moe, Mapping) else None
     sizes = manifest.extra.get("config")
     if not isinstance(sizes, Mapping):
         return None
-    stated = {name: value for name, value in sizes.items() if name not in (*_MOE_SIZES, *_OTHERS)}
     # An import from Hugging Face leaves out defaults; others say what they know.
-    silent = {} if "hf_config" in manifest.extra else dataclasses.asdict(config.model)
+    return _from_sizes(sizes, None if "hf_config" in manifest.extra else config)
+
+
+def _from_sizes(sizes: Mapping[str, Any], config: RunConfig | None) -> tuple[TransformerConfig, MoEConfig | None]:
+    """Of sizes by our names, and what ``config`` says where they are silent."""
+    stated = {name: value for name, value in sizes.items() if name not in (*_MOE_SIZES, *_OTHERS)}
+    silent = {} if config is None else dataclasses.asdict(config.model)
     experts = {name: sizes[name] for name in _MOE_SIZES if sizes.get(name) is not None}
     if "num_moe_experts" not in experts:
         return TransformerConfig.from_dict({**silent, **stated}), None
-    silent_moe = {} if "hf_config" in manifest.extra or config.moe is None else dataclasses.asdict(config.moe)
+    silent_moe = {} if config is None or config.moe is None else dataclasses.asdict(config.moe)
     # The width of the feed-forward is that of an expert there, where nothing else is said.
     return TransformerConfig.from_dict({**silent, **stated}), MoEConfig(**{**silent_moe, "moe_ffn_hidden_size": None, **experts})
 
 
-def _read_run(folder: Folder, manifest: Manifest) -> Mapping[str, Any]:
+def read_run(folder: Folder, manifest: Manifest) -> Mapping[str, Any]:
+    """The ``run.yaml`` of a checkpoint."""
     try:
         run = yaml.safe_load(read_asset(folder, RUN_FILE, manifest).decode())
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:

@@ -25,6 +25,7 @@ from mcore_parallel.training import (
 from mcore_tools.assembly import assemble_run, build_model, build_stage, datasets, objective, open_tokenizer, validation_batches
 from mcore_tools.recipes import RunConfig
 from mcore_tools.reports import History
+from mcore_tools.training._export import describe_model
 from mcore_tools.training._folder import open_folder, run_checkpoints
 from mcore_tools.training._instruments import Instruments
 from mcore_tools.training._start import RunCheckpoints, find_source, first_folder
@@ -79,14 +80,15 @@ def train_rank(
     # Where it begins, and that the weights there are of this model.
     own = run_checkpoints(config)
     source = find_source(config.load, own)
-    check_stored(config, first_folder(config.load, own, source))
+    origin = first_folder(config.load, own, source)
+    check_stored(config, origin)
     begin = time.perf_counter()
 
     # What it is made of.
     device = device_of(kind)
     run = assemble_run(config, device)
     parts, world = run.parts, run.parts.groups.world
-    checkpoints = RunCheckpoints(config.load, own, source, parts.optimizer)
+    checkpoints = RunCheckpoints(config.load, own, source, parts.optimizer, describe_model(config, origin))
 
     # What is seen of it.
     instruments = Instruments.build(config, parts, device)

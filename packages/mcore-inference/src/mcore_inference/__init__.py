@@ -40,7 +40,7 @@ from mcore_inference.requests import (
 )
 from mcore_inference.sampling import SamplingParams
 from mcore_inference.scheduling import Limits, RequestView, StepPlan, Work, plan_step
-from mcore_inference.text import BosTokenizer, ChatTokenizer, TextStream, Tokenizer, TransformersTokenizer, chat_tokens
+from mcore_inference.text import BosTokenizer, ChatTokenizer, StopTokenizer, TextStream, Tokenizer, TransformersTokenizer, chat_tokens
 
 __all__ = [
     "ActiveRequestCountOverflowError",
@@ -81,6 +81,7 @@ __all__ = [
     "Status",
     "StepFailedError",
     "StepPlan",
+    "StopTokenizer",
     "TextStream",
     "TokenOverflowError",
     "Tokenizer",

@@ -10,7 +10,7 @@ from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt.hf._families import FAMILIES, NOT_COVERED
 from mcore_ckpt.hf._fields import DEFAULTS, NESTED, Config, Family, refuse
 
-__all__ = ["brief", "check_entries", "complete", "family_named", "from_hf_config", "measure", "to_hf_config"]
+__all__ = ["brief", "check_entries", "complete", "families_of", "family_named", "from_hf_config", "measure", "to_hf_config"]
 
 _INERT = frozenset(
     (
@@ -131,6 +131,23 @@ def complete(config: Config, family: Family) -> dict[str, Any]:
     for codec in family.codecs:
         codec.write(full)
     return full
+
+
+def families_of(config: Config) -> tuple[str, ...]:
+    """The families that can express a config in our field names, in the order in which `FAMILY_NAMES` has them.
+
+    Example:
+        >>> families_of({"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100})[0]
+        'llama'
+    """
+    able = []
+    for name, family in FAMILIES.items():
+        try:
+            complete(config, family)
+        except ValueError:
+            continue
+        able.append(name)
+    return tuple(able)
 
 
 def _plain(value: Any) -> Any:

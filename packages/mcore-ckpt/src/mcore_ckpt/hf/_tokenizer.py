@@ -14,7 +14,7 @@ _FOLDER = "tokenizer/"
 _FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer_metadata.json", "tokenizer.model", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template*", "tekken.json", "spiece.model"),
-    *("*.tiktoken", "*.jinja", "sentencepiece*.model"),
+    *("*.tiktoken", "*.jinja", "sentencepiece*.model", "generation_config.json"),
 )
 
 

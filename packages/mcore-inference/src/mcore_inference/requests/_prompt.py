@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mcore_inference.requests._errors import InvalidTokenError
 from mcore_inference.sampling import SamplingParams
-from mcore_inference.text import BosTokenizer, Tokenizer
+from mcore_inference.text import BosTokenizer, StopTokenizer, Tokenizer
 
 Prompt = str | Sequence[int] | Tensor
 
@@ -59,6 +59,8 @@ def stop_tokens(params: SamplingParams, tokenizer: Tokenizer | None, vocab_size:
     if ending is None and tokenizer is not None:
         ending = tokenizer.eod
     ids = set(params.stop_token_ids)
+    if params.termination_id is None and isinstance(tokenizer, StopTokenizer) and not params.ignore_eos:
+        ids |= {token for token in tokenizer.stop_token_ids if token < vocab_size}
     if ending is not None and ending >= 0 and not params.ignore_eos:
         ids.add(ending)
     return frozenset(ids)

@@ -3,11 +3,12 @@
 """Tokenizers, and the text of a growing list of tokens."""
 
 from mcore_inference.text._stream import TextStream
-from mcore_inference.text._tokenizer import BosTokenizer, ChatTokenizer, Tokenizer, TransformersTokenizer, chat_tokens
+from mcore_inference.text._tokenizer import BosTokenizer, ChatTokenizer, StopTokenizer, Tokenizer, TransformersTokenizer, chat_tokens
 
 __all__ = [
     "BosTokenizer",
     "ChatTokenizer",
+    "StopTokenizer",
     "TextStream",
     "Tokenizer",
     "TransformersTokenizer",

@@ -5,7 +5,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["BosTokenizer", "ChatTokenizer", "Tokenizer", "TransformersTokenizer", "chat_tokens"]
+__all__ = ["BosTokenizer", "ChatTokenizer", "StopTokenizer", "Tokenizer", "TransformersTokenizer", "chat_tokens"]
 
 
 class Tokenizer(Protocol):
@@ -39,6 +39,14 @@ class BosTokenizer(Protocol):
 
     @property
     def bos(self) -> int | None: ...
+
+
+@runtime_checkable
+class StopTokenizer(Protocol):
+    """A tokenizer with more than one id that ends an output, such as the end of a turn."""
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]: ...
 
 
 @runtime_checkable

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Fine-tune a model on conversations, and export it.
+
+mcore sft path/to/Qwen3-0.6B --data chat.jsonl --output runs/tuned
+torchrun --nproc-per-node 8 -m mcore_tools.sft path/to/Llama-3.1-8B-Instruct --data chat.jsonl --set data_parallel=fsdp --set plan.dp=8
+
+MODEL is a Hugging Face folder, a checkpoint, or the folder of a run. Conversations are JSON lines or Parquet with `messages` (or ShareGPT's
+`conversations`), written by the tokenizer's own chat template; only what the assistant writes is learnt. The output folder holds the
+checkpoints, and `hf`, the tuned model with its tokenizer and chat template, which `mcore serve` and transformers load. The same command
+goes on where it was stopped.
+
+Exit status: as of `mcore train`.
+"""
+
+import argparse
+import dataclasses
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mcore_ckpt import CheckpointingException, CheckpointManager
+from mcore_ckpt.assets import extract_assets
+from mcore_ckpt.inspect import resolve_folder
+from mcore_ckpt.manifest import read_manifest
+from mcore_parallel.data import IndexedDataset
+from mcore_parallel.optim import OptimizerConfig
+from mcore_tools.corpus import ChatCorpus, prepare_chat
+from mcore_tools.recipes import DataConfig, LoadConfig, RunConfig, SFTConfig, TrainConfig, override
+from mcore_tools.serving import steps_folder
+from mcore_tools.train import refused, run_to_end
+from mcore_tools.training import HuggingFaceFolder, check_stored, export_run, find_source, first_folder, is_huggingface, stored_model
+
+_LONGEST = 2048
+
+
+def base_config(model: str, data: Sequence[str], output: str) -> RunConfig:
+    """The run that fine-tunes a model, before any field is changed; its configuration is that of the weights.
+
+    Args:
+        model: a Hugging Face folder, a checkpoint, or the folder of a run.
+        data: files of conversations.
+        output: folder of the run.
+
+    Raises:
+        ValueError: the weights do not say what model they are of.
+        CheckpointingException: there are none.
+    """
+    if is_huggingface(model):
+        source = HuggingFaceFolder(directory=Path(model))
+        path, tokenizer, dtype = model, model, "float32" if source.dtype == "float32" else "bfloat16"
+        longest = source.entries().get("max_position_embeddings", _LONGEST)
+    else:
+        path = str(steps_folder(model))
+        source = resolve_folder(path)
+        tokenizer, longest = str(Path(output) / "base"), _LONGEST
+        if "tokenizer/tokenizer.json" not in read_manifest(source).assets:
+            raise ValueError(f"{source} keeps no tokenizer; save it with assets= (`mcore train` does), or name a Hugging Face folder")
+        dtype = "float32"
+    stored = stored_model(source)
+    if stored is None:
+        raise ValueError(f"{source} does not say what model it holds; save it with `mcore train`, or import it from a Hugging Face folder")
+    return RunConfig(
+        model=stored[0],
+        moe=stored[1],
+        sft=SFTConfig(data=tuple(data)),
+        train=TrainConfig(
+            steps=1, seq_len=min(longest, _LONGEST), micro_batch_size=1, global_batch_size=8, warmup_steps=0, eval_interval=50, dtype=dtype
+        ),
+        optimizer=OptimizerConfig(lr=2e-5, min_lr=2e-6, weight_decay=0.0, clip_grad=1.0),
+        data=DataConfig(tokenizer=tokenizer),
+        load=LoadConfig(path=path),
+        output=output,
+    )
+
+
+def prepared(config: RunConfig, changed: Sequence[str], rank: int) -> RunConfig:
+    """``config`` with its conversations tokenised, and as many steps as they need.
+
+    Args:
+        config: the run.
+        changed: fields that the user set, which stay.
+        rank: of this process; the first one writes.
+    """
+    assert config.sft is not None
+    folder = Path(config.output)
+    if not is_huggingface(config.load.path) and not Path(config.data.tokenizer).exists() and rank == 0:
+        extract_assets(resolve_folder(config.load.path), folder / "base.partial")
+        os.replace(folder / "base.partial" / "tokenizer", config.data.tokenizer)
+    _wait_for(Path(config.data.tokenizer))
+    corpus = prepare_chat(config.sft, config.data.tokenizer, folder / "chat", rank=rank)
+    if rank == 0:
+        print(f"{corpus.num_conversations} conversations, {corpus.num_tokens} tokens, in {folder / 'chat'}")
+    split = config.data.split if "data.split" in changed else _split(config.sft, corpus)
+    data = dataclasses.replace(config.data, prefix=corpus.prefix, eval_prefix=corpus.eval_prefix, tokenizer=corpus.tokenizer, split=split)
+    train: dict[str, Any] = {}
+    per_epoch = _num_rows(corpus.prefix, config.train.seq_len)
+    if "train.steps" not in changed:
+        train["steps"] = max(1, math.ceil(config.sft.epochs * per_epoch / config.train.global_batch_size))
+    if "train.warmup_steps" not in changed:
+        train["warmup_steps"] = train.get("steps", config.train.steps) // 20
+    if "train.eval_batches" not in changed:
+        share = per_epoch * config.sft.eval_share if not corpus.eval_prefix else _num_rows(corpus.eval_prefix, config.train.seq_len)
+        train["eval_batches"] = min(64, max(1, math.ceil(share / config.train.global_batch_size)))
+    return dataclasses.replace(config, data=data, train=dataclasses.replace(config.train, **train))
+
+
+def _split(config: SFTConfig, corpus: ChatCorpus) -> str:
+    """Shares of the conversations: at least one is evaluated, and one is trained on."""
+    evaluated = max(1, round(corpus.num_conversations * config.eval_share))
+    return f"{corpus.num_conversations - evaluated},{evaluated},0"
+
+
+def _num_rows(prefix: str, seq_len: int) -> int:
+    """Sequences that the tokens of a corpus fill, about; each is a conversation at most."""
+    corpus = IndexedDataset(prefix, multimodal=True)
+    ends = np.concatenate([[0], np.cumsum(corpus.sequence_lengths, dtype=np.int64)])[corpus.document_indices]
+    return max(1, math.ceil(int(np.minimum(np.diff(ends), seq_len).sum()) / seq_len))
+
+
+def _wait_for(path: Path, timeout_s: float = 600.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"rank 0 wrote no {path} within {timeout_s:.0f} s; is it on a disk that all hosts see?")
+        time.sleep(0.2)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    entry = time.time()
+    parser = argparse.ArgumentParser(prog="mcore sft", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="Hugging Face folder, checkpoint, or folder of a run")
+    parser.add_argument("--data", action="append", required=True, metavar="FILE", help="conversations; may be given again")
+    parser.add_argument("--output", default="runs/sft", help="folder of the run (default: %(default)s)")
+    parser.add_argument("--no-export", dest="export", action="store_false", help="write no OUTPUT/hf at the end")
+    parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change a field, for instance train.seq_len=4096")
+    options = parser.parse_args(arguments)
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        config = override(base_config(options.model, options.data, options.output), options.set)
+        export = Path(config.output) / "hf"
+        if options.export and export.exists():
+            raise ValueError(f"{export} is there, of a run that ended; name another --output, or remove it")
+        # Before anything is written.
+        own = CheckpointManager(Path(config.output) / "checkpoints")
+        check_stored(config, first_folder(config.load, own, find_source(config.load, own)))
+        config = prepared(config, [assignment.partition("=")[0].strip() for assignment in options.set], rank)
+        code = run_to_end(config, entry)
+        if options.export and code == 0 and rank == 0:
+            export_run(Path(config.output) / "checkpoints", export)
+            print(f"exported to {export}; `mcore serve {export}` serves it")
+        return code
+    except (ValueError, OSError, CheckpointingException) as error:
+        return refused(error)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""A Hugging Face folder that a run begins with."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt import CheckpointingException
+from mcore_ckpt.hf import import_hf
+
+# Entries of config.json that say nothing about the weights, and that an export of the tuned model has again.
+KEPT = ("bos_token_id", "eos_token_id", "max_position_embeddings", "pad_token_id")
+
+
+def is_huggingface(path: str | Path) -> bool:
+    """Whether a folder on this machine holds a config.json."""
+    return (Path(path) / "config.json").is_file()
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFaceFolder:
+    """Weights and sizes of a published model; tensors are read one at a time, and each rank takes the parts that it holds."""
+
+    directory: Path
+
+    def __str__(self) -> str:
+        return str(self.directory)
+
+    @property
+    def family(self) -> str:
+        return import_hf(self.directory).family
+
+    def sizes(self) -> dict[str, Any]:
+        """The model's config in our field names.
+
+        Raises:
+            CheckpointingException: an unknown family, or weights that do not fit it.
+        """
+        return import_hf(self.directory).config
+
+    def entries(self) -> dict[str, Any]:
+        """The entries of config.json that an export has again."""
+        config = self._config()
+        return {name: config[name] for name in KEPT if config.get(name) is not None}
+
+    @property
+    def dtype(self) -> str:
+        """Of the stored weights, "float32" where nothing is said."""
+        config = self._config()
+        return str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+
+    def fill(self, wanted: Mapping[str, Any]) -> None:
+        """Copy into the parts of this rank.
+
+        Args:
+            wanted: name -> `TensorShard`, or several of them, as of ``model_state``.
+
+        Raises:
+            CheckpointingException: a weight is missing or has another shape.
+        """
+        left = dict(wanted)
+        for name, tensor in import_hf(self.directory).tensors:
+            value = left.pop(name, ())
+            for part in value if isinstance(value, list | tuple) else [value]:
+                if tuple(tensor.shape) != tuple(part.global_shape):
+                    raise CheckpointingException(f"{self}: {name} has shape {list(tensor.shape)}, this model's {list(part.global_shape)}")
+                box = tuple(slice(begin, begin + size) for begin, size in zip(part.offset, part.data.shape, strict=True))
+                part.data.copy_(tensor[box])
+        if left:
+            raise CheckpointingException(f"{self} has no weights for {', '.join(sorted(left)[:8])}; make model that of its config.json")
+
+    def _config(self) -> dict[str, Any]:
+        return json.loads((self.directory / "config.json").read_bytes())
