@@ -4,7 +4,8 @@
 
 mcore generate runs/moe_tiny/checkpoints --prompt "def main" --prompt "import"
 
-The folder of a run, of its steps (the newest is taken), one checkpoint that keeps ``run.yaml`` and a tokenizer, or a Hugging Face folder. Exit code: 0 done; 1 something was refused, and why.
+The folder of a run, of its steps (the newest is taken), one checkpoint that keeps ``run.yaml`` and a tokenizer, or a Hugging Face folder.
+Exit code: 0 done; 1 something was refused, and why.
 """
 
 import argparse

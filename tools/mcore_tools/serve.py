@@ -6,7 +6,8 @@ mcore serve runs/moe_tiny --port 8000
 mcore serve path/to/Qwen3-0.6B --max-length 8192
 mcore serve runs/moe_tiny/checkpoints/step_00001000 --port 8000 --token-file secret
 
-The folder of a run, of its steps (the newest is taken), one checkpoint that keeps ``run.yaml`` and a tokenizer, or a Hugging Face folder. On SIGTERM or SIGINT (Ctrl-C) the server refuses new requests, ends the open ones within --drain-seconds and exits; a second
+The folder of a run, of its steps (the newest is taken), one checkpoint that keeps ``run.yaml`` and a tokenizer, or a Hugging Face folder.
+On SIGTERM or SIGINT (Ctrl-C) the server refuses new requests, ends the open ones within --drain-seconds and exits; a second
 signal cuts them off. Exit code: 0 done; 1 something was refused, and why; 75 the engine failed several times in a row, or hangs: start it
 again.
 """

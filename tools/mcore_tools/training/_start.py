@@ -20,7 +20,7 @@ Source = CheckpointManager | Folder | HuggingFaceFolder
 
 
 def find_source(config: LoadConfig, own: CheckpointManager) -> Source | None:
-    """The folder of steps, the one checkpoint, or the Hugging Face folder, that a run begins with; None for its own newest step, or random weights.
+    """The folder of steps, the checkpoint or the Hugging Face folder that a run begins with; None for its own step, or random weights.
 
     Raises:
         ValueError: there is none, and ``config`` wants one.

@@ -28,9 +28,7 @@ def as_message(message: Mapping[str, Any], place: str) -> dict[str, Any]:
         fields = {"role": _ROLES.get(role, role) if isinstance(role, str) else role, "content": content, **fields}
     for name in ("tool_calls", "function_call"):
         if fields.get(name):
-            raise DocumentError(
-                f"{place} has {name}, which no conversation is rendered with; write the call into the content, or remove it"
-            )
+            raise DocumentError(f"{place} has {name}, which no conversation is rendered with; write it into the content, or remove it")
     content = fields.get("content")
     if isinstance(content, list):
         fields["content"] = "".join(_part(part, place) for part in content)
