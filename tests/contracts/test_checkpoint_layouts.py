@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_ckpt import CheckpointManager
+from mcore_ckpt import CheckpointManager, read_tensor
 from mcore_ckpt.hf import export_checkpoint_hf, import_hf
 from mcore_moe import MoEConfig
 from mcore_parallel import ParallelPlan, ProcessGroups
@@ -91,6 +91,32 @@ def test_a_sliced_optimizer_state_goes_on_in_every_layout(world, tmp_path: Path)
     ]
     parts = world(check_goes_on, folder=str(tmp_path), targets=targets)
     assert any(parts), "no rank held a tensor in several parts: the test would not show that they load"
+
+
+@pytest.mark.world(4)
+def test_biases_of_experts_and_shared_experts_go_on_in_every_layout(world, tmp_path: Path) -> None:
+    mixture = MoEConfig(
+        num_moe_experts=4,
+        moe_layer_freq=(0, 1, 1),
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_router_bias_update_rate=0.05,
+        moe_shared_expert_intermediate_size=8,
+        moe_shared_expert_gate=True,
+    )
+    balanced = dataclasses.replace(CONFIG, moe=mixture)
+    targets = [
+        (ParallelPlan(pp=2, dp=2), True),
+        (ParallelPlan(dp=4, ep=2, etp=2), True),
+        (ParallelPlan(tp=2, dp=2, ep=2, etp=1, sequence_parallel=False), False),
+    ]
+    world(check_goes_on, folder=str(tmp_path / "ddp"), targets=targets, config=balanced)
+    # A fully sharded model holds buffers whole, and parameters in boxes.
+    sharded = dataclasses.replace(balanced, data_parallel="fsdp")
+    world(check_goes_on, folder=str(tmp_path / "fsdp"), targets=[(ParallelPlan(pp=2, dp=2), True), (SAVED, True)], config=sharded)
+    for folder in ("ddp", "fsdp"):
+        saved = read_tensor(CheckpointManager(tmp_path / folder).path(3), "layers.1.mlp.router.expert_bias")
+        assert saved.dtype == torch.float32 and saved.abs().max() >= 0.05
 
 
 def counted(state: dict[str, Any]) -> int:
