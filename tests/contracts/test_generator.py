@@ -4,13 +4,15 @@
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, InferenceConfig, PagedAttention
-from mcore_parallel import ProcessGroups
+from mcore_moe import MoEConfig, moe_feed_forward
+from mcore_parallel import ProcessGroups, named_buffer_shards, named_shards
 from mcore_parallel.data import ByteTokenizer
 from mcore_parallel.models import GPTModel, TransformerConfig, TransformerLayer
 from mcore_parallel.nn import Step
@@ -69,6 +71,25 @@ def test_continuations_come_from_the_weights_that_were_handed_over(name: str) ->
             assert known.argmax(-1).tolist() == list(answer.token_ids[len(prompt) :])
         seen.append(list(answer.token_ids))
     assert seen[0] != seen[1]
+
+
+def test_the_biases_of_experts_come_with_the_weights() -> None:
+    mixture = MoEConfig(
+        num_moe_experts=8, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_shared_expert_intermediate_size=8
+    )
+    parts: dict[str, Any] = {"feed_forward": moe_feed_forward(mixture), "dtype": torch.float64}
+    served = GPTModel(CONFIG, ProcessGroups.single(), attention_core=PagedAttention(), seed=99, **parts)
+    sizes = InferenceConfig(max_sequence_length=64, num_blocks=64, block_size_tokens=8, max_requests=8, max_tokens=64)
+    sink = DynamicInferenceEngine(served, DynamicInferenceContext.for_model(served, sizes), TOKENIZER, vocab_size=CONFIG.vocab_size)
+    model = GPTModel(CONFIG, ProcessGroups.single(), seed=1, **parts)
+    for number, buffer in enumerate(named_buffer_shards(model)):
+        buffer.tensor.copy_(torch.randn(8, generator=torch.Generator().manual_seed(number)))
+    refit(model, model.groups, sink)
+    for name, tensor in served.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name]), name
+    assert any(name.endswith("router.expert_bias") for name in served.state_dict())
+    with pytest.raises(ValueError, match=r"2 parameters did not come, among them .*router.expert_bias"):
+        sink.load_weights((shard.name, shard.parameter) for shard in named_shards(model))
 
 
 def check_fully_sharded(name: str) -> None:

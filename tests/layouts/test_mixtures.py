@@ -108,6 +108,13 @@ PLANS = [
     {"pp": 2},
 ]
 
+WIDE_PLANS = [
+    {"tp": 2, "cp": 2, "ep": 4},
+    {"dp": 4, "ep": 2, "etp": 2},
+    {"tp": 2, "pp": 2, "ep": 2},
+    {"tp": 2, "dp": 2, "ep": 4},
+]
+
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("degrees", PLANS, ids=lambda degrees: "-".join(f"{name}{size}" for name, size in degrees.items()))
@@ -117,7 +124,9 @@ def test_two_ranks_train_a_mixture_as_one(world, degrees: dict[str, Any]) -> Non
 
 @pytest.mark.world(4)
 @pytest.mark.parametrize(
-    "degrees", [{"tp": 2, "cp": 2, "ep": 4}, {"dp": 4, "ep": 2, "etp": 2}, {"tp": 2, "pp": 2, "ep": 2}, {"tp": 2, "dp": 2, "ep": 4}], ids=str
+    "degrees",
+    [{"tp": 2, "cp": 2, "ep": 4}, {"dp": 4, "ep": 2, "etp": 2}, {"tp": 2, "pp": 2, "ep": 2}, {"tp": 2, "dp": 2, "ep": 4}],
+    ids=str,
 )
 def test_four_ranks_train_a_mixture_as_one(world, degrees: dict[str, Any]) -> None:
     world(check, plan=ParallelPlan(**degrees), mixture=MIXTURE, expected=serial(MIXTURE))
@@ -141,7 +150,9 @@ def check_replicas() -> None:
     mixture = MoEConfig(num_moe_experts=8, moe_router_load_balancing_type="global_aux_loss", moe_aux_loss_coeff=1.0)
     models = [GPTModel(MODEL, layout, feed_forward=moe_feed_forward(mixture), dtype=torch.float64) for layout in (groups, alone)]
     tokens = torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(0))
-    batches = [Batch(tokens=part, labels=part, loss_mask=torch.ones(part.shape).double()) for part in (tokens[groups.dp.rank, None], tokens)]
+    batches = [
+        Batch(tokens=part, labels=part, loss_mask=torch.ones(part.shape).double()) for part in (tokens[groups.dp.rank, None], tokens)
+    ]
     reports, gradients = [], []
     for model, batch in zip(models, batches, strict=True):
         sync = DistributedDataParallel(DistributedDataParallelConfig(), model, model.groups)

@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Mixtures that cannot be are refused before the first tensor."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -24,9 +25,80 @@ MODEL = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=4, v
         ({"num_moe_experts": "4"}, "num_moe_experts='4' must be an integer, not str; write 4"),
     ],
 )
-def test_fields_are_checked(values: dict[str, Any], message: str) -> None:
+def test_types_and_sizes_are_checked(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MoEConfig(**{"num_moe_experts": 4, **values})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"moe_router_num_groups": 2}, "moe_router_num_groups=2 and moe_router_group_topk=None go together"),
+        ({"moe_router_group_topk": 2}, "moe_router_num_groups=None and moe_router_group_topk=2 go together"),
+        ({"moe_router_num_groups": 3, "moe_router_group_topk": 1}, "moe_router_num_groups=3 must divide num_moe_experts=8"),
+        ({"moe_router_num_groups": 2, "moe_router_group_topk": 4}, "moe_router_group_topk=4 must lie in 1..moe_router_num_groups=2"),
+        ({"moe_router_num_groups": 4, "moe_router_group_topk": 4}, "moe_router_group_topk=4 must divide moe_router_topk=2"),
+        (
+            {"moe_router_num_groups": 8, "moe_router_group_topk": 1},
+            "moe_router_topk=2 asks moe_router_group_topk=1 groups for 2 experts each, but 8 groups have 1",
+        ),
+        ({"moe_router_enable_expert_bias": True}, "needs moe_router_score_function='sigmoid' or 'sqrtsoftplus', found 'softmax'"),
+        ({"moe_router_score_function": "sigmoid", "moe_router_pre_softmax": True}, "needs moe_router_score_function='softmax'"),
+        ({"moe_router_bias_update_rate": -1.0}, "moe_router_bias_update_rate=-1.0 must not be negative; 0 freezes"),
+        ({"moe_input_jitter_eps": 1.5}, "moe_input_jitter_eps=1.5 must lie in 0..1"),
+        ({"moe_z_loss_coeff": -1.0}, "moe_z_loss_coeff=-1.0 must not be negative"),
+        ({"moe_router_load_balancing_type": "loud"}, "moe_router_load_balancing_type='loud' must be aux_loss, seq_aux_loss, "),
+        ({"moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss")}, "must be equally long; give one a type"),
+        ({"moe_router_load_balancing_type": ("aux_loss",) * 2, "moe_aux_loss_coeff": (0.1, 0.1)}, "none twice"),
+        ({"moe_router_load_balancing_type": (), "moe_aux_loss_coeff": ()}, "must name one type at least"),
+        ({"moe_router_load_balancing_type": ("aux_loss", "sinkhorn"), "moe_aux_loss_coeff": (0.1, 0.0)}, "combines sinkhorn or none"),
+        ({"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.1}, "has no loss to weigh"),
+        ({"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.1}, "has no loss to weigh"),
+        ({"moe_router_load_balancing_type": "sinkhorn", "moe_router_num_groups": 2, "moe_router_group_topk": 1}, "selects by itself"),
+        ({"moe_router_load_balancing_type": "sinkhorn", "moe_router_score_function": "sigmoid"}, "leave that at 'softmax'"),
+        ({"moe_shared_expert_gate": True}, "has nothing to gate; set moe_shared_expert_intermediate_size"),
+        ({"moe_shared_expert_intermediate_size": 0}, "moe_shared_expert_intermediate_size=0 must be at least 1"),
+        ({"moe_layer_freq": 0}, "moe_layer_freq=0 must be at least 1"),
+        ({"moe_layer_freq": (0, 0)}, r"moe_layer_freq=\(0, 0\) must be at least 1, or one 0 or 1 a layer"),
+        ({"moe_layer_freq": (1, 2)}, "one 0 or 1 a layer"),
+    ],
+)
+def test_rules_name_both_fields(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MoEConfig(**{"num_moe_experts": 8, **values})
+
+
+@pytest.mark.parametrize("name", ["moe_latent_size", "moe_paged_stash", "moe_router_force_biased", "inference_grouped_gemm_backend"])
+def test_reserved_fields_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}=4 is reserved and not implemented; leave it out"):
+        MoEConfig(num_moe_experts=8, **{name: 4})
+
+
+def test_one_type_and_a_tuple_of_it_are_the_same() -> None:
+    one = MoEConfig(num_moe_experts=8, moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=0.1)
+    other = MoEConfig(num_moe_experts=8, moe_router_load_balancing_type=("seq_aux_loss",), moe_aux_loss_coeff=(0.1,))
+    assert dict(one.loss_coefficients) == dict(other.loss_coefficients) == {"seq_aux_loss": 0.1}
+    assert MoEConfig(num_moe_experts=8).loss_names == ()
+
+
+def test_layers_with_experts() -> None:
+    every = MoEConfig(num_moe_experts=4)
+    assert all(every.is_moe_layer(layer, 3) for layer in range(4))
+    second = dataclasses.replace(every, moe_layer_freq=2)
+    assert [second.is_moe_layer(layer, 5) for layer in range(7)] == [True, False, True, False, True, True, True]
+    listed = dataclasses.replace(every, moe_layer_freq=(0, 1))
+    assert [listed.is_moe_layer(layer, 2) for layer in range(3)] == [False, True, True]
+    wide = TransformerConfig(num_layers=3, hidden_size=16, num_attention_heads=4, vocab_size=16)
+    with pytest.raises(ValueError, match="moe_layer_freq has 2 entries, the model num_layers=3; give one a layer"):
+        check_layout(wide, ParallelPlan(), feed_forward=moe_feed_forward(listed))
+    odd = dataclasses.replace(MODEL, num_layers=2, ffn_hidden_size=10)
+    mixture = dataclasses.replace(listed, moe_ffn_hidden_size=16)
+    with pytest.raises(ValueError, match="tp=4 must divide ffn_hidden_size=10"):
+        check_layout(odd, ParallelPlan(tp=4), feed_forward=moe_feed_forward(mixture))
+    with pytest.raises(ValueError, match="tp=4 must divide moe_shared_expert_intermediate_size=6"):
+        check_layout(
+            MODEL, ParallelPlan(tp=4), feed_forward=moe_feed_forward(MoEConfig(num_moe_experts=4, moe_shared_expert_intermediate_size=6))
+        )
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ def test_numbers_sit_one_place_left_of_their_token() -> None:
     assert batch.loss_mask.tolist() == [[0, 1, 1, 1, 0, 0]]
     assert batch.extras["advantages"].tolist() == [[0, 0.5, 0.5, 0.5, 0, 0]]
     assert batch.extras["inference_logprobs"].tolist() == [[0, -1, -2, -3, 0, 0]]
+    assert batch.valid.tolist() == [[True, True, True, True, False, False]]
 
 
 def test_a_trajectory_without_prompt_keeps_its_alignment() -> None:

@@ -23,7 +23,7 @@ from mcore_parallel.data import (
     Tokenizer,
     batches,
 )
-from mcore_parallel.training import Batch, BatchSizeSchedule, samples_after
+from mcore_parallel.training import Batch, BatchSizeSchedule, real_tokens, samples_after
 from mcore_tools.recipes import RunConfig
 
 Samples = GPTDataset | MaskedTokensDataset | SFTDataset
@@ -135,11 +135,15 @@ def step_batches(
         if len(micro) < size // stride:
             return
         consumed += size
-        yield [_batch(sample, device) for sample in micro]
+        yield [_batch(sample, device, padded=config.moe is not None) for sample in micro]
 
 
-def _batch(sample: Mapping[str, Tensor], device: torch.device | str) -> Batch:
+def _batch(sample: Mapping[str, Tensor], device: torch.device | str, *, padded: bool = False) -> Batch:
+    """With ``padded``, ends of rows that no loss depends on are marked, for layers that skip them."""
+    valid = real_tokens(sample["loss_mask"]) if padded else None
     move = {name: sample[name].to(device, non_blocking=True) for name in ("tokens", "labels", "loss_mask")}
+    if valid is not None:
+        move["valid"] = valid.to(device, non_blocking=True)
     if "cu_seqlens" not in sample:
         return Batch(**move)
     # Bounds stay on the host; attention and positions stay within each conversation.

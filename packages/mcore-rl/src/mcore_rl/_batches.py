@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mcore_parallel.training import Batch
+from mcore_parallel.training import Batch, real_tokens
 from mcore_rl._types import TokenRollout
 
 
@@ -54,11 +54,14 @@ def rollout_batches(
         weight[row, : length - 1] = written * advantage
         logprobs[row, : length - 1][written] = torch.tensor(rollout.logprobs[int(rollout.generation_mask[0]) :])
     extras = {"advantages": weight, "inference_logprobs": logprobs}
+    # What stands behind the last token that counts reaches no loss, and takes no expert's time.
+    valid = real_tokens(mask)
     return [
         Batch(
             tokens=tokens[i : i + micro_batch_size, :-1].to(device),
             labels=tokens[i : i + micro_batch_size, 1:].to(device),
             loss_mask=mask[i : i + micro_batch_size].to(device),
+            valid=None if valid is None else valid[i : i + micro_batch_size].to(device),
             extras={name: value[i : i + micro_batch_size].to(device) for name, value in extras.items()},
         )
         for i in range(0, rows, micro_batch_size)

@@ -3,7 +3,7 @@
 """Training: batches and their sizes, objectives, the train step, evaluation, checkpoint state, the loop and what guards and reports it."""
 
 from mcore_parallel.training._aux import AuxReport
-from mcore_parallel.training._batch import Batch
+from mcore_parallel.training._batch import Batch, real_tokens
 from mcore_parallel.training._batch_size import (
     BatchRampUp,
     BatchSizeSchedule,
@@ -99,6 +99,7 @@ __all__ = [
     "model_state",
     "optimizer_state",
     "read_trace",
+    "real_tokens",
     "samples_after",
     "train_step",
 ]

@@ -135,3 +135,19 @@ class Batch:
     def _positions(self) -> Tensor:
         parts = [torch.arange(length) for length in self._lengths()]
         return torch.cat(parts).view(self.tokens.shape).to(self.tokens.device)
+
+
+def real_tokens(loss_mask: Tensor) -> Tensor | None:
+    """``Batch.valid`` of rows whose ends no loss depends on: False behind the last label of a row that counts, None when there are none.
+
+    For causal models. It reads the mask, so give it on the host.
+
+    Args:
+        loss_mask: [B, S].
+
+    Example:
+        >>> real_tokens(torch.tensor([[0.0, 1.0, 0.0, 1.0], [1.0, 0.0, 0.0, 0.0]])).tolist()
+        [[True, True, True, True], [True, False, False, False]]
+    """
+    valid = (loss_mask != 0).flip(-1).cumsum(-1).flip(-1) > 0
+    return None if bool(valid.all()) else valid
