@@ -3,7 +3,11 @@
 """A coordinator over real sockets, with engines of a tiny model."""
 
 import asyncio
+import json
 import random
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -14,13 +18,20 @@ import torch
 
 zmq = pytest.importorskip("zmq")
 
-from mcore_inference import EngineDeadError, EngineRunner, RequestError, SamplingParams  # noqa: E402
-from mcore_inference.coordinator import (  # noqa: E402
-    CoordinatorConfig,
+from mcore_inference import (  # noqa: E402
     CoordinatorError,
+    EngineDeadError,
+    EngineLostError,
+    EngineRunner,
+    InvalidTokenError,
+    MaxSequenceLengthOverflowError,
+    SamplingParams,
+)
+from mcore_inference.coordinator import (  # noqa: E402
+    CoordinatedRunner,
+    CoordinatorConfig,
     CoordinatorSecurity,
     DataParallelInferenceCoordinator,
-    EngineLostError,
     EngineWorker,
     GroupState,
     InferenceClient,
@@ -83,9 +94,9 @@ def test_answers_are_those_of_one_engine(runners: list[EngineRunner], make_model
 def test_refusals_of_engines_reach_the_client_and_end_one_request(runners: list[EngineRunner]) -> None:
     async def ask(address: str) -> None:
         async with InferenceClient(address) as client:
-            with pytest.raises(RequestError, match="MaxSequenceLengthOverflowError"):
+            with pytest.raises(MaxSequenceLengthOverflowError, match="max_sequence_length=512"):
                 await client.add_request([1] * 600, TEN)
-            with pytest.raises(RequestError, match="InvalidTokenError"):
+            with pytest.raises(InvalidTokenError):
                 await client.add_request([], TEN)
             assert len((await client.add_request("x", TEN)).generated_tokens) == 10
 
@@ -265,22 +276,62 @@ def test_encrypted_sockets_need_the_coordinators_key(runners: list[EngineRunner]
         asyncio.run(ask(serve(stack, runners[:1], security=keys).address))
 
 
+def test_the_http_server_speaks_to_a_coordinator_as_to_one_engine(runners: list[EngineRunner]) -> None:
+    httpx = pytest.importorskip("httpx")
+    from mcore_inference.server import serve_runner
+
+    with ExitStack() as stack:
+        coordinator = serve(stack, runners)
+        server = stack.enter_context(serve_runner(lambda: CoordinatedRunner(coordinator.address), ByteTokenizer()))
+        client = stack.enter_context(httpx.Client(base_url=server.url, timeout=20))
+        body = {"prompt": "x", "max_tokens": 10, "temperature": 0.0}
+        answer = client.post("/v1/completions", json=body).json()
+        assert answer["usage"]["completion_tokens"] == 10
+        with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+            lines = [line for line in response.iter_lines() if line]
+        assert lines[-1] == "data: [DONE]"
+        assert "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1]) == answer["choices"][0]["text"]
+        long = client.post("/v1/completions", json={"prompt": [1] * 600, "max_tokens": 4})
+        assert long.status_code == 400 and long.json()["error"]["code"] == "context_length_exceeded"
+        assert client.get("/health").status_code == 200
+        assert client.get("/v1/models").json()["data"][0]["max_model_len"] == 512
+        assert "mcore_inference_engines 2.0" in client.get("/metrics").text
+        coordinator.close()
+        deadline = time.monotonic() + 10
+        while client.get("/health").status_code == 200:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+ATTACK = """
+import random, sys, zmq
+draw = random.Random(0)
+for index in range(200):
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 100
+        socket.connect(sys.argv[1])
+        # Arrays of unknown kinds, deep ones, numbers of known messages with anything behind, too much.
+        size = 2**21 if index % 50 == 49 else draw.randrange(64)
+        frame = draw.choice([draw.randbytes(size), bytes([0x91]) * size, bytes([0x92, draw.randrange(24)]) + draw.randbytes(size)])
+        socket.send_multipart([frame] * draw.choice([1, 1, 1, 2]))
+"""
+
+
 def test_random_bytes_and_long_messages_harm_nobody(runners: list[EngineRunner]) -> None:
     draw = random.Random(0)
 
     async def ask(address: str) -> None:
+        host, port = address.removeprefix("tcp://").split(":")
+        # In a process of its own: libzmq itself may abort where a socket is closed within a message.
+        attack = subprocess.Popen([sys.executable, "-c", ATTACK, address])
         async with InferenceClient(address) as client:
-            with zmq.Context() as context:
-                for index in range(200):
-                    with context.socket(zmq.DEALER) as socket:
-                        socket.linger = 0
-                        socket.connect(address)
-                        # A map, deep lists, numbers of unknown messages, several frames, none, too much.
-                        size = 2**21 if index % 50 == 49 else draw.randrange(64)
-                        frame = draw.choice([draw.randbytes(size), b"\x91" * size, b"\x92\x01" + draw.randbytes(size)])
-                        socket.send_multipart([frame] * draw.choice([1, 1, 2]))
-                    if index % 20 == 0:
-                        assert len((await client.add_request("x", TEN)).generated_tokens) == 10
+            for _ in range(100):
+                with socket.create_connection((host, int(port)), timeout=5) as raw:
+                    raw.sendall(draw.choice([b"", b"\xff\0\0\0\0\0\0\0\1\x7f\3"]) + draw.randbytes(draw.randrange(300)))
+                    assert len((await client.add_request("x", TEN)).generated_tokens) == 10
+            while attack.poll() is None:
+                assert len((await client.add_request("x", TEN)).generated_tokens) == 10
+            assert len((await client.status()).engines) == 1
 
     with ExitStack() as stack:
         asyncio.run(ask(serve(stack, runners[:1], max_message_bytes=2**20).address))

@@ -40,16 +40,14 @@ from mcore_inference.coordinator._messages import (
 )
 from mcore_inference.coordinator._peer import connect
 from mcore_inference.engine import Increment
-from mcore_inference.requests import DynamicInferenceRequestRecord, EngineDeadError, QueueFullError, RequestError
+from mcore_inference.requests import (
+    CoordinatorError,
+    DynamicInferenceRequestRecord,
+    EngineDeadError,
+    EngineLostError,
+    request_error,
+)
 from mcore_inference.sampling import SamplingParams
-
-
-class CoordinatorError(RuntimeError):
-    """The coordinator refused something, or is gone."""
-
-
-class EngineLostError(RuntimeError):
-    """The engine of a request was lost, and the request could not go to another."""
 
 
 class RemoteStream:
@@ -344,11 +342,7 @@ def _increment(message: Partial | EngineReply, record: DynamicInferenceRequestRe
 
 
 def _error(failure: Failure) -> Exception:
-    kind = failure.kind
-    if kind == "EngineLostError":
-        return EngineLostError(failure.message)
-    if kind == "EngineDeadError":
-        return EngineDeadError(failure.message)
-    if kind == "QueueFullError":
-        return QueueFullError(None, failure.message)
-    return RequestError(None, f"{kind}: {failure.message}", is_transient=failure.is_transient)
+    plain = {cls.__name__: cls for cls in (EngineLostError, EngineDeadError)}
+    if failure.kind in plain:
+        return plain[failure.kind](failure.message)
+    return request_error(failure.kind, failure.message, is_transient=failure.is_transient)

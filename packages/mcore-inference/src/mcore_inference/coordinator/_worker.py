@@ -146,14 +146,13 @@ class EngineWorker:
                 if self._registered:
                     await self._send(Heartbeat())
                 else:
-                    length = self.runner.engine.context.max_sequence_length
                     await self._send(
                         Register(
                             protocol=PROTOCOL,
                             secret=self._security.secret,
                             name=self.name,
                             state=self._state,
-                            max_sequence_length=length,
+                            max_sequence_length=self.runner.max_sequence_length,
                         )
                     )
             elif self.runner.failure is not None:
@@ -216,7 +215,8 @@ class EngineWorker:
             await self._generate(message)
         except Exception as error:
             transient = error.is_transient if isinstance(error, RequestError) else isinstance(error, EngineDeadError)
-            await self._send(Failure(request_id=message.request_id, kind=type(error).__name__, message=str(error), is_transient=transient))
+            text = error.message if isinstance(error, RequestError) else str(error)
+            await self._send(Failure(request_id=message.request_id, kind=type(error).__name__, message=text, is_transient=transient))
 
     async def _generate(self, message: SubmitRequest) -> None:
         params = SamplingParams.deserialize(message.sampling_params)

@@ -53,8 +53,8 @@ class RequestStream:
     Iterate it to the end, or ``abort`` it: an abandoned request goes on for nobody.
     """
 
-    def __init__(self, runner: "EngineRunner", loop: asyncio.AbstractEventLoop) -> None:
-        self._runner = runner
+    def __init__(self, abort: Callable[[int], None], loop: asyncio.AbstractEventLoop) -> None:
+        self._abort = abort
         self._loop = loop
         self._queue: asyncio.Queue[Increment | Exception] = asyncio.Queue()
         self.request_id = -1
@@ -87,7 +87,7 @@ class RequestStream:
 
     def abort(self) -> None:
         """End the request at the next step; nothing happens when it has ended."""
-        self._runner.abort(self.request_id)
+        self._abort(self.request_id)
 
     def deliver(self, item: Increment | Exception) -> None:
         _call_in(self._loop, self._queue.put_nowait, item)
@@ -177,7 +177,7 @@ class EngineRunner:
             EngineDeadError: the engine failed or was closed.
         """
         loop = asyncio.get_running_loop()
-        stream = RequestStream(self, loop)
+        stream = RequestStream(self.abort, loop)
 
         def add() -> None:
             if self.engine.num_waiting >= self._max_waiting:
@@ -270,6 +270,19 @@ class EngineRunner:
     def failure(self) -> BaseException | None:
         """What ended the thread; None while it runs, and after ``close``."""
         return self._failure
+
+    @property
+    def max_sequence_length(self) -> int:
+        """Tokens of a prompt and its output together."""
+        return self.engine.context.max_sequence_length
+
+    def room(self, num_prompt_tokens: int) -> int:
+        """New tokens that a prompt of this length can get at most; below 1 when there is no room."""
+        return self.engine.context.room(num_prompt_tokens)
+
+    def stats(self) -> dict[str, float]:
+        """``DynamicInferenceEngine.stats``, and the steps that failed."""
+        return {**self.engine.stats(), "failed_steps": self.num_failed_steps}
 
     def health(self) -> EngineHealth:
         """Liveness by progress: a thread that hangs in a step is dead after ``stall_timeout_s``."""

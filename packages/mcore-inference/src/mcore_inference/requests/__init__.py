@@ -7,7 +7,9 @@ from mcore_inference.requests._errors import (
     BlockOverflowError,
     ContextErrorFactory,
     ContextOverflowError,
+    CoordinatorError,
     EngineDeadError,
+    EngineLostError,
     InvalidTokenError,
     MaxSequenceLengthOverflowError,
     NonFiniteLogitsError,
@@ -17,6 +19,7 @@ from mcore_inference.requests._errors import (
     RequestOverflowError,
     StepFailedError,
     TokenOverflowError,
+    request_error,
 )
 from mcore_inference.requests._prompt import Prompt, encode_prompt, integers_of, stop_tokens
 from mcore_inference.requests._request import (
@@ -33,10 +36,12 @@ __all__ = [
     "BlockOverflowError",
     "ContextErrorFactory",
     "ContextOverflowError",
+    "CoordinatorError",
     "DynamicInferenceEvent",
     "DynamicInferenceRequest",
     "DynamicInferenceRequestRecord",
     "EngineDeadError",
+    "EngineLostError",
     "EventType",
     "FinishReason",
     "InvalidTokenError",
@@ -52,5 +57,6 @@ __all__ = [
     "TokenOverflowError",
     "encode_prompt",
     "integers_of",
+    "request_error",
     "stop_tokens",
 ]

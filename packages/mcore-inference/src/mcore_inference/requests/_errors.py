@@ -10,7 +10,9 @@ __all__ = [
     "BlockOverflowError",
     "ContextErrorFactory",
     "ContextOverflowError",
+    "CoordinatorError",
     "EngineDeadError",
+    "EngineLostError",
     "InvalidTokenError",
     "MaxSequenceLengthOverflowError",
     "NonFiniteLogitsError",
@@ -20,6 +22,7 @@ __all__ = [
     "RequestOverflowError",
     "StepFailedError",
     "TokenOverflowError",
+    "request_error",
 ]
 
 
@@ -109,6 +112,14 @@ class EngineDeadError(RuntimeError):
     """The engine failed in several steps one after the other, or was closed, and serves no request any more."""
 
 
+class EngineLostError(RuntimeError):
+    """The engine of a request was lost, and the request could not go to another."""
+
+
+class CoordinatorError(RuntimeError):
+    """A coordinator refused something, or is gone."""
+
+
 class PortInUseError(OSError):
     """The address of a server is taken.
 
@@ -120,6 +131,17 @@ class PortInUseError(OSError):
     def __init__(self, host: str, port: int) -> None:
         self.host, self.port = host, port
         super().__init__(f"port={port} on host={host} is in use; choose another port, or port=0 for a free one")
+
+
+def request_error(kind: str, message: str, *, is_transient: bool) -> RequestError:
+    """An error of a request from the name of its class and its message, as they came over a wire."""
+    classes = {
+        cls.__name__: cls for cls in (*_WIRE_CLASSES.values(), InvalidTokenError, StepFailedError, QueueFullError, NonFiniteLogitsError)
+    }
+    cls = classes.get(kind)
+    if cls is None or cls is ActiveRequestCountOverflowError:
+        return RequestError(None, f"{kind}: {message}", is_transient=is_transient)
+    return cls(None, message, is_transient=is_transient)
 
 
 _WIRE_CLASSES: dict[str, type[ContextOverflowError]] = {

@@ -4,7 +4,8 @@
 
 from mcore_inference.server._connection import ConnectionLimits
 from mcore_inference.server._limits import ServerLimits
-from mcore_inference.server._server import InferenceServer, serve
+from mcore_inference.server._runner import Runner
+from mcore_inference.server._server import InferenceServer, serve, serve_runner
 from mcore_inference.server._signals import StopSignals
 
-__all__ = ["ConnectionLimits", "InferenceServer", "ServerLimits", "StopSignals", "serve"]
+__all__ = ["ConnectionLimits", "InferenceServer", "Runner", "ServerLimits", "StopSignals", "serve", "serve_runner"]

@@ -19,13 +19,14 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp
 
-from mcore_inference.engine import EngineRunner, Increment, RequestStream
+from mcore_inference.engine import Increment, RequestStream
 from mcore_inference.requests import DynamicInferenceRequestRecord, Status
 from mcore_inference.sampling import SamplingParams
 from mcore_inference.server._errors import ApiError
 from mcore_inference.server._format import chat_log_probs, completion_log_probs, usage
 from mcore_inference.server._metrics import ServerMetrics
 from mcore_inference.server._request_ids import CLIENT_LEFT, RequestIds, current_request_id
+from mcore_inference.server._runner import Runner
 from mcore_inference.server._schema import MAX_CHOICES, ChatBody, CompletionBody
 from mcore_inference.server._stream import ClientGone, EventStream, merged, read_body, unless_gone
 from mcore_inference.text import BosTokenizer, Tokenizer, chat_tokens
@@ -60,7 +61,7 @@ class Routes:
     """Handlers of one server.
 
     Args:
-        runner: the engine.
+        runner: what generates.
         tokenizer: text to tokens and back.
         model_name: the one model of the server.
         token: clients must bring it as bearer token; None for open access.
@@ -70,7 +71,7 @@ class Routes:
 
     def __init__(
         self,
-        runner: EngineRunner,
+        runner: Runner,
         tokenizer: Tokenizer,
         *,
         model_name: str,
@@ -132,7 +133,7 @@ class Routes:
             "object": "model",
             "created": self._created,
             "owned_by": "mcore",
-            "max_model_len": self._runner.engine.context.max_sequence_length,
+            "max_model_len": self._runner.max_sequence_length,
         }
 
     # -- generation --------------------------------------------------------------------------------------------------
@@ -175,7 +176,7 @@ class Routes:
         bos = self._tokenizer.bos if isinstance(self._tokenizer, BosTokenizer) else None
         if bos is not None and tokens[:2] == [bos, bos]:
             tokens = tokens[1:]
-        budget = body.max_completion_tokens or body.max_tokens or max(1, self._runner.engine.context.room(len(tokens)))
+        budget = body.max_completion_tokens or body.max_tokens or max(1, self._runner.room(len(tokens)))
         more = {"return_log_probs": bool(body.logprobs), "top_n_logprobs": body.top_logprobs or 0}
         call = _GenerationCall(
             prompts=[tokens], params=[self._params(body, budget, choice, more) for choice in range(body.num_choices)], body=body,

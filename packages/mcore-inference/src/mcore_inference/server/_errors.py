@@ -6,7 +6,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mcore_inference.requests import ContextOverflowError, EngineDeadError, MaxSequenceLengthOverflowError, QueueFullError, RequestError
+from mcore_inference.requests import (
+    ContextOverflowError,
+    CoordinatorError,
+    EngineDeadError,
+    EngineLostError,
+    MaxSequenceLengthOverflowError,
+    QueueFullError,
+    RequestError,
+)
 
 
 class ApiError(Exception):
@@ -48,7 +56,7 @@ class ApiError(Exception):
             return cls(429, str(error), code=type(error).__name__)
         if isinstance(error, RequestError | ValueError):
             return cls(400, str(error), code=type(error).__name__)
-        if isinstance(error, EngineDeadError):
+        if isinstance(error, EngineDeadError | EngineLostError | CoordinatorError):
             return cls(503, str(error), code=type(error).__name__)
         return cls(500, f"{type(error).__name__}: {error}", code=type(error).__name__)
 

@@ -8,12 +8,13 @@ from prometheus_client import CollectorRegistry, Counter, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from mcore_inference.engine import EngineRunner
 from mcore_inference.requests import FinishReason
+from mcore_inference.server._runner import Runner
 
 _PREFIX = "mcore_inference_"
 _COUNTERS = {
     "steps": "Steps of the engine that ended well.",
+    "failed_steps": "Steps that raised.",
     "preemptions": "Requests that lost their cache blocks and were computed again.",
 }
 _GAUGES = {
@@ -28,26 +29,30 @@ _GAUGES = {
     "active_requests": "Request slots in use.",
     "max_requests": "Request slots.",
     "max_tokens": "Tokens that one step may compute.",
+    "engines": "Engines that take requests.",
+    "open_requests": "Requests that have no answer yet.",
+    "open_tokens": "Tokens of the prompts and budgets of open requests.",
 }
 
 
 class EngineCollector(Collector):
-    """Counters and gauges of one engine."""
+    """Counters and gauges of one engine, or of the engines of a coordinator: those of them that ``stats`` has."""
 
-    def __init__(self, runner: EngineRunner) -> None:
+    def __init__(self, runner: Runner) -> None:
         self._runner = runner
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._runner.engine.stats()
+        stats = self._runner.stats()
         for name, text in _COUNTERS.items():
-            yield CounterMetricFamily(_PREFIX + name, text, value=stats[name])
+            if name in stats:
+                yield CounterMetricFamily(_PREFIX + name, text, value=stats[name])
         for name, text in _GAUGES.items():
-            yield GaugeMetricFamily(_PREFIX + name, text, value=stats[name])
+            if name in stats:
+                yield GaugeMetricFamily(_PREFIX + name, text, value=stats[name])
         finished = CounterMetricFamily(_PREFIX + "finished_requests", "Requests that ended, by reason.", labels=["reason"])
         for reason in FinishReason:
-            finished.add_metric([reason.value], stats[f"finished_{reason.value}"])
+            finished.add_metric([reason.value], stats.get(f"finished_{reason.value}", 0.0))
         yield finished
-        yield CounterMetricFamily(_PREFIX + "failed_steps", "Steps that raised.", value=self._runner.num_failed_steps)
         alive = GaugeMetricFamily(_PREFIX + "alive", "1 while the engine makes progress, 0 when it failed or hangs.")
         alive.add_metric([], float(self._runner.health().alive))
         yield alive
@@ -56,7 +61,7 @@ class EngineCollector(Collector):
 class ServerMetrics:
     """The registry of one server; two servers of a process share nothing."""
 
-    def __init__(self, runner: EngineRunner) -> None:
+    def __init__(self, runner: Runner) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(runner))
         self._responses = Counter(

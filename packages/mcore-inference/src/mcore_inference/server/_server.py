@@ -19,6 +19,7 @@ from mcore_inference.server._app import Routes
 from mcore_inference.server._connection import limited_protocol
 from mcore_inference.server._limits import ServerLimits
 from mcore_inference.server._metrics import ServerMetrics
+from mcore_inference.server._runner import Runner
 from mcore_inference.server._signals import StopSignals
 from mcore_inference.text import Tokenizer
 
@@ -33,7 +34,7 @@ class InferenceServer:
     Made by ``serve``.
     """
 
-    def __init__(self, runner: EngineRunner, server: uvicorn.Server, listener: socket.socket, host: str) -> None:
+    def __init__(self, runner: Runner, server: uvicorn.Server, listener: socket.socket, host: str) -> None:
         self.runner = runner
         self.host = host
         self.port: int = listener.getsockname()[1]
@@ -158,6 +159,48 @@ def serve(
     tokenizer = tokenizer or engine.tokenizer
     if tokenizer is None or engine.tokenizer is None:
         raise ValueError("serving text needs a tokenizer; give it to DynamicInferenceEngine(model, context, tokenizer)")
+    limits = ServerLimits() if limits is None else limits
+
+    def run() -> EngineRunner:
+        return EngineRunner(
+            engine,
+            stall_timeout_s=limits.stall_timeout_s,
+            max_failed_steps=limits.max_failed_steps,
+            max_waiting_requests=limits.max_waiting_requests,
+        )
+
+    return serve_runner(run, tokenizer, host=host, port=port, token=token, model_name=model_name, limits=limits)
+
+
+def serve_runner(
+    run: Callable[[], Runner],
+    tokenizer: Tokenizer,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    token: str | None = None,
+    model_name: str = "mcore",
+    limits: ServerLimits | None = None,
+) -> InferenceServer:
+    """``serve`` over what generates elsewhere, such as ``mcore_inference.coordinator.CoordinatedRunner``.
+
+    Args:
+        run: makes the runner, once the address is taken; the server closes it.
+        tokenizer: the engines' own.
+        host: as of ``serve``, and so are the others.
+        port: 0 for a free one.
+        token: bearer token.
+        model_name: name in answers.
+        limits: those on bodies and connections count here; those on the queue and the engine are the engines' own.
+
+    Returns:
+        The server, accepting requests.
+
+    Raises:
+        ValueError: as of ``serve``.
+        PortInUseError: names the port.
+        OSError: the address is not one of this machine; names it.
+    """
     if token is not None and not token:
         raise ValueError("token='' is empty; give a secret, or None on a loopback address")
     if token is None and not is_loopback(host):
@@ -167,12 +210,7 @@ def serve(
     limits = ServerLimits() if limits is None else limits
     listener = _bind(host, port)
     try:
-        runner = EngineRunner(
-            engine,
-            stall_timeout_s=limits.stall_timeout_s,
-            max_failed_steps=limits.max_failed_steps,
-            max_waiting_requests=limits.max_waiting_requests,
-        )
+        runner = run()
     except BaseException:
         listener.close()
         raise
