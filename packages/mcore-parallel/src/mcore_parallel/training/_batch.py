@@ -105,7 +105,7 @@ class Batch:
         if self.context_size > 1:
             raise SequenceSplitError(f"a share of context_size={self.context_size} ranks does not fit cp={group.size}; cut the whole batch")
         B, S = self.tokens.shape
-        index = zigzag_indices(self._lengths(), group.size, group.rank).to(self.tokens.device)
+        index = zigzag_indices(self.sequence_lengths(), group.size, group.rank).to(self.tokens.device)
 
         def cut(x: Tensor) -> Tensor:
             return x.flatten(0, 1).index_select(0, index).unflatten(0, (B, -1))
@@ -125,7 +125,12 @@ class Batch:
         """Scalar float64: sum of the mask, the number of labels that count."""
         return self.loss_mask.sum(dtype=torch.float64)
 
-    def _lengths(self) -> tuple[int, ...]:
+    def sequence_lengths(self) -> tuple[int, ...]:
+        """Tokens of each sequence, packed or one a row.
+
+        Raises:
+            SequenceSplitError: ``cu_seqlens`` that do not end with the tokens.
+        """
         B, S = self.tokens.shape
         lengths = (S,) * B if self.cu_seqlens is None else sequence_lengths(self.cu_seqlens)
         if sum(lengths) != B * S:
@@ -133,7 +138,7 @@ class Batch:
         return lengths
 
     def _positions(self) -> Tensor:
-        parts = [torch.arange(length) for length in self._lengths()]
+        parts = [torch.arange(length) for length in self.sequence_lengths()]
         return torch.cat(parts).view(self.tokens.shape).to(self.tokens.device)
 
 

@@ -146,22 +146,31 @@ def evaluate(
     Raises:
         ValueError: no micro-batch.
     """
-    stage = _Stage.of(model, batches, objective, groups)
-    pp = stage.groups.pp
-    plan = plan_pipeline(_forward_schedule(len(stage.chunks)), pp.size, len(batches))
-    modules: list[nn.Module] = [model] if isinstance(model, nn.Module) else list(model)
-    training = [module.training for module in modules]
-    for module in modules:
-        module.eval()
-    try:
-        run_schedule(plan, stage.forwards, pp, hidden=stage.hidden_spec())
-    finally:
-        for module, mode in zip(modules, training, strict=True):
-            module.train(mode)
+    stage = forward_pass(model, batches, objective, groups)
     totals = add_up(stage.reports, AuxSums(), stage.groups, stage.device)
     loss, count, _, metrics = totals.read(totals.vector.tolist())
     as_sums: Mapping[str, Tensor] = {name: torch.tensor(value * count, dtype=torch.float64) for name, value in metrics.items()}
     return LossReport(sum=torch.tensor(loss * count, dtype=torch.float64), count=torch.tensor(count, dtype=torch.float64), metrics=as_sums)
+
+
+def forward_pass(
+    model: nn.Module | Sequence[nn.Module], batches: Sequence[Batch], objective: Objective, groups: ProcessGroups | None
+) -> "_Stage":
+    """The forwards of all micro-batches in evaluation mode; every module is in its own mode again afterwards."""
+    stage = _Stage.of(model, batches, objective, groups)
+    pp = stage.groups.pp
+    plan = plan_pipeline(_forward_schedule(len(stage.chunks)), pp.size, len(batches))
+    # The chunks of a stage are no children of the one module that they make up.
+    roots: list[nn.Module] = [*([model] if isinstance(model, nn.Module) else []), *stage.chunks]
+    modes = [(module, module.training) for root in roots for module in root.modules()]
+    for root in roots:
+        root.eval()
+    try:
+        run_schedule(plan, stage.forwards, pp, hidden=stage.hidden_spec())
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    return stage
 
 
 @dataclass(frozen=True)
