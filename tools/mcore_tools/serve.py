@@ -8,13 +8,16 @@ mcore serve runs/moe_tiny/checkpoints/step_00001000 --port 8000 --token-file sec
 
 The folder of a run, of its steps (the newest is taken), one checkpoint that keeps ``run.yaml`` and a tokenizer, or a Hugging Face folder.
 On SIGTERM or SIGINT (Ctrl-C) the server refuses new requests, ends the open ones within --drain-seconds and exits; a second
-signal cuts them off. Exit code: 0 done; 1 something was refused, and why; 75 the engine failed several times in a row, or hangs: start it
-again.
+signal cuts them off. With --data-parallel N engines of N processes, one a GPU, stand behind one address; one that ends is started again,
+and its requests go to the others. Exit code: 0 done; 1 something was refused, and why; 75 the engine failed several times in a row, or
+hangs: start it again.
 """
 
 import argparse
 import logging
+import secrets
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,10 +25,12 @@ import torch
 
 from mcore_ckpt import CheckpointingException
 from mcore_inference import DynamicInferenceEngine, EngineDeadError
-from mcore_inference.server import ServerLimits, StopSignals, serve
+from mcore_inference.coordinator import CoordinatedRunner, CoordinatorConfig, CoordinatorSecurity, DataParallelInferenceCoordinator
+from mcore_inference.server import InferenceServer, ServerLimits, StopSignals, serve, serve_runner
 from mcore_parallel.guard import STALLED_EXIT_CODE
 from mcore_tools.generate import add_model_arguments, add_sampling_arguments, generate
-from mcore_tools.serving import open_engine
+from mcore_tools.serving import open_engine, open_served_tokenizer
+from mcore_tools.serving._replicas import Replicas, work_for
 from mcore_tools.training import device_of
 
 
@@ -39,22 +44,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--drain-seconds", type=float, default=30.0, help="that open requests get to end at a signal (default: 30)")
     parser.add_argument("--max-waiting", type=int, default=512, help="requests in the queue, then clients are sent away (default: 512)")
     parser.add_argument("--token-file", type=Path, help="file with the secret that clients must send")
+    parser.add_argument("--data-parallel", type=int, default=1, help="engines, each in a process with a GPU of its own (default: 1)")
+    parser.add_argument("--join", metavar="ADDRESS", help="work for the coordinator at tcp://host:port instead of serving HTTP")
+    parser.add_argument("--name", default="engine", help="of an engine that joins, for messages")
     options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
+        if options.data_parallel < 1:
+            raise ValueError(f"--data-parallel {options.data_parallel} must be at least 1")
+        if options.data_parallel > 1 and (options.prompt or options.join):
+            raise ValueError("--data-parallel serves HTTP; leave out --prompt and --join, or --data-parallel")
         token = None if options.token_file is None else options.token_file.read_text(encoding="utf-8").strip()
+        if options.data_parallel > 1:
+            return _serve_replicas(options, token)
         device = device_of("cuda" if torch.cuda.is_available() else "cpu")
         engine = open_engine(options.checkpoint, device, max_length=options.max_length, cache_gb=options.cache_gb)
         if options.prompt:
             return generate(engine, options.prompt, max_tokens=options.max_tokens, temperature=options.temperature)
+        if options.join:
+            return work_for(engine, options.join, options.name, _limits(options))
         return _serve(engine, options, token)
     except (ValueError, OSError, CheckpointingException) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 
 
+def _limits(options: argparse.Namespace) -> ServerLimits:
+    return ServerLimits(max_waiting_requests=options.max_waiting)
+
+
 def _serve(engine: DynamicInferenceEngine, options: argparse.Namespace, token: str | None) -> int:
     """Serve until a signal comes, or the engine is given up."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     # Listened to before the port opens, so that no client sees a server which a signal would cut off.
     with StopSignals() as signals:
         server = serve(
@@ -63,14 +83,48 @@ def _serve(engine: DynamicInferenceEngine, options: argparse.Namespace, token: s
             port=options.port,
             token=token,
             model_name=Path(options.checkpoint).name,
-            limits=ServerLimits(max_waiting_requests=options.max_waiting),
+            limits=_limits(options),
         )
-        print(f"serving {options.checkpoint} on {server.url}/v1; Ctrl-C ends it", flush=True)
-        try:
-            server.wait(signals, drain_s=options.drain_seconds)
-        except (EngineDeadError, TimeoutError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            return STALLED_EXIT_CODE
+        return _wait(server, signals, options)
+
+
+def _serve_replicas(options: argparse.Namespace, token: str | None) -> int:
+    """Serve by engines in processes of their own."""
+    secret = secrets.token_hex(32)
+    words = [options.checkpoint, "--cache-gb", str(options.cache_gb), "--max-waiting", str(options.max_waiting)]
+    words += [] if options.max_length is None else ["--max-length", str(options.max_length)]
+    tokenizer = open_served_tokenizer(options.checkpoint)
+    security = CoordinatorSecurity(secret=secret)
+    with (
+        StopSignals() as signals,
+        DataParallelInferenceCoordinator(CoordinatorConfig(security=security)) as coordinator,
+        Replicas(words, count=options.data_parallel, address=coordinator.address, secret=secret) as replicas,
+    ):
+        while coordinator.num_engines < options.data_parallel:
+            if signals.count:
+                return 0
+            if replicas.num_given_up:
+                raise ValueError("an engine ended at its start; the reason stands above")
+            time.sleep(0.05)
+        server = serve_runner(
+            lambda: CoordinatedRunner(coordinator.address, security=security),
+            tokenizer,
+            host=options.host,
+            port=options.port,
+            token=token,
+            model_name=Path(options.checkpoint).name,
+            limits=_limits(options),
+        )
+        return _wait(server, signals, options)
+
+
+def _wait(server: InferenceServer, signals: StopSignals, options: argparse.Namespace) -> int:
+    print(f"serving {options.checkpoint} on {server.url}/v1; Ctrl-C ends it", flush=True)
+    try:
+        server.wait(signals, drain_s=options.drain_seconds)
+    except (EngineDeadError, TimeoutError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return STALLED_EXIT_CODE
     return 0
 
 

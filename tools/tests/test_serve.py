@@ -4,10 +4,12 @@
 
 import dataclasses
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from pathlib import Path
 
@@ -99,6 +101,43 @@ def test_a_signal_ends_the_command_in_order(saved_run: tuple[RunConfig, Path]) -
             process.kill()
     assert process.returncode == 0 and "Traceback" not in log
     assert "request_id=night-shift POST '/v1/completions' 200" in log
+
+
+@pytest.mark.timeout(240)
+def test_engines_of_their_own_processes_answer_while_one_is_killed_and_comes_back(saved_run: tuple[RunConfig, Path]) -> None:
+    config, folder = saved_run
+    command = [sys.executable, "-m", "mcore_tools.serve", str(folder), "--port", "0", "--cache-gb", "0.01", "--data-parallel", "2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            url = process.stdout.readline().split(" on ")[1].split("/v1")[0]  # type: ignore[union-attr]
+            body = json.dumps({"prompt": "what a", "max_tokens": 8, "temperature": 0}).encode()
+
+            def ask() -> str:
+                request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+                with urllib.request.urlopen(request, timeout=60) as response:
+                    return json.load(response)["choices"][0]["text"]
+
+            def engines() -> int:
+                with urllib.request.urlopen(f"{url}/metrics", timeout=60) as response:
+                    lines = response.read().decode().splitlines()
+                return int(float(next(line.split()[1] for line in lines if line.startswith("mcore_inference_engines "))))
+
+            wanted = expected(config, 2, "what a")
+            assert [ask() for _ in range(4)] == [wanted] * 4 and engines() == 2
+            children = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+            os.kill(children[0], signal.SIGKILL)
+            # Now and then only: nobody reads the log meanwhile.
+            for number in (2, 1):
+                while engines() == number:
+                    assert ask() == wanted
+                    time.sleep(0.1)
+            process.send_signal(signal.SIGTERM)
+            _, log = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 0 and "Traceback" not in log, log
+    assert "ended with exit code -9 and is started again" in log
+    assert not any(Path(f"/proc/{pid}").exists() for pid in children)
 
 
 def test_what_cannot_be_served_is_named(saved_run: tuple[RunConfig, Path], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

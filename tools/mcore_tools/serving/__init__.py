@@ -3,12 +3,13 @@
 """Engines with the models of runs and of their exports."""
 
 from mcore_tools.serving._engine import Served, build_engine, serve_exported
-from mcore_tools.serving._open import open_engine, steps_folder
+from mcore_tools.serving._open import open_engine, open_served_tokenizer, steps_folder
 
 __all__ = [
     "Served",
     "build_engine",
     "open_engine",
+    "open_served_tokenizer",
     "serve_exported",
     "steps_folder",
 ]

@@ -11,6 +11,7 @@ from mcore_ckpt import CheckpointingException, load
 from mcore_ckpt.assets import extract_assets
 from mcore_ckpt.inspect import resolve_folder
 from mcore_ckpt.manifest import is_checkpoint, read_manifest
+from mcore_ckpt.storage import Folder
 from mcore_inference import DynamicInferenceEngine
 from mcore_parallel.data import HuggingFaceTokenizer
 from mcore_parallel.training import model_state
@@ -42,6 +43,33 @@ def open_engine(
     """
     if is_huggingface(checkpoint):
         return _open_huggingface(HuggingFaceFolder(directory=Path(checkpoint)), device, max_length, cache_gb)
+    folder, config, tokenizer = _read_assets(checkpoint)
+    engine = build_engine(config, tokenizer, device, max_length=max_length or config.train.seq_len, cache_gb=cache_gb)
+    load(model_state(engine.model, engine.model.groups), folder, strict=False)
+    return engine
+
+
+def open_served_tokenizer(checkpoint: str | Path) -> HuggingFaceTokenizer | TemplateTokenizer:
+    """The tokenizer that the engine of ``open_engine`` has, without the engine.
+
+    Raises:
+        CheckpointingException: as of ``open_engine``.
+    """
+    if is_huggingface(checkpoint):
+        model = stored_model(HuggingFaceFolder(directory=Path(checkpoint)))
+        assert model is not None, "a config.json says what model it is"
+        return _open_tokenizer(Path(checkpoint), model[0].vocab_size)
+    return _read_assets(checkpoint)[2]
+
+
+def steps_folder(path: str | Path) -> str | Path:
+    """The folder of steps of a run where ``path`` is that of the run; else ``path``."""
+    inside = Path(path) / "checkpoints"
+    return inside if inside.is_dir() and not is_checkpoint(path) else path
+
+
+def _read_assets(checkpoint: str | Path) -> tuple[Folder, RunConfig, HuggingFaceTokenizer | TemplateTokenizer]:
+    """The folder of a step, and the settings and the tokenizer that it keeps."""
     folder = resolve_folder(steps_folder(checkpoint))
     missing = [name for name in _NEEDED if name not in read_manifest(folder).assets]
     if missing:
@@ -53,16 +81,7 @@ def open_engine(
         config = read_config(Path(place) / "run.yaml")
         if config.masked:
             raise ValueError(f"{folder} holds an encoder, which generates nothing")
-        tokenizer = _open_tokenizer(Path(place) / "tokenizer", config.model.vocab_size)
-    engine = build_engine(config, tokenizer, device, max_length=max_length or config.train.seq_len, cache_gb=cache_gb)
-    load(model_state(engine.model, engine.model.groups), folder, strict=False)
-    return engine
-
-
-def steps_folder(path: str | Path) -> str | Path:
-    """The folder of steps of a run where ``path`` is that of the run; else ``path``."""
-    inside = Path(path) / "checkpoints"
-    return inside if inside.is_dir() and not is_checkpoint(path) else path
+        return folder, config, _open_tokenizer(Path(place) / "tokenizer", config.model.vocab_size)
 
 
 def _open_huggingface(
