@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mcore_ckpt.hf import import_hf
 from mcore_moe import MoEConfig, moe_feed_forward
-from mcore_parallel import ParallelPlan, ProcessGroups, named_shards
+from mcore_parallel import ParallelPlan, ProcessGroups, named_buffer_shards, named_shards
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.models import BertModel, BertOutput, GPTModel, ModelOutput, TransformerConfig
 from mcore_parallel.optim import StepResult
@@ -76,6 +76,8 @@ def compare(folder: str, layout: str) -> tuple[float, float]:
     with torch.no_grad():
         for shard in named_shards(model):
             shard.parameter.copy_(weights[shard.name][shard.spec.slices(groups)])
+        for buffer in named_buffer_shards(model):
+            buffer.tensor.copy_(weights[buffer.name])
     tokens, labels = expected.pop("tokens"), expected.pop("labels")
     batch = Batch(tokens=tokens, labels=labels, loss_mask=torch.ones(tokens.shape), extras=expected)
     recorder = Recorder(float(expected["logits"].abs().max()))
@@ -92,7 +94,7 @@ def compare(folder: str, layout: str) -> tuple[float, float]:
         worst = max(worst, scaled)
     assert recorder.worst < TOLERANCE, f"logits in {layout}: off by {recorder.worst:.1e} of their scale"
     if layout == "tp1":
-        assert weights.keys() == {shard.name for shard in named_shards(model)}
+        assert weights.keys() == {item.name for item in (*named_shards(model), *named_buffer_shards(model))}
     return recorder.worst, worst
 
 
@@ -104,6 +106,6 @@ def build_model(config: dict[str, Any], groups: ProcessGroups) -> GPTModel | Ber
         return BertModel(sizes, groups, seed=None, **heads)
     slots = {}
     if config.get("num_moe_experts"):
-        experts = {name: config[name] for name in ("num_moe_experts", "moe_router_topk")}
-        slots["feed_forward"] = moe_feed_forward(MoEConfig(moe_ffn_hidden_size=config["ffn_hidden_size"], **experts))
+        known = {field.name for field in dataclasses.fields(MoEConfig)}
+        slots["feed_forward"] = moe_feed_forward(MoEConfig.from_dict({name: value for name, value in config.items() if name in known}))
     return GPTModel(sizes, groups, seed=None, **slots)

@@ -114,7 +114,7 @@ REFERENCES: Mapping[str, Reference] = {
         config={**_LATENT, "q_lora_rank": None, "num_key_value_heads": 4},
     ),
     "deepseek3": Reference(
-        title="DeepSeek-V3 (dense layers)", published="deepseek-v3-dense", family="deepseek3", kind="DeepseekV3", sizes=_NO_GROUPS,
+        title="DeepSeek-V3 with dense layers only", family="deepseek3", kind="DeepseekV3", sizes=_NO_GROUPS,
         config={
             **_LATENT, "q_lora_rank": 8, "num_key_value_heads": 4,
             "rope_parameters": _THETA | _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
@@ -165,6 +165,36 @@ REFERENCES: Mapping[str, Reference] = {
         title="Mixtral", published="Mixtral-8x7B-v0.1", family="mixtral", kind="Mixtral",
         config={"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     ),
+    "qwen2_moe": Reference(
+        title="Qwen1.5 MoE, Qwen2 MoE", published="Qwen1.5-MoE-A2.7B", family="qwen2_moe", kind="Qwen2Moe",
+        config={
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 14,
+            "num_hidden_layers": 4, "mlp_only_layers": [0],
+        },
+    ),
+    "qwen3_moe_mixed": Reference(
+        title="Qwen3 MoE with dense layers, weights not renormalised", family="qwen3_moe", kind="Qwen3Moe",
+        config={
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": False, "decoder_sparse_step": 2,
+            "num_hidden_layers": 4,
+        },
+    ),
+    "deepseek3_moe": Reference(
+        title="DeepSeek-V3", published="DeepSeek-V3-bf16", family="deepseek3", kind="DeepseekV3", sizes=_NO_GROUPS,
+        config={
+            **_LATENT, "q_lora_rank": 8, "num_key_value_heads": 4, "first_k_dense_replace": 1, "num_hidden_layers": 2,
+            "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "n_shared_experts": 2,
+            "moe_intermediate_size": 8, "routed_scaling_factor": 2.5,
+            "rope_parameters": _THETA | _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "gpt_oss": Reference(
+        title="gpt-oss", published="gpt-oss-20b-bf16", family="gpt_oss", kind="GptOss",
+        config={
+            "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 6, "sliding_window": 5, "swiglu_limit": 0.7,
+            "rope_parameters": _THETA | _YARN | {"truncate": False},
+        },
+    ),
     "qwen3_moe": Reference(
         title="Qwen3 MoE", published="Qwen3-30B-A3B", family="qwen3_moe", kind="Qwen3Moe",
         config={"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": True, "head_dim": 6},
@@ -187,6 +217,9 @@ def build(name: str) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.1)
     return model
 
 

@@ -42,8 +42,10 @@ def sizes_of(name):
         return {key: value for key, value in SIZES.items() if key not in ("num_query_groups", "kv_channels")} | {"latent_attention": LATENT}
     if name.endswith("bert"):
         return SIZES | {"num_query_groups": 4, "max_position_embeddings": 64, "num_token_types": 2, "activation": "gelu"}
-    if name in ("mixtral", "qwen3_moe"):
+    if name in ("mixtral", "qwen3_moe", "gpt_oss"):
         return SIZES | EXPERTS
+    if name == "qwen2_moe":
+        return SIZES | EXPERTS | {"moe_shared_expert_intermediate_size": 8}
     return SIZES | HYBRID.get(name, {})
 
 

@@ -68,6 +68,39 @@ PUBLISHED = {
         ),
         30_532_122_624,
     ),
+    "Qwen1.5-MoE-A2.7B": (
+        decoder(
+            "qwen2_moe", 24, 2048, 5632, 16, 16, 151936, moe_intermediate_size=1408, shared_expert_intermediate_size=5632, num_experts=60,
+            num_experts_per_tok=4, norm_topk_prob=False, decoder_sparse_step=1, rope_theta=1e6, **QWEN_WINDOW,
+        ),
+        14.3e9,
+    ),
+    "DeepSeek-V3": (
+        decoder(
+            "deepseek_v3", 61, 7168, 18432, 128, 128, 129280, rms_norm_eps=1e-6, q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128,
+            qk_rope_head_dim=64, v_head_dim=128, first_k_dense_replace=3, n_routed_experts=256, n_shared_experts=1, n_group=8, topk_group=4,
+            num_experts_per_tok=8, moe_intermediate_size=2048, moe_layer_freq=1, norm_topk_prob=True, scoring_func="sigmoid", ep_size=1,
+            topk_method="noaux_tc", routed_scaling_factor=2.5, num_nextn_predict_layers=1, rope_theta=1e4, attention_bias=False,
+            aux_loss_alpha=0.001, seq_aux=True,
+            rope_scaling={
+                "type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 4096,
+            },
+        ),
+        671.0e9,
+    ),
+    "gpt-oss-20b": (
+        decoder(
+            "gpt_oss", 24, 2880, 2880, 64, 8, 201088, head_dim=64, num_local_experts=32, num_experts_per_tok=4, experts_per_token=4,
+            sliding_window=128, layer_types=["sliding_attention", "full_attention"] * 12, swiglu_limit=7.0, attention_bias=True,
+            initial_context_length=4096, rope_theta=150000, router_aux_loss_coef=0.9, output_router_logits=False,
+            rope_scaling={
+                "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        ),
+        20.9e9,
+    ),
     "Mamba-Codestral-7B-v0.1": (
         {
             "model_type": "mamba2", "num_hidden_layers": 64, "hidden_size": 4096, "vocab_size": 32768, "num_heads": 128, "head_dim": 64,
@@ -117,7 +150,10 @@ def test_a_published_model_has_as_many_parameters_as_it_is_known_to_have(name):
 
 def test_what_a_family_does_not_describe_is_refused_by_the_name_of_its_setting():
     changes = {
-        "Qwen3-30B-A3B": ({"norm_topk_prob": False}, "norm_topk_prob=False is not supported"),
+        "Qwen3-30B-A3B": ({"mlp_only_layers": [*range(48)]}, "leaves no layer with experts"),
+        "DeepSeek-V3": ({"topk_group": 2}, "topk_group=2 beside num_experts_per_tok=8 is not supported"),
+        "gpt-oss-20b": ({"swiglu_alpha": 1.0}, "swiglu_alpha=1.0 is not supported for gpt_oss; only 1.702 is"),
+        "Qwen1.5-MoE-A2.7B": ({"qkv_bias": False}, "qkv_bias=False is not supported"),
         "Qwen2.5-7B": ({"layer_types": ["chunked_attention"] * 28, "use_sliding_window": True}, "layer_types='chunked_attention'"),
         "gemma-3-1b-pt": ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
         "Llama-3.1-8B": ({"model_type": "gemma2"}, "not covered: soft caps of scores and logits"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mcore_ckpt import CheckpointingException, read_tensor, save
-from mcore_ckpt.hf import import_hf
+from mcore_ckpt.hf import export_checkpoint_hf, import_hf
 from mcore_ckpt.hf._config import complete, measure
 from mcore_ckpt.hf._families import FAMILIES
 from mcore_ckpt.hf._rules import sites
@@ -206,6 +206,48 @@ def test_without_scaled_positions_their_factor_of_the_scores_is_ours(tmp_path):
     import_checkpoint_megatron(tmp_path / "theirs", tmp_path / "scaled", config=changes)
     scale = read_manifest(tmp_path / "scaled").extra["config"]["softmax_scale"]
     assert scale == pytest.approx((0.1 * math.log(40) + 1) ** 2 / math.sqrt(6))
+
+
+def mixture_state():
+    """Our weights of a dense layer and one with biased, shared and routed experts, and the config that says so."""
+    config = {
+        "num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 24, "vocab_size": 32,
+        "num_moe_experts": 4, "moe_router_topk": 4, "moe_ffn_hidden_size": 12, "moe_layer_freq": [0, 1], "norm_epsilon": 1e-6,
+        "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_num_groups": 2,
+        "moe_router_group_topk": 2, "moe_router_topk_scaling_factor": 2.5, "moe_shared_expert_intermediate_size": 24,
+        "latent_attention": LATENT_SIZES, "rotary_interleaved": True,
+    }  # fmt: skip
+    latent = {name: value for name, value in config.items() if name != "num_query_groups"}
+    full = complete(latent, FAMILIES["deepseek3"])
+    state = {f"model.{site.name}": torch.randn(site.shape) for site in sites(FAMILIES["deepseek3"].rules, measure(full), full)}
+    return latent, state
+
+
+@pytest.mark.parametrize("format", ["torch_dist", "fsdp_dtensor"])
+def test_biases_of_experts_and_shared_experts_go_out_and_come_in(format, tmp_path):
+    config, state = mixture_state()
+    save(state, tmp_path / "ours", extra={"config": config})
+    assert export_checkpoint_megatron(tmp_path / "ours", tmp_path / "theirs", format=format) == []
+    names = read_manifest(tmp_path / "theirs").tensors
+    if format == "torch_dist":
+        shapes = {
+            "router.weight": (4, 16), "router.expert_bias": (4,), "shared_experts.linear_fc1.weight": (48, 16),
+            "shared_experts.linear_fc2.weight": (16, 24), "experts.experts.linear_fc1.weight": (4, 24, 16),
+        }  # fmt: skip
+        assert {key: names[f"decoder.layers.1.mlp.{key}"].shape for key in shapes} == shapes
+        args = torch.load(tmp_path / "theirs" / "common.pt", weights_only=False)["args"]
+        assert args.moe_router_score_function == "sigmoid" and args.moe_shared_expert_intermediate_size == 24
+        assert args.moe_router_num_groups == 2 and args.moe_router_topk_scaling_factor == 2.5 and args.moe_layer_freq == [0, 1]
+    import_checkpoint_megatron(tmp_path / "theirs", tmp_path / "again")
+    again = read_manifest(tmp_path / "again")
+    assert set(again.tensors) == set(state)
+    assert all(torch.equal(read_tensor(tmp_path / "again", name), value) for name, value in state.items())
+    assert again.tensors["model.layers.1.mlp.router.expert_bias"].dtype == "F32"
+    assert again.extra["family"] == "deepseek3"
+    kept = again.extra["config"]
+    assert {name: kept[name] for name in config if name.startswith("moe_")} == {n: v for n, v in config.items() if n.startswith("moe_")}
+    export_checkpoint_hf(tmp_path / "again", tmp_path / "hf", family="deepseek3", config=kept, prefix="model.")
+    assert all(torch.equal(value, state[f"model.{name}"]) for name, value in import_hf(tmp_path / "hf").tensors)
 
 
 def test_sizes_and_norms_of_latents_that_are_missing_are_named(tmp_path):

@@ -3,6 +3,7 @@
 """Mixtures that cannot be are refused before the first tensor."""
 
 import dataclasses
+import json
 from typing import Any
 
 import pytest
@@ -79,6 +80,11 @@ def test_one_type_and_a_tuple_of_it_are_the_same() -> None:
     other = MoEConfig(num_moe_experts=8, moe_router_load_balancing_type=("seq_aux_loss",), moe_aux_loss_coeff=(0.1,))
     assert dict(one.loss_coefficients) == dict(other.loss_coefficients) == {"seq_aux_loss": 0.1}
     assert MoEConfig(num_moe_experts=8).loss_names == ()
+
+
+def test_a_config_survives_being_json() -> None:
+    config = MoEConfig(num_moe_experts=8, moe_layer_freq=(0, 1), moe_router_load_balancing_type=("aux_loss",), moe_aux_loss_coeff=(0.1,))
+    assert MoEConfig.from_dict(json.loads(json.dumps(dataclasses.asdict(config)))) == config
 
 
 def test_layers_with_experts() -> None:

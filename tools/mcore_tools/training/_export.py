@@ -16,6 +16,7 @@ from mcore_ckpt.storage import Folder
 from mcore_tools.assembly import open_tokenizer
 from mcore_tools.recipes import RunConfig
 from mcore_tools.training._pretrained import HuggingFaceFolder
+from mcore_tools.training._stored import MOE_SIZES
 
 
 def describe_model(config: RunConfig, origin: Folder | HuggingFaceFolder | None) -> dict[str, Any]:
@@ -27,12 +28,9 @@ def describe_model(config: RunConfig, origin: Folder | HuggingFaceFolder | None)
         origin: whose weights it began with, which name the family and the entries.
     """
     sizes: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config.model)))
-    if (moe := config.moe) is not None:
-        plain = moe.moe_router_score_function == "softmax" and not moe.moe_router_pre_softmax and moe.moe_router_topk_scaling_factor is None
-        if not plain:
-            return {}
-        sizes |= {"num_moe_experts": moe.num_moe_experts, "moe_router_topk": moe.moe_router_topk}
-        sizes["ffn_hidden_size"] = moe.moe_ffn_hidden_size or config.model.ffn_size
+    if config.moe is not None:
+        sizes |= {name: value for name, value in dataclasses.asdict(config.moe).items() if name in MOE_SIZES}
+        sizes["moe_ffn_hidden_size"] = config.moe.moe_ffn_hidden_size or config.model.ffn_size
     family, entries = _origin(origin)
     families = families_of(sizes)
     if not families:

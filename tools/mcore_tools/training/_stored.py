@@ -22,10 +22,13 @@ from mcore_tools.training._pretrained import HuggingFaceFolder
 RUN_FILE = "run.yaml"
 # How numbers are computed, drawn at first, or weighed in a loss: not what a model with given weights computes.
 _MODEL_FREE = ("attention_backend", "init_method_std", "mtp_detach")
-_MOE_FREE = ("moe_aux_loss_coeff", "moe_ffn_hidden_size")
-# Sizes of slots and heads in the config of an import, which are no fields of the model.
-_MOE_SIZES = ("num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size")
-_OTHERS = ("moe_layer_freq", "num_token_types", "add_binary_head")
+# Sizes and choices of a mixture in the config of an import or an export, which are no fields of the model.
+MOE_SIZES = (
+    *("num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq", "moe_shared_expert_intermediate_size"),
+    *("moe_shared_expert_gate", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor"),
+    *("moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias", "moe_router_bias"),
+)
+_OTHERS = ("num_token_types", "add_binary_head")
 
 
 def check_stored(config: RunConfig, folder: Folder | HuggingFaceFolder | None) -> None:
@@ -81,7 +84,7 @@ def stored_model(folder: Folder | HuggingFaceFolder, config: RunConfig | None = 
         run = read_run(folder, manifest)
         if isinstance(run.get("model"), Mapping):
             moe = run.get("moe")
-            return TransformerConfig.from_dict(run["model"]), MoEConfig(**moe) if isinstance(moe, Mapping) else None
+            return TransformerConfig.from_dict(run["model"]), MoEConfig.from_dict(moe) if isinstance(moe, Mapping) else None
     sizes = manifest.extra.get("config")
     if not isinstance(sizes, Mapping):
         return None
@@ -91,14 +94,14 @@ def stored_model(folder: Folder | HuggingFaceFolder, config: RunConfig | None = 
 
 def _from_sizes(sizes: Mapping[str, Any], config: RunConfig | None) -> tuple[TransformerConfig, MoEConfig | None]:
     """Of sizes by our names, and what ``config`` says where they are silent."""
-    stated = {name: value for name, value in sizes.items() if name not in (*_MOE_SIZES, *_OTHERS)}
+    stated = {name: value for name, value in sizes.items() if name not in (*MOE_SIZES, *_OTHERS)}
     silent = {} if config is None else dataclasses.asdict(config.model)
-    experts = {name: sizes[name] for name in _MOE_SIZES if sizes.get(name) is not None}
+    experts = {name: sizes[name] for name in MOE_SIZES if sizes.get(name) is not None}
     if "num_moe_experts" not in experts:
         return TransformerConfig.from_dict({**silent, **stated}), None
     silent_moe = {} if config is None or config.moe is None else dataclasses.asdict(config.moe)
     # The width of the feed-forward is that of an expert there, where nothing else is said.
-    return TransformerConfig.from_dict({**silent, **stated}), MoEConfig(**{**silent_moe, "moe_ffn_hidden_size": None, **experts})
+    return TransformerConfig.from_dict({**silent, **stated}), MoEConfig.from_dict({**silent_moe, "moe_ffn_hidden_size": None, **experts})
 
 
 def read_run(folder: Folder, manifest: Manifest) -> Mapping[str, Any]:
@@ -130,8 +133,14 @@ def _meaning(model: TransformerConfig, moe: MoEConfig | None) -> dict[str, Any]:
         fields["mamba"]["num_heads"] = model.mamba.expand * model.hidden_size // model.mamba.head_dim
     experts: dict[str, Any] = {}
     if moe is not None:
-        experts = {name: value for name, value in dataclasses.asdict(moe).items() if name not in _MOE_FREE}
+        experts = {name: value for name, value in dataclasses.asdict(moe).items() if name in MOE_SIZES}
         experts["moe_ffn_hidden_size"] = moe.moe_ffn_hidden_size or model.ffn_size
+        experts["moe_router_bias"] = model.add_bias_linear if moe.moe_router_bias is None else moe.moe_router_bias
+        flags = [moe.is_moe_layer(layer, model.num_layers) for layer in range(model.num_layers)]
+        experts["moe_layer_freq"] = tuple(map(int, flags))
+        if all(flags):
+            # No layer is as wide as that.
+            fields["ffn_hidden_size"] = experts["moe_ffn_hidden_size"]
         if model.hybrid_layer_pattern is None:
             # Each feed-forward is a mixture.
             del fields["ffn_hidden_size"]

@@ -91,6 +91,12 @@ class MoEConfig:
         self._check_choices()
         self._check_losses()
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "MoEConfig":
+        """Of its fields by name, with lists, which JSON and YAML make of tuples, as tuples again."""
+        fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        return cls(**fields)
+
     @property
     def loss_coefficients(self) -> Mapping[str, float]:
         """Load-balancing type -> its coefficient, of those that are on."""

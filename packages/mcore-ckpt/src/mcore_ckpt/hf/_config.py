@@ -79,7 +79,10 @@ _SIZES = (*_NEEDED, "num_query_groups", "ffn_hidden_size", "kv_channels")
 _SAID = (*_SIZES, "norm_epsilon", "rotary_base", "init_method_std", "share_embeddings_and_output_weights")
 # Without a meaning for the weights of any family, or written as it is.
 _FREE = {"attention_backend", "max_position_embeddings", "mtp_detach"}
-_MAYBE_SIZES = ("max_position_embeddings", "num_moe_experts", "moe_router_topk", "num_token_types")
+_MAYBE_SIZES = (
+    *("max_position_embeddings", "num_token_types", "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size"),
+    *("moe_shared_expert_intermediate_size", "moe_router_num_groups", "moe_router_group_topk"),
+)
 
 
 def family_named(name: str) -> Family:
@@ -117,6 +120,7 @@ def complete(config: Config, family: Family) -> dict[str, Any]:
         ("kv_channels", full["hidden_size"] // full["num_attention_heads"]),
     ):
         full[name] = derived if full[name] is None else full[name]
+    _complete_experts(full)
     for name, defaults in NESTED.items():
         if full[name] is not None:
             full[name] = _fill(name, full[name], defaults)
@@ -131,6 +135,19 @@ def complete(config: Config, family: Family) -> dict[str, Any]:
     for codec in family.codecs:
         codec.write(full)
     return full
+
+
+def _complete_experts(full: dict[str, Any]) -> None:
+    """One spelling of layers, widths and biases of a mixture."""
+    freq, layers = full["moe_layer_freq"], full["num_layers"]
+    if isinstance(freq, tuple) and (len(freq) != layers or set(freq) - {0, 1} or 1 not in freq):
+        refuse("moe_layer_freq", freq, f"must have a 0 or 1 for each of the {layers} layers, and a 1 among them")
+    if freq == 1 or (isinstance(freq, tuple) and all(freq)):
+        full["moe_layer_freq"] = 1
+        if full["num_moe_experts"] is not None and full["moe_ffn_hidden_size"] is not None:
+            full["ffn_hidden_size"], full["moe_ffn_hidden_size"] = full["moe_ffn_hidden_size"], None
+    if full["moe_router_bias"] == full["add_bias_linear"]:
+        full["moe_router_bias"] = None
 
 
 def families_of(config: Config) -> tuple[str, ...]:
@@ -210,7 +227,9 @@ def measure(full: Config) -> dict[str, int]:
         "D": full["hidden_size"],
         "V": full["vocab_size"],
         "F": ffn,
-        "2F": 2 * ffn,
+        "X": full["moe_ffn_hidden_size"] or ffn,
+        "2X": 2 * (full["moe_ffn_hidden_size"] or ffn),
+        "SX": full["moe_shared_expert_intermediate_size"] or 0,
         "A": heads,
         "K": groups,
         "H": width,

@@ -105,7 +105,7 @@ def _write(
                 raise CheckpointingException(f"{name} {problem}")
             seen.add(name)
             for (their_name, _), part in zip(site.parts(stored), split(tensor, stored, site), strict=True):
-                shards.add(their_name, part.to(device="cpu", dtype=dtype, copy=True).contiguous())
+                shards.add(their_name, part.to(device="cpu", dtype=site.dtype(dtype), copy=True).contiguous())
         missing = sites.keys() - seen
         if missing or unexpected:
             raise CheckpointingException(_mismatch(missing, unexpected))

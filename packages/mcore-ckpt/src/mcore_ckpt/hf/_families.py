@@ -19,9 +19,8 @@ NOT_COVERED = MappingProxyType(
     {
         "gemma2": "soft caps of scores and logits",
         "gemma3": "the part that sees images; the text model alone, gemma3_text, is covered",
-        "gpt_oss": "biases of the experts",
         "mamba": "the first Mamba's layers",
-        "qwen2_moe": "a gate on the shared expert",
+        "olmoe": "norms over all heads of queries and keys",
         "qwen3_next": "gated delta nets beside experts",
     }
 )

@@ -1,13 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Decoders with a mixture of experts (Mixtral, Qwen3), and with multi-head latent attention (DeepSeek, where its layers are dense)."""
+"""Decoders with a mixture of experts (Mixtral, Qwen, gpt-oss), and with multi-head latent attention (DeepSeek)."""
 
 from collections.abc import Mapping
 from typing import Any
 
+from mcore_ckpt.hf._experts import (
+    PACKED_EXPERTS,
+    expert_count,
+    experts,
+    experts_by_list,
+    experts_from,
+    shared_rules,
+    shared_width,
+    sigmoid_router,
+    softmax_router,
+)
 from mcore_ckpt.hf._fields import ATTENTION, DENSE_FFN, ENDS, FFN_NORM, INPUT_NORM, SIZES, Codec, Family, inner, refuse, renamed, same
 from mcore_ckpt.hf._positions import rotary
 from mcore_ckpt.hf._rules import Dim, Form, HFPart, PartLayout, WeightRule
+from mcore_ckpt.hf._windows import window_by_layer
 
 __all__ = ["LATENT", "MIXTURE"]
 
@@ -90,26 +102,40 @@ _LATENT_CODECS = (
     rotary(base=1e4),
     renamed("latent_attention.q_lora_rank", "q_lora_rank", None),
     *(renamed(f"latent_attention.{name}", name) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")),
-    _all_dense(),
 )
 _LATENT_RULES = (*ENDS, *_ATTENTION, FFN_NORM, *DENSE_FFN)
+_DEEPSEEK_LAYER = "model.layers.{layer}.mlp."
+_DEEPSEEK_EXPERTS = (
+    *experts(
+        _DEEPSEEK_LAYER + "gate.weight", *(f"{_DEEPSEEK_LAYER}experts.{{expert}}.{name}_proj.weight" for name in ("gate", "up", "down"))
+    ),
+    WeightRule(
+        "layers.{layer}.mlp.router.expert_bias",
+        ("E",),
+        (Form((HFPart("model.layers.{layer}.mlp.gate.e_score_correction_bias", ("E",)),)),),
+        kinds="E",
+        float32=True,
+    ),
+    *shared_rules("mlp.shared_experts"),
+)
 _LATENT_FREE = {"num_query_groups": None, "kv_channels": None, "rotary_interleaved": True}
-# Of the experts and predicting heads that dense layers do not have, and of sizes that follow from others.
-_LATENT_INERT = frozenset(
+# Of predicting heads, and sizes that follow from others.
+_LATENT_INERT = frozenset({"ep_size", "head_dim", "num_mtp_layers", "num_nextn_predict_layers", "qk_head_dim"})
+# Of the experts that dense layers do not have.
+_ROUTING = frozenset(
     (
-        *("ep_size", "head_dim", "moe_intermediate_size", "moe_layer_freq", "n_group", "n_shared_experts", "norm_topk_prob"),
-        *("num_experts_per_tok", "num_mtp_layers", "num_nextn_predict_layers", "qk_head_dim", "routed_scaling_factor", "scoring_func"),
-        *("topk_group", "topk_method"),
+        *("moe_intermediate_size", "moe_layer_freq", "n_group", "n_shared_experts", "norm_topk_prob", "num_experts_per_tok"),
+        *("routed_scaling_factor", "scoring_func", "topk_group", "topk_method"),
     )
 )
 _DEEPSEEK2 = Family(
     name="deepseek2",
     model_type="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
-    codecs=_LATENT_CODECS,
+    codecs=(*_LATENT_CODECS, _all_dense()),
     free=_LATENT_FREE,
     fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
-    inert=_LATENT_INERT,
+    inert=_LATENT_INERT | _ROUTING,
     rules=_LATENT_RULES,
     ignored=(".rotary_emb.inv_freq",),
 )
@@ -117,70 +143,17 @@ _DEEPSEEK3 = Family(
     name="deepseek3",
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
-    codecs=_LATENT_CODECS,
+    codecs=(*(codec for codec in _LATENT_CODECS if codec.ours[:1] != ("ffn_hidden_size",)), experts_from(), *sigmoid_router()),
     free=_LATENT_FREE,
     fixed={"hidden_act": "silu", "attention_bias": False, "rope_interleave": True},
     inert=_LATENT_INERT,
-    rules=_LATENT_RULES,
+    rules=(*_LATENT_RULES, *_DEEPSEEK_EXPERTS),
     ignored=(".rotary_emb.inv_freq",),
 )
 LATENT = (_DEEPSEEK2, _DEEPSEEK3)
 
 
 _LAYER = "model.layers.{layer}."
-
-
-def _experts(router: str, gate: str, up: str, down: str) -> tuple[WeightRule, ...]:
-    """Files hold one tensor an expert; the second forms are what the modules of newer transformers hold in memory."""
-    in_memory = _LAYER + "mlp.experts."
-    return (
-        WeightRule(
-            "layers.{layer}.mlp.router.weight",
-            ("E", "D"),
-            (Form((HFPart(router, ("E", "D")),)), Form((HFPart(_LAYER + "mlp.gate.weight", ("E", "D")),))),
-        ),
-        WeightRule(
-            "layers.{layer}.mlp.experts.up",
-            ("E", 2, "F", "D"),
-            (
-                Form((HFPart(gate, ("F", "D")), HFPart(up, ("F", "D")))),
-                Form((HFPart(in_memory + "gate_up_proj", ("E", "2F", "D")),)),
-            ),
-        ),
-        WeightRule(
-            "layers.{layer}.mlp.experts.down",
-            ("E", "D", "F"),
-            (Form((HFPart(down, ("D", "F")),)), Form((HFPart(in_memory + "down_proj", ("E", "D", "F")),))),
-        ),
-    )
-
-
-def _expert_count() -> Codec:
-    """Newer releases call it as Mixtral does."""
-
-    def read(config: Mapping[str, Any]) -> dict[str, Any]:
-        count = config.get("num_local_experts") or config.get("num_experts")
-        if count is None:
-            raise ValueError("lacks num_experts")
-        return {"num_moe_experts": count}
-
-    def write(full: Mapping[str, Any]) -> dict[str, Any]:
-        return dict.fromkeys(("num_experts", "num_local_experts"), full["num_moe_experts"])
-
-    return Codec(ours=("num_moe_experts",), theirs=("num_experts", "num_local_experts"), write=write, read=read)
-
-
-def _weights_add_up() -> Codec:
-    """A token's experts weigh 1 together, which silence does not mean."""
-
-    def read(config: Mapping[str, Any]) -> dict[str, Any]:
-        if config.get("norm_topk_prob") is not True:
-            refuse("norm_topk_prob", config.get("norm_topk_prob"), "is not supported; only True is")
-        return {}
-
-    return Codec(ours=(), theirs=("norm_topk_prob",), write=lambda full: {"norm_topk_prob": True}, read=read)
-
-
 _MIXTRAL = Family(
     name="mixtral",
     model_type="mixtral",
@@ -198,35 +171,94 @@ _MIXTRAL = Family(
         *ENDS,
         *ATTENTION,
         FFN_NORM,
-        *_experts(
-            _LAYER + "block_sparse_moe.gate.weight", *(f"{_LAYER}block_sparse_moe.experts.{{expert}}.w{n}.weight" for n in (1, 3, 2))
-        ),
+        *experts(_LAYER + "block_sparse_moe.gate.weight", *(f"{_LAYER}block_sparse_moe.experts.{{expert}}.w{n}.weight" for n in (1, 3, 2))),
     ),
+    ignored=(".rotary_emb.inv_freq",),
+)
+_QWEN_CODECS = (
+    *(codec for codec in SIZES if codec.ours[0] != "ffn_hidden_size"),
+    experts_by_list(),
+    renamed("norm_epsilon", "rms_norm_eps", 1e-6),
+    renamed("share_embeddings_and_output_weights", "tie_word_embeddings", False),
+    expert_count(),
+    renamed("moe_router_topk", "num_experts_per_tok"),
+    rotary(base=1e4),
+    softmax_router(),
+)
+_QWEN_RULES = (
+    *ENDS,
+    *ATTENTION,
+    FFN_NORM,
+    *DENSE_FFN,
+    *experts(_LAYER + "mlp.gate.weight", *(f"{_LAYER}mlp.experts.{{expert}}.{name}_proj.weight" for name in ("gate", "up", "down"))),
+)
+_QWEN_FIXED = {"hidden_act": "silu", "use_sliding_window": False}
+_QWEN_INERT = frozenset({"layer_types", "max_window_layers", "sliding_window"})
+_QWEN2_MOE = Family(
+    name="qwen2_moe",
+    model_type="qwen2_moe",
+    architecture="Qwen2MoeForCausalLM",
+    codecs=(*_QWEN_CODECS, shared_width()),
+    implies={"add_qkv_bias": True, "moe_shared_expert_gate": True},
+    fixed={**_QWEN_FIXED, "qkv_bias": True},
+    inert=_QWEN_INERT,
+    rules=(*_QWEN_RULES, *shared_rules("mlp.shared_expert")),
     ignored=(".rotary_emb.inv_freq",),
 )
 _QWEN3_MOE = Family(
     name="qwen3_moe",
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
-    codecs=(
-        *(codec for codec in SIZES if codec.ours[0] != "ffn_hidden_size"),
-        renamed("ffn_hidden_size", "moe_intermediate_size"),
-        renamed("norm_epsilon", "rms_norm_eps", 1e-6),
-        renamed("share_embeddings_and_output_weights", "tie_word_embeddings", False),
-        _expert_count(),
-        renamed("moe_router_topk", "num_experts_per_tok"),
-        rotary(base=1e4),
-        _weights_add_up(),
-    ),
+    codecs=_QWEN_CODECS,
     implies={"qk_layernorm": True},
-    fixed={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
-    inert=frozenset({"intermediate_size", "max_window_layers", "sliding_window"}),
+    fixed={**_QWEN_FIXED, "attention_bias": False},
+    inert=_QWEN_INERT,
+    rules=_QWEN_RULES,
+    ignored=(".rotary_emb.inv_freq",),
+)
+
+
+def _alternate(config: Mapping[str, Any]) -> list[str]:
+    return ["full_attention" if layer % 2 else "sliding_attention" for layer in range(config["num_hidden_layers"])]
+
+
+def _windows_in_turn() -> Codec:
+    by_layer = window_by_layer(_alternate)
+
+    def read(config: Mapping[str, Any]) -> dict[str, Any]:
+        if not (config.get("rope_parameters") or config.get("rope_scaling")):
+            raise ValueError("lacks rope_parameters and rope_scaling, which it means to scale by 32 to leave out; write them")
+        return by_layer.read({"sliding_window": 128, **config})
+
+    return Codec(ours=by_layer.ours, theirs=by_layer.theirs, write=by_layer.write, read=read)
+
+
+_GPT_OSS = Family(
+    name="gpt_oss",
+    model_type="gpt_oss",
+    architecture="GptOssForCausalLM",
+    codecs=(
+        *SIZES,
+        renamed("norm_epsilon", "rms_norm_eps", 1e-5),
+        renamed("share_embeddings_and_output_weights", "tie_word_embeddings", False),
+        renamed("num_moe_experts", "num_local_experts"),
+        renamed("moe_router_topk", "num_experts_per_tok"),
+        rotary(base=1.5e5),
+        _windows_in_turn(),
+        renamed("activation_func_clamp_value", "swiglu_limit", 7.0),
+    ),
+    implies={
+        "add_bias_linear": True, "add_qkv_bias": True, "softmax_type": "learnable", "activation": "quick_geglu", "glu_linear_offset": 1.0,
+    },
+    fixed={"hidden_act": "silu", "attention_bias": True, "swiglu_alpha": 1.702},
+    inert=frozenset({"experts_per_token", "initial_context_length"}),
     rules=(
         *ENDS,
         *ATTENTION,
+        same("layers.{layer}.attention.softmax_offset", _LAYER + "self_attn.sinks", "A"),
         FFN_NORM,
-        *_experts(_LAYER + "mlp.gate.weight", *(f"{_LAYER}mlp.experts.{{expert}}.{name}_proj.weight" for name in ("gate", "up", "down"))),
+        *PACKED_EXPERTS,
     ),
     ignored=(".rotary_emb.inv_freq",),
-)
-MIXTURE = (_MIXTRAL, _QWEN3_MOE)
+)  # fmt: skip
+MIXTURE = (_MIXTRAL, _QWEN2_MOE, _QWEN3_MOE, _GPT_OSS)

@@ -80,11 +80,23 @@ DEFAULTS: Config = MappingProxyType(
         "share_embeddings_and_output_weights": False,
         "num_moe_experts": None,
         "moe_router_topk": None,
+        "moe_ffn_hidden_size": None,
+        "moe_layer_freq": 1,
+        "moe_shared_expert_intermediate_size": None,
+        "moe_shared_expert_gate": False,
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": False,
+        "moe_router_topk_scaling_factor": None,
+        "moe_router_num_groups": None,
+        "moe_router_group_topk": None,
+        "moe_router_enable_expert_bias": False,
+        "moe_router_bias": None,
         "num_token_types": None,
         "add_binary_head": None,
     }
 )
-"""Our fields and what each means when nothing is said; the last four are those of slots and heads, not of the trunk's config."""
+"""Our fields and what each means when nothing is said; from num_moe_experts on they are of slots and heads, not of the model's config.
+Where every layer has experts, ffn_hidden_size is their width."""
 
 NESTED: Mapping[str, Config] = MappingProxyType(
     {
@@ -237,20 +249,23 @@ ATTENTION = (
     same("layers.{layer}.attention.k_norm.weight", _LAYER + "self_attn.k_norm.weight", "H", when="qk_layernorm"),
 )
 FFN_NORM = same("layers.{layer}.ffn_norm.weight", _LAYER + "post_attention_layernorm.weight", "D")
+# Of models with experts, the layers without.
 DENSE_FFN = (
     WeightRule(
         "layers.{layer}.mlp.up.weight",
         (2, "F", "D"),
         (Form((HFPart(_LAYER + "mlp.gate_proj.weight", ("F", "D")), HFPart(_LAYER + "mlp.up_proj.weight", ("F", "D")))),),
+        kinds="-",
     ),
     WeightRule(
         "layers.{layer}.mlp.up.bias",
         (2, "F"),
         (Form((HFPart(_LAYER + "mlp.gate_proj.bias", ("F",)), HFPart(_LAYER + "mlp.up_proj.bias", ("F",)))),),
         "add_bias_linear",
+        "-",
     ),
-    same("layers.{layer}.mlp.down.weight", _LAYER + "mlp.down_proj.weight", "D", "F"),
-    same("layers.{layer}.mlp.down.bias", _LAYER + "mlp.down_proj.bias", "D", when="add_bias_linear"),
+    same("layers.{layer}.mlp.down.weight", _LAYER + "mlp.down_proj.weight", "D", "F", kinds="-"),
+    same("layers.{layer}.mlp.down.bias", _LAYER + "mlp.down_proj.bias", "D", when="add_bias_linear", kinds="-"),
 )
 SIZES: tuple[Codec, ...] = (
     renamed("num_layers", "num_hidden_layers"),

@@ -107,14 +107,14 @@ class _Opened:
             yield site.name, self.read(site, form)
 
     def read(self, site: WeightSite, form: Form, dtype: torch.dtype | None = None) -> Tensor:
-        return join([self.weights[name].tensor(name) for name, _ in site.parts(form)], form, site).to(dtype)
+        return join([self.weights[name].tensor(name) for name, _ in site.parts(form)], form, site).to(site.dtype(dtype))
 
     def deferred(self, dtype: torch.dtype | None) -> dict[str, DeferredTensor]:
         tensors = {}
         for site, form in self.chosen:
             first = site.parts(form)[0][0]
             stored = dtype_of(self.weights[first].slots[first].dtype)
-            tensors[site.name] = DeferredTensor(dtype or stored, site.shape, partial(self.read, site, form, dtype))
+            tensors[site.name] = DeferredTensor(site.dtype(dtype) or stored, site.shape, partial(self.read, site, form, dtype))
         return tensors
 
 

@@ -3,7 +3,8 @@
 """The language in which the weights of a family are described, and the tensor transforms it needs.
 
 Sizes by letter: D hidden, V vocabulary, F feed-forward, A attention heads, K key-value heads, H width of a head,
-Q = A*H, C = K*H, R = (A/K + 2)*H rows of one key-value group in our fused QKV, E experts, L layers; `measure` lists the others.
+Q = A*H, C = K*H, R = (A/K + 2)*H rows of one key-value group in our fused QKV, E experts, X width of one, SX of the shared ones, L layers;
+`measure` lists the others.
 """
 
 import enum
@@ -31,6 +32,12 @@ class PartLayout(enum.Enum):
     TURNED = "turned"
     """One part of `Form.groups` equal pieces, the last `Form.turned` rows of each in another order: rows 2 i and 2 i + 1 there, which the
     rotary embedding turns together, are rows i and i + half here."""
+    PAIRS = "pairs"
+    """One part of [E, 2 X], in which gate and value take turns; ours is [E, 2, X]."""
+    PAIRS_TRANSPOSED = "pairs_transposed"
+    """The same with inputs before outputs, [E, D, 2 X]; ours is [E, 2, X, D]."""
+    TRANSPOSED = "transposed"
+    """One part with its last two dims exchanged."""
 
 
 @dataclass(frozen=True)
@@ -63,18 +70,29 @@ class WeightRule:
     when: str = ""
     """Config fields, joined by " and ", some after "not ", that must be true, or set, for the tensor to exist; nothing for always."""
     kinds: str = ""
-    """Symbols of the hybrid layer pattern at which it exists; nothing for all layers."""
+    """Symbols of the hybrid layer pattern at which it exists, or without one E for layers with experts and - for those without; nothing for
+    all layers."""
+    float32: bool = False
+    """Kept in 32 bits whatever dtype the others are converted to."""
 
 
 def sites(rules: Sequence[WeightRule], sizes: Mapping[str, int], full: Mapping[str, Any]) -> Iterator["WeightSite"]:
     """Every tensor of a model with these sizes and this complete config, in the order of the rules, layer by layer."""
-    kinds = (full.get("hybrid_layer_pattern") or "").replace("|", "")
+    kinds = (full.get("hybrid_layer_pattern") or _kinds(full)).replace("|", "")
     for rule in rules:
         if not _holds(rule.when, full):
             continue
         for layer in range(sizes["L"]) if "{layer}" in rule.name else [0]:
             if not rule.kinds or kinds[layer] in rule.kinds:
                 yield WeightSite(rule, layer, sizes)
+
+
+def _kinds(full: Mapping[str, Any]) -> str:
+    """E for each layer with experts, - for each without."""
+    layers, freq = full["num_layers"], full.get("moe_layer_freq", 1)
+    if not full.get("num_moe_experts"):
+        return "-" * layers
+    return "".join("E" if (layer % freq == 0 if isinstance(freq, int) else freq[layer]) else "-" for layer in range(layers))
 
 
 def _holds(condition: str, full: Mapping[str, Any]) -> bool:
@@ -105,6 +123,10 @@ class WeightSite:
         """Our shape."""
         return self.measure(self.rule.shape)
 
+    def dtype(self, wanted: torch.dtype | None) -> torch.dtype | None:
+        """What to convert to when the model is converted to ``wanted``; None for nothing."""
+        return torch.float32 if self.rule.float32 else wanted
+
     def measure(self, shape: tuple[Dim, ...]) -> tuple[int, ...]:
         """Letters as numbers."""
         return tuple(self.sizes[dim] if isinstance(dim, str) else dim for dim in shape)
@@ -130,6 +152,11 @@ def split(ours: Tensor, form: Form, site: WeightSite) -> list[Tensor]:
         return [_concatenate([next(pieces).reshape(count, *inner) for count in counts]) for counts in rows]
     if form.layout is PartLayout.TURNED:
         return [_turn(ours, form, site, back=True).reshape(shapes[0])]
+    if form.layout in (PartLayout.PAIRS, PartLayout.PAIRS_TRANSPOSED):
+        rows = ours.transpose(1, 2).flatten(1, 2)
+        return [rows if form.layout is PartLayout.PAIRS else rows.transpose(1, 2)]
+    if form.layout is PartLayout.TRANSPOSED:
+        return [ours.transpose(-1, -2)]
     assert len(set(shapes)) == 1 and math.prod(shapes[0]) * len(shapes) == ours.numel()
     return list(ours.reshape(len(shapes), *shapes[0]).unbind())
 
@@ -150,6 +177,11 @@ def join(parts: Sequence[Tensor], form: Form, site: WeightSite) -> Tensor:
         return torch.cat(blocks, dim=1).reshape(site.shape)
     if form.layout is PartLayout.TURNED:
         return _turn(parts[0], form, site, back=False).reshape(site.shape)
+    if form.layout in (PartLayout.PAIRS, PartLayout.PAIRS_TRANSPOSED):
+        rows = parts[0] if form.layout is PartLayout.PAIRS else parts[0].transpose(1, 2)
+        return rows.unflatten(1, (-1, 2)).transpose(1, 2).clone(memory_format=torch.contiguous_format)
+    if form.layout is PartLayout.TRANSPOSED:
+        return parts[0].transpose(-1, -2).clone(memory_format=torch.contiguous_format)
     return torch.stack(list(parts)).reshape(site.shape)
 
 

@@ -16,6 +16,11 @@ _SAME = (
     *("normalization", "qk_layernorm", "add_bias_linear", "add_qkv_bias", "rotary_base", "rotary_percent", "init_method_std"),
     *("softmax_type", "window_size", "window_attn_skip_freq"),
 )
+_ROUTER = (
+    *("moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor"),
+    *("moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias"),
+)
+_SHARED = ("moe_shared_expert_intermediate_size", "moe_shared_expert_gate")
 _RENAMED = MappingProxyType({"layernorm_epsilon": "norm_epsilon", "padded_vocab_size": "vocab_size"})
 _POSITIONS = MappingProxyType({"learned_absolute": "learned_absolute", "rope": "rope"})
 _LATENT = MappingProxyType(
@@ -56,14 +61,27 @@ def sizes_of(settings: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], *
         dense = next((shape[-1] for key, shape in shapes.items() if key.endswith(".mlp.linear_fc2.weight")), None)
         if dense is not None:
             sizes |= {"ffn_hidden_size": dense, "moe_ffn_hidden_size": experts[2], "moe_layer_freq": _mixtures(shapes, sizes["num_layers"])}
-        if settings.get("moe_router_topk") is not None:
-            sizes["moe_router_topk"] = settings["moe_router_topk"]
+        sizes |= {name: settings[name] for name in _ROUTER if settings.get(name) is not None}
+        sizes |= _shared_of(shapes)
     if gated and settings.get("swiglu"):
         sizes["activation"] = "swiglu"
     if latent := _latent_of(settings, shapes):
         # Each head has keys and values of its own.
         sizes = {name: value for name, value in sizes.items() if name not in ("num_query_groups", "kv_channels")} | latent
     return {name: value for name, value in sizes.items() if isinstance(value, str | int | float | bool | tuple | list | dict)}
+
+
+def _shared_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """Width and gate of the shared experts, and biases of the router, which the weights tell."""
+    sizes: dict[str, Any] = {}
+    for key, shape in shapes.items():
+        if key.endswith(".shared_experts.linear_fc2.weight"):
+            sizes["moe_shared_expert_intermediate_size"] = shape[-1]
+        elif key.endswith(".shared_experts.gate_weight"):
+            sizes["moe_shared_expert_gate"] = True
+        elif key.endswith(".router.expert_bias"):
+            sizes["moe_router_enable_expert_bias"] = True
+    return sizes
 
 
 def _mixtures(shapes: Mapping[str, Sequence[int]], num_layers: int) -> list[int]:
@@ -111,11 +129,16 @@ def family_of(settings: Mapping[str, Any], sizes: Mapping[str, Any], *, gated: b
     wanted = {"normalization": "RMSNorm", "position_embedding_type": "rope", "swiglu": True, "add_bias_linear": False}
     if not gated or any(settings.get(name) != value for name, value in wanted.items()):
         return None
-    if sizes.get("softmax_type", "vanilla") != "vanilla" or sizes.get("window_size") is not None or "moe_layer_freq" in sizes:
+    if sizes.get("softmax_type", "vanilla") != "vanilla" or sizes.get("window_size") is not None:
         return None
+    balanced = sizes.get("moe_router_score_function") == "sigmoid" and "moe_shared_expert_intermediate_size" in sizes
     if "latent_attention" in sizes:
         # All norms are of one epsilon there, and those of the latents of 1e-6 in the family.
-        return "deepseek3" if sizes.get("norm_epsilon") == 1e-6 and "num_moe_experts" not in sizes else None
+        known = balanced if "num_moe_experts" in sizes else "moe_layer_freq" not in sizes
+        return "deepseek3" if sizes.get("norm_epsilon") == 1e-6 and known else None
+    ordinary = {"moe_router_score_function": "softmax", "moe_router_pre_softmax": False}
+    if any(sizes.get(name) not in (None, ordinary.get(name)) for name in ("moe_layer_freq", *_SHARED, *_ROUTER[1:])):
+        return None
     experts, qk_norm, bias = "num_moe_experts" in sizes, bool(sizes.get("qk_layernorm")), bool(sizes.get("add_qkv_bias"))
     if experts:
         return None if bias else "qwen3_moe" if qk_norm else "mixtral"
@@ -130,7 +153,7 @@ def args_of(sizes: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: latent attention that is not theirs.
     """
-    args = {name: sizes[name] for name in (*_SAME, "moe_router_topk") if name in sizes}
+    args = {name: sizes[name] for name in (*_SAME, *_ROUTER, *_SHARED) if name in sizes}
     args |= {theirs: sizes[ours] for theirs, ours in _RENAMED.items() if ours in sizes}
     if "num_moe_experts" in sizes:
         args["num_experts"] = sizes["num_moe_experts"]

@@ -84,6 +84,11 @@ _IN_LAYER: Mapping[str, NameRule] = MappingProxyType(
         "mlp.linear_fc2.weight": NameRule("mlp.down.weight", Cut.COLUMNS),
         "mlp.linear_fc2.bias": NameRule("mlp.down.bias"),
         "mlp.router.weight": NameRule("mlp.router.weight"),
+        "mlp.router.bias": NameRule("mlp.router.bias"),
+        "mlp.router.expert_bias": NameRule("mlp.router.expert_bias"),
+        "mlp.shared_experts.linear_fc1.weight": NameRule("mlp.shared_experts.up.weight", Cut.GATED),
+        "mlp.shared_experts.linear_fc2.weight": NameRule("mlp.shared_experts.down.weight", Cut.COLUMNS),
+        "mlp.shared_experts.gate_weight": NameRule("mlp.shared_expert_gate.weight"),
         "mlp.experts.experts.linear_fc1.weight": NameRule("mlp.experts.up", Cut.GATED),
         "mlp.experts.experts.linear_fc2.weight": NameRule("mlp.experts.down", Cut.COLUMNS),
     }
@@ -157,7 +162,7 @@ def our_shape(
     if rule.ours in _HEADS:
         return _divided(key, shape, "num_attention_heads", num_heads)
     if rule.cut is Cut.GATED:
-        place = 1 if ".experts." in key else 0
+        place = 1 if ".mlp.experts." in key else 0
         return (*shape[:place], 2, shape[place] // 2, *shape[place + 1 :])
     return shape
 
@@ -180,6 +185,8 @@ def their_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
     shape = tuple(shape)
     part = name.rpartition("layers.")[2].partition(".")[2]
     place = {"attention.qkv.weight": 0, "attention.qkv.bias": 0, "mlp.up.weight": 0, "mlp.up.bias": 0, "mlp.experts.up": 1}.get(part)
+    if part == "mlp.shared_experts.up.weight":
+        place = 0
     if part in _HEADS:
         place = 0
     if place is None or len(shape) == place + (1 if part.endswith("bias") else 2):
