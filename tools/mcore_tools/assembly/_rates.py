@@ -31,16 +31,20 @@ def schedule(config: RunConfig) -> Schedule:
 
 def throughput(config: RunConfig, device: torch.device | str) -> Throughput:
     """Operations a token of the run, and those that a device can do in its dtype."""
-    moe, sizes = config.moe, ModelSizes(config=config.model)
-    if moe is not None:
+    model, seq_len = config.model, config.train.seq_len
+    flops = ModelSizes(config=model).flops_per_token(seq_len)
+    if (moe := config.moe) is not None:
         experts = ExpertSizes(
             num_experts=moe.num_moe_experts,
             topk=moe.moe_router_topk,
-            ffn_hidden_size=moe.moe_ffn_hidden_size or config.model.ffn_size,
+            ffn_hidden_size=moe.moe_ffn_hidden_size or model.ffn_size,
+            shared_ffn_hidden_size=moe.moe_shared_expert_intermediate_size or 0,
         )
-        sizes = ModelSizes(config=config.model, experts=experts)
+        layers = range(model.num_layers)
+        share = 1.0 if model.hybrid_layer_pattern else sum(moe.is_moe_layer(layer, model.num_layers) for layer in layers) / len(layers)
+        flops += share * (ModelSizes(config=model, experts=experts).flops_per_token(seq_len) - flops)
     peak = config.log.peak_tflops * 1e12
     if not peak and torch.device(device).type == "cuda" and config.train.dtype == "bfloat16":
         name = torch.cuda.get_device_name(device)
         peak = next((flops for part, flops in PEAK_FLOPS.items() if part in name), 0.0)
-    return Throughput(flops_per_token=sizes.flops_per_token(config.train.seq_len), peak_flops=peak or None)
+    return Throughput(flops_per_token=flops, peak_flops=peak or None)

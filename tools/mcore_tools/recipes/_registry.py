@@ -35,6 +35,21 @@ def moe_tiny() -> RunConfig:
     )
 
 
+def qwen3_moe_tiny() -> RunConfig:
+    """Qwen3's mixture, as small as moe_tiny: normed queries and keys, fine-grained experts, losses for balance and for the logits' size."""
+    tiny = moe_tiny()
+    mixture = MoEConfig(
+        num_moe_experts=16,
+        moe_router_topk=4,
+        moe_ffn_hidden_size=64,
+        moe_router_load_balancing_type=("global_aux_loss", "aux_loss"),
+        moe_aux_loss_coeff=(0.01, 0.001),
+        moe_z_loss_coeff=1e-3,
+    )
+    model = dataclasses.replace(tiny.model, qk_layernorm=True, norm_epsilon=1e-6)
+    return dataclasses.replace(tiny, model=model, moe=mixture, output="runs/qwen3_moe_tiny")
+
+
 def gpt_tiny() -> RunConfig:
     """The dense sibling of moe_tiny."""
     return RunConfig(
@@ -132,7 +147,7 @@ def bert_tiny() -> RunConfig:
 
 
 RECIPES: Mapping[str, Callable[[], RunConfig]] = MappingProxyType(
-    {make.__name__: make for make in (bert_tiny, gpt_100m, gpt_1b, gpt_7b, gpt_tiny, hybrid_tiny, moe_tiny)}
+    {make.__name__: make for make in (bert_tiny, gpt_100m, gpt_1b, gpt_7b, gpt_tiny, hybrid_tiny, moe_tiny, qwen3_moe_tiny)}
 )
 
 
