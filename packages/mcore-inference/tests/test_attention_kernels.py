@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_inference.attention import prefill_tiles
+from mcore_inference.attention import HeadNorms, PackedHeads, prefill_tiles
+from mcore_parallel.nn import RMSNorm, apply_rotary, rotary_frequencies, rotary_tables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,15 @@ CASES = (
     Case(rows=((100, 1), (90, 30), (0, 80)), window=20, block_size=48, splits=5),
     Case(rows=((100, 1), (15, 70)), window=0, sink=True, heads=6, kv_heads=6),
     Case(rows=((0, 5), (64, 130)), heads=8, kv_heads=1),
+)
+
+
+DECODE_CASES = (
+    Case(rows=((0, 1), (5, 1), (16, 1), (70, 1), (31, 1)), splits=4),
+    Case(rows=((0, 1), (200, 1)), padding=2, splits=3, heads=3, kv_heads=1, width=24, block_size=32),
+    Case(rows=((300, 1), (64, 1), (128, 1), (9, 1)), sink=True, splits=2, block_size=64, padding=1),
+    Case(rows=((100, 1), (90, 1), (0, 1)), window=20, block_size=48, splits=5, sink=True),
+    Case(rows=((100, 1), (15, 1)), window=0, heads=6, kv_heads=6, padding=3),
 )
 
 
@@ -115,11 +125,67 @@ def check(case: Case, device: str, dtype: torch.dtype, tolerance: float) -> None
     assert (out[sum(new) :] == 0).all(), "rows of padding must stay finite"
 
 
+def check_packed(case: Case, device: str, dtype: torch.dtype, tolerance: float) -> None:
+    """The kernel of decode steps, twice: it takes the projection's result, and leaves its counters as they were."""
+    from mcore_inference.attention._decode import attend_packed
+
+    torch.manual_seed(0)
+    size, rows = case.block_size, len(case.rows)
+    lengths = [before + 1 for before, _ in case.rows]
+    blocks = [-(-length // size) for length in lengths]
+    order = random.Random(0).sample(range(sum(blocks)), sum(blocks))
+    tables = torch.full((rows + case.padding, max(blocks) + 1), -1, dtype=torch.int32)
+    for row, count in enumerate(blocks):
+        tables[row, :count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int32)
+    slots = [tables[row][torch.arange(length) // size].long() * size + torch.arange(length) % size for row, length in enumerate(lengths)]
+    k, v = ([torch.randn(length, case.kv_heads, case.width).to(dtype) for length in lengths] for _ in range(2))
+    keys, values = (torch.full(((sum(blocks) + 1) * size, case.kv_heads, case.width), torch.nan, dtype=dtype) for _ in range(2))
+    for row, (before, _) in enumerate(case.rows):
+        keys[slots[row][:before]], values[slots[row][:before]] = k[row][:before], v[row][:before]
+    group = case.heads // case.kv_heads
+    qkv = torch.randn(rows + case.padding, case.kv_heads, group + 2, case.width).to(dtype)
+    norms = [RMSNorm(case.width, epsilon=1e-3, dtype=dtype) for _ in range(2)]
+    for norm in norms:
+        torch.nn.init.normal_(norm.weight)
+    weights = [norm.weight.detach() for norm in norms]
+    angles = rotary_tables(torch.tensor([*(length - 1 for length in lengths), *[0] * case.padding]), rotary_frequencies(case.width))
+    with torch.no_grad():
+        q, new_k = (norm(x) for norm, x in zip(norms, (qkv[:, :, :-2].flatten(1, 2), qkv[:, :, -2]), strict=True))
+        q, new_k = apply_rotary(q, angles), apply_rotary(new_k, angles)
+    for row in range(rows):
+        k[row][-1], v[row][-1] = new_k[row], qkv[row, :, -1]
+    sink = torch.randn(case.heads).to(dtype) if case.sink else None
+    wanted = reference(case, q[:rows], k, v, sink)
+
+    scaling = HeadNorms(query=weights[0].to(device), key=weights[1].to(device), epsilon=1e-3, shift=0.0)
+    heads = PackedHeads(qkv=qkv.to(device), tables=(angles[0].to(device), angles[1].to(device)), norms=scaling)
+    keys, values = keys.to(device), values.to(device)
+    last = torch.tensor([int(row_slots[-1]) for row_slots in slots] + [sum(blocks) * size] * case.padding, device=device)
+    finished = torch.zeros((rows + case.padding) * case.kv_heads, dtype=torch.int32, device=device)
+    for _ in range(2):
+        out = attend_packed(
+            heads, keys, values, last, tables_RB=tables.to(device), contexts_R=torch.tensor([*lengths, *[0] * case.padding], dtype=torch.int32,
+            device=device), block_size=size, scale=case.width**-0.5, window=case.window, sink_A=None if sink is None else sink.to(device),
+            splits=case.splits, finished=finished,
+        )  # fmt: skip
+        torch.testing.assert_close(out.cpu()[:rows].double(), wanted, rtol=tolerance, atol=tolerance)
+        assert (out[rows:] == 0).all() and not finished.any()
+    torch.testing.assert_close(keys[last[:rows]].cpu(), new_k[:rows], rtol=tolerance, atol=tolerance)
+    assert torch.equal(values[last[:rows]].cpu(), qkv[:rows, :, -1]) and keys[-size:].isnan().all()
+
+
 def test_kernels_equal_plain_attention_in_the_interpreter() -> None:
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-W", "ignore", __file__], env=environment, capture_output=True, text=True, timeout=110)
     assert done.stdout == "same\n", done.stderr[-3000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("case", DECODE_CASES)
+def test_the_kernel_of_decode_steps_equals_plain_attention_on_a_gpu(case: Case, dtype: torch.dtype, tolerance: float) -> None:
+    check_packed(case, "cuda", dtype, tolerance)
 
 
 @pytest.mark.gpu
@@ -143,4 +209,6 @@ def test_tiles_cover_every_token_once() -> None:
 if __name__ == "__main__":
     for each in CASES:
         check(each, "cpu", torch.float32, 2e-5)
+    for each in DECODE_CASES:
+        check_packed(each, "cpu", torch.float32, 2e-5)
     print("same")

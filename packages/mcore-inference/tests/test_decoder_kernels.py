@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mcore_inference.attention import HeadNorms, PackedHeads
 from mcore_parallel.nn import RMSNorm, apply_rotary, rotary_frequencies, rotary_tables
 
 
@@ -18,17 +19,42 @@ def close(result: Tensor, wanted: Tensor, tolerance: float) -> None:
 
 
 def check_linear(device: str, dtype: torch.dtype, tolerance: float) -> None:
-    from mcore_inference.decoder._triton import streamed_linear
+    from mcore_inference.decoder._linear import streamed_linear
 
     for tokens, depth, width in ((1, 96, 40), (3, 256, 64), (16, 130, 33)):
-        x, residual = (torch.randn(tokens, size, device=device, dtype=dtype) for size in (depth, width))
+        x = torch.randn(tokens, depth, device=device, dtype=dtype)
         weight = torch.randn(width, depth, device=device, dtype=dtype)
         close(streamed_linear(x, weight), x.double() @ weight.double().T, tolerance)
-        close(streamed_linear(x, weight, residual), x.double() @ weight.double().T + residual.double(), tolerance)
+
+
+def normed(x: Tensor, weight: Tensor, epsilon: float, shift: float) -> Tensor:
+    wide = x.double()
+    return wide / (wide.square().mean(-1, keepdim=True) + epsilon).sqrt() * (weight.double() + shift)
+
+
+def check_stream(device: str, dtype: torch.dtype, tolerance: float) -> None:
+    """Embedding, norm, gate, residual, norm and linear layer, as one after the other would compute them."""
+    from mcore_inference.decoder._linear import Norm, embed, streamed_linear, streamed_residual, streamed_swiglu
+
+    for tokens, depth, ffn in ((1, 96, 40), (5, 256, 64), (16, 130, 33)):
+        table, weights = torch.randn(50, depth), [torch.randn(2 * ffn, depth), torch.randn(depth, ffn), torch.randn(24, depth)]
+        table, up, down, last = (x.to(device, dtype) for x in (table, *weights))
+        scales = [torch.randn(depth).to(device, dtype) for _ in range(2)]
+        norms = [Norm(weight=scale, epsilon=1e-3, shift=shift) for scale, shift in zip(scales, (0.0, 1.0), strict=True)]
+        ids = torch.randint(50, (tokens,), device=device)
+        x = embed(ids, table, norms[0])
+        assert torch.equal(x.x, table[ids])
+        y = streamed_swiglu(x, up)
+        gate, value = (normed(table[ids], scales[0], 1e-3, 0.0) @ up.double().T).chunk(2, dim=-1)
+        wanted = torch.nn.functional.silu(gate) * value
+        close(y, wanted, tolerance)
+        stream = streamed_residual(y, down, x.x, norms[1])
+        close(stream.x, y.double() @ down.double().T + table[ids].double(), tolerance)
+        close(streamed_linear(stream, last), normed(stream.x, scales[1], 1e-3, 1.0) @ last.double().T, tolerance)
 
 
 def check_rotation(device: str, dtype: torch.dtype, tolerance: float) -> None:
-    from mcore_inference.decoder._triton import rotate_and_append
+    from mcore_inference.attention._rotate import rotate_and_append
 
     for kv_heads, group, width, rotates, normalises in ((2, 3, 16, True, True), (1, 1, 24, True, False), (3, 4, 8, False, True)):
         qkv = torch.randn(5, kv_heads, group + 2, width, device=device, dtype=dtype)
@@ -38,8 +64,9 @@ def check_rotation(device: str, dtype: torch.dtype, tolerance: float) -> None:
             torch.nn.init.normal_(norm.weight)
         slots = torch.tensor([7, 2, 9, 0, 4], device=device)
         keys, values = (torch.zeros(11, kv_heads, width, device=device, dtype=dtype) for _ in range(2))
-        scaling = (norms[0].weight.detach(), norms[1].weight.detach(), 1e-3, 0.0) if normalises else None
-        q = rotate_and_append(qkv, tables, scaling, keys, values, slots)
+        weights = [norm.weight.detach() for norm in norms]
+        scaling = HeadNorms(query=weights[0], key=weights[1], epsilon=1e-3, shift=0.0) if normalises else None
+        q = rotate_and_append(PackedHeads(qkv=qkv, tables=tables, norms=scaling), keys, values, slots)
         wanted_q, wanted_k = qkv[:, :, :-2].flatten(1, 2), qkv[:, :, -2]
         if normalises:
             wanted_q, wanted_k = norms[0](wanted_q).detach(), norms[1](wanted_k).detach()
@@ -50,7 +77,7 @@ def check_rotation(device: str, dtype: torch.dtype, tolerance: float) -> None:
         assert torch.equal(values[slots], qkv[:, :, -1]) and not keys[[1, 3, 5, 6, 8, 10]].any()
 
 
-CHECKS = (check_linear, check_rotation)
+CHECKS = (check_linear, check_stream, check_rotation)
 
 
 def test_kernels_equal_torch_in_the_interpreter() -> None:

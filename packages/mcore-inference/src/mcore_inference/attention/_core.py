@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from mcore_inference._kernels import has_kernels
 from mcore_inference.attention._gathered import attend_gathered
+from mcore_inference.attention._packed import PackedHeads
 from mcore_inference.attention._step import PagedStep, TableRows
 from mcore_parallel import ProcessGroups
 from mcore_parallel.nn import AttentionCore, AttentionSpec, SinkAttentionCore, Step, causal_attention, choose_attention
@@ -69,16 +70,47 @@ class PagedAttention(nn.Module):
         values.index_copy_(0, paged.slots_T, v)
         return attend_gathered(q, keys, values, rows, scale=self._scale, window=self._window, sink=sink)
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, paged: PagedStep, *, sink: Tensor | None = None) -> Tensor:
-        """The same for keys and values that lie in their slots [N, K, d] already; by the kernels only."""
-        assert isinstance(paged.rows, TableRows), "only steps of the kernels come here"
-        return self._by_kernels(q, keys, values, paged.rows, self._sink(q, sink))
+    def attend_packed(self, heads: PackedHeads, layer: int, paged: PagedStep, finished: Tensor, *, sink: Tensor | None = None) -> Tensor:
+        """The same from the projection's result, by the kernels only: [T, K, G + 2, d] -> [T, A, d].
+
+        Args:
+            heads: of the step.
+            layer: whose cache is read.
+            paged: of the kernels.
+            finished: int32 zeros, one a token and key-value head, which a launch counts in and leaves zero.
+            sink: [A].
+        """
+        rows = paged.rows
+        assert isinstance(rows, TableRows), "only steps of the kernels come here"
+        keys, values = paged.cache.slots(layer)
+        if rows.tiles is not None:
+            from mcore_inference.attention._rotate import rotate_and_append
+
+            q = rotate_and_append(heads, keys, values, paged.slots_T)
+            return self._by_kernels(q, keys, values, rows, self._sink(q, sink))
+        from mcore_inference.attention._decode import attend_packed
+
+        qkv = heads.qkv
+        return attend_packed(
+            heads,
+            keys,
+            values,
+            paged.slots_T,
+            tables_RB=rows.tables_RB,
+            contexts_R=rows.contexts_R,
+            block_size=rows.block_size,
+            scale=self._scale_of(qkv),
+            window=self._window,
+            sink_A=qkv.new_zeros(qkv.shape[1] * (qkv.shape[2] - 2)) if self._off_by_one else sink,
+            splits=self._splits(rows, qkv.shape[1]),
+            finished=finished,
+        )
 
     def _sink(self, q: Tensor, sink: Tensor | None) -> Tensor | None:
         return q.new_zeros(q.shape[1]) if self._off_by_one else sink
 
     def _by_kernels(self, q: Tensor, keys: Tensor, values: Tensor, rows: TableRows, sink: Tensor | None) -> Tensor:
-        from mcore_inference.attention._triton import attend, num_splits
+        from mcore_inference.attention._triton import attend
 
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         shared: dict[str, Any] = {
@@ -86,14 +118,21 @@ class PagedAttention(nn.Module):
             "starts_R": rows.starts_R,
             "contexts_R": rows.contexts_R,
             "block_size": rows.block_size,
-            "scale": q.shape[-1] ** -0.5 if self._scale is None else self._scale,
+            "scale": self._scale_of(q),
             "window": self._window,
             "sink_A": sink,
         }
         if rows.num_decode:
-            longest = rows.longest if self._window < 0 else min(rows.longest, self._window + 1)
-            splits = num_splits(rows.num_decode, keys.shape[1], longest)
+            splits = self._splits(rows, keys.shape[1])
             attend(q, keys, values, out, **shared, tiles=None, num_rows=rows.num_decode, splits=splits)
         if rows.tiles is not None:
             attend(q, keys, values, out, **shared, tiles=rows.tiles, num_rows=0, splits=1)
         return out
+
+    def _scale_of(self, x: Tensor) -> float:
+        return x.shape[-1] ** -0.5 if self._scale is None else self._scale
+
+    def _splits(self, rows: TableRows, kv_heads: int) -> int:
+        from mcore_inference.attention._decode import num_splits
+
+        return num_splits(rows.num_decode, kv_heads, rows.longest if self._window < 0 else min(rows.longest, self._window + 1))

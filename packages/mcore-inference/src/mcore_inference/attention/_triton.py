@@ -14,9 +14,6 @@ from mcore_inference.attention._tiles import tile_tokens
 # T tokens of a step, R rows (requests) of it, A heads, K key-value heads, d width of a head, S splits of a row's context.
 
 _LOG2_E = 1.4426950408889634
-_DECODE_PROGRAMS = 2 * 132
-"""Programs of a decode step that are aimed at: two for each multiprocessor of Hopper."""
-_MAX_SPLITS = 16
 
 
 def append(k_TKd: Tensor, v_TKd: Tensor, keys_NKd: Tensor, values_NKd: Tensor, slots_T: Tensor) -> None:
@@ -27,18 +24,6 @@ def append(k_TKd: Tensor, v_TKd: Tensor, keys_NKd: Tensor, values_NKd: Tensor, s
             k_TKd, v_TKd, keys_NKd, values_NKd, slots_T, k_TKd.stride(0), k_TKd.stride(1), v_TKd.stride(0), v_TKd.stride(1),
             keys_NKd.stride(0), values_NKd.stride(0), heads, width, BLOCK=triton.next_power_of_2(heads * width), num_warps=4,
         )  # fmt: skip
-
-
-def num_splits(rows: int, kv_heads: int, longest: int) -> int:
-    """Parts that the context of each decode row is cut into, so that few rows fill the GPU too.
-
-    Args:
-        rows: of the step.
-        kv_heads: of this rank.
-        longest: tokens that a context can have.
-    """
-    wanted = triton.cdiv(_DECODE_PROGRAMS, rows * kv_heads)
-    return max(1, min(wanted, triton.cdiv(longest, 64), _MAX_SPLITS))
 
 
 def attend(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""A model's decode step with the residual sums inside the linear layers, and head norms, rotation and the cache's write in one kernel."""
+"""A model's forward over a paged cache in few kernels."""
 
 from typing import Any, cast
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mcore_inference.attention import PagedAttention, PagedStep
+from mcore_inference.attention import HeadNorms, PackedHeads, PagedAttention, PagedStep, TableRows
 from mcore_parallel.models import GPTModel, OutputLayer, TransformerLayer
 from mcore_parallel.nn import MLP, RMSNorm, SelfAttention, Step
 from mcore_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -16,20 +16,23 @@ from mcore_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLine
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
-# T tokens (one a request), D model.
+# T tokens, D model, V vocabulary, R tokens whose logits are read.
 class FusedDecoder:
-    """Computes what the model's forward does for one token of each request, by ten kernels a layer.
+    """Computes what the model's forward does for the tokens of a step, from the weights where the model has them.
 
-    It reads the weights where the model has them. Linear layers that end in the residual stream, and the output layer, stream their
-    weights where tokens are few (``streamed_linear``); the others are torch's.
+    A decode step of few requests takes five kernels a layer, which stream the weights: the residual sum, the norm, the gate and the
+    cache's write are parts of them. Other steps take torch's matmuls, and nine.
 
     Args:
         model: one that ``fits``.
+        max_requests: rows of a decode step.
     """
 
-    def __init__(self, model: GPTModel) -> None:
+    def __init__(self, model: GPTModel, max_requests: int) -> None:
         self._model = model
         self._layers = [cast(TransformerLayer, layer) for layer in model.layers.values()]
+        kv_heads = max(cast(SelfAttention, layer.mixer).local_kv_heads for layer in self._layers)
+        self._finished = torch.zeros(max_requests * kv_heads, dtype=torch.int32, device=next(model.parameters()).device)
 
     @staticmethod
     def fits(model: GPTModel) -> bool:
@@ -41,55 +44,83 @@ class FusedDecoder:
         sound = parameter.is_cuda and parameter.dtype in _DTYPES and model.groups.tp.size == 1 and model.is_first and model.is_last
         whole = plain and turns and config.mrope_section is None and config.output_multiplier == 1.0
         whole = whole and isinstance(model.output, OutputLayer) and model.output.products is None and type(model.final_norm) is RMSNorm
-        return sound and whole and all(_layer_fits(layer) for layer in model.layers.values())
+        return sound and whole and bool(model.layers) and all(_layer_fits(layer) for layer in model.layers.values())
 
-    def logits(self, tokens_T: Tensor, step: Step) -> Tensor:
-        """[T, V] of a step whose rows are one token each."""
-        from mcore_inference.decoder._triton import rotate_and_append
+    def logits(self, tokens_T: Tensor, step: Step, rows_R: Tensor | None = None) -> Tensor:
+        """[T, V] of a step, or [R, V] of those of its tokens."""
+        from mcore_inference.decoder._linear import MAX_ROWS
 
         model = self._model
         tables = model.rotary(step.positions), model.rotary(step.positions, window=True)
-        paged = cast(PagedStep, step.attention)
+        rows = cast(PagedStep, step.attention).rows
+        decodes = isinstance(rows, TableRows) and rows.tiles is None and rows_R is None
+        plain = model.config.embedding_multiplier == 1.0 and model.position_embedding is None
+        # Sums before the norm's root need the range of bfloat16.
+        if decodes and plain and len(tokens_T) <= MAX_ROWS and self._weight.dtype == torch.bfloat16:
+            return self._streamed(tokens_T, step, tables)
         x = model.embed(tokens_T, step)
         for layer in self._layers:
-            assert layer.input_norm is not None and layer.ffn_norm is not None
             attention, mlp = cast(SelfAttention, layer.mixer), cast(MLP, layer.mlp)
-            qkv = F.linear(layer.input_norm(x), _rows(attention.qkv))
-            turned = None if attention.rotary is None else tables[0]
-            if attention.rotary == "window" and tables[1] is not None:
-                turned = tables[1]
-            core = cast(PagedAttention, attention.core)
-            keys, values = paged.cache.slots(attention.layer)
-            packed = qkv.view(len(qkv), attention.local_kv_heads, -1, attention.head_dim)
-            q = rotate_and_append(packed, turned, _head_norms(attention), keys, values, paged.slots_T)
-            y = core.attend(q, keys, values, paged, sink=attention.softmax_offset)
-            x = _project(y.flatten(1), _rows(attention.out), x)
-            y = F.linear(layer.ffn_norm(x), _rows(mlp.up))
-            x = _project(mlp.activation(y), _rows(mlp.down), x)
-        output = cast(OutputLayer, model.output)
-        weight = output.weight if output.weight is not None else cast(Any, model.embedding).weight
-        return _project(cast(nn.Module, model.final_norm)(x), weight)
+            qkv = F.linear(_norm(layer.input_norm)(x), _matrix(attention.qkv))
+            y = self._attend(qkv, attention, tables, step)
+            # In place: nobody reads the residual stream as it was.
+            x = x.addmm_(y.flatten(1), _matrix(attention.out).t())
+            y = F.linear(_norm(layer.ffn_norm)(x), _matrix(mlp.up))
+            x = x.addmm_(mlp.activation(y), _matrix(mlp.down).t())
+        return F.linear(_norm(model.final_norm)(x if rows_R is None else x[rows_R]), self._weight)
+
+    def _streamed(self, tokens_T: Tensor, step: Step, tables: tuple[Any, Any]) -> Tensor:
+        from mcore_inference.decoder import _linear as kernels
+
+        model = self._model
+        behind = [*(_norm(layer.input_norm) for layer in self._layers[1:]), _norm(model.final_norm)]
+        x = kernels.embed(tokens_T, cast(Any, model.embedding).weight, _parts(_norm(self._layers[0].input_norm)))
+        for layer, norm in zip(self._layers, behind, strict=True):
+            attention, mlp = cast(SelfAttention, layer.mixer), cast(MLP, layer.mlp)
+            y = self._attend(kernels.streamed_linear(x, _matrix(attention.qkv)), attention, tables, step)
+            x = kernels.streamed_residual(y.flatten(1), _matrix(attention.out), x.x, _parts(_norm(layer.ffn_norm)))
+            y = kernels.streamed_swiglu(x, _matrix(mlp.up))
+            x = kernels.streamed_residual(y, _matrix(mlp.down), x.x, _parts(norm))
+        return kernels.streamed_linear(x, self._weight)
+
+    @property
+    def _weight(self) -> Tensor:
+        """[V, D] of the output layer."""
+        output = cast(OutputLayer, self._model.output)
+        return output.weight if output.weight is not None else cast(Any, self._model.embedding).weight
+
+    def _attend(self, qkv: Tensor, attention: SelfAttention, tables: tuple[Any, Any], step: Step) -> Tensor:
+        """[T, rows of the projection] -> [T, A, d]."""
+        turned = None if attention.rotary is None else tables[0]
+        if attention.rotary == "window" and tables[1] is not None:
+            turned = tables[1]
+        packed = qkv.view(len(qkv), attention.local_kv_heads, -1, attention.head_dim)
+        heads = PackedHeads(qkv=packed, tables=turned, norms=_head_norms(attention))
+        core, paged = cast(PagedAttention, attention.core), cast(PagedStep, step.attention)
+        return core.attend_packed(heads, attention.layer, paged, self._finished, sink=attention.softmax_offset)
 
 
-def _rows(linear: nn.Module) -> Tensor:
+def _matrix(linear: nn.Module) -> Tensor:
     """The weight as one matrix."""
     return cast(Tensor, linear.weight).flatten(0, -2)
 
 
-def _project(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
-    from mcore_inference.decoder._triton import MAX_ROWS, streamed_linear
-
-    if len(x) <= MAX_ROWS:
-        return streamed_linear(x, weight, residual)
-    # In place: nobody reads the residual stream as it was.
-    return F.linear(x, weight) if residual is None else residual.addmm_(x, weight.t())
+def _norm(norm: nn.Module | None) -> RMSNorm:
+    assert isinstance(norm, RMSNorm)
+    return norm
 
 
-def _head_norms(attention: SelfAttention) -> tuple[Tensor, Tensor, float, float] | None:
+def _parts(norm: RMSNorm) -> Any:
+    from mcore_inference.decoder._linear import Norm
+
+    return Norm(weight=norm.weight, epsilon=norm.epsilon, shift=float(norm.zero_centered))
+
+
+def _head_norms(attention: SelfAttention) -> HeadNorms | None:
     query, key = attention.q_norm, attention.k_norm
     if not isinstance(query, RMSNorm) or not isinstance(key, RMSNorm):
         return None
-    return query.weight, key.weight, query.epsilon, float(query.zero_centered)
+    return HeadNorms(query=query.weight, key=key.weight, epsilon=query.epsilon, shift=float(query.zero_centered))
 
 
 def _layer_fits(layer: nn.Module) -> bool:

@@ -87,9 +87,9 @@ class Executor:
         if use_graphs and not can_record:
             raise ValueError("use_graphs=True needs a GPU, blocks of a multiple of 16 tokens and a model without experts; leave it at None")
         self.graphs: DecodeGraphs | None = None
-        self._decoder: FusedDecoder | None = None
+        fits = context.builder.has_kernel and FusedDecoder.fits(model)
+        self._decoder = FusedDecoder(model, context.max_requests) if fits else None
         if can_record and use_graphs is not False:
-            self._decoder = FusedDecoder(model) if FusedDecoder.fits(model) else None
             self.graphs = DecodeGraphs(self._decode_logits, context.builder, graph_sizes(context.max_requests))
 
     def run(self, work: Sequence[tuple[ActiveRequest, Work]]) -> InFlight:
@@ -150,6 +150,8 @@ class Executor:
             if logits_RV is not None:
                 return logits_RV if len(rows) == num_tokens else logits_RV[builder.send(rows)]
         inputs = builder.build(host)
+        if self._decoder is not None:
+            return self._decoder.logits(inputs.tokens_T, inputs.step, builder.send(rows))
         output, _ = self._model(inputs.tokens_T, inputs.step)
         assert isinstance(output, ModelOutput)
         return all_gather(output.logits(builder.send(rows)), self._model.groups.tp, dim=1)

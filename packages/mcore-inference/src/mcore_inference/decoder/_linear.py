@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Triton kernel of linear layers of few tokens, bound by reading their weights; imported only when it runs.
+
+The RMS norm in front of a layer costs no kernel and no pass: the layer that writes the residual stream also writes it times the next norm's
+weight, and sums of its squares; the next layer multiplies its result by the root that these sums give.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mcore_inference._kernels import dependent_launch
+
+# T tokens (one a request), D input and N output width of a linear layer, R lines of a tile (T and padding), P parts of a sum.
+
+MAX_ROWS = 16
+"""Tokens up to which a linear layer is bound by reading its weight: one side of a matrix instruction."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Norm:
+    """The RMS norm in front of the next linear layer."""
+
+    weight: Tensor
+    """[D]."""
+    epsilon: float
+    shift: float
+    """Added to the weight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormedStream:
+    """The residual stream in front of a norm, and what the layer behind it reads."""
+
+    x: Tensor
+    """[T, D]."""
+    scaled: Tensor
+    """[T, D], x times the norm's weight."""
+    squares: Tensor
+    """[P, R] float32, parts of the sum of squares of each token."""
+    epsilon: float
+
+
+def streamed_linear(x: Tensor | NormedStream, weight_ND: Tensor) -> Tensor:
+    """``norm(x) @ weight.T`` of at most ``MAX_ROWS`` tokens, at the speed at which the weight can be read.
+
+    Args:
+        x: [T, D], last stride 1; or what stands in front of a norm.
+        weight_ND: [N, D], contiguous.
+
+    Returns:
+        [T, N] in the dtype of x.
+    """
+    return _launch(x, weight_ND)[0]
+
+
+def streamed_swiglu(x: NormedStream, weight_2FD: Tensor) -> Tensor:
+    """``silu(gate) * value`` of the linear layer [2 F, D] (gates first) on ``norm(x)``: [T, F]."""
+    return _launch(x, weight_2FD, gated=True)[0]
+
+
+def streamed_residual(x: Tensor, weight_ND: Tensor, residual_TN: Tensor, norm: Norm) -> NormedStream:
+    """``residual + x @ weight.T``, ready for the norm behind it.
+
+    Args:
+        x: [T, D], last stride 1.
+        weight_ND: [N, D], contiguous.
+        residual_TN: contiguous.
+        norm: the next one.
+    """
+    y_TN, scaled_TN, squares = _launch(x, weight_ND, residual_TN=residual_TN, norm=norm)
+    assert scaled_TN is not None and squares is not None
+    return NormedStream(x=y_TN, scaled=scaled_TN, squares=squares, epsilon=norm.epsilon)
+
+
+def embed(tokens_T: Tensor, table_VD: Tensor, norm: Norm) -> NormedStream:
+    """Rows of an embedding, ready for the norm behind it."""
+    (tokens,), depth = tokens_T.shape, table_VD.shape[1]
+    x_TD = torch.empty((tokens, depth), dtype=table_VD.dtype, device=table_VD.device)
+    scaled_TD = torch.empty_like(x_TD)
+    squares = torch.empty((1, _lines(tokens)), dtype=torch.float32, device=table_VD.device)
+    _embed_kernel[(squares.shape[1],)](
+        tokens_T, table_VD, norm.weight, x_TD, scaled_TD, squares, tokens, depth, norm.shift,
+        WIDTH=triton.next_power_of_2(depth), num_warps=4,
+    )  # fmt: skip
+    return NormedStream(x=x_TD, scaled=scaled_TD, squares=squares, epsilon=norm.epsilon)
+
+
+def _launch(
+    source: Tensor | NormedStream,
+    weight_ND: Tensor,
+    *,
+    gated: bool = False,
+    residual_TN: Tensor | None = None,
+    norm: Norm | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    x_TD, squares, epsilon = (source, None, 0.0) if isinstance(source, Tensor) else (source.scaled, source.squares, source.epsilon)
+    (tokens, depth), device = x_TD.shape, x_TD.device
+    width = weight_ND.shape[0] // (2 if gated else 1)
+    columns, block, stages = _tile(width, gated=gated)
+    block = max(16, min(block, 1 << (depth - 1).bit_length()))
+    programs, lines = triton.cdiv(width, columns), _lines(tokens)
+    y_TN = torch.empty((tokens, width), dtype=x_TD.dtype, device=device)
+    scaled_TN = None if norm is None else torch.empty_like(y_TN)
+    new_squares = None if norm is None else torch.empty((programs, lines), dtype=torch.float32, device=device)
+    parts = 0 if squares is None else squares.shape[0]
+    even = depth % block == 0 and width % columns == 0
+    _linear_kernel[(programs,)](
+        x_TD, squares, weight_ND, residual_TN, None if norm is None else norm.weight, y_TN, scaled_TN, new_squares,
+        tokens, width, depth, x_TD.stride(0), parts, epsilon, 0.0 if norm is None else norm.shift,
+        LINES=lines, COLUMNS=columns, DEPTH=block, PARTS=triton.next_power_of_2(max(parts, 1)), EVEN=even, GATED=gated,
+        AHEAD=_AHEAD if even and depth % _AHEAD == 0 else 0, num_warps=4, num_stages=stages, **dependent_launch(device),
+    )  # fmt: skip
+    return y_TN, scaled_TN, new_squares
+
+
+_AHEAD = 1024
+"""Channels of each weight row that are brought into the second-level cache before the layer's input is there."""
+
+
+def _lines(tokens: int) -> int:
+    return max(16, triton.next_power_of_2(tokens))
+
+
+def _tile(width: int, *, gated: bool) -> tuple[int, int, int]:
+    """Columns, depth and stages, measured on an H200: narrow programs where there are few columns, so that all multiprocessors read."""
+    if gated:
+        return 16, 256, 4
+    if width <= 2048:
+        return 16, 512, 3
+    return (32, 256, 4) if width <= 65536 else (64, 128, 4)
+
+
+@triton.jit
+def _linear_kernel(
+    x_ptr, squares_ptr, weight_ptr, residual_ptr, norm_ptr, y_ptr, scaled_ptr, new_squares_ptr,
+    tokens, width, depth, x_stride, parts, epsilon, shift,
+    LINES: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
+    AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    row, lane = tl.arange(0, LINES), tl.arange(0, DEPTH)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    weight_rows = weight_ptr + column[None, :].to(tl.int64) * depth
+    value_rows = weight_rows + tl.cast(width, tl.int64) * depth
+    if DEPENDENT:
+        # Weights change in no step: their first channels come closer while the kernel before this one still runs.
+        if AHEAD > 0:
+            chunk = tl.arange(0, AHEAD // 128)[:, None] * 128
+            _prefetch(weight_rows + chunk)
+            if GATED:
+                _prefetch(value_rows + chunk)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    total = tl.zeros((LINES, COLUMNS), dtype=tl.float32)
+    value = tl.zeros((LINES, COLUMNS), dtype=tl.float32)
+    for first in range(0, depth, DEPTH):
+        at = first + lane
+        if EVEN:
+            weight = tl.load(weight_rows + at[:, None])
+            x = tl.load(x_ptr + row[:, None] * x_stride + at[None, :], mask=row[:, None] < tokens, other=0.0)
+        else:
+            inside = (at[:, None] < depth) & (column[None, :] < width)
+            weight = tl.load(weight_rows + at[:, None], mask=inside, other=0.0)
+            x = tl.load(x_ptr + row[:, None] * x_stride + at[None, :], mask=(row[:, None] < tokens) & (at[None, :] < depth), other=0.0)
+        total = tl.dot(x, weight, total)
+        if GATED:
+            if EVEN:
+                second = tl.load(value_rows + at[:, None])
+            else:
+                second = tl.load(value_rows + at[:, None], mask=(at[:, None] < depth) & (column[None, :] < width), other=0.0)
+            value = tl.dot(x, second, value)
+    if squares_ptr is not None:
+        part = tl.arange(0, PARTS)
+        squares = tl.load(squares_ptr + part[:, None] * LINES + row[None, :], mask=part[:, None] < parts, other=0.0)
+        scale = 1.0 / tl.sqrt(tl.sum(squares, 0) / depth + epsilon)
+        total = total * scale[:, None]
+        value = value * scale[:, None]
+    if GATED:
+        total = total / (1.0 + tl.exp(-total)) * value
+    places = row[:, None] * width + column[None, :]
+    real = (row[:, None] < tokens) & (column[None, :] < width)
+    if residual_ptr is not None:
+        total += tl.load(residual_ptr + places, mask=real, other=0.0).to(tl.float32)
+    result = total.to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + places, result, mask=real)
+    if norm_ptr is not None:
+        seen = tl.where(real, result.to(tl.float32), 0.0)
+        factor = tl.load(norm_ptr + column, mask=column < width, other=0.0).to(tl.float32) + shift
+        tl.store(scaled_ptr + places, (seen * factor[None, :]).to(scaled_ptr.dtype.element_ty), mask=real)
+        tl.store(new_squares_ptr + tl.program_id(0) * LINES + row, tl.sum(seen * seen, 1))
+
+
+@triton.jit
+def _prefetch(pointers):
+    """Into the second-level cache: 256 bytes behind each pointer."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], 256; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _embed_kernel(tokens_ptr, table_ptr, norm_ptr, x_ptr, scaled_ptr, squares_ptr, tokens, depth, shift, WIDTH: tl.constexpr):
+    row, lane = tl.program_id(0), tl.arange(0, WIDTH)
+    inside = (lane < depth) & (row < tokens)
+    token = tl.load(tokens_ptr + row, mask=row < tokens, other=0).to(tl.int64)
+    x = tl.load(table_ptr + token * depth + lane, mask=inside, other=0.0)
+    wide = x.to(tl.float32)
+    factor = tl.load(norm_ptr + lane, mask=inside, other=0.0).to(tl.float32) + shift
+    tl.store(x_ptr + row * depth + lane, x, mask=inside)
+    tl.store(scaled_ptr + row * depth + lane, (wide * factor).to(scaled_ptr.dtype.element_ty), mask=inside)
+    tl.store(squares_ptr + row, tl.sum(wide * wide, 0))
