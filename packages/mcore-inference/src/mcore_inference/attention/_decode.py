@@ -150,9 +150,11 @@ def _decode_kernel(
     best = tl.full((LINES,), -1e30, dtype=tl.float32)
     total = tl.zeros((LINES,), dtype=tl.float32)
     result = tl.zeros((LINES, WIDTH), dtype=tl.float32)
+    following = tl.load(table + tl.minimum(low, tl.maximum(high - 1, 0)) * KEYS // block_size)
     for tile in range(low, whole):
-        # A tile of keys lies in one block.
-        slot = tl.load(table + tile * KEYS // block_size).to(tl.int64) * block_size + tile * KEYS % block_size + tl.arange(0, KEYS)
+        # A tile of keys lies in one block, whose number was read a tile earlier.
+        slot = following.to(tl.int64) * block_size + tile * KEYS % block_size + tl.arange(0, KEYS)
+        following = tl.load(table + tl.minimum(tile + 1, high - 1) * KEYS // block_size)
         k = tl.load(keys_ptr + slot[None, :] * keys_slot + kv_head * keys_head + lane[:, None], mask=inside[:, None], other=0.0)
         v = tl.load(values_ptr + slot[:, None] * values_slot + kv_head * values_head + lane[None, :], mask=inside[None, :], other=0.0)
         scores = tl.dot(q, k.to(kind), input_precision=PRECISION) * scale

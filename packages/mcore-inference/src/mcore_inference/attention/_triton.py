@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mcore_inference.attention._tiles import tile_tokens
 
@@ -66,7 +67,8 @@ def attend(
     group = heads // kv_heads
     decode = tiles is None
     lines = max(16, triton.next_power_of_2(group * (1 if decode else tile_tokens(group))))
-    keys_block, warps, stages = _tile(decode, _largest_power(block_size))
+    described = not decode and _describes(q_TAd)
+    keys_block, warps, stages = _tile(decode, _largest_power(block_size), described=described)
     partial = splits > 1
     device = q_TAd.device
     out = torch.empty((num_rows, heads, splits, width), dtype=torch.float32, device=device) if partial else out_TAd
@@ -75,13 +77,17 @@ def attend(
     programs = num_rows if tiles is None else tiles[0].shape[0]
     if not programs:
         return
+    keys, values = keys_NKd, values_NKd
+    if described:
+        # The copy engine brings whole tiles of keys, which lie together in a block.
+        keys, values = (TensorDescriptor.from_tensor(x, [keys_block, 1, width]) for x in (keys_NKd, values_NKd))
     _attend_kernel[(programs, kv_heads, splits)](
-        q_TAd, keys_NKd, values_NKd, out, sums, tables_RB, starts_R, contexts_R, tile_rows, tile_firsts,
+        q_TAd, keys, values, out, sums, tables_RB, starts_R, contexts_R, tile_rows, tile_firsts,
         None if partial else sink_A, scale * _LOG2_E, window,
         q_TAd.stride(0), q_TAd.stride(1), keys_NKd.stride(0), keys_NKd.stride(1), values_NKd.stride(0), values_NKd.stride(1),
         tables_RB.stride(0), heads, block_size, width,
         GROUP=group, LINES=lines, TOKENS=1 if decode else tile_tokens(group), KEYS=keys_block,
-        WIDTH=triton.next_power_of_2(max(16, width)), SPLITS=splits, DECODE=decode,
+        WIDTH=triton.next_power_of_2(max(16, width)), SPLITS=splits, DECODE=decode, DESCRIBED=described,
         PRECISION="ieee" if q_TAd.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if partial:
@@ -91,9 +97,18 @@ def attend(
         )  # fmt: skip
 
 
-def _tile(decode: bool, most: int) -> tuple[int, int, int]:
+def _describes(q: Tensor) -> bool:
+    """Whether keys and values come by tensor descriptors: from Hopper on."""
+    width = q.shape[-1]
+    fits = q.dtype.itemsize == 2 and width >= 16 and width == triton.next_power_of_2(width)
+    return fits and q.is_cuda and torch.cuda.get_device_capability(q.device) >= (9, 0)
+
+
+def _tile(decode: bool, most: int, *, described: bool) -> tuple[int, int, int]:
     """Keys of a tile, warps and stages: those that were fastest on an H200 for heads of 64 and 128."""
-    return (min(most, 64), 2, 3) if decode else (min(most, 64), 4, 2)
+    if decode:
+        return min(most, 64), 2, 3
+    return (min(most, 64), 8, 3) if described else (min(most, 64), 4, 2)
 
 
 def _largest_power(size: int) -> int:
@@ -122,7 +137,7 @@ def _attend_kernel(
     q_ptr, keys_ptr, values_ptr, out_ptr, sums_ptr, tables_ptr, starts_ptr, contexts_ptr, tile_rows_ptr, tile_firsts_ptr,
     sink_ptr, scale, window, q_token, q_head, keys_slot, keys_head, values_slot, values_head, table_stride, heads, block_size, width,
     GROUP: tl.constexpr, LINES: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
-    DECODE: tl.constexpr, PRECISION: tl.constexpr,
+    DECODE: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     kv_head, split = tl.program_id(1), tl.program_id(2)
     if DECODE:
@@ -169,11 +184,18 @@ def _attend_kernel(
     best = tl.full((LINES,), -1e30, dtype=tl.float32)
     total = tl.zeros((LINES,), dtype=tl.float32)
     result = tl.zeros((LINES, WIDTH), dtype=tl.float32)
+    following = tl.load(table + tl.minimum(low, tl.maximum(high - 1, 0)) * KEYS // block_size)
     for tile in range(low, whole):
-        # A tile of keys lies in one block.
-        slot = tl.load(table + tile * KEYS // block_size).to(tl.int64) * block_size + tile * KEYS % block_size + tl.arange(0, KEYS)
-        k = tl.load(keys_ptr + slot[None, :] * keys_slot + kv_head * keys_head + lanes[:, None], mask=columns[:, None], other=0.0)
-        v = tl.load(values_ptr + slot[:, None] * values_slot + kv_head * values_head + lanes[None, :], mask=columns[None, :], other=0.0)
+        # A tile of keys lies in one block, whose number was read a tile earlier.
+        place = following * block_size + tile * KEYS % block_size
+        following = tl.load(table + tl.minimum(tile + 1, high - 1) * KEYS // block_size)
+        if DESCRIBED:
+            k = keys_ptr.load([place, kv_head, 0]).reshape(KEYS, WIDTH).T
+            v = values_ptr.load([place, kv_head, 0]).reshape(KEYS, WIDTH)
+        else:
+            slot = place.to(tl.int64) + tl.arange(0, KEYS)
+            k = tl.load(keys_ptr + slot[None, :] * keys_slot + kv_head * keys_head + lanes[:, None], mask=columns[:, None], other=0.0)
+            v = tl.load(values_ptr + slot[:, None] * values_slot + kv_head * values_head + lanes[None, :], mask=columns[None, :], other=0.0)
         scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * scale
         highest = tl.maximum(best, tl.max(scores, 1))
         weights = tl.exp2(scores - highest[:, None])
@@ -183,16 +205,24 @@ def _attend_kernel(
         best = highest
     for tile in range(whole, high):
         key = tile * KEYS + tl.arange(0, KEYS)
-        slot = tl.load(table + tile * KEYS // block_size).to(tl.int64) * block_size + key % block_size
+        place = tl.load(table + tile * KEYS // block_size) * block_size + tile * KEYS % block_size
         held = key < last
-        k = tl.load(
-            keys_ptr + slot[None, :] * keys_slot + kv_head * keys_head + lanes[:, None], mask=held[None, :] & columns[:, None], other=0.0
-        )
-        v = tl.load(
-            values_ptr + slot[:, None] * values_slot + kv_head * values_head + lanes[None, :],
-            mask=held[:, None] & columns[None, :],
-            other=0.0,
-        )
+        if DESCRIBED:
+            k = keys_ptr.load([place, kv_head, 0]).reshape(KEYS, WIDTH).T
+            # What lies behind the row's tokens may be anything.
+            v = tl.where(held[:, None], values_ptr.load([place, kv_head, 0]).reshape(KEYS, WIDTH), 0.0)
+        else:
+            slot = place.to(tl.int64) + tl.arange(0, KEYS)
+            k = tl.load(
+                keys_ptr + slot[None, :] * keys_slot + kv_head * keys_head + lanes[:, None],
+                mask=held[None, :] & columns[:, None],
+                other=0.0,
+            )
+            v = tl.load(
+                values_ptr + slot[:, None] * values_slot + kv_head * values_head + lanes[None, :],
+                mask=held[:, None] & columns[None, :],
+                other=0.0,
+            )
         scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * scale
         seen = key[None, :] <= position[:, None]
         if window >= 0:

@@ -102,10 +102,10 @@ def _launch(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     x_TD, squares, epsilon = (source, None, 0.0) if isinstance(source, Tensor) else (source.scaled, source.squares, source.epsilon)
     (tokens, depth), device = x_TD.shape, x_TD.device
-    width = weight_ND.shape[0] // (2 if gated else 1)
-    columns, block, stages = _tile(width, gated=gated)
+    width, lines = weight_ND.shape[0] // (2 if gated else 1), _lines(tokens)
+    columns, block, stages, warps = _tile(width, depth, lines, gated=gated)
     block = max(16, min(block, 1 << (depth - 1).bit_length()))
-    programs, lines = triton.cdiv(width, columns), _lines(tokens)
+    programs = triton.cdiv(width, columns)
     y_TN = torch.empty((tokens, width), dtype=x_TD.dtype, device=device)
     scaled_TN = None if norm is None else torch.empty_like(y_TN)
     new_squares = None if norm is None else torch.empty((programs, lines), dtype=torch.float32, device=device)
@@ -115,7 +115,7 @@ def _launch(
         x_TD, squares, weight_ND, residual_TN, None if norm is None else norm.weight, y_TN, scaled_TN, new_squares,
         tokens, width, depth, x_TD.stride(0), parts, epsilon, 0.0 if norm is None else norm.shift,
         LINES=lines, COLUMNS=columns, DEPTH=block, PARTS=triton.next_power_of_2(max(parts, 1)), EVEN=even, GATED=gated,
-        AHEAD=_AHEAD if even and depth % _AHEAD == 0 else 0, num_warps=4, num_stages=stages, **dependent_launch(device),
+        AHEAD=_AHEAD if even and _AHEAD and depth % _AHEAD == 0 else 0, num_warps=warps, num_stages=stages, **dependent_launch(device),
     )  # fmt: skip
     return y_TN, scaled_TN, new_squares
 
@@ -128,13 +128,13 @@ def _lines(tokens: int) -> int:
     return max(16, triton.next_power_of_2(tokens))
 
 
-def _tile(width: int, *, gated: bool) -> tuple[int, int, int]:
-    """Columns, depth and stages, measured on an H200: narrow programs where there are few columns, so that all multiprocessors read."""
+def _tile(width: int, depth: int, lines: int, *, gated: bool) -> tuple[int, int, int, int]:
+    """Columns, depth, stages and warps, measured on an H200."""
     if gated:
-        return 16, 256, 4
+        return 32, 128, 4, 4
     if width <= 2048:
-        return 16, 512, 3
-    return (32, 256, 4) if width <= 65536 else (64, 128, 4)
+        return 16, 512, 3, 4
+    return (32, 256, 4, 4) if width <= 65536 else (64, 128, 4, 4)
 
 
 @triton.jit
@@ -157,6 +157,10 @@ def _linear_kernel(
                 _prefetch(value_rows + chunk)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    if squares_ptr is not None:
+        part = tl.arange(0, PARTS)
+        # Here, so that they arrive while the weights stream.
+        squares = tl.load(squares_ptr + part[:, None] * LINES + row[None, :], mask=part[:, None] < parts, other=0.0)
     total = tl.zeros((LINES, COLUMNS), dtype=tl.float32)
     value = tl.zeros((LINES, COLUMNS), dtype=tl.float32)
     for first in range(0, depth, DEPTH):
@@ -176,8 +180,6 @@ def _linear_kernel(
                 second = tl.load(value_rows + at[:, None], mask=(at[:, None] < depth) & (column[None, :] < width), other=0.0)
             value = tl.dot(x, second, value)
     if squares_ptr is not None:
-        part = tl.arange(0, PARTS)
-        squares = tl.load(squares_ptr + part[:, None] * LINES + row[None, :], mask=part[:, None] < parts, other=0.0)
         scale = 1.0 / tl.sqrt(tl.sum(squares, 0) / depth + epsilon)
         total = total * scale[:, None]
         value = value * scale[:, None]

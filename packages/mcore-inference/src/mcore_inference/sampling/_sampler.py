@@ -94,14 +94,15 @@ class Sampler:
             adjusted_RV: [R, vocab_size], what is drawn from where it is not the logits (penalties, biases, bans).
         """
         settings, log_probs_R, top = rows.settings, None, None
-        is_plain = adjusted_RV is None and not settings.has_ranks and not settings.has_min_p
-        if is_plain and has_kernels(logits_RV.device, logits_RV.dtype):
-            from mcore_inference.sampling._triton import draw
-
-            inputs = settings.temperature, settings.seed, settings.position, rows.processed_R
-            tokens_R, log_probs_R = draw(logits_RV, *inputs, self.vocab_size, wants_log_probs=rows.wants_log_probs)
+        scores_RV = logits_RV[:, : self.vocab_size] if adjusted_RV is None else adjusted_RV
+        if has_kernels(scores_RV.device, scores_RV.dtype):
+            # Raw log-probabilities count padding of the vocabulary too.
+            source_RV = logits_RV if adjusted_RV is None else adjusted_RV
+            tokens_R, log_probs_R = self._draw_by_kernels(source_RV, rows)
+            if adjusted_RV is not None and rows.wants_log_probs:
+                raw_R = log_probs(logits_RV).gather(1, tokens_R.clamp(min=0)[:, None])[:, 0]
+                log_probs_R = torch.where(rows.processed_R == 1, log_probs_R, raw_R)
         else:
-            scores_RV = logits_RV[:, : self.vocab_size] if adjusted_RV is None else adjusted_RV
             tokens_R = sample(scores_RV, settings)
             if rows.wants_log_probs:
                 picked_R = tokens_R.clamp(min=0)[:, None]
@@ -114,3 +115,14 @@ class Sampler:
             top = best.indices, best.values
         self.last_tokens[rows.lines_R] = tokens_R.clamp(min=0)
         return Draws(tokens_R, log_probs_R if rows.wants_log_probs else None, top, rows.top_n)
+
+    def _draw_by_kernels(self, scores_RV: Tensor, rows: DrawRows) -> tuple[Tensor, Tensor]:
+        settings = rows.settings
+        if settings.has_ranks or settings.has_min_p:
+            from mcore_inference.sampling._ranked import draw_ranked
+
+            return draw_ranked(scores_RV, settings, rows.processed_R, self.vocab_size, wants_log_probs=rows.wants_log_probs)
+        from mcore_inference.sampling._triton import draw
+
+        inputs = settings.temperature, settings.seed, settings.position, rows.processed_R
+        return draw(scores_RV, *inputs, self.vocab_size, wants_log_probs=rows.wants_log_probs)

@@ -41,23 +41,30 @@ def draw(
     Returns:
         [R] int64, -1 for a row that holds NaN or +inf, or no finite score; and [R] float32.
     """
-    rows, columns = logits_RV.shape
-    tiles = triton.cdiv(columns, _TILE)
-    device = logits_RV.device
-    best_RN = torch.empty((rows, tiles), dtype=torch.float32, device=device)
-    weight_RN, raw_RN = torch.empty_like(best_RN), torch.empty_like(best_RN)
+    rows, device = len(logits_RV), logits_RV.device
     tokens_R = torch.empty(rows, dtype=torch.int64, device=device)
     log_probs_R = torch.empty(rows, dtype=torch.float32, device=device)
     if rows:
-        _tile_kernel[(rows, tiles)](
-            logits_RV, temperature_R, best_RN, weight_RN, raw_RN, logits_RV.stride(0), vocab_size, columns, tiles,
-            RAW=wants_log_probs, TILE=_TILE, num_warps=8,
-        )  # fmt: skip
+        best_RN, weight_RN, raw_RN = tile_sums(logits_RV, temperature_R, vocab_size, wants_log_probs=wants_log_probs)
+        tiles = best_RN.shape[1]
         _pick_kernel[(rows,)](
             logits_RV, temperature_R, seed_R, position_R, processed_R, best_RN, weight_RN, raw_RN, tokens_R, log_probs_R,
             logits_RV.stride(0), vocab_size, tiles, RAW=wants_log_probs, TILE=_TILE, TILES=triton.next_power_of_2(tiles), num_warps=8,
         )  # fmt: skip
     return tokens_R, log_probs_R
+
+
+def tile_sums(logits_RV: Tensor, temperature_R: Tensor, vocab_size: int, *, wants_log_probs: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each tile of a row: the best logit, the sum of weights beside it, and the log-sum of the raw logits (where it is wanted)."""
+    rows, columns = logits_RV.shape
+    tiles = triton.cdiv(columns, _TILE)
+    best_RN = torch.empty((rows, tiles), dtype=torch.float32, device=logits_RV.device)
+    weight_RN, raw_RN = torch.empty_like(best_RN), torch.empty_like(best_RN)
+    _tile_kernel[(rows, tiles)](
+        logits_RV, temperature_R, best_RN, weight_RN, raw_RN, logits_RV.stride(0), vocab_size, columns, tiles,
+        RAW=wants_log_probs, TILE=_TILE, num_warps=8,
+    )  # fmt: skip
+    return best_RN, weight_RN, raw_RN
 
 
 @triton.jit
@@ -110,7 +117,7 @@ def _pick_kernel(
     weight_N = tl.where(weight_N > 0, weight_N * tl.exp((best_N - base) * scale), 0.0).to(tl.float64)
     ends_N = tl.cumsum(weight_N, 0)
     total = tl.sum(weight_N, 0)
-    threshold = _uniform(tl.load(seed_ptr + row), tl.load(position_ptr + row)) * total
+    threshold = uniform(tl.load(seed_ptr + row), tl.load(position_ptr + row)) * total
     chosen = tl.sum((inside & (ends_N <= threshold)).to(tl.int32), 0)
     # Rounding may carry the threshold to the very end; the last tile with weight is meant then.
     chosen = tl.minimum(chosen, tl.max(tl.where(weight_N > 0, tile, 0), 0))
@@ -141,7 +148,7 @@ def _pick_kernel(
 
 
 @triton.jit
-def _uniform(seed, position):
+def uniform(seed, position):
     """Philox 4x32-10 of (seed, position): a number of [0, 1) with 53 random bits."""
     zero = (position * 0).to(tl.uint32)
     c0, c1, c2, c3 = (position & 0xFFFFFFFF).to(tl.uint32), ((position >> 32) & 0xFFFFFFFF).to(tl.uint32), zero, zero
