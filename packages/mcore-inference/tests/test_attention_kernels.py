@@ -115,11 +115,22 @@ def check(case: Case, device: str, dtype: torch.dtype, tolerance: float) -> None
     }  # fmt: skip
     attend(q.to(device), keys, values, out, **options, tiles=None, num_rows=decode, splits=case.splits)
     if decode < rows + case.padding:
-        tiles = [
-            torch.tensor(part, dtype=torch.int32, device=device)
-            for part in prefill_tiles(np.array(new[decode:]), decode, case.heads // case.kv_heads)
-        ]
+        lengths_P, rows_P, group = np.array(new[decode:]), np.arange(decode, rows), case.heads // case.kv_heads
+        tiles = [torch.tensor(part, dtype=torch.int32, device=device) for part in prefill_tiles(lengths_P, rows_P, group)]
         attend(q.to(device), keys, values, out, **options, tiles=(tiles[0], tiles[1]), num_rows=0, splits=1)
+        # Rows that had nothing in the cache, once more, from views of a packed projection whose other parts are NaN.
+        whole = np.array([before == 0 for before, _ in case.rows[decode:]])
+        if whole.any():
+            packed_kv = torch.full((tokens, case.kv_heads, 3, case.width), torch.nan, dtype=dtype, device=device)
+            packed_kv[:, :, 1], packed_kv[:, :, 2] = step_k, step_v
+            first = sum(new[:decode])
+            for length, alone in zip(lengths_P, whole, strict=True):
+                out[first : first + length] = torch.nan if alone else out[first : first + length]
+                packed_kv[first : first + length] = packed_kv[first : first + length] if alone else torch.nan
+                first += length
+            tiles = [torch.tensor(part, dtype=torch.int32, device=device) for part in prefill_tiles(lengths_P[whole], rows_P[whole], group)]
+            step = {"tiles": (tiles[0], tiles[1]), "num_rows": 0, "splits": 1, "in_step": True}
+            attend(q.to(device), packed_kv[:, :, 1], packed_kv[:, :, 2], out, **options, **step)
     wanted = reference(case, q, k, v, sink)
     torch.testing.assert_close(out.cpu()[: sum(new)].double(), wanted, rtol=tolerance, atol=tolerance)
     assert (out[sum(new) :] == 0).all(), "rows of padding must stay finite"
@@ -162,12 +173,13 @@ def check_packed(case: Case, device: str, dtype: torch.dtype, tolerance: float) 
     keys, values = keys.to(device), values.to(device)
     last = torch.tensor([int(row_slots[-1]) for row_slots in slots] + [sum(blocks) * size] * case.padding, device=device)
     finished = torch.zeros((rows + case.padding) * case.kv_heads, dtype=torch.int32, device=device)
+    contexts = torch.tensor([*lengths, *[0] * case.padding], dtype=torch.int32, device=device)
+    options = {
+        "tables_RB": tables.to(device), "contexts_R": contexts, "block_size": size, "scale": case.width**-0.5, "window": case.window,
+        "sink_A": None if sink is None else sink.to(device), "splits": case.splits, "finished": finished,
+    }  # fmt: skip
     for _ in range(2):
-        out = attend_packed(
-            heads, keys, values, last, tables_RB=tables.to(device), contexts_R=torch.tensor([*lengths, *[0] * case.padding], dtype=torch.int32,
-            device=device), block_size=size, scale=case.width**-0.5, window=case.window, sink_A=None if sink is None else sink.to(device),
-            splits=case.splits, finished=finished,
-        )  # fmt: skip
+        out = attend_packed(heads, keys, values, last, **options)
         torch.testing.assert_close(out.cpu()[:rows].double(), wanted, rtol=tolerance, atol=tolerance)
         assert (out[rows:] == 0).all() and not finished.any()
     torch.testing.assert_close(keys[last[:rows]].cpu(), new_k[:rows], rtol=tolerance, atol=tolerance)
@@ -198,7 +210,7 @@ def test_kernels_equal_plain_attention_on_a_gpu(case: Case, dtype: torch.dtype, 
 def test_tiles_cover_every_token_once() -> None:
     lengths = np.array([1, 31, 32, 33, 200])
     for group in (1, 3, 4, 128, 200):
-        rows, firsts = prefill_tiles(lengths, 5, group)
+        rows, firsts = prefill_tiles(lengths, np.arange(5, 10), group)
         size = max(1, 128 // group)
         covered = [
             (row, token) for row, first in zip(rows, firsts, strict=True) for token in range(first, min(first + size, lengths[row - 5]))

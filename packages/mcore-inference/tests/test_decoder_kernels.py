@@ -66,7 +66,8 @@ def check_rotation(device: str, dtype: torch.dtype, tolerance: float) -> None:
         keys, values = (torch.zeros(11, kv_heads, width, device=device, dtype=dtype) for _ in range(2))
         weights = [norm.weight.detach() for norm in norms]
         scaling = HeadNorms(query=weights[0], key=weights[1], epsilon=1e-3, shift=0.0) if normalises else None
-        q = rotate_and_append(PackedHeads(qkv=qkv, tables=tables, norms=scaling), keys, values, slots)
+        packed = PackedHeads(qkv=qkv.clone(), tables=tables, norms=scaling)
+        q, k, v = rotate_and_append(packed, keys, values, slots)
         wanted_q, wanted_k = qkv[:, :, :-2].flatten(1, 2), qkv[:, :, -2]
         if normalises:
             wanted_q, wanted_k = norms[0](wanted_q).detach(), norms[1](wanted_k).detach()
@@ -74,6 +75,7 @@ def check_rotation(device: str, dtype: torch.dtype, tolerance: float) -> None:
             wanted_q, wanted_k = apply_rotary(wanted_q, tables), apply_rotary(wanted_k, tables)
         close(q, wanted_q, tolerance)
         close(keys[slots], wanted_k, tolerance)
+        assert torch.equal(k, keys[slots]) and torch.equal(v, values[slots])
         assert torch.equal(values[slots], qkv[:, :, -1]) and not keys[[1, 3, 5, 6, 8, 10]].any()
 
 

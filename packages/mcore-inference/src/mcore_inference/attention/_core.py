@@ -65,7 +65,7 @@ class PagedAttention(nn.Module):
             from mcore_inference.attention._triton import append
 
             append(k, v, keys, values, paged.slots_T)
-            return self._by_kernels(q, keys, values, rows, sink)
+            return self._by_kernels(q, k, v, keys, values, rows, sink)
         keys.index_copy_(0, paged.slots_T, k)
         values.index_copy_(0, paged.slots_T, v)
         return attend_gathered(q, keys, values, rows, scale=self._scale, window=self._window, sink=sink)
@@ -83,11 +83,11 @@ class PagedAttention(nn.Module):
         rows = paged.rows
         assert isinstance(rows, TableRows), "only steps of the kernels come here"
         keys, values = paged.cache.slots(layer)
-        if rows.tiles is not None:
+        if rows.has_prefill:
             from mcore_inference.attention._rotate import rotate_and_append
 
-            q = rotate_and_append(heads, keys, values, paged.slots_T)
-            return self._by_kernels(q, keys, values, rows, self._sink(q, sink))
+            q, k, v = rotate_and_append(heads, keys, values, paged.slots_T)
+            return self._by_kernels(q, k, v, keys, values, rows, self._sink(q, sink))
         from mcore_inference.attention._decode import attend_packed
 
         qkv = heads.qkv
@@ -109,7 +109,8 @@ class PagedAttention(nn.Module):
     def _sink(self, q: Tensor, sink: Tensor | None) -> Tensor | None:
         return q.new_zeros(q.shape[1]) if self._off_by_one else sink
 
-    def _by_kernels(self, q: Tensor, keys: Tensor, values: Tensor, rows: TableRows, sink: Tensor | None) -> Tensor:
+    def _by_kernels(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, rows: TableRows, sink: Tensor | None) -> Tensor:
+        """[T, A, d] for k and v [T, K, d] that lie in their slots of the cache too."""
         from mcore_inference.attention._triton import attend
 
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -127,6 +128,9 @@ class PagedAttention(nn.Module):
             attend(q, keys, values, out, **shared, tiles=None, num_rows=rows.num_decode, splits=splits)
         if rows.tiles is not None:
             attend(q, keys, values, out, **shared, tiles=rows.tiles, num_rows=0, splits=1)
+        if rows.whole_tiles is not None:
+            # From the step itself: there is no table to follow.
+            attend(q, k, v, out, **shared, tiles=rows.whole_tiles, num_rows=0, splits=1, in_step=True)
         return out
 
     def _scale_of(self, x: Tensor) -> float:

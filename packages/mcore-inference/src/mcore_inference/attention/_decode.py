@@ -16,9 +16,9 @@ from mcore_inference.attention._packed import PackedHeads
 
 _LOG2_E = 1.4426950408889634
 _KEYS = 64
-_PROGRAMS = 2 * 132
-"""Programs that are aimed at: two for each multiprocessor of Hopper."""
-_MAX_SPLITS = 16
+_PROGRAMS = 132
+"""Programs that are aimed at: one for each multiprocessor of Hopper."""
+_MAX_SPLITS = 8
 
 
 def num_splits(rows: int, kv_heads: int, longest: int) -> int:
@@ -80,7 +80,8 @@ def attend_packed(
             values_NKd.stride(1), tables_RB.stride(0), 0 if cos is None else cos.stride(0), kv_heads, block_size, width,
             GROUP=group, LINES=max(16, triton.next_power_of_2(group)), KEYS=min(_KEYS, block_size & -block_size),
             WIDTH=triton.next_power_of_2(max(16, width)), SPLITS=splits, SPLIT_BLOCK=triton.next_power_of_2(splits),
-            PRECISION="ieee" if heads.qkv.dtype == torch.float32 else "tf32", num_warps=2, num_stages=3, **dependent_launch(device),
+            PRECISION="ieee" if heads.qkv.dtype == torch.float32 else "tf32", num_warps=2,
+            num_stages=3 if width <= 64 else 2, **dependent_launch(device),
         )  # fmt: skip
     return out
 

@@ -14,8 +14,10 @@ from mcore_inference.attention._packed import PackedHeads
 # T tokens of a step, K key-value heads, G query heads of each, d width of a head.
 
 
-def rotate_and_append(heads: PackedHeads, keys_SKd: Tensor, values_SKd: Tensor, slots_T: Tensor) -> Tensor:
-    """Queries [T, K G, d], normalised and turned; keys (likewise) and values go into their slots of the cache.
+def rotate_and_append(heads: PackedHeads, keys_SKd: Tensor, values_SKd: Tensor, slots_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [T, K G, d] and keys [T, K, d], normalised and turned, and values [T, K, d]; keys and values are in their slots too.
+
+    Keys and values are views of the projection's result, in which the keys are overwritten.
 
     Args:
         heads: of T tokens.
@@ -34,7 +36,7 @@ def rotate_and_append(heads: PackedHeads, keys_SKd: Tensor, values_SKd: Tensor, 
         LINES=triton.next_power_of_2(blocks), HALF=width // 2, HALF_BLOCK=triton.next_power_of_2(width // 2),
         num_warps=4 if blocks > 8 else 2,
     )  # fmt: skip
-    return q
+    return q, qkv_TKHd[:, :, -2], qkv_TKHd[:, :, -1]
 
 
 @triton.jit
@@ -73,6 +75,8 @@ def _rotate_kernel(
     place = kv_head * 2 * HALF + lane
     is_key = line == group
     cached = keys_ptr.dtype.element_ty
+    tl.store(rows + lane, a, mask=inside & is_key)
+    tl.store(rows + HALF + lane, b, mask=inside & is_key)
     tl.store(keys_ptr + slot * keys_slot + place + line * 0, a.to(cached), mask=inside & is_key)
     tl.store(keys_ptr + slot * keys_slot + place + HALF + line * 0, b.to(cached), mask=inside & is_key)
     tl.store(values_ptr + slot * values_slot + place + line * 0, a.to(cached), mask=inside & is_value)

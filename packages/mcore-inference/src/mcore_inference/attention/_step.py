@@ -63,10 +63,17 @@ class TableRows:
     num_decode: int
     """Rows of one token; they come first."""
     tiles: tuple[Tensor, Tensor] | None
-    """Of the other rows: (row, first token in it) of each tile (``prefill_tiles``), int32 [N] each; None where there are none."""
+    """Of the other rows that had tokens in the cache before: (row, first token in it) of each tile (``prefill_tiles``), int32 [N] each;
+    None where there are none."""
+    whole_tiles: tuple[Tensor, Tensor] | None
+    """Likewise of rows whose whole context lies in the step."""
     block_size: int
     longest: int
     """Tokens that a context can have."""
+
+    @property
+    def has_prefill(self) -> bool:
+        return self.tiles is not None or self.whole_tiles is not None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,20 +13,20 @@ def tile_tokens(group: int) -> int:
     return max(1, TILE_LINES // group)
 
 
-def prefill_tiles(lengths_P: np.ndarray, first_row: int, group: int) -> tuple[np.ndarray, np.ndarray]:
+def prefill_tiles(lengths_P: np.ndarray, rows_P: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
     """Row and first token in it of every tile.
 
     Args:
         lengths_P: tokens of each prefill row.
-        first_row: number of the first of them in the step.
+        rows_P: numbers of these rows in the step.
         group: query heads of a key-value head.
 
     Example:
-        >>> [part.tolist() for part in prefill_tiles(np.array([40, 3]), 7, 4)]
+        >>> [part.tolist() for part in prefill_tiles(np.array([40, 3]), np.array([7, 8]), 4)]
         [[7, 7, 8], [0, 32, 0]]
     """
     size = tile_tokens(group)
     counts_P = -(-lengths_P // size)
-    rows_N = np.repeat(np.arange(first_row, first_row + len(lengths_P)), counts_P)
+    rows_N = np.repeat(rows_P, counts_P)
     number_N = np.arange(int(counts_P.sum())) - np.repeat(np.cumsum(counts_P) - counts_P, counts_P)
     return rows_N, number_N * size

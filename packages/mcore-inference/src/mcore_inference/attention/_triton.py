@@ -43,6 +43,7 @@ def attend(
     tiles: tuple[Tensor, Tensor] | None,
     num_rows: int,
     splits: int,
+    in_step: bool = False,
 ) -> None:
     """Causal attention of the step's queries over the cached keys and values of their rows, into ``out_TAd``.
 
@@ -61,14 +62,15 @@ def attend(
         tiles: for rows of several tokens: (row, first token) of each program, int32; None where each row is one token.
         num_rows: R, without ``tiles``.
         splits: parts of each row's context; 1 with ``tiles``.
+        in_step: the rows of the tiles have their whole context in the step, and ``keys_NKd`` and ``values_NKd`` are those of its T tokens.
     """
     heads, width = q_TAd.shape[1:]
     kv_heads = keys_NKd.shape[1]
     group = heads // kv_heads
     decode = tiles is None
     lines = max(16, triton.next_power_of_2(group * (1 if decode else tile_tokens(group))))
-    described = not decode and _describes(q_TAd)
-    keys_block, warps, stages = _tile(decode, _largest_power(block_size), described=described)
+    described = not decode and _describes(keys_NKd) and _describes(values_NKd)
+    keys_block, warps, stages = _tile(decode, 64 if in_step else _largest_power(block_size), width, described=described)
     partial = splits > 1
     device = q_TAd.device
     out = torch.empty((num_rows, heads, splits, width), dtype=torch.float32, device=device) if partial else out_TAd
@@ -87,7 +89,7 @@ def attend(
         q_TAd.stride(0), q_TAd.stride(1), keys_NKd.stride(0), keys_NKd.stride(1), values_NKd.stride(0), values_NKd.stride(1),
         tables_RB.stride(0), heads, block_size, width,
         GROUP=group, LINES=lines, TOKENS=1 if decode else tile_tokens(group), KEYS=keys_block,
-        WIDTH=triton.next_power_of_2(max(16, width)), SPLITS=splits, DECODE=decode, DESCRIBED=described,
+        WIDTH=triton.next_power_of_2(max(16, width)), SPLITS=splits, DECODE=decode, DESCRIBED=described, IN_STEP=in_step,
         PRECISION="ieee" if q_TAd.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if partial:
@@ -97,18 +99,21 @@ def attend(
         )  # fmt: skip
 
 
-def _describes(q: Tensor) -> bool:
-    """Whether keys and values come by tensor descriptors: from Hopper on."""
-    width = q.shape[-1]
-    fits = q.dtype.itemsize == 2 and width >= 16 and width == triton.next_power_of_2(width)
-    return fits and q.is_cuda and torch.cuda.get_device_capability(q.device) >= (9, 0)
+def _describes(x: Tensor) -> bool:
+    """Whether keys or values come by a tensor descriptor: from Hopper on."""
+    width = x.shape[-1]
+    aligned = x.stride(-1) == 1 and not any(number % 16 for number in (x.data_ptr(), *(2 * stride for stride in x.stride()[:-1])))
+    fits = x.dtype.itemsize == 2 and width >= 16 and width == triton.next_power_of_2(width) and aligned
+    return fits and x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
 
 
-def _tile(decode: bool, most: int, *, described: bool) -> tuple[int, int, int]:
+def _tile(decode: bool, most: int, width: int, *, described: bool) -> tuple[int, int, int]:
     """Keys of a tile, warps and stages: those that were fastest on an H200 for heads of 64 and 128."""
     if decode:
         return min(most, 64), 2, 3
-    return (min(most, 64), 8, 3) if described else (min(most, 64), 4, 2)
+    if described:
+        return min(most, 64), 4 if width <= 64 else 8, 3 if width <= 128 else 2
+    return min(most, 64), 4, 2
 
 
 def _largest_power(size: int) -> int:
@@ -137,7 +142,7 @@ def _attend_kernel(
     q_ptr, keys_ptr, values_ptr, out_ptr, sums_ptr, tables_ptr, starts_ptr, contexts_ptr, tile_rows_ptr, tile_firsts_ptr,
     sink_ptr, scale, window, q_token, q_head, keys_slot, keys_head, values_slot, values_head, table_stride, heads, block_size, width,
     GROUP: tl.constexpr, LINES: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
-    DECODE: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
+    DECODE: tl.constexpr, DESCRIBED: tl.constexpr, IN_STEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     kv_head, split = tl.program_id(1), tl.program_id(2)
     if DECODE:
@@ -184,11 +189,16 @@ def _attend_kernel(
     best = tl.full((LINES,), -1e30, dtype=tl.float32)
     total = tl.zeros((LINES,), dtype=tl.float32)
     result = tl.zeros((LINES, WIDTH), dtype=tl.float32)
-    following = tl.load(table + tl.minimum(low, tl.maximum(high - 1, 0)) * KEYS // block_size)
+    following = 0
+    if not IN_STEP:
+        following = tl.load(table + tl.minimum(low, tl.maximum(high - 1, 0)) * KEYS // block_size)
     for tile in range(low, whole):
-        # A tile of keys lies in one block, whose number was read a tile earlier.
-        place = following * block_size + tile * KEYS % block_size
-        following = tl.load(table + tl.minimum(tile + 1, high - 1) * KEYS // block_size)
+        if IN_STEP:
+            place = start + tile * KEYS
+        else:
+            # A tile of keys lies in one block, whose number was read a tile earlier.
+            place = following * block_size + tile * KEYS % block_size
+            following = tl.load(table + tl.minimum(tile + 1, high - 1) * KEYS // block_size)
         if DESCRIBED:
             k = keys_ptr.load([place, kv_head, 0]).reshape(KEYS, WIDTH).T
             v = values_ptr.load([place, kv_head, 0]).reshape(KEYS, WIDTH)
@@ -205,7 +215,10 @@ def _attend_kernel(
         best = highest
     for tile in range(whole, high):
         key = tile * KEYS + tl.arange(0, KEYS)
-        place = tl.load(table + tile * KEYS // block_size) * block_size + tile * KEYS % block_size
+        if IN_STEP:
+            place = start + tile * KEYS
+        else:
+            place = tl.load(table + tile * KEYS // block_size) * block_size + tile * KEYS % block_size
         held = key < last
         if DESCRIBED:
             k = keys_ptr.load([place, kv_head, 0]).reshape(KEYS, WIDTH).T

@@ -79,10 +79,13 @@ class StepBuilder:
         total = len(positions_T)
         if self.has_kernel:
             parts += [starts_R, [total], host.cached_R + lengths_R, host.tables_RB.ravel()]
-            tiles = prefill_tiles(lengths_R[num_decode:], num_decode, self._group) if num_decode < len(lengths_R) else ()
-            words = self._send(np.concatenate([*parts, *tiles]))
+            others = np.arange(num_decode, len(lengths_R))
+            continued = host.cached_R[num_decode:] > 0
+            tiles, whole_tiles = (prefill_tiles(lengths_R[rows], rows, self._group) for rows in (others[continued], others[~continued]))
+            words = self._send(np.concatenate([*parts, *tiles, *whole_tiles]))
             head, rest = words[: 3 * total], words[3 * total :]
-            rows: TableRows | GatheredRows = self._table_rows(rest, len(lengths_R), num_decode, host.tables_RB.shape[1])
+            shape = len(lengths_R), num_decode, host.tables_RB.shape[1], len(tiles[0])
+            rows: TableRows | GatheredRows = self._table_rows(rest, *shape)
         else:
             head = self._send(np.concatenate(parts))
             rows = self._gathered_rows(host, num_decode)
@@ -99,6 +102,7 @@ class StepBuilder:
             contexts_R=contexts,
             num_decode=num_rows,
             tiles=None,
+            whole_tiles=None,
             block_size=self.block_size,
             longest=self.max_blocks * self.block_size,
         )
@@ -131,17 +135,16 @@ class StepBuilder:
         step = Step(batch_size=1, seq_len=len(positions_T), positions=positions_T, attention=paged)
         return StepInputs(tokens_T=tokens_T, step=step)
 
-    def _table_rows(self, words: Tensor, num_rows: int, num_decode: int, num_blocks: int) -> TableRows:
-        starts, contexts, tables, tiles = words.split(
-            [num_rows + 1, num_rows, num_rows * num_blocks, len(words) - num_rows * (num_blocks + 2) - 1]
-        )
-        tile_rows, tile_firsts = tiles.view(2, -1)
+    def _table_rows(self, words: Tensor, num_rows: int, num_decode: int, num_blocks: int, num_tiles: int) -> TableRows:
+        sizes = [num_rows + 1, num_rows, num_rows * num_blocks, 2 * num_tiles]
+        starts, contexts, tables, tiles, whole_tiles = words.split([*sizes, len(words) - sum(sizes)])
         return TableRows(
             tables_RB=tables.view(num_rows, num_blocks),
             starts_R=starts,
             contexts_R=contexts,
             num_decode=num_decode,
-            tiles=(tile_rows, tile_firsts) if num_decode < num_rows else None,
+            tiles=_pair(tiles),
+            whole_tiles=_pair(whole_tiles),
             block_size=self.block_size,
             longest=self.max_blocks * self.block_size,
         )
@@ -200,3 +203,8 @@ class StepBuilder:
         """On the host; a copy to a GPU from it runs beside the host."""
         tensor = torch.from_numpy(words)
         return tensor.pin_memory() if self.device.type == "cuda" else tensor
+
+
+def _pair(words: Tensor) -> tuple[Tensor, Tensor] | None:
+    first, second = words.view(2, -1)
+    return (first, second) if len(first) else None

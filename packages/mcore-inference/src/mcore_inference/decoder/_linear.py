@@ -103,7 +103,7 @@ def _launch(
     x_TD, squares, epsilon = (source, None, 0.0) if isinstance(source, Tensor) else (source.scaled, source.squares, source.epsilon)
     (tokens, depth), device = x_TD.shape, x_TD.device
     width, lines = weight_ND.shape[0] // (2 if gated else 1), _lines(tokens)
-    columns, block, stages, warps = _tile(width, depth, lines, gated=gated)
+    columns, block, stages = _tile(width, gated=gated)
     block = max(16, min(block, 1 << (depth - 1).bit_length()))
     programs = triton.cdiv(width, columns)
     y_TN = torch.empty((tokens, width), dtype=x_TD.dtype, device=device)
@@ -114,27 +114,23 @@ def _launch(
     _linear_kernel[(programs,)](
         x_TD, squares, weight_ND, residual_TN, None if norm is None else norm.weight, y_TN, scaled_TN, new_squares,
         tokens, width, depth, x_TD.stride(0), parts, epsilon, 0.0 if norm is None else norm.shift,
-        LINES=lines, COLUMNS=columns, DEPTH=block, PARTS=triton.next_power_of_2(max(parts, 1)), EVEN=even, GATED=gated,
-        AHEAD=_AHEAD if even and _AHEAD and depth % _AHEAD == 0 else 0, num_warps=warps, num_stages=stages, **dependent_launch(device),
+        LINES=lines, COLUMNS=columns, DEPTH=block, PARTS=triton.next_power_of_2(max(parts, 128)), EVEN=even, GATED=gated,
+        num_warps=4, num_stages=stages, **dependent_launch(device),
     )  # fmt: skip
     return y_TN, scaled_TN, new_squares
-
-
-_AHEAD = 1024
-"""Channels of each weight row that are brought into the second-level cache before the layer's input is there."""
 
 
 def _lines(tokens: int) -> int:
     return max(16, triton.next_power_of_2(tokens))
 
 
-def _tile(width: int, depth: int, lines: int, *, gated: bool) -> tuple[int, int, int, int]:
-    """Columns, depth, stages and warps, measured on an H200."""
+def _tile(width: int, *, gated: bool) -> tuple[int, int, int]:
+    """Columns, depth and stages, those that were fastest on an H200: all programs run at once, as far as the width allows."""
     if gated:
-        return 32, 128, 4, 4
+        return (64, 64, 5) if width <= 64 * 132 else (32, 128, 4)
     if width <= 2048:
-        return 16, 512, 3, 4
-    return (32, 256, 4, 4) if width <= 65536 else (64, 128, 4, 4)
+        return 16, 512, 4
+    return (32, 256, 4) if width <= 65536 else (64, 128, 4)
 
 
 @triton.jit
@@ -142,19 +138,13 @@ def _linear_kernel(
     x_ptr, squares_ptr, weight_ptr, residual_ptr, norm_ptr, y_ptr, scaled_ptr, new_squares_ptr,
     tokens, width, depth, x_stride, parts, epsilon, shift,
     LINES: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
-    AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     row, lane = tl.arange(0, LINES), tl.arange(0, DEPTH)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     weight_rows = weight_ptr + column[None, :].to(tl.int64) * depth
     value_rows = weight_rows + tl.cast(width, tl.int64) * depth
     if DEPENDENT:
-        # Weights change in no step: their first channels come closer while the kernel before this one still runs.
-        if AHEAD > 0:
-            chunk = tl.arange(0, AHEAD // 128)[:, None] * 128
-            _prefetch(weight_rows + chunk)
-            if GATED:
-                _prefetch(value_rows + chunk)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if squares_ptr is not None:
@@ -196,15 +186,6 @@ def _linear_kernel(
         factor = tl.load(norm_ptr + column, mask=column < width, other=0.0).to(tl.float32) + shift
         tl.store(scaled_ptr + places, (seen * factor[None, :]).to(scaled_ptr.dtype.element_ty), mask=real)
         tl.store(new_squares_ptr + tl.program_id(0) * LINES + row, tl.sum(seen * seen, 1))
-
-
-@triton.jit
-def _prefetch(pointers):
-    """Into the second-level cache: 256 bytes behind each pointer."""
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], 256; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @triton.jit

@@ -111,9 +111,9 @@ def _draw(scores_RV: Tensor, best_R: Tensor, rows: SamplingRows) -> Tensor:
 def _processed(scores_RV: Tensor, best_R: Tensor, rows: SamplingRows) -> Tensor:
     """Scores after temperature, min-p, top-k and top-p, the best one 0; what is left out is -inf. Greedy rows keep temperature 1."""
     kind = scores_RV.dtype
-    temperature_R = rows.temperature.masked_fill(rows.temperature == 0, 1.0).to(kind)
-    # The best score moves to 0 first, so that a small temperature cannot overflow.
-    scores_RV = (scores_RV - best_R[:, None]) / temperature_R[:, None]
+    # The best score moves to 0 first, so that a small temperature cannot overflow; and 0 times the factor stays 0.
+    factor_R = rows.temperature.masked_fill(rows.temperature == 0, 1.0).reciprocal().to(kind).clamp(max=torch.finfo(kind).max)
+    scores_RV = (scores_RV - best_R[:, None]) * factor_R[:, None]
     if rows.has_min_p:
         scores_RV = scores_RV.masked_fill(scores_RV < rows.min_p.log().to(kind)[:, None], -math.inf)
     return _keep_top(scores_RV, rows) if rows.has_ranks else scores_RV

@@ -60,9 +60,9 @@ def _ranked_kernel(
     broken = tl.sum((best_N != best_N).to(tl.int32), 0) > 0
     best = tl.max(tl.where(best_N == best_N, best_N, -float("inf")), 0)
     broken = broken | (best == float("inf")) | (best == -float("inf"))
-    temperature = tl.load(temperature_ptr + row).to(tl.float32)
+    temperature = tl.load(temperature_ptr + row).to(tl.float64)
     greedy = temperature <= 0
-    temperature = tl.where(greedy, 1.0, temperature)
+    factor = tl.minimum((1.0 / tl.where(greedy, 1.0, temperature)).to(tl.float32), 3.4028234663852886e38)
     base = tl.where(broken, 0.0, best)
     logits = logits_ptr + row * stride
 
@@ -73,14 +73,14 @@ def _ranked_kernel(
         floor = _depth(tl.log(tl.load(min_p_ptr + row).to(tl.float64)).to(tl.float32))
         low = tl.minimum(floor, 0x7F7FFFFF)
         high, kept = low, 0
-        count, total = _below(logits, base, temperature, low, vocab_size, TILE, True)
+        count, total = _below(logits, base, factor, low, vocab_size, TILE, True)
         most = tl.load(top_k_ptr + row)
         if most < count:
-            low, high, low_count, _, _, _ = _search(logits, base, temperature, low, count, total, most, 0.0, vocab_size, TILE, False)
+            low, high, low_count, _, _, _ = _search(logits, base, factor, low, count, total, most, 0.0, vocab_size, TILE, False)
             kept = (most - low_count).to(tl.int32)
-            _, total = _below(logits, base, temperature, low, vocab_size, TILE, True)
+            _, total = _below(logits, base, factor, low, vocab_size, TILE, True)
             total += kept * tl.exp(-_score(high)).to(tl.float64)
-            high_count, high_total = _below(logits, base, temperature, high, vocab_size, TILE, True)
+            high_count, high_total = _below(logits, base, factor, high, vocab_size, TILE, True)
             # One alone may lie anywhere in (low, high].
             if high_count == most:
                 total = high_total
@@ -88,7 +88,7 @@ def _ranked_kernel(
         share = tl.load(top_p_ptr + row).to(tl.float64)
         if share < 1.0:
             low, high, low_count, low_total, high_count, high_total = _search(
-                logits, base, temperature, high, count, total, count + 1, share * total, vocab_size, TILE, True
+                logits, base, factor, high, count, total, count + 1, share * total, vocab_size, TILE, True
             )
             each = (high_total - low_total) / (high_count - low_count)
             # The last that stays is the one with which the sum reaches the share.
@@ -105,7 +105,7 @@ def _ranked_kernel(
     left_before = kept
     searching = True
     while searching & (number < tiles):
-        depth, weight = _weights(logits, base, temperature, number, vocab_size, TILE)
+        depth, weight = _weights(logits, base, factor, number, vocab_size, TILE)
         edge = (depth > low) & (depth <= high)
         edges = tl.sum(edge.to(tl.int32), 0)
         edge_weight = tl.sum(tl.where(edge, weight, 0.0), 0)
@@ -118,14 +118,16 @@ def _ranked_kernel(
         searching = passed <= threshold
         number += 1
 
-    # Which id in it.
-    depth, weight = _weights(logits, base, temperature, chosen, vocab_size, TILE)
-    edge = ((depth > low) & (depth <= high)).to(tl.int32)
-    stays = (depth <= low) | ((edge > 0) & (tl.cumsum(edge, 0) <= left_before))
+    # Which id in it, by bisection too: first the last of the equal scores that stays, then the first whose sum passes the threshold.
+    depth, weight = _weights(logits, base, factor, chosen, vocab_size, TILE)
+    place = tl.arange(0, TILE)
+    edge = (depth > low) & (depth <= high)
+    stays = depth <= low
+    if kept > 0:
+        end = _first(edge.to(tl.float64), left_before - 0.5, TILE)
+        stays = stays | (edge & (place <= end) & (left_before > 0))
     weight = tl.where(stays, weight, 0.0)
-    ids = chosen * TILE + tl.arange(0, TILE)
-    behind = tl.sum(((before + tl.cumsum(weight, 0) <= threshold) & (ids < vocab_size)).to(tl.int32), 0)
-    token = tl.minimum(chosen * TILE + behind, tl.max(tl.where(weight > 0, ids, 0), 0))
+    token = chosen * TILE + tl.minimum(_first(weight, threshold - before, TILE), tl.max(tl.where(weight > 0, place, 0), 0))
     token = tl.where(broken, -1, token).to(tl.int64)
     tl.store(tokens_ptr + row, token)
     if RAW:
@@ -134,12 +136,12 @@ def _ranked_kernel(
         logit = tl.load(logits + tl.maximum(token, 0)).to(tl.float32)
         log_prob = logit - highest - tl.log(tl.sum(tl.exp(raw_N - highest), 0))
         if tl.load(processed_ptr + row) != 0:
-            log_prob = tl.where(greedy, 0.0, tl.div_rn(logit - base, temperature) - tl.log(total.to(tl.float32)))
+            log_prob = tl.where(greedy, 0.0, (logit - base) * factor - tl.log(total.to(tl.float32)))
         tl.store(log_probs_ptr + row, log_prob)
 
 
 @triton.jit
-def _search(logits, base, temperature, high, high_count, high_total, most, target, vocab_size, TILE: tl.constexpr, WEIGHS: tl.constexpr):
+def _search(logits, base, factor, high, high_count, high_total, most, target, vocab_size, TILE: tl.constexpr, WEIGHS: tl.constexpr):
     """The depths (low, high] of the last score that stays, with counts and sums up to both: up to high there are ``most`` scores or
     the weight ``target``, up to low there are fewer. One score lies between, or equal ones, or those up to high are ``most``."""
     low, low_count = high * 0 - 1, high_count * 0
@@ -150,7 +152,7 @@ def _search(logits, base, temperature, high, high_count, high_total, most, targe
         middle = low + (high - low) // 2
         probe = tl.where(steps == 0, 0x42000000, 0x3D800000)
         middle = tl.where((steps < 2) & (probe > low) & (probe < high), probe, middle)
-        count, total = _below(logits, base, temperature, middle, vocab_size, TILE, WEIGHS)
+        count, total = _below(logits, base, factor, middle, vocab_size, TILE, WEIGHS)
         enough = count >= most
         if WEIGHS:
             enough = total >= target
@@ -165,31 +167,45 @@ def _search(logits, base, temperature, high, high_count, high_total, most, targe
 
 
 @triton.jit
-def _below(logits, base, temperature, depth, vocab_size, TILE: tl.constexpr, WEIGHS: tl.constexpr):
+def _first(values, threshold, TILE: tl.constexpr):
+    """The first place up to which the values sum to more than the threshold; the last where they never do."""
+    place = tl.arange(0, TILE)
+    low, high = -1, TILE - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        passes = tl.sum(tl.where(place <= middle, values, 0.0), 0) > threshold
+        low, high = tl.where(passes, low, middle), tl.where(passes, middle, high)
+    return high
+
+
+@triton.jit
+def _below(logits, base, factor, depth, vocab_size, TILE: tl.constexpr, WEIGHS: tl.constexpr):
     """Scores up to a depth, and the sum of their weights."""
     count = tl.zeros((TILE,), dtype=tl.int32)
     total = tl.zeros((TILE,), dtype=tl.float64)
-    for number in range(tl.cdiv(vocab_size, TILE)):
-        score = _scores(logits, base, temperature, number, vocab_size, TILE)
-        inside = _depth(score) <= depth
-        count += inside.to(tl.int32)
-        if WEIGHS:
-            total += tl.where(inside, tl.exp(score), 0.0).to(tl.float64)
+    for number in range(tl.cdiv(vocab_size, 4 * TILE)):
+        # Four at a time, so that their loads overlap.
+        for part in tl.static_range(4):
+            score = _scores(logits, base, factor, 4 * number + part, vocab_size, TILE)
+            inside = _depth(score) <= depth
+            count += inside.to(tl.int32)
+            if WEIGHS:
+                total += tl.where(inside, tl.exp(score), 0.0).to(tl.float64)
     return tl.sum(count, 0), tl.sum(total, 0)
 
 
 @triton.jit
-def _weights(logits, base, temperature, number, vocab_size, TILE: tl.constexpr):
-    score = _scores(logits, base, temperature, number, vocab_size, TILE)
+def _weights(logits, base, factor, number, vocab_size, TILE: tl.constexpr):
+    score = _scores(logits, base, factor, number, vocab_size, TILE)
     return _depth(score), tl.exp(score).to(tl.float64)
 
 
 @triton.jit
-def _scores(logits, base, temperature, number, vocab_size, TILE: tl.constexpr):
+def _scores(logits, base, factor, number, vocab_size, TILE: tl.constexpr):
     """Of one tile, the best of the row 0; rounded as torch rounds them, so that ties are the same."""
     ids = number * TILE + tl.arange(0, TILE)
     values = tl.load(logits + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
-    return tl.div_rn(values - base, temperature)
+    return (values - base) * factor
 
 
 @triton.jit
