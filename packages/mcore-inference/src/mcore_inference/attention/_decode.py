@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mcore_inference._kernels import dependent_launch
 from mcore_inference.attention._packed import PackedHeads
 
 # R rows (requests) of one token each, K key-value heads, G query heads of each, d width of a head, S splits of a row's context.
@@ -81,7 +80,7 @@ def attend_packed(
             GROUP=group, LINES=max(16, triton.next_power_of_2(group)), KEYS=min(_KEYS, block_size & -block_size),
             WIDTH=triton.next_power_of_2(max(16, width)), SPLITS=splits, SPLIT_BLOCK=triton.next_power_of_2(splits),
             PRECISION="ieee" if heads.qkv.dtype == torch.float32 else "tf32", num_warps=2,
-            num_stages=3 if width <= 64 else 2, **dependent_launch(device),
+            num_stages=3 if width <= 64 else 2,
         )  # fmt: skip
     return out
 
@@ -92,16 +91,13 @@ def _decode_kernel(
     query_norm_ptr, key_norm_ptr, sink_ptr, epsilon, shift, scale, window, keys_slot, keys_head, values_slot, values_head, table_stride,
     angle_stride, kv_heads, block_size, width,
     GROUP: tl.constexpr, LINES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     line, lane = tl.arange(0, LINES), tl.arange(0, WIDTH)
     real, inside = line < GROUP, lane < width
     half = width // 2
     partner, sign = tl.where(lane < half, lane + half, lane - half), tl.where(lane < half, -1.0, 1.0)
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
 
     # Queries of the group, and the new key and value, as the projection left them.
     packed = qkv_ptr + (row * kv_heads + kv_head).to(tl.int64) * (GROUP + 2) * width

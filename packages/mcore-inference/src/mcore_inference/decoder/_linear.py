@@ -15,8 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mcore_inference._kernels import dependent_launch
-
 # T tokens (one a request), D input and N output width of a linear layer, R lines of a tile (T and padding), P parts of a sum.
 
 MAX_ROWS = 16
@@ -115,7 +113,7 @@ def _launch(
         x_TD, squares, weight_ND, residual_TN, None if norm is None else norm.weight, y_TN, scaled_TN, new_squares,
         tokens, width, depth, x_TD.stride(0), parts, epsilon, 0.0 if norm is None else norm.shift,
         LINES=lines, COLUMNS=columns, DEPTH=block, PARTS=triton.next_power_of_2(max(parts, 128)), EVEN=even, GATED=gated,
-        num_warps=4, num_stages=stages, **dependent_launch(device),
+        num_warps=4, num_stages=stages,
     )  # fmt: skip
     return y_TN, scaled_TN, new_squares
 
@@ -138,15 +136,11 @@ def _linear_kernel(
     x_ptr, squares_ptr, weight_ptr, residual_ptr, norm_ptr, y_ptr, scaled_ptr, new_squares_ptr,
     tokens, width, depth, x_stride, parts, epsilon, shift,
     LINES: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     row, lane = tl.arange(0, LINES), tl.arange(0, DEPTH)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     weight_rows = weight_ptr + column[None, :].to(tl.int64) * depth
     value_rows = weight_rows + tl.cast(width, tl.int64) * depth
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     if squares_ptr is not None:
         part = tl.arange(0, PARTS)
         # Here, so that they arrive while the weights stream.

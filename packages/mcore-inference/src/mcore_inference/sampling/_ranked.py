@@ -101,8 +101,8 @@ def _ranked_kernel(
     threshold = tl.where(greedy, 0.0, threshold)
     number, chosen, left = 0, 0, kept
     passed = tl.full((), 0.0, tl.float64)
-    before = passed
-    left_before = kept
+    # Values of their own: of two names for one value the compiler carries but one through a loop.
+    before, left_before = passed + 0.0, left + 0
     searching = True
     while searching & (number < tiles):
         depth, weight = _weights(logits, base, factor, number, vocab_size, TILE)
