@@ -38,6 +38,17 @@ from tools.bench._sequences import ring, whole_sequences
 from tools.bench._words import parse_run
 
 _LLAMA_3 = LlamaShape(num_layers=32, hidden=4096, feed_forward=14336, num_heads=32, num_groups=8, vocab=128256, seq_len=4096)
+_MIXTURE = LlamaShape(
+    num_layers=24,
+    hidden=2048,
+    feed_forward=8 * 768,
+    num_heads=32,
+    num_groups=4,
+    vocab=151936,
+    seq_len=4096,
+    num_experts=128,
+    num_choices=8,
+)
 MODELS: Mapping[str, LlamaShape] = MappingProxyType(
     {
         "tiny": LlamaShape(num_layers=8, hidden=256, feed_forward=768, num_heads=4, num_groups=2, vocab=1024, seq_len=64),
@@ -45,17 +56,9 @@ MODELS: Mapping[str, LlamaShape] = MappingProxyType(
         "dense-8b-l8": replace(_LLAMA_3, num_layers=8),
         "dense-8b": _LLAMA_3,
         "dense-30b": replace(_LLAMA_3, num_layers=48, hidden=7168, feed_forward=20480, num_heads=56),
-        "moe-15b": LlamaShape(
-            num_layers=24,
-            hidden=2048,
-            feed_forward=8 * 768,
-            num_heads=32,
-            num_groups=4,
-            vocab=151936,
-            seq_len=4096,
-            num_experts=128,
-            num_choices=8,
-        ),
+        "moe-15b": _MIXTURE,
+        "moe-l6": replace(_MIXTURE, num_layers=6),
+        "mixtral-l4": replace(_LLAMA_3, num_layers=4, feed_forward=2 * 14336, vocab=32000, num_experts=8, num_choices=2),
         "moe-tiny": LlamaShape(
             num_layers=4, hidden=64, feed_forward=64, num_heads=4, num_groups=2, vocab=512, seq_len=32, num_experts=8, num_choices=2
         ),

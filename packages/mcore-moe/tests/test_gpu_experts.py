@@ -7,13 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_moe import GroupedMLP, SequentialMLP
+from mcore_moe import GroupedMLP, MoEConfig, MoELayer, SequentialMLP
 from mcore_parallel import ProcessGroups
-from mcore_parallel.nn import ACTIVATIONS, Activation
+from mcore_parallel.backends import ends_of
+from mcore_parallel.models import Site, TransformerConfig
+from mcore_parallel.nn import ACTIVATIONS, Activation, Step
+from mcore_parallel.tensor_parallel import MainGradient
 
 pytestmark = pytest.mark.gpu
 
 
+CUDA = torch.device("cuda")
 COUNTS = [[64, 0, 17, 175], [0, 0, 0, 256], [1, 2, 3, 250]]
 
 
@@ -35,7 +39,7 @@ def test_grouped_products_take_every_activation(activation: Activation, bias: bo
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_experts_without_a_row_have_zero_gradients(dtype: torch.dtype) -> None:
     experts = GroupedMLP(4, 128, 64, ProcessGroups.single(), bias=True, dtype=dtype, device="cuda")
-    y = experts(torch.empty(0, 128, device="cuda", dtype=dtype, requires_grad=True), [0, 0, 0, 0])
+    y = experts(torch.empty(0, 128, device="cuda", dtype=dtype, requires_grad=True), ends_of([0, 0, 0, 0], CUDA))
     assert y.shape == (0, 128)
     y.sum().backward()
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in experts.parameters())
@@ -60,7 +64,8 @@ def compare(counts: list[int], **options: Any) -> None:
     x = torch.randn(sum(counts), 128, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(sum(counts), 128, device="cuda", dtype=torch.bfloat16)
     leaves = x.clone().requires_grad_(), x.double().requires_grad_(), x.clone().requires_grad_()
-    outputs = grouped(leaves[0], counts), exact(leaves[1], counts), rounded(leaves[2], counts)
+    ends = ends_of(counts, CUDA)
+    outputs = grouped(leaves[0], ends), exact(leaves[1], ends), rounded(leaves[2], ends)
     for output in outputs:
         (output * weight.to(output.dtype)).sum().backward()
 
@@ -84,7 +89,7 @@ def test_the_widths_that_pass_the_check_can_be_multiplied(hidden_size: int, ffn_
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     rows = torch.randn(6, hidden_size, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-    experts(rows, [4, 2]).sum().backward()
+    experts(rows, ends_of([4, 2], CUDA)).sum().backward()
     assert rows.grad is not None and rows.grad.isfinite().all()
 
 
@@ -93,4 +98,68 @@ def test_the_widths_that_are_refused_cannot(hidden_size: int, ffn_size: int) -> 
     experts = GroupedMLP(2, hidden_size, ffn_size, ProcessGroups.single(), dtype=torch.bfloat16, device="cuda")
     rows = torch.randn(6, hidden_size, dtype=torch.bfloat16, device="cuda")
     with pytest.raises(RuntimeError, match="16"):
-        experts(rows, [4, 2])
+        experts(rows, ends_of([4, 2], CUDA))
+
+
+def make_layer(dtype: torch.dtype, device: str) -> MoELayer:
+    config = TransformerConfig(num_layers=1, hidden_size=256, num_attention_heads=4, vocab_size=64, ffn_hidden_size=128)
+    site = Site(layer=0, local_layer=0, config=config, groups=ProcessGroups.single(), dtype=dtype, device=torch.device(device))
+    layer = MoELayer(MoEConfig(num_moe_experts=16, moe_router_topk=4, moe_ffn_hidden_size=128), site, dtype=dtype, device=device)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return layer
+
+
+def test_a_layer_waits_for_the_device_nowhere_and_has_the_same_bits_twice() -> None:
+    layer = make_layer(torch.bfloat16, "cuda")
+    totals = {name: torch.zeros_like(getattr(layer.experts, name), dtype=torch.float32) for name in ("up", "down")}
+    layer.experts.accumulate_weight_gradients_into({name: MainGradient(total) for name, total in totals.items()})
+    x, grad = (torch.randn(512, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    step, results = Step.causal(1, 512, CUDA), []
+    for turn in range(4):
+        leaf = x.clone().requires_grad_()
+        for total in totals.values():
+            total.zero_()
+        layer.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        # The first turn compiles kernels.
+        torch.cuda.set_sync_debug_mode("error" if turn else "default")
+        try:
+            y, _ = layer(leaf, step)
+            y.backward(grad)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert layer.experts.up.grad is None and leaf.grad is not None and layer.router.weight.grad is not None
+        results.append([value.clone() for value in (y, leaf.grad, layer.router.weight.grad, *totals.values())])
+    assert all(torch.equal(a, b) for again in results[1:] for a, b in zip(results[0], again, strict=True))
+
+
+def test_a_layer_is_that_of_float64() -> None:
+    wide, ours = make_layer(torch.float64, "cpu"), make_layer(torch.bfloat16, "cuda")
+    x = torch.randn(512, 256).bfloat16()
+    grad = torch.randn(512, 256).bfloat16()
+    with torch.no_grad():
+        for reference, parameter in zip(wide.parameters(), ours.parameters(), strict=True):
+            reference.copy_(parameter)
+    leaf, reference = x.cuda().requires_grad_(), x.double().requires_grad_()
+    y, _ = ours(leaf, Step.causal(1, 512, CUDA))
+    # The same choice: of nearly equal scores another one may win.
+    with torch.no_grad():
+        routing, _ = ours.router(leaf, Step.causal(1, 512, CUDA))
+        other, _ = wide.router(reference, Step.causal(1, 512))
+    same = (routing.experts_TK.cpu() == other.experts_TK).all(-1)
+    assert same.float().mean() > 0.97
+    wanted, _ = wide(reference, Step.causal(1, 512))
+    keep = same.double()[:, None]
+    y.backward((grad * keep.bfloat16()).cuda())
+    wanted.backward(grad.double() * keep)
+
+    def error(a: torch.Tensor, b: torch.Tensor) -> float:
+        return ((a.double().cpu() - b).norm() / b.norm()).item()
+
+    assert error(y[same.cuda()], wanted[same]) < 2e-2
+    assert error(leaf.grad[same.cuda()], reference.grad[same]) < 2e-2
+    for name in ("up", "down"):
+        assert error(getattr(ours.experts, name).grad, getattr(wide.experts, name).grad) < 2e-2

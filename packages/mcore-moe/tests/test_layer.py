@@ -113,7 +113,7 @@ def test_an_expert_without_tokens_gets_zero_gradients() -> None:
     experts = SequentialMLP(3, 4, 6, ProcessGroups.single())
     for parameter in experts.parameters():
         torch.nn.init.ones_(parameter)
-    experts(torch.randn(5, 4), [2, 0, 3]).sum().backward()
+    experts(torch.randn(5, 4), torch.tensor([2, 2, 5], dtype=torch.int32)).sum().backward()
     assert experts.up.grad is not None and not experts.up.grad[1].any() and experts.up.grad[2].any()
 
 

@@ -31,7 +31,8 @@ def trained(modules: tuple[str, ...], *, fraction: float = 1.0) -> tuple[list[Te
 
 
 ROWS = CONFIG.num_layers * TOKENS * TOPK * BYTES
-INPUT, ACTIVATION = ROWS * CONFIG.hidden_size, ROWS * 2 * CONFIG.ffn_size
+# With the rows go where those of each expert end, with the activation's input the rows' weights.
+INPUT, ACTIVATION = ROWS * CONFIG.hidden_size + CONFIG.num_layers * 4 * 4, ROWS * (2 * CONFIG.ffn_size + 1)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """The feed-forwards of the experts that a rank holds, as stacked weights."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mcore_parallel import ProcessGroups, ShardSpec
 from mcore_parallel.backends import grouped_matmul
 from mcore_parallel.nn import Activation, LayerMemory
+from mcore_parallel.tensor_parallel import MainGradient
 
 # R rows in expert order, N experts of this rank, D model, F width of an expert, W width of the activation's input (2 F with a gate).
 
@@ -54,6 +55,7 @@ class _StackedExperts(nn.Module):
         super().__init__()
         if ffn_size % groups.expt_tp.size:
             raise ValueError(f"etp={groups.expt_tp.size} must divide the expert width {ffn_size}; lower etp or change moe_ffn_hidden_size")
+        self._main_grads: Mapping[str, MainGradient] = {}
         self.activation = Activation(name=activation) if isinstance(activation, str) else activation
         self.memory = LayerMemory() if memory is None else memory
         self._adds_down_bias = groups.expt_tp.is_first
@@ -76,14 +78,34 @@ class _StackedExperts(nn.Module):
     def shard_specs(self) -> Mapping[str, ShardSpec]:
         return self._specs
 
-    def _run(self, rows_RD: Tensor, tokens_per_expert: Sequence[int], *, grouped: bool) -> Tensor:
-        matmul = grouped_matmul if grouped else _matmul_each_expert
-        counts = tuple(tokens_per_expert)
+    def accumulate_weight_gradients_into(self, main_grads: Mapping[str, MainGradient]) -> None:
+        """As ``mcore_parallel.tensor_parallel.WeightGradientSink``, for the two projections; those of biases go through autograd."""
+        self._main_grads = {name: main_grads[name] for name in ("up", "down") if name in main_grads}
+
+    def forward(self, rows_RD: Tensor, ends_N: Tensor, weights_R: Tensor | None = None) -> Tensor:
+        """[R, D] rows in expert order -> [R, D].
+
+        Args:
+            rows_RD: those behind the last expert belong to none; their results hold anything.
+            ends_N: int32 on the rows' device, the rows of this expert and of all before it.
+            weights_R: of the results of the rows; None for 1.
+        """
         with self.memory.offloading("expert_fc1", self):
-            x_RW = _biased(matmul(rows_RD, self.up.flatten(1, -2), counts), self.up_bias, counts)
+            x_RW = self._multiply("up", rows_RD, self.up.flatten(1, -2), ends_N)
+            x_RW = x_RW if self.up_bias is None else x_RW + _rows_of_experts(self.up_bias.flatten(1), len(rows_RD), ends_N)
         with self.memory.offloading("moe_act", self):
-            y_RF = self.activation(x_RW)
-        return _biased(matmul(y_RF, self.down, counts), self._down_bias(), counts)
+            y_RF = self.activation(x_RW, weights=weights_R)
+        y_RD = self._multiply("down", y_RF, self.down, ends_N)
+        bias_ND = self._down_bias()
+        if bias_ND is None:
+            return y_RD
+        bias_RD = _rows_of_experts(bias_ND, len(rows_RD), ends_N)
+        return y_RD + (bias_RD if weights_R is None else bias_RD * weights_R.to(bias_RD.dtype).unsqueeze(-1))
+
+    def _multiply(self, name: str, rows_RI: Tensor, weight_NOI: Tensor, ends_N: Tensor) -> Tensor:
+        """By one matrix an expert; where the gradient of the weights goes, unless a compiler looks."""
+        main_grad = None if torch.compiler.is_compiling() else self._main_grads.get(name)
+        return grouped_matmul(rows_RI, weight_NOI, ends_N, main_grad)
 
     def _down_bias(self) -> Tensor | None:
         """Ranks that share an expert all have a gradient, so that their sums have equal terms; only the first one adds the bias."""
@@ -93,41 +115,34 @@ class _StackedExperts(nn.Module):
 
 
 class SequentialMLP(_StackedExperts):
-    """One matmul per expert; the reference."""
+    """One product an expert in every dtype; the reference."""
 
-    def forward(self, rows_RD: Tensor, tokens_per_expert: Sequence[int]) -> Tensor:
-        """[R, D] rows in expert order -> [R, D]."""
-        return self._run(rows_RD, tokens_per_expert, grouped=False)
+    def _multiply(self, name: str, rows_RI: Tensor, weight_NOI: Tensor, ends_N: Tensor) -> Tensor:
+        ends = ends_N.tolist()
+        parts = [F.linear(rows_RI[begin:end], weight_OI) for begin, end, weight_OI in zip([0, *ends[:-1]], ends, weight_NOI, strict=True)]
+        return torch.cat([*parts, rows_RI.new_zeros(len(rows_RI) - ends[-1], weight_NOI.shape[1])])
 
 
 class GroupedMLP(_StackedExperts):
-    """All experts in two grouped GEMMs (bfloat16 on a GPU); elsewhere one matmul per expert."""
-
-    def forward(self, rows_RD: Tensor, tokens_per_expert: Sequence[int]) -> Tensor:
-        """[R, D] rows in expert order -> [R, D]."""
-        grouped = rows_RD.is_cuda and rows_RD.dtype == torch.bfloat16 and rows_RD.shape[0] > 0
-        return self._run(rows_RD, tokens_per_expert, grouped=grouped)
+    """All experts in two grouped GEMMs (bfloat16 on a GPU), whose weight gradients are added to the main gradients in place."""
 
 
-def _matmul_each_expert(rows_RI: Tensor, weight_NOI: Tensor, counts: tuple[int, ...]) -> Tensor:
-    parts = rows_RI.split(list(counts))
-    return torch.cat([F.linear(rows, weight_OI) for rows, weight_OI in zip(parts, weight_NOI, strict=True)])
-
-
-def _biased(rows_RO: Tensor, bias: Tensor | None, counts: tuple[int, ...]) -> Tensor:
-    """Rows plus the bias [N, ...] of their expert."""
-    return rows_RO if bias is None else rows_RO + _RowsOfExperts.apply(bias.flatten(1), counts)
+def _rows_of_experts(bias_NO: Tensor, num_rows: int, ends_N: Tensor) -> Tensor:
+    """[N, O] -> [R, O], each row as often as its expert has rows, zeros behind them."""
+    return _RowsOfExperts.apply(bias_NO, num_rows, ends_N)
 
 
 class _RowsOfExperts(torch.autograd.Function):
-    """[N, O] -> [R, O], each row as often as its expert has rows; the gradient is summed in the order of the rows."""
+    """The gradient is summed in the order of the rows, which needs the sizes on the host."""
 
     @staticmethod
-    def forward(ctx: Any, bias_NO: Tensor, counts: tuple[int, ...]) -> Tensor:
-        ctx.counts = counts
-        repeats = torch.tensor(counts, device=bias_NO.device)
-        return bias_NO.repeat_interleave(repeats, dim=0, output_size=sum(counts))
+    def forward(ctx: Any, bias_NO: Tensor, num_rows: int, ends_N: Tensor) -> Tensor:
+        ctx.save_for_backward(ends_N)
+        rows_R = torch.arange(num_rows, device=bias_NO.device, dtype=ends_N.dtype)
+        expert_R = torch.searchsorted(ends_N, rows_R, right=True)
+        return F.pad(bias_NO, (0, 0, 0, 1))[expert_R]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return torch.stack([rows.sum(0) for rows in grads[0].split(list(ctx.counts))]), None
+        ends = ctx.saved_tensors[0].tolist()
+        return torch.stack([grads[0][begin:end].sum(0) for begin, end in zip([0, *ends[:-1]], ends, strict=True)]), None, None

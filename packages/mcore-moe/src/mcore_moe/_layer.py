@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mcore_moe._config import MoEConfig, check_experts
 from mcore_moe._experts import GroupedMLP
 from mcore_moe._router import TopKRouter
-from mcore_moe.dispatch import MoEAlltoAllTokenDispatcher, ReplicatedTokenDispatcher
+from mcore_moe.dispatch import LocalTokenDispatcher, MoEAlltoAllTokenDispatcher, ReplicatedTokenDispatcher
 from mcore_parallel import ParallelPlan
 from mcore_parallel.backends import special_products
 from mcore_parallel.comm import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
@@ -65,11 +65,13 @@ class MoELayer(nn.Module):
         self.router = TopKRouter(config, hidden_size, groups, layer=site.layer, bias=biased, dtype=dtype, device=device)
         # Ranks that hold the same tokens, and sum their parts of the result.
         self.replicas = self.router.replicas
-        self.dispatcher: Any = (
-            MoEAlltoAllTokenDispatcher(config.num_moe_experts, groups.ep, groups.expt_tp, pause=pause)
-            if self.replicas.size == 1
-            else ReplicatedTokenDispatcher(config.num_moe_experts, groups)
-        )
+        self.dispatcher: Any
+        if self.replicas.size > 1:
+            self.dispatcher = ReplicatedTokenDispatcher(config.num_moe_experts, groups)
+        elif groups.ep.size == groups.expt_tp.size == 1:
+            self.dispatcher = LocalTokenDispatcher(config.num_moe_experts)
+        else:
+            self.dispatcher = MoEAlltoAllTokenDispatcher(config.num_moe_experts, groups.ep, groups.expt_tp, pause=pause)
         activation = Activation(
             name=site.config.activation, offset=site.config.glu_linear_offset, clamp=site.config.activation_func_clamp_value
         )
@@ -98,7 +100,7 @@ class MoELayer(nn.Module):
         x_TD = copy_to_tensor_model_parallel_region(x_TD, self.replicas)
         routing, losses = self.router(x_TD, step)
         sent = self.dispatcher.dispatch(x_TD, routing)
-        rows_RD = self.experts(sent.rows_RD, sent.tokens_per_expert)
+        rows_RD = self.experts(sent.rows_RD, sent.ends_N, sent.weights_R)
         y_TD = reduce_from_tensor_model_parallel_region(self.dispatcher.combine(rows_RD, sent, routing), self.replicas)
         y_TD = y_TD if shared_TD is None else y_TD + shared_TD
         if not (self.training and torch.is_grad_enabled()):

@@ -3,6 +3,7 @@
 """Moving tokens to the ranks that hold their experts, and back."""
 
 from mcore_moe.dispatch._alltoall import Dispatched, MoEAlltoAllTokenDispatcher
-from mcore_moe.dispatch._replicated import LocalPicks, ReplicatedTokenDispatcher
+from mcore_moe.dispatch._local import LocalPicks, LocalTokenDispatcher
+from mcore_moe.dispatch._replicated import ReplicatedTokenDispatcher
 
-__all__ = ["Dispatched", "LocalPicks", "MoEAlltoAllTokenDispatcher", "ReplicatedTokenDispatcher"]
+__all__ = ["Dispatched", "LocalPicks", "LocalTokenDispatcher", "MoEAlltoAllTokenDispatcher", "ReplicatedTokenDispatcher"]

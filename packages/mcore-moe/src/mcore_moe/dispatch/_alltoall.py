@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mcore_moe._routing import Routing
 from mcore_parallel import Group
+from mcore_parallel.backends import ends_of
 from mcore_parallel.comm import all_gather, all_to_all, all_to_all_autograd
 
 # T tokens of this rank, K experts a token, P = T * K picks, Q rows received from the expert-parallel group, R rows for this
@@ -21,8 +22,8 @@ class Dispatched:
     """Rows for this rank's experts, in expert order, with what is needed to send the results back."""
 
     rows_RD: Tensor
-    tokens_per_expert: list[int]
-    """Rows of each of the N experts held here."""
+    ends_N: Tensor
+    """int32, rows of each of the N experts held here and of all before it."""
     order_P: Tensor
     """Picks in the order in which they were sent; those of padding are left out."""
     arrival_R: Tensor
@@ -33,6 +34,8 @@ class Dispatched:
     """Rows received from each rank."""
     shared: list[int]
     """Rows that each of the H ranks received; all of them compute all of these."""
+    weights_R: Tensor | None = None
+    """Of the rows' results; None where ``combine`` weighs them."""
 
 
 class MoEAlltoAllTokenDispatcher:
@@ -89,7 +92,7 @@ class MoEAlltoAllTokenDispatcher:
         expert_R = expert_R.repeat_interleave(receive_HGN.flatten(), output_size=sum(shared))
         arrival_R = expert_R.argsort(stable=True)
         per_expert = [sum(row[expert] for rank in received_HGN for row in rank) for expert in range(self.num_local_experts)]
-        return Dispatched(rows_RD[arrival_R], per_expert, order_P, arrival_R, sent, received, shared)
+        return Dispatched(rows_RD[arrival_R], ends_of(per_expert, x_TD.device), order_P, arrival_R, sent, received, shared)
 
     def combine(self, rows_RD: Tensor, dispatched: Dispatched, routing: Routing) -> Tensor:
         """Return the experts' rows to their tokens and sum them by weight -> [T, D]; the sum's order is fixed."""

@@ -2,26 +2,14 @@
 # Copyright (c) 2026 the mcore authors
 """Tokens that all tensor-parallel ranks hold: each rank takes the picks of its own experts, and nothing is exchanged."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from mcore_moe._routing import Routing
+from mcore_moe.dispatch._local import LocalPicks, sort_picks, sum_rows
 from mcore_parallel import ProcessGroups
 
-# T tokens, K experts a token, P = T * K picks, R picks of this rank, N experts of this rank, D model.
-
-
-@dataclass(frozen=True)
-class LocalPicks:
-    """Rows for this rank's experts, in expert order."""
-
-    rows_RD: Tensor
-    tokens_per_expert: list[int]
-    """Rows of each of the N experts."""
-    order_R: Tensor
-    """The pick that each row belongs to."""
+# T tokens, K experts a token, P = T * K picks, N experts of this rank, D model.
 
 
 class ReplicatedTokenDispatcher:
@@ -59,13 +47,8 @@ class ReplicatedTokenDispatcher:
             mine_P &= routing.valid_T.repeat_interleave(topk)
         if self.num_copies > 1:
             mine_P &= torch.arange(len(local_P), device=x_TD.device) // topk % self.num_copies == self.copy
-        local_P = torch.where(mine_P, local_P, N)
-        counts = torch.bincount(local_P, minlength=N + 1)[:N].tolist()
-        order_R = local_P.argsort(stable=True)[: sum(counts)]
-        return LocalPicks(x_TD[order_R // topk], counts, order_R)
+        return sort_picks(x_TD, routing, torch.where(mine_P, local_P, N).view_as(routing.experts_TK), N)
 
     def combine(self, rows_RD: Tensor, picks: LocalPicks, routing: Routing) -> Tensor:
-        """This rank's part of the weighted sums, [T, D]."""
-        picks_PD = rows_RD.new_zeros(routing.experts_TK.numel(), rows_RD.shape[1]).index_copy(0, picks.order_R, rows_RD)
-        picks_TKD = picks_PD.unflatten(0, routing.experts_TK.shape)
-        return (picks_TKD * routing.probs_TK.to(picks_TKD.dtype).unsqueeze(-1)).sum(1)
+        """This rank's part of the sums, [T, D]; the order of each sum is fixed."""
+        return sum_rows(rows_RD, picks)

@@ -5,7 +5,7 @@
 from mcore_parallel.backends._factory import choose_backend, special_products
 from mcore_parallel.backends._fp8_config import RECIPES, Fp8Config
 from mcore_parallel.backends._fp8_loss import Fp8LossProducts
-from mcore_parallel.backends._grouped import GroupedLinear, check_grouped_width, grouped_matmul
+from mcore_parallel.backends._grouped import GroupedLinear, check_grouped_width, ends_of, grouped_matmul
 from mcore_parallel.backends._protocol import Backend, BackendLayers, NormColumnLinear
 from mcore_parallel.backends._torch import TorchBackend
 
@@ -20,6 +20,7 @@ __all__ = [
     "TorchBackend",
     "check_grouped_width",
     "choose_backend",
+    "ends_of",
     "grouped_matmul",
     "special_products",
 ]

@@ -2,9 +2,10 @@
 # Copyright (c) 2026 the mcore authors
 """One product with a weight an expert."""
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -57,20 +58,76 @@ def check_grouped_width(field: str, width: int, dtype: torch.dtype | None, devic
         )
 
 
-def grouped_matmul(rows_RI: Tensor, weight_NOI: Tensor, rows_per_expert: Sequence[int]) -> Tensor:
-    """``y = x W_e^T`` of bfloat16 rows [R, I] that are sorted by expert, in one kernel of a GPU: [R, O].
+def grouped_matmul(rows_RI: Tensor, weight_NOI: Tensor, ends_N: Tensor, main_grad: MainGradient | None = None) -> Tensor:
+    """``y = x W_e^T`` of rows [R, I] that are sorted by expert: [R, O].
+
+    bfloat16 rows on a GPU go through one kernel each way, and nothing waits for the device; other rows take one product an expert, whose
+    sizes the host reads.
 
     Args:
-        rows_RI: at least one row.
+        rows_RI: those behind the last expert belong to none; their results and gradients hold anything.
         weight_NOI: one matrix an expert.
-        rows_per_expert: N numbers, whose sum is R.
+        ends_N: int32 on the rows' device, the rows of this expert and of all before it.
+        main_grad: where the weights' gradient [N, ..., I] is added, instead of being given to autograd.
     """
-    ends = torch.tensor(rows_per_expert, device=rows_RI.device).cumsum(0).to(torch.int32)
-    y = F.grouped_mm(rows_RI, weight_NOI.transpose(1, 2), offs=ends)
-    if y.requires_grad:
-        # The kernels of its backward refuse the broadcast gradient of a sum.
-        y.register_hook(Tensor.contiguous)
-    return y
+    return _GroupedMatmul.apply(rows_RI, weight_NOI, ends_N, main_grad)
+
+
+class _GroupedMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_RI: Tensor, weight_NOI: Tensor, ends_N: Tensor, main_grad: MainGradient | None) -> Tensor:
+        ctx.main_grad = main_grad
+        ctx.save_for_backward(rows_RI, weight_NOI, ends_N)
+        return _product(rows_RI, weight_NOI.transpose(1, 2), ends_N)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        rows_RI, weight_NOI, ends_N = ctx.saved_tensors
+        # The kernels refuse the broadcast gradient of a sum.
+        grad_RO = grads[0].contiguous()
+        grad_RI = _product(grad_RO, weight_NOI, ends_N) if ctx.needs_input_grad[0] else None
+        grad_NOI = None
+        if ctx.needs_input_grad[1]:
+            if ctx.main_grad is None:
+                grad_NOI = torch.empty_like(weight_NOI, memory_format=torch.contiguous_format)
+                _weight_gradient(grad_RO, rows_RI, ends_N, grad_NOI, add=False)
+            else:
+                with ctx.main_grad.open() as total:
+                    _weight_gradient(grad_RO, rows_RI, ends_N, total.view(weight_NOI.shape), add=True)
+        return grad_RI, grad_NOI, None, None
+
+
+def _product(rows_RI: Tensor, weight_NIO: Tensor, ends_N: Tensor) -> Tensor:
+    """``x W_e``, [R, O]."""
+    if rows_RI.is_cuda and rows_RI.dtype == torch.bfloat16 and rows_RI.shape[0]:
+        return F.grouped_mm(rows_RI, weight_NIO, offs=ends_N)
+    y_RO = rows_RI.new_zeros(rows_RI.shape[0], weight_NIO.shape[2])
+    for begin, end, weight_IO in _parts(ends_N, weight_NIO):
+        torch.mm(rows_RI[begin:end], weight_IO, out=y_RO[begin:end])
+    return y_RO
+
+
+def _weight_gradient(grad_RO: Tensor, x_RI: Tensor, ends_N: Tensor, total_NOI: Tensor, *, add: bool) -> None:
+    """``total_e (+)= grad_e^T x_e``."""
+    if grad_RO.is_cuda and grad_RO.dtype == torch.bfloat16:
+        from mcore_parallel.backends._triton_grouped import grouped_weight_gradient
+
+        grouped_weight_gradient(grad_RO, x_RI, ends_N, total_NOI, add=add)
+        return
+    for begin, end, total_OI in _parts(ends_N, total_NOI):
+        product_OI = grad_RO[begin:end].T @ x_RI[begin:end]
+        (total_OI.add_ if add else total_OI.copy_)(product_OI)
+
+
+def _parts(ends_N: Tensor, of_experts: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+    """First row, row behind the last and matrix of each expert."""
+    ends = ends_N.tolist()
+    return zip([0, *ends[:-1]], ends, of_experts, strict=True)
+
+
+def ends_of(rows_per_expert: Sequence[int], device: torch.device) -> Tensor:
+    """int32 [N] for ``grouped_matmul`` from numbers that the host has."""
+    return torch.tensor(list(itertools.accumulate(rows_per_expert)), dtype=torch.int32).to(device, non_blocking=True)
 
 
 class GroupedLinear(nn.Module):
@@ -120,7 +177,7 @@ class GroupedLinear(nn.Module):
         return {"weight": self._spec}
 
     def accumulate_weight_gradients_into(self, main_grads: Mapping[str, MainGradient]) -> None:
-        """As ``WeightGradientSink``; torch's products leave the gradient to autograd."""
+        """As ``WeightGradientSink``."""
         self._main_grad = main_grads.get("weight")
 
     def parameters_changed(self) -> None:
@@ -133,7 +190,4 @@ class GroupedLinear(nn.Module):
         weight_NOI = self.weight.flatten(1, -2)
         if self.products is not None:
             return self.products.grouped(rows_RI, weight_NOI, rows_per_expert, self._main_grad)
-        if rows_RI.is_cuda and rows_RI.dtype == torch.bfloat16 and rows_RI.shape[0]:
-            return grouped_matmul(rows_RI, weight_NOI, rows_per_expert)
-        parts = rows_RI.split(list(rows_per_expert))
-        return torch.cat([F.linear(rows, weight_OI) for rows, weight_OI in zip(parts, weight_NOI, strict=True)])
+        return grouped_matmul(rows_RI, weight_NOI, ends_of(rows_per_expert, rows_RI.device), self._main_grad)
