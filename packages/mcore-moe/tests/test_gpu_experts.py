@@ -112,6 +112,7 @@ def make_layer(dtype: torch.dtype, device: str) -> MoELayer:
     return layer
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_a_layer_waits_for_the_device_nowhere_and_has_the_same_bits_twice() -> None:
     layer = make_layer(torch.bfloat16, "cuda")
     totals = {name: torch.zeros_like(getattr(layer.experts, name), dtype=torch.float32) for name in ("up", "down")}
