@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """One product with a weight an expert."""
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mcore_parallel.groups import ProcessGroups, ShardSpec
-from mcore_parallel.tensor_parallel import MainGradient
+from mcore_parallel.tensor_parallel import DeferredWeightGrads, MainGradient
 
 
 # R rows, N experts of this rank, I input features, O output features (of this rank)
@@ -77,6 +78,7 @@ class _GroupedMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_RI: Tensor, weight_NOI: Tensor, ends_N: Tensor, main_grad: MainGradient | None) -> Tensor:
         ctx.main_grad = main_grad
+        ctx.later = None if torch.compiler.is_compiling() else DeferredWeightGrads()
         ctx.save_for_backward(rows_RI, weight_NOI, ends_N)
         return _product(rows_RI, weight_NOI.transpose(1, 2), ends_N)
 
@@ -88,13 +90,26 @@ class _GroupedMatmul(torch.autograd.Function):
         grad_RI = _product(grad_RO, weight_NOI, ends_N) if ctx.needs_input_grad[0] else None
         grad_NOI = None
         if ctx.needs_input_grad[1]:
-            if ctx.main_grad is None:
-                grad_NOI = torch.empty_like(weight_NOI, memory_format=torch.contiguous_format)
-                _weight_gradient(grad_RO, rows_RI, ends_N, grad_NOI, add=False)
+            weight_grad = functools.partial(_finish_weight_gradient, grad_RO, rows_RI, ends_N, weight_NOI, ctx.main_grad)
+            jobs = None if ctx.later is None else ctx.later.jobs
+            if jobs is None:
+                grad_NOI = weight_grad()
             else:
-                with ctx.main_grad.open() as total:
-                    _weight_gradient(grad_RO, rows_RI, ends_N, total.view(weight_NOI.shape), add=True)
+                jobs.append((1, weight_grad))
         return grad_RI, grad_NOI, None, None
+
+
+def _finish_weight_gradient(
+    grad_RO: Tensor, rows_RI: Tensor, ends_N: Tensor, weight_NOI: Tensor, main_grad: MainGradient | None
+) -> Tensor | None:
+    """Adds it to the main gradient; without one, returns it."""
+    if main_grad is None:
+        grad_NOI = torch.empty_like(weight_NOI, memory_format=torch.contiguous_format)
+        _weight_gradient(grad_RO, rows_RI, ends_N, grad_NOI, add=False)
+        return grad_NOI
+    with main_grad.open() as total:
+        _weight_gradient(grad_RO, rows_RI, ends_N, total.view(weight_NOI.shape), add=True)
+    return None
 
 
 def _product(rows_RI: Tensor, weight_NIO: Tensor, ends_N: Tensor) -> Tensor:

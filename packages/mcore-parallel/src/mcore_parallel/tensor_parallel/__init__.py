@@ -15,6 +15,7 @@ from mcore_parallel.tensor_parallel._rows import combine, row_statistics, to_nar
 from mcore_parallel.tensor_parallel._vocab import pad_vocab_size
 from mcore_parallel.tensor_parallel._weight_gradient import (
     BorrowedGradBuffer,
+    DeferredWeightGrads,
     MainGradient,
     WeightCopyHolder,
     WeightGradientQueue,
@@ -24,6 +25,7 @@ from mcore_parallel.tensor_parallel._weight_gradient import (
 __all__ = [
     "BorrowedGradBuffer",
     "ColumnParallelLinear",
+    "DeferredWeightGrads",
     "InvariantProducts",
     "Labels",
     "LinearProducts",
