@@ -23,7 +23,7 @@ def quickstart(*arguments: str) -> "subprocess.CompletedProcess[str]":
 def test_text_becomes_a_reinforced_model(tmp_path: Path) -> None:
     output = tmp_path / "run"
     changes = [word for change in SMALL for word in ("--set", change)]
-    done = quickstart("--text", "packages/mcore-parallel/src", "--output", str(output), "--iterations", "6", *changes)
+    done = quickstart("--text", "packages/mcore-parallel/src", "--output", str(output), "--iterations", "18", *changes)
     assert done.returncode == 0, done.stdout + done.stderr
     for stage in ("Text becomes tokens", "mixture of experts trains", "another layout", "safetensors", "serves", "Reinforcement"):
         assert stage in done.stdout

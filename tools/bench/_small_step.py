@@ -88,8 +88,11 @@ def _transformers(config: RunConfig) -> tuple[Callable[[], float], int]:
     if config.moe is None:
         chosen: Any = transformers.LlamaConfig(**sizes)
     else:
+        balance = config.moe.moe_aux_loss_coeff
+        if isinstance(balance, tuple):
+            raise ValueError(f"moe.moe_aux_loss_coeff={balance} must be one number: transformers has one loss of balance")
         sizes |= {"num_local_experts": config.moe.num_moe_experts, "num_experts_per_tok": config.moe.moe_router_topk}
-        chosen = transformers.MixtralConfig(**sizes, output_router_logits=True, router_aux_loss_coef=config.moe.moe_aux_loss_coeff)
+        chosen = transformers.MixtralConfig(**sizes, output_router_logits=True, router_aux_loss_coef=balance)
     torch.manual_seed(0)
     theirs: Any = transformers.AutoModelForCausalLM.from_config(chosen, attn_implementation="sdpa")
     rule = torch.optim.AdamW(theirs.parameters(), lr=optimizer.lr, weight_decay=optimizer.weight_decay)

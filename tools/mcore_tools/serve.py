@@ -29,8 +29,7 @@ from mcore_inference.coordinator import CoordinatedRunner, CoordinatorConfig, Co
 from mcore_inference.server import InferenceServer, ServerLimits, StopSignals, serve, serve_runner
 from mcore_parallel.guard import STALLED_EXIT_CODE
 from mcore_tools.generate import add_model_arguments, add_sampling_arguments, generate
-from mcore_tools.serving import open_engine, open_served_tokenizer
-from mcore_tools.serving._replicas import Replicas, work_for
+from mcore_tools.serving import Replicas, open_engine, open_served_tokenizer, work_for
 from mcore_tools.training import device_of
 
 

@@ -141,10 +141,17 @@ def step_batches(
 def _batch(sample: Mapping[str, Tensor], device: torch.device | str, *, padded: bool = False) -> Batch:
     """With ``padded``, ends of rows that no loss depends on are marked, for layers that skip them."""
     valid = real_tokens(sample["loss_mask"]) if padded else None
-    move = {name: sample[name].to(device, non_blocking=True) for name in ("tokens", "labels", "loss_mask")}
-    if valid is not None:
-        move["valid"] = valid.to(device, non_blocking=True)
-    if "cu_seqlens" not in sample:
-        return Batch(**move)
+
+    def moved(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.to(device, non_blocking=True)
+
     # Bounds stay on the host; attention and positions stay within each conversation.
-    return Batch(**move, positions=sample["position_ids"].to(device, non_blocking=True), cu_seqlens=sample["cu_seqlens"])
+    cu_seqlens = sample.get("cu_seqlens")
+    return Batch(
+        tokens=sample["tokens"].to(device, non_blocking=True),
+        labels=sample["labels"].to(device, non_blocking=True),
+        loss_mask=sample["loss_mask"].to(device, non_blocking=True),
+        positions=None if cu_seqlens is None else moved(sample["position_ids"]),
+        cu_seqlens=cu_seqlens,
+        valid=moved(valid),
+    )

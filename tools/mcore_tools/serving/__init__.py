@@ -4,12 +4,15 @@
 
 from mcore_tools.serving._engine import Served, build_engine, serve_exported
 from mcore_tools.serving._open import open_engine, open_served_tokenizer, steps_folder
+from mcore_tools.serving._replicas import Replicas, work_for
 
 __all__ = [
+    "Replicas",
     "Served",
     "build_engine",
     "open_engine",
     "open_served_tokenizer",
     "serve_exported",
     "steps_folder",
+    "work_for",
 ]
