@@ -9,12 +9,11 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client.exposition import choose_encoder
-from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp
@@ -22,16 +21,17 @@ from starlette.types import ASGIApp
 from mcore_inference.engine import Increment, RequestStream
 from mcore_inference.requests import DynamicInferenceRequestRecord, Status
 from mcore_inference.sampling import SamplingParams
+from mcore_inference.server._bodies import BodyReader
 from mcore_inference.server._errors import ApiError
 from mcore_inference.server._format import chat_log_probs, completion_log_probs, usage
 from mcore_inference.server._metrics import ServerMetrics
+from mcore_inference.server._prompts import PromptEncoder
 from mcore_inference.server._request_ids import CLIENT_LEFT, RequestIds, current_request_id
 from mcore_inference.server._runner import Runner
 from mcore_inference.server._schema import MAX_CHOICES, ChatBody, CompletionBody
-from mcore_inference.server._stream import ClientGone, EventStream, merged, read_body, unless_gone
-from mcore_inference.text import BosTokenizer, Tokenizer, chat_tokens
+from mcore_inference.server._stream import ClientGone, EventStream, merged, unless_gone
+from mcore_inference.server._tokenize import TokenizeRoutes
 
-Body = TypeVar("Body", bound=BaseModel)
 _DEFAULT_COMPLETION_TOKENS = 16
 _LOG = logging.getLogger("mcore_inference.server")
 
@@ -62,28 +62,27 @@ class Routes:
 
     Args:
         runner: what generates.
-        tokenizer: text to tokens and back.
-        model_name: the one model of the server.
+        reader: reads bodies, and names the one model of the server.
+        encoder: text to tokens and back.
         token: clients must bring it as bearer token; None for open access.
-        max_body_bytes: longest body.
         metrics: what ``/metrics`` answers.
     """
 
     def __init__(
         self,
         runner: Runner,
-        tokenizer: Tokenizer,
         *,
-        model_name: str,
+        reader: BodyReader,
+        encoder: PromptEncoder,
         token: str | None,
-        max_body_bytes: int,
         metrics: ServerMetrics,
     ) -> None:
         self._runner = runner
-        self._tokenizer = tokenizer
-        self._model_name = model_name
+        self._reader = reader
+        self._encoder = encoder
+        self._tokenizer = encoder.tokenizer
+        self._model_name = reader.model_name
         self._token = token
-        self._max_body_bytes = max_body_bytes
         self._metrics = metrics
         self._created = int(time.time())
 
@@ -103,6 +102,9 @@ class Routes:
         app.add_api_route("/v1/models/{name:path}", self.model, methods=["GET"], dependencies=guard)
         app.add_api_route("/v1/completions", self.completions, methods=["POST"], dependencies=guard, response_model=None)
         app.add_api_route("/v1/chat/completions", self.chat_completions, methods=["POST"], dependencies=guard, response_model=None)
+        texts = TokenizeRoutes(self._reader, self._encoder, self._runner)
+        app.add_api_route("/tokenize", texts.tokenize, methods=["POST"], dependencies=guard)
+        app.add_api_route("/detokenize", texts.detokenize, methods=["POST"], dependencies=guard)
         return RequestIds(app, self._metrics.count_response)
 
     # -- small routes ------------------------------------------------------------------------------------------------
@@ -124,7 +126,7 @@ class Routes:
         return {"object": "list", "data": [self._model()]}
 
     async def model(self, name: str) -> dict[str, Any]:
-        self._check_model(name)
+        self._reader.check_model(name)
         return self._model()
 
     def _model(self) -> dict[str, Any]:
@@ -139,7 +141,7 @@ class Routes:
     # -- generation --------------------------------------------------------------------------------------------------
 
     async def completions(self, request: Request) -> Response:
-        body = await self._body(request, CompletionBody)
+        body = await self._reader.read(request, CompletionBody)
         texts, prompts, params = [], [], []
         if body.echo and body.stream:
             raise ApiError(400, "echo with stream is not available; call without stream", param="echo")
@@ -149,9 +151,9 @@ class Routes:
             )
         budget = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         for prompt in body.prompts:
-            tokens = self._tokenize(prompt) if isinstance(prompt, str) else prompt
+            tokens = self._encoder.encode(prompt) if isinstance(prompt, str) else prompt
             prompts.append(tokens)
-            texts.append("" if not body.echo else prompt if isinstance(prompt, str) else self._detokenize(prompt))
+            texts.append("" if not body.echo else prompt if isinstance(prompt, str) else self._encoder.decode(prompt))
             for choice in range(body.num_choices):
                 more = {"return_log_probs": body.logprobs is not None, "top_n_logprobs": body.logprobs or 0}
                 if body.echo and body.logprobs is not None:
@@ -164,18 +166,10 @@ class Routes:
         return await self._answer(request, call)
 
     async def chat_completions(self, request: Request) -> Response:
-        body = await self._body(request, ChatBody)
+        body = await self._reader.read(request, ChatBody)
         if body.top_logprobs and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
-        try:
-            tokens = chat_tokens(self._tokenizer, [message.plain() for message in body.messages])
-        except Exception as error:
-            # Templates refuse conversations in their own ways (wrong order of roles); it is the client's conversation.
-            raise ApiError(400, f"the chat template refused the messages: {error}", param="messages") from error
-        # A template may write the begin-of-text token before an encoder that adds it.
-        bos = self._tokenizer.bos if isinstance(self._tokenizer, BosTokenizer) else None
-        if bos is not None and tokens[:2] == [bos, bos]:
-            tokens = tokens[1:]
+        tokens = self._encoder.encode_chat([message.plain() for message in body.messages])
         budget = body.max_completion_tokens or body.max_tokens or max(1, self._runner.room(len(tokens)))
         more = {"return_log_probs": bool(body.logprobs), "top_n_logprobs": body.top_logprobs or 0}
         call = _GenerationCall(
@@ -320,42 +314,11 @@ class Routes:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    async def _body(self, request: Request, model: type[Body]) -> Body:
-        if request.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
-            raise ApiError(415, "the body must be application/json", code="unsupported_media_type")
-        raw = await read_body(request, self._max_body_bytes)
-        if raw is None:
-            raise ApiError(413, f"the body is longer than {self._max_body_bytes} bytes", code="body_too_large")
-        try:
-            body = model.model_validate_json(raw)
-        except ValidationError as error:
-            raise ApiError.of_validation(error) from error
-        self._check_model(getattr(body, "model", ""))
-        return body
-
-    def _tokenize(self, text: str) -> list[int]:
-        try:
-            return list(self._tokenizer.tokenize(text))
-        except Exception as error:
-            raise ApiError(400, f"the tokenizer refused the prompt: {error}", param="prompt") from error
-
-    def _detokenize(self, tokens: list[int]) -> str:
-        try:
-            return self._tokenizer.detokenize(tokens)
-        except Exception as error:
-            raise ApiError(400, f"the tokenizer refused the prompt: {error}", param="prompt") from error
-
     def _params(self, body: CompletionBody | ChatBody, budget: int, choice: int, more: dict[str, Any]) -> SamplingParams:
         try:
             return body.sampling_params(budget=budget, choice=choice, **more)
         except ValueError as error:
             raise ApiError.of(error) from error
-
-    def _check_model(self, name: str) -> None:
-        if name not in ("", self._model_name):
-            raise ApiError(
-                404, f"model={name!r} is not served here; the model is {self._model_name!r}", code="model_not_found", param="model"
-            )
 
     async def _check_token(self, request: Request) -> None:
         if self._token is None:

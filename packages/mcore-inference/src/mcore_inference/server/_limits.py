@@ -18,6 +18,8 @@ class ServerLimits:
 
     max_body_bytes: int = 4 * 2**20
     """Longer bodies are answered 413."""
+    max_characters_per_token: int = 32
+    """A prompt or conversation of more characters than this times the longest sequence is answered 400 before it is tokenized."""
     max_waiting_requests: int | None = 512
     """Length of the queue at which requests are answered 429; None for the engine's own limit only."""
     max_failed_steps: int = 3
@@ -28,6 +30,7 @@ class ServerLimits:
 
     def __post_init__(self) -> None:
         as_integer("max_body_bytes", self.max_body_bytes, 1, 2**31)
+        as_integer("max_characters_per_token", self.max_characters_per_token, 1, 2**20)
         if self.max_waiting_requests is not None:
             as_integer("max_waiting_requests", self.max_waiting_requests, 1, 2**31)
         as_integer("max_failed_steps", self.max_failed_steps, 1, 2**31)

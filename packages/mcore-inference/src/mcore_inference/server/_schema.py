@@ -14,6 +14,7 @@ _MAX_TEXT = 2**22
 _MAX_TOKENS = 2**20
 
 Text = Annotated[str, StringConstraints(max_length=_MAX_TEXT)]
+ModelName = Annotated[str, StringConstraints(max_length=256)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 # JSON's names of fields are strings; one spelling of each id, so that none comes twice.
@@ -41,7 +42,7 @@ class _Sampling(BaseModel):
 
     model_config = _EXACT
 
-    model: Annotated[str, StringConstraints(max_length=256)] = ""
+    model: ModelName = ""
     temperature: float | None = Field(default=None, ge=0, le=100)
     top_p: float | None = Field(default=None, ge=0, le=1)
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
@@ -147,3 +148,27 @@ class ChatBody(_Sampling):
     max_completion_tokens: int | None = Field(default=None, ge=1, le=_MAX_TOKENS)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
+
+
+class TokenizeBody(BaseModel):
+    """Body of ``/tokenize``; either ``prompt`` or ``messages``."""
+
+    model_config = _EXACT
+
+    model: ModelName = ""
+    prompt: Text | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
+    add_generation_prompt: bool = True
+    """Open the assistant's turn behind the messages."""
+    add_special_tokens: bool = False
+    """Begin with the begin-of-text token; ``/v1/completions`` adds none."""
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(BaseModel):
+    """Body of ``/detokenize``."""
+
+    model_config = _EXACT
+
+    model: ModelName = ""
+    tokens: Annotated[list[Token], Field(max_length=_MAX_TOKENS)]

@@ -16,9 +16,11 @@ from mcore_inference._fields import is_loopback
 from mcore_inference.engine import DynamicInferenceEngine, EngineRunner
 from mcore_inference.requests import EngineDeadError, PortInUseError
 from mcore_inference.server._app import Routes
+from mcore_inference.server._bodies import BodyReader
 from mcore_inference.server._connection import limited_protocol
 from mcore_inference.server._limits import ServerLimits
 from mcore_inference.server._metrics import ServerMetrics
+from mcore_inference.server._prompts import PromptEncoder
 from mcore_inference.server._runner import Runner
 from mcore_inference.server._signals import StopSignals
 from mcore_inference.text import Tokenizer
@@ -216,7 +218,9 @@ def serve_runner(
         raise
     hosts = ["127.0.0.1", "localhost", "[::1]", host] if token is None else ["*"]
     metrics = ServerMetrics(runner)
-    routes = Routes(runner, tokenizer, model_name=model_name, token=token, max_body_bytes=limits.max_body_bytes, metrics=metrics)
+    reader = BodyReader(model_name, limits.max_body_bytes)
+    encoder = PromptEncoder(tokenizer, runner.max_sequence_length, limits.max_characters_per_token)
+    routes = Routes(runner, reader=reader, encoder=encoder, token=token, metrics=metrics)
     config = uvicorn.Config(
         routes.app(hosts),
         log_config=None,

@@ -95,15 +95,19 @@ class TransformersTokenizer:
         return self.tokenize(text)
 
 
-def chat_tokens(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """Ids of a conversation, ready for the assistant's turn.
+def chat_tokens(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
+    """Ids of a conversation.
 
-    By the tokenizer's ``apply_chat_template`` when it has one; else each message is a line ``role: content``, and
-    ``assistant:`` ends the text.
+    By the tokenizer's ``apply_chat_template`` when it has one; else each message is a line ``role: content``.
+
+    Args:
+        tokenizer: the model's.
+        messages: ``role`` and ``content`` of each.
+        add_generation_prompt: whether the assistant's turn is open at the end (``assistant:`` without a template).
     """
     if isinstance(tokenizer, ChatTokenizer):
-        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
-    return list(tokenizer.tokenize(_plain_chat(messages, True)))
+        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt))
+    return list(tokenizer.tokenize(_plain_chat(messages, add_generation_prompt)))
 
 
 def _plain_chat(messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str:

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""What texts and conversations of clients become."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mcore_inference.server._errors import ApiError
+from mcore_inference.text import BosTokenizer, Tokenizer, chat_tokens
+
+
+class PromptEncoder:
+    """Text to tokens and back, with the faults of a client's text as answers.
+
+    Tokenizing takes time with the length of a text, so one that cannot fit the context is refused by its length before.
+
+    Args:
+        tokenizer: the engine's own.
+        max_sequence_length: tokens of a prompt and its output together.
+        max_characters_per_token: a text of more characters than this times ``max_sequence_length`` is refused.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, max_sequence_length: int, max_characters_per_token: int) -> None:
+        self.tokenizer = tokenizer
+        self._max_characters = max_sequence_length * max_characters_per_token
+        self._limit = f"max_sequence_length={max_sequence_length} and max_characters_per_token={max_characters_per_token}"
+
+    @property
+    def bos(self) -> int | None:
+        """Id that begins a text, where the tokenizer has one."""
+        return self.tokenizer.bos if isinstance(self.tokenizer, BosTokenizer) else None
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, nothing added.
+
+        Raises:
+            ApiError: 400; the text is too long, or the tokenizer refuses it.
+        """
+        self._check_length(len(text), "prompt")
+        try:
+            return list(self.tokenizer.tokenize(text))
+        except Exception as error:
+            raise ApiError(400, f"the tokenizer refused the prompt: {error}", param="prompt") from error
+
+    def decode(self, tokens: list[int], param: str = "prompt") -> str:
+        """Text of ids, without special tokens.
+
+        Raises:
+            ApiError: 400; an id outside the vocabulary, or the tokenizer refuses them.
+        """
+        largest = max(tokens, default=0)
+        if largest >= self.tokenizer.vocab_size:
+            raise ApiError(400, f"{param} holds {largest}; ids lie below {self.tokenizer.vocab_size}", param=param)
+        try:
+            return self.tokenizer.detokenize(tokens)
+        except Exception as error:
+            raise ApiError(400, f"the tokenizer refused the {param}: {error}", param=param) from error
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
+        """Ids of a conversation, by the tokenizer's chat template where it has one.
+
+        Args:
+            messages: ``role`` and ``content`` of each.
+            add_generation_prompt: whether the assistant's turn is opened at the end.
+
+        Raises:
+            ApiError: 400; the conversation is too long, or the template refuses it.
+        """
+        self._check_length(sum(len(message.get("content") or "") for message in messages), "messages")
+        try:
+            tokens = chat_tokens(self.tokenizer, messages, add_generation_prompt)
+        except Exception as error:
+            # Templates refuse conversations in their own ways (wrong order of roles); it is the client's conversation.
+            raise ApiError(400, f"the chat template refused the messages: {error}", param="messages") from error
+        # A template may write the begin-of-text token before an encoder that adds it.
+        bos = self.bos
+        return tokens[1:] if bos is not None and tokens[:2] == [bos, bos] else tokens
+
+    def _check_length(self, num_characters: int, param: str) -> None:
+        if num_characters > self._max_characters:
+            message = f"the {param} has {num_characters} characters, beyond the {self._max_characters} of {self._limit}; shorten it"
+            # OpenAI's own code, which clients look for.
+            raise ApiError(400, message, code="context_length_exceeded", param=param)
