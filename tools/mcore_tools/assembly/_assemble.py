@@ -6,11 +6,13 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from mcore_moe import moe_feed_forward
 from mcore_parallel import ProcessGroups
+from mcore_parallel.backends import choose_backend
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.graphs import CudaGraphConfig, GraphedModel, freeze_gc_choice, graph_modules
 from mcore_parallel.models import BertModel, GPTModel, dense_feed_forward, place_layers
@@ -65,12 +67,20 @@ def build_model(
     attention_core: AttentionCore | None = None,
     layers: StageLayout | None = None,
     overlap: Overlap | None = None,
+    learns: bool = False,
 ) -> GPTModel | BertModel:
-    """The model of a run, with the weights of its seed; one chunk of it when ``layers`` are given."""
-    place = {"layers": layers, "dtype": DTYPES[config.train.dtype], "device": device, "seed": config.train.seed}
+    """The model of a run, with the weights of its seed; one chunk of it when ``layers`` are given.
+
+    With ``learns`` it also has what the run says of memory and of fp8; otherwise it is that model in its own dtype.
+    """
+    place: dict[str, Any] = {"layers": layers, "dtype": DTYPES[config.train.dtype], "device": device, "seed": config.train.seed}
+    if learns:
+        place |= {"recompute": config.recompute, "offload": config.offload}
     if config.masked:
         # Sentence pairs are another matter than hidden tokens.
         return BertModel(config.model, groups, num_token_types=0, add_binary_head=False, **place)
+    if learns:
+        place["backend"] = choose_backend(config.backend, fp8=config.fp8)
     pause = None if overlap is None else overlap.pause
     return GPTModel(
         config.model,
@@ -87,7 +97,7 @@ def build_stage(
     """What this rank's pipeline stage holds: a model, or several chunks of one."""
     plan = config.plan
     layout = place_layers(config.model, config.pipeline, num_stages=plan.pp, num_chunks=plan.vpp)
-    chunks = [build_model(config, groups, device, layers=part, overlap=overlap) for part in layout.of_rank(groups.pp.rank)]
+    chunks = [build_model(config, groups, device, layers=part, overlap=overlap, learns=True) for part in layout.of_rank(groups.pp.rank)]
     return chunks[0] if len(chunks) == 1 else ModelChunks(chunks)
 
 
@@ -113,18 +123,21 @@ def assemble(config: RunConfig, device: torch.device | str) -> Parts:
             assert isinstance(model, GPTModel), "RunConfig refuses pipelines with fsdp2"
             sharded = TorchShardedModel(model, groups)
         else:
-            sharded = FullyShardedModel(model, groups)
+            fsdp = config.fsdp
+            sharded = FullyShardedModel(
+                model,
+                groups,
+                zero_dp_strategy=fsdp.zero_dp_strategy,
+                num_prefetch_units=fsdp.num_prefetch_units,
+                fsdp_double_buffer=fsdp.fsdp_double_buffer,
+            )
         rule = dataclasses.replace(config.optimizer, use_distributed_optimizer=True)
         optimizer = MegatronOptimizer(rule, sharded, groups)
         return Parts(model=sharded, sync=sharded, optimizer=optimizer, **shared)
     slices = config.optimizer.use_distributed_optimizer
-    gradients = DistributedDataParallelConfig(
-        use_distributed_optimizer=slices,
-        gradient_accumulation_fusion=train.gradient_accumulation_fusion,
-        # No graph can replay the wait of a module for its parameters.
-        overlap_param_gather=slices and not config.cuda_graphs,
-    )
-    sync = DistributedDataParallel(gradients, model, groups)
+    # No graph can replay the wait of a module for its parameters.
+    fast = DistributedDataParallelConfig(use_distributed_optimizer=slices, overlap_param_gather=slices and not config.cuda_graphs)
+    sync = DistributedDataParallel(config.ddp or fast, model, groups)
     optimizer = MegatronOptimizer(config.optimizer, sync, groups)
     graphs = graph_modules(model, config.cuda_graphs, _graph_config(config.cuda_graph)) if config.cuda_graphs else None
     return Parts(model=model, sync=sync, optimizer=optimizer, graphs=graphs, **shared)

@@ -15,6 +15,8 @@ from mcore_parallel.data import (
     BlendedMegatronDatasetBuilder,
     GPTDataset,
     GPTDatasetConfig,
+    GPTFIMDataset,
+    GPTFIMDatasetConfig,
     HuggingFaceTokenizer,
     MaskedTokensDataset,
     PretrainingSampler,
@@ -31,8 +33,8 @@ Samples = GPTDataset | MaskedTokensDataset | SFTDataset
 
 def check_data(config: RunConfig, owner: str = "") -> None:
     """Refuse a run without a corpus; ``owner`` stands before its fields where another config holds it."""
-    for name in ("prefix", "tokenizer"):
-        if not getattr(config.data, name):
+    for name, value in (("prefix", config.data.corpora), ("tokenizer", config.data.tokenizer)):
+        if not value:
             raise ValueError(f"{owner}data.{name} is empty; make the corpus with mcore-preprocess and pass --set {owner}data.{name}=PATH")
 
 
@@ -64,13 +66,14 @@ def datasets(config: RunConfig, tokenizer: Tokenizer) -> tuple[Samples, Samples]
     sizes = [samples_after(train.batch_sizes(), train.steps), evaluations * train.eval_batches * train.global_batch_size, 0]
     # One rank checks the indices; where they are damaged its error ends the run.
     first = not dist.is_initialized() or dist.get_rank() == 0
-    kind = GPTDataset if config.sft is None else SFTDataset
+    kind = SFTDataset if config.sft else GPTFIMDataset if config.data.fim else GPTDataset
     builder = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, _cut(config, tokenizer), is_verified_on_rank=lambda: first)
     train_set, valid_set, _ = builder.build()
     for name, dataset in (("training", train_set), ("validation", valid_set)):
         if dataset is None:
             raise ValueError(
-                f"data.split={config.data.split!r} leaves no document of {config.data.prefix} for {name}; give it a larger share"
+                f"data.split={config.data.split!r} leaves no document of {', '.join(config.data.corpora)} for {name}; "
+                "give it a larger share"
             )
     if config.sft is not None:
         return train_set, valid_set
@@ -86,13 +89,19 @@ def _cut(config: RunConfig, tokenizer: Tokenizer) -> GPTDatasetConfig | SFTDatas
         "tokenizer": tokenizer,
         "path_to_cache": str(Path(config.output) / "index_cache"),
     }
+    blend = (list(data.corpora), list(data.blend_weights) or None)
     if data.eval_prefix:
-        shared["blend_per_split"] = [([data.prefix], None), ([data.eval_prefix], None), None]
+        shared["blend_per_split"] = [blend, ([data.eval_prefix], None), None]
     else:
-        shared |= {"blend": ([data.prefix], None), "split": data.split}
-    if config.sft is None:
+        shared |= {"blend": blend, "split": data.split}
+    if config.sft is not None:
+        return SFTDatasetConfig(**shared, sequence_multiple=config.sequence_multiple)
+    if data.fim is None:
         return GPTDatasetConfig(**shared)
-    return SFTDatasetConfig(**shared, sequence_multiple=config.sequence_multiple)
+    fim = data.fim
+    roles = {"prefix": fim.prefix_token, "middle": fim.middle_token, "suffix": fim.suffix_token, "pad": fim.pad_token}
+    given = {role: token for role, token in roles.items() if token}
+    return GPTFIMDatasetConfig(**shared, fim_rate=fim.rate, fim_spm_rate=fim.spm_rate, fim_extra_tokens=given)
 
 
 def _hidden(config: RunConfig, tokenizer: Tokenizer, samples: GPTDataset, seed: int) -> Samples:

@@ -33,13 +33,16 @@ class FullyShardedModel(nn.ModuleList):
         model: this rank's stage, not sharded yet.
         groups: its process groups.
         zero_dp_strategy: what is divided, as in ``megatron_fsdp.fully_shard``.
+        options: more of its keywords, such as ``num_prefetch_units``.
     """
 
-    def __init__(self, model: GPTModel | ModelChunks, groups: ProcessGroups, *, zero_dp_strategy: str = "optim_grads_params") -> None:
+    def __init__(
+        self, model: GPTModel | ModelChunks, groups: ProcessGroups, *, zero_dp_strategy: str = "optim_grads_params", **options: Any
+    ) -> None:
         chunks = [cast(GPTModel, chunk) for chunk in model] if isinstance(model, ModelChunks) else [model]
         shards = list(named_shards(model))
         meshes = {view: _mesh(groups.data(view), chunks[0]) for view in ("dense", "expert")}
-        super().__init__([_shard(chunk, meshes, zero_dp_strategy) for chunk in chunks])
+        super().__init__([_shard(chunk, meshes, zero_dp_strategy=zero_dp_strategy, **options) for chunk in chunks])
         self.groups = groups
         self._divides_gradients = zero_dp_strategy in ("optim_grads", "optim_grads_params")
         # Not a child: its parameters have names already.
@@ -157,7 +160,7 @@ def _feed_layers(chunk: MegatronFSDP, shapes: Mapping[str, tuple[int, ...]], dty
             )
 
 
-def _shard(chunk: GPTModel, meshes: Mapping[str, DeviceMesh | None], strategy: str) -> MegatronFSDP:
+def _shard(chunk: GPTModel, meshes: Mapping[str, DeviceMesh | None], **options: Any) -> MegatronFSDP:
     # As with DistributedDataParallel: gradients are summed in 32 bits, and the float32 master is the optimizer's.
     narrow = chunk.dtype.itemsize < 4
     policy = MixedPrecisionPolicy(main_params_dtype=chunk.dtype if narrow else None, main_grads_dtype=_gradient_dtype(chunk.dtype))
@@ -167,7 +170,6 @@ def _shard(chunk: GPTModel, meshes: Mapping[str, DeviceMesh | None], strategy: s
     kinds = (TransformerLayer,) if chunk.config.share_embeddings_and_output_weights else (VocabParallelEmbedding, TransformerLayer)
     return fully_shard_model(
         chunk,
-        zero_dp_strategy=strategy,
         fsdp_unit_modules=[kind for kind in kinds if any(isinstance(module, kind) for module in chunk.modules())],
         device_mesh=meshes["dense"],
         expt_device_mesh=meshes["expert"] if experts else None,
@@ -176,6 +178,7 @@ def _shard(chunk: GPTModel, meshes: Mapping[str, DeviceMesh | None], strategy: s
         separate_parameters=[name for name, spec in specs.items() if "embd" in spec.partial],
         mixed_precision=policy,
         gradient_reduce="sum",
+        **options,
     )
 
 

@@ -2,7 +2,8 @@
 # Copyright (c) 2026 the mcore authors
 """Named runs: functions that return a typed configuration, and the one way to change a field of it."""
 
-from mcore_tools.recipes._config import DataConfig, LoadConfig, LogConfig, RunConfig, TrainConfig
+from mcore_tools.recipes._config import FSDPConfig, LoadConfig, LogConfig, RunConfig, TrainConfig
+from mcore_tools.recipes._data import DataConfig, FIMConfig
 from mcore_tools.recipes._file import config_text, read_config, write_config
 from mcore_tools.recipes._override import RecipeError, override
 from mcore_tools.recipes._registry import RECIPES, recipe
@@ -11,6 +12,8 @@ from mcore_tools.recipes._sft import SFTConfig
 __all__ = [
     "RECIPES",
     "DataConfig",
+    "FIMConfig",
+    "FSDPConfig",
     "LoadConfig",
     "LogConfig",
     "RecipeError",

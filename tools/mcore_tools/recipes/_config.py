@@ -10,10 +10,13 @@ from typing import Literal
 
 from mcore_moe import MoEConfig, moe_feed_forward
 from mcore_parallel import ParallelPlan
+from mcore_parallel.backends import Fp8Config
 from mcore_parallel.data import MaskedTokensConfig
+from mcore_parallel.data_parallel import DistributedDataParallelConfig
 from mcore_parallel.graphs import CudaGraphConfig
 from mcore_parallel.guard import RestartConfig, WatchdogConfig
 from mcore_parallel.models import TransformerConfig, check_layout, dense_feed_forward
+from mcore_parallel.nn import EXPERT_PARTS, OffloadConfig, RecomputeConfig
 from mcore_parallel.optim import OptimizerConfig
 from mcore_parallel.pipeline import PipelineConfig
 from mcore_parallel.training import (
@@ -26,24 +29,11 @@ from mcore_parallel.training import (
     RerunConfig,
     check_batch_sizes,
 )
+from mcore_tools.recipes._data import DataConfig
 from mcore_tools.recipes._sft import SFTConfig
 
 DTYPE_NAMES = ("float32", "bfloat16", "float64")
 LR_SCHEDULES = ("constant", "linear", "cosine", "inverse_square_root", "wsd")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Where tokens come from."""
-
-    prefix: str = ""
-    """Path of the .bin/.idx pair without its ending."""
-    tokenizer: str = ""
-    """Path of tokenizer.json."""
-    split: str = "95,5,0"
-    """Shares of the documents for training, validation and test."""
-    eval_prefix: str = ""
-    """A corpus of its own for validation; ``split`` is not looked at then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +74,6 @@ class TrainConfig:
     """Steps of the run that may be skipped because their gradients are not finite."""
     dtype: str = "float32"
     """Of parameters and activations: float32, bfloat16 or float64."""
-    gradient_accumulation_fusion: bool = True
-    """With ddp, products add weight gradients to the main gradients themselves."""
     seed: int = 1234
 
     def __post_init__(self) -> None:
@@ -179,6 +167,26 @@ class LoadConfig:
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class FSDPConfig:
+    """What ``data_parallel=fsdp`` divides, and how far ahead it gathers.
+
+    Raises:
+        ValueError: a number out of its range.
+    """
+
+    zero_dp_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = "optim_grads_params"
+    """What each replica keeps a part of: nothing, the optimizer's state, with it the gradients, with both the parameters."""
+    num_prefetch_units: int = 1
+    """Layers whose parameters are gathered while another computes; 0 gathers nothing ahead."""
+    fsdp_double_buffer: bool = False
+    """Gather into two buffers that stay, so that memory does not fragment."""
+
+    def __post_init__(self) -> None:
+        if self.num_prefetch_units < 0:
+            raise ValueError(f"num_prefetch_units={self.num_prefetch_units} must not be negative; 0 gathers nothing ahead")
+
+
 DATA_PARALLEL = ("ddp", "fsdp", "fsdp2")
 
 
@@ -203,6 +211,19 @@ class RunConfig:
     data_parallel: str = "ddp"
     """"ddp" keeps the model whole on every replica; "fsdp" divides parameters, gradients and optimizer state among the replicas, by
     megatron_fsdp; "fsdp2" does so by torch's ``fully_shard``, for models without experts on one pipeline stage."""
+    ddp: DistributedDataParallelConfig | None = None
+    """Of "ddp": buckets, dtypes and overlap. None for the fast choices: with the distributed optimizer parameters are gathered beside the
+    next forward, unless graphs are replayed. Once one field is set, the others have the defaults of the class."""
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    """Of "fsdp"."""
+    recompute: RecomputeConfig | None = None
+    """What backwards compute again instead of keeping it; None for nothing."""
+    offload: OffloadConfig | None = None
+    """Activations that wait in host memory for their backward; None for none."""
+    backend: Literal["torch", "te"] = "torch"
+    """Who computes norms and projections: torch, or Transformer Engine (extra ``te``)."""
+    fp8: Fp8Config | None = None
+    """Recipe of projections in fp8; None for ``train.dtype``. Master weights, checkpoints and exports keep their dtype."""
     train: TrainConfig = field(default_factory=TrainConfig)
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=3e-3))
     data: DataConfig = field(default_factory=DataConfig)
@@ -255,6 +276,7 @@ class RunConfig:
                 f"cuda_graph.cuda_graph_impl='transformer_engine' waits for the device, on which plan.pp={self.plan.pp} stages wait for "
                 "each other; set cuda_graph.cuda_graph_impl=local, or plan.pp=1"
             )
+        self._check_parts()
         if self.dumps.every:
             self._check_dumps()
         if self.data_parallel != "ddp":
@@ -264,6 +286,27 @@ class RunConfig:
     def sequence_multiple(self) -> int:
         """What the length of each packed sequence divides by."""
         return 2 * self.plan.cp if self.plan.cp > 1 else 1
+
+    def _check_parts(self) -> None:
+        """Parts that concern some models or layouts only."""
+        if self.ddp is not None:
+            if self.data_parallel != "ddp":
+                raise ValueError(f"ddp is set, but data_parallel={self.data_parallel!r}; set ddp=none, or data_parallel=ddp")
+            if self.ddp.use_distributed_optimizer != self.optimizer.use_distributed_optimizer:
+                raise ValueError(
+                    f"ddp.use_distributed_optimizer={self.ddp.use_distributed_optimizer} and "
+                    f"optimizer.use_distributed_optimizer={self.optimizer.use_distributed_optimizer} must be equal; set both"
+                )
+            if self.ddp.overlap_param_gather and self.cuda_graphs:
+                raise ValueError("ddp.overlap_param_gather=true waits inside the modules, which no graph replays; set it to false")
+        if self.fsdp != FSDPConfig() and self.data_parallel != "fsdp":
+            raise ValueError(f"fsdp is set, but data_parallel={self.data_parallel!r}; set data_parallel=fsdp")
+        if self.masked and (self.fp8 or self.backend != "torch"):
+            raise ValueError("masked trains a BertModel, which has torch's layers in its dtype; set fp8=none and backend=torch")
+        if self.offload and not self.moe and (parts := sorted({*EXPERT_PARTS} & {*self.offload.modules})):
+            raise ValueError(f"offload.modules holds {parts}, which lie inside experts; this model has none, name mlp")
+        if self.offload and self.cuda_graphs:
+            raise ValueError("offload and cuda_graphs exclude one another: a graph keeps its own activations; set one of them to none")
 
     def _check_dumps(self) -> None:
         if self.data_parallel != "ddp" or self.cuda_graphs:

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""What a run says of memory, of fp8, of data parallelism and of its corpora is what its training does."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_parallel.data import preprocess
+from mcore_parallel.data_parallel import DistributedDataParallel
+from mcore_parallel.models import GPTModel
+from mcore_parallel.nn import OffloadConfig, RecomputeConfig
+from mcore_tools.assembly import assemble, datasets, open_tokenizer
+from mcore_tools.recipes import DataConfig, FIMConfig, RecipeError, RunConfig, override, recipe
+from mcore_tools.training import train_rank
+from tests.support.corpora import write_corpus
+
+TEXT = "a run says what it is made of and every word of it counts. "
+OTHER = "numbers in columns: 1 2 3 5 8 13 21 34 55 89. "
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the corpora ``a`` and ``b``, which share the tokenizer of ``a``."""
+    folder = tmp_path_factory.mktemp("corpora")
+    (folder / "a").mkdir()
+    tokenizer = write_corpus(folder / "a", TEXT, num_documents=20)
+    (folder / "b.jsonl").write_text("".join(json.dumps({"text": OTHER * 20}) + "\n" for _ in range(20)), encoding="ascii")
+    preprocess([folder / "b.jsonl"], str(folder / "b"), tokenizer, append_eod=True)
+    return folder
+
+
+def small(corpora: Path, output: Path, *changes: str) -> RunConfig:
+    sizes = ("model.num_layers=3", "model.hidden_size=32", "model.ffn_hidden_size=64", "model.vocab_size=320", "train.dtype=float64")
+    rhythm = ("train.steps=6", "train.seq_len=32", "train.micro_batch_size=4", "train.warmup_steps=1", "train.eval_interval=0")
+    sinks = ("log.tensorboard=false", "log.html=false", "train.eval_batches=1", "data.split=80,20,0", f"output={output}")
+    places = () if any("data.blend=" in change for change in changes) else (f"data.prefix={corpora}/a/corpus",)
+    return override(recipe("gpt_tiny"), [*sizes, *rhythm, *sinks, *places, f"data.tokenizer={corpora}/a/tokenizer", *changes])
+
+
+def curve(config: RunConfig) -> list[float]:
+    lines = (Path(config.output) / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    return [row["loss"] for row in map(json.loads, lines) if "loss" in row]
+
+
+def train(corpora: Path, output: Path, *changes: str) -> list[float]:
+    config = small(corpora, output, *changes)
+    train_rank(config, "cpu")
+    return curve(config)
+
+
+@pytest.fixture(scope="module")
+def plain(corpora: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return train(corpora, tmp_path_factory.mktemp("plain"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ("recompute.granularity=full", "recompute.num_layers=2"),
+        ("recompute.modules=[norm,core_attention]",),
+        ("offload.on_cpu=true", "offload.min_offloaded_tensor_size=1"),
+        ("ddp.bucket_size=100", "ddp.gradient_accumulation_fusion=false"),
+    ],
+    ids=["full", "selective", "offload", "ddp"],
+)
+def test_choices_of_memory_leave_every_bit(changes: tuple[str, ...], corpora: Path, plain: list[float], tmp_path: Path) -> None:
+    config = small(corpora, tmp_path, *changes)
+    parts = assemble(config, "cpu")
+    assert isinstance(parts.model, GPTModel) and isinstance(parts.sync, DistributedDataParallel)
+    assert (parts.model.memory.recompute, parts.model.memory.offload) == (config.recompute, config.offload)
+    assert config.ddp in (None, parts.sync.config)
+    parts.close()
+    assert train(corpora, tmp_path, *changes) == plain
+
+
+def test_fp8_trains_near_the_model_in_its_own_dtype(corpora: Path, tmp_path: Path) -> None:
+    wide = train(corpora, tmp_path / "wide", "train.dtype=float32")
+    narrow = train(corpora, tmp_path / "narrow", "train.dtype=float32", "fp8.recipe=rowwise", "fp8.num_layers_at_end_in_bf16=1")
+    assert narrow != wide
+    assert narrow == pytest.approx(wide, rel=2e-2)
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_sharded_runs_take_the_same_choices(world: Any, strategy: str, corpora: Path, plain: list[float], tmp_path: Path) -> None:
+    changes = (
+        "plan.dp=2",
+        "data_parallel=fsdp",
+        f"fsdp.zero_dp_strategy={strategy}",
+        "fsdp.num_prefetch_units=2",
+        "train.micro_batch_size=4",
+    )
+    config = small(corpora, tmp_path, *changes, "recompute.granularity=full")
+    world(_train, config=config)
+    assert curve(config) == pytest.approx(plain, rel=1e-9)
+
+
+def _train(config: RunConfig) -> float:
+    return train_rank(config, "cpu").validation_loss
+
+
+def test_a_blend_gives_its_shares(corpora: Path, tmp_path: Path) -> None:
+    blend = (f"data.blend=[{corpora}/a/corpus,{corpora}/b]", "data.blend_weights=[3,1]", "train.steps=40")
+    config = small(corpora, tmp_path, *blend)
+    tokenizer = open_tokenizer(config.data.tokenizer, config.model.vocab_size)
+    samples, _ = datasets(config, tokenizer)
+    texts = [tokenizer.detokenize(samples[number]["tokens"].tolist()) for number in range(400)]
+    of_b = sum(any(map(str.isdigit, text)) for text in texts) / len(texts)
+    assert of_b == pytest.approx(0.25, abs=0.03)
+
+
+def test_documents_are_rearranged_for_filling_in(corpora: Path, tmp_path: Path) -> None:
+    tokens = ("data.fim.prefix_token=#", "data.fim.middle_token=$", "data.fim.suffix_token=%", "data.fim.pad_token=&")
+    config = small(corpora, tmp_path, "data.fim.rate=1.0", *tokens)
+    tokenizer = open_tokenizer(config.data.tokenizer, config.model.vocab_size)
+    samples, _ = datasets(config, tokenizer)
+    text = tokenizer.detokenize(samples[0]["tokens"].tolist())
+    assert all(mark in text for mark in "#$%")
+    assert train(corpora, tmp_path, "data.fim.rate=1.0", *tokens)[-1] < 6.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["ddp.bucket_size=10", "data_parallel=fsdp", "plan.dp=2"], "set ddp=none, or data_parallel=ddp"),
+        (["ddp.use_distributed_optimizer=true"], "must be equal; set both"),
+        (["fsdp.zero_dp_strategy=optim"], "fsdp is set, but data_parallel='ddp'"),
+        (["fsdp.num_prefetch_units=-1"], "num_prefetch_units=-1 must not be negative"),
+        (["offload.modules=[expert_fc1]"], "this model has none, name mlp"),
+        (["offload.modules=[layer]", "cuda_graphs=['layers.*']"], "exclude one another"),
+        (["backend=cudnn"], "backend='cudnn' is not of type"),
+        (["recompute.granularity=all"], "recompute.granularity='all' is not of type"),
+        (["data.blend=[x,y]"], "both name the corpus"),
+        (["data.prefix=", "data.blend=[x,y]", "data.blend_weights=[1]"], "has 1 entries for 2 corpora"),
+        (["data.prefix=", "data.blend=[x,y]", "data.blend_weights=[1,0]"], "holds 0.0, which must be above 0"),
+        (["data.fim.rate=2"], r"rate=2.0 must lie in \[0, 1\]"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_by_name(changes: list[str], message: str) -> None:
+    config = override(recipe("gpt_tiny"), ["data.prefix=corpus"])
+    with pytest.raises(RecipeError, match=message):
+        override(config, changes)
+
+
+def test_defaults_are_off() -> None:
+    config = recipe("gpt_tiny")
+    assert (config.recompute, config.offload, config.fp8, config.ddp, config.backend) == (None, None, None, None, "torch")
+    assert config.data == DataConfig() and FIMConfig().rate == 0.5
+    assert RecomputeConfig().granularity == "selective" and OffloadConfig().modules == ("layer",)
