@@ -31,8 +31,8 @@ THIS_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 CONSTRAINTS = "constraints/dev.txt"
 # Extras that build or run only beside a GPU, are large, or talk to a service: no session installs them.
 GPU_EXTRAS = {"modelopt", "te", "wandb"}
-# What follows torch's own release; the sessions that change torch must not be held by these pins.
-TORCH_FAMILY = ("cuda-", "nvidia-", "torch=", "triton=")
+# What follows torch's own release or is bounded by it; the sessions that change torch must not be held by these pins.
+TORCH_FAMILY = ("cuda-", "nvidia-", "setuptools=", "torch=", "triton=")
 # Settings that would leave a trace of this machine in the constraint file.
 INDEX_SETTINGS = ("UV_FIND_LINKS", "UV_TORCH_BACKEND", "UV_INDEX", "UV_DEFAULT_INDEX", "UV_EXTRA_INDEX_URL")
 
@@ -80,6 +80,8 @@ if "UV_FIND_LINKS" not in os.environ and (links := _pip_setting("find-links")):
     os.environ["UV_FIND_LINKS"] = ",".join(links.split())
 if "SSL_CERT_FILE" not in os.environ and (certificates := _pip_setting("cert")):
     os.environ["SSL_CERT_FILE"] = certificates
+# Without bytecode on the disk every process that a test starts compiles torch anew: 10 s of a core instead of 2.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 _enable_pyenv_versions()
 
 
@@ -135,6 +137,7 @@ def _environment(
     marks = folder / "installed"
     fingerprint = f"{stamp} {_fingerprint(*(install if stable else ()))}"
     if not interpreter.exists():
+        _require_python(session, python)
         session.run_install(UV, "venv", "-q", "--clear", "--no-python-downloads", "--python", python, str(folder), external=True)
     if not marks.exists() or fingerprint not in marks.read_text().splitlines():
         session.run_install(UV, "pip", "install", "-q", "--python", str(interpreter), *install, external=True)
@@ -145,6 +148,12 @@ def _environment(
     session.env["VIRTUAL_ENV"] = str(folder)
     session.env["PATH"] = os.pathsep.join([str(interpreter.parent), os.environ["PATH"]])
     return interpreter
+
+
+def _require_python(session: nox.Session, python: str) -> None:
+    """Without that interpreter the session is skipped; in CI, which installs what it names, it fails."""
+    if subprocess.run([UV, "python", "find", "-q", "--no-python-downloads", python], capture_output=True, check=False).returncode:
+        (session.error if "CI" in os.environ else session.skip)(f"no Python {python} on this machine")
 
 
 def _dev(session: nox.Session, *groups: str) -> Path:
