@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import griffe
 
 from tools.checks._api._finding import Finding
+from tools.checks._api._signatures import assignment_program
 from tools.checks._api._surface import Surface, follow, members
 from tools.checks._api._traits import dataclass_options, lost_traits
 from tools.checks._api._types import Gone, Type, module_of, render, resolve
@@ -239,9 +240,7 @@ def compare_attribute_for_implementers(
         yield Suspicion(finding=_note(finding, gone), before=None, after=None)
         return
     if written is not None:
-        code = f"def _read(given: {written.text}) -> None:\n    _wanted: {now.text} = given"
-        imports = frozenset(written.imports(after) | now.imports(after))
-        yield Suspicion(finding=finding, before=None, after=Program(code=code, imports=imports))
+        yield Suspicion(finding=finding, before=None, after=assignment_program(written, now, after))
 
 
 def _note(finding: Finding, gone: Gone) -> Finding:

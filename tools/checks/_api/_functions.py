@@ -10,7 +10,15 @@ import griffe
 from griffe import BreakageKind, ParameterKind
 
 from tools.checks._api._finding import Finding
-from tools.checks._api._signatures import Caller, Shape, describe_type, implementer_program, signature_program, typed_parameters
+from tools.checks._api._signatures import (
+    Caller,
+    Shape,
+    assignment_program,
+    describe_type,
+    implementer_program,
+    signature_program,
+    typed_parameters,
+)
 from tools.checks._api._surface import Surface
 from tools.checks._api._types import Gone, canonical, render
 from tools.checks._api._values import value_of
@@ -228,8 +236,17 @@ def compare_types(path: str, old: griffe.Function, new: griffe.Function, before:
             # Which call binds a type variable to what is more than a single assignment shows.
             yield Suspicion(finding=finding, before=None, after=None)
             continue
+        if _is_wrapped(old) or _is_wrapped(new):
+            # What the decorator makes of the signature is not known, the types of its parts are.
+            given, wanted = (type_now, promised) if slot == "return" else (promised, type_now)
+            yield Suspicion(finding=finding, before=None, after=assignment_program(given, wanted, after))
+            continue
         changed = Shape(caller=now.caller, function=new, types={**now.types, slot: promised})
         yield Suspicion(finding=finding, before=signature_program(was, before), after=signature_program(changed, after))
+
+
+def _is_wrapped(function: griffe.Function) -> bool:
+    return any(decorator.callable_path.rpartition(".")[2] not in _TRANSPARENT - _WRAPPERS for decorator in function.decorators)
 
 
 def _type_finding(path: str, slot: str, text: str) -> Finding:

@@ -111,6 +111,13 @@ def signature_program(shape: Shape, surface: Surface) -> Program:
     return Program(code=wanted + use, imports=shape.imports(surface), variables=shape.variables)
 
 
+def assignment_program(given: Type, wanted: Type, surface: Surface) -> Program:
+    """A value of one type can be put where the other is wanted."""
+    code = f"def _read(given: {given.text}) -> None:\n    _wanted: {wanted.text} = given"
+    imports = frozenset(given.imports(surface) | wanted.imports(surface))
+    return Program(code=code, imports=imports, variables=given.variables | wanted.variables)
+
+
 def implementer_program(old: Shape, new: Shape, surface: Surface) -> Program:
     """A method with the old signature can be put where the new one is wanted."""
     code = (

@@ -106,7 +106,8 @@ class _Spelling(ast.NodeTransformer):
     target: Surface
     paths: set[str] = field(default_factory=set)
     variables: set[str] = field(default_factory=set)
-    depth: int = 0
+    around: frozenset[str] = frozenset()
+    """aliases that are being spelt out"""
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
         if not isinstance(node.value, str):
@@ -147,11 +148,13 @@ class _Spelling(ast.NodeTransformer):
         if path in _SELF and (cls := self.scope.parent) is not None and cls.is_class:
             path = cls.path
         if self.home.is_internal(path):
+            if (spelt_out := self._private_alias(path)) is not None:
+                return spelt_out
             path = self.home.public(path)
             if self.target is not self.home:
                 path = self.target.moved.get(path, path)
             if self.home.is_internal(path) and self.target is not self.home and self.target.lookup(path) is None:
-                return self._replace(path)
+                raise Gone(path)
         if "." in path:
             self.paths.add(path)
         return ast.parse(path, mode="eval").body
@@ -163,15 +166,23 @@ class _Spelling(ast.NodeTransformer):
         maker = str(obj.value.function).rpartition(".")[2]
         return maker if maker in ("TypeVar", "ParamSpec", "TypeVarTuple") else None
 
-    def _replace(self, path: str) -> ast.expr:
-        # A type alias that went is spelt out; anything else that went leaves nothing to write.
+    def _private_alias(self, path: str) -> ast.expr | None:
+        # A public alias is compared where it stands. Users of a private one, and of one that went, have nothing but what it means.
         alias = self.home.lookup(path)
-        if isinstance(alias, griffe.Attribute) and not isinstance(alias.value, griffe.ExprCall) and alias.value and self.depth < 8:
-            inner = _Spelling(
-                scope=alias, home=self.home, target=self.target, paths=self.paths, variables=self.variables, depth=self.depth + 1
-            )
-            return inner.visit(ast.parse(str(alias.value), mode="eval").body)
-        raise Gone(path)
+        if not isinstance(alias, griffe.Attribute) or not alias.value or isinstance(alias.value, griffe.ExprCall):
+            return None
+        public = self.home.shortest.get(alias.path)
+        if alias.path in self.around or (public is not None and self.target.lookup(self.target.moved.get(public, public)) is not None):
+            return None
+        inner = _Spelling(
+            scope=alias,
+            home=self.home,
+            target=self.target,
+            paths=self.paths,
+            variables=self.variables,
+            around=self.around | {alias.path},
+        )
+        return inner.visit(ast.parse(str(alias.value), mode="eval").body)
 
 
 class _Normal(ast.NodeTransformer):
