@@ -6,10 +6,12 @@ from mcore_tools.recipes._config import FSDPConfig, LoadConfig, LogConfig, RunCo
 from mcore_tools.recipes._data import DataConfig, FIMConfig
 from mcore_tools.recipes._file import config_text, read_config, write_config
 from mcore_tools.recipes._override import RecipeError, override
+from mcore_tools.recipes._published import LAYOUTS
 from mcore_tools.recipes._registry import RECIPES, recipe
 from mcore_tools.recipes._sft import SFTConfig
 
 __all__ = [
+    "LAYOUTS",
     "RECIPES",
     "DataConfig",
     "FIMConfig",

@@ -13,7 +13,8 @@ from mcore_parallel.models import TransformerConfig, hybrid_config
 from mcore_parallel.nn import MambaConfig
 from mcore_parallel.optim import OptimizerConfig
 from mcore_tools.recipes._config import RunConfig, TrainConfig
-from mcore_tools.recipes._override import RecipeError
+from mcore_tools.recipes._override import RecipeError, override
+from mcore_tools.recipes._published import LAYOUTS, PUBLISHED
 
 
 def moe_tiny() -> RunConfig:
@@ -148,16 +149,24 @@ def bert_tiny() -> RunConfig:
 
 RECIPES: Mapping[str, Callable[[], RunConfig]] = MappingProxyType(
     {make.__name__: make for make in (bert_tiny, gpt_100m, gpt_1b, gpt_7b, gpt_tiny, hybrid_tiny, moe_tiny, qwen3_moe_tiny)}
+    | dict(PUBLISHED)
 )
 
 
 def recipe(name: str) -> RunConfig:
-    """The configuration of a named run.
+    """The configuration of a named run; ``llama3_8b@8`` has the layout for eight GPUs.
 
     Raises:
-        RecipeError: no such recipe; names the nearest and all there are.
+        RecipeError: no such recipe, or no layout for so many GPUs; names the nearest and all there are.
     """
+    name, at, gpus = name.partition("@")
     if name not in RECIPES:
         near = difflib.get_close_matches(name, RECIPES, 1)
         raise RecipeError(f"no recipe {name!r}; " + (f"did you mean {near[0]!r}? " if near else "") + f"there are: {', '.join(RECIPES)}")
-    return RECIPES[name]()
+    if not at:
+        return RECIPES[name]()
+    layouts = {str(number): changes for number, changes in LAYOUTS.get(name, {}).items()}
+    if gpus not in layouts:
+        known = f"has layouts for {', '.join(layouts)} GPUs" if layouts else "has no layouts"
+        raise RecipeError(f"recipe {name!r} {known}, found @{gpus}; leave it out and set the fields of plan, as mcore plan advises")
+    return override(RECIPES[name](), layouts[gpus])

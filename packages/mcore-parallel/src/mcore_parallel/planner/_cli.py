@@ -42,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(_report(workload, arguments.gpus, cluster, proposals), indent=1))
     else:
         _show(workload, arguments.gpus, cluster, proposals)
+        if fits:
+            print("the first as fields of a run: " + " ".join(f"--set {change}" for change in _fields(proposals[0], workload)))
     if not fits:
         print(f"mcore-plan: {advice(proposals[0], workload, limits)}", file=sys.stderr)
     return 0 if fits else 1
@@ -118,8 +120,26 @@ def _report(workload: Workload, gpus: int, cluster: Cluster, proposals: Sequence
         "sequence": workload.sequence,
         "global_batch": workload.global_batch,
         "micro_batch": workload.micro_batch,
-        "layouts": [_entry(proposal) for proposal in proposals],
+        "layouts": [_entry(proposal) | {"fields": _fields(proposal, workload)} for proposal in proposals],
     }
+
+
+def _fields(proposal: Proposal, workload: Workload) -> list[str]:
+    """A layout as ``mcore train`` takes it."""
+    layout, plan = proposal.layout, proposal.layout.plan
+    degrees = {axis: getattr(plan, axis) for axis in ("tp", "pp", "vpp", "cp", "ep", "dp")}
+    changes = [f"plan.{axis}={degree}" for axis, degree in degrees.items() if degree > 1]
+    if plan.etp is not None:
+        changes.append(f"plan.etp={plan.etp}")
+    if layout.zero_dp_strategy is not None:
+        changes.append("data_parallel=fsdp")
+    elif layout.sync.use_distributed_optimizer:
+        changes.append("optimizer.use_distributed_optimizer=true")
+    if (recompute := layout.recompute) is not None:
+        full = recompute.granularity == "full"
+        changes.append("recompute.granularity=full" if full else f"recompute.modules=[{','.join(recompute.modules)}]")
+    sizes = {"global_batch_size": workload.global_batch, "micro_batch_size": workload.micro_batch, "seq_len": workload.sequence}
+    return [*changes, *(f"train.{name}={size}" for name, size in sizes.items())]
 
 
 def _entry(proposal: Proposal) -> dict[str, Any]:
