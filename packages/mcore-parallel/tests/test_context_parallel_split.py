@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mcore_parallel import Group
 from mcore_parallel.context_parallel import SequenceSplitError, sequence_lengths, zigzag_indices, zigzag_inverse
-from mcore_parallel.context_parallel._cudnn import _has_its_mask
+from mcore_parallel.context_parallel._partial import _has_its_mask
 from mcore_parallel.context_parallel._ring import plan_ring
 from mcore_parallel.context_parallel._tiles import plan_tiles
 from mcore_parallel.context_parallel._zigzag import segments

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mcore_parallel.data import DataError, MaskedTokensConfig, MaskedTokensDataset, word_starts
-from mcore_parallel.data.datasets._word_masking import hide_words, ngram_shares
+from mcore_parallel.data.datasets._masked import hide_words, ngram_shares
 
 S, V, MASK = 400, 50, 60
 CONFIG = MaskedTokensConfig(mask_token=MASK)

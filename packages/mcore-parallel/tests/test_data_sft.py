@@ -24,7 +24,7 @@ from mcore_parallel.data import (
     preprocess_conversations,
     read_conversations,
 )
-from mcore_parallel.data.datasets._packing import build_packs, pack_best_fit
+from mcore_parallel.data.datasets._sft import build_packs, pack_best_fit
 from mcore_parallel.data.preprocessing._cli import main
 
 BYTES = ByteTokenizer()

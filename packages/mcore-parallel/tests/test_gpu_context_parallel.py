@@ -8,9 +8,7 @@ from torch import Tensor
 
 from mcore_parallel import Group, ParallelPlan, ProcessGroups
 from mcore_parallel.context_parallel import context_parallel_attention, zigzag_indices
-from mcore_parallel.context_parallel._cudnn import CudnnAttention
-from mcore_parallel.context_parallel._flash import FlashAttention
-from mcore_parallel.context_parallel._partial import PartialAttention, TorchAttention
+from mcore_parallel.context_parallel._partial import CudnnAttention, FlashAttention, PartialAttention, TorchAttention
 from mcore_parallel.context_parallel._ring import Round, plan_ring, ring_attention
 from mcore_parallel.context_parallel._tiles import plan_tiles
 from mcore_parallel.context_parallel._zigzag import segments

@@ -19,15 +19,11 @@ from hypothesis import strategies as st
 from mcore_parallel import Group
 from mcore_parallel.comm import all_reduce
 from mcore_parallel.guard import Watchdog, WatchdogConfig
-from mcore_parallel.guard._collective import Collective, collectives, group_ranks, progress
-from mcore_parallel.guard._investigation import StallInvestigation
-from mcore_parallel.guard._liveness import FINISHED, Liveness
-from mcore_parallel.guard._process_mark import ProcessMark, _state
-from mcore_parallel.guard._rank_list import rank_list
-from mcore_parallel.guard._report import RankStatus, compose
-from mcore_parallel.guard._stack import broke_in_communication
-from mcore_parallel.guard._status_store import StatusStore
-from mcore_parallel.guard._timed_store import StoreSilentError, TimedStore
+from mcore_parallel.guard._activity import broke_in_communication
+from mcore_parallel.guard._liveness import FINISHED, Liveness, ProcessMark, _state
+from mcore_parallel.guard._report import Collective, RankStatus, collectives, compose, group_ranks, progress, rank_list
+from mcore_parallel.guard._store import StatusStore, StoreSilentError, TimedStore
+from mcore_parallel.guard._watchdog import StallInvestigation
 from tests.support.cable import Cable
 
 

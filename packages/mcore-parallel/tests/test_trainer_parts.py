@@ -14,7 +14,7 @@ import torch
 from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.numerics import compare_dumps
-from mcore_parallel.numerics._dump import read_entries
+from mcore_parallel.numerics._recorder import read_entries
 from mcore_parallel.training import (
     Batch,
     CommunicationReport,

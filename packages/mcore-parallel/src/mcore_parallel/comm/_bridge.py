@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_parallel.comm._bridge_plan import BridgeBatch, BridgeEnd, RowTransfer, count_rows, plan_rows, plan_spread
-from mcore_parallel.comm._bridge_shapes import ShapeExchange
+from mcore_parallel.comm._bridge_plan import BridgeBatch, BridgeEnd, RowTransfer, ShapeExchange, count_rows, plan_rows, plan_spread
 from mcore_parallel.groups import HyperCommGrid, uses_nccl
 
 

@@ -2,15 +2,28 @@
 # Copyright (c) 2026 the mcore authors
 """Context parallelism: sequences split over ranks, and attention across them."""
 
-from mcore_parallel.context_parallel._ahead import tokens_ahead
-from mcore_parallel.context_parallel._core import ContextParallelAttention, LayeredAttention, SequenceStep
-from mcore_parallel.context_parallel._errors import HeadSplitError, SequenceSplitError
+from mcore_parallel.context_parallel._core import ContextParallelAttention, LayeredAttention, SequenceStep, join_heads, split_heads
 from mcore_parallel.context_parallel._factory import CP_COMM_TYPES, context_parallel_attention, exchange_size
-from mcore_parallel.context_parallel._flash import HEAD_DIM_MULTIPLE, FlashAttention, flash_can_run
-from mcore_parallel.context_parallel._heads import join_heads, split_heads
-from mcore_parallel.context_parallel._partial import PartialAttention, TorchAttention, allowed
+from mcore_parallel.context_parallel._partial import (
+    HEAD_DIM_MULTIPLE,
+    FlashAttention,
+    PartialAttention,
+    TorchAttention,
+    allowed,
+    flash_can_run,
+)
 from mcore_parallel.context_parallel._tiles import Tile, plan_tiles, to_device
-from mcore_parallel.context_parallel._zigzag import Segment, inverse_permutation, segments, sequence_lengths, zigzag_indices, zigzag_inverse
+from mcore_parallel.context_parallel._zigzag import (
+    HeadSplitError,
+    Segment,
+    SequenceSplitError,
+    inverse_permutation,
+    segments,
+    sequence_lengths,
+    tokens_ahead,
+    zigzag_indices,
+    zigzag_inverse,
+)
 
 __all__ = [
     "CP_COMM_TYPES",

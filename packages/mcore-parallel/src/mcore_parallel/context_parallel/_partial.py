@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Attention to a part of the keys, in such a form that parts can be merged: plain torch, on any device."""
+"""Attention to a part of the keys, in such a form that parts can be merged: by plain torch on any device, by torch's flash kernels,
+and by cuDNN's, the fastest ones from Hopper on."""
 
 from typing import Protocol
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mcore_parallel._stability import internal_api
-from mcore_parallel.context_parallel._tiles import Tile, Window
+from mcore_parallel.context_parallel._tiles import Spans, Tile, Window
 
 
 # N blocks of a tile, i queries and j keys of a block, T rows of all, A heads, K key-value heads, g = A / K, d width of a head.
@@ -96,3 +97,127 @@ def _grouped(x_NiAd: Tensor, heads: int) -> Tensor:
 
 def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
+
+
+_FLASH_MAX_HEAD_DIM = 256
+HEAD_DIM_MULTIPLE = 8
+
+
+@internal_api
+def flash_can_run(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the kernels take such heads (once their widths are padded to one multiple of 8)."""
+    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and max(q.shape[-1], v.shape[-1]) <= _FLASH_MAX_HEAD_DIM
+
+
+@internal_api
+class FlashAttention:
+    """Flash attention with its log-sum-exp; blocks of different lengths go to the kernel in one call.
+
+    Key-value heads are shared inside the kernel, which also knows the window: nothing of the size of the scores is held.
+    """
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
+        q_, k_, v_ = (_take(x, spans, tile) for x, spans in ((q, tile.queries), (k, tile.keys), (v, tile.keys)))
+        left, right = tile.window
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q_, k_, v_, *_bounds(tile, q.device), 0.0, False, False, scale=scale, window_size_left=left, window_size_right=right
+        )
+        # [N, A, i] of a batch, [A, t] of blocks behind one another.
+        return (out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)) if tile.is_even else (out, lse.transpose(0, 1))
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q_, grad_, out_, lse_ = (_take(x, tile.queries, tile) for x in (q, grad, out, lse))
+        k_, v_ = _take(k, tile.keys, tile), _take(v, tile.keys, tile)
+        left, right = tile.window
+        # Without dropout the kernel reads no random state.
+        random = torch.empty(2, dtype=torch.uint64, device=q.device)
+        unused = torch.empty(0, device=q.device)
+        grads = torch.ops.aten._flash_attention_backward(
+            grad_.contiguous(),
+            q_,
+            k_,
+            v_,
+            out_.contiguous(),
+            lse_.transpose(-1, -2).contiguous(),
+            *_bounds(tile, q.device),
+            0.0,
+            False,
+            random,
+            unused,
+            scale=scale,
+            window_size_left=left,
+            window_size_right=right,
+        )
+        dq, dk, dv = (x.flatten(0, 1) if tile.is_even else x for x in grads)
+        return dq, dk, dv
+
+
+def _bounds(tile: Tile, device: torch.device) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """Where the blocks begin and end (nothing for a batch of equal ones), and their greatest lengths."""
+    longest = max(tile.queries.lengths), max(tile.keys.lengths)
+    return (None, None, *longest) if tile.is_even else (tile.queries.bounds(device), tile.keys.bounds(device), *longest)
+
+
+def _take(x: Tensor, spans: Spans, tile: Tile) -> Tensor:
+    return spans.view(x) if tile.is_even else x.index_select(0, spans.rows(x.device))
+
+
+_CUDNN_MAX_HEAD_DIM = 128
+SHORTEST = 128
+"""Tokens of a block; shorter ones are no work that a kernel could speed up."""
+
+
+def cudnn_can_run(q: Tensor) -> bool:
+    """Whether the kernels take heads that the flash kernels take; their gradients are added in no fixed order."""
+    modern = torch.backends.cudnn.is_available() and torch.cuda.get_device_capability(q.device) >= (9, 0)
+    return modern and q.shape[-1] <= _CUDNN_MAX_HEAD_DIM and not torch.are_deterministic_algorithms_enabled()
+
+
+class CudnnAttention:
+    """Blocks of one shape under the whole causal mask, or none, by cuDNN; others by torch's flash kernels."""
+
+    def __init__(self) -> None:
+        self._others = FlashAttention()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
+        if not _has_its_mask(tile):
+            return self._others.forward(q, k, v, tile, scale)
+        q_NAid, k_NKjd, v_NKjd = (_heads_first(x, spans) for x, spans in ((q, tile.queries), (k, tile.keys), (v, tile.keys)))
+        out_NAid, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q_NAid, k_NKjd, v_NKjd, None, True, 0.0, tile.window[1] == 0, False, scale=scale
+        )
+        return _rows(out_NAid), lse.reshape(out_NAid.shape[:-1]).transpose(1, 2).flatten(0, 1)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if not _has_its_mask(tile):
+            return self._others.backward(grad, q, k, v, out, lse, tile, scale)
+        q_, grad_, out_ = (_heads_first(x, tile.queries) for x in (q, grad, out))
+        k_, v_ = _heads_first(k, tile.keys), _heads_first(v, tile.keys)
+        lse_NAi1 = tile.queries.view(lse).transpose(1, 2).contiguous()[..., None]
+        # Without dropout the kernel reads no random state, and blocks of one shape have no bounds.
+        random = torch.empty((), dtype=torch.int64, device=q.device)
+        lengths = tile.queries.lengths[0], tile.keys.lengths[0]
+        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            grad_, q_, k_, v_, out_, lse_NAi1, random, random, None, None, None, *lengths, 0.0, tile.window[1] == 0, scale=scale
+        )
+        dq, dk, dv = (_rows(x) for x in grads)
+        return dq, dk, dv
+
+
+def _has_its_mask(tile: Tile) -> bool:
+    if not tile.is_even or min(tile.queries.lengths[0], tile.keys.lengths[0]) < SHORTEST:
+        return False
+    # The kernels count from the first query and key, tiles from the last: where there are equally many, that is the same.
+    return tile.window == (-1, -1) or (tile.window == (-1, 0) and tile.queries.lengths[0] == tile.keys.lengths[0])
+
+
+def _heads_first(x: Tensor, spans: Spans) -> Tensor:
+    return spans.view(x).transpose(1, 2)
+
+
+def _rows(x_NALd: Tensor) -> Tensor:
+    return x_NALd.transpose(1, 2).flatten(0, 1)

@@ -2,8 +2,15 @@
 # Copyright (c) 2026 the mcore authors
 """CUDA graphs: blocks, or whole iterations, that are launched as one."""
 
-from mcore_parallel.graphs._capture import Capture, CaptureError, CudaCapture
-from mcore_parallel.graphs._collection import CUDA_GRAPH_CAPTURE_FREEZE_GC, FREEZE_GC_MAX_TORCH_VERSION, collection_paused, freeze_gc_choice
+from mcore_parallel.graphs._capture import (
+    CUDA_GRAPH_CAPTURE_FREEZE_GC,
+    FREEZE_GC_MAX_TORCH_VERSION,
+    Capture,
+    CaptureError,
+    CudaCapture,
+    collection_paused,
+    freeze_gc_choice,
+)
 from mcore_parallel.graphs._external import ExternalCapture, GraphedCallables
 from mcore_parallel.graphs._iteration import IterationGraph
 from mcore_parallel.graphs._module import CudaGraphConfig, GraphReport, ModuleGraphs

@@ -10,8 +10,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from mcore_parallel.graphs._capture import Capture, CaptureError
-from mcore_parallel.graphs._collection import collection_paused
+from mcore_parallel.graphs._capture import Capture, CaptureError, collection_paused
 from mcore_parallel.graphs._pair import Flight, bound_of, drop_copies, main_gradient_totals, silent_main_gradients, stand_ins
 from mcore_parallel.graphs._tree import Tree
 from mcore_parallel.tensor_parallel import WeightCopyHolder
@@ -163,10 +162,16 @@ def transformer_engine_capture(freeze_gc: bool | None = None) -> ExternalCapture
         CaptureError: it is not installed.
     """
     try:
-        from mcore_parallel.graphs import _transformer_engine
+        import transformer_engine.pytorch as te
     except ImportError as error:
         raise CaptureError(
             "cuda_graph_impl='transformer_engine' needs transformer_engine, which is not installed: "
             "pip install 'mcore-parallel[te]', or use 'local'"
         ) from error
-    return ExternalCapture(cast(GraphedCallables, _transformer_engine.graphed), freeze_gc)
+    make: Any = te.make_graphed_callables
+
+    def capture(module: nn.Module, samples: tuple[Tensor, ...]) -> Callable[..., tuple[Tensor, ...]]:
+        # One pass runs for real before: some versions choose there which parameters have a gradient.
+        return make(module, samples, num_warmup_iters=1, allow_unused_input=True)
+
+    return ExternalCapture(cast(GraphedCallables, capture), freeze_gc)

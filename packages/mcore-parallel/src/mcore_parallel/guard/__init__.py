@@ -3,9 +3,8 @@
 """What watches over a distributed run: configurations compared before it, a watchdog beside it."""
 
 from mcore_parallel.guard._attempt import Attempt, AttemptAbortedError, Fault
-from mcore_parallel.guard._fields import config_fields
 from mcore_parallel.guard._network import NetworkFinding, check_network, inspect_network
-from mcore_parallel.guard._preflight import ConfigMismatchError, MissingRanksError, preflight
+from mcore_parallel.guard._preflight import ConfigMismatchError, MissingRanksError, config_fields, preflight
 from mcore_parallel.guard._restart import RankFailedError, RanksLostError, RestartConfig, run_with_restarts
 from mcore_parallel.guard._watchdog import STALLED_EXIT_CODE, StallReport, Watchdog, WatchdogConfig, exit_process
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _abort_process_group
 
+from mcore_parallel.guard._activity import thread_stacks
 from mcore_parallel.guard._liveness import Liveness
-from mcore_parallel.guard._stack import thread_stacks
-from mcore_parallel.guard._timed_store import StoreSilentError, TimedStore
+from mcore_parallel.guard._store import StoreSilentError, TimedStore
 
 _POLL_S = 0.25
 _REQUEST_S = 10.0

@@ -16,8 +16,8 @@ from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import _abort_process_group
 
 from mcore_parallel.guard._attempt import Attempt, AttemptAbortedError, Fault, exit_stuck
-from mcore_parallel.guard._rank_list import rank_list
-from mcore_parallel.guard._timed_store import StoreSilentError
+from mcore_parallel.guard._report import rank_list
+from mcore_parallel.guard._store import StoreSilentError
 
 T = TypeVar("T")
 

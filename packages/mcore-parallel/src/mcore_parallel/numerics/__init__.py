@@ -3,11 +3,9 @@
 """Whether two runs agree as well as their precision lets them, and where they first do not."""
 
 from mcore_parallel.numerics._bound import expected_rel_bound, layer_of, precision
-from mcore_parallel.numerics._compare import GradientCheck, GradientReport, check_gradient, compare_gradients, relative_grad_diff
-from mcore_parallel.numerics._diagnose import diagnose
-from mcore_parallel.numerics._dump import DumpError
+from mcore_parallel.numerics._compare import GradientCheck, GradientReport, check_gradient, compare_gradients, diagnose, relative_grad_diff
 from mcore_parallel.numerics._first_difference import DumpReport, TensorDifference, compare_dumps
-from mcore_parallel.numerics._recorder import TensorRecorder
+from mcore_parallel.numerics._recorder import DumpError, TensorRecorder
 
 __all__ = [
     "DumpError",

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from mcore_parallel.numerics._bound import Difference, expected_rel_bound, layer_of, precision
-from mcore_parallel.numerics._diagnose import diagnose
-from mcore_parallel.numerics._dump import STATISTICS, DumpEntry, DumpError, num_layers, read_entries, read_tensor, statistics
+from mcore_parallel.numerics._compare import diagnose
+from mcore_parallel.numerics._recorder import STATISTICS, DumpEntry, DumpError, num_layers, read_entries, read_tensor, statistics
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from mcore_parallel.data._atomic import atomic_file, commit, partial_name
 from mcore_parallel.data._errors import IndexedDatasetError, reason_of
+from mcore_parallel.data._files import atomic_file, commit, partial_name
 from mcore_parallel.data.corpus._index_file import as_token_dtype, read_index, write_index
 
 

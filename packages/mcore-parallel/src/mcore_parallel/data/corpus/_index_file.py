@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""The .idx half of an indexed dataset: header, lengths, pointers, document boundaries, modes."""
+"""The .idx half of an indexed dataset: header, lengths, pointers, document boundaries, modes; and files mapped into memory."""
 
-# S sequences, D document boundaries (documents + 1)
-
+import os
 import struct
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -13,8 +13,46 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from mcore_parallel.data._errors import IndexedDatasetError, reason_of
-from mcore_parallel.data._remote import RemoteFile, is_url
-from mcore_parallel.data.corpus._mapped import MappedFile
+from mcore_parallel.data._files import RemoteFile, is_url
+
+
+class MappedFile:
+    """The bytes of a file as an array. Touching bytes that the file has lost kills a process, so `check` comes before each use.
+
+    Args:
+        path: a file on a disk; it may be empty.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        with open(path, "rb", buffering=0) as file:
+            self.size = os.fstat(file.fileno()).st_size
+            # numpy cannot map an empty file
+            mapped = np.memmap(file, dtype=np.uint8, mode="r") if self.size else np.empty(0, np.uint8)
+            self._handle = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._handle)
+        # Indexing the subclass that maps a file is several times slower.
+        self.bytes: NDArray[np.uint8] = np.asarray(mapped)
+
+    def check(self) -> None:
+        """Look at the length of the file again.
+
+        Raises:
+            IndexedDatasetError: it became shorter.
+        """
+        size = os.fstat(self._handle).st_size
+        if size < self.size:
+            raise IndexedDatasetError(
+                f"{self.path} has {size} bytes, it had {self.size} when it was opened: it shrank during the run; "
+                "restore it and start again from the last checkpoint"
+            )
+
+
+# S sequences, D document boundaries (documents + 1)
+
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

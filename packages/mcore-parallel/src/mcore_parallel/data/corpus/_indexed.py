@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_parallel.data._errors import IndexedDatasetError, reason_of
-from mcore_parallel.data._remote import RemoteFile, is_url
-from mcore_parallel.data.corpus._index_file import IndexArrays, read_index
-from mcore_parallel.data.corpus._mapped import MappedFile
+from mcore_parallel.data._files import RemoteFile, is_url
+from mcore_parallel.data.corpus._index_file import IndexArrays, MappedFile, read_index
 
 _VERIFIED_AT_ONCE = 2**20
 """Entries of the index."""

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_parallel.data._atomic import atomic_file
 from mcore_parallel.data._errors import reason_of
-from mcore_parallel.data._remote import is_url
+from mcore_parallel.data._files import atomic_file, is_url
 
 Arrays = Mapping[str, NDArray[Any]]
 

@@ -11,8 +11,7 @@ import numpy as np
 
 from mcore_parallel.data._errors import DataError
 from mcore_parallel.data.corpus import IndexedDataset
-from mcore_parallel.data.datasets._blend import BlendedDataset
-from mcore_parallel.data.datasets._blend_config import Blend, BlendedMegatronDatasetConfig, Split
+from mcore_parallel.data.datasets._blend import Blend, BlendedDataset, BlendedMegatronDatasetConfig, Split
 
 Range = tuple[float, float]
 

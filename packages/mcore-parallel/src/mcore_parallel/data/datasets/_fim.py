@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_parallel.data._errors import DataError
+from mcore_parallel.data.datasets._corpus_dataset import pad_id
 from mcore_parallel.data.datasets._gpt import GPTDataset, GPTDatasetConfig
-from mcore_parallel.data.datasets._pad import pad_id
 
 _ROLES = ("prefix", "middle", "suffix")
 _OPTIONAL_ROLES = ("pad", "eod")

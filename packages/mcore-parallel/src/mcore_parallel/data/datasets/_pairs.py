@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mcore_parallel.data._errors import DataError
 from mcore_parallel.data.datasets._array_cache import Arrays, as_run, fingerprint
-from mcore_parallel.data.datasets._blend_config import BlendedMegatronDatasetConfig
+from mcore_parallel.data.datasets._blend import BlendedMegatronDatasetConfig
 from mcore_parallel.data.datasets._corpus_dataset import CorpusDataset
 
 _FRAME = 3

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from mcore_parallel.data._errors import DataError
 from mcore_parallel.data.datasets._blend import SampleSource
-from mcore_parallel.data.datasets._word_masking import NGRAM_CHOICES, hide_words, ngram_shares
+from mcore_parallel.data.datasets._masked import NGRAM_CHOICES, hide_words, ngram_shares
 
 
 @dataclass(frozen=True, kw_only=True)

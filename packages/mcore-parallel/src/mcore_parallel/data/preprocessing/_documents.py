@@ -9,9 +9,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_parallel.data._errors import DocumentError, reason_of
-from mcore_parallel.data.preprocessing._compressed import opened, plain_name
-from mcore_parallel.data.preprocessing._parquet import read_column, read_rows, row_groups
-from mcore_parallel.data.preprocessing._spans import LINE_ENDINGS, PARQUET_ENDING, FileSpan, whole
+from mcore_parallel.data.preprocessing._source_files import (
+    LINE_ENDINGS,
+    PARQUET_ENDING,
+    FileSpan,
+    opened,
+    plain_name,
+    read_column,
+    read_rows,
+    row_groups,
+    whole,
+)
 
 _TEXT_ENDINGS = (".py", ".txt", ".md")
 _FOLDER_ENDINGS = (*_TEXT_ENDINGS, ".jsonl", PARQUET_ENDING)

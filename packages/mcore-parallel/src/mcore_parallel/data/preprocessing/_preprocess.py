@@ -12,9 +12,8 @@ from typing import Any
 from mcore_parallel.data._errors import DataError, DocumentError
 from mcore_parallel.data.corpus import IndexedDatasetBuilder, token_dtype
 from mcore_parallel.data.preprocessing._documents import RawBatch, check_encoding_errors, document_files, read_batches
-from mcore_parallel.data.preprocessing._encode import Encoder, Encoding
-from mcore_parallel.data.preprocessing._pieces import Counts, PieceFolder
-from mcore_parallel.data.preprocessing._spans import FileSpan, cut_spans, whole
+from mcore_parallel.data.preprocessing._encode import Counts, Encoder, Encoding, PieceFolder
+from mcore_parallel.data.preprocessing._source_files import FileSpan, cut_spans, whole
 from mcore_parallel.data.tokenizers import Tokenizer, build_tokenizer
 
 _PIECE_BYTES = 1 << 30

@@ -8,8 +8,8 @@ import shutil
 from collections.abc import Callable
 from typing import Any
 
-from mcore_parallel.data._atomic import atomic_file
 from mcore_parallel.data._errors import TokenizerError
+from mcore_parallel.data._files import atomic_file
 from mcore_parallel.data.tokenizers._tokenizer import ByteTokenizer, NullTokenizer, Tokenizer
 
 METADATA_NAME = "tokenizer_metadata.json"

@@ -9,10 +9,9 @@ from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
-from mcore_parallel.data._atomic import atomic_file
 from mcore_parallel.data._errors import TokenizerError
-from mcore_parallel.data.tokenizers._chat import TURN_END, TURN_START
-from mcore_parallel.data.tokenizers._roles import RoleTokenizer
+from mcore_parallel.data._files import atomic_file
+from mcore_parallel.data.tokenizers._chat import TURN_END, TURN_START, RoleTokenizer
 
 # Names by which roles are known when no tokenizer_config.json declares them, the most telling first.
 _KNOWN_NAMES = {

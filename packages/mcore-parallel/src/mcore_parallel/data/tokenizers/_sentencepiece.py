@@ -9,8 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from mcore_parallel.data._errors import TokenizerError
-from mcore_parallel.data.tokenizers._chat import TURN_END, TURN_START
-from mcore_parallel.data.tokenizers._roles import RoleTokenizer, check_ids
+from mcore_parallel.data.tokenizers._chat import TURN_END, TURN_START, RoleTokenizer, check_ids
 
 
 class SentencePieceTokenizer(RoleTokenizer):

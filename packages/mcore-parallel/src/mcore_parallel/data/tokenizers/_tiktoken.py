@@ -11,8 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from mcore_parallel.data._errors import TokenizerError
-from mcore_parallel.data.tokenizers._chat import TURN_END, TURN_START
-from mcore_parallel.data.tokenizers._roles import RoleTokenizer, check_ids, utf8
+from mcore_parallel.data.tokenizers._chat import TURN_END, TURN_START, RoleTokenizer, check_ids, utf8
 
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 """How GPT-2 cuts text into words before pairs are merged (Radford et al., 2019)."""

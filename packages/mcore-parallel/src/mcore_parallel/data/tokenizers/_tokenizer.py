@@ -9,8 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from mcore_parallel.data._errors import TokenizerError
-from mcore_parallel.data.tokenizers._chat import TURN_END, TURN_START
-from mcore_parallel.data.tokenizers._roles import RoleTokenizer, check_ids, utf8
+from mcore_parallel.data.tokenizers._chat import TURN_END, TURN_START, RoleTokenizer, check_ids, utf8
 
 
 @runtime_checkable

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""A store whose calls end, whatever becomes of the network."""
+"""A store whose calls end whatever becomes of the network, and what the ranks of a watched run tell each other through it."""
 
+import json
 import queue
 import threading
 import time
@@ -11,6 +12,8 @@ from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store
+
+from mcore_parallel.guard._report import RankStatus
 
 
 class StoreSilentError(RuntimeError):
@@ -100,3 +103,40 @@ def _serve(store: Any, prefix: str, timeout_s: float, requests: "queue.SimpleQue
             request.error = error if isinstance(error, RuntimeError) else RuntimeError(f"{type(error).__name__}: {error}")
             connection = None
         request.done.set()
+
+
+class StatusStore:
+    """Alarms, statuses and verdicts of one run; no call waits for another rank.
+
+    Args:
+        store: of the run.
+        rank: of this process.
+        world_size: number of ranks.
+    """
+
+    def __init__(self, store: TimedStore, rank: int, world_size: int) -> None:
+        self._store, self.rank, self.world_size = store, rank, world_size
+
+    def alarmed(self, incident: int) -> bool:
+        return self._store.check([f"{incident}/alarm"])
+
+    def tell(self, incident: int, status: RankStatus) -> None:
+        """Give this rank's status and call for those of the others."""
+        self._store.set(f"{incident}/status/{self.rank}", json.dumps(status.to_json()))
+        self._store.set(f"{incident}/alarm", "1")
+
+    def claim(self, duty: str) -> bool:
+        """True for the first rank that asks."""
+        return self._store.add(f"claim/{duty}", 1) == 1
+
+    def status(self, incident: int, rank: int) -> RankStatus | None:
+        key = f"{incident}/status/{rank}"
+        return RankStatus.from_json(json.loads(self._store.get(key))) if self._store.check([key]) else None
+
+    def decide(self, incident: int, report: str) -> None:
+        """Close an incident for all ranks: with the report that ends the run, or with an empty one when it gets on again."""
+        self._store.set(f"{incident}/verdict", json.dumps(report))
+
+    def verdict(self, incident: int) -> str | None:
+        key = f"{incident}/verdict"
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
