@@ -3,5 +3,6 @@
 """Small environments without dependencies."""
 
 from mcore_rl.envs._character_share import CharacterShare
+from mcore_rl.envs._countdown import Countdown, CountdownConfig
 
-__all__ = ["CharacterShare"]
+__all__ = ["CharacterShare", "Countdown", "CountdownConfig"]

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Countdown: reach a target with given numbers, each used once."""
+
+import math
+import random
+from dataclasses import dataclass
+from fractions import Fraction
+
+from mcore_rl._stability import experimental_api
+from mcore_rl.agent import Problem, RewardOnlyAgent
+from mcore_rl.envs._arithmetic import ExpressionError, evaluate
+
+_OPEN, _CLOSE = "<answer>", "</answer>"
+_EVALUATION = 1 << 32
+
+
+@experimental_api
+@dataclass(frozen=True, kw_only=True)
+class CountdownConfig:
+    """Which problems are posed, and what answers earn.
+
+    Raises:
+        ValueError: a field out of its range.
+    """
+
+    num_numbers: int = 4
+    max_number: int = 99
+    """Numbers are drawn from 1 up to it."""
+    operators: str = "+-*/"
+    """With which targets are made, of + - * /; division only where it is exact."""
+    max_target: int = 999
+    """Targets are whole numbers from 0 up to it."""
+    prompt: str = (
+        "Using the numbers {numbers}, write an equation that equals {target}. Use + - * / and parentheses, and each number exactly once. "
+        "Show the final expression in <answer> </answer> tags, for example <answer>(1 + 2) / 3</answer>.\n"
+    )
+    """With {numbers} and {target}. What it opens with a last <answer>, the response closes."""
+    format_reward: float = 0.1
+    """Of a well-formed expression that is wrong."""
+    num_problems: int = 327_680
+    """Problems of the training, after which they begin anew."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_numbers", 2), ("max_number", 1), ("max_target", 0), ("num_problems", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+        if self.num_numbers > 6:
+            raise ValueError(f"num_numbers={self.num_numbers} must be at most 6")
+        if not self.operators or set(self.operators) - set("+-*/"):
+            raise ValueError(f"operators={self.operators!r} must be some of '+-*/'")
+        if "{numbers}" not in self.prompt or "{target}" not in self.prompt:
+            raise ValueError(f"prompt={self.prompt!r} must hold {{numbers}} and {{target}}")
+        if not (math.isfinite(self.format_reward) and 0 <= self.format_reward < 1):
+            raise ValueError(f"format_reward={self.format_reward} must lie from 0 to below 1")
+
+    @classmethod
+    def small(cls, **changes: object) -> "CountdownConfig":
+        """Two numbers up to 9, and a prompt that opens the answer: for models of few parameters."""
+        fields = {"num_numbers": 2, "max_number": 9, "prompt": "{numbers}={target}:<answer>"}
+        return cls(**{**fields, **changes})  # pyright: ignore[reportArgumentType]
+
+    def build(self) -> "Countdown":
+        """The environment."""
+        return Countdown(self)
+
+
+@experimental_api
+class Countdown(RewardOnlyAgent):
+    """1 for an expression that uses every given number once and equals the target, ``format_reward`` for another expression, else 0.
+
+    The last ``<answer>`` of a response counts. Problems are a function of seed and number: problem n is the same on every machine, and
+    those of the evaluation are other ones.
+
+    Args:
+        config: problems and rewards.
+    """
+
+    def __init__(self, config: CountdownConfig) -> None:
+        super().__init__("countdown")
+        self.config = config
+        self._num_posed = 0
+        self._num_evaluated = 0
+
+    async def get_prompt(self, *, validation: bool = False) -> Problem:
+        if validation:
+            self._num_evaluated += 1
+            return self.problem(_EVALUATION + self._num_evaluated - 1)
+        self._num_posed += 1
+        return self.problem((self._num_posed - 1) % self.config.num_problems)
+
+    async def get_reward(self, response: str, problem: Problem) -> float:
+        return self.judge(response, problem)
+
+    def problem(self, number: int) -> Problem:
+        """Problem ``number`` of this seed."""
+        config, generator = self.config, random.Random(f"countdown {self.config.seed} {number}")
+        while True:
+            numbers = [generator.randint(1, config.max_number) for _ in range(config.num_numbers)]
+            target = _reachable(numbers, config.operators, generator)
+            if target.denominator == 1 and 0 <= target <= config.max_target:
+                break
+        listing = " ".join(map(str, numbers))
+        text = config.prompt.replace("{numbers}", listing).replace("{target}", str(target))
+        return Problem(problem_id=f"countdown/{config.seed}/{number}", prompt=text, golden=f"{listing} = {target}")
+
+    def judge(self, response: str, problem: Problem) -> float:
+        """The reward of a response."""
+        begun = problem.prompt.rfind(_OPEN) > problem.prompt.rfind(_CLOSE)
+        expression = _last_answer((_OPEN if begun else "") + response)
+        if expression is None:
+            return 0.0
+        try:
+            value, used = evaluate(expression)
+        except ExpressionError:
+            return 0.0
+        listing, target = problem.golden.split(" = ")
+        right = sorted(used) == sorted(map(int, listing.split())) and value == int(target)
+        return 1.0 if right else self.config.format_reward
+
+
+def _reachable(numbers: list[int], operators: str, generator: random.Random) -> Fraction:
+    """The value of a random expression of the numbers."""
+    values = [Fraction(number) for number in numbers]
+    while len(values) > 1:
+        left, right = (values.pop(generator.randrange(len(values))) for _ in range(2))
+        operator = generator.choice(operators)
+        if operator == "/" and (not right or (left / right).denominator != 1):
+            operator = operators[0]
+        values.append({"+": left + right, "-": left - right, "*": left * right, "/": left / right if right else left}[operator])
+    return values[0]
+
+
+def _last_answer(text: str) -> str | None:
+    """What stands in the last closed pair of tags."""
+    end = text.rfind(_CLOSE)
+    begin = text.rfind(_OPEN, 0, max(end, 0))
+    return None if begin < 0 or end < 0 else text[begin + len(_OPEN) : end]
