@@ -17,12 +17,17 @@ from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from mcore_parallel.training import Batch
 from mcore_rl import (
+    AdvantageConfig,
+    Aggregation,
+    FrozenWeights,
     GenericGenerationArgs,
     GRPOConfig,
     GRPOObjective,
     IterationReport,
     Learner,
     MegatronLocal,
+    OverlongPenalty,
+    PackingConfig,
     Problem,
     RewardOnlyAgent,
     gather_weights,
@@ -49,6 +54,7 @@ def iterate(
     config: GRPOConfig = CONFIG,
     objective: GRPOObjective = OBJECTIVE,
     agent: RewardOnlyAgent | None = None,
+    swap_reference: bool = False,
 ) -> list[IterationReport]:
     groups = ProcessGroups.build(plan)
     # Rows of padding are never drawn, so the policy has none.
@@ -61,7 +67,9 @@ def iterate(
     refit(model, groups, engine)
     agent = agent or CharacterShare(["a", "b"][groups.world.rank % 2 :], "abcdefghijklmnopqrstuvwxyz")
     interface = MegatronLocal(engine)
-    reference = frozen if objective.kl_beta else None
+    reference = None
+    if objective.kl_beta or config.kl_in_reward:
+        reference = FrozenWeights(model) if swap_reference else frozen
     learner = Learner(model=model, groups=groups, objective=objective, sync=sync, optimizer=optimizer, reference=reference)
     reports = []
     for _ in range(iterations):
@@ -140,15 +148,11 @@ def check_reference(plan: ParallelPlan) -> None:
     assert model.training and all(parameter.grad is None for parameter in model.parameters())
     whole = GPTModel(SIZES, ProcessGroups.single(), dtype=torch.float64)
     for batch, share in zip(batches, scored, strict=True):
-        if not groups.pp.is_last:
-            assert "ref_logprobs" not in share.extras
-            continue
         output, _ = whole(batch.tokens.flatten(), batch.step())
         logits = output.logits().detach() / 0.7
         expected = logits.log_softmax(-1).gather(1, batch.labels.flatten()[:, None]).view(batch.labels.shape)
-        mine = dataclasses.replace(batch, extras={"expected": expected}).context_share(groups.cp)
-        torch.testing.assert_close(share.extras["ref_logprobs"], mine.extras["expected"], rtol=1e-10, atol=1e-12)
-        assert torch.equal(share.labels, mine.labels) and not share.extras["ref_logprobs"].requires_grad
+        torch.testing.assert_close(share.extras["ref_logprobs"], expected, rtol=1e-10, atol=1e-12)
+        assert torch.equal(share.labels, batch.labels) and not share.extras["ref_logprobs"].requires_grad
 
 
 @pytest.mark.world(2)
@@ -263,3 +267,89 @@ class Hopeless(CharacterShare):
 def test_an_iteration_without_any_survivor_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="no rollout of 2 groups of 16 is left"):
         iterate(ParallelPlan(), 1, agent=Hopeless(["a"], "a"))
+
+
+def check_updates(plan: ParallelPlan, packed: bool) -> list[float]:
+    """The first of several updates is on policy, the later ones are not; every rank takes part in each."""
+    config = dataclasses.replace(
+        CONFIG, num_epochs=2, num_mini_batches=2, kl_in_reward=0.05, advantage=AdvantageConfig(baseline="leave_one_out", scale="none")
+    )
+    if packed:
+        packing = PackingConfig(bin_size=48, alignment=2 * plan.cp if plan.cp > 1 else 1)
+        config = dataclasses.replace(config, packing=packing, aggregation=Aggregation(mode="sequence_mean"))
+    objective = GRPOObjective(kl_beta=0.01, kl_estimator="k2")
+    first, second = iterate(plan, 2, config=config, objective=objective, swap_reference=packed)
+    for report in (first, second):
+        ratios = [update.metrics["ratio"] for update in report.updates]
+        assert ratios[0] == pytest.approx(1.0, abs=1e-6) and all(abs(ratio - 1) > 1e-6 for ratio in ratios[1:])
+        assert report.updates[0].metrics["is_weight"] == pytest.approx(1.0, abs=1e-4)
+    assert abs(first.updates[0].metrics["kl"]) < 1e-9 < second.updates[0].metrics["kl"]
+    return [update.loss for report in (first, second) for update in report.updates]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+def test_rollouts_are_trained_on_several_times(packed: bool) -> None:
+    check_updates(ParallelPlan(), packed)
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize(("plan", "packed"), [(ParallelPlan(dp=2), True), (ParallelPlan(pp=2), False), (ParallelPlan(cp=2), True)], ids=str)
+def test_all_ranks_see_one_loss_of_each_update(world, plan: ParallelPlan, packed: bool) -> None:
+    one, other = world(check_updates, plan=plan, packed=packed)
+    assert one == other
+
+
+def test_frozen_weights_are_those_of_their_time_and_leave_the_policy_alone() -> None:
+    model = GPTModel(SIZES, ProcessGroups.single())
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    frozen = FrozenWeights(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    addresses = [parameter.data_ptr() for parameter in model.parameters()]
+    with pytest.raises(RuntimeError, match="inside"), frozen.swapped() as swapped:
+        assert all(torch.equal(a, b) for a, b in zip(swapped.parameters(), before, strict=True))
+        raise RuntimeError("inside")
+    assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
+    assert all(torch.equal(a, b + 1.0) for a, b in zip(model.parameters(), before, strict=True))
+
+
+class Alternating(CharacterShare):
+    """The groups of every second problem all earn the same."""
+
+    async def get_reward(self, response: str, problem: Problem) -> float:
+        return 0.5 if problem.problem_id == "0" else await super().get_reward(response, problem)
+
+
+def test_groups_of_equal_rewards_are_replaced() -> None:
+    config = dataclasses.replace(CONFIG, filter_equal_groups=True)
+    [report] = iterate(ParallelPlan(), 1, config=config, agent=Alternating(["a", "b"], "abcdefghijklmnopqrstuvwxyz"))
+    # Of a, b, a, b the first and third are left out.
+    assert (report.num_rollouts, report.num_dropped, report.num_filtered) == (32, 0, 2 if report.mean_reward != 0.5 else 0)
+    assert report.std_reward > 0
+
+
+class Constant(CharacterShare):
+    async def get_reward(self, response: str, problem: Problem) -> float:
+        return 1.0
+
+
+def test_an_environment_of_equal_rewards_ends_all_the_same() -> None:
+    config = dataclasses.replace(CONFIG, filter_equal_groups=True, max_filter_ratio=2.0)
+    [report] = iterate(ParallelPlan(), 1, config=config, agent=Constant(["a"], "a"))
+    assert (report.num_rollouts, report.num_filtered, report.mean_reward) == (32, 2, 1.0)
+
+
+def test_long_answers_lose_reward_in_the_advantage_only() -> None:
+    config = dataclasses.replace(CONFIG, overlong=OverlongPenalty(max_length=8, buffer=4), advantage=AdvantageConfig(scale="none"))
+    [report] = iterate(ParallelPlan(), 1, config=config, agent=Constant(["a"], "a"))
+    assert report.mean_reward == 1.0 and (report.std_reward, report.train.skipped) == (0.0, False)
+
+
+def test_a_reference_that_is_missing_is_named() -> None:
+    config = dataclasses.replace(CONFIG, kl_in_reward=0.1)
+    with pytest.raises(ValueError, match="kl_in_reward=0.1 needs a frozen reference"):
+        parts: dict[str, Any] = dict.fromkeys(("model", "sync", "optimizer"))
+        nobody: Any = None
+        learner = Learner(groups=ProcessGroups.single(), objective=GRPOObjective(), **parts)
+        grpo_iteration(config, agent=Unreachable(["x"], "a"), interface=nobody, engine=nobody, learner=learner, lr=1.0)

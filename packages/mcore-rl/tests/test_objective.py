@@ -11,7 +11,7 @@ import torch
 from mcore_parallel import ProcessGroups
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.training import Batch
-from mcore_rl import GRPOObjective, calculate_grpo_loss, group_relative_advantages
+from mcore_rl import GRPOObjective, ImportanceCorrection, PolicyLossConfig, calculate_grpo_loss, group_relative_advantages
 
 EPS = 0.2
 SIZES = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, ffn_hidden_size=16, vocab_size=16, init_method_std=0.6)
@@ -99,8 +99,9 @@ def oracle(objective: GRPOObjective, logits: torch.Tensor, batch: Batch) -> tupl
         advantage, inference, old, ref = (batch.extras[name].flatten()[number] for name in EXTRAS)
         current = probs[label].log()
         ratio = torch.exp(current - old)
-        clipped = torch.clamp(ratio, 1 - objective.clamp_eps_lower, 1 + objective.clamp_eps_upper)
-        correction = min(math.exp(old - inference), objective.is_truncation_coef or math.inf) if objective.importance_correction else 1.0
+        clipped = torch.clamp(ratio, 1 - objective.policy.clip_low, 1 + objective.policy.clip_high)
+        limit = objective.correction
+        correction = 1.0 if limit is None else min(math.exp(old - inference), limit.high if limit.mode == "truncate" else math.inf)
         kl = torch.exp(ref - current) - (ref - current) - 1
         policy = torch.minimum(ratio * advantage, clipped * advantage) * correction
         total = total + weight * (objective.kl_beta * kl - policy - objective.entropy_weight * entropy)
@@ -131,10 +132,10 @@ def test_sum_metrics_and_gradients_equal_the_definition(mask: list[float], tempe
 @pytest.mark.parametrize(
     "objective",
     [
-        GRPOObjective(clamp_eps_lower=0.05, clamp_eps_upper=0.4),
-        GRPOObjective(is_truncation_coef=None),
-        GRPOObjective(is_truncation_coef=1.1),
-        GRPOObjective(importance_correction=False),
+        GRPOObjective(policy=PolicyLossConfig(clip_low=0.05, clip_high=0.4)),
+        GRPOObjective(correction=ImportanceCorrection(mode="none")),
+        GRPOObjective(correction=ImportanceCorrection(high=1.1)),
+        GRPOObjective(correction=None),
     ],
     ids=["clip", "whole weights", "truncated weights", "no weights"],
 )

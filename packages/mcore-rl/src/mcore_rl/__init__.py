@@ -2,13 +2,21 @@
 # Copyright (c) 2026 the mcore authors
 """Reinforcement learning: agents, rollouts, group-relative policy optimisation, refit."""
 
-from mcore_rl._advantage import group_relative_advantages
-from mcore_rl._batches import rollout_batches
-from mcore_rl._loop import GRPOConfig, IterationReport, Learner, grpo_iteration
+from mcore_rl._advantage import AdvantageConfig, group_relative_advantages
+from mcore_rl._aggregation import Aggregation
+from mcore_rl._config import GRPOConfig
+from mcore_rl._correction import ImportanceCorrection, MismatchReport
+from mcore_rl._kl import kl_estimate
+from mcore_rl._loop import IterationReport, grpo_iteration
 from mcore_rl._objective import GRPOObjective, calculate_grpo_loss
-from mcore_rl._reference import with_ref_logprobs
+from mcore_rl._packed import PackingContext
+from mcore_rl._packing import PackingConfig, balance
+from mcore_rl._policy_loss import PolicyLossConfig
+from mcore_rl._reference import FrozenWeights, with_old_logprobs, with_ref_logprobs
 from mcore_rl._refit import WeightSink, gather_weights, refit
+from mcore_rl._shaping import OverlongPenalty
 from mcore_rl._stability import deprecated, experimental_api, internal_api
+from mcore_rl._trajectories import BatchStyle, TrajectoryBatches, rollout_batches
 from mcore_rl._types import (
     EvaluationResponse,
     GenericGenerationArgs,
@@ -17,27 +25,40 @@ from mcore_rl._types import (
     RewardEvaluationResult,
     TokenRollout,
 )
+from mcore_rl._update import Learner
 from mcore_rl.agent import EvaluationAgent, GroupedRolloutGenerator, Problem, RewardOnlyAgent
 from mcore_rl.inference import InferenceInterface, MegatronLocal
 
 __all__ = [
+    "AdvantageConfig",
+    "Aggregation",
+    "BatchStyle",
     "EvaluationAgent",
     "EvaluationResponse",
+    "FrozenWeights",
     "GRPOConfig",
     "GRPOObjective",
     "GenericGenerationArgs",
     "GroupedRolloutGenerator",
+    "ImportanceCorrection",
     "InferenceInterface",
     "InferenceRequest",
     "InferenceResponse",
     "IterationReport",
     "Learner",
     "MegatronLocal",
+    "MismatchReport",
+    "OverlongPenalty",
+    "PackingConfig",
+    "PackingContext",
+    "PolicyLossConfig",
     "Problem",
     "RewardEvaluationResult",
     "RewardOnlyAgent",
     "TokenRollout",
+    "TrajectoryBatches",
     "WeightSink",
+    "balance",
     "calculate_grpo_loss",
     "deprecated",
     "experimental_api",
@@ -45,7 +66,9 @@ __all__ = [
     "group_relative_advantages",
     "grpo_iteration",
     "internal_api",
+    "kl_estimate",
     "refit",
     "rollout_batches",
+    "with_old_logprobs",
     "with_ref_logprobs",
 ]

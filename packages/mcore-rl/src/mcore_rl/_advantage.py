@@ -3,8 +3,65 @@
 """How much better than its group a trajectory did."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+
+from mcore_rl._stability import experimental_api
+
+_BASELINES, _SCALES = ("group_mean", "leave_one_out", "batch_mean", "none"), ("group_std", "batch_std", "none")
+
+
+@experimental_api
+@dataclass(frozen=True, kw_only=True)
+class AdvantageConfig:
+    """Advantages (R - baseline) / scale.
+
+    GRPO: the defaults. Dr. GRPO: ``scale="none"``. RLOO: ``baseline="leave_one_out", scale="none"``. REINFORCE++:
+    ``baseline="batch_mean", scale="batch_std"``, and with a baseline ``baseline="group_mean", scale="batch_std"``.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+
+    baseline: str = "group_mean"
+    """group_mean; leave_one_out: the mean of the others of the group; batch_mean: of all; none."""
+    scale: str = "group_std"
+    """group_std, or batch_std of what the baseline left; none. Population standard deviations, plus 1e-4."""
+
+    def __post_init__(self) -> None:
+        if self.baseline not in _BASELINES:
+            raise ValueError(f"baseline={self.baseline!r} must be one of {', '.join(_BASELINES)}")
+        if self.scale not in _SCALES:
+            raise ValueError(f"scale={self.scale!r} must be one of {', '.join(_SCALES)}")
+
+    def advantages(self, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
+        """One a reward.
+
+        A group of equal rewards has no advantage where its own mean is the baseline; a reward that is alone in its group, whose others
+        were lost, is compared with nothing and has none.
+
+        Args:
+            rewards: one sequence a group; groups may differ in size.
+        """
+        groups = [torch.tensor(group, dtype=torch.float64) for group in rewards]
+        flat = torch.cat(groups) if groups else torch.empty(0, dtype=torch.float64)
+        centred = [self._centred(group, flat) for group in groups]
+        if self.scale == "group_std":
+            centred = [part / (group.std(correction=0) + 1e-4) if len(group) else part for part, group in zip(centred, groups, strict=True)]
+        elif self.scale == "batch_std" and len(flat):
+            whole = torch.cat(centred).std(correction=0) + 1e-4
+            centred = [part / whole for part in centred]
+        return [part.tolist() for part in centred]
+
+    def _centred(self, group: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+        if not len(group) or self.baseline == "none":
+            return group
+        if self.baseline == "batch_mean":
+            return group - flat.mean()
+        centred = group - group.mean()
+        # R - (sum - R) / (n - 1) = (R - mean) n / (n - 1).
+        return centred * len(group) / max(1, len(group) - 1) if self.baseline == "leave_one_out" else centred
 
 
 def group_relative_advantages(rewards: Sequence[Sequence[float]], *, std_norm: bool = True) -> list[list[float]]:
@@ -17,12 +74,4 @@ def group_relative_advantages(rewards: Sequence[Sequence[float]], *, std_norm: b
     Returns:
         Advantages in the same shape; zero throughout a group of equal rewards, none in an empty group.
     """
-    advantages = []
-    for group in rewards:
-        if not group:
-            advantages.append([])
-            continue
-        values = torch.tensor(group, dtype=torch.float64)
-        centred = values - values.mean()
-        advantages.append((centred / (values.std(correction=0) + 1e-4) if std_norm else centred).tolist())
-    return advantages
+    return AdvantageConfig(scale="group_std" if std_norm else "none").advantages(rewards)

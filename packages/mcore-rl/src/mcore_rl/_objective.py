@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""The clipped policy loss of group-relative policy optimisation."""
+"""The losses of policy optimisation as one objective."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from mcore_parallel.models import ModelOutput
 from mcore_parallel.training import Batch, LossReport
+from mcore_rl._correction import ImportanceCorrection
+from mcore_rl._kl import MAX_LOG_RATIO, check_estimator, kl_estimate
+from mcore_rl._policy_loss import PolicyLossConfig
+from mcore_rl._sequences import Sequences
 
 _EXTRAS = ("advantages", "inference_logprobs", "old_logprobs", "ref_logprobs")
 
@@ -37,51 +42,60 @@ def calculate_grpo_loss(
     Returns:
         loss, kl, r, entropy, and the bool masks of r beyond the upper and below the lower bound.
     """
-    ratio = (current_logprobs - old_logprobs).clamp(-20, 20).exp()
+    ratio = (current_logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     above, below = ratio > 1 + clamp_eps_upper, ratio < 1 - clamp_eps_lower
-    policy = torch.minimum(ratio * advantages, ratio.clamp(1 - clamp_eps_lower, 1 + clamp_eps_upper) * advantages)
+    policy = PolicyLossConfig(clip_low=clamp_eps_lower, clip_high=clamp_eps_upper).losses(current_logprobs, advantages, ratio)
     if inference_logprobs is not None:
-        weight = (old_logprobs - inference_logprobs).detach().clamp(-20, 20).exp()
+        weight = (old_logprobs - inference_logprobs).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
         policy = policy * (weight if is_truncation_coef is None else weight.clamp(max=is_truncation_coef))
-    delta = torch.zeros_like(ratio) if ref_logprobs is None else (ref_logprobs - current_logprobs).clamp(-20, 20)
-    kl = delta.exp() - delta - 1
+    kl = torch.zeros_like(ratio) if ref_logprobs is None else kl_estimate(current_logprobs, ref_logprobs)
     if entropy is None:
         entropy = -current_logprobs.exp() * current_logprobs.clamp(min=-1e4)
-    return kl_beta * kl - policy - entropy_weight * entropy, kl, ratio, entropy, above, below
+    return kl_beta * kl + policy - entropy_weight * entropy, kl, ratio, entropy, above, below
 
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOObjective:
     """An objective for `mcore_parallel.training.train_step`: the batch carries advantages and log-probabilities.
 
-    The policy is the model's distribution at ``temperature``; all log-probabilities are of that. A token counts by its weight in
+    Each token's loss is w * policy + kl_beta * kl - entropy_weight * entropy, with the importance weight w of ``correction``. The policy
+    is the model's distribution at ``temperature``; all log-probabilities are of that. A token counts by its weight in
     ``batch.loss_mask``, and one of weight 0 may hold anything.
 
     ``batch.extras`` holds [B, S] tensors aligned with ``labels``: ``advantages``, ``inference_logprobs``, and
-    optionally ``old_logprobs`` (else the current ones without gradient, right for one update a rollout) and ``ref_logprobs``.
+    optionally ``old_logprobs`` (else the current ones without gradient, right for one update a rollout), ``ref_logprobs``, and
+    ``loss_factors``, which multiply the losses but not what their sum is divided by (`rollout_batches` sets them from its `Aggregation`).
+
+    Raises:
+        ValueError: a field out of its range.
+
+    Example:
+        >>> GRPOObjective(policy=PolicyLossConfig(ratio_level="sequence", clip_low=3e-4, clip_high=4e-4)).policy.kind
+        'clip'
     """
 
-    clamp_eps_lower: float = 0.2
-    clamp_eps_upper: float = 0.2
+    policy: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    """Clipping, ratios, dual clip."""
     kl_beta: float = 0.0
-    """0 needs no reference log-probabilities."""
+    """Of the divergence in the loss; 0 needs no reference log-probabilities."""
+    kl_estimator: str = "k3"
+    """k1, k2 or k3 (`kl_estimate`)."""
     entropy_weight: float = 0.0
     """Of the entropy of each token's whole distribution."""
     temperature: float = 1.0
     """At which the answers were drawn; logits are divided by it."""
-    importance_correction: bool = True
-    """Weight tokens by exp(old - inference)."""
-    is_truncation_coef: float | None = 2.0
+    correction: ImportanceCorrection | None = field(default_factory=ImportanceCorrection)
+    """Weights for an engine whose numerics differ; None for none."""
 
     def __post_init__(self) -> None:
-        for name in ("clamp_eps_lower", "clamp_eps_upper", "kl_beta"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        check_estimator(self.kl_estimator)
+        if not 0 <= self.kl_beta < math.inf:
+            raise ValueError(f"kl_beta={self.kl_beta} must not be negative")
         if not 0 < self.temperature < math.inf:
             raise ValueError(f"temperature={self.temperature} must be positive and finite; a greedy policy has no log-probabilities")
 
     def __call__(self, output: ModelOutput, batch: Batch) -> LossReport:
-        extras = {name: value.flatten() for name, value in batch.extras.items()}
+        extras = {name: value.flatten() for name, value in batch.extras.items() if value.shape == batch.tokens.shape}
         if self.kl_beta and "ref_logprobs" not in extras:
             raise ValueError(f"kl_beta={self.kl_beta} needs ref_logprobs in batch.extras; set kl_beta=0 to train without a reference")
         mask = batch.loss_mask.flatten()
@@ -91,38 +105,38 @@ class GRPOObjective:
             """Left out before anything is computed with it: zero times NaN is NaN, in a gradient too."""
             return torch.where(keep, value, 0)
 
-        current, entropy = (masked(value) for value in self._policy(output, batch.labels.flatten()))
+        current, entropy = (masked(value) for value in self._distribution(output, batch.labels.flatten()))
         values = {name: masked(extras[name]) for name in _EXTRAS if name in extras}
         old, inference = values.get("old_logprobs", current.detach()), values["inference_logprobs"]
-        loss, kl, ratio, entropy, above, below = calculate_grpo_loss(
-            current,
-            old,
-            values.get("ref_logprobs"),
-            values["advantages"],
-            self.clamp_eps_lower,
-            self.clamp_eps_upper,
-            self.kl_beta,
-            self.entropy_weight,
-            inference if self.importance_correction else None,
-            self.is_truncation_coef,
-            entropy,
-        )
+        sequences = Sequences.of(batch, output.layer.groups.cp) if self._needs_sequences() else None
+        ratio = self.policy.ratio(current, old, keep, sequences)
+        loss = self.policy.losses(current, values["advantages"], ratio)
+        metrics: dict[str, Tensor] = {"ratio": ratio, "entropy": entropy, "logprob_mismatch": (current - inference).abs()}
+        metrics["clipped_above"], metrics["clipped_below"] = ratio > 1 + self.policy.clip_high, ratio < 1 - self.policy.clip_low
+        if self.correction is not None:
+            weight, report = self.correction.weights(old, inference, keep, sequences)
+            loss = loss * weight
+            metrics |= report
+        if "ref_logprobs" in values:
+            metrics["kl"] = kl_estimate(current, values["ref_logprobs"], self.kl_estimator)
+            loss = loss + self.kl_beta * metrics["kl"]
+        if self.entropy_weight:
+            loss = loss - self.entropy_weight * entropy
+        return self._report(loss, metrics, batch, extras.get("loss_factors"))
 
-        def total(value: Tensor) -> Tensor:
-            return (masked(value.to(loss.dtype)) * mask.to(loss.dtype)).sum()
-
+    def _report(self, loss: Tensor, metrics: Mapping[str, Tensor], batch: Batch, factors: Tensor | None) -> LossReport:
+        mask = batch.loss_mask.flatten().to(loss.dtype)
+        keep = mask != 0
+        weight = mask if factors is None else torch.where(keep, factors.to(loss.dtype), 0) * mask
         with torch.no_grad():
-            metrics = {
-                "kl": total(kl),
-                "ratio": total(ratio),
-                "entropy": total(entropy),
-                "clipped_above": total(above),
-                "clipped_below": total(below),
-                "logprob_mismatch": total((current - inference).abs()),
-            }
-        return LossReport(sum=total(loss), count=batch.weight(), metrics=metrics)
+            sums = {name: (torch.where(keep, value.to(loss.dtype), 0) * mask).sum() for name, value in metrics.items()}
+        return LossReport(sum=(torch.where(keep, loss, 0) * weight).sum(), count=batch.weight(), metrics=sums)
 
-    def _policy(self, output: ModelOutput, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def _needs_sequences(self) -> bool:
+        correction = self.correction
+        return self.policy.ratio_level != "token" or (correction is not None and (correction.level != "token" or correction.veto > 0))
+
+    def _distribution(self, output: ModelOutput, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probability of each label and entropy of each distribution, [T]."""
         if output.layer.products is None:
             return output.log_probs_and_entropy(labels, self.temperature)

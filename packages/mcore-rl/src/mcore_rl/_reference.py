@@ -1,51 +1,91 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Log-probabilities of a frozen reference model, made before a batch is trained on."""
+"""Log-probabilities of the policy before an update, and of a frozen reference."""
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from mcore_parallel import ProcessGroups
-from mcore_parallel.models import ModelOutput
-from mcore_parallel.training import Batch, LossReport, evaluate
+from mcore_parallel.training import Batch, score
+from mcore_rl._stability import experimental_api
 
 
-def with_ref_logprobs(reference: nn.Module, batches: Sequence[Batch], groups: ProcessGroups, *, temperature: float = 1.0) -> list[Batch]:
-    """The batches with ``ref_logprobs`` [B, S] of their labels in ``extras``, from one forward pass each without a gradient.
+@experimental_api
+class FrozenWeights:
+    """Parameters of a model as they are now, kept on the host; the reference of a policy that goes on learning.
 
-    Over context parallelism each batch is this rank's share of it; over pipeline stages the last one has the log-probabilities, and its
-    objective is the one that reads them.
+    The policy is never copied: in ``swapped`` its parameters point at the frozen values, and then at their own again. On a GPU these are
+    there only meanwhile. Graphs that were captured hold the addresses of the policy; they must not be replayed inside.
 
     Args:
-        reference: of the layout ``groups``; in evaluation mode meanwhile.
-        batches: of ``rollout_batches``, all ranks of a replica the same.
+        model: of plain parameters; those of fully sharded data parallelism move, and need a second model.
+
+    Raises:
+        ValueError: a parameter that is divided among data-parallel ranks.
+
+    Example:
+        >>> reference = FrozenWeights(model)
+        >>> with reference.swapped():
+        ...     logits = model(tokens, step)
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        for name, parameter in model.named_parameters():
+            if type(parameter) is not nn.Parameter or not parameter.numel():
+                raise ValueError(f"parameter {name!r} is a {type(parameter).__name__} of size {parameter.numel()}; pass a second model")
+        self._values = [self._kept(parameter) for parameter in model.parameters()]
+
+    @staticmethod
+    def _kept(parameter: Tensor) -> Tensor:
+        value = torch.empty_like(parameter, device="cpu", pin_memory=parameter.is_cuda)
+        return value.copy_(parameter.detach())
+
+    @contextlib.contextmanager
+    def swapped(self) -> Iterator[nn.Module]:
+        """The model with the frozen values; its own come back however the block ends."""
+        parameters = list(self.model.parameters())
+        own = [parameter.data for parameter in parameters]
+        try:
+            for parameter, value in zip(parameters, self._values, strict=True):
+                parameter.data = value.to(parameter.device, non_blocking=True)
+            yield self.model
+        finally:
+            for parameter, value in zip(parameters, own, strict=True):
+                parameter.data = value
+
+
+def token_logprobs(
+    model: nn.Module | FrozenWeights, batches: Sequence[Batch], groups: ProcessGroups, *, temperature: float = 1.0
+) -> list[Tensor]:
+    """Log-probabilities [B, S] of the labels of each micro-batch, from a forward pass alone; the same on all ranks of a replica.
+
+    Args:
+        model: in evaluation mode meanwhile.
+        batches: all ranks of a replica the same, whole ones.
         groups: the layout.
         temperature: logits are divided by it, as the policy's are.
     """
-    shares = [batch.context_share(groups.cp) for batch in batches]
-    scores = _Scores(temperature=temperature)
-    with torch.no_grad():
-        evaluate(reference, shares, scores, groups=groups)
-    if not scores.values:
-        return shares
-    return [
-        dataclasses.replace(batch, extras={**batch.extras, "ref_logprobs": values})
-        for batch, values in zip(shares, scores.values, strict=True)
-    ]
+    with model.swapped() if isinstance(model, FrozenWeights) else contextlib.nullcontext(model) as scored:
+        return score(scored, batches, lambda output, batch: output.log_probs(batch.labels.flatten(), temperature), groups=groups)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Scores:
-    """An objective that keeps the log-probabilities of the labels, in the order of the micro-batches, and sums nothing."""
+def with_ref_logprobs(
+    reference: nn.Module | FrozenWeights, batches: Sequence[Batch], groups: ProcessGroups, *, temperature: float = 1.0
+) -> list[Batch]:
+    """The batches with ``ref_logprobs`` [B, S] of their labels in ``extras``; arguments as of ``token_logprobs``."""
+    return _with(batches, "ref_logprobs", token_logprobs(reference, batches, groups, temperature=temperature))
 
-    temperature: float
-    values: list[Tensor] = field(default_factory=list)
 
-    def __call__(self, output: ModelOutput, batch: Batch) -> LossReport:
-        logprobs = output.log_probs(batch.labels.flatten(), self.temperature)
-        self.values.append(logprobs.detach().view(batch.labels.shape))
-        return LossReport(sum=logprobs.new_zeros(()), count=batch.weight())
+@experimental_api
+def with_old_logprobs(policy: nn.Module, batches: Sequence[Batch], groups: ProcessGroups, *, temperature: float = 1.0) -> list[Batch]:
+    """The batches with ``old_logprobs`` [B, S], those of the policy before it is updated; arguments as of ``with_ref_logprobs``."""
+    return _with(batches, "old_logprobs", token_logprobs(policy, batches, groups, temperature=temperature))
+
+
+def _with(batches: Sequence[Batch], name: str, values: Sequence[Tensor]) -> list[Batch]:
+    return [dataclasses.replace(batch, extras={**batch.extras, name: value}) for batch, value in zip(batches, values, strict=True)]

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The rollouts of one iteration: each rank asks for its share, all see all."""
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from mcore_parallel import ProcessGroups
+from mcore_rl._config import GRPOConfig
+from mcore_rl._exchange import all_gather_json
+from mcore_rl._shaping import same_reward
+from mcore_rl._types import TokenRollout
+from mcore_rl.agent import GroupedRolloutGenerator
+from mcore_rl.inference import InferenceInterface
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collection:
+    """What is there to train on, in the order of the ranks."""
+
+    groups: list[list[TokenRollout]]
+    num_filtered: int
+    """Groups of equal rewards that others replaced."""
+
+
+def collect(
+    config: GRPOConfig, agent: GroupedRolloutGenerator, interface: InferenceInterface, groups: ProcessGroups, device: torch.device
+) -> Collection:
+    """The groups of all ranks; where one of them failed, all raise.
+
+    Raises:
+        RuntimeError: rollouts failed on some rank, or none is there in time.
+    """
+    world = groups.world
+    own, num_filtered = [], 0
+    failure: Exception | None = None
+    try:
+        own, num_filtered = asyncio.run(_ask(config, agent, interface, len(range(world.rank, config.num_groups, world.size))))
+    except Exception as error:
+        failure = error
+    # A rank that raised at once would leave the others waiting for it.
+    sent = {
+        "failure": failure and repr(failure),
+        "groups": [[rollout.to_json() for rollout in group] for group in own],
+        "num_filtered": num_filtered,
+    }
+    gathered = all_gather_json(sent, world, device)
+    if failure is not None:
+        raise failure
+    if failed := {rank: part["failure"] for rank, part in enumerate(gathered) if part["failure"] is not None}:
+        raise RuntimeError(f"rollouts failed on other ranks: {failed}")
+    rollouts = [[TokenRollout.from_json(rollout) for rollout in group] for part in gathered for group in part["groups"]]
+    if not any(rollouts):
+        raise RuntimeError(
+            f"no rollout of {config.num_groups} groups of {config.group_size} is left: all came late (rollout_timeout_s="
+            f"{config.rollout_timeout_s}) or lost their judge; the log names each"
+        )
+    return Collection(groups=rollouts, num_filtered=sum(part["num_filtered"] for part in gathered))
+
+
+async def _ask(
+    config: GRPOConfig, agent: GroupedRolloutGenerator, interface: InferenceInterface, num_groups: int
+) -> tuple[list[list[TokenRollout]], int]:
+    """This rank's groups, as many as are there in time, and how many others replaced."""
+    groups: list[list[TokenRollout]] = []
+    equal: list[list[TokenRollout]] = []
+    num_asked, most = 0, int(num_groups * config.max_filter_ratio)
+    try:
+        async with asyncio.timeout(config.rollout_timeout_s) as limit:
+            while num_asked < num_groups or (config.filter_equal_groups and len(groups) < num_groups and num_asked < most):
+                missing = num_groups if not num_asked else min(num_groups - len(groups), most - num_asked)
+                num_asked += missing
+                stream = agent.get_grouped_rollouts(interface, num_groups=missing, size=config.group_size, args=config.generation_args)
+                async for group in stream:
+                    useless = config.filter_equal_groups and same_reward([rollout.reward for rollout in group])
+                    (equal if useless else groups).append(group)
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        missing = num_groups - len(groups) - len(equal)
+        if missing > 0:
+            _log.warning(
+                "%d of %d groups are dropped, not there within rollout_timeout_s=%s", missing, num_groups, config.rollout_timeout_s
+            )
+    filled = equal[: max(0, num_groups - len(groups))]
+    if filled:
+        _log.warning("%d of %d groups have equal rewards, after %d were asked for", len(filled), num_groups, num_asked)
+    return groups + filled, len(equal) - len(filled)

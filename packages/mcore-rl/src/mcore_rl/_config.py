@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""What an iteration is told."""
+
+from dataclasses import dataclass, field
+
+from mcore_rl._advantage import AdvantageConfig
+from mcore_rl._aggregation import Aggregation
+from mcore_rl._packing import PackingConfig
+from mcore_rl._shaping import OverlongPenalty
+from mcore_rl._types import GenericGenerationArgs
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOConfig:
+    """One iteration: what is generated, how it is judged, and how often it is trained on.
+
+    Raises:
+        ValueError: a group of one, from which nothing can be learnt, a number out of its range, mini-batches that do not divide.
+    """
+
+    num_groups: int
+    """Problems an iteration, over all ranks."""
+    group_size: int
+    """Answers a problem."""
+    seq_len: int
+    """Positions of a training row; prompt and answer must fit."""
+    micro_batch_size: int = 4
+    generation_args: GenericGenerationArgs = field(default_factory=lambda: GenericGenerationArgs(temperature=1.0, max_tokens=32))
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    """Baseline and scale of rewards: GRPO, Dr. GRPO, RLOO, REINFORCE++."""
+    aggregation: Aggregation = field(default_factory=Aggregation)
+    """How the losses of tokens are averaged."""
+    num_epochs: int = 1
+    """Times that each rollout is trained on."""
+    num_mini_batches: int = 1
+    """Updates an epoch, each on an equal share of the rollouts."""
+    packing: PackingConfig | None = None
+    """Bins instead of ``micro_batch_size`` rows of ``seq_len``."""
+    kl_in_reward: float = 0.0
+    """Times the sum over an answer of old - ref log-probabilities, taken from its reward; needs a reference."""
+    overlong: OverlongPenalty | None = None
+    """Taken from the reward of long answers, which is reported without it."""
+    mask_truncated: bool = False
+    """Answers that ``max_tokens`` ended are not trained on; their rewards count in the baseline of their group."""
+    filter_equal_groups: bool = False
+    """Groups whose rewards are all equal are replaced by others (dynamic sampling of DAPO)."""
+    max_filter_ratio: float = 3.0
+    """Groups asked for then, at most, for each that is wanted; what is missing after that is filled with such groups."""
+    rollout_timeout_s: float = 7200.0
+    """Limit of all rollouts of an iteration; groups that are not there by then are dropped."""
+    pad_id: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_groups", "seq_len", "micro_batch_size", "num_epochs", "num_mini_batches", "max_filter_ratio"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.group_size < 2:
+            raise ValueError(f"group_size={self.group_size} must be at least 2: an answer is judged against its group")
+        if (count := self.num_groups * self.group_size) % self.num_mini_batches:
+            raise ValueError(f"num_groups * group_size = {count} must be divisible by num_mini_batches={self.num_mini_batches}")
+        if not self.rollout_timeout_s > 0:
+            raise ValueError(f"rollout_timeout_s={self.rollout_timeout_s} must be positive")
+        if not self.kl_in_reward >= 0:
+            raise ValueError(f"kl_in_reward={self.kl_in_reward} must not be negative")
+        if self.temperature == 0:
+            raise ValueError("temperature=0 in generation_args draws the same answer every time; choose one above 0")
+
+    @property
+    def temperature(self) -> float:
+        """At which answers are drawn."""
+        return 1.0 if self.generation_args.temperature is None else self.generation_args.temperature
+
+    @property
+    def num_updates(self) -> int:
+        """Of the weights, an iteration."""
+        return self.num_epochs * self.num_mini_batches

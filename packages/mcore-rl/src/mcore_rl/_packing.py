@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Which sequences share a bin, and which bins a rank: planned from lengths alone, alike on every rank."""
+
+import bisect
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mcore_rl._stability import experimental_api
+
+_ALGORITHMS = ("first_fit_decreasing", "best_fit_decreasing", "next_fit")
+
+
+@experimental_api
+@dataclass(frozen=True, kw_only=True)
+class PackingConfig:
+    """Bins of a fixed size, each a micro-batch of one row.
+
+    Raises:
+        ValueError: a field out of its range.
+
+    Example:
+        >>> PackingConfig(bin_size=8).bins([5, 3, 4, 4, 2])
+        [[0, 1], [2, 3], [4]]
+    """
+
+    bin_size: int
+    """Places of a bin; a trajectory needs one less than it has tokens."""
+    max_sequences_per_bin: int = 50
+    algorithm: str = "first_fit_decreasing"
+    """first_fit_decreasing and best_fit_decreasing begin with the longest; next_fit, as Megatron-LM, never looks back at a bin."""
+    alignment: int = 1
+    """The length of each sequence is rounded up to a multiple of it: 2 cp over cp context-parallel ranks."""
+
+    def __post_init__(self) -> None:
+        for name in ("bin_size", "max_sequences_per_bin", "alignment"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.bin_size % self.alignment:
+            raise ValueError(f"bin_size={self.bin_size} must be a multiple of alignment={self.alignment}")
+        if self.algorithm not in _ALGORITHMS:
+            raise ValueError(f"algorithm={self.algorithm!r} must be one of {', '.join(_ALGORITHMS)}")
+
+    def room(self, length: int) -> int:
+        """Places that a sequence takes."""
+        return -(-length // self.alignment) * self.alignment
+
+    def bins(self, lengths: Sequence[int]) -> list[list[int]]:
+        """The numbers of the sequences in each bin; every one is in exactly one.
+
+        Args:
+            lengths: places that the sequences need.
+
+        Raises:
+            ValueError: a sequence that no bin can hold.
+        """
+        rooms = [self.room(length) for length in lengths]
+        for number, (room, length) in enumerate(zip(rooms, lengths, strict=True)):
+            if room > self.bin_size:
+                raise ValueError(f"sequence {number} needs {length} places, more than bin_size={self.bin_size}; raise bin_size")
+        order = sorted(range(len(rooms)), key=lambda number: (-rooms[number], number))
+        if self.algorithm == "next_fit":
+            return self._next_fit(rooms, order)
+        open_bins = _FirstFit(len(rooms), self.bin_size) if self.algorithm == "first_fit_decreasing" else _BestFit(self.bin_size)
+        bins: list[list[int]] = []
+        for number in order:
+            chosen, free = open_bins.take(rooms[number])
+            if chosen == len(bins):
+                bins.append([])
+            bins[chosen].append(number)
+            open_bins.give(chosen, -1 if len(bins[chosen]) == self.max_sequences_per_bin else free)
+        return bins
+
+    def _next_fit(self, rooms: Sequence[int], order: Sequence[int]) -> list[list[int]]:
+        bins: list[list[int]] = []
+        free = 0
+        for number in order:
+            if not bins or rooms[number] > free or len(bins[-1]) == self.max_sequences_per_bin:
+                bins.append([])
+                free = self.bin_size
+            bins[-1].append(number)
+            free -= rooms[number]
+        return bins
+
+
+@experimental_api
+def balance(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
+    """Items for each rank, equally many up to one, with sums that are nearly equal: the largest differencing method (Karmarkar, Karp 1982).
+
+    Args:
+        costs: of the items; for attention the sum of the squared lengths in a bin.
+        num_ranks: how many share them.
+
+    Returns:
+        The items of each rank, ascending; ranks may have none.
+
+    Example:
+        >>> balance([8, 7, 6, 5], 2)
+        [[0, 3], [1, 2]]
+    """
+    if num_ranks < 1:
+        raise ValueError(f"num_ranks={num_ranks} must be at least 1")
+    order = sorted(range(len(costs)), key=lambda item: (-costs[item], item))
+    # A partition is a set for each rank, the largest sum first; two merge the largest set of one with the smallest of the other.
+    partitions: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
+    for begin in range(0, len(order), num_ranks):
+        sets = [(costs[item], [item]) for item in order[begin : begin + num_ranks]]
+        sets += [(0.0, []) for _ in range(num_ranks - len(sets))]
+        partitions.append((sets[-1][0] - sets[0][0], begin, sets))
+    heapq.heapify(partitions)
+    while len(partitions) > 1:
+        _, number, first = heapq.heappop(partitions)
+        _, _, second = heapq.heappop(partitions)
+        merged = [(a + b, one + other) for (a, one), (b, other) in zip(first, reversed(second), strict=True)]
+        merged.sort(key=lambda part: (-part[0], part[1]))
+        heapq.heappush(partitions, (merged[-1][0] - merged[0][0], number, merged))
+    return [sorted(items) for _, items in partitions[0][2]] if partitions else [[] for _ in range(num_ranks)]
+
+
+class _FirstFit:
+    """The lowest bin with room, from a tree of the most room below each node."""
+
+    def __init__(self, num_bins: int, bin_size: int) -> None:
+        self._leaves = 1 << max(0, num_bins - 1).bit_length()
+        self._tree = [bin_size] * (2 * self._leaves)
+
+    def take(self, room: int) -> tuple[int, int]:
+        """The bin, and what stays free in it."""
+        node = 1
+        while node < self._leaves:
+            node = 2 * node if self._tree[2 * node] >= room else 2 * node + 1
+        return node - self._leaves, self._tree[node] - room
+
+    def give(self, number: int, free: int) -> None:
+        """Free places from now on; -1 closes the bin."""
+        node = number + self._leaves
+        self._tree[node] = free
+        while node > 1:
+            node //= 2
+            self._tree[node] = max(self._tree[2 * node], self._tree[2 * node + 1])
+
+
+class _BestFit:
+    """The bin with the least room that is enough, of equal ones the lowest."""
+
+    def __init__(self, bin_size: int) -> None:
+        self._bin_size, self._num_bins = bin_size, 0
+        self._open: list[tuple[int, int]] = []
+
+    def take(self, room: int) -> tuple[int, int]:
+        """The bin, and what stays free in it."""
+        at = bisect.bisect_left(self._open, (room, -1))
+        if at == len(self._open):
+            self._num_bins += 1
+            return self._num_bins - 1, self._bin_size - room
+        free, number = self._open.pop(at)
+        return number, free - room
+
+    def give(self, number: int, free: int) -> None:
+        """As of ``_FirstFit``."""
+        if free >= 0:
+            bisect.insort(self._open, (free, number))

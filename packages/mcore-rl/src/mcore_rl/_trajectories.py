@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Judged trajectories in micro-batches, and where each of them is."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from mcore_parallel.training import Batch, real_tokens
+from mcore_rl._aggregation import Aggregation
+from mcore_rl._stability import experimental_api
+from mcore_rl._types import TokenRollout
+
+
+@experimental_api
+@dataclass(frozen=True, kw_only=True)
+class BatchStyle:
+    """What is written into micro-batches beside the tokens, and where they are."""
+
+    pad_id: int = 0
+    """Token of empty places."""
+    aggregation: Aggregation = field(default_factory=Aggregation)
+    """How much each token counts."""
+    mask_truncated: bool = False
+    """Answers that the token limit ended count nothing."""
+    device: torch.device | str = "cpu"
+    dtype: torch.dtype = torch.float32
+    """Of masks, advantages and log-probabilities."""
+
+    def num_counted(self, rollout: TokenRollout) -> int:
+        """Tokens of a rollout that count."""
+        return 0 if self.mask_truncated and rollout.finish_reason == "length" else sum(rollout.generation_mask[1:])
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a trajectory is: position t predicts its token t + 1."""
+
+    batch: int
+    start: int
+    """In the B * S places of the batch."""
+    num_labels: int
+    """One less than it has tokens."""
+    room: int
+    """Places that no other trajectory has."""
+
+
+@experimental_api
+@dataclass(frozen=True, kw_only=True)
+class TrajectoryBatches:
+    """Micro-batches, and the place of each trajectory in them.
+
+    Masks, advantages and log-probabilities sit one place to the left of the tokens they belong to. Only tokens the policy wrote count.
+    """
+
+    batches: list[Batch]
+    places: list[Place]
+    """One a rollout, in their order."""
+
+    def with_advantages(self, advantages: Sequence[float]) -> Self:
+        """With one advantage a rollout, at each of its tokens that counts.
+
+        Raises:
+            ValueError: lists of different lengths.
+        """
+        if len(advantages) != len(self.places):
+            raise ValueError(f"{len(self.places)} rollouts come with {len(advantages)} advantages")
+        weights = [torch.zeros_like(batch.loss_mask) for batch in self.batches]
+        for place, advantage in zip(self.places, advantages, strict=True):
+            weights[place.batch].view(-1)[place.start : place.start + place.num_labels] = advantage
+        counted = [weight * (batch.loss_mask != 0) for weight, batch in zip(weights, self.batches, strict=True)]
+        return self.with_extra("advantages", counted)
+
+    def with_extra(self, name: str, values: Sequence[Tensor]) -> Self:
+        """With a tensor [B, S] a micro-batch in the extras."""
+        batches = [
+            dataclasses.replace(batch, extras={**batch.extras, name: value}) for batch, value in zip(self.batches, values, strict=True)
+        ]
+        return dataclasses.replace(self, batches=batches)
+
+    def of_rollouts(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """From a tensor [B, S] a micro-batch, the values of each rollout's tokens but the first."""
+        return [values[place.batch].flatten()[place.start : place.start + place.num_labels] for place in self.places]
+
+
+def write_batches(
+    rollouts: Sequence[TokenRollout],
+    places: Sequence[Place],
+    shape: tuple[int, int, int],
+    style: BatchStyle,
+    cu_seqlens: Sequence[Tensor] | None = None,
+) -> list[Batch]:
+    """Micro-batches with rollouts at their places; advantages are zero.
+
+    Args:
+        rollouts: judged trajectories.
+        places: one each.
+        shape: number of micro-batches, B and S of each.
+        style: masks and devices.
+        cu_seqlens: bounds of the packed sequences of each micro-batch; None for rows.
+    """
+    count, B, S = shape
+    tokens, labels = (torch.full((count, B * S), style.pad_id, dtype=torch.int64) for _ in range(2))
+    mask, factors, logprobs = (torch.zeros(count, B * S, dtype=style.dtype) for _ in range(3))
+    real = torch.zeros(count, B * S, dtype=torch.bool)
+    for rollout, place in zip(rollouts, places, strict=True):
+        trajectory, written = torch.tensor(rollout.trajectory), torch.tensor(rollout.generation_mask, dtype=torch.bool)[1:]
+        begin, end = place.start, place.start + place.num_labels
+        row = tokens[place.batch, begin : begin + min(place.room, len(trajectory))]
+        row.copy_(trajectory[: len(row)])
+        labels[place.batch, begin:end] = trajectory[1:]
+        real[place.batch, begin:end] = True
+        logprobs[place.batch, begin:end][written] = torch.tensor(rollout.logprobs[int(rollout.generation_mask[0]) :], dtype=style.dtype)
+        if num_counted := style.num_counted(rollout):
+            weight, factor = style.aggregation.weights(num_counted)
+            mask[place.batch, begin:end] = written.to(style.dtype) * weight
+            factors[place.batch, begin:end] = written.to(style.dtype) * factor
+    # What stands behind the last token that counts reaches no loss, and takes no expert's time.
+    valid = real_tokens(mask.view(-1, S)) if cu_seqlens is None else None if bool(real.all()) else real
+    extras = {"advantages": torch.zeros_like(mask), "inference_logprobs": logprobs, "loss_factors": factors}
+
+    def part(values: Tensor, number: int) -> Tensor:
+        return values.view(count, B, S)[number].to(style.device)
+
+    return [
+        Batch(
+            tokens=part(tokens, i),
+            labels=part(labels, i),
+            loss_mask=part(mask, i),
+            cu_seqlens=None if cu_seqlens is None else cu_seqlens[i],
+            valid=None if valid is None else part(valid, i),
+            extras={name: part(values, i) for name, values in extras.items()},
+        )
+        for i in range(count)
+    ]
+
+
+def place_rows(
+    rollouts: Sequence[TokenRollout], seq_len: int, micro_batch_size: int, num_rows: int = 0
+) -> tuple[list[Place], tuple[int, int, int]]:
+    """One row a rollout; the last micro-batch is filled with empty rows.
+
+    Args:
+        rollouts: trajectories.
+        seq_len: S, positions of a row; trajectories may hold up to S + 1 tokens.
+        micro_batch_size: rows of a batch.
+        num_rows: at least so many rows, so that all data ranks have as many batches.
+
+    Returns:
+        places, and the shape of the micro-batches.
+
+    Raises:
+        ValueError: a trajectory that is too long.
+    """
+    for rollout in rollouts:
+        if (length := len(rollout.trajectory)) > seq_len + 1:
+            raise ValueError(
+                f"trajectory of {rollout.problem_id} has {length} tokens, seq_len={seq_len} admits {seq_len + 1}; raise seq_len"
+            )
+    places = [
+        Place(row // micro_batch_size, row % micro_batch_size * seq_len, max(0, len(rollout.trajectory) - 1), seq_len)
+        for row, rollout in enumerate(rollouts)
+    ]
+    return places, (-(-max(len(rollouts), num_rows) // micro_batch_size), micro_batch_size, seq_len)
+
+
+def rollout_batches(
+    rollouts: Sequence[TokenRollout],
+    advantages: Sequence[float],
+    *,
+    seq_len: int,
+    micro_batch_size: int,
+    num_rows: int = 0,
+    style: BatchStyle | None = None,
+) -> list[Batch]:
+    """Right-padded micro-batches of ``micro_batch_size`` trajectories; the last is filled with empty rows.
+
+    Position s of a row predicts token s + 1, so masks, advantages and log-probabilities sit one place to the left of
+    the tokens they belong to. Only tokens the policy wrote count.
+
+    Args:
+        rollouts: judged trajectories.
+        advantages: one a rollout.
+        seq_len: S, positions of a row; trajectories may hold up to S + 1 tokens.
+        micro_batch_size: rows of a batch.
+        num_rows: at least so many rows, so that all data ranks have as many batches.
+        style: how tokens count, the token of empty places, the device; None for the defaults.
+
+    Raises:
+        ValueError: a trajectory that is too long, or lists of different lengths.
+    """
+    places, shape = place_rows(rollouts, seq_len, micro_batch_size, num_rows)
+    written = TrajectoryBatches(batches=write_batches(rollouts, places, shape, style or BatchStyle()), places=places)
+    return written.with_advantages(advantages).batches

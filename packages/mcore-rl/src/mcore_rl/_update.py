@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""From judged rollouts to updated weights."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from mcore_parallel import ProcessGroups
+from mcore_parallel.comm import all_reduce
+from mcore_parallel.training import GradSync, Objective, Optimizer, TrainReport, train_step
+from mcore_rl._config import GRPOConfig
+from mcore_rl._packed import PackingContext
+from mcore_rl._reference import FrozenWeights, token_logprobs
+from mcore_rl._trajectories import BatchStyle, TrajectoryBatches, place_rows, write_batches
+from mcore_rl._types import TokenRollout
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learner:
+    """The policy on this rank, and what updates it."""
+
+    model: nn.Module
+    groups: ProcessGroups
+    """The layout of the model."""
+    objective: Objective
+    sync: GradSync
+    """Of the model's gradients."""
+    optimizer: Optimizer
+    reference: "nn.Module | FrozenWeights | None" = None
+    """A frozen model of the same layout, or frozen weights of this one, for ``kl_beta`` and ``kl_in_reward``."""
+
+
+@dataclass(frozen=True)
+class _MiniBatch:
+    """This rank's share of the rollouts of one update."""
+
+    numbers: list[int]
+    """Of this rank's rollouts, among all."""
+    written: TrajectoryBatches
+
+
+def update(config: GRPOConfig, rollouts: Sequence[Sequence[TokenRollout]], learner: Learner, lr: float) -> list[TrainReport]:
+    """All updates of one iteration, on every rank of the layout.
+
+    Old log-probabilities are computed when rollouts are trained on more than once, the reference's when there is one.
+
+    Args:
+        config: sizes, advantages, aggregation.
+        rollouts: the groups of all ranks.
+        learner: the policy.
+        lr: learning rate.
+    """
+    flat = [rollout for group in rollouts for rollout in group]
+    style = BatchStyle(
+        pad_id=config.pad_id,
+        aggregation=config.aggregation,
+        mask_truncated=config.mask_truncated,
+        device=next(learner.model.parameters()).device,
+    )
+    parts = [_score(config, part, learner) for part in _mini_batches(config, flat, learner.groups, style)]
+    advantages = _advantages(config, rollouts, parts, learner.groups)
+    parts = [_MiniBatch(part.numbers, part.written.with_advantages([advantages[i] for i in part.numbers])) for part in parts]
+    learner.model.train()
+    return [
+        train_step(learner.model, part.written.batches, learner.objective, learner.sync, learner.optimizer, lr=lr)
+        for _ in range(config.num_epochs)
+        for part in parts
+    ]
+
+
+def _mini_batches(config: GRPOConfig, flat: Sequence[TokenRollout], groups: ProcessGroups, style: BatchStyle) -> list[_MiniBatch]:
+    """Consecutive shares of the rollouts; one without a token that counts, on no rank, is left out."""
+    parts = []
+    for number in range(config.num_mini_batches):
+        begin, end = _share(len(flat), number, config.num_mini_batches)
+        if not any(style.num_counted(rollout) for rollout in flat[begin:end]):
+            _log.warning("mini-batch %d of %d is left out: none of its %d rollouts counts", number, config.num_mini_batches, end - begin)
+            continue
+        if config.packing is not None:
+            context = PackingContext.pack(flat[begin:end], config.packing, style, rank=groups.dp.rank, num_ranks=groups.dp.size)
+            parts.append(_MiniBatch([begin + i for i in context.rollouts], context))
+            continue
+        first, last = _share(end - begin, groups.dp.rank, groups.dp.size)
+        numbers = list(range(begin + first, begin + last))
+        own = [flat[i] for i in numbers]
+        # Answers may be missing, but all ranks have as many micro-batches.
+        places, shape = place_rows(own, config.seq_len, config.micro_batch_size, -(-(end - begin) // groups.dp.size))
+        parts.append(_MiniBatch(numbers, TrajectoryBatches(batches=write_batches(own, places, shape, style), places=places)))
+    return parts
+
+
+def _share(count: int, rank: int, size: int) -> tuple[int, int]:
+    return rank * count // size, (rank + 1) * count // size
+
+
+def _score(config: GRPOConfig, part: _MiniBatch, learner: Learner) -> _MiniBatch:
+    """With the log-probabilities that the update needs beside the engine's."""
+    written, batches = part.written, part.written.batches
+    if config.num_updates > 1 or config.kl_in_reward:
+        old = token_logprobs(learner.model, batches, learner.groups, temperature=config.temperature)
+        written = written.with_extra("old_logprobs", old)
+    if learner.reference is not None:
+        reference = token_logprobs(learner.reference, batches, learner.groups, temperature=config.temperature)
+        written = written.with_extra("ref_logprobs", reference)
+    return _MiniBatch(part.numbers, written)
+
+
+def _advantages(
+    config: GRPOConfig, rollouts: Sequence[Sequence[TokenRollout]], parts: Sequence[_MiniBatch], groups: ProcessGroups
+) -> list[float]:
+    """One a rollout, in order, the same on every rank."""
+    rewards = [[_shaped(config, rollout) for rollout in group] for group in rollouts]
+    if config.kl_in_reward:
+        taken = iter(_kl_sums(sum(map(len, rewards)), parts, groups))
+        rewards = [[reward - config.kl_in_reward * next(taken) for reward in group] for group in rewards]
+    return [advantage for group in config.advantage.advantages(rewards) for advantage in group]
+
+
+def _shaped(config: GRPOConfig, rollout: TokenRollout) -> float:
+    return rollout.reward + (0.0 if config.overlong is None else config.overlong(sum(rollout.generation_mask)))
+
+
+def _kl_sums(count: int, parts: Sequence[_MiniBatch], groups: ProcessGroups) -> list[float]:
+    """Sum of old - ref over the tokens that count of each rollout, those of all ranks."""
+    sums = [0.0] * count
+    for part in parts:
+        gaps = [
+            torch.where(batch.loss_mask != 0, batch.extras["old_logprobs"] - batch.extras["ref_logprobs"], 0)
+            for batch in part.written.batches
+        ]
+        for number, gap in zip(part.numbers, part.written.of_rollouts(gaps), strict=True):
+            sums[number] = gap.double().sum().item()
+    device = parts[0].written.batches[0].tokens.device if parts else "cpu"
+    return all_reduce(torch.tensor(sums, dtype=torch.float64, device=device), groups.dp).tolist()
