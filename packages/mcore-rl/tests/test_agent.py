@@ -50,9 +50,10 @@ class Judged(CharacterShare):
         self._problems = itertools.cycle([Problem(problem_id=str(i), prompt="x") for i in range(2)])
 
     async def get_reward(self, response: str, problem: Problem) -> float:
+        if problem.problem_id != "1":
+            return 0.5
         self.calls += 1
-        # The middle one of the three answers to a problem.
-        return await self.verdict() if problem.problem_id == "1" and self.calls % 3 == 2 else 0.5
+        return await self.verdict() if self.calls % 3 == 2 else 0.5
 
 
 async def falls_over() -> float:
@@ -81,7 +82,8 @@ def test_exactly_the_groups_asked_for_each_on_one_problem() -> None:
 def test_a_failing_judge_drops_its_rollout_only(verdict: Callable[[], Awaitable[float]], caplog: pytest.LogCaptureFixture) -> None:
     interface = Scripted()
     groups = asyncio.run(collect(Judged(verdict, judge_timeout_s=0.2), interface, 4))
-    assert sorted(len(group) for group in groups) == [2, 2, 3, 3]
+    assert sorted({rollout.problem_id: 0 for group in groups for rollout in group}) == ["0", "1"]
+    assert sum(len(group) for group in groups) == 10 and min(len(group) for group in groups if group[0].problem_id == "0") == 3
     assert interface.running == 0
     warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) == 2 and all("'judged'" in text and "problem '1'" in text for text in warnings)

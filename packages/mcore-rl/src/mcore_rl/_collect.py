@@ -70,23 +70,22 @@ async def _ask(
     groups: list[list[TokenRollout]] = []
     equal: list[list[TokenRollout]] = []
     num_asked, most = 0, int(num_groups * config.max_filter_ratio)
-    try:
-        async with asyncio.timeout(config.rollout_timeout_s) as limit:
-            while num_asked < num_groups or (config.filter_equal_groups and len(groups) < num_groups and num_asked < most):
-                missing = num_groups if not num_asked else min(num_groups - len(groups), most - num_asked)
-                num_asked += missing
-                stream = agent.get_grouped_rollouts(interface, num_groups=missing, size=config.group_size, args=config.generation_args)
-                async for group in stream:
-                    useless = config.filter_equal_groups and same_reward([rollout.reward for rollout in group])
-                    (equal if useless else groups).append(group)
-    except TimeoutError:
-        if not limit.expired():
-            raise
-        missing = num_groups - len(groups) - len(equal)
-        if missing > 0:
-            _log.warning(
-                "%d of %d groups are dropped, not there within rollout_timeout_s=%s", missing, num_groups, config.rollout_timeout_s
-            )
+    clock = asyncio.get_running_loop().time
+    end = clock() + config.rollout_timeout_s
+    while num_asked < num_groups or (config.filter_equal_groups and len(groups) < num_groups and num_asked < most):
+        wanted = num_groups if not num_asked else min(num_groups - len(groups), most - num_asked)
+        if num_asked and clock() > end:
+            break
+        num_asked += wanted
+        stream = agent.get_grouped_rollouts(
+            interface, num_groups=wanted, size=config.group_size, args=config.generation_args, timeout_s=max(0.0, end - clock())
+        )
+        async for group in stream:
+            useless = config.filter_equal_groups and same_reward([rollout.reward for rollout in group])
+            (equal if useless else groups).append(group)
+    if (missing := num_groups - len(groups) - len(equal)) > 0:
+        limit_s = config.rollout_timeout_s
+        _log.warning("%d of %d groups are dropped, not there within rollout_timeout_s=%s", missing, num_groups, limit_s)
     filled = equal[: max(0, num_groups - len(groups))]
     if filled:
         _log.warning("%d of %d groups have equal rewards, after %d were asked for", len(filled), num_groups, num_asked)

@@ -48,7 +48,7 @@ class GRPOConfig:
     max_filter_ratio: float = 3.0
     """Groups asked for then, at most, for each that is wanted; what is missing after that is filled with such groups."""
     rollout_timeout_s: float = 7200.0
-    """Limit of all rollouts of an iteration; groups that are not there by then are dropped."""
+    """Limit of all rollouts of an iteration; groups go on with the answers that are there by then."""
     pad_id: int = 0
 
     def __post_init__(self) -> None:

@@ -9,6 +9,9 @@ from collections.abc import AsyncIterator
 from mcore_rl._types import EvaluationResponse, GenericGenerationArgs, TokenRollout
 from mcore_rl.inference import InferenceInterface
 
+# The message of a cancellation after which a group ends with the rollouts it has.
+LATE = "the rollouts' time is over"
+
 
 class GroupedRolloutGenerator(ABC):
     """Produces groups of rollouts that answer the same problem."""
@@ -18,13 +21,34 @@ class GroupedRolloutGenerator(ABC):
         """``size`` judged answers to one problem."""
 
     async def get_grouped_rollouts(
-        self, interface: InferenceInterface, *, num_groups: int, size: int, args: GenericGenerationArgs
+        self,
+        interface: InferenceInterface,
+        *,
+        num_groups: int,
+        size: int,
+        args: GenericGenerationArgs,
+        timeout_s: float | None = None,
     ) -> AsyncIterator[list[TokenRollout]]:
-        """``num_groups`` groups as they finish; a failing group's exception reaches the consumer and cancels the rest."""
+        """``num_groups`` groups as they finish; a failing group's exception reaches the consumer and cancels the rest.
+
+        After ``timeout_s`` the unfinished ones are cancelled; of those the ones come that end with the rollouts they have
+        (`RewardOnlyAgent`), and the others are missing.
+        """
+        clock = asyncio.get_running_loop().time
+        end = None if timeout_s is None else clock() + timeout_s
         tasks = [asyncio.ensure_future(self.group_rollout(interface, size=size, args=args)) for _ in range(num_groups)]
+        pending = set(tasks)
         try:
-            for task in asyncio.as_completed(tasks):
-                yield await task
+            while pending:
+                left = None if end is None else max(0.0, end - clock())
+                done, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    for task in pending:
+                        task.cancel(LATE)
+                    done, pending = (await asyncio.wait(pending))[0], set()
+                    done = {task for task in done if not task.cancelled()}
+                for task in [task for task in tasks if task in done]:
+                    yield task.result()
         finally:
             for task in tasks:
                 task.cancel()

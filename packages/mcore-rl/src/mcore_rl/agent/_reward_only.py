@@ -16,7 +16,7 @@ from mcore_rl._types import (
     TokenRollout,
     check_reward,
 )
-from mcore_rl.agent._base import EvaluationAgent, GroupedRolloutGenerator
+from mcore_rl.agent._base import LATE, EvaluationAgent, GroupedRolloutGenerator
 from mcore_rl.inference import InferenceInterface
 
 _log = logging.getLogger(__name__)
@@ -35,13 +35,14 @@ class Problem:
 class RewardOnlyAgent(GroupedRolloutGenerator, EvaluationAgent):
     """Single-turn tasks: a subclass hands out problems and rewards.
 
-    An answer that does not come in time, or whose judge raises or takes too long, is dropped with a warning and counts as missing:
-    the others of its group go on. A reward that is no finite number is an error.
+    Each answer is judged as soon as it is there, while others are generated. One that does not come in time, or whose judge raises or
+    takes too long, is dropped with a warning and counts as missing: the others of its group go on. A reward that is no finite number is an
+    error.
 
     Args:
         env_id: name under which rewards are reported.
         prompt_timeout_s: limit of one ``get_prompt``.
-        answer_timeout_s: limit of the answers to one problem.
+        answer_timeout_s: limit of each answer.
         judge_timeout_s: limit of one ``get_reward``.
 
     Raises:
@@ -67,31 +68,45 @@ class RewardOnlyAgent(GroupedRolloutGenerator, EvaluationAgent):
 
     async def group_rollout(self, interface: InferenceInterface, *, size: int, args: GenericGenerationArgs) -> list[TokenRollout]:
         problem = await self._problem()
-        answers = await self._ask(interface, problem, size, args)
-        rewards = await asyncio.gather(*(self._judge(answer, problem) for answer in answers))
-        return [
-            TokenRollout(
-                trajectory=tuple(answer.token_ids),
-                reward=reward,
-                generation_mask=tuple(i >= answer.prompt_length for i in range(len(answer.token_ids))),
-                logprobs=tuple(answer.logprobs),
-                env_id=self.env_id,
-                problem_id=problem.problem_id,
-                finish_reason=answer.finish_reason,
-            )
-            for answer, reward in zip(answers, rewards, strict=True)
-            if reward is not None
-        ]
+        request = InferenceRequest(prompts=[interface.encode(problem.prompt)], generation_args=args)
+        tasks = [asyncio.ensure_future(self._judged(interface, problem, request)) for _ in range(size)]
+        late = False
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        except asyncio.CancelledError as error:
+            late = error.args == (LATE,)
+            if not late:
+                raise
+        finally:
+            missing = sum(task.cancel() for task in tasks)
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        if late:
+            _log.warning("environment %r: %d answers to problem %r are dropped at the end", self.env_id, missing, problem.problem_id)
+        return [self._rollout(*result, problem) for result in results if isinstance(result, tuple)]
+
+    def _rollout(self, answer: InferenceResponse, reward: float, problem: Problem) -> TokenRollout:
+        return TokenRollout(
+            trajectory=tuple(answer.token_ids),
+            reward=reward,
+            generation_mask=tuple(i >= answer.prompt_length for i in range(len(answer.token_ids))),
+            logprobs=tuple(answer.logprobs),
+            env_id=self.env_id,
+            problem_id=problem.problem_id,
+            finish_reason=answer.finish_reason,
+        )
 
     async def run_evaluation(self, interface: InferenceInterface, *, num_prompts: int, args: GenericGenerationArgs) -> EvaluationResponse:
         async def one() -> RewardEvaluationResult | None:
             problem = await self._problem(validation=True)
-            for answer in await self._ask(interface, problem, 1, args):
-                if (reward := await self._judge(answer, problem)) is not None:
-                    return RewardEvaluationResult(
-                        prompt=problem.prompt, response=answer.response, reward=reward, problem_id=problem.problem_id
-                    )
-            return None
+            request = InferenceRequest(prompts=[interface.encode(problem.prompt)], generation_args=args)
+            judged = await self._judged(interface, problem, request)
+            if judged is None:
+                return None
+            answer, reward = judged
+            return RewardEvaluationResult(prompt=problem.prompt, response=answer.response, reward=reward, problem_id=problem.problem_id)
 
         judged = [result for result in await asyncio.gather(*(one() for _ in range(num_prompts))) if result is not None]
         return EvaluationResponse(env_id=self.env_id, results=judged, num_dropped=num_prompts - len(judged))
@@ -105,21 +120,23 @@ class RewardOnlyAgent(GroupedRolloutGenerator, EvaluationAgent):
                 raise
             raise TimeoutError(f"environment {self.env_id!r} posed no problem within prompt_timeout_s={self.prompt_timeout_s}") from error
 
-    async def _ask(self, interface: InferenceInterface, problem: Problem, n: int, args: GenericGenerationArgs) -> list[InferenceResponse]:
-        """The answers, or none when they take too long."""
-        request = InferenceRequest(prompts=[interface.encode(problem.prompt)], n=n, generation_args=args)
+    async def _judged(
+        self, interface: InferenceInterface, problem: Problem, request: InferenceRequest
+    ) -> tuple[InferenceResponse, float] | None:
+        """One answer and its reward; None when either is lost."""
         try:
             async with asyncio.timeout(self.answer_timeout_s) as limit:
-                [answers] = await interface.agenerate(request)
+                [[answer]] = await interface.agenerate(request)
         except TimeoutError:
             if not limit.expired():
                 raise
             _log.warning(
-                "environment %r: %d answers to problem %r are dropped, not there within answer_timeout_s=%s",
-                self.env_id, n, problem.problem_id, self.answer_timeout_s,
+                "environment %r: an answer to problem %r is dropped, not there within answer_timeout_s=%s",
+                self.env_id, problem.problem_id, self.answer_timeout_s,
             )  # fmt: skip
-            return []
-        return answers
+            return None
+        reward = await self._judge(answer, problem)
+        return None if reward is None else (answer, reward)
 
     async def _judge(self, answer: InferenceResponse, problem: Problem) -> float | None:
         """The reward; None when the judge fails."""

@@ -3,22 +3,23 @@
 """Rollouts from an engine in this process."""
 
 import asyncio
-import itertools
-from collections.abc import Sequence
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from mcore_rl._types import GenericGenerationArgs, InferenceRequest, InferenceResponse
 from mcore_rl.inference._interface import InferenceInterface
 
 if TYPE_CHECKING:
-    from mcore_inference import DynamicInferenceEngine, DynamicInferenceRequestRecord, SamplingParams
+    from mcore_inference import DynamicInferenceEngine, DynamicInferenceRequestRecord, EngineRunner, SamplingParams
 
 
 class MegatronLocal(InferenceInterface):
-    """Submits to a `DynamicInferenceEngine` and steps it while anybody waits.
+    """Submits to a `DynamicInferenceEngine`, which steps in a thread of its own while anybody waits.
 
-    All requests of one event loop are batched together; every answer carries the log-probabilities of its tokens, of the
-    distribution that each was drawn from.
+    The event loop stays free for judges. All requests are batched together; every answer carries the log-probabilities of its tokens, of
+    the distribution that each was drawn from. While nobody waits the engine is the caller's: weights may be loaded.
 
     Args:
         engine: with a tokenizer.
@@ -32,8 +33,9 @@ class MegatronLocal(InferenceInterface):
             raise ValueError("engine.tokenizer is None; build the engine with one, prompts and answers are texts here")
         self.engine = engine
         self.tokenizer = engine.tokenizer
-        self._waiting: dict[int, asyncio.Future[DynamicInferenceRequestRecord]] = {}
-        self._pump: asyncio.Task[None] | None = None
+        self._lock = threading.Lock()
+        self._runner: EngineRunner | None = None
+        self._num_waiting = 0
 
     def encode(self, text: str) -> Sequence[int]:
         return self.tokenizer.tokenize(text)
@@ -43,46 +45,48 @@ class MegatronLocal(InferenceInterface):
 
         Raises:
             RuntimeError: a request failed; carries the engine's reason.
+            mcore_inference.EngineDeadError: the engine's steps failed one after the other.
             mcore_inference.RequestError: a prompt the engine cannot take.
         """
         params = _sampling_params(request.generation_args)
-        futures = [[self._submit(prompt, params) for _ in range(request.n)] for prompt in request.prompts]
-        if self._pump is None or self._pump.done():
-            self._pump = asyncio.create_task(self._step_engine())
+        with self._running() as runner:
+            prompts = [prompt for prompt in request.prompts for _ in range(request.n)]
+            tasks = [asyncio.ensure_future(_answer(runner, prompt, params)) for prompt in prompts]
+            try:
+                flat = await asyncio.gather(*tasks)
+            finally:
+                # Of a caller that gives up, or one of whose requests failed, nothing goes on in the engine.
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+        return [flat[i : i + request.n] for i in range(0, len(flat), request.n)]
+
+    @contextlib.contextmanager
+    def _running(self) -> "Iterator[EngineRunner]":
+        """The engine in its thread, which the last one who waits ends."""
+        from mcore_inference import EngineRunner
+
+        with self._lock:
+            if self._runner is None:
+                self._runner = EngineRunner(self.engine)
+            runner = self._runner
+            self._num_waiting += 1
         try:
-            return [[_response(await future) for future in row] for row in futures]
+            yield runner
         finally:
-            # Of a caller that gives up, or one of whose requests failed, nothing goes on in the engine.
-            for future in itertools.chain.from_iterable(futures):
-                future.cancel()
+            with self._lock:
+                self._num_waiting -= 1
+                if not self._num_waiting:
+                    self._runner = None
+                    runner.close()
 
-    def _submit(self, prompt: Sequence[int], params: "SamplingParams") -> "asyncio.Future[DynamicInferenceRequestRecord]":
-        future = asyncio.get_running_loop().create_future()
-        self._waiting[self.engine.add_request(prompt, params)] = future
-        return future
 
-    async def _step_engine(self) -> None:
-        try:
-            while self._waiting:
-                for record in self.engine.step():
-                    future = self._waiting.pop(record.request_id)
-                    if not future.done():
-                        future.set_result(record)
-                for number in [number for number, future in self._waiting.items() if future.cancelled()]:
-                    self.engine.abort(number)
-                    del self._waiting[number]
-                await asyncio.sleep(0)
-        except BaseException as error:
-            # Whoever waits learns why; nobody is left waiting for a pump that is gone.
-            for number, future in self._waiting.items():
-                self.engine.abort(number)
-                if isinstance(error, asyncio.CancelledError):
-                    future.cancel()
-                elif not future.done():
-                    future.set_exception(error)
-            self._waiting.clear()
-            if not isinstance(error, Exception):
-                raise
+async def _answer(runner: "EngineRunner", prompt: Sequence[int], params: "SamplingParams") -> InferenceResponse:
+    stream = await runner.submit(prompt, params)
+    try:
+        return _response(await stream.record())
+    finally:
+        stream.abort()
 
 
 def _sampling_params(args: GenericGenerationArgs) -> "SamplingParams":
