@@ -3,14 +3,16 @@
 """The HTTP server, called by OpenAI's own client and by a rude one."""
 
 import contextlib
+import functools
 import json
 import math
 import random
+import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import openai
@@ -419,3 +421,64 @@ def test_random_bodies_never_break_the_server(http: httpx.Client, server: Infere
             assert answer.json()["error"]["message"]
     wait_idle(server)
     assert http.get("/health").status_code == 200
+
+
+RECORD = {
+    "type": "object",
+    "properties": {"name": {"enum": ["ada", "grace"]}, "ok": {"type": "boolean"}},
+    "required": ["name", "ok"],
+    "additionalProperties": False,
+}
+SCHEMA_FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "record", "schema": RECORD, "strict": True}}
+MESSAGES: Any = [{"role": "user", "content": "who?"}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_response_format_gives_json_of_the_schema_to_every_choice(client: openai.OpenAI, stream: bool) -> None:
+    common: dict[str, Any] = {"model": "mcore", "n": 3, "seed": 5, "max_tokens": 80}
+    if stream:
+        texts, reasons = [""] * 3, [""] * 3
+        for chunk in client.chat.completions.create(messages=MESSAGES, response_format=SCHEMA_FORMAT, stream=True, **common):
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+                reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+    else:
+        answer = client.chat.completions.create(messages=MESSAGES, response_format=SCHEMA_FORMAT, **common)
+        texts, reasons = [choice.message.content or "" for choice in answer.choices], [choice.finish_reason for choice in answer.choices]
+    for text in texts:
+        value = json.loads(text)
+        assert set(value) == {"name", "ok"} and value["name"] in ("ada", "grace") and value["ok"] in (True, False)
+    assert reasons == ["stop"] * 3
+    extra = {"response_format": SCHEMA_FORMAT}
+    completion = client.completions.create(prompt="x", extra_body=extra, model="mcore", seed=1, max_tokens=80)
+    assert set(json.loads(completion.choices[0].text)) == {"name", "ok"}
+
+
+def test_other_forms_are_asked_for_by_response_format_and_structured_outputs(client: openai.OpenAI) -> None:
+    ask = functools.partial(client.chat.completions.create, model="mcore", messages=MESSAGES, seed=3, max_tokens=40)
+    closing: Any = {str(token): 50.0 for token in TOKENIZER.tokenize("}")}
+    assert json.loads(ask(response_format={"type": "json_object"}, logit_bias=closing).choices[0].message.content or "") == {}
+    forms = (({"choice": ["left", "right"]}, "left|right"), ({"regex": "[0-9]{3}"}, "[0-9]{3}"), ({"grammar": 'start: "q"'}, "q"))
+    for form, wanted in forms:
+        text = ask(extra_body={"structured_outputs": form}).choices[0].message.content or ""
+        assert re.fullmatch(wanted, text), text
+    plain = ask(response_format={"type": "text"}, logit_bias=LETTERS).choices[0].message.content
+    assert plain == ask(logit_bias=LETTERS).choices[0].message.content
+
+
+def test_a_form_that_cannot_be_had_is_refused_and_says_why(client: openai.OpenAI) -> None:
+    ask = functools.partial(client.chat.completions.create, model="mcore", messages=MESSAGES)
+    with pytest.raises(openai.BadRequestError, match="uniqueItems") as caught:
+        ask(response_format=_format({"type": "array", "uniqueItems": True}))
+    assert caught.value.code == "StructuredOutputError" and caught.value.param == "response_format"
+    with pytest.raises(openai.BadRequestError, match="exclude each other"):
+        ask(response_format={"type": "json_object"}, extra_body={"structured_outputs": {"regex": "a"}})
+    with pytest.raises(openai.BadRequestError, match="min_tokens=2 and structured_output"):
+        ask(response_format={"type": "json_object"}, extra_body={"min_tokens": 2})
+    for bad in ({"type": "xml"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {"schema": {}}}):
+        with pytest.raises(openai.UnprocessableEntityError, match="response_format"):
+            ask(response_format=cast(Any, bad))
+
+
+def _format(schema: dict[str, Any]) -> Any:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}

@@ -85,6 +85,16 @@ def test_protocol_batch_and_special_ids(tokenizer):
             tokenizer.detokenize([wrong])
 
 
+def test_tokens_say_their_bytes(tiktoken_file, tmp_path):
+    own = train_bpe(CORPUS, 300, tmp_path)
+    assert json.loads(own.tokenizer_json())["model"]["vocab"]["!"] == own.tokenize("!")[0]
+    for tokenizer in (ByteTokenizer(), TiktokenTokenizer(tiktoken_file)):
+        pieces = tokenizer.token_bytes()
+        assert len(pieces) == tokenizer.vocab_size
+        assert b"".join(pieces[token] for token in tokenizer.tokenize(TEXTS[3])) == TEXTS[3].encode()
+        assert [pieces[token] for token in tokenizer.special_tokens_dict.values()] == [None] * len(tokenizer.special_tokens_dict)
+
+
 def test_chat_turns_cannot_be_forged(tokenizer):
     ids = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True)
     text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nthe fox<|im_end|>\n<|im_start|>assistant\n"

@@ -38,11 +38,22 @@ from mcore_inference.requests import (
     RequestOverflowError,
     Status,
     StepFailedError,
+    StructuredOutputError,
     TokenOverflowError,
 )
-from mcore_inference.sampling import SamplingParams
+from mcore_inference.sampling import SamplingParams, StructuredOutput
 from mcore_inference.scheduling import Limits, RequestView, StepPlan, Work, plan_step
-from mcore_inference.text import BosTokenizer, ChatTokenizer, StopTokenizer, TextStream, Tokenizer, TransformersTokenizer, chat_tokens
+from mcore_inference.text import (
+    BosTokenizer,
+    ChatTokenizer,
+    JsonTokenizer,
+    StopTokenizer,
+    TextStream,
+    Tokenizer,
+    TransformersTokenizer,
+    VocabularyTokenizer,
+    chat_tokens,
+)
 
 __all__ = [
     "ActiveRequestCountOverflowError",
@@ -69,6 +80,7 @@ __all__ = [
     "Increment",
     "InferenceConfig",
     "InvalidTokenError",
+    "JsonTokenizer",
     "Limits",
     "MaxSequenceLengthOverflowError",
     "NonFiniteLogitsError",
@@ -86,10 +98,13 @@ __all__ = [
     "StepFailedError",
     "StepPlan",
     "StopTokenizer",
+    "StructuredOutput",
+    "StructuredOutputError",
     "TextStream",
     "TokenOverflowError",
     "Tokenizer",
     "TransformersTokenizer",
+    "VocabularyTokenizer",
     "Work",
     "chat_tokens",
     "deprecated",

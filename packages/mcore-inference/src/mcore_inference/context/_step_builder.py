@@ -82,12 +82,12 @@ class StepBuilder:
             others = np.arange(num_decode, len(lengths_R))
             continued = host.cached_R[num_decode:] > 0
             tiles, whole_tiles = (prefill_tiles(lengths_R[rows], rows, self._group) for rows in (others[continued], others[~continued]))
-            words = self._send(np.concatenate([*parts, *tiles, *whole_tiles]))
+            words = self.send_words(np.concatenate([*parts, *tiles, *whole_tiles]))
             head, rest = words[: 3 * total], words[3 * total :]
             shape = len(lengths_R), num_decode, host.tables_RB.shape[1], len(tiles[0])
             rows: TableRows | GatheredRows = self._table_rows(rest, *shape)
         else:
-            head = self._send(np.concatenate(parts))
+            head = self.send_words(np.concatenate(parts))
             rows = self._gathered_rows(host, num_decode)
         return self._inputs(head, rows)
 
@@ -196,7 +196,8 @@ class StepBuilder:
         """Numbers as int64 on the device; nobody waits."""
         return self._pinned(np.asarray(numbers, dtype=np.int64)).to(self.device, non_blocking=True)
 
-    def _send(self, words: np.ndarray) -> Tensor:
+    def send_words(self, words: np.ndarray) -> Tensor:
+        """An array as int32 on the device; nobody waits."""
         return self._pinned(words.astype(np.int32)).to(self.device, non_blocking=True)
 
     def _pinned(self, words: np.ndarray) -> Tensor:

@@ -7,8 +7,16 @@ import time
 from dataclasses import dataclass
 
 from mcore_inference.context import PENDING
-from mcore_inference.requests import DynamicInferenceRequest, DynamicInferenceRequestRecord, FinishReason, NonFiniteLogitsError, Status
+from mcore_inference.requests import (
+    DynamicInferenceRequest,
+    DynamicInferenceRequestRecord,
+    FinishReason,
+    NonFiniteLogitsError,
+    Status,
+    StructuredOutputError,
+)
 from mcore_inference.sampling import SamplingParams
+from mcore_inference.structured import GrammarMatcher
 from mcore_inference.text import TextStream
 
 
@@ -25,15 +33,17 @@ class ActiveRequest:
     text: TextStream | None
     started: float
     """Monotonic seconds of arrival."""
+    grammar: GrammarMatcher | None = None
+    """Where the output stands in the form asked for."""
     num_pending: int = 0
     """Tokens that were drawn and have not reached the host: 0 or 1."""
     ended: bool = False
 
     def __post_init__(self) -> None:
         p = self.params
-        self.needs_history = p.has_penalties
+        self.needs_history = p.has_penalties or self.grammar is not None
         """Whether a draw depends on the tokens drawn before, which the host must then know."""
-        self.is_bare = self.text is None and not p.return_log_probs and not p.top_n_logprobs
+        self.is_bare = self.text is None and self.grammar is None and not p.return_log_probs and not p.top_n_logprobs
         """Whether a drawn token is all that is kept of a step."""
 
     @property
@@ -107,6 +117,12 @@ class ActiveRequest:
                 record.generated_text, self.text = self.text.text, None
                 return FinishReason.ERROR, error
             record.generated_text = self.text.text
+        if self.grammar is not None and not stopped:
+            try:
+                self.grammar.accept(token)
+            except StructuredOutputError as error:
+                return FinishReason.ERROR, error
+            stopped = self.grammar.is_complete
         return self._reason(stopped=stopped)
 
     def _reason(self, *, stopped: bool) -> tuple[FinishReason, Exception | None] | None:

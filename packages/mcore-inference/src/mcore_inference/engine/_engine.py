@@ -33,6 +33,7 @@ from mcore_inference.requests import (
 )
 from mcore_inference.sampling import SamplingParams, request_seed
 from mcore_inference.scheduling import RequestView, StepPlan, plan_step
+from mcore_inference.structured import GrammarCompiler
 from mcore_inference.text import TextStream, Tokenizer
 from mcore_parallel.models import GPTModel
 
@@ -102,6 +103,7 @@ class DynamicInferenceEngine:
         self._executor = Executor(model, context, self.vocab_size, execution.use_graphs)
         self._batch: DecodeBatch | None = None
         self._weights = ModelWeights(model)
+        self._grammars = GrammarCompiler(tokenizer, self.vocab_size)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -120,6 +122,7 @@ class DynamicInferenceEngine:
             InvalidTokenError: the prompt is empty, no sequence of integers, or holds an id outside the vocabulary.
             ContextOverflowError: (a subclass) the request never fits the context.
             QueueFullError: too many requests wait.
+            StructuredOutputError: the form of the output is wrong, or not available here.
             ValueError: the number is in use or none, the settings are no ``SamplingParams``, or a setting needs a tokenizer or names an id
                 outside the vocabulary.
         """
@@ -142,6 +145,8 @@ class DynamicInferenceEngine:
         stop_ids = stop_tokens(params, self.tokenizer, self.vocab_size)
         wanted = params.budget(len(tokens))
         budget = self.context.check_fits(len(tokens), wanted, number)
+        form = params.structured_output
+        grammar = None if form is None else self._grammars.matcher(form, number)
         request = DynamicInferenceRequest(
             request_id=number,
             prompt_tokens=tokens,
@@ -158,6 +163,7 @@ class DynamicInferenceEngine:
             stop_ids=stop_ids,
             text=None if self.tokenizer is None else TextStream(self.tokenizer, params.stop_words or ()),
             started=time.monotonic(),
+            grammar=grammar,
         )
         self._entries[number] = entry
         if budget == 0 and not entry.wants_prompt_log_probs:

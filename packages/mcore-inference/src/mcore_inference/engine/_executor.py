@@ -14,7 +14,7 @@ from mcore_inference.context import DynamicInferenceContext, HostStep, StepInput
 from mcore_inference.decoder import FusedDecoder
 from mcore_inference.engine._active_request import ActiveRequest
 from mcore_inference.engine._decode_graphs import DecodeGraphs, graph_sizes
-from mcore_inference.sampling import DrawRows, Draws, Sampler, adjust, log_probs
+from mcore_inference.sampling import DrawRows, Draws, Sampler, adjust, keep_allowed, log_probs
 from mcore_inference.scheduling import Work
 from mcore_parallel.comm import all_gather
 from mcore_parallel.models import GPTModel, ModelOutput
@@ -174,4 +174,9 @@ class Executor:
             prompts = [() if record is None else record.prompt_tokens for record in records]
             outputs = [() if record is None else record.generated_tokens for record in records]
             adjusted_RV = adjust(logits_RV[:, : self._vocab_size], params, prompts, outputs, [entry.banned for entry in entries])
+        formed = [(row, entry.grammar.allowed(entry.stop_ids)) for row, entry in enumerate(entries) if entry.grammar is not None]
+        if formed:
+            rows_G, words_GW = self._context.builder.send([row for row, _ in formed]), np.stack([words for _, words in formed])
+            scores_RV = logits_RV[:, : self._vocab_size] if adjusted_RV is None else adjusted_RV
+            adjusted_RV = keep_allowed(scores_RV, rows_G, self._context.builder.send_words(words_GW))
         return self._sampler.draw(logits_RV, rows, adjusted_RV)

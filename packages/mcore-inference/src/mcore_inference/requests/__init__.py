@@ -18,6 +18,7 @@ from mcore_inference.requests._errors import (
     RequestError,
     RequestOverflowError,
     StepFailedError,
+    StructuredOutputError,
     TokenOverflowError,
     request_error,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "RequestOverflowError",
     "Status",
     "StepFailedError",
+    "StructuredOutputError",
     "TokenOverflowError",
     "encode_prompt",
     "integers_of",

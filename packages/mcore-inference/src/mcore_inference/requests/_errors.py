@@ -21,6 +21,7 @@ __all__ = [
     "RequestError",
     "RequestOverflowError",
     "StepFailedError",
+    "StructuredOutputError",
     "TokenOverflowError",
     "request_error",
 ]
@@ -94,6 +95,10 @@ class NonFiniteLogitsError(RequestError):
     """The model gave NaN, or no finite score, for the next token of one request."""
 
 
+class StructuredOutputError(RequestError):
+    """The form of an output is wrong or not available, or the output cannot go on in it."""
+
+
 class StepFailedError(RequestError):
     """The forward pass of a step raised; every request of that step ends with this, the engine goes on."""
 
@@ -135,9 +140,8 @@ class PortInUseError(OSError):
 
 def request_error(kind: str, message: str, *, is_transient: bool) -> RequestError:
     """An error of a request from the name of its class and its message, as they came over a wire."""
-    classes = {
-        cls.__name__: cls for cls in (*_WIRE_CLASSES.values(), InvalidTokenError, StepFailedError, QueueFullError, NonFiniteLogitsError)
-    }
+    others = (InvalidTokenError, StepFailedError, QueueFullError, NonFiniteLogitsError, StructuredOutputError)
+    classes = {cls.__name__: cls for cls in (*_WIRE_CLASSES.values(), *others)}
     cls = classes.get(kind)
     if cls is None or cls is ActiveRequestCountOverflowError:
         return RequestError(None, f"{kind}: {message}", is_transient=is_transient)

@@ -2,10 +2,12 @@
 # Copyright (c) 2026 the mcore authors
 """How a request wants its tokens drawn, and the draw itself."""
 
+from mcore_inference.sampling._bitmask import keep_allowed
 from mcore_inference.sampling._draw import SamplingRows, adjust, log_probs, processed_log_probs, sample
 from mcore_inference.sampling._params import SamplingParams
 from mcore_inference.sampling._random import request_seed, uniform
 from mcore_inference.sampling._sampler import DrawRows, Draws, Sampler
+from mcore_inference.sampling._structured import StructuredOutput
 
 __all__ = [
     "DrawRows",
@@ -13,7 +15,9 @@ __all__ = [
     "Sampler",
     "SamplingParams",
     "SamplingRows",
+    "StructuredOutput",
     "adjust",
+    "keep_allowed",
     "log_probs",
     "processed_log_probs",
     "request_seed",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_inference._fields import as_flag, as_integer, as_number
+from mcore_inference.sampling._structured import StructuredOutput
 
 _MAX_STOPS = 64
 _MAX_TOKEN = 2**31 - 1
@@ -41,7 +42,7 @@ _FLAGS = ("ignore_eos", "return_log_probs", "processed_log_probs", "skip_prompt_
 class SamplingParams:
     """Sampling settings of one request, checked when they are made.
 
-    Scores are treated in this order: repetition, presence and frequency penalties, logit bias, temperature, min-p,
+    Scores are treated in this order: repetition, presence and frequency penalties, logit bias, structured output, temperature, min-p,
     top-k, top-p. Two requests with equal prompt, settings and seed give equal tokens, whatever they are batched with.
 
     Example:
@@ -85,6 +86,9 @@ class SamplingParams:
     """Further tokens that end the output."""
     stop_words: tuple[str, ...] | None = None
     """Strings that end the output, found across token borders; the text is cut before them. Needs a tokenizer."""
+    structured_output: StructuredOutput | None = None
+    """The form that the output must have, such as a JSON schema; the output ends when nothing can follow. Needs a tokenizer; not with
+    ``min_tokens``."""
     return_log_probs: bool = False
     """Return the model's own log-probability of every generated token: float32 log-softmax of the raw logits, before
     penalties, temperature and filters."""
@@ -116,6 +120,13 @@ class SamplingParams:
                 f"num_tokens_to_generate={self.num_tokens_to_generate} "
                 f"and num_tokens_total={self.num_tokens_total} exclude each other; set one"
             )
+        if self.structured_output is not None:
+            if not isinstance(self.structured_output, StructuredOutput):
+                raise ValueError(f"structured_output is a {type(self.structured_output).__name__}; give StructuredOutput(...)")
+            if self.min_tokens:
+                raise ValueError(
+                    f"min_tokens={self.min_tokens} and structured_output exclude each other: the form says when the output ends; set one"
+                )
 
     def _stops(self, name: str) -> Collection[Any]:
         value = getattr(self, name)
@@ -156,6 +167,7 @@ class SamplingParams:
         data["stop_token_ids"] = list(self.stop_token_ids)
         data["stop_words"] = None if self.stop_words is None else list(self.stop_words)
         # JSON and msgpack maps want string keys or lists of pairs; pairs keep ids as integers.
+        data["structured_output"] = None if self.structured_output is None else self.structured_output.serialize()
         data["logit_bias"] = None if self.logit_bias is None else [[token, bias] for token, bias in self.logit_bias.items()]
         return data
 
@@ -168,6 +180,8 @@ class SamplingParams:
         fields = {name: value for name, value in data.items() if name in known}
         if fields.get("logit_bias") is not None:
             fields["logit_bias"] = dict(fields["logit_bias"])
+        if fields.get("structured_output") is not None:
+            fields["structured_output"] = StructuredOutput(**fields["structured_output"])
         return cls(**fields)
 
 

@@ -14,6 +14,7 @@ from mcore_inference.requests import (
     MaxSequenceLengthOverflowError,
     QueueFullError,
     RequestError,
+    StructuredOutputError,
 )
 
 
@@ -54,6 +55,8 @@ class ApiError(Exception):
             return cls(400, str(error), code="context_length_exceeded", param="prompt")
         if isinstance(error, ContextOverflowError) and error.is_transient:
             return cls(429, str(error), code=type(error).__name__)
+        if isinstance(error, StructuredOutputError):
+            return cls(400, str(error), code=type(error).__name__, param="response_format")
         if isinstance(error, RequestError | ValueError):
             return cls(400, str(error), code=type(error).__name__)
         if isinstance(error, EngineDeadError | EngineLostError | CoordinatorError):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from mcore_inference.sampling import SamplingParams
+from mcore_inference.sampling import SamplingParams, StructuredOutput
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 128
@@ -37,6 +37,56 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool = False
 
 
+class TextFormat(BaseModel):
+    """``response_format`` of any text."""
+
+    model_config = _EXACT
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(BaseModel):
+    """``response_format`` of any JSON object."""
+
+    model_config = _EXACT
+
+    type: Literal["json_object"]
+
+
+class NamedSchema(BaseModel):
+    """A JSON schema and what it is called."""
+
+    model_config = _EXACT
+
+    name: Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: Annotated[str, StringConstraints(max_length=_MAX_TEXT)] | None = None
+    json_schema: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+    """The output has the form in either case."""
+
+
+class JsonSchemaFormat(BaseModel):
+    """``response_format`` of a JSON schema."""
+
+    model_config = _EXACT
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+class StructuredOutputs(BaseModel):
+    """Forms that OpenAI's ``response_format`` does not have; exactly one is set."""
+
+    model_config = _EXACT
+
+    regex: Text | None = None
+    choice: Annotated[list[Text], Field(min_length=1, max_length=1024)] | None = None
+    grammar: Text | None = None
+
+
 class _Sampling(BaseModel):
     """What both endpoints share; names after the empty line are additions to OpenAI's."""
 
@@ -54,6 +104,7 @@ class _Sampling(BaseModel):
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=1024)] | None = None
     user: Annotated[str, StringConstraints(max_length=1024)] | None = None
+    response_format: ResponseFormat | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
 
     top_k: int | None = Field(default=None, ge=-1, lt=2**31)
@@ -62,6 +113,7 @@ class _Sampling(BaseModel):
     min_tokens: int | None = Field(default=None, ge=0, le=_MAX_TOKENS)
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[Token], Field(max_length=64)] | None = None
+    structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
     """Put ``token_ids`` (and the prompt's) into each choice."""
 
@@ -72,6 +124,25 @@ class _Sampling(BaseModel):
     @property
     def stop_words(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def structured_output(self) -> StructuredOutput | None:
+        """The form that the output must have.
+
+        Raises:
+            ValueError: two forms are asked for.
+        """
+        wanted = self.response_format
+        if isinstance(wanted, TextFormat):
+            wanted = None
+        if self.structured_outputs is not None:
+            if wanted is not None:
+                raise ValueError(f"response_format={wanted.type!r} and structured_outputs exclude each other; set one")
+            more = self.structured_outputs
+            return StructuredOutput(regex=more.regex, choices=more.choice, grammar=more.grammar)
+        if isinstance(wanted, JsonSchemaFormat):
+            return StructuredOutput(json_schema=wanted.json_schema.json_schema)
+        return None if wanted is None else StructuredOutput(json_object=True)
 
     def sampling_params(self, *, budget: int, choice: int, **more: Any) -> SamplingParams:
         """Settings of one choice; with a seed, choice i is drawn with seed + i."""
@@ -88,6 +159,7 @@ class _Sampling(BaseModel):
             settings["seed"] = (self.seed + choice + 2**63) % 2**64 - 2**63
         if self.logit_bias:
             settings["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
+        more["structured_output"] = self.structured_output
         return SamplingParams(num_tokens_to_generate=budget, stop_words=self.stop_words or None, **settings, **more)
 
 

@@ -3,14 +3,25 @@
 """Tokenizers, and the text of a growing list of tokens."""
 
 from mcore_inference.text._stream import TextStream
-from mcore_inference.text._tokenizer import BosTokenizer, ChatTokenizer, StopTokenizer, Tokenizer, TransformersTokenizer, chat_tokens
+from mcore_inference.text._tokenizer import (
+    BosTokenizer,
+    ChatTokenizer,
+    JsonTokenizer,
+    StopTokenizer,
+    Tokenizer,
+    TransformersTokenizer,
+    VocabularyTokenizer,
+    chat_tokens,
+)
 
 __all__ = [
     "BosTokenizer",
     "ChatTokenizer",
+    "JsonTokenizer",
     "StopTokenizer",
     "TextStream",
     "Tokenizer",
     "TransformersTokenizer",
+    "VocabularyTokenizer",
     "chat_tokens",
 ]

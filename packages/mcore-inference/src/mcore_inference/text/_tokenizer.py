@@ -5,7 +5,16 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["BosTokenizer", "ChatTokenizer", "StopTokenizer", "Tokenizer", "TransformersTokenizer", "chat_tokens"]
+__all__ = [
+    "BosTokenizer",
+    "ChatTokenizer",
+    "JsonTokenizer",
+    "StopTokenizer",
+    "Tokenizer",
+    "TransformersTokenizer",
+    "VocabularyTokenizer",
+    "chat_tokens",
+]
 
 
 class Tokenizer(Protocol):
@@ -50,6 +59,27 @@ class StopTokenizer(Protocol):
 
 
 @runtime_checkable
+class VocabularyTokenizer(Protocol):
+    """A tokenizer that knows the bytes of its tokens, as structured output needs them."""
+
+    def token_bytes(self) -> list[bytes | None]:
+        """Of ids 0, 1, ...; None for special tokens and for ids without token."""
+        ...
+
+
+@runtime_checkable
+class JsonTokenizer(Protocol):
+    """A tokenizer of the ``tokenizers`` library, from whose file structured output reads the bytes of its tokens."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def tokenizer_json(self) -> str:
+        """What its tokenizer.json holds."""
+        ...
+
+
+@runtime_checkable
 class ChatTokenizer(Protocol):
     """A tokenizer with a way of its own to write a conversation."""
 
@@ -86,6 +116,16 @@ class TransformersTokenizer:
 
     def detokenize(self, ids: list[int]) -> str:
         return self.inner.decode(ids, skip_special_tokens=True)
+
+    def tokenizer_json(self) -> str:
+        """Of a fast tokenizer.
+
+        Raises:
+            ValueError: the tokenizer is written in Python and has no such file.
+        """
+        if getattr(self.inner, "backend_tokenizer", None) is None:
+            raise ValueError(f"{type(self.inner).__name__} is no fast tokenizer and has no tokenizer.json; load it with use_fast=True")
+        return self.inner.backend_tokenizer.to_str()
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = False) -> list[int]:
         """By the tokenizer's template; without one, as ``chat_tokens`` does by default."""

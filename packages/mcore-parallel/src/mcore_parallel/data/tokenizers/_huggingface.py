@@ -121,6 +121,10 @@ class HuggingFaceTokenizer(RoleTokenizer):
     def detokenize(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return self._plain.decode(list(ids), skip_special_tokens=skip_special)
 
+    def tokenizer_json(self) -> str:
+        """What the file says, without its truncation and padding."""
+        return self._plain.to_str()
+
     def _plain_ids(self, text: str) -> list[int]:
         return self._plain.encode(text, add_special_tokens=False).ids
 

@@ -73,6 +73,11 @@ class TiktokenTokenizer(RoleTokenizer):
         first = self.vocab_size - len(self._specials)
         return self._encoding.decode([token for token in ids if token < first or not skip_special])
 
+    def token_bytes(self) -> list[bytes | None]:
+        """Bytes of each id; None for special tokens."""
+        plain = self.vocab_size - len(self._specials)
+        return [self._encoding.decode_single_token_bytes(token) if token < plain else None for token in range(self.vocab_size)]
+
     def _plain_ids(self, text: str) -> list[int]:
         return self._encoding.encode_ordinary(_whole(text))
 

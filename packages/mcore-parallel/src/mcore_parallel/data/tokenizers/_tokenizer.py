@@ -94,6 +94,10 @@ class ByteTokenizer(RoleTokenizer):
         pieces = (bytes([token]) if token < 256 else self._SPECIALS[token - 256].encode() for token in ids)
         return b"".join(pieces).decode("utf-8", errors="replace")
 
+    def token_bytes(self) -> list[bytes | None]:
+        """Bytes of each id; None for special tokens."""
+        return [bytes([token]) if token < 256 else None for token in range(self.vocab_size)]
+
     def _plain_ids(self, text: str) -> list[int]:
         return self.tokenize(text)
 

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Forms of an output by way of the llguidance library (extra ``structured``)."""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from mcore_inference.requests import StructuredOutputError
+from mcore_inference.sampling import StructuredOutput
+from mcore_inference.text import JsonTokenizer, Tokenizer, VocabularyTokenizer
+
+_MAX_COMPILED = 64
+_MAX_MESSAGE = 300
+# A weak model would write blanks without end where a grammar allows them.
+_JSON_OPTIONS = {"whitespace_pattern": " ?"}
+
+
+class GrammarMatcher:
+    """The place of one output in its form.
+
+    Args:
+        matcher: of llguidance, at the beginning.
+        vocab_size: ids that can be drawn.
+        request_id: for errors.
+
+    Raises:
+        StructuredOutputError: no token can begin the form.
+    """
+
+    def __init__(self, matcher: Any, vocab_size: int, request_id: int) -> None:
+        self._matcher, self._vocab_size, self._request_id = matcher, vocab_size, request_id
+        self._num_words = -(-vocab_size // 32)
+        self._look()
+
+    def accept(self, token: int) -> None:
+        """Go on by a token.
+
+        Raises:
+            StructuredOutputError: the form does not allow it, no token can follow although the form is not complete, or the library met a
+                limit of its own.
+        """
+        self._matcher.consume_token(token)
+        self._look()
+
+    def allowed(self, ending: Iterable[int]) -> np.ndarray:
+        """[W] int32: bit ``i % 32`` of word ``i // 32`` says whether token i may come next; ``ending`` may where the form is complete."""
+        words = self._words.copy()
+        if self.may_end:
+            for token in ending:
+                words[token // 32] |= np.uint32(1 << token % 32)
+        return words.view(np.int32)
+
+    def _look(self) -> None:
+        """Where the form stands now."""
+        matcher = self._matcher
+        # A limit of the library can be met here too, so errors are looked for after it.
+        data = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        if matcher.is_error():
+            raise StructuredOutputError(self._request_id, f"structured_output cannot go on: {_short(matcher.get_error())}")
+        # Bits above the vocabulary belong to the library's end of a text and to padding.
+        self._words = data[: self._num_words * 4].copy().view(np.uint32)
+        self._words[-1] &= np.uint32(0xFFFFFFFF >> -self._vocab_size % 32)
+        is_stuck = not self._words.any()
+        self.may_end: bool = matcher.is_accepting()
+        """Whether the output so far has the form."""
+        self.is_complete: bool = self.may_end and is_stuck
+        """Whether, besides, nothing can follow."""
+        if is_stuck and not self.may_end:
+            raise StructuredOutputError(self._request_id, "structured_output needs text that no token of the vocabulary writes")
+
+
+class GrammarCompiler:
+    """Compiles forms for one tokenizer; the last 64 are kept.
+
+    The first request of a form takes the time to compile it, the very first also that of indexing the vocabulary.
+
+    Args:
+        tokenizer: of the engine, None where there is none.
+        vocab_size: ids that can be drawn.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._index: Any = None
+        self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
+
+    def matcher(self, wanted: StructuredOutput, request_id: int) -> GrammarMatcher:
+        """A matcher at the beginning of the form.
+
+        Raises:
+            StructuredOutputError: the library is not installed, the tokenizer does not say the bytes of its tokens, or the form is wrong or
+                has a part that the library does not know.
+        """
+        library = _library(request_id)
+        if self._index is None:
+            self._index = _index(library, self._tokenizer, self._vocab_size, request_id)
+        form = wanted.form
+        compiled = self._compiled.get(form)
+        if compiled is None:
+            compiled = self._compiled[form] = self._compile(library, *form, request_id)
+            if len(self._compiled) > _MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(form)
+        return GrammarMatcher(compiled.deep_copy(), self._vocab_size, request_id)
+
+    def _compile(self, library: ModuleType, name: str, text: str, request_id: int) -> Any:
+        try:
+            compiled = library.LLMatcher(self._index, _grammar(library, name, text), log_level=0)
+        except ValueError as error:
+            raise StructuredOutputError(request_id, f"structured_output: {name} is refused: {_short(str(error))}") from error
+        if compiled.is_error():
+            raise StructuredOutputError(request_id, f"structured_output: {name} is refused: {_short(compiled.get_error())}")
+        return compiled
+
+
+def _grammar(library: ModuleType, name: str, text: str) -> str:
+    make = library.LLMatcher
+    if name in ("json_schema", "json_object"):
+        return make.grammar_from_json_schema(text, overrides=_JSON_OPTIONS)
+    if name == "choices":
+        return library.grammar_from("choice", text)
+    return make.grammar_from_regex(text) if name == "regex" else make.grammar_from_lark(text)
+
+
+def _library(request_id: int) -> ModuleType:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise StructuredOutputError(
+            request_id, "structured_output needs llguidance, which is not installed; pip install 'mcore-inference[structured]'"
+        ) from error
+    return llguidance
+
+
+class _Vocabulary:
+    """Bytes of every token as llguidance takes them, and one id more that ends a text: the model's own are the request's matter."""
+
+    def __init__(self, tokens: list[bytes | None], tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.tokens = [*(token or b"<special %d>" % number for number, token in enumerate(tokens)), b"<end>"]
+        self.special_token_ids = [number for number, token in enumerate(tokens) if not token] + [len(tokens)]
+        self.eos_token_id, self.bos_token_id = len(tokens), None
+
+    def __call__(self, text: str) -> list[int]:
+        """Tokens of a text that a form forces; bytes are refused, which the library takes into account."""
+        return list(self._tokenizer.tokenize(text))
+
+
+def _index(library: ModuleType, tokenizer: Tokenizer | None, vocab_size: int, request_id: int) -> Any:
+    """The vocabulary as the library searches it."""
+    if isinstance(tokenizer, VocabularyTokenizer):
+        tokens = list(tokenizer.token_bytes())
+    elif isinstance(tokenizer, JsonTokenizer):
+        inner = library.LLTokenizer(tokenizer.tokenizer_json())
+        numbers = range(min(inner.vocab_size, tokenizer.vocab_size))
+        tokens = [None if inner.is_special_token(number) else inner.decode_bytes([number]) for number in numbers]
+        # The library's name for an id without token.
+        tokens = [None if token == b"<[%d]>" % number else token for number, token in enumerate(tokens)]
+    else:
+        kind = "no tokenizer" if tokenizer is None else f"a {type(tokenizer).__name__}"
+        raise StructuredOutputError(
+            request_id, f"structured_output needs a tokenizer with token_bytes() or tokenizer_json(), and the engine has {kind}"
+        )
+    tokens += [None] * (vocab_size - len(tokens))
+    return library.LLTokenizer(library.TokenizerWrapper(_Vocabulary(tokens, tokenizer)))
+
+
+def _short(message: str) -> str:
+    """What a message of the library says first; it goes on with the state of the parser."""
+    text = message.split("<state>")[0].strip()
+    return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}..."

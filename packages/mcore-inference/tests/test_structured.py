@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Outputs of a form: what is drawn, what is refused, and what does not change."""
+
+import builtins
+import functools
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_inference import (
+    DynamicInferenceEngine,
+    FinishReason,
+    SamplingParams,
+    StructuredOutput,
+    StructuredOutputError,
+    TransformersTokenizer,
+)
+from mcore_inference.sampling import keep_allowed
+from mcore_inference.structured import GrammarCompiler
+from mcore_parallel.data import ByteTokenizer
+from mcore_parallel.data.tokenizers import train_bpe
+
+Make = Callable[..., Any]
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["ada", "grace"]}, "age": {"type": "integer", "minimum": 10, "maximum": 99}, "ok": {"type": "boolean"}},
+    "required": ["name", "age", "ok"],
+    "additionalProperties": False,
+}
+LONG = 60
+
+
+@pytest.fixture(params=[False, True], ids=["in turn", "ahead"])
+def engine(request: pytest.FixtureRequest, make_model: Make, make_engine: Make) -> DynamicInferenceEngine:
+    return make_engine(make_model(vocab_size=272), ByteTokenizer(), run_ahead=request.param, max_sequence_length=128)
+
+
+def params(seed: int = 0, **form: Any) -> SamplingParams:
+    return SamplingParams(seed=seed, num_tokens_to_generate=LONG, structured_output=StructuredOutput(**form))
+
+
+def is_record(text: str) -> bool:
+    value = json.loads(text)
+    return (
+        set(value) == {"name", "age", "ok"}
+        and value["name"] in ("ada", "grace")
+        and 10 <= value["age"] <= 99
+        and value["ok"] in (True, False)
+    )
+
+
+FORMS: list[tuple[dict[str, Any], Callable[[str], Any]]] = [
+    ({"json_schema": SCHEMA}, is_record),
+    ({"json_schema": json.dumps(SCHEMA)}, is_record),
+    ({"regex": r"[a-c]{3}-[0-9]{2}"}, re.compile(r"[a-c]{3}-[0-9]{2}").fullmatch),
+    ({"choices": ["red", "rose", 'a "b"\\n', "\u00e9t\u00e9"]}, lambda text: text in ("red", "rose", 'a "b"\\n', "\u00e9t\u00e9")),
+    ({"grammar": 'start: pair ("," pair){2}\npair: /[xy]/ "=" /[0-9]/'}, re.compile(r"[xy]=\d,[xy]=\d,[xy]=\d").fullmatch),
+]
+
+
+@pytest.mark.parametrize(("form", "has_form"), FORMS, ids=lambda value: next(iter(value)) if isinstance(value, dict) else "")
+def test_every_output_has_its_form_greedy_and_drawn(
+    engine: DynamicInferenceEngine, form: dict[str, Any], has_form: Callable[[str], Any]
+) -> None:
+    settings = [params(seed, **form) for seed in range(6)] + [replace(params(**form), temperature=0.0)]
+    records = engine.generate(["say"] * 7, settings)
+    for record in records:
+        assert record.finish_reason is FinishReason.STOP and has_form(record.generated_text), record.error or record.generated_text
+        # Nothing can follow the last token, so no end-of-text token is drawn.
+        assert ByteTokenizer().detokenize(record.generated_tokens) == record.generated_text
+    assert len({record.generated_text for record in records}) > 1
+
+
+def test_any_json_object_is_one_even_where_the_budget_cuts_it(engine: DynamicInferenceEngine) -> None:
+    # The brace that closes is likely, so that a random model comes to an end.
+    bias = {ord("}"): 8.0, ord('"'): 6.0, ord(":"): 6.0, ord("1"): 6.0}
+    records = engine.generate(["x"] * 8, [replace(params(seed, json_object=True), logit_bias=bias) for seed in range(8)])
+    whole = [record.generated_text for record in records if record.finish_reason is FinishReason.STOP]
+    assert whole and all(isinstance(json.loads(text), dict) for text in whole)
+    assert all(record.generated_text.startswith("{") for record in records)
+
+
+def test_tokens_are_the_most_likely_allowed_ones_and_log_probs_of_the_masked_scores(make_model: Make, make_engine: Make) -> None:
+    model = make_model(vocab_size=272)
+    free = SamplingParams(num_tokens_to_generate=1, temperature=0, return_log_probs=True, processed_log_probs=True)
+    wanted = replace(free, structured_output=StructuredOutput(regex="[g-k]z*"), num_tokens_to_generate=3)
+    drawn = replace(wanted, temperature=0.7, seed=3)
+    engine = make_engine(model, ByteTokenizer())
+    greedy, sampled, raw = engine.generate(["ab"] * 3, [wanted, drawn, replace(drawn, processed_log_probs=False)])
+    step = model_scores(model, ByteTokenizer().tokenize("ab"))
+    allowed = list(range(ord("g"), ord("k") + 1))
+    assert greedy.generated_tokens[0] == allowed[int(step[allowed].argmax())]
+    assert greedy.generated_log_probs[0] == 0.0
+    chances = (step[allowed] / 0.7).log_softmax(-1)
+    assert sampled.generated_log_probs[0] == pytest.approx(chances[allowed.index(sampled.generated_tokens[0])].item(), abs=1e-9)
+    assert raw.generated_tokens == sampled.generated_tokens
+    assert raw.generated_log_probs[0] == pytest.approx(step.log_softmax(-1)[raw.generated_tokens[0]].item(), abs=1e-9)
+
+
+def model_scores(model: Any, tokens: list[int]) -> torch.Tensor:
+    from mcore_parallel.nn import Step
+
+    with torch.no_grad():
+        output, _ = model(torch.tensor(tokens), Step.causal(1, len(tokens)))
+    return output.logits().double()[-1]
+
+
+def test_a_form_that_may_end_ends_by_a_stop_token_and_not_before(make_model: Make, make_engine: Make) -> None:
+    engine = make_engine(make_model(vocab_size=272), ByteTokenizer())
+    eod = ByteTokenizer().eod
+    assert eod is not None
+    # The model wants to end at once; the form wants three digits first.
+    eager = replace(params(regex="[0-9]{3,}"), logit_bias={eod: 50.0})
+    (record,) = engine.generate(["x"], eager)
+    assert re.fullmatch("[0-9]{3}", record.generated_text) and record.generated_tokens[3:] == [eod]
+    (endless,) = engine.generate(["x"], replace(eager, ignore_eos=True, num_tokens_to_generate=9))
+    assert re.fullmatch("[0-9]{9}", endless.generated_text) and endless.finish_reason is FinishReason.LENGTH
+    (own,) = engine.generate(["x"], replace(eager, logit_bias={ord("5"): 50.0}, stop_token_ids=[ord("!")], num_tokens_to_generate=6))
+    assert own.generated_text == "555555"
+    (cut,) = engine.generate(["x"], replace(eager, logit_bias={ord("5"): 50.0}, stop_words=["55"]))
+    assert cut.generated_text == "" and cut.finish_reason is FinishReason.STOP
+
+
+def test_a_form_changes_no_neighbour_and_no_neighbour_a_form(make_model: Make, make_engine: Make) -> None:
+    make = functools.partial(make_engine, make_model(vocab_size=272), ByteTokenizer(), max_sequence_length=128)
+    mine, plain = params(5, json_schema=SCHEMA), SamplingParams(seed=9, num_tokens_to_generate=30)
+    alone, other = make().generate(["a"], mine)[0], make().generate(["bc"], plain)[0]
+    for run_ahead in (False, True):
+        # Few blocks, so that requests are preempted and computed again in the middle of their form.
+        engine = make(run_ahead=run_ahead, num_blocks=16, max_tokens=9)
+        crowd = engine.generate(["bc", "a", "bc", "a", "a"], [plain, mine, plain, mine, mine])
+        assert engine.num_preemptions
+        assert [record.generated_tokens for record in crowd[1::2]] == [alone.generated_tokens] * 2
+        assert [record.generated_tokens for record in crowd[:3:2]] == [other.generated_tokens] * 2
+
+
+def test_penalties_and_bans_apply_before_the_form(engine: DynamicInferenceEngine) -> None:
+    form = params(regex="[ab]{20}")
+    (record,) = engine.generate(["x"], replace(form, frequency_penalty=100.0, temperature=0.0))
+    assert abs(record.generated_text.count("a") - record.generated_text.count("b")) <= 1
+
+
+@pytest.mark.parametrize(
+    ("form", "word"),
+    [
+        ({}, "sets nothing"),
+        ({"regex": "a", "choices": ["b"]}, "exactly one"),
+        ({"regex": ""}, "regex"),
+        ({"grammar": 3}, "grammar"),
+        ({"json_schema": "{"}, "no JSON"),
+        ({"json_schema": 3}, "json_schema is a int"),
+        ({"json_schema": {"a": object()}}, "no JSON"),
+        ({"json_schema": {"minimum": float("nan")}}, "no JSON"),
+        ({"json_object": 1}, "json_object"),
+        ({"choices": "yes"}, "choices"),
+        ({"choices": []}, "choices"),
+        ({"choices": [""]}, "choices"),
+        ({"regex": "a" * 300_000}, "at most"),
+    ],
+)
+def test_a_form_of_a_wrong_kind_is_refused_when_it_is_made(form: dict[str, Any], word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        StructuredOutput(**form)
+
+
+def test_settings_that_do_not_go_with_a_form_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="min_tokens=3 and structured_output"):
+        SamplingParams(min_tokens=3, structured_output=StructuredOutput(regex="a"))
+    with pytest.raises(ValueError, match="structured_output is a dict"):
+        SamplingParams(structured_output={"regex": "a"})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("form", "word"),
+    [
+        ({"json_schema": {"type": "objct"}}, "objct"),
+        ({"json_schema": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+        ({"json_schema": {"$ref": "#/nowhere"}}, "nowhere"),
+        ({"regex": "(?=a)"}, "look-ahead"),
+        ({"regex": "("}, "unclosed"),
+        ({"grammar": "start: missing"}, "missing"),
+        ({"json_schema": '{"items":' * 300 + "{}" + "}" * 300}, "recursion"),
+    ],
+)
+def test_a_form_that_the_library_refuses_is_an_error_before_admission(
+    make_model: Make, make_engine: Make, form: dict[str, Any], word: str
+) -> None:
+    engine = make_engine(make_model(vocab_size=272), ByteTokenizer())
+    with pytest.raises(StructuredOutputError, match=f"(?s){next(iter(form))} is refused.*{word}"):
+        engine.add_request("x", params(**form))
+    assert not engine.has_unfinished_requests()
+    (record,) = engine.generate(["x"], params(**form))
+    assert isinstance(record.error, StructuredOutputError)
+
+
+def test_what_is_missing_is_named_in_one_line(make_model: Make, make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wordy:
+        vocab_size, eod = 64, None
+
+    form = StructuredOutput(regex="a")
+    with pytest.raises(StructuredOutputError, match="has no tokenizer$"):
+        make_engine().add_request([1], SamplingParams(structured_output=form))
+    with pytest.raises(StructuredOutputError, match=r"token_bytes\(\) or tokenizer_json\(\), and the engine has a Wordy$"):
+        GrammarCompiler(Wordy(), 64).matcher(form, 0)  # type: ignore[arg-type]
+    found = builtins.__import__
+
+    def without(name: str, *rest: Any) -> Any:
+        if name == "llguidance":
+            raise ImportError(name)
+        return found(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    engine = make_engine(make_model(vocab_size=272), ByteTokenizer())
+    with pytest.raises(StructuredOutputError, match=r"pip install 'mcore-inference\[structured\]'$") as caught:
+        engine.add_request("x", SamplingParams(structured_output=form))
+    assert "\n" not in str(caught.value)
+
+
+def test_text_that_the_vocabulary_cannot_write_is_an_error_of_its_request() -> None:
+    class Letters:
+        vocab_size, eod = 3, None
+
+        def token_bytes(self) -> list[bytes | None]:
+            return [b"a", b"b", None]
+
+        def tokenize(self, text: str) -> list[int]:
+            return ["ab".index(letter) for letter in text if letter in "ab"]
+
+        def detokenize(self, ids: list[int]) -> str:
+            return "".join("ab"[number] for number in ids)
+
+    compiler = GrammarCompiler(Letters(), 3)
+    matcher = compiler.matcher(StructuredOutput(regex="abc"), 7)
+    assert matcher.allowed([2]).tolist() == [1]
+    matcher.accept(0)
+    assert matcher.allowed([2]).tolist() == [2]
+    with pytest.raises(StructuredOutputError, match="request 7: structured_output cannot go on"):
+        matcher.accept(1)
+    with pytest.raises(StructuredOutputError, match="no token of the vocabulary writes"):
+        GrammarCompiler(Letters(), 1).matcher(StructuredOutput(regex="b"), 8)
+    with pytest.raises(StructuredOutputError, match="cannot go on"):
+        compiler.matcher(StructuredOutput(regex="a"), 9).accept(1)
+    ends = compiler.matcher(StructuredOutput(regex="ab?"), 10)
+    ends.accept(0)
+    assert ends.may_end and not ends.is_complete and ends.allowed([2]).tolist() == [0b110] and ends.allowed([]).tolist() == [0b010]
+
+
+def test_tokens_of_many_bytes_keep_a_form(tmp_path: Any, make_model: Make, make_engine: Make) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    own = train_bpe(
+        ['{"name": "ada", "age": 12, "ok": true}', '{"name": "grace", "age": 90, "ok": false} \u00e9t\u00e9'] * 9, 320, tmp_path
+    )
+    theirs = TransformersTokenizer(PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), eos_token="<|endoftext|>"))
+    runs = []
+    for tokenizer in (own, theirs):
+        engine = make_engine(make_model(vocab_size=320), tokenizer, max_sequence_length=128)
+        records = engine.generate(["x"] * 4, [params(seed, json_schema=SCHEMA) for seed in range(4)])
+        assert all(is_record(record.generated_text) for record in records)
+        assert any(record.num_generated < len(record.generated_text) for record in records)
+        runs.append([record.generated_tokens for record in records])
+    assert runs[0] == runs[1]
+
+
+def test_one_form_is_compiled_once(make_model: Make, make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    import llguidance
+
+    engine = make_engine(make_model(vocab_size=272), ByteTokenizer())
+    made = []
+    matcher = llguidance.LLMatcher
+
+    class Counted:
+        def __new__(cls, *arguments: Any, **options: Any) -> Any:
+            return matcher(*arguments, **options)
+
+        @staticmethod
+        def grammar_from_regex(regex: str) -> str:
+            made.append(regex)
+            return matcher.grammar_from_regex(regex)
+
+    monkeypatch.setattr(llguidance, "LLMatcher", Counted)
+    engine.generate(["x"] * 3, [params(seed, regex="[ab]{4}") for seed in range(3)])
+    engine.generate(["x"], params(regex="[ab]{4}"))
+    assert made == ["[ab]{4}"]
+    for number in range(70):
+        engine.abort(engine.add_request("x", params(regex=f"a{{{number + 1}}}")))
+    engine.generate(["x"], params(regex="[ab]{4}"))
+    assert made.count("[ab]{4}") == 2
+
+
+def test_settings_with_a_form_survive_a_wire() -> None:
+    for form, _ in FORMS:
+        settings = SamplingParams(structured_output=StructuredOutput(**form))
+        assert SamplingParams.deserialize(json.loads(json.dumps(settings.serialize()))) == settings
+        assert hash(settings.structured_output) == hash(StructuredOutput(**form))
+    assert StructuredOutput(json_object=True).serialize() == {"json_object": True}
+
+
+def test_bits_say_which_scores_stay() -> None:
+    torch.manual_seed(0)
+    scores = torch.randn(3, 70)
+    allowed = torch.rand(2, 96) < 0.4
+    words = torch.zeros(2, 3, dtype=torch.int64)
+    for bit in range(96):
+        words[:, bit // 32] |= allowed[:, bit].long() << bit % 32
+    words = (words + 2**31) % 2**32 - 2**31
+    masked = keep_allowed(scores, torch.tensor([2, 0]), words.int())
+    assert torch.equal(masked[1], scores[1])
+    for row, bits in ((2, allowed[0]), (0, allowed[1])):
+        assert torch.equal(masked[row], scores[row].masked_fill(~bits[:70], -torch.inf))
+    assert keep_allowed(scores.bfloat16(), torch.tensor([0]), words[:1].int()).dtype == torch.float32
