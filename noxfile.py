@@ -87,15 +87,17 @@ _enable_pyenv_versions()
 
 def _members() -> list[str]:
     """Arguments that install the application and the six wheels in editable form, with every extra that this machine can hold."""
-    arguments = ["-e", "."]
-    for wheel in WHEELS:
-        extras = ",".join(_extras(wheel))
-        arguments += ["-e", f"packages/{wheel}[{extras}]" if extras else f"packages/{wheel}"]
+    arguments = []
+    for name in (APPLICATION, *WHEELS):
+        folder = "." if name == APPLICATION else f"packages/{name}"
+        extras = ",".join(_extras(name))
+        arguments += ["-e", f"{folder}[{extras}]" if extras else folder]
     return arguments
 
 
-def _extras(wheel: str) -> list[str]:
-    project = tomllib.loads((ROOT / "packages" / wheel / "pyproject.toml").read_text())["project"]
+def _extras(name: str) -> list[str]:
+    folder = ROOT if name == APPLICATION else ROOT / "packages" / name
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
     return sorted(set(project.get("optional-dependencies", {})) - GPU_EXTRAS)
 
 
@@ -414,7 +416,7 @@ def newest(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def lock(session: nox.Session) -> None:
     """Recompute the constraint file; `-- --upgrade` moves every pin that may move."""
-    extras = sorted({extra for wheel in WHEELS for extra in _extras(wheel)})
+    extras = sorted({extra for name in (APPLICATION, *WHEELS) for extra in _extras(name)})
     session.run(
         UV, "pip", "compile", "-q", "--universal", "--python-version", PYTHONS[0], "--no-header", "--no-annotate",
         *_groups(("dev",)), "pyproject.toml", *(f"packages/{wheel}/pyproject.toml" for wheel in WHEELS),

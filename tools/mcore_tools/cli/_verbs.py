@@ -38,6 +38,9 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
         "sft": Verb(summary="fine-tune a Hugging Face model or a checkpoint on conversations, and export it", module="mcore_tools.sft"),
         "distill": Verb(summary="train a student against the checkpoint of a teacher", module="mcore_tools.distill"),
         "eagle": Verb(summary="train, measure and export a speculative draft head", module="mcore_tools.eagle"),
+        "eval": Verb(
+            summary="measure a model: perplexity of text, multiple choice, tasks of lm-evaluation-harness", module="mcore_tools.evaluate"
+        ),
         "generate": Verb(summary="continue prompts with the model of a checkpoint", module="mcore_tools.generate"),
         "serve": Verb(summary="serve the model of a checkpoint over HTTP", module="mcore_tools.serve"),
         "convert": Verb(summary="import, export, inspect and verify checkpoints: Hugging Face, Megatron, torch", script="mcore-ckpt"),

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Measure a model: the perplexity of text, multiple choice, or tasks of lm-evaluation-harness.
+
+mcore eval runs/sft/hf --text notes.txt --text held-out.jsonl
+mcore eval Qwen3-0.6B --choices questions.jsonl
+mcore eval Qwen3-0.6B --tasks hellaswag,arc_easy --limit 200        # pip install "mcore-tools[eval]"
+
+The model is a folder as of ``mcore generate``. Prints one JSON object. Exit code: 0 done; 1 something was refused, and why.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_ckpt import CheckpointingException
+from mcore_tools.evaluation import Scorer, read_choices, read_texts, score_choices, score_texts
+from mcore_tools.generate import add_model_arguments
+from mcore_tools.serving import open_engine
+from mcore_tools.training import device_of
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="mcore eval", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model_arguments(parser)
+    parser.add_argument("--text", type=Path, action="append", default=[], help="text to predict; of a .jsonl the field text of each line")
+    parser.add_argument("--stride", type=int, help="tokens that a window of a long text predicts (default: half of --max-length)")
+    parser.add_argument("--choices", type=Path, help=".jsonl with question, choices and answer (number of the right choice, from 0)")
+    parser.add_argument("--tasks", help="tasks of lm-evaluation-harness, separated by commas")
+    parser.add_argument("--include", type=Path, help="folder with tasks of your own for --tasks")
+    parser.add_argument("--limit", type=int, help="questions of each task (default: all)")
+    parser.add_argument("--output", type=Path, help="file for the JSON object, too")
+    options = parser.parse_args(arguments)
+    try:
+        results = _evaluate(options)
+        text = json.dumps(results, indent=1)
+        if options.output is not None:
+            options.output.write_text(text + "\n", encoding="utf-8")
+    except (ValueError, OSError, CheckpointingException) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(text)
+    return 0
+
+
+def _evaluate(options: argparse.Namespace) -> dict[str, Any]:
+    """What was asked for, by its option; everything is read before the model is loaded."""
+    if not (options.text or options.choices or options.tasks):
+        raise ValueError("there is nothing to measure; give --text FILE, --choices FILE or --tasks NAMES")
+    if options.limit is not None and options.limit < 1:
+        raise ValueError(f"--limit {options.limit} must be at least 1")
+    if options.tasks and importlib.util.find_spec("lm_eval") is None:
+        raise ValueError('--tasks needs lm-evaluation-harness, which is not installed: pip install "mcore-tools[eval]"')
+    texts = read_texts(options.text) if options.text else []
+    questions = read_choices(options.choices) if options.choices else []
+    device = device_of("cuda" if torch.cuda.is_available() else "cpu")
+    scorer = Scorer(open_engine(options.checkpoint, device, max_length=options.max_length, cache_gb=options.cache_gb))
+    results: dict[str, Any] = {}
+    if texts:
+        measured = score_texts(scorer, texts, stride=options.stride)
+        results["text"] = {
+            **dataclasses.asdict(measured),
+            "loss": measured.loss,
+            "perplexity": measured.perplexity,
+            "bits_per_byte": measured.bits_per_byte,
+        }
+    if questions:
+        results["choices"] = dataclasses.asdict(score_choices(scorer, questions))
+    if options.tasks:
+        from mcore_tools.evaluation.harness import run_tasks
+
+        names = [name for name in options.tasks.split(",") if name]
+        results["tasks"] = run_tasks(
+            scorer, names, include=options.include, limit=options.limit, log=lambda line: print(line, file=sys.stderr)
+        )
+    return results
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
