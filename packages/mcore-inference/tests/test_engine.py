@@ -519,3 +519,18 @@ def test_suspending_between_any_two_steps_changes_no_token(make_engine: Make, ru
         for number, reference in zip(numbers, wanted, strict=True):
             assert records[number].generated_tokens == reference.generated_tokens
             torch.testing.assert_close(records[number].generated_log_probs, reference.generated_log_probs, rtol=1e-9, atol=1e-9)
+
+
+def test_a_request_that_waits_in_vain_shifts_no_random_number(make_model: Make, make_engine: Make) -> None:
+    mine = SamplingParams(temperature=1.2, seed=4, num_tokens_to_generate=24)
+    wanted = make_engine(make_model()).generate([[1, 2, 3]], mine)[0].generated_tokens
+    engine = make_engine(make_model(), num_blocks=5, block_size_tokens=8)
+    engine.add_request([1, 2, 3], mine)
+    done: list[DynamicInferenceRequestRecord] = []
+    for step in range(60):
+        if step == 4:
+            late = engine.add_request([5] * 33, replace(mine, num_tokens_to_generate=1))
+        if step == 9:
+            engine.abort(late)
+        done += engine.step()
+    assert done[0].generated_tokens == wanted

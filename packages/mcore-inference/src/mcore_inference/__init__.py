@@ -43,6 +43,7 @@ from mcore_inference.requests import (
 )
 from mcore_inference.sampling import SamplingParams, StructuredOutput
 from mcore_inference.scheduling import Limits, RequestView, StepPlan, Work, plan_step
+from mcore_inference.speculation import NgramSpeculation
 from mcore_inference.text import (
     BosTokenizer,
     ChatTokenizer,
@@ -83,6 +84,7 @@ __all__ = [
     "JsonTokenizer",
     "Limits",
     "MaxSequenceLengthOverflowError",
+    "NgramSpeculation",
     "NonFiniteLogitsError",
     "PagedAttention",
     "PagedKVCache",

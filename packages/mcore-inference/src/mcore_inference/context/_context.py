@@ -319,6 +319,14 @@ class DynamicInferenceContext:
         """Note that the next tokens of a request are in the cache now."""
         self._num_cached[self._slots[request_id]] += num_tokens
 
+    def trim(self, request_id: int) -> None:
+        """Give back the blocks behind the request's last token in the cache: what was written there counts no more."""
+        slot = self._slots[request_id]
+        kept, held = -(-int(self._num_cached[slot]) // self.block_size), int(self._num_blocks[slot])
+        self.allocator.release_memory_blocks(self._block_table[slot, kept:held].tolist())
+        self._block_table[slot, kept:held] = -1
+        self._num_blocks[slot] = kept
+
     def get_kvcache_utilization_stats(self) -> dict[str, float]:
         """Counts of blocks, requests and tokens; ``utilization`` is the share of blocks in use."""
         used, usable = self.allocator.total_used, self.allocator.usable_count

@@ -4,7 +4,7 @@
 
 import itertools
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mcore_inference.context import PENDING
 from mcore_inference.requests import (
@@ -16,6 +16,7 @@ from mcore_inference.requests import (
     StructuredOutputError,
 )
 from mcore_inference.sampling import SamplingParams
+from mcore_inference.speculation import NgramDrafter
 from mcore_inference.structured import GrammarMatcher
 from mcore_inference.text import TextStream
 
@@ -35,6 +36,10 @@ class ActiveRequest:
     """Monotonic seconds of arrival."""
     grammar: GrammarMatcher | None = None
     """Where the output stands in the form asked for."""
+    drafter: NgramDrafter | None = None
+    """What proposes its next tokens."""
+    drafts: list[int] = field(default_factory=list)
+    """Tokens proposed for the next step."""
     num_pending: int = 0
     """Tokens that were drawn and have not reached the host: 0 or 1."""
     ended: bool = False
@@ -72,10 +77,9 @@ class ActiveRequest:
         """Tokens drawn so far."""
         return self.record.num_generated + self.num_pending
 
-    @property
-    def banned(self) -> tuple[int, ...]:
-        """Tokens that must not be drawn next."""
-        return tuple(sorted(self.stop_ids)) if self.position < self.params.min_tokens else ()
+    def banned(self, position: int) -> tuple[int, ...]:
+        """Tokens that must not be drawn after this many."""
+        return tuple(sorted(self.stop_ids)) if position < self.params.min_tokens else ()
 
     @property
     def is_settled(self) -> bool:

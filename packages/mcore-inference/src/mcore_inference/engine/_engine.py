@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -32,7 +32,8 @@ from mcore_inference.requests import (
     stop_tokens,
 )
 from mcore_inference.sampling import SamplingParams, request_seed
-from mcore_inference.scheduling import RequestView, StepPlan, plan_step
+from mcore_inference.scheduling import RequestView, StepPlan, plan_drafts, plan_step
+from mcore_inference.speculation import NgramDrafter
 from mcore_inference.structured import GrammarCompiler
 from mcore_inference.text import TextStream, Tokenizer
 from mcore_parallel.models import GPTModel
@@ -99,7 +100,10 @@ class DynamicInferenceEngine:
         self._in_flight: InFlight | None = None
         execution = ExecutionConfig() if execution is None else execution
         on_gpu = context.device.type == "cuda"
-        self._runs_ahead = on_gpu if execution.run_ahead is None else execution.run_ahead
+        self._speculation = execution.speculation
+        self._runs_ahead = on_gpu and self._speculation is None if execution.run_ahead is None else execution.run_ahead
+        self.num_drafted = self.num_accepted = 0
+        """Proposed tokens that were verified, and those that were drawn as well."""
         self._executor = Executor(model, context, self.vocab_size, execution.use_graphs)
         self._batch: DecodeBatch | None = None
         self._weights = ModelWeights(model)
@@ -164,6 +168,7 @@ class DynamicInferenceEngine:
             text=None if self.tokenizer is None else TextStream(self.tokenizer, params.stop_words or ()),
             started=time.monotonic(),
             grammar=grammar,
+            drafter=None if self._speculation is None or grammar is not None else NgramDrafter(self._speculation, tokens),
         )
         self._entries[number] = entry
         if budget == 0 and not entry.wants_prompt_log_probs:
@@ -224,12 +229,15 @@ class DynamicInferenceEngine:
             raise RuntimeError("the last load_weights failed after it had begun to copy; repeat it with all parameters")
         blamed = list(self._entries.values())
         try:
-            batch = self._decoding()
+            drafts = self._propose()
+            batch = None if drafts else self._decoding()
             if batch is not None and self.context.extend_lines(batch.lines_R):
                 blamed = batch.entries
                 self._go_on(lambda: self._executor.decode(batch))
             else:
-                plan = self._plan()
+                # Its rows would lag behind what this step draws.
+                self._batch = None
+                plan = self._plan(drafts)
                 blamed = [self._entries[item.request_id] for item in plan.work]
                 for request_id in plan.preempted:
                     self._preempt(self._entries[request_id])
@@ -296,6 +304,8 @@ class DynamicInferenceEngine:
         return {
             "steps": self.step_count,
             "preemptions": self.num_preemptions,
+            "drafted_tokens": self.num_drafted,
+            "accepted_tokens": self.num_accepted,
             "weight_version": self.weight_version,
             "running_requests": len(self._running),
             "waiting_requests": len(self._waiting),
@@ -392,16 +402,25 @@ class DynamicInferenceEngine:
             self._batch = None
             going_on = [entry for entry in self._running if entry.num_left]
             # The youngest are the ones whose prompts may not be computed.
-            if going_on and all(self._decodes(entry) for entry in reversed(going_on)):
+            if going_on and all(entry.is_settled and self._decodes(entry) for entry in reversed(going_on)):
                 self._batch = DecodeBatch(going_on, self.context, self.vocab_size)
         return self._batch
 
     def _decodes(self, entry: ActiveRequest) -> bool:
         """Whether the one token that is not in the cache was drawn in this segment, so that the device holds it."""
         drawn = len(entry.segment.generated_tokens) + entry.num_pending
-        return drawn > 0 and entry.is_settled and self.context.num_cached(entry.record.request_id) == entry.num_tokens - 1
+        return drawn > 0 and self.context.num_cached(entry.record.request_id) == entry.num_tokens - 1
 
-    def _plan(self) -> StepPlan:
+    def _propose(self) -> dict[int, int]:
+        """Proposals for the running requests; of each that has some, how many."""
+        if self._speculation is None:
+            return {}
+        for entry in self._running:
+            # The last token of a budget is drawn in any case.
+            entry.drafts = [] if entry.drafter is None or not self._decodes(entry) else entry.drafter.propose(entry.num_left - 1)
+        return {entry.record.request_id: len(entry.drafts) for entry in self._running if entry.drafts}
+
+    def _plan(self, drafts: Mapping[int, int]) -> StepPlan:
         if any(entry.needs_history for entry in self._running):
             self._read_results()
         plan = self._plan_known()
@@ -409,6 +428,12 @@ class DynamicInferenceEngine:
             # What is preempted is computed again from tokens that the host knows.
             self._read_results()
             plan = self._plan_known()
+        if drafts:
+            granted = plan_drafts(plan, [self._view(entry) for entry in self._running], drafts, self.context.limits())
+            for entry in self._running:
+                entry.drafts = entry.drafts[: granted.get(entry.record.request_id, 0)]
+            ordered = sorted(plan.work, key=lambda item: item.num_tokens + granted.get(item.request_id, 0) > 1)
+            plan = dataclasses.replace(plan, work=tuple(ordered))
         assert plan.work or self._in_flight or not self._entries, "what was accepted can always advance"
         return plan
 
@@ -470,14 +495,48 @@ class DynamicInferenceEngine:
         for entry, values in step.prompt_log_probs:
             if not entry.ended:
                 entry.segment.prompt_log_probs = (entry.segment.prompt_log_probs or []) + values.tolist()
-        for entry, (token, log_prob, ranked) in zip(step.sampled, draws, strict=True):
+        if step.drafts is not None:
+            self._take_verified(step.sampled, step.drafts, draws)
+            draws = []
+        for entry, (token, log_prob, ranked) in zip(step.sampled, draws, strict=step.drafts is None):
             entry.num_pending -= 1
             # A request that ended meanwhile was computed in vain.
-            if not entry.ended and (end := entry.append(token, log_prob, ranked)) is not None:
-                self._end(entry, *end)
+            if not entry.ended:
+                self._append(entry, token, log_prob, ranked)
         for entry in step.computed:
             if not entry.ended:
                 self._end(entry, FinishReason.LENGTH)
+
+    def _append(self, entry: ActiveRequest, token: int, log_prob: float, ranked: dict[int, float]) -> None:
+        if (end := entry.append(token, log_prob, ranked)) is not None:
+            self._end(entry, *end)
+        elif entry.drafter is not None:
+            entry.drafter.push(token)
+
+    def _take_verified(
+        self, sampled: Sequence[ActiveRequest], proposed: Sequence[Sequence[int]], draws: Sequence[tuple[int, float, dict[int, float]]]
+    ) -> None:
+        """Results of a step with proposals: a draw counts while the proposals before it equal the draws before it."""
+        rows, last = iter(draws), dict[int, int]()
+        for entry, drafts in zip(sampled, proposed, strict=True):
+            mine = list(itertools.islice(rows, len(drafts) + 1))
+            entry.num_pending -= 1
+            self.num_drafted += len(drafts)
+            for count, row in enumerate(mine):
+                if entry.ended:
+                    break
+                if count:
+                    # The proposal before was right: its keys and values are in the cache now.
+                    self.context.advance(entry.record.request_id, 1)
+                    self.num_accepted += 1
+                self._append(entry, *row)
+                if not entry.ended and (count == len(drafts) or row[0] != drafts[count]):
+                    last[entry.record.request_id] = row[0]
+                    break
+            if not entry.ended and drafts:
+                self.context.trim(entry.record.request_id)
+        if last:
+            self._executor.set_last_tokens(last)
 
     def _fail(self, entries: Sequence[ActiveRequest], error: Exception) -> None:
         """End the requests of a step that raised; some may have ended in it already."""

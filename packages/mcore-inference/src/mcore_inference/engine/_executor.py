@@ -3,7 +3,7 @@
 """Runs the steps of an engine on the device; it never waits for results."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,7 @@ from mcore_inference.engine._active_request import ActiveRequest
 from mcore_inference.engine._decode_graphs import DecodeGraphs, graph_sizes
 from mcore_inference.sampling import DrawRows, Draws, Sampler, adjust, keep_allowed, log_probs
 from mcore_inference.scheduling import Work
+from mcore_inference.speculation import NgramSpeculation
 from mcore_parallel.comm import all_gather
 from mcore_parallel.models import GPTModel, ModelOutput
 
@@ -28,6 +29,16 @@ class ExecutionConfig:
     """Read a step's results while the device computes the next; None for where there is a GPU."""
     use_graphs: bool | None = None
     """Replay decode steps as CUDA graphs; None for where the model and the device can."""
+    speculation: NgramSpeculation | None = None
+    """Verify several proposed tokens a step; None for one token a step. Excludes ``run_ahead``."""
+
+    def __post_init__(self) -> None:
+        if self.speculation is not None and not isinstance(self.speculation, NgramSpeculation):
+            raise ValueError(f"speculation is a {type(self.speculation).__name__}; give NgramSpeculation(...), or None")
+        if self.speculation is not None and self.run_ahead:
+            raise ValueError(
+                "run_ahead=True and speculation exclude each other: proposals follow from the tokens drawn last; leave it at None"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +50,8 @@ class InFlight:
     prompt_log_probs: list[tuple[ActiveRequest, Tensor]]
     computed: list[ActiveRequest]
     """Requests without a budget whose prompt is computed now."""
+    drafts: list[list[int]] | None = None
+    """Of each request in ``sampled`` the tokens that its further draws assume; None where each has one draw."""
 
 
 class DecodeBatch:
@@ -97,8 +110,9 @@ class Executor:
         context, send = self._context, self._context.builder.send
         tokens = []
         for entry, item in work:
-            context.extend(item.request_id, item.num_tokens)
-            tokens.append((item.request_id, entry.tokens(context.num_cached(item.request_id), item.num_tokens)))
+            context.extend(item.request_id, item.num_tokens + len(entry.drafts))
+            known = entry.tokens(context.num_cached(item.request_id), item.num_tokens)
+            tokens.append((item.request_id, [*known, *entry.drafts] if entry.drafts else known))
         # Only rows that are read go through the gather and the softmax.
         rows: list[int] = []
         prompt_rows: list[tuple[ActiveRequest, int, list[int]]] = []
@@ -107,7 +121,7 @@ class Executor:
         computed: list[ActiveRequest] = []
         end = 0
         for entry, item in work:
-            start, end = end, end + item.num_tokens
+            start, end = end, end + item.num_tokens + len(entry.drafts)
             cached = context.num_cached(item.request_id)
             targets = entry.segment.prompt_tokens[cached + 1 : cached + item.num_tokens + 1] if entry.wants_prompt_log_probs else []
             if targets:
@@ -115,8 +129,9 @@ class Executor:
                 rows += range(start, start + len(targets))
             if item.is_last and entry.segment.num_tokens_to_generate:
                 sampled.append(entry)
-                sampled_rows.append(len(rows))
-                rows.append(end - 1)
+                first = end - 1 - len(entry.drafts)
+                sampled_rows += range(len(rows), len(rows) + end - first)
+                rows += range(first, end)
             elif item.is_last:
                 computed.append(entry)
         logits_NV = self._logits(context.host_step(tokens), rows)
@@ -129,10 +144,19 @@ class Executor:
             values = log_probs(logits_NV[first : first + len(targets)])
             prompt_log_probs.append((entry, values.gather(1, send(targets)[:, None])[:, 0]))
         if sampled:
-            draws = self._draw(logits_NV if len(sampled) == len(rows) else logits_NV[send(sampled_rows)], sampled)
+            draws = self._draw(logits_NV if len(sampled_rows) == len(rows) else logits_NV[send(sampled_rows)], sampled)
+        drafts = [entry.drafts for entry in sampled]
         for entry in sampled:
             entry.num_pending += 1
-        return InFlight(sampled=sampled, draws=draws, prompt_log_probs=prompt_log_probs, computed=computed)
+            entry.drafts = []
+        return InFlight(
+            sampled=sampled, draws=draws, prompt_log_probs=prompt_log_probs, computed=computed, drafts=drafts if any(drafts) else None
+        )
+
+    def set_last_tokens(self, tokens: Mapping[int, int]) -> None:
+        """Of these requests, the token that the next step begins with: the draws of a step with proposals left any of theirs."""
+        send = self._context.builder.send
+        self._sampler.last_tokens[send([self._context.line(number) for number in tokens])] = send(list(tokens.values()))
 
     def decode(self, batch: DecodeBatch) -> InFlight:
         """One token for each request of the batch; ``extend_lines`` made room for it."""
@@ -164,16 +188,23 @@ class Executor:
         assert isinstance(output, ModelOutput)
         return all_gather(output.logits(), self._model.groups.tp, dim=1)
 
-    def _draw(self, logits_RV: Tensor, entries: list[ActiveRequest]) -> Draws:
-        params, positions = [entry.params for entry in entries], [entry.position for entry in entries]
+    def _draw(self, logits_RV: Tensor, sampled: list[ActiveRequest]) -> Draws:
+        """A token for each request, and one after each of its proposals."""
+        places = [(entry, count) for entry in sampled for count in range(len(entry.drafts) + 1)]
+        entries = [entry for entry, _ in places]
+        params, positions = [entry.params for entry in entries], [entry.position + count for entry, count in places]
         lines = [self._context.line(entry.record.request_id) for entry in entries]
         rows = DrawRows.of(params, [entry.seed for entry in entries], positions, lines, self._vocab_size, self._context.device)
         adjusted_RV = None
         if not all(entry.is_settled for entry in entries):
             records = [entry.record if entry.needs_history else None for entry in entries]
             prompts = [() if record is None else record.prompt_tokens for record in records]
-            outputs = [() if record is None else record.generated_tokens for record in records]
-            adjusted_RV = adjust(logits_RV[:, : self._vocab_size], params, prompts, outputs, [entry.banned for entry in entries])
+            outputs = [
+                () if record is None else [*record.generated_tokens, *entry.drafts[:count]]
+                for record, (entry, count) in zip(records, places, strict=True)
+            ]
+            banned = [entry.banned(position) for entry, position in zip(entries, positions, strict=True)]
+            adjusted_RV = adjust(logits_RV[:, : self._vocab_size], params, prompts, outputs, banned)
         formed = [(row, entry.grammar.allowed(entry.stop_ids)) for row, entry in enumerate(entries) if entry.grammar is not None]
         if formed:
             rows_G, words_GW = self._context.builder.send([row for row, _ in formed]), np.stack([words for _, words in formed])

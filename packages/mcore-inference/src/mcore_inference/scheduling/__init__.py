@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """What the next step computes: a pure function of the requests and the free blocks."""
 
+from mcore_inference.scheduling._drafts import plan_drafts
 from mcore_inference.scheduling._scheduler import Limits, RequestView, StepPlan, Work, plan_step
 
 __all__ = [
@@ -9,5 +10,6 @@ __all__ = [
     "RequestView",
     "StepPlan",
     "Work",
+    "plan_drafts",
     "plan_step",
 ]

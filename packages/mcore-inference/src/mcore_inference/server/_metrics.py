@@ -16,6 +16,8 @@ _COUNTERS = {
     "steps": "Steps of the engine that ended well.",
     "failed_steps": "Steps that raised.",
     "preemptions": "Requests that lost their cache blocks and were computed again.",
+    "drafted_tokens": "Proposed tokens that were verified.",
+    "accepted_tokens": "Proposed tokens that were drawn as well.",
 }
 _GAUGES = {
     "weight_version": "Number of completed weight loads.",

@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Proposals for the next tokens of a request, which the model verifies several at a time."""
+
+from mcore_inference.speculation._ngram import NgramDrafter, NgramSpeculation
+
+__all__ = ["NgramDrafter", "NgramSpeculation"]
