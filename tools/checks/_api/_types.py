@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import griffe
 
+from tools.checks._api._marks import mark_of
 from tools.checks._api._surface import Surface
 
 _WRAPPERS = {"dataclasses.InitVar"} | {
@@ -21,7 +22,7 @@ _ABC = {"Callable", "Iterable", "Iterator", "Sequence", "Mapping", "MutableMappi
 
 
 class Gone(Exception):
-    """A name of the old tree that nothing in the new tree answers to."""
+    """A stable name of the old tree that nothing in the new tree answers to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,13 +81,13 @@ def render(annotation: str | griffe.Expr | None, scope: griffe.Object, home: Sur
         annotation: as griffe holds it.
         scope: object whose annotation it is.
         home: tree it was written in.
-        target: tree it will be checked against; types are named by their public path there.
+        target: tree it will be checked against; types are named by their public path there, and what was experimental and went is anything.
 
     Returns:
         The type; None if there is no annotation or it is no expression.
 
     Raises:
-        Gone: it names a type of the package that the target does not have.
+        Gone: it names a stable type of the package that the target does not have.
     """
     if annotation is None:
         return None
@@ -150,11 +151,15 @@ class _Spelling(ast.NodeTransformer):
         if self.home.is_internal(path):
             if (spelt_out := self._private_alias(path)) is not None:
                 return spelt_out
-            path = self.home.public(path)
+            written, path = path, self.home.public(path)
             if self.target is not self.home:
                 path = self.target.moved.get(path, path)
-            if self.home.is_internal(path) and self.target is not self.home and self.target.lookup(path) is None:
-                raise Gone(path)
+            if self.home.is_internal(path) and self.target is not self.home and path not in self.target.entries:
+                old = self.home.lookup(written)
+                if old is not None and mark_of(old).level != "stable":
+                    path = "typing.Any"  # nobody was promised it
+                elif self.target.lookup(path) is None:
+                    raise Gone(path)
         if "." in path:
             self.paths.add(path)
         return ast.parse(path, mode="eval").body
