@@ -69,8 +69,8 @@ def test_a_stuck_gpu_collective_is_reported() -> None:
         launch(dawdle, 2, device="cuda", guard=guard, beats=True)
 
 
-def test_training_needs_no_library_of_a_server() -> None:
+def test_training_needs_no_library_of_a_server_and_waits_for_no_sharding() -> None:
     check = "import sys\nfor name in ('fastapi', 'starlette', 'uvicorn'): sys.modules[name] = None\n"
-    check += "import mcore_tools.distill, mcore_tools.train"
+    check += "import mcore_tools.distill, mcore_tools.train\nassert 'torch.distributed.fsdp' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

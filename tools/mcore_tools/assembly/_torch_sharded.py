@@ -4,18 +4,20 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from mcore_parallel import Piece, ProcessGroups, named_shards
 from mcore_parallel.comm import all_reduce
 from mcore_parallel.models import GPTModel, TransformerLayer
 from mcore_parallel.optim import StateShard
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
 
 
 class TorchShardedModel(nn.Module):
@@ -30,6 +32,9 @@ class TorchShardedModel(nn.Module):
     """
 
     def __init__(self, model: GPTModel, groups: ProcessGroups) -> None:
+        # Here, since a run that is not sharded so would wait two seconds for it.
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
         super().__init__()
         self.groups = groups
         shards = list(named_shards(model))
@@ -42,12 +47,12 @@ class TorchShardedModel(nn.Module):
         policy = MixedPrecisionPolicy(reduce_dtype=total, cast_forward_inputs=False)
         for unit in [*(layer for layer in model.modules() if isinstance(layer, TransformerLayer)), model]:
             fully_shard(unit, mesh=mesh, mp_policy=policy)
-            cast(FSDPModule, unit).set_gradient_divide_factor(1.0)
+            cast("FSDPModule", unit).set_gradient_divide_factor(1.0)
             # Backends but NCCL know no sum with a factor, not even with the factor 1.
-            cast(FSDPModule, unit).set_force_sum_reduction_for_comms(True)
+            cast("FSDPModule", unit).set_force_sum_reduction_for_comms(True)
         # Not a child: its parameters have names already.
         self._whole = (model,)
-        self._parameters_by_name = {name: cast(DTensor, parameter) for name, parameter in model.named_parameters()}
+        self._parameters_by_name = {name: cast("DTensor", parameter) for name, parameter in model.named_parameters()}
         self._gradients = {name: torch.zeros_like(self._local(name), dtype=total) for name in self._specs}
 
     @property
@@ -72,7 +77,7 @@ class TorchShardedModel(nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside only accumulate."""
-        units = cast(FSDPModule, self.module)
+        units = cast("FSDPModule", self.module)
         units.set_requires_gradient_sync(False)
         try:
             yield
@@ -84,7 +89,7 @@ class TorchShardedModel(nn.Module):
         for name, total in self._gradients.items():
             gradient = self._parameters_by_name[name].grad
             if gradient is not None:
-                total.add_(cast(DTensor, gradient).to_local())
+                total.add_(cast("DTensor", gradient).to_local())
             for axis in self._specs[name].partial:
                 group = self.groups.axis("dense", axis)
                 if group.size > 1:
@@ -113,6 +118,8 @@ class TorchShardedModel(nn.Module):
 
     def start_param_sync(self) -> None:
         """The next forward gathers what was updated."""
+        from torch.distributed.fsdp import FSDPModule
+
         for unit in self.module.modules():
             if isinstance(unit, FSDPModule):
                 unit.reshard()
