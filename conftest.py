@@ -4,14 +4,24 @@
 
 import functools
 import os
+import sys
 from collections.abc import Callable
 
 import pytest
 
+from tests.support.file_order import longest_first
 from tests.support.world import run, start_server
 
 # Small matrices are slower on several threads. Before torch is loaded; what a test starts has it too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Without bytecode on the disk each of them compiles torch anew: 10 s of a core instead of 2.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items[:] = longest_first(items)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -33,6 +33,8 @@ CONSTRAINTS = "constraints/dev.txt"
 GPU_EXTRAS = {"modelopt", "te", "wandb"}
 # What follows torch's own release or is bounded by it; the sessions that change torch must not be held by these pins.
 TORCH_FAMILY = ("cuda-", "nvidia-", "setuptools=", "torch=", "triton=")
+# Tests of a file in one process, in the order of conftest.py.
+BY_FILE = ["--dist", "loadfile", "--no-loadscope-reorder"]
 # Settings that would leave a trace of this machine in the constraint file.
 INDEX_SETTINGS = ("UV_FIND_LINKS", "UV_TORCH_BACKEND", "UV_INDEX", "UV_DEFAULT_INDEX", "UV_EXTRA_INDEX_URL")
 
@@ -183,8 +185,8 @@ def _torch_constraints(folder: str, wheel: str, torch: str) -> str:
 
 
 def _pytest(session: nox.Session) -> list[str]:
-    """Pytest's arguments: those of the session; without any, all tests on all cores, those of a file in one process."""
-    return ["-q", *(session.posargs or ["-n", "auto", "--maxprocesses", "8", "--dist", "loadfile"])]
+    """Pytest's arguments: those of the session; without any, all tests on all cores."""
+    return ["-q", *(session.posargs or ["-n", "auto", "--maxprocesses", "8", *BY_FILE])]
 
 
 def _check(session: nox.Session, python: Path, name: str, *arguments: str) -> None:
@@ -353,7 +355,7 @@ def release(session: nox.Session) -> None:
     affected = WHEELS if wheel == APPLICATION else [wheel, *_dependents(wheel)]
     session.run(str(python), "tools/checks/api.py", *(part for name in affected for part in ("--wheel", name)), external=True)
     folder = "tools/tests" if wheel == APPLICATION else f"packages/{wheel}/tests"
-    session.run(str(python), "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", folder, external=True)
+    session.run(str(python), "-m", "pytest", "-q", "-n", "2", *BY_FILE, folder, external=True)
     _check(session, python, "publish", "build", wheel, "--uv", UV, "--out", str(target))
     _check(session, python, "publish", "rehearse", wheel, "--uv", UV)
 
@@ -388,7 +390,7 @@ def tests_wheel(session: nox.Session, wheel: str, python_version: str, torch: st
         place = f"wheel-{wheel}-{python_version}-{torch}"
         python = _environment(session, place, hashlib.sha256(stamp.encode()).hexdigest(), install, python=python_version, stable=False)
     session.run(str(python), "-c", "import sys, torch; print('Python', sys.version.split()[0], 'torch', torch.__version__)", external=True)
-    arguments = session.posargs or ["-n", "2", "--dist", "loadfile"]
+    arguments = session.posargs or ["-n", "2", *BY_FILE]
     session.run(str(python), "-m", "pytest", "-q", *arguments, f"packages/{wheel}/tests", external=True)
 
 

@@ -14,6 +14,7 @@ from mcore_tools.recipes import DataConfig, RunConfig, override, recipe
 from mcore_tools.training import train_rank
 from tests.support.corpora import write_corpus
 
+pytestmark = pytest.mark.journey
 TEXT = "a student hears what its teacher finds likely, and every other word it could have been. "
 
 

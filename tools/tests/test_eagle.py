@@ -18,6 +18,7 @@ from mcore_tools.recipes import DataConfig, override, recipe
 from mcore_tools.training import train_rank
 from tests.support.corpora import write_corpus
 
+pytestmark = pytest.mark.journey
 TEXT = "a draft is short, a target is slow, and what the target would have said the draft has said before. "
 
 

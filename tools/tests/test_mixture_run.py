@@ -33,6 +33,7 @@ def train_small(config: RunConfig) -> float:
     return train_rank(config, "cpu").validation_loss
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 @pytest.mark.parametrize("degrees", [("plan.tp=2", "plan.ep=2"), ("plan.dp=2", "plan.ep=2")], ids=["tp-ep", "dp-ep"])
 def test_the_recipe_learns_on_two_ranks_with_losses_by_name(world: Any, degrees: tuple[str, ...], tmp_path: Path) -> None:

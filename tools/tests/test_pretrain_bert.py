@@ -42,6 +42,7 @@ def losses(config: RunConfig) -> list[float]:
     return [row["loss"] for row in map(json.loads, lines) if "loss" in row]
 
 
+@pytest.mark.journey
 def test_the_loss_falls_and_virtual_stages_give_the_same_curve(corpus: RunConfig, tmp_path: Path) -> None:
     alone = dataclasses.replace(corpus, output=str(tmp_path / "alone"))
     trained = train_rank(alone, "cpu")

@@ -84,6 +84,7 @@ def test_it_answers_over_http(saved_run: tuple[RunConfig, Path]) -> None:
             assert json.load(response)["choices"][0]["text"] == expected(config, 2, "what a")
 
 
+@pytest.mark.journey
 @pytest.mark.timeout(180)
 def test_a_signal_ends_the_command_in_order(saved_run: tuple[RunConfig, Path]) -> None:
     command = [sys.executable, "-m", "mcore_tools.serve", str(saved_run[1]), "--port", "0", "--cache-gb", "0.01"]
@@ -103,6 +104,7 @@ def test_a_signal_ends_the_command_in_order(saved_run: tuple[RunConfig, Path]) -
     assert "request_id=night-shift POST '/v1/completions' 200" in log
 
 
+@pytest.mark.journey
 @pytest.mark.timeout(240)
 def test_engines_of_their_own_processes_answer_while_one_is_killed_and_comes_back(saved_run: tuple[RunConfig, Path]) -> None:
     config, folder = saved_run

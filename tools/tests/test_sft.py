@@ -20,6 +20,7 @@ from mcore_tools.serving import open_engine
 from mcore_tools.training import train_rank
 from tests.support.published import ANSWERS, write_chat, write_published
 
+pytestmark = pytest.mark.journey
 FAST = ("train.seq_len=128", "train.global_batch_size=4", "optimizer.lr=3e-3", "log.tensorboard=false", "log.html=false")
 
 

@@ -17,6 +17,7 @@ from mcore_tools.recipes import read_config
 from tests.support.corpora import write_corpus
 
 
+@pytest.mark.journey
 def test_a_signal_ends_a_run_that_the_next_start_completes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

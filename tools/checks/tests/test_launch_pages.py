@@ -14,6 +14,7 @@ from tools.checks._tree import ROOT
 EXAMPLES = ROOT / "docs" / "launch" / "examples"
 
 
+@pytest.mark.journey
 def test_check_world_exchanges_over_every_group(tmp_path):
     # An empty rendezvous port lets torchrun choose a free one.
     command = [
