@@ -228,7 +228,7 @@ def _readers(kind, folder):
     if kind in FILES:
         path, place = folder / "bomb", open_folder(folder)
         yield lambda: read_torch(path)
-        yield lambda: import_torch(path, folder / "imported")
+        yield lambda: import_torch(path, folder / f"imported-{time.monotonic_ns()}")
         yield lambda: DistcpFile(StoredFile(place, "bomb")).slot(f"0:{path.stat().st_size}")
     else:
         yield lambda: read_manifest(folder)
@@ -252,9 +252,14 @@ def test_small_files_are_read_or_refused_at_once(kind, tmp_path):
         else:
             kind(rng, folder)
         for reader in _readers(kind, folder):
+            size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
             seconds, num_bytes, refused = attempt(reader)
-            num_bytes -= sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+            if seconds >= MAX_S or num_bytes - size >= MAX_BYTES:
+                # A bomb goes off every time; a busy machine or a late collection of garbage does not.
+                again_seconds, again_bytes, _ = attempt(reader)
+                seconds, num_bytes = min(seconds, again_seconds), min(num_bytes, again_bytes)
+            num_bytes -= size
             worst = max(worst[0], seconds), max(worst[1], num_bytes)
             refusals += refused
-            assert seconds < MAX_S and num_bytes < MAX_BYTES, (kind.__name__, number)
+            assert seconds < MAX_S and num_bytes < MAX_BYTES, (kind.__name__, number, seconds, num_bytes)
     assert refusals > 0, f"no file of this kind was refused; the worst took {worst}"

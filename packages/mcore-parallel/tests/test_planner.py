@@ -222,7 +222,8 @@ def plan(*words: str) -> int:
 def test_the_command_prints_a_table_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan("--model", "llama3-8b", "num_layers=16", "--top", "3") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("4.5 B parameters; 16 GPUs") and len(lines) == 5 and lines[1].split()[:2] == ["tp", "pp"]
+    assert lines[0].startswith("4.5 B parameters; 16 GPUs") and len(lines) == 6 and lines[1].split()[:2] == ["tp", "pp"]
+    assert "--set train.seq_len=4096" in lines[5]
     assert plan("--model", "mixtral-8x7b", "--json", "--fix", "ep=8") == 0
     report = json.loads(capsys.readouterr().out)
     assert report["gpus"] == 16 and {layout["ep"] for layout in report["layouts"]} == {8}

@@ -74,9 +74,7 @@ def layer_bytes(s: RankSizes, recompute: RecomputeConfig | None, *, fusion: bool
     # A part that runs again reads its norm first; one that does not, when the gradients of its projections are due.
     at_once = brought if "mlp" in parts else 0
     moments = list(_feed_forward_moments(s, fusion, again=again_mlp + at_once, inner=brought - at_once)) if mlp else []
-    # Routers widen their input and nothing else of a mixture keeps it, unless it runs again.
-    ffn_out = 0 if s.rows and not s.F and s.e < WIDE and "mlp" not in parts else out
-    gone = norm + ffn_out + kept_mlp if mlp else 0
+    gone = norm + out + kept_mlp if mlp else 0
     at_once = brought if "attention" in parts else 0
     if symbol in s.mixers:
         # Backward the gradients of all it kept are there at once, at most; no part of its own runs again.
@@ -84,7 +82,7 @@ def layer_bytes(s: RankSizes, recompute: RecomputeConfig | None, *, fusion: bool
         attention = s.mixers[symbol]
     elif mixer:
         moments += _attention_moments(s, fusion, gone=gone, again=again_attention + at_once, inner=brought - at_once)
-    saved = (norm + out + attention if mixer else 0) + (norm + ffn_out + kept_mlp if mlp else 0)
+    saved = (norm + out + attention if mixer else 0) + (norm + out + kept_mlp if mlp else 0)
     return LayerBytes(kept=saved, moments=tuple(moments))
 
 
@@ -102,14 +100,15 @@ def _feed_forward_moments(s: RankSizes, fusion: bool, *, again: int, inner: int)
         up = again + inner + residual + whole + e * s.T * s.D + 2 * e * s.T * s.F + up_weight - s.gated
         moments.append(Moment("feed-forward up", up))
     if s.rows:
-        # Autograd gets the gradient of all experts of a weight as one tensor.
-        weight = e * s.local_experts * s.expert_F * s.D
-        picks = e * s.picks * s.D
-        returned = 2 * picks + e * s.rows * s.D
-        moments.append(Moment("experts combine", again + residual + 3 * picks))
-        through = e * s.rows * s.expert_F
-        moments.append(Moment("experts down", again + residual + e * s.rows * s.D + s.gates * through + weight - returned))
-        moments.append(Moment("experts up", again + inner + residual + picks + s.gates * weight - through - returned))
+        # Without fusion autograd gets the gradient of all experts of a weight as one tensor.
+        weight = 0 if fusion else e * s.local_experts * s.expert_F * s.D
+        picks, rows, through = e * s.picks * s.D, e * s.rows * s.D, e * s.rows * s.expert_F
+        returned = picks if s.exchanges_rows else 0
+        moments.append(Moment("experts combine", again + residual + rows + 2 * returned))
+        moments.append(Moment("experts down", again + residual + rows + through + weight - returned))
+        # The activation's backward lets go of its result.
+        up = again + inner + residual + s.gates * (through + weight) + rows - through - returned
+        moments.append(Moment("experts up", up))
     # The norm's backward comes when the feed-forward has let go of what it kept, and of its own input.
     moments.append(Moment("norm", again + inner + residual + s.norm_work - feed_forward - s.hidden))
     return moments

@@ -78,4 +78,5 @@ class ModelSizes:
         width = routed * experts.ffn_hidden_size + experts.shared_ffn_hidden_size
         blocks = routed + bool(experts.shared_ffn_hidden_size)
         added = (gates * width + blocks * config.hidden_size) * (biases and config.add_bias_linear)
-        return (gates + 1) * config.hidden_size * width + added + experts.num_experts * config.hidden_size
+        gate = experts.num_experts * (config.hidden_size + (biases and config.add_bias_linear))
+        return (gates + 1) * config.hidden_size * width + added + gate

@@ -92,7 +92,8 @@ def layer_shapes(model: ModelSizes, symbol: str, tp: int, ep: int, etp: int) -> 
         dense += _feed_forward(model.config, experts.shared_ffn_hidden_size // tp)
     local, width = experts.num_experts // ep, experts.ffn_hidden_size // etp
     stacked = tuple((local, *shape) for shape in _feed_forward(model.config, width))
-    return {"dense": dense, "partial": (*partial, (experts.num_experts, D)), "expert": stacked}
+    gate = ((experts.num_experts, D), *([(experts.num_experts,)] if model.config.add_bias_linear else []))
+    return {"dense": dense, "partial": (*partial, *gate), "expert": stacked}
 
 
 @functools.lru_cache(maxsize=512)

@@ -45,6 +45,9 @@ class RankSizes:
     expert_F: int = 0
     local_experts: int = 0
     num_experts: int = 0
+    expert_biases: bool = False
+    exchanges_rows: bool = False
+    """Rows travel to the ranks of their experts and back."""
     grouped_queries: bool = False
     more_attention: int = 0
     """Bytes that attention keeps beside its heads: latents, the norms of heads, the gate."""
@@ -98,12 +101,15 @@ class RankSizes:
 
     @property
     def routed(self) -> int:
-        """Of a mixture: the wide input and weight of the router, its scores, what goes into the experts, through them and out of them,
-        and what comes back, as it comes and in the order of the picks."""
-        wide = self.t * self.D if self.e < WIDE else 0
-        router = WIDE * (wide + self.num_experts * self.D + 2 * self.t * self.num_experts)
-        rows = self.rows * (self.e * (2 * self.D + (self.gates + 1) * self.expert_F) + 2 * 8) + self.picks * (self.e * 2 * self.D + 3 * 8)
-        return router + rows if self.num_experts else 0
+        """Of a mixture: the picks, their weights and the scores of all experts, what goes into the experts and through them, and the order
+        of the rows; what comes back from other ranks, in the order of the picks."""
+        router = self.picks * (8 + WIDE) + WIDE * self.t * self.num_experts
+        rows = self.rows * (self.e * (self.D + (self.gates + 1) * self.expert_F) + 8)
+        if self.expert_biases:
+            rows += self.rows * self.e * (self.D + (self.e < WIDE))
+        if self.exchanges_rows:
+            return router + rows + self.picks * (self.e * self.D + 2 * 8)
+        return router + rows + WIDE * (self.picks + self.rows)
 
 
 def sizes(workload: Workload, layout: Layout, *, kernels: bool = True) -> RankSizes:
@@ -113,6 +119,9 @@ def sizes(workload: Workload, layout: Layout, *, kernels: bool = True) -> RankSi
     T = workload.micro_batch * workload.sequence // plan.cp
     t = T // tp if layout.sequence_parallel else T
     width = config.ffn_size if experts is None else experts.shared_ffn_hidden_size
+    # Ranks that hold the same tokens have a row for every pick, of which those for experts of others are not computed.
+    replicated = tp > 1 and not layout.sequence_parallel
+    picks = t * experts.topk if experts else 0
     e = workload.dtype.itemsize
     rank_sizes = RankSizes(
         T=T, t=t, D=config.hidden_size, e=e, sequence_parallel=layout.sequence_parallel,
@@ -121,10 +130,12 @@ def sizes(workload: Workload, layout: Layout, *, kernels: bool = True) -> RankSi
         a=config.num_attention_heads * config.head_dim // tp, k=config.kv_heads * config.head_dim // tp,
         heads=config.num_attention_heads // tp, F=width // tp, V=padded_vocab(model, tp) // tp,
         grouped_queries=config.num_attention_heads != config.kv_heads,
-        picks=t * experts.topk if experts else 0,
-        rows=T // tp * experts.topk * plan.expert_tp if experts else 0,
+        picks=picks,
+        rows=picks if replicated else picks * plan.expert_tp,
         expert_F=experts.ffn_hidden_size // plan.expert_tp if experts else 0,
         local_experts=experts.num_experts // plan.ep if experts else 0, num_experts=experts.num_experts if experts else 0,
+        expert_biases=experts is not None and config.add_bias_linear,
+        exchanges_rows=experts is not None and not replicated and plan.ep * plan.expert_tp > 1,
         mixers=_linear_mixers(config, e * T // tp),
         gates=2 if Activation(name=config.activation).gated else 1,
     )  # fmt: skip
