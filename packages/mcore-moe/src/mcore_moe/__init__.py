@@ -9,6 +9,7 @@ from mcore_moe._balance import (
     switch_load_balancing_loss_func,
     z_loss_func,
 )
+from mcore_moe._capacity import apply_router_token_dropping, get_capacity
 from mcore_moe._config import MoEConfig
 from mcore_moe._experts import GroupedMLP, SequentialMLP
 from mcore_moe._gating import RandomSTE, apply_random_logits
@@ -28,10 +29,12 @@ __all__ = [
     "SequentialMLP",
     "TopKRouter",
     "apply_random_logits",
+    "apply_router_token_dropping",
     "choose_experts",
     "compute_routing_scores_for_aux_loss",
     "deprecated",
     "experimental_api",
+    "get_capacity",
     "get_updated_expert_bias",
     "internal_api",
     "moe_feed_forward",

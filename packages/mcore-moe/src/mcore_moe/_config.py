@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Sizes and choices of a mixture-of-experts layer."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -79,6 +80,13 @@ class MoEConfig:
     """In training, multiply the router's input by uniform noise in 1 - eps..1 + eps."""
     moe_router_force_load_balancing: bool = False
     """Route at random, for benchmarks only."""
+    moe_expert_capacity_factor: float | None = None
+    """Most picks of a rank's tokens that an expert keeps, in even shares; the others add nothing. None, or a negative number, for no
+    bound."""
+    moe_token_drop_policy: str = "probs"
+    """Which picks an expert keeps: probs, the greatest weights; position, the first tokens."""
+    moe_pad_expert_input_to_capacity: bool = False
+    """Give every expert as many rows as its capacity, the missing ones zeros, so that no shape depends on the routing."""
 
     def __new__(cls, **values: Any) -> "MoEConfig":
         if reserved := sorted(RESERVED & set(values)):
@@ -90,6 +98,7 @@ class MoEConfig:
         self._check_sizes()
         self._check_choices()
         self._check_losses()
+        self._check_capacity()
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "MoEConfig":
@@ -210,6 +219,23 @@ class MoEConfig:
             )
         if self.moe_z_loss_coeff is not None and self.moe_z_loss_coeff < 0:
             raise ValueError(f"moe_z_loss_coeff={self.moe_z_loss_coeff} must not be negative")
+
+    def _check_capacity(self) -> None:
+        factor, pad = self.moe_expert_capacity_factor, self.moe_pad_expert_input_to_capacity
+        if self.moe_token_drop_policy not in ("probs", "position"):
+            raise ValueError(f"moe_token_drop_policy={self.moe_token_drop_policy!r} must be probs or position")
+        if factor is not None and factor < 0:
+            object.__setattr__(self, "moe_expert_capacity_factor", None)
+            factor = None
+        if factor is not None and not 0 < factor < math.inf:
+            raise ValueError(f"moe_expert_capacity_factor={factor} must be above 0 and finite; leave it out for no bound")
+        if pad and factor is None:
+            raise ValueError("moe_pad_expert_input_to_capacity=True needs moe_expert_capacity_factor, which says how many rows that are")
+        if factor is not None and "sinkhorn" in _tuple(self.moe_router_load_balancing_type):
+            raise ValueError(
+                f"moe_expert_capacity_factor={factor} does not go with moe_router_load_balancing_type='sinkhorn', which balances the "
+                "selection itself; name a loss or none, or leave the factor out"
+            )
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:

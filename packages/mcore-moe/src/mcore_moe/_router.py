@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_moe._balance import balance_scores, get_updated_expert_bias, sinkhorn_routing, switch_load_balancing_loss_func
+from mcore_moe._capacity import expert_capacity, limit_to_capacity
 from mcore_moe._config import LOSS_NAMES, MoEConfig
 from mcore_moe._gating import apply_random_logits, gate, jittered
 from mcore_moe._routing import Routing, choose_experts, count_experts, top
@@ -70,7 +71,10 @@ class TopKRouter(nn.Module):
         return specs if self.bias is None else {**specs, "bias": ShardSpec(shape=tuple(self.bias.shape), partial=partial)}
 
     def forward(self, x_TD: Tensor, step: Step) -> tuple[Routing, dict[str, AuxLoss]]:
-        """The routing of [T, D] tokens, and this rank's part of the auxiliary losses by name; none outside training."""
+        """The routing of [T, D] tokens, and this rank's part of the auxiliary losses by name; none outside training.
+
+        Losses, counts and recorded routing are those before the drop.
+        """
         config = self.config
         learns = self.training and torch.is_grad_enabled()
         tokens = LocalTokens.of(step, self.groups, len(x_TD))
@@ -82,7 +86,8 @@ class TopKRouter(nn.Module):
         routing = self._routing(chosen_TE, step, tokens)
         if step.routing_recorder is not None:
             step.routing_recorder(self.layer, routing.experts_TK, routing.probs_TK.detach())
-        return routing, self._losses(logits_TE, routing, step, tokens) if learns and config.loss_names else {}
+        losses = self._losses(logits_TE, routing, step, tokens) if learns and config.loss_names else {}
+        return self._limited(routing), losses
 
     @torch.no_grad()
     def update_expert_bias(self, counts_E: Tensor, skipped: Tensor) -> None:
@@ -132,6 +137,16 @@ class TopKRouter(nn.Module):
         if tokens.valid_T is not None:
             probs_TK = probs_TK.masked_fill(~tokens.valid_T.unsqueeze(-1), 0.0)
         return Routing(routing.experts_TK, probs_TK, tokens.valid_T)
+
+    def _limited(self, routing: Routing) -> Routing:
+        """What the experts have room for. The bound is one of this rank's tokens, so no rank asks another."""
+        config, num_tokens = self.config, len(routing.experts_TK)
+        if config.moe_expert_capacity_factor is None:
+            return routing
+        E, K = config.num_moe_experts, config.moe_router_topk
+        capacity = expert_capacity(num_tokens, K, E, config.moe_expert_capacity_factor)
+        pad = config.moe_pad_expert_input_to_capacity
+        return limit_to_capacity(routing, E, capacity, config.moe_token_drop_policy, pad=pad)
 
     def _losses(self, logits_TE: Tensor, routing: Routing, step: Step, tokens: LocalTokens) -> dict[str, AuxLoss]:
         config, group = self.config, self.groups.tp_cp

@@ -21,10 +21,21 @@ class Routing:
     """Weight of each chosen expert, differentiable, float32 or wider; 0 where a token is not valid."""
     valid_T: Tensor | None = None
     """bool, False where a token goes to no expert, whatever its row says; None where every token counts."""
+    kept_TK: Tensor | None = None
+    """bool, False where the expert's capacity drops the pick; None where every pick is kept."""
+    capacity: int | None = None
+    """Rows each expert gets of these tokens, filled up with zeros; None for as many as it keeps."""
 
     def counts(self, num_experts: int) -> Tensor:
-        """[E] int64, tokens each expert receives."""
+        """[E] int64, tokens that chose each expert, whether it keeps them or not."""
         return count_experts(self.experts_TK, num_experts, self.valid_T)
+
+    def destinations(self, num_experts: int) -> Tensor:
+        """[T, K] int64, the expert each pick goes to; ``num_experts`` where it goes to none."""
+        experts_TK = self.experts_TK
+        if self.valid_T is not None:
+            experts_TK = experts_TK.masked_fill(~self.valid_T.unsqueeze(-1), num_experts)
+        return experts_TK if self.kept_TK is None else experts_TK.masked_fill(~self.kept_TK, num_experts)
 
 
 def count_experts(experts_TK: Tensor, num_experts: int, valid_T: Tensor | None = None) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mcore_moe._routing import Routing
+from mcore_moe.dispatch._local import LocalPicks, sort_picks, sum_rows
 from mcore_parallel import Group
 from mcore_parallel.backends import ends_of
 from mcore_parallel.comm import all_gather, all_to_all, all_to_all_autograd
@@ -25,7 +26,7 @@ class Dispatched:
     ends_N: Tensor
     """int32, rows of each of the N experts held here and of all before it."""
     order_P: Tensor
-    """Picks in the order in which they were sent; those of padding are left out."""
+    """Picks in the order in which they were sent; those that go to no expert are left out."""
     arrival_R: Tensor
     """Rows in expert order -> position of arrival."""
     sent: list[int]
@@ -36,6 +37,8 @@ class Dispatched:
     """Rows that each of the H ranks received; all of them compute all of these."""
     weights_R: Tensor | None = None
     """Of the rows' results; None where ``combine`` weighs them."""
+    filled: LocalPicks | None = None
+    """This rank's rows in the order in which they were sent, when every expert gets as many as its capacity."""
 
 
 class MoEAlltoAllTokenDispatcher:
@@ -65,11 +68,15 @@ class MoEAlltoAllTokenDispatcher:
         self.pause = pause
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> Dispatched:
-        """Deliver every pick; differentiable in ``x_TD``."""
-        picks_P = routing.experts_TK.flatten()
-        if routing.valid_T is not None:
-            # Picks of padding come last and stay here.
-            picks_P = picks_P.masked_fill(~routing.valid_T.repeat_interleave(routing.experts_TK.shape[1]), self.num_experts)
+        """Deliver every pick; differentiable in ``x_TD``.
+
+        With padding to capacity all sizes are known: no counts are exchanged, nothing waits for the device, and every rank must hold the
+        same number of tokens.
+        """
+        if routing.capacity is not None:
+            return self._dispatch_filled(x_TD, routing, routing.capacity)
+        # Picks of padding, and those that an expert has no room for, come last and stay here.
+        picks_P = routing.destinations(self.num_experts).flatten()
         order_P = picks_P.argsort(stable=True)
         counts_E = torch.bincount(picks_P, minlength=self.num_experts)[: self.num_experts]
         send_GN = counts_E.view(self.group.size, self.num_local_experts)
@@ -99,10 +106,24 @@ class MoEAlltoAllTokenDispatcher:
         arrived_RD = torch.empty_like(rows_RD).index_copy(0, dispatched.arrival_R, rows_RD)
         arrived_QD = _reduce_scatter_rows(arrived_RD, dispatched.shared, self.expert_tp)
         back_PD = all_to_all_autograd(arrived_QD, dispatched.sent, dispatched.received, self.group, self.pause)
+        if dispatched.filled is not None:
+            return sum_rows(back_PD * dispatched.filled.weights_R.to(back_PD.dtype).unsqueeze(-1), dispatched.filled)
         num_picks = routing.experts_TK.numel()
         picks_PD = back_PD.new_zeros(num_picks, back_PD.shape[1]).index_copy(0, dispatched.order_P, back_PD)
         picks_TKD = picks_PD.unflatten(0, routing.experts_TK.shape)
         return (picks_TKD * routing.probs_TK.to(picks_TKD.dtype).unsqueeze(-1)).sum(1)
+
+    def _dispatch_filled(self, x_TD: Tensor, routing: Routing, capacity: int) -> Dispatched:
+        """``capacity`` rows from this rank to every expert."""
+        picks = sort_picks(x_TD, routing, routing.destinations(self.num_experts), self.num_experts)
+        sizes = [self.num_local_experts * capacity] * self.group.size
+        rows_QD = all_to_all_autograd(picks.rows_RD, sizes, sizes, self.group, self.pause)
+        shared = [len(rows_QD)] * self.expert_tp.size
+        rows_RD = _gather_rows(rows_QD, shared, self.expert_tp)
+        N, sources = self.num_local_experts, self.expert_tp.size * self.group.size
+        arrival_R = torch.arange(len(rows_RD), device=x_TD.device).view(sources, N, capacity).transpose(0, 1).flatten()
+        ends_N = torch.arange(1, N + 1, dtype=torch.int32, device=x_TD.device) * (sources * capacity)
+        return Dispatched(rows_RD[arrival_R], ends_N, picks.order_R, arrival_R, sizes, sizes, shared, filled=picks)
 
 
 def _gather_rows(rows_QD: Tensor, sizes: list[int], group: Group) -> Tensor:

@@ -33,6 +33,7 @@ class ReplicatedTokenDispatcher:
                 f"ep={groups.ep.size} and etp={groups.expt_tp.size} spread the experts beyond the tp={groups.tp.size} ranks that hold the "
                 "same tokens; set sequence_parallel=True, or lower ep or etp"
             )
+        self.num_experts = num_experts
         self.num_local_experts = num_experts // groups.ep.size
         self.first_expert = groups.ep.rank * self.num_local_experts
         copies = [rank for rank in groups.expt_dp.ranks if rank in groups.tp.ranks]
@@ -41,10 +42,8 @@ class ReplicatedTokenDispatcher:
     def dispatch(self, x_TD: Tensor, routing: Routing) -> LocalPicks:
         """This rank's rows; differentiable in ``x_TD``."""
         topk, N = routing.experts_TK.shape[1], self.num_local_experts
-        local_P = routing.experts_TK.flatten() - self.first_expert
+        local_P = routing.destinations(self.num_experts).flatten() - self.first_expert
         mine_P = (local_P >= 0) & (local_P < N)
-        if routing.valid_T is not None:
-            mine_P &= routing.valid_T.repeat_interleave(topk)
         if self.num_copies > 1:
             mine_P &= torch.arange(len(local_P), device=x_TD.device) // topk % self.num_copies == self.copy
         return sort_picks(x_TD, routing, torch.where(mine_P, local_P, N).view_as(routing.experts_TK), N)
