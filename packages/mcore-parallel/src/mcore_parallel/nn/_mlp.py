@@ -63,5 +63,5 @@ class MLP(nn.Module):
 
     def _recomputes(self, x: Tensor) -> bool:
         """Whether the activation's result is recomputed in the backward: where one kernel does that beside the gradient."""
-        plain = isinstance(self.down, RowParallelLinear) and self.down.products is None
+        plain = isinstance(self.down, RowParallelLinear) and self.down.products is None and self.down.lora is None
         return plain and torch.is_grad_enabled() and not self.activation.fp8_input_store and x.dim() == 2 and has_kernel(x)

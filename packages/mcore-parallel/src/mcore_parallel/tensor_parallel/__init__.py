@@ -8,6 +8,8 @@ from mcore_parallel.tensor_parallel._fused_linear import Labels, early_chunk, fu
 from mcore_parallel.tensor_parallel._init import normal_shard_
 from mcore_parallel.tensor_parallel._invariant import InvariantProducts, make_tp_invariant
 from mcore_parallel.tensor_parallel._linear import ColumnParallelLinear, RowParallelLinear
+from mcore_parallel.tensor_parallel._lora import adapted_layers, add_lora, is_adapter, merge_lora
+from mcore_parallel.tensor_parallel._lora_adapter import LoraAdapter, LoraConfig
 from mcore_parallel.tensor_parallel._product import LinearProducts, LossProducts, ProductLayer, Route, column_product, row_product
 from mcore_parallel.tensor_parallel._replicated import ReplicatedLinear
 from mcore_parallel.tensor_parallel._row_maths import RowMaths
@@ -29,6 +31,8 @@ __all__ = [
     "InvariantProducts",
     "Labels",
     "LinearProducts",
+    "LoraAdapter",
+    "LoraConfig",
     "LossProducts",
     "MainGradient",
     "ProductLayer",
@@ -40,12 +44,16 @@ __all__ = [
     "WeightCopyHolder",
     "WeightGradientQueue",
     "WeightGradientSink",
+    "adapted_layers",
+    "add_lora",
     "column_product",
     "combine",
     "early_chunk",
     "fused_linear_cross_entropy",
+    "is_adapter",
     "join_rows",
     "make_tp_invariant",
+    "merge_lora",
     "normal_shard_",
     "pad_vocab_size",
     "row_product",

@@ -55,6 +55,8 @@ def make_tp_invariant(model: nn.Module, blocks: int) -> None:
             raise ValueError("sequence_parallel=True sums over the tokens of each tp rank; compare with sequence_parallel=False")
         if layer.products is not None:
             raise ValueError(f"{name}: {type(layer.products).__name__} computes its products; build the model with the plain backend")
+        if isinstance(getattr(layer, "lora", None), nn.Module):
+            raise ValueError(f"{name} has an adapter, whose sums follow tp; compare after merge_lora")
         local_blocks(blocks, groups.tp)
         if shape[dim] % blocks:
             raise ValueError(f"blocks={blocks} must divide dim {dim} of {name}.weight {shape}; choose fewer")

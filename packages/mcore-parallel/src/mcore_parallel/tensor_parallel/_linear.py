@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mcore_parallel.comm import gather
+from mcore_parallel.comm import gather, reduce_from_tensor_model_parallel_region, reduce_scatter_to_sequence_parallel_region
 from mcore_parallel.groups import ProcessGroups, ShardSpec
 from mcore_parallel.tensor_parallel._init import normal_shard_
+from mcore_parallel.tensor_parallel._lora_adapter import LoraAdapter
 from mcore_parallel.tensor_parallel._product import LinearProducts, ProductLayer, RecomputedInput, column_product, num_pieces, row_product
 
 # T tokens, I input features of this rank, O output features of this rank
@@ -67,6 +68,8 @@ class ColumnParallelLinear(ProductLayer):
             raise ValueError(f"shard_dim={shard_dim} must index out_features={self.out_features}")
         self.groups, self.shard_dim, self.gather_output, self.overlap = groups, shard_dim, gather_output, overlap
         self.products = products
+        self.lora: LoraAdapter | None = None
+        """Of ``add_lora``."""
         specs = self._specs(bias)
         self.weight_spec = specs["weight"]
         self.weight = nn.Parameter(torch.empty(specs["weight"].local_shape(groups), dtype=dtype, device=device))
@@ -92,11 +95,14 @@ class ColumnParallelLinear(ProductLayer):
         if self.products is not None:
             y_TO = self.products.column(x, weight_OI, route)
         elif self.groups.tp.size == 1 and route.main_grad is None:
-            return F.linear(x, weight_OI, bias_O)
+            y_TO = F.linear(x, weight_OI, bias_O)
+            return y_TO if self.lora is None else y_TO + self.lora(x)
         else:
             y_TO = column_product(x, weight_OI, route)
         if bias_O is not None:
             y_TO = y_TO + bias_O
+        if self.lora is not None:
+            y_TO = y_TO + self.lora(x)
         if not self.gather_output:
             return y_TO
         y = y_TO.unflatten(-1, self.weight.shape[:-1])
@@ -152,6 +158,8 @@ class RowParallelLinear(ProductLayer):
         super().__init__()
         self.in_features, self.out_features, self.groups, self.overlap = in_features, out_features, groups, overlap
         self.products = products
+        self.lora: LoraAdapter | None = None
+        """Of ``add_lora``."""
         specs = self._specs(bias)
         self.weight_spec = specs["weight"]
         self.weight = nn.Parameter(torch.empty(specs["weight"].local_shape(groups), dtype=dtype, device=device))
@@ -173,20 +181,28 @@ class RowParallelLinear(ProductLayer):
 
         Args:
             x_TI: the input.
-            recomputed: computes the input from ``x_TI``, which is saved in its place; not with ``products``.
+            recomputed: computes the input from ``x_TI``, which is saved in its place; not with ``products`` or an adapter.
         """
         tp = self.groups.tp
         # What does not divide is not cut, and named by the collective.
         rank_tokens = x_TI.shape[0] if not self.groups.sequence_parallel else 0 if x_TI.shape[0] % tp.size else x_TI.shape[0] // tp.size
         route = self.route(self.groups, num_pieces(x_TI, rank_tokens, self.groups, self.overlap) if tp.size > 1 else 1)
+        assert recomputed is None or (self.products is None and self.lora is None)
+        addend_TO = None if self.lora is None else self.lora(x_TI)
         if self.products is not None:
-            assert recomputed is None
             y = self.products.row(x_TI, self.weight, route)
+            y = y if addend_TO is None else y + self._summed(addend_TO)
         elif tp.size == 1 and route.main_grad is None and recomputed is None:
-            return F.linear(x_TI, self.weight, self.bias)
+            y = F.linear(x_TI, self.weight, self.bias)
+            return y if addend_TO is None else y + addend_TO
         else:
-            y = row_product(x_TI, self.weight, route, recomputed)
+            y = row_product(x_TI, self.weight, route, recomputed, addend_TO)
         return y if self.bias is None else y + self.bias
+
+    def _summed(self, partial_TO: Tensor) -> Tensor:
+        if self.groups.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(partial_TO, self.groups.tp)
+        return reduce_from_tensor_model_parallel_region(partial_TO, self.groups.tp)
 
     def extra_repr(self) -> str:
         return f"in={self.in_features} over tp={self.groups.tp.size}, out={self.out_features}"

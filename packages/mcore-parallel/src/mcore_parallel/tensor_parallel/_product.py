@@ -4,7 +4,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -146,12 +146,15 @@ def column_product(x: Tensor, weight_OI: Tensor, route: Route) -> Tensor:
 
 
 @internal_api
-def row_product(x: Tensor, weight_OI: Tensor, route: Route, recomputed: RecomputedInput | None = None) -> Tensor:
+def row_product(
+    x: Tensor, weight_OI: Tensor, route: Route, recomputed: RecomputedInput | None = None, addend_TO: Tensor | None = None
+) -> Tensor:
     """Sum over the group of x W^T, scattered to this rank's tokens under sequence parallelism.
 
-    With ``recomputed``, ``x`` is the source of the matmul's input, and what is saved for the backward.
+    With ``recomputed``, ``x`` is the source of the matmul's input, and what is saved for the backward. ``addend_TO`` is added to this
+    rank's product before the sum.
     """
-    return _RowProduct.apply(x, weight_OI, route, recomputed)
+    return _RowProduct.apply(x, weight_OI, route, recomputed, addend_TO)
 
 
 class _ColumnProduct(torch.autograd.Function):
@@ -191,21 +194,29 @@ class _ColumnProduct(torch.autograd.Function):
 
 class _RowProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_OI: Tensor, route: Route, recomputed: RecomputedInput | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight_OI: Tensor, route: Route, recomputed: RecomputedInput | None, addend_TO: Tensor | None
+    ) -> Tensor:
         _save(ctx, x, weight_OI, route, source=recomputed is not None)
         ctx.recomputed = recomputed
         x = x if recomputed is None else recomputed.forward(x)
         if route.pieces == 1:
             reduce: Callable[[Tensor, Group], Tensor] = reduce_scatter if route.sequence_parallel else all_reduce
-            return reduce(F.linear(x, weight_OI), route.group)
+            return reduce(_plus(F.linear(x, weight_OI), addend_TO), route.group)
+        addends: Sequence[Tensor | None] = [None] * route.pieces
         if route.sequence_parallel:
             x_RPCI = x.reshape(route.group.size, route.pieces, -1, x.shape[-1])
             weight_RIO = weight_OI.T.expand(route.group.size, -1, -1)
+            if addend_TO is not None:
+                addends = addend_TO.reshape(route.group.size, route.pieces, -1, addend_TO.shape[-1]).unbind(1)
             pending = [
-                start_reduce_scatter(torch.bmm(x_RPCI[:, piece], weight_RIO).flatten(0, 1), route.group) for piece in range(route.pieces)
+                start_reduce_scatter(_plus(torch.bmm(x_RPCI[:, piece], weight_RIO), addend).flatten(0, 1), route.group)
+                for piece, addend in enumerate(addends)
             ]
         else:
-            pending = [start_all_reduce(F.linear(part, weight_OI), route.group) for part in x.chunk(route.pieces)]
+            addends = addends if addend_TO is None else addend_TO.chunk(route.pieces)
+            parts = zip(x.chunk(route.pieces), addends, strict=True)
+            pending = [start_all_reduce(_plus(F.linear(part, weight_OI), addend), route.group) for part, addend in parts]
         return torch.cat([wait(part, route.group) for part in pending])
 
     @staticmethod
@@ -213,12 +224,12 @@ class _RowProduct(torch.autograd.Function):
         (grad,) = grads
         x, weight_OI = ctx.saved_tensors
         route: Route = ctx.route
-        wants_weight = ctx.needs_input_grad[1]
+        wants_weight, wants_addend = ctx.needs_input_grad[1], ctx.needs_input_grad[4]
         grad_x = grad_weight = None
         whole_grad: Tensor | None = grad
         if route.sequence_parallel:
             if ctx.needs_input_grad[0] and route.pieces > 1:
-                grad_x, whole_grad = _gathered_product(grad, weight_OI, route, keep=wants_weight)
+                grad_x, whole_grad = _gathered_product(grad, weight_OI, route, keep=wants_weight or wants_addend)
             else:
                 whole_grad = all_gather(grad, route.group)
         if ctx.needs_input_grad[0] and grad_x is None:
@@ -236,7 +247,11 @@ class _RowProduct(torch.autograd.Function):
                 route.queue.put(functools.partial(_weight_product, route, whole_grad, x))
             else:
                 grad_weight = _weight_product(route, whole_grad, x)
-        return grad_x, grad_weight, None, None
+        return grad_x, grad_weight, None, None, whole_grad if wants_addend else None
+
+
+def _plus(product: Tensor, addend: Tensor | None) -> Tensor:
+    return product if addend is None else product.add_(addend)
 
 
 def _save(ctx: Any, x: Tensor, weight_OI: Tensor, route: Route, *, source: bool = False) -> None:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from mcore_parallel.groups import Group, ProcessGroups, ShardSpec
 from mcore_parallel.tensor_parallel._init import normal_shard_
+from mcore_parallel.tensor_parallel._lora_adapter import LoraAdapter
 from mcore_parallel.tensor_parallel._product import ProductLayer, column_product
 
 
@@ -47,6 +48,8 @@ class ReplicatedLinear(ProductLayer):
     ) -> None:
         super().__init__()
         self.groups = groups
+        self.lora: LoraAdapter | None = None
+        """Of ``add_lora``."""
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device))
         self.weight_spec = self.shard_specs()["weight"]
         if init:
@@ -59,5 +62,7 @@ class ReplicatedLinear(ProductLayer):
         """x [..., in] -> [..., out]."""
         route = self.route(self.groups)
         if route.main_grad is None:
-            return F.linear(x, self.weight)
-        return column_product(x, self.weight, dataclasses.replace(route, group=Group.single(), sequence_parallel=False))
+            y = F.linear(x, self.weight)
+        else:
+            y = column_product(x, self.weight, dataclasses.replace(route, group=Group.single(), sequence_parallel=False))
+        return y if self.lora is None else y + self.lora(x)

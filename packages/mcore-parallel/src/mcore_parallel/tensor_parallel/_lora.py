@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Adapters for the linear layers of a whole model."""
+
+import fnmatch
+import hashlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from mcore_parallel.comm import all_reduce
+from mcore_parallel.groups import ProcessGroups
+from mcore_parallel.tensor_parallel._linear import ColumnParallelLinear, RowParallelLinear
+from mcore_parallel.tensor_parallel._lora_adapter import LoraAdapter, LoraConfig
+from mcore_parallel.tensor_parallel._replicated import ReplicatedLinear
+
+_Linear = ColumnParallelLinear | RowParallelLinear | ReplicatedLinear
+
+
+def add_lora(model: nn.Module, config: LoraConfig, groups: ProcessGroups, *, seed: int = 0) -> list[str]:
+    """Freeze a model and give the linear layers that ``config.targets`` name an adapter each.
+
+    The adapter of a layer is its child ``lora`` with parameters ``lora.A`` and ``lora.B``, so that the base parameters keep their names. B
+    is zero: outputs stay those of the base model, to the bit. Call it before gradients, optimizer or sharding are set up.
+
+    Args:
+        model: one stage, or the chunks of one; changed in place.
+        config: which layers, and the adapters' size.
+        groups: of the model. Patterns are looked up on all pipeline stages, so every rank calls this.
+        seed: of A. Values depend on it and the layer's name, not on the layout.
+
+    Returns:
+        Names of the layers of this stage that have adapters, in the model's order.
+
+    Raises:
+        ValueError: a pattern that names no linear layer on any stage, or a layer with weights that takes no adapter; one that has one.
+
+    Example:
+        >>> groups = ProcessGroups.single()
+        >>> model = nn.ModuleDict({"up": ColumnParallelLinear(4, 8, groups), "down": RowParallelLinear(8, 4, groups)})
+        >>> add_lora(model, LoraConfig(rank=2, targets=("up",)), groups)
+        ['up']
+        >>> [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        ['up.lora.A', 'up.lora.B']
+    """
+    chosen: dict[str, _Linear] = {}
+    counts = [0] * len(config.targets)
+    refused = ""
+    for name, module in model.named_modules():
+        matched = [number for number, pattern in enumerate(config.targets) if fnmatch.fnmatchcase(name, pattern)]
+        if not matched:
+            continue
+        if not isinstance(module, _Linear):
+            # Norms and containers beside the linear layers are no one's target.
+            if any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
+                refused = refused or f"targets={config.targets[matched[0]]!r} names {name}, and {type(module).__name__} takes no adapter"
+            continue
+        if module.lora is not None:
+            raise ValueError(f"{name} has an adapter; merge_lora ends it")
+        chosen[name] = module
+        for number in matched:
+            counts[number] += 1
+    if refused:
+        raise ValueError(f"{refused}; name column-parallel, row-parallel and replicated linear layers")
+    _check_matched(config, counts, model, groups)
+    model.requires_grad_(False)
+    for name, layer in chosen.items():
+        weight = layer.weight
+        own_seed = _seed(seed, name)
+        layer.lora = LoraAdapter(config, layer.weight_spec, layer.groups, seed=own_seed, dtype=weight.dtype, device=weight.device)
+        layer.lora.train(layer.training)
+    return list(chosen)
+
+
+def merge_lora(model: nn.Module) -> list[str]:
+    """Add each adapter's product to its base weight and remove the adapter; every parameter can be trained again.
+
+    Returns:
+        Names of the layers that had adapters.
+    """
+    merged = []
+    for name, layer in adapted_layers(model):
+        assert layer.lora is not None
+        with torch.no_grad():
+            delta = layer.lora.delta()
+            layer.weight.copy_(layer.weight.to(delta.dtype) + delta)
+        layer.lora = None
+        layer.parameters_changed()
+        merged.append(name)
+    model.requires_grad_(True)
+    return merged
+
+
+def adapted_layers(model: nn.Module) -> Iterator[tuple[str, _Linear]]:
+    """The layers with adapters by name, in the model's order."""
+    for name, module in model.named_modules():
+        if isinstance(module, _Linear) and module.lora is not None:
+            yield name, module
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name belongs to an adapter.
+
+    Example:
+        >>> is_adapter("layers.0.mlp.up.lora.A"), is_adapter("layers.0.mlp.up.weight")
+        (True, False)
+    """
+    return name.endswith((".lora.A", ".lora.B"))
+
+
+def _check_matched(config: LoraConfig, counts: list[int], model: nn.Module, groups: ProcessGroups) -> None:
+    if groups.pp.size > 1:
+        device = next(model.parameters()).device
+        counts = all_reduce(torch.tensor(counts, device=None if device.type == "meta" else device), groups.pp).tolist()
+    for pattern, count in zip(config.targets, counts, strict=True):
+        if not count:
+            linears = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, _Linear)})
+            raise ValueError(f"targets={pattern!r} names no linear layer; the model has {', '.join(f'*.{name}' for name in linears)}")
+
+
+def _seed(seed: int, name: str) -> int:
+    """63 bits that differ between names."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little") >> 1
