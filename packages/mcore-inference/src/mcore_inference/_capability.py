@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from mcore_inference._stability import experimental_api
 from mcore_inference.attention import PagedAttention
 from mcore_inference.cache import PagedKVCache
 from mcore_parallel.backends import TorchBackend
@@ -15,6 +16,7 @@ from mcore_parallel.nn import MLP, SelfAttention
 __all__ = ["EngineCapability"]
 
 
+@experimental_api
 @dataclass(frozen=True, kw_only=True)
 class EngineCapability:
     """Parts of a model for which an engine keeps the state of every request.

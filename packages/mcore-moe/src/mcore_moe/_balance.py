@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from mcore_moe._routing import Routing, score, top
+from mcore_moe._stability import experimental_api
 
 # T tokens, E experts, K experts a token, S sequences.
 
 
+@experimental_api
 def switch_load_balancing_loss_func(
     probs: Tensor, tokens_per_expert: Tensor, total_num_tokens: int | Tensor, topk: int, num_experts: int, moe_aux_loss_coeff: float
 ) -> Tensor:
@@ -28,6 +30,7 @@ def switch_load_balancing_loss_func(
     return share.sum() * (num_experts * moe_aux_loss_coeff / (topk * max(total_num_tokens, 1) ** 2))
 
 
+@experimental_api
 def compute_routing_scores_for_aux_loss(logits: Tensor, topk: int, score_function: str) -> tuple[Tensor, Tensor]:
     """What load-balancing losses are computed of: without groups, bias of the experts or weights' scaling.
 
@@ -48,12 +51,14 @@ def balance_scores(logits_TE: Tensor, score_function: str) -> Tensor:
     return scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
 
 
+@experimental_api
 def z_loss_func(logits: Tensor, z_loss_coeff: float) -> Tensor:
     """Mean over tokens of the squared log-sum-exp of the logits (Zoph et al. 2022), times the coefficient; in float32 or wider."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return logits.logsumexp(-1).square().mean() * z_loss_coeff
 
 
+@experimental_api
 def get_updated_expert_bias(tokens_per_expert: Tensor, expert_bias: Tensor, expert_bias_update_rate: float) -> Tensor:
     """The bias of experts with more tokens than the mean falls by the rate, of those with fewer it rises (Wang et al. 2024).
 
@@ -66,6 +71,7 @@ def get_updated_expert_bias(tokens_per_expert: Tensor, expert_bias: Tensor, expe
     return expert_bias + (counts.mean(-1, keepdim=True) - counts).sign().to(expert_bias.dtype) * expert_bias_update_rate
 
 
+@experimental_api
 def sinkhorn(cost: Tensor, tol: float = 1e-4, *, max_iterations: int = 100, valid: Tensor | None = None) -> Tensor:
     """exp(cost) with rows and columns scaled so that rows sum to 1 / T and columns to 1 / E (Clark et al. 2022).
 

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from mcore_moe._routing import Routing
+from mcore_moe._stability import experimental_api
 
 # T tokens of this rank, K experts a token, P = T * K picks, E experts, C capacity of an expert.
 
 
+@experimental_api
 def get_capacity(num_tokens: int, num_experts: int, capacity_factor: float, min_capacity: int | None = None) -> int:
     """Picks an expert keeps: its even share times the factor, rounded up, and ``min_capacity`` at least.
 
@@ -63,6 +65,7 @@ def places_in_experts(keys_P: Tensor, order_P: Tensor, num_experts: int) -> Tens
     return torch.empty_like(sorted_P).scatter_(0, order_P, sorted_P)
 
 
+@experimental_api
 def apply_router_token_dropping(
     routing_probs: Tensor,
     routing_map: Tensor,

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mcore_moe._stability import experimental_api
 from mcore_parallel import ProcessGroups, ShardSpec
 from mcore_parallel.backends import grouped_matmul
 from mcore_parallel.nn import Activation, LayerMemory
@@ -114,6 +115,7 @@ class _StackedExperts(nn.Module):
         return self.down_bias * 0
 
 
+@experimental_api
 class SequentialMLP(_StackedExperts):
     """One product an expert in every dtype; the reference."""
 
@@ -123,6 +125,7 @@ class SequentialMLP(_StackedExperts):
         return torch.cat([*parts, rows_RI.new_zeros(len(rows_RI) - ends[-1], weight_NOI.shape[1])])
 
 
+@experimental_api
 class GroupedMLP(_StackedExperts):
     """All experts in two grouped GEMMs (bfloat16 on a GPU), whose weight gradients are added to the main gradients in place."""
 

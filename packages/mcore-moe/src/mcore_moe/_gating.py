@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_moe._stability import experimental_api
 from mcore_parallel import Group
 from mcore_parallel.comm import all_reduce
 
@@ -44,6 +45,7 @@ def jittered(x_TD: Tensor, eps: float, replicas: Group) -> Tensor:
     return x_TD * _agreed(noise_TD, replicas)
 
 
+@experimental_api
 class RandomSTE(torch.autograd.Function):
     """Standard normal noise in place of the logits; the gradient passes through."""
 
@@ -56,6 +58,7 @@ class RandomSTE(torch.autograd.Function):
         return grads[0], None
 
 
+@experimental_api
 def apply_random_logits(logits: Tensor, replicas: Group | None = None) -> Tensor:
     """Logits that load all experts alike, for benchmarks; the generator is the device's default one, so graphs replay fresh noise.
 

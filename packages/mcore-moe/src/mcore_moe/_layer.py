@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mcore_moe._config import MoEConfig, check_experts
 from mcore_moe._experts import GroupedMLP
 from mcore_moe._router import TopKRouter
+from mcore_moe._stability import experimental_api
 from mcore_moe.dispatch import LocalTokenDispatcher, MoEAlltoAllTokenDispatcher, ReplicatedTokenDispatcher
 from mcore_parallel import ParallelPlan
 from mcore_parallel.backends import special_products
@@ -21,6 +22,7 @@ from mcore_parallel.nn import MLP, Activation, Step
 from mcore_parallel.tensor_parallel import ReplicatedLinear
 
 
+@experimental_api
 class MoELayer(nn.Module):
     """Router, exchange, experts, exchange back; beside it the shared experts, whose result is added.
 
@@ -120,6 +122,7 @@ class MoELayer(nn.Module):
         return y_TD if self.shared_expert_gate is None else self.shared_expert_gate(x_TD).sigmoid() * y_TD
 
 
+@experimental_api
 def moe_feed_forward(config: MoEConfig, *, pause: Callable[[], None] | None = None) -> FeedForwardBuilder:
     """A feed-forward builder for `GPTModel` that puts the mixture into every layer that ``moe_layer_freq`` names, a dense one elsewhere.
 

@@ -8,9 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mcore_moe._stability import experimental_api
+
 # T tokens, E experts, G groups of them, K experts a token.
 
 
+@experimental_api
 @dataclass(frozen=True)
 class Routing:
     """The choice for T tokens; slot 0 holds the highest score."""
@@ -45,6 +48,7 @@ def count_experts(experts_TK: Tensor, num_experts: int, valid_T: Tensor | None =
     return picks_P.new_zeros(num_experts).scatter_add_(0, picks_P, ones_P)
 
 
+@experimental_api
 def choose_experts(
     logits_TE: Tensor,
     topk: int,
@@ -110,6 +114,7 @@ def limit_to_groups(keys_TE: Tensor, topk: int, num_groups: int, group_topk: int
     return keys_TGM.masked_fill(outside_TG.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
+@experimental_api
 def topk_routing_with_score_function(
     logits: Tensor,
     topk: int,

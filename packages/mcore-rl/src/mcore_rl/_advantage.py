@@ -64,6 +64,7 @@ class AdvantageConfig:
         return centred * len(group) / max(1, len(group) - 1) if self.baseline == "leave_one_out" else centred
 
 
+@experimental_api
 def group_relative_advantages(rewards: Sequence[Sequence[float]], *, std_norm: bool = True) -> list[list[float]]:
     """(R - mean) / (std + 1e-4) within each group, population standard deviation (Shao et al. 2024, GRPO).
 

@@ -8,9 +8,11 @@ from mcore_rl._advantage import AdvantageConfig
 from mcore_rl._aggregation import Aggregation
 from mcore_rl._packing import PackingConfig
 from mcore_rl._shaping import OverlongPenalty
+from mcore_rl._stability import experimental_api
 from mcore_rl._types import GenericGenerationArgs
 
 
+@experimental_api
 @dataclass(frozen=True, kw_only=True)
 class GRPOConfig:
     """One iteration: what is generated, how it is judged, and how often it is trained on.

@@ -4,10 +4,13 @@
 
 from torch import Tensor
 
+from mcore_rl._stability import experimental_api
+
 KL_ESTIMATORS = ("k1", "k2", "k3")
 MAX_LOG_RATIO = 20.0
 
 
+@experimental_api
 def kl_estimate(current: Tensor, reference: Tensor, estimator: str = "k3") -> Tensor:
     """Per token, with d = reference - current, limited to +-20: k1 = -d, k2 = d^2 / 2, k3 = e^d - d - 1 (Schulman 2020).
 

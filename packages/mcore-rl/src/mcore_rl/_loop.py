@@ -12,11 +12,13 @@ from mcore_rl._collect import collect
 from mcore_rl._config import GRPOConfig
 from mcore_rl._objective import GRPOObjective
 from mcore_rl._refit import WeightSink, refit
+from mcore_rl._stability import experimental_api
 from mcore_rl._update import Learner, update
 from mcore_rl.agent import GroupedRolloutGenerator
 from mcore_rl.inference import InferenceInterface
 
 
+@experimental_api
 @dataclass(frozen=True, kw_only=True)
 class IterationReport:
     """What one iteration did; the same on every rank."""
@@ -42,6 +44,7 @@ class IterationReport:
         return self.updates[-1]
 
 
+@experimental_api
 def grpo_iteration(
     config: GRPOConfig,
     *,

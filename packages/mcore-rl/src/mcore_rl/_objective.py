@@ -15,6 +15,7 @@ from mcore_rl._correction import ImportanceCorrection
 from mcore_rl._kl import MAX_LOG_RATIO, check_estimator, kl_estimate
 from mcore_rl._policy_loss import PolicyLossConfig
 from mcore_rl._sequences import Sequences
+from mcore_rl._stability import experimental_api
 
 _EXTRAS = ("advantages", "inference_logprobs", "old_logprobs", "ref_logprobs")
 
@@ -54,6 +55,7 @@ def calculate_grpo_loss(
     return kl_beta * kl + policy - entropy_weight * entropy, kl, ratio, entropy, above, below
 
 
+@experimental_api
 @dataclass(frozen=True, kw_only=True)
 class GRPOObjective:
     """An objective for `mcore_parallel.training.train_step`: the batch carries advantages and log-probabilities.

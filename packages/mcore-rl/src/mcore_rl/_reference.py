@@ -74,6 +74,7 @@ def token_logprobs(
         return score(scored, batches, lambda output, batch: output.log_probs(batch.labels.flatten(), temperature), groups=groups)
 
 
+@experimental_api
 def with_ref_logprobs(
     reference: nn.Module | FrozenWeights, batches: Sequence[Batch], groups: ProcessGroups, *, temperature: float = 1.0
 ) -> list[Batch]:

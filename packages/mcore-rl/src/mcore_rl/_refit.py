@@ -12,14 +12,17 @@ from torch import Tensor, nn
 from mcore_parallel import ProcessGroups, named_buffer_shards, named_shards
 from mcore_parallel.comm import all_gather
 from mcore_rl._exchange import broadcast_json
+from mcore_rl._stability import experimental_api
 
 
+@experimental_api
 class WeightSink(Protocol):
     """What takes over weights: an inference engine."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None: ...
 
 
+@experimental_api
 def gather_weights(model: nn.Module, groups: ProcessGroups) -> Iterator[tuple[str, Tensor]]:
     """Every global parameter and persistent buffer of ``model`` in full, one at a time, on every rank; all ranks must consume it together.
 
@@ -46,6 +49,7 @@ def gather_weights(model: nn.Module, groups: ProcessGroups) -> Iterator[tuple[st
             yield name, full
 
 
+@experimental_api
 def refit(model: nn.Module, groups: ProcessGroups, engine: WeightSink) -> None:
     """Copy the weights of a trained model into an engine; every rank of ``groups`` calls it with an engine of its own."""
     engine.load_weights(gather_weights(model, groups))

@@ -168,6 +168,7 @@ def place_rows(
     return places, (-(-max(len(rollouts), num_rows) // micro_batch_size), micro_batch_size, seq_len)
 
 
+@experimental_api
 def rollout_batches(
     rollouts: Sequence[TokenRollout],
     advantages: Sequence[float],

@@ -8,7 +8,10 @@ from dataclasses import asdict, dataclass, field
 from numbers import Real
 from typing import Any, Self
 
+from mcore_rl._stability import experimental_api
 
+
+@experimental_api
 @dataclass(frozen=True, kw_only=True)
 class GenericGenerationArgs:
     """How to sample; None leaves a choice to the generator.
@@ -29,6 +32,7 @@ class GenericGenerationArgs:
         return GenericGenerationArgs(**{**asdict(self), **{name: value for name, value in asdict(other).items() if value is not None}})
 
 
+@experimental_api
 @dataclass(frozen=True, kw_only=True)
 class InferenceRequest:
     """Prompts to continue, each ``n`` times."""
@@ -39,6 +43,7 @@ class InferenceRequest:
     generation_args: GenericGenerationArgs = GenericGenerationArgs()
 
 
+@experimental_api
 @dataclass(frozen=True, kw_only=True)
 class InferenceResponse:
     """One continuation."""
@@ -69,6 +74,7 @@ def check_reward(reward: float, *, env_id: str, problem_id: str) -> None:
         raise ValueError(f"reward={reward!r} of problem {problem_id!r} in environment {env_id!r} must be a finite number; repair its judge")
 
 
+@experimental_api
 @dataclass(frozen=True, kw_only=True)
 class TokenRollout:
     """A judged trajectory in tokens.
@@ -107,6 +113,7 @@ class TokenRollout:
         return cls(**value)
 
 
+@experimental_api
 @dataclass(frozen=True, kw_only=True)
 class RewardEvaluationResult:
     """One judged answer of an evaluation."""
@@ -117,6 +124,7 @@ class RewardEvaluationResult:
     problem_id: str
 
 
+@experimental_api
 @dataclass(frozen=True, kw_only=True)
 class EvaluationResponse:
     """All answers of one environment."""

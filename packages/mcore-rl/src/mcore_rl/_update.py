@@ -15,12 +15,14 @@ from mcore_parallel.training import GradSync, Objective, Optimizer, TrainReport,
 from mcore_rl._config import GRPOConfig
 from mcore_rl._packed import PackingContext
 from mcore_rl._reference import FrozenWeights, token_logprobs
+from mcore_rl._stability import experimental_api
 from mcore_rl._trajectories import BatchStyle, TrajectoryBatches, place_rows, write_batches
 from mcore_rl._types import TokenRollout
 
 _log = logging.getLogger(__name__)
 
 
+@experimental_api
 @dataclass(frozen=True, kw_only=True)
 class Learner:
     """The policy on this rank, and what updates it."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_inference._kernels import has_kernels
+from mcore_inference._stability import experimental_api
 from mcore_inference.attention._gathered import attend_gathered
 from mcore_inference.attention._packed import PackedHeads
 from mcore_inference.attention._step import PagedStep, TableRows
@@ -18,12 +19,14 @@ from mcore_parallel.nn import AttentionCore, AttentionSpec, SinkAttentionCore, S
 KERNEL_BLOCK = 16
 
 
+@experimental_api
 def has_attention_kernel(device: torch.device, dtype: torch.dtype, block_size: int) -> bool:
     """Whether steps of such a cache run by the kernels."""
     return has_kernels(device, dtype) and block_size % KERNEL_BLOCK == 0
 
 
 # T tokens of a step, A heads, K key-value heads (of this tp rank), d width of a head.
+@experimental_api
 class PagedAttention(nn.Module):
     """The attention core of a model that an engine drives: writes the new keys and values into their slots, then attends.
 

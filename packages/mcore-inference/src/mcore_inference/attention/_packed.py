@@ -6,7 +6,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from mcore_inference._stability import experimental_api
 
+
+@experimental_api
 @dataclass(frozen=True, kw_only=True)
 class HeadNorms:
     """RMS norms of the query and key heads, d channels each."""
@@ -24,6 +27,7 @@ class HeadNorms:
         return self.query, self.key, self.epsilon, self.shift
 
 
+@experimental_api
 @dataclass(frozen=True, kw_only=True)
 class PackedHeads:
     """T tokens of a step between the projection and attention."""

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from mcore_inference._stability import experimental_api
 from mcore_inference.cache import PagedKVCache
 
 
 # T tokens of a step, R rows (requests) of it, B blocks of the longest one.
+@experimental_api
 @dataclass(frozen=True, kw_only=True)
 class DecodeRows:
     """Rows of one token for the torch path; they are the first R rows of the step."""
@@ -23,6 +25,7 @@ class DecodeRows:
     """[R] int64, of the new token."""
 
 
+@experimental_api
 @dataclass(frozen=True, kw_only=True)
 class PrefillRows:
     """P rows of several tokens (a prompt or a part of one) for the torch path; their tokens follow those of the decode rows."""
@@ -42,6 +45,7 @@ class PrefillRows:
     """[P, Q] int64, of the new tokens."""
 
 
+@experimental_api
 @dataclass(frozen=True, kw_only=True)
 class GatheredRows:
     """What the torch path reads."""
@@ -50,6 +54,7 @@ class GatheredRows:
     prefill: PrefillRows | None
 
 
+@experimental_api
 @dataclass(frozen=True, kw_only=True)
 class TableRows:
     """What the kernels read: all on the device, nothing as large as a context."""
@@ -76,6 +81,7 @@ class TableRows:
         return self.tiles is not None or self.whole_tiles is not None
 
 
+@experimental_api
 @dataclass(frozen=True, kw_only=True)
 class PagedStep:
     """What ``Step.attention`` carries for ``PagedAttention``; made once a step, read by every layer."""

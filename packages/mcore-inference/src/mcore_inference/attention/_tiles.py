@@ -4,6 +4,8 @@
 
 import numpy as np
 
+from mcore_inference._stability import experimental_api
+
 TILE_LINES = 128
 """Query heads times tokens of a tile."""
 
@@ -13,6 +15,7 @@ def tile_tokens(group: int) -> int:
     return max(1, TILE_LINES // group)
 
 
+@experimental_api
 def prefill_tiles(lengths_P: np.ndarray, rows_P: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
     """Row and first token in it of every tile.
 

@@ -4,7 +4,10 @@
 
 from collections.abc import Iterable
 
+from mcore_inference._stability import experimental_api
 
+
+@experimental_api
 class BlockAllocator:
     """Hands out block numbers and takes them back; all or nothing.
 

@@ -8,12 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mcore_inference._stability import experimental_api
 
+
+@experimental_api
 def block_bytes(*, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
     """Bytes of one block over all layers, keys and values."""
     return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
 
 
+@experimental_api
 def num_blocks_for_bytes(buffer_bytes: int, bytes_per_block: int) -> int:
     """Blocks (the sink included) that fit.
 
@@ -28,6 +32,7 @@ def num_blocks_for_bytes(buffer_bytes: int, bytes_per_block: int) -> int:
     return count
 
 
+@experimental_api
 @dataclass(frozen=True, kw_only=True)
 class PagedKVCache:
     """Keys and values of all layers of one stage.

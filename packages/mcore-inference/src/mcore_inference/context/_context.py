@@ -11,6 +11,7 @@ import torch
 
 from mcore_inference._capability import EngineCapability
 from mcore_inference._fields import as_flag, as_integer, as_number
+from mcore_inference._stability import experimental_api
 from mcore_inference.cache import BlockAllocator, PagedKVCache, block_bytes, num_blocks_for_bytes
 from mcore_inference.context._step_builder import HostStep, StepBuilder, StepInputs
 from mcore_inference.requests import (
@@ -32,6 +33,7 @@ PENDING = -1
 _DEFAULT_MAX_TOKENS = 16384
 
 
+@experimental_api
 @dataclass(frozen=True, kw_only=True)
 class InferenceConfig:
     """Sizes of a ``DynamicInferenceContext``.
@@ -71,6 +73,7 @@ class InferenceConfig:
             raise ValueError(f"max_tokens={self.max_tokens} must be at least max_requests={self.max_requests}; raise max_tokens")
 
 
+@experimental_api
 class DynamicInferenceContext:
     """Cache blocks and request slots of one engine.
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mcore_inference._stability import experimental_api
 from mcore_inference.attention import (
     DecodeRows,
     GatheredRows,
@@ -25,6 +26,7 @@ __all__ = ["HostStep", "StepBuilder", "StepInputs"]
 
 
 # R rows (requests) of a step, T tokens, B blocks of the longest request, M requests that the engine can hold.
+@experimental_api
 @dataclass(frozen=True, kw_only=True)
 class HostStep:
     """A step as the host knows it; rows of one token come first."""
@@ -39,6 +41,7 @@ class HostStep:
     """[R, B] blocks of each row; -1 behind the last."""
 
 
+@experimental_api
 @dataclass(frozen=True, kw_only=True)
 class StepInputs:
     """One forward pass."""
@@ -48,6 +51,7 @@ class StepInputs:
     step: Step
 
 
+@experimental_api
 class StepBuilder:
     """Makes the tensors of steps over one cache.
 

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import zmq.asyncio
 
+from mcore_inference._stability import experimental_api
 from mcore_inference.coordinator._config import CoordinatorSecurity
 from mcore_inference.coordinator._messages import (
     PROTOCOL,
@@ -50,6 +51,7 @@ from mcore_inference.requests import (
 from mcore_inference.sampling import SamplingParams
 
 
+@experimental_api
 class RemoteStream:
     """Increments of one request: as ``RequestStream``, from wherever its engine is."""
 
@@ -89,6 +91,7 @@ class RemoteStream:
         self._client.forget(self.request_id)
 
 
+@experimental_api
 class InferenceClient:
     """Sends requests to the engines of a coordinator; an async context manager.
 

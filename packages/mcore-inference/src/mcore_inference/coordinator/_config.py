@@ -5,8 +5,10 @@
 from dataclasses import dataclass, field
 
 from mcore_inference._fields import as_integer, as_number, is_loopback
+from mcore_inference._stability import experimental_api
 
 
+@experimental_api
 @dataclass(frozen=True, kw_only=True)
 class CoordinatorSecurity:
     """Who may join.
@@ -33,6 +35,7 @@ class CoordinatorSecurity:
             raise ValueError("secret_key without public_key; a coordinator has both")
 
 
+@experimental_api
 @dataclass(frozen=True, kw_only=True)
 class CoordinatorConfig:
     """Settings of a coordinator.

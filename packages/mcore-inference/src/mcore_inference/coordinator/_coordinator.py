@@ -13,6 +13,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from mcore_inference._stability import experimental_api
 from mcore_inference.coordinator._config import CoordinatorConfig
 from mcore_inference.coordinator._core import CoordinatorCore, Outbox
 from mcore_inference.coordinator._messages import Refusal, decode_incoming, encode
@@ -24,6 +25,7 @@ _MAX_QUEUED = 10_000
 """Messages that wait for one peer; a peer that reads none of so many is gone."""
 
 
+@experimental_api
 class DataParallelInferenceCoordinator:
     """Spreads requests of many clients over many engines, and pauses, suspends and stops all engines together.
 

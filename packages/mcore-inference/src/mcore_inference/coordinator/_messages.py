@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from mcore_inference._stability import experimental_api
+
 PROTOCOL = 2
 """Version that both sides name when they meet."""
 
@@ -147,6 +149,7 @@ class AskStatus(Message, tag=20):
     call: int
 
 
+@experimental_api
 class EngineStatus(msgspec.Struct, kw_only=True):
     """One engine, as the coordinator knows it."""
 
@@ -159,6 +162,7 @@ class EngineStatus(msgspec.Struct, kw_only=True):
     """Seconds since it was last heard."""
 
 
+@experimental_api
 class Status(Message, tag=21):
     """Answer to ``AskStatus``."""
 

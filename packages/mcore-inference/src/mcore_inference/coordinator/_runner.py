@@ -7,6 +7,7 @@ import contextlib
 import threading
 from collections.abc import Sequence
 
+from mcore_inference._stability import experimental_api
 from mcore_inference.coordinator._client import InferenceClient, RemoteStream
 from mcore_inference.coordinator._config import CoordinatorSecurity
 from mcore_inference.coordinator._messages import Status
@@ -17,6 +18,7 @@ from mcore_inference.sampling import SamplingParams
 _STATUS_S = 0.5
 
 
+@experimental_api
 class CoordinatedRunner:
     """Sends requests to a coordinator from any thread's event loop, as ``EngineRunner`` does to its engine.
 

@@ -6,9 +6,11 @@ import enum
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from mcore_inference._stability import experimental_api
 from mcore_inference.coordinator._messages import Pause, Resume, Signal, Stop, Suspend, Unpause
 
 
+@experimental_api
 class GroupState(enum.StrEnum):
     """What all engines of a coordinator are in between two signals."""
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import zmq.asyncio
 
+from mcore_inference._stability import experimental_api
 from mcore_inference.coordinator._config import CoordinatorSecurity
 from mcore_inference.coordinator._messages import (
     PROTOCOL,
@@ -39,6 +40,7 @@ from mcore_inference.sampling import SamplingParams
 _LOG = logging.getLogger("mcore_inference.coordinator")
 
 
+@experimental_api
 class EngineWorker:
     """Serves requests of a coordinator with one engine, in a thread, until ``close`` or a stop of all engines.
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mcore_inference._stability import experimental_api
 from mcore_inference.attention import HeadNorms, PackedHeads, PagedAttention, PagedStep, TableRows
 from mcore_parallel.models import GPTModel, OutputLayer, TransformerLayer
 from mcore_parallel.nn import MLP, RMSNorm, SelfAttention, Step
@@ -17,6 +18,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 # T tokens, D model, V vocabulary, R tokens whose logits are read.
+@experimental_api
 class FusedDecoder:
     """Computes what the model's forward does for the tokens of a step, from the weights where the model has them.
 

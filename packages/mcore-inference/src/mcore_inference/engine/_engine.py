@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mcore_inference._capability import EngineCapability, check_cache, check_layout
 from mcore_inference._fields import as_integer
+from mcore_inference._stability import experimental_api
 from mcore_inference.context import DynamicInferenceContext
 from mcore_inference.engine._active_request import ActiveRequest
 from mcore_inference.engine._executor import DecodeBatch, ExecutionConfig, Executor, InFlight
@@ -41,6 +42,7 @@ from mcore_parallel.models import GPTModel
 __all__ = ["DynamicInferenceEngine"]
 
 
+@experimental_api
 class DynamicInferenceEngine:
     """Serves many requests at once: each step computes a token for every running request and a part of the waiting prompts.
 

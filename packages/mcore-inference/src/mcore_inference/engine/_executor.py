@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from mcore_inference._capability import records_graphs
+from mcore_inference._stability import experimental_api
 from mcore_inference.context import DynamicInferenceContext, HostStep, StepInputs
 from mcore_inference.decoder import FusedDecoder
 from mcore_inference.engine._active_request import ActiveRequest
@@ -21,6 +22,7 @@ from mcore_parallel.comm import all_gather
 from mcore_parallel.models import GPTModel, ModelOutput
 
 
+@experimental_api
 @dataclass(frozen=True, kw_only=True)
 class ExecutionConfig:
     """How an engine drives the device. The tokens do not depend on it."""

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from mcore_inference._fields import as_integer, as_number
+from mcore_inference._stability import experimental_api
 from mcore_inference.engine._engine import DynamicInferenceEngine
 from mcore_inference.requests import DynamicInferenceRequestRecord, EngineDeadError, QueueFullError
 from mcore_inference.sampling import SamplingParams
@@ -22,6 +23,7 @@ __all__ = ["EngineHealth", "EngineRunner", "Increment", "RequestStream"]
 _LOG = logging.getLogger("mcore_inference.engine")
 
 
+@experimental_api
 @dataclass(frozen=True, kw_only=True)
 class Increment:
     """What a request gained since the last increment."""
@@ -34,6 +36,7 @@ class Increment:
     """The finished record, with the last increment only."""
 
 
+@experimental_api
 @dataclass(frozen=True, kw_only=True)
 class EngineHealth:
     """Whether the engine makes progress."""
@@ -47,6 +50,7 @@ class EngineHealth:
     """What ended the thread."""
 
 
+@experimental_api
 class RequestStream:
     """Increments of one request, for one event loop.
 
@@ -102,6 +106,7 @@ class _Command:
     """Instead of ``run``, when the engine ended before."""
 
 
+@experimental_api
 class EngineRunner:
     """Steps an engine while it has requests, in one thread that nothing else may touch the engine beside.
 

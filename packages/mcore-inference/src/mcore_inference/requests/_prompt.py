@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from mcore_inference._stability import experimental_api
 from mcore_inference.requests._errors import InvalidTokenError
 from mcore_inference.sampling import SamplingParams
 from mcore_inference.text import BosTokenizer, StopTokenizer, Tokenizer
@@ -16,6 +17,7 @@ from mcore_inference.text import BosTokenizer, StopTokenizer, Tokenizer
 Prompt = str | Sequence[int] | Tensor
 
 
+@experimental_api
 def encode_prompt(prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int, request_id: int) -> list[int]:
     """Token ids of a prompt.
 
@@ -45,6 +47,7 @@ def encode_prompt(prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer |
     return [int(token) for token in tokens]
 
 
+@experimental_api
 def stop_tokens(params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int) -> frozenset[int]:
     """Ids that end a request's output.
 
@@ -69,6 +72,7 @@ def stop_tokens(params: SamplingParams, tokenizer: Tokenizer | None, vocab_size:
     return frozenset(ids)
 
 
+@experimental_api
 def integers_of(prompt: object) -> list[int]:
     """Ids of a prompt that was refused, for its record; empty for text and for what is no sequence of integers."""
     try:

@@ -7,7 +7,10 @@ import math
 import torch
 from torch import Tensor
 
+from mcore_inference._stability import experimental_api
 
+
+@experimental_api
 def keep_allowed(scores_RV: Tensor, rows_G: Tensor, words_GW: Tensor) -> Tensor:
     """Scores in which G of the rows keep the tokens that their bits allow.
 

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mcore_inference._stability import experimental_api
 from mcore_inference.sampling._params import SamplingParams
 from mcore_inference.sampling._random import uniform
 
 # R rows (requests), V vocabulary.
 
 
+@experimental_api
 @dataclass(frozen=True, kw_only=True)
 class SamplingRows:
     """Settings of R rows as tensors, so that one pass over [R, V] serves all of them."""
@@ -71,6 +73,7 @@ class SamplingRows:
         )
 
 
+@experimental_api
 def sample(logits_RV: Tensor, rows: SamplingRows) -> Tensor:
     """One token a row.
 
@@ -119,6 +122,7 @@ def _processed(scores_RV: Tensor, best_R: Tensor, rows: SamplingRows) -> Tensor:
     return _keep_top(scores_RV, rows) if rows.has_ranks else scores_RV
 
 
+@experimental_api
 def processed_log_probs(logits_RV: Tensor, rows: SamplingRows) -> Tensor:
     """[R, V] log-probabilities by which ``sample`` draws, in float32 (float64 when the logits are); a greedy row is sure of its token."""
     scores_RV = logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
@@ -140,6 +144,7 @@ def _keep_top(scores_RV: Tensor, rows: SamplingRows) -> Tensor:
     return torch.empty_like(scores_RV).scatter_(-1, order_RV, sorted_RV)
 
 
+@experimental_api
 def adjust(
     logits_RV: Tensor,
     params: Sequence[SamplingParams],
@@ -181,6 +186,7 @@ def adjust(
     return result_RV
 
 
+@experimental_api
 def log_probs(logits_RV: Tensor) -> Tensor:
     """[R, V] log-softmax of raw logits, in float32 (float64 when they are)."""
     return (logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()).log_softmax(dim=-1)

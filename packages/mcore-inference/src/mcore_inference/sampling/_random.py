@@ -5,6 +5,8 @@
 import torch
 from torch import Tensor
 
+from mcore_inference._stability import experimental_api
+
 _LOW32 = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -31,6 +33,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     return c0, c1, c2, c3
 
 
+@experimental_api
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
     """One number of [0, 1) for each pair of seed and output position, whatever else is in the batch.
 
@@ -47,6 +50,7 @@ def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
     return ((word0 << 21) ^ (word1 >> 11)).to(torch.float64) * 2.0**-53
 
 
+@experimental_api
 def request_seed(engine_seed: int, request_id: int) -> int:
     """Seed of a request that brought none: a 63-bit mix (splitmix64) of the engine's seed and the request's number."""
     value = (engine_seed * 0x9E3779B97F4A7C15 + request_id + 0x632BE59BD9B4E019) % 2**64

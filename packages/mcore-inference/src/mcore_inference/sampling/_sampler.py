@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from mcore_inference._kernels import has_kernels
+from mcore_inference._stability import experimental_api
 from mcore_inference.sampling._draw import SamplingRows, log_probs, processed_log_probs, sample
 from mcore_inference.sampling._params import SamplingParams
 
 
 # R rows (requests) of a step, V vocabulary.
+@experimental_api
 @dataclass(frozen=True, kw_only=True)
 class DrawRows:
     """What R requests ask of a draw, on the device."""
@@ -50,6 +52,7 @@ class DrawRows:
         )
 
 
+@experimental_api
 class Draws:
     """Tokens of R rows on their way to the host; nobody waits until ``wait``."""
 
@@ -74,6 +77,7 @@ class Draws:
         return list(zip(tokens, [0.0] * len(tokens) if values is None else values, best, strict=True))
 
 
+@experimental_api
 class Sampler:
     """Draws a token for each row of a step, every row by its own settings.
 

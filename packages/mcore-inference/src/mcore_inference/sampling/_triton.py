@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mcore_inference._stability import experimental_api
+
 # R rows (requests), V vocabulary, N tiles of it.
 
 _TILE = 4096
@@ -147,6 +149,7 @@ def _pick_kernel(
         tl.store(log_probs_ptr + row, log_prob)
 
 
+@experimental_api
 @triton.jit
 def uniform(seed, position):
     """Philox 4x32-10 of (seed, position): a number of [0, 1) with 53 random bits."""

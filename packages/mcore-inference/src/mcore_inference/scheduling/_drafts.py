@@ -4,11 +4,13 @@
 
 from collections.abc import Mapping, Sequence
 
+from mcore_inference._stability import experimental_api
 from mcore_inference.scheduling._scheduler import Limits, RequestView, StepPlan
 
 __all__ = ["plan_drafts"]
 
 
+@experimental_api
 def plan_drafts(plan: StepPlan, running: Sequence[RequestView], wanted: Mapping[int, int], limits: Limits) -> dict[int, int]:
     """Proposed tokens to verify beside the step's own tokens.
 

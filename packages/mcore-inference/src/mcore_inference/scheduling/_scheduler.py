@@ -5,9 +5,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mcore_inference._stability import experimental_api
+
 __all__ = ["Limits", "RequestView", "StepPlan", "Work", "plan_step"]
 
 
+@experimental_api
 @dataclass(frozen=True, kw_only=True)
 class RequestView:
     """What the scheduler sees of a request.
@@ -32,6 +35,7 @@ class RequestView:
         return self.num_tokens - self.num_cached
 
 
+@experimental_api
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """What a step may use."""
@@ -51,6 +55,7 @@ class Limits:
         return -(-num_tokens // self.block_size)
 
 
+@experimental_api
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """The next tokens of one request."""
@@ -61,6 +66,7 @@ class Work:
     """Whether all known tokens are computed after it, so that a new one can be sampled."""
 
 
+@experimental_api
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
     """One step."""
@@ -73,6 +79,7 @@ class StepPlan:
     """Running requests that give up their blocks and go back to the queue, youngest first."""
 
 
+@experimental_api
 def plan_step(running: Sequence[RequestView], waiting: Sequence[RequestView], limits: Limits) -> StepPlan:
     """Plan one step.
 

@@ -17,12 +17,14 @@ from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mcore_inference._fields import as_integer, as_number
+from mcore_inference._stability import experimental_api
 from mcore_inference.server._errors import ApiError
 from mcore_inference.server._request_ids import HEADER, request_id_of
 
 _MAX_SECONDS = 86_400.0
 
 
+@experimental_api
 @dataclass(frozen=True, kw_only=True)
 class ConnectionLimits:
     """How long and how often clients may hold a connection.

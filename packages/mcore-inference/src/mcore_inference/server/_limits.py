@@ -5,9 +5,11 @@
 from dataclasses import dataclass, field
 
 from mcore_inference._fields import as_integer, as_number
+from mcore_inference._stability import experimental_api
 from mcore_inference.server._connection import ConnectionLimits
 
 
+@experimental_api
 @dataclass(frozen=True, kw_only=True)
 class ServerLimits:
     """Limits on bodies, the queue, the engine and connections.

@@ -5,10 +5,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from mcore_inference._stability import experimental_api
 from mcore_inference.engine import EngineHealth, RequestStream
 from mcore_inference.sampling import SamplingParams
 
 
+@experimental_api
 class Runner(Protocol):
     """One engine in its thread (``EngineRunner``), or the engines of a coordinator (``CoordinatedRunner``)."""
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import uvicorn
 
 from mcore_inference._fields import is_loopback
+from mcore_inference._stability import experimental_api
 from mcore_inference.engine import DynamicInferenceEngine, EngineRunner
 from mcore_inference.requests import EngineDeadError, PortInUseError
 from mcore_inference.server._app import Routes
@@ -30,6 +31,7 @@ _LAST_ANSWERS_S = 2.0
 """That clients get to take the errors of requests that were cut off."""
 
 
+@experimental_api
 class InferenceServer:
     """A server that runs until ``close``; also a context manager.
 
@@ -129,6 +131,7 @@ class InferenceServer:
         self.close()
 
 
+@experimental_api
 def serve(
     engine: DynamicInferenceEngine,
     tokenizer: Tokenizer | None = None,
@@ -174,6 +177,7 @@ def serve(
     return serve_runner(run, tokenizer, host=host, port=port, token=token, model_name=model_name, limits=limits)
 
 
+@experimental_api
 def serve_runner(
     run: Callable[[], Runner],
     tokenizer: Tokenizer,

@@ -7,9 +7,12 @@ import threading
 from types import FrameType
 from typing import Any
 
+from mcore_inference._stability import experimental_api
+
 _STOPPING = (signal.SIGTERM, signal.SIGINT)
 
 
+@experimental_api
 class StopSignals:
     """A context manager that counts the signals that ask the process to end, and restores what handled them before.
 

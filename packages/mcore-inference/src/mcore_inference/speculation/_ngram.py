@@ -34,6 +34,7 @@ class NgramSpeculation:
         as_integer("min_ngram", self.min_ngram, 1, self.max_ngram)
 
 
+@experimental_api
 class NgramDrafter:
     """The text of one request, and where each run of tokens stood last; a token costs a few look-ups whatever the length of the text.
 

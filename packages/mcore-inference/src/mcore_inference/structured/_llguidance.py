@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mcore_inference._stability import experimental_api
 from mcore_inference.requests import StructuredOutputError
 from mcore_inference.sampling import StructuredOutput
 from mcore_inference.text import JsonTokenizer, Tokenizer, VocabularyTokenizer
@@ -19,6 +20,7 @@ _MAX_MESSAGE = 300
 _JSON_OPTIONS = {"whitespace_pattern": " ?"}
 
 
+@experimental_api
 class GrammarMatcher:
     """The place of one output in its form.
 
@@ -73,6 +75,7 @@ class GrammarMatcher:
             raise StructuredOutputError(self._request_id, "structured_output needs text that no token of the vocabulary writes")
 
 
+@experimental_api
 class GrammarCompiler:
     """Compiles forms for one tokenizer; the last 64 are kept.
 

@@ -4,6 +4,7 @@
 
 from collections.abc import Sequence
 
+from mcore_inference._stability import experimental_api
 from mcore_inference.text._tokenizer import Tokenizer
 
 __all__ = ["TextStream"]
@@ -13,6 +14,7 @@ _BROKEN = "\ufffd"
 _MAX_BROKEN = 3
 
 
+@experimental_api
 class TextStream:
     """Turns tokens into text as they come.
 

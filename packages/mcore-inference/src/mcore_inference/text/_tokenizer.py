@@ -5,6 +5,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from mcore_inference._stability import experimental_api
+
 __all__ = [
     "BosTokenizer",
     "ChatTokenizer",
@@ -17,6 +19,7 @@ __all__ = [
 ]
 
 
+@experimental_api
 class Tokenizer(Protocol):
     """What the engine and the server need of a tokenizer; those of ``mcore_parallel.data`` conform.
 
@@ -42,6 +45,7 @@ class Tokenizer(Protocol):
         ...
 
 
+@experimental_api
 @runtime_checkable
 class BosTokenizer(Protocol):
     """A tokenizer with an id that begins a text."""
@@ -50,6 +54,7 @@ class BosTokenizer(Protocol):
     def bos(self) -> int | None: ...
 
 
+@experimental_api
 @runtime_checkable
 class StopTokenizer(Protocol):
     """A tokenizer with more than one id that ends an output, such as the end of a turn."""
@@ -58,6 +63,7 @@ class StopTokenizer(Protocol):
     def stop_token_ids(self) -> tuple[int, ...]: ...
 
 
+@experimental_api
 @runtime_checkable
 class VocabularyTokenizer(Protocol):
     """A tokenizer that knows the bytes of its tokens, as structured output needs them."""
@@ -67,6 +73,7 @@ class VocabularyTokenizer(Protocol):
         ...
 
 
+@experimental_api
 @runtime_checkable
 class JsonTokenizer(Protocol):
     """A tokenizer of the ``tokenizers`` library, from whose file structured output reads the bytes of its tokens."""
@@ -79,6 +86,7 @@ class JsonTokenizer(Protocol):
         ...
 
 
+@experimental_api
 @runtime_checkable
 class ChatTokenizer(Protocol):
     """A tokenizer with a way of its own to write a conversation."""
@@ -88,6 +96,7 @@ class ChatTokenizer(Protocol):
         ...
 
 
+@experimental_api
 class TransformersTokenizer:
     """A tokenizer of the transformers library as a ``Tokenizer`` and ``ChatTokenizer``.
 
@@ -135,6 +144,7 @@ class TransformersTokenizer:
         return self.tokenize(text)
 
 
+@experimental_api
 def chat_tokens(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
     """Ids of a conversation.
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mcore_moe._routing import Routing
+from mcore_moe._stability import experimental_api
 from mcore_moe.dispatch._local import LocalPicks, sort_picks, sum_rows
 from mcore_parallel import Group
 from mcore_parallel.backends import ends_of
@@ -18,6 +19,7 @@ from mcore_parallel.comm import all_gather, all_to_all, all_to_all_autograd
 # rank's experts, N experts of this rank, G ranks of the expert-parallel group, H ranks that share an expert. R = Q when H = 1.
 
 
+@experimental_api
 @dataclass(frozen=True)
 class Dispatched:
     """Rows for this rank's experts, in expert order, with what is needed to send the results back."""
@@ -41,6 +43,7 @@ class Dispatched:
     """This rank's rows in the order in which they were sent, when every expert gets as many as its capacity."""
 
 
+@experimental_api
 class MoEAlltoAllTokenDispatcher:
     """Sends each (token, expert) pick to the rank that holds the expert.
 

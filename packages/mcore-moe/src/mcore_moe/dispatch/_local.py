@@ -10,11 +10,13 @@ from torch import Tensor
 
 from mcore_moe._capacity import places_in_experts
 from mcore_moe._routing import Routing
+from mcore_moe._stability import experimental_api
 
 # T tokens, K experts a token, P = T * K picks, N experts, D model, C capacity of an expert.
 # R rows: P, one a pick, or with padding to capacity N * C.
 
 
+@experimental_api
 @dataclass(frozen=True)
 class LocalPicks:
     """Rows for this rank's experts, in expert order."""
@@ -33,6 +35,7 @@ class LocalPicks:
     """Whether ``order_R`` has rows that fill experts up."""
 
 
+@experimental_api
 class LocalTokenDispatcher:
     """For ranks that hold all experts: nothing is exchanged.
 

@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 
 from mcore_moe._routing import Routing
+from mcore_moe._stability import experimental_api
 from mcore_moe.dispatch._local import LocalPicks, sort_picks, sum_rows
 from mcore_parallel import ProcessGroups
 
 # T tokens, K experts a token, P = T * K picks, N experts of this rank, D model.
 
 
+@experimental_api
 class ReplicatedTokenDispatcher:
     """Selects this rank's picks of tokens that are equal on all tp ranks; the sum of ``combine`` over tp is the result.
 

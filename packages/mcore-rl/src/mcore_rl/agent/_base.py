@@ -6,6 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 
+from mcore_rl._stability import experimental_api
 from mcore_rl._types import EvaluationResponse, GenericGenerationArgs, TokenRollout
 from mcore_rl.inference import InferenceInterface
 
@@ -13,6 +14,7 @@ from mcore_rl.inference import InferenceInterface
 LATE = "the rollouts' time is over"
 
 
+@experimental_api
 class GroupedRolloutGenerator(ABC):
     """Produces groups of rollouts that answer the same problem."""
 
@@ -55,6 +57,7 @@ class GroupedRolloutGenerator(ABC):
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
+@experimental_api
 class EvaluationAgent(ABC):
     """Measures a model on problems of its own."""
 

@@ -7,6 +7,7 @@ import logging
 from abc import abstractmethod
 from dataclasses import dataclass
 
+from mcore_rl._stability import experimental_api
 from mcore_rl._types import (
     EvaluationResponse,
     GenericGenerationArgs,
@@ -22,6 +23,7 @@ from mcore_rl.inference import InferenceInterface
 _log = logging.getLogger(__name__)
 
 
+@experimental_api
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """A prompt and what is needed to judge an answer."""
@@ -32,6 +34,7 @@ class Problem:
     """The reference answer, for judges that compare."""
 
 
+@experimental_api
 class RewardOnlyAgent(GroupedRolloutGenerator, EvaluationAgent):
     """Single-turn tasks: a subclass hands out problems and rewards.
 

@@ -5,9 +5,11 @@
 import itertools
 from collections.abc import Sequence
 
+from mcore_rl._stability import experimental_api
 from mcore_rl.agent import Problem, RewardOnlyAgent
 
 
+@experimental_api
 class CharacterShare(RewardOnlyAgent):
     """The reward is the share of an answer's characters that are wanted; an empty answer earns 0.
 

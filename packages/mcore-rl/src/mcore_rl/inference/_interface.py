@@ -5,9 +5,11 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from mcore_rl._stability import experimental_api
 from mcore_rl._types import InferenceRequest, InferenceResponse
 
 
+@experimental_api
 class InferenceInterface(ABC):
     """Continues prompts; token ids in, token ids and log-probabilities out."""
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from mcore_rl._stability import experimental_api
 from mcore_rl._types import GenericGenerationArgs, InferenceRequest, InferenceResponse
 from mcore_rl.inference._interface import InferenceInterface
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from mcore_inference import DynamicInferenceEngine, DynamicInferenceRequestRecord, EngineRunner, SamplingParams
 
 
+@experimental_api
 class MegatronLocal(InferenceInterface):
     """Submits to a `DynamicInferenceEngine`, which steps in a thread of its own while anybody waits.
 
