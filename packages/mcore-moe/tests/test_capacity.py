@@ -175,8 +175,8 @@ def check_ranks(plan: ParallelPlan, variant: dict[str, Any], tokens: int) -> Non
 
 
 def check_variants(plan: ParallelPlan) -> None:
-    for variant, tokens in itertools.product(VARIANTS, (7, 1)):
-        check_ranks(plan, variant, tokens)
+    for variant, tokens, exchange in itertools.product(VARIANTS, (7, 1), ("alltoall", "allgather")):
+        check_ranks(plan, {**variant, "moe_token_dispatcher_type": exchange}, tokens)
 
 
 @pytest.mark.world(2)

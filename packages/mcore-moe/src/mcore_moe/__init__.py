@@ -17,10 +17,11 @@ from mcore_moe._layer import MoELayer, moe_feed_forward
 from mcore_moe._router import TopKRouter
 from mcore_moe._routing import Routing, choose_experts, topk_routing_with_score_function
 from mcore_moe._stability import deprecated, experimental_api, internal_api
-from mcore_moe.dispatch import MoEAlltoAllTokenDispatcher
+from mcore_moe.dispatch import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
 
 __all__ = [
     "GroupedMLP",
+    "MoEAllGatherTokenDispatcher",
     "MoEAlltoAllTokenDispatcher",
     "MoEConfig",
     "MoELayer",

@@ -80,6 +80,9 @@ class MoEConfig:
     """In training, multiply the router's input by uniform noise in 1 - eps..1 + eps."""
     moe_router_force_load_balancing: bool = False
     """Route at random, for benchmarks only."""
+    moe_token_dispatcher_type: str = "alltoall"
+    """How tokens travel to ranks with other experts: alltoall, each pick to its expert; allgather, all tokens to all ranks. Ranks that
+    hold all experts, or all tokens, exchange none."""
     moe_expert_capacity_factor: float | None = None
     """Most picks of a rank's tokens that an expert keeps, in even shares; the others add nothing. None, or a negative number, for no
     bound."""
@@ -182,6 +185,8 @@ class MoEConfig:
             raise ValueError(
                 "moe_router_enable_expert_bias=True needs moe_router_score_function='sigmoid' or 'sqrtsoftplus', found 'softmax'"
             )
+        if self.moe_token_dispatcher_type not in ("alltoall", "allgather"):
+            raise ValueError(f"moe_token_dispatcher_type={self.moe_token_dispatcher_type!r} must be alltoall or allgather")
         if self.moe_router_bias_update_rate < 0:
             raise ValueError(f"moe_router_bias_update_rate={self.moe_router_bias_update_rate} must not be negative; 0 freezes the bias")
         jitter = self.moe_input_jitter_eps

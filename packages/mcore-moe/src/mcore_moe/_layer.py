@@ -13,8 +13,13 @@ from mcore_moe._config import MoEConfig, check_experts
 from mcore_moe._experts import GroupedMLP
 from mcore_moe._router import TopKRouter
 from mcore_moe._stability import experimental_api
-from mcore_moe.dispatch import LocalTokenDispatcher, MoEAlltoAllTokenDispatcher, ReplicatedTokenDispatcher
-from mcore_parallel import ParallelPlan
+from mcore_moe.dispatch import (
+    LocalTokenDispatcher,
+    MoEAllGatherTokenDispatcher,
+    MoEAlltoAllTokenDispatcher,
+    ReplicatedTokenDispatcher,
+)
+from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.backends import special_products
 from mcore_parallel.comm import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
 from mcore_parallel.models import Aux, AuxSpec, FeedForwardBuilder, Site, TransformerConfig, dense_feed_forward
@@ -41,7 +46,7 @@ class MoELayer(nn.Module):
 
     Raises:
         ValueError: ep does not divide the experts, or etp their width; a backend that the experts cannot be computed by; experts
-            spread beyond the tp ranks that hold the same tokens.
+            spread beyond the tp ranks that hold the same tokens; ``pause`` with another exchange than all-to-all.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class MoELayer(nn.Module):
         pause: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()
+        _check_pause(config, pause)
         groups = site.groups
         self.layer = site.layer
         if (matmuls := special_products(site.layers)) is not None:
@@ -67,13 +73,7 @@ class MoELayer(nn.Module):
         self.router = TopKRouter(config, hidden_size, groups, layer=site.layer, bias=biased, dtype=dtype, device=device)
         # Ranks that hold the same tokens, and sum their parts of the result.
         self.replicas = self.router.replicas
-        self.dispatcher: Any
-        if self.replicas.size > 1:
-            self.dispatcher = ReplicatedTokenDispatcher(config.num_moe_experts, groups)
-        elif groups.ep.size == groups.expt_tp.size == 1:
-            self.dispatcher = LocalTokenDispatcher(config.num_moe_experts)
-        else:
-            self.dispatcher = MoEAlltoAllTokenDispatcher(config.num_moe_experts, groups.ep, groups.expt_tp, pause=pause)
+        self.dispatcher: Any = _dispatcher(config, groups, pause)
         activation = Activation(
             name=site.config.activation, offset=site.config.glu_linear_offset, clamp=site.config.activation_func_clamp_value
         )
@@ -122,14 +122,36 @@ class MoELayer(nn.Module):
         return y_TD if self.shared_expert_gate is None else self.shared_expert_gate(x_TD).sigmoid() * y_TD
 
 
+def _dispatcher(config: MoEConfig, groups: ProcessGroups, pause: Callable[[], None] | None) -> Any:
+    num_experts = config.num_moe_experts
+    if groups.tp.size > 1 and not groups.sequence_parallel:
+        return ReplicatedTokenDispatcher(num_experts, groups)
+    if groups.ep.size == groups.expt_tp.size == 1:
+        return LocalTokenDispatcher(num_experts)
+    if config.moe_token_dispatcher_type == "allgather":
+        return MoEAllGatherTokenDispatcher(num_experts, groups)
+    return MoEAlltoAllTokenDispatcher(num_experts, groups.ep, groups.expt_tp, pause=pause)
+
+
+def _check_pause(config: MoEConfig, pause: Callable[[], None] | None) -> None:
+    if pause is not None and config.moe_token_dispatcher_type != "alltoall":
+        raise ValueError(
+            f"pause overlaps all-to-alls, found moe_token_dispatcher_type={config.moe_token_dispatcher_type!r}; "
+            "set it to 'alltoall', or leave pause out"
+        )
+
+
 @experimental_api
 def moe_feed_forward(config: MoEConfig, *, pause: Callable[[], None] | None = None) -> FeedForwardBuilder:
     """A feed-forward builder for `GPTModel` that puts the mixture into every layer that ``moe_layer_freq`` names, a dense one elsewhere.
 
     With ``pause=overlap.pause`` the all-to-alls of one micro-batch hide behind the computation of another, in the pairs of
     ``combined_one_f_one_b``.
-    """
 
+    Raises:
+        ValueError: ``pause`` with ``moe_token_dispatcher_type="allgather"``.
+    """
+    _check_pause(config, pause)
     return _MixtureBuilder(config, pause)
 
 

@@ -2,8 +2,17 @@
 # Copyright (c) 2026 the mcore authors
 """Moving tokens to the ranks that hold their experts, and back."""
 
+from mcore_moe.dispatch._allgather import GatheredPicks, MoEAllGatherTokenDispatcher
 from mcore_moe.dispatch._alltoall import Dispatched, MoEAlltoAllTokenDispatcher
 from mcore_moe.dispatch._local import LocalPicks, LocalTokenDispatcher
 from mcore_moe.dispatch._replicated import ReplicatedTokenDispatcher
 
-__all__ = ["Dispatched", "LocalPicks", "LocalTokenDispatcher", "MoEAlltoAllTokenDispatcher", "ReplicatedTokenDispatcher"]
+__all__ = [
+    "Dispatched",
+    "GatheredPicks",
+    "LocalPicks",
+    "LocalTokenDispatcher",
+    "MoEAllGatherTokenDispatcher",
+    "MoEAlltoAllTokenDispatcher",
+    "ReplicatedTokenDispatcher",
+]

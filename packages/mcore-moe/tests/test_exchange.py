@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Each way of exchanging tokens against one rank, with ranks, experts and batches that are empty."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_moe import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher, MoEConfig, MoELayer, moe_feed_forward
+from mcore_parallel import ParallelPlan, ProcessGroups, named_shards
+from mcore_parallel.comm import all_reduce
+from mcore_parallel.models import Site, TransformerConfig
+from mcore_parallel.nn import Step
+
+D = 8
+F64 = torch.float64
+MODEL = TransformerConfig(
+    num_layers=1, hidden_size=D, num_attention_heads=2, vocab_size=16, ffn_hidden_size=6, activation="quick_geglu", add_bias_linear=True
+)
+MIXTURE = MoEConfig(
+    num_moe_experts=4,
+    moe_router_topk=2,
+    moe_router_load_balancing_type=("aux_loss", "seq_aux_loss", "global_aux_loss"),
+    moe_aux_loss_coeff=(0.1, 0.2, 0.3),
+    moe_z_loss_coeff=0.4,
+)
+
+
+def build(groups: ProcessGroups, mixture: MoEConfig) -> MoELayer:
+    layer = MoELayer(mixture, Site(layer=0, local_layer=0, config=MODEL, groups=groups), dtype=F64)
+    with torch.no_grad():
+        for shard in named_shards(layer):
+            values = torch.randn(shard.spec.shape, generator=torch.Generator().manual_seed(len(shard.name)), dtype=F64)
+            shard.parameter.copy_(0.5 * values[shard.spec.slices(groups)])
+    return layer
+
+
+def check(mixture: MoEConfig, groups: ProcessGroups, parts: list[Tensor], valid: list[Tensor] | None = None) -> None:
+    """Output, gradients of tokens and parameters, losses and counts of the ranks' parts are those of one rank with all of them."""
+    rank, losses = groups.world.rank, groups.tp_cp.size == groups.world.size
+    layer, alone = build(groups, mixture), build(ProcessGroups.single(), mixture)
+    mine, whole = parts[rank].clone().requires_grad_(), torch.cat(parts).requires_grad_()
+    # Under sequence parallelism a step speaks of the tokens of all tp ranks.
+    everything = torch.cat(valid) if valid else None
+    step = Step.causal(1, len(whole) if groups.tp.size > 1 else len(mine))
+    y, aux = layer(mine, dataclasses.replace(step, valid=everything))
+    expected, expected_aux = alone(whole, dataclasses.replace(Step.causal(1, len(whole)), valid=everything))
+    torch.testing.assert_close(y, expected.split([len(part) for part in parts])[rank], rtol=1e-10, atol=1e-12)
+    assert all_reduce(aux.counts[0], groups.world).tolist() == expected_aux.counts[0].tolist()
+    if losses:
+        for key, loss in expected_aux.losses.items():
+            torch.testing.assert_close(
+                all_reduce(aux.losses[key].value.detach(), groups.world), loss.value.detach(), rtol=1e-10, atol=1e-12
+            )
+    (y.square().sum() + (aux.total() if losses else 0)).backward()
+    (expected.square().sum() + (expected_aux.total() if losses else 0)).backward()
+    torch.testing.assert_close(mine.grad, whole.grad.split([len(part) for part in parts])[rank], rtol=1e-10, atol=1e-12)
+    serial = {shard.name: shard.parameter.grad for shard in named_shards(alone)}
+    for shard in named_shards(layer):
+        grad = all_reduce(shard.parameter.grad, groups.data(shard.spec.view))
+        for axis in shard.spec.partial:
+            grad = all_reduce(grad, groups.axis(shard.spec.view, axis))
+        torch.testing.assert_close(grad, serial[shard.name][shard.spec.slices(groups)], rtol=1e-10, atol=1e-12, msg=shard.name)
+
+
+def check_exchange(plan: ParallelPlan, exchange: str) -> None:
+    groups = ProcessGroups.build(plan)
+    mixture = dataclasses.replace(MIXTURE, moe_token_dispatcher_type=exchange)
+    kind = {"alltoall": MoEAlltoAllTokenDispatcher, "allgather": MoEAllGatherTokenDispatcher}[exchange]
+    assert type(build(groups, mixture).dispatcher) is kind
+    ranks = groups.world.size
+    x = torch.randn(ranks, 6, D, generator=torch.Generator().manual_seed(1), dtype=F64)
+    check(mixture, groups, list(x))
+    # All tokens alike: two experts get everything, two nothing.
+    check(mixture, groups, list(x[0, :1].expand(ranks, 6, D)))
+    check(mixture, groups, list(x[:, :1]))
+    check(mixture, groups, list(x[:, :0]))
+    if groups.tp.size > 1:
+        valid = torch.arange(6 * ranks).view(ranks, 6) % 3 != 1
+        valid[0] = False
+        check(mixture, groups, list(x), list(valid))
+    else:
+        # Ranks of dp may hold different numbers of tokens.
+        check(mixture, groups, [part[: 2 * rank] for rank, part in enumerate(x)])
+        check(mixture, groups, [part[: rank == 0] for rank, part in enumerate(x)])
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("exchange", ["allgather", "alltoall"])
+@pytest.mark.parametrize("plan", [ParallelPlan(tp=2, ep=2), ParallelPlan(dp=2, ep=2), ParallelPlan(dp=2, etp=2)], ids=["tp", "dp", "etp"])
+def test_two_ranks_equal_one(world, plan: ParallelPlan, exchange: str) -> None:
+    world(check_exchange, plan=plan, exchange=exchange)
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ParallelPlan(dp=4, ep=4),
+        ParallelPlan(dp=4, ep=2),
+        ParallelPlan(tp=4, ep=2, etp=2),
+        ParallelPlan(dp=4, ep=2, etp=2),
+    ],
+    ids=["ep4", "dp4-ep2", "tp4-ep2-etp2", "dp4-ep2-etp2"],
+)
+def test_four_ranks_equal_one(world, plan: ParallelPlan) -> None:
+    world(check_exchange, plan=plan, exchange="allgather")
+
+
+def check_bits(plan: ParallelPlan) -> None:
+    """A second run gives the same bits."""
+    groups = ProcessGroups.build(plan)
+    x = torch.randn(5, D, generator=torch.Generator().manual_seed(groups.world.rank))
+    for exchange in ("allgather", "alltoall"):
+        layer = build(groups, dataclasses.replace(MIXTURE, moe_token_dispatcher_type=exchange)).float()
+        one, two = (layer(x, Step.causal(1, 5))[0] for _ in range(2))
+        assert torch.equal(one, two)
+
+
+@pytest.mark.world(2)
+def test_the_same_bits_twice(world) -> None:
+    world(check_bits, plan=ParallelPlan(dp=2, ep=2))
+
+
+def test_what_cannot_be_is_named() -> None:
+    with pytest.raises(ValueError, match="moe_token_dispatcher_type='flex' must be alltoall or allgather"):
+        MoEConfig(num_moe_experts=4, moe_token_dispatcher_type="flex")
+    mixture = dataclasses.replace(MIXTURE, moe_token_dispatcher_type="allgather")
+    with pytest.raises(ValueError, match="pause overlaps all-to-alls, found moe_token_dispatcher_type='allgather'; set it to 'alltoall'"):
+        moe_feed_forward(mixture, pause=lambda: None)
