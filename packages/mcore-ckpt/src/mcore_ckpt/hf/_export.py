@@ -4,8 +4,6 @@
 
 import json
 import os
-import secrets
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,9 +15,10 @@ from torch import Tensor
 
 from mcore_ckpt._core import as_sharded, check_files, read_manifest, read_tensor
 from mcore_ckpt._errors import CheckpointingException, list_names
-from mcore_ckpt._storage import WatchedFolder, dtype_code, open_folder, sync_folder, write_file, write_safetensors
+from mcore_ckpt._storage import WatchedFolder, dtype_code, open_folder, write_file, write_safetensors
 from mcore_ckpt.chunks import Box
 from mcore_ckpt.hf._config import complete, family_named, measure, to_hf_config
+from mcore_ckpt.hf._draft import drafted_folder
 from mcore_ckpt.hf._rules import sites as sites_of
 from mcore_ckpt.hf._rules import split
 from mcore_ckpt.hf._tokenizer import put_tokenizer
@@ -36,6 +35,7 @@ def export_hf(
     max_shard_bytes: int = 4 * 2**30,
     dtype: torch.dtype | None = None,
     hf_config: Mapping[str, Any] | None = None,
+    tokenizer: str | Path | None = None,
 ) -> None:
     """Write a folder that ``from_pretrained`` of the family's class in transformers loads. Not collective: call it on one rank.
 
@@ -50,12 +50,18 @@ def export_hf(
         max_shard_bytes: data a file holds before the next is begun; a larger tensor gets a file of its own.
         dtype: convert to this; None to keep.
         hf_config: further entries of config.json, for instance max_position_embeddings or token ids; they win.
+        tokenizer: a checkpoint whose tokenizer's files come along, beside the weights.
 
     Raises:
         CheckpointingException: missing, unexpected or misshapen tensors, by name.
         ValueError: an unknown family, a config it cannot express, or a folder with content.
     """
-    _write(tensors, directory, _Form(family, config, max_shard_bytes, dtype, hf_config))
+    more = _nothing if tokenizer is None else partial(put_tokenizer, tokenizer, read_manifest(tokenizer))
+    _write(tensors, directory, _Form(family, config, max_shard_bytes, dtype, hf_config), more)
+
+
+def _nothing(folder: Path) -> None:
+    """Of a folder without more."""
 
 
 @dataclass(frozen=True)
@@ -73,20 +79,14 @@ def _write(
     tensors: Mapping[str, Any] | Iterable[tuple[str, Any]],
     directory: str | Path,
     form: _Form,
-    put_more: Callable[[Path], None] = lambda folder: None,
+    put_more: Callable[[Path], None],
 ) -> None:
     """`export_hf`; ``put_more`` may add to the folder before it gets its name."""
     family, config, dtype = form.family, form.config, form.dtype
     described = family_named(family)
     full = complete(config, described)
     sites = {site.name: site for site in sites_of(described.rules, measure(full), full)}
-    target = Path(directory)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"{target} exists and is not an empty folder; choose another or remove it")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    draft = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
-    draft.mkdir()
-    try:
+    with drafted_folder(directory) as draft:
         shards = _Shards(draft, form.max_shard_bytes)
         seen: set[str] = set()
         unexpected: set[str] = set()
@@ -113,12 +113,6 @@ def _write(
         text = {**to_hf_config(full, described, str(shards.dtype).removeprefix("torch.")), **(form.hf_config or {})}
         write_file(draft / "config.json", [json.dumps(text, indent=2).encode()])
         put_more(draft)
-        sync_folder(draft)
-        os.replace(draft, target)
-        sync_folder(target.parent)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
 
 
 def export_checkpoint_hf(
