@@ -35,7 +35,7 @@ class CatalogueEdit:
         new: the same after the edit.
         expect: what the edit asks for, a key of ``EXPECTATIONS``.
         reason: why.
-        found: breaking findings that must be reported, and no others; for an addition, some of the findings.
+        findings: breaking findings that must be reported, and no others; for an addition, some of the findings.
         old_files: further files of the old package.
         new_files: further files of the new package.
         old_version: version of the last release.
@@ -51,7 +51,7 @@ class CatalogueEdit:
     new: str
     expect: str
     reason: str
-    found: Sequence[str] = ()
+    findings: Sequence[str] = ()
     old_files: Mapping[str, str] = field(default_factory=dict)
     new_files: Mapping[str, str] = field(default_factory=dict)
     old_version: str = "0.1.0"
@@ -157,7 +157,7 @@ def disagreement(edit: CatalogueEdit, findings: Sequence[Finding]) -> str:
         return "expects an exempt finding, there is none"
     shown_for = [finding for finding in findings if finding.exempt] if edit.expect == "exempt" else counted
     relevant = {f"{finding.kind} {finding.path}" for finding in shown_for if finding.bump >= min(asked, Bump.BREAK)}
-    wanted = set(edit.found)
+    wanted = set(edit.findings)
     if wanted and not (wanted <= relevant if asked is Bump.ADDITION else wanted == relevant):
         return f"expects {', '.join(sorted(wanted))}; the gate reports {', '.join(sorted(relevant)) or 'nothing'}"
     return ""

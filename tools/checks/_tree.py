@@ -54,11 +54,11 @@ class Wheel:
 
 def wheels(root: Path = ROOT) -> dict[str, Wheel]:
     """The wheels by name, in alphabetical order."""
-    found = {}
+    by_name = {}
     for path in sorted(root.glob("packages/*/pyproject.toml")):
         wheel = Wheel(folder=path.parent, project=tomllib.loads(path.read_text())["project"])
-        found[wheel.name] = wheel
-    return found
+        by_name[wheel.name] = wheel
+    return by_name
 
 
 def distributions(root: Path = ROOT) -> dict[str, Wheel]:

@@ -55,11 +55,11 @@ def parse(codeowners: str) -> list[Area]:
 
 def area_of(path: str, areas: Iterable[Area]) -> Area | None:
     """The area that decides about a path: the last that covers it, as on GitHub."""
-    found = None
+    last = None
     for area in areas:
         if area.covers(path):
-            found = area
-    return found
+            last = area
+    return last
 
 
 def missing(

@@ -82,20 +82,20 @@ def _absolute_names(node: ast.AST) -> list[str]:
 
 def reached(package: Path, roots: Iterable[Path]) -> set[Path]:
     """Files that run when one of ``roots`` is imported, following what they import of their own package."""
-    found: set[Path] = set()
+    modules: set[Path] = set()
     todo = [package / "__init__.py", *roots]
     while todo:
         path = todo.pop()
-        if path in found or not path.is_file():
+        if path in modules or not path.is_file():
             continue
-        found.add(path)
+        modules.add(path)
         for node in _run_at_import(ast.parse(path.read_text(encoding="utf-8")).body):
             for dotted in _own_names(node, path, package):
                 parts = dotted.split(".")
                 for length in range(len(parts) + 1):
                     base = package.joinpath(*parts[:length])
                     todo += [base / "__init__.py", base.with_suffix(".py")]
-    return found
+    return modules
 
 
 def _own_names(node: ast.stmt, path: Path, package: Path) -> list[str]:

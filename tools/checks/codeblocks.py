@@ -38,7 +38,7 @@ def blocks(text: str) -> list[Block]:
     Raises:
         ValueError: a block that is not closed.
     """
-    found: list[Block] = []
+    closed: list[Block] = []
     opened: re.Match[str] | None = None
     start, comment, inside = 0, "", []
     for number, line in enumerate(text.splitlines(), 1):
@@ -50,13 +50,13 @@ def blocks(text: str) -> list[Block]:
             continue
         if line.strip() == opened["fence"]:
             if opened["language"] in {"python", "py"}:
-                found.append(Block(line=start, lines=tuple(inside), skip=comment == SKIP))
+                closed.append(Block(line=start, lines=tuple(inside), skip=comment == SKIP))
             opened, comment = None, ""
         else:
             inside.append(line.removeprefix(opened["indent"]))
     if opened is not None:
         raise ValueError(f"the block opened in line {start - 1} is never closed; end it with {opened['fence']}")
-    return found
+    return closed
 
 
 def script(parts: list[Block]) -> str:
@@ -71,18 +71,18 @@ def script(parts: list[Block]) -> str:
 def check_page(path: Path, *, first_only: bool = False) -> tuple[float, list[str]]:
     """Compile every block of a page and run those that are not skipped; (seconds, problems)."""
     try:
-        found = blocks(path.read_text(encoding="utf-8"))
+        written = blocks(path.read_text(encoding="utf-8"))
     except ValueError as error:
         return 0.0, [f"{path}: {error}"]
     problems = []
-    if first_only and not found:
+    if first_only and not written:
         return 0.0, [f"{path}: there is no python block; show how the wheel is used"]
-    for block in found:
+    for block in written:
         try:
             compile(script([block]), str(path), "exec")
         except SyntaxError as error:
             problems.append(f"{path}:{error.lineno}: {error.msg}")
-    wanted = [block for block in found if not block.skip]
+    wanted = [block for block in written if not block.skip]
     if first_only:
         wanted = wanted[:1]
     if problems or not wanted:
@@ -106,8 +106,8 @@ def check_page(path: Path, *, first_only: bool = False) -> tuple[float, list[str
         except subprocess.TimeoutExpired:
             return FILE_BUDGET_S, [f"{path}: took longer than its {FILE_BUDGET_S:.0f} s"]
         if done.returncode:
-            told = (done.stdout[-2000:] + done.stderr[-4000:]).replace(str(program), str(path))
-            problems.append(f"{path}: a block failed (exit {done.returncode})\n{told}")
+            output = (done.stdout[-2000:] + done.stderr[-4000:]).replace(str(program), str(path))
+            problems.append(f"{path}: a block failed (exit {done.returncode})\n{output}")
     return time.perf_counter() - start, problems
 
 

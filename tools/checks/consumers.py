@@ -69,14 +69,14 @@ def _git(*arguments: str) -> bytes:
 def releases(tree: dict[str, Wheel], *, count: int = 2) -> list[Release]:
     """The last releases of each wheel whose tags are ancestors of this commit."""
     tags = _git("tag", "--merged", "HEAD").decode().split()
-    found = []
+    published = []
     for name in tree:
         for tag in newest_tags(name, tags, count):
             project = tomllib.loads(_git("show", f"{tag}:packages/{name}/pyproject.toml").decode())["project"]
             dependencies = tuple(Requirement(text) for text in project.get("dependencies", []))
             extras = tuple(sorted(set(project.get("optional-dependencies", {})) - GPU_EXTRAS))
-            found.append(Release(wheel=name, version=Version(project["version"]), tag=tag, dependencies=dependencies, extras=extras))
-    return found
+            published.append(Release(wheel=name, version=Version(project["version"]), tag=tag, dependencies=dependencies, extras=extras))
+    return published
 
 
 def changed_wheels(tree: dict[str, Wheel], last: Mapping[str, str]) -> set[str]:
@@ -94,20 +94,20 @@ def changed_wheels(tree: dict[str, Wheel], last: Mapping[str, str]) -> set[str]:
     return changed
 
 
-def concerned(found: Sequence[Release], changed: set[str], only: Sequence[str] = ()) -> list[Release]:
+def concerned(published: Sequence[Release], changed: set[str], only: Sequence[str] = ()) -> list[Release]:
     """Releases that a change can reach: they depend on a changed wheel, directly or through another release's wheel.
 
     Args:
-        found: the releases.
+        published: the releases.
         changed: names of changed wheels.
         only: wheels that are wanted; all of them if empty.
     """
     reached = set(changed)
-    for _ in found:
-        reached |= {release.wheel for release in found if any(requirement.name in reached for requirement in release.dependencies)}
+    for _ in published:
+        reached |= {release.wheel for release in published if any(requirement.name in reached for requirement in release.dependencies)}
     return [
         release
-        for release in found
+        for release in published
         if any(requirement.name in reached for requirement in release.dependencies) and (not only or release.wheel in only)
     ]
 
@@ -191,13 +191,13 @@ def main() -> int:
     tree = wheels()
     if unknown := {*arguments.wheel, *(arguments.changed or ())} - set(tree):
         parser.error(f"no wheel {', '.join(sorted(unknown))}; the wheels are {', '.join(tree)}")
-    found = releases(tree, count=arguments.releases)
-    if not found:
+    published = releases(tree, count=arguments.releases)
+    if not published:
         print("consumers: notice: no wheel has been released yet, so nobody's tests can be run against this tree")
         return 0
-    last = {release.wheel: release.tag for release in reversed(found)}
+    last = {release.wheel: release.tag for release in reversed(published)}
     changed = set(arguments.changed) if arguments.changed else changed_wheels(tree, last)
-    chosen = concerned(found, changed, arguments.wheel)
+    chosen = concerned(published, changed, arguments.wheel)
     print(
         f"consumers: changed: {', '.join(sorted(changed)) or 'nothing'}; run: {', '.join(release.tag for release in chosen) or 'nothing'}"
     )

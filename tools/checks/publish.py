@@ -32,11 +32,11 @@ def digest(path: Path) -> str:
 
 def needed(wheel: str, tree: dict[str, Wheel]) -> list[str]:
     """The wheel and the siblings that it depends on, directly or not; siblings first."""
-    found: list[str] = []
+    names: list[str] = []
     for requirement in tree[wheel].dependencies:
         if requirement.name in tree:
-            found += [name for name in needed(requirement.name, tree) if name not in found]
-    return [*found, wheel]
+            names += [sibling for sibling in needed(requirement.name, tree) if sibling not in names]
+    return [*names, wheel]
 
 
 def dependents(wheel: str, tree: dict[str, Wheel]) -> list[str]:

@@ -46,7 +46,7 @@ def sections(changelog: str) -> list[Section]:
     Raises:
         ValueError: a second-level heading that is neither `Unreleased` nor `X.Y.Z (YYYY-MM-DD)`.
     """
-    found: list[Section] = []
+    sections: list[Section] = []
     version: Version | None = None
     lines: list[str] | None = None
     for line in changelog.splitlines():
@@ -58,11 +58,11 @@ def sections(changelog: str) -> list[Section]:
         if match is None:
             raise ValueError(f"changelog heading {line!r} is neither '## Unreleased' nor '## X.Y.Z (YYYY-MM-DD)'")
         if lines is not None:
-            found.append(Section(version=version, text="\n".join(lines).strip()))
+            sections.append(Section(version=version, text="\n".join(lines).strip()))
         version, lines = (Version(match["version"]) if match["version"] else None), []
     if lines is not None:
-        found.append(Section(version=version, text="\n".join(lines).strip()))
-    return found
+        sections.append(Section(version=version, text="\n".join(lines).strip()))
+    return sections
 
 
 def release_notes(tag: str, tree: dict[str, Wheel]) -> tuple[Wheel, str]:
@@ -107,11 +107,11 @@ def branches_with(tag: str, repository: Path = ROOT) -> list[str]:
     except subprocess.CalledProcessError as error:
         raise ValueError(f"tag {tag!r} is not in this clone; fetch tags, or make it on the commit to release") from error
     short = [name.removeprefix("refs/heads/").removeprefix("refs/remotes/origin/") for name in names]
-    found = sorted({name for name in short if name in ("main", "release") or name.startswith("release/")})
-    if not found:
+    branches = sorted({name for name in short if name in ("main", "release") or name.startswith("release/")})
+    if not branches:
         where = ", ".join(sorted(set(short))) or "no branch"
         raise ValueError(f"tag {tag!r} lies on {where}; release from main or a release branch")
-    return found
+    return branches
 
 
 def main() -> int:

@@ -62,7 +62,7 @@ def _counts_for_megatron(breakage: griffe.Breakage, new: griffe.Module) -> bool:
 
 
 def _griffe(edits: Sequence[CatalogueEdit], counts: Callable[[griffe.Breakage, griffe.Module], bool]) -> set[str]:
-    found = set()
+    caught = set()
     with tempfile.TemporaryDirectory() as folder:
         loaded = [griffe.load("catalogue", search_paths=[root], allow_inspection=False) for root in write_trees(edits, Path(folder))]
         old, new = (tree for tree in loaded if isinstance(tree, griffe.Module))
@@ -75,19 +75,19 @@ def _griffe(edits: Sequence[CatalogueEdit], counts: Callable[[griffe.Breakage, g
             except griffe.AliasResolutionError:
                 pass
             if any(counts(breakage, new) for breakage in breakages):
-                found.add(edit.name)
-    return found
+                caught.add(edit.name)
+    return caught
 
 
 def opentelemetry(edits: Sequence[CatalogueEdit]) -> set[str]:
     """Edits whose diff adds a public symbol; the script asks for a review of those and looks at nothing else."""
-    found = set()
+    caught = set()
     for edit in edits:
         files = {"__init__.py": (edit.old, edit.new)}
         files |= {name: (edit.old_files.get(name, ""), text) for name, text in edit.new_files.items()}
         if any(_SYMBOL.match(line) for old, new in files.values() for line in ndiff(old.splitlines(), new.splitlines())):
-            found.add(edit.name)
-    return found
+            caught.add(edit.name)
+    return caught
 
 
 GATES: Mapping[str, Callable[[Sequence[CatalogueEdit]], set[str]]] = {

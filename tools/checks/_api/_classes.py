@@ -82,8 +82,8 @@ def compare_class(path: str, old: griffe.Class, new: griffe.Class, before: Surfa
         yield Finding(kind=wanted, path=f"{path}.{name}", text=f"implementations must now define {name}")
     bases_was, bases_now = set(direct_bases(old)), set(direct_bases(new))
     fields_was, fields_now = _fields(old), _fields(new)
-    kept = [name for name in fields_was if name in fields_now]
-    if any(base.rpartition(".")[2] == "NamedTuple" for base in bases_was) and fields_now[: len(kept)] != kept:
+    still_there = [name for name in fields_was if name in fields_now]
+    if any(base.rpartition(".")[2] == "NamedTuple" for base in bases_was) and fields_now[: len(still_there)] != still_there:
         yield Finding(kind="fields_reordered", path=path, text=f"{fields_was} became {fields_now}")
     elif any(base.rpartition(".")[2] == "NamedTuple" for base in bases_was) and len(fields_now) != len(fields_was):
         yield Finding(kind="trait_lost", path=f"{path}[length]", text=f"unpacking gives {len(fields_now)} values, not {len(fields_was)}")

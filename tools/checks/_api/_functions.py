@@ -56,8 +56,8 @@ def aligned(old: griffe.Function, new: griffe.Function) -> griffe.Function:
         pair = [next((p.name for p in function.parameters if p.kind is kind), None) for function in (old, new)]
         if pair[0] is not None and pair[1] is not None:
             names[pair[1]] = pair[0]
-    kept = [p.name for p in new.parameters if p.name not in names]
-    if all(new_name == old_name for new_name, old_name in names.items()) or set(kept) & set(names.values()):
+    unmoved = [p.name for p in new.parameters if p.name not in names]
+    if all(new_name == old_name for new_name, old_name in names.items()) or set(unmoved) & set(names.values()):
         return new
     copy = griffe.Function(
         new.name, lineno=new.lineno, endlineno=new.endlineno, returns=new.returns, decorators=new.decorators, parent=new.parent
@@ -95,8 +95,8 @@ def compare_parameters(path: str, old: griffe.Function, new: griffe.Function, be
         yield Finding(kind=kind, path=f"{path}({parameter.name})", text=_difference(breakage.old_value, breakage.new_value))
     order = [p.name for p in old.parameters if p.kind in _POSITIONAL]
     order_now = [p.name for p in new.parameters if p.kind in _POSITIONAL]
-    kept = [name for name in order if name in order_now]
-    if kept != order_now[: len(kept)] and not any(
+    still_there = [name for name in order if name in order_now]
+    if still_there != order_now[: len(still_there)] and not any(
         p.required for p in new.parameters if p.name not in old.parameters and p.kind in _POSITIONAL
     ):
         yield Finding(kind="parameter_reordered", path=path, text=f"({', '.join(order)}) became ({', '.join(order_now)})")

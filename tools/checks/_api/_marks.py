@@ -85,6 +85,6 @@ def _deprecation(source: str) -> Deprecation:
     call = ast.parse(source.strip().removeprefix("@"), mode="eval").body
     if not isinstance(call, ast.Call):
         return Deprecation()
-    given = dict(zip(_CLOCK, call.args, strict=False)) | {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
-    plain = {name: node.value for name, node in given.items() if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    arguments = dict(zip(_CLOCK, call.args, strict=False)) | {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+    plain = {name: node.value for name, node in arguments.items() if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return Deprecation(**{name: plain.get(name) for name in _CLOCK})
