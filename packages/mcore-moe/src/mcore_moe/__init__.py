@@ -17,6 +17,7 @@ from mcore_moe._layer import MoELayer, moe_feed_forward
 from mcore_moe._router import TopKRouter
 from mcore_moe._routing import Routing, choose_experts, topk_routing_with_score_function
 from mcore_moe._stability import deprecated, experimental_api, internal_api
+from mcore_moe._upcycle import upcycle_state_dict
 from mcore_moe.dispatch import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
 
 __all__ = [
@@ -42,5 +43,6 @@ __all__ = [
     "sinkhorn",
     "switch_load_balancing_loss_func",
     "topk_routing_with_score_function",
+    "upcycle_state_dict",
     "z_loss_func",
 ]
