@@ -2,11 +2,14 @@
 # Copyright (c) 2026 the mcore authors
 """What benches make of what they measured."""
 
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tools.bench import moe
 from tools.bench.dense_step import DenseRun
 from tools.bench.loss_curve import compared, over_draws
 from tools.bench.picture import Bar, colors, comparisons, draw
@@ -101,3 +104,17 @@ def test_runs_name_the_output_layer() -> None:
     assert fp8 is not None and fp8.output_layer
     plain = DenseRun.parse("tiny:fp8=tensorwise").fp8
     assert plain is not None and not plain.output_layer
+
+
+@pytest.mark.filterwarnings("ignore:moe_router_force_load_balancing")
+def test_the_layer_of_experts_is_timed_beside_its_gemms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sizes = {"tokens": 64, "hidden": 16, "ffn": 8, "experts": 4, "topk": 2}
+    words = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+    monkeypatch.setattr(sys, "argv", ["moe", "--output", str(tmp_path / "moe.json"), "--repeats", "1", *words])
+    moe.main()
+    results = json.loads((tmp_path / "moe.json").read_text())
+    assert results["work"] == sizes and len(results["rows"]) == 8
+    for row in results["rows"]:
+        operations = 6 * 64 * 2 * 16 * 8 * (1 if row["part"] == "forward" else 3)
+        assert row["tflops"] == pytest.approx(operations / row["ms"] / 1e9, abs=0.01)
+        assert row["ratio"] == 1.0 or row["work"] != "dense GEMMs"
