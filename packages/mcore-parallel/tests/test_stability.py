@@ -14,7 +14,7 @@ from functools import cache, cached_property, partial, partialmethod
 from pathlib import Path
 from time import process_time
 from timeit import repeat
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import pytest
 
@@ -346,6 +346,19 @@ def test_protocols_and_enumerations_carry_the_metadata():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert Colour(1) is Colour.RED
+
+
+def test_what_satisfies_a_protocol_does_so_after_it_is_marked():
+    @experimental_api
+    @runtime_checkable
+    class Shape(Protocol):
+        def area(self) -> float: ...
+
+    class Square:
+        def area(self) -> float:
+            return 1.0
+
+    assert isinstance(Square(), Shape) and not isinstance(1, Shape)
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,9 @@ def deprecated(version: str, removal_version: str, alternative: str | None = Non
 
 def _label(obj: T, level: str) -> T:
     target: Any = obj.fget if isinstance(obj, property) else obj
-    target.__mcore_stability__ = level
+    # Before Python 3.12 whatever a protocol carries is a member that implementations must have.
+    if sys.version_info >= (3, 12) or not getattr(target, "_is_protocol", False):
+        target.__mcore_stability__ = level
     return obj
 
 
