@@ -42,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=8000, help="0 for a free one (default: 8000)")
     parser.add_argument("--drain-seconds", type=float, default=30.0, help="that open requests get to end at a signal (default: 30)")
     parser.add_argument("--max-waiting", type=int, default=512, help="requests in the queue, then clients are sent away (default: 512)")
+    parser.add_argument(
+        "--tool-call-parser", choices=("hermes", "llama3_json", "mistral"), help="how the model writes calls of tools (default: no tools)"
+    )
     parser.add_argument("--token-file", type=Path, help="file with the secret that clients must send")
     parser.add_argument("--data-parallel", type=int, default=1, help="engines, each in a process with a GPU of its own (default: 1)")
     parser.add_argument("--join", metavar="ADDRESS", help="work for the coordinator at tcp://host:port instead of serving HTTP")
@@ -83,6 +86,7 @@ def _serve(engine: DynamicInferenceEngine, options: argparse.Namespace, token: s
             token=token,
             model_name=Path(options.checkpoint).name,
             limits=_limits(options),
+            tool_call_parser=options.tool_call_parser,
         )
         return _wait(server, signals, options)
 
@@ -113,6 +117,7 @@ def _serve_replicas(options: argparse.Namespace, token: str | None) -> int:
             token=token,
             model_name=Path(options.checkpoint).name,
             limits=_limits(options),
+            tool_call_parser=options.tool_call_parser,
         )
         return _wait(server, signals, options)
 

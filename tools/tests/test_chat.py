@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mcore_inference import JsonTokenizer, ToolChatTokenizer, chat_tokens
 from mcore_parallel.data import train_bpe
 from mcore_tools.chat import TEMPLATES, TemplateError, TemplateTokenizer, find_template
 
@@ -89,6 +90,20 @@ def test_the_answers_and_the_ends_of_their_turns_are_learnt(folder: Path, templa
     # An answer follows what a server gives the model.
     given = tokenizer.apply_chat_template(CHAT[:1], add_generation_prompt=True)
     assert tokenizer.chat_turns(CHAT)[0].header == given
+
+
+def test_tools_calls_and_results_are_written_by_the_template(folder: Path) -> None:
+    template = (
+        "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.role + ':' + m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %}{{ '\\n' }}{% endfor %}"
+    )
+    tokenizer = TemplateTokenizer(folder, template)
+    assert isinstance(tokenizer, ToolChatTokenizer) and isinstance(tokenizer, JsonTokenizer)
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"one": 1}}}
+    messages = [*CHAT[:1], {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "two"}]
+    written = 'user:one and one?\nassistant:add({"one": 1})\ntool:two\n'
+    assert tokenizer.detokenize(chat_tokens(tokenizer, messages)) == written
+    assert tokenizer.detokenize(chat_tokens(tokenizer, messages, tools=[{"name": "add"}])) == '[{"name": "add"}]' + written
 
 
 def test_a_template_that_is_not_prefix_stable_is_refused(folder: Path) -> None:

@@ -155,6 +155,7 @@ def test_what_cannot_be_served_is_named(saved_run: tuple[RunConfig, Path], tmp_p
         ([str(tmp_path / "none"), "--prompt", "a"], "is not a checkpoint"),
         ([str(folder), "--host", "0.0.0.0"], "give a token"),
         ([str(folder), "--prompt", "what a " * 40], "48"),
+        ([str(folder), "--port", "0", "--tool-call-parser", "hermes"], "no chat template that writes tools"),
     ):
         assert main(arguments) == 1, arguments
         assert words in capsys.readouterr().err

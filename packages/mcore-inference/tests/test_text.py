@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from mcore_inference import BosTokenizer, ChatTokenizer, TextStream, TransformersTokenizer, chat_tokens
+from mcore_inference import BosTokenizer, ChatTokenizer, TextStream, ToolChatTokenizer, TransformersTokenizer, chat_tokens
 from mcore_parallel.data import ByteTokenizer
 
 BYTES = ByteTokenizer()
@@ -104,9 +104,12 @@ class TransformersLike:
     def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
         return bytes(i for i in ids if i > 4 or not skip_special_tokens).decode(errors="replace")
 
-    def apply_chat_template(self, messages: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool) -> str:
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool, tools: list[dict[str, str]] | None = None
+    ) -> str:
         assert not tokenize and add_generation_prompt
-        return "".join(f"[{message['role']}]{message['content']}" for message in messages)
+        written = "".join(f"[{message['role']}]{message['content']}{message.get('tool_calls', '')}" for message in messages)
+        return written if tools is None else f"{tools}{written}"
 
 
 def test_a_transformers_tokenizer_is_wrapped() -> None:
@@ -117,5 +120,18 @@ def test_a_transformers_tokenizer_is_wrapped() -> None:
     assert tokenizer.tokenize("hi") == [104, 105] and tokenizer.detokenize([4, 104, 3]) == "h"
     messages = [{"role": "user", "content": "hi"}]
     assert tokenizer.detokenize(chat_tokens(tokenizer, messages)) == "user: hi\nassistant:"
+    with pytest.raises(ValueError, match="TransformersLike has no chat template"):
+        chat_tokens(tokenizer, messages, tools=[{"type": "function"}])
     tokenizer.inner.chat_template = "given"
     assert tokenizer.detokenize(chat_tokens(tokenizer, messages)) == "[user]hi"
+    assert isinstance(tokenizer, ToolChatTokenizer)
+    assert tokenizer.detokenize(chat_tokens(tokenizer, messages, tools=[{"type": "function"}])) == "[{'type': 'function'}][user]hi"
+    called = [*messages, {"role": "assistant", "content": "", "tool_calls": "!"}]
+    assert tokenizer.detokenize(chat_tokens(tokenizer, called)) == "[user]hi[assistant]!"
+
+
+def test_tools_and_calls_need_a_template_that_writes_them() -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    for more, tools in (([], [{"type": "function"}]), ([{"role": "assistant", "content": "", "tool_calls": []}], [])):
+        with pytest.raises(ValueError, match="ByteTokenizer has no chat template that writes tools; serve"):
+            chat_tokens(BYTES, [*messages, *more], tools=tools)

@@ -131,9 +131,19 @@ class TemplateTokenizer:
     def detokenize(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return self._plain.detokenize(ids, skip_special)
 
+    def tokenizer_json(self) -> str:
+        """What the file says, from which structured output reads the bytes of tokens."""
+        return self._plain.tokenizer_json()
+
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False) -> list[int]:
         """Ids of a conversation, with an open turn of the assistant at the end."""
         return self.tokenize(self._render(messages, add_generation_prompt))
+
+    def apply_tool_template(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False
+    ) -> list[int]:
+        """Ids of a conversation with tools, in OpenAI's form; none for messages that only hold calls."""
+        return self.tokenize(self._render(messages, add_generation_prompt, tools))
 
     def chat_turns(self, messages: Sequence[Mapping[str, Any]]) -> list[ChatTurn]:
         """Ids of a conversation, apart by who writes them: ``body`` of the assistant's turns is what the model writes.
@@ -174,9 +184,10 @@ class TemplateTokenizer:
             mask.append(int(bool(spans) and last > spans[0][0] and first < spans[0][1]))
         return list(encoded["input_ids"]), mask
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+    def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        more = {"tools": list(tools)} if tools else {}
         try:
-            return str(self._inner.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt))
+            return str(self._inner.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **more))
         except Exception as error:
             raise _refused(error) from None
 

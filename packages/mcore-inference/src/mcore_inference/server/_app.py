@@ -8,7 +8,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
@@ -19,7 +19,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp
 
 from mcore_inference.engine import Increment, RequestStream
-from mcore_inference.requests import DynamicInferenceRequestRecord, Status
+from mcore_inference.requests import DynamicInferenceRequestRecord, FinishReason, Status, StructuredOutputError
 from mcore_inference.sampling import SamplingParams
 from mcore_inference.server._bodies import BodyReader
 from mcore_inference.server._errors import ApiError
@@ -31,6 +31,8 @@ from mcore_inference.server._runner import Runner
 from mcore_inference.server._schema import MAX_CHOICES, ChatBody, CompletionBody
 from mcore_inference.server._stream import ClientGone, EventStream, merged, unless_gone
 from mcore_inference.server._tokenize import TokenizeRoutes
+from mcore_inference.server._tools import ToolUse
+from mcore_inference.tool_calls import ToolCallParser, ToolFormat
 
 _DEFAULT_COMPLETION_TOKENS = 16
 _LOG = logging.getLogger("mcore_inference.server")
@@ -52,6 +54,9 @@ class _GenerationCall:
     """A piece of a choice; the last argument is the number of characters sent before."""
     chunk_kind: str
     prompt_texts: list[str]
+    tools: ToolUse | None = None
+    parsers: list[ToolCallParser] = field(default_factory=list)
+    """One for each choice, where there are tools."""
 
     def envelope(self, kind: str, model: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": int(time.time()), "model": model, "choices": choices}
@@ -66,6 +71,7 @@ class Routes:
         encoder: text to tokens and back.
         token: clients must bring it as bearer token; None for open access.
         metrics: what ``/metrics`` answers.
+        tool_format: how the model writes calls of tools; None to refuse tools.
     """
 
     def __init__(
@@ -76,6 +82,7 @@ class Routes:
         encoder: PromptEncoder,
         token: str | None,
         metrics: ServerMetrics,
+        tool_format: ToolFormat | None = None,
     ) -> None:
         self._runner = runner
         self._reader = reader
@@ -84,6 +91,7 @@ class Routes:
         self._model_name = reader.model_name
         self._token = token
         self._metrics = metrics
+        self._tool_format = tool_format
         self._created = int(time.time())
 
     def app(self, allowed_hosts: Sequence[str]) -> ASGIApp:
@@ -169,13 +177,17 @@ class Routes:
         body = await self._reader.read(request, ChatBody)
         if body.top_logprobs and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
-        tokens = self._encoder.encode_chat([message.plain() for message in body.messages])
+        tools = ToolUse.of(body, self._tool_format)
+        tokens = self._encoder.encode_chat([message.plain() for message in body.messages], tools=() if tools is None else tools.tools)
         budget = body.max_completion_tokens or body.max_tokens or max(1, self._runner.room(len(tokens)))
-        more = {"return_log_probs": bool(body.logprobs), "top_n_logprobs": body.top_logprobs or 0}
+        more: dict[str, Any] = {"return_log_probs": bool(body.logprobs), "top_n_logprobs": body.top_logprobs or 0}
+        if tools is not None and tools.structured_output is not None:
+            more["structured_output"] = tools.structured_output
         call = _GenerationCall(
             prompts=[tokens], params=[self._params(body, budget, choice, more) for choice in range(body.num_choices)], body=body,
             id=f"chatcmpl-{uuid.uuid4().hex}", kind="chat.completion", chunk_kind="chat.completion.chunk",
             choice=self._chat_choice, delta=self._chat_delta, prompt_texts=[""],
+            tools=tools, parsers=[] if tools is None else [tools.parser() for _ in range(body.num_choices)],
         )  # fmt: skip
         return await self._answer(request, call)
 
@@ -211,6 +223,8 @@ class Routes:
                 streams.append(await self._runner.submit(call.prompts[index // call.body.num_choices], params))
         except BaseException as error:
             _abort(streams)
+            if isinstance(error, StructuredOutputError) and call.tools is not None:
+                raise ApiError(400, str(error), code=type(error).__name__, param="tools") from error
             if isinstance(error, Exception):
                 raise ApiError.of(error) from error
             raise
@@ -291,12 +305,16 @@ class Routes:
         values = None
         if isinstance(call.body, ChatBody) and call.body.logprobs:
             values = chat_log_probs(self._tokenizer, record.generated_tokens, record.generated_log_probs, record.generated_top_n_logprobs)
-        choice = {
-            "index": index,
-            "message": {"role": "assistant", "content": record.generated_text, "refusal": None},
-            "logprobs": values,
-            "finish_reason": record.finish_reason,
-        }
+        message: dict[str, Any] = {"role": "assistant", "content": record.generated_text, "refusal": None}
+        reason = record.finish_reason
+        if call.tools is not None:
+            parser = call.parsers[index]
+            content, calls = call.tools.split([*parser.push(record.generated_text), *parser.finish()], 0)
+            message["content"] = content or (None if calls else "")
+            if calls:
+                message["tool_calls"] = [{name: value for name, value in one.items() if name != "index"} for one in calls]
+            reason = _reason(reason, parser)
+        choice = {"index": index, "message": message, "logprobs": values, "finish_reason": reason}
         return choice | self._ids(call, record.generated_tokens, record.prompt_tokens)
 
     def _chat_delta(self, call: _GenerationCall, index: int, increment: Increment, sent: int) -> dict[str, Any]:
@@ -304,7 +322,16 @@ class Routes:
         if isinstance(call.body, ChatBody) and call.body.logprobs and increment.tokens:
             values = chat_log_probs(self._tokenizer, increment.tokens, increment.log_probs, increment.top_n_logprobs)
         reason = None if increment.record is None else increment.record.finish_reason
-        delta = {"content": increment.text} if increment.text else {}
+        content, calls = increment.text, []
+        if call.tools is not None:
+            parser = call.parsers[index]
+            first = parser.num_calls
+            parts = parser.push(increment.text) + ([] if increment.record is None else parser.finish())
+            content, calls = call.tools.split(parts, first)
+            reason = _reason(reason, parser)
+        delta: dict[str, Any] = {"content": content} if content else {}
+        if calls:
+            delta["tool_calls"] = calls
         return {"index": index, "delta": delta, "logprobs": values, "finish_reason": reason} | self._ids(call, increment.tokens)
 
     def _ids(self, call: _GenerationCall, tokens: list[int], prompt: list[int] | None = None) -> dict[str, Any]:
@@ -345,6 +372,11 @@ class Routes:
         number = current_request_id()
         _LOG.error("request_id=%s failed with %s", number, type(error).__name__)
         return JSONResponse(ApiError(500, f"internal error: {type(error).__name__}").body(number), 500)
+
+
+def _reason(reason: FinishReason | None, parser: ToolCallParser) -> str | None:
+    """Of a choice that may hold calls."""
+    return "tool_calls" if reason is FinishReason.STOP and parser.num_calls else reason
 
 
 def _abort(streams: Sequence[RequestStream]) -> None:

@@ -2,11 +2,14 @@
 # Copyright (c) 2026 the mcore authors
 """What texts and conversations of clients become."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mcore_inference.server._errors import ApiError
 from mcore_inference.text import BosTokenizer, Tokenizer, chat_tokens
+
+_TOOL = {"type": "function", "function": {"name": "a", "description": "a", "parameters": {"type": "object", "properties": {}}}}
 
 
 class PromptEncoder:
@@ -56,19 +59,24 @@ class PromptEncoder:
         except Exception as error:
             raise ApiError(400, f"the tokenizer refused the {param}: {error}", param=param) from error
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = (), add_generation_prompt: bool = True
+    ) -> list[int]:
         """Ids of a conversation, by the tokenizer's chat template where it has one.
 
         Args:
-            messages: ``role`` and ``content`` of each.
+            messages: ``role`` and ``content`` of each, and ``tool_calls`` of some.
+            tools: that the model may call.
             add_generation_prompt: whether the assistant's turn is opened at the end.
 
         Raises:
             ApiError: 400; the conversation is too long, or the template refuses it.
         """
-        self._check_length(sum(len(message.get("content") or "") for message in messages), "messages")
+        calls = [message["tool_calls"] for message in messages if "tool_calls" in message]
+        written = sum(len(json.dumps(part)) for part in (calls, tools) if part)
+        self._check_length(written + sum(len(message.get("content") or "") for message in messages), "messages")
         try:
-            tokens = chat_tokens(self.tokenizer, messages, add_generation_prompt)
+            tokens = chat_tokens(self.tokenizer, messages, add_generation_prompt, tools)
         except Exception as error:
             # Templates refuse conversations in their own ways (wrong order of roles); it is the client's conversation.
             raise ApiError(400, f"the chat template refused the messages: {error}", param="messages") from error
@@ -81,3 +89,15 @@ class PromptEncoder:
             message = f"the {param} has {num_characters} characters, beyond the {self._max_characters} of {self._limit}; shorten it"
             # OpenAI's own code, which clients look for.
             raise ApiError(400, message, code="context_length_exceeded", param=param)
+
+
+def check_tool_template(tokenizer: Tokenizer) -> None:
+    """See that tools reach the model.
+
+    Raises:
+        ValueError: the tokenizer has no chat template that writes them.
+    """
+    messages = [{"role": "user", "content": "a"}]
+    if chat_tokens(tokenizer, messages, tools=[_TOOL]) == chat_tokens(tokenizer, messages):
+        kind = type(tokenizer).__name__
+        raise ValueError(f"the chat template of {kind} leaves tools out; give it one that writes them, or tool_call_parser=None")

@@ -4,16 +4,15 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, Field, StringConstraints
 
 from mcore_inference.sampling import SamplingParams, StructuredOutput
+from mcore_inference.server._messages import EXACT, ChosenTool, Message, Text, Tools
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 128
-_MAX_TEXT = 2**22
 _MAX_TOKENS = 2**20
 
-Text = Annotated[str, StringConstraints(max_length=_MAX_TEXT)]
 ModelName = Annotated[str, StringConstraints(max_length=256)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
@@ -23,15 +22,10 @@ Bias = Annotated[float, Field(ge=-1000, le=1000)]
 Tokens = Annotated[list[Token], Field(min_length=1, max_length=_MAX_TOKENS)]
 
 
-# An unknown field is an error: silently ignoring a setting would change what the client asked for. So is another type: a number in quotes,
-# a boolean for a number, NaN.
-_EXACT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
 class StreamOptions(BaseModel):
     """``stream_options``."""
 
-    model_config = _EXACT
+    model_config = EXACT
 
     include_usage: bool = False
     include_obfuscation: bool = False
@@ -40,7 +34,7 @@ class StreamOptions(BaseModel):
 class TextFormat(BaseModel):
     """``response_format`` of any text."""
 
-    model_config = _EXACT
+    model_config = EXACT
 
     type: Literal["text"]
 
@@ -48,7 +42,7 @@ class TextFormat(BaseModel):
 class JsonObjectFormat(BaseModel):
     """``response_format`` of any JSON object."""
 
-    model_config = _EXACT
+    model_config = EXACT
 
     type: Literal["json_object"]
 
@@ -56,10 +50,10 @@ class JsonObjectFormat(BaseModel):
 class NamedSchema(BaseModel):
     """A JSON schema and what it is called."""
 
-    model_config = _EXACT
+    model_config = EXACT
 
     name: Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
-    description: Annotated[str, StringConstraints(max_length=_MAX_TEXT)] | None = None
+    description: Text | None = None
     json_schema: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
     """The output has the form in either case."""
@@ -68,7 +62,7 @@ class NamedSchema(BaseModel):
 class JsonSchemaFormat(BaseModel):
     """``response_format`` of a JSON schema."""
 
-    model_config = _EXACT
+    model_config = EXACT
 
     type: Literal["json_schema"]
     json_schema: NamedSchema
@@ -80,7 +74,7 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 class StructuredOutputs(BaseModel):
     """Forms that OpenAI's ``response_format`` does not have; exactly one is set."""
 
-    model_config = _EXACT
+    model_config = EXACT
 
     regex: Text | None = None
     choice: Annotated[list[Text], Field(min_length=1, max_length=1024)] | None = None
@@ -90,7 +84,7 @@ class StructuredOutputs(BaseModel):
 class _Sampling(BaseModel):
     """What both endpoints share; names after the empty line are additions to OpenAI's."""
 
-    model_config = _EXACT
+    model_config = EXACT
 
     model: ModelName = ""
     temperature: float | None = Field(default=None, ge=0, le=100)
@@ -159,7 +153,7 @@ class _Sampling(BaseModel):
             settings["seed"] = (self.seed + choice + 2**63) % 2**64 - 2**63
         if self.logit_bias:
             settings["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
-        more["structured_output"] = self.structured_output
+        more.setdefault("structured_output", self.structured_output)
         return SamplingParams(num_tokens_to_generate=budget, stop_words=self.stop_words or None, **settings, **more)
 
 
@@ -188,30 +182,6 @@ class CompletionBody(_Sampling):
         return list(self.prompt)  # type: ignore[arg-type]
 
 
-class TextPart(BaseModel):
-    """A part of a message; only text parts are known."""
-
-    model_config = _EXACT
-
-    type: Literal["text"]
-    text: Text
-
-
-class Message(BaseModel):
-    """One message of a conversation."""
-
-    model_config = _EXACT
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Field(min_length=1, max_length=256)]
-    name: Annotated[str, StringConstraints(max_length=256)] | None = None
-
-    def plain(self) -> dict[str, str]:
-        """Role and joined text, as chat templates take it."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": self.role, "content": text}
-
-
 class ChatBody(_Sampling):
     """Body of ``/v1/chat/completions``."""
 
@@ -220,16 +190,22 @@ class ChatBody(_Sampling):
     max_completion_tokens: int | None = Field(default=None, ge=1, le=_MAX_TOKENS)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    """``auto`` when absent and there are tools."""
+    parallel_tool_calls: bool | None = None
+    """False for one call at most."""
 
 
 class TokenizeBody(BaseModel):
-    """Body of ``/tokenize``; either ``prompt`` or ``messages``."""
+    """Body of ``/tokenize``; either ``prompt`` or ``messages``, with ``tools`` or without."""
 
-    model_config = _EXACT
+    model_config = EXACT
 
     model: ModelName = ""
     prompt: Text | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
+    tools: Tools | None = None
     add_generation_prompt: bool = True
     """Open the assistant's turn behind the messages."""
     add_special_tokens: bool = False
@@ -240,7 +216,7 @@ class TokenizeBody(BaseModel):
 class DetokenizeBody(BaseModel):
     """Body of ``/detokenize``."""
 
-    model_config = _EXACT
+    model_config = EXACT
 
     model: ModelName = ""
     tokens: Annotated[list[Token], Field(max_length=_MAX_TOKENS)]

@@ -21,10 +21,11 @@ from mcore_inference.server._bodies import BodyReader
 from mcore_inference.server._connection import limited_protocol
 from mcore_inference.server._limits import ServerLimits
 from mcore_inference.server._metrics import ServerMetrics
-from mcore_inference.server._prompts import PromptEncoder
+from mcore_inference.server._prompts import PromptEncoder, check_tool_template
 from mcore_inference.server._runner import Runner
 from mcore_inference.server._signals import StopSignals
 from mcore_inference.text import Tokenizer
+from mcore_inference.tool_calls import tool_format
 
 _POLL_S = 0.1
 _LAST_ANSWERS_S = 2.0
@@ -141,6 +142,7 @@ def serve(
     token: str | None = None,
     model_name: str = "mcore",
     limits: ServerLimits | None = None,
+    tool_call_parser: str | None = None,
 ) -> InferenceServer:
     """Serve ``/v1/completions``, ``/v1/chat/completions``, ``/v1/models``, ``/health`` and ``/metrics`` in the background.
 
@@ -152,12 +154,15 @@ def serve(
         token: bearer token that clients must send (``api_key`` of OpenAI's client); ``/health`` stays open.
         model_name: name in answers and ``/v1/models``.
         limits: on bodies, the queue, the engine and connections; None for the defaults.
+        tool_call_parser: how the model writes calls of tools: ``hermes`` (Hermes, Qwen), ``llama3_json`` or ``mistral``; None to refuse
+            ``tools``. The tokenizer's chat template has to write tools.
 
     Returns:
         The server, accepting requests.
 
     Raises:
-        ValueError: no tokenizer; an address beyond loopback without token; an empty token; a port or limit out of range; tp above 1.
+        ValueError: no tokenizer; an address beyond loopback without token; an empty token; a port or limit out of range; tp above 1; an
+            unknown parser, or a chat template that leaves tools out.
         PortInUseError: names the port.
         OSError: the address is not one of this machine; names it.
     """
@@ -174,7 +179,9 @@ def serve(
             max_waiting_requests=limits.max_waiting_requests,
         )
 
-    return serve_runner(run, tokenizer, host=host, port=port, token=token, model_name=model_name, limits=limits)
+    return serve_runner(
+        run, tokenizer, host=host, port=port, token=token, model_name=model_name, limits=limits, tool_call_parser=tool_call_parser
+    )
 
 
 @experimental_api
@@ -187,6 +194,7 @@ def serve_runner(
     token: str | None = None,
     model_name: str = "mcore",
     limits: ServerLimits | None = None,
+    tool_call_parser: str | None = None,
 ) -> InferenceServer:
     """``serve`` over what generates elsewhere, such as ``mcore_inference.coordinator.CoordinatedRunner``.
 
@@ -198,6 +206,7 @@ def serve_runner(
         token: bearer token.
         model_name: name in answers.
         limits: those on bodies and connections count here; those on the queue and the engine are the engines' own.
+        tool_call_parser: as of ``serve``.
 
     Returns:
         The server, accepting requests.
@@ -214,6 +223,9 @@ def serve_runner(
     if not 0 <= port < 2**16:
         raise ValueError(f"port={port} must lie in 0..65535; 0 takes a free one")
     limits = ServerLimits() if limits is None else limits
+    form = None if tool_call_parser is None else tool_format(tool_call_parser)
+    if form is not None:
+        check_tool_template(tokenizer)
     listener = _bind(host, port)
     try:
         runner = run()
@@ -224,7 +236,7 @@ def serve_runner(
     metrics = ServerMetrics(runner)
     reader = BodyReader(model_name, limits.max_body_bytes)
     encoder = PromptEncoder(tokenizer, runner.max_sequence_length, limits.max_characters_per_token)
-    routes = Routes(runner, reader=reader, encoder=encoder, token=token, metrics=metrics)
+    routes = Routes(runner, reader=reader, encoder=encoder, token=token, metrics=metrics, tool_format=form)
     config = uvicorn.Config(
         routes.app(hosts),
         log_config=None,

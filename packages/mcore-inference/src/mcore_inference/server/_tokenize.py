@@ -30,12 +30,15 @@ class TokenizeRoutes:
         body = await self._reader.read(request, TokenizeBody)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(422, "give either prompt or messages", code="invalid_body", param="prompt")
+        if body.prompt is not None and body.tools is not None:
+            raise ApiError(422, "tools go with messages; leave them out, or give messages", code="invalid_body", param="tools")
         if body.messages is None:
             assert body.prompt is not None
             tokens = self._encoder.encode(body.prompt)
         else:
             messages = [message.plain() for message in body.messages]
-            tokens = self._encoder.encode_chat(messages, add_generation_prompt=body.add_generation_prompt)
+            tools = [tool.plain() for tool in body.tools or ()]
+            tokens = self._encoder.encode_chat(messages, tools=tools, add_generation_prompt=body.add_generation_prompt)
         if body.add_special_tokens and self._encoder.bos is not None and tokens[:1] != [self._encoder.bos]:
             tokens = [self._encoder.bos, *tokens]
         longest = self._runner.max_sequence_length

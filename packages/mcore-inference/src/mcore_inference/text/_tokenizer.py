@@ -13,6 +13,7 @@ __all__ = [
     "JsonTokenizer",
     "StopTokenizer",
     "Tokenizer",
+    "ToolChatTokenizer",
     "TransformersTokenizer",
     "VocabularyTokenizer",
     "chat_tokens",
@@ -97,8 +98,20 @@ class ChatTokenizer(Protocol):
 
 
 @experimental_api
+@runtime_checkable
+class ToolChatTokenizer(Protocol):
+    """A tokenizer whose chat template writes tools, and messages that call them."""
+
+    def apply_tool_template(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False
+    ) -> list[int]:
+        """Ids of a conversation with tools; none for messages that only hold calls."""
+        ...
+
+
+@experimental_api
 class TransformersTokenizer:
-    """A tokenizer of the transformers library as a ``Tokenizer`` and ``ChatTokenizer``.
+    """A tokenizer of the transformers library as a ``Tokenizer``, ``ChatTokenizer`` and ``ToolChatTokenizer``.
 
     Args:
         inner: for instance ``AutoTokenizer.from_pretrained(folder)``.
@@ -143,18 +156,48 @@ class TransformersTokenizer:
         text = self.inner.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt)
         return self.tokenize(text)
 
+    def apply_tool_template(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False
+    ) -> list[int]:
+        """By the tokenizer's template.
+
+        Raises:
+            ValueError: it has none.
+        """
+        if self.inner.chat_template is None:
+            raise ValueError(f"{type(self.inner).__name__} has no chat template to write tools by; give it one")
+        text = self.inner.apply_chat_template(
+            list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+        return self.tokenize(text)
+
 
 @experimental_api
-def chat_tokens(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
+def chat_tokens(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> list[int]:
     """Ids of a conversation.
 
     By the tokenizer's ``apply_chat_template`` when it has one; else each message is a line ``role: content``.
 
     Args:
         tokenizer: the model's.
-        messages: ``role`` and ``content`` of each.
+        messages: ``role`` and ``content`` of each; ``tool_calls`` of one that called tools.
         add_generation_prompt: whether the assistant's turn is open at the end (``assistant:`` without a template).
+        tools: that the model may call, in OpenAI's form.
+
+    Raises:
+        ValueError: there are tools or calls, and the tokenizer is no ``ToolChatTokenizer``.
     """
+    if tools or any("tool_calls" in message for message in messages):
+        if not isinstance(tokenizer, ToolChatTokenizer):
+            raise ValueError(
+                f"{type(tokenizer).__name__} has no chat template that writes tools; serve a tokenizer with apply_tool_template"
+            )
+        return list(tokenizer.apply_tool_template(messages, tools, add_generation_prompt=add_generation_prompt))
     if isinstance(tokenizer, ChatTokenizer):
         return list(tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt))
     return list(tokenizer.tokenize(_plain_chat(messages, add_generation_prompt)))

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Messages and tools in the bodies of chats, every field bounded."""
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+
+_MAX_TEXT = 2**22
+_MAX_TOOLS = 128
+
+Text = Annotated[str, StringConstraints(max_length=_MAX_TEXT)]
+FunctionName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+CallId = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+
+# An unknown field is an error: silently ignoring a setting would change what the client asked for. So is another type: a number in quotes,
+# a boolean for a number, NaN.
+EXACT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class TextPart(BaseModel):
+    """A part of a message; only text parts are known."""
+
+    model_config = EXACT
+
+    type: Literal["text"]
+    text: Text
+
+
+class CalledFunction(BaseModel):
+    """What a call calls."""
+
+    model_config = EXACT
+
+    name: FunctionName
+    arguments: Text
+    """A JSON object as text."""
+
+    @field_validator("arguments")
+    @classmethod
+    def _is_object(cls, arguments: str) -> str:
+        try:
+            is_object = isinstance(json.loads(arguments or "{}"), dict)
+        except (ValueError, RecursionError):
+            is_object = False
+        if not is_object:
+            raise ValueError("arguments must be the text of a JSON object")
+        return arguments
+
+
+class MessageCall(BaseModel):
+    """A call that an assistant's message holds."""
+
+    model_config = EXACT
+
+    id: CallId
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def plain(self) -> dict[str, Any]:
+        """As chat templates take it: the arguments are an object."""
+        arguments = json.loads(self.function.arguments or "{}")
+        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+
+
+class Message(BaseModel):
+    """One message of a conversation."""
+
+    model_config = EXACT
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | Annotated[list[TextPart], Field(min_length=1, max_length=256)] | None = None
+    """None only beside ``tool_calls``."""
+    name: Annotated[str, StringConstraints(max_length=256)] | None = None
+    tool_calls: Annotated[list[MessageCall], Field(min_length=1, max_length=_MAX_TOOLS)] | None = None
+    """Of the assistant."""
+    tool_call_id: CallId | None = None
+    """The call that a tool's message answers."""
+    refusal: None = None
+    """Clients send an answer back as they got it."""
+
+    @model_validator(mode="after")
+    def _fits_role(self) -> "Message":
+        if self.tool_calls is not None and self.role != "assistant":
+            raise ValueError(f"tool_calls are of the assistant and the role is {self.role!r}")
+        if self.tool_call_id is not None and self.role != "tool":
+            raise ValueError(f"tool_call_id is of a tool's message and the role is {self.role!r}")
+        if self.content is None and self.tool_calls is None:
+            raise ValueError("content is missing; only a message with tool_calls may have none")
+        return self
+
+    def plain(self) -> dict[str, Any]:
+        """Role and joined text, calls and the call that is answered, as chat templates take it."""
+        content = self.content or ""
+        plain: dict[str, Any] = {"role": self.role}
+        plain["content"] = content if isinstance(content, str) else "".join(part.text for part in content)
+        if self.tool_calls is not None:
+            plain["tool_calls"] = [call.plain() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            plain["tool_call_id"] = self.tool_call_id
+        return plain
+
+
+class FunctionTool(BaseModel):
+    """A function that the model may call."""
+
+    model_config = EXACT
+
+    name: FunctionName
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    """JSON schema of the arguments; None for no arguments."""
+    strict: bool | None = None
+    """Hold the arguments to the schema even where the model is free to call or not."""
+
+    @property
+    def arguments_schema(self) -> dict[str, Any]:
+        """Of an object in any case."""
+        if self.parameters is None:
+            return {"type": "object", "properties": {}, "additionalProperties": False}
+        return {"type": "object", **self.parameters}
+
+    @field_validator("parameters")
+    @classmethod
+    def _describes_object(cls, parameters: dict[str, Any] | None) -> dict[str, Any] | None:
+        if parameters is not None and parameters.get("type", "object") != "object":
+            raise ValueError("parameters must describe an object; set type to 'object'")
+        return parameters
+
+
+class Tool(BaseModel):
+    """One entry of ``tools``."""
+
+    model_config = EXACT
+
+    type: Literal["function"]
+    function: FunctionTool
+
+    def plain(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        named = {"name": self.function.name, "description": self.function.description or ""}
+        return {"type": self.type, "function": {**named, "parameters": self.function.arguments_schema}}
+
+
+class ChosenFunction(BaseModel):
+    """Name of the function in ``tool_choice``."""
+
+    model_config = EXACT
+
+    name: FunctionName
+
+
+class ChosenTool(BaseModel):
+    """``tool_choice`` of one function."""
+
+    model_config = EXACT
+
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+Tools = Annotated[list[Tool], Field(min_length=1, max_length=_MAX_TOOLS)]
