@@ -4,6 +4,7 @@
 
 import functools
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -486,8 +487,9 @@ def test_a_storm_of_requests_and_aborts_leaks_nothing(make_model: Make, make_eng
             record = engine.abort(rng.choice(sorted(added)))
             ended += [record] if record else []
         ended += engine.step()
-        held = [block for entry in engine._running for block in engine.context.block_table(entry.record.request_id)]
-        assert len(held) == len(set(held)) == engine.context.allocator.total_used
+        allocator, running = engine.context.allocator, engine._admission.running
+        held = Counter(block for entry in running for block in engine.context.block_table(entry.record.request_id))
+        assert len(held) == allocator.total_used and all(allocator.num_holders(block) == count for block, count in held.items())
     while engine.has_unfinished_requests():
         ended += engine.step()
     assert sorted(record.request_id for record in ended) == sorted(added)

@@ -135,3 +135,37 @@ def test_every_request_ends_in_random_worlds(seed: int) -> None:
         assert sum(item.blocks for item in running) <= usable
     assert not (arrivals or waiting or running)
     assert admitted_order == sorted(admitted_order)
+
+
+def test_a_request_whose_next_block_is_in_work_is_passed_over_and_others_are_not() -> None:
+    def shared(request_id: int, tokens: int, cached: int, *keys: str) -> RequestView:
+        return RequestView(request_id=request_id, num_tokens=tokens, num_cached=cached, num_blocks=cached // 4, keys=keys)
+
+    waiting = [shared(1, 9, 4, "b"), shared(2, 9, 4, "x"), shared(3, 8, 0, "x", "y"), shared(4, 6, 4, "b")]
+    limits = replace(LIMITS, max_tokens=40)
+    plan = plan_step([shared(0, 12, 4, "b", "c")], waiting, limits)
+    # Request 4 computes its block in any case, since its last token is there.
+    assert work(plan) == [(0, 8, True), (2, 5, True), (4, 2, True)]
+    assert plan_step([], waiting, limits).admitted == (1, 2, 4)
+    assert plan_step([], [replace(item, keys=()) for item in waiting], limits).admitted == (1, 2, 3, 4)
+
+
+def test_a_shared_beginning_takes_only_the_blocks_that_nobody_holds() -> None:
+    limits = replace(LIMITS, free_blocks=2)
+    # 12 tokens are cached in three blocks, of which two are held by others: one and a new one are taken.
+    fits = RequestView(request_id=1, num_tokens=14, num_cached=12, num_blocks=2)
+    assert work(plan_step([], [fits], limits)) == [(1, 2, True)]
+    assert plan_step([], [replace(fits, num_blocks=1)], limits).admitted == ()
+
+
+def test_victims_are_taken_until_their_blocks_are_really_free() -> None:
+    limits = replace(LIMITS, free_blocks=0)
+    running = [view(0, 9, 8), view(1, 9, 8, 3), view(2, 9, 8, 3)]
+    tables = {1: {1, 2, 3}, 2: {1, 2, 3}}
+
+    def freed_by(victims) -> int:
+        kept = [tables[number] for number in tables if number not in victims]
+        return len(set().union(*(tables[number] for number in victims)) - set().union(*kept))
+
+    assert plan_step(running, [], limits, freed_by).preempted == (2, 1)
+    assert plan_step(running, [], limits).preempted == (2,)

@@ -72,6 +72,28 @@ def records_graphs(model: GPTModel) -> bool:
     return all(layer.mlp is None or type(layer.mlp) is MLP for layer in layers)
 
 
+def shares_prefixes(model: GPTModel, wanted: bool | None) -> bool:
+    """Whether requests over a model share the cache blocks of equal beginnings.
+
+    Args:
+        model: one that is served.
+        wanted: ``enable_prefix_caching``; None for where it can.
+
+    Raises:
+        ValueError: it is wanted, and a mixer keeps more than keys and values of single tokens.
+    """
+    for number, layer in model.layers.items():
+        mixer = layer.mixer if isinstance(layer, TransformerLayer) else layer
+        if mixer is not None and type(mixer) is not SelfAttention:
+            if wanted:
+                raise ValueError(
+                    f"enable_prefix_caching=True: layers.{number} is a {type(mixer).__name__}, whose state after a shared beginning is in "
+                    "no cache block; leave it at None"
+                )
+            return False
+    return wanted is not False
+
+
 def check_layout(model: GPTModel) -> None:
     """Whether engines that step independently can serve the model's layout.
 

@@ -4,5 +4,6 @@
 
 from mcore_inference.cache._blocks import BlockAllocator
 from mcore_inference.cache._pages import PagedKVCache, block_bytes, num_blocks_for_bytes
+from mcore_inference.cache._prefix import BlockKey, PrefixChain
 
-__all__ = ["BlockAllocator", "PagedKVCache", "block_bytes", "num_blocks_for_bytes"]
+__all__ = ["BlockAllocator", "BlockKey", "PagedKVCache", "PrefixChain", "block_bytes", "num_blocks_for_bytes"]

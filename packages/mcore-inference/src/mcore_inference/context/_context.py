@@ -3,16 +3,17 @@
 """The memory of an engine: sizes, request slots, block tables, and the tensors of one step."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from mcore_inference._capability import EngineCapability
+from mcore_inference._capability import EngineCapability, shares_prefixes
 from mcore_inference._fields import as_flag, as_integer, as_number
 from mcore_inference._stability import experimental_api
-from mcore_inference.cache import BlockAllocator, PagedKVCache, block_bytes, num_blocks_for_bytes
+from mcore_inference.cache import BlockAllocator, BlockKey, PagedKVCache, block_bytes, num_blocks_for_bytes
 from mcore_inference.context._step_builder import HostStep, StepBuilder, StepInputs
 from mcore_inference.requests import (
     ActiveRequestCountOverflowError,
@@ -56,6 +57,8 @@ class InferenceConfig:
     """Cache blocks that requests can hold."""
     enable_chunked_prefill: bool = True
     """Whether a long prompt is computed over several steps, beside other requests' tokens."""
+    enable_prefix_caching: bool | None = None
+    """Whether requests share the blocks of equal beginnings, and blocks stay known after their request; None for where the model can."""
     watermark: float = 0.01
     """Share of the blocks that an admission leaves to running requests."""
 
@@ -66,6 +69,8 @@ class InferenceConfig:
                 object.__setattr__(self, name, as_integer(name, value, 1, 2**48))
         as_number("buffer_size_gb", self.buffer_size_gb, 2**-30, 2**30)
         as_flag("enable_chunked_prefill", self.enable_chunked_prefill)
+        if self.enable_prefix_caching is not None:
+            as_flag("enable_prefix_caching", self.enable_prefix_caching)
         as_number("watermark", self.watermark, 0, 1)
         if self.watermark == 1:
             raise ValueError("watermark=1 leaves no block to admissions; it must be below 1")
@@ -142,9 +147,11 @@ class DynamicInferenceContext:
         """A context with the model's heads, layers, groups, dtype and device.
 
         Raises:
-            ValueError: the engine cannot serve the model (``EngineCapability``); nothing is allocated then.
+            ValueError: the engine cannot serve the model (``EngineCapability``), or not with ``enable_prefix_caching``; nothing is
+                allocated then.
         """
         EngineCapability().check_model(model)
+        shares_prefixes(model, None if config is None else config.enable_prefix_caching)
         parameter = next(model.parameters())
         return cls(
             model.config, config, groups=model.groups, dtype=parameter.dtype, device=parameter.device, num_layers=len(model.stage_layers)
@@ -158,6 +165,8 @@ class DynamicInferenceContext:
         self._block_table = np.full((self.max_requests, self.max_blocks_per_request), -1, dtype=np.int64)
         self._num_blocks = np.zeros(self.max_requests, dtype=np.int64)
         self._num_cached = np.zeros(self.max_requests, dtype=np.int64)
+        # Leading blocks whose contents are registered.
+        self._num_known = np.zeros(self.max_requests, dtype=np.int64)
 
     # -- what fits ---------------------------------------------------------------------------------------------------
 
@@ -214,18 +223,55 @@ class DynamicInferenceContext:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def add_request(self, request_id: int) -> None:
-        """Give a request a slot; it holds no block yet.
+    def add_request(self, request_id: int, prefix: Sequence[int] = ()) -> None:
+        """Give a request a slot; its blocks are those of its cached beginning.
+
+        Args:
+            request_id: without a slot.
+            prefix: what ``match`` returned.
 
         Raises:
             RequestOverflowError: no slot is free.
-            ValueError: the request has a slot already.
+            ValueError: the request has a slot already, or a block holds nothing that is known.
         """
         if request_id in self._slots:
             raise ValueError(f"request_id={request_id} has a slot already")
         if not self._free_slots:
             raise RequestOverflowError(request_id, f"all max_requests={self.max_requests} slots are taken; try again later")
-        self._slots[request_id] = self._free_slots.pop()
+        self.allocator.acquire(prefix)
+        self._slots[request_id] = slot = self._free_slots.pop()
+        self._block_table[slot, : len(prefix)] = prefix
+        self._num_blocks[slot] = self._num_known[slot] = len(prefix)
+        self._num_cached[slot] = len(prefix) * self.block_size
+
+    def match(self, keys: Sequence[BlockKey], num_tokens: int) -> list[int]:
+        """Blocks that hold the beginning of a sequence; at least its last token stays to be computed.
+
+        Args:
+            keys: of its full blocks.
+            num_tokens: its length.
+        """
+        return self.allocator.match(keys[: (num_tokens - 1) // self.block_size])
+
+    def register(self, request_id: int, keys: Sequence[BlockKey]) -> None:
+        """Let others find the full blocks of a request; a block that another one equals is given up for that one.
+
+        Args:
+            request_id: with a slot.
+            keys: of the full blocks of its tokens, as many as are known.
+        """
+        slot = self._slots[request_id]
+        table = self._block_table[slot]
+        for index in range(self._num_known[slot], min(len(keys), int(self._num_cached[slot]) // self.block_size)):
+            own = int(table[index])
+            block = self.allocator.register(own, keys[index], int(table[index - 1]) if index else None)
+            if block is None:
+                return
+            if block != own:
+                self.allocator.acquire([block])
+                self.allocator.release_memory_blocks([own])
+                table[index] = block
+            self._num_known[slot] = index + 1
 
     def extend(self, request_id: int, num_tokens: int) -> None:
         """Make room for the next tokens of a request.
@@ -250,7 +296,7 @@ class DynamicInferenceContext:
         held = int(self._num_blocks[slot])
         self.allocator.release_memory_blocks(self._block_table[slot, :held].tolist())
         self._block_table[slot] = -1
-        self._num_blocks[slot] = self._num_cached[slot] = 0
+        self._num_blocks[slot] = self._num_cached[slot] = self._num_known[slot] = 0
         self._free_slots.append(slot)
 
     def num_cached(self, request_id: int) -> int:
@@ -265,6 +311,11 @@ class DynamicInferenceContext:
         """Blocks of a request in the order of its tokens."""
         slot = self._slots[request_id]
         return self._block_table[slot, : self._num_blocks[slot]].tolist()
+
+    def freed_by(self, request_ids: Sequence[int]) -> int:
+        """Blocks that become free when all of these requests are released: those that no other request holds."""
+        held = Counter(block for request_id in request_ids for block in self.block_table(request_id))
+        return sum(count == self.allocator.num_holders(block) for block, count in held.items())
 
     def get_active_request_count(self) -> int:
         return len(self._slots)
@@ -338,6 +389,8 @@ class DynamicInferenceContext:
             "used_blocks": used,
             "available_blocks": usable - used,
             "utilization": used / usable,
+            "idle_blocks": self.allocator.num_idle,
+            "evicted_blocks": self.allocator.num_evicted,
             "cached_tokens": int(self._num_cached.sum()),
             "active_requests": len(self._slots),
             "max_requests": self.max_requests,

@@ -4,8 +4,10 @@
 
 import itertools
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from mcore_inference.cache import BlockKey, PrefixChain
 from mcore_inference.context import PENDING
 from mcore_inference.requests import (
     DynamicInferenceRequest,
@@ -36,6 +38,8 @@ class ActiveRequest:
     """Monotonic seconds of arrival."""
     grammar: GrammarMatcher | None = None
     """Where the output stands in the form asked for."""
+    chain: PrefixChain | None = None
+    """Identities of its full blocks; None where requests share none."""
     drafter: NgramDrafter | None = None
     """What proposes its next tokens."""
     drafts: list[int] = field(default_factory=list)
@@ -59,6 +63,21 @@ class ActiveRequest:
     @property
     def wants_prompt_log_probs(self) -> bool:
         return self.params.return_log_probs and not self.params.skip_prompt_log_probs and len(self.record.requests) == 1
+
+    @property
+    def keys(self) -> Sequence[BlockKey]:
+        """Of the full blocks of its tokens, as far as ``grow_keys`` knew them."""
+        return () if self.chain is None else self.chain.keys
+
+    @property
+    def shares_prefix(self) -> bool:
+        """Whether tokens in the cache need no computation: they do where log-probabilities of the prompt are asked for."""
+        return self.chain is not None and not self.wants_prompt_log_probs
+
+    def grow_keys(self) -> None:
+        """Bring ``keys`` up to all tokens that the host knows."""
+        if self.chain is not None:
+            self.chain.grow(self.segment.prompt_tokens + self.segment.generated_tokens)
 
     @property
     def num_tokens(self) -> int:

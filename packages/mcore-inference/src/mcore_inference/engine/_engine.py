@@ -2,7 +2,6 @@
 # Copyright (c) 2026 the mcore authors
 """The engine: continuous batching of requests over one model."""
 
-import bisect
 import dataclasses
 import itertools
 import time
@@ -12,11 +11,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mcore_inference._capability import EngineCapability, check_cache, check_layout
+from mcore_inference._capability import EngineCapability, check_cache, check_layout, shares_prefixes
 from mcore_inference._fields import as_integer
 from mcore_inference._stability import experimental_api
+from mcore_inference.cache import PrefixChain
 from mcore_inference.context import DynamicInferenceContext
 from mcore_inference.engine._active_request import ActiveRequest
+from mcore_inference.engine._admission import Admission
 from mcore_inference.engine._executor import DecodeBatch, ExecutionConfig, Executor, InFlight
 from mcore_inference.engine._weights import ModelWeights
 from mcore_inference.requests import (
@@ -33,7 +34,7 @@ from mcore_inference.requests import (
     stop_tokens,
 )
 from mcore_inference.sampling import SamplingParams, request_seed
-from mcore_inference.scheduling import RequestView, StepPlan, plan_drafts, plan_step
+from mcore_inference.scheduling import StepPlan, plan_drafts
 from mcore_inference.speculation import NgramDrafter
 from mcore_inference.structured import GrammarCompiler
 from mcore_inference.text import TextStream, Tokenizer
@@ -77,6 +78,7 @@ class DynamicInferenceEngine:
         EngineCapability().check_model(model)
         check_layout(model)
         check_cache(model, context.cache, context.max_sequence_length)
+        self._shares_prefixes = shares_prefixes(model, context.config.enable_prefix_caching)
         if vocab_size is not None:
             vocab_size = as_integer("vocab_size", vocab_size, 1, model.config.vocab_size)
         if max_waiting_requests is not None:
@@ -91,12 +93,10 @@ class DynamicInferenceEngine:
         """Number of completed ``load_weights``."""
         self.finished_counts: Counter[str] = Counter()
         """Requests that ended, by reason."""
-        self.num_preemptions = 0
         self._seed = seed
         self._max_waiting = max_waiting_requests
         self._entries: dict[int, ActiveRequest] = {}
-        self._waiting: list[ActiveRequest] = []
-        self._running: list[ActiveRequest] = []
+        self._admission = Admission(context)
         self._done: list[DynamicInferenceRequestRecord] = []
         self._arrivals = itertools.count()
         self._in_flight: InFlight | None = None
@@ -143,10 +143,8 @@ class DynamicInferenceEngine:
             order = number = next(self._arrivals)
         if number in self._entries:
             raise ValueError(f"request_id={number} is in use; choose another, or None")
-        if self._max_waiting is not None and len(self._waiting) >= self._max_waiting:
-            raise QueueFullError(
-                number, f"{len(self._waiting)} requests wait and max_waiting_requests={self._max_waiting}; try again later"
-            )
+        if self._max_waiting is not None and self.num_waiting >= self._max_waiting:
+            raise QueueFullError(number, f"{self.num_waiting} requests wait and max_waiting_requests={self._max_waiting}; try again later")
         tokens = encode_prompt(prompt, params, self.tokenizer, self.vocab_size, number)
         stop_ids = stop_tokens(params, self.tokenizer, self.vocab_size)
         wanted = params.budget(len(tokens))
@@ -162,6 +160,7 @@ class DynamicInferenceEngine:
             prompt=prompt if isinstance(prompt, str) else None,
         )
         entry = ActiveRequest(
+            chain=PrefixChain(self.context.block_size) if self._shares_prefixes else None,
             record=DynamicInferenceRequestRecord.from_request(request),
             params=params,
             order=order,
@@ -172,11 +171,12 @@ class DynamicInferenceEngine:
             grammar=grammar,
             drafter=None if self._speculation is None or grammar is not None else NgramDrafter(self._speculation, tokens),
         )
+        entry.grow_keys()
         self._entries[number] = entry
         if budget == 0 and not entry.wants_prompt_log_probs:
             self._end(entry, FinishReason.LENGTH)
         else:
-            self._waiting.append(entry)
+            self._admission.add(entry)
         return number
 
     def get_request(self, request_id: int) -> DynamicInferenceRequestRecord:
@@ -190,7 +190,12 @@ class DynamicInferenceEngine:
     @property
     def num_waiting(self) -> int:
         """Requests in the queue."""
-        return len(self._waiting)
+        return len(self._admission.waiting)
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often a request gave up its blocks and went back to the queue."""
+        return self._admission.num_preemptions
 
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has something to do or to return."""
@@ -242,9 +247,9 @@ class DynamicInferenceEngine:
                 plan = self._plan(drafts)
                 blamed = [self._entries[item.request_id] for item in plan.work]
                 for request_id in plan.preempted:
-                    self._preempt(self._entries[request_id])
+                    self._admission.preempt(self._entries[request_id])
                 for request_id in plan.admitted:
-                    self._admit(self._entries[request_id])
+                    self._admission.admit(self._entries[request_id], self.weight_version)
                 work = [(self._entries[item.request_id], item) for item in plan.work]
                 self._go_on((lambda: self._executor.run(work)) if work else None)
         except Exception as error:
@@ -308,9 +313,11 @@ class DynamicInferenceEngine:
             "preemptions": self.num_preemptions,
             "drafted_tokens": self.num_drafted,
             "accepted_tokens": self.num_accepted,
+            "prefix_cache_queries": self._admission.num_looked_up,
+            "prefix_cache_hits": self._admission.num_found,
             "weight_version": self.weight_version,
-            "running_requests": len(self._running),
-            "waiting_requests": len(self._waiting),
+            "running_requests": len(self._admission.running),
+            "waiting_requests": self.num_waiting,
             **{f"finished_{reason.value}": self.finished_counts[reason.value] for reason in FinishReason},
             **self.context.get_kvcache_utilization_stats(),
         }
@@ -330,9 +337,7 @@ class DynamicInferenceEngine:
             ValueError: an unknown, repeated or missing name, or another shape. When something was copied before, the engine
                 refuses to step until a load succeeds.
         """
-        self._read_results()
-        for entry in list(self._running):
-            self._preempt(entry)
+        self.reset_prefix_cache()
         self._weights.load(weights)
         self.weight_version += 1
 
@@ -351,14 +356,21 @@ class DynamicInferenceEngine:
         """
         if self.is_suspended:
             return
-        self._read_results()
-        for entry in list(self._running):
-            self._preempt(entry)
+        self.reset_prefix_cache()
         if self._executor.graphs is not None:
             self._executor.graphs.clear()
         self.context.cache.free()
         if self.context.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what the cache holds, as after a change of the weights that ``load_weights`` did not make.
+
+        No request is lost: their tokens stay, and their keys and values are computed again.
+        """
+        self._read_results()
+        self._batch = None
+        self._admission.drop_cache()
 
     @torch.no_grad()
     def resume(self) -> None:
@@ -398,11 +410,12 @@ class DynamicInferenceEngine:
 
     def _decoding(self) -> DecodeBatch | None:
         """The running requests as one batch, when all of them decode and nobody can join."""
-        if self._waiting and len(self._running) < self.context.max_requests:
+        running = self._admission.running
+        if self.num_waiting and len(running) < self.context.max_requests:
             return None
         if self._batch is None or not self._batch.steps_left:
             self._batch = None
-            going_on = [entry for entry in self._running if entry.num_left]
+            going_on = [entry for entry in running if entry.num_left]
             # The youngest are the ones whose prompts may not be computed.
             if going_on and all(entry.is_settled and self._decodes(entry) for entry in reversed(going_on)):
                 self._batch = DecodeBatch(going_on, self.context, self.vocab_size)
@@ -417,74 +430,27 @@ class DynamicInferenceEngine:
         """Proposals for the running requests; of each that has some, how many."""
         if self._speculation is None:
             return {}
-        for entry in self._running:
+        for entry in self._admission.running:
             # The last token of a budget is drawn in any case.
             entry.drafts = [] if entry.drafter is None or not self._decodes(entry) else entry.drafter.propose(entry.num_left - 1)
-        return {entry.record.request_id: len(entry.drafts) for entry in self._running if entry.drafts}
+        return {entry.record.request_id: len(entry.drafts) for entry in self._admission.running if entry.drafts}
 
     def _plan(self, drafts: Mapping[int, int]) -> StepPlan:
-        if any(entry.needs_history for entry in self._running):
+        if any(entry.needs_history for entry in self._admission.running):
             self._read_results()
-        plan = self._plan_known()
+        plan = self._admission.plan()
         if plan.preempted and self._in_flight is not None:
             # What is preempted is computed again from tokens that the host knows.
             self._read_results()
-            plan = self._plan_known()
+            plan = self._admission.plan()
         if drafts:
-            granted = plan_drafts(plan, [self._view(entry) for entry in self._running], drafts, self.context.limits())
-            for entry in self._running:
+            granted = plan_drafts(plan, [self._admission.view(entry) for entry in self._admission.running], drafts, self.context.limits())
+            for entry in self._admission.running:
                 entry.drafts = entry.drafts[: granted.get(entry.record.request_id, 0)]
             ordered = sorted(plan.work, key=lambda item: item.num_tokens + granted.get(item.request_id, 0) > 1)
             plan = dataclasses.replace(plan, work=tuple(ordered))
         assert plan.work or self._in_flight or not self._entries, "what was accepted can always advance"
         return plan
-
-    def _plan_known(self) -> StepPlan:
-        running = [entry for entry in self._running if entry.num_left or self._is_computing(entry)]
-        limits = self.context.limits()
-        # What only waits for its results holds a place still.
-        limits = dataclasses.replace(limits, max_requests=limits.max_requests - len(self._running) + len(running))
-        waiting = self._waiting[: self.context.max_requests]
-        return plan_step([self._view(entry) for entry in running], [self._view(entry) for entry in waiting], limits)
-
-    def _is_computing(self, entry: ActiveRequest) -> bool:
-        """Whether a prompt without a budget, whose log-probabilities are asked for, has tokens left."""
-        return self.context.num_cached(entry.record.request_id) < len(entry.segment.prompt_tokens)
-
-    def _view(self, entry: ActiveRequest) -> RequestView:
-        number = entry.record.request_id
-        return RequestView(
-            request_id=number,
-            num_tokens=entry.num_tokens,
-            num_cached=self.context.num_cached(number),
-            num_blocks=self.context.num_blocks(number),
-        )
-
-    def _admit(self, entry: ActiveRequest) -> None:
-        self._batch = None
-        self.context.add_request(entry.record.request_id)
-        self._waiting.remove(entry)
-        self._running.append(entry)
-        entry.segment.status = Status.ACTIVE_BUT_NOT_GENERATING_TOKENS
-        entry.segment.weight_version = self.weight_version
-        entry.segment.add_event_add()
-
-    def _preempt(self, entry: ActiveRequest) -> None:
-        """Back to the queue, to be computed again; the tokens stay, and so does the place in the order of arrival."""
-        self._batch = None
-        self.context.release(entry.record.request_id)
-        self._running.remove(entry)
-        bisect.insort(self._waiting, entry, key=lambda other: other.order)
-        self.num_preemptions += 1
-        segment = entry.segment
-        segment.add_event_evict()
-        segment.status = Status.WAITING_IN_QUEUE
-        if segment.generated_tokens:
-            entry.record.checkpoint()
-        else:
-            segment.finished_chunk_token_count = 0
-            if segment.prompt_log_probs is not None:
-                segment.prompt_log_probs.clear()
 
     def _read_results(self) -> None:
         """Wait for the step in flight, if there is one, and take its results."""
@@ -552,12 +518,11 @@ class DynamicInferenceEngine:
         record, segment = entry.record, entry.segment
         entry.ended = True
         del self._entries[record.request_id]
-        if entry in self._running:
+        if entry in self._admission.running:
             self._batch = None
-            self._running.remove(entry)
-            self.context.release(record.request_id)
-        elif entry in self._waiting:
-            self._waiting.remove(entry)
+            self._admission.release(entry)
+        elif entry in self._admission.waiting:
+            self._admission.waiting.remove(entry)
         if entry.text is not None:
             try:
                 record.generated_text = entry.text.finish()

@@ -139,6 +139,8 @@ class Executor:
         logits_NV = self._logits(context.host_step(tokens), rows)
         for entry, item in work:
             context.advance(item.request_id, item.num_tokens)
+            # Whoever reads these blocks is launched later, so they are written then.
+            context.register(item.request_id, entry.keys)
             entry.segment.finished_chunk_token_count = min(context.num_cached(item.request_id), len(entry.segment.prompt_tokens))
 
         prompt_log_probs, draws = [], None

@@ -94,6 +94,8 @@ class DynamicInferenceRequest:
     """Why a FAILED request failed."""
     finished_chunk_token_count: int = 0
     """Prompt tokens whose keys and values are computed."""
+    cached_prompt_tokens: int = 0
+    """Prompt tokens whose keys and values were found in the cache; of the first segment only."""
     generated_tokens: list[int] = field(default_factory=list)
     generated_log_probs: list[float] = field(default_factory=list)
     """One for each generated token, when asked for."""
@@ -221,6 +223,10 @@ class DynamicInferenceRequestRecord:
         return self.requests[0].prompt_tokens
 
     @property
+    def cached_prompt_tokens(self) -> int:
+        return self.requests[0].cached_prompt_tokens
+
+    @property
     def generated_tokens(self) -> list[int]:
         return [token for request in self.requests for token in request.generated_tokens]
 
@@ -298,6 +304,7 @@ class DynamicInferenceRequestRecord:
             finish_reason=last.finish_reason,
             error=last.error,
             finished_chunk_token_count=min(len(first.prompt_tokens), last.finished_chunk_token_count),
+            cached_prompt_tokens=first.cached_prompt_tokens,
             generated_tokens=self.generated_tokens,
             generated_log_probs=self.generated_log_probs,
             generated_top_n_logprobs=self.generated_top_n_logprobs,

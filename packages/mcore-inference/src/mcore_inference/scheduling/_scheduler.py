@@ -2,7 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Which requests take part in the next step: a pure function of what is known on every rank."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from mcore_inference._stability import experimental_api
@@ -26,9 +26,11 @@ class RequestView:
     num_tokens: int
     """Tokens known: prompt and generated."""
     num_cached: int = 0
-    """Tokens whose keys and values are in the cache."""
+    """Tokens whose keys and values are in the cache; of a waiting request, those that it will share."""
     num_blocks: int = 0
-    """Cache blocks held."""
+    """Cache blocks held; of a waiting request, blocks of those tokens that are held by others, and so are not among the free ones."""
+    keys: Sequence[Hashable] = ()
+    """What its full blocks will hold, without those that are cached; equal keys stand for equal blocks. Empty where none is shared."""
 
     @property
     def num_missing(self) -> int:
@@ -80,18 +82,25 @@ class StepPlan:
 
 
 @experimental_api
-def plan_step(running: Sequence[RequestView], waiting: Sequence[RequestView], limits: Limits) -> StepPlan:
+def plan_step(
+    running: Sequence[RequestView],
+    waiting: Iterable[RequestView],
+    limits: Limits,
+    freed_by: Callable[[Sequence[int]], int] | None = None,
+) -> StepPlan:
     """Plan one step.
 
     Running requests come first: those that decode get one token each, the token budget left goes to prompts in progress, oldest
     first. When blocks run out the youngest running request is preempted, so the oldest one always advances. Then waiting
     requests are admitted strictly in order; the first that does not fit ends the admission, and a step that
-    preempts admits nobody. Every request is finite and the queue is never overtaken, so none starves.
+    preempts admits nobody. A waiting request whose next block is being computed for another one is passed over until it can share
+    that block. Every request is finite and the queue is overtaken in no other way, so none starves.
 
     Args:
         running: oldest first.
-        waiting: oldest first; a preempted request is older than all that never ran.
+        waiting: oldest first; a preempted request is older than all that never ran. Read as far as requests are admitted.
         limits: sizes and free blocks.
+        freed_by: blocks that are free once these running requests give up theirs; None where no block is shared.
     """
     budget = limits.max_tokens
     wanted = {view.request_id: 1 for view in running if view.num_missing == 1}
@@ -102,29 +111,38 @@ def plan_step(running: Sequence[RequestView], waiting: Sequence[RequestView], li
             wanted[view.request_id] = min(view.num_missing, budget)
             budget -= wanted[view.request_id]
 
-    work, preempted, free = _give_blocks(running, wanted, limits)
+    work, preempted, free = _give_blocks(running, wanted, limits, freed_by)
     admitted: list[int] = []
-    if not preempted:
-        num_running = len(running)
+    num_running = len(running)
+    if not preempted and num_running < limits.max_requests:
+        in_work = {key for view in running for key in view.keys}
         for view in waiting:
+            # A block with the last token would be computed in any case.
+            if view.keys and view.num_missing > limits.block_size and view.keys[0] in in_work:
+                continue
             num_tokens = min(view.num_missing, budget)
             in_parts = num_tokens < view.num_missing
-            needed = limits.blocks(num_tokens)
+            needed = limits.blocks(view.num_cached + num_tokens) - view.num_blocks
             reserve = limits.reserve_blocks if num_running else 0
             no_parts = in_parts and not limits.chunked_prefill and view.num_missing <= limits.max_tokens
-            if num_running >= limits.max_requests or num_tokens < 1 or needed + reserve > free or no_parts:
+            if num_tokens < 1 or needed + reserve > free or no_parts:
                 break
             work[view.request_id] = Work(request_id=view.request_id, num_tokens=num_tokens, is_last=not in_parts)
             admitted.append(view.request_id)
+            in_work.update(view.keys)
             budget -= num_tokens
             free -= needed
             num_running += 1
+            if num_running >= limits.max_requests:
+                break
     # Python's sort is stable: age decides inside each kind.
     ordered = sorted(work.values(), key=lambda item: item.num_tokens > 1)
     return StepPlan(work=tuple(ordered), admitted=tuple(admitted), preempted=tuple(preempted))
 
 
-def _give_blocks(running: Sequence[RequestView], wanted: dict[int, int], limits: Limits) -> tuple[dict[int, Work], list[int], int]:
+def _give_blocks(
+    running: Sequence[RequestView], wanted: dict[int, int], limits: Limits, freed_by: Callable[[Sequence[int]], int] | None
+) -> tuple[dict[int, Work], list[int], int]:
     """Work of the running requests that keep their blocks, the preempted ones, and the blocks left."""
     work: dict[int, Work] = {}
     preempted: list[int] = []
@@ -136,8 +154,9 @@ def _give_blocks(running: Sequence[RequestView], wanted: dict[int, int], limits:
         needed = limits.blocks(view.num_cached + num_tokens) - view.num_blocks
         while needed > free and len(survivors) > index:
             victim = survivors.pop()
+            before = 0 if freed_by is None else freed_by(preempted)
             preempted.append(victim.request_id)
-            free += victim.num_blocks
+            free += victim.num_blocks if freed_by is None else freed_by(preempted) - before
         if len(survivors) <= index:
             break
         free -= max(0, needed)

@@ -9,11 +9,16 @@ from mcore_inference.requests import DynamicInferenceRequestRecord
 from mcore_inference.text import Tokenizer
 
 
-def usage(records: Sequence[DynamicInferenceRequestRecord], num_choices: int) -> dict[str, int]:
-    """Token counts; a prompt counts once for all its choices."""
+def usage(records: Sequence[DynamicInferenceRequestRecord], num_choices: int) -> dict[str, Any]:
+    """Token counts; a prompt counts once for all its choices, and its cached tokens are those of the first."""
     prompt = sum(len(record.prompt_tokens) for record in records[::num_choices])
     completion = sum(record.num_generated for record in records)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(record.cached_prompt_tokens for record in records[::num_choices])},
+    }
 
 
 def completion_log_probs(

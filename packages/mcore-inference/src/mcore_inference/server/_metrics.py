@@ -16,6 +16,9 @@ _COUNTERS = {
     "steps": "Steps of the engine that ended well.",
     "failed_steps": "Steps that raised.",
     "preemptions": "Requests that lost their cache blocks and were computed again.",
+    "prefix_cache_queries": "Prompt tokens that were looked up in the cache.",
+    "prefix_cache_hits": "Prompt tokens that were found in the cache and not computed.",
+    "evicted_blocks": "Known cache blocks that were given to other tokens.",
     "drafted_tokens": "Proposed tokens that were verified.",
     "accepted_tokens": "Proposed tokens that were drawn as well.",
 }
@@ -26,6 +29,7 @@ _GAUGES = {
     "total_blocks": "Cache blocks that requests can hold.",
     "used_blocks": "Cache blocks in use.",
     "available_blocks": "Cache blocks that are free.",
+    "idle_blocks": "Free cache blocks whose contents are known.",
     "utilization": "Share of the cache blocks in use, from 0 to 1.",
     "cached_tokens": "Tokens whose keys and values are in the cache.",
     "active_requests": "Request slots in use.",

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The requests of an engine: which wait, which run, and the cache blocks that they share."""
+
+import bisect
+import dataclasses
+
+from mcore_inference.context import DynamicInferenceContext
+from mcore_inference.engine._active_request import ActiveRequest
+from mcore_inference.requests import Status
+from mcore_inference.scheduling import RequestView, StepPlan, plan_step
+
+
+class Admission:
+    """Requests that wait and requests that run, each in the order of arrival.
+
+    Args:
+        context: gives running requests their slots and blocks.
+    """
+
+    def __init__(self, context: DynamicInferenceContext) -> None:
+        self._context = context
+        self.waiting: list[ActiveRequest] = []
+        self.running: list[ActiveRequest] = []
+        self.num_preemptions = 0
+        self.num_looked_up = self.num_found = 0
+        """Tokens of admitted requests that were looked up in the cache, and those found there."""
+
+    def add(self, entry: ActiveRequest) -> None:
+        """Queue a request; one that was preempted comes back to its place."""
+        bisect.insort(self.waiting, entry, key=lambda other: other.order)
+
+    def plan(self) -> StepPlan:
+        """The next step, without requests that only wait for their last results."""
+        running = [entry for entry in self.running if entry.num_left or self._is_computing(entry)]
+        limits = self._context.limits()
+        # What only waits for its results holds a place still.
+        limits = dataclasses.replace(limits, max_requests=limits.max_requests - len(self.running) + len(running))
+        views = [self.view(entry) for entry in running]
+        return plan_step(views, (self._waiting_view(entry) for entry in self.waiting), limits, self._context.freed_by)
+
+    def view(self, entry: ActiveRequest) -> RequestView:
+        """A running request as the scheduler sees it."""
+        number = entry.record.request_id
+        num_cached = self._context.num_cached(number)
+        return RequestView(
+            request_id=number,
+            num_tokens=entry.num_tokens,
+            num_cached=num_cached,
+            num_blocks=self._context.num_blocks(number),
+            keys=entry.keys[num_cached // self._context.block_size :],
+        )
+
+    def admit(self, entry: ActiveRequest, weight_version: int) -> None:
+        """From the queue to the running requests, with the blocks of its cached beginning."""
+        segment, prefix = entry.segment, self._prefix(entry)
+        self._context.add_request(entry.record.request_id, prefix)
+        self.waiting.remove(entry)
+        bisect.insort(self.running, entry, key=lambda other: other.order)
+        if entry.shares_prefix:
+            self.num_looked_up += entry.num_tokens
+            self.num_found += len(prefix) * self._context.block_size
+        if len(entry.record.requests) == 1:
+            segment.cached_prompt_tokens = len(prefix) * self._context.block_size
+        segment.status = Status.ACTIVE_BUT_NOT_GENERATING_TOKENS
+        segment.weight_version = weight_version
+        segment.add_event_add()
+
+    def preempt(self, entry: ActiveRequest) -> None:
+        """Back to the queue, to be computed again; the tokens stay, and so does the place in the order of arrival."""
+        self.release(entry)
+        self.add(entry)
+        self.num_preemptions += 1
+        segment = entry.segment
+        segment.add_event_evict()
+        segment.status = Status.WAITING_IN_QUEUE
+        if segment.generated_tokens:
+            entry.record.checkpoint()
+        else:
+            segment.finished_chunk_token_count = 0
+            if segment.prompt_log_probs is not None:
+                segment.prompt_log_probs.clear()
+
+    def release(self, entry: ActiveRequest) -> None:
+        """Take the slot and the blocks of a running request; what its blocks hold stays known."""
+        number = entry.record.request_id
+        self.running.remove(entry)
+        entry.grow_keys()
+        self._context.register(number, entry.keys)
+        self._context.release(number)
+
+    def drop_cache(self) -> None:
+        """Preempt all running requests and forget what the blocks hold: it will not be so any more."""
+        for entry in list(self.running):
+            self.preempt(entry)
+        self._context.allocator.forget()
+
+    def _prefix(self, entry: ActiveRequest) -> list[int]:
+        return self._context.match(entry.keys, entry.num_tokens) if entry.shares_prefix else []
+
+    def _waiting_view(self, entry: ActiveRequest) -> RequestView:
+        prefix = self._prefix(entry)
+        return RequestView(
+            request_id=entry.record.request_id,
+            num_tokens=entry.num_tokens,
+            num_cached=len(prefix) * self._context.block_size,
+            num_blocks=sum(self._context.allocator.num_holders(block) > 0 for block in prefix),
+            keys=entry.keys[len(prefix) :] if entry.shares_prefix else (),
+        )
+
+    def _is_computing(self, entry: ActiveRequest) -> bool:
+        """Whether a prompt without a budget, whose log-probabilities are asked for, has tokens left."""
+        return self._context.num_cached(entry.record.request_id) < len(entry.segment.prompt_tokens)
