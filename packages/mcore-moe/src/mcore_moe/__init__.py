@@ -14,6 +14,7 @@ from mcore_moe._config import MoEConfig
 from mcore_moe._experts import GroupedMLP, SequentialMLP
 from mcore_moe._gating import RandomSTE, apply_random_logits
 from mcore_moe._layer import MoELayer, moe_feed_forward
+from mcore_moe._quantize import get_fp4_align_size, get_fp8_align_size, pad_routing_map
 from mcore_moe._router import TopKRouter
 from mcore_moe._routing import Routing, choose_experts, topk_routing_with_score_function
 from mcore_moe._stability import deprecated, experimental_api, internal_api
@@ -37,9 +38,12 @@ __all__ = [
     "deprecated",
     "experimental_api",
     "get_capacity",
+    "get_fp4_align_size",
+    "get_fp8_align_size",
     "get_updated_expert_bias",
     "internal_api",
     "moe_feed_forward",
+    "pad_routing_map",
     "sinkhorn",
     "switch_load_balancing_loss_func",
     "topk_routing_with_score_function",

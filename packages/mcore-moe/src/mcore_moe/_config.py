@@ -23,7 +23,8 @@ LOSS_NAMES: Mapping[str, str] = {
 RESERVED = frozenset({
     "inference_grouped_gemm_backend", "inference_moe_token_dispatcher_type", "moe_combine_bwd_dtype", "moe_dispatch_fwd_dtype",
     "moe_enable_routing_replay", "moe_expert_rank_capacity_factor", "moe_flex_dispatcher_num_sms", "moe_latent_size",
-    "moe_mlp_glu_interleave_size", "moe_paged_stash", "moe_router_force_biased", "moe_single_grouped_bias", "moe_single_grouped_weight",
+    "moe_mlp_glu_interleave_size", "moe_paged_stash", "moe_router_force_biased", "moe_router_padding_for_fp8",
+    "moe_router_padding_for_quantization", "moe_single_grouped_bias", "moe_single_grouped_weight",
 })  # fmt: skip
 """Fields that later versions may have."""
 
