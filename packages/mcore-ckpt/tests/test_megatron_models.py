@@ -18,8 +18,6 @@ from mcore_ckpt.hf._rules import sites
 from mcore_ckpt.inspect import diff
 from mcore_ckpt.manifest import read_manifest
 from mcore_ckpt.megatron import export_checkpoint_megatron, import_checkpoint_megatron
-from mcore_parallel import ProcessGroups, named_shards
-from mcore_parallel.models import GPTModel, TransformerConfig
 
 FIXTURES = Path(__file__).parent / "fixtures"
 MLP = {"mlp.up.weight": ("mlp.linear_fc1.weight", (48, 16)), "mlp.down.weight": ("mlp.linear_fc2.weight", (16, 24))}
@@ -80,6 +78,14 @@ BASE = {
 }
 
 
+def shapes_of_a_model(config):
+    """Of the weights that mcore-parallel, which this wheel does not need, makes for a configuration."""
+    parallel = pytest.importorskip("mcore_parallel", reason="compares with the models of mcore-parallel")
+    models = pytest.importorskip("mcore_parallel.models")
+    model = models.GPTModel(models.TransformerConfig.from_dict(config), parallel.ProcessGroups.single())
+    return {f"model.{shard.name}": tuple(shard.parameter.shape) for shard in parallel.named_shards(model)}
+
+
 def unpack(name, folder):
     with zipfile.ZipFile(FIXTURES / f"megatron_{name}.zip") as archive:
         archive.extractall(folder / name)
@@ -126,12 +132,7 @@ def test_latents_come_with_their_sizes_and_go_out_with_the_names_of_a_gpu(tmp_pa
     config = extra["config"]
     assert config["latent_attention"] == LATENT_SIZES and config["rotary_interleaved"] is True
     assert config["position_embedding_type"] == "yarn" and config["yarn"]["mscale_all_dim"] == 1.0 and "family" not in extra
-    built = TransformerConfig.from_dict({name: value for name, value in config.items() if name != "activation"})
-    model = GPTModel(built, ProcessGroups.single())
     stored = read_manifest(tmp_path / "ours").tensors
-    assert {f"model.{shard.name}": tuple(shard.parameter.shape) for shard in named_shards(model)} == {
-        name: record.shape for name, record in stored.items() if name.startswith("model.")
-    }
     export_checkpoint_megatron(tmp_path / "ours", tmp_path / "theirs", optimizer=False)
     names = read_manifest(tmp_path / "theirs").tensors
     for key in ("input_layernorm.weight", "self_attention.linear_q_up_proj.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"):
@@ -139,15 +140,16 @@ def test_latents_come_with_their_sizes_and_go_out_with_the_names_of_a_gpu(tmp_pa
     assert names["decoder.layers.self_attention.linear_kv_up_proj.weight"].shape == (2, 32, 8)
     args = torch.load(tmp_path / "theirs" / "common.pt", weights_only=False)["args"]
     assert args.multi_latent_attention and args.qk_head_dim == 4 and args.rope_type == "yarn" and args.rotary_scaling_factor == 4.0
+    shapes = shapes_of_a_model({name: value for name, value in config.items() if name != "activation"})
+    assert shapes == {name: record.shape for name, record in stored.items() if name.startswith("model.")}
 
 
 def test_sinks_are_a_setting_of_the_model(tmp_path):
     import_checkpoint_megatron(unpack("0.19_sinks", tmp_path), tmp_path / "ours", optimizer=False)
     extra = read_manifest(tmp_path / "ours").extra
     assert extra["config"]["softmax_type"] == "learnable" and "family" not in extra
-    model = GPTModel(TransformerConfig.from_dict(extra["config"]), ProcessGroups.single())
-    names = {f"model.{shard.name}" for shard in named_shards(model)}
-    assert names == set(read_manifest(tmp_path / "ours").tensors) and "model.layers.1.attention.softmax_offset" in names
+    names = set(read_manifest(tmp_path / "ours").tensors)
+    assert "model.layers.1.attention.softmax_offset" in names and names == set(shapes_of_a_model(extra["config"]))
 
 
 def test_layers_of_two_kinds_are_exported_one_by_one(tmp_path):
