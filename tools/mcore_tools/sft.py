@@ -20,6 +20,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,9 @@ from mcore_ckpt import CheckpointingException, CheckpointManager
 from mcore_ckpt.assets import extract_assets
 from mcore_ckpt.inspect import resolve_folder
 from mcore_ckpt.manifest import read_manifest
+from mcore_moe import MoEConfig
 from mcore_parallel.data import IndexedDataset
+from mcore_parallel.models import TransformerConfig
 from mcore_parallel.optim import OptimizerConfig
 from mcore_tools.corpus import ChatCorpus, prepare_chat
 from mcore_tools.recipes import DataConfig, LoadConfig, RunConfig, SFTConfig, TrainConfig, override
@@ -38,6 +41,44 @@ from mcore_tools.train import refused, run_to_end
 from mcore_tools.training import HuggingFaceFolder, check_stored, export_run, find_source, first_folder, is_huggingface, stored_model
 
 _LONGEST = 2048
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """A model that a run begins with, and what it says of itself."""
+
+    path: str
+    """For ``load.path``."""
+    model: TransformerConfig
+    moe: MoEConfig | None
+    tokenizer: str
+    """Folder of a published model; empty where a checkpoint keeps it."""
+    dtype: str
+    longest: int
+    """Tokens of its context."""
+
+
+def find_origin(model: str) -> Origin:
+    """What a Hugging Face folder, a checkpoint, or the folder of a run holds.
+
+    Raises:
+        ValueError: the weights do not say what model they are of, or keep no tokenizer.
+        CheckpointingException: there are none.
+    """
+    if is_huggingface(model):
+        source = HuggingFaceFolder(directory=Path(model))
+        path, tokenizer, dtype = model, model, "float32" if source.dtype == "float32" else "bfloat16"
+        longest = source.entries().get("max_position_embeddings", _LONGEST)
+    else:
+        path = str(steps_folder(model))
+        source = resolve_folder(path)
+        tokenizer, longest, dtype = "", _LONGEST, "float32"
+        if "tokenizer/tokenizer.json" not in read_manifest(source).assets:
+            raise ValueError(f"{source} keeps no tokenizer; save it with assets= (`mcore train` does), or name a Hugging Face folder")
+    stored = stored_model(source)
+    if stored is None:
+        raise ValueError(f"{source} does not say what model it holds; save it with `mcore train`, or import it from a Hugging Face folder")
+    return Origin(path=path, model=stored[0], moe=stored[1], tokenizer=tokenizer, dtype=dtype, longest=longest)
 
 
 def base_config(model: str, data: Sequence[str], output: str) -> RunConfig:
@@ -49,35 +90,41 @@ def base_config(model: str, data: Sequence[str], output: str) -> RunConfig:
         output: folder of the run.
 
     Raises:
-        ValueError: the weights do not say what model they are of.
-        CheckpointingException: there are none.
+        ValueError, CheckpointingException: of ``find_origin``.
     """
-    if is_huggingface(model):
-        source = HuggingFaceFolder(directory=Path(model))
-        path, tokenizer, dtype = model, model, "float32" if source.dtype == "float32" else "bfloat16"
-        longest = source.entries().get("max_position_embeddings", _LONGEST)
-    else:
-        path = str(steps_folder(model))
-        source = resolve_folder(path)
-        tokenizer, longest = str(Path(output) / "base"), _LONGEST
-        if "tokenizer/tokenizer.json" not in read_manifest(source).assets:
-            raise ValueError(f"{source} keeps no tokenizer; save it with assets= (`mcore train` does), or name a Hugging Face folder")
-        dtype = "float32"
-    stored = stored_model(source)
-    if stored is None:
-        raise ValueError(f"{source} does not say what model it holds; save it with `mcore train`, or import it from a Hugging Face folder")
+    origin = find_origin(model)
     return RunConfig(
-        model=stored[0],
-        moe=stored[1],
+        model=origin.model,
+        moe=origin.moe,
         sft=SFTConfig(data=tuple(data)),
         train=TrainConfig(
-            steps=1, seq_len=min(longest, _LONGEST), micro_batch_size=1, global_batch_size=8, warmup_steps=0, eval_interval=50, dtype=dtype
+            steps=1,
+            seq_len=min(origin.longest, _LONGEST),
+            micro_batch_size=1,
+            global_batch_size=8,
+            warmup_steps=0,
+            eval_interval=50,
+            dtype=origin.dtype,
         ),
         optimizer=OptimizerConfig(lr=2e-5, min_lr=2e-6, weight_decay=0.0, clip_grad=1.0),
-        data=DataConfig(tokenizer=tokenizer),
-        load=LoadConfig(path=path),
+        data=DataConfig(tokenizer=origin.tokenizer or str(Path(output) / "base")),
+        load=LoadConfig(path=origin.path),
         output=output,
     )
+
+
+def keep_tokenizer(config: RunConfig, rank: int) -> None:
+    """Write the tokenizer that the checkpoint of ``load.path`` keeps to ``data.tokenizer``, where it is not there; every rank has it then.
+
+    Args:
+        config: the run.
+        rank: of this process; the first one writes.
+    """
+    if not is_huggingface(config.load.path) and not Path(config.data.tokenizer).exists() and rank == 0:
+        partial = Path(config.output) / "base.partial"
+        extract_assets(resolve_folder(config.load.path), partial)
+        os.replace(partial / "tokenizer", config.data.tokenizer)
+    wait_for(Path(config.data.tokenizer))
 
 
 def prepared(config: RunConfig, changed: Sequence[str], rank: int) -> RunConfig:
@@ -90,10 +137,7 @@ def prepared(config: RunConfig, changed: Sequence[str], rank: int) -> RunConfig:
     """
     assert config.sft is not None
     folder = Path(config.output)
-    if not is_huggingface(config.load.path) and not Path(config.data.tokenizer).exists() and rank == 0:
-        extract_assets(resolve_folder(config.load.path), folder / "base.partial")
-        os.replace(folder / "base.partial" / "tokenizer", config.data.tokenizer)
-    _wait_for(Path(config.data.tokenizer))
+    keep_tokenizer(config, rank)
     corpus = prepare_chat(config.sft, config.data.tokenizer, folder / "chat", rank=rank)
     if rank == 0:
         print(f"{corpus.num_conversations} conversations, {corpus.num_tokens} tokens, in {folder / 'chat'}")
@@ -124,7 +168,12 @@ def _num_rows(prefix: str, seq_len: int) -> int:
     return max(1, math.ceil(int(np.minimum(np.diff(ends), seq_len).sum()) / seq_len))
 
 
-def _wait_for(path: Path, timeout_s: float = 600.0) -> None:
+def wait_for(path: Path, timeout_s: float = 600.0) -> None:
+    """Until the first rank has written a file or folder.
+
+    Raises:
+        TimeoutError: it has not.
+    """
     deadline = time.monotonic() + timeout_s
     while not path.exists():
         if time.monotonic() > deadline:

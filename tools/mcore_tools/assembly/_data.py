@@ -33,6 +33,8 @@ Samples = GPTDataset | MaskedTokensDataset | SFTDataset
 
 def check_data(config: RunConfig, owner: str = "") -> None:
     """Refuse a run without a corpus; ``owner`` stands before its fields where another config holds it."""
+    if config.rl:
+        raise ValueError(f"{owner}rl is set, which learns from rewards; start the run with `mcore rl`, or set {owner}rl=none")
     for name, value in (("prefix", config.data.corpora), ("tokenizer", config.data.tokenizer)):
         if not value:
             raise ValueError(f"{owner}data.{name} is empty; make the corpus with mcore-preprocess and pass --set {owner}data.{name}=PATH")

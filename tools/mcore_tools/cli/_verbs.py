@@ -37,6 +37,7 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
         "train": Verb(summary="train a recipe, on this process or on every rank that torchrun starts", module="mcore_tools.train"),
         "sft": Verb(summary="fine-tune a Hugging Face model or a checkpoint on conversations, and export it", module="mcore_tools.sft"),
         "distill": Verb(summary="train a student against the checkpoint of a teacher", module="mcore_tools.distill"),
+        "rl": Verb(summary="post-train a model with RL: answers are drawn, judged and learnt from", module="mcore_tools.reinforce"),
         "eagle": Verb(summary="train, measure and export a speculative draft head", module="mcore_tools.eagle"),
         "eval": Verb(
             summary="measure a model: perplexity of text, multiple choice, tasks of lm-evaluation-harness", module="mcore_tools.evaluate"

@@ -30,6 +30,7 @@ from mcore_parallel.training import (
     check_batch_sizes,
 )
 from mcore_tools.recipes._data import DataConfig
+from mcore_tools.recipes._rl import RLConfig
 from mcore_tools.recipes._sft import SFTConfig
 
 DTYPE_NAMES = ("float32", "bfloat16", "float64")
@@ -205,6 +206,8 @@ class RunConfig:
     """Train a ``BertModel`` on hidden tokens; None for a ``GPTModel`` on the next ones."""
     sft: SFTConfig | None = None
     """Fine-tune on conversations, which `mcore sft` tokenises; None for a corpus of text."""
+    rl: RLConfig | None = None
+    """Learn from rewards, which `mcore rl` does; None for texts."""
     plan: ParallelPlan = field(default_factory=ParallelPlan)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     """Schedule and placement of the layers on the stages."""
@@ -269,8 +272,11 @@ class RunConfig:
         check_layout(self.model, self.plan, feed_forward=feed_forward)
         if self.masked:
             self._check_masked(self.masked)
-        if self.sft and train.seq_len % self.sequence_multiple:
-            raise ValueError(f"train.seq_len={train.seq_len} must be a multiple of 2 * plan.cp={2 * self.plan.cp}, as conversations are")
+        if self.rl:
+            self._check_rl(self.rl)
+        if (self.sft or self.rl) and train.seq_len % self.sequence_multiple:
+            kind = "conversations" if self.sft else "answers"
+            raise ValueError(f"train.seq_len={train.seq_len} must be a multiple of 2 * plan.cp={2 * self.plan.cp}, as {kind} are")
         if self.cuda_graphs and self.cuda_graph.is_external and self.plan.pp > 1:
             raise ValueError(
                 f"cuda_graph.cuda_graph_impl='transformer_engine' waits for the device, on which plan.pp={self.plan.pp} stages wait for "
@@ -331,6 +337,29 @@ class RunConfig:
             raise ValueError(
                 f"masked.mask_token={masked.mask_token} must lie below model.vocab_size={self.model.vocab_size}; raise vocab_size"
             )
+
+    def _check_rl(self, rl: RLConfig) -> None:
+        """What learns from rewards has no texts, and a loop of its own."""
+        if self.sft or self.masked:
+            raise ValueError("rl learns from rewards, sft and masked from texts; set sft=none and masked=none")
+        train = self.train
+        if train.batch_ramp_up or train.batch_steps:
+            raise ValueError("train.batch_ramp_up and train.batch_steps are for texts; train.global_batch_size is the answers of an update")
+        rl.grpo(seq_len=train.seq_len, micro_batch_size=train.micro_batch_size, global_batch_size=train.global_batch_size)
+        rl.objective()
+        if self.data_parallel != "ddp":
+            raise ValueError(f"rl takes whole parameters to its engines, which data_parallel={self.data_parallel!r} divides; set it to ddp")
+        if train.warmup_steps >= train.steps:
+            raise ValueError(f"train.warmup_steps={train.warmup_steps} must be below train.steps={train.steps}, the iterations")
+        if rl.packing is not None and rl.packing.alignment % self.sequence_multiple:
+            raise ValueError(f"rl.packing.alignment={rl.packing.alignment} must be a multiple of 2 * plan.cp={2 * self.plan.cp}")
+        if self.plan.vpp > 1:
+            raise ValueError(f"rl scores answers with one chunk a stage, found plan.vpp={self.plan.vpp}; set plan.vpp=1")
+        unused = {"cuda_graphs": (), "dumps": DumpConfig(), "profile": ProfileConfig(), "restart": RestartConfig(), "rerun": RerunConfig()}
+        named = [name for name, default in unused.items() if getattr(self, name) != default]
+        named += [f"log.{name}" for name in ("straggler_interval", "timers_interval", "telemetry") if getattr(self.log, name)]
+        if named:
+            raise ValueError(f"{named[0]} is for `mcore train` only, and rl is set; leave it at its default")
 
     def _check_fully_sharded(self) -> None:
         if self.data_parallel == "fsdp2":

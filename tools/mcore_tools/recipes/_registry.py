@@ -12,9 +12,12 @@ from mcore_parallel.data import MaskedTokensConfig
 from mcore_parallel.models import TransformerConfig, hybrid_config
 from mcore_parallel.nn import MambaConfig
 from mcore_parallel.optim import OptimizerConfig
+from mcore_rl import GenericGenerationArgs
+from mcore_rl.envs import CountdownConfig
 from mcore_tools.recipes._config import RunConfig, TrainConfig
 from mcore_tools.recipes._override import RecipeError, override
 from mcore_tools.recipes._published import LAYOUTS, PUBLISHED
+from mcore_tools.recipes._rl import RLConfig
 
 
 def moe_tiny() -> RunConfig:
@@ -60,6 +63,37 @@ def gpt_tiny() -> RunConfig:
         train=TrainConfig(steps=200, seq_len=128, micro_batch_size=8, global_batch_size=16, warmup_steps=20, eval_interval=50),
         optimizer=OptimizerConfig(lr=3e-3, min_lr=3e-4, weight_decay=0.1, clip_grad=1.0),
         output="runs/gpt_tiny",
+    )
+
+
+def countdown_tiny() -> RunConfig:
+    """A dense model that imitates the form of Countdown's answers and then learns from rewards which are right; two CPU cores, minutes."""
+    countdown = CountdownConfig.small(max_number=5, operators="+-*")
+    return RunConfig(
+        model=TransformerConfig(
+            num_layers=3, hidden_size=96, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=288, vocab_size=320
+        ),
+        rl=RLConfig(
+            environment="countdown",
+            countdown=countdown,
+            imitation_steps=150,
+            num_groups=16,
+            group_size=8,
+            generation_args=GenericGenerationArgs(temperature=1.0, max_tokens=12),
+            cache_gb=0.05,
+        ),
+        train=TrainConfig(
+            steps=100,
+            seq_len=48,
+            micro_batch_size=64,
+            global_batch_size=128,
+            warmup_steps=0,
+            lr_schedule="constant",
+            eval_interval=20,
+            checkpoint_interval=20,
+        ),
+        optimizer=OptimizerConfig(lr=1e-3, min_lr=1e-4, weight_decay=0.0, clip_grad=1.0),
+        output="runs/countdown_tiny",
     )
 
 
@@ -148,7 +182,7 @@ def bert_tiny() -> RunConfig:
 
 
 RECIPES: Mapping[str, Callable[[], RunConfig]] = MappingProxyType(
-    {make.__name__: make for make in (bert_tiny, gpt_100m, gpt_1b, gpt_7b, gpt_tiny, hybrid_tiny, moe_tiny, qwen3_moe_tiny)}
+    {make.__name__: make for make in (bert_tiny, countdown_tiny, gpt_100m, gpt_1b, gpt_7b, gpt_tiny, hybrid_tiny, moe_tiny, qwen3_moe_tiny)}
     | dict(PUBLISHED)
 )
 

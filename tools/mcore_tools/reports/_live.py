@@ -54,7 +54,13 @@ class LiveReport:
         curve = self.history.curve
         names = self.history.names
         plots = [Plot(title="Loss", x_label="step", y_label="nats a token", curves=_known(curve, training="loss", validation="eval/loss"))]
+        if "reward" in names:
+            plots = [*self._rewards(), *plots]
         for title, unit, name in (
+            ("Answer length", "tokens", "answer_length"),
+            ("Entropy of the policy", "nats a token", "entropy"),
+            ("Divergence from the reference", "nats a token", "kl"),
+            ("Engine and trainer disagree by", "nats a token", "logprob_mismatch"),
             ("Gradient norm", "before clipping", "grad_norm"),
             ("Learning rate", "", "lr"),
             ("Throughput", "tokens/s", "tokens_per_s"),
@@ -76,6 +82,18 @@ class LiveReport:
         if losses:
             plots.append(Plot(title="Auxiliary losses", x_label="step", y_label="mean of the layers", curves=losses))
         return plots
+
+    def _rewards(self) -> list[Plot]:
+        """What is seen of a run that learns from rewards."""
+        curve = self.history.curve
+        rewards = _known(curve, training="reward", evaluation="eval/reward", right="eval/right")
+        times = _known(curve, generate="rollout_s", train="train_s", refit="refit_s")
+        counts = _known(curve, dropped="num_dropped", filtered="num_filtered")
+        return [
+            Plot(title="Reward", x_label="iteration", y_label="mean of the answers", curves=rewards),
+            Plot(title="Parts of an iteration", x_label="iteration", y_label="seconds", curves=times),
+            Plot(title="Answers dropped, groups replaced", x_label="iteration", y_label="count", curves=counts),
+        ]
 
     def _sections(self, ended: bool) -> list[Section]:
         step, values = self.history.recent[-1]

@@ -1,9 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Reinforcement learning from the checkpoint of a run."""
+"""Reinforcement learning: a run of its own, or on from the checkpoint of another."""
 
+from mcore_tools.rl._environment import build_environment
+from mcore_tools.rl._imitation import texts
 from mcore_tools.rl._post_train import post_train_rank
+from mcore_tools.rl._run import REFERENCE, Reinforced, reinforce_rank
 
 __all__ = [
+    "REFERENCE",
+    "Reinforced",
+    "build_environment",
     "post_train_rank",
+    "reinforce_rank",
+    "texts",
 ]

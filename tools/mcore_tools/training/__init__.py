@@ -3,7 +3,7 @@
 """The training program: the world of a run, its folder, where it begins, its loop, and the loops that learn from another model."""
 
 from mcore_tools.training._export import describe_model, export_run
-from mcore_tools.training._folder import run_assets, run_checkpoints
+from mcore_tools.training._folder import open_folder, run_assets, run_checkpoints
 from mcore_tools.training._instruments import Instruments
 from mcore_tools.training._pretrained import HuggingFaceFolder, is_huggingface
 from mcore_tools.training._start import RunCheckpoints, find_source, first_folder
@@ -30,6 +30,7 @@ __all__ = [
     "is_huggingface",
     "join",
     "meet",
+    "open_folder",
     "place",
     "read_run",
     "run_assets",

@@ -26,7 +26,7 @@ from mcore_rl._types import (
     TokenRollout,
 )
 from mcore_rl._update import Learner
-from mcore_rl.agent import EvaluationAgent, GroupedRolloutGenerator, Problem, RewardOnlyAgent
+from mcore_rl.agent import EvaluationAgent, GroupedRolloutGenerator, NumberedProblems, Problem, RewardOnlyAgent
 from mcore_rl.inference import InferenceInterface, MegatronLocal
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
     "Learner",
     "MegatronLocal",
     "MismatchReport",
+    "NumberedProblems",
     "OverlongPenalty",
     "PackingConfig",
     "PackingContext",

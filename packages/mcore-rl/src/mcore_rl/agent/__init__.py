@@ -3,6 +3,7 @@
 """Agents: who asks the model, and how good the answer was."""
 
 from mcore_rl.agent._base import EvaluationAgent, GroupedRolloutGenerator
+from mcore_rl.agent._numbered import NumberedProblems
 from mcore_rl.agent._reward_only import Problem, RewardOnlyAgent
 
-__all__ = ["EvaluationAgent", "GroupedRolloutGenerator", "Problem", "RewardOnlyAgent"]
+__all__ = ["EvaluationAgent", "GroupedRolloutGenerator", "NumberedProblems", "Problem", "RewardOnlyAgent"]

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from mcore_rl._stability import experimental_api
-from mcore_rl.agent import Problem, RewardOnlyAgent
+from mcore_rl.agent import NumberedProblems, Problem
 from mcore_rl.envs._arithmetic import ExpressionError, evaluate
 
 _OPEN, _CLOSE = "<answer>", "</answer>"
-_EVALUATION = 1 << 32
 
 
 @experimental_api
@@ -67,7 +66,7 @@ class CountdownConfig:
 
 
 @experimental_api
-class Countdown(RewardOnlyAgent):
+class Countdown(NumberedProblems):
     """1 for an expression that uses every given number once and equals the target, ``format_reward`` for another expression, else 0.
 
     The last ``<answer>`` of a response counts. Problems are a function of seed and number: problem n is the same on every machine, and
@@ -80,22 +79,16 @@ class Countdown(RewardOnlyAgent):
     def __init__(self, config: CountdownConfig) -> None:
         super().__init__("countdown")
         self.config = config
-        self._num_posed = 0
-        self._num_evaluated = 0
-
-    async def get_prompt(self, *, validation: bool = False) -> Problem:
-        if validation:
-            self._num_evaluated += 1
-            return self.problem(_EVALUATION + self._num_evaluated - 1)
-        self._num_posed += 1
-        return self.problem((self._num_posed - 1) % self.config.num_problems)
 
     async def get_reward(self, response: str, problem: Problem) -> float:
         return self.judge(response, problem)
 
     def problem(self, number: int) -> Problem:
         """Problem ``number`` of this seed."""
-        config, generator = self.config, random.Random(f"countdown {self.config.seed} {number}")
+        config = self.config
+        if number < self.FIRST_EVALUATION:
+            number %= config.num_problems
+        generator = random.Random(f"countdown {config.seed} {number}")
         while True:
             numbers = [generator.randint(1, config.max_number) for _ in range(config.num_numbers)]
             target = _reachable(numbers, config.operators, generator)
@@ -105,10 +98,16 @@ class Countdown(RewardOnlyAgent):
         text = config.prompt.replace("{numbers}", listing).replace("{target}", str(target))
         return Problem(problem_id=f"countdown/{config.seed}/{number}", prompt=text, golden=f"{listing} = {target}")
 
+    def attempt(self, problem: Problem, generator: random.Random) -> str:
+        """The numbers in their order with random operators between, in tags."""
+        listing, _ = problem.golden.split(" = ")
+        first, *others = listing.split()
+        expression = first + "".join(generator.choice(self.config.operators) + number for number in others)
+        return ("" if _begun(problem.prompt) else _OPEN) + expression + _CLOSE
+
     def judge(self, response: str, problem: Problem) -> float:
         """The reward of a response."""
-        begun = problem.prompt.rfind(_OPEN) > problem.prompt.rfind(_CLOSE)
-        expression = _last_answer((_OPEN if begun else "") + response)
+        expression = _last_answer((_OPEN if _begun(problem.prompt) else "") + response)
         if expression is None:
             return 0.0
         try:
@@ -130,6 +129,11 @@ def _reachable(numbers: list[int], operators: str, generator: random.Random) -> 
             operator = operators[0]
         values.append({"+": left + right, "-": left - right, "*": left * right, "/": left / right if right else left}[operator])
     return values[0]
+
+
+def _begun(prompt: str) -> bool:
+    """Whether the prompt opens the answer."""
+    return prompt.rfind(_OPEN) > prompt.rfind(_CLOSE)
 
 
 def _last_answer(text: str) -> str | None:

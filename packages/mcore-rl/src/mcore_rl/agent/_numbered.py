@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Environments whose problems have numbers: ranks share them, and a run goes on where it was."""
+
+import random
+from abc import abstractmethod
+from typing import ClassVar
+
+from mcore_rl._stability import experimental_api
+from mcore_rl._types import EvaluationResponse, GenericGenerationArgs
+from mcore_rl.agent._reward_only import Problem, RewardOnlyAgent
+from mcore_rl.inference import InferenceInterface
+
+
+@experimental_api
+class NumberedProblems(RewardOnlyAgent):
+    """Problem n is the same on every machine. Rank r of n poses every n-th problem, from a position on.
+
+    Each evaluation asks the same problems, whose numbers begin at 2**32.
+
+    Args:
+        env_id, prompt_timeout_s, answer_timeout_s, judge_timeout_s: as of ``RewardOnlyAgent``.
+    """
+
+    FIRST_EVALUATION: ClassVar[int] = 1 << 32
+    """Number of the first problem of an evaluation."""
+
+    def __init__(
+        self, env_id: str, *, prompt_timeout_s: float = 60.0, answer_timeout_s: float = 3600.0, judge_timeout_s: float = 60.0
+    ) -> None:
+        super().__init__(env_id, prompt_timeout_s=prompt_timeout_s, answer_timeout_s=answer_timeout_s, judge_timeout_s=judge_timeout_s)
+        self._rank, self._num_ranks, self._num_posed, self._num_evaluated, self._first = 0, 1, 0, 0, 0
+
+    @abstractmethod
+    def problem(self, number: int) -> Problem:
+        """Problem ``number``, from 0; from 2**32 on, one of the evaluation."""
+
+    def attempt(self, problem: Problem, generator: random.Random) -> str | None:
+        """A well-formed answer, right or wrong, for a model that has yet to learn the form; None where every text is one."""
+        return None
+
+    def start_at(self, position: int, *, rank: int = 0, num_ranks: int = 1) -> None:
+        """Pose problems ``position + rank``, ``position + rank + num_ranks``, ... from now on.
+
+        Raises:
+            ValueError: a position or a rank out of its range.
+        """
+        if not (0 <= position < self.FIRST_EVALUATION and 0 <= rank < num_ranks):
+            raise ValueError(f"position={position} must lie from 0 to below 2**32, and rank={rank} from 0 to below num_ranks={num_ranks}")
+        self._first, self._rank, self._num_ranks, self._num_posed = position, rank, num_ranks, 0
+
+    @property
+    def position(self) -> int:
+        """From which on this rank and those before it have posed nothing; the ranks' largest is where a run goes on."""
+        return self._first + self._num_posed * self._num_ranks
+
+    async def get_prompt(self, *, validation: bool = False) -> Problem:
+        if validation:
+            self._num_evaluated += 1
+            return self.problem(self.FIRST_EVALUATION + self._rank + (self._num_evaluated - 1) * self._num_ranks)
+        self._num_posed += 1
+        return self.problem(self._first + self._rank + (self._num_posed - 1) * self._num_ranks)
+
+    async def run_evaluation(self, interface: InferenceInterface, *, num_prompts: int, args: GenericGenerationArgs) -> EvaluationResponse:
+        """This rank's answers to ``num_prompts`` problems, the first of the evaluation."""
+        self._num_evaluated = 0
+        return await super().run_evaluation(interface, num_prompts=num_prompts, args=args)

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Reinforcement learning: the environment, how many answers are judged, and what is learnt from them."""
+
+import dataclasses
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from mcore_rl import (
+    AdvantageConfig,
+    Aggregation,
+    GenericGenerationArgs,
+    GRPOConfig,
+    GRPOObjective,
+    ImportanceCorrection,
+    OverlongPenalty,
+    PackingConfig,
+    PolicyLossConfig,
+)
+from mcore_rl.envs import ArithmeticConfig, CountdownConfig
+
+ENVIRONMENTS = ("countdown", "arithmetic", "character_share")
+_IMPORTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CharacterShareConfig:
+    """Write more of some characters.
+
+    Raises:
+        ValueError: no prompts, or no characters.
+    """
+
+    prompts: tuple[str, ...] = ("a", "b")
+    wanted: str = "abcdefghijklmnopqrstuvwxyz"
+
+    def __post_init__(self) -> None:
+        if not self.prompts or not self.wanted:
+            raise ValueError(f"prompts={list(self.prompts)} and wanted={self.wanted!r} must not be empty")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLConfig:
+    """Group-relative policy optimisation. A step of the run is an iteration: answers are drawn, judged and trained on.
+
+    ``train.global_batch_size`` is the number of answers of an update; an iteration has as many updates as it needs for all its answers.
+
+    Raises:
+        ValueError: an unknown environment, or choices that do not go together.
+    """
+
+    environment: str = "countdown"
+    """countdown, arithmetic, character_share, or PACKAGE.MODULE:NAME of a `mcore_rl.NumberedProblems` that is made without arguments."""
+    countdown: CountdownConfig = field(default_factory=CountdownConfig)
+    """Of countdown."""
+    arithmetic: ArithmeticConfig = field(default_factory=ArithmeticConfig)
+    """Of arithmetic."""
+    character_share: CharacterShareConfig = field(default_factory=CharacterShareConfig)
+    """Of character_share."""
+    imitation_steps: int = 0
+    """Updates on well-formed answers of the environment, right or wrong, before the first iteration: for a model of random weights."""
+    num_groups: int = 8
+    """Problems an iteration, over all ranks."""
+    group_size: int = 8
+    """Answers a problem."""
+    generation_args: GenericGenerationArgs = field(default_factory=lambda: GenericGenerationArgs(temperature=1.0, max_tokens=32))
+    """How answers are drawn."""
+    num_epochs: int = 1
+    """Times that each answer is trained on."""
+    policy: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    """Clip range, dual clip, CISPO, ratios of sequences."""
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    """Baseline and scale of rewards."""
+    aggregation: Aggregation = field(default_factory=Aggregation)
+    """How the losses of tokens are averaged."""
+    correction: ImportanceCorrection | None = field(default_factory=ImportanceCorrection)
+    """Weights for the difference between engine and trainer; None for none."""
+    kl_beta: float = 0.0
+    """Of the divergence from the first weights, in the loss."""
+    kl_estimator: str = "k3"
+    """k1, k2 or k3."""
+    kl_in_reward: float = 0.0
+    """Of the divergence from the first weights, in the reward."""
+    entropy_weight: float = 0.0
+    packing: PackingConfig | None = None
+    """Bins instead of rows of ``train.seq_len``."""
+    overlong: OverlongPenalty | None = None
+    """Taken from the reward of long answers."""
+    mask_truncated: bool = False
+    """Answers that ``max_tokens`` ended are not trained on."""
+    filter_equal_groups: bool = False
+    """Groups whose rewards are all equal are replaced by others."""
+    max_filter_ratio: float = 3.0
+    """Groups asked for then, at most, for each that is wanted."""
+    rollout_timeout_s: float = 600.0
+    """Limit of all answers of an iteration, in seconds."""
+    cache_gb: float = 1.0
+    """Memory of each engine for keys and values, in GB."""
+
+    def __post_init__(self) -> None:
+        if self.environment not in ENVIRONMENTS and not _IMPORTED.fullmatch(self.environment):
+            raise ValueError(
+                f"environment={self.environment!r} must be one of {', '.join(ENVIRONMENTS)}, or PACKAGE.MODULE:NAME of one of your own"
+            )
+        if self.group_size < 2:
+            raise ValueError(f"group_size={self.group_size} must be at least 2: an answer is judged against its group")
+        if self.imitation_steps < 0:
+            raise ValueError(f"imitation_steps={self.imitation_steps} must not be negative")
+        if self.imitation_steps and self.environment == "character_share":
+            raise ValueError("imitation_steps needs answers of a form, and character_share takes every text; set it to 0")
+        if not self.cache_gb > 0:
+            raise ValueError(f"cache_gb={self.cache_gb} must be above 0")
+        if self.generation_args.max_tokens is None or self.generation_args.max_tokens < 1:
+            raise ValueError(f"generation_args.max_tokens={self.generation_args.max_tokens} must be at least 1")
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the first weights are kept."""
+        return self.kl_beta != 0 or self.kl_in_reward != 0
+
+    def grpo(self, *, seq_len: int, micro_batch_size: int, global_batch_size: int, pad_id: int = 0) -> GRPOConfig:
+        """An iteration.
+
+        Raises:
+            ValueError: sizes that do not go together.
+        """
+        count = self.num_groups * self.group_size
+        if count % global_batch_size:
+            raise ValueError(
+                f"rl.num_groups={self.num_groups} * rl.group_size={self.group_size} = {count} answers must be a multiple of "
+                f"train.global_batch_size={global_batch_size}, those of an update"
+            )
+        if (most := self.generation_args.max_tokens or 0) >= seq_len:
+            raise ValueError(f"rl.generation_args.max_tokens={most} must lie below train.seq_len={seq_len}, which has the prompt, too")
+        names = {item.name for item in dataclasses.fields(self)}
+        shared: dict[str, Any] = {item.name: getattr(self, item.name) for item in dataclasses.fields(GRPOConfig) if item.name in names}
+        shared |= {"seq_len": seq_len, "micro_batch_size": micro_batch_size, "pad_id": pad_id}
+        return GRPOConfig(**shared, num_mini_batches=count // global_batch_size)
+
+    def objective(self) -> GRPOObjective:
+        """What is minimised.
+
+        Raises:
+            ValueError: a field out of its range.
+        """
+        return GRPOObjective(
+            policy=self.policy,
+            kl_beta=self.kl_beta,
+            kl_estimator=self.kl_estimator,
+            entropy_weight=self.entropy_weight,
+            temperature=1.0 if self.generation_args.temperature is None else self.generation_args.temperature,
+            correction=self.correction,
+        )

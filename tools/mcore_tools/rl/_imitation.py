@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""A model of random weights learns the form of answers, before it can be judged."""
+
+import random
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from mcore_parallel.data import Tokenizer
+from mcore_parallel.training import Batch, CrossEntropyObjective, train_step
+from mcore_rl import NumberedProblems
+from mcore_tools.assembly import Parts
+from mcore_tools.recipes import RunConfig
+
+
+def texts(environment: NumberedProblems, count: int) -> Iterator[str]:
+    """Problems of the environment with answers, for a tokenizer."""
+    generator = random.Random("texts")
+    for number in range(count):
+        problem = environment.problem(number)
+        yield problem.prompt + (environment.attempt(problem, generator) or "")
+
+
+def imitate(config: RunConfig, parts: Parts, environment: NumberedProblems, tokenizer: Tokenizer, device: torch.device) -> float:
+    """``rl.imitation_steps`` updates on well-formed answers; the loss of the last one.
+
+    Raises:
+        ValueError: the environment shows no answers, or one with its problem exceeds ``train.seq_len``.
+    """
+    assert config.rl is not None
+    dp, loss = parts.groups.dp, float("nan")
+    per_rank = config.train.global_batch_size // dp.size
+    parts.model.train()
+    for step in range(config.rl.imitation_steps):
+        begin = step * config.train.global_batch_size + dp.rank * per_rank
+        rows = [_row(config, environment, tokenizer, begin + number) for number in range(per_rank)]
+        batches = _batches(config, rows, device)
+        report = train_step(parts.model, batches, CrossEntropyObjective(), parts.sync, parts.optimizer, lr=config.optimizer.lr)
+        loss = report.loss
+    return loss
+
+
+def _row(config: RunConfig, environment: NumberedProblems, tokenizer: Tokenizer, number: int) -> tuple[list[int], int]:
+    """Tokens of a problem and its answer, and where that begins."""
+    generator = random.Random(f"imitation {config.train.seed} {number}")
+    # Other problems than the first that are posed.
+    problem = environment.problem((1 << 31) + number)
+    attempt = environment.attempt(problem, generator)
+    if attempt is None:
+        raise ValueError(f"rl.imitation_steps={config.rl and config.rl.imitation_steps}, and the environment shows no answers; set it to 0")
+    prompt = list(tokenizer.tokenize(problem.prompt))
+    tokens = [*prompt, *tokenizer.tokenize(attempt), tokenizer.eod]
+    if len(tokens) > config.train.seq_len + 1:
+        length = config.train.seq_len
+        raise ValueError(f"problem {problem.problem_id} with its answer has {len(tokens)} tokens; raise train.seq_len={length}")
+    return tokens, len(prompt)
+
+
+def _batches(config: RunConfig, rows: Sequence[tuple[list[int], int]], device: torch.device) -> list[Batch]:
+    """Micro-batches of padded rows, in which the answer is learnt."""
+    size, length = config.train.micro_batch_size, config.train.seq_len
+    tokens = torch.zeros(len(rows), length + 1, dtype=torch.int64)
+    mask = torch.zeros(len(rows), length)
+    for number, (row, begin) in enumerate(rows):
+        tokens[number, : len(row)] = torch.tensor(row)
+        mask[number, begin - 1 : len(row) - 1] = 1.0
+    # Padding is not routed to experts, and comes after all that counts.
+    valid = torch.arange(length) < torch.tensor([len(row) for row, _ in rows])[:, None]
+    tokens, mask, valid = (value.to(device) for value in (tokens, mask, valid))
+    parts = [slice(start, start + size) for start in range(0, len(rows), size)]
+    return [Batch(tokens=tokens[part, :-1], labels=tokens[part, 1:], loss_mask=mask[part], valid=valid[part]) for part in parts]

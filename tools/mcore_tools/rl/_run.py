@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""What each rank does to learn from rewards: where the run begins, its iterations, its evaluations and its checkpoints."""
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_ckpt import CheckpointManager
+from mcore_parallel.comm import all_reduce
+from mcore_parallel.guard import Watchdog
+from mcore_parallel.models import OutputLayer
+from mcore_parallel.training import NonFiniteLossError, TrainerState, Writer, model_state
+from mcore_rl import (
+    FrozenWeights,
+    GenericGenerationArgs,
+    IterationReport,
+    Learner,
+    MegatronLocal,
+    grpo_iteration,
+    refit,
+)
+from mcore_tools.assembly import Parts, assemble, open_tokenizer, schedule
+from mcore_tools.recipes import RunConfig
+from mcore_tools.reports import History
+from mcore_tools.rl._environment import build_environment
+from mcore_tools.rl._imitation import imitate
+from mcore_tools.serving import build_engine
+from mcore_tools.training import (
+    RunCheckpoints,
+    check_stored,
+    describe_model,
+    device_of,
+    find_source,
+    first_folder,
+    open_folder,
+    run_checkpoints,
+)
+
+REFERENCE = "reference"
+"""Folder of a run with the weights that it began with, where ``rl.kl_beta`` or ``rl.kl_in_reward`` asks for them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reinforced:
+    """What a run left behind; the history is on the first rank only."""
+
+    history: History
+    reward: float
+    """Mean of the last evaluation, or of the last iteration where none was made; NaN when nothing was done."""
+    seconds: float
+    stopped_at: int | None = None
+    """The iteration after which the run ended because it was asked to; None when it came to its end."""
+
+
+def reinforce_rank(config: RunConfig, kind: str, watchdog: Watchdog | None = None, stop: Callable[[], bool] | None = None) -> Reinforced:
+    """Learn from rewards, from the newest checkpoint under ``config.output`` or as ``config.load`` says, on this rank of the world.
+
+    Raises:
+        ValueError: there is nothing to begin with, it is of another model, or an environment that cannot be made; nothing was written.
+        NonFiniteLossError: a loss or a gradient that is no finite number, more often than ``train.max_skipped_steps``.
+    """
+    begin = time.perf_counter()
+    run = _Run(config, kind)
+    history, writers = History(), []
+    if run.parts.groups.world.is_first:
+        history = History.read(Path(config.output) / "train.jsonl", run.state.step)
+        writers = open_folder(config, history)
+    try:
+        run.start()
+        reward = run.iterate(writers, watchdog, _stop(config, begin, stop))
+    finally:
+        for writer in writers:
+            writer.close()
+        run.parts.close()
+    stopped = run.state.step if run.stopped else None
+    return Reinforced(history=history, reward=reward, seconds=time.perf_counter() - begin, stopped_at=stopped)
+
+
+def _stop(config: RunConfig, begin: float, stop: Callable[[], bool] | None) -> Callable[[], bool]:
+    limit_s = 60 * config.train.stop_after_minutes
+
+    def requested() -> bool:
+        return (stop is not None and stop()) or bool(limit_s and time.perf_counter() - begin > limit_s)
+
+    return requested
+
+
+class _Run:
+    """The parts of a run on this rank, and how far it is."""
+
+    def __init__(self, config: RunConfig, kind: str) -> None:
+        assert config.rl is not None
+        self.config, self.rl = config, config.rl
+        self.environment = build_environment(self.rl)
+        self.own = run_checkpoints(config)
+        source = find_source(config.load, self.own)
+        origin = first_folder(config.load, self.own, source)
+        check_stored(config, origin)
+        self.device = device_of(kind)
+        self.tokenizer = open_tokenizer(config.data.tokenizer, config.model.vocab_size)
+        self._check_length()
+        self.parts: Parts = assemble(config, self.device)
+        for module in self.parts.model.modules():
+            if isinstance(module, OutputLayer):
+                # The engine draws no row of padding, so the policy has none.
+                module.unpadded_vocab_size = self.tokenizer.vocab_size
+        self.checkpoints = RunCheckpoints(config.load, self.own, source, self.parts.optimizer, describe_model(config, origin))
+        self.rates = schedule(config)
+        self.state, self.position = TrainerState(), 0
+        if (newest := self.own.latest()) is not None:
+            self.state = TrainerState(step=newest)
+        self.stopped = False
+
+    def _check_length(self) -> None:
+        """Whether a row has room for a problem and its answer."""
+        problem, longest = self.environment.problem(0), self.config.train.seq_len
+        length, answer = len(self.tokenizer.tokenize(problem.prompt)), self.rl.generation_args.max_tokens or 0
+        if length + answer > longest:
+            raise ValueError(
+                f"train.seq_len={longest} must hold a problem, the first of which has {length} tokens, and "
+                f"rl.generation_args.max_tokens={answer}; raise it"
+            )
+
+    def start(self) -> None:
+        """Weights, reference, engine and the place in the problems."""
+        config, parts = self.config, self.parts
+        fresh = self.own.latest() is None
+        reference = CheckpointManager(Path(config.output) / REFERENCE, keep=1)
+        frozen = None
+        if self.rl.needs_reference and not fresh:
+            reference.load(model_state(parts.model, parts.groups))
+            frozen = FrozenWeights(parts.model)
+        if self.checkpoints.latest() is not None:
+            _, extra = self.checkpoints.load(parts.state())
+            self.state = TrainerState(**extra["trainer"])
+            parts.optimizer.load_step_count(int(extra["optimizer_step"]))
+            self.position = int(extra.get("rl", {}).get("position", 0))
+            self._tell(f"goes on from {self.checkpoints.loaded}")
+        if fresh and not self.state.step and self.rl.imitation_steps:
+            loss = imitate(config, parts, self.environment, self.tokenizer, self.device)
+            self._tell(f"loss {loss:.4f} after {self.rl.imitation_steps} steps of imitation")
+        if self.rl.needs_reference and fresh:
+            newest = reference.latest()
+            reference.save(0 if newest is None else newest + 1, model_state(parts.model, parts.groups))
+            frozen = FrozenWeights(parts.model)
+        world = parts.groups.world
+        self.environment.start_at(self.position, rank=world.rank, num_ranks=world.size)
+        # What was drawn before the run was interrupted is not drawn again.
+        seed = config.train.seed + world.rank + world.size * self.state.step
+        length, cache_gb = config.train.seq_len, self.rl.cache_gb
+        self.engine = build_engine(config, self.tokenizer, self.device, seed=seed, max_length=length, cache_gb=cache_gb)
+        refit(parts.model, parts.groups, self.engine)
+        self.interface = MegatronLocal(self.engine)
+        self.learner = Learner(
+            model=parts.model,
+            groups=parts.groups,
+            objective=self.rl.objective(),
+            sync=parts.sync,
+            optimizer=parts.optimizer,
+            reference=frozen,
+        )
+
+    def iterate(self, writers: Iterable[Writer], watchdog: Watchdog | None, stop: Callable[[], bool]) -> float:
+        """The iterations that are left, and their numbers; the last reward."""
+        train = self.config.train
+        sizes = (train.seq_len, train.micro_batch_size, train.global_batch_size)
+        pad = self.tokenizer.pad or 0
+        grpo = self.rl.grpo(seq_len=sizes[0], micro_batch_size=sizes[1], global_batch_size=sizes[2], pad_id=pad)
+        numbers = range(self.state.step + 1, train.steps + 1)
+        reward, saved = float("nan"), self.state.step
+        for step in numbers if watchdog is None else watchdog.watch(numbers, start=self.state.step + 1):
+            begin = time.perf_counter()
+            lr = self.rates.lr(self.state.step - self.state.skipped_steps)
+            report = grpo_iteration(grpo, agent=self.environment, interface=self.interface, engine=self.engine, learner=self.learner, lr=lr)
+            self._count(report)
+            values = {**_values(report), "lr": lr, "skipped_steps": self.state.skipped_steps}
+            reward = report.mean_reward
+            if train.eval_interval and step % train.eval_interval == 0:
+                evaluated = self.evaluate()
+                values |= evaluated
+                reward = evaluated["eval/reward"]
+            if train.checkpoint_interval and step % train.checkpoint_interval == 0:
+                self.save()
+                saved = step
+            values["step_s"] = time.perf_counter() - begin
+            for writer in writers:
+                writer.write(step, values)
+            if self._agree(stop()):
+                self.stopped = step < train.steps
+                break
+        if saved != self.state.step:
+            self.save()
+        return reward
+
+    def evaluate(self) -> dict[str, float]:
+        """The most likely answers to ``train.eval_batches * rl.num_groups`` problems, the same each time, shared by the ranks."""
+        world = self.parts.groups.world
+        count = self.config.train.eval_batches * self.rl.num_groups
+        args = self.rl.generation_args.add(GenericGenerationArgs(temperature=0.0))
+        own = len(range(world.rank, count, world.size))
+        response = asyncio.run(self.environment.run_evaluation(self.interface, num_prompts=own, args=args))
+        rewards = response.metrics()["reward"]
+        right = sum(reward >= 1.0 for reward in rewards)
+        sums = torch.tensor([sum(rewards), right, len(rewards), response.num_dropped], dtype=torch.float64, device=self.device)
+        total, num_right, num_judged, num_dropped = all_reduce(sums, world).tolist()
+        shares = {"eval/reward": total, "eval/right": num_right}
+        return {name: value / max(1.0, num_judged) for name, value in shares.items()} | {"eval/num_dropped": num_dropped}
+
+    def save(self) -> None:
+        """A checkpoint with the position in the problems."""
+        world = self.parts.groups.world
+        position = torch.tensor([self.environment.position], dtype=torch.int64, device=self.device)
+        position = int(all_reduce(position, world, op="max"))
+        extra: Mapping[str, Any] = {
+            "trainer": dataclasses.asdict(self.state),
+            "optimizer_step": self.parts.optimizer.step_count,
+            "rl": {"position": position},
+        }
+        self.checkpoints.save(self.state.step, self.parts.state(), extra)
+
+    def _count(self, report: IterationReport) -> None:
+        skipped = sum(update.skipped for update in report.updates)
+        state = self.state
+        self.state = TrainerState(
+            step=state.step + 1,
+            consumed_samples=state.consumed_samples + report.num_rollouts,
+            skipped_steps=state.skipped_steps + skipped,
+        )
+        allowed = self.config.train.max_skipped_steps
+        if skipped and self.state.skipped_steps > allowed:
+            reason = f"{self.state.skipped_steps} updates were skipped, train.max_skipped_steps={allowed}; lower optimizer.lr"
+            raise NonFiniteLossError(self.state.step, report.train, reason)
+
+    def _agree(self, wanted: bool) -> bool:
+        """Whether any rank wants to stop."""
+        world = self.parts.groups.world
+        return bool(all_reduce(torch.tensor([float(wanted)], device=self.device), world).item())
+
+    def _tell(self, text: str) -> None:
+        if self.parts.groups.world.is_first:
+            print(text)
+
+
+def _values(report: IterationReport) -> dict[str, float]:
+    """The numbers of an iteration."""
+    num_tokens = report.mean_length * report.num_rollouts
+    first, *_ = updates = report.updates
+    metrics = {name: sum(update.metrics[name] for update in updates) / len(updates) for name in first.metrics}
+    # Of the weights that drew the answers; later updates have others.
+    metrics["logprob_mismatch"] = first.metrics["logprob_mismatch"]
+    values = {
+        "reward": report.mean_reward,
+        "reward_std": report.std_reward,
+        "answer_length": report.mean_length,
+        "num_rollouts": report.num_rollouts,
+        "num_dropped": report.num_dropped,
+        "num_filtered": report.num_filtered,
+        "loss": sum(update.loss for update in updates) / len(updates),
+        "grad_norm": sum(update.grad_norm for update in updates) / len(updates),
+        "rollout_s": report.rollout_s,
+        "train_s": report.train_s,
+        "refit_s": report.refit_s,
+        "tokens_per_s": num_tokens / (report.rollout_s + report.train_s + report.refit_s),
+    }
+    return values | metrics

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""``mcore rl``: iterations leave files and numbers, a run goes on, and what cannot run is one line."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_ckpt import CheckpointManager, find_mismatches, load
+from mcore_ckpt.manifest import read_manifest
+from mcore_tools import reinforce
+from mcore_tools.launch import launch
+from mcore_tools.recipes import RLConfig, RunConfig, override, read_config, recipe, write_config
+from mcore_tools.rl import REFERENCE, reinforce_rank
+from mcore_tools.serving import open_engine
+
+pytestmark = pytest.mark.journey
+SIZES = (
+    "model.num_layers=1",
+    "model.hidden_size=32",
+    "model.num_attention_heads=2",
+    "model.num_query_groups=2",
+    "model.ffn_hidden_size=64",
+)
+PACE = ("rl.num_groups=2", "rl.group_size=4", "train.global_batch_size=4", "train.micro_batch_size=2", "train.eval_batches=1")
+PROMPT = "rl.countdown.prompt={numbers}={target}:<answer>"
+FAST = (*SIZES, *PACE, "train.steps=2", "rl.imitation_steps=2", "train.eval_interval=2", "rl.generation_args.max_tokens=6")
+
+
+def run(output: Path, *changes: str) -> int:
+    sets = [word for change in (*FAST, f"output={output}", *changes) for word in ("--set", change)]
+    return reinforce.main(["--recipe", "countdown_tiny", *sets])
+
+
+def rows(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "train.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("rl") / "run"
+    assert run(output, "rl.kl_beta=0.01", "rl.num_epochs=2") == 0
+    return output
+
+
+def test_iterations_leave_files_and_numbers(trained: Path) -> None:
+    first, second = rows(trained)
+    assert (first["step"], second["step"]) == (1, 2)
+    for row in (first, second):
+        assert 0 <= row["reward"] <= 1 and row["num_rollouts"] == 8 and row["num_dropped"] == 0
+        # The trainer's distribution is the engine's: rows of padding are in neither.
+        assert row["logprob_mismatch"] < 1e-3
+        assert row["rollout_s"] > 0 and row["train_s"] > 0 and row["answer_length"] <= 6
+    assert "eval/reward" in second and "eval/reward" not in first
+    assert {"config.yaml", "report.html", "tensorboard", "tokenizer", "checkpoints", REFERENCE} <= {path.name for path in trained.iterdir()}
+    page = (trained / "report.html").read_text()
+    assert "Reward" in page and "Parts of an iteration" in page
+    assert read_config(trained / "config.yaml").rl == override(recipe("countdown_tiny"), [*FAST, "rl.kl_beta=0.01", "rl.num_epochs=2"]).rl
+
+
+def test_the_checkpoint_serves_and_says_what_it_is(trained: Path) -> None:
+    engine = open_engine(trained, "cpu", cache_gb=0.01)
+    assert engine.generate(["3 4=7:<answer>"])
+    manager = CheckpointManager(trained / "checkpoints")
+    extra = read_manifest(manager.folder(2)).extra
+    assert extra["rl"] == {"position": 4} and extra["trainer"]["step"] == 2
+    # Two updates of imitation, and two mini-batches twice in each of two iterations.
+    assert extra["optimizer_step"] == 2 + 2 * 2 * 2
+
+
+def test_a_run_goes_on_at_its_next_iteration(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "run"
+    shutil.copytree(trained, output)
+    assert run(output, "rl.kl_beta=0.01", "rl.num_epochs=2", "train.steps=3", f"data.tokenizer={output}/base") == 0
+    told = capsys.readouterr().out
+    assert "goes on from step 2" in told and "imitation" not in told
+    assert [row["step"] for row in rows(output)] == [1, 2, 3]
+    # The reference is that of the first run, from which the policy has gone away.
+    assert rows(output)[2]["kl"] > 1e-9
+    references = [CheckpointManager(folder / REFERENCE) for folder in (trained, output)]
+    assert [one.latest() for one in references] == [0, 0]
+    assert read_manifest(CheckpointManager(output / "checkpoints").folder(3)).extra["rl"] == {"position": 6}
+    # At its end there is nothing to do.
+    assert run(output, "rl.kl_beta=0.01", "rl.num_epochs=2", "train.steps=3") == 0
+    assert len(rows(output)) == 3
+
+
+def test_it_begins_with_the_weights_of_another_run(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes = ["optimizer.lr=0.0", "optimizer.min_lr=0.0", "train.steps=1", "train.seq_len=48", "rl.countdown.num_numbers=2"]
+    words = [word for change in (*PACE, *changes, f"output={tmp_path / 'run'}", "rl.cache_gb=0.05", PROMPT) for word in ("--set", change)]
+    assert reinforce.main([str(trained), *words, "--set", "rl.generation_args.max_tokens=6"]) == 0
+    assert "weights of" in capsys.readouterr().out
+    before, after = CheckpointManager(trained / "checkpoints").folder(2), CheckpointManager(tmp_path / "run" / "checkpoints").folder(1)
+    names = [name for name in read_manifest(after).tensors if not name.startswith("optimizer.")]
+    assert names
+    for name in names:
+        shape = tuple(read_manifest(after).tensors[name].shape)
+        one, other = ({name: torch.empty(shape)} for _ in range(2))
+        assert not find_mismatches(one, after).missing
+        load(one, after, strict=False)
+        load(other, before, strict=False)
+        assert torch.equal(one[name], other[name]), name
+
+
+@pytest.mark.parametrize("environment", ["arithmetic", "character_share", "tests.support.environments:Vowels"])
+def test_each_environment_runs_by_its_name(environment: str, tmp_path: Path) -> None:
+    tiny = recipe("countdown_tiny")
+    assert tiny.rl is not None
+    config = RunConfig(model=tiny.model, rl=RLConfig(environment=environment, cache_gb=0.05, generation_args=tiny.rl.generation_args))
+    config = override(
+        config,
+        [*FAST, "rl.imitation_steps=0", "train.steps=1", "train.warmup_steps=0", "train.eval_interval=1", f"output={tmp_path / 'run'}"],
+    )
+    write_config(config, tmp_path / "run.yaml")
+    assert reinforce.main(["--config", str(tmp_path / "run.yaml")]) == 0
+    [row] = rows(tmp_path / "run")
+    assert row["num_rollouts"] == 8 and "eval/reward" in row
+
+
+@pytest.mark.parametrize("layout", ["plan.tp=2", "plan.dp=2"])
+def test_ranks_learn_together(layout: str, tmp_path: Path) -> None:
+    config = override(recipe("countdown_tiny"), [*FAST, "train.steps=1", f"output={tmp_path / 'run'}", layout])
+    config = reinforce.prepared(config, rank=0)
+    one, other = launch(reinforce_rank, 2, config=config, kind="cpu")
+    assert one.reward == other.reward or one.reward != one.reward
+    [row] = rows(tmp_path / "run")
+    assert row["num_rollouts"] == 8 and row["logprob_mismatch"] < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("rl.environment=countdwon", "environment='countdwon' must be one of countdown, arithmetic, character_share"),
+        ("rl.environment=no.such.module:Task", "cannot be made: No module named 'no'"),
+        ("rl.group_size=1", "group_size=1 must be at least 2"),
+        ("train.global_batch_size=6", "= 8 answers must be a multiple of train.global_batch_size=6"),
+        ("rl.generation_args.max_tokens=48", "max_tokens=48 must lie below train.seq_len=48"),
+        ("rl.policy.kind=clipped", "kind='clipped' must be one of clip, cispo"),
+        ("cuda_graphs=[layers.*]", "cuda_graphs is for `mcore train` only"),
+        ("rl.overlong.max_length=3", "buffer has no default"),
+        ("data_parallel=fsdp2", "rl takes whole parameters to its engines"),
+        ("train.warmup_steps=2", "train.warmup_steps=2 must be below train.steps=2, the iterations"),
+        ("load.path=no/such/folder", "load.path='no/such/folder' has nothing to begin with"),
+        ("rl=none", "rl=none has nothing to learn from"),
+    ],
+)
+def test_what_cannot_run_is_one_line_before_anything_is_written(
+    change: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sets = [word for one in (*FAST, f"output={tmp_path / 'run'}", change) for word in ("--set", one)]
+    assert reinforce.main(["--recipe", "countdown_tiny", *(sets if change != "rl=none" else ["--set", change])]) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and message.count("\n") == 1 and words in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_problem_that_leaves_no_room_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path / "run", "train.seq_len=16", "rl.countdown.num_numbers=6") == 1
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1 and "train.seq_len=16 must hold a problem, the first of which has" in message
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_other_verbs_name_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from mcore_tools import train
+
+    assert train.main(["--recipe", "countdown_tiny", "--set", f"output={tmp_path / 'run'}"]) == 1
+    assert "start the run with `mcore rl`" in capsys.readouterr().err
+    assert reinforce.main([]) == 1
+    assert "Recipes that learn from rewards: countdown_tiny" in capsys.readouterr().err
+    assert reinforce.main(["--recipe", "gpt_tiny"]) == 1
+    assert "this recipe learns from texts" in capsys.readouterr().err
