@@ -8,7 +8,7 @@ torchrun --nproc-per-node 8 -m mcore_tools.sft path/to/Llama-3.1-8B-Instruct --d
 MODEL is a Hugging Face folder, a checkpoint, or the folder of a run. Conversations are JSON lines or Parquet with `messages` (or ShareGPT's
 `conversations`), written by the tokenizer's own chat template; only what the assistant writes is learnt. The output folder holds the
 checkpoints, and `hf`, the tuned model with its tokenizer and chat template, which `mcore serve` and transformers load. The same command
-goes on where it was stopped.
+goes on where it was stopped. `--set lora.rank=16` trains adapters alone; `--set sft.export=adapter` exports them in PEFT's format.
 
 Exit status: as of `mcore train`.
 """
@@ -38,9 +38,22 @@ from mcore_tools.corpus import ChatCorpus, prepare_chat
 from mcore_tools.recipes import DataConfig, LoadConfig, RunConfig, SFTConfig, TrainConfig, override
 from mcore_tools.serving import steps_folder
 from mcore_tools.train import refused, run_to_end
-from mcore_tools.training import HuggingFaceFolder, check_stored, export_run, find_source, first_folder, is_huggingface, stored_model
+from mcore_tools.training import (
+    HuggingFaceFolder,
+    check_lora,
+    check_stored,
+    export_adapter,
+    export_run,
+    find_base,
+    find_source,
+    first_folder,
+    is_huggingface,
+    stored_model,
+)
 
 _LONGEST = 2048
+_LORA_LR = 2e-4
+"""Adapters bear ten times the rate of whole weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +155,10 @@ def prepared(config: RunConfig, changed: Sequence[str], rank: int) -> RunConfig:
     if rank == 0:
         print(f"{corpus.num_conversations} conversations, {corpus.num_tokens} tokens, in {folder / 'chat'}")
     split = config.data.split if "data.split" in changed else _split(config.sft, corpus)
+    optimizer = config.optimizer
+    if config.lora is not None and "optimizer.lr" not in changed:
+        low = optimizer.min_lr if "optimizer.min_lr" in changed else _LORA_LR / 10
+        optimizer = dataclasses.replace(optimizer, lr=_LORA_LR, min_lr=low)
     data = dataclasses.replace(config.data, prefix=corpus.prefix, eval_prefix=corpus.eval_prefix, tokenizer=corpus.tokenizer, split=split)
     train: dict[str, Any] = {}
     per_epoch = _num_rows(corpus.prefix, config.train.seq_len)
@@ -152,7 +169,7 @@ def prepared(config: RunConfig, changed: Sequence[str], rank: int) -> RunConfig:
     if "train.eval_batches" not in changed:
         share = per_epoch * config.sft.eval_share if not corpus.eval_prefix else _num_rows(corpus.eval_prefix, config.train.seq_len)
         train["eval_batches"] = min(64, max(1, math.ceil(share / config.train.global_batch_size)))
-    return dataclasses.replace(config, data=data, train=dataclasses.replace(config.train, **train))
+    return dataclasses.replace(config, data=data, optimizer=optimizer, train=dataclasses.replace(config.train, **train))
 
 
 def _split(config: SFTConfig, corpus: ChatCorpus) -> str:
@@ -194,17 +211,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rank = int(os.environ.get("RANK", "0"))
     try:
         config = override(base_config(options.model, options.data, options.output), options.set)
-        export = Path(config.output) / "hf"
+        as_adapter = config.sft is not None and config.sft.export == "adapter"
+        export = Path(config.output) / ("adapter" if as_adapter else "hf")
         if options.export and export.exists():
             raise ValueError(f"{export} is there, of a run that ended; name another --output, or remove it")
         # Before anything is written.
         own = CheckpointManager(Path(config.output) / "checkpoints")
-        check_stored(config, first_folder(config.load, own, find_source(config.load, own)))
+        check_lora(config, own)
+        source = find_source(config.load, own) if config.lora is None else find_base(config.load)
+        check_stored(config, first_folder(config.load, own, source))
         config = prepared(config, [assignment.partition("=")[0].strip() for assignment in options.set], rank)
         code = run_to_end(config, entry)
         if options.export and code == 0 and rank == 0:
-            export_run(Path(config.output) / "checkpoints", export)
-            print(f"exported to {export}; `mcore serve {export}` serves it")
+            (export_adapter if as_adapter else export_run)(Path(config.output) / "checkpoints", export)
+            print(f"exported to {export}; " + ("PEFT loads it onto its base model" if as_adapter else f"`mcore serve {export}` serves it"))
         return code
     except (ValueError, OSError, CheckpointingException) as error:
         return refused(error)

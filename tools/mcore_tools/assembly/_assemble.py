@@ -19,6 +19,7 @@ from mcore_parallel.models import BertModel, GPTModel, dense_feed_forward, place
 from mcore_parallel.nn import AttentionCore
 from mcore_parallel.optim import MegatronOptimizer
 from mcore_parallel.pipeline import ModelChunks, Overlap, Schedule, StageLayout, plan_pipeline
+from mcore_parallel.tensor_parallel import add_lora
 from mcore_parallel.training import (
     BertObjective,
     CrossEntropyObjective,
@@ -116,6 +117,8 @@ def assemble(config: RunConfig, device: torch.device | str) -> Parts:
     overlap = Overlap() if config.pipeline.schedule == "combined" else None
     groups = ProcessGroups.build(config.plan)
     model = build_stage(config, groups, device, overlap)
+    if config.lora is not None:
+        add_lora(model, config.lora, groups, seed=train.seed)
     shared = {"groups": groups, "objective": objective(config), "pipeline": pipeline, "overlap": overlap}
     if config.data_parallel != "ddp":
         assert isinstance(model, GPTModel | ModelChunks), "RunConfig refuses masked with fsdp and fsdp2"

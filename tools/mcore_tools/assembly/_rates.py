@@ -31,7 +31,20 @@ def schedule(config: RunConfig) -> Schedule:
 
 def throughput(config: RunConfig, device: torch.device | str) -> Throughput:
     """Operations a token of the run, and those that a device can do in its dtype."""
-    model, seq_len = config.model, config.train.seq_len
+    flops = _flops_per_token(config, config.train.seq_len)
+    if config.lora is not None:
+        # Frozen matrices have no gradient of their own; one token alone has next to nothing but matrices.
+        flops -= _flops_per_token(config, 1) / 3
+    peak = config.log.peak_tflops * 1e12
+    if not peak and torch.device(device).type == "cuda" and config.train.dtype == "bfloat16":
+        name = torch.cuda.get_device_name(device)
+        peak = next((flops for part, flops in PEAK_FLOPS.items() if part in name), 0.0)
+    return Throughput(flops_per_token=flops, peak_flops=peak or None)
+
+
+def _flops_per_token(config: RunConfig, seq_len: int) -> float:
+    """Of forward and backward, all weights trained."""
+    model = config.model
     flops = ModelSizes(config=model).flops_per_token(seq_len)
     if (moe := config.moe) is not None:
         experts = ExpertSizes(
@@ -43,8 +56,4 @@ def throughput(config: RunConfig, device: torch.device | str) -> Throughput:
         layers = range(model.num_layers)
         share = 1.0 if model.hybrid_layer_pattern else sum(moe.is_moe_layer(layer, model.num_layers) for layer in layers) / len(layers)
         flops += share * (ModelSizes(config=model, experts=experts).flops_per_token(seq_len) - flops)
-    peak = config.log.peak_tflops * 1e12
-    if not peak and torch.device(device).type == "cuda" and config.train.dtype == "bfloat16":
-        name = torch.cuda.get_device_name(device)
-        peak = next((flops for part, flops in PEAK_FLOPS.items() if part in name), 0.0)
-    return Throughput(flops_per_token=flops, peak_flops=peak or None)
+    return flops

@@ -53,7 +53,8 @@ class TorchShardedModel(nn.Module):
         # Not a child: its parameters have names already.
         self._whole = (model,)
         self._parameters_by_name = {name: cast("DTensor", parameter) for name, parameter in model.named_parameters()}
-        self._gradients = {name: torch.zeros_like(self._local(name), dtype=total) for name in self._specs}
+        trained = [name for name, parameter in self._parameters_by_name.items() if parameter.requires_grad]
+        self._gradients = {name: torch.zeros_like(self._local(name), dtype=total) for name in trained}
 
     @property
     def module(self) -> GPTModel:

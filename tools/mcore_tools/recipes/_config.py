@@ -19,6 +19,7 @@ from mcore_parallel.models import TransformerConfig, check_layout, dense_feed_fo
 from mcore_parallel.nn import EXPERT_PARTS, OffloadConfig, RecomputeConfig
 from mcore_parallel.optim import OptimizerConfig
 from mcore_parallel.pipeline import PipelineConfig
+from mcore_parallel.tensor_parallel import LoraConfig
 from mcore_parallel.training import (
     BatchRampUp,
     BatchSizeSchedule,
@@ -208,6 +209,8 @@ class RunConfig:
     """Fine-tune on conversations, which `mcore sft` tokenises; None for a corpus of text."""
     rl: RLConfig | None = None
     """Learn from rewards, which `mcore rl` does; None for texts."""
+    lora: LoraConfig | None = None
+    """Train adapters of the linear layers beside the frozen weights of ``load.path``; None to train all weights."""
     plan: ParallelPlan = field(default_factory=ParallelPlan)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     """Schedule and placement of the layers on the stages."""
@@ -283,6 +286,10 @@ class RunConfig:
                 "each other; set cuda_graph.cuda_graph_impl=local, or plan.pp=1"
             )
         self._check_parts()
+        if self.lora:
+            self._check_lora(self.lora)
+        elif self.sft and self.sft.export == "adapter":
+            raise ValueError("sft.export='adapter' needs adapters; set lora.rank=16, or sft.export=merged")
         if self.dumps.every:
             self._check_dumps()
         if self.data_parallel != "ddp":
@@ -313,6 +320,24 @@ class RunConfig:
             raise ValueError(f"offload.modules holds {parts}, which lie inside experts; this model has none, name mlp")
         if self.offload and self.cuda_graphs:
             raise ValueError("offload and cuda_graphs exclude one another: a graph keeps its own activations; set one of them to none")
+
+    def _check_lora(self, lora: LoraConfig) -> None:
+        if not self.load.path or self.load.take != "weights":
+            raise ValueError(
+                f"lora trains beside the weights of another model, found load.path={self.load.path!r} and load.take={self.load.take!r}; "
+                "name a Hugging Face folder or a checkpoint with load.path, and set load.take=weights"
+            )
+        if self.rl:
+            raise ValueError("lora and rl do not go together yet: engines take whole weights from the learner; set lora=none")
+        if self.masked or self.backend != "torch":
+            raise ValueError(
+                f"lora needs the layers of a GPTModel with backend=torch, found backend={self.backend!r} and "
+                f"masked={'none' if self.masked is None else 'set'}; set masked=none and backend=torch"
+            )
+        if lora.dropout and self.cuda_graphs:
+            raise ValueError(f"lora.dropout={lora.dropout} draws on the host, which no graph replays; set cuda_graphs=[] or lora.dropout=0")
+        if lora.dropout and self.recompute and not self.recompute.preserve_rng_state:
+            raise ValueError(f"lora.dropout={lora.dropout} must be drawn alike in a recomputation; set recompute.preserve_rng_state=true")
 
     def _check_dumps(self) -> None:
         if self.data_parallel != "ddp" or self.cuda_graphs:

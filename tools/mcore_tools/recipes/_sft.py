@@ -3,6 +3,7 @@
 """Supervised fine-tuning: which conversations are learnt, and how they are written."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,8 @@ class SFTConfig:
     """Times that the conversations are seen, where ``train.steps`` is not set."""
     template: str = ""
     """File with the chat template, or ``chatml`` or ``plain`` for a base model; empty for the tokenizer's own."""
+    export: Literal["merged", "adapter"] = "merged"
+    """With ``lora``: the whole model with the adapters added, in ``OUTPUT/hf``, or they alone in PEFT's format, in ``OUTPUT/adapter``."""
 
     def __post_init__(self) -> None:
         if not self.data:

@@ -19,7 +19,7 @@ from mcore_tools.assembly import open_tokenizer
 from mcore_tools.chat import TemplateTokenizer, find_template
 from mcore_tools.recipes import RunConfig, TrainConfig, read_config
 from mcore_tools.serving._engine import build_engine
-from mcore_tools.training import HuggingFaceFolder, is_huggingface, stored_model
+from mcore_tools.training import HuggingFaceFolder, StoredAdapters, is_huggingface, stored_model
 
 _NEEDED = ("run.yaml", "tokenizer/tokenizer.json")
 _LONGEST = 4096
@@ -45,7 +45,11 @@ def open_engine(
         return _open_huggingface(HuggingFaceFolder(directory=Path(checkpoint)), device, max_length, cache_gb)
     folder, config, tokenizer = _read_assets(checkpoint)
     engine = build_engine(config, tokenizer, device, max_length=max_length or config.train.seq_len, cache_gb=cache_gb)
-    load(model_state(engine.model, engine.model.groups), folder, strict=False)
+    adapters = StoredAdapters.of(folder)
+    if adapters is None:
+        load(model_state(engine.model, engine.model.groups), folder, strict=False)
+    else:
+        engine.load_weights(adapters.merged())
     return engine
 
 

@@ -2,11 +2,12 @@
 # Copyright (c) 2026 the mcore authors
 """The training program: the world of a run, its folder, where it begins, its loop, and the loops that learn from another model."""
 
-from mcore_tools.training._export import describe_model, export_run
+from mcore_tools.training._adapters import StoredAdapters, check_lora
+from mcore_tools.training._export import describe_model, export_adapter, export_run
 from mcore_tools.training._folder import open_folder, run_assets, run_checkpoints
 from mcore_tools.training._instruments import Instruments
 from mcore_tools.training._pretrained import HuggingFaceFolder, is_huggingface
-from mcore_tools.training._start import RunCheckpoints, find_source, first_folder
+from mcore_tools.training._start import RunCheckpoints, find_base, find_source, first_folder
 from mcore_tools.training._stored import RUN_FILE, check_stored, read_run, stored_model
 from mcore_tools.training._successor import build_trainer, command, place, tell
 from mcore_tools.training._train import Trained, train_rank, validate_rank
@@ -17,14 +18,18 @@ __all__ = [
     "HuggingFaceFolder",
     "Instruments",
     "RunCheckpoints",
+    "StoredAdapters",
     "Trained",
     "build_trainer",
+    "check_lora",
     "check_stored",
     "command",
     "connect",
     "describe_model",
     "device_of",
+    "export_adapter",
     "export_run",
+    "find_base",
     "find_source",
     "first_folder",
     "is_huggingface",

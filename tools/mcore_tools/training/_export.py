@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt import CheckpointingException
-from mcore_ckpt.hf import export_checkpoint_hf, families_of
-from mcore_ckpt.inspect import resolve_checkpoint
+from mcore_ckpt.hf import HFAdapterConfig, export_adapter_hf, export_checkpoint_hf, export_hf, families_of
+from mcore_ckpt.inspect import resolve_checkpoint, resolve_folder
 from mcore_ckpt.manifest import read_manifest
 from mcore_ckpt.storage import Folder
 from mcore_tools.assembly import open_tokenizer
 from mcore_tools.recipes import RunConfig
+from mcore_tools.training._adapters import StoredAdapters
 from mcore_tools.training._pretrained import HuggingFaceFolder
 from mcore_tools.training._stored import MOE_SIZES
 
@@ -62,13 +63,42 @@ def _entries(config: RunConfig, known: Mapping[str, Any]) -> dict[str, Any]:
 def export_run(checkpoints: str | Path, directory: str | Path) -> Path:
     """Write the newest step of a run as a Hugging Face folder: weights, config.json, tokenizer, chat template, generation_config.json.
 
+    Adapters are added to the weights of their base model.
+
     Raises:
         CheckpointingException: no checkpoint, a damaged one, or a model that no family expresses.
         ValueError: the folder has content.
     """
     step = resolve_checkpoint(checkpoints)
+    family, config, entries = _described(step)
+    adapters = StoredAdapters.of(resolve_folder(checkpoints))
+    if adapters is None:
+        export_checkpoint_hf(step, directory, family=family, config=config, hf_config=entries)
+    else:
+        export_hf(adapters.merged(), directory, family=family, config=config, hf_config=entries, tokenizer=step)
+    return Path(directory)
+
+
+def export_adapter(checkpoints: str | Path, directory: str | Path) -> Path:
+    """Write the adapters of a run's newest step as a folder of PEFT.
+
+    Raises:
+        CheckpointingException: no checkpoint, one without adapters, or a model that no family expresses.
+        ValueError: the folder has content.
+    """
+    step = resolve_folder(checkpoints)
+    family, config, _ = _described(step)
+    adapters = StoredAdapters.of(step)
+    if adapters is None:
+        raise CheckpointingException(f"{step} holds a whole model and no adapters; export it whole")
+    settings = HFAdapterConfig(rank=adapters.rank, alpha=adapters.alpha, dropout=adapters.dropout, base_model=adapters.base)
+    export_adapter_hf(adapters.tensors(), directory, family=family, config=config, adapter=settings)
+    return Path(directory)
+
+
+def _described(step: str | Path | Folder) -> tuple[str, Mapping[str, Any], Mapping[str, Any] | None]:
+    """Family, sizes and config.json entries that a step says of its model."""
     extra = read_manifest(step).extra
     if not isinstance(extra.get("config"), Mapping) or not extra.get("family"):
         raise CheckpointingException(f"{step} holds a model that no family of Hugging Face expresses; serve the checkpoint itself")
-    export_checkpoint_hf(step, directory, family=extra["family"], config=extra["config"], hf_config=extra.get("hf_config"))
-    return Path(directory)
+    return extra["family"], extra["config"], extra.get("hf_config")

@@ -34,6 +34,15 @@ def find_source(config: LoadConfig, own: CheckpointManager) -> Source | None:
                 "load.path to what it begins with, or load.required=false"
             )
         return None
+    return find_base(config)
+
+
+def find_base(config: LoadConfig) -> Source:
+    """What ``config.path`` names: a folder of steps, a checkpoint or a Hugging Face folder.
+
+    Raises:
+        ValueError: there is none, or not what ``config`` wants of it.
+    """
     if is_huggingface(config.path):
         if config.take != "weights" or config.step is not None:
             raise ValueError(

@@ -46,6 +46,8 @@ def check_stored(config: RunConfig, folder: Folder | HuggingFaceFolder | None) -
     """
     if folder is None:
         return
+    if isinstance(folder, Folder) and "lora" in read_manifest(folder).extra:
+        raise ValueError(f"{folder} holds adapters alone; begin with an export of it, into which they are merged")
     try:
         stored = stored_model(folder, config)
     except CheckpointingException:

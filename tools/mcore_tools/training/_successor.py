@@ -54,6 +54,8 @@ def build_trainer(
     stop: Callable[[], bool] | None = None,
 ) -> Trainer:
     """The loop around a model with ddp, with the lengths and folders of its run; ``writers`` are further ones of the first rank."""
+    if run.lora is not None:
+        raise ValueError("lora trains adapters in `mcore train` and `mcore sft`; set lora=none")
     checkpoints = run_checkpoints(run)
     check_stored(run, first_folder(run.load, checkpoints))
     slices = run.optimizer.use_distributed_optimizer

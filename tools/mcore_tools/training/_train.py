@@ -25,10 +25,11 @@ from mcore_parallel.training import (
 from mcore_tools.assembly import assemble_run, build_model, build_stage, datasets, objective, open_tokenizer, validation_batches
 from mcore_tools.recipes import RunConfig
 from mcore_tools.reports import History
+from mcore_tools.training._adapters import AdapterCheckpoints, check_lora, describe_adapters
 from mcore_tools.training._export import describe_model
 from mcore_tools.training._folder import open_folder, run_checkpoints
 from mcore_tools.training._instruments import Instruments
-from mcore_tools.training._start import RunCheckpoints, find_source, first_folder
+from mcore_tools.training._start import RunCheckpoints, find_base, find_source, first_folder
 from mcore_tools.training._stored import check_stored
 from mcore_tools.training._world import device_of
 
@@ -79,7 +80,8 @@ def train_rank(
     """
     # Where it begins, and that the weights there are of this model.
     own = run_checkpoints(config)
-    source = find_source(config.load, own)
+    check_lora(config, own)
+    source = find_source(config.load, own) if config.lora is None else find_base(config.load)
     origin = first_folder(config.load, own, source)
     check_stored(config, origin)
     begin = time.perf_counter()
@@ -88,7 +90,11 @@ def train_rank(
     device = device_of(kind)
     run = assemble_run(config, device)
     parts, world = run.parts, run.parts.groups.world
-    checkpoints = RunCheckpoints(config.load, own, source, parts.optimizer, describe_model(config, origin))
+    described = {**describe_model(config, origin), **describe_adapters(config, origin)}
+    if config.lora is None or source is None:
+        checkpoints = RunCheckpoints(config.load, own, source, parts.optimizer, described)
+    else:
+        checkpoints = AdapterCheckpoints(config.load, own, source, parts.optimizer, described)
 
     # What is seen of it.
     instruments = Instruments.build(config, parts, device)

@@ -48,7 +48,7 @@ def add_lora(model: nn.Module, config: LoraConfig, groups: ProcessGroups, *, see
     counts = [0] * len(config.targets)
     refused = ""
     for name, module in model.named_modules():
-        matched = [number for number, pattern in enumerate(config.targets) if fnmatch.fnmatchcase(name, pattern)]
+        matched = [number for number, pattern in enumerate(config.targets) if _matches(name, pattern)]
         if not matched:
             continue
         if not isinstance(module, _Linear):
@@ -109,6 +109,11 @@ def is_adapter(name: str) -> bool:
     return name.endswith((".lora.A", ".lora.B"))
 
 
+def _matches(name: str, pattern: str) -> bool:
+    """Of the whole name, or of its end after a dot."""
+    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"*.{pattern}")
+
+
 def _check_matched(config: LoraConfig, counts: list[int], model: nn.Module, groups: ProcessGroups) -> None:
     if groups.pp.size > 1:
         device = next(model.parameters()).device
@@ -116,7 +121,7 @@ def _check_matched(config: LoraConfig, counts: list[int], model: nn.Module, grou
     for pattern, count in zip(config.targets, counts, strict=True):
         if not count:
             linears = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, _Linear)})
-            raise ValueError(f"targets={pattern!r} names no linear layer; the model has {', '.join(f'*.{name}' for name in linears)}")
+            raise ValueError(f"targets={pattern!r} names no linear layer; the model has {', '.join(linears)}")
 
 
 def _seed(seed: int, name: str) -> int:

@@ -37,8 +37,8 @@ class LoraConfig:
     dropout: float = 0.0
     """Share of the adapter's inputs that training leaves out; the base layer sees them all. The ranks of a tp group need one state of
     torch's CPU generator, as they have from ``torch.manual_seed`` with one seed."""
-    targets: tuple[str, ...] = ("*.qkv", "*.out", "*.up", "*.down")
-    """Patterns (``fnmatch``) of the names of linear layers."""
+    targets: tuple[str, ...] = ("qkv", "out", "up", "down")
+    """Patterns (``fnmatch``) of the names of linear layers, or of the ends of names: "qkv" is "*.qkv"."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "targets", tuple(self.targets))
@@ -49,7 +49,7 @@ class LoraConfig:
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} must lie between 0 and 1, without 1")
         if not self.targets:
-            raise ValueError('targets is empty; name linear layers, such as ["*.qkv"]')
+            raise ValueError('targets is empty; name linear layers, such as ["qkv"]')
 
     @property
     def scaling(self) -> float:

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Steps of a run that trains adapters: they hold these alone, and their base model is where the run took it from."""
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mcore_ckpt import CheckpointingException, CheckpointManager, read_tensor
+from mcore_ckpt.hf import import_hf, merge_adapter
+from mcore_ckpt.inspect import resolve_folder
+from mcore_ckpt.manifest import read_manifest
+from mcore_ckpt.storage import Folder
+from mcore_parallel import ProcessGroups
+from mcore_parallel.optim import MegatronOptimizer
+from mcore_parallel.tensor_parallel import LoraConfig, add_lora, is_adapter
+from mcore_tools.assembly import build_model
+from mcore_tools.recipes import LoadConfig, RunConfig
+from mcore_tools.training._pretrained import HuggingFaceFolder, is_huggingface
+from mcore_tools.training._start import RunCheckpoints, Source
+
+_OPTIMIZER = "optimizer."
+_LORA, _BASE = "lora", "lora_base"
+
+
+def check_lora(config: RunConfig, own: CheckpointManager) -> None:
+    """Refuse targets that the model has not, and adapters other than those of the run's own steps.
+
+    Args:
+        config: the run.
+        own: its checkpoints.
+
+    Raises:
+        ValueError: names the field.
+    """
+    newest = own.latest()
+    stored = {} if newest is None else read_manifest(own.folder(newest)).extra
+    if config.lora is None:
+        if _LORA in stored:
+            raise ValueError(f"{own.directory} holds adapters of {stored[_BASE]}, and lora=none; set lora as there, or name another output")
+        return
+    single = ProcessGroups.single()
+    try:
+        add_lora(build_model(config, single, "meta"), config.lora, single)
+    except ValueError as error:
+        raise ValueError(f"lora.{error}") from None
+    if newest is None:
+        return
+    if _LORA not in stored:
+        raise ValueError(f"{own.directory} holds whole models, and lora is set; name another output, or set lora=none")
+    ours, theirs = _settings(config.lora), stored[_LORA]
+    for name in ("rank", "alpha", "targets"):
+        if ours[name] != theirs[name]:
+            raise ValueError(f"lora.{name}={ours[name]!r}, and the adapters in {own.directory} have {theirs[name]!r}; set that")
+
+
+def describe_adapters(config: RunConfig, origin: Folder | HuggingFaceFolder | None) -> dict[str, Any]:
+    """What each step of the run says of its adapters and their base model; empty without adapters."""
+    if config.lora is None or origin is None:
+        return {}
+    base = str(origin)
+    return {_LORA: _settings(config.lora), _BASE: base if "://" in base else os.path.abspath(base)}
+
+
+def _settings(config: LoraConfig) -> dict[str, Any]:
+    return {**dataclasses.asdict(config), "targets": list(config.targets)}
+
+
+class AdapterCheckpoints:
+    """The checkpointer of a run with adapters: saves them with the optimizer's state, and loads them onto the base model.
+
+    Args:
+        config: where the base model is.
+        own: the checkpoints of the run.
+        base: of ``find_base``.
+        optimizer: of the run.
+        described: what each step says of its model beside (``extra``).
+    """
+
+    def __init__(
+        self, config: LoadConfig, own: CheckpointManager, base: Source, optimizer: MegatronOptimizer, described: Mapping[str, Any]
+    ) -> None:
+        self._own, self._described = own, described
+        self._base = RunCheckpoints(config, own, base, optimizer)
+        self.loaded = ""
+        """What was loaded, in words."""
+
+    def latest(self) -> int:
+        """The newest step; 0 where the base model is all that there is to load."""
+        return self._own.latest() or 0
+
+    def save(self, step: int, state: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
+        """Save the adapters of a step."""
+        self._own.save(step, {name: value for name, value in state.items() if _is_saved(name)}, {**self._described, **extra})
+
+    def load(self, state: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+        """As ``RunCheckpoints.load``: the base model, and the adapters of the newest step if there is one. Collective.
+
+        Raises:
+            CheckpointingException: they do not fit, or cannot be read.
+            ValueError: the base has weights that the model has not.
+        """
+        begun = self._base.load({name: value for name, value in state.items() if not _is_saved(name)})
+        self.loaded = self._base.loaded
+        if self._own.latest() is None:
+            return begun
+        step, extra = self._own.load({name: value for name, value in state.items() if _is_saved(name)})
+        self.loaded = f"step {step} of {self._own.directory} on {self.loaded}"
+        return step, extra
+
+
+def _is_saved(name: str) -> bool:
+    return name.startswith(_OPTIMIZER) or is_adapter(name)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredAdapters:
+    """The adapters that one step holds.
+
+    Raises:
+        CheckpointingException: the step is damaged, or its base model is not there any more.
+    """
+
+    step: Folder
+    rank: int
+    alpha: float
+    dropout: float
+    base: str
+    """Folder of the base model."""
+
+    @classmethod
+    def of(cls, step: Folder) -> "StoredAdapters | None":
+        """Of a step; None for one that holds a whole model."""
+        extra = read_manifest(step).extra
+        if _LORA not in extra:
+            return None
+        lora = extra[_LORA]
+        return cls(step=step, rank=lora["rank"], alpha=lora["alpha"], dropout=lora["dropout"], base=extra[_BASE])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """``lora.A`` and ``lora.B`` by name, whole, in host memory."""
+        manifest = read_manifest(self.step)
+        return {
+            name: read_tensor(self.step, name, manifest)
+            for name in manifest.tensors
+            if is_adapter(name) and not name.startswith(_OPTIMIZER)
+        }
+
+    def merged(self) -> Iterator[tuple[str, Tensor]]:
+        """The base model's tensors with the adapters added, one at a time."""
+        return merge_adapter(self._base_tensors(), self.tensors(), self.alpha / self.rank)
+
+    def _base_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        if is_huggingface(self.base):
+            yield from import_hf(self.base).tensors
+            return
+        if "://" not in self.base and not Path(self.base).is_dir():
+            raise CheckpointingException(f"{self.step} holds adapters of {self.base}, which is not there; put it back")
+        folder = resolve_folder(self.base)
+        manifest = read_manifest(folder)
+        for name in manifest.tensors:
+            if not name.startswith(_OPTIMIZER):
+                yield name, read_tensor(folder, name, manifest)

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""A published model is tuned by adapters alone, which are saved, go on, and are exported merged or by themselves."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_ckpt import CheckpointManager
+from mcore_ckpt.hf import import_adapter_hf, import_hf, merge_adapter
+from mcore_ckpt.manifest import read_manifest
+from mcore_inference import SamplingParams
+from mcore_tools import sft, train
+from mcore_tools.assembly import throughput
+from mcore_tools.launch import launch
+from mcore_tools.recipes import override, recipe
+from mcore_tools.serving import open_engine
+from mcore_tools.training import train_rank
+from tests.support.published import ANSWERS, write_chat, write_published
+
+pytestmark = pytest.mark.journey
+LORA = ("lora.rank=8", "lora.alpha=32")
+FAST = (*LORA, "train.seq_len=128", "train.global_batch_size=4", "log.tensorboard=false", "log.html=false")
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # Logits of a frozen output layer are bounded by its weights.
+    return write_published(tmp_path_factory.mktemp("published") / "llama", initializer_range=0.2)
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat(tmp_path_factory.mktemp("chat") / "chat.jsonl")
+
+
+def tune(model: Path, chat: Path, output: Path, *changes: str) -> int:
+    sets = [word for change in (*FAST, *changes) for word in ("--set", change)]
+    return sft.main([str(model), "--data", str(chat), "--output", str(output), *sets])
+
+
+@pytest.fixture(scope="module")
+def tuned(published: Path, chat: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("run") / "tuned"
+    assert tune(published, chat, output, "sft.epochs=16", "optimizer.lr=2e-2") == 0
+    return output
+
+
+def losses(run: Path) -> list[float]:
+    return [entry["loss"] for entry in map(json.loads, (run / "train.jsonl").read_text().splitlines()) if "loss" in entry]
+
+
+def answers(folder: Path) -> dict[str, str]:
+    engine = open_engine(folder, "cpu", cache_gb=0.01)
+    asked = [[{"role": "user", "content": f"which fruit is {colour}?"}] for colour in ANSWERS]
+    prompts = [engine.tokenizer.apply_chat_template(turns, add_generation_prompt=True) for turns in asked]
+    records = engine.generate(prompts, SamplingParams(temperature=0.0, num_tokens_to_generate=8))
+    return dict(zip(ANSWERS, (record.generated_text for record in records), strict=True))
+
+
+def test_the_loss_falls_and_the_run_and_its_export_answer_as_taught(tuned: Path) -> None:
+    found = losses(tuned)
+    assert found[-1] < 0.1 * found[0]
+    assert answers(tuned / "hf") == ANSWERS
+    assert answers(tuned) == ANSWERS
+
+
+def test_a_step_holds_adapters_and_their_optimizer_state_alone(tuned: Path) -> None:
+    manager = CheckpointManager(tuned / "checkpoints")
+    step = manager.latest()
+    assert step is not None
+    names = set(read_manifest(manager.folder(step)).tensors)
+    parts = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
+    adapters = {f"layers.{layer}.{part}.lora.{half}" for layer in range(2) for part in parts for half in "AB"}
+    assert {name for name in names if not name.startswith("optimizer.")} == adapters
+    assert {name.split(".", 2)[2] for name in names - adapters} == adapters
+
+
+def test_the_export_is_the_base_with_the_adapters_added(tuned: Path, published: Path, chat: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    # The run is at its end: this exports only.
+    assert tune(published, chat, tuned, "sft.epochs=16", "optimizer.lr=2e-2", "sft.export=adapter") == 0
+    family, config, tensors = import_hf(published)
+    base = dict(tensors)
+    adapter, ours = import_adapter_hf(tuned / "adapter", family=family, config=config)
+    assert (adapter.rank, adapter.alpha, adapter.base_model) == (8, 32.0, str(published))
+    merged = dict(import_hf(tuned / "hf").tensors)
+    for name, tensor in merge_adapter(base, ours, adapter.scaling):
+        assert torch.equal(merged[name], tensor), name
+        assert torch.equal(merged[name], base[name]) == (name.replace(".weight", ".lora.B") not in ours), name
+    theirs = AutoModelForCausalLM.from_pretrained(tuned / "hf").state_dict()
+    assert torch.equal(theirs["model.layers.0.mlp.down_proj.weight"], merged["layers.0.mlp.down.weight"])
+
+
+def test_a_stopped_run_goes_on_with_its_bits(published: Path, chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes = ("train.lr_schedule=constant", "lora.targets=[qkv, down]", "train.eval_interval=0")
+    assert tune(published, chat, tmp_path / "whole", *changes, "train.steps=4") == 0
+    assert tune(published, chat, tmp_path / "run", *changes, "train.steps=2") == 0
+    (tmp_path / "run" / "hf").rename(tmp_path / "first")
+    capsys.readouterr()
+    assert tune(published, chat, tmp_path / "run", *changes, "train.steps=4") == 0
+    assert f"step 2 of {tmp_path / 'run' / 'checkpoints'} on weights of {published}" in capsys.readouterr().out
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    whole, again = (dict(import_hf(tmp_path / name / "hf").tensors) for name in ("whole", "run"))
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    assert tune(published, chat, tmp_path / "run", *changes, "train.steps=6", "lora.rank=4", f"output={tmp_path}/run", "lora.alpha=8") == 1
+    assert "hf is there" in capsys.readouterr().err
+    (tmp_path / "run" / "hf").rename(tmp_path / "second")
+    assert tune(published, chat, tmp_path / "run", *changes, "train.steps=6", "lora.rank=4") == 1
+    assert "lora.rank=4, and the adapters in" in capsys.readouterr().err
+    # Adapters alone are no base, merged they are.
+    assert tune(tmp_path / "run", chat, tmp_path / "more", "train.steps=1") == 1
+    assert "holds adapters alone; begin with an export" in capsys.readouterr().err
+    assert tune(tmp_path / "second", chat, tmp_path / "more", "train.steps=1") == 0
+
+
+LAYOUTS = {
+    "tp": ["plan.tp=2"],
+    "sp": ["plan.tp=2", "plan.sequence_parallel=true"],
+    "pp": ["plan.pp=2"],
+    "fsdp": ["plan.dp=2", "data_parallel=fsdp"],
+    "fsdp2": ["plan.dp=2", "data_parallel=fsdp2"],
+}
+
+
+@pytest.fixture(scope="module")
+def alone(published: Path, chat: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of one rank."""
+    return trained_losses(published, chat, tmp_path_factory.mktemp("alone") / "run", 1, [])
+
+
+def trained_losses(published: Path, chat: Path, output: Path, ranks: int, layout: list[str]) -> list[float]:
+    base = sft.base_config(str(published), [str(chat)], str(output))
+    changes = [*FAST, "train.steps=3", "train.dtype=float64", "train.eval_interval=0", "optimizer.weight_decay=0.1", *layout]
+    config = sft.prepared(override(base, changes), ["train.steps", "train.eval_batches"], rank=0)
+    train_rank(config, "cpu") if ranks == 1 else launch(train_rank, ranks, config=config, kind="cpu")
+    return losses(output)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_learns_the_same(published: Path, chat: Path, tmp_path: Path, alone: list[float], layout: str) -> None:
+    found = trained_losses(published, chat, tmp_path / "run", 2, LAYOUTS[layout])
+    assert len(alone) == 3 and found == pytest.approx(alone, rel=1e-9)
+    manager = CheckpointManager(tmp_path / "run" / "checkpoints")
+    assert all(".lora." in name for name in read_manifest(manager.folder(3)).tensors)
+
+
+def test_frozen_weights_count_no_gradient_of_their_own(published: Path, chat: Path, tmp_path: Path) -> None:
+    base = sft.base_config(str(published), [str(chat)], str(tmp_path / "run"))
+    whole, adapters = (throughput(override(base, changes), "cpu").flops_per_token for changes in ([], LORA))
+    assert 0.66 < adapters / whole < 0.8
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["lora.targets=[fc1]"], "lora.targets='fc1' names no linear layer; the model has down, out, qkv, up"),
+        (["lora.rank=0"], "rank=0 must be at least 1"),
+        (["load.take=all"], "lora trains beside the weights of another model"),
+        (["backend=te"], "found backend='te'"),
+        (["lora=none", "sft.export=adapter"], "sft.export='adapter' needs adapters"),
+    ],
+)
+def test_what_adapters_cannot_do_is_one_line_before_anything_is_written(
+    published: Path, chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: list[str], words: str
+) -> None:
+    given = [word for change in changes for word in ("--set", change)]
+    kept = [] if "lora=none" in changes else ["--set", "lora.alpha=8"]
+    assert sft.main([str(published), "--data", str(chat), "--output", str(tmp_path / "run"), *kept, *given]) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and message.count("\n") == 1 and words in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_training_takes_no_adapters_without_a_base_and_none_of_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main(["--recipe", "gpt_tiny", "--set", "lora.rank=8", "--set", f"output={tmp_path}/run"]) == 1
+    assert "name a Hugging Face folder or a checkpoint with load.path" in capsys.readouterr().err
+    changes = ["lora.targets=[experts]", "load.path=base", f"output={tmp_path}/run"]
+    with pytest.raises(ValueError, match=r"lora\.targets='experts' names layers\.0\.mlp\.experts, and \w+ takes no adapter"):
+        train_rank(override(recipe("moe_tiny"), changes), "cpu")
+    assert not (tmp_path / "run").exists()
