@@ -28,13 +28,13 @@ class World:
         """Slot to the token that was written there last."""
         self.num_computed = self.num_steps = 0
 
-    def add(self, number: int, prompt: list[int], budget: int, **fields: Any) -> ActiveRequest:
+    def add(self, number: int, prompt: list[int], budget: int, priority: int = 0) -> ActiveRequest:
         request = DynamicInferenceRequest(
-            request_id=number, prompt_tokens=prompt, sampling_params=SamplingParams(), num_tokens_to_generate=budget
+            request_id=number, prompt_tokens=prompt, sampling_params=SamplingParams(), num_tokens_to_generate=budget, priority=priority
         )
         entry = ActiveRequest(
             record=DynamicInferenceRequestRecord.from_request(request), params=SamplingParams(), order=number, seed=0,
-            stop_ids=frozenset(), text=None, started=0.0, chain=PrefixChain(self.context.block_size), **fields,
+            stop_ids=frozenset(), text=None, started=0.0, chain=PrefixChain(self.context.block_size),
         )  # fmt: skip
         entry.grow_keys()
         self.entries[number] = entry
@@ -47,10 +47,16 @@ class World:
         assert plan.work, "some request always advances"
         self.num_steps += 1
         assert sum(item.num_tokens for item in plan.work) <= context.max_tokens
+        running = [entry.record.request_id for entry in self.admission.running]
+        first = min(self.admission.running or self.admission.waiting, key=lambda entry: entry.rank)
+        assert any(item.request_id == first.record.request_id for item in plan.work), "the first one always advances"
+        assert list(plan.preempted) == running[: -len(plan.preempted) - 1 : -1], "the last ones give way"
         for number in plan.preempted:
             self.admission.preempt(self.entries[number])
+        assert [entry.rank for entry in self.admission.waiting] == sorted(entry.rank for entry in self.admission.waiting)
         for number in plan.admitted:
             self.admission.admit(self.entries[number], 0)
+        assert [entry.rank for entry in self.admission.running] == sorted(entry.rank for entry in self.admission.running)
         for item in plan.work:
             # Raises where the plan promised blocks that are not there.
             context.extend(item.request_id, item.num_tokens)
@@ -114,7 +120,7 @@ def test_tables_name_blocks_with_the_requests_own_tokens(seed: int) -> None:
             # Few different beginnings, so that much is shared.
             prompt = [[0, 1] * 30, [0, 0, 1] * 20, [1] * 60][rng.randrange(3)][: rng.randint(1, longest)]
             room = world.context.room(len(prompt))
-            world.add(arrivals.pop(0), prompt, rng.randint(1, max(1, room)))
+            world.add(arrivals.pop(0), prompt, rng.randint(1, max(1, room)), rng.choice([-1, 0, 0, 3]) if seed % 2 else 0)
         if rng.random() < 0.08 and world.entries:
             world.end(rng.choice(sorted(world.entries)))
         if rng.random() < 0.02:
@@ -168,3 +174,24 @@ def test_blocks_of_an_ended_request_serve_its_next_turn_until_others_need_them()
     late = world.add(3, [*history, 1, 1], 1)
     world.step(rng)
     assert late.segment.cached_prompt_tokens == 0
+
+
+def test_lower_priorities_are_admitted_first_and_preempted_last() -> None:
+    sizes = {"num_blocks": 8, "block_size_tokens": 2, "max_requests": 4, "max_tokens": 64, "watermark": 0.0}
+    world, rng = World(max_sequence_length=16, **sizes), random.Random(0)
+    for number, priority in enumerate([5, 0, 0, -3, 5]):
+        world.add(number, [number + 1] * 3, 8, priority)
+    world.step(rng)
+    assert [entry.record.request_id for entry in world.admission.running] == [3, 1, 2, 0]
+    # One that is more urgent than all that run waits for room, but before the others.
+    world.add(5, [6] * 3, 2, -9)
+    gone: list[int] = []
+    ended: list[int] = []
+    while world.entries:
+        before = [entry.record.request_id for entry in world.admission.running]
+        ended += world.step(rng)
+        waiting = {entry.record.request_id for entry in world.admission.waiting}
+        gone += [number for number in reversed(before) if number in waiting]
+    assert gone[:2] == [0, 2], "the highest number, then the latest arrival among equals"
+    # Request 5 needs two steps only, the others eight.
+    assert ended == [5, 3, 1, 2, 0, 4]

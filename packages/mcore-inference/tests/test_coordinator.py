@@ -75,7 +75,10 @@ def test_answers_are_those_of_one_engine(runners: list[EngineRunner], make_model
                 assert record.generated_text == reference.generated_text
                 assert record.generated_log_probs == pytest.approx(reference.generated_log_probs, abs=1e-5)
                 assert record.latency is not None and record.latency > 0
-            stream = await client.submit(prompts[0], TEN)
+            assert (await client.add_request(prompts[1], TEN, priority=3)).merge().priority == 3
+            with pytest.raises(ValueError, match="priority="):
+                await client.submit(prompts[0], TEN, priority=0.5)  # type: ignore[arg-type]
+            stream = await client.submit(prompts[0], TEN, priority=-1)
             tokens, text, best = [], "", []
             async for increment in stream:
                 tokens, text, best = tokens + increment.tokens, text + increment.text, best + increment.top_n_logprobs
@@ -83,7 +86,7 @@ def test_answers_are_those_of_one_engine(runners: list[EngineRunner], make_model
             assert [set(each) for each in best] == [set(each) for each in wanted[0].generated_top_n_logprobs]
             status = await client.status()
             assert {engine.name for engine in status.engines} == {"dp-0", "dp-1"}
-            assert [engine.finished_requests for engine in status.engines] == [pytest.approx(4.5, abs=0.6)] * 2
+            assert [engine.finished_requests for engine in status.engines] == [pytest.approx(5, abs=1.1)] * 2
 
     with ExitStack() as stack:
         coordinator = serve(stack, runners)

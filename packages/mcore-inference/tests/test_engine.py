@@ -397,6 +397,33 @@ def test_budgets_at_the_border(make_model: Make, make_engine: Make) -> None:
     check_idle(engine)
 
 
+def test_requests_are_served_by_priority_then_by_arrival(make_model: Make, make_engine: Make) -> None:
+    model = make_model()
+    engine = make_engine(model, max_requests=1)
+    numbers = [engine.add_request([1, number], GREEDY, priority=priority) for number, priority in enumerate([0, 7, -1, 0, -1])]
+    ended: list[DynamicInferenceRequestRecord] = []
+    while engine.has_unfinished_requests():
+        ended += engine.step()
+    assert [record.request_id for record in ended] == [numbers[place] for place in (2, 4, 0, 3, 1)]
+    assert [record.merge().priority for record in ended] == [-1, -1, 0, 0, 7]
+    assert ended[-1].generated_tokens == naive_greedy(model, [1, 1], 10)
+    for bad in (1.0, True, "1", 2**31, None):
+        with pytest.raises(ValueError, match="priority="):
+            engine.add_request([1], priority=bad)
+
+
+def test_the_least_urgent_request_gives_way_and_keeps_its_priority(make_model: Make, make_engine: Make) -> None:
+    model = make_model()
+    engine = make_engine(model, num_blocks=7, block_size_tokens=4, max_requests=3)
+    numbers = [engine.add_request([1, number], GREEDY, priority=priority) for number, priority in enumerate([2, 0, 1])]
+    ended: dict[int, DynamicInferenceRequestRecord] = {}
+    while engine.has_unfinished_requests():
+        ended |= {record.request_id: record for record in engine.step()}
+    assert [ended[number].num_preemptions > 0 for number in numbers] == [True, False, False]
+    assert all(segment.priority == 2 for segment in ended[numbers[0]].requests) and len(ended[numbers[0]].requests) == 2
+    assert all(ended[number].generated_tokens == naive_greedy(model, [1, number], 10) for number in numbers)
+
+
 def test_a_full_queue_and_a_used_number_are_refused(make_engine: Make) -> None:
     engine = make_engine(max_waiting=2)
     engine.add_request([1], request_id=1)

@@ -181,6 +181,24 @@ def test_additions_to_the_api(client: openai.OpenAI) -> None:
     client.completions.create(prompt="q", top_p=1, extra_body={"top_k": 50}, max_tokens=2, **COMMON)
 
 
+def test_priorities_and_shared_prompts_reach_the_engine(server: InferenceServer, client: openai.OpenAI) -> None:
+    engine, seen = server.runner.engine, []
+    inner = engine.add_request
+    engine.add_request = lambda *a, **k: seen.append(k["priority"]) or inner(*a, **k)  # type: ignore[method-assign]
+    try:
+        prompt = list(range(40, 77))
+        for body in ({}, {"priority": -4}):
+            answer = client.completions.create(prompt=prompt, n=3, max_tokens=1, extra_body=body, **COMMON)
+    finally:
+        del engine.add_request
+    assert seen == [0] * 3 + [-4] * 3
+    # Blocks of eight tokens; the last token of a prompt is computed.
+    assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 32
+    with pytest.raises(openai.UnprocessableEntityError, match="priority"):
+        client.completions.create(prompt=prompt, extra_body={"priority": "high"}, **COMMON)
+
+
 def test_models_health_and_metrics(client: openai.OpenAI, http: httpx.Client) -> None:
     assert [model.id for model in client.models.list()] == ["mcore"]
     assert client.models.retrieve("mcore").id == "mcore"

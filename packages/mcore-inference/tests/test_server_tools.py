@@ -58,7 +58,7 @@ class ScriptedRunner:
     def __init__(self) -> None:
         self.text, self.reason, self.prompt, self.params = "", FinishReason.STOP, "", SamplingParams()
 
-    async def submit(self, prompt: Sequence[int], sampling_params: SamplingParams | None = None) -> RequestStream:
+    async def submit(self, prompt: Sequence[int], sampling_params: SamplingParams | None = None, *, priority: int = 0) -> RequestStream:
         assert sampling_params is not None
         self.prompt, self.params = TOKENIZER.detokenize(list(prompt)), sampling_params
         stream = RequestStream(lambda _: None, asyncio.get_running_loop())

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import zmq.asyncio
 
+from mcore_inference._fields import as_integer
 from mcore_inference._stability import experimental_api
 from mcore_inference.coordinator._config import CoordinatorSecurity
 from mcore_inference.coordinator._messages import (
@@ -174,23 +175,25 @@ class InferenceClient:
             # Sending may take as long as the socket lingers.
             await asyncio.get_running_loop().run_in_executor(None, self._context.term)
 
-    async def submit(self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None) -> RemoteStream:
-        """Send a request and get its stream; iterate it to the end, or ``abort`` it.
+    async def submit(
+        self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None, *, priority: int = 0
+    ) -> RemoteStream:
+        """Send a request and get its stream; iterate it to the end, or ``abort`` it. Engines serve lower priorities first.
 
         Raises:
             CoordinatorError: the client is not started, or lost its coordinator.
         """
-        return self._submit(prompt, sampling_params, stream=True)
+        return self._submit(prompt, sampling_params, priority, stream=True)
 
     def add_request(
-        self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None
+        self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None, *, priority: int = 0
     ) -> "asyncio.Future[DynamicInferenceRequestRecord]":
         """Send a request and get a future of its record, which has the latency seen from here; cancelling it aborts the request.
 
         Raises:
             CoordinatorError: the client is not started, or lost its coordinator.
         """
-        stream, begin = self._submit(prompt, sampling_params, stream=False), time.monotonic()
+        stream, begin = self._submit(prompt, sampling_params, priority, stream=False), time.monotonic()
 
         async def finish() -> DynamicInferenceRequestRecord:
             try:
@@ -240,13 +243,14 @@ class InferenceClient:
         if self._streams.pop(number, None) is not None and self._tasks:
             self._send(Abort(request_id=number))
 
-    def _submit(self, prompt: str | Sequence[int], params: SamplingParams | None, *, stream: bool) -> RemoteStream:
+    def _submit(self, prompt: str | Sequence[int], params: SamplingParams | None, priority: int, *, stream: bool) -> RemoteStream:
         self._check_open()
+        priority = as_integer("priority", priority, -(2**31), 2**31 - 1)
         settings = (SamplingParams() if params is None else params).serialize()
         remote = RemoteStream(self, next(self._numbers))
         body: str | list[int] = prompt if isinstance(prompt, str) else [int(token) for token in prompt]
         self._streams[remote.request_id] = remote
-        self._send(SubmitRequest(request_id=remote.request_id, prompt=body, sampling_params=settings, stream=stream))
+        self._send(SubmitRequest(request_id=remote.request_id, prompt=body, sampling_params=settings, stream=stream, priority=priority))
         return remote
 
     async def _signal(self, kind: type[Signal]) -> None:

@@ -6,6 +6,8 @@ import hmac
 from collections import deque
 from dataclasses import dataclass, field
 
+import msgspec
+
 from mcore_inference.coordinator._config import CoordinatorConfig
 from mcore_inference.coordinator._messages import (
     PROTOCOL,
@@ -274,13 +276,7 @@ class CoordinatorCore:
         engine.requests[request.attempt] = request.tokens
         engine.open_tokens += request.tokens
         self._attempts[request.attempt] = request
-        message = request.message
-        self._send(
-            peer,
-            SubmitRequest(
-                request_id=request.attempt, prompt=message.prompt, sampling_params=message.sampling_params, stream=message.stream
-            ),
-        )
+        self._send(peer, msgspec.structs.replace(request.message, request_id=request.attempt))
 
     def _drop(self, request: _Request) -> None:
         """Nobody waits for a request any more."""

@@ -39,6 +39,8 @@ class SubmitRequest(Message, tag=3):
     """As ``SamplingParams.serialize``."""
     stream: bool
     """Whether tokens are sent as they come."""
+    priority: int = 0
+    """Engines serve lower numbers first."""
 
 
 class EngineReply(Message, tag=4):

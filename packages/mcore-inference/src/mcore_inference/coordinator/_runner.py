@@ -91,8 +91,10 @@ class CoordinatedRunner:
             "open_tokens": sum(engine.open_tokens for engine in engines),
         }
 
-    async def submit(self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None) -> RequestStream:
-        """Send a request and get its stream.
+    async def submit(
+        self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None, *, priority: int = 0
+    ) -> RequestStream:
+        """Send a request and get its stream; lower priorities are served first.
 
         Raises:
             CoordinatorError: the coordinator is gone, or this runner was closed.
@@ -101,7 +103,7 @@ class CoordinatedRunner:
         if self._loop is None or not self._thread.is_alive():
             raise CoordinatorError("the runner was closed")
         try:
-            began = asyncio.run_coroutine_threadsafe(self._begin(prompt, sampling_params, stream), self._loop)
+            began = asyncio.run_coroutine_threadsafe(self._begin(prompt, sampling_params, priority, stream), self._loop)
         except RuntimeError as error:
             raise CoordinatorError("the runner was closed") from error
         stream.request_id = await asyncio.wrap_future(began)
@@ -150,8 +152,8 @@ class CoordinatedRunner:
             except (CoordinatorError, TimeoutError):
                 self._status = None
 
-    async def _begin(self, prompt: str | Sequence[int], params: SamplingParams | None, stream: RequestStream) -> int:
-        remote = await self._client.submit(prompt, params)
+    async def _begin(self, prompt: str | Sequence[int], params: SamplingParams | None, priority: int, stream: RequestStream) -> int:
+        remote = await self._client.submit(prompt, params, priority=priority)
         task = asyncio.ensure_future(self._pump(remote, stream))
         self._tasks[remote.request_id] = task
         task.add_done_callback(lambda _: self._tasks.pop(remote.request_id, None))

@@ -56,6 +56,11 @@ class ActiveRequest:
         """Whether a drawn token is all that is kept of a step."""
 
     @property
+    def rank(self) -> tuple[int, int]:
+        """Place among all requests: by priority, then by arrival."""
+        return self.segment.priority, self.order
+
+    @property
     def segment(self) -> DynamicInferenceRequest:
         """The part of the record since the last preemption."""
         return self.record.requests[-1]

@@ -12,7 +12,7 @@ from mcore_inference.scheduling import RequestView, StepPlan, plan_step
 
 
 class Admission:
-    """Requests that wait and requests that run, each in the order of arrival.
+    """Requests that wait and requests that run, each by priority and then in the order of arrival.
 
     Args:
         context: gives running requests their slots and blocks.
@@ -28,7 +28,7 @@ class Admission:
 
     def add(self, entry: ActiveRequest) -> None:
         """Queue a request; one that was preempted comes back to its place."""
-        bisect.insort(self.waiting, entry, key=lambda other: other.order)
+        bisect.insort(self.waiting, entry, key=lambda other: other.rank)
 
     def plan(self) -> StepPlan:
         """The next step, without requests that only wait for their last results."""
@@ -56,7 +56,7 @@ class Admission:
         segment, prefix = entry.segment, self._prefix(entry)
         self._context.add_request(entry.record.request_id, prefix)
         self.waiting.remove(entry)
-        bisect.insort(self.running, entry, key=lambda other: other.order)
+        bisect.insort(self.running, entry, key=lambda other: other.rank)
         if entry.shares_prefix:
             self.num_looked_up += entry.num_tokens
             self.num_found += len(prefix) * self._context.block_size
@@ -67,7 +67,7 @@ class Admission:
         segment.add_event_add()
 
     def preempt(self, entry: ActiveRequest) -> None:
-        """Back to the queue, to be computed again; the tokens stay, and so does the place in the order of arrival."""
+        """Back to the queue, to be computed again; the tokens stay, and so does the place among all requests."""
         self.release(entry)
         self.add(entry)
         self.num_preemptions += 1

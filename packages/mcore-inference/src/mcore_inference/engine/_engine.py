@@ -113,13 +113,16 @@ class DynamicInferenceEngine:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: int | None = None) -> int:
+    def add_request(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: int | None = None, priority: int = 0
+    ) -> int:
         """Queue a request; everything that can be wrong with it is said here, before anything is allocated.
 
         Args:
             prompt: text (needs the tokenizer), or token ids: a sequence, or an int64 tensor [P].
             sampling_params: None for the defaults.
             request_id: None for the next free number.
+            priority: lower numbers are admitted first and preempted last; equal ones by arrival.
 
         Returns:
             The request's number.
@@ -129,14 +132,15 @@ class DynamicInferenceEngine:
             ContextOverflowError: (a subclass) the request never fits the context.
             QueueFullError: too many requests wait.
             StructuredOutputError: the form of the output is wrong, or not available here.
-            ValueError: the number is in use or none, the settings are no ``SamplingParams``, or a setting needs a tokenizer or names an id
-                outside the vocabulary.
+            ValueError: the number is in use or none, the priority is no integer of 32 bits, the settings are no ``SamplingParams``, or a
+                setting needs a tokenizer or names an id outside the vocabulary.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params is a {type(params).__name__}; give SamplingParams(...), or None for the defaults")
         if request_id is not None:
             request_id = as_integer("request_id", request_id, 0, 2**63 - 1)
+        priority = as_integer("priority", priority, -(2**31), 2**31 - 1)
         order = next(self._arrivals)
         number = order if request_id is None else request_id
         while request_id is None and number in self._entries:
@@ -158,6 +162,7 @@ class DynamicInferenceEngine:
             num_tokens_to_generate=budget,
             budget_clamped=budget < wanted,
             prompt=prompt if isinstance(prompt, str) else None,
+            priority=priority,
         )
         entry = ActiveRequest(
             chain=PrefixChain(self.context.block_size) if self._shares_prefixes else None,

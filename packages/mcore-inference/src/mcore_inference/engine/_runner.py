@@ -173,8 +173,10 @@ class EngineRunner:
         if self._thread.is_alive():
             raise TimeoutError(f"the engine's step of {time.monotonic() - self._progress:.0f} s did not end within timeout_s={timeout_s}")
 
-    async def submit(self, prompt: str | Sequence[int] | Tensor, sampling_params: SamplingParams | None = None) -> RequestStream:
-        """Queue a request and get its stream.
+    async def submit(
+        self, prompt: str | Sequence[int] | Tensor, sampling_params: SamplingParams | None = None, *, priority: int = 0
+    ) -> RequestStream:
+        """Queue a request and get its stream; lower priorities are served first.
 
         Raises:
             RequestError: (a subclass) as ``DynamicInferenceEngine.add_request``; ``QueueFullError`` at ``max_waiting_requests``.
@@ -189,7 +191,7 @@ class EngineRunner:
                 raise QueueFullError(
                     None, f"{self.engine.num_waiting} requests wait and max_waiting_requests={self._max_waiting}; try again later"
                 )
-            stream.request_id = self.engine.add_request(prompt, sampling_params)
+            stream.request_id = self.engine.add_request(prompt, sampling_params, priority=priority)
             self._streams[stream.request_id] = stream
 
         added = asyncio.ensure_future(self.call(add))

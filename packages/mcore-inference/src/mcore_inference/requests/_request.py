@@ -88,6 +88,8 @@ class DynamicInferenceRequest:
     budget_clamped: bool = False
     """Whether the context's sequence length cut the budget that was asked for."""
     prompt: str | None = None
+    priority: int = 0
+    """Lower numbers are served first."""
     status: Status = Status.WAITING_IN_QUEUE
     finish_reason: FinishReason | None = None
     error: Exception | None = None
@@ -285,6 +287,7 @@ class DynamicInferenceRequestRecord:
                 num_tokens_to_generate=max(0, last.num_tokens_to_generate - len(last.generated_tokens)),
                 budget_clamped=last.budget_clamped,
                 prompt=last.prompt,
+                priority=last.priority,
                 weight_version=last.weight_version,
                 arrival_time=last.arrival_time,
             )
@@ -300,6 +303,7 @@ class DynamicInferenceRequestRecord:
             num_tokens_to_generate=first.num_tokens_to_generate,
             budget_clamped=first.budget_clamped,
             prompt=first.prompt,
+            priority=first.priority,
             status=last.status,
             finish_reason=last.finish_reason,
             error=last.error,

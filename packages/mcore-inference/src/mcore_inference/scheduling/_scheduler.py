@@ -78,7 +78,7 @@ class StepPlan:
     admitted: tuple[int, ...]
     """Waiting requests that start running; all are in ``work``."""
     preempted: tuple[int, ...]
-    """Running requests that give up their blocks and go back to the queue, youngest first."""
+    """Running requests that give up their blocks and go back to the queue, the last one first."""
 
 
 @experimental_api
@@ -90,15 +90,15 @@ def plan_step(
 ) -> StepPlan:
     """Plan one step.
 
-    Running requests come first: those that decode get one token each, the token budget left goes to prompts in progress, oldest
-    first. When blocks run out the youngest running request is preempted, so the oldest one always advances. Then waiting
+    Running requests come first: those that decode get one token each, the token budget left goes to prompts in progress, in order.
+    When blocks run out the last running request is preempted, so the first one always advances. Then waiting
     requests are admitted strictly in order; the first that does not fit ends the admission, and a step that
     preempts admits nobody. A waiting request whose next block is being computed for another one is passed over until it can share
-    that block. Every request is finite and the queue is overtaken in no other way, so none starves.
+    that block. Every request is finite and the queue is overtaken in no other way, so none starves but by higher priorities.
 
     Args:
-        running: oldest first.
-        waiting: oldest first; a preempted request is older than all that never ran. Read as far as requests are admitted.
+        running: by priority, the oldest first among equals.
+        waiting: in the same order. Read as far as requests are admitted.
         limits: sizes and free blocks.
         freed_by: blocks that are free once these running requests give up theirs; None where no block is shared.
     """

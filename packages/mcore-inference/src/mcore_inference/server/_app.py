@@ -220,7 +220,8 @@ class Routes:
         streams: list[RequestStream] = []
         try:
             for index, params in enumerate(call.params):
-                streams.append(await self._runner.submit(call.prompts[index // call.body.num_choices], params))
+                prompt, priority = call.prompts[index // call.body.num_choices], call.body.priority or 0
+                streams.append(await self._runner.submit(prompt, params, priority=priority))
         except BaseException as error:
             _abort(streams)
             if isinstance(error, StructuredOutputError) and call.tools is not None:

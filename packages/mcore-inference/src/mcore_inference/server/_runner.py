@@ -14,8 +14,8 @@ from mcore_inference.sampling import SamplingParams
 class Runner(Protocol):
     """One engine in its thread (``EngineRunner``), or the engines of a coordinator (``CoordinatedRunner``)."""
 
-    async def submit(self, prompt: Sequence[int], sampling_params: SamplingParams | None = None) -> RequestStream:
-        """Queue a request and get its stream."""
+    async def submit(self, prompt: Sequence[int], sampling_params: SamplingParams | None = None, *, priority: int = 0) -> RequestStream:
+        """Queue a request and get its stream; lower priorities are served first."""
         ...
 
     @property

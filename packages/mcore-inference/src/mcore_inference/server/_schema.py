@@ -106,6 +106,8 @@ class _Sampling(BaseModel):
     repetition_penalty: float | None = Field(default=None, ge=1e-3, le=1e3)
     min_tokens: int | None = Field(default=None, ge=0, le=_MAX_TOKENS)
     ignore_eos: bool | None = None
+    priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
+    """Lower numbers are served first; 0 when absent."""
     stop_token_ids: Annotated[list[Token], Field(max_length=64)] | None = None
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
