@@ -252,6 +252,25 @@ def test_biases_of_experts_and_shared_experts_go_out_and_come_in(format, tmp_pat
     assert all(torch.equal(value, state[f"model.{name}"]) for name, value in import_hf(tmp_path / "hf").tensors)
 
 
+def test_projections_to_narrower_experts_go_out_and_come_in(tmp_path):
+    config, state = mixture_state()
+    config, mlp = config | {"moe_latent_size": 8}, "model.layers.1.mlp."
+    state |= {f"{mlp}experts.up": torch.randn(4, 2, 12, 8), f"{mlp}experts.down": torch.randn(4, 8, 12)}
+    state |= {f"{mlp}latent_down.weight": torch.randn(8, 16), f"{mlp}latent_up.weight": torch.randn(16, 8)}
+    save(state, tmp_path / "ours", extra={"config": config})
+    assert export_checkpoint_megatron(tmp_path / "ours", tmp_path / "theirs") == []
+    names = read_manifest(tmp_path / "theirs").tensors
+    shapes = {"fc1_latent_proj.weight": (8, 16), "fc2_latent_proj.weight": (16, 8), "experts.experts.linear_fc2.weight": (4, 8, 12)}
+    assert {key: names[f"decoder.layers.1.mlp.{key}"].shape for key in shapes} == shapes
+    assert torch.load(tmp_path / "theirs" / "common.pt", weights_only=False)["args"].moe_latent_size == 8
+    import_checkpoint_megatron(tmp_path / "theirs", tmp_path / "again")
+    again = read_manifest(tmp_path / "again")
+    assert set(again.tensors) == set(state) and again.extra["config"]["moe_latent_size"] == 8 and again.extra.get("family") is None
+    assert all(torch.equal(read_tensor(tmp_path / "again", name), value) for name, value in state.items())
+    with pytest.raises(ValueError, match="moe_latent_size"):
+        export_checkpoint_hf(tmp_path / "again", tmp_path / "hf", family="deepseek3", config=again.extra["config"], prefix="model.")
+
+
 def test_sizes_and_norms_of_latents_that_are_missing_are_named(tmp_path):
     folder = unpack("0.19_latent", tmp_path)
     with pytest.raises(CheckpointingException, match=r"num_attention_heads=5 does not divide its 24 rows"):

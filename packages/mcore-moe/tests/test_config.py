@@ -59,6 +59,7 @@ def test_types_and_sizes_are_checked(values: dict[str, Any], message: str) -> No
         ({"moe_router_load_balancing_type": "sinkhorn", "moe_router_score_function": "sigmoid"}, "leave that at 'softmax'"),
         ({"moe_shared_expert_gate": True}, "has nothing to gate; set moe_shared_expert_intermediate_size"),
         ({"moe_shared_expert_intermediate_size": 0}, "moe_shared_expert_intermediate_size=0 must be at least 1"),
+        ({"moe_latent_size": 0}, "moe_latent_size=0 must be at least 1"),
         ({"moe_layer_freq": 0}, "moe_layer_freq=0 must be at least 1"),
         ({"moe_layer_freq": (0, 0)}, r"moe_layer_freq=\(0, 0\) must be at least 1, or one 0 or 1 a layer"),
         ({"moe_layer_freq": (1, 2)}, "one 0 or 1 a layer"),
@@ -69,7 +70,7 @@ def test_rules_name_both_fields(values: dict[str, Any], message: str) -> None:
         MoEConfig(**{"num_moe_experts": 8, **values})
 
 
-@pytest.mark.parametrize("name", ["moe_latent_size", "moe_paged_stash", "moe_router_force_biased", "inference_grouped_gemm_backend"])
+@pytest.mark.parametrize("name", ["moe_dispatch_fwd_dtype", "moe_paged_stash", "moe_router_force_biased", "inference_grouped_gemm_backend"])
 def test_reserved_fields_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}=4 is reserved and not implemented; leave it out"):
         MoEConfig(num_moe_experts=8, **{name: 4})

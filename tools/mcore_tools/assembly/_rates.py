@@ -52,6 +52,7 @@ def _flops_per_token(config: RunConfig, seq_len: int) -> float:
             topk=moe.moe_router_topk,
             ffn_hidden_size=moe.moe_ffn_hidden_size or model.ffn_size,
             shared_ffn_hidden_size=moe.moe_shared_expert_intermediate_size or 0,
+            latent_size=moe.moe_latent_size or 0,
         )
         layers = range(model.num_layers)
         share = 1.0 if model.hybrid_layer_pattern else sum(moe.is_moe_layer(layer, model.num_layers) for layer in layers) / len(layers)

@@ -22,7 +22,7 @@ LOSS_NAMES: Mapping[str, str] = {
 
 RESERVED = frozenset({
     "inference_grouped_gemm_backend", "inference_moe_token_dispatcher_type", "moe_combine_bwd_dtype", "moe_dispatch_fwd_dtype",
-    "moe_enable_routing_replay", "moe_expert_rank_capacity_factor", "moe_flex_dispatcher_num_sms", "moe_latent_size",
+    "moe_enable_routing_replay", "moe_expert_rank_capacity_factor", "moe_flex_dispatcher_num_sms",
     "moe_mlp_glu_interleave_size", "moe_paged_stash", "moe_router_force_biased", "moe_router_padding_for_fp8",
     "moe_router_padding_for_quantization", "moe_single_grouped_bias", "moe_single_grouped_weight",
 })  # fmt: skip
@@ -53,6 +53,9 @@ class MoEConfig:
     """Width of the feed-forward that every token goes through beside its experts (of all shared experts together); None for none."""
     moe_shared_expert_gate: bool = False
     """Multiply the shared experts' result by a learned sigmoid of the token."""
+    moe_latent_size: int | None = None
+    """Width that the experts read and write: tokens are projected to it before they travel, and the sums back after. The router and the
+    shared experts read the whole token. None for the hidden size."""
     moe_router_score_function: str = "softmax"
     """softmax, sigmoid or sqrtsoftplus."""
     moe_router_pre_softmax: bool = False
@@ -138,6 +141,8 @@ class MoEConfig:
             raise ValueError(
                 f"moe_ffn_hidden_size={self.moe_ffn_hidden_size} must be at least 1; leave it out for the model's ffn_hidden_size"
             )
+        if self.moe_latent_size is not None and self.moe_latent_size < 1:
+            raise ValueError(f"moe_latent_size={self.moe_latent_size} must be at least 1; leave it out for the model's hidden_size")
         if self.num_moe_experts < 1:
             raise ValueError(f"num_moe_experts={self.num_moe_experts} must be at least 1")
         if not 1 <= self.moe_router_topk <= self.num_moe_experts:
@@ -273,6 +278,10 @@ def check_experts(
             raise ValueError(f"tp={plan.tp} must divide ffn_hidden_size={model.ffn_size}; lower tp or round ffn_hidden_size up")
     if shared is not None and shared % plan.tp:
         raise ValueError(f"tp={plan.tp} must divide moe_shared_expert_intermediate_size={shared}; lower tp or change the width")
+    if config.moe_latent_size is not None and model.add_bias_linear:
+        raise ValueError(
+            f"moe_latent_size={config.moe_latent_size} does not go with add_bias_linear=True: its projections have no biases; leave one out"
+        )
     if config.num_moe_experts % plan.ep:
         raise ValueError(f"ep={plan.ep} must divide num_moe_experts={config.num_moe_experts}; lower ep or change num_moe_experts")
     if width % etp:
@@ -282,5 +291,8 @@ def check_experts(
             f"ep={plan.ep} and etp={etp} spread the experts beyond the tp={plan.tp} ranks that hold the same tokens; "
             "set sequence_parallel=True, or lower ep or etp"
         )
-    check_grouped_width("hidden_size", model.hidden_size, dtype, device)
+    if config.moe_latent_size is None:
+        check_grouped_width("hidden_size", model.hidden_size, dtype, device)
+    else:
+        check_grouped_width("moe_latent_size", config.moe_latent_size, dtype, device)
     check_grouped_width("moe_ffn_hidden_size", width // etp, dtype, device)

@@ -29,7 +29,8 @@ from mcore_parallel.tensor_parallel import ReplicatedLinear
 
 @experimental_api
 class MoELayer(nn.Module):
-    """Router, exchange, experts, exchange back; beside it the shared experts, whose result is added.
+    """Router, exchange, experts, exchange back; beside it the shared experts, whose result is added. With ``moe_latent_size`` the tokens
+    that travel, and the experts, are as narrow as that.
 
     The experts are as the model's dense feed-forward would be: its activation with offset and clamp, and its biases. Tensor-parallel
     ranks hold different tokens under sequence parallelism. Without, they hold the same: each computes the picks of its own experts,
@@ -79,7 +80,7 @@ class MoELayer(nn.Module):
         )
         self.experts = GroupedMLP(
             config.num_moe_experts,
-            hidden_size,
+            config.moe_latent_size or hidden_size,
             config.moe_ffn_hidden_size or site.config.ffn_size,
             groups,
             activation=activation,
@@ -88,10 +89,13 @@ class MoELayer(nn.Module):
             dtype=dtype,
             device=device,
         )
-
+        place: dict[str, Any] = {"dtype": dtype, "device": device, "init": False}
+        self.latent_down, self.latent_up = None, None
+        if config.moe_latent_size is not None:
+            self.latent_down = ReplicatedLinear(hidden_size, config.moe_latent_size, groups, **place)
+            self.latent_up = ReplicatedLinear(config.moe_latent_size, hidden_size, groups, **place)
         self.shared_experts, self.shared_expert_gate = None, None
         if config.moe_shared_expert_intermediate_size is not None:
-            place: dict[str, Any] = {"dtype": dtype, "device": device, "init": False}
             size = config.moe_shared_expert_intermediate_size
             self.shared_experts = MLP(hidden_size, size, groups, activation=activation, layers=site.layers, **place)
             self.shared_expert_gate = ReplicatedLinear(hidden_size, 1, groups, **place) if config.moe_shared_expert_gate else None
@@ -99,11 +103,14 @@ class MoELayer(nn.Module):
     def forward(self, x_TD: Tensor, step: Step) -> tuple[Tensor, Aux | None]:
         """[T, D] -> ([T, D], losses and counts; None outside training)."""
         shared_TD = self._shared(x_TD, step)
-        x_TD = copy_to_tensor_model_parallel_region(x_TD, self.replicas)
-        routing, losses = self.router(x_TD, step)
-        sent = self.dispatcher.dispatch(x_TD, routing)
+        routed_TD = copy_to_tensor_model_parallel_region(x_TD, self.replicas)
+        routing, losses = self.router(routed_TD, step)
+        if self.latent_down is not None:
+            routed_TD = copy_to_tensor_model_parallel_region(self.latent_down(x_TD), self.replicas)
+        sent = self.dispatcher.dispatch(routed_TD, routing)
         rows_RD = self.experts(sent.rows_RD, sent.ends_N, sent.weights_R)
         y_TD = reduce_from_tensor_model_parallel_region(self.dispatcher.combine(rows_RD, sent, routing), self.replicas)
+        y_TD = y_TD if self.latent_up is None else self.latent_up(y_TD)
         y_TD = y_TD if shared_TD is None else y_TD + shared_TD
         if not (self.training and torch.is_grad_enabled()):
             return y_TD, None

@@ -50,6 +50,8 @@ def upcycle_state_dict(dense: Mapping[str, Tensor], mixture: Mapping[str, Tensor
     prefixes = [name.removesuffix("experts.up") for name in mixture if name.endswith(".experts.up")]
     if not prefixes:
         raise ValueError("mixture has no parameter named ...experts.up; pass the state of a model with experts")
+    if config.moe_latent_size is not None:
+        raise ValueError(f"moe_latent_size={config.moe_latent_size} has no part in a dense model; leave it out")
     if shared := next((name for name in mixture if ".shared_expert" in name), None):
         raise ValueError(f"{shared} has no part in a dense model; leave moe_shared_expert_intermediate_size out")
     state, read = dict[str, Tensor](), set[str]()

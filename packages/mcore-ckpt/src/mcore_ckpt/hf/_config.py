@@ -81,7 +81,7 @@ _SAID = (*_SIZES, "norm_epsilon", "rotary_base", "init_method_std", "share_embed
 _FREE = {"attention_backend", "max_position_embeddings", "mtp_detach"}
 _MAYBE_SIZES = (
     *("max_position_embeddings", "num_token_types", "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size"),
-    *("moe_shared_expert_intermediate_size", "moe_router_num_groups", "moe_router_group_topk"),
+    *("moe_shared_expert_intermediate_size", "moe_latent_size", "moe_router_num_groups", "moe_router_group_topk"),
 )
 
 

@@ -84,6 +84,7 @@ DEFAULTS: Config = MappingProxyType(
         "moe_layer_freq": 1,
         "moe_shared_expert_intermediate_size": None,
         "moe_shared_expert_gate": False,
+        "moe_latent_size": None,
         "moe_router_score_function": "softmax",
         "moe_router_pre_softmax": False,
         "moe_router_topk_scaling_factor": None,

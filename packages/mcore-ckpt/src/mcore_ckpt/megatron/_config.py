@@ -20,7 +20,7 @@ _ROUTER = (
     *("moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor"),
     *("moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias"),
 )
-_SHARED = ("moe_shared_expert_intermediate_size", "moe_shared_expert_gate")
+_SHARED = ("moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_latent_size")
 _RENAMED = MappingProxyType({"layernorm_epsilon": "norm_epsilon", "padded_vocab_size": "vocab_size"})
 _POSITIONS = MappingProxyType({"learned_absolute": "learned_absolute", "rope": "rope"})
 _LATENT = MappingProxyType(
@@ -72,13 +72,15 @@ def sizes_of(settings: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], *
 
 
 def _shared_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """Width and gate of the shared experts, and biases of the router, which the weights tell."""
+    """Width and gate of the shared experts, width of the latents, and biases of the router, which the weights tell."""
     sizes: dict[str, Any] = {}
     for key, shape in shapes.items():
         if key.endswith(".shared_experts.linear_fc2.weight"):
             sizes["moe_shared_expert_intermediate_size"] = shape[-1]
         elif key.endswith(".shared_experts.gate_weight"):
             sizes["moe_shared_expert_gate"] = True
+        elif key.endswith(".fc1_latent_proj.weight"):
+            sizes["moe_latent_size"] = shape[0]
         elif key.endswith(".router.expert_bias"):
             sizes["moe_router_enable_expert_bias"] = True
     return sizes
@@ -129,7 +131,7 @@ def family_of(settings: Mapping[str, Any], sizes: Mapping[str, Any], *, gated: b
     wanted = {"normalization": "RMSNorm", "position_embedding_type": "rope", "swiglu": True, "add_bias_linear": False}
     if not gated or any(settings.get(name) != value for name, value in wanted.items()):
         return None
-    if sizes.get("softmax_type", "vanilla") != "vanilla" or sizes.get("window_size") is not None:
+    if sizes.get("softmax_type", "vanilla") != "vanilla" or sizes.get("window_size") is not None or "moe_latent_size" in sizes:
         return None
     balanced = sizes.get("moe_router_score_function") == "sigmoid" and "moe_shared_expert_intermediate_size" in sizes
     if "latent_attention" in sizes:

@@ -89,6 +89,8 @@ _IN_LAYER: Mapping[str, NameRule] = MappingProxyType(
         "mlp.shared_experts.linear_fc1.weight": NameRule("mlp.shared_experts.up.weight", Cut.GATED),
         "mlp.shared_experts.linear_fc2.weight": NameRule("mlp.shared_experts.down.weight", Cut.COLUMNS),
         "mlp.shared_experts.gate_weight": NameRule("mlp.shared_expert_gate.weight"),
+        "mlp.fc1_latent_proj.weight": NameRule("mlp.latent_down.weight"),
+        "mlp.fc2_latent_proj.weight": NameRule("mlp.latent_up.weight"),
         "mlp.experts.experts.linear_fc1.weight": NameRule("mlp.experts.up", Cut.GATED),
         "mlp.experts.experts.linear_fc2.weight": NameRule("mlp.experts.down", Cut.COLUMNS),
     }

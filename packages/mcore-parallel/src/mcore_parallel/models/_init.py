@@ -14,7 +14,7 @@ from mcore_parallel.groups import NamedShard, ProcessGroups, named_buffer_shards
 from mcore_parallel.models._config import TransformerConfig
 
 # Parameters that write into the residual stream.
-_OUTPUTS = (".out.weight", ".out_proj.weight", ".down.weight", ".experts.down")
+_OUTPUTS = (".out.weight", ".out_proj.weight", ".down.weight", ".experts.down", ".latent_up.weight")
 
 
 @runtime_checkable

@@ -24,6 +24,9 @@ class ExpertSizes:
     """Width of one expert."""
     shared_ffn_hidden_size: int = 0
     """Width of the experts that every token passes, together; cut over tp like a dense feed-forward."""
+    latent_size: int = 0
+    """Width that tokens are projected to before their experts, and back from; 0 for the hidden size. Parameters and operations are
+    counted, time and memory are not estimated."""
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "topk", "ffn_hidden_size"):
@@ -31,8 +34,9 @@ class ExpertSizes:
                 raise PlannerError(f"{name}={getattr(self, name)} of the experts must be at least 1")
         if self.topk > self.num_experts:
             raise PlannerError(f"topk={self.topk} must not exceed num_experts={self.num_experts}; lower topk")
-        if self.shared_ffn_hidden_size < 0:
-            raise PlannerError(f"shared_ffn_hidden_size={self.shared_ffn_hidden_size} must not be negative; 0 is for none")
+        for name in ("shared_ffn_hidden_size", "latent_size"):
+            if getattr(self, name) < 0:
+                raise PlannerError(f"{name}={getattr(self, name)} must not be negative; 0 is for none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,4 +83,6 @@ class ModelSizes:
         blocks = routed + bool(experts.shared_ffn_hidden_size)
         added = (gates * width + blocks * config.hidden_size) * (biases and config.add_bias_linear)
         gate = experts.num_experts * (config.hidden_size + (biases and config.add_bias_linear))
-        return (gates + 1) * config.hidden_size * width + added + gate
+        inner = experts.latent_size or config.hidden_size
+        products = (gates + 1) * (inner * routed * experts.ffn_hidden_size + config.hidden_size * experts.shared_ffn_hidden_size)
+        return products + 2 * config.hidden_size * experts.latent_size + added + gate

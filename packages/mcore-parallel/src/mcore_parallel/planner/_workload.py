@@ -22,7 +22,7 @@ class Workload:
     """The training that a layout has to carry.
 
     Raises:
-        PlannerError: a size below one, a batch that does not divide, another dtype.
+        PlannerError: a size below one, a batch that does not divide, another dtype, experts with ``latent_size``.
     """
 
     model: ModelSizes
@@ -43,6 +43,9 @@ class Workload:
                 raise PlannerError(f"{name}={getattr(self, name)} must be at least 1")
         if self.global_batch % self.micro_batch:
             raise PlannerError(f"micro_batch={self.micro_batch} must divide global_batch={self.global_batch}; choose a divisor")
+        if self.model.experts is not None and self.model.experts.latent_size:
+            latent = self.model.experts.latent_size
+            raise PlannerError(f"latent_size={latent} of the experts: time and memory are not estimated; set it to 0")
         if self.dtype not in _DTYPES:
             raise PlannerError(f"dtype={self.dtype} must be one of {', '.join(map(str, _DTYPES))}")
 
