@@ -29,7 +29,7 @@ from mcore_inference import (
     SamplingParams,
     Status,
 )
-from mcore_parallel import ProcessGroups, named_shards
+from mcore_parallel import ProcessGroups
 from mcore_parallel.data import ByteTokenizer
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.nn import Step
@@ -449,49 +449,6 @@ def test_settings_that_need_a_tokenizer_or_unknown_ids_are_refused(make_engine: 
         with pytest.raises(ValueError, match=word):
             engine.add_request(prompt, params)
     check_idle(engine)
-
-
-def weights(model: GPTModel) -> list[tuple[str, Tensor]]:
-    return [(shard.name, shard.parameter.detach().clone()) for shard in named_shards(model)]
-
-
-def test_new_weights_serve_running_requests_from_the_next_token_on(make_model: Make, make_engine: Make) -> None:
-    old, new = make_model(seed=0), make_model(seed=1)
-    engine = make_engine(make_model(seed=0))
-    addresses = [parameter.data_ptr() for parameter in engine.model.parameters()]
-    engine.add_request([1, 2, 3], GREEDY)
-    for _ in range(4):
-        engine.step()
-    engine.load_weights(reversed(weights(new)))
-    assert [parameter.data_ptr() for parameter in engine.model.parameters()] == addresses
-    while engine.has_unfinished_requests():
-        done = engine.step()
-    before = naive_greedy(old, [1, 2, 3], 4)
-    assert done[0].generated_tokens == before + naive_greedy(new, [1, 2, 3, *before], 6)
-    assert done[0].weight_versions == [(0, 4), (1, 6)]
-    assert engine.generate([[9]], GREEDY)[0].generated_tokens == naive_greedy(new, [9], 10)
-
-
-def test_a_load_that_fails_half_way_stops_the_engine_until_one_succeeds(make_model: Make, make_engine: Make) -> None:
-    engine = make_engine(make_model())
-    good = weights(make_model(seed=1))
-    for bad, word in (
-        ([("output.wieght", torch.zeros(1))], "output.weight"),
-        ([(good[0][0], torch.zeros(3))], "global shape"),
-    ):
-        with pytest.raises(ValueError, match=word):
-            engine.load_weights(bad)
-        engine.generate([[1]], GREEDY)
-    for bad, word in ((good[:-1], "did not come"), ([good[0], good[0]], "twice")):
-        with pytest.raises(ValueError, match=word):
-            engine.load_weights(bad)
-        with pytest.raises(RuntimeError, match="load_weights"):
-            engine.generate([[1]], GREEDY)
-        check_leftovers = engine.context.allocator.total_used
-        assert check_leftovers == 0
-    engine.load_weights(good)
-    assert engine.weight_version == 1
-    assert engine.generate([[1]], GREEDY)[0].generated_tokens == naive_greedy(make_model(seed=1), [1], 10)
 
 
 def test_a_model_without_paged_attention_is_refused() -> None:

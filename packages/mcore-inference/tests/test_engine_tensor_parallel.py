@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, EngineRunner, InferenceConfig, PagedAttention, SamplingParams
+from mcore_inference import (
+    DynamicInferenceContext,
+    DynamicInferenceEngine,
+    EngineRunner,
+    InferenceConfig,
+    PagedAttention,
+    SamplingParams,
+    WeightSlice,
+)
 from mcore_parallel import ParallelPlan, ProcessGroups, named_shards
 from mcore_parallel.models import GPTModel, TransformerConfig
 
@@ -40,7 +48,13 @@ def check_split_engine() -> list[list[int]]:
     # Full tensors come from a model in another layout; each rank cuts its part.
     fresh = make_engine(ProcessGroups.single(), seed=1)
     full = [(shard.name, shard.parameter.detach()) for shard in named_shards(fresh.model)]
-    split.load_weights(full)
+    # Rows in two parts that the ranks' shards do not follow.
+    parts: list[tuple[str, Any]] = []
+    for name, tensor in full:
+        cut = 1 if len(tensor) == 2 else 5
+        offsets = (0,) * (tensor.dim() - 1)
+        parts += [(name, WeightSlice(tensor=part, offsets=(at, *offsets))) for at, part in ((cut, tensor[cut:]), (0, tensor[:cut]))]
+    split.load_weights(parts)
     again = [record.generated_tokens for record in split.generate(PROMPTS, settings()[0])]
     assert again == [record.generated_tokens for record in fresh.generate(PROMPTS, settings()[0])]
     with pytest.raises(ValueError, match="tp=2"):

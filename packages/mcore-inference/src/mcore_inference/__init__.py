@@ -12,8 +12,11 @@ from mcore_inference.engine import (
     EngineHealth,
     EngineRunner,
     ExecutionConfig,
+    IncompleteWeightsError,
     Increment,
     RequestStream,
+    WeightLoadError,
+    WeightSlice,
     get_asyncio_loop,
 )
 from mcore_inference.requests import (
@@ -79,6 +82,7 @@ __all__ = [
     "EventType",
     "ExecutionConfig",
     "FinishReason",
+    "IncompleteWeightsError",
     "Increment",
     "InferenceConfig",
     "InvalidTokenError",
@@ -109,6 +113,8 @@ __all__ = [
     "ToolChatTokenizer",
     "TransformersTokenizer",
     "VocabularyTokenizer",
+    "WeightLoadError",
+    "WeightSlice",
     "Work",
     "chat_tokens",
     "deprecated",

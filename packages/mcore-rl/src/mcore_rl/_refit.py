@@ -19,7 +19,7 @@ from mcore_rl._stability import experimental_api
 class WeightSink(Protocol):
     """What takes over weights: an inference engine."""
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None: ...
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], /) -> None: ...
 
 
 @experimental_api

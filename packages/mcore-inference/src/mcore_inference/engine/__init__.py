@@ -6,13 +6,17 @@ from mcore_inference.engine._engine import DynamicInferenceEngine
 from mcore_inference.engine._event_loop import get_asyncio_loop
 from mcore_inference.engine._executor import ExecutionConfig
 from mcore_inference.engine._runner import EngineHealth, EngineRunner, Increment, RequestStream
+from mcore_inference.engine._weights import IncompleteWeightsError, WeightLoadError, WeightSlice
 
 __all__ = [
     "DynamicInferenceEngine",
     "EngineHealth",
     "EngineRunner",
     "ExecutionConfig",
+    "IncompleteWeightsError",
     "Increment",
     "RequestStream",
+    "WeightLoadError",
+    "WeightSlice",
     "get_asyncio_loop",
 ]

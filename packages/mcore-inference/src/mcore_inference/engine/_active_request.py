@@ -75,6 +75,11 @@ class ActiveRequest:
         return () if self.chain is None else self.chain.keys
 
     @property
+    def has_begun(self) -> bool:
+        """Whether tokens were drawn for it."""
+        return bool(self.record.num_generated or self.num_pending)
+
+    @property
     def shares_prefix(self) -> bool:
         """Whether tokens in the cache need no computation: they do where log-probabilities of the prompt are asked for."""
         return self.chain is not None and not self.wants_prompt_log_probs

@@ -22,6 +22,8 @@ class Admission:
         self._context = context
         self.waiting: list[ActiveRequest] = []
         self.running: list[ActiveRequest] = []
+        self.holds_queue = False
+        """Whether only requests that have begun are admitted."""
         self.num_preemptions = 0
         self.num_looked_up = self.num_found = 0
         """Tokens of admitted requests that were looked up in the cache, and those found there."""
@@ -37,7 +39,8 @@ class Admission:
         # What only waits for its results holds a place still.
         limits = dataclasses.replace(limits, max_requests=limits.max_requests - len(self.running) + len(running))
         views = [self.view(entry) for entry in running]
-        return plan_step(views, (self._waiting_view(entry) for entry in self.waiting), limits, self._context.freed_by)
+        waiting = (self._waiting_view(entry) for entry in self.waiting if entry.has_begun or not self.holds_queue)
+        return plan_step(views, waiting, limits, self._context.freed_by)
 
     def view(self, entry: ActiveRequest) -> RequestView:
         """A running request as the scheduler sees it."""
@@ -93,6 +96,19 @@ class Admission:
         """Preempt all running requests and forget what the blocks hold: it will not be so any more."""
         for entry in list(self.running):
             self.preempt(entry)
+        self._context.allocator.forget()
+
+    def keep_cache(self, weight_version: int) -> None:
+        """Let running requests go on with what the cache holds for them, under new weights; nobody else finds it there."""
+        for entry in self.running:
+            segment = entry.segment
+            if segment.generated_tokens:
+                entry.record.checkpoint()
+                entry.segment.status = segment.status
+                entry.segment.finished_chunk_token_count = self._context.num_cached(entry.record.request_id)
+            entry.segment.weight_version = weight_version
+            # Equal tokens have other keys and values from now on.
+            entry.chain = None
         self._context.allocator.forget()
 
     def _prefix(self, entry: ActiveRequest) -> list[int]:

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor
 
 from mcore_inference._capability import EngineCapability, check_cache, check_layout, shares_prefixes
 from mcore_inference._fields import as_integer
@@ -19,7 +18,7 @@ from mcore_inference.context import DynamicInferenceContext
 from mcore_inference.engine._active_request import ActiveRequest
 from mcore_inference.engine._admission import Admission
 from mcore_inference.engine._executor import DecodeBatch, ExecutionConfig, Executor, InFlight
-from mcore_inference.engine._weights import ModelWeights
+from mcore_inference.engine._weights import ModelWeights, WeightChunk, WeightPolicy, check_policy
 from mcore_inference.requests import (
     DynamicInferenceRequest,
     DynamicInferenceRequestRecord,
@@ -90,7 +89,7 @@ class DynamicInferenceEngine:
         self.vocab_size = vocab_size or limit
         self.step_count = 0
         self.weight_version = 0
-        """Number of completed ``load_weights``."""
+        """Of the weights; 0 before the first ``load_weights``."""
         self.finished_counts: Counter[str] = Counter()
         """Requests that ended, by reason."""
         self._seed = seed
@@ -231,14 +230,14 @@ class DynamicInferenceEngine:
             Records of the requests that ended since the last call, whatever way.
 
         Raises:
-            RuntimeError: the engine is suspended, or a ``load_weights`` failed half-way and was not repeated.
+            RuntimeError: the engine is suspended.
+            IncompleteWeightsError: a ``load_weights`` failed half-way and was not repeated.
             Exception: whatever the model raised. The requests of the step have ended then, with ``StepFailedError``, and hold nothing;
                 ``take_finished`` or the next step returns them. The others go on.
         """
         if self.is_suspended:
             raise RuntimeError("the engine is suspended; call resume() first")
-        if not self._weights.are_complete:
-            raise RuntimeError("the last load_weights failed after it had begun to copy; repeat it with all parameters")
+        self._weights.check_complete()
         blamed = list(self._entries.values())
         try:
             drafts = self._propose()
@@ -330,21 +329,69 @@ class DynamicInferenceEngine:
     # -- weights -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all parameters, in place; each rank cuts its part out of the full tensors.
+    def load_weights(self, chunks: Iterable[WeightChunk], version: int | None = None, *, in_flight: WeightPolicy = "recompute") -> None:
+        """Replace all parameters and persistent buffers, in place; each rank cuts its part out.
 
-        Requests in flight go on with the new weights: their tokens stay, their keys and values are computed again.
+        Addresses stay, so that recorded graphs hold. Chunks are checked and copied by buckets of 256 MiB, and no chunk of a bucket is
+        copied before all of it is checked: memory of a chunk must not be written before the bucket is full. Every later token is stamped
+        with the new version (``record.weight_versions``).
 
         Args:
-            weights: (global name, full tensor of the global shape), each parameter once, in any order; other dtypes are cast.
+            chunks: (global name, tensor of the global shape, or ``WeightSlice`` of it) in any order; together every element once.
+                Floating-point tensors are cast.
+            version: of the new weights; None for the next number.
+            in_flight: what requests in flight do: ``recompute`` their keys and values from their tokens, ``keep`` those of the old
+                weights, or end before the load (``drain``), for which steps run here; ``step`` returns their records afterwards.
 
         Raises:
-            ValueError: an unknown, repeated or missing name, or another shape. When something was copied before, the engine
-                refuses to step until a load succeeds.
+            WeightLoadError: an unknown, repeated or missing name, another shape or kind of dtype. Where a bucket was copied before,
+                the engine refuses to step (``IncompleteWeightsError``) until a load succeeds; else it goes on with the old weights.
+            ValueError: an unknown policy, or a version that is none.
+            RuntimeError: ``drain`` while the engine is suspended.
+            Exception: whatever ``chunks`` raises, or a step of ``drain``.
         """
-        self.reset_prefix_cache()
-        self._weights.load(weights)
-        self.weight_version += 1
+        check_policy(in_flight)
+        following = self.weight_version + 1 if version is None else as_integer("version", version, 0, 2**63 - 1)
+        if in_flight == "drain":
+            self._drain()
+        self._read_results()
+        self._weights.load(chunks)
+        self.weight_version = following
+        self._batch = None
+        if in_flight == "keep":
+            self._admission.keep_cache(following)
+        else:
+            self._admission.drop_cache()
+
+    @property
+    def can_step(self) -> bool:
+        """Whether ``step`` has weights and memory to run with."""
+        return self._weights.are_complete and not self.is_suspended
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that run, or were preempted after their first token."""
+        return len(self._admission.running) + sum(entry.has_begun for entry in self._admission.waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``step`` can run and has something to do or to return."""
+        return self.can_step and bool(self._done or (self.num_in_flight if self._admission.holds_queue else self._entries))
+
+    def hold_queue(self, hold: bool) -> None:
+        """Admit no request that is not in flight (or do so again): the way to drain an engine that is stepped elsewhere."""
+        self._admission.holds_queue = hold
+
+    def _drain(self) -> None:
+        """Step until no request is in flight."""
+        finished: list[DynamicInferenceRequestRecord] = []
+        self.hold_queue(True)
+        try:
+            while self.num_in_flight:
+                finished += self.step()
+        finally:
+            self.hold_queue(False)
+            self._done = finished + self._done
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
@@ -454,7 +501,7 @@ class DynamicInferenceEngine:
                 entry.drafts = entry.drafts[: granted.get(entry.record.request_id, 0)]
             ordered = sorted(plan.work, key=lambda item: item.num_tokens + granted.get(item.request_id, 0) > 1)
             plan = dataclasses.replace(plan, work=tuple(ordered))
-        assert plan.work or self._in_flight or not self._entries, "what was accepted can always advance"
+        assert plan.work or self._in_flight or not self._entries or self._admission.holds_queue, "what was accepted can always advance"
         return plan
 
     def _read_results(self) -> None:

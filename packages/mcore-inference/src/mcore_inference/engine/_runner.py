@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from mcore_inference._fields import as_integer, as_number
 from mcore_inference._stability import experimental_api
 from mcore_inference.engine._engine import DynamicInferenceEngine
+from mcore_inference.engine._weights import WeightChunk, WeightPolicy, check_policy
 from mcore_inference.requests import DynamicInferenceRequestRecord, EngineDeadError, QueueFullError
 from mcore_inference.sampling import SamplingParams
 
@@ -146,6 +147,9 @@ class EngineRunner:
         self._failed_in_a_row = 0
         self._wake = threading.Condition()
         self._commands: list[_Command] = []
+        self._drains: list[_Command] = []
+        """Run once no request is in flight."""
+        self._num_holds = 0
         self._streams: dict[int, RequestStream] = {}
         self._closing = False
         self._paused = False
@@ -225,6 +229,55 @@ class EngineRunner:
 
         self._send(_Command(command, refuse))
         return await result
+
+    async def load_weights(
+        self, chunks: Iterable[WeightChunk], version: int | None = None, *, in_flight: WeightPolicy = "recompute"
+    ) -> None:
+        """``DynamicInferenceEngine.load_weights`` between two steps; with ``drain`` after the steps that end the requests in flight.
+
+        Requests that arrive meanwhile are computed with the new weights. After a load that failed half-way no step runs until one
+        succeeds; requests wait for it.
+
+        Args:
+            chunks: read in the engine's thread.
+            version: as there.
+            in_flight: as there.
+
+        Raises:
+            WeightLoadError: as there.
+            ValueError: as there.
+            RuntimeError: ``drain`` while the runner is paused or suspended, or after a load that failed half-way.
+            EngineDeadError: the engine failed or was closed.
+        """
+        check_policy(in_flight)
+        if in_flight != "drain":
+            await self.call(lambda: self.engine.load_weights(chunks, version, in_flight=in_flight))
+            return
+        await self.call(self._hold_queue)
+        try:
+            await self._until_drained()
+            await self.call(lambda: self.engine.load_weights(chunks, version))
+        finally:
+            self._send(_Command(self._release_queue, lambda: None))
+
+    def _hold_queue(self) -> None:
+        if self.engine.num_in_flight and (self._paused or not self.engine.can_step):
+            raise RuntimeError("in_flight='drain' needs steps, and none runs; unpause() and resume(), or choose recompute or keep")
+        self._num_holds += 1
+        self.engine.hold_queue(True)
+
+    def _release_queue(self) -> None:
+        self._num_holds -= 1
+        self.engine.hold_queue(self._num_holds > 0)
+
+    async def _until_drained(self) -> None:
+        loop = asyncio.get_running_loop()
+        drained: asyncio.Future[Any] = loop.create_future()
+        waiter = _Command(
+            lambda: _call_in(loop, _settle, drained, None, None), lambda: _call_in(loop, _settle, drained, None, self._dead())
+        )
+        await self.call(lambda: self._drains.append(waiter))
+        await drained
 
     async def pause(self) -> None:
         """Stop stepping, at the end of the step in progress. Requests keep their place, new ones queue; returns when no step runs.
@@ -306,6 +359,10 @@ class EngineRunner:
             while self._next_commands():
                 if self._has_work():
                     self._step()
+                if self._drains and not self.engine.num_in_flight:
+                    drains, self._drains = self._drains, []
+                    for drained in drains:
+                        drained.run()
         except BaseException as error:
             self._failure = error
             _LOG.critical("the engine is given up after %d failed steps in a row: %r", self._failed_in_a_row, error)
@@ -346,7 +403,7 @@ class EngineRunner:
         return True
 
     def _has_work(self) -> bool:
-        return not self._paused and self.engine.has_unfinished_requests()
+        return not self._paused and self.engine.has_work
 
     def _publish(self, request_id: int, record: DynamicInferenceRequestRecord, *, ended: bool) -> None:
         stream = self._streams.get(request_id)
@@ -367,7 +424,8 @@ class EngineRunner:
             self._closing = True
             commands, self._commands = self._commands, []
         streams, self._streams = self._streams, {}
-        for command in commands:
+        drains, self._drains = self._drains, []
+        for command in [*commands, *drains]:
             command.refuse()
         for stream in streams.values():
             stream.deliver(self._dead())

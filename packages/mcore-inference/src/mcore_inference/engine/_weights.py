@@ -3,45 +3,181 @@
 """New weights for a model that is being served."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from mcore_inference._fields import as_integer
+from mcore_inference._stability import experimental_api
+from mcore_inference.engine._coverage import Coverage
 from mcore_parallel import named_buffer_shards, named_shards
 from mcore_parallel.models import GPTModel
+
+WeightPolicy = Literal["recompute", "keep", "drain"]
+"""What becomes of requests in flight when weights are loaded."""
+_BUCKET_BYTES = 256 * 2**20
+
+
+@experimental_api
+class WeightLoadError(ValueError):
+    """Weights that a load refuses."""
+
+
+@experimental_api
+class IncompleteWeightsError(RuntimeError):
+    """A load failed after it had begun to copy, and was not repeated."""
+
+
+@experimental_api
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WeightSlice:
+    """A part of a parameter.
+
+    Example:
+        >>> rows = WeightSlice(tensor=torch.ones(2, 4), offsets=(6, 0))  # rows 6 and 7
+
+    Raises:
+        ValueError: not one offset for each dim, or a negative one.
+    """
+
+    tensor: Tensor
+    """Any box of the global tensor."""
+    offsets: tuple[int, ...]
+    """Where the box begins in the global tensor."""
+
+    def __post_init__(self) -> None:
+        offsets = tuple(as_integer("offsets", offset, 0, 2**62) for offset in self.offsets)
+        if len(offsets) != self.tensor.dim():
+            raise ValueError(f"offsets={offsets} must have one entry for each dim of shape {tuple(self.tensor.shape)}")
+        object.__setattr__(self, "offsets", offsets)
+
+
+WeightChunk = tuple[str, Tensor | WeightSlice]
+"""Global name of a parameter or persistent buffer, and all of it or a part."""
+
+
+def check_policy(policy: str) -> None:
+    """See that a policy is one.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if policy not in ("recompute", "keep", "drain"):
+        raise ValueError(f"in_flight={policy!r} is unknown; choose recompute, keep or drain")
+
+
+@dataclass(frozen=True)
+class _Target:
+    """What this rank holds of a parameter."""
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+    """Global."""
+    start: tuple[int, ...]
+    """Of this rank's part in the global tensor."""
+    coverage: Coverage
 
 
 class ModelWeights:
     """Replaces all parameters and persistent buffers of a model in place.
 
+    The engine keeps no copies that follow from them, such as fused or quantised ones: its kernels read the parameters themselves.
+
     Args:
         model: its parameters keep their addresses.
+        bucket_bytes: chunks of so many bytes are checked before any of them is copied.
     """
 
-    def __init__(self, model: GPTModel) -> None:
-        self._model = model
+    def __init__(self, model: GPTModel, bucket_bytes: int = _BUCKET_BYTES) -> None:
+        self._model, self._bucket_bytes = model, bucket_bytes
         self.are_complete = True
         """False between the first copy of a load and its end, so after a load that failed half-way."""
 
+    def check_complete(self) -> None:
+        """See that the model can run.
+
+        Raises:
+            IncompleteWeightsError: it cannot.
+        """
+        if not self.are_complete:
+            raise IncompleteWeightsError("the last load_weights failed after it had begun to copy; repeat it with all parameters")
+
     @torch.no_grad()
-    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy this rank's slices of full tensors; the contract is that of ``DynamicInferenceEngine.load_weights``."""
-        shards = {shard.name: (shard.parameter, shard.spec) for shard in named_shards(self._model)}
-        shards |= {buffer.name: (buffer.tensor, buffer.spec) for buffer in named_buffer_shards(self._model)}
-        missing = set(shards)
-        for name, tensor in weights:
-            if name not in missing:
-                if name in shards:
-                    raise ValueError(f"{name} came twice; give each parameter once")
-                near = difflib.get_close_matches(name, shards, n=3)
-                raise ValueError(f"{name} is no parameter of the model; the nearest are {near}")
-            own, spec = shards[name]
-            if tuple(tensor.shape) != spec.shape:
-                raise ValueError(f"{name} has shape {tuple(tensor.shape)}; its global shape is {spec.shape}")
-            self.are_complete = False
-            own.copy_(tensor[spec.slices(self._model.groups)])
-            missing.remove(name)
+    def load(self, chunks: Iterable[WeightChunk]) -> None:
+        """Copy this rank's parts; the contract is that of ``DynamicInferenceEngine.load_weights``."""
+        targets = self._targets()
+        bucket: list[tuple[Tensor, Tensor]] = []
+        num_bytes = 0
+        for name, part in chunks:
+            copy = _copy(targets, name, part)
+            if copy is not None:
+                bucket.append(copy)
+                num_bytes += copy[1].nbytes
+            if num_bytes >= self._bucket_bytes:
+                self._write(bucket)
+                bucket, num_bytes = [], 0
+        missing = sorted(name for name, target in targets.items() if not target.coverage.is_whole)
         if missing:
-            raise ValueError(f"{len(missing)} parameters did not come, among them {sorted(missing)[:5]}; give all")
+            raise WeightLoadError(f"{len(missing)} parameters did not come, or not whole, among them {missing[:5]}; give all")
+        self._write(bucket)
         self.are_complete = True
+
+    def _write(self, bucket: Sequence[tuple[Tensor, Tensor]]) -> None:
+        if bucket:
+            self.are_complete = False
+            kernels: Any = torch
+            kernels._foreach_copy_([into for into, _ in bucket], [source for _, source in bucket])
+
+    def _targets(self) -> dict[str, _Target]:
+        groups = self._model.groups
+        tensors = {shard.name: (shard.parameter, shard.spec) for shard in named_shards(self._model)}
+        tensors |= {buffer.name: (buffer.tensor, buffer.spec) for buffer in named_buffer_shards(self._model)}
+        return {
+            name: _Target(tensor.detach(), spec.shape, spec.offset(groups), Coverage(spec.local_shape(groups)))
+            for name, (tensor, spec) in tensors.items()
+        }
+
+
+def _copy(targets: Mapping[str, _Target], name: str, part: Tensor | WeightSlice) -> tuple[Tensor, Tensor] | None:
+    """Where a chunk goes and what goes there; None for a part that other ranks hold.
+
+    Raises:
+        WeightLoadError: the chunk does not fit, or came before.
+    """
+    if name not in targets:
+        near = difflib.get_close_matches(str(name), targets, n=3)
+        raise WeightLoadError(f"{name} is no parameter of the model; the nearest are {near}")
+    target = targets[name]
+    tensor = part.tensor if isinstance(part, WeightSlice) else part
+    offsets = part.offsets if isinstance(part, WeightSlice) else (0,) * len(target.shape)
+    _check_kind(name, tensor, target.tensor)
+    shape = tuple(tensor.shape)
+    if not isinstance(part, WeightSlice) and shape != target.shape:
+        raise WeightLoadError(f"{name} has shape {shape}; its global shape is {target.shape}")
+    if len(shape) != len(target.shape) or any(
+        offset + size > whole for offset, size, whole in zip(offsets, shape, target.shape, strict=True)
+    ):
+        raise WeightLoadError(f"a part of {name} has shape {shape} at {offsets}; its global shape is {target.shape}")
+    # In the coordinates of this rank's part.
+    first = tuple(offset - start for offset, start in zip(offsets, target.start, strict=True))
+    begin = tuple(max(0, at) for at in first)
+    end = tuple(min(at + size, own) for at, size, own in zip(first, shape, target.tensor.shape, strict=True))
+    if any(one >= other for one, other in zip(begin, end, strict=True)):
+        return None
+    if not target.coverage.add(begin, end):
+        raise WeightLoadError(f"{name} came twice, or parts of it overlap; give each parameter once")
+    into = target.tensor[tuple(slice(*bounds) for bounds in zip(begin, end, strict=True))]
+    return into, tensor.detach()[tuple(slice(one - at, other - at) for one, other, at in zip(begin, end, first, strict=True))]
+
+
+def _check_kind(name: str, tensor: Tensor, own: Tensor) -> None:
+    """Floating-point tensors are cast to one another; a scaled format of one byte says nothing without its scales."""
+    if not isinstance(tensor, Tensor) or type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta:
+        kind = "tensor without memory" if isinstance(tensor, Tensor) and tensor.is_meta else type(tensor).__name__
+        raise WeightLoadError(f"{name} is a {kind}; give a plain tensor, for instance DTensor.full_tensor()")
+    floats = tensor.dtype.is_floating_point and own.dtype.is_floating_point and tensor.dtype.itemsize > 1 and own.dtype.itemsize > 1
+    if tensor.dtype != own.dtype and not floats:
+        raise WeightLoadError(f"{name} has dtype {tensor.dtype} and the model's is {own.dtype}; give that, or a floating-point one for it")
