@@ -43,6 +43,7 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
             summary="measure a model: perplexity of text, multiple choice, tasks of lm-evaluation-harness", module="mcore_tools.evaluate"
         ),
         "generate": Verb(summary="continue prompts with the model of a checkpoint", module="mcore_tools.generate"),
+        "chat": Verb(summary="chat at the terminal with the model of a run, or with a server", module="mcore_tools.converse"),
         "serve": Verb(summary="serve the model of a checkpoint over HTTP", module="mcore_tools.serve"),
         "convert": Verb(summary="import, export, inspect and verify checkpoints: Hugging Face, Megatron, torch", script="mcore-ckpt"),
         "plan": Verb(summary="find layouts for a model and a number of GPUs", script="mcore-plan"),

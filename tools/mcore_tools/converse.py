@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Chat with a model at the terminal; answers appear as they are generated.
+
+mcore chat runs/tuned                               # a run, a checkpoint or a Hugging Face folder, on this process
+mcore chat http://127.0.0.1:8000                    # what `mcore serve`, or another OpenAI-compatible server, serves
+
+/reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer. A message of several lines begins and ends with three
+quotation marks. Exit code: 0 done; 1 something was refused, and why.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from mcore_ckpt import CheckpointingException
+from mcore_tools.generate import add_model_arguments
+from mcore_tools.serving import open_engine
+from mcore_tools.terminal import Answers, AnswerSettings, Conversation, EngineAnswers, ServerAnswers, StandardTerminal, Terminal
+from mcore_tools.training import device_of
+
+
+def _answers(options: argparse.Namespace) -> Answers:
+    """Who answers: a server or an engine."""
+    settings = AnswerSettings(max_tokens=options.max_tokens, temperature=options.temperature)
+    if options.checkpoint.startswith(("http://", "https://")):
+        token = "" if options.token_file is None else options.token_file.read_text(encoding="utf-8").strip()
+        return ServerAnswers(options.checkpoint, settings, model=options.model, token=token)
+    if options.model or options.token_file is not None:
+        raise ValueError(f"--model and --token-file are for a server, and {options.checkpoint} is no http:// address; leave them out")
+    device = device_of("cuda" if torch.cuda.is_available() else "cpu")
+    return EngineAnswers(open_engine(options.checkpoint, device, max_length=options.max_length, cache_gb=options.cache_gb), settings)
+
+
+def main(arguments: Sequence[str] | None = None, terminal: Terminal | None = None) -> int:
+    """The command; ``terminal`` is None for standard input and output."""
+    parser = argparse.ArgumentParser(prog="mcore chat", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model_arguments(parser)
+    parser.add_argument("--system", default="", help="what the model is told first")
+    parser.add_argument("--max-tokens", type=int, default=512, help="of an answer (default: 512)")
+    parser.add_argument("--temperature", type=float, default=0.7, help="of an answer; 0 for the likeliest token (default: 0.7)")
+    parser.add_argument("--model", default="", help="name of the model at a server (default: its first)")
+    parser.add_argument("--token-file", type=Path, help="file with the secret that a server wants")
+    options = parser.parse_args(arguments)
+    try:
+        answers = _answers(options)
+    except (ValueError, OSError, CheckpointingException) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    shown = StandardTerminal() if terminal is None else terminal
+    shown.write("/help lists commands\n")
+    Conversation(answers, shown, options.system).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
