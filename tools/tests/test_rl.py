@@ -121,9 +121,9 @@ def test_each_environment_runs_by_its_name(environment: str, tmp_path: Path) -> 
     assert row["num_rollouts"] == 8 and "eval/reward" in row
 
 
-@pytest.mark.parametrize("layout", ["plan.tp=2", "plan.dp=2"])
+@pytest.mark.parametrize("layout", ["plan.tp=2", "plan.dp=2 data_parallel=fsdp", "plan.dp=2 data_parallel=fsdp2"])
 def test_ranks_learn_together(layout: str, tmp_path: Path) -> None:
-    config = override(recipe("countdown_tiny"), [*FAST, "train.steps=1", f"output={tmp_path / 'run'}", layout])
+    config = override(recipe("countdown_tiny"), [*FAST, "train.steps=1", f"output={tmp_path / 'run'}", *layout.split()])
     config = reinforce.prepared(config, rank=0)
     one, other = launch(reinforce_rank, 2, config=config, kind="cpu")
     assert one.reward == other.reward or one.reward != one.reward
@@ -142,7 +142,7 @@ def test_ranks_learn_together(layout: str, tmp_path: Path) -> None:
         ("rl.policy.kind=clipped", "kind='clipped' must be one of clip, cispo"),
         ("cuda_graphs=[layers.*]", "cuda_graphs is for `mcore train` only"),
         ("rl.overlong.max_length=3", "buffer has no default"),
-        ("data_parallel=fsdp2", "rl takes whole parameters to its engines"),
+        ("rl.kl_beta=0.1 data_parallel=fsdp2 plan.dp=2 rl.num_groups=4", "need a reference, which data_parallel='fsdp2' does not keep"),
         ("train.warmup_steps=2", "train.warmup_steps=2 must be below train.steps=2, the iterations"),
         ("load.path=no/such/folder", "load.path='no/such/folder' has nothing to begin with"),
         ("rl=none", "rl=none has nothing to learn from"),
@@ -151,7 +151,7 @@ def test_ranks_learn_together(layout: str, tmp_path: Path) -> None:
 def test_what_cannot_run_is_one_line_before_anything_is_written(
     change: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sets = [word for one in (*FAST, f"output={tmp_path / 'run'}", change) for word in ("--set", one)]
+    sets = [word for one in (*FAST, f"output={tmp_path / 'run'}", *change.split()) for word in ("--set", one)]
     assert reinforce.main(["--recipe", "countdown_tiny", *(sets if change != "rl=none" else ["--set", change])]) == 1
     message = capsys.readouterr().err
     assert message.startswith("error: ") and message.count("\n") == 1 and words in message

@@ -372,8 +372,11 @@ class RunConfig:
             raise ValueError("train.batch_ramp_up and train.batch_steps are for texts; train.global_batch_size is the answers of an update")
         rl.grpo(seq_len=train.seq_len, micro_batch_size=train.micro_batch_size, global_batch_size=train.global_batch_size)
         rl.objective()
-        if self.data_parallel != "ddp":
-            raise ValueError(f"rl takes whole parameters to its engines, which data_parallel={self.data_parallel!r} divides; set it to ddp")
+        if rl.needs_reference and self.data_parallel != "ddp":
+            raise ValueError(
+                f"rl.kl_beta={rl.kl_beta} and rl.kl_in_reward={rl.kl_in_reward} need a reference, which "
+                f"data_parallel={self.data_parallel!r} does not keep; set data_parallel=ddp, or both to 0"
+            )
         if train.warmup_steps >= train.steps:
             raise ValueError(f"train.warmup_steps={train.warmup_steps} must be below train.steps={train.steps}, the iterations")
         if rl.packing is not None and rl.packing.alignment % self.sequence_multiple:

@@ -26,7 +26,7 @@ from mcore_rl import (
     grpo_iteration,
     refit,
 )
-from mcore_tools.assembly import Parts, assemble, open_tokenizer, schedule
+from mcore_tools.assembly import Parts, TorchShardedModel, assemble, open_tokenizer, schedule
 from mcore_tools.recipes import RunConfig
 from mcore_tools.reports import History
 from mcore_tools.rl._environment import build_environment
@@ -107,7 +107,9 @@ class _Run:
         self.tokenizer = open_tokenizer(config.data.tokenizer, config.model.vocab_size)
         self._check_length()
         self.parts: Parts = assemble(config, self.device)
-        for module in self.parts.model.modules():
+        sharded = self.parts.model
+        whole = sharded.module if isinstance(sharded, TorchShardedModel) else sharded
+        for module in whole.modules():
             if isinstance(module, OutputLayer):
                 # The engine draws no row of padding, so the policy has none.
                 module.unpadded_vocab_size = self.tokenizer.vocab_size

@@ -13,10 +13,12 @@ from mcore_rl._packed import PackingContext
 from mcore_rl._packing import PackingConfig, balance
 from mcore_rl._policy_loss import PolicyLossConfig
 from mcore_rl._reference import FrozenWeights, with_old_logprobs, with_ref_logprobs
-from mcore_rl._refit import WeightSink, gather_weights, refit
+from mcore_rl._refit import WeightSink, gather_weights
+from mcore_rl._refit_plan import RefitPlan, RefitPlanError, WeightCopy, WeightFill, WeightShard, plan_refit
 from mcore_rl._shaping import OverlongPenalty
 from mcore_rl._stability import deprecated, experimental_api, internal_api
 from mcore_rl._trajectories import BatchStyle, TrajectoryBatches, rollout_batches
+from mcore_rl._transfer import RefitTimeoutError, WeightTransfer, refit
 from mcore_rl._types import (
     EvaluationResponse,
     GenericGenerationArgs,
@@ -54,11 +56,18 @@ __all__ = [
     "PackingContext",
     "PolicyLossConfig",
     "Problem",
+    "RefitPlan",
+    "RefitPlanError",
+    "RefitTimeoutError",
     "RewardEvaluationResult",
     "RewardOnlyAgent",
     "TokenRollout",
     "TrajectoryBatches",
+    "WeightCopy",
+    "WeightFill",
+    "WeightShard",
     "WeightSink",
+    "WeightTransfer",
     "balance",
     "calculate_grpo_loss",
     "deprecated",
@@ -68,6 +77,7 @@ __all__ = [
     "grpo_iteration",
     "internal_api",
     "kl_estimate",
+    "plan_refit",
     "refit",
     "rollout_batches",
     "with_old_logprobs",

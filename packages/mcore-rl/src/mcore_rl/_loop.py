@@ -11,8 +11,9 @@ from mcore_parallel.training import TrainReport
 from mcore_rl._collect import collect
 from mcore_rl._config import GRPOConfig
 from mcore_rl._objective import GRPOObjective
-from mcore_rl._refit import WeightSink, refit
+from mcore_rl._refit import WeightSink
 from mcore_rl._stability import experimental_api
+from mcore_rl._transfer import refit
 from mcore_rl._update import Learner, update
 from mcore_rl.agent import GroupedRolloutGenerator
 from mcore_rl.inference import InferenceInterface
@@ -80,7 +81,7 @@ def grpo_iteration(
     trained = time.perf_counter()
     if not updates:
         raise RuntimeError(f"no token of the rollouts counts: mask_truncated={config.mask_truncated}, and all are truncated or empty")
-    refit(model, groups, engine)
+    refit(model, groups, engine, learner.transfer)
     flat = [rollout for group in collected.groups for rollout in group]
     rewards = torch.tensor([rollout.reward for rollout in flat], dtype=torch.float64)
     return IterationReport(

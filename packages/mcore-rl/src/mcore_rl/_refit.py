@@ -38,7 +38,7 @@ def gather_weights(model: nn.Module, groups: ProcessGroups) -> Iterator[tuple[st
         for number, (name, shape, dtype) in enumerate(broadcast_json(listing, groups.pp, stage, device)):
             if mine:
                 _, tensor, spec = own[number]
-                full = _undivided(tensor)
+                full = undivided(tensor)
                 for axis, dim in spec.shards.items():
                     full = all_gather(full, groups.axis(spec.view, axis), dim=dim)
             else:
@@ -49,13 +49,7 @@ def gather_weights(model: nn.Module, groups: ProcessGroups) -> Iterator[tuple[st
             yield name, full
 
 
-@experimental_api
-def refit(model: nn.Module, groups: ProcessGroups, engine: WeightSink) -> None:
-    """Copy the weights of a trained model into an engine; every rank of ``groups`` calls it with an engine of its own."""
-    engine.load_weights(gather_weights(model, groups))
-
-
-def _undivided(parameter: Tensor) -> Tensor:
+def undivided(parameter: Tensor) -> Tensor:
     """What this rank computes with. A collective for a DTensor."""
     if type(parameter) in (nn.Parameter, Tensor):
         return parameter.detach()

@@ -4,7 +4,7 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from mcore_rl._packed import PackingContext
 from mcore_rl._reference import FrozenWeights, token_logprobs
 from mcore_rl._stability import experimental_api
 from mcore_rl._trajectories import BatchStyle, TrajectoryBatches, place_rows, write_batches
+from mcore_rl._transfer import WeightTransfer
 from mcore_rl._types import TokenRollout
 
 _log = logging.getLogger(__name__)
@@ -36,6 +37,8 @@ class Learner:
     optimizer: Optimizer
     reference: "nn.Module | FrozenWeights | None" = None
     """A frozen model of the same layout, or frozen weights of this one, for ``kl_beta`` and ``kl_in_reward``."""
+    transfer: WeightTransfer = field(default_factory=WeightTransfer)
+    """Carries the weights to the engines, by a plan that it keeps."""
 
 
 @dataclass(frozen=True)

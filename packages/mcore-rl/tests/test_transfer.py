@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Weights reach the engines of other layouts, box by box; who does not come is named."""
+
+import time
+from collections.abc import Iterable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mcore_moe import MoEConfig, moe_feed_forward
+from mcore_parallel import ParallelPlan, ProcessGroups, named_buffer_shards, named_shards
+from mcore_parallel.models import GPTModel, TransformerConfig
+from mcore_rl import RefitPlanError, RefitTimeoutError, WeightTransfer, gather_weights, refit
+
+SIZES = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=2, ffn_hidden_size=24, vocab_size=32)
+MIXTURE = MoEConfig(num_moe_experts=4, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
+
+
+class Engine:
+    """Takes over the boxes that its model holds, as an inference engine does."""
+
+    def __init__(self, model: GPTModel) -> None:
+        self.model = model
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        own = {shard.name: (shard.parameter, shard.spec) for shard in named_shards(self.model)}
+        own |= {buffer.name: (buffer.tensor, buffer.spec) for buffer in named_buffer_shards(self.model)}
+        for name, tensor in weights:
+            mine, spec = own.pop(name)
+            assert tuple(tensor.shape) == spec.shape
+            mine.copy_(tensor[spec.slices(self.model.groups)])
+        assert not own
+
+
+class Whole:
+    """Takes whole weights, and says nothing of itself."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, Tensor] = {}
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self.weights = {name: tensor.clone() for name, tensor in weights}
+
+
+def build(plan: ParallelPlan | None, seed: int, *, experts: bool = False, dtype: torch.dtype = torch.float32) -> GPTModel:
+    groups = ProcessGroups.single() if plan is None else ProcessGroups.build(plan)
+    parts = {"feed_forward": moe_feed_forward(MIXTURE)} if experts else {}
+    return GPTModel(SIZES, groups, seed=seed, dtype=dtype, **parts)
+
+
+def values(model: GPTModel) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in gather_weights(model, model.groups)}
+
+
+def check_between(plan: ParallelPlan, engine_plan: ParallelPlan | None, experts: bool) -> tuple[str, int]:
+    model = build(plan, 1, experts=experts)
+    # Other weights, in another dtype, in another layout.
+    engine, sink = Engine(build(engine_plan, 2, experts=experts, dtype=torch.float64)), Whole()
+    transfer = WeightTransfer(bucket_bytes=3000)
+    plans = []
+    for _ in range(2):
+        refit(model, model.groups, engine, transfer)
+        refit(model, model.groups, sink)
+        wanted, taken = values(model), values(engine.model)
+        assert wanted.keys() == sink.weights.keys() and all(torch.equal(wanted[name], sink.weights[name]) for name in wanted)
+        assert wanted.keys() == taken.keys() and all(torch.equal(wanted[name].double(), taken[name]) for name in wanted)
+        plans.append(transfer.plan)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+    first, second = plans
+    assert first is second and first is not None
+    moved = sum(copy.box.num_elements for copy in first.copies if copy.source_rank != copy.destination_rank)
+    return first.digest, moved
+
+
+def test_one_rank_hands_over_its_own_tensors() -> None:
+    _, moved = check_between(ParallelPlan(), None, False)
+    assert moved == 0
+
+
+LAYOUTS = [
+    (ParallelPlan(tp=2), None, False),
+    (ParallelPlan(pp=2), None, False),
+    (ParallelPlan(dp=2), ParallelPlan(tp=2), False),
+    (ParallelPlan(pp=2), ParallelPlan(tp=2), True),
+    (ParallelPlan(ep=2, dp=2), ParallelPlan(tp=2), True),
+]
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize(("plan", "engine_plan", "experts"), LAYOUTS, ids=str)
+def test_engines_of_other_layouts_have_equal_weights(world, plan: ParallelPlan, engine_plan: ParallelPlan | None, experts: bool) -> None:
+    one, other = world(check_between, plan=plan, engine_plan=engine_plan, experts=experts)
+    assert one == other
+    # A replica takes nothing from the other one.
+    assert (one[1] == 0) == (plan == ParallelPlan(dp=2))
+
+
+def leave_one_out() -> str:
+    model, sink = build(ParallelPlan(tp=2), 1), Whole()
+    transfer = WeightTransfer(timeout_s=1.0)
+    refit(model, model.groups, sink, transfer)
+    if dist.get_rank() == 0:
+        try:
+            refit(model, model.groups, sink, transfer)
+        except RefitTimeoutError as error:
+            return str(error)
+    else:
+        # It agrees on the layout, and then does not come.
+        stream = transfer.weights(model, model.groups, sink)
+        transfer._bucket = lambda *inputs: iter(())  # type: ignore[method-assign]  # pyright: ignore[reportAttributeAccessIssue]
+        assert not list(stream)
+        time.sleep(2.0)
+    return ""
+
+
+@pytest.mark.world(2)
+def test_a_rank_that_does_not_come_is_named(world) -> None:
+    told, _ = world(leave_one_out)
+    assert told.startswith("no weights came from rank 1 within timeout_s=1 (bucket 1 of 1, from ")
+
+
+def refuse() -> str:
+    model = build(ParallelPlan(tp=2), 1)
+    model.register_parameter("more", nn.Parameter(torch.zeros(3))) if dist.get_rank() else None
+    try:
+        refit(model, model.groups, Engine(build(None, 2, experts=True)))
+    except RefitPlanError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.world(2)
+def test_another_model_is_refused_on_every_rank_by_name(world) -> None:
+    one, other = world(refuse)
+    assert one == other and "no source has layers.0.mlp" in one
+
+
+def test_numbers_that_are_not_positive_are_refused() -> None:
+    with pytest.raises(ValueError, match="bucket_bytes=0 and timeout_s=1 must be positive"):
+        WeightTransfer(bucket_bytes=0, timeout_s=1)
