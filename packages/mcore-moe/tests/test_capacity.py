@@ -11,12 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mcore_moe import MoEConfig, MoELayer, Routing, apply_router_token_dropping, get_capacity
+from mcore_moe import MoEConfig, MoELayer, Routing, apply_router_token_dropping, get_capacity, moe_feed_forward
 from mcore_moe.dispatch import LocalTokenDispatcher
 from mcore_parallel import ParallelPlan, ProcessGroups, named_shards
 from mcore_parallel.comm import all_reduce
-from mcore_parallel.models import Site, TransformerConfig
+from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
+from mcore_parallel.models import GPTModel, Site, TransformerConfig
 from mcore_parallel.nn import Step
+from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
+from mcore_parallel.pipeline import ModelChunks, PipelineConfig, one_f_one_b
+from mcore_parallel.training import Batch, CrossEntropyObjective, train_step
 
 E, K, D = 4, 2, 8
 F64 = torch.float64
@@ -136,7 +140,44 @@ def test_losses_counts_and_the_bias_know_nothing_of_the_drop() -> None:
     assert not torch.equal(whole[0], cut[0]) and torch.equal(*record)
     assert torch.equal(whole[1].counts[0], cut[1].counts[0]) and whole[1].counts[0].sum() == 12 * K
     assert len(whole[1].losses) == 4
+    assert set(cut[1].losses) - set(whole[1].losses) == {(0, "drop_rate")}
     assert all(torch.equal(loss.value, cut[1].losses[key].value) for key, loss in whole[1].losses.items())
+
+
+@pytest.mark.parametrize("pad", [False, True])
+def test_the_share_of_dropped_picks_is_reported_and_costs_nothing(pad: bool) -> None:
+    mixture = dataclasses.replace(MIXTURE, moe_expert_capacity_factor=0.3, moe_pad_expert_input_to_capacity=pad)
+    x, valid = torch.randn(12, D, dtype=F64, generator=torch.Generator().manual_seed(5)), torch.arange(12) % 3 != 0
+    _, aux = build(ProcessGroups.single(), mixture)(x, dataclasses.replace(Step.causal(2, 6), valid=valid))
+    # Padding counts for the capacity, which is one of the tokens' number, and not for the rate.
+    kept = aux.counts[0].clamp(max=get_capacity(12 * K, E, 0.3)).sum().item()
+    rate = aux.losses[0, "drop_rate"]
+    assert rate.value.item() == pytest.approx(1 - kept / (8 * K)) and 0 < rate.value < 1
+    assert aux.total() is None and not rate.value.requires_grad
+    assert list(build(ProcessGroups.single(), mixture).eval()(x, Step.causal(2, 6))[1:]) == [None]
+
+
+def train_dropping(plan: ParallelPlan) -> list[float]:
+    groups = ProcessGroups.build(plan) if plan.world_size > 1 else ProcessGroups.single()
+    model = dataclasses.replace(MODEL, num_layers=2, init_method_std=0.5)
+    mixture = dataclasses.replace(MIXTURE, moe_expert_capacity_factor=0.5)
+    layout = PipelineConfig().place(2, num_stages=groups.pp.size, num_chunks=1)
+    parts = layout.of_rank(groups.pp.rank)
+    chunks = ModelChunks([GPTModel(model, groups, layers=part, feed_forward=moe_feed_forward(mixture), dtype=F64) for part in parts])
+    sync = DistributedDataParallel(DistributedDataParallelConfig(), chunks, groups)
+    optimizer = MegatronOptimizer(OptimizerConfig(lr=0.01), sync, groups)
+    tokens = torch.randint(0, 16, (2, 2, 7), generator=torch.Generator().manual_seed(0))
+    batches = [Batch(tokens=row[:, :-1], labels=row[:, 1:], loss_mask=torch.ones(2, 6)) for row in tokens]
+    pipeline: dict[str, Any] = {"pipeline": one_f_one_b} if groups.pp.size > 1 else {}
+    report = train_step(chunks, batches, CrossEntropyObjective(), sync, optimizer, lr=0.01, **pipeline)
+    values = report.layers.values()
+    return [report.loss, report.aux, report.grad_norm, values["aux/drop_rate"], values["aux/drop_rate/layer_1"]]
+
+
+@pytest.mark.world(2)
+def test_pipeline_stages_report_it_without_a_loss(world) -> None:
+    alone, (one, other) = train_dropping(ParallelPlan()), world(train_dropping, plan=ParallelPlan(pp=2))
+    assert one == other == pytest.approx(alone) and alone[1] == 0 and 0 < alone[3] < 1
 
 
 def test_padded_rows_have_the_same_shape_whatever_the_routing_and_read_nothing_back() -> None:
@@ -171,11 +212,13 @@ def check_ranks(plan: ParallelPlan, variant: dict[str, Any], tokens: int) -> Non
         grad = all_reduce(shard.parameter.grad, groups.data(shard.spec.view))
         for axis in shard.spec.partial:
             grad = all_reduce(grad, groups.axis(shard.spec.view, axis))
-        torch.testing.assert_close(grad, alone[shard.name].grad[shard.spec.slices(groups)], rtol=1e-10, atol=1e-12, msg=shard.name)
+        # Without tokens the loop touches no weight.
+        wanted = torch.zeros_like(alone[shard.name]) if alone[shard.name].grad is None else alone[shard.name].grad
+        torch.testing.assert_close(grad, wanted[shard.spec.slices(groups)], rtol=1e-10, atol=1e-12, msg=shard.name)
 
 
 def check_variants(plan: ParallelPlan) -> None:
-    for variant, tokens, exchange in itertools.product(VARIANTS, (7, 1), ("alltoall", "allgather")):
+    for variant, tokens, exchange in itertools.product(VARIANTS, (7, 1, 0), ("alltoall", "allgather")):
         check_ranks(plan, {**variant, "moe_token_dispatcher_type": exchange}, tokens)
 
 

@@ -121,8 +121,10 @@ class MoEConfig:
 
     @property
     def loss_names(self) -> tuple[str, ...]:
-        """Auxiliary losses of a layer."""
-        return (*(LOSS_NAMES[name] for name in self.loss_coefficients), *(("z_loss",) if self.moe_z_loss_coeff else ()))
+        """Auxiliary losses of a layer, and with a capacity the share of the picks that it drops, which has no coefficient."""
+        z_loss = ("z_loss",) if self.moe_z_loss_coeff else ()
+        drops = ("drop_rate",) if self.moe_expert_capacity_factor is not None else ()
+        return (*(LOSS_NAMES[name] for name in self.loss_coefficients), *z_loss, *drops)
 
     def is_moe_layer(self, layer: int, num_layers: int) -> bool:
         """Whether a layer of a model without a pattern has experts.

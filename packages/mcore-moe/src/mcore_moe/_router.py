@@ -73,7 +73,7 @@ class TopKRouter(nn.Module):
     def forward(self, x_TD: Tensor, step: Step) -> tuple[Routing, dict[str, AuxLoss]]:
         """The routing of [T, D] tokens, and this rank's part of the auxiliary losses by name; none outside training.
 
-        Losses, counts and recorded routing are those before the drop.
+        Losses, counts and recorded routing are those before the drop, whose share of the picks is the value ``drop_rate``.
         """
         config = self.config
         learns = self.training and torch.is_grad_enabled()
@@ -86,8 +86,8 @@ class TopKRouter(nn.Module):
         routing = self._routing(chosen_TE, step, tokens)
         if step.routing_recorder is not None:
             step.routing_recorder(self.layer, routing.experts_TK, routing.probs_TK.detach())
-        losses = self._losses(logits_TE, routing, step, tokens) if learns and config.loss_names else {}
-        return self._limited(routing), losses
+        routing = self._limited(routing)
+        return routing, self._losses(logits_TE, routing, step, tokens) if learns and config.loss_names else {}
 
     @torch.no_grad()
     def update_expert_bias(self, counts_E: Tensor, skipped: Tensor) -> None:
@@ -170,6 +170,9 @@ class TopKRouter(nn.Module):
         if config.moe_z_loss_coeff:
             squares_T = tokens.masked(_wide(logits_TE).logsumexp(-1).square())
             losses["z_loss"] = AuxLoss(squares_T.sum() / _at_least_one(total), config.moe_z_loss_coeff)
+        if routing.kept_TK is not None:
+            dropped = routing.counts(config.num_moe_experts).sum() - routing.kept_TK.sum()
+            losses["drop_rate"] = AuxLoss(dropped.to(logits_TE.dtype) / _at_least_one(total) / config.moe_router_topk, 0.0)
         return losses
 
     def _batch_loss(self, scores_TE: Tensor, experts_TK: Tensor, total: int | Tensor, tokens: LocalTokens) -> Tensor:

@@ -17,7 +17,7 @@ class AuxLoss(NamedTuple):
     value: Tensor
     """Scalar, differentiable, without its coefficient: this rank's part. The parts of the tp and cp ranks add up."""
     coefficient: float
-    """Weight in the loss that is differentiated."""
+    """Weight in the loss that is differentiated; 0 for a value that is only reported, and needs no gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +41,8 @@ class Aux:
     """By global layer number: integers [E], this rank's tokens of each expert. Those of all ranks add up."""
 
     def total(self) -> Tensor | None:
-        """Sum of the losses times their coefficients; None without losses."""
-        weighted = [loss.value * loss.coefficient for loss in self.losses.values()]
+        """Sum of the losses times their coefficients; None when no coefficient differs from 0."""
+        weighted = [loss.value * loss.coefficient for loss in self.losses.values() if loss.coefficient]
         return sum(weighted[1:], start=weighted[0]) if weighted else None
 
     @staticmethod

@@ -56,7 +56,7 @@ class AuxSums:
     """Never changed in place: what a micro-batch saw stays what it saw."""
 
     def add(self, aux: Aux, weight: Tensor) -> Tensor | None:
-        """One micro-batch of one chunk; returns its weighted total, to be differentiated, or None without losses.
+        """One micro-batch of one chunk; returns its weighted total, to be differentiated, or None when there is none.
 
         Args:
             aux: of its layers.
@@ -66,6 +66,7 @@ class AuxSums:
         if total is not None:
             total = total * weight.to(total.dtype)
             self.total = total.detach().double() if self.total is None else self.total + total.detach()
+        if aux.losses:
             values = torch.stack([loss.value.detach() for loss in aux.losses.values()]).double() * weight.double()
             for key, value in zip(aux.losses, values.unbind(), strict=True):
                 self.losses[key] = self.losses[key] + value if key in self.losses else value
