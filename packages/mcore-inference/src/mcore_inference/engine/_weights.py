@@ -121,7 +121,7 @@ class ModelWeights:
                 bucket, num_bytes = [], 0
         missing = sorted(name for name, target in targets.items() if not target.coverage.is_whole)
         if missing:
-            raise WeightLoadError(f"{len(missing)} parameters did not come, or not whole, among them {missing[:5]}; give all")
+            raise WeightLoadError(f"{len(missing)} parameters did not come, among them {missing[:5]}; give all, and each of them whole")
         self._write(bucket)
         self.are_complete = True
 
