@@ -298,6 +298,8 @@ def test_other_arguments_of_a_request_are_checked_too(make_engine: Make) -> None
     for field in ({"termination_id": 64}, {"stop_token_ids": [64]}, {"logit_bias": {64: 1.0}}):
         with pytest.raises(ValueError, match=f"{next(iter(field))} holds .64.; token ids are from 0 to 63"):
             engine.add_request([1], SamplingParams(**field))
+    with pytest.raises(ValueError, match="sampling_params holds a dict"):
+        engine.generate([[1]], [{}])
     with pytest.raises(ValueError, match="prompts is one string"):
         engine.generate("abc")
     assert engine.add_request([1], request_id=np.int64(7)) == 7 and type(engine.get_request(7).request_id) is int

@@ -117,6 +117,27 @@ def test_a_hit_computes_only_what_is_missing(make_model: Make) -> None:
     assert lengths == [20, 10]
 
 
+def test_n_completions_share_the_prompt_and_draw_by_seeds_of_their_own(make_model: Make) -> None:
+    model = make_model()
+    engine, alone = build(model), build(model, False)
+    params = SamplingParams(n=4, seed=2**63 - 2, num_tokens_to_generate=8, return_log_probs=True)
+    records = engine.generate([PROMPT, [7, 8]], [params, SETTINGS[0]])
+    seeds = [2**63 - 2, 2**63 - 1, -(2**63), -(2**63) + 1]
+    check_equal(records, alone.generate([PROMPT] * 4 + [[7, 8]], [*(replace(params, n=1, seed=seed) for seed in seeds), SETTINGS[0]]))
+    assert len({tuple(record.generated_tokens) for record in records}) == 5
+    assert hits(engine) == (3 * 16, 4 * 20 + 2)
+    # Without a seed each has one by its number.
+    free = engine.generate([PROMPT], SamplingParams(n=3, num_tokens_to_generate=8))
+    assert len({tuple(record.generated_tokens) for record in free}) == 3
+    refused = engine.generate([[64], [1]], SamplingParams(n=2, num_tokens_to_generate=1))
+    assert [record.error is None for record in refused] == [False, False, True, True]
+    with pytest.raises(ValueError, match=r"n=2 completions.*choices"):
+        engine.add_request([1], SamplingParams(n=2))
+    for bad in (0, True, 1.5, None, 2**16 + 1):
+        with pytest.raises(ValueError, match="n="):
+            SamplingParams(n=bad)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("change", ["load_weights", "in place"])
 def test_new_weights_find_no_old_block(make_model: Make, change: str) -> None:
     old, new = make_model(seed=0), make_model(seed=1)

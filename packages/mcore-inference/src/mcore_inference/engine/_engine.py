@@ -18,6 +18,7 @@ from mcore_inference.context import DynamicInferenceContext
 from mcore_inference.engine._active_request import ActiveRequest
 from mcore_inference.engine._admission import Admission
 from mcore_inference.engine._executor import DecodeBatch, ExecutionConfig, Executor, InFlight
+from mcore_inference.engine._offline import completions_of, run_to_end, settings_of
 from mcore_inference.engine._weights import ModelWeights, WeightChunk, WeightPolicy, check_policy
 from mcore_inference.requests import (
     DynamicInferenceRequest,
@@ -25,11 +26,9 @@ from mcore_inference.requests import (
     FinishReason,
     Prompt,
     QueueFullError,
-    RequestError,
     Status,
     StepFailedError,
     encode_prompt,
-    integers_of,
     stop_tokens,
 )
 from mcore_inference.sampling import SamplingParams, request_seed
@@ -137,6 +136,8 @@ class DynamicInferenceEngine:
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params is a {type(params).__name__}; give SamplingParams(...), or None for the defaults")
+        if params.n > 1:
+            raise ValueError(f"n={params.n} completions are as many requests; add one for each of its choices(), or use generate")
         if request_id is not None:
             request_id = as_integer("request_id", request_id, 0, 2**63 - 1)
         priority = as_integer("priority", priority, -(2**31), 2**31 - 1)
@@ -276,39 +277,23 @@ class DynamicInferenceEngine:
             sampling_params: for all, or one for each prompt.
 
         Returns:
-            One record for each prompt, in order. A prompt that cannot be served has status FAILED and its ``error``.
+            One record for each prompt, in order; ``n`` of them where its settings say so. A prompt that cannot be served has status FAILED
+            and its ``error``.
 
         Raises:
             ValueError: the engine is busy with other requests, or the number of settings is not that of the prompts.
         """
-        if isinstance(prompts, str):
-            raise ValueError("prompts is one string; wrap it in a list")
+        settings = settings_of(prompts, sampling_params)
         if self.has_unfinished_requests():
             raise ValueError(f"the engine has {len(self._entries)} unfinished requests; step() until they are done, or use add_request")
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            settings = [sampling_params or SamplingParams()] * len(prompts)
-        else:
-            settings = list(sampling_params)
-        if len(settings) != len(prompts):
-            raise ValueError(f"sampling_params has {len(settings)} entries for {len(prompts)} prompts; give one, or one for each")
-        results: list[DynamicInferenceRequestRecord | None] = []
-        place: dict[int, int] = {}
+        completions = completions_of(prompts, settings)
         try:
-            for prompt, params in zip(prompts, settings, strict=True):
-                try:
-                    place[self.add_request(prompt, params)] = len(results)
-                    results.append(None)
-                except RequestError as error:
-                    results.append(self._refused(prompt, params, error))
-            while self.has_unfinished_requests():
-                for record in self.step():
-                    results[place[record.request_id]] = record
+            return run_to_end(self, completions)
         finally:
             # Empty unless something was raised.
             for request_id in list(self._entries):
                 self.abort(request_id)
             self.take_finished()
-        return [record for record in results if record is not None]
 
     def stats(self) -> dict[str, float]:
         """Counters and the state of the cache, for metrics."""
@@ -435,16 +420,6 @@ class DynamicInferenceEngine:
             self.context.cache.allocate_again()
 
     # -- inside ------------------------------------------------------------------------------------------------------
-
-    def _refused(self, prompt: Prompt, params: SamplingParams, error: RequestError) -> DynamicInferenceRequestRecord:
-        number = -1 if error.request_id is None else error.request_id
-        request = DynamicInferenceRequest(request_id=number, prompt_tokens=integers_of(prompt), sampling_params=params)
-        request.prompt = prompt if isinstance(prompt, str) else None
-        request.status, request.finish_reason, request.error = Status.FAILED, FinishReason.ERROR, error
-        request.add_event_error_nontransient(error)
-        request.add_event_fail()
-        self.finished_counts[FinishReason.ERROR.value] += 1
-        return DynamicInferenceRequestRecord.from_request(request)
 
     def _go_on(self, launch: Callable[[], InFlight] | None) -> None:
         """Launch the next step, then take the results of the one before it."""

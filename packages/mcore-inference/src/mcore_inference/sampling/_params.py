@@ -28,12 +28,13 @@ _INTEGERS = {
     "top_k": (-1, 2**31),
     "top_n_logprobs": (0, 64),
     "min_tokens": (0, 2**31),
+    "n": (1, 2**16),
     "num_tokens_to_generate": (0, 2**63 - 1),
     "num_tokens_total": (1, 2**63 - 1),
     "seed": (-(2**63), 2**63 - 1),
     "termination_id": (-1, _MAX_TOKEN),
 }
-_REQUIRED = ("top_k", "top_n_logprobs", "min_tokens")
+_REQUIRED = ("top_k", "top_n_logprobs", "min_tokens", "n")
 """Integers that are not optional."""
 _FLAGS = ("ignore_eos", "return_log_probs", "processed_log_probs", "skip_prompt_log_probs", "add_BOS")
 
@@ -72,6 +73,8 @@ class SamplingParams:
     """Token id -> number added to its score, from -10000 to 10000."""
     seed: int | None = None
     """None for one derived from the engine's seed and the request's number."""
+    n: int = 1
+    """Completions of one prompt, each a request of its own (``choices``) with a seed of its own; they share the prompt's cache blocks."""
     num_tokens_to_generate: int | None = None
     """Budget of new tokens; None for 30, or for what ``num_tokens_total`` leaves."""
     num_tokens_total: int | None = None
@@ -143,6 +146,19 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    def choices(self) -> "list[SamplingParams]":
+        """Settings of each of the ``n`` completions; with a seed, completion i is drawn with seed + i.
+
+        Example:
+            >>> [params.seed for params in SamplingParams(n=3, seed=7).choices()]
+            [7, 8, 9]
+        """
+        if self.n == 1:
+            return [self]
+        # Wrapped into 64 signed bits, so that none leaves the range.
+        seeds = [None if self.seed is None else (self.seed + choice + 2**63) % 2**64 - 2**63 for choice in range(self.n)]
+        return [dataclasses.replace(self, n=1, seed=seed) for seed in seeds]
 
     def budget(self, num_prompt_tokens: int) -> int:
         """New tokens a prompt of this length may get; 0 when the total is used up."""

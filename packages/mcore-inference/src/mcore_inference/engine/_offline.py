@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Prompts served to the end by an engine that nobody else uses."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mcore_inference.requests import (
+    DynamicInferenceRequest,
+    DynamicInferenceRequestRecord,
+    FinishReason,
+    Prompt,
+    RequestError,
+    Status,
+    integers_of,
+)
+from mcore_inference.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from mcore_inference.engine._engine import DynamicInferenceEngine
+
+Completion = tuple[Prompt, SamplingParams]
+"""A prompt and the settings of one completion of it."""
+
+
+def settings_of(prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
+    """The settings of each prompt.
+
+    Raises:
+        ValueError: the prompts are one string, the number of settings is not that of the prompts, or one is no ``SamplingParams``.
+    """
+    if isinstance(prompts, str):
+        raise ValueError("prompts is one string; wrap it in a list")
+    if sampling_params is None or isinstance(sampling_params, SamplingParams):
+        return [sampling_params or SamplingParams()] * len(prompts)
+    settings = list(sampling_params)
+    if len(settings) != len(prompts):
+        raise ValueError(f"sampling_params has {len(settings)} entries for {len(prompts)} prompts; give one, or one for each")
+    for params in settings:
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params holds a {type(params).__name__}; give SamplingParams(...) for each prompt")
+    return settings
+
+
+def completions_of(prompts: Sequence[Prompt], settings: Sequence[SamplingParams]) -> list[Completion]:
+    """All completions, prompt by prompt."""
+    return [(prompt, choice) for prompt, params in zip(prompts, settings, strict=True) for choice in params.choices()]
+
+
+def run_to_end(engine: "DynamicInferenceEngine", completions: Sequence[Completion]) -> list[DynamicInferenceRequestRecord]:
+    """The records of these completions, in order, those of refused ones among them."""
+    results: list[DynamicInferenceRequestRecord | None] = []
+    place: dict[int, int] = {}
+    for prompt, params in completions:
+        try:
+            place[engine.add_request(prompt, params)] = len(results)
+            results.append(None)
+        except RequestError as error:
+            engine.finished_counts[FinishReason.ERROR.value] += 1
+            results.append(_refused(prompt, params, error))
+    while engine.has_unfinished_requests():
+        for record in engine.step():
+            results[place[record.request_id]] = record
+    return [record for record in results if record is not None]
+
+
+def _refused(prompt: Prompt, params: SamplingParams, error: RequestError) -> DynamicInferenceRequestRecord:
+    number = -1 if error.request_id is None else error.request_id
+    request = DynamicInferenceRequest(request_id=number, prompt_tokens=integers_of(prompt), sampling_params=params)
+    request.prompt = prompt if isinstance(prompt, str) else None
+    request.status, request.finish_reason, request.error = Status.FAILED, FinishReason.ERROR, error
+    request.add_event_error_nontransient(error)
+    request.add_event_fail()
+    return DynamicInferenceRequestRecord.from_request(request)
