@@ -6,6 +6,7 @@ from mcore_inference.engine._engine import DynamicInferenceEngine
 from mcore_inference.engine._event_loop import get_asyncio_loop
 from mcore_inference.engine._executor import ExecutionConfig
 from mcore_inference.engine._runner import EngineHealth, EngineRunner, Increment, RequestStream
+from mcore_inference.engine._static import StaticInferenceEngine
 from mcore_inference.engine._weights import IncompleteWeightsError, WeightLoadError, WeightSlice
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "IncompleteWeightsError",
     "Increment",
     "RequestStream",
+    "StaticInferenceEngine",
     "WeightLoadError",
     "WeightSlice",
     "get_asyncio_loop",

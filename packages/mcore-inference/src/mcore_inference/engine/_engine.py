@@ -288,7 +288,9 @@ class DynamicInferenceEngine:
             raise ValueError(f"the engine has {len(self._entries)} unfinished requests; step() until they are done, or use add_request")
         completions = completions_of(prompts, settings)
         try:
-            return run_to_end(self, completions)
+            records, num_refused = run_to_end(self, completions)
+            self.finished_counts[FinishReason.ERROR.value] += num_refused
+            return records
         finally:
             # Empty unless something was raised.
             for request_id in list(self._entries):

@@ -3,7 +3,7 @@
 """Prompts served to the end by an engine that nobody else uses."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from mcore_inference.requests import (
     DynamicInferenceRequest,
@@ -16,11 +16,18 @@ from mcore_inference.requests import (
 )
 from mcore_inference.sampling import SamplingParams
 
-if TYPE_CHECKING:
-    from mcore_inference.engine._engine import DynamicInferenceEngine
-
 Completion = tuple[Prompt, SamplingParams]
 """A prompt and the settings of one completion of it."""
+
+
+class Stepper(Protocol):
+    """What generates."""
+
+    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int: ...
+
+    def step(self) -> list[DynamicInferenceRequestRecord]: ...
+
+    def has_unfinished_requests(self) -> bool: ...
 
 
 def settings_of(prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
@@ -47,8 +54,8 @@ def completions_of(prompts: Sequence[Prompt], settings: Sequence[SamplingParams]
     return [(prompt, choice) for prompt, params in zip(prompts, settings, strict=True) for choice in params.choices()]
 
 
-def run_to_end(engine: "DynamicInferenceEngine", completions: Sequence[Completion]) -> list[DynamicInferenceRequestRecord]:
-    """The records of these completions, in order, those of refused ones among them."""
+def run_to_end(engine: Stepper, completions: Sequence[Completion]) -> tuple[list[DynamicInferenceRequestRecord], int]:
+    """The records of these completions, in order; those of refused ones are among them, and how many they are."""
     results: list[DynamicInferenceRequestRecord | None] = []
     place: dict[int, int] = {}
     for prompt, params in completions:
@@ -56,12 +63,11 @@ def run_to_end(engine: "DynamicInferenceEngine", completions: Sequence[Completio
             place[engine.add_request(prompt, params)] = len(results)
             results.append(None)
         except RequestError as error:
-            engine.finished_counts[FinishReason.ERROR.value] += 1
             results.append(_refused(prompt, params, error))
     while engine.has_unfinished_requests():
         for record in engine.step():
             results[place[record.request_id]] = record
-    return [record for record in results if record is not None]
+    return [record for record in results if record is not None], len(completions) - len(place)
 
 
 def _refused(prompt: Prompt, params: SamplingParams, error: RequestError) -> DynamicInferenceRequestRecord:
