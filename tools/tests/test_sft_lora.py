@@ -96,7 +96,7 @@ def test_the_export_is_the_base_with_the_adapters_added(tuned: Path, published: 
 
 
 def test_a_stopped_run_goes_on_with_its_bits(published: Path, chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    changes = ("train.lr_schedule=constant", "lora.targets=[qkv, down]", "train.eval_interval=0")
+    changes = ("train.lr_schedule=constant", "lora.targets=[qkv, down]", "lora.dropout=0.2", "train.eval_interval=0")
     assert tune(published, chat, tmp_path / "whole", *changes, "train.steps=4") == 0
     assert tune(published, chat, tmp_path / "run", *changes, "train.steps=2") == 0
     (tmp_path / "run" / "hf").rename(tmp_path / "first")

@@ -20,12 +20,15 @@ from mcore_parallel.pipeline import zero_bubble
 from mcore_parallel.tensor_parallel import (
     ColumnParallelLinear,
     LoraConfig,
+    Route,
     RowParallelLinear,
     adapted_layers,
     add_lora,
+    column_product,
     is_adapter,
     make_tp_invariant,
     merge_lora,
+    row_product,
 )
 from mcore_parallel.training import Batch, CrossEntropyObjective, TensorShard, model_state, train_step
 
@@ -165,6 +168,40 @@ def check_merge(expected: Tensor) -> None:
 @pytest.mark.world(2)
 def test_merged_weights_compute_the_same_in_every_layout(world) -> None:
     world(check_merge, expected=logits(build(ProcessGroups.single())).detach())
+
+
+class OtherProducts:
+    """Computes the GEMMs of a layer as the layer does, where another library might."""
+
+    def column(self, x: Tensor, weight_OI: Tensor, route: Route) -> Tensor:
+        return column_product(x, weight_OI, route)
+
+    def row(self, x_TI: Tensor, weight_OI: Tensor, route: Route) -> Tensor:
+        return row_product(x_TI, weight_OI, route)
+
+    def weight_changed(self) -> None:
+        """Nothing is kept."""
+
+
+def check_other_products() -> None:
+    for sequence_parallel in (False, True):
+        groups = ProcessGroups.build(ParallelPlan(tp=2, sequence_parallel=sequence_parallel))
+        found: list[list[Tensor]] = []
+        for other in (False, True):
+            model = build(groups)
+            for _, layer in adapted_layers(model) if other else ():
+                layer.products = OtherProducts()
+            y = logits(model)
+            y.square().sum().backward()
+            found.append([y.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+        assert len(found[0]) == 17
+        for plain, other_way in zip(*found, strict=True):
+            torch.testing.assert_close(other_way, plain, **EXACT)
+
+
+@pytest.mark.world(2)
+def test_an_adapter_goes_beside_products_that_something_else_computes(world) -> None:
+    world(check_other_products)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.25])

@@ -9,6 +9,8 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from mcore_ckpt import CheckpointManager
 from mcore_parallel import ProcessGroups
 from mcore_parallel.guard import Watchdog
@@ -105,6 +107,8 @@ def train_rank(
 
     def batches(consumed: int) -> Iterator[list[Batch]]:
         stream = run.batches(consumed)
+        if config.lora is not None and config.lora.dropout:
+            stream = _seeded(stream, config.train.seed + trainer.state.step)
         return stream if watchdog is None else watchdog.watch(stream, start=trainer.state.step + 1)
 
     limit_s = 60 * config.train.stop_after_minutes
@@ -154,6 +158,13 @@ def train_rank(
     finally:
         parts.close()
     return Trained.of(trainer, config, history, loss=loss, begin=begin, remarks=remarks)
+
+
+def _seeded(stream: Iterator[list[Batch]], seed: int) -> Iterator[list[Batch]]:
+    """Random numbers of a step follow from its number: a run that goes on draws those that it would have drawn."""
+    for number, batches in enumerate(stream):
+        torch.manual_seed(seed + number)
+        yield batches
 
 
 def _trainer_config(config: RunConfig) -> TrainerConfig:
