@@ -25,6 +25,7 @@ from mcore_inference.server._bodies import BodyReader
 from mcore_inference.server._errors import ApiError
 from mcore_inference.server._format import chat_log_probs, completion_log_probs, usage
 from mcore_inference.server._metrics import ServerMetrics
+from mcore_inference.server._playground import Playground
 from mcore_inference.server._prompts import PromptEncoder
 from mcore_inference.server._request_ids import CLIENT_LEFT, RequestIds, current_request_id
 from mcore_inference.server._runner import Runner
@@ -104,6 +105,7 @@ class Routes:
         app.add_exception_handler(ClientGone, self._client_gone)
         app.add_exception_handler(Exception, self._our_error)
         guard = [Depends(self._check_token)]
+        app.add_api_route("/", Playground().page, methods=["GET"])
         app.add_api_route("/health", self.health, methods=["GET"])
         app.add_api_route("/metrics", self.metrics, methods=["GET"], dependencies=guard)
         app.add_api_route("/v1/models", self.models, methods=["GET"], dependencies=guard)

@@ -144,7 +144,7 @@ def serve(
     limits: ServerLimits | None = None,
     tool_call_parser: str | None = None,
 ) -> InferenceServer:
-    """Serve ``/v1/completions``, ``/v1/chat/completions``, ``/v1/models``, ``/health`` and ``/metrics`` in the background.
+    """Serve ``/v1/completions``, ``/v1/chat/completions``, ``/v1/models``, ``/health``, ``/metrics`` and a playground in the background.
 
     Args:
         engine: of one rank; nothing else may use it until the server is closed.
