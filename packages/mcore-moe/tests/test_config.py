@@ -59,6 +59,7 @@ def test_types_and_sizes_are_checked(values: dict[str, Any], message: str) -> No
         ({"moe_router_load_balancing_type": "sinkhorn", "moe_router_score_function": "sigmoid"}, "leave that at 'softmax'"),
         ({"moe_shared_expert_gate": True}, "has nothing to gate; set moe_shared_expert_intermediate_size"),
         ({"moe_shared_expert_intermediate_size": 0}, "moe_shared_expert_intermediate_size=0 must be at least 1"),
+        ({"moe_apply_probs_on_input": True}, "moe_apply_probs_on_input=True needs moe_router_topk=1, found 2"),
         ({"moe_latent_size": 0}, "moe_latent_size=0 must be at least 1"),
         ({"moe_layer_freq": 0}, "moe_layer_freq=0 must be at least 1"),
         ({"moe_layer_freq": (0, 0)}, r"moe_layer_freq=\(0, 0\) must be at least 1, or one 0 or 1 a layer"),

@@ -12,7 +12,7 @@ from mcore_moe import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher, M
 from mcore_parallel import ParallelPlan, ProcessGroups, named_shards
 from mcore_parallel.comm import all_reduce
 from mcore_parallel.models import Site, TransformerConfig
-from mcore_parallel.nn import Step
+from mcore_parallel.nn import Step, quick_geglu
 
 D = 8
 F64 = torch.float64
@@ -117,6 +117,38 @@ def check_bits(plan: ParallelPlan) -> None:
         layer = build(groups, dataclasses.replace(MIXTURE, moe_token_dispatcher_type=exchange)).float()
         one, two = (layer(x, Step.causal(1, 5))[0] for _ in range(2))
         assert torch.equal(one, two)
+
+
+ON_INPUT = dataclasses.replace(MIXTURE, moe_router_topk=1, moe_router_score_function="sigmoid", moe_apply_probs_on_input=True)
+
+
+def test_weights_on_the_input_multiply_the_token_before_its_expert() -> None:
+    layer = build(ProcessGroups.single(), ON_INPUT)
+    x = torch.randn(6, D, dtype=F64, requires_grad=True)
+    y, _ = layer(x, Step.causal(1, 6))
+    scores, experts = ((x @ layer.router.weight.t() + layer.router.bias).sigmoid()).max(-1)
+    rows = []
+    for token, score, expert in zip(x, scores, experts.tolist(), strict=True):
+        gate, value = layer.experts.up[expert] @ (token * score) + layer.experts.up_bias[expert]
+        rows.append(layer.experts.down[expert] @ quick_geglu(gate, value) + layer.experts.down_bias[expert])
+    expected = torch.stack(rows)
+    torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-12)
+    leaves = [x, *layer.parameters()]
+    ours, theirs = (torch.autograd.grad(result.square().sum(), leaves) for result in (y, expected))
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def check_weights_on_the_input(plan: ParallelPlan) -> None:
+    groups = ProcessGroups.build(plan)
+    x = torch.randn(2, 6, D, generator=torch.Generator().manual_seed(1), dtype=F64)
+    for exchange in ("allgather", "alltoall"):
+        check(dataclasses.replace(ON_INPUT, moe_token_dispatcher_type=exchange), groups, list(x))
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("plan", [ParallelPlan(tp=2, ep=2), ParallelPlan(dp=2, etp=2)], ids=["ep", "etp"])
+def test_weights_on_the_input_in_every_exchange(world, plan: ParallelPlan) -> None:
+    world(check_weights_on_the_input, plan=plan)
 
 
 @pytest.mark.world(2)

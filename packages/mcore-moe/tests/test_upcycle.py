@@ -142,6 +142,10 @@ def test_two_ranks_with_half_of_the_experts_each_have_the_same_logits(world) -> 
             {"moe_ffn_hidden_size": 3, "moe_router_num_groups": 4, "moe_router_group_topk": 2},
             "num_moe_experts / moe_router_num_groups=2 must be a multiple of 4",
         ),
+        (
+            {"moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_apply_probs_on_input": True},
+            "moe_apply_probs_on_input=True scales the input of the activation",
+        ),
         ({"moe_latent_size": 4}, "moe_latent_size=4 has no part in a dense model"),
         ({"moe_shared_expert_intermediate_size": 4}, "layers.0.mlp.shared_experts.up.weight has no part in a dense model"),
         (

@@ -26,7 +26,7 @@ _MODEL_FREE = ("attention_backend", "init_method_std", "mtp_detach")
 MOE_SIZES = (
     *("num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq", "moe_shared_expert_intermediate_size"),
     *("moe_shared_expert_gate", "moe_latent_size", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor"),
-    *("moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias", "moe_router_bias"),
+    *("moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias", "moe_router_bias", "moe_apply_probs_on_input"),
 )
 _OTHERS = ("num_token_types", "add_binary_head")
 

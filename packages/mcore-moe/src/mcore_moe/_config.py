@@ -82,6 +82,8 @@ class MoEConfig:
     """Weight of the mean squared log-sum-exp of the logits; None switches it off."""
     moe_input_jitter_eps: float | None = None
     """In training, multiply the router's input by uniform noise in 1 - eps..1 + eps."""
+    moe_apply_probs_on_input: bool = False
+    """With one expert a token: multiply the token by its weight before the expert, instead of the result."""
     moe_router_force_load_balancing: bool = False
     """Route at random, for benchmarks only."""
     moe_token_dispatcher_type: str = "alltoall"
@@ -192,6 +194,11 @@ class MoEConfig:
         if self.moe_router_enable_expert_bias and score == "softmax":
             raise ValueError(
                 "moe_router_enable_expert_bias=True needs moe_router_score_function='sigmoid' or 'sqrtsoftplus', found 'softmax'"
+            )
+        if self.moe_apply_probs_on_input and self.moe_router_topk != 1:
+            raise ValueError(
+                f"moe_apply_probs_on_input=True needs moe_router_topk=1, found {self.moe_router_topk}: a token of several experts has "
+                "several weights; leave one out"
             )
         if self.moe_token_dispatcher_type not in ("alltoall", "allgather"):
             raise ValueError(f"moe_token_dispatcher_type={self.moe_token_dispatcher_type!r} must be alltoall or allgather")

@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """A mixture of experts that fits a transformer layer's feed-forward slot."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from mcore_moe._config import MoEConfig, check_experts
 from mcore_moe._experts import GroupedMLP
 from mcore_moe._router import TopKRouter
+from mcore_moe._routing import Routing
 from mcore_moe._stability import experimental_api
 from mcore_moe.dispatch import (
     LocalTokenDispatcher,
@@ -107,6 +109,8 @@ class MoELayer(nn.Module):
         routing, losses = self.router(routed_TD, step)
         if self.latent_down is not None:
             routed_TD = copy_to_tensor_model_parallel_region(self.latent_down(x_TD), self.replicas)
+        if self.router.config.moe_apply_probs_on_input:
+            routed_TD, routing = _weighted(routed_TD, routing)
         sent = self.dispatcher.dispatch(routed_TD, routing)
         rows_RD = self.experts(sent.rows_RD, sent.ends_N, sent.weights_R)
         y_TD = reduce_from_tensor_model_parallel_region(self.dispatcher.combine(rows_RD, sent, routing), self.replicas)
@@ -138,6 +142,12 @@ def _dispatcher(config: MoEConfig, groups: ProcessGroups, pause: Callable[[], No
     if config.moe_token_dispatcher_type == "allgather":
         return MoEAllGatherTokenDispatcher(num_experts, groups)
     return MoEAlltoAllTokenDispatcher(num_experts, groups.ep, groups.expt_tp, pause=pause)
+
+
+def _weighted(x_TD: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
+    """Tokens times the weight of their only expert, and weights of 1."""
+    probs_TK = routing.probs_TK
+    return (x_TD * probs_TK).to(x_TD.dtype), dataclasses.replace(routing, probs_TK=torch.ones_like(probs_TK))
 
 
 def _check_pause(config: MoEConfig, pause: Callable[[], None] | None) -> None:

@@ -52,6 +52,10 @@ def upcycle_state_dict(dense: Mapping[str, Tensor], mixture: Mapping[str, Tensor
         raise ValueError("mixture has no parameter named ...experts.up; pass the state of a model with experts")
     if config.moe_latent_size is not None:
         raise ValueError(f"moe_latent_size={config.moe_latent_size} has no part in a dense model; leave it out")
+    if config.moe_apply_probs_on_input:
+        raise ValueError(
+            "moe_apply_probs_on_input=True scales the input of the activation, which no factor behind it makes up for; leave it out"
+        )
     if shared := next((name for name in mixture if ".shared_expert" in name), None):
         raise ValueError(f"{shared} has no part in a dense model; leave moe_shared_expert_intermediate_size out")
     state, read = dict[str, Tensor](), set[str]()

@@ -92,6 +92,7 @@ DEFAULTS: Config = MappingProxyType(
         "moe_router_group_topk": None,
         "moe_router_enable_expert_bias": False,
         "moe_router_bias": None,
+        "moe_apply_probs_on_input": False,
         "num_token_types": None,
         "add_binary_head": None,
     }
