@@ -121,6 +121,16 @@ def test_each_environment_runs_by_its_name(environment: str, tmp_path: Path) -> 
     assert row["num_rollouts"] == 8 and "eval/reward" in row
 
 
+def test_maths_of_a_file_are_evaluated_with_pass_at_k(tmp_path: Path) -> None:
+    (tmp_path / "maths.jsonl").write_text("\n".join(json.dumps({"question": f"{n} + 1?", "answer": f"#### {n + 1}"}) for n in range(8)))
+    places = [f"rl.maths.path={tmp_path / 'maths.jsonl'}", "rl.maths.prompt={question}", "rl.maths.num_evaluation=2"]
+    changes = ["rl.environment=maths", "rl.eval_samples=3", "train.steps=1", "train.eval_interval=1"]
+    assert run(tmp_path / "run", *changes, *places) == 0
+    [row] = rows(tmp_path / "run")
+    assert 0 <= row["eval/pass@1"] <= row["eval/pass@3"] <= 1 and row["eval/num_dropped"] == 0
+    assert "pass@3" in (tmp_path / "run" / "report.html").read_text()
+
+
 @pytest.mark.parametrize("layout", ["plan.tp=2", "plan.dp=2 data_parallel=fsdp", "plan.dp=2 data_parallel=fsdp2"])
 def test_ranks_learn_together(layout: str, tmp_path: Path) -> None:
     config = override(recipe("countdown_tiny"), [*FAST, "train.steps=1", f"output={tmp_path / 'run'}", *layout.split()])
@@ -134,7 +144,9 @@ def test_ranks_learn_together(layout: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("rl.environment=countdwon", "environment='countdwon' must be one of countdown, arithmetic, character_share"),
+        ("rl.environment=countdwon", "environment='countdwon' must be one of countdown, arithmetic, maths, character_share"),
+        ("rl.environment=maths", "maths.path is empty; name a file"),
+        ("rl.environment=maths rl.maths.path=no/such/file", "No such file or directory: 'no/such/file'"),
         ("rl.environment=no.such.module:Task", "cannot be made: No module named 'no'"),
         ("rl.group_size=1", "group_size=1 must be at least 2"),
         ("train.global_batch_size=6", "= 8 answers must be a multiple of train.global_batch_size=6"),

@@ -3,7 +3,6 @@
 """Agents over a scripted interface."""
 
 import asyncio
-import itertools
 import math
 import random
 from collections.abc import Awaitable, Callable
@@ -11,7 +10,16 @@ from typing import Any
 
 import pytest
 
-from mcore_rl import GenericGenerationArgs, InferenceInterface, InferenceRequest, InferenceResponse, Problem, RewardOnlyAgent, TokenRollout
+from mcore_rl import (
+    GenericGenerationArgs,
+    InferenceInterface,
+    InferenceRequest,
+    InferenceResponse,
+    NumberedProblems,
+    Problem,
+    RewardOnlyAgent,
+    TokenRollout,
+)
 from mcore_rl.envs import CharacterShare
 
 
@@ -41,13 +49,15 @@ class Scripted(InferenceInterface):
         ]
 
 
-class Judged(CharacterShare):
+class Judged(NumberedProblems):
     """The judge of problem 1 does what it is told."""
 
     def __init__(self, verdict: Callable[[], Awaitable[float]], **limits: float) -> None:
-        RewardOnlyAgent.__init__(self, "judged", **limits)
+        super().__init__("judged", **limits)
         self.verdict, self.calls = verdict, 0
-        self._problems = itertools.cycle([Problem(problem_id=str(i), prompt="x") for i in range(2)])
+
+    def problem(self, number: int) -> Problem:
+        return Problem(problem_id=str(number % 2), prompt="x")
 
     async def get_reward(self, response: str, problem: Problem) -> float:
         if problem.problem_id != "1":

@@ -18,9 +18,9 @@ from mcore_rl import (
     PackingConfig,
     PolicyLossConfig,
 )
-from mcore_rl.envs import ArithmeticConfig, CountdownConfig
+from mcore_rl.envs import ArithmeticConfig, CountdownConfig, MathsConfig
 
-ENVIRONMENTS = ("countdown", "arithmetic", "character_share")
+ENVIRONMENTS = ("countdown", "arithmetic", "maths", "character_share")
 _IMPORTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
@@ -51,15 +51,19 @@ class RLConfig:
     """
 
     environment: str = "countdown"
-    """countdown, arithmetic, character_share, or PACKAGE.MODULE:NAME of a `mcore_rl.NumberedProblems` that is made without arguments."""
+    """countdown, arithmetic, maths, character_share, or PACKAGE.MODULE:NAME of a `mcore_rl.NumberedProblems` made without arguments."""
     countdown: CountdownConfig = field(default_factory=CountdownConfig)
     """Of countdown."""
     arithmetic: ArithmeticConfig = field(default_factory=ArithmeticConfig)
     """Of arithmetic."""
+    maths: MathsConfig = field(default_factory=MathsConfig)
+    """Of maths, which needs ``maths.path``."""
     character_share: CharacterShareConfig = field(default_factory=CharacterShareConfig)
     """Of character_share."""
     imitation_steps: int = 0
     """Updates on well-formed answers of the environment, right or wrong, before the first iteration: for a model of random weights."""
+    imitation_lr: float = 1e-3
+    """Learning rate of these."""
     num_groups: int = 8
     """Problems an iteration, over all ranks."""
     group_size: int = 8
@@ -95,6 +99,8 @@ class RLConfig:
     """Groups asked for then, at most, for each that is wanted."""
     rollout_timeout_s: float = 600.0
     """Limit of all answers of an iteration, in seconds."""
+    eval_samples: int = 0
+    """Answers that are drawn to each problem of an evaluation, beside the most likely one, for pass@k; 0 for none."""
     cache_gb: float = 1.0
     """Memory of each engine for keys and values, in GB."""
 
@@ -105,12 +111,16 @@ class RLConfig:
             )
         if self.group_size < 2:
             raise ValueError(f"group_size={self.group_size} must be at least 2: an answer is judged against its group")
-        if self.imitation_steps < 0:
-            raise ValueError(f"imitation_steps={self.imitation_steps} must not be negative")
+        if self.environment == "maths" and not self.maths.path:
+            raise ValueError("maths.path is empty; name a file of JSON lines with question and answer: rl.maths.path=FILE")
+        for name in ("imitation_steps", "eval_samples"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
         if self.imitation_steps and self.environment == "character_share":
             raise ValueError("imitation_steps needs answers of a form, and character_share takes every text; set it to 0")
-        if not self.cache_gb > 0:
-            raise ValueError(f"cache_gb={self.cache_gb} must be above 0")
+        for name in ("cache_gb", "imitation_lr"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
         if self.generation_args.max_tokens is None or self.generation_args.max_tokens < 1:
             raise ValueError(f"generation_args.max_tokens={self.generation_args.max_tokens} must be at least 1")
 

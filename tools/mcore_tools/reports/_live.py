@@ -86,7 +86,8 @@ class LiveReport:
     def _rewards(self) -> list[Plot]:
         """What is seen of a run that learns from rewards."""
         curve = self.history.curve
-        rewards = _known(curve, training="reward", evaluation="eval/reward", right="eval/right")
+        samples = {name.removeprefix("eval/"): name for name in self.history.names if name.startswith("eval/pass@")}
+        rewards = _known(curve, training="reward", evaluation="eval/reward", right="eval/right", **samples)
         times = _known(curve, generate="rollout_s", train="train_s", refit="refit_s")
         counts = _known(curve, dropped="num_dropped", filtered="num_filtered")
         return [

@@ -17,7 +17,7 @@ def build_environment(config: RLConfig) -> NumberedProblems:
     """
     if config.environment == "character_share":
         return CharacterShare(config.character_share.prompts, config.character_share.wanted)
-    if config.environment in ("countdown", "arithmetic"):
+    if config.environment in ("countdown", "arithmetic", "maths"):
         return getattr(config, config.environment).build()
     module, _, name = config.environment.partition(":")
     try:

@@ -36,7 +36,7 @@ def imitate(config: RunConfig, parts: Parts, environment: NumberedProblems, toke
         begin = step * config.train.global_batch_size + dp.rank * per_rank
         rows = [_row(config, environment, tokenizer, begin + number) for number in range(per_rank)]
         batches = _batches(config, rows, device)
-        report = train_step(parts.model, batches, CrossEntropyObjective(), parts.sync, parts.optimizer, lr=config.optimizer.lr)
+        report = train_step(parts.model, batches, CrossEntropyObjective(), parts.sync, parts.optimizer, lr=config.rl.imitation_lr)
         loss = report.loss
     return loss
 

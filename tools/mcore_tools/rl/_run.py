@@ -18,6 +18,7 @@ from mcore_parallel.guard import Watchdog
 from mcore_parallel.models import OutputLayer
 from mcore_parallel.training import NonFiniteLossError, TrainerState, Writer, model_state
 from mcore_rl import (
+    EvaluationResponse,
     FrozenWeights,
     GenericGenerationArgs,
     IterationReport,
@@ -202,18 +203,26 @@ class _Run:
         return reward
 
     def evaluate(self) -> dict[str, float]:
-        """The most likely answers to ``train.eval_batches * rl.num_groups`` problems, the same each time, shared by the ranks."""
-        world = self.parts.groups.world
+        """The most likely answers to ``train.eval_batches * rl.num_groups`` problems, the same each time, shared by the ranks; pass@k of
+        further ones."""
+        world, args, samples = self.parts.groups.world, self.rl.generation_args, self.rl.eval_samples
         count = self.config.train.eval_batches * self.rl.num_groups
-        args = self.rl.generation_args.add(GenericGenerationArgs(temperature=0.0))
         own = len(range(world.rank, count, world.size))
-        response = asyncio.run(self.environment.run_evaluation(self.interface, num_prompts=own, args=args))
-        rewards = response.metrics()["reward"]
-        right = sum(reward >= 1.0 for reward in rewards)
-        sums = torch.tensor([sum(rewards), right, len(rewards), response.num_dropped], dtype=torch.float64, device=self.device)
-        total, num_right, num_judged, num_dropped = all_reduce(sums, world).tolist()
-        shares = {"eval/reward": total, "eval/right": num_right}
-        return {name: value / max(1.0, num_judged) for name, value in shares.items()} | {"eval/num_dropped": num_dropped}
+
+        def ask(args: GenericGenerationArgs, num_samples: int) -> EvaluationResponse:
+            asked = self.environment.run_evaluation(self.interface, num_prompts=own, args=args, num_samples=num_samples)
+            return asyncio.run(asked)
+
+        greedy = ask(args.add(GenericGenerationArgs(temperature=0.0)), 1)
+        rewards = greedy.metrics()["reward"]
+        values = {"reward": rewards, "right": [float(reward >= 1.0) for reward in rewards]}
+        if samples:
+            drawn = ask(args, samples)
+            values |= {f"pass@{k}": drawn.pass_at(k) for k in sorted({1, samples})}
+        sums = [[sum(numbers), len(numbers)] for numbers in values.values()] + [[greedy.num_dropped, 1]]
+        *totals, (num_dropped, _) = all_reduce(torch.tensor(sums, dtype=torch.float64, device=self.device), world).tolist()
+        means = {f"eval/{name}": total / max(1.0, number) for name, (total, number) in zip(values, totals, strict=True)}
+        return means | {"eval/num_dropped": num_dropped}
 
     def save(self) -> None:
         """A checkpoint with the position in the problems."""

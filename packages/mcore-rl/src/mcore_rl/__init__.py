@@ -11,6 +11,7 @@ from mcore_rl._loop import IterationReport, grpo_iteration
 from mcore_rl._objective import GRPOObjective, calculate_grpo_loss
 from mcore_rl._packed import PackingContext
 from mcore_rl._packing import PackingConfig, balance
+from mcore_rl._pass_at import pass_at_k
 from mcore_rl._policy_loss import PolicyLossConfig
 from mcore_rl._reference import FrozenWeights, with_old_logprobs, with_ref_logprobs
 from mcore_rl._refit import WeightSink, gather_weights
@@ -77,6 +78,7 @@ __all__ = [
     "grpo_iteration",
     "internal_api",
     "kl_estimate",
+    "pass_at_k",
     "plan_refit",
     "refit",
     "rollout_batches",

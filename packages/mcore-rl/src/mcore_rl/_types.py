@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from numbers import Real
 from typing import Any, Self
 
+from mcore_rl._pass_at import pass_at_k
 from mcore_rl._stability import experimental_api
 
 
@@ -136,3 +137,15 @@ class EvaluationResponse:
 
     def metrics(self) -> dict[str, list[float]]:
         return {"reward": [result.reward for result in self.results]}
+
+    def pass_at(self, k: int, *, right: float = 1.0) -> list[float]:
+        """The chance that one of k answers is right, for each problem that has so many.
+
+        Args:
+            k: answers.
+            right: least reward of a right one.
+        """
+        rewards: dict[str, list[float]] = {}
+        for result in self.results:
+            rewards.setdefault(result.problem_id, []).append(result.reward)
+        return [pass_at_k(len(some), sum(reward >= right for reward in some), k) for some in rewards.values() if len(some) >= k]

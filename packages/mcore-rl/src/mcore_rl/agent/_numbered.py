@@ -61,7 +61,9 @@ class NumberedProblems(RewardOnlyAgent):
         self._num_posed += 1
         return self.problem(self._first + self._rank + (self._num_posed - 1) * self._num_ranks)
 
-    async def run_evaluation(self, interface: InferenceInterface, *, num_prompts: int, args: GenericGenerationArgs) -> EvaluationResponse:
+    async def run_evaluation(
+        self, interface: InferenceInterface, *, num_prompts: int, args: GenericGenerationArgs, num_samples: int = 1
+    ) -> EvaluationResponse:
         """This rank's answers to ``num_prompts`` problems, the first of the evaluation."""
         self._num_evaluated = 0
-        return await super().run_evaluation(interface, num_prompts=num_prompts, args=args)
+        return await super().run_evaluation(interface, num_prompts=num_prompts, args=args, num_samples=num_samples)

@@ -101,18 +101,33 @@ class RewardOnlyAgent(GroupedRolloutGenerator, EvaluationAgent):
             finish_reason=answer.finish_reason,
         )
 
-    async def run_evaluation(self, interface: InferenceInterface, *, num_prompts: int, args: GenericGenerationArgs) -> EvaluationResponse:
-        async def one() -> RewardEvaluationResult | None:
-            problem = await self._problem(validation=True)
-            request = InferenceRequest(prompts=[interface.encode(problem.prompt)], generation_args=args)
+    async def run_evaluation(
+        self, interface: InferenceInterface, *, num_prompts: int, args: GenericGenerationArgs, num_samples: int = 1
+    ) -> EvaluationResponse:
+        """Answers to ``num_prompts`` problems, judged.
+
+        Args:
+            interface: answers.
+            num_prompts: problems.
+            args: how answers are drawn.
+            num_samples: answers to each problem, for ``EvaluationResponse.pass_at``.
+        """
+
+        async def one(problem: Problem, request: InferenceRequest) -> RewardEvaluationResult | None:
             judged = await self._judged(interface, problem, request)
             if judged is None:
                 return None
             answer, reward = judged
             return RewardEvaluationResult(prompt=problem.prompt, response=answer.response, reward=reward, problem_id=problem.problem_id)
 
-        judged = [result for result in await asyncio.gather(*(one() for _ in range(num_prompts))) if result is not None]
-        return EvaluationResponse(env_id=self.env_id, results=judged, num_dropped=num_prompts - len(judged))
+        async def ask() -> list[RewardEvaluationResult | None]:
+            problem = await self._problem(validation=True)
+            request = InferenceRequest(prompts=[interface.encode(problem.prompt)], generation_args=args)
+            return await asyncio.gather(*(one(problem, request) for _ in range(num_samples)))
+
+        answers = [result for results in await asyncio.gather(*(ask() for _ in range(num_prompts))) for result in results]
+        judged = [result for result in answers if result is not None]
+        return EvaluationResponse(env_id=self.env_id, results=judged, num_dropped=len(answers) - len(judged))
 
     async def _problem(self, *, validation: bool = False) -> Problem:
         try:

@@ -4,6 +4,7 @@
 
 from mcore_rl.envs._character_share import CharacterShare
 from mcore_rl.envs._countdown import Countdown, CountdownConfig
+from mcore_rl.envs._maths import Maths, MathsConfig
 from mcore_rl.envs._sums import Arithmetic, ArithmeticConfig
 
-__all__ = ["Arithmetic", "ArithmeticConfig", "CharacterShare", "Countdown", "CountdownConfig"]
+__all__ = ["Arithmetic", "ArithmeticConfig", "CharacterShare", "Countdown", "CountdownConfig", "Maths", "MathsConfig"]
