@@ -4,15 +4,16 @@
 
 import json
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_inference import StructuredOutput
-from mcore_inference.structured import GrammarCompiler
+from mcore_inference.structured import GrammarCompiler, GrammarMatcher
 from mcore_inference.tool_calls import ToolCall, ToolCallParser, tool_format
-from mcore_parallel.data import ByteTokenizer
+from mcore_parallel.data import ByteTokenizer, HuggingFaceTokenizer, train_bpe
 
 NAMES = ["now", "weather", "weather_at"]
 TOKENIZER = ByteTokenizer()
@@ -205,10 +206,14 @@ def compiler() -> GrammarCompiler:
 def has_form(compiler: GrammarCompiler, grammar: str, text: str) -> bool:
     matcher = compiler.matcher(StructuredOutput(grammar=grammar), 0)
     for token in TOKENIZER.tokenize(text):
-        if not int(matcher.allowed(()).view("uint32")[token // 32]) >> token % 32 & 1:
+        if not allows(matcher, token):
             return False
         matcher.accept(token)
     return matcher.may_end
+
+
+def allows(matcher: GrammarMatcher, token: int) -> bool:
+    return bool(int(matcher.allowed(()).view("uint32")[token // 32]) >> token % 32 & 1)
 
 
 @pytest.mark.parametrize("form", ["hermes", "llama3_json", "mistral"])
@@ -230,6 +235,26 @@ def test_free_text_may_stand_beside_strict_calls(compiler: GrammarCompiler, form
         assert has_form(compiler, one, text) or (form == "llama3_json" and text == TWICE[form])
     assert not has_form(compiler, many, WEATHER[form].replace("Oslo", "Bonn"))
     assert form != "hermes" or has_form(compiler, many, f"Let me see. {WEATHER[form]} So it is.")
+
+
+def test_the_markers_may_be_tokens_of_their_own(tmp_path: Path) -> None:
+    library = pytest.importorskip("tokenizers")
+    train_bpe(["one and one? two, yes. name arguments weather city Oslo " * 20], 320, tmp_path)
+    inner = library.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    inner.add_tokens([library.AddedToken(word, special=False, normalized=False) for word in ("<tool_call>", "</tool_call>")])
+    inner.add_special_tokens([library.AddedToken("<never>", special=True, normalized=False)])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = HuggingFaceTokenizer(tmp_path)
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size)
+    marker, end, never = (inner.token_to_id(word) for word in ("<tool_call>", "</tool_call>", "<never>"))
+    ids = tokenizer.tokenize(WEATHER["hermes"])
+    assert ids[0] == marker and ids[-1] == end and tokenizer.detokenize(ids) == WEATHER["hermes"]
+    for required in (True, False):
+        matcher = compiler.matcher(StructuredOutput(grammar=tool_format("hermes").grammar(SCHEMAS, required=required, many=True)), 0)
+        for token in ids:
+            assert allows(matcher, token) and not allows(matcher, never)
+            matcher.accept(token)
+        assert matcher.may_end
 
 
 def test_strict_calls_of_mistral_in_free_text_are_refused() -> None:

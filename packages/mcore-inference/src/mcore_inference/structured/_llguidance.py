@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Forms of an output by way of the llguidance library (extra ``structured``)."""
 
+import json
 from collections import OrderedDict
 from collections.abc import Iterable
 from types import ModuleType
@@ -158,9 +159,12 @@ def _index(library: ModuleType, tokenizer: Tokenizer | None, vocab_size: int, re
     if isinstance(tokenizer, VocabularyTokenizer):
         tokens = list(tokenizer.token_bytes())
     elif isinstance(tokenizer, JsonTokenizer):
-        inner = library.LLTokenizer(tokenizer.tokenizer_json())
+        text = tokenizer.tokenizer_json()
+        inner = library.LLTokenizer(text)
         numbers = range(min(inner.vocab_size, tokenizer.vocab_size))
-        tokens = [None if inner.is_special_token(number) else inner.decode_bytes([number]) for number in numbers]
+        # The library's own idea of special includes every added token between angle brackets, such as <tool_call>, which is text.
+        special = {added["id"] for added in json.loads(text).get("added_tokens") or () if added.get("special")}
+        tokens = [None if number in special else inner.decode_bytes([number]) for number in numbers]
         # The library's name for an id without token.
         tokens = [None if token == b"<[%d]>" % number else token for number, token in enumerate(tokens)]
     else:
