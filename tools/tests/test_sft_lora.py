@@ -175,10 +175,12 @@ def test_what_adapters_cannot_do_is_one_line_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-def test_training_takes_no_adapters_without_a_base_and_none_of_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_takes_no_adapters_without_a_base_and_none_of_a_router(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train.main(["--recipe", "gpt_tiny", "--set", "lora.rank=8", "--set", f"output={tmp_path}/run"]) == 1
     assert "name a Hugging Face folder or a checkpoint with load.path" in capsys.readouterr().err
-    changes = ["lora.targets=[experts]", "load.path=base", f"output={tmp_path}/run"]
-    with pytest.raises(ValueError, match=r"lora\.targets='experts' names layers\.0\.mlp\.experts, and \w+ takes no adapter"):
+    changes = ["lora.targets=[router]", "load.path=base", f"output={tmp_path}/run"]
+    with pytest.raises(ValueError, match=r"lora\.targets='router' names layers\.0\.mlp\.router, and \w+ takes no adapter"):
         train_rank(override(recipe("moe_tiny"), changes), "cpu")
     assert not (tmp_path / "run").exists()
+    with pytest.raises(ValueError, match=r"moe\.moe_router_bias_update_rate=0\.001 changes its bias; set it to 0"):
+        override(recipe("moe_tiny"), [*changes, "moe.moe_router_score_function=sigmoid", "moe.moe_router_enable_expert_bias=true"])

@@ -222,3 +222,14 @@ def test_what_cannot_be_written_or_merged_is_refused_by_name(tmp_path) -> None:
         dict(merge_adapter({"final_norm.weight": torch.ones(2)}, tensors, 1.0))
     with pytest.raises(CheckpointingException, match="does not fit"):
         dict(merge_adapter({"layers.0.mlp.up.weight": torch.ones(2, 3, 4)}, tensors, 1.0))
+
+
+def test_adapters_of_experts_are_merged_expert_by_expert_and_not_written() -> None:
+    torch.manual_seed(6)
+    A, B, weight = torch.randn(4, 3, 5), torch.randn(4, 2, 6, 3), torch.randn(4, 2, 6, 5)
+    adapter = {"layers.0.mlp.experts.up_lora.A": A, "layers.0.mlp.experts.up_lora.B": B}
+    merged = dict(merge_adapter({"layers.0.mlp.experts.up": weight}, adapter, 0.5))["layers.0.mlp.experts.up"]
+    for expert in range(4):
+        torch.testing.assert_close(merged[expert], weight[expert] + 0.5 * B[expert] @ A[expert])
+    with pytest.raises(CheckpointingException, match=r"layers\.0\.mlp\.experts\.up: adapters of experts have no form there"):
+        export_adapter_hf(adapter, "nowhere", family="llama", config=CONFIG, adapter=ADAPTER)

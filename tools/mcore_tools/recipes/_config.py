@@ -334,6 +334,11 @@ class RunConfig:
                 f"lora needs the layers of a GPTModel with backend=torch, found backend={self.backend!r} and "
                 f"masked={'none' if self.masked is None else 'set'}; set masked=none and backend=torch"
             )
+        if self.moe and self.moe.moe_router_enable_expert_bias and self.moe.moe_router_bias_update_rate:
+            raise ValueError(
+                f"lora freezes the router, and moe.moe_router_bias_update_rate={self.moe.moe_router_bias_update_rate} changes its bias; "
+                "set it to 0"
+            )
         if lora.dropout and self.cuda_graphs:
             raise ValueError(f"lora.dropout={lora.dropout} draws on the host, which no graph replays; set cuda_graphs=[] or lora.dropout=0")
         if lora.dropout and self.recompute and not self.recompute.preserve_rng_state:

@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mcore_moe._lora import ExpertLora
 from mcore_moe._stability import experimental_api
 from mcore_parallel import ProcessGroups, ShardSpec
 from mcore_parallel.backends import grouped_matmul
 from mcore_parallel.nn import Activation, LayerMemory
-from mcore_parallel.tensor_parallel import MainGradient
+from mcore_parallel.tensor_parallel import LoraConfig, MainGradient
 
 # R rows in expert order, N experts of this rank, D model, F width of an expert, W width of the activation's input (2 F with a gate).
 
@@ -56,6 +57,7 @@ class _StackedExperts(nn.Module):
         super().__init__()
         if ffn_size % groups.expt_tp.size:
             raise ValueError(f"etp={groups.expt_tp.size} must divide the expert width {ffn_size}; lower etp or change moe_ffn_hidden_size")
+        self.groups = groups
         self._main_grads: Mapping[str, MainGradient] = {}
         self.activation = Activation(name=activation) if isinstance(activation, str) else activation
         self.memory = LayerMemory() if memory is None else memory
@@ -75,6 +77,8 @@ class _StackedExperts(nn.Module):
         }
         self.up, self.down = local["up"], local["down"]
         self.up_bias, self.down_bias = local.get("up_bias"), local.get("down_bias")
+        self.up_lora: ExpertLora | None = None
+        self.down_lora: ExpertLora | None = None
 
     def shard_specs(self) -> Mapping[str, ShardSpec]:
         return self._specs
@@ -82,6 +86,35 @@ class _StackedExperts(nn.Module):
     def accumulate_weight_gradients_into(self, main_grads: Mapping[str, MainGradient]) -> None:
         """As ``mcore_parallel.tensor_parallel.WeightGradientSink``, for the two projections; those of biases go through autograd."""
         self._main_grads = {name: main_grads[name] for name in ("up", "down") if name in main_grads}
+
+    @property
+    def has_lora(self) -> bool:
+        """Whether the experts have adapters."""
+        return self.up_lora is not None
+
+    def add_lora(self, config: LoraConfig, seed: int) -> None:
+        """Put an adapter beside each of the two stacks, as of ``mcore_parallel.tensor_parallel.LoraTarget``.
+
+        Raises:
+            ValueError: dropout, which would depend on how tokens are sent; a rank that grouped products do not take.
+        """
+        if config.dropout:
+            raise ValueError(f"dropout={config.dropout} would depend on where the rows of experts lie; set it to 0, or leave experts out")
+
+        def adapter(name: str, number: int) -> ExpertLora:
+            weight: Tensor = getattr(self, name)
+            return ExpertLora(config, self._specs[name], self.groups, seed=seed + number, dtype=weight.dtype, device=weight.device)
+
+        self.up_lora, self.down_lora = adapter("up", 0), adapter("down", 1)
+
+    @torch.no_grad()
+    def merge_lora(self) -> None:
+        """Add the adapters to the weights, and remove them."""
+        for weight, adapter in ((self.up, self.up_lora), (self.down, self.down_lora)):
+            if adapter is not None:
+                delta = adapter.delta()
+                weight.copy_(weight.to(delta.dtype) + delta)
+        self.up_lora = self.down_lora = None
 
     def forward(self, rows_RD: Tensor, ends_N: Tensor, weights_R: Tensor | None = None) -> Tensor:
         """[R, D] rows in expert order -> [R, D].
@@ -93,10 +126,12 @@ class _StackedExperts(nn.Module):
         """
         with self.memory.offloading("expert_fc1", self):
             x_RW = self._multiply("up", rows_RD, self.up.flatten(1, -2), ends_N)
+            x_RW = x_RW if self.up_lora is None else x_RW + self._low_rank(self.up_lora, rows_RD, ends_N)
             x_RW = x_RW if self.up_bias is None else x_RW + _rows_of_experts(self.up_bias.flatten(1), len(rows_RD), ends_N)
         with self.memory.offloading("moe_act", self):
             y_RF = self.activation(x_RW, weights=weights_R)
         y_RD = self._multiply("down", y_RF, self.down, ends_N)
+        y_RD = y_RD if self.down_lora is None else y_RD + self._low_rank(self.down_lora, y_RF, ends_N)
         bias_ND = self._down_bias()
         if bias_ND is None:
             return y_RD
@@ -107,6 +142,10 @@ class _StackedExperts(nn.Module):
         """By one matrix an expert; where the gradient of the weights goes, unless a compiler looks."""
         main_grad = None if torch.compiler.is_compiling() else self._main_grads.get(name)
         return grouped_matmul(rows_RI, weight_NOI, ends_N, main_grad)
+
+    def _low_rank(self, adapter: ExpertLora, rows_RI: Tensor, ends_N: Tensor) -> Tensor:
+        low_Rr = self._multiply("A", rows_RI, adapter.A, ends_N) * adapter.config.scaling
+        return self._multiply("B", low_Rr, adapter.B.flatten(1, -2), ends_N)
 
     def _down_bias(self) -> Tensor | None:
         """Ranks that share an expert all have a gradient, so that their sums have equal terms; only the first one adds the bias."""

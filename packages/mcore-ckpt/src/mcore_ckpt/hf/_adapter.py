@@ -22,6 +22,8 @@ from mcore_ckpt.hf._rules import Form, PartLayout, WeightSite, join, sites, spli
 __all__ = ["HFAdapterConfig", "adapted_sites", "join_adapter", "merge_adapter", "split_adapter"]
 
 _WEIGHT, _A, _B, _RANK = ".weight", ".lora.A", ".lora.B", "rank"
+_EXPERTS_A, _EXPERTS_B = "_lora.A", "_lora.B"
+"""Of a stack of experts ``experts.up`` [E, *out, I]: ``experts.up_lora.A`` [E, r, I] and ``.B`` [E, *out, r]."""
 _LAYOUTS = (PartLayout.STACK, PartLayout.GROUPED, PartLayout.TURNED)
 Pair = tuple[Tensor, Tensor]
 """A [r, I] and B [O, r]."""
@@ -67,7 +69,7 @@ def merge_adapter(
 
     Args:
         tensors: our names and whole tensors.
-        adapter: ``lora.A`` and ``lora.B`` by our names.
+        adapter: ``lora.A`` and ``lora.B`` by our names, those of stacked experts too.
         scaling: alpha / rank.
 
     Raises:
@@ -86,10 +88,11 @@ def merge_adapter(
             yield name, tensor
             continue
         A, B = pair
-        if A.shape != (B.shape[-1], tensor.shape[-1]) or B.shape[:-1] != tensor.shape[:-1]:
+        experts = A.dim() - 2
+        if A.shape != (*B.shape[:experts], B.shape[-1], tensor.shape[-1]) or B.shape[:-1] != tensor.shape[:-1]:
             raise CheckpointingException(f"the adapter {list(B.shape)} x {list(A.shape)} does not fit {name} {list(tensor.shape)}")
         dtype = torch.promote_types(tensor.dtype, torch.float32)
-        delta = (B.flatten(0, -2).to(dtype) @ A.to(dtype)).reshape(tensor.shape)
+        delta = (B.flatten(experts, -2).to(dtype) @ A.to(dtype)).reshape(tensor.shape)
         yield name, (tensor.to(dtype) + scaling * delta).to(tensor.dtype)
     if pairs:
         raise CheckpointingException(f"adapters of weights this model does not have: {list_names(pairs)}")
@@ -110,6 +113,8 @@ def split_adapter(tensors: Mapping[str, Tensor], family: str, config: Mapping[st
     """
     linears = adapted_sites(family, config)
     pairs = _pairs(tensors)
+    if stacks := [name for name, (A, _) in pairs.items() if A.dim() > 2]:
+        raise CheckpointingException(f"{list_names(stacks)}: adapters of experts have no form there; merge them instead")
     if unknown := pairs.keys() - linears.keys():
         raise CheckpointingException(f"family {family} with this config has no linear layers {list_names(unknown, linears)}")
     theirs: dict[str, Pair] = {}
@@ -181,12 +186,14 @@ def _pairs(tensors: Mapping[str, Tensor]) -> dict[str, Pair]:
     """A and B by the name of the weight."""
     pairs: dict[str, Pair] = {}
     for name in tensors:
-        if not name.endswith((_A, _B)):
+        stacked = name.endswith((_EXPERTS_A, _EXPERTS_B))
+        a, b = (_EXPERTS_A, _EXPERTS_B) if stacked else (_A, _B)
+        if not name.endswith((a, b)):
             raise CheckpointingException(f"{name} belongs to no adapter; names end in {_A} or {_B}")
-        stem = name.removesuffix(_A).removesuffix(_B)
-        if stem + _A not in tensors or stem + _B not in tensors:
-            raise CheckpointingException(f"the adapter of {stem} lacks {_A if name.endswith(_B) else _B}")
-        pairs[stem + _WEIGHT] = tensors[stem + _A], tensors[stem + _B]
+        stem = name.removesuffix(a).removesuffix(b)
+        if stem + a not in tensors or stem + b not in tensors:
+            raise CheckpointingException(f"the adapter of {stem} lacks {a if name.endswith(b) else b}")
+        pairs[stem if stacked else stem + _WEIGHT] = tensors[stem + a], tensors[stem + b]
     return pairs
 
 

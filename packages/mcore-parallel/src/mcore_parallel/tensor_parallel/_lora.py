@@ -5,6 +5,7 @@
 import fnmatch
 import hashlib
 from collections.abc import Iterator
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -16,6 +17,24 @@ from mcore_parallel.tensor_parallel._lora_adapter import LoraAdapter, LoraConfig
 from mcore_parallel.tensor_parallel._replicated import ReplicatedLinear
 
 _Linear = ColumnParallelLinear | RowParallelLinear | ReplicatedLinear
+
+
+@runtime_checkable
+class LoraTarget(Protocol):
+    """A module that puts adapters beside weights of its own, such as stacked experts; their names end in ``_lora.A`` and ``_lora.B``."""
+
+    @property
+    def has_lora(self) -> bool:
+        """Whether it has adapters now."""
+        ...
+
+    def add_lora(self, config: LoraConfig, seed: int) -> None:
+        """Make them; ValueError where it cannot."""
+        ...
+
+    def merge_lora(self) -> None:
+        """Add them to the weights, and remove them."""
+        ...
 
 
 def add_lora(model: nn.Module, config: LoraConfig, groups: ProcessGroups, *, seed: int = 0) -> list[str]:
@@ -44,32 +63,39 @@ def add_lora(model: nn.Module, config: LoraConfig, groups: ProcessGroups, *, see
         >>> [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         ['up.lora.A', 'up.lora.B']
     """
-    chosen: dict[str, _Linear] = {}
+    chosen: dict[str, _Linear | LoraTarget] = {}
     counts = [0] * len(config.targets)
     refused = ""
     for name, module in model.named_modules():
         matched = [number for number, pattern in enumerate(config.targets) if _matches(name, pattern)]
         if not matched:
             continue
-        if not isinstance(module, _Linear):
+        if not isinstance(module, _Linear | LoraTarget):
             # Norms and containers beside the linear layers are no one's target.
             if any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
                 refused = refused or f"targets={config.targets[matched[0]]!r} names {name}, and {type(module).__name__} takes no adapter"
             continue
-        if module.lora is not None:
+        if module.has_lora if isinstance(module, LoraTarget) else module.lora is not None:
             raise ValueError(f"{name} has an adapter; merge_lora ends it")
         chosen[name] = module
         for number in matched:
             counts[number] += 1
     if refused:
-        raise ValueError(f"{refused}; name column-parallel, row-parallel and replicated linear layers")
+        raise ValueError(f"{refused}; name column-parallel, row-parallel and replicated linear layers, or stacked experts")
     _check_matched(config, counts, model, groups)
-    model.requires_grad_(False)
-    for name, layer in chosen.items():
-        weight = layer.weight
-        own_seed = _seed(seed, name)
-        layer.lora = LoraAdapter(config, layer.weight_spec, layer.groups, seed=own_seed, dtype=weight.dtype, device=weight.device)
-        layer.lora.train(layer.training)
+    frozen = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # Those that may refuse come first.
+    for name, module in chosen.items():
+        if isinstance(module, LoraTarget):
+            module.add_lora(config, _seed(seed, name))
+    for name, module in chosen.items():
+        if isinstance(module, _Linear):
+            weight = module.weight
+            place = {"dtype": weight.dtype, "device": weight.device}
+            module.lora = LoraAdapter(config, module.weight_spec, module.groups, seed=_seed(seed, name), **place)
+            module.lora.train(module.training)
+    for parameter in frozen:
+        parameter.requires_grad_(False)
     return list(chosen)
 
 
@@ -77,7 +103,7 @@ def merge_lora(model: nn.Module) -> list[str]:
     """Add each adapter's product to its base weight and remove the adapter; every parameter can be trained again.
 
     Returns:
-        Names of the layers that had adapters.
+        Names of the layers that had adapters, linear ones first.
     """
     merged = []
     for name, layer in adapted_layers(model):
@@ -88,12 +114,16 @@ def merge_lora(model: nn.Module) -> list[str]:
         layer.lora = None
         layer.parameters_changed()
         merged.append(name)
+    for name, module in model.named_modules():
+        if isinstance(module, LoraTarget) and module.has_lora:
+            module.merge_lora()
+            merged.append(name)
     model.requires_grad_(True)
     return merged
 
 
 def adapted_layers(model: nn.Module) -> Iterator[tuple[str, _Linear]]:
-    """The layers with adapters by name, in the model's order."""
+    """The linear layers with adapters by name, in the model's order."""
     for name, module in model.named_modules():
         if isinstance(module, _Linear) and module.lora is not None:
             yield name, module
@@ -106,7 +136,7 @@ def is_adapter(name: str) -> bool:
         >>> is_adapter("layers.0.mlp.up.lora.A"), is_adapter("layers.0.mlp.up.weight")
         (True, False)
     """
-    return name.endswith((".lora.A", ".lora.B"))
+    return name.endswith((".lora.A", ".lora.B", "_lora.A", "_lora.B"))
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -120,7 +150,9 @@ def _check_matched(config: LoraConfig, counts: list[int], model: nn.Module, grou
         counts = all_reduce(torch.tensor(counts, device=None if device.type == "meta" else device), groups.pp).tolist()
     for pattern, count in zip(config.targets, counts, strict=True):
         if not count:
-            linears = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, _Linear)})
+            linears = sorted(
+                {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, _Linear | LoraTarget)}
+            )
             raise ValueError(f"targets={pattern!r} names no linear layer; the model has {', '.join(linears)}")
 
 
