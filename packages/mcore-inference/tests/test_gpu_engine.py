@@ -75,6 +75,9 @@ def test_kernels_and_graphs_give_the_tokens_of_the_gathered_path(fields: dict[st
         engine = DynamicInferenceEngine(model, context, execution=ExecutionConfig(use_graphs=use_graphs if device == "cuda" else None))
         results.append(engine.generate(prompts(6), settings))
         assert context.allocator.total_used == 0
+        replayed = engine.cuda_graph_request_count_map
+        assert set(replayed) <= {1, 2, 4, 8} and bool(replayed) == (device == "cuda" and use_graphs is None)
+        assert engine.stats()["graph_steps"] == sum(replayed.values()) < engine.step_count
     for wanted, record in zip(*results, strict=True):
         assert record.generated_tokens == wanted.generated_tokens
         assert record.generated_log_probs == pytest.approx(wanted.generated_log_probs, abs=1e-4)

@@ -46,7 +46,16 @@ from mcore_inference.requests import (
     TokenOverflowError,
 )
 from mcore_inference.sampling import SamplingParams, StructuredOutput
-from mcore_inference.scheduling import Limits, RequestView, StepPlan, Work, plan_step
+from mcore_inference.scheduling import (
+    CUDAGraphBatchDimensionBuilder,
+    InferenceBatchDimensions,
+    Limits,
+    RequestView,
+    StepPlan,
+    Work,
+    match_graph_config,
+    plan_step,
+)
 from mcore_inference.speculation import NgramSpeculation
 from mcore_inference.text import (
     BosTokenizer,
@@ -66,6 +75,7 @@ __all__ = [
     "BlockAllocator",
     "BlockOverflowError",
     "BosTokenizer",
+    "CUDAGraphBatchDimensionBuilder",
     "ChatTokenizer",
     "ContextErrorFactory",
     "ContextOverflowError",
@@ -85,6 +95,7 @@ __all__ = [
     "FinishReason",
     "IncompleteWeightsError",
     "Increment",
+    "InferenceBatchDimensions",
     "InferenceConfig",
     "InvalidTokenError",
     "JsonTokenizer",
@@ -123,5 +134,6 @@ __all__ = [
     "experimental_api",
     "get_asyncio_loop",
     "internal_api",
+    "match_graph_config",
     "plan_step",
 ]

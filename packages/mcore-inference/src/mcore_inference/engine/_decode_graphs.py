@@ -3,6 +3,7 @@
 """Decode steps as CUDA graphs: one recording for each number of rows."""
 
 import bisect
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -10,19 +11,31 @@ import torch
 from torch import Tensor
 
 from mcore_inference.context import HostStep, StepBuilder, StepInputs
+from mcore_inference.scheduling import CUDAGraphBatchDimensionBuilder
 
 __all__ = ["DecodeGraphs", "graph_sizes"]
 
 _WARM_UP_RUNS = 2
 
 
-def graph_sizes(max_requests: int) -> list[int]:
-    """Numbers of rows that are recorded: close together where few rows are served, since padding is computed too.
+def graph_sizes(max_requests: int, num_graphs: int | None = None) -> list[int]:
+    """Numbers of rows that are recorded, rising: close together where few rows are served, since padding is computed too.
+
+    Args:
+        max_requests: the last of them.
+        num_graphs: at most so many, each half of the next; None for about 25 and more.
 
     Example:
+        >>> graph_sizes(70, 4)
+        [10, 18, 36, 70]
         >>> graph_sizes(70)
         [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 70]
     """
+    if num_graphs is not None:
+        builder = CUDAGraphBatchDimensionBuilder(
+            max_requests=max_requests, max_tokens=max_requests, max_sequence_length=1, num_cuda_graphs=num_graphs
+        )
+        return builder.token_counts(max_requests)[::-1]
     steps = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, max_requests + 1, 32)]
     return [*(size for size in steps if size < max_requests), max_requests]
 
@@ -42,6 +55,8 @@ class DecodeGraphs:
         self._compute, self._builder, self._sizes = compute, builder, sizes
         self._recorded: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle()
+        self.request_counts: Counter[int] = Counter()
+        """Recorded number of rows to how often it was replayed."""
 
     def run(self, host: HostStep) -> Tensor | None:
         """Logits [R, V] of a step of R rows of one token each, overwritten by the next run; None for more rows than any recording has."""
@@ -55,6 +70,7 @@ class DecodeGraphs:
         graph, logits = self._recorded[size]
         self._builder.send_decode(host, size)
         graph.replay()
+        self.request_counts[size] += 1
         return logits[:real]
 
     def record(self, size: int) -> None:

@@ -104,7 +104,7 @@ class DynamicInferenceEngine:
         self._runs_ahead = on_gpu and self._speculation is None if execution.run_ahead is None else execution.run_ahead
         self.num_drafted = self.num_accepted = 0
         """Proposed tokens that were verified, and those that were drawn as well."""
-        self._executor = Executor(model, context, self.vocab_size, execution.use_graphs)
+        self._executor = Executor(model, context, self.vocab_size, execution)
         self._batch: DecodeBatch | None = None
         self._weights = ModelWeights(model)
         self._grammars = GrammarCompiler(tokenizer, self.vocab_size)
@@ -201,6 +201,11 @@ class DynamicInferenceEngine:
     def num_preemptions(self) -> int:
         """How often a request gave up its blocks and went back to the queue."""
         return self._admission.num_preemptions
+
+    @property
+    def cuda_graph_request_count_map(self) -> dict[int, int]:
+        """Rows of a recorded decode step to how often it was replayed; empty where nothing is recorded."""
+        return {} if self._executor.graphs is None else dict(self._executor.graphs.request_counts)
 
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has something to do or to return."""
@@ -301,6 +306,7 @@ class DynamicInferenceEngine:
         """Counters and the state of the cache, for metrics."""
         return {
             "steps": self.step_count,
+            "graph_steps": sum(self.cuda_graph_request_count_map.values()),
             "preemptions": self.num_preemptions,
             "drafted_tokens": self.num_drafted,
             "accepted_tokens": self.num_accepted,

@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from mcore_inference._capability import records_graphs
+from mcore_inference._fields import as_integer
 from mcore_inference._stability import experimental_api
 from mcore_inference.context import DynamicInferenceContext, HostStep, StepInputs
 from mcore_inference.decoder import FusedDecoder
@@ -31,10 +32,17 @@ class ExecutionConfig:
     """Read a step's results while the device computes the next; None for where there is a GPU."""
     use_graphs: bool | None = None
     """Replay decode steps as CUDA graphs; None for where the model and the device can."""
+    num_cuda_graphs: int | None = None
+    """Numbers of rows that are recorded, each half of the next, up to ``max_requests``: few take less memory and time to record, and pad
+    more. None for about 25, close together where few rows are served."""
     speculation: NgramSpeculation | None = None
     """Verify several proposed tokens a step; None for one token a step. Excludes ``run_ahead``."""
 
     def __post_init__(self) -> None:
+        if self.num_cuda_graphs is not None:
+            as_integer("num_cuda_graphs", self.num_cuda_graphs, 1, 2**31)
+            if self.use_graphs is False:
+                raise ValueError(f"num_cuda_graphs={self.num_cuda_graphs} and use_graphs=False exclude each other; leave one at None")
         if self.speculation is not None and not isinstance(self.speculation, NgramSpeculation):
             raise ValueError(f"speculation is a {type(self.speculation).__name__}; give NgramSpeculation(...), or None")
         if self.speculation is not None and self.run_ahead:
@@ -89,23 +97,23 @@ class Executor:
         model: with a paged attention core.
         context: made for it.
         vocab_size: ids that exist.
-        use_graphs: replay decode steps as CUDA graphs; None for where the model and the device can.
+        execution: how the device is driven.
 
     Raises:
         ValueError: graphs are asked for where they cannot be.
     """
 
-    def __init__(self, model: GPTModel, context: DynamicInferenceContext, vocab_size: int, use_graphs: bool | None) -> None:
+    def __init__(self, model: GPTModel, context: DynamicInferenceContext, vocab_size: int, execution: ExecutionConfig) -> None:
         self._model, self._context, self._vocab_size = model, context, vocab_size
         self._sampler = Sampler(context.builder.last_tokens, vocab_size)
         can_record = context.builder.has_kernel and records_graphs(model)
-        if use_graphs and not can_record:
+        if execution.use_graphs and not can_record:
             raise ValueError("use_graphs=True needs a GPU, blocks of a multiple of 16 tokens and a model without experts; leave it at None")
         self.graphs: DecodeGraphs | None = None
         fits = context.builder.has_kernel and FusedDecoder.fits(model)
         self._decoder = FusedDecoder(model, context.max_requests) if fits else None
-        if can_record and use_graphs is not False:
-            self.graphs = DecodeGraphs(self._decode_logits, context.builder, graph_sizes(context.max_requests))
+        if can_record and execution.use_graphs is not False:
+            self.graphs = DecodeGraphs(self._decode_logits, context.builder, graph_sizes(context.max_requests, execution.num_cuda_graphs))
 
     def run(self, work: Sequence[tuple[ActiveRequest, Work]]) -> InFlight:
         """Run the model over planned tokens and draw where all known tokens are computed."""

@@ -14,6 +14,7 @@ from mcore_inference.server._runner import Runner
 _PREFIX = "mcore_inference_"
 _COUNTERS = {
     "steps": "Steps of the engine that ended well.",
+    "graph_steps": "Steps that replayed a CUDA graph.",
     "failed_steps": "Steps that raised.",
     "preemptions": "Requests that lost their cache blocks and were computed again.",
     "prefix_cache_queries": "Prompt tokens that were looked up in the cache.",
