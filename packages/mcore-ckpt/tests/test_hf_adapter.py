@@ -11,9 +11,19 @@ import torch
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
 
-from mcore_ckpt import CheckpointingException  # noqa: E402
+from mcore_ckpt import CheckpointingException, save  # noqa: E402
 from mcore_ckpt._storage import SafetensorsFile, dtype_code, write_safetensors  # noqa: E402
-from mcore_ckpt.hf import HFAdapterConfig, export_adapter_hf, export_hf, import_adapter_hf, import_hf, merge_adapter  # noqa: E402
+from mcore_ckpt.cli import main  # noqa: E402
+from mcore_ckpt.hf import (  # noqa: E402
+    HFAdapterConfig,
+    StoredAdapter,
+    export_adapter_hf,
+    export_hf,
+    import_adapter_hf,
+    import_checkpoint_hf,
+    import_hf,
+    merge_adapter,
+)
 from mcore_ckpt.hf._adapter import adapted_sites  # noqa: E402
 
 CONFIG = {
@@ -233,3 +243,60 @@ def test_adapters_of_experts_are_merged_expert_by_expert_and_not_written() -> No
         torch.testing.assert_close(merged[expert], weight[expert] + 0.5 * B[expert] @ A[expert])
     with pytest.raises(CheckpointingException, match=r"layers\.0\.mlp\.experts\.up: adapters of experts have no form there"):
         export_adapter_hf(adapter, "nowhere", family="llama", config=CONFIG, adapter=ADAPTER)
+
+
+@pytest.fixture
+def stored(tmp_path, base):
+    """A checkpoint of adapters, beside it their optimizer's state; (its folder, the adapters)."""
+    family, config, _ = import_hf(base)
+    adapter = drawn(adapted_sites(family, config))
+    moments = {f"optimizer.exp_avg.{name}": torch.ones_like(value) for name, value in adapter.items()}
+    extra = {"family": family, "config": config, "lora": {"rank": 3, "alpha": 6.0, "dropout": 0.1}, "lora_base": str(base)}
+    save({**adapter, **moments}, tmp_path / "step", extra=extra)
+    return tmp_path / "step", adapter
+
+
+def test_the_command_exports_stored_adapters_merged_and_by_themselves_and_merges_those_of_peft(tmp_path, base, stored) -> None:
+    folder, adapter = stored
+    (base / "tokenizer.json").write_text("{}")
+    family, config, tensors = import_hf(base)
+    expected = dict(merge_adapter(tensors, adapter, 2.0))
+    assert main(["export-hf", str(folder), str(tmp_path / "hf")]) == 0
+    assert main(["export-adapter", str(folder), str(tmp_path / "adapter")]) == 0
+    assert main(["merge-adapter", str(base), str(tmp_path / "adapter"), str(tmp_path / "merged")]) == 0
+    settings, ours = import_adapter_hf(tmp_path / "adapter", family=family, config=config)
+    assert settings == HFAdapterConfig(rank=3, alpha=6.0, dropout=0.1, base_model=str(base))
+    assert ours.keys() == adapter.keys() and all(torch.equal(ours[name], adapter[name]) for name in adapter)
+    for name in ("hf", "merged"):
+        found = dict(import_hf(tmp_path / name).tensors)
+        assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+    assert (tmp_path / "merged" / "tokenizer.json").is_file()
+    theirs, again = (json.loads((one / "config.json").read_text()) for one in (base, tmp_path / "merged"))
+    assert again["max_position_embeddings"] == theirs["max_position_embeddings"]
+
+
+def test_adapters_of_a_checkpoint_are_added_to_it(tmp_path, base, stored) -> None:
+    _, adapter = stored
+    import_checkpoint_hf(base, tmp_path / "whole")
+    save(adapter, tmp_path / "other", extra={"lora": {"rank": 3, "alpha": 6.0}, "lora_base": str(tmp_path / "whole")})
+    of_other = StoredAdapter.of(tmp_path / "other")
+    expected = dict(merge_adapter(import_hf(base).tensors, adapter, 2.0))
+    found = dict(of_other.merged())
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    assert StoredAdapter.of(tmp_path / "whole") is None
+
+
+def test_adapters_without_their_base_are_one_line(tmp_path, base, stored, capsys) -> None:
+    folder, adapter = stored
+    assert main(["export-hf", str(folder), str(tmp_path / "hf"), "--prefix", "model."]) == 2
+    assert "holds adapters, which have none; leave it out" in capsys.readouterr().err
+    base.rename(tmp_path / "away")
+    assert main(["export-hf", str(folder), str(tmp_path / "hf")]) == 2
+    assert f"holds adapters of {base}, and there is no model; put it back" in capsys.readouterr().err
+    import_checkpoint_hf(tmp_path / "away", tmp_path / "whole")
+    assert main(["export-adapter", str(tmp_path / "whole"), str(tmp_path / "adapter")]) == 2
+    assert "holds a whole model and no adapters; export-hf writes it" in capsys.readouterr().err
+    save(adapter, tmp_path / "broken", extra={"lora": {"rank": 3}, "lora_base": ""})
+    with pytest.raises(CheckpointingException, match="what extra says of its adapters is not complete: 'alpha'"):
+        StoredAdapter.of(tmp_path / "broken")
+    assert not (tmp_path / "hf").exists() and not (tmp_path / "adapter").exists()

@@ -9,6 +9,7 @@ import torch
 
 from mcore_ckpt import CheckpointingException, load
 from mcore_ckpt.assets import extract_assets
+from mcore_ckpt.hf import StoredAdapter
 from mcore_ckpt.inspect import resolve_folder
 from mcore_ckpt.manifest import is_checkpoint, read_manifest
 from mcore_ckpt.storage import Folder
@@ -19,7 +20,7 @@ from mcore_tools.assembly import open_tokenizer
 from mcore_tools.chat import TemplateTokenizer, find_template
 from mcore_tools.recipes import RunConfig, TrainConfig, read_config
 from mcore_tools.serving._engine import build_engine
-from mcore_tools.training import HuggingFaceFolder, StoredAdapters, is_huggingface, stored_model
+from mcore_tools.training import HuggingFaceFolder, is_huggingface, stored_model
 
 _NEEDED = ("run.yaml", "tokenizer/tokenizer.json")
 _LONGEST = 4096
@@ -45,11 +46,11 @@ def open_engine(
         return _open_huggingface(HuggingFaceFolder(directory=Path(checkpoint)), device, max_length, cache_gb)
     folder, config, tokenizer = _read_assets(checkpoint)
     engine = build_engine(config, tokenizer, device, max_length=max_length or config.train.seq_len, cache_gb=cache_gb)
-    adapters = StoredAdapters.of(folder)
-    if adapters is None:
+    adapter = StoredAdapter.of(folder)
+    if adapter is None:
         load(model_state(engine.model, engine.model.groups), folder, strict=False)
     else:
-        engine.load_weights(adapters.merged())
+        engine.load_weights(adapter.merged())
     return engine
 
 

@@ -2,7 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """The training program: the world of a run, its folder, where it begins, its loop, and the loops that learn from another model."""
 
-from mcore_tools.training._adapters import StoredAdapters, check_lora
+from mcore_tools.training._adapters import check_lora
 from mcore_tools.training._export import describe_model, export_adapter, export_run
 from mcore_tools.training._folder import open_folder, run_assets, run_checkpoints
 from mcore_tools.training._instruments import Instruments
@@ -18,7 +18,6 @@ __all__ = [
     "HuggingFaceFolder",
     "Instruments",
     "RunCheckpoints",
-    "StoredAdapters",
     "Trained",
     "build_trainer",
     "check_lora",

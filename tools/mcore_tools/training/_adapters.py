@@ -4,15 +4,10 @@
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
-from mcore_ckpt import CheckpointingException, CheckpointManager, read_tensor
-from mcore_ckpt.hf import import_hf, merge_adapter
-from mcore_ckpt.inspect import resolve_folder
+from mcore_ckpt import CheckpointManager
 from mcore_ckpt.manifest import read_manifest
 from mcore_ckpt.storage import Folder
 from mcore_parallel import ProcessGroups
@@ -20,7 +15,7 @@ from mcore_parallel.optim import MegatronOptimizer
 from mcore_parallel.tensor_parallel import LoraConfig, add_lora, is_adapter
 from mcore_tools.assembly import build_model
 from mcore_tools.recipes import LoadConfig, RunConfig
-from mcore_tools.training._pretrained import HuggingFaceFolder, is_huggingface
+from mcore_tools.training._pretrained import HuggingFaceFolder
 from mcore_tools.training._start import RunCheckpoints, Source
 
 _OPTIMIZER = "optimizer."
@@ -115,53 +110,3 @@ class AdapterCheckpoints:
 
 def _is_saved(name: str) -> bool:
     return name.startswith(_OPTIMIZER) or is_adapter(name)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StoredAdapters:
-    """The adapters that one step holds.
-
-    Raises:
-        CheckpointingException: the step is damaged, or its base model is not there any more.
-    """
-
-    step: Folder
-    rank: int
-    alpha: float
-    dropout: float
-    base: str
-    """Folder of the base model."""
-
-    @classmethod
-    def of(cls, step: Folder) -> "StoredAdapters | None":
-        """Of a step; None for one that holds a whole model."""
-        extra = read_manifest(step).extra
-        if _LORA not in extra:
-            return None
-        lora = extra[_LORA]
-        return cls(step=step, rank=lora["rank"], alpha=lora["alpha"], dropout=lora["dropout"], base=extra[_BASE])
-
-    def tensors(self) -> dict[str, Tensor]:
-        """``lora.A`` and ``lora.B`` by name, whole, in host memory."""
-        manifest = read_manifest(self.step)
-        return {
-            name: read_tensor(self.step, name, manifest)
-            for name in manifest.tensors
-            if is_adapter(name) and not name.startswith(_OPTIMIZER)
-        }
-
-    def merged(self) -> Iterator[tuple[str, Tensor]]:
-        """The base model's tensors with the adapters added, one at a time."""
-        return merge_adapter(self._base_tensors(), self.tensors(), self.alpha / self.rank)
-
-    def _base_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        if is_huggingface(self.base):
-            yield from import_hf(self.base).tensors
-            return
-        if "://" not in self.base and not Path(self.base).is_dir():
-            raise CheckpointingException(f"{self.step} holds adapters of {self.base}, which is not there; put it back")
-        folder = resolve_folder(self.base)
-        manifest = read_manifest(folder)
-        for name in manifest.tensors:
-            if not name.startswith(_OPTIMIZER):
-                yield name, read_tensor(folder, name, manifest)

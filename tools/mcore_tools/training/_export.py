@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt import CheckpointingException
-from mcore_ckpt.hf import HFAdapterConfig, export_adapter_hf, export_checkpoint_hf, export_hf, families_of
+from mcore_ckpt.hf import StoredAdapter, export_adapter_hf, export_checkpoint_hf, families_of
 from mcore_ckpt.inspect import resolve_checkpoint, resolve_folder
 from mcore_ckpt.manifest import read_manifest
 from mcore_ckpt.storage import Folder
 from mcore_tools.assembly import open_tokenizer
 from mcore_tools.recipes import RunConfig
-from mcore_tools.training._adapters import StoredAdapters
 from mcore_tools.training._pretrained import HuggingFaceFolder
 from mcore_tools.training._stored import MOE_SIZES
 
@@ -71,11 +70,7 @@ def export_run(checkpoints: str | Path, directory: str | Path) -> Path:
     """
     step = resolve_checkpoint(checkpoints)
     family, config, entries = _described(step)
-    adapters = StoredAdapters.of(resolve_folder(checkpoints))
-    if adapters is None:
-        export_checkpoint_hf(step, directory, family=family, config=config, hf_config=entries)
-    else:
-        export_hf(adapters.merged(), directory, family=family, config=config, hf_config=entries, tokenizer=step)
+    export_checkpoint_hf(step, directory, family=family, config=config, hf_config=entries)
     return Path(directory)
 
 
@@ -88,11 +83,10 @@ def export_adapter(checkpoints: str | Path, directory: str | Path) -> Path:
     """
     step = resolve_folder(checkpoints)
     family, config, _ = _described(step)
-    adapters = StoredAdapters.of(step)
-    if adapters is None:
+    stored = StoredAdapter.of(step)
+    if stored is None:
         raise CheckpointingException(f"{step} holds a whole model and no adapters; export it whole")
-    settings = HFAdapterConfig(rank=adapters.rank, alpha=adapters.alpha, dropout=adapters.dropout, base_model=adapters.base)
-    export_adapter_hf(adapters.tensors(), directory, family=family, config=config, adapter=settings)
+    export_adapter_hf(stored.tensors(), directory, family=family, config=config, adapter=stored.adapter)
     return Path(directory)
 
 

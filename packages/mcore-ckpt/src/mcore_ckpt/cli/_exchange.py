@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""The verbs of other systems: ``export-hf``, ``import-hf``, ``import-torch``, ``import-megatron``, ``export-megatron``."""
+"""The verbs of other systems: ``export-hf``, ``import-hf``, ``export-adapter``, ``merge-adapter``, ``import-torch``, ``import-megatron``,
+``export-megatron``."""
 
 import argparse
 import sys
@@ -10,7 +11,7 @@ from typing import Any
 from mcore_ckpt._core import read_manifest
 from mcore_ckpt.cli._arguments import Commands, add_dtype, add_source, add_verify, chosen_dtype, progress, read_settings
 from mcore_ckpt.foreign import import_torch
-from mcore_ckpt.hf import FAMILY_NAMES, export_checkpoint_hf, import_checkpoint_hf
+from mcore_ckpt.hf import FAMILY_NAMES, StoredAdapter, export_adapter_hf, export_checkpoint_hf, import_checkpoint_hf, merge_adapter_hf
 from mcore_ckpt.inspect import resolve_checkpoint, summarize
 from mcore_ckpt.megatron import EXPORT_FORMATS, export_checkpoint_megatron, import_checkpoint_megatron, stored_bytes
 
@@ -20,6 +21,7 @@ __all__ = ["add_verbs"]
 def add_verbs(commands: Commands) -> None:
     """Add the verbs of this file."""
     _add_hf(commands)
+    _add_adapters(commands)
     _add_torch(commands)
     _add_megatron(commands)
 
@@ -69,6 +71,38 @@ def _import_hf(options: argparse.Namespace) -> int:
     with progress("importing", stored) as on_bytes:
         more = {"prefix": options.prefix, "dtype": dtype, "on_bytes": on_bytes, "ignore": options.ignore}
         import_checkpoint_hf(options.directory, options.output, **more)
+    return 0
+
+
+def _add_adapters(commands: Commands) -> None:
+    command = commands.add_parser("export-adapter", help="write the LoRA adapters of a checkpoint as a folder of PEFT")
+    add_source(command)
+    command.add_argument("output", help="folder to create")
+    add_verify(command)
+    command.set_defaults(run=_export_adapter)
+
+    command = commands.add_parser("merge-adapter", help="write a Hugging Face model with a LoRA adapter of PEFT added")
+    command.add_argument("base", help="folder with config.json and safetensors")
+    command.add_argument("adapter", help="folder with adapter_config.json and adapter_model.safetensors")
+    command.add_argument("output", help="folder to create")
+    add_dtype(command)
+    command.set_defaults(run=_merge_adapter)
+
+
+def _export_adapter(options: argparse.Namespace) -> int:
+    checkpoint = resolve_checkpoint(options.directory)
+    stored, extra = StoredAdapter.of(checkpoint), read_manifest(checkpoint).extra
+    if stored is None:
+        raise ValueError(f"{checkpoint} holds a whole model and no adapters; export-hf writes it")
+    if not extra.get("family") or not isinstance(extra.get("config"), dict):
+        raise ValueError(f"{checkpoint} holds adapters of a model that no family of Hugging Face expresses")
+    tensors = stored.tensors(verify=options.verify)
+    export_adapter_hf(tensors, options.output, family=extra["family"], config=extra["config"], adapter=stored.adapter)
+    return 0
+
+
+def _merge_adapter(options: argparse.Namespace) -> int:
+    merge_adapter_hf(options.base, options.adapter, options.output, dtype=chosen_dtype(options))
     return 0
 
 

@@ -7,7 +7,8 @@ from mcore_ckpt.hf._config import families_of
 from mcore_ckpt.hf._export import export_checkpoint_hf, export_hf
 from mcore_ckpt.hf._families import FAMILY_NAMES
 from mcore_ckpt.hf._import import HFModel, import_checkpoint_hf, import_hf
-from mcore_ckpt.hf._peft import HFAdapter, export_adapter_hf, import_adapter_hf
+from mcore_ckpt.hf._peft import HFAdapter, export_adapter_hf, import_adapter_hf, merge_adapter_hf
+from mcore_ckpt.hf._stored_adapter import StoredAdapter
 from mcore_ckpt.hf._tokenizer import tokenizer_files
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "HFAdapter",
     "HFAdapterConfig",
     "HFModel",
+    "StoredAdapter",
     "export_adapter_hf",
     "export_checkpoint_hf",
     "export_hf",
@@ -23,5 +25,6 @@ __all__ = [
     "import_checkpoint_hf",
     "import_hf",
     "merge_adapter",
+    "merge_adapter_hf",
     "tokenizer_files",
 ]

@@ -19,7 +19,7 @@ from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt.hf._config import complete, family_named, measure
 from mcore_ckpt.hf._rules import Form, PartLayout, WeightSite, join, sites, split
 
-__all__ = ["HFAdapterConfig", "adapted_sites", "join_adapter", "merge_adapter", "split_adapter"]
+__all__ = ["HFAdapterConfig", "adapted_sites", "is_adapter", "join_adapter", "merge_adapter", "split_adapter"]
 
 _WEIGHT, _A, _B, _RANK = ".weight", ".lora.A", ".lora.B", "rank"
 _EXPERTS_A, _EXPERTS_B = "_lora.A", "_lora.B"
@@ -60,6 +60,11 @@ class HFAdapterConfig:
     def scaling(self) -> float:
         """alpha / rank."""
         return self.alpha / self.rank
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a tensor of this name is one of the matrices of an adapter."""
+    return name.endswith((_A, _B, _EXPERTS_A, _EXPERTS_B))
 
 
 def merge_adapter(

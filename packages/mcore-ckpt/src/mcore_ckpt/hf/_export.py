@@ -21,7 +21,8 @@ from mcore_ckpt.hf._config import complete, family_named, measure, to_hf_config
 from mcore_ckpt.hf._draft import drafted_folder
 from mcore_ckpt.hf._rules import sites as sites_of
 from mcore_ckpt.hf._rules import split
-from mcore_ckpt.hf._tokenizer import put_tokenizer
+from mcore_ckpt.hf._stored_adapter import StoredAdapter
+from mcore_ckpt.hf._tokenizer import put_tokenizer, tokenizer_files
 
 __all__ = ["export_checkpoint_hf", "export_hf"]
 
@@ -50,18 +51,19 @@ def export_hf(
         max_shard_bytes: data a file holds before the next is begun; a larger tensor gets a file of its own.
         dtype: convert to this; None to keep.
         hf_config: further entries of config.json, for instance max_position_embeddings or token ids; they win.
-        tokenizer: a checkpoint whose tokenizer's files come along, beside the weights.
+        tokenizer: a folder whose tokenizer's files (`tokenizer_files`) come along, beside the weights.
 
     Raises:
         CheckpointingException: missing, unexpected or misshapen tensors, by name.
         ValueError: an unknown family, a config it cannot express, or a folder with content.
     """
-    more = _nothing if tokenizer is None else partial(put_tokenizer, tokenizer, read_manifest(tokenizer))
-    _write(tensors, directory, _Form(family, config, max_shard_bytes, dtype, hf_config), more)
+    files = {} if tokenizer is None else tokenizer_files(tokenizer)
+    _write(tensors, directory, _Form(family, config, max_shard_bytes, dtype, hf_config), partial(_put_files, list(files.values())))
 
 
-def _nothing(folder: Path) -> None:
-    """Of a folder without more."""
+def _put_files(files: Iterable[Path], folder: Path) -> None:
+    for file in files:
+        write_file(folder / file.name, [file.read_bytes()])
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,8 @@ def export_checkpoint_hf(
 ) -> None:
     """`export_hf` of the model inside a checkpoint, whatever layout wrote it; other tensors in it, such as optimizer state, stay out.
 
-    Files that the checkpoint keeps under ``tokenizer/`` (see `tokenizer_files`) come along, beside the weights.
+    Of a checkpoint that holds adapters alone (`StoredAdapter`) it is the base model with the adapters added. Files that the checkpoint
+    keeps under ``tokenizer/`` (see `tokenizer_files`) come along, beside the weights.
 
     Args:
         checkpoint: folder of one committed checkpoint.
@@ -141,9 +144,16 @@ def export_checkpoint_hf(
     Raises:
         CheckpointingException: as `export_hf`, or the checkpoint is damaged.
     """
+    form = _Form(family, config, max_shard_bytes, dtype, hf_config)
+    manifest = read_manifest(checkpoint)
+    adapter = StoredAdapter.of(checkpoint)
+    if adapter is not None:
+        if prefix:
+            raise ValueError(f"prefix={prefix!r}: {checkpoint} holds adapters, which have none; leave it out")
+        _write(adapter.merged(verify=verify), directory, form, partial(put_tokenizer, checkpoint, manifest))
+        return
     described = family_named(family)
     full = complete(config, described)
-    manifest = read_manifest(checkpoint)
     names = [site.name for site in sites_of(described.rules, measure(full), full)]
     missing = {prefix + name for name in names} - manifest.tensors.keys()
     if missing:
@@ -163,7 +173,6 @@ def export_checkpoint_hf(
             if on_bytes is not None:
                 on_bytes(tensor.nbytes)
 
-    form = _Form(family, config, max_shard_bytes, dtype, hf_config)
     _write(stream(), directory, form, partial(put_tokenizer, checkpoint, manifest))
 
 

@@ -20,7 +20,7 @@ from mcore_ckpt.hf._fields import Family
 from mcore_ckpt.hf._rules import Form, WeightSite, join, sites
 from mcore_ckpt.hf._tokenizer import tokenizer_files
 
-__all__ = ["HFModel", "import_checkpoint_hf", "import_hf"]
+__all__ = ["HFModel", "import_checkpoint_hf", "import_hf", "kept_entries"]
 
 _INDEX = "model.safetensors.index.json"
 _TIED = "share_embeddings_and_output_weights"
@@ -85,10 +85,19 @@ def import_checkpoint_hf(
     """
     opened = _open(Path(directory), ignore)
     state = {prefix + name: tensor for name, tensor in opened.deferred(dtype).items()}
-    hf_config = {name: opened.theirs[name] for name in _KEPT if opened.theirs.get(name) is not None}
+    hf_config = _kept(opened.theirs)
     extra = {"family": opened.family.name, "config": brief(opened.config), "hf_config": hf_config}
     folder = open_folder(checkpoint) if on_bytes is None else WatchedFolder(open_folder(checkpoint), on_bytes)
     save(state, folder, extra=extra, assets=tokenizer_files(directory), max_file_bytes=max_file_bytes)
+
+
+def kept_entries(directory: str | Path) -> dict[str, Any]:
+    """Entries of a folder's config.json that an export of the same model should have again."""
+    return _kept(_read_json(Path(directory) / "config.json"))
+
+
+def _kept(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: theirs[name] for name in _KEPT if theirs.get(name) is not None}
 
 
 @dataclass(frozen=True)

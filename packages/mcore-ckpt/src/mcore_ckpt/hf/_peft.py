@@ -9,14 +9,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt._storage import SafetensorsFile, dtype_code, write_file, write_safetensors
-from mcore_ckpt.hf._adapter import HFAdapterConfig, Pair, adapted_sites, join_adapter, split_adapter
+from mcore_ckpt.hf._adapter import HFAdapterConfig, Pair, adapted_sites, join_adapter, merge_adapter, split_adapter
 from mcore_ckpt.hf._draft import drafted_folder
+from mcore_ckpt.hf._export import export_hf
+from mcore_ckpt.hf._import import import_hf, kept_entries
 
-__all__ = ["HFAdapter", "export_adapter_hf", "import_adapter_hf"]
+__all__ = ["HFAdapter", "export_adapter_hf", "import_adapter_hf", "merge_adapter_hf"]
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _THEIR_A, _THEIR_B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
@@ -132,6 +135,26 @@ def import_adapter_hf(directory: str | Path, *, family: str, config: Mapping[str
     name = entries.get("base_model_name_or_path") or ""
     adapter = HFAdapterConfig(rank=joined, alpha=scaling * joined, dropout=float(entries.get("lora_dropout") or 0.0), base_model=str(name))
     return HFAdapter(adapter, tensors)
+
+
+def merge_adapter_hf(base: str | Path, adapter: str | Path, directory: str | Path, *, dtype: torch.dtype | None = None) -> None:
+    """Write a Hugging Face folder of a base model with an adapter of PEFT added, its tokenizer beside it.
+
+    Args:
+        base: folder of the base model.
+        adapter: folder of the adapter.
+        directory: must not exist, or be empty.
+        dtype: convert to this; None to keep.
+
+    Raises:
+        CheckpointingException: as `import_hf` and `import_adapter_hf`.
+        ValueError: a folder with content.
+    """
+    model = import_hf(base)
+    settings, ours = import_adapter_hf(adapter, family=model.family, config=model.config)
+    merged = merge_adapter(model.tensors, ours, settings.scaling)
+    more = {"hf_config": kept_entries(base), "dtype": dtype, "tokenizer": base}
+    export_hf(merged, directory, family=model.family, config=model.config, **more)
 
 
 def _plain(path: Path, entries: Any) -> tuple[int, float]:
