@@ -180,7 +180,9 @@ def _torch_constraints(folder: str, wheel: str, torch: str) -> str:
     if torch == "lowest":
         project = tomllib.loads((ROOT / "packages" / wheel / "pyproject.toml").read_text())["project"]
         floor = next(text.partition(">=")[2].split(",")[0] for text in project["dependencies"] if text.startswith("torch>="))
-        path.write_text(f"{path.read_text()}\ntorch=={floor}.*\n")
+        # The triton of that torch interprets kernels beside an older numpy only.
+        pins = [line for line in path.read_text().splitlines() if not line.startswith("numpy=")]
+        path.write_text("\n".join([*pins, f"torch=={floor}.*", "numpy<2.5", ""]))
     return str(path)
 
 
@@ -333,6 +335,7 @@ def install_alone(session: nox.Session, wheel: str) -> None:
             session.run(python, "-I", str(ROOT / "tools/checks/closure.py"), "--installed", wheel, external=True)
             if wheel == APPLICATION:
                 session.run(str(Path(python).parent / "mcore"), "--version", external=True)
+                session.run(python, "-I", str(ROOT / "tests/journey/new_user.py"), str(outside), external=True)
             readme = str(ROOT / ("tools" if wheel == APPLICATION else f"packages/{wheel}") / "README.md")
             session.run(python, "-I", str(ROOT / "tools/checks/codeblocks.py"), "--first", readme, external=True)
 

@@ -73,10 +73,11 @@ class Tied(nn.Module):
 
 def test_every_distinct_parameter_appears_once_with_its_placement() -> None:
     model = Tied()
-    found = {shard.name: shard for shard in named_shards(model)}
-    assert sorted(found) == ["first.bias", "first.weight", "scale"]
-    assert found["scale"] == NamedShard("scale", model.scale, ShardSpec(shape=(3,), partial=("tp",)))
-    assert found["first.weight"].spec == ShardSpec(shape=(3, 2))
+    shards = {shard.name: shard for shard in named_shards(model)}
+    assert sorted(shards) == ["first.bias", "first.weight", "scale"]
+    scale = shards["scale"]
+    assert isinstance(scale, NamedShard) and scale.parameter is model.scale and scale.spec == ShardSpec(shape=(3,), partial=("tp",))
+    assert shards["first.weight"].spec == ShardSpec(shape=(3, 2))
 
 
 class Confused(nn.Module):

@@ -51,7 +51,8 @@ def _forward_kernel(
     inside = key < num_keys
     # Of the key from where the query stands.
     distance = key - (query + num_keys - num_queries)
-    seen = inside & ((left < 0) | (distance >= -left)) & ((right < 0) | (distance <= right))
+    seen = tl.where(left < 0, inside, inside & (distance >= -left))
+    seen = tl.where(right < 0, seen, seen & (distance <= right))
     if MASKED:
         head, batch = (row // num_queries) % num_heads, row // num_queries // num_heads
         at = batch * batch_stride + head * head_stride + query * query_stride + key * key_stride
