@@ -163,3 +163,27 @@ class ActiveRequest:
             return FinishReason.STOP, None
         segment = self.segment
         return (FinishReason.LENGTH, None) if len(segment.generated_tokens) >= segment.num_tokens_to_generate else None
+
+    def finish(self, reason: FinishReason, error: Exception | None) -> FinishReason:
+        """Close the record; the reason is another one when the tokenizer fails at the last characters."""
+        record, segment = self.record, self.segment
+        self.ended = True
+        if self.text is not None:
+            try:
+                record.generated_text = self.text.finish()
+            except Exception as failure:
+                # The tokenizer is foreign code; its failure is this request's alone.
+                record.generated_text = self.text.text
+                if reason in (FinishReason.STOP, FinishReason.LENGTH):
+                    reason, error = FinishReason.ERROR, failure
+        record.latency = time.monotonic() - self.started
+        segment.finish_reason, segment.error = reason, error
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            segment.status = Status.COMPLETED
+            segment.add_event_finish()
+        else:
+            segment.status = Status.FAILED
+            if error is not None:
+                segment.add_event_error_nontransient(error)
+            segment.add_event_fail()
+        return reason

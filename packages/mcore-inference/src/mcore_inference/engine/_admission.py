@@ -54,6 +54,11 @@ class Admission:
             keys=entry.keys[num_cached // self._context.block_size :],
         )
 
+    def decodes(self, entry: ActiveRequest) -> bool:
+        """Whether the one token that is not in the cache was drawn in this segment, so that the device holds it."""
+        drawn = len(entry.segment.generated_tokens) + entry.num_pending
+        return drawn > 0 and self._context.num_cached(entry.record.request_id) == entry.num_tokens - 1
+
     def admit(self, entry: ActiveRequest, weight_version: int) -> None:
         """From the queue to the running requests, with the blocks of its cached beginning."""
         segment, prefix = entry.segment, self._prefix(entry)

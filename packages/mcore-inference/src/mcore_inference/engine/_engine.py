@@ -2,9 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """The engine: continuous batching of requests over one model."""
 
-import dataclasses
 import itertools
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -13,29 +11,24 @@ import torch
 from mcore_inference._capability import EngineCapability, check_cache, check_layout, shares_prefixes
 from mcore_inference._fields import as_integer
 from mcore_inference._stability import experimental_api
-from mcore_inference.cache import PrefixChain
 from mcore_inference.context import DynamicInferenceContext
 from mcore_inference.engine._active_request import ActiveRequest
 from mcore_inference.engine._admission import Admission
 from mcore_inference.engine._executor import DecodeBatch, ExecutionConfig, Executor, InFlight
+from mcore_inference.engine._intake import Intake
 from mcore_inference.engine._offline import completions_of, run_to_end, settings_of
+from mcore_inference.engine._verification import Draw, Verification
 from mcore_inference.engine._weights import ModelWeights, WeightChunk, WeightPolicy, check_policy
 from mcore_inference.requests import (
-    DynamicInferenceRequest,
     DynamicInferenceRequestRecord,
     FinishReason,
     Prompt,
     QueueFullError,
-    Status,
     StepFailedError,
-    encode_prompt,
-    stop_tokens,
 )
-from mcore_inference.sampling import SamplingParams, request_seed
-from mcore_inference.scheduling import StepPlan, plan_drafts
-from mcore_inference.speculation import NgramDrafter
-from mcore_inference.structured import GrammarCompiler
-from mcore_inference.text import TextStream, Tokenizer
+from mcore_inference.sampling import SamplingParams
+from mcore_inference.scheduling import StepPlan
+from mcore_inference.text import Tokenizer
 from mcore_parallel.models import GPTModel
 
 __all__ = ["DynamicInferenceEngine"]
@@ -76,7 +69,7 @@ class DynamicInferenceEngine:
         EngineCapability().check_model(model)
         check_layout(model)
         check_cache(model, context.cache, context.max_sequence_length)
-        self._shares_prefixes = shares_prefixes(model, context.config.enable_prefix_caching)
+        shares = shares_prefixes(model, context.config.enable_prefix_caching)
         if vocab_size is not None:
             vocab_size = as_integer("vocab_size", vocab_size, 1, model.config.vocab_size)
         if max_waiting_requests is not None:
@@ -91,23 +84,21 @@ class DynamicInferenceEngine:
         """Of the weights; 0 before the first ``load_weights``."""
         self.finished_counts: Counter[str] = Counter()
         """Requests that ended, by reason."""
-        self._seed = seed
         self._max_waiting = max_waiting_requests
         self._entries: dict[int, ActiveRequest] = {}
         self._admission = Admission(context)
+        self._verification = Verification(context, self._admission)
         self._done: list[DynamicInferenceRequestRecord] = []
         self._arrivals = itertools.count()
         self._in_flight: InFlight | None = None
         execution = ExecutionConfig() if execution is None else execution
         on_gpu = context.device.type == "cuda"
-        self._speculation = execution.speculation
-        self._runs_ahead = on_gpu and self._speculation is None if execution.run_ahead is None else execution.run_ahead
-        self.num_drafted = self.num_accepted = 0
-        """Proposed tokens that were verified, and those that were drawn as well."""
+        self._speculates = execution.speculation is not None
+        self._runs_ahead = on_gpu and not self._speculates if execution.run_ahead is None else execution.run_ahead
         self._executor = Executor(model, context, self.vocab_size, execution)
         self._batch: DecodeBatch | None = None
         self._weights = ModelWeights(model)
-        self._grammars = GrammarCompiler(tokenizer, self.vocab_size)
+        self._intake = Intake(context, tokenizer, self.vocab_size, seed=seed, speculation=execution.speculation, shares_prefixes=shares)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -149,36 +140,9 @@ class DynamicInferenceEngine:
             raise ValueError(f"request_id={number} is in use; choose another, or None")
         if self._max_waiting is not None and self.num_waiting >= self._max_waiting:
             raise QueueFullError(number, f"{self.num_waiting} requests wait and max_waiting_requests={self._max_waiting}; try again later")
-        tokens = encode_prompt(prompt, params, self.tokenizer, self.vocab_size, number)
-        stop_ids = stop_tokens(params, self.tokenizer, self.vocab_size)
-        wanted = params.budget(len(tokens))
-        budget = self.context.check_fits(len(tokens), wanted, number)
-        form = params.structured_output
-        grammar = None if form is None else self._grammars.matcher(form, number)
-        request = DynamicInferenceRequest(
-            request_id=number,
-            prompt_tokens=tokens,
-            sampling_params=params,
-            num_tokens_to_generate=budget,
-            budget_clamped=budget < wanted,
-            prompt=prompt if isinstance(prompt, str) else None,
-            priority=priority,
-        )
-        entry = ActiveRequest(
-            chain=PrefixChain(self.context.block_size) if self._shares_prefixes else None,
-            record=DynamicInferenceRequestRecord.from_request(request),
-            params=params,
-            order=order,
-            seed=request_seed(self._seed, number) if params.seed is None else params.seed,
-            stop_ids=stop_ids,
-            text=None if self.tokenizer is None else TextStream(self.tokenizer, params.stop_words or ()),
-            started=time.monotonic(),
-            grammar=grammar,
-            drafter=None if self._speculation is None or grammar is not None else NgramDrafter(self._speculation, tokens),
-        )
-        entry.grow_keys()
+        entry = self._intake.make(prompt, params, number=number, order=order, priority=priority)
         self._entries[number] = entry
-        if budget == 0 and not entry.wants_prompt_log_probs:
+        if not entry.num_left and not entry.wants_prompt_log_probs:
             self._end(entry, FinishReason.LENGTH)
         else:
             self._admission.add(entry)
@@ -201,6 +165,16 @@ class DynamicInferenceEngine:
     def num_preemptions(self) -> int:
         """How often a request gave up its blocks and went back to the queue."""
         return self._admission.num_preemptions
+
+    @property
+    def num_drafted(self) -> int:
+        """Proposed tokens that were verified."""
+        return self._verification.num_drafted
+
+    @property
+    def num_accepted(self) -> int:
+        """Proposed tokens that were drawn as well."""
+        return self._verification.num_accepted
 
     @property
     def cuda_graph_request_count_map(self) -> dict[int, int]:
@@ -246,7 +220,7 @@ class DynamicInferenceEngine:
         self._weights.check_complete()
         blamed = list(self._entries.values())
         try:
-            drafts = self._propose()
+            drafts = self._verification.propose() if self._speculates else {}
             batch = None if drafts else self._decoding()
             if batch is not None and self.context.extend_lines(batch.lines_R):
                 blamed = batch.entries
@@ -452,23 +426,9 @@ class DynamicInferenceEngine:
             self._batch = None
             going_on = [entry for entry in running if entry.num_left]
             # The youngest are the ones whose prompts may not be computed.
-            if going_on and all(entry.is_settled and self._decodes(entry) for entry in reversed(going_on)):
+            if going_on and all(entry.is_settled and self._admission.decodes(entry) for entry in reversed(going_on)):
                 self._batch = DecodeBatch(going_on, self.context, self.vocab_size)
         return self._batch
-
-    def _decodes(self, entry: ActiveRequest) -> bool:
-        """Whether the one token that is not in the cache was drawn in this segment, so that the device holds it."""
-        drawn = len(entry.segment.generated_tokens) + entry.num_pending
-        return drawn > 0 and self.context.num_cached(entry.record.request_id) == entry.num_tokens - 1
-
-    def _propose(self) -> dict[int, int]:
-        """Proposals for the running requests; of each that has some, how many."""
-        if self._speculation is None:
-            return {}
-        for entry in self._admission.running:
-            # The last token of a budget is drawn in any case.
-            entry.drafts = [] if entry.drafter is None or not self._decodes(entry) else entry.drafter.propose(entry.num_left - 1)
-        return {entry.record.request_id: len(entry.drafts) for entry in self._admission.running if entry.drafts}
 
     def _plan(self, drafts: Mapping[int, int]) -> StepPlan:
         if any(entry.needs_history for entry in self._admission.running):
@@ -479,11 +439,7 @@ class DynamicInferenceEngine:
             self._read_results()
             plan = self._admission.plan()
         if drafts:
-            granted = plan_drafts(plan, [self._admission.view(entry) for entry in self._admission.running], drafts, self.context.limits())
-            for entry in self._admission.running:
-                entry.drafts = entry.drafts[: granted.get(entry.record.request_id, 0)]
-            ordered = sorted(plan.work, key=lambda item: item.num_tokens + granted.get(item.request_id, 0) > 1)
-            plan = dataclasses.replace(plan, work=tuple(ordered))
+            plan = self._verification.grant(plan, drafts)
         assert plan.work or self._in_flight or not self._entries or self._admission.holds_queue, "what was accepted can always advance"
         return plan
 
@@ -499,47 +455,24 @@ class DynamicInferenceEngine:
             if not entry.ended:
                 entry.segment.prompt_log_probs = (entry.segment.prompt_log_probs or []) + values.tolist()
         if step.drafts is not None:
-            self._take_verified(step.sampled, step.drafts, draws)
+            last = self._verification.take(step.sampled, step.drafts, draws, self._append)
+            if last:
+                self._executor.set_last_tokens(last)
             draws = []
-        for entry, (token, log_prob, ranked) in zip(step.sampled, draws, strict=step.drafts is None):
+        for entry, draw in zip(step.sampled, draws, strict=step.drafts is None):
             entry.num_pending -= 1
             # A request that ended meanwhile was computed in vain.
             if not entry.ended:
-                self._append(entry, token, log_prob, ranked)
+                self._append(entry, draw)
         for entry in step.computed:
             if not entry.ended:
                 self._end(entry, FinishReason.LENGTH)
 
-    def _append(self, entry: ActiveRequest, token: int, log_prob: float, ranked: dict[int, float]) -> None:
-        if (end := entry.append(token, log_prob, ranked)) is not None:
+    def _append(self, entry: ActiveRequest, draw: Draw) -> None:
+        if (end := entry.append(*draw)) is not None:
             self._end(entry, *end)
         elif entry.drafter is not None:
-            entry.drafter.push(token)
-
-    def _take_verified(
-        self, sampled: Sequence[ActiveRequest], proposed: Sequence[Sequence[int]], draws: Sequence[tuple[int, float, dict[int, float]]]
-    ) -> None:
-        """Results of a step with proposals: a draw counts while the proposals before it equal the draws before it."""
-        rows, last = iter(draws), dict[int, int]()
-        for entry, drafts in zip(sampled, proposed, strict=True):
-            mine = list(itertools.islice(rows, len(drafts) + 1))
-            entry.num_pending -= 1
-            self.num_drafted += len(drafts)
-            for count, row in enumerate(mine):
-                if entry.ended:
-                    break
-                if count:
-                    # The proposal before was right: its keys and values are in the cache now.
-                    self.context.advance(entry.record.request_id, 1)
-                    self.num_accepted += 1
-                self._append(entry, *row)
-                if not entry.ended and (count == len(drafts) or row[0] != drafts[count]):
-                    last[entry.record.request_id] = row[0]
-                    break
-            if not entry.ended and drafts:
-                self.context.trim(entry.record.request_id)
-        if last:
-            self._executor.set_last_tokens(last)
+            entry.drafter.push(draw[0])
 
     def _fail(self, entries: Sequence[ActiveRequest], error: Exception) -> None:
         """End the requests of a step that raised; some may have ended in it already."""
@@ -550,31 +483,13 @@ class DynamicInferenceEngine:
 
     def _end(self, entry: ActiveRequest, reason: FinishReason, error: Exception | None = None) -> None:
         """The only way out of the engine: every request ends here, once, and leaves nothing behind."""
-        record, segment = entry.record, entry.segment
-        entry.ended = True
+        record = entry.record
         del self._entries[record.request_id]
         if entry in self._admission.running:
             self._batch = None
             self._admission.release(entry)
         elif entry in self._admission.waiting:
             self._admission.waiting.remove(entry)
-        if entry.text is not None:
-            try:
-                record.generated_text = entry.text.finish()
-            except Exception as failure:
-                # The tokenizer is foreign code; its failure is this request's alone.
-                record.generated_text = entry.text.text
-                if reason in (FinishReason.STOP, FinishReason.LENGTH):
-                    reason, error = FinishReason.ERROR, failure
-        record.latency = time.monotonic() - entry.started
-        segment.finish_reason, segment.error = reason, error
-        if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            segment.status = Status.COMPLETED
-            segment.add_event_finish()
-        else:
-            segment.status = Status.FAILED
-            if error is not None:
-                segment.add_event_error_nontransient(error)
-            segment.add_event_fail()
+        reason = entry.finish(reason, error)
         self.finished_counts[reason.value] += 1
         self._done.append(record)

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Makes requests of prompts and settings, or says what is wrong with them."""
+
+import time
+
+from mcore_inference.cache import PrefixChain
+from mcore_inference.context import DynamicInferenceContext
+from mcore_inference.engine._active_request import ActiveRequest
+from mcore_inference.requests import DynamicInferenceRequest, DynamicInferenceRequestRecord, Prompt, encode_prompt, stop_tokens
+from mcore_inference.sampling import SamplingParams, request_seed
+from mcore_inference.speculation import NgramDrafter, NgramSpeculation
+from mcore_inference.structured import GrammarCompiler
+from mcore_inference.text import TextStream, Tokenizer
+
+
+class Intake:
+    """Everything that a request needs before it waits; no memory of the device is taken.
+
+    Args:
+        context: which requests fit.
+        tokenizer: as of the engine.
+        vocab_size: ids that exist.
+        seed: of requests that bring none.
+        speculation: what proposes tokens for them; None for nothing.
+        shares_prefixes: whether they share cache blocks.
+    """
+
+    def __init__(
+        self,
+        context: DynamicInferenceContext,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        *,
+        seed: int,
+        speculation: NgramSpeculation | None,
+        shares_prefixes: bool,
+    ) -> None:
+        self._context, self._tokenizer, self._vocab_size = context, tokenizer, vocab_size
+        self._seed, self._speculation, self._shares_prefixes = seed, speculation, shares_prefixes
+        self._grammars = GrammarCompiler(tokenizer, vocab_size)
+
+    def make(self, prompt: Prompt, params: SamplingParams, *, number: int, order: int, priority: int) -> ActiveRequest:
+        """A request with the number and the place of its arrival.
+
+        Raises:
+            RequestError, ValueError: as ``DynamicInferenceEngine.add_request``.
+        """
+        tokens = encode_prompt(prompt, params, self._tokenizer, self._vocab_size, number)
+        stop_ids = stop_tokens(params, self._tokenizer, self._vocab_size)
+        wanted = params.budget(len(tokens))
+        budget = self._context.check_fits(len(tokens), wanted, number)
+        form = params.structured_output
+        grammar = None if form is None else self._grammars.matcher(form, number)
+        request = DynamicInferenceRequest(
+            request_id=number,
+            prompt_tokens=tokens,
+            sampling_params=params,
+            num_tokens_to_generate=budget,
+            budget_clamped=budget < wanted,
+            prompt=prompt if isinstance(prompt, str) else None,
+            priority=priority,
+        )
+        entry = ActiveRequest(
+            chain=PrefixChain(self._context.block_size) if self._shares_prefixes else None,
+            record=DynamicInferenceRequestRecord.from_request(request),
+            params=params,
+            order=order,
+            seed=request_seed(self._seed, number) if params.seed is None else params.seed,
+            stop_ids=stop_ids,
+            text=None if self._tokenizer is None else TextStream(self._tokenizer, params.stop_words or ()),
+            started=time.monotonic(),
+            grammar=grammar,
+            drafter=None if self._speculation is None or grammar is not None else NgramDrafter(self._speculation, tokens),
+        )
+        entry.grow_keys()
+        return entry
