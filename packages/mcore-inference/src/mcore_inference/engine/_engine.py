@@ -17,15 +17,10 @@ from mcore_inference.engine._admission import Admission
 from mcore_inference.engine._executor import DecodeBatch, ExecutionConfig, Executor, InFlight
 from mcore_inference.engine._intake import Intake
 from mcore_inference.engine._offline import completions_of, run_to_end, settings_of
+from mcore_inference.engine._step_log import StepLog
 from mcore_inference.engine._verification import Draw, Verification
 from mcore_inference.engine._weights import ModelWeights, WeightChunk, WeightPolicy, check_policy
-from mcore_inference.requests import (
-    DynamicInferenceRequestRecord,
-    FinishReason,
-    Prompt,
-    QueueFullError,
-    StepFailedError,
-)
+from mcore_inference.requests import DynamicInferenceRequestRecord, FinishReason, Prompt, QueueFullError, StepFailedError
 from mcore_inference.sampling import SamplingParams
 from mcore_inference.scheduling import StepPlan
 from mcore_inference.text import Tokenizer
@@ -91,12 +86,14 @@ class DynamicInferenceEngine:
         self._done: list[DynamicInferenceRequestRecord] = []
         self._arrivals = itertools.count()
         self._in_flight: InFlight | None = None
+        self._num_generated = 0
         execution = ExecutionConfig() if execution is None else execution
         on_gpu = context.device.type == "cuda"
         self._speculates = execution.speculation is not None
         self._runs_ahead = on_gpu and not self._speculates if execution.run_ahead is None else execution.run_ahead
         self._executor = Executor(model, context, self.vocab_size, execution)
         self._batch: DecodeBatch | None = None
+        self._log = None if execution.log_interval_steps is None else StepLog(self.stats, execution.log_interval_steps)
         self._weights = ModelWeights(model)
         self._intake = Intake(context, tokenizer, self.vocab_size, seed=seed, speculation=execution.speculation, shares_prefixes=shares)
 
@@ -280,6 +277,8 @@ class DynamicInferenceEngine:
         """Counters and the state of the cache, for metrics."""
         return {
             "steps": self.step_count,
+            "computed_tokens": self._executor.num_computed,
+            "generated_tokens": self._num_generated,
             "graph_steps": sum(self.cuda_graph_request_count_map.values()),
             "preemptions": self.num_preemptions,
             "drafted_tokens": self.num_drafted,
@@ -416,6 +415,8 @@ class DynamicInferenceEngine:
                 self._take_results(before)
         if not self._runs_ahead:
             self._read_results()
+        if launch is not None and self._log is not None:
+            self._log.note(self.step_count)
 
     def _decoding(self) -> DecodeBatch | None:
         """The running requests as one batch, when all of them decode and nobody can join."""
@@ -469,6 +470,7 @@ class DynamicInferenceEngine:
                 self._end(entry, FinishReason.LENGTH)
 
     def _append(self, entry: ActiveRequest, draw: Draw) -> None:
+        self._num_generated += draw[0] >= 0
         if (end := entry.append(*draw)) is not None:
             self._end(entry, *end)
         elif entry.drafter is not None:

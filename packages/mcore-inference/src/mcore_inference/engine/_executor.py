@@ -35,10 +35,14 @@ class ExecutionConfig:
     num_cuda_graphs: int | None = None
     """Numbers of rows that are recorded, each half of the next, up to ``max_requests``: few take less memory and time to record, and pad
     more. None for about 25, close together where few rows are served."""
+    log_interval_steps: int | None = None
+    """Steps of one line of JSON in the logger ``mcore_inference.steps``; None for no lines."""
     speculation: NgramSpeculation | None = None
     """Verify several proposed tokens a step; None for one token a step. Excludes ``run_ahead``."""
 
     def __post_init__(self) -> None:
+        if self.log_interval_steps is not None:
+            as_integer("log_interval_steps", self.log_interval_steps, 1, 2**31)
         if self.num_cuda_graphs is not None:
             as_integer("num_cuda_graphs", self.num_cuda_graphs, 1, 2**31)
             if self.use_graphs is False:
@@ -105,6 +109,8 @@ class Executor:
 
     def __init__(self, model: GPTModel, context: DynamicInferenceContext, vocab_size: int, execution: ExecutionConfig) -> None:
         self._model, self._context, self._vocab_size = model, context, vocab_size
+        self.num_computed = 0
+        """Tokens that went through the model."""
         self._sampler = Sampler(context.builder.last_tokens, vocab_size)
         can_record = context.builder.has_kernel and records_graphs(model)
         if execution.use_graphs and not can_record:
@@ -181,6 +187,7 @@ class Executor:
     def _logits(self, host: HostStep, rows: Sequence[int]) -> Tensor:
         """Logits [N, V] of these tokens of the step, over the whole vocabulary on every tp rank."""
         num_tokens, builder = len(host.tokens_T), self._context.builder
+        self.num_computed += num_tokens
         if self.graphs is not None and num_tokens == len(host.lengths_R):
             logits_RV = self.graphs.run(host)
             if logits_RV is not None:

@@ -14,6 +14,8 @@ from mcore_inference.server._runner import Runner
 _PREFIX = "mcore_inference_"
 _COUNTERS = {
     "steps": "Steps of the engine that ended well.",
+    "computed_tokens": "Tokens that went through the model.",
+    "generated_tokens": "Tokens that were drawn for requests.",
     "graph_steps": "Steps that replayed a CUDA graph.",
     "failed_steps": "Steps that raised.",
     "preemptions": "Requests that lost their cache blocks and were computed again.",
