@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mcore_parallel import Group, ParallelPlan, ProcessGroups, named_shards
 from mcore_parallel.context_parallel import HeadSplitError, SequenceSplitError, zigzag_indices
-from mcore_parallel.nn import GatedDeltaNet, GatedDeltaNetConfig, LinearMixer, MambaConfig, MambaMixer, RecurrentState, Step
+from mcore_parallel.nn import GatedDeltaNet, GatedDeltaNetConfig, LinearMixer, MambaConfig, MambaMixer, RecurrentRows, RecurrentState, Step
 from mcore_parallel.nn.kernels._chunks import plan_chunks
 from mcore_parallel.nn.mixers._conv import causal_conv
 from mcore_parallel.nn.mixers._recurrences import delta_chunked, delta_recurrent, ssd_chunked, ssd_recurrent
@@ -125,6 +125,32 @@ def test_prefill_of_packed_sequences_gives_the_state_of_each(kind: str) -> None:
         _, alone = mixer.prefill(x[part], Step.causal(1, len(x[part])))
         torch.testing.assert_close(states.memory[number], alone.memory[0])
         torch.testing.assert_close(states.conv[number], alone.conv[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_goes_on_from_states_in_slots_and_leaves_the_new_ones_there(kind: str) -> None:
+    mixer, x = build(kind, ProcessGroups.single()), drawn(3, 9, WIDTH)
+    wanted = mixer(x.flatten(0, 1), Step.causal(3, 9)).unflatten(0, (3, 9))
+    kept = mixer.empty_state(5)
+    slots, done = {0: 4, 1: 0, 2: 2}, dict.fromkeys(range(3), 0)
+    untouched = kept.rows(torch.tensor([1, 3])).memory
+    # Of each step the sequences and how many tokens they get; those with one token come first.
+    for parts in ([(1, 5), (0, 3)], [(0, 1), (2, 4)], [(2, 1), (1, 1), (0, 2)], [(1, 1)], [(0, 3), (1, 2), (2, 4)]):
+        rows = RecurrentRows(
+            layers={mixer.layer: kept},
+            slots=torch.tensor([slots[sequence] for sequence, _ in parts]),
+            num_decode=sum(count == 1 for _, count in parts),
+            lengths=tuple(count for _, count in parts if count > 1),
+        )
+        tokens = torch.cat([x[sequence, done[sequence] : done[sequence] + count] for sequence, count in parts])
+        y = mixer(tokens, dataclasses.replace(Step.causal(1, len(tokens)), states=rows))
+        for (sequence, count), found in zip(parts, y.split([count for _, count in parts]), strict=True):
+            torch.testing.assert_close(found, wanted[sequence, done[sequence] : done[sequence] + count])
+            done[sequence] += count
+    assert done == dict.fromkeys(range(3), 9)
+    assert torch.equal(kept.rows(torch.tensor([1, 3])).memory, untouched)
+    with pytest.raises(SequenceSplitError, match="rows of 9 tokens and the step 8"):
+        mixer(x[0, :8], dataclasses.replace(Step.causal(1, 8), states=rows))
 
 
 def gradients(mixer: LinearMixer, x: Tensor, step: Step, weights: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -47,6 +47,7 @@ def _build(mixer: Callable[..., nn.Module], site: Site, sizes: MambaConfig | Gat
         sizes,
         site.groups,
         norm_epsilon=site.config.norm_epsilon,
+        layer=site.local_layer,
         layers=site.layers,
         dtype=site.dtype,
         device=site.device,

@@ -68,6 +68,7 @@ from mcore_parallel.nn.mixers import (
     LinearMixerConfig,
     MambaConfig,
     MambaMixer,
+    RecurrentRows,
     RecurrentState,
 )
 from mcore_parallel.nn.positions import (
@@ -121,6 +122,7 @@ __all__ = [
     "QKClipped",
     "RMSNorm",
     "RecomputeConfig",
+    "RecurrentRows",
     "RecurrentState",
     "RotaryConfig",
     "RotaryEmbedding",

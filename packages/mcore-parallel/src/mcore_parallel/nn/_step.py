@@ -34,6 +34,9 @@ class Step:
     themselves only. None for B sequences."""
     attention: Any = None
     """Data for the attention core that was chosen (page tables, sequence bounds); other layers ignore it."""
+    states: Any = None
+    """``RecurrentRows`` (``mcore_parallel.nn.mixers``), from whose states linear mixers go on and where they leave the new ones; other
+    layers ignore it. None for sequences that begin here."""
     encoder_tokens: Tensor | None = None
     """[B, S'] int64, what the encoder of an encoder-decoder reads."""
     encoder_mask: Tensor | None = None

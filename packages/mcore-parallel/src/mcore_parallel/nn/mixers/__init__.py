@@ -3,8 +3,9 @@
 """Linear mixers: Mamba-2 and the gated delta net."""
 
 from mcore_parallel.nn.mixers._delta_net import GatedDeltaNet, GatedDeltaNetConfig
-from mcore_parallel.nn.mixers._linear_mixer import LinearMixer, LinearMixerConfig, RecurrentState
+from mcore_parallel.nn.mixers._linear_mixer import LinearMixer, LinearMixerConfig
 from mcore_parallel.nn.mixers._mamba import MambaConfig, MambaMixer
+from mcore_parallel.nn.mixers._state import RecurrentRows, RecurrentState
 
 __all__ = [
     "GatedDeltaNet",
@@ -13,5 +14,6 @@ __all__ = [
     "LinearMixerConfig",
     "MambaConfig",
     "MambaMixer",
+    "RecurrentRows",
     "RecurrentState",
 ]

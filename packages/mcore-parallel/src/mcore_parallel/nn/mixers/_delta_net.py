@@ -52,6 +52,7 @@ class GatedDeltaNet(LinearMixer):
         config: sizes.
         groups: tp and cp are used.
         norm_epsilon: of the gated norm.
+        layer: number among the layers of this stage, by which ``Step.states`` keeps its states.
         layers: builds the projections; None for those of ``mcore_parallel.tensor_parallel``.
         dtype: of the weights; ``A_log`` and ``dt_bias`` are kept in float32 at least.
         device: of the weights.
@@ -74,6 +75,7 @@ class GatedDeltaNet(LinearMixer):
         groups: ProcessGroups,
         *,
         norm_epsilon: float = 1e-5,
+        layer: int = 0,
         layers: LayerFactory | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -94,6 +96,7 @@ class GatedDeltaNet(LinearMixer):
             sizes,
             groups,
             norm=GatedRMSNorm(config.value_head_dim, groups, epsilon=norm_epsilon, dtype=dtype, device=device),
+            layer=layer,
             layers=layers,
             dtype=dtype,
             device=device,

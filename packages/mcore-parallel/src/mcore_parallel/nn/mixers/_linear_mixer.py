@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_parallel._field_types import check_field_types
+from mcore_parallel.context_parallel import SequenceSplitError
 from mcore_parallel.groups import ProcessGroups, ShardSpec
 from mcore_parallel.nn._factory import LayerFactory, TorchLayers
 from mcore_parallel.nn._step import Step
@@ -19,29 +20,11 @@ from mcore_parallel.nn.kernels import ChunkPlan, plan_chunks
 from mcore_parallel.nn.mixers._conv import CausalConv, causal_conv, conv_step, extend
 from mcore_parallel.nn.mixers._gated_norm import GatedRMSNorm
 from mcore_parallel.nn.mixers._heads import GroupRows, HeadExchange, check_degrees, whole_lengths
+from mcore_parallel.nn.mixers._state import RecurrentRows, RecurrentState
 
 _LARGEST_RATE = 16.0
 _STEP_SIZES = (1e-3, 0.1)
 _SMALLEST_STEP_SIZE = 1e-4
-
-
-# B sequences, G groups, W channels of a group, H heads, K taps of the convolution; all of this tp rank.
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RecurrentState:
-    """All that a linear mixer keeps of B sequences; its size does not depend on their lengths.
-
-    ``LinearMixer.prefill`` and ``step`` return it, ``empty_state`` is where sequences begin. A state is never written to: to go back, keep
-    the one before.
-    """
-
-    conv: Tensor
-    """[B, K - 1, G, W] what the convolution saw last, in the dtype of the projection."""
-    memory: Tensor
-    """[B, H, ...] state of each head, float32 or float64: Mamba-2 [P, N], delta net [width of keys, width of values]."""
-
-    def rows(self, index: Tensor) -> "RecurrentState":
-        """Of some sequences."""
-        return RecurrentState(conv=self.conv[index], memory=self.memory[index])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +54,7 @@ class LinearMixer(nn.Module, abc.ABC):
         sizes: D, G, R and the convolution.
         groups: tp and cp are used.
         norm: after the scan.
+        layer: number among the layers of this stage, by which ``Step.states`` keeps its states.
         layers: builds the projections.
         dtype: of the weights; per-head parameters are float32 or wider.
         device: of the weights.
@@ -86,6 +70,7 @@ class LinearMixer(nn.Module, abc.ABC):
         groups: ProcessGroups,
         *,
         norm: GatedRMSNorm,
+        layer: int,
         layers: LayerFactory | None,
         dtype: torch.dtype | None,
         device: torch.device | str | None,
@@ -96,7 +81,7 @@ class LinearMixer(nn.Module, abc.ABC):
         check_degrees(num_groups, rows.heads, groups, sizes.groups_field)
         layers = TorchLayers() if layers is None else layers
         heads = num_groups * rows.heads
-        self.groups, self.rows, self.chunk_size = groups, rows, sizes.chunk_size
+        self.groups, self.rows, self.chunk_size, self.layer = groups, rows, sizes.chunk_size, layer
         self.local_groups = num_groups // groups.tp.size
         self._head = ShardSpec(shape=(heads,), shards={"tp": 0})
         self._exchange = HeadExchange(rows=rows, num_groups=self.local_groups, cp=groups.cp)
@@ -136,11 +121,14 @@ class LinearMixer(nn.Module, abc.ABC):
                         parameter.copy_(owner.initial_value(name, spec.shape, generator, None)[spec.slices(self.groups)])
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        """[T or T / tp, D] -> the same; each sequence of the step begins from nothing.
+        """[T or T / tp, D] -> the same; each sequence of the step begins from nothing, or goes on from ``step.states`` without gradients.
 
         Raises:
             SequenceSplitError: sequences with another number of tokens than there are, or that cp cannot split.
+            NotImplementedError: states with cp above 1.
         """
+        if step.states is not None:
+            return self._go_on(x, step.states)
         z, channels, numbers = self._project(x)
         lengths = whole_lengths(step, len(z), self.groups.cp.size)
         weight, bias, heads = self.conv.weight, self.conv.bias, {name: self.get_parameter(name) for name in self._head_parameters()}
@@ -171,18 +159,10 @@ class LinearMixer(nn.Module, abc.ABC):
         Raises:
             NotImplementedError: cp above 1.
         """
-        if self.groups.cp.size > 1:
-            raise NotImplementedError(f"cp={self.groups.cp.size} keeps no states; build the model for inference with cp=1")
+        self._check_keeps_states()
         z, channels, numbers = self._project(x)
-        lengths = whole_lengths(step, len(z), 1)
-        kernel, batch = self.conv.weight.shape[-1], len(lengths)
-        before = channels.new_zeros(batch, kernel - 1, *channels.shape[1:]) if state is None else state.conv
-        longer, positions, rows, conv = extend(channels, before, lengths)
-        mixed = causal_conv(longer, self.conv.weight, self.conv.bias, positions)[rows]
-        plan = plan_chunks(lengths, self.chunk_size, x.device)
-        heads = {name: self.get_parameter(name) for name in self._head_parameters()}
-        y, memory = self._scan(mixed, numbers, heads, plan, None if state is None else state.memory)
-        return self._finish(y, z), RecurrentState(conv=conv, memory=memory)
+        y, behind = self._mix_sequences(channels, numbers, whole_lengths(step, len(z), 1), state)
+        return self._finish(y, z), behind
 
     @torch.no_grad()
     def step(self, x: Tensor, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
@@ -196,9 +176,51 @@ class LinearMixer(nn.Module, abc.ABC):
             [B or B / tp, D], and the state behind it.
         """
         z, channels, numbers = self._project(x)
+        y, behind = self._mix_tokens(channels, numbers, state)
+        return self._finish(y, z), behind
+
+    @torch.no_grad()
+    def _go_on(self, x: Tensor, rows: RecurrentRows) -> Tensor:
+        """[T or T / tp, D] -> the same, by the states that the rows name, which are replaced by those behind the tokens."""
+        self._check_keeps_states()
+        z, channels, numbers = self._project(x)
+        if rows.num_tokens != len(z):
+            raise SequenceSplitError(f"step.states has rows of {rows.num_tokens} tokens and the step {len(z)}; give all of its rows")
+        kept, count, parts = rows.layers[self.layer], rows.num_decode, []
+        if count:
+            slots = rows.slots[:count]
+            y, behind = self._mix_tokens(channels[:count], numbers[:count], kept.rows(slots))
+            parts.append(y)
+            kept.write(slots, behind)
+        if rows.lengths:
+            slots = rows.slots[count:]
+            y, behind = self._mix_sequences(channels[count:], numbers[count:], rows.lengths, kept.rows(slots))
+            parts.append(y)
+            kept.write(slots, behind)
+        return self._finish(parts[0] if len(parts) == 1 else torch.cat(parts), z)
+
+    def _check_keeps_states(self) -> None:
+        if self.groups.cp.size > 1:
+            raise NotImplementedError(f"cp={self.groups.cp.size} keeps no states; build the model for inference with cp=1")
+
+    def _mix_tokens(self, channels: Tensor, numbers: Tensor, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
+        """y [B, H, P] of one token of each of B sequences, and the states behind them."""
         mixed, conv = conv_step(channels, state.conv, self.conv.weight, self.conv.bias)
         y, memory = self._scan_step(mixed, numbers, state.memory)
-        return self._finish(y, z), RecurrentState(conv=conv, memory=memory)
+        return y, RecurrentState(conv=conv, memory=memory)
+
+    def _mix_sequences(
+        self, channels: Tensor, numbers: Tensor, lengths: tuple[int, ...], state: RecurrentState | None
+    ) -> tuple[Tensor, RecurrentState]:
+        """y [T, H, P] of B sequences, and the states behind them."""
+        kernel, batch = self.conv.weight.shape[-1], len(lengths)
+        before = channels.new_zeros(batch, kernel - 1, *channels.shape[1:]) if state is None else state.conv
+        longer, positions, rows, conv = extend(channels, before, lengths)
+        mixed = causal_conv(longer, self.conv.weight, self.conv.bias, positions)[rows]
+        plan = plan_chunks(lengths, self.chunk_size, channels.device)
+        heads = {name: self.get_parameter(name) for name in self._head_parameters()}
+        y, memory = self._scan(mixed, numbers, heads, plan, None if state is None else state.memory)
+        return y, RecurrentState(conv=conv, memory=memory)
 
     def empty_state(self, batch_size: int) -> RecurrentState:
         """Of sequences that have not begun."""

@@ -74,6 +74,7 @@ class MambaMixer(LinearMixer):
         config: sizes.
         groups: tp and cp are used.
         norm_epsilon: of the gated norm.
+        layer: number among the layers of this stage, by which ``Step.states`` keeps its states.
         layers: builds the projections; None for those of ``mcore_parallel.tensor_parallel``.
         dtype: of the weights; ``A_log``, ``D`` and ``dt_bias`` are kept in float32 at least.
         device: of the weights.
@@ -97,6 +98,7 @@ class MambaMixer(LinearMixer):
         groups: ProcessGroups,
         *,
         norm_epsilon: float = 1e-5,
+        layer: int = 0,
         layers: LayerFactory | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -118,6 +120,7 @@ class MambaMixer(LinearMixer):
             sizes,
             groups,
             norm=GatedRMSNorm(rows.inner, groups, rows=config.num_groups, epsilon=norm_epsilon, dtype=dtype, device=device),
+            layer=layer,
             layers=layers,
             dtype=dtype,
             device=device,

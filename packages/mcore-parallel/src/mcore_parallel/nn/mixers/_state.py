@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""What linear mixers keep of sequences, and where a server keeps it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+# B sequences, G groups, W channels of a group, H heads, K taps of the convolution; all of this tp rank. M sequences that a server holds.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RecurrentState:
+    """All that a linear mixer keeps of B sequences; its size does not depend on their lengths.
+
+    ``LinearMixer.prefill`` and ``step`` return it, ``empty_state`` is where sequences begin. They write to no state: to go back, keep
+    the one before.
+    """
+
+    conv: Tensor
+    """[B, K - 1, G, W] what the convolution saw last, in the dtype of the projection."""
+    memory: Tensor
+    """[B, H, ...] state of each head, float32 or float64: Mamba-2 [P, N], delta net [width of keys, width of values]."""
+
+    def rows(self, index: Tensor) -> "RecurrentState":
+        """Of some sequences."""
+        return RecurrentState(conv=self.conv[index], memory=self.memory[index])
+
+    def write(self, index: Tensor, other: "RecurrentState") -> None:
+        """Replace those of some sequences, each of them once, in place."""
+        self.conv.index_copy_(0, index, other.conv)
+        self.memory.index_copy_(0, index, other.memory)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RecurrentRows:
+    """What ``Step.states`` carries: the B sequences of a step go on from states that lie in slots, and leave their new states there.
+
+    Example:
+        Three sequences in slots 4, 0 and 2; the first gets one more token, the others two and three:
+
+        >>> import torch
+        >>> kept = RecurrentState(conv=torch.zeros(5, 3, 1, 8), memory=torch.zeros(5, 2, 4, 4))
+        >>> rows = RecurrentRows(layers={0: kept}, slots=torch.tensor([4, 0, 2]), num_decode=1, lengths=(2, 3))
+        >>> rows.num_tokens
+        6
+    """
+
+    layers: Mapping[int, RecurrentState]
+    """Of each linear mixer, by its ``layer``, the states of all M slots; a step writes to them in place."""
+    slots: Tensor
+    """[B] int64, each slot once."""
+    num_decode: int
+    """Sequences that get one token; they come first."""
+    lengths: tuple[int, ...]
+    """Tokens of each of the others."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_decode + sum(self.lengths)
