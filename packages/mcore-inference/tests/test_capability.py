@@ -12,7 +12,7 @@ from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, Eng
 from mcore_parallel import ProcessGroups
 from mcore_parallel.backends import Fp8Config, TorchBackend
 from mcore_parallel.models import BertModel, GPTModel, Site, TransformerConfig, self_attention
-from mcore_parallel.nn import GatedDeltaNetConfig, LatentAttentionConfig, MambaConfig, SelfAttention
+from mcore_parallel.nn import MLP, GatedDeltaNetConfig, LatentAttentionConfig, MambaConfig, SelfAttention
 
 SIZES = InferenceConfig(num_blocks=4, block_size_tokens=8, max_sequence_length=32)
 SHAPE: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64}
@@ -36,6 +36,20 @@ def own_mixer(site: Site) -> nn.Module:
     return mixer
 
 
+class Dropping(MLP):
+    """A feed-forward whose result for a token depends on the others."""
+
+    drops_tokens = True
+
+
+def dropping(kind: bool = True) -> nn.Module:
+    model = make()
+    assert isinstance(model, GPTModel)
+    model.layers["1"].mlp.__class__ = Dropping
+    model.layers["1"].mlp.drops_tokens = kind
+    return model
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "mamba": (lambda: make(num_layers=3, hybrid_layer_pattern="M*-", mamba=MAMBA), r"layers\.0\.mamba is MambaMixer.*SelfAttention"),
     "delta net": (lambda: make(hybrid_layer_pattern="*G", delta_net=DELTA), r"layers\.1\.delta_net is GatedDeltaNet"),
@@ -47,6 +61,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         r"layers\.0\.attention\.core .*PagedAttention",
     ),
     "fp8": (lambda: make(options={"backend": TorchBackend(Fp8Config(recipe="tensorwise"))}), "fp8="),
+    "drops tokens": (dropping, r"layers\.1\.mlp is a Dropping that drops tokens.*moe_expert_capacity_factor=None"),
     "further tokens": (lambda: make(mtp_num_layers=1), r"mtp_num_layers=1.*model\.eval"),
     "encoder": (lambda: make(BertModel, options={"attention_core": None}, post_norm=True), "BertModel.*GPTModel"),
 }  # fmt: skip
@@ -61,6 +76,10 @@ def test_what_is_not_listed_is_refused_by_name_before_a_cache_is_made(kind: str)
     fitting = make()
     with pytest.raises(ValueError, match=words):
         DynamicInferenceEngine(model, DynamicInferenceContext.for_model(fitting, SIZES))  # type: ignore[arg-type]
+
+
+def test_a_feed_forward_that_could_drop_tokens_and_does_not_is_served() -> None:
+    EngineCapability().check_model(dropping(False))
 
 
 def test_a_part_is_served_once_it_is_listed() -> None:

@@ -102,6 +102,12 @@ def test_fillers_of_the_experts_are_spread_over_the_tokens() -> None:
     assert [column.nonzero().flatten().tolist() for column in filled.t()] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
+def test_a_layer_says_whether_it_drops_tokens() -> None:
+    groups = ProcessGroups.single()
+    assert build(groups, MIXTURE).drops_tokens
+    assert not build(groups, MoEConfig(num_moe_experts=E, moe_router_topk=K)).drops_tokens
+
+
 def test_capacities() -> None:
     assert [get_capacity(32, 8, factor) for factor in (0.1, 1.0, 1.25, 1.3)] == [1, 4, 5, 6]
     assert get_capacity(32, 8, 1.0, min_capacity=6) == 6 and get_capacity(0, 8, 1.0) == 0

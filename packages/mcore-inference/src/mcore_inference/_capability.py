@@ -3,6 +3,7 @@
 """Which models an engine can serve: it names what it holds, and refuses everything else."""
 
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from torch import nn
 
@@ -16,13 +17,23 @@ from mcore_parallel.nn import MLP, SelfAttention
 __all__ = ["EngineCapability"]
 
 
+@runtime_checkable
+class _MayDropTokens(Protocol):
+    """A feed-forward that may leave out tokens because of those beside them, as a mixture with a capacity does."""
+
+    @property
+    def drops_tokens(self) -> bool: ...
+
+
 @experimental_api
 @dataclass(frozen=True, kw_only=True)
 class EngineCapability:
     """Parts of a model for which an engine keeps the state of every request.
 
     Classes are compared exactly: a subclass may keep state of its own. A part that is not listed is refused, so a new mixer, core or
-    backend is not served before it is listed here. Feed-forwards keep no state between steps and may be of any class.
+    backend is not served before it is listed here. Feed-forwards keep no state between steps and may be of any class,
+    unless they drop tokens (``drops_tokens``): a request's tokens would depend on its neighbours, and cached keys and values on those of
+    another time.
 
     Example:
         >>> EngineCapability().mixers
@@ -58,6 +69,11 @@ class EngineCapability:
     def _check_layer(self, name: str, layer: nn.Module) -> None:
         if not isinstance(layer, TransformerLayer):
             raise ValueError(f"{name} is a {type(layer).__name__}; the engine serves a TransformerLayer")
+        if isinstance(layer.mlp, _MayDropTokens) and layer.mlp.drops_tokens:
+            raise ValueError(
+                f"{name}.mlp is a {type(layer.mlp).__name__} that drops tokens of a full step; build the served model without a capacity "
+                "(moe_expert_capacity_factor=None)"
+            )
         if layer.mixer is None:
             return
         name = f"{name}.{layer.mixer_name}"

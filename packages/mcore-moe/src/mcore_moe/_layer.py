@@ -102,6 +102,11 @@ class MoELayer(nn.Module):
             self.shared_experts = MLP(hidden_size, size, groups, activation=activation, layers=site.layers, **place)
             self.shared_expert_gate = ReplicatedLinear(hidden_size, 1, groups, **place) if config.moe_shared_expert_gate else None
 
+    @property
+    def drops_tokens(self) -> bool:
+        """Whether a token's result depends on those beside it: an expert takes no more than its capacity, outside training too."""
+        return self.router.config.moe_expert_capacity_factor is not None
+
     def forward(self, x_TD: Tensor, step: Step) -> tuple[Tensor, Aux | None]:
         """[T, D] -> ([T, D], losses and counts; None outside training)."""
         shared_TD = self._shared(x_TD, step)
