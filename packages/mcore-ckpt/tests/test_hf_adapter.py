@@ -25,6 +25,7 @@ from mcore_ckpt.hf import (  # noqa: E402
     merge_adapter,
 )
 from mcore_ckpt.hf._adapter import adapted_sites  # noqa: E402
+from mcore_ckpt.hf.families import find_family  # noqa: E402
 
 CONFIG = {
     "num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 20, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 6,
@@ -71,7 +72,7 @@ def test_an_adapter_comes_back_with_its_bits(tmp_path, family) -> None:
         config = import_hf(tmp_path / "base").config
     else:
         config = {**CONFIG, **changes}
-    tensors = drawn(adapted_sites(family, config))
+    tensors = drawn(adapted_sites(find_family(family), config))
     assert len(tensors) == 16
     export_adapter_hf(tensors, tmp_path / "adapter", family=family, config=config, adapter=ADAPTER)
     adapter, back = import_adapter_hf(tmp_path / "adapter", family=family, config=config)
@@ -80,7 +81,7 @@ def test_an_adapter_comes_back_with_its_bits(tmp_path, family) -> None:
 
 
 def test_the_files_have_the_names_and_shapes_of_peft(tmp_path) -> None:
-    tensors = drawn(adapted_sites("llama", CONFIG))
+    tensors = drawn(adapted_sites(find_family("llama"), CONFIG))
     export_adapter_hf(tensors, tmp_path / "adapter", family="llama", config=CONFIG, adapter=ADAPTER)
     shapes = {name: tuple(tensor.shape) for name, tensor in read_all(tmp_path / "adapter").items() if ".layers.1." in name}
     outs = {"self_attn.q_proj": 24, "self_attn.k_proj": 12, "self_attn.v_proj": 12, "self_attn.o_proj": 16}
@@ -97,7 +98,7 @@ def test_the_files_have_the_names_and_shapes_of_peft(tmp_path) -> None:
 
 
 def test_layers_that_share_a_name_with_one_without_adapter_are_named_whole(tmp_path) -> None:
-    tensors = {name: value for name, value in drawn(adapted_sites("llama", CONFIG)).items() if "layers.0.mlp.down" in name}
+    tensors = {name: value for name, value in drawn(adapted_sites(find_family("llama"), CONFIG)).items() if "layers.0.mlp.down" in name}
     export_adapter_hf(tensors, tmp_path / "adapter", family="llama", config=CONFIG, adapter=ADAPTER)
     entries = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert entries["target_modules"] == ["model.layers.0.mlp.down_proj"]
@@ -130,7 +131,7 @@ def logits(model):
 
 def test_merged_weights_are_those_of_their_adapters_added_to_their_weights(tmp_path, base) -> None:
     family, config, tensors = import_hf(base)
-    adapter = drawn(adapted_sites(family, config))
+    adapter = drawn(adapted_sites(find_family(family), config))
     export_hf(merge_adapter(tensors, adapter, ADAPTER.scaling), tmp_path / "merged", family=family, config=config)
     export_adapter_hf(adapter, tmp_path / "adapter", family=family, config=config, adapter=ADAPTER)
     expected = logits(adapted_by_hand(base, read_all(tmp_path / "adapter"), 2.0))
@@ -210,7 +211,7 @@ def test_what_is_no_plain_adapter_of_the_model_is_refused_by_name(tmp_path, tens
 
 
 def test_what_cannot_be_written_or_merged_is_refused_by_name(tmp_path) -> None:
-    tensors = drawn(adapted_sites("llama", CONFIG))
+    tensors = drawn(adapted_sites(find_family("llama"), CONFIG))
 
     def export(given, rank=3):
         adapter = HFAdapterConfig(rank=rank, alpha=1.0)
@@ -249,7 +250,7 @@ def test_adapters_of_experts_are_merged_expert_by_expert_and_not_written() -> No
 def stored(tmp_path, base):
     """A checkpoint of adapters, beside it their optimizer's state; (its folder, the adapters)."""
     family, config, _ = import_hf(base)
-    adapter = drawn(adapted_sites(family, config))
+    adapter = drawn(adapted_sites(find_family(family), config))
     moments = {f"optimizer.exp_avg.{name}": torch.ones_like(value) for name, value in adapter.items()}
     extra = {"family": family, "config": config, "lora": {"rank": 3, "alpha": 6.0, "dropout": 0.1}, "lora_base": str(base)}
     save({**adapter, **moments}, tmp_path / "step", extra=extra)

@@ -11,7 +11,7 @@ from typing import Any
 from mcore_ckpt._core import read_manifest
 from mcore_ckpt.cli._arguments import Commands, add_dtype, add_source, add_verify, chosen_dtype, progress, read_settings
 from mcore_ckpt.foreign import import_torch
-from mcore_ckpt.hf import FAMILY_NAMES, StoredAdapter, export_adapter_hf, export_checkpoint_hf, import_checkpoint_hf, merge_adapter_hf
+from mcore_ckpt.hf import StoredAdapter, export_adapter_hf, export_checkpoint_hf, import_checkpoint_hf, merge_adapter_hf
 from mcore_ckpt.inspect import resolve_checkpoint, summarize
 from mcore_ckpt.megatron import EXPORT_FORMATS, export_checkpoint_megatron, import_checkpoint_megatron, stored_bytes
 
@@ -30,7 +30,7 @@ def _add_hf(commands: Commands) -> None:
     command = commands.add_parser("export-hf", help="write a checkpoint's model as Hugging Face safetensors")
     add_source(command)
     command.add_argument("output", help="folder to create")
-    command.add_argument("--family", choices=FAMILY_NAMES, help="default: the one that an import noted in the checkpoint")
+    command.add_argument("--family", metavar="NAME", help="such as llama; default: the one that an import noted in the checkpoint")
     command.add_argument("--config", type=Path, help="JSON file with the model's sizes; default: those that an import noted")
     command.add_argument("--prefix", default="", help="what precedes the model's names in the checkpoint, for instance 'model.'")
     add_dtype(command)

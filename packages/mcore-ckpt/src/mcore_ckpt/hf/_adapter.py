@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from mcore_ckpt._errors import CheckpointingException, list_names
-from mcore_ckpt.hf._config import complete, family_named, measure
-from mcore_ckpt.hf._rules import Form, PartLayout, WeightSite, join, sites, split
+from mcore_ckpt.hf._config import complete, measure
+from mcore_ckpt.hf._fields import Family
+from mcore_ckpt.hf._rules import RANK, Form, PartLayout, WeightSite, join, sites, split
 
 __all__ = ["HFAdapterConfig", "adapted_sites", "is_adapter", "join_adapter", "merge_adapter", "split_adapter"]
 
-_WEIGHT, _A, _B, _RANK = ".weight", ".lora.A", ".lora.B", "rank"
+_WEIGHT, _A, _B = ".weight", ".lora.A", ".lora.B"
 _EXPERTS_A, _EXPERTS_B = "_lora.A", "_lora.B"
 """Of a stack of experts ``experts.up`` [E, *out, I]: ``experts.up_lora.A`` [E, r, I] and ``.B`` [E, *out, r]."""
 _LAYOUTS = (PartLayout.STACK, PartLayout.GROUPED, PartLayout.TURNED)
@@ -103,14 +104,13 @@ def merge_adapter(
         raise CheckpointingException(f"adapters of weights this model does not have: {list_names(pairs)}")
 
 
-def adapted_sites(family: str, config: Mapping[str, Any]) -> dict[str, WeightSite]:
+def adapted_sites(family: Family, config: Mapping[str, Any]) -> dict[str, WeightSite]:
     """The weights of a model that an adapter in this form can have, by our names."""
-    described = family_named(family)
-    full = complete(config, described)
-    return {site.name: site for site in sites(described.rules, measure(full), full) if any(_is_linear(site, f) for f in site.rule.forms)}
+    full = complete(config, family)
+    return {site.name: site for site in sites(family.rules, measure(full), full) if any(_is_linear(site, f) for f in site.rule.forms)}
 
 
-def split_adapter(tensors: Mapping[str, Tensor], family: str, config: Mapping[str, Any]) -> dict[str, Pair]:
+def split_adapter(tensors: Mapping[str, Tensor], family: Family, config: Mapping[str, Any]) -> dict[str, Pair]:
     """Adapters by the modules of the family, ``model.layers.0.self_attn.q_proj``.
 
     Raises:
@@ -121,14 +121,14 @@ def split_adapter(tensors: Mapping[str, Tensor], family: str, config: Mapping[st
     if stacks := [name for name, (A, _) in pairs.items() if A.dim() > 2]:
         raise CheckpointingException(f"{list_names(stacks)}: adapters of experts have no form there; merge them instead")
     if unknown := pairs.keys() - linears.keys():
-        raise CheckpointingException(f"family {family} with this config has no linear layers {list_names(unknown, linears)}")
+        raise CheckpointingException(f"family {family.name} with this config has no linear layers {list_names(unknown, linears)}")
     theirs: dict[str, Pair] = {}
     for name, (A, B) in pairs.items():
         site = linears[name]
         form = site.rule.forms[0]
         rank = A.shape[0]
         if not _is_linear(site, form):
-            raise CheckpointingException(f"{name} is no matrix of its own in family {family}; merge the adapter instead")
+            raise CheckpointingException(f"{name} is no matrix of its own in family {family.name}; merge the adapter instead")
         if A.shape != (rank, site.shape[-1]) or B.shape != (*site.shape[:-1], rank):
             raise CheckpointingException(f"the adapter {list(B.shape)} x {list(A.shape)} does not fit {name} {list(site.shape)}")
         narrow, narrow_form = _narrow(site, form, rank)
@@ -137,7 +137,7 @@ def split_adapter(tensors: Mapping[str, Tensor], family: str, config: Mapping[st
     return theirs
 
 
-def join_adapter(theirs: Mapping[str, Pair], family: str, config: Mapping[str, Any]) -> dict[str, Tensor]:
+def join_adapter(theirs: Mapping[str, Pair], family: Family, config: Mapping[str, Any]) -> dict[str, Tensor]:
     """Inverse of `split_adapter`. All adapters get one rank: where those of the parts of one weight differ in A, or a part has none, the
     rank of ours is the sum of theirs; smaller ones are filled up with zeros. The scale stays.
 
@@ -153,7 +153,7 @@ def join_adapter(theirs: Mapping[str, Pair], family: str, config: Mapping[str, A
                 pairs[name] = _joined(site, form, [left.pop(module, None) for module in modules])
                 break
     if left:
-        raise CheckpointingException(f"family {family} with this config has no linear layers {list_names(left)} to adapt")
+        raise CheckpointingException(f"family {family.name} with this config has no linear layers {list_names(left)} to adapt")
     rank = max((A.shape[0] for A, _ in pairs.values()), default=0)
     tensors: dict[str, Tensor] = {}
     for name, (A, B) in pairs.items():
@@ -216,7 +216,7 @@ def _is_linear(site: WeightSite, form: Form) -> bool:
 
 def _narrow(site: WeightSite, form: Form, rank: int) -> tuple[WeightSite, Form]:
     """The same for B, whose last dim is the rank."""
-    parts = tuple(dataclasses.replace(part, shape=(*part.shape[:-1], _RANK)) for part in form.parts)
+    parts = tuple(dataclasses.replace(part, shape=(*part.shape[:-1], RANK)) for part in form.parts)
     narrow = dataclasses.replace(form, parts=parts)
-    rule = dataclasses.replace(site.rule, shape=(*site.rule.shape[:-1], _RANK), forms=(narrow,))
-    return WeightSite(rule, site.layer, {**site.sizes, _RANK: rank}), narrow
+    rule = dataclasses.replace(site.rule, shape=(*site.rule.shape[:-1], RANK), forms=(narrow,))
+    return WeightSite(rule, site.layer, {**site.sizes, RANK: rank}), narrow

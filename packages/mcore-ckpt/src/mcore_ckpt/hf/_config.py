@@ -7,10 +7,10 @@ from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
 from mcore_ckpt._errors import CheckpointingException, list_names
-from mcore_ckpt.hf._families import FAMILIES, NOT_COVERED
+from mcore_ckpt.hf._families import FAMILIES, NOT_COVERED, all_families
 from mcore_ckpt.hf._fields import DEFAULTS, NESTED, Config, Family, refuse
 
-__all__ = ["brief", "check_entries", "complete", "families_of", "family_named", "from_hf_config", "measure", "to_hf_config"]
+__all__ = ["brief", "check_entries", "complete", "families_of", "from_hf_config", "measure", "to_hf_config"]
 
 _INERT = frozenset(
     (
@@ -85,17 +85,6 @@ _MAYBE_SIZES = (
 )
 
 
-def family_named(name: str) -> Family:
-    """The family called ``name``.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if name not in FAMILIES:
-        raise ValueError(f"family={name!r} is unknown; the families are {', '.join(sorted(FAMILIES))}")
-    return FAMILIES[name]
-
-
 def complete(config: Config, family: Family) -> dict[str, Any]:
     """Our config with every field: what is absent has the family's value, what is None its meaning.
 
@@ -151,14 +140,14 @@ def _complete_experts(full: dict[str, Any]) -> None:
 
 
 def families_of(config: Config) -> tuple[str, ...]:
-    """The families that can express a config in our field names, in the order in which `FAMILY_NAMES` has them.
+    """The families that can express a config in our field names, those of other installed packages last.
 
     Example:
         >>> families_of({"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100})[0]
         'llama'
     """
     able = []
-    for name, family in FAMILIES.items():
+    for name, family in all_families().items():
         try:
             complete(config, family)
         except ValueError:
@@ -235,6 +224,7 @@ def measure(full: Config) -> dict[str, int]:
         "H": width,
         "Q": heads * width,
         "C": groups * width,
+        "QKV": (heads + 2 * groups) * width,
         "R": (heads // groups + 2) * width,
         "E": full["num_moe_experts"] or 0,
         "P": full["max_position_embeddings"] or 0,
@@ -280,18 +270,20 @@ def to_hf_config(full: Config, family: Family, dtype: str) -> dict[str, Any]:
     return {**config, "torch_dtype": dtype, "dtype": dtype, "use_cache": True}
 
 
-def from_hf_config(config: Config, ignore: Collection[str] = ()) -> tuple[Family, dict[str, Any]]:
+def from_hf_config(config: Config, ignore: Collection[str] = (), family: Family | None = None) -> tuple[Family, dict[str, Any]]:
     """The family of a config.json and the complete config in our field names.
 
     Args:
         config: of config.json.
         ignore: entries to pass over, as of `check_entries`.
+        family: the one to read it by; by default that of its model_type.
 
     Raises:
         CheckpointingException: an unknown family, a missing size, or a setting that means another model than the family describes.
         ValueError: ``ignore`` names an entry that the weights depend on.
     """
-    kinds = {one.model_type: one for one in FAMILIES.values()}
+    families = all_families() if family is None else {family.name: family}
+    kinds = {one.model_type: one for one in families.values()}
     kind = str(config.get("model_type"))
     family = kinds.get(kind)
     if family is None:

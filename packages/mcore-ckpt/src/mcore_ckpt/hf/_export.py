@@ -17,8 +17,10 @@ from mcore_ckpt._core import as_sharded, check_files, read_manifest, read_tensor
 from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt._storage import WatchedFolder, dtype_code, open_folder, write_file, write_safetensors
 from mcore_ckpt.chunks import Box
-from mcore_ckpt.hf._config import complete, family_named, measure, to_hf_config
+from mcore_ckpt.hf._config import complete, measure, to_hf_config
 from mcore_ckpt.hf._draft import drafted_folder
+from mcore_ckpt.hf._families import find_family
+from mcore_ckpt.hf._fields import Family
 from mcore_ckpt.hf._rules import sites as sites_of
 from mcore_ckpt.hf._rules import split
 from mcore_ckpt.hf._stored_adapter import StoredAdapter
@@ -31,7 +33,7 @@ def export_hf(
     tensors: Mapping[str, Any] | Iterable[tuple[str, Any]],
     directory: str | Path,
     *,
-    family: str,
+    family: str | Family,
     config: Mapping[str, Any],
     max_shard_bytes: int = 4 * 2**30,
     dtype: torch.dtype | None = None,
@@ -46,7 +48,7 @@ def export_hf(
     Args:
         tensors: our global names and whole tensors, in any order. For parts use `export_checkpoint_hf`.
         directory: must not exist, or be empty.
-        family: name of one, as an import gives it or the table of families lists it.
+        family: name of one, as an import gives it or the table of families lists it, or a `Family` of your own.
         config: the model's sizes in our field names.
         max_shard_bytes: data a file holds before the next is begun; a larger tensor gets a file of its own.
         dtype: convert to this; None to keep.
@@ -58,7 +60,9 @@ def export_hf(
         ValueError: an unknown family, a config it cannot express, or a folder with content.
     """
     files = {} if tokenizer is None else tokenizer_files(tokenizer)
-    _write(tensors, directory, _Form(family, config, max_shard_bytes, dtype, hf_config), partial(_put_files, list(files.values())))
+    _write(
+        tensors, directory, _Form(find_family(family), config, max_shard_bytes, dtype, hf_config), partial(_put_files, list(files.values()))
+    )
 
 
 def _put_files(files: Iterable[Path], folder: Path) -> None:
@@ -70,7 +74,7 @@ def _put_files(files: Iterable[Path], folder: Path) -> None:
 class _Form:
     """What `export_hf` is told of the folder."""
 
-    family: str
+    family: Family
     config: Mapping[str, Any]
     max_shard_bytes: int
     dtype: torch.dtype | None
@@ -84,8 +88,7 @@ def _write(
     put_more: Callable[[Path], None],
 ) -> None:
     """`export_hf`; ``put_more`` may add to the folder before it gets its name."""
-    family, config, dtype = form.family, form.config, form.dtype
-    described = family_named(family)
+    described, config, dtype = form.family, form.config, form.dtype
     full = complete(config, described)
     sites = {site.name: site for site in sites_of(described.rules, measure(full), full)}
     with drafted_folder(directory) as draft:
@@ -102,7 +105,7 @@ def _write(
                 problem = (
                     "given twice"
                     if name in seen
-                    else f"has shape {list(tensor.shape)}, family {family} with this config has {list(site.shape)}"
+                    else f"has shape {list(tensor.shape)}, family {described.name} with this config has {list(site.shape)}"
                 )
                 raise CheckpointingException(f"{name} {problem}")
             seen.add(name)
@@ -121,7 +124,7 @@ def export_checkpoint_hf(
     checkpoint: str | Path,
     directory: str | Path,
     *,
-    family: str,
+    family: str | Family,
     config: Mapping[str, Any],
     prefix: str = "",
     verify: bool = True,
@@ -137,6 +140,7 @@ def export_checkpoint_hf(
 
     Args:
         checkpoint: folder of one committed checkpoint.
+        family: as of `export_hf`.
         prefix: what precedes the model's names there, for instance "model.".
         verify: compare the SHA-256 of the files that hold the model first.
         on_bytes: told of bytes as they are compared and, of the stored tensors, as they are taken over.
@@ -144,7 +148,8 @@ def export_checkpoint_hf(
     Raises:
         CheckpointingException: as `export_hf`, or the checkpoint is damaged.
     """
-    form = _Form(family, config, max_shard_bytes, dtype, hf_config)
+    described = find_family(family)
+    form = _Form(described, config, max_shard_bytes, dtype, hf_config)
     manifest = read_manifest(checkpoint)
     adapter = StoredAdapter.of(checkpoint)
     if adapter is not None:
@@ -152,7 +157,6 @@ def export_checkpoint_hf(
             raise ValueError(f"prefix={prefix!r}: {checkpoint} holds adapters, which have none; leave it out")
         _write(adapter.merged(verify=verify), directory, form, partial(put_tokenizer, checkpoint, manifest))
         return
-    described = family_named(family)
     full = complete(config, described)
     names = [site.name for site in sites_of(described.rules, measure(full), full)]
     missing = {prefix + name for name in names} - manifest.tensors.keys()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NoReturn
 
+from mcore_ckpt._errors import list_names
 from mcore_ckpt.hf._rules import Dim, Form, HFPart, PartLayout, WeightRule
 
 __all__ = [
@@ -137,14 +138,25 @@ class Codec:
     """Their config -> our fields, "mamba.state_dim" for one of a group; those left out have their default. Raises ValueError."""
 
 
+_NEEDED = frozenset(("num_layers", "hidden_size", "num_attention_heads", "vocab_size"))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Everything that is particular to one family of models."""
+    """Everything that is particular to one family of models.
+
+    Raises:
+        ValueError: something is missing, said twice, or of a field or tensor that does not exist.
+    """
 
     name: str
+    """What ``family=`` says."""
     model_type: str
+    """Of config.json."""
     architecture: str
+    """The class in transformers that config.json names."""
     codecs: tuple[Codec, ...]
+    """The entries of config.json that carry our fields."""
     implies: Config = field(default_factory=dict)
     """Our fields that no codec carries and that are not at their default in this family; a function computes from the complete config."""
     free: Config = field(default_factory=dict)
@@ -156,10 +168,26 @@ class Family:
     inert: frozenset[str] = frozenset()
     """Their entries that change no numbers of this family."""
     rules: tuple[WeightRule, ...]
+    """Every tensor of ours, and how it is stored there."""
     shown_by: Mapping[str, str] = field(default_factory=dict)
     """Our fields that are true where a weight of this name is stored, whatever config.json says."""
     ignored: tuple[str, ...] = ()
     """Endings of names there that carry no weights."""
+
+    def __post_init__(self) -> None:
+        for name in ("name", "model_type", "architecture"):
+            if not getattr(self, name):
+                refuse(name, getattr(self, name), "says nothing; give the family one")
+        ours = self.carried | self.implies.keys() | self.free.keys() | self.shown_by.keys()
+        if unknown := ours - DEFAULTS.keys():
+            raise ValueError(f"family {self.name} has values for {list_names(unknown, DEFAULTS)}, which no model has; use our field names")
+        if lacking := _NEEDED - ours:
+            raise ValueError(f"family {self.name} lacks a codec for {list_names(lacking)}; add renamed(OURS, THEIRS)")
+        tensors = [rule.name for rule in self.rules if not rule.when and not rule.kinds]
+        if twice := {name for name in tensors if tensors.count(name) > 1}:
+            raise ValueError(f"family {self.name} has two rules for {list_names(twice)}; merge them, or give each a condition")
+        if "embedding.weight" not in tensors:
+            raise ValueError(f"family {self.name} lacks a rule for embedding.weight; say where it is stored")
 
     @property
     def carried(self) -> frozenset[str]:

@@ -16,6 +16,7 @@ from mcore_ckpt._core import DEFAULT_FILE_BYTES, DeferredTensor, save
 from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt._storage import SafetensorsFile, WatchedFolder, dtype_of, open_folder
 from mcore_ckpt.hf._config import brief, from_hf_config, measure
+from mcore_ckpt.hf._families import find_family
 from mcore_ckpt.hf._fields import Family
 from mcore_ckpt.hf._rules import Form, WeightSite, join, sites
 from mcore_ckpt.hf._tokenizer import tokenizer_files
@@ -38,19 +39,20 @@ class HFModel(NamedTuple):
     """Our global names and whole tensors in host memory; each is read when it is asked for."""
 
 
-def import_hf(directory: str | Path, *, ignore: Collection[str] = ()) -> HFModel:
+def import_hf(directory: str | Path, *, ignore: Collection[str] = (), family: str | Family | None = None) -> HFModel:
     """Open a folder with config.json and safetensors files. Names, shapes and types are checked before it returns.
 
     Args:
         directory: the folder to read.
         ignore: entries of config.json to pass over: those that this library does not know and that change nothing, and dropout, to train
             without it. Other entries that nothing here reads are refused.
+        family: the one to read it by, for instance one of your own; by default that of its model_type.
 
     Raises:
         CheckpointingException: an unknown family or setting; missing, unexpected or misshapen weights, by name; a damaged file.
         ValueError: ``ignore`` names an entry that the weights depend on.
     """
-    opened = _open(Path(directory), ignore)
+    opened = _open(Path(directory), ignore, family)
     return HFModel(opened.family.name, brief(opened.config), opened.stream())
 
 
@@ -63,6 +65,7 @@ def import_checkpoint_hf(
     max_file_bytes: int = DEFAULT_FILE_BYTES,
     on_bytes: Callable[[int], None] | None = None,
     ignore: Collection[str] = (),
+    family: str | Family | None = None,
 ) -> None:
     """A checkpoint of the model in a Hugging Face folder. Not collective: call it on one rank.
 
@@ -78,12 +81,13 @@ def import_checkpoint_hf(
         max_file_bytes: as for `save`.
         on_bytes: told of bytes as they are written.
         ignore: as of `import_hf`.
+        family: as of `import_hf`.
 
     Raises:
         CheckpointingException: as `import_hf` and `save`.
         ValueError: as `import_hf`.
     """
-    opened = _open(Path(directory), ignore)
+    opened = _open(Path(directory), ignore, family)
     state = {prefix + name: tensor for name, tensor in opened.deferred(dtype).items()}
     hf_config = _kept(opened.theirs)
     extra = {"family": opened.family.name, "config": brief(opened.config), "hf_config": hf_config}
@@ -127,9 +131,10 @@ class _Opened:
         return tensors
 
 
-def _open(folder: Path, ignore: Collection[str]) -> _Opened:
+def _open(folder: Path, ignore: Collection[str], chosen_family: str | Family | None) -> _Opened:
+    described = None if chosen_family is None else find_family(chosen_family)
     theirs = _read_json(folder / "config.json")
-    family, config = from_hf_config(theirs, ignore)
+    family, config = from_hf_config(theirs, ignore, described)
     weights = _open_weights(folder)
     config |= {name: True for name, weight in family.shown_by.items() if weight in weights}
     chosen, problems, used = [], [], set()

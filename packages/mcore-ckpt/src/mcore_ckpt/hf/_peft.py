@@ -17,6 +17,8 @@ from mcore_ckpt._storage import SafetensorsFile, dtype_code, write_file, write_s
 from mcore_ckpt.hf._adapter import HFAdapterConfig, Pair, adapted_sites, join_adapter, merge_adapter, split_adapter
 from mcore_ckpt.hf._draft import drafted_folder
 from mcore_ckpt.hf._export import export_hf
+from mcore_ckpt.hf._families import find_family
+from mcore_ckpt.hf._fields import Family
 from mcore_ckpt.hf._import import import_hf, kept_entries
 
 __all__ = ["HFAdapter", "export_adapter_hf", "import_adapter_hf", "merge_adapter_hf"]
@@ -56,7 +58,7 @@ class HFAdapter(NamedTuple):
 
 
 def export_adapter_hf(
-    tensors: Mapping[str, Tensor], directory: str | Path, *, family: str, config: Mapping[str, Any], adapter: HFAdapterConfig
+    tensors: Mapping[str, Tensor], directory: str | Path, *, family: str | Family, config: Mapping[str, Any], adapter: HFAdapterConfig
 ) -> None:
     """Write a folder that ``PeftModel.from_pretrained`` loads onto the base model. Not collective: call it on one rank.
 
@@ -73,7 +75,8 @@ def export_adapter_hf(
     """
     if not tensors:
         raise ValueError("tensors holds no adapter")
-    theirs = split_adapter(tensors, family, config)
+    described = find_family(family)
+    theirs = split_adapter(tensors, described, config)
     for module, (A, _) in theirs.items():
         if A.shape[0] != adapter.rank:
             raise CheckpointingException(f"the adapter of {module} has rank {A.shape[0]}, adapter says {adapter.rank}")
@@ -88,7 +91,7 @@ def export_adapter_hf(
         "r": adapter.rank,
         "lora_alpha": alpha,
         "lora_dropout": adapter.dropout,
-        "target_modules": _targets(theirs, family, config),
+        "target_modules": _targets(theirs, described, config),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -105,7 +108,7 @@ def export_adapter_hf(
         write_file(draft / _CONFIG, [json.dumps(text, indent=2).encode()])
 
 
-def import_adapter_hf(directory: str | Path, *, family: str, config: Mapping[str, Any]) -> HFAdapter:
+def import_adapter_hf(directory: str | Path, *, family: str | Family, config: Mapping[str, Any]) -> HFAdapter:
     """Read the folder of a LoRA adapter that PEFT, or `export_adapter_hf`, wrote.
 
     Adapters of the parts of one of our weights become one. Where they differ in A, as those of PEFT do, its rank is their sum, and that of
@@ -120,7 +123,7 @@ def import_adapter_hf(directory: str | Path, *, family: str, config: Mapping[str
         CheckpointingException: another kind of adapter, by the entry that says so; missing, unexpected or misshapen tensors, by name.
         ValueError: an unknown family.
     """
-    folder = Path(directory)
+    folder, described = Path(directory), find_family(family)
     try:
         entries = json.loads((folder / _CONFIG).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -130,7 +133,7 @@ def import_adapter_hf(directory: str | Path, *, family: str, config: Mapping[str
         raise CheckpointingException(f"{folder} has no {_WEIGHTS}; other formats (such as .bin) are not read")
     with SafetensorsFile(folder / _WEIGHTS) as file:
         theirs = dict(_modules(file, rank))
-    tensors = join_adapter(theirs, family, config)
+    tensors = join_adapter(theirs, described, config)
     joined = next(iter(tensors.values())).shape[0]
     name = entries.get("base_model_name_or_path") or ""
     adapter = HFAdapterConfig(rank=joined, alpha=scaling * joined, dropout=float(entries.get("lora_dropout") or 0.0), base_model=str(name))
@@ -193,7 +196,7 @@ def _modules(file: SafetensorsFile, rank: int) -> Iterator[tuple[str, Pair]]:
         yield stem.removeprefix(_PREFIX), (A, B)
 
 
-def _targets(theirs: Mapping[str, Pair], family: str, config: Mapping[str, Any]) -> list[str]:
+def _targets(theirs: Mapping[str, Pair], family: Family, config: Mapping[str, Any]) -> list[str]:
     """The last names of the modules, as PEFT writes them; full names where another module of that last name has no adapter."""
     everything = {
         weight.removesuffix(".weight") for site in adapted_sites(family, config).values() for weight, _ in site.parts(site.rule.forms[0])

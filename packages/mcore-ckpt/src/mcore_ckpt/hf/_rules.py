@@ -3,22 +3,38 @@
 """The language in which the weights of a family are described, and the tensor transforms it needs.
 
 Sizes by letter: D hidden, V vocabulary, F feed-forward, A attention heads, K key-value heads, H width of a head,
-Q = A*H, C = K*H, R = (A/K + 2)*H rows of one key-value group in our fused QKV, E experts, X width of one, SX of the shared ones, L layers;
+Q = A*H, C = K*H, QKV = Q + 2*C,
+R = (A/K + 2)*H rows of one key-value group in our fused QKV, E experts, X width of one, SX of the shared ones, L layers;
 `measure` lists the others.
 """
 
 import enum
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from string import Formatter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Dim", "Form", "HFPart", "PartLayout", "WeightRule", "WeightSite", "join", "sites", "split"]
+from mcore_ckpt._errors import list_names
+
+__all__ = ["LETTERS", "RANK", "Dim", "Form", "HFPart", "PartLayout", "WeightRule", "WeightSite", "join", "rename_weights", "sites", "split"]
 
 Dim = int | str
+LETTERS = frozenset(
+    (
+        *("L", "D", "V", "F", "X", "2X", "SX", "A", "K", "H", "Q", "C", "QKV", "R", "E", "P", "types"),
+        *("qr", "kr", "krr", "qh", "vh", "kvh", "qrope", "Aqh", "Akvh", "Avh"),
+        *("mh", "mi", "mg", "ms", "mk", "mc", "mp", "mc/g", "mp/g"),
+    )
+)
+"""The sizes that a shape may name: those of `measure`."""
+RANK = "rank"
+"""Of an adapter's B, which is split like the weight; no family has it."""
+_BLANKS = {"layer", "pair", "expert"}
 
 
 class PartLayout(enum.Enum):
@@ -74,6 +90,44 @@ class WeightRule:
     all layers."""
     float32: bool = False
     """Kept in 32 bits whatever dtype the others are converted to."""
+
+    def __post_init__(self) -> None:
+        parts = [part for form in self.forms for part in form.parts]
+        if not parts or not all(form.parts for form in self.forms):
+            raise ValueError(f"rule {self.name}: forms={self.forms!r} must name at least one HFPart each; say where the tensor is stored")
+        for name in (self.name, *(part.name for part in parts)):
+            if unknown := {blank for _, blank, _, _ in Formatter().parse(name) if blank is not None} - _BLANKS:
+                raise ValueError(f"rule {self.name}: {name!r} has {sorted(unknown)} to fill in; only {sorted(_BLANKS)} are known")
+        counts = [form.groups for form in self.forms] + [form.turned for form in self.forms]
+        for dim in (*self.shape, *counts, *(dim for part in parts for dim in (*part.shape, *part.blocks))):
+            if isinstance(dim, str) and dim not in LETTERS and dim != RANK:
+                raise ValueError(f"rule {self.name}: size {dim!r} is none of {', '.join(sorted(LETTERS))}; use one of them or an int")
+
+
+def rename_weights(rules: Sequence[WeightRule], new: Mapping[str, str]) -> tuple[WeightRule, ...]:
+    """The same tensors under other names in files: each part of a name that ``new`` has becomes the one it says, longest first.
+
+    Args:
+        rules: of a family.
+        new: parts of the names there, ``{layer}`` to fill in, and what they become.
+
+    Raises:
+        ValueError: a part that no name has.
+
+    Example:
+        >>> rule = WeightRule("embedding.weight", ("V", "D"), (Form((HFPart("model.embed_tokens.weight", ("V", "D")),)),))
+        >>> rename_weights([rule], {"model.embed_tokens": "wte"})[0].forms[0].parts[0].name
+        'wte.weight'
+    """
+    names = {part.name for rule in rules for form in rule.forms for part in form.parts}
+    if absent := [old for old in new if not any(old in name for name in names)]:
+        raise ValueError(f"new={absent[0]!r}: no name has this part; the names are {list_names(names)}")
+    pattern = re.compile("|".join(re.escape(old) for old in sorted(new, key=len, reverse=True)) or r"(?!)")
+
+    def renamed(form: Form) -> Form:
+        return replace(form, parts=tuple(replace(part, name=pattern.sub(lambda match: new[match[0]], part.name)) for part in form.parts))
+
+    return tuple(replace(rule, forms=tuple(renamed(form) for form in rule.forms)) for rule in rules)
 
 
 def sites(rules: Sequence[WeightRule], sizes: Mapping[str, int], full: Mapping[str, Any]) -> Iterator["WeightSite"]:
