@@ -67,16 +67,25 @@ def gpt_tiny() -> RunConfig:
 
 
 def countdown_tiny() -> RunConfig:
-    """A dense model that imitates the form of Countdown's answers and then learns from rewards which are right; two CPU cores, minutes."""
+    """A dense model that imitates well-formed answers of Countdown and then learns from rewards which are right; two CPU cores, minutes."""
     countdown = CountdownConfig.small(max_number=5, operators="+-*")
     return RunConfig(
         model=TransformerConfig(
-            num_layers=3, hidden_size=96, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=288, vocab_size=320
+            num_layers=2,
+            hidden_size=64,
+            num_attention_heads=4,
+            num_query_groups=2,
+            ffn_hidden_size=192,
+            vocab_size=320,
+            init_method_std=0.1,
         ),
         rl=RLConfig(
             environment="countdown",
             countdown=countdown,
-            imitation_steps=150,
+            imitation_steps=100,
+            imitation_tries=2,
+            imitation_lr=2e-3,
+            kl_beta=0.01,
             num_groups=16,
             group_size=8,
             generation_args=GenericGenerationArgs(temperature=1.0, max_tokens=12),
@@ -84,7 +93,7 @@ def countdown_tiny() -> RunConfig:
         ),
         train=TrainConfig(
             steps=100,
-            seq_len=48,
+            seq_len=24,
             micro_batch_size=64,
             global_batch_size=128,
             warmup_steps=0,
@@ -92,7 +101,7 @@ def countdown_tiny() -> RunConfig:
             eval_interval=20,
             checkpoint_interval=20,
         ),
-        optimizer=OptimizerConfig(lr=1e-3, min_lr=1e-4, weight_decay=0.0, clip_grad=1.0),
+        optimizer=OptimizerConfig(lr=5e-4, min_lr=5e-5, weight_decay=0.0, clip_grad=1.0, adam_beta2=0.95),
         output="runs/countdown_tiny",
     )
 

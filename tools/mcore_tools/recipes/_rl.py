@@ -62,6 +62,8 @@ class RLConfig:
     """Of character_share."""
     imitation_steps: int = 0
     """Updates on well-formed answers of the environment, right or wrong, before the first iteration: for a model of random weights."""
+    imitation_tries: int = 1
+    """Of so many answers to each problem the one of the best reward is imitated; 1 teaches the form alone."""
     imitation_lr: float = 1e-3
     """Learning rate of these."""
     num_groups: int = 8
@@ -113,9 +115,9 @@ class RLConfig:
             raise ValueError(f"group_size={self.group_size} must be at least 2: an answer is judged against its group")
         if self.environment == "maths" and not self.maths.path:
             raise ValueError("maths.path is empty; name a file of JSON lines with question and answer: rl.maths.path=FILE")
-        for name in ("imitation_steps", "eval_samples"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        for name, least in (("imitation_steps", 0), ("eval_samples", 0), ("imitation_tries", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
         if self.imitation_steps and self.environment == "character_share":
             raise ValueError("imitation_steps needs answers of a form, and character_share takes every text; set it to 0")
         for name in ("cache_gb", "imitation_lr"):

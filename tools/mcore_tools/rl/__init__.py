@@ -3,13 +3,14 @@
 """Reinforcement learning: a run of its own, or on from the checkpoint of another."""
 
 from mcore_tools.rl._environment import build_environment
-from mcore_tools.rl._imitation import texts
+from mcore_tools.rl._imitation import best_attempt, texts
 from mcore_tools.rl._post_train import post_train_rank
 from mcore_tools.rl._run import REFERENCE, Reinforced, reinforce_rank
 
 __all__ = [
     "REFERENCE",
     "Reinforced",
+    "best_attempt",
     "build_environment",
     "post_train_rank",
     "reinforce_rank",

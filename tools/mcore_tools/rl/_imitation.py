@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """A model of random weights learns the form of answers, before it can be judged."""
 
+import asyncio
 import random
 from collections.abc import Iterator, Sequence
 
@@ -9,7 +10,7 @@ import torch
 
 from mcore_parallel.data import Tokenizer
 from mcore_parallel.training import Batch, CrossEntropyObjective, train_step
-from mcore_rl import NumberedProblems
+from mcore_rl import NumberedProblems, Problem
 from mcore_tools.assembly import Parts
 from mcore_tools.recipes import RunConfig
 
@@ -43,18 +44,27 @@ def imitate(config: RunConfig, parts: Parts, environment: NumberedProblems, toke
 
 def _row(config: RunConfig, environment: NumberedProblems, tokenizer: Tokenizer, number: int) -> tuple[list[int], int]:
     """Tokens of a problem and its answer, and where that begins."""
+    assert config.rl is not None
     generator = random.Random(f"imitation {config.train.seed} {number}")
     # Other problems than the first that are posed.
     problem = environment.problem((1 << 31) + number)
-    attempt = environment.attempt(problem, generator)
-    if attempt is None:
-        raise ValueError(f"rl.imitation_steps={config.rl and config.rl.imitation_steps}, and the environment shows no answers; set it to 0")
+    attempt = asyncio.run(best_attempt(environment, problem, generator, config.rl.imitation_tries))
     prompt = list(tokenizer.tokenize(problem.prompt))
     tokens = [*prompt, *tokenizer.tokenize(attempt), tokenizer.eod]
     if len(tokens) > config.train.seq_len + 1:
         length = config.train.seq_len
         raise ValueError(f"problem {problem.problem_id} with its answer has {len(tokens)} tokens; raise train.seq_len={length}")
     return tokens, len(prompt)
+
+
+async def best_attempt(environment: NumberedProblems, problem: Problem, generator: random.Random, tries: int) -> str:
+    """Of several well-formed answers the one of the best reward, the first of equals."""
+    attempts = [attempt for _ in range(tries) if (attempt := environment.attempt(problem, generator)) is not None]
+    if not attempts:
+        raise ValueError(f"environment {environment.env_id!r} shows no answers to imitate; set rl.imitation_steps=0")
+    if tries == 1:
+        return attempts[0]
+    return max([(await environment.get_reward(attempt, problem), -number, attempt) for number, attempt in enumerate(attempts)])[2]
 
 
 def _batches(config: RunConfig, rows: Sequence[tuple[list[int], int]], device: torch.device) -> list[Batch]:
