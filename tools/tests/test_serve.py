@@ -21,6 +21,7 @@ from mcore_inference import SamplingParams
 from mcore_inference.server import serve
 from mcore_parallel import ProcessGroups
 from mcore_parallel.data import train_bpe
+from mcore_parallel.nn import Step
 from mcore_parallel.training import model_state
 from mcore_tools.assembly import build_model, open_tokenizer
 from mcore_tools.recipes import DataConfig, RunConfig, override, recipe
@@ -161,7 +162,20 @@ def test_what_cannot_be_served_is_named(saved_run: tuple[RunConfig, Path], tmp_p
         assert words in capsys.readouterr().err
 
 
-def test_a_model_with_state_that_no_engine_holds_is_refused(saved_run: tuple[RunConfig, Path]) -> None:
-    tokenizer = open_tokenizer(saved_run[0].data.tokenizer, 320)
-    with pytest.raises(ValueError, match=r"layers\.0\.mamba is MambaMixer; the engine serves SelfAttention"):
-        build_engine(override(recipe("hybrid_tiny"), ["train.dtype=float32"]), tokenizer, "cpu")
+def test_a_run_of_a_hybrid_model_generates(saved_run: tuple[RunConfig, Path], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    config = override(recipe("hybrid_tiny"), ["train.dtype=float32", "train.seq_len=48", "model.hidden_size=64", "model.vocab_size=320"])
+    config = dataclasses.replace(config, data=saved_run[0].data)
+    model = build_model(config, ProcessGroups.single(), "cpu").eval()
+    CheckpointManager(tmp_path, assets=run_assets(config)).save(1, model_state(model, ProcessGroups.single()))
+    assert main([str(tmp_path), "--prompt", "what a", "--max-tokens", "6"]) == 0
+    engine = open_engine(tmp_path, "cpu", cache_gb=0.01)
+    assert engine.tokenizer is not None
+    prompt = engine.tokenizer.tokenize("what a")
+    record = engine.generate([prompt], SamplingParams(temperature=0, num_tokens_to_generate=6))[0]
+    assert capsys.readouterr().out == f"what a{record.generated_text}\n"
+    tokens = list(prompt)
+    with torch.no_grad():
+        for token in record.generated_tokens:
+            logits = model(torch.tensor(tokens), Step.causal(1, len(tokens)))[0].logits()
+            assert token == int(logits[-1, : engine.vocab_size].argmax())
+            tokens.append(token)

@@ -51,9 +51,11 @@ def dropping(kind: bool = True) -> nn.Module:
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "mamba": (lambda: make(num_layers=3, hybrid_layer_pattern="M*-", mamba=MAMBA), r"layers\.0\.mamba is MambaMixer.*SelfAttention"),
-    "delta net": (lambda: make(hybrid_layer_pattern="*G", delta_net=DELTA), r"layers\.1\.delta_net is GatedDeltaNet"),
-    "latent": (lambda: make(latent_attention=LATENT), r"layers\.0\.attention is LatentSelfAttention"),
+    "two states": (
+        lambda: make(num_layers=3, hybrid_layer_pattern="MG*", mamba=MAMBA, delta_net=DELTA),
+        "both 'M' and 'G', whose states differ in shape",
+    ),
+    "latent": (lambda: make(latent_attention=LATENT), r"layers\.0\.attention is LatentSelfAttention; .*MambaMixer, SelfAttention"),
     "subclass": (lambda: make(options={"mixer": own_mixer, "attention_core": None}), r"layers\.0\.attention is OwnAttention"),
     "no core": (lambda: make(options={"attention_core": None}), r"layers\.0\.attention\.core .*PagedAttention"),
     "sees ahead": (

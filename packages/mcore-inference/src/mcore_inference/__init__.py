@@ -5,7 +5,7 @@
 from mcore_inference._capability import EngineCapability
 from mcore_inference._stability import deprecated, experimental_api, internal_api
 from mcore_inference.attention import PagedAttention, PagedStep
-from mcore_inference.cache import BlockAllocator, PagedKVCache
+from mcore_inference.cache import BlockAllocator, MambaInferenceStateConfig, PagedKVCache, get_mamba_inference_state_config_from_model
 from mcore_inference.context import DynamicInferenceContext, InferenceConfig
 from mcore_inference.engine import (
     DynamicInferenceEngine,
@@ -100,6 +100,7 @@ __all__ = [
     "InvalidTokenError",
     "JsonTokenizer",
     "Limits",
+    "MambaInferenceStateConfig",
     "MaxSequenceLengthOverflowError",
     "NgramSpeculation",
     "NonFiniteLogitsError",
@@ -133,6 +134,7 @@ __all__ = [
     "deprecated",
     "experimental_api",
     "get_asyncio_loop",
+    "get_mamba_inference_state_config_from_model",
     "internal_api",
     "match_graph_config",
     "plan_step",

@@ -9,10 +9,10 @@ from torch import nn
 
 from mcore_inference._stability import experimental_api
 from mcore_inference.attention import PagedAttention
-from mcore_inference.cache import PagedKVCache
+from mcore_inference.cache import MambaInferenceStateConfig, PagedKVCache, get_mamba_inference_state_config_from_model
 from mcore_parallel.backends import TorchBackend
 from mcore_parallel.models import GPTModel, TransformerLayer
-from mcore_parallel.nn import MLP, SelfAttention
+from mcore_parallel.nn import MLP, GatedDeltaNet, MambaMixer, SelfAttention
 
 __all__ = ["EngineCapability"]
 
@@ -36,11 +36,11 @@ class EngineCapability:
     another time.
 
     Example:
-        >>> EngineCapability().mixers
-        (<class 'mcore_parallel.nn.attention._self_attention.SelfAttention'>,)
+        >>> [mixer.__name__ for mixer in EngineCapability().mixers]
+        ['SelfAttention', 'MambaMixer', 'GatedDeltaNet']
     """
 
-    mixers: tuple[type[nn.Module], ...] = (SelfAttention,)
+    mixers: tuple[type[nn.Module], ...] = (SelfAttention, MambaMixer, GatedDeltaNet)
     """Classes of the mixer slot; an empty slot is fine."""
     cores: tuple[type, ...] = (PagedAttention,)
     """Classes of attention cores."""
@@ -65,6 +65,8 @@ class EngineCapability:
             )
         for number, layer in model.layers.items():
             self._check_layer(f"layers.{number}", layer)
+        # States of two kinds are refused there.
+        get_mamba_inference_state_config_from_model(model)
 
     def _check_layer(self, name: str, layer: nn.Module) -> None:
         if not isinstance(layer, TransformerLayer):
@@ -83,9 +85,13 @@ class EngineCapability:
 
 
 def records_graphs(model: GPTModel) -> bool:
-    """Whether a graph can hold a step of the model: no feed-forward reads numbers of the device, as those with experts do."""
+    """Whether a graph can hold a step of the model.
+
+    No feed-forward reads numbers of the device, as those with experts do, and no mixer has states in slots, which change from step to step.
+    """
     layers = [layer for layer in model.layers.values() if isinstance(layer, TransformerLayer)]
-    return all(layer.mlp is None or type(layer.mlp) is MLP for layer in layers)
+    stateless = all(layer.mixer is None or type(layer.mixer) is SelfAttention for layer in layers)
+    return stateless and all(layer.mlp is None or type(layer.mlp) is MLP for layer in layers)
 
 
 def shares_prefixes(model: GPTModel, wanted: bool | None) -> bool:
@@ -129,6 +135,20 @@ def check_layout(model: GPTModel) -> None:
         raise ValueError("sequence_parallel=True cannot serve steps of any length; build the serving plan with sequence_parallel=False")
 
 
+def check_states(model: GPTModel, held: MambaInferenceStateConfig | None) -> None:
+    """Whether the states of a context are those of a model.
+
+    Raises:
+        ValueError: they are not.
+    """
+    wanted = get_mamba_inference_state_config_from_model(model)
+    if held != wanted:
+        raise ValueError(
+            f"the context holds the states of mamba_inference_state_config={held} and the model keeps {wanted}; use "
+            "DynamicInferenceContext.for_model(model)"
+        )
+
+
 def check_cache(model: GPTModel, cache: PagedKVCache, max_sequence_length: int) -> None:
     """Whether a cache, once made, holds a model's keys and values at every position.
 
@@ -136,7 +156,8 @@ def check_cache(model: GPTModel, cache: PagedKVCache, max_sequence_length: int) 
         ValueError: another number of layers, heads or channels; sequences longer than the learned positions.
     """
     num_layers, num_kv_heads, head_dim = cache.pages.shape[0], *cache.pages.shape[-2:]
-    if num_layers < len(model.layers):
+    # Where layers keep states, check_states has seen which ones have pages.
+    if cache.layers is None and num_layers < len(model.layers):
         raise ValueError(
             f"the cache has num_layers={num_layers} and the model {len(model.layers)}; use DynamicInferenceContext.for_model(model)"
         )

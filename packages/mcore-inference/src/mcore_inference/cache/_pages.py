@@ -42,6 +42,8 @@ class PagedKVCache:
 
     pages: Tensor
     """[layers, 2, blocks, block_size, K, d]: keys at 0, values at 1; K key-value heads of this tp rank."""
+    layers: tuple[int, ...] | None = None
+    """Numbers of the layers that have pages, in order; None for all from 0."""
 
     @classmethod
     def allocate(
@@ -54,9 +56,11 @@ class PagedKVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        layers: tuple[int, ...] | None = None,
     ) -> "PagedKVCache":
         # Zeros, not empty memory: the sink block is read by padding and must stay finite.
-        return cls(pages=torch.zeros((num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim), dtype=dtype, device=device))
+        pages = torch.zeros((num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim), dtype=dtype, device=device)
+        return cls(pages=pages, layers=layers)
 
     @property
     def num_bytes(self) -> int:
@@ -82,5 +86,5 @@ class PagedKVCache:
 
     def slots(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer as [blocks * block_size, K, d] views."""
-        keys, values = self.pages[layer].flatten(1, 2)
+        keys, values = self.pages[layer if self.layers is None else self.layers.index(layer)].flatten(1, 2)
         return keys, values

@@ -5,15 +5,22 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from mcore_inference._capability import EngineCapability, shares_prefixes
-from mcore_inference._fields import as_flag, as_integer, as_number
 from mcore_inference._stability import experimental_api
-from mcore_inference.cache import BlockAllocator, BlockKey, PagedKVCache, block_bytes, num_blocks_for_bytes
+from mcore_inference.cache import (
+    BlockAllocator,
+    BlockKey,
+    MambaInferenceStateConfig,
+    PagedKVCache,
+    RecurrentStateCache,
+    block_bytes,
+    get_mamba_inference_state_config_from_model,
+)
+from mcore_inference.context._config import InferenceConfig, MemorySizes
 from mcore_inference.context._step_builder import HostStep, StepBuilder, StepInputs
 from mcore_inference.requests import (
     ActiveRequestCountOverflowError,
@@ -26,56 +33,10 @@ from mcore_inference.scheduling import Limits
 from mcore_parallel import ProcessGroups
 from mcore_parallel.models import GPTModel, TransformerConfig
 
-__all__ = ["PENDING", "DynamicInferenceContext", "InferenceConfig"]
+__all__ = ["PENDING", "DynamicInferenceContext"]
 
 PENDING = -1
 """Stands in a step for the token of a request that was sampled last and may not have reached the host."""
-
-_DEFAULT_MAX_TOKENS = 16384
-
-
-@experimental_api
-@dataclass(frozen=True, kw_only=True)
-class InferenceConfig:
-    """Sizes of a ``DynamicInferenceContext``.
-
-    Raises:
-        ValueError: a field is out of its range, or both sizes of the cache are given.
-    """
-
-    max_sequence_length: int = 2560
-    """Longest prompt and output together."""
-    max_requests: int | None = None
-    """Requests in one step; None for the number of usable blocks (at most ``max_tokens``)."""
-    max_tokens: int | None = None
-    """Tokens in one step; None for 16384 (at least ``max_requests``)."""
-    block_size_tokens: int = 256
-    """Tokens of one cache block."""
-    buffer_size_gb: float = 20.0
-    """Memory of the cache in 2**30 bytes, when ``num_blocks`` is None; no more is taken than ``max_requests`` can fill."""
-    num_blocks: int | None = None
-    """Cache blocks that requests can hold."""
-    enable_chunked_prefill: bool = True
-    """Whether a long prompt is computed over several steps, beside other requests' tokens."""
-    enable_prefix_caching: bool | None = None
-    """Whether requests share the blocks of equal beginnings, and blocks stay known after their request; None for where the model can."""
-    watermark: float = 0.01
-    """Share of the blocks that an admission leaves to running requests."""
-
-    def __post_init__(self) -> None:
-        for name in ("max_sequence_length", "block_size_tokens", "max_requests", "max_tokens", "num_blocks"):
-            value = getattr(self, name)
-            if value is not None or name in ("max_sequence_length", "block_size_tokens"):
-                object.__setattr__(self, name, as_integer(name, value, 1, 2**48))
-        as_number("buffer_size_gb", self.buffer_size_gb, 2**-30, 2**30)
-        as_flag("enable_chunked_prefill", self.enable_chunked_prefill)
-        if self.enable_prefix_caching is not None:
-            as_flag("enable_prefix_caching", self.enable_prefix_caching)
-        as_number("watermark", self.watermark, 0, 1)
-        if self.watermark == 1:
-            raise ValueError("watermark=1 leaves no block to admissions; it must be below 1")
-        if self.max_requests is not None and self.max_tokens is not None and self.max_tokens < self.max_requests:
-            raise ValueError(f"max_tokens={self.max_tokens} must be at least max_requests={self.max_requests}; raise max_tokens")
 
 
 @experimental_api
@@ -92,9 +53,11 @@ class DynamicInferenceContext:
         dtype: of keys and values, that of the model's activations.
         device: of the cache.
         num_layers: layers of this pipeline stage, None for all.
+        mamba_inference_state_config: states of recurrent layers, beside which only layers of attention have keys and values; None for a
+            model without.
 
     Raises:
-        ValueError: the memory does not hold two blocks, or tp does not divide the key-value heads.
+        ValueError: the memory does not hold two blocks beside the states, or tp does not divide the key-value heads.
     """
 
     def __init__(
@@ -106,14 +69,18 @@ class DynamicInferenceContext:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         num_layers: int | None = None,
+        mamba_inference_state_config: MambaInferenceStateConfig | None = None,
     ) -> None:
         self.config = config = config or InferenceConfig()
         self.device = torch.device(device)
+        states = mamba_inference_state_config
         tp = 1 if groups is None else groups.tp.size
         if model_config.kv_heads % tp:
             raise ValueError(f"tp={tp} must divide num_query_groups={model_config.kv_heads}; lower tp")
+        held = model_config.num_layers if num_layers is None else num_layers
         sizes = {
-            "num_layers": model_config.num_layers if num_layers is None else num_layers,
+            # Without attention one layer of pages stays: blocks count tokens.
+            "num_layers": held if states is None else max(1, len(states.attention_layers)),
             "block_size": config.block_size_tokens,
             "num_kv_heads": model_config.kv_heads // tp,
             "head_dim": model_config.head_dim,
@@ -121,21 +88,17 @@ class DynamicInferenceContext:
         }
         self.block_size: int = config.block_size_tokens
         self.max_sequence_length: int = config.max_sequence_length
-        self.max_blocks_per_request = -(-config.max_sequence_length // self.block_size)
-        # One block more than requests can hold: the sink.
-        if config.num_blocks is not None:
-            total = config.num_blocks + 1
-        else:
-            total = num_blocks_for_bytes(int(config.buffer_size_gb * 2**30), block_bytes(**sizes))
-            if config.max_requests is not None:
-                total = min(total, config.max_requests * self.max_blocks_per_request + 1)
-        self.allocator = BlockAllocator(total)
-        max_tokens = config.max_tokens or max(_DEFAULT_MAX_TOKENS, config.max_requests or 1)
-        self.max_tokens: int = max_tokens
-        self.max_requests: int = config.max_requests or min(self.allocator.usable_count, max_tokens)
-        self.cache = PagedKVCache.allocate(num_blocks=total, device=self.device, **sizes)
+        self.max_blocks_per_request = config.max_blocks_per_request
+        memory = MemorySizes.of(config, block_bytes(**sizes), 0 if states is None else states.bytes_per_request)
+        self.max_tokens, self.max_requests = memory.max_tokens, memory.max_requests
+        self.allocator = BlockAllocator(memory.num_blocks)
+        layers = None if states is None else states.attention_layers
+        self.cache = PagedKVCache.allocate(num_blocks=memory.num_blocks, device=self.device, layers=layers, **sizes)
+        self.states = None if states is None else RecurrentStateCache(states, self.max_requests, self.device)
+        """States of recurrent layers, by the slots of requests; None for a model without."""
         self.builder = StepBuilder(
             self.cache,
+            self.states,
             max_requests=self.max_requests,
             max_blocks=self.max_blocks_per_request,
             group=model_config.num_attention_heads // model_config.kv_heads,
@@ -154,7 +117,13 @@ class DynamicInferenceContext:
         shares_prefixes(model, None if config is None else config.enable_prefix_caching)
         parameter = next(model.parameters())
         return cls(
-            model.config, config, groups=model.groups, dtype=parameter.dtype, device=parameter.device, num_layers=len(model.stage_layers)
+            model.config,
+            config,
+            groups=model.groups,
+            dtype=parameter.dtype,
+            device=parameter.device,
+            num_layers=len(model.stage_layers),
+            mamba_inference_state_config=get_mamba_inference_state_config_from_model(model),
         )
 
     def reset(self) -> None:
@@ -167,6 +136,26 @@ class DynamicInferenceContext:
         self._num_cached = np.zeros(self.max_requests, dtype=np.int64)
         # Leading blocks whose contents are registered.
         self._num_known = np.zeros(self.max_requests, dtype=np.int64)
+
+    def free(self) -> None:
+        """Give the memory on the device back; what it held is lost."""
+        self.cache.free()
+        if self.states is not None:
+            self.states.free()
+
+    def allocate_again(self) -> None:
+        """Memory where ``free`` left none.
+
+        Raises:
+            torch.OutOfMemoryError: there is too little memory; none is held then.
+        """
+        if self.states is not None:
+            self.states.allocate_again()
+        try:
+            self.cache.allocate_again()
+        except RuntimeError:
+            self.free()
+            raise
 
     # -- what fits ---------------------------------------------------------------------------------------------------
 
@@ -337,7 +326,7 @@ class DynamicInferenceContext:
         lengths_R = np.array([len(tokens) for _, tokens in work])
         tokens_T = np.fromiter((token for _, tokens in work for token in tokens), dtype=np.int64, count=int(lengths_R.sum()))
         tokens_T = np.where(tokens_T == PENDING, -1 - np.repeat(lines_R, lengths_R), tokens_T)
-        return HostStep(tokens_T=tokens_T, lengths_R=lengths_R, cached_R=self._num_cached[lines_R], tables_RB=self._block_table[lines_R])
+        return self._host_step(tokens_T, lengths_R, lines_R)
 
     def build_step(self, work: Sequence[tuple[int, Sequence[int]]]) -> StepInputs:
         """Tensors of ``host_step``."""
@@ -360,10 +349,11 @@ class DynamicInferenceContext:
 
     def decode_step(self, lines_R: np.ndarray) -> HostStep:
         """A step that computes the last token of each of these lines, wherever it is."""
-        lengths_R = np.ones(len(lines_R), dtype=np.int64)
-        return HostStep(
-            tokens_T=-1 - lines_R, lengths_R=lengths_R, cached_R=self._num_cached[lines_R], tables_RB=self._block_table[lines_R]
-        )
+        return self._host_step(-1 - lines_R, np.ones(len(lines_R), dtype=np.int64), lines_R)
+
+    def _host_step(self, tokens_T: np.ndarray, lengths_R: np.ndarray, lines_R: np.ndarray) -> HostStep:
+        cached_R, tables_RB = self._num_cached[lines_R], self._block_table[lines_R]
+        return HostStep(tokens_T=tokens_T, lengths_R=lengths_R, cached_R=cached_R, tables_RB=tables_RB, lines_R=lines_R)
 
     def advance_lines(self, lines_R: np.ndarray) -> None:
         """Note that one more token of each of these lines is in the cache now."""

@@ -19,8 +19,8 @@ from mcore_inference.attention import (
     has_attention_kernel,
     prefill_tiles,
 )
-from mcore_inference.cache import PagedKVCache
-from mcore_parallel.nn import Step
+from mcore_inference.cache import PagedKVCache, RecurrentStateCache
+from mcore_parallel.nn import RecurrentRows, Step
 
 __all__ = ["HostStep", "StepBuilder", "StepInputs"]
 
@@ -39,6 +39,8 @@ class HostStep:
     """[R] tokens of each row that were in the cache before."""
     tables_RB: np.ndarray
     """[R, B] blocks of each row; -1 behind the last."""
+    lines_R: np.ndarray
+    """[R] line of each row, its slot in the states."""
 
 
 @experimental_api
@@ -57,14 +59,17 @@ class StepBuilder:
 
     Args:
         cache: the pages.
+        states: of recurrent layers; None for a model without.
         max_requests: M, lines of requests.
         max_blocks: B.
         group: query heads that share a key-value head.
     """
 
-    def __init__(self, cache: PagedKVCache, *, max_requests: int, max_blocks: int, group: int) -> None:
+    def __init__(
+        self, cache: PagedKVCache, states: RecurrentStateCache | None = None, *, max_requests: int, max_blocks: int, group: int
+    ) -> None:
         pages = cache.pages
-        self.cache, self.block_size = cache, pages.shape[3]
+        self.cache, self.states, self.block_size = cache, states, pages.shape[3]
         self.device, self.has_kernel = pages.device, has_attention_kernel(pages.device, pages.dtype, pages.shape[3])
         self.max_blocks, self._group = max_blocks, group
         self._sink = pages.shape[2] - 1
@@ -93,10 +98,11 @@ class StepBuilder:
         else:
             head = self.send_words(np.concatenate(parts))
             rows = self._gathered_rows(host, num_decode)
-        return self._inputs(head, rows)
+        return self._inputs(head, rows, self._recurrent_rows(host, num_decode))
 
     def decode_inputs(self, num_rows: int) -> StepInputs:
         """Tensors of a step of ``num_rows`` rows of one token each, whose addresses never change; ``send_decode`` fills them."""
+        assert self.states is None, "padding rows have no state"
         words = self._decode_words[: num_rows * (4 + self.max_blocks)]
         starts = torch.arange(num_rows + 1, dtype=torch.int32, device=self.device)
         contexts, tables = words[3 * num_rows : 4 * num_rows], words[4 * num_rows :]
@@ -131,12 +137,12 @@ class StepBuilder:
         positions_T = host.cached_R[row_T] + np.arange(len(row_T)) - starts_R[row_T]
         return positions_T, self._slots(host.tables_RB[row_T, positions_T // self.block_size], positions_T)
 
-    def _inputs(self, words: Tensor, rows: TableRows | GatheredRows) -> StepInputs:
+    def _inputs(self, words: Tensor, rows: TableRows | GatheredRows, recurrent: RecurrentRows | None = None) -> StepInputs:
         """Of [3 T] tokens, positions and slots on the device."""
         tokens_T, positions_T, slots_T = words.view(3, -1).long()
         tokens_T = torch.where(tokens_T < 0, self.last_tokens[(-1 - tokens_T).clamp(min=0)], tokens_T)
         paged = PagedStep(cache=self.cache, slots_T=slots_T, rows=rows)
-        step = Step(batch_size=1, seq_len=len(positions_T), positions=positions_T, attention=paged)
+        step = Step(batch_size=1, seq_len=len(positions_T), positions=positions_T, attention=paged, states=recurrent)
         return StepInputs(tokens_T=tokens_T, step=step)
 
     def _table_rows(self, words: Tensor, num_rows: int, num_decode: int, num_blocks: int, num_tiles: int) -> TableRows:
@@ -152,6 +158,16 @@ class StepBuilder:
             block_size=self.block_size,
             longest=self.max_blocks * self.block_size,
         )
+
+    def _recurrent_rows(self, host: HostStep, num_decode: int) -> RecurrentRows | None:
+        """Where the rows' states lie; a row that begins here finds zeros."""
+        if self.states is None:
+            return None
+        fresh_N = host.lines_R[host.cached_R == 0]
+        if len(fresh_N):
+            self.states.clear(self.send(fresh_N))
+        lengths = tuple(host.lengths_R[num_decode:].tolist())
+        return RecurrentRows(layers=self.states.layers, slots=self.send(host.lines_R), num_decode=num_decode, lengths=lengths)
 
     def _gathered_rows(self, host: HostStep, num_decode: int) -> GatheredRows:
         decode = prefill = None
@@ -196,7 +212,7 @@ class StepBuilder:
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
 
-    def send(self, numbers: Sequence[int]) -> Tensor:
+    def send(self, numbers: Sequence[int] | np.ndarray) -> Tensor:
         """Numbers as int64 on the device; nobody waits."""
         return self._pinned(np.asarray(numbers, dtype=np.int64)).to(self.device, non_blocking=True)
 

@@ -76,9 +76,8 @@ class DecodeGraphs:
     def record(self, size: int) -> None:
         """Record the step of ``size`` rows of padding."""
         nothing = np.zeros(0, dtype=np.int64)
-        padding = HostStep(
-            tokens_T=nothing, lengths_R=nothing, cached_R=nothing, tables_RB=np.zeros((0, self._builder.max_blocks), dtype=np.int64)
-        )
+        tables = np.zeros((0, self._builder.max_blocks), dtype=np.int64)
+        padding = HostStep(tokens_T=nothing, lengths_R=nothing, cached_R=nothing, tables_RB=tables, lines_R=nothing)
         self._builder.send_decode(padding, size)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

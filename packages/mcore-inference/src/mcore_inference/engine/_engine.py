@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from mcore_inference._capability import EngineCapability, check_cache, check_layout, shares_prefixes
+from mcore_inference._capability import EngineCapability, check_cache, check_layout, check_states, shares_prefixes
 from mcore_inference._fields import as_integer
 from mcore_inference._stability import experimental_api
 from mcore_inference.context import DynamicInferenceContext
@@ -63,6 +63,7 @@ class DynamicInferenceEngine:
     ) -> None:
         EngineCapability().check_model(model)
         check_layout(model)
+        check_states(model, None if context.states is None else context.states.config)
         check_cache(model, context.cache, context.max_sequence_length)
         shares = shares_prefixes(model, context.config.enable_prefix_caching)
         if vocab_size is not None:
@@ -368,16 +369,16 @@ class DynamicInferenceEngine:
 
     @torch.no_grad()
     def suspend(self) -> None:
-        """Free the memory of the cache and of the recorded graphs, between any two steps; nothing happens when it is free already.
+        """Free the memory of the cache, states and recorded graphs, between any two steps; nothing happens when it is free already.
 
-        No request is lost: their tokens stay, and their keys and values are computed again after ``resume``. New requests may come.
+        No request is lost: their tokens stay, and what the cache held is computed again after ``resume``. New requests may come.
         """
         if self.is_suspended:
             return
         self.reset_prefix_cache()
         if self._executor.graphs is not None:
             self._executor.graphs.clear()
-        self.context.cache.free()
+        self.context.free()
         if self.context.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -398,7 +399,7 @@ class DynamicInferenceEngine:
             torch.OutOfMemoryError: others use it; the engine stays suspended.
         """
         if self.is_suspended:
-            self.context.cache.allocate_again()
+            self.context.allocate_again()
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

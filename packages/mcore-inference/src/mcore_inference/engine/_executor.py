@@ -104,7 +104,7 @@ class Executor:
         execution: how the device is driven.
 
     Raises:
-        ValueError: graphs are asked for where they cannot be.
+        ValueError: graphs or speculation are asked for where they cannot be.
     """
 
     def __init__(self, model: GPTModel, context: DynamicInferenceContext, vocab_size: int, execution: ExecutionConfig) -> None:
@@ -114,7 +114,12 @@ class Executor:
         self._sampler = Sampler(context.builder.last_tokens, vocab_size)
         can_record = context.builder.has_kernel and records_graphs(model)
         if execution.use_graphs and not can_record:
-            raise ValueError("use_graphs=True needs a GPU, blocks of a multiple of 16 tokens and a model without experts; leave it at None")
+            raise ValueError(
+                "use_graphs=True needs a GPU, blocks of a multiple of 16 tokens and a model without experts and recurrent states, "
+                "whose slots change from step to step; leave it at None"
+            )
+        if execution.speculation is not None and context.states is not None:
+            raise ValueError("speculation takes rejected tokens back, which recurrent states cannot; leave it at None for this model")
         self.graphs: DecodeGraphs | None = None
         fits = context.builder.has_kernel and FusedDecoder.fits(model)
         self._decoder = FusedDecoder(model, context.max_requests) if fits else None

@@ -70,7 +70,7 @@ class LinearMixer(nn.Module, abc.ABC):
         groups: ProcessGroups,
         *,
         norm: GatedRMSNorm,
-        layer: int,
+        layer: int = 0,
         layers: LayerFactory | None,
         dtype: torch.dtype | None,
         device: torch.device | str | None,

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The sizes of an engine's memory, as they are asked for and as they come out."""
+
+from dataclasses import dataclass
+
+from mcore_inference._fields import as_flag, as_integer, as_number
+from mcore_inference._stability import experimental_api
+from mcore_inference.cache import num_blocks_for_bytes
+
+__all__ = ["InferenceConfig", "MemorySizes"]
+
+_DEFAULT_MAX_TOKENS = 16384
+
+
+@experimental_api
+@dataclass(frozen=True, kw_only=True)
+class InferenceConfig:
+    """Sizes of a ``DynamicInferenceContext``.
+
+    Raises:
+        ValueError: a field is out of its range, or both sizes of the cache are given.
+    """
+
+    max_sequence_length: int = 2560
+    """Longest prompt and output together."""
+    max_requests: int | None = None
+    """Requests in one step; None for the number of usable blocks (at most ``max_tokens``), or for those that fit with a full sequence each
+    where layers keep states."""
+    max_tokens: int | None = None
+    """Tokens in one step; None for 16384 (at least ``max_requests``)."""
+    block_size_tokens: int = 256
+    """Tokens of one cache block."""
+    buffer_size_gb: float = 20.0
+    """Memory of the cache and of recurrent states in 2**30 bytes, when ``num_blocks`` is None; no more is taken than ``max_requests`` can
+    fill."""
+    num_blocks: int | None = None
+    """Cache blocks that requests can hold."""
+    enable_chunked_prefill: bool = True
+    """Whether a long prompt is computed over several steps, beside other requests' tokens."""
+    enable_prefix_caching: bool | None = None
+    """Whether requests share the blocks of equal beginnings, and blocks stay known after their request; None for where the model can."""
+    watermark: float = 0.01
+    """Share of the blocks that an admission leaves to running requests."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_sequence_length", "block_size_tokens", "max_requests", "max_tokens", "num_blocks"):
+            value = getattr(self, name)
+            if value is not None or name in ("max_sequence_length", "block_size_tokens"):
+                object.__setattr__(self, name, as_integer(name, value, 1, 2**48))
+        as_number("buffer_size_gb", self.buffer_size_gb, 2**-30, 2**30)
+        as_flag("enable_chunked_prefill", self.enable_chunked_prefill)
+        if self.enable_prefix_caching is not None:
+            as_flag("enable_prefix_caching", self.enable_prefix_caching)
+        as_number("watermark", self.watermark, 0, 1)
+        if self.watermark == 1:
+            raise ValueError("watermark=1 leaves no block to admissions; it must be below 1")
+        if self.max_requests is not None and self.max_tokens is not None and self.max_tokens < self.max_requests:
+            raise ValueError(f"max_tokens={self.max_tokens} must be at least max_requests={self.max_requests}; raise max_tokens")
+
+    @property
+    def max_blocks_per_request(self) -> int:
+        """Blocks of the longest sequence."""
+        return -(-self.max_sequence_length // self.block_size_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemorySizes:
+    """What an engine's memory holds."""
+
+    num_blocks: int
+    """The sink included."""
+    max_requests: int
+    max_tokens: int
+
+    @classmethod
+    def of(cls, config: InferenceConfig, bytes_per_block: int, bytes_per_request: int = 0) -> "MemorySizes":
+        """The blocks and requests of a config.
+
+        Args:
+            config: what is asked for.
+            bytes_per_block: over all layers.
+            bytes_per_request: of the recurrent states of one request, which lie beside the blocks; without ``num_blocks`` both share
+                ``buffer_size_gb``, and without ``max_requests`` as many requests are held as fit there with a full sequence each.
+
+        Raises:
+            ValueError: the buffer does not hold two blocks, or not beside the states.
+        """
+        requests, max_tokens = config.max_requests, config.max_tokens or max(_DEFAULT_MAX_TOKENS, config.max_requests or 1)
+        if config.num_blocks is not None:
+            # One block more than requests can hold: the sink.
+            return cls(num_blocks=config.num_blocks + 1, max_requests=requests or min(config.num_blocks, max_tokens), max_tokens=max_tokens)
+        buffer = int(config.buffer_size_gb * 2**30)
+        if bytes_per_request and requests is None:
+            full = bytes_per_request + config.max_blocks_per_request * bytes_per_block
+            requests = max(1, min(max_tokens, (buffer - bytes_per_block) // full))
+        states = (requests or 0) * bytes_per_request
+        if states and buffer - states < 2 * bytes_per_block:
+            raise ValueError(
+                f"buffer_size_gb={config.buffer_size_gb} is {buffer} bytes; recurrent states of max_requests={requests} take {states} "
+                f"of them and two blocks {2 * bytes_per_block}; lower max_requests or raise buffer_size_gb"
+            )
+        total = num_blocks_for_bytes(buffer - states, bytes_per_block)
+        if requests is not None:
+            total = min(total, requests * config.max_blocks_per_request + 1)
+        return cls(num_blocks=total, max_requests=requests or min(total - 1, max_tokens), max_tokens=max_tokens)
