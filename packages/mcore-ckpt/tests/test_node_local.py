@@ -72,7 +72,9 @@ def check_a_lost_node(folder):
     loaded = state()
     with pytest.raises(CheckpointingException, match=r"no step is whole on the nodes: of step 3 the files of ranks \[0, 1\] are gone"):
         opened(folder).load(loaded)
-    assert opened(folder).load(loaded, persistent) == (1, {"from": "shared"}) and holds(loaded, 1.0)
+    again = opened(folder)
+    assert again.load(loaded, persistent) == (1, {"from": "shared"}) and holds(loaded, 1.0)
+    assert again.skipped == "of step 3 the files of ranks [0, 1] are gone"
 
 
 @pytest.mark.world(4)
@@ -101,10 +103,11 @@ def check_damage(folder):
     damage("node1", 0)
     loaded = state()
     assert local.load(loaded)[0] == 1 and holds(loaded, 1.0)
+    assert local.skipped.startswith("of step 2 files are damaged")
     # Shared storage has a newer one.
     persistent = CheckpointManager(Path(folder) / "shared")
     persistent.save(7, state(7.0))
-    assert local.load(loaded, persistent)[0] == 7 and holds(loaded, 7.0)
+    assert local.load(loaded, persistent)[0] == 7 and holds(loaded, 7.0) and not local.skipped
     # A step that only some ranks finished is none; the next save takes it away.
     if rank == 0:
         for path in (Path(folder) / "node1").glob("step_00000001*.json"):
@@ -214,6 +217,10 @@ def test_one_process_keeps_its_own(tmp_path):
     assert local.load({"w": weight}) == (4, {"lr": 0.5}) and weight.tolist() == [0, 1, 2]
     with pytest.raises(CheckpointingException, match="they keep none"):
         LocalCheckpoints(tmp_path / "other", copies=1).load({"w": weight})
+    (tmp_path / "notes.json").write_text("of somebody else")
+    local.save(6, {"w": weight}, asynchronous=True)
+    local.clear()
+    assert os.listdir(tmp_path) == ["notes.json"]
 
 
 def check_asynchronous(folder):

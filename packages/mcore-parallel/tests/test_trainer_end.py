@@ -59,6 +59,17 @@ def test_every_end_is_saved_once() -> None:
     assert short.run().step == 3 and saves.steps == [3]
 
 
+def test_steps_on_the_nodes_have_a_rhythm_of_their_own() -> None:
+    saves, local = Saves(), list[tuple[int, Mapping[str, Any]]]()
+    config = TrainerConfig(steps=8, save_every=5, save_local_every=2)
+    loop = build_trainer(config, count_on, checkpointer=saves, save_local=lambda step, state, extra: local.append((step, extra["trainer"])))
+    loop.run()
+    # The last one is not kept: it is saved.
+    assert saves.steps == [5, 8] and [(step, state["step"]) for step, state in local] == [(2, 2), (4, 4), (6, 6)]
+    with pytest.raises(ValueError, match="save_local_every=2 needs save_local"):
+        build_trainer(config, count_on, checkpointer=saves)
+
+
 def test_a_signal_ends_the_run_after_its_step_and_saves() -> None:
     def source(consumed: int) -> Iterator[list[Batch]]:
         for number, batches in enumerate(count_on(consumed)):

@@ -70,6 +70,14 @@ class TrainConfig:
     """Newest checkpoints that stay; 0 for all."""
     checkpoint_keep_interval: int = 0
     """Checkpoints of steps that are multiples of it stay, too; 0 for no others."""
+    local_checkpoint_interval: int = 0
+    """Steps between checkpoints on the nodes themselves, for a restart in the same layout; 0 for none."""
+    local_checkpoint_folder: str = ""
+    """Where they lie on each node, such as /dev/shm/mcore; a run has a folder of its own in it."""
+    local_checkpoint_copies: int = 1
+    """Nodes that keep each file; so many less one may be lost."""
+    local_checkpoints_kept: int = 1
+    """Newest checkpoints that stay on the nodes."""
     stop_after_minutes: float = 0.0
     """Save and end after the first step that ends later than this; 0 for no limit."""
     max_skipped_steps: int = 0
@@ -79,12 +87,15 @@ class TrainConfig:
     seed: int = 1234
 
     def __post_init__(self) -> None:
-        for name in ("steps", "seq_len", "micro_batch_size", "global_batch_size", "eval_batches"):
+        for name in (
+            "steps", "seq_len", "micro_batch_size", "global_batch_size", "eval_batches", "local_checkpoint_copies",
+            "local_checkpoints_kept",
+        ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         for name in (
             "warmup_steps", "eval_interval", "checkpoint_interval", "checkpoints_kept", "checkpoint_keep_interval", "wsd_decay_steps",
-            "stop_after_minutes", "max_skipped_steps",
+            "stop_after_minutes", "max_skipped_steps", "local_checkpoint_interval",
         ):  # fmt: skip
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
@@ -95,6 +106,11 @@ class TrainConfig:
         if (self.lr_schedule == "wsd") != bool(self.wsd_decay_steps):
             raise ValueError(
                 f"wsd_decay_steps={self.wsd_decay_steps} does not go with lr_schedule={self.lr_schedule!r}; wsd needs it, no other does"
+            )
+        if bool(self.local_checkpoint_interval) != bool(self.local_checkpoint_folder):
+            raise ValueError(
+                f"local_checkpoint_interval={self.local_checkpoint_interval} and local_checkpoint_folder={self.local_checkpoint_folder!r} "
+                "go together; set both, the folder to memory or a disk of the node such as /dev/shm/mcore, or neither"
             )
         if self.batch_ramp_up and self.batch_steps:
             raise ValueError("batch_ramp_up and batch_steps both say how the batch grows; give one")
@@ -327,6 +343,11 @@ class RunConfig:
                 f"lora trains beside the weights of another model, found load.path={self.load.path!r} and load.take={self.load.take!r}; "
                 "name a Hugging Face folder or a checkpoint with load.path, and set load.take=weights"
             )
+        if self.train.local_checkpoint_interval:
+            raise ValueError(
+                f"train.local_checkpoint_interval={self.train.local_checkpoint_interval} keeps whole models on the nodes, and lora saves "
+                "adapters alone; lower train.checkpoint_interval, and set train.local_checkpoint_interval=0 train.local_checkpoint_folder="
+            )
         if self.rl:
             raise ValueError("lora and rl do not go together yet: engines take whole weights from the learner; set lora=none")
         if self.masked or self.backend != "torch":
@@ -390,6 +411,7 @@ class RunConfig:
             raise ValueError(f"rl scores answers with one chunk a stage, found plan.vpp={self.plan.vpp}; set plan.vpp=1")
         unused = {"cuda_graphs": (), "dumps": DumpConfig(), "profile": ProfileConfig(), "restart": RestartConfig(), "rerun": RerunConfig()}
         named = [name for name, default in unused.items() if getattr(self, name) != default]
+        named += ["train.local_checkpoint_interval"] if train.local_checkpoint_interval else []
         named += [f"log.{name}" for name in ("straggler_interval", "timers_interval", "telemetry") if getattr(self.log, name)]
         if named:
             raise ValueError(f"{named[0]} is for `mcore train` only, and rl is set; leave it at its default")

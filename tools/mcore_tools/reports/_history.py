@@ -72,13 +72,16 @@ class History:
             before: the last step.
         """
         history = cls()
-        if not path.exists():
-            return history
-        with path.open(encoding="ascii") as lines:
-            for step, values in _rows(lines):
-                if step <= before:
-                    history.write(step, values)
+        history.extend(path, before)
         return history
+
+    def extend(self, path: Path, before: int) -> None:
+        """Add what ``read`` takes."""
+        if path.exists():
+            with path.open(encoding="ascii") as lines:
+                for step, values in _rows(lines):
+                    if step <= before:
+                        self.write(step, values)
 
     @property
     def names(self) -> list[str]:

@@ -103,7 +103,11 @@ class RunCheckpoints:
 
     def latest(self) -> int | None:
         """The newest step, None when there is nothing to load."""
-        return self._own.latest() if self._source is None else self._config.step or 0
+        return self.newest_own() if self._source is None else self._config.step or 0
+
+    def newest_own(self) -> int | None:
+        """The newest step of the run itself; None while there is none."""
+        return self._own.latest()
 
     def save(self, step: int, state: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
         """Save a step of the run."""

@@ -54,16 +54,24 @@ def check_stored(config: RunConfig, folder: Folder | HuggingFaceFolder | None) -
         raise
     except (ValueError, TypeError) as error:
         raise ValueError(f"{folder} keeps a configuration that cannot be compared with this run: {error}") from None
-    if stored is None:
-        return
-    ours, theirs = _meaning(config.model, config.moe), _meaning(*stored)
+    if stored is not None:
+        check_model(config, *stored, str(folder))
+
+
+def check_model(config: RunConfig, model: TransformerConfig, moe: MoEConfig | None, place: str) -> None:
+    """Whether the model of a run is this one, of which ``place`` holds the weights.
+
+    Raises:
+        ValueError: names each field that differs with both values.
+    """
+    ours, theirs = _meaning(config.model, config.moe), _meaning(model, moe)
     differing = [
         name for name in dict.fromkeys((*ours, *theirs)) if not _same(ours.get(name), theirs.get(name)) and name not in config.load.override
     ]
     if differing:
         shown = "; ".join(f"{name}={theirs.get(name)!r} there, {ours.get(name)!r} here" for name in differing)
         raise ValueError(
-            f"{folder} holds the weights of another model: {shown}. Set what it was made with, or to change the model on purpose "
+            f"{place} holds the weights of another model: {shown}. Set what it was made with, or to change the model on purpose "
             f"load.override=[{','.join(differing)}]"
         )
 
@@ -85,13 +93,22 @@ def stored_model(folder: Folder | HuggingFaceFolder, config: RunConfig | None = 
     if RUN_FILE in manifest.assets:
         run = read_run(folder, manifest)
         if isinstance(run.get("model"), Mapping):
-            moe = run.get("moe")
-            return TransformerConfig.from_dict(run["model"]), MoEConfig.from_dict(moe) if isinstance(moe, Mapping) else None
+            return model_of_run(run)
     sizes = manifest.extra.get("config")
     if not isinstance(sizes, Mapping):
         return None
     # An import from Hugging Face leaves out defaults; others say what they know.
     return _from_sizes(sizes, None if "hf_config" in manifest.extra else config)
+
+
+def model_of_run(run: Mapping[str, Any]) -> tuple[TransformerConfig, MoEConfig | None]:
+    """What a run as plain values says of its model.
+
+    Raises:
+        ValueError: it is none.
+    """
+    moe = run.get("moe")
+    return TransformerConfig.from_dict(run["model"]), MoEConfig.from_dict(moe) if isinstance(moe, Mapping) else None
 
 
 def _from_sizes(sizes: Mapping[str, Any], config: RunConfig | None) -> tuple[TransformerConfig, MoEConfig | None]:

@@ -56,6 +56,10 @@ def build_trainer(
     """The loop around a model with ddp, with the lengths and folders of its run; ``writers`` are further ones of the first rank."""
     if run.lora is not None:
         raise ValueError("lora trains adapters in `mcore train` and `mcore sft`; set lora=none")
+    if run.train.local_checkpoint_interval:
+        raise ValueError(
+            "train.local_checkpoint_interval is for `mcore train` and `mcore sft`; set it to 0, and train.local_checkpoint_folder="
+        )
     checkpoints = run_checkpoints(run)
     check_stored(run, first_folder(run.load, checkpoints))
     slices = run.optimizer.use_distributed_optimizer

@@ -31,6 +31,7 @@ from mcore_tools.training._adapters import AdapterCheckpoints, check_lora, descr
 from mcore_tools.training._export import describe_model
 from mcore_tools.training._folder import open_folder, run_checkpoints
 from mcore_tools.training._instruments import Instruments
+from mcore_tools.training._local import NodeCheckpoints, open_local
 from mcore_tools.training._start import RunCheckpoints, find_base, find_source, first_folder
 from mcore_tools.training._stored import check_stored
 from mcore_tools.training._world import device_of
@@ -86,6 +87,7 @@ def train_rank(
     source = find_source(config.load, own) if config.lora is None else find_base(config.load)
     origin = first_folder(config.load, own, source)
     check_stored(config, origin)
+    opened = open_local(config)
     begin = time.perf_counter()
 
     # What it is made of.
@@ -97,12 +99,15 @@ def train_rank(
         checkpoints = RunCheckpoints(config.load, own, source, parts.optimizer, described)
     else:
         checkpoints = AdapterCheckpoints(config.load, own, source, parts.optimizer, described)
+    local = None
+    if opened is not None:
+        assert isinstance(checkpoints, RunCheckpoints), "RunConfig refuses lora with steps on the nodes"
+        local = NodeCheckpoints(config, checkpoints, opened)
 
     # What is seen of it.
     instruments = Instruments.build(config, parts, device)
     history, writers = History(), []
     if world.is_first:
-        history = History.read(Path(config.output) / "train.jsonl", own.latest() or 0)
         writers = open_folder(config, history)
 
     def batches(consumed: int) -> Iterator[list[Batch]]:
@@ -125,7 +130,8 @@ def train_rank(
         batches,
         run.rates,
         writers,
-        checkpoints,
+        local or checkpoints,
+        save_local=None if local is None else local.keep,
         evaluation=run.validation,
         probe=instruments.probe,
         groups=parts.groups,
@@ -143,14 +149,18 @@ def train_rank(
         with ExitStack() as unused:
             for writer in writers:
                 unused.callback(writer.close)
-            trainer.resume()
+            begun = trainer.resume().step
+            if world.is_first:
+                history.extend(Path(config.output) / "train.jsonl", begun)
             # From here on the trainer closes them.
             unused.pop_all()
-        if world.is_first and checkpoints.loaded:
-            print(f"goes on from {checkpoints.loaded}")
+        if world.is_first and (loaded := (local or checkpoints).loaded):
+            print(f"goes on from {loaded}")
         if instruments.timers is not None and stamps is not None:
             instruments.timers.startup(stamps)
         trainer.run()
+        if local is not None:
+            local.clear()
         loss = float("nan")
         if not trainer.stopped:
             loss = evaluate(parts.model, run.validation(), parts.objective, groups=parts.groups).mean.item()
@@ -174,6 +184,7 @@ def _trainer_config(config: RunConfig) -> TrainerConfig:
         steps=train.steps,
         eval_every=train.eval_interval,
         save_every=train.checkpoint_interval or train.steps,
+        save_local_every=train.local_checkpoint_interval,
         timers_every=config.log.timers_interval,
         max_skipped_steps=train.max_skipped_steps,
     )

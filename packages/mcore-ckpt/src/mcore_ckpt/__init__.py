@@ -16,7 +16,7 @@ from mcore_ckpt._core import (
     save,
 )
 from mcore_ckpt._errors import CheckpointingException
-from mcore_ckpt._local import LocalCheckpoints
+from mcore_ckpt._local import LocalCheckpoints, PersistentSteps
 
 __all__ = [
     "AsyncRequest",
@@ -24,6 +24,7 @@ __all__ = [
     "CheckpointingException",
     "LocalCheckpoints",
     "Mismatches",
+    "PersistentSteps",
     "SaveProgress",
     "ShardLike",
     "ShardedTensor",

@@ -2,6 +2,6 @@
 # Copyright (c) 2026 the mcore authors
 """Checkpoints on the disks, or in the memory, of the nodes."""
 
-from mcore_ckpt._local._checkpoints import LocalCheckpoints
+from mcore_ckpt._local._checkpoints import LocalCheckpoints, PersistentSteps
 
-__all__ = ["LocalCheckpoints"]
+__all__ = ["LocalCheckpoints", "PersistentSteps"]

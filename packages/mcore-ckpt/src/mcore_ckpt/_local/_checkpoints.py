@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,6 @@ from torch import Tensor
 
 from mcore_ckpt._core import (
     Background,
-    CheckpointManager,
     Control,
     ShardedTensor,
     ShardRecord,
@@ -47,10 +46,23 @@ from mcore_ckpt._storage import (
     write_safetensors,
 )
 
-__all__ = ["LocalCheckpoints"]
+__all__ = ["LocalCheckpoints", "PersistentSteps"]
 
 _RECORD = re.compile(r"step_([0-9]{8,})-r([0-9]{5,})\.json")
+_OURS = re.compile(r"step_[0-9]{8,}-r[0-9]{5,}(?:-[0-9a-f]{8}\.safetensors|\.json(?:\.partial)?)")
 _MAX_RECORD_BYTES = 2**26
+
+
+class PersistentSteps(Protocol):
+    """What outlives the nodes, such as a `CheckpointManager`."""
+
+    def latest(self) -> int | None:
+        """The newest step; None when there is none. Asked on the first rank only."""
+        ...
+
+    def load(self, state: Mapping[str, Any], /) -> tuple[int, dict[str, Any]]:
+        """Fill ``state`` from the newest step; returns it and its extra values. Collective."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -104,6 +116,8 @@ class LocalCheckpoints:
         self._timeout_s = timeout_s
         self._background = Background(group, background_group, timeout_s)
         self._staging, self._worker = Staging(), Worker()
+        self.skipped = ""
+        """Why the last `load` took an older step than the newest on the nodes; empty where it did not."""
 
     def save(self, step: int, state: Mapping[str, Any], extra: Mapping[str, Any] | None = None, *, asynchronous: bool = False) -> None:
         """Keep ``state`` as ``step`` here and with the partners, then remove what is older than the newest ``keep``.
@@ -144,6 +158,24 @@ class LocalCheckpoints:
         """
         self._background.wait()
 
+    def clear(self) -> None:
+        """Remove every step from the nodes, as after the last save to shared storage. Collective.
+
+        Raises:
+            CheckpointingException: on every rank, when one failed, or an asynchronous save before failed.
+        """
+        self.wait()
+        # A save ends with an exchange of all ranks after their last file: nothing is written any more.
+        control, what = Control(self._group), "removing the steps from the nodes"
+        check_present(control, what, self._timeout_s)
+
+        def remove() -> None:
+            for name in sorted(self._folder.names(), key=lambda name: not name.endswith(".json")):
+                if _OURS.fullmatch(name):
+                    self._folder.remove(name)
+
+        control.run(what, remove)
+
     def _hold(self, state: Mapping[str, Any], extra: Mapping[str, Any] | None) -> tuple[_Held, Callable[[], None]]:
         """A copy of this rank's parts, and the function that releases it."""
         try:
@@ -181,12 +213,12 @@ class LocalCheckpoints:
         control.run(what, publish)
         control.run(what, lambda: self._prune({record.rank for record in stored_records}, step))
 
-    def load(self, state: Mapping[str, Any], persistent: CheckpointManager | None = None) -> tuple[int, dict[str, Any]]:
+    def load(self, state: Mapping[str, Any], persistent: PersistentSteps | None = None) -> tuple[int, dict[str, Any]]:
         """Fill ``state`` from the newest step of which every rank's file is on some node; fetch what is not on the own.
 
         Args:
             state: as it was saved: the same parts on the same ranks.
-            persistent: loaded from where its newest step is newer, or no step on the nodes is whole.
+            persistent: loaded from where its newest step is newer, or no step on the nodes is whole, as ``skipped`` then says.
 
         Returns:
             The step, and the extra values of this rank.
@@ -213,7 +245,9 @@ class LocalCheckpoints:
             if attempt is None or (answers[0]["newest"] or -1) > attempt[0]:
                 if persistent is None or answers[0]["newest"] is None:
                     raise CheckpointingException(f"no step is whole on the nodes: {explain_none(answers, control)}")
-                return persistent.load(state)
+                step, extra = persistent.load(state)
+                self.skipped = explain_none(answers, control, after=step)
+                return step, extra
             damaged_ranks = control.run(f"verifying step {attempt[0]} on the nodes", partial(self._verify, control.rank, attempt, sources))
             damaged = {(place, *attempt, rank) for place, ranks in enumerate(damaged_ranks) for rank in ranks}
             if not damaged:
@@ -222,6 +256,7 @@ class LocalCheckpoints:
         self._fetch(control, attempt, sources, answers)
         results: list[dict[str, Any]] = []
         control.run(f"reading step {attempt[0]}", lambda: results.append(self._fill(control.rank, attempt, state)))
+        self.skipped = explain_none(answers, control, after=attempt[0])
         return attempt[0], results[0]
 
     def _write(self, rank: int, step: int, token: str, held: _Held, out: list[NodeRecord]) -> dict[str, Any]:

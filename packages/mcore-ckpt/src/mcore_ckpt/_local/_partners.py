@@ -68,11 +68,11 @@ def choose_attempt(answers: list[Any], bad: set[tuple[int, int, str, int]], size
     return None, []
 
 
-def explain_none(answers: list[Any], control: Control) -> str:
-    """Why no step is complete: the ranks whose files of the newest step are lost."""
-    held = {(step, rank) for answer in answers for step, _, rank, *_ in answer["held"]}
+def explain_none(answers: list[Any], control: Control, after: int | None = None) -> str:
+    """Why no step, or none ``after`` one, is complete: the ranks whose files of the newest step are lost; empty where none is after it."""
+    held = {(step, rank) for answer in answers for step, _, rank, *_ in answer["held"] if after is None or step > after}
     if not held:
-        return "they keep none"
+        return "they keep none" if after is None else ""
     newest = max(step for step, _ in held)
     missing = [control.ranks[rank] for rank in range(control.size) if (newest, rank) not in held]
     if missing:

@@ -49,6 +49,8 @@ class TrainerConfig:
     """Evaluate after every n-th step; 0 for never."""
     save_every: int = 0
     """Save after every n-th step and after the last one, wherever the run ends without an error; 0 for never."""
+    save_local_every: int = 0
+    """Keep every n-th step on the nodes, where it is not saved; 0 for never."""
     timers_every: int = 0
     """Read ``timers`` after the first step and every n-th, which waits for the ranks; 0 for never."""
     per_layer_values: bool = True
@@ -90,6 +92,8 @@ class Trainer:
         schedule: learning rates; step 1 has ``schedule.lr(0)``. A skipped step does not advance it.
         writers: take the numbers of each step, on the first rank of the layout only; closed at the end of ``run``.
         checkpointer: saves and restores; needed by ``save_every`` and ``resume``.
+        save_local: keeps a step on the nodes, as a checkpointer's ``save`` (``LocalCheckpoints``); needed by ``save_local_every``. What
+            ``resume`` loads is the checkpointer's choice.
         evaluation: the micro-batches of one evaluation; needed by ``eval_every``.
         probe: further numbers of a step (load of experts); called on every rank after each step.
         groups: the layout; None for ``model.groups``.
@@ -120,6 +124,7 @@ class Trainer:
         writers: Sequence[Writer] = (),
         checkpointer: Checkpointer | None = None,
         *,
+        save_local: Callable[[int, Mapping[str, Any], Mapping[str, Any]], object] | None = None,
         evaluation: Callable[[], Sequence[Batch]] | None = None,
         probe: Callable[[], Mapping[str, float]] | None = None,
         groups: ProcessGroups | None = None,
@@ -135,6 +140,8 @@ class Trainer:
     ) -> None:
         if config.save_every and checkpointer is None:
             raise ValueError(f"save_every={config.save_every} needs a checkpointer; pass one or set save_every=0")
+        if config.save_local_every and save_local is None:
+            raise ValueError(f"save_local_every={config.save_local_every} needs save_local; pass it or set save_local_every=0")
         if config.eval_every and evaluation is None:
             raise ValueError(f"eval_every={config.eval_every} needs evaluation batches; pass evaluation or set eval_every=0")
         if config.timers_every and timers is None:
@@ -142,7 +149,7 @@ class Trainer:
         owner: Any = model[0] if isinstance(model, ModelChunks) else model
         self.config, self.model, self.sync, self.optimizer, self.objective = config, model, sync, optimizer, objective
         self.data, self.schedule, self.checkpointer = data, schedule, checkpointer
-        self.evaluation, self.probe = evaluation, probe
+        self.save_local, self.evaluation, self.probe = save_local, evaluation, probe
         self.pipeline, self.overlap = pipeline, overlap
         self.groups: ProcessGroups = owner.groups if groups is None else groups
         self.writers = tuple(writers) if self.groups.world.is_first else ()
@@ -185,12 +192,14 @@ class Trainer:
         """
         if self.checkpointer is None:
             raise ValueError("save needs a checkpointer; pass one to Trainer")
-        extra: dict[str, Any] = {"trainer": asdict(self.state), "optimizer_step": self.optimizer.step_count}
-        if self.rerun is not None:
-            extra["rerun"] = self.rerun.state()
         with self._part("save"):
-            self.checkpointer.save(self.state.step, self.tensors(), extra)
+            self.checkpointer.save(self.state.step, self.tensors(), self._extra())
         self._saved = self.state.step
+
+    def _extra(self) -> dict[str, Any]:
+        """What a step keeps beside its tensors."""
+        extra: dict[str, Any] = {"trainer": asdict(self.state), "optimizer_step": self.optimizer.step_count}
+        return extra if self.rerun is None else {**extra, "rerun": self.rerun.state()}
 
     def run(self) -> TrainerState:
         """Train up to ``config.steps``, to the end of the data or until ``stop``; call it once.
@@ -294,7 +303,15 @@ class Trainer:
             values |= {f"eval/{name}": (value / evaluated.count).item() for name, value in evaluated.metrics.items()}
         if self.config.save_every and step % self.config.save_every == 0:
             self.save()
+        elif self.save_local is not None and self._is_local(step):
+            with self._part("save"):
+                self.save_local(step, self.tensors(), self._extra())
         return values
+
+    def _is_local(self, step: int) -> bool:
+        """Whether a step that is not saved now is kept on the nodes; the last one is saved at once."""
+        every = self.config.save_local_every
+        return every > 0 and step % every == 0 and step < self.config.steps and not self.stopped
 
     @contextmanager
     def _part(self, name: str) -> Iterator[None]:
