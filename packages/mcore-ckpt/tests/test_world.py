@@ -263,7 +263,7 @@ def check_failures(folder):
     rank = dist.get_rank()
     state = {"w": ShardedTensor(torch.ones(2) * rank, (4,), (2 * rank,))}
     problems = {
-        "preparing .* rank 1: bad is str": lambda to: save({**state, **({"bad": "x"} if rank else {})}, to),
+        "preparing .* rank 1: bad is object": lambda to: save({**state, **({"bad": object()} if rank else {})}, to),
         "extra differs between ranks": lambda to: save(state, to, extra={"rank": rank}),
         "directory differs between ranks": lambda to: save(state, f"{to}-{rank}"),
         "w .on ranks .0, 1..: parts .* overlap": lambda to: save({"w": ShardedTensor(torch.ones(3), (4,), (rank,))}, to),

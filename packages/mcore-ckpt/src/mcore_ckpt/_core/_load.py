@@ -17,8 +17,9 @@ from torch import Tensor
 from mcore_ckpt._core._control import Control, threads_each
 from mcore_ckpt._core._load_plan import Mismatches, Read, Strictness, as_strictness, assign_files, compare, plan_load
 from mcore_ckpt._core._manifest import Manifest, TensorRecord, read_manifest
+from mcore_ckpt._core._nested import VALUES, FlatState, check_values, flatten_state
 from mcore_ckpt._core._read import DAMAGED, ReadTarget, check_file, check_files, fill_from, in_threads, read_and_verify
-from mcore_ckpt._core._sharded import ShardedTensor, as_parts, entries
+from mcore_ckpt._core._sharded import ShardedTensor, as_parts
 from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt._formats import open_shard
 from mcore_ckpt._storage import Folder, StoredFile, dtype_code, dtype_of, itemsize, open_folder
@@ -38,8 +39,8 @@ def load(
     """Fill the tensors of ``state`` from the checkpoint in ``directory``, whatever layout wrote it. Collective over ``group``.
 
     Args:
-        state: as for `save`; the tensors are written in place. A name that the checkpoint lacks is an error, unless ``strict`` says
-            otherwise: leave it out of ``state`` to keep its value.
+        state: as for `save`; the tensors are written in place, and other values replaced. A name that the checkpoint lacks is an
+            error, unless ``strict`` says otherwise: leave it out of ``state`` to keep its value.
         strict: a stored tensor that no rank asks for is an error; False to load a part of a checkpoint; or a `Strictness`.
         verify: compare the SHA-256 of every file that is read; the ranks share the files, and each file is read once for both.
             "first" compares all before anything is written, which takes a second reading. False compares lengths only.
@@ -71,7 +72,7 @@ def load_as(
         raise ValueError(f"verify={verify!r} must be True, False or 'first'")
     control, folder = Control(group), open_folder(directory)
     strictness = as_strictness(strict)
-    manifest, shards, mismatches, num_threads = _survey(control, state, folder, strictness, view)
+    manifest, shards, mismatches, num_threads, flat = _survey(control, state, folder, strictness, view)
     if mismatches.unexpected and strictness.unexpected == "raise":
         raise CheckpointingException(
             f"{folder} " + "; ".join(mismatches.lines(replace(strictness, missing="ignore", shape="ignore"), "raise"))
@@ -86,7 +87,9 @@ def load_as(
     control.run(f"verifying {folder}", lambda: check_files(folder, manifest, share, digests=first, num_threads=num_threads))
     verified = share if verify is True else []
     control.run(f"reading {folder}", lambda: _fill(folder, manifest, shards, reads, verified, num_threads))
-    return dict(manifest.extra)
+    extra = dict(manifest.extra)
+    flat.restore(extra.pop(VALUES, {}))
+    return extra
 
 
 def find_mismatches(state: Mapping[str, Any], directory: str | Path | Folder, *, group: dist.ProcessGroup | None = None) -> Mismatches:
@@ -107,20 +110,22 @@ def _survey(
     view: Callable[[Manifest], Manifest],
     *,
     check_dtypes: bool = True,
-) -> tuple[Manifest, dict[str, list[ShardedTensor]], Mismatches, int]:
-    """The manifest, the parts of ``state`` that can be filled from it, what does not fit over all ranks, and threads for this rank.
+) -> tuple[Manifest, dict[str, list[ShardedTensor]], Mismatches, int, FlatState]:
+    """The manifest, the parts of ``state`` that can be filled from it, what does not fit over all ranks, threads for this rank, and the
+    state without its nesting.
 
     Raises:
         CheckpointingException: something that ``strictness`` does not allow, but for unexpected tensors, which the caller judges.
     """
-    opened: list[Manifest] = []
+    opened: list[tuple[Manifest, FlatState]] = []
     requested = bytearray()
     shards: dict[str, list[ShardedTensor]] = {}
 
     def look() -> dict[str, Any]:
-        manifest = view(read_manifest(folder))
-        opened.append(manifest)
-        shards.update((name, as_parts(name, value)) for name, value in entries(state))
+        manifest, flat = view(read_manifest(folder)), flatten_state(state)
+        opened.append((manifest, flat))
+        shards.update((name, as_parts(name, value)) for name, value in flat.tensors.items())
+        check_values(flat, manifest.extra.get(VALUES, {}), missing=strictness.missing == "raise")
         _check_targets(shards)
         wanted = {name: TensorRecord(dtype_code(parts[0].data.dtype), parts[0].global_shape) for name, parts in shards.items()}
         mine = compare(wanted, manifest.tensors)
@@ -143,12 +148,12 @@ def _survey(
             raise CheckpointingException(
                 f"ranks {control.ranks[0]} and {rank} see different checkpoints in {folder}; they must share the file system"
             )
-    (manifest,) = opened
+    ((manifest, flat),) = opened
     wanted = control.union(f"opening {folder}", bytes(requested))
     unexpected = [name for name, flag in zip(manifest.tensors, wanted, strict=True) if not flag]
     differing = {key: tuple(sorted({one for answer in answers for one in answer[key]})) for key in ("missing", "shapes", "dtypes")}
     num_threads = threads_each([answer["host"] for answer in answers], control.rank)
-    return manifest, shards, Mismatches(unexpected=tuple(sorted(unexpected)), **differing), num_threads
+    return manifest, shards, Mismatches(unexpected=tuple(sorted(unexpected)), **differing), num_threads, flat
 
 
 def _check_targets(shards: Mapping[str, list[ShardedTensor]]) -> None:

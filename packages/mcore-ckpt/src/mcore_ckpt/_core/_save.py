@@ -18,8 +18,9 @@ from mcore_ckpt._core._async import AsyncRequest
 from mcore_ckpt._core._commit import SIDE_NAMES, SaveJob, commit
 from mcore_ckpt._core._control import Control, threads_each
 from mcore_ckpt._core._manifest import check_extra, is_checkpoint
+from mcore_ckpt._core._nested import flatten_state, with_values
 from mcore_ckpt._core._save_plan import PlanCache, ShardRecord, Write, agree_on_share, encode_layout, pack_files, text_digest
-from mcore_ckpt._core._sharded import DeferredTensor, ShardedTensor, as_writable, entries
+from mcore_ckpt._core._sharded import DeferredTensor, ShardedTensor, as_writable
 from mcore_ckpt._core._staging import Staging
 from mcore_ckpt._core._worker import Worker
 from mcore_ckpt._errors import CheckpointingException
@@ -76,7 +77,8 @@ def save(
 
     Args:
         state: global name -> `ShardedTensor`, any `ShardLike`, DTensor or plain tensor (held alike by every rank that names it).
-            Ranks may hold different names.
+            Ranks may hold different names. It may be nested, ``{"model": ..., "optimizer": ...}``: a tensor's name is then the path to it,
+            joined by dots. Numbers, strings, bools and None in it, and lists of them, are kept with ``extra``.
         directory: a path on a file system all ranks share, the address of an object store (``s3://bucket/run``, by fsspec), or a
             `mcore_ckpt.storage.Folder`. It may exist, but hold no checkpoint; what an unfinished save left is removed.
         extra: JSON values kept in the manifest. Equal on every rank that gives any.
@@ -164,8 +166,10 @@ def _prepare(
 
     def describe() -> dict[str, Any]:
         nonlocal layout, extra_text
-        check_extra(extra)
-        for name, value in entries(state):
+        flat = flatten_state(state)
+        everything = with_values(extra, flat)
+        check_extra(everything)
+        for name, value in flat.tensors.items():
             for shard in as_writable(name, value):
                 shards[name, shard.box] = shard
                 records.append(ShardRecord(name, dtype_code(shard.dtype), shard.global_shape, shard.box, shard.replica))
@@ -176,7 +180,7 @@ def _prepare(
             token = secrets.token_hex(4)
             _open_directory(directory)
         layout_facts = {"layout": text_digest(layout), "length": len(layout.encode()), "runs": runs}
-        extra_text = json.dumps(extra, sort_keys=True)
+        extra_text = json.dumps(everything, sort_keys=True)
         extra_facts = {"extra": [extra_text[:200], text_digest(extra_text)], "extra_length": len(extra_text.encode())}
         facts = {"directory": [directory.address], "token": token, "host": socket.gethostname(), "assets": digest_names(options.assets)}
         return {**layout_facts, **extra_facts, **facts, "cached": cache.key if cache is not None else ""}

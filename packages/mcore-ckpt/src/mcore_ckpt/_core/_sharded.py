@@ -143,8 +143,8 @@ def as_sharded(name: str, value: Any) -> ShardedTensor:
     except ValueError as error:
         raise CheckpointingException(f"{name}: {error}") from error
     raise CheckpointingException(
-        f"{name} is {type(value).__name__}; give a tensor, a DTensor, or an object with data, global_shape, offset and replica "
-        "(a dict of tensors goes in under names such as model.weight; numbers and strings belong in extra)"
+        f"{name} is {type(value).__name__}; give a tensor, a DTensor, an object with data, global_shape, offset and replica, or a dict of "
+        "these (a module or optimizer goes in as its state_dict())"
     )
 
 
