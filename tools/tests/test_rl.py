@@ -18,7 +18,7 @@ from mcore_ckpt.manifest import read_manifest
 from mcore_tools import reinforce
 from mcore_tools.launch import launch
 from mcore_tools.recipes import RLConfig, RunConfig, override, read_config, recipe, write_config
-from mcore_tools.rl import REFERENCE, best_attempt, build_environment, reinforce_rank
+from mcore_tools.rl import REFERENCE, best_attempt, build_environment, post_train_rank, reinforce_rank
 from mcore_tools.serving import open_engine
 from mcore_tools.training import export_run
 from tests.support.published import write_published
@@ -75,6 +75,15 @@ def test_the_checkpoint_serves_and_says_what_it_is(trained: Path) -> None:
     assert extra["rl"] == {"position": 4} and extra["trainer"]["step"] == 2
     # Two updates of imitation, and two mini-batches twice in each of two iterations.
     assert extra["optimizer_step"] == 2 + 2 * 2 * 2
+
+
+def test_rows_that_tp_pads_are_in_neither_distribution(trained: Path) -> None:
+    config = override(read_config(trained / "config.yaml"), ["train.seq_len=48", "plan.tp=2", f"output={trained}"])
+    assert open_engine(trained, "cpu", cache_gb=0.01).tokenizer.vocab_size < config.model.vocab_size
+    reports = launch(post_train_rank, 2, config=config, kind="cpu", prompts=("3 4=7:", "2 5="), wanted="+-*", iterations=1, lr=1e-3)
+    for [report] in reports:
+        assert report.num_rollouts == 64 and report.train.metrics["logprob_mismatch"] < 1e-5
+        assert report.train.metrics["ratio"] == pytest.approx(1.0, abs=1e-5)
 
 
 def test_a_run_goes_on_at_its_next_iteration(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mcore_ckpt import CheckpointManager
-from mcore_parallel.data import HuggingFaceTokenizer
 from mcore_parallel.training import model_state
 from mcore_rl import GenericGenerationArgs, GRPOConfig, GRPOObjective, IterationReport, Learner, MegatronLocal, grpo_iteration, refit
 from mcore_rl.envs import CharacterShare
-from mcore_tools.assembly import assemble
+from mcore_tools.assembly import open_tokenizer
 from mcore_tools.recipes import RunConfig
+from mcore_tools.rl._policy import assemble_policy
 from mcore_tools.serving import build_engine
 from mcore_tools.training import device_of
 
@@ -22,11 +22,13 @@ from mcore_tools.training import device_of
 def post_train_rank(config: RunConfig, kind: str, prompts: Sequence[str], wanted: str, iterations: int, lr: float) -> list[IterationReport]:
     """Group-relative policy optimisation from the newest checkpoint; the same reports on every rank."""
     device = device_of(kind)
-    parts = assemble(dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, lr=lr, weight_decay=0.0)), device)
+    tokenizer = open_tokenizer(config.data.tokenizer, config.model.vocab_size)
+    changed = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, lr=lr, weight_decay=0.0))
+    parts = assemble_policy(changed, tokenizer, device)
     CheckpointManager(Path(config.output) / "checkpoints").load(model_state(parts.model, parts.groups), strict=False)
     parts.optimizer.reload_model_params()
     rank = parts.groups.world.rank
-    engine = build_engine(config, HuggingFaceTokenizer(config.data.tokenizer), device, seed=rank)
+    engine = build_engine(config, tokenizer, device, seed=rank)
     refit(parts.model, parts.groups, engine)
     interface = MegatronLocal(engine)
     agent = CharacterShare([*prompts[rank:], *prompts[:rank]], wanted)

@@ -15,7 +15,6 @@ import torch
 from mcore_ckpt import CheckpointManager
 from mcore_parallel.comm import all_reduce
 from mcore_parallel.guard import Watchdog
-from mcore_parallel.models import OutputLayer
 from mcore_parallel.training import NonFiniteLossError, TrainerState, Writer, model_state
 from mcore_rl import (
     EvaluationResponse,
@@ -27,11 +26,12 @@ from mcore_rl import (
     grpo_iteration,
     refit,
 )
-from mcore_tools.assembly import Parts, TorchShardedModel, assemble, open_tokenizer, schedule
+from mcore_tools.assembly import Parts, open_tokenizer, schedule
 from mcore_tools.recipes import RunConfig
 from mcore_tools.reports import History
 from mcore_tools.rl._environment import build_environment
 from mcore_tools.rl._imitation import imitate
+from mcore_tools.rl._policy import assemble_policy
 from mcore_tools.serving import build_engine
 from mcore_tools.training import (
     RunCheckpoints,
@@ -107,13 +107,7 @@ class _Run:
         self.device = device_of(kind)
         self.tokenizer = open_tokenizer(config.data.tokenizer, config.model.vocab_size)
         self._check_length()
-        self.parts: Parts = assemble(config, self.device)
-        sharded = self.parts.model
-        whole = sharded.module if isinstance(sharded, TorchShardedModel) else sharded
-        for module in whole.modules():
-            if isinstance(module, OutputLayer):
-                # The engine draws no row of padding, so the policy has none.
-                module.unpadded_vocab_size = self.tokenizer.vocab_size
+        self.parts: Parts = assemble_policy(config, self.tokenizer, self.device)
         self.checkpoints = RunCheckpoints(config.load, self.own, source, self.parts.optimizer, describe_model(config, origin))
         self.rates = schedule(config)
         self.state, self.position = TrainerState(), 0
