@@ -12,11 +12,11 @@ quotation marks. Exit code: 0 done; 1 something was refused, and why.
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from mcore_ckpt import CheckpointingException
+from mcore_tools.arguments import Parser, integer, number, secret
 from mcore_tools.generate import add_model_arguments
 from mcore_tools.serving import open_engine
 from mcore_tools.terminal import Answers, AnswerSettings, Conversation, EngineAnswers, ServerAnswers, StandardTerminal, Terminal
@@ -27,7 +27,7 @@ def _answers(options: argparse.Namespace) -> Answers:
     """Who answers: a server or an engine."""
     settings = AnswerSettings(max_tokens=options.max_tokens, temperature=options.temperature)
     if options.checkpoint.startswith(("http://", "https://")):
-        token = "" if options.token_file is None else options.token_file.read_text(encoding="utf-8").strip()
+        token = options.token_file or ""
         return ServerAnswers(options.checkpoint, settings, model=options.model, token=token)
     if options.model or options.token_file is not None:
         raise ValueError(f"--model and --token-file are for a server, and {options.checkpoint} is no http:// address; leave them out")
@@ -37,13 +37,13 @@ def _answers(options: argparse.Namespace) -> Answers:
 
 def main(arguments: Sequence[str] | None = None, terminal: Terminal | None = None) -> int:
     """The command; ``terminal`` is None for standard input and output."""
-    parser = argparse.ArgumentParser(prog="mcore chat", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("mcore chat", __doc__)
     add_model_arguments(parser)
     parser.add_argument("--system", default="", help="what the model is told first")
-    parser.add_argument("--max-tokens", type=int, default=512, help="of an answer (default: 512)")
-    parser.add_argument("--temperature", type=float, default=0.7, help="of an answer; 0 for the likeliest token (default: 0.7)")
+    parser.add_argument("--max-tokens", type=integer(1), default=512, help="of an answer (default: 512)")
+    parser.add_argument("--temperature", type=number(least=0), default=0.7, help="of an answer; 0 for the likeliest token (default: 0.7)")
     parser.add_argument("--model", default="", help="name of the model at a server (default: its first)")
-    parser.add_argument("--token-file", type=Path, help="file with the secret that a server wants")
+    parser.add_argument("--token-file", metavar="FILE", type=secret, help="file with the secret that a server wants")
     options = parser.parse_args(arguments)
     try:
         answers = _answers(options)

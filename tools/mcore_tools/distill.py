@@ -9,7 +9,6 @@ torchrun --nproc-per-node 8 -m mcore_tools.distill --recipe gpt_tiny --teacher g
 With --set store=FOLDER the student learns from log-probabilities on disk, which the same command with --record writes first.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import itertools
@@ -48,6 +47,7 @@ from mcore_parallel.training.distill import (
     record,
     writes,
 )
+from mcore_tools.arguments import Parser
 from mcore_tools.assembly import DTYPES, Samples, build_stage, datasets, open_tokenizer, step_batches, validation_batches
 from mcore_tools.recipes import RECIPES, RunConfig, recipe
 from mcore_tools.reports import History
@@ -229,7 +229,7 @@ def distill(config: DistillConfig, *, only_record: bool = False) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog="mcore distill", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("mcore distill", __doc__)
     parser.add_argument("--recipe", required=True, help=f"of the student, one of: {', '.join(RECIPES)}")
     parser.add_argument("--teacher", required=True, help="recipe the teacher was trained by")
     parser.add_argument("--record", action="store_true", help="run the teacher only, and write its likeliest tokens into the store")

@@ -9,7 +9,6 @@ With --set store=FOLDER the head learns from features on disk, which ``extract``
 many drafts of the newest checkpoint the target would accept, ``export`` writes it to --set published=FOLDER.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import functools
@@ -47,6 +46,7 @@ from mcore_parallel.training.eagle import (
     TargetEnds,
     record_features,
 )
+from mcore_tools.arguments import Parser
 from mcore_tools.assembly import DTYPES, Samples, build_model, datasets, open_tokenizer, step_batches
 from mcore_tools.recipes import RECIPES, RunConfig, recipe
 from mcore_tools.training import build_trainer, command, device_of, place, tell
@@ -315,7 +315,7 @@ def run_command(verb: str, config: EagleRun) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog="mcore eagle", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("mcore eagle", __doc__)
     parser.add_argument("verb", choices=("extract", "train", "evaluate", "export"))
     parser.add_argument("--recipe", required=True, help=f"the target was trained by, one of: {', '.join(RECIPES)}")
     return command(

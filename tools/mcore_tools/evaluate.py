@@ -15,12 +15,12 @@ import importlib.util
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from mcore_ckpt import CheckpointingException
+from mcore_tools.arguments import Parser, file, folder, integer, new_file
 from mcore_tools.evaluation import Scorer, read_choices, read_texts, score_choices, score_texts
 from mcore_tools.generate import add_model_arguments
 from mcore_tools.serving import open_engine
@@ -29,15 +29,19 @@ from mcore_tools.training import device_of
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog="mcore eval", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("mcore eval", __doc__)
     add_model_arguments(parser)
-    parser.add_argument("--text", type=Path, action="append", default=[], help="text to predict; of a .jsonl the field text of each line")
-    parser.add_argument("--stride", type=int, help="tokens that a window of a long text predicts (default: half of --max-length)")
-    parser.add_argument("--choices", type=Path, help=".jsonl with question, choices and answer (number of the right choice, from 0)")
+    parser.add_argument(
+        "--text", metavar="FILE", type=file, action="append", default=[], help="text to predict; of a .jsonl the field text of each line"
+    )
+    parser.add_argument("--stride", type=integer(1), help="tokens that a window of a long text predicts (default: half of --max-length)")
+    parser.add_argument(
+        "--choices", metavar="FILE", type=file, help=".jsonl with question, choices and answer (number of the right choice, from 0)"
+    )
     parser.add_argument("--tasks", help="tasks of lm-evaluation-harness, separated by commas")
-    parser.add_argument("--include", type=Path, help="folder with tasks of your own for --tasks")
-    parser.add_argument("--limit", type=int, help="questions of each task (default: all)")
-    parser.add_argument("--output", type=Path, help="file for the JSON object, too")
+    parser.add_argument("--include", metavar="FOLDER", type=folder, help="folder with tasks of your own for --tasks")
+    parser.add_argument("--limit", type=integer(1), help="questions of each task (default: all)")
+    parser.add_argument("--output", metavar="FILE", type=new_file, help="file for the JSON object, too")
     options = parser.parse_args(arguments)
     try:
         results = _evaluate(options)
@@ -55,8 +59,6 @@ def _evaluate(options: argparse.Namespace) -> dict[str, Any]:
     """What was asked for, by its option; everything is read before the model is loaded."""
     if not (options.text or options.choices or options.tasks):
         raise ValueError("there is nothing to measure; give --text FILE, --choices FILE or --tasks NAMES")
-    if options.limit is not None and options.limit < 1:
-        raise ValueError(f"--limit {options.limit} must be at least 1")
     if options.tasks and importlib.util.find_spec("lm_eval") is None:
         raise ValueError('--tasks needs lm-evaluation-harness, which is not installed: pip install "mcore-tools[eval]"')
     texts = read_texts(options.text) if options.text else []

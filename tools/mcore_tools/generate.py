@@ -16,6 +16,7 @@ import torch
 
 from mcore_ckpt import CheckpointingException
 from mcore_inference import DynamicInferenceEngine, SamplingParams
+from mcore_tools.arguments import Parser, integer, number
 from mcore_tools.serving import open_engine
 from mcore_tools.training import device_of
 
@@ -37,22 +38,22 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", help="folder of a run, of its steps, a checkpoint, or a Hugging Face folder")
     parser.add_argument(
         "--max-length",
-        type=int,
+        type=integer(2),
         help="tokens of prompt and continuation (default: what the run trained on, or the context of the model up to 4096)",
     )
-    parser.add_argument("--cache-gb", type=float, default=1.0, help="memory for keys and values (default: 1)")
+    parser.add_argument("--cache-gb", type=number(above=0), default=1.0, help="memory for keys and values (default: 1)")
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
     """What is continued, and how."""
     parser.add_argument("--prompt", action="append", default=[], required=required, help="continue this text; may be given again")
-    parser.add_argument("--max-tokens", type=int, default=64, help="of a continuation (default: 64)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="of a continuation (default: 0, the likeliest token)")
+    parser.add_argument("--max-tokens", type=integer(1), default=64, help="of a continuation (default: 64)")
+    parser.add_argument("--temperature", type=number(least=0), default=0.0, help="of a continuation (default: 0, the likeliest token)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog="mcore generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("mcore generate", __doc__)
     add_model_arguments(parser)
     add_sampling_arguments(parser, required=True)
     options = parser.parse_args(arguments)

@@ -5,7 +5,6 @@
 mcore quickstart [--text PATH] [--output FOLDER]
 """
 
-import argparse
 import dataclasses
 import math
 import shutil
@@ -25,6 +24,7 @@ from mcore_ckpt import CheckpointManager
 from mcore_ckpt.hf import export_checkpoint_hf
 from mcore_parallel import ParallelPlan
 from mcore_parallel.tensor_parallel import pad_vocab_size
+from mcore_tools.arguments import Parser, integer
 from mcore_tools.corpus import check_text, default_text, prepare
 from mcore_tools.launch import RankError, launch
 from mcore_tools.recipes import RecipeError, RunConfig, override, recipe
@@ -209,13 +209,13 @@ def _summary(sections: list[Section], report: Path, seconds: float, console: Con
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="mcore quickstart", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("mcore quickstart", __doc__)
     parser.add_argument("--text", type=Path, help="file, folder or JSONL to learn from; default: the interpreter's standard library")
     parser.add_argument("--output", type=Path, default=Path("runs/quickstart"), help="folder that is made anew (default: %(default)s)")
     parser.add_argument(
         "--set", action="append", default=[], metavar="PATH=VALUE", help="change a field of the recipe, for instance train.steps=50"
     )
-    parser.add_argument("--iterations", type=int, default=20, help="of RL (default: %(default)s)")
+    parser.add_argument("--iterations", type=integer(3), default=20, help="of RL (default: %(default)s)")
     options = parser.parse_args(arguments)
     console = Console()
     try:

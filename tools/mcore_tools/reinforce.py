@@ -27,6 +27,7 @@ from mcore_parallel.guard import RankFailedError, RanksLostError
 from mcore_parallel.optim import OptimizerConfig
 from mcore_parallel.training import STOPPED_EXIT_CODE, StopSignals
 from mcore_rl import GenericGenerationArgs
+from mcore_tools.arguments import Parser, file
 from mcore_tools.recipes import (
     RECIPES,
     RecipeError,
@@ -146,10 +147,12 @@ def _result(done: Reinforced) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog="mcore rl", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("mcore rl", __doc__)
     parser.add_argument("model", nargs="?", default="", help="Hugging Face folder, checkpoint, or folder of a run")
     parser.add_argument("--recipe", help=f"one of: {', '.join(RECIPES)}")
-    parser.add_argument("--config", metavar="FILE", help="YAML with fields of the run, and `recipe: NAME` or --recipe for the others")
+    parser.add_argument(
+        "--config", metavar="FILE", type=file, help="YAML with fields of the run, and `recipe: NAME` or --recipe for the others"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change a field, for instance rl.group_size=16")
     parser.add_argument("--write-config", metavar="FILE", help="write the whole run as YAML (- for the terminal) and end")
     options = parser.parse_args(arguments)

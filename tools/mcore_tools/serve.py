@@ -19,6 +19,7 @@ import secrets
 import sys
 import time
 from collections.abc import Sequence
+from ipaddress import ip_address
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from mcore_inference import DynamicInferenceEngine, EngineDeadError
 from mcore_inference.coordinator import CoordinatedRunner, CoordinatorConfig, CoordinatorSecurity, DataParallelInferenceCoordinator
 from mcore_inference.server import InferenceServer, ServerLimits, StopSignals, serve, serve_runner
 from mcore_parallel.guard import STALLED_EXIT_CODE
+from mcore_tools.arguments import Parser, endpoint, integer, number, secret
 from mcore_tools.generate import add_model_arguments, add_sampling_arguments, generate
 from mcore_tools.serving import Replicas, open_engine, open_served_tokenizer, work_for
 from mcore_tools.training import device_of
@@ -35,28 +37,36 @@ from mcore_tools.training import device_of
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog="mcore serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("mcore serve", __doc__)
     add_model_arguments(parser)
     add_sampling_arguments(parser, required=False)
     parser.add_argument("--host", default="127.0.0.1", help="address to serve on; other than loopback it needs --token-file")
-    parser.add_argument("--port", type=int, default=8000, help="0 for a free one (default: 8000)")
-    parser.add_argument("--drain-seconds", type=float, default=30.0, help="that open requests get to end at a signal (default: 30)")
-    parser.add_argument("--max-waiting", type=int, default=512, help="requests in the queue, then clients are sent away (default: 512)")
+    parser.add_argument("--port", type=integer(0, 65_535), default=8000, help="0 for a free one (default: 8000)")
+    parser.add_argument(
+        "--drain-seconds", type=number(least=0), default=30.0, help="that open requests get to end at a signal (default: 30)"
+    )
+    parser.add_argument(
+        "--max-waiting", type=integer(1), default=512, help="requests in the queue, then clients are sent away (default: 512)"
+    )
     parser.add_argument(
         "--tool-call-parser", choices=("hermes", "llama3_json", "mistral"), help="how the model writes calls of tools (default: no tools)"
     )
-    parser.add_argument("--token-file", type=Path, help="file with the secret that clients must send")
-    parser.add_argument("--data-parallel", type=int, default=1, help="engines, each in a process with a GPU of its own (default: 1)")
-    parser.add_argument("--join", metavar="ADDRESS", help="work for the coordinator at tcp://host:port instead of serving HTTP")
+    parser.add_argument("--token-file", metavar="FILE", type=secret, help="file with the secret that clients must send")
+    parser.add_argument(
+        "--data-parallel", metavar="N", type=integer(1), default=1, help="engines, each in a process with a GPU of its own (default: 1)"
+    )
+    parser.add_argument(
+        "--join", metavar="ADDRESS", type=endpoint, help="work for the coordinator at tcp://host:port instead of serving HTTP"
+    )
     parser.add_argument("--name", default="engine", help="of an engine that joins, for messages")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
-        if options.data_parallel < 1:
-            raise ValueError(f"--data-parallel {options.data_parallel} must be at least 1")
         if options.data_parallel > 1 and (options.prompt or options.join):
             raise ValueError("--data-parallel serves HTTP; leave out --prompt and --join, or --data-parallel")
-        token = None if options.token_file is None else options.token_file.read_text(encoding="utf-8").strip()
+        token = options.token_file
+        if not (options.prompt or options.join):
+            _check_reach(options.host, token)
         if options.data_parallel > 1:
             return _serve_replicas(options, token)
         device = device_of("cuda" if torch.cuda.is_available() else "cpu")
@@ -69,6 +79,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, CheckpointingException) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def _check_reach(host: str, token: str | None) -> None:
+    """Refuse, before a model is loaded, what the server would refuse after it."""
+    try:
+        local = host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        local = False
+    if token is None and not local:
+        raise ValueError(f"--host {host} is reachable from other machines; give --token-file, or --host 127.0.0.1")
 
 
 def _limits(options: argparse.Namespace) -> ServerLimits:

@@ -13,7 +13,6 @@ goes on where it was stopped. `--set lora.rank=16` trains adapters alone; `--set
 Exit status: as of `mcore train`.
 """
 
-import argparse
 import dataclasses
 import math
 import os
@@ -34,6 +33,7 @@ from mcore_moe import MoEConfig
 from mcore_parallel.data import IndexedDataset
 from mcore_parallel.models import TransformerConfig
 from mcore_parallel.optim import OptimizerConfig
+from mcore_tools.arguments import Parser
 from mcore_tools.corpus import ChatCorpus, prepare_chat
 from mcore_tools.recipes import DataConfig, LoadConfig, RunConfig, SFTConfig, TrainConfig, override
 from mcore_tools.serving import steps_folder
@@ -201,7 +201,7 @@ def wait_for(path: Path, timeout_s: float = 600.0) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     entry = time.time()
-    parser = argparse.ArgumentParser(prog="mcore sft", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("mcore sft", __doc__)
     parser.add_argument("model", help="Hugging Face folder, checkpoint, or folder of a run")
     parser.add_argument("--data", action="append", required=True, metavar="FILE", help="conversations; may be given again")
     parser.add_argument("--output", default="runs/sft", help="folder of the run (default: %(default)s)")

@@ -39,6 +39,7 @@ from mcore_parallel.training import (
     SuspectResultError,
 )
 from mcore_tools import STARTED_AT
+from mcore_tools.arguments import Parser, file
 from mcore_tools.assembly import check_data
 from mcore_tools.recipes import RECIPES, RecipeError, RunConfig, config_text, override, read_config, recipe, write_config
 from mcore_tools.training import Trained, connect, join, meet, take_device, train_rank
@@ -108,9 +109,11 @@ def main(
 ) -> int:
     """The command; ``check`` may refuse a run."""
     entry = time.time()
-    parser = argparse.ArgumentParser(prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog, __doc__)
     parser.add_argument("--recipe", help=f"one of: {', '.join(RECIPES)}" + (f" (default: {default_recipe})" if default_recipe else ""))
-    parser.add_argument("--config", metavar="FILE", help="YAML with fields of the run, and `recipe: NAME` or --recipe for the others")
+    parser.add_argument(
+        "--config", metavar="FILE", type=file, help="YAML with fields of the run, and `recipe: NAME` or --recipe for the others"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change a field, for instance plan.tp=2")
     parser.add_argument("--write-config", metavar="FILE", help="write the whole run as YAML (- for the terminal) and end")
     options = parser.parse_args(arguments)

@@ -10,6 +10,7 @@ import pytest
 
 from mcore_parallel.data import ByteTokenizer, preprocess, train_bpe
 from mcore_tools import quickstart, train
+from mcore_tools.cli import main
 
 
 @pytest.fixture
@@ -73,7 +74,6 @@ def test_an_unknown_recipe_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         (["--set", "plan.tp=4"], "--set plan: the journey chooses this itself"),
         (["--set", "moe=none"], "trains a mixture"),
         (["--set", "train.steps=0"], "steps=0 must be at least 1"),
-        (["--iterations", "2"], "iterations=2 must be at least 3"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else None,
 )
@@ -97,3 +97,75 @@ def test_the_quickstart_removes_nothing_that_is_not_its_own(
     message = fails(quickstart.main, ["--text", str(Path(__file__)), "--output", str(tmp_path)], monkeypatch, capsys)
     assert "thesis.txt, which no quickstart wrote" in message
     assert (tmp_path / "thesis.txt").exists()
+
+
+REFUSED = [
+    ("serve x --max-length 0", "--max-length: 0 must be at least 2"),
+    ("serve x --cache-gb 0", "--cache-gb: 0 must be above 0"),
+    ("serve x --cache-gb nan", "--cache-gb: 'nan' must be a finite number"),
+    ("serve x --max-waiting -1", "--max-waiting: -1 must be at least 1"),
+    ("serve x --port 70000", "--port: 70000 must be 0 to 65535"),
+    ("serve x --port http", "--port: 'http' must be a whole number"),
+    ("serve x --drain-seconds -1", "--drain-seconds: -1 must be at least 0"),
+    ("serve x --data-parallel 0", "--data-parallel: 0 must be at least 1"),
+    ("serve x --token-file nothing", "--token-file: 'nothing' is no file; give the path of a file"),
+    ("serve x --token-file {tmp}/empty", "/empty' is empty; write the secret into it"),
+    ("serve x --join 127.0.0.1:1", "--join: '127.0.0.1:1' is no address; it looks like tcp://"),
+    ("serve x --tool-call-parser none", "--tool-call-parser: invalid choice: 'none'"),
+    ("serve", "the following arguments are required: checkpoint"),
+    ("generate x --prompt a --max-tokens 0", "--max-tokens: 0 must be at least 1"),
+    ("generate x --prompt a --temperature -1", "--temperature: -1 must be at least 0"),
+    ("generate x --prompt a --max-length 1.5", "--max-length: '1.5' must be a whole number"),
+    ("generate x", "the following arguments are required: --prompt"),
+    ("chat x --max-tokens -3", "--max-tokens: -3 must be at least 1"),
+    ("chat x --temperature inf", "--temperature: 'inf' must be a finite number"),
+    ("chat x --token-file {tmp}", "is a folder; give the path of a file"),
+    ("eval x --text nothing", "--text: 'nothing' is no file"),
+    ("eval x --choices {tmp}", "--choices: "),
+    ("eval x --limit 0 --tasks arc_easy", "--limit: 0 must be at least 1"),
+    ("eval x --stride 0 --text {tmp}/empty", "--stride: 0 must be at least 1"),
+    ("eval x --include nothing --tasks a", "--include: 'nothing' is no folder"),
+    ("eval x --output {tmp}/a/b.json", "has no folder to lie in; make "),
+    ("eval x --output {tmp}", "is a folder; add the name of a file"),
+    ("train --config nothing.yaml", "--config: 'nothing.yaml' is no file"),
+    ("train --recipee gpt_tiny", "unrecognized arguments: --recipee gpt_tiny; mcore train --help"),
+    ("train --recipe", "--recipe: expected one argument"),
+    ("rl --config nothing.yaml", "--config: 'nothing.yaml' is no file"),
+    ("rl --set", "--set: expected one argument"),
+    ("rl a b", "unrecognized arguments: b"),
+    ("sft x", "the following arguments are required: --data"),
+    ("sft --data a", "the following arguments are required: model"),
+    ("sft x --data a --exports", "unrecognized arguments: --exports"),
+    ("distill --recipe gpt_tiny", "the following arguments are required: --teacher"),
+    ("distill --teacher gpt_tiny", "the following arguments are required: --recipe"),
+    ("distill --recipe", "--recipe: expected one argument"),
+    ("eagle trian --recipe gpt_tiny", "verb: invalid choice: 'trian'"),
+    ("eagle train", "the following arguments are required: --recipe"),
+    ("eagle train --recipe gpt_tiny more", "unrecognized arguments: more"),
+    ("quickstart --iterations 2", "--iterations: 2 must be at least 3"),
+    ("quickstart --iterations many", "--iterations: 'many' must be a whole number"),
+    ("quickstart --steps 3", "unrecognized arguments: --steps 3"),
+]
+
+
+@pytest.mark.parametrize(("line", "words"), REFUSED, ids=lambda value: value.replace("{tmp}/", ""))
+def test_a_value_that_cannot_be_is_one_line_before_anything_is_opened(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, words: str
+) -> None:
+    (tmp_path / "empty").write_text(" \n")
+    with pytest.raises(SystemExit) as end:
+        main(line.format(tmp=tmp_path).split())
+    message = capsys.readouterr()
+    assert end.value.code == 2 and not message.out
+    assert message.err.startswith("error: ") and message.err.count("\n") == 1 and words in message.err, message.err
+    assert message.err.endswith(f"mcore {line.split()[0]} --help lists what there is\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["empty"]
+
+
+def test_a_server_that_others_reach_wants_a_secret_before_it_loads(capsys: pytest.CaptureFixture[str]) -> None:
+    for host in ("0.0.0.0", "::", "node7"):
+        assert main(["serve", "x", "--host", host]) == 1
+        assert capsys.readouterr().err == f"error: --host {host} is reachable from other machines; give --token-file, or --host 127.0.0.1\n"
+    for host in ("127.0.0.1", "::1", "localhost"):
+        assert main(["serve", "x", "--host", host]) == 1
+        assert "x is not a checkpoint" in capsys.readouterr().err

@@ -109,7 +109,6 @@ def test_the_command_measures_what_it_is_asked_for(run: RunConfig, tmp_path: Pat
         ('{"question": "a", "choices": ["b", "c"], "answer": 2}', ["--choices", "FILE"], "answer=2 must be the number of one of 2"),
         ('{"question": "a", "choices": ["b", "c"]}', ["--choices", "FILE"], "has no 'answer'"),
         ('{"text": "a"}', ["--text", "FILE", "--stride", "99"], "stride=99 must be at least 1 and below"),
-        ("", ["--tasks", "arc_easy", "--limit", "0"], "--limit 0 must be at least 1"),
     ],
 )
 def test_bad_input_is_one_line(

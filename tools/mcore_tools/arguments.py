@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Command lines: values that are checked as they are read, and one line for what cannot be."""
+
+import argparse
+import math
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that shows its module's docstring as it stands, and refuses in one line with exit code 2."""
+
+    def __init__(self, prog: str, description: str | None) -> None:
+        super().__init__(prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def error(self, message: str) -> NoReturn:
+        print(f"error: {message.removeprefix('argument ')}; {self.prog} --help lists what there is", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def integer(least: int, most: int | None = None) -> Callable[[str], int]:
+    """A whole number of at least ``least`` and at most ``most``.
+
+    Example:
+        >>> integer(0, 65_535)("8000")
+        8000
+    """
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} must be a whole number") from None
+        if value < least or (most is not None and value > most):
+            raise argparse.ArgumentTypeError(f"{value} must be {f'at least {least}' if most is None else f'{least} to {most}'}")
+        return value
+
+    return read
+
+
+def number(*, least: float | None = None, above: float | None = None) -> Callable[[str], float]:
+    """A finite number of at least ``least``, or above ``above``.
+
+    Example:
+        >>> number(above=0)("0.5")
+        0.5
+    """
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value):
+            raise argparse.ArgumentTypeError(f"{text!r} must be a finite number")
+        if least is not None and value < least:
+            raise argparse.ArgumentTypeError(f"{text} must be at least {least}")
+        if above is not None and value <= above:
+            raise argparse.ArgumentTypeError(f"{text} must be above {above}")
+        return value
+
+    return read
+
+
+def file(text: str) -> Path:
+    """A file that is there."""
+    path = Path(text)
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"{text!r} is {'a folder' if path.is_dir() else 'no file'}; give the path of a file")
+    return path
+
+
+def folder(text: str) -> Path:
+    """A folder that is there."""
+    path = Path(text)
+    if not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is no folder; check the path")
+    return path
+
+
+def new_file(text: str) -> Path:
+    """A file that can be made, or written over."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder; add the name of a file")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} has no folder to lie in; make {path.parent} first")
+    return path
+
+
+def endpoint(text: str) -> str:
+    """The address of a process, ``tcp://host:port``."""
+    if not re.fullmatch(r"tcp://[^\s/]+:\d{1,5}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no address; it looks like tcp://127.0.0.1:5000")
+    return text
+
+
+def secret(text: str) -> str:
+    """What a file holds, without the space around it."""
+    words = file(text).read_text(encoding="utf-8").strip()
+    if not words:
+        raise argparse.ArgumentTypeError(f"{text!r} is empty; write the secret into it")
+    return words
