@@ -63,11 +63,15 @@ class DistillConfig:
     """
 
     student: RunConfig
+    """The run that learns."""
     teacher: RunConfig
     """Its model, experts, dtype and ``output``, whose newest checkpoint is loaded; plan, data and batches are the student's."""
     temperature: float = 1.0
+    """Divides the logits of both."""
     reverse: bool = False
+    """KL(student || teacher), which seeks one mode of the teacher instead of covering all."""
     temperature_squared: bool = False
+    """Multiply the divergence by the temperature's square, so that its gradients keep their size."""
     skip_lm_loss: bool = True
     """Leave the labels out."""
     kd_loss_scale: float = 1.0
@@ -236,6 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return command(
         parser,
         "student",
+        DistillConfig,
         lambda options: DistillConfig(student=recipe(options.recipe), teacher=recipe(options.teacher)),
         lambda options, config: distill(config, only_record=options.record),
         arguments,

@@ -321,6 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return command(
         parser,
         "run",
+        EagleRun,
         lambda options: EagleRun(run=recipe(options.recipe), target=recipe(options.recipe)),
         lambda options, config: run_command(options.verb, config),
         arguments,

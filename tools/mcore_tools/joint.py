@@ -27,7 +27,7 @@ from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from mcore_parallel.pipeline import ChainLink, PipelineConfig, StageLayout, plan_pipeline, run_schedule
 from mcore_parallel.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
 from mcore_tools.launch import launch
-from mcore_tools.recipes import override
+from mcore_tools.recipes import add_fields_option, override
 
 # B sequences, P patches a sequence, C features a patch, D width of the decoder, V classes
 
@@ -41,22 +41,33 @@ class JointConfig:
     """
 
     encoder: ParallelPlan = field(default_factory=lambda: ParallelPlan(dp=2))
+    """Degrees of the encoder."""
     decoder: ParallelPlan = field(default_factory=lambda: ParallelPlan(tp=2))
+    """Degrees of the decoder."""
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     """Of the two stages that the models are."""
     encoder_model: TransformerConfig = field(default_factory=lambda: _sizes(2, 32, 16))
+    """Sizes of the encoder."""
     decoder_model: TransformerConfig = field(default_factory=lambda: _sizes(2, 48, 16))
+    """Sizes of the decoder."""
     num_patches: int = 6
+    """Patches of a sequence."""
     num_features: int = 12
+    """Features of a patch."""
     noise: float = 0.3
     """Added to the features of a patch's class."""
     steps: int = 60
+    """Updates of the run."""
     micro_batches: int = 4
+    """Micro-batches of a step."""
     micro_batch_size: int = 6
     """Sequences of all replicas together."""
     lr: float = 5e-3
+    """Learning rate."""
     dtype: str = "float32"
+    """Of parameters and activations."""
     seed: int = 0
+    """Of the first weights and the data."""
 
     def __post_init__(self) -> None:
         for name in ("encoder", "decoder"):
@@ -246,6 +257,7 @@ def _world() -> dist.ProcessGroup:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="joint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change a field, for instance decoder.tp=1")
+    add_fields_option(parser, JointConfig)
     try:
         config = override(JointConfig(), parser.parse_args(arguments).set)
     except ValueError as error:

@@ -34,6 +34,7 @@ from mcore_tools.recipes import (
     RLConfig,
     RunConfig,
     TrainConfig,
+    add_fields_option,
     config_text,
     override,
     read_config,
@@ -154,6 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--config", metavar="FILE", type=file, help="YAML with fields of the run, and `recipe: NAME` or --recipe for the others"
     )
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change a field, for instance rl.group_size=16")
+    add_fields_option(parser, RunConfig)
     parser.add_argument("--write-config", metavar="FILE", help="write the whole run as YAML (- for the terminal) and end")
     options = parser.parse_args(arguments)
     try:

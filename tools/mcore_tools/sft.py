@@ -35,7 +35,7 @@ from mcore_parallel.models import TransformerConfig
 from mcore_parallel.optim import OptimizerConfig
 from mcore_tools.arguments import Parser
 from mcore_tools.corpus import ChatCorpus, prepare_chat
-from mcore_tools.recipes import DataConfig, LoadConfig, RunConfig, SFTConfig, TrainConfig, override
+from mcore_tools.recipes import DataConfig, LoadConfig, RunConfig, SFTConfig, TrainConfig, add_fields_option, override
 from mcore_tools.serving import steps_folder
 from mcore_tools.train import refused, run_to_end
 from mcore_tools.training import (
@@ -207,6 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", default="runs/sft", help="folder of the run (default: %(default)s)")
     parser.add_argument("--no-export", dest="export", action="store_false", help="write no OUTPUT/hf at the end")
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change a field, for instance train.seq_len=4096")
+    add_fields_option(parser, RunConfig)
     options = parser.parse_args(arguments)
     rank = int(os.environ.get("RANK", "0"))
     try:

@@ -41,7 +41,7 @@ from mcore_parallel.training import (
 from mcore_tools import STARTED_AT
 from mcore_tools.arguments import Parser, file
 from mcore_tools.assembly import check_data
-from mcore_tools.recipes import RECIPES, RecipeError, RunConfig, config_text, override, read_config, recipe, write_config
+from mcore_tools.recipes import RECIPES, RecipeError, RunConfig, add_fields_option, config_text, override, read_config, recipe, write_config
 from mcore_tools.training import Trained, connect, join, meet, take_device, train_rank
 
 # What another attempt in the same processes would meet again.
@@ -115,6 +115,7 @@ def main(
         "--config", metavar="FILE", type=file, help="YAML with fields of the run, and `recipe: NAME` or --recipe for the others"
     )
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change a field, for instance plan.tp=2")
+    add_fields_option(parser, RunConfig)
     parser.add_argument("--write-config", metavar="FILE", help="write the whole run as YAML (- for the terminal) and end")
     options = parser.parse_args(arguments)
     try:

@@ -11,6 +11,10 @@ from typing import Any
 import pytest
 
 from mcore_tools.cli import VERBS, Verb, main
+from mcore_tools.distill import DistillConfig
+from mcore_tools.eagle import EagleRun
+from mcore_tools.joint import JointConfig
+from mcore_tools.recipes import RunConfig, list_fields, override, recipe
 
 TIMED = """
 import sys, time
@@ -41,6 +45,50 @@ def test_a_verb_shows_its_own_help(name: str, capsys: pytest.CaptureFixture[str]
     assert end.value.code == 0
     own = f"mcore {name}" if VERBS[name].module else VERBS[name].script
     assert capsys.readouterr().out.startswith(f"usage: {own} ")
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "line", "words"),
+    [
+        ("train", "train.check", "train.checkpoint_interval=0  (int)", "Steps between checkpoints; 0 for one at the end."),
+        ("sft", "plan", "plan.dp=1  (int)", "data-parallel replicas of the dense view."),
+        (
+            "rl",
+            "rl.gen",
+            "rl.generation_args.max_tokens=32  (int or None)",
+            "Tokens of an answer at most; None for what the engine allows.",
+        ),
+        ("distill", "student.opt", "student.optimizer.lr=0.003  (float)", "Learning rate of a step that is not given another one."),
+        ("eagle", "run.moe", "run.moe=none  (MoEConfig or None)", "None for dense feed-forwards."),
+    ],
+)
+def test_a_verb_lists_the_fields_that_it_takes(name: str, part: str, line: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([name, "--help-fields", part])
+    lines = capsys.readouterr().out.splitlines()
+    assert end.value.code == 0 and f"    {words}" == lines[lines.index(line) + 1]
+    assert all(one.startswith((part, "    ")) for one in lines)
+
+
+def test_a_prefix_of_no_field_is_two_and_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["train", "--help-fields", "train.checkpiont"])
+    assert end.value.code == 2 and "no field begins so; did you mean 'train.checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("config", [RunConfig, DistillConfig, EagleRun, JointConfig])
+def test_every_field_says_what_it_means(config: type) -> None:
+    fields = list(list_fields(config))
+    assert len(fields) > 50 and not [field.path for field in fields if not field.words]
+
+
+def test_shown_defaults_are_those_of_the_run_and_are_read_back() -> None:
+    run = recipe("moe_tiny")
+    shown = [field for field in list_fields(run) if field.default != "required"]
+    # Sizes of the parts that are none here, and what needs another field.
+    set_here = [field for field in shown if field.path.partition(".")[0] in ("moe", "plan", "train", "fsdp", "log", "guard")]
+    assert len(set_here) > 50
+    assert override(run, [f"{field.path}={field.default}" for field in set_here]) == run
 
 
 def test_version_is_of_the_application_and_its_wheels(capsys: pytest.CaptureFixture[str]) -> None:

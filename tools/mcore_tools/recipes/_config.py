@@ -47,8 +47,11 @@ class TrainConfig:
     """
 
     steps: int = 100
+    """Updates of the run; with ``rl``, iterations."""
     seq_len: int = 128
+    """Tokens of a sequence."""
     micro_batch_size: int = 4
+    """Sequences of one forward on a replica."""
     global_batch_size: int = 16
     """Sequences a step, over all data-parallel ranks."""
     batch_ramp_up: tuple[int, int, int] | None = None
@@ -60,6 +63,7 @@ class TrainConfig:
     wsd_decay_steps: int = 0
     """Steps of the decay at the end of wsd."""
     warmup_steps: int = 10
+    """Steps in which the learning rate rises to ``optimizer.lr``."""
     eval_interval: int = 50
     """Steps between validations; 0 for none."""
     eval_batches: int = 4
@@ -85,6 +89,7 @@ class TrainConfig:
     dtype: str = "float32"
     """Of parameters and activations: float32, bfloat16 or float64."""
     seed: int = 1234
+    """Of the first weights and the order of the data."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -135,6 +140,7 @@ class LogConfig:
     """
 
     tensorboard: bool = True
+    """Event files in ``tensorboard``."""
     html: bool = True
     """Keep ``report.html`` up to date."""
     wandb_project: str = ""
@@ -217,6 +223,7 @@ class RunConfig:
     """
 
     model: TransformerConfig
+    """Sizes and choices of the model."""
     moe: MoEConfig | None = None
     """None for dense feed-forwards."""
     masked: MaskedTokensConfig | None = None
@@ -228,6 +235,7 @@ class RunConfig:
     lora: LoraConfig | None = None
     """Train adapters of the linear layers beside the frozen weights of ``load.path``; None to train all weights."""
     plan: ParallelPlan = field(default_factory=ParallelPlan)
+    """Degrees of parallelism."""
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     """Schedule and placement of the layers on the stages."""
     data_parallel: str = "ddp"
@@ -247,8 +255,11 @@ class RunConfig:
     fp8: Fp8Config | None = None
     """Recipe of projections in fp8; None for ``train.dtype``. Master weights, checkpoints and exports keep their dtype."""
     train: TrainConfig = field(default_factory=TrainConfig)
+    """Length, batch and pace."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=3e-3))
+    """Rule of the updates."""
     data: DataConfig = field(default_factory=DataConfig)
+    """The corpus and its tokenizer."""
     guard: WatchdogConfig = field(default_factory=WatchdogConfig)
     """How long ranks may wait for each other."""
     restart: RestartConfig = field(default_factory=RestartConfig)
@@ -256,6 +267,7 @@ class RunConfig:
     rerun: RerunConfig = field(default_factory=RerunConfig)
     """What becomes of a loss that cannot be right."""
     log: LogConfig = field(default_factory=LogConfig)
+    """Where the numbers go."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     """Steps that are traced; its folder lies in ``output``."""
     dumps: DumpConfig = field(default_factory=DumpConfig)

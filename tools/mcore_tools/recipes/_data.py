@@ -18,7 +18,9 @@ class FIMConfig:
     spm_rate: float = 0.5
     """Of the rearranged ones, share that begins with the suffix."""
     prefix_token: str = "<fim_prefix>"
+    """Begins what stands before the middle."""
     middle_token: str = "<fim_middle>"
+    """Begins the middle."""
     suffix_token: str = "<fim_suffix>"
     """Each is one token of the tokenizer."""
     pad_token: str = ""

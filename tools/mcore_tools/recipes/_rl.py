@@ -33,7 +33,9 @@ class CharacterShareConfig:
     """
 
     prompts: tuple[str, ...] = ("a", "b")
+    """Each begins a text."""
     wanted: str = "abcdefghijklmnopqrstuvwxyz"
+    """Characters whose share of the text is its reward."""
 
     def __post_init__(self) -> None:
         if not self.prompts or not self.wanted:
@@ -89,6 +91,7 @@ class RLConfig:
     kl_in_reward: float = 0.0
     """Of the divergence from the first weights, in the reward."""
     entropy_weight: float = 0.0
+    """Of the entropy of the policy, which is raised; 0 for none."""
     packing: PackingConfig | None = None
     """Bins instead of rows of ``train.seq_len``."""
     overlong: OverlongPenalty | None = None

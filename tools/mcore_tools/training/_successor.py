@@ -31,7 +31,7 @@ from mcore_parallel.training import (
     Writer,
 )
 from mcore_tools.assembly import check_data, schedule
-from mcore_tools.recipes import LoadConfig, RunConfig, override
+from mcore_tools.recipes import LoadConfig, RunConfig, add_fields_option, override
 from mcore_tools.training._folder import run_checkpoints
 from mcore_tools.training._start import first_folder
 from mcore_tools.training._stored import check_stored
@@ -116,6 +116,7 @@ def tell(message: str) -> None:
 def command(
     parser: argparse.ArgumentParser,
     field: str,
+    kind: type[C],
     config: Callable[[argparse.Namespace], C],
     work: Callable[[argparse.Namespace, C], int],
     arguments: Sequence[str] | None = None,
@@ -125,11 +126,13 @@ def command(
     Args:
         parser: further arguments.
         field: shown as an example of what may be set.
+        kind: of the config.
         config: before it is changed.
         work: gives the exit code.
         arguments: None for the process's own.
     """
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help=f"change a field, for instance {field}.plan.tp=2")
+    add_fields_option(parser, kind)
     options = parser.parse_args(arguments)
     try:
         return work(options, override(config(options), options.set))

@@ -42,6 +42,7 @@ class MoEConfig:
     """
 
     num_moe_experts: int
+    """Routed experts of a layer."""
     moe_router_topk: int = 2
     """Experts a token goes to."""
     moe_ffn_hidden_size: int | None = None
@@ -65,6 +66,7 @@ class MoEConfig:
     moe_router_num_groups: int | None = None
     """Experts are cut into so many groups, and a token's experts lie in ``moe_router_group_topk`` of them."""
     moe_router_group_topk: int | None = None
+    """Groups that a token's experts lie in; with ``moe_router_num_groups``."""
     moe_router_dtype: str | None = "fp32"
     """Precision of the gating matmul: fp32, fp64, or None for that of the parameters."""
     moe_router_bias: bool | None = None

@@ -34,6 +34,7 @@ class ImportanceCorrection:
     low: float = 0.0
     """Of mask."""
     high: float = 2.0
+    """Largest weight."""
     veto: float = 0.0
     """A sequence with a token whose own weight lies below it counts nothing; 0 for none."""
 

@@ -28,6 +28,7 @@ class PackingConfig:
     bin_size: int
     """Places of a bin; a trajectory needs one less than it has tokens."""
     max_sequences_per_bin: int = 50
+    """Trajectories in one bin at most."""
     algorithm: str = "first_fit_decreasing"
     """first_fit_decreasing and best_fit_decreasing begin with the longest; next_fit, as Megatron-LM, never looks back at a bin."""
     alignment: int = 1

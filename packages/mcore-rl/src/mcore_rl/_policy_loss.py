@@ -30,6 +30,7 @@ class PolicyLossConfig:
     kind: str = "clip"
     """clip: -min(r A, clip(r) A). cispo: -clip(r) A current, in which the clipped ratio is a constant: each token keeps its gradient."""
     clip_low: float = 0.2
+    """Of the bound below 1."""
     clip_high: float = 0.2
     """Ratios are clipped to [1 - clip_low, 1 + clip_high]."""
     dual_clip: float | None = None

@@ -25,8 +25,11 @@ class GenericGenerationArgs:
     temperature: float | None = None
     """0 is greedy."""
     top_k: int | None = None
+    """Draw among so many most likely tokens; None for all."""
     top_p: float | None = None
+    """Draw among the most likely tokens that together have this probability; None for all."""
     max_tokens: int | None = None
+    """Tokens of an answer at most; None for what the engine allows."""
 
     def add(self, other: "GenericGenerationArgs") -> "GenericGenerationArgs":
         """These choices, overridden by those that ``other`` makes."""

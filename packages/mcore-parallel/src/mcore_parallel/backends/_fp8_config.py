@@ -35,6 +35,7 @@ class Fp8Config:
     num_layers_at_start_in_bf16: int = 0
     """First layers that keep the model's dtype."""
     num_layers_at_end_in_bf16: int = 0
+    """Last layers that keep the model's dtype."""
     output_layer: bool = False
     """Compute the training loss from fp8 operands, too; with "tensorwise" only. Logits and log-probabilities keep the model's dtype.
     The last layer is the one whose errors no later layer sees, and the usual recipes leave it wide: compare loss curves before."""

@@ -35,8 +35,11 @@ class TransformerConfig:
     """
 
     num_layers: int
+    """Layers of the whole model."""
     hidden_size: int
+    """Width of the residual stream."""
     num_attention_heads: int
+    """Query heads of a layer."""
     vocab_size: int
     """Rows of the embedding; callers pad it to a multiple of tp (``mcore_parallel.tensor_parallel.pad_vocab_size``)."""
     num_query_groups: int | None = None
@@ -49,6 +52,7 @@ class TransformerConfig:
     normalization: str = "RMSNorm"
     """"RMSNorm" or "LayerNorm"."""
     norm_epsilon: float = 1e-5
+    """Added to the variance in each norm."""
     layernorm_zero_centered_gamma: bool = False
     """Norm weights are stored less 1."""
     qk_layernorm: bool = False
@@ -92,6 +96,7 @@ class TransformerConfig:
     max_position_embeddings: int | None = None
     """Rows of the learned position table."""
     rotary_base: float = 10_000.0
+    """Base of the rotary frequencies."""
     rotary_base_window: float | None = None
     """Of layers with a window; None for ``rotary_base``."""
     rotary_percent: float = 1.0
@@ -101,7 +106,9 @@ class TransformerConfig:
     seq_len_interpolation_factor: float | None = None
     """Positions are divided by it."""
     rope_scaling: Llama3Scaling | None = None
+    """Stretches the context as Llama 3.1 does; None for none."""
     yarn: YarnScaling | None = None
+    """Of position_embedding_type yarn."""
     mrope_section: tuple[int, ...] | None = None
     """Frequencies that follow each of the position's components (time, height, width)."""
     no_rope_freq: int | tuple[int, ...] | None = None
@@ -112,7 +119,9 @@ class TransformerConfig:
     was given; "|" between pipeline segments, "/" before each multi-token prediction depth. None for attention and feed-forward in
     each layer."""
     mamba: MambaConfig | None = None
+    """Sizes of Mamba-2 layers; needed where there are any."""
     delta_net: GatedDeltaNetConfig | None = None
+    """Sizes of gated delta nets; needed where there are any."""
     mtp_num_layers: int = 0
     """Further tokens that are predicted, one depth of layers each."""
     mtp_detach: bool = False
@@ -123,7 +132,9 @@ class TransformerConfig:
     output_multiplier: float = 1.0
     """Factor of the logits."""
     init_method_std: float = 0.02
+    """Standard deviation of the first weights."""
     share_embeddings_and_output_weights: bool = False
+    """The output layer uses the rows of the embedding."""
 
     def __post_init__(self) -> None:
         check_config(self)

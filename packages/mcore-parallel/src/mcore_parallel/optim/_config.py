@@ -82,6 +82,7 @@ class OptimizerConfig:
     min_lr: float = 0.0
     """Lowest learning rate of a schedule that is built from this config."""
     decoupled_lr: float | None = None
+    """Largest learning rate of embedding and output; None for that of the others."""
     decoupled_min_lr: float | None = None
     """``max_lr`` and ``min_lr`` of a group of the parameters of embedding and output."""
     weight_decay: float = 0.01
@@ -89,14 +90,23 @@ class OptimizerConfig:
     decoupled_weight_decay: bool = True
     """True for AdamW: p shrinks by lr * weight_decay. False for L2: weight_decay * p joins the gradient, as it always does in sgd."""
     adam_beta1: float = 0.9
+    """Decay of the first moment, a step."""
     adam_beta2: float = 0.999
+    """Decay of the second moment, a step."""
     adam_eps: float = 1e-8
+    """Added to the root of the second moment."""
     lion_beta1: float = 0.9
+    """Weight of the momentum in an update."""
     lion_beta2: float = 0.99
+    """Decay of the momentum, a step."""
     sgd_momentum: float = 0.9
+    """Decay of the momentum, a step."""
     muon_momentum: float = 0.95
+    """Decay of the momentum, a step."""
     muon_nesterov: bool = True
+    """Orthogonalise gradient and momentum together (Nesterov), not the momentum alone."""
     muon_num_ns_steps: int = 5
+    """Newton-Schulz iterations of an update."""
     muon_scale_mode: str = "spectral"
     """Factor of an orthogonal update of an [r, c] matrix: "spectral" max(r, c)^0.5, "shape" max(1, r / c)^0.5."""
     muon_extra_scale: float = 1.0
@@ -120,8 +130,11 @@ class OptimizerConfig:
     loss_scale: float | None = None
     """Constant scale; None for a dynamic one."""
     initial_loss_scale: float = 2.0**32
+    """First scale, where it is dynamic."""
     min_loss_scale: float = 1.0
+    """Lowest scale, where it is dynamic."""
     loss_scale_window: int = 1000
+    """Good steps after which a dynamic scale doubles."""
     hysteresis: int = 2
     """Overflows that are put up with before the scale halves."""
     hysteresis_rearms: bool = False
@@ -134,6 +147,7 @@ class OptimizerConfig:
     """Of a bfloat16 parameter keep the low 16 bits of the float32 master only; the upper ones are the parameter. The updates and the saved
     state are those of a whole master (False), and so is the parameter, but that ties round away from zero in place of to even."""
     exp_avg_dtype: torch.dtype = torch.float32
+    """Of the first moment; as ``exp_avg_sq_dtype``."""
     exp_avg_sq_dtype: torch.dtype = torch.float32
     """Of the moments: float32, bfloat16, or, with a scale for each 1024 elements, float16 or float8_e4m3fn."""
     optimizer_cpu_offload: bool = False
@@ -143,6 +157,7 @@ class OptimizerConfig:
     overlap_cpu_optimizer_d2h_h2d: bool = False
     """Copies to and from the host overlap its work. The result has the same bits as without."""
     pin_cpu_grads: bool = True
+    """Page-locked host buffers for gradients on a GPU."""
     pin_cpu_params: bool = True
     """Page-locked host buffers, for parameters on a GPU only."""
 

@@ -46,7 +46,9 @@ class PipelineConfig:
     account_for_loss: bool = False
     """Output layer and loss count as a layer."""
     num_layers_in_first_stage: int | None = None
+    """Where it differs from the others; None for even stages."""
     num_layers_in_last_stage: int | None = None
+    """Where it differs from the others; None for even stages."""
 
     def __post_init__(self) -> None:
         if self.schedule not in _SCHEDULES:

@@ -232,9 +232,11 @@ class ProfileConfig:
     step_end: int = 12
     """First step that is no longer traced."""
     ranks: tuple[int, ...] = (0,)
+    """Those that are traced."""
     nvtx_ranges: bool = False
     """Ranges around the forward and backward of each module, inside the window."""
     record_shapes: bool = True
+    """Shapes of the operands, in the trace of "torch"."""
     output: str = "profile"
     """Folder of the files of "torch"."""
 

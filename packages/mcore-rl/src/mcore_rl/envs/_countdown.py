@@ -24,6 +24,7 @@ class CountdownConfig:
     """
 
     num_numbers: int = 4
+    """Numbers of a problem."""
     max_number: int = 99
     """Numbers are drawn from 1 up to it."""
     operators: str = "+-*/"
@@ -40,6 +41,7 @@ class CountdownConfig:
     num_problems: int = 327_680
     """Problems of the training, after which they begin anew."""
     seed: int = 0
+    """Of the problems."""
 
     def __post_init__(self) -> None:
         for name, least in (("num_numbers", 2), ("max_number", 1), ("max_target", 0), ("num_problems", 1)):

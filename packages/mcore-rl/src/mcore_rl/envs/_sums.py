@@ -32,6 +32,7 @@ class ArithmeticConfig:
     format_reward: float = 0.1
     """Of a wrong number; a text that begins with none earns 0."""
     seed: int = 0
+    """Of the problems."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_number <= 999_999_999:

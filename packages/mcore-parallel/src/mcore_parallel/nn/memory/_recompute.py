@@ -39,6 +39,7 @@ class RecomputeConfig:
     method: Literal["uniform", "block"] = "uniform"
     """For "full": "uniform" runs ``num_layers`` layers again at a time, "block" only the first ``num_layers`` of a stage, one at a time."""
     num_layers: int = 1
+    """Layers of "full"; see ``method``."""
     num_microbatches_with_partial_activation_checkpoints: int | None = None
     """For "block": of the micro-batches whose forwards a stage holds at once, so many run only the first ``num_layers`` layers again
     (0 layers are allowed), the others all layers. Stages behind hold fewer, and can afford to keep more of each. None for all alike."""

@@ -26,11 +26,17 @@ class GatedDeltaNetConfig:
     """
 
     num_key_heads: int
+    """Heads of queries and keys."""
     num_value_heads: int
+    """Heads of values; a multiple of the key heads."""
     key_head_dim: int = 128
+    """Channels of a query or key head."""
     value_head_dim: int = 128
+    """Channels of a value head."""
     conv_kernel: int = 4
+    """Tokens that the convolution sees."""
     chunk_size: int = 64
+    """Tokens of a block of the recurrence."""
 
     def __post_init__(self) -> None:
         check_sizes(self, "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel", "chunk_size")

@@ -26,14 +26,21 @@ class MambaConfig:
     """
 
     state_dim: int = 128
+    """Channels of the state of a head's channel."""
     head_dim: int = 64
+    """Channels of a head."""
     num_groups: int = 8
+    """Groups of heads that share input and output projections of the state."""
     num_heads: int | None = None
     """None for expand * hidden_size / head_dim."""
     expand: int = 2
+    """Inner width, in hidden sizes."""
     conv_kernel: int = 4
+    """Tokens that the convolution sees."""
     chunk_size: int = 128
+    """Tokens of a block of the scan."""
     use_conv_bias: bool = True
+    """A bias in the convolution."""
     dt_limits: tuple[float, float] = (0.0, float("inf"))
     """Step sizes are cut to this range after the softplus."""
 

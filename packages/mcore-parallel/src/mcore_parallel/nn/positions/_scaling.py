@@ -23,11 +23,13 @@ class Llama3Scaling:
     """
 
     factor: float = 8.0
+    """Long wavelengths are stretched by it."""
     low_freq_factor: float = 1.0
     """A wavelength is long when it fits into the original context less often than this."""
     high_freq_factor: float = 4.0
     """A wavelength is short when it fits into the original context more often than this."""
     original_max_position_embeddings: int = 8192
+    """Context before it is stretched, in tokens."""
 
     def __post_init__(self) -> None:
         _check_positive(self, "factor", "low_freq_factor", "original_max_position_embeddings")
@@ -54,13 +56,17 @@ class YarnScaling:
     """
 
     factor: float = 1.0
+    """The context grows by it."""
     original_max_position_embeddings: int = 4096
+    """Context before it is stretched, in tokens."""
     beta_fast: float = 32.0
     """Turns in the original context from which on a channel is kept."""
     beta_slow: float = 1.0
     """Turns in the original context up to which a channel is stretched by the whole factor."""
     mscale: float | None = 1.0
+    """Weight of the logarithm of ``factor`` in the scale of the rotary embedding."""
     mscale_all_dim: float | None = 0.0
+    """The same in the divisor of that scale."""
     correction_range_round_to_int: bool = True
     """The ramp begins and ends at whole channels."""
 
