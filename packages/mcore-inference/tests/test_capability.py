@@ -55,7 +55,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: make(num_layers=3, hybrid_layer_pattern="MG*", mamba=MAMBA, delta_net=DELTA),
         "both 'M' and 'G', whose states differ in shape",
     ),
-    "latent": (lambda: make(latent_attention=LATENT), r"layers\.0\.attention is LatentSelfAttention; .*MambaMixer, SelfAttention"),
+    "latent": (
+        lambda: make(latent_attention=LATENT, options={"attention_core": None}),
+        r"layers\.0\.attention\.core is .*PagedAttention",
+    ),
     "subclass": (lambda: make(options={"mixer": own_mixer, "attention_core": None}), r"layers\.0\.attention is OwnAttention"),
     "no core": (lambda: make(options={"attention_core": None}), r"layers\.0\.attention\.core .*PagedAttention"),
     "sees ahead": (

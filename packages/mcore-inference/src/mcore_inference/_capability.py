@@ -12,7 +12,7 @@ from mcore_inference.attention import PagedAttention
 from mcore_inference.cache import MambaInferenceStateConfig, PagedKVCache, get_mamba_inference_state_config_from_model
 from mcore_parallel.backends import TorchBackend
 from mcore_parallel.models import GPTModel, TransformerLayer
-from mcore_parallel.nn import MLP, GatedDeltaNet, MambaMixer, SelfAttention
+from mcore_parallel.nn import MLP, GatedDeltaNet, LatentSelfAttention, MambaMixer, SelfAttention
 
 __all__ = ["EngineCapability"]
 
@@ -37,10 +37,10 @@ class EngineCapability:
 
     Example:
         >>> [mixer.__name__ for mixer in EngineCapability().mixers]
-        ['SelfAttention', 'MambaMixer', 'GatedDeltaNet']
+        ['SelfAttention', 'LatentSelfAttention', 'MambaMixer', 'GatedDeltaNet']
     """
 
-    mixers: tuple[type[nn.Module], ...] = (SelfAttention, MambaMixer, GatedDeltaNet)
+    mixers: tuple[type[nn.Module], ...] = (SelfAttention, LatentSelfAttention, MambaMixer, GatedDeltaNet)
     """Classes of the mixer slot; an empty slot is fine."""
     cores: tuple[type, ...] = (PagedAttention,)
     """Classes of attention cores."""
@@ -80,7 +80,7 @@ class EngineCapability:
             return
         name = f"{name}.{layer.mixer_name}"
         _check_class(name, layer.mixer, self.mixers, "serve a model whose mixers are all of these")
-        if isinstance(layer.mixer, SelfAttention):
+        if isinstance(layer.mixer, (SelfAttention, LatentSelfAttention)):
             _check_class(f"{name}.core", layer.mixer.core, self.cores, "build the model with attention_core=PagedAttention()")
 
 
@@ -106,7 +106,7 @@ def shares_prefixes(model: GPTModel, wanted: bool | None) -> bool:
     """
     for number, layer in model.layers.items():
         mixer = layer.mixer if isinstance(layer, TransformerLayer) else layer
-        if mixer is not None and type(mixer) is not SelfAttention:
+        if mixer is not None and type(mixer) not in (SelfAttention, LatentSelfAttention):
             if wanted:
                 raise ValueError(
                     f"enable_prefix_caching=True: layers.{number} is a {type(mixer).__name__}, whose state after a shared beginning is in "
@@ -163,6 +163,16 @@ def check_cache(model: GPTModel, cache: PagedKVCache, max_sequence_length: int) 
         )
     for number, layer in model.layers.items():
         mixer = layer.mixer if isinstance(layer, TransformerLayer) else None
+        if isinstance(mixer, (SelfAttention, LatentSelfAttention)) and cache.holds_latents != isinstance(mixer, LatentSelfAttention):
+            kind = "latents" if cache.holds_latents else "keys and values"
+            raise ValueError(
+                f"layers.{number} is a {type(mixer).__name__} and the cache holds {kind}; one cache serves one kind of attention"
+            )
+        if isinstance(mixer, LatentSelfAttention) and mixer.latent.cache_width != head_dim:
+            raise ValueError(
+                f"layers.{number} has latents of {mixer.latent.cache_width} channels and the cache {head_dim}; use "
+                "DynamicInferenceContext.for_model(model)"
+            )
         if isinstance(mixer, SelfAttention) and (mixer.local_kv_heads, mixer.head_dim) != (num_kv_heads, head_dim):
             raise ValueError(
                 f"layers.{number} has {mixer.local_kv_heads} key-value heads of {mixer.head_dim} channels and the cache {num_kv_heads} of "

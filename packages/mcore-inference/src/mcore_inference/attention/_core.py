@@ -25,14 +25,14 @@ def has_attention_kernel(device: torch.device, dtype: torch.dtype, block_size: i
     return has_kernels(device, dtype) and block_size % KERNEL_BLOCK == 0
 
 
-# T tokens of a step, A heads, K key-value heads (of this tp rank), d width of a head.
+# T tokens of a step, A heads, K key-value heads (of this tp rank), d width of a head, W width of a latent with its rotary key.
 @experimental_api
 class PagedAttention(nn.Module):
     """The attention core of a model that an engine drives: writes the new keys and values into their slots, then attends.
 
     It holds no state; the cache travels in ``step.attention``. Without one (``None``) it is mcore_parallel's own attention over the
     step's sequences, so the same model can be scored or trained. Given to a model, it makes a core for each layer, with that
-    layer's window, sink and scale.
+    layer's window, sink and scale; for latent attention it is the ``LatentCore`` of all layers, by torch alone.
 
     Args:
         spec: what a layer asks for; None for plain causal attention.
@@ -60,8 +60,7 @@ class PagedAttention(nn.Module):
         paged: Any = step.attention
         if paged is None:
             return self._plain(q, k, v, layer, step) if sink is None else self._plain(q, k, v, layer, step, sink=sink)
-        if not isinstance(paged, PagedStep):
-            raise TypeError(f"step.attention is a {type(paged).__name__}; PagedAttention reads a PagedStep or None")
+        self._check_step(paged)
         keys, values = paged.cache.slots(layer)
         rows, sink = paged.rows, self._sink(q, sink)
         if isinstance(rows, TableRows):
@@ -72,6 +71,31 @@ class PagedAttention(nn.Module):
         keys.index_copy_(0, paged.slots_T, k)
         values.index_copy_(0, paged.slots_T, v)
         return attend_gathered(q, keys, values, rows, scale=self._scale, window=self._window, sink=sink)
+
+    def attend_latent(self, queries: Tensor, entries: Tensor, scale: float, layer: int, step: Step) -> Tensor:
+        """Attention to latents, of which the cache holds those of all tokens: one key a token, which is its value too.
+
+        Args:
+            queries: [T, A, W].
+            entries: [T, W], of the same tokens.
+            scale: of the scores.
+            layer: whose cache is read.
+            step: as of ``forward``.
+
+        Returns:
+            [T, A, W], sums of entries.
+
+        Raises:
+            TypeError: ``step.attention`` is data for another core.
+        """
+        paged: Any = step.attention
+        if paged is None:
+            shared = entries[:, None]
+            return causal_attention(queries * (scale * entries.shape[-1] ** 0.5), shared, shared, layer, step)
+        self._check_step(paged)
+        entries_N1W, _ = paged.cache.slots(layer)
+        entries_N1W.index_copy_(0, paged.slots_T, entries[:, None])
+        return attend_gathered(queries, entries_N1W, entries_N1W, paged.rows, scale=scale, window=-1, sink=None)
 
     def attend_packed(self, heads: PackedHeads, layer: int, paged: PagedStep, finished: Tensor, *, sink: Tensor | None = None) -> Tensor:
         """The same from the projection's result, by the kernels only: [T, K, G + 2, d] -> [T, A, d].
@@ -108,6 +132,10 @@ class PagedAttention(nn.Module):
             splits=self._splits(rows, qkv.shape[1]),
             finished=finished,
         )
+
+    def _check_step(self, paged: object) -> None:
+        if not isinstance(paged, PagedStep):
+            raise TypeError(f"step.attention is a {type(paged).__name__}; PagedAttention reads a PagedStep or None")
 
     def _sink(self, q: Tensor, sink: Tensor | None) -> Tensor | None:
         return q.new_zeros(q.shape[1]) if self._off_by_one else sink

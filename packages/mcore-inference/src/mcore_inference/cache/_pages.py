@@ -12,9 +12,9 @@ from mcore_inference._stability import experimental_api
 
 
 @experimental_api
-def block_bytes(*, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes of one block over all layers, keys and values."""
-    return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
+def block_bytes(*, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, parts: int = 2) -> int:
+    """Bytes of one block over all layers: keys and values, or latents alone as the one of ``parts``."""
+    return parts * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
 
 
 @experimental_api
@@ -41,7 +41,8 @@ class PagedKVCache:
     """
 
     pages: Tensor
-    """[layers, 2, blocks, block_size, K, d]: keys at 0, values at 1; K key-value heads of this tp rank."""
+    """[layers, 2, blocks, block_size, K, d]: keys at 0, values at 1; K key-value heads of this tp rank. Of latent attention
+    [layers, 1, blocks, block_size, 1, d]: latents with their rotary keys, whole on every tp rank."""
     layers: tuple[int, ...] | None = None
     """Numbers of the layers that have pages, in order; None for all from 0."""
 
@@ -56,10 +57,11 @@ class PagedKVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        parts: int = 2,
         layers: tuple[int, ...] | None = None,
     ) -> "PagedKVCache":
         # Zeros, not empty memory: the sink block is read by padding and must stay finite.
-        pages = torch.zeros((num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim), dtype=dtype, device=device)
+        pages = torch.zeros((num_layers, parts, num_blocks, block_size, num_kv_heads, head_dim), dtype=dtype, device=device)
         return cls(pages=pages, layers=layers)
 
     @property
@@ -85,6 +87,11 @@ class PagedKVCache:
         self.pages.zero_()
 
     def slots(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer as [blocks * block_size, K, d] views."""
-        keys, values = self.pages[layer if self.layers is None else self.layers.index(layer)].flatten(1, 2)
-        return keys, values
+        """Keys and values of one layer as [blocks * block_size, K, d] views; of latents both are the same."""
+        parts = self.pages[layer if self.layers is None else self.layers.index(layer)].flatten(1, 2)
+        return parts[0], parts[-1]
+
+    @property
+    def holds_latents(self) -> bool:
+        """Whether a token has one entry in place of keys and values."""
+        return self.pages.shape[1] == 1

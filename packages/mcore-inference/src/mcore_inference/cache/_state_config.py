@@ -10,11 +10,12 @@ import torch
 
 from mcore_inference._stability import experimental_api
 from mcore_parallel.models import GPTModel, TransformerLayer, layer_maps_by_symbol
-from mcore_parallel.nn import GatedDeltaNet, LinearMixer
+from mcore_parallel.nn import GatedDeltaNet, LatentSelfAttention, LinearMixer
 
 __all__ = ["MambaInferenceStateConfig", "get_mamba_inference_state_config_from_model"]
 
 _RECURRENT = ("M", "G")
+_ATTENTION = ("*", "+")
 
 
 # K taps of the convolution, G groups, W channels of a group, H heads, P channels of a head, N channels of a state; all of this tp rank.
@@ -65,8 +66,8 @@ class MambaInferenceStateConfig:
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """Numbers of the layers with keys and values, within the stage."""
-        return tuple(number for number, symbol in enumerate(self.layer_type_list) if symbol == "*")
+        """Numbers of the layers with keys and values or latents, within the stage."""
+        return tuple(number for number, symbol in enumerate(self.layer_type_list) if symbol in _ATTENTION)
 
     @property
     def bytes_per_request(self) -> int:
@@ -101,4 +102,4 @@ def _symbol(mixer: object) -> str:
         return "-"
     if isinstance(mixer, LinearMixer):
         return "G" if isinstance(mixer, GatedDeltaNet) else "M"
-    return "*"
+    return "+" if isinstance(mixer, LatentSelfAttention) else "*"

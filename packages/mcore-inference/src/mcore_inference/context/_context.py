@@ -49,7 +49,7 @@ class DynamicInferenceContext:
     Args:
         model_config: architecture of the model.
         config: sizes.
-        groups: tp is used: the cache holds this rank's key-value heads.
+        groups: tp is used: the cache holds this rank's key-value heads, or latents, which serve all heads.
         dtype: of keys and values, that of the model's activations.
         device: of the cache.
         num_layers: layers of this pipeline stage, None for all.
@@ -77,14 +77,15 @@ class DynamicInferenceContext:
         tp = 1 if groups is None else groups.tp.size
         if model_config.kv_heads % tp:
             raise ValueError(f"tp={tp} must divide num_query_groups={model_config.kv_heads}; lower tp")
-        held = model_config.num_layers if num_layers is None else num_layers
+        held, latent = model_config.num_layers if num_layers is None else num_layers, model_config.latent_attention
         sizes = {
             # Without attention one layer of pages stays: blocks count tokens.
             "num_layers": held if states is None else max(1, len(states.attention_layers)),
             "block_size": config.block_size_tokens,
-            "num_kv_heads": model_config.kv_heads // tp,
-            "head_dim": model_config.head_dim,
+            "num_kv_heads": model_config.kv_heads // tp if latent is None else 1,
+            "head_dim": model_config.head_dim if latent is None else latent.cache_width,
             "dtype": dtype,
+            "parts": 2 if latent is None else 1,
         }
         self.block_size: int = config.block_size_tokens
         self.max_sequence_length: int = config.max_sequence_length

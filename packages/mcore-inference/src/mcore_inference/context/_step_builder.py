@@ -71,6 +71,8 @@ class StepBuilder:
         pages = cache.pages
         self.cache, self.states, self.block_size = cache, states, pages.shape[3]
         self.device, self.has_kernel = pages.device, has_attention_kernel(pages.device, pages.dtype, pages.shape[3])
+        # Latents are wider than the kernels' heads.
+        self.has_kernel = self.has_kernel and not cache.holds_latents
         self.max_blocks, self._group = max_blocks, group
         self._sink = pages.shape[2] - 1
         self.last_tokens = torch.zeros(max_requests, dtype=torch.int64, device=self.device)

@@ -78,7 +78,7 @@ def latent_attention(
 
     Raises:
         ValueError: when it builds: a field of the config that latent attention cannot follow, no core that can do it all, or a
-            ``LatentCore`` with sequences split over cp.
+            ``LatentCore`` with sequences split over cp or with a window.
     """
     chooser = None if isinstance(core, LatentCore) else CoreChooser(core, manage=manage)
 
@@ -92,6 +92,8 @@ def latent_attention(
             inner: Core | LatentCore = chooser.core(spec, site)
         elif site.groups.cp.size > 1:
             raise ValueError(f"cp={site.groups.cp.size} splits sequences, of which a cache of latents holds all tokens; decode with cp=1")
+        elif spec.bounds != (-1, 0):
+            raise ValueError(f"window_size={spec.window} is nothing that a cache of latents knows of; leave it out, or give another core")
         else:
             assert isinstance(core, LatentCore)
             inner = core

@@ -74,7 +74,8 @@ class LatentCore(Protocol):
     def attend_latent(self, queries: Tensor, entries: Tensor, scale: float, layer: int, step: Step) -> Tensor:
         """queries [T, A, C + R] and the entries [T, C + R] of the same tokens -> [T, A, C], sums of the first C channels of entries.
 
-        The core remembers the entries for later calls; a token attends to those of its sequence up to its own.
+        Sums of further channels may follow; they are not read. The core remembers the entries for later calls; a token attends to those
+        of its sequence up to its own.
         """
         ...
 
@@ -173,7 +174,7 @@ class LatentSelfAttention(nn.Module):
         if isinstance(self.core, LatentCore):
             entries = torch.cat((self._gathered(latent), self._turned(self._gathered(k_rope)[:, None], step)[:, 0]), dim=-1)
             out = self.core.attend_latent(self._absorb(q_nope, q_rope), entries, self.softmax_scale, self.layer, step)
-            return self.out(self._expand(out).flatten(1))
+            return self.out(self._expand(out[..., : self.latent.kv_lora_rank]).flatten(1))
         kv = self.kv_up(latent).unflatten(-1, (self.local_heads, -1))
         k_nope, v = kv.split((self.latent.qk_nope_head_dim, self.latent.v_head_dim), dim=-1)
         k_rope = self._turned(self._gathered(k_rope)[:, None], step)
