@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from mcore_rl import (
+    BestAndWorst,
+    ContrastiveRollout,
     GenericGenerationArgs,
     InferenceInterface,
     InferenceRequest,
@@ -19,6 +21,7 @@ from mcore_rl import (
     Problem,
     RewardOnlyAgent,
     TokenRollout,
+    WeightedMultiTask,
 )
 from mcore_rl.envs import CharacterShare
 
@@ -174,3 +177,74 @@ def test_a_judge_sees_the_golden_answer(answer: str, reward: float) -> None:
     args = GenericGenerationArgs(temperature=1.0, max_tokens=4)
     rollouts = asyncio.run(Sums("sums").group_rollout(Scripted(answer), size=2, args=args))
     assert [rollout.reward for rollout in rollouts] == [reward, reward]
+
+
+class Counting(NumberedProblems):
+    """The n-th answer that is judged earns n, or all earn the same."""
+
+    def __init__(self, *, rising: bool) -> None:
+        super().__init__("counting")
+        self.rising, self.calls = rising, 0
+
+    def problem(self, number: int) -> Problem:
+        return Problem(problem_id=str(number), prompt="x")
+
+    async def get_reward(self, response: str, problem: Problem) -> float:
+        self.calls += 1
+        return float(self.calls if self.rising else 1)
+
+
+def test_a_pair_is_the_best_and_the_worst_of_a_group() -> None:
+    source = BestAndWorst(Counting(rising=True), group_size=4)
+    pairs = asyncio.run(source.get_contrastive_rollouts(Scripted(), num_pairs=3, args=GenericGenerationArgs()))
+    assert len(pairs) == 3 and len({pair.chosen.problem_id for pair in pairs}) == 3
+    for pair in pairs:
+        assert pair.chosen.problem_id == pair.rejected.problem_id and pair.margin >= 3 and pair.prompt_length == 1
+    assert min(pair.rejected.reward for pair in pairs) == 1 and max(pair.chosen.reward for pair in pairs) == 12
+
+
+def test_groups_of_equal_rewards_make_no_pair_and_are_asked_for_only_so_often() -> None:
+    agent = Counting(rising=False)
+    source = BestAndWorst(agent, group_size=2, max_filter_ratio=2.5)
+    assert asyncio.run(source.get_contrastive_rollouts(Scripted(), num_pairs=2, args=GenericGenerationArgs())) == []
+    assert agent.calls == 5 * 2
+
+
+def test_a_pair_of_different_prompts_or_equal_rewards_is_refused() -> None:
+    fields: dict[str, Any] = {"generation_mask": (False, True), "logprobs": (-0.5,), "env_id": "e", "problem_id": "p"}
+    one = TokenRollout(trajectory=(1, 2), reward=1.0, **fields)
+    with pytest.raises(ValueError, match="pair answers to one prompt"):
+        ContrastiveRollout(chosen=one, rejected=TokenRollout(trajectory=(3, 2), reward=0.0, **fields))
+    with pytest.raises(ValueError, match=r"chosen.reward=1.0 must lie above rejected.reward=1.0"):
+        ContrastiveRollout(chosen=one, rejected=one)
+    with pytest.raises(ValueError, match="group_size=1 must be at least 2"):
+        BestAndWorst(Counting(rising=True), group_size=1)
+
+
+def test_environments_with_weights_are_judged_by_their_own_and_evaluated_in_full() -> None:
+    mixed = WeightedMultiTask([CharacterShare(["x", "yz"], "a"), Counting(rising=False)], [3, 1])
+    groups = asyncio.run(collect(mixed, Scripted(), 8))
+    rewards = {"character_share": pytest.approx(2 / 3), "counting": 1.0}
+    assert [len(group) for group in groups] == [3] * 8
+    assert all(rollout.reward == rewards[rollout.env_id] for group in groups for rollout in group)
+    assert sum(group[0].env_id == "counting" for group in groups) == 2
+    assert {group[0].problem_id for group in groups if group[0].env_id == "counting"} == {"counting/0", "counting/1"}
+
+    ids: list[str] = []
+    for rank in range(2):
+        mixed.start_at(0, rank=rank, num_ranks=2)
+        response = asyncio.run(mixed.run_evaluation(Scripted(), num_prompts=2 - rank, args=GenericGenerationArgs(), num_samples=2))
+        assert len(response.results) == 2 * 2 * (2 - rank) and response.env_id == "multi_task"
+        ids += [result.problem_id for result in response.results if result.problem_id.startswith("counting/")]
+    # Two samples to each of three problems, whatever the ranks.
+    assert sorted(ids) == sorted(f"counting/{(1 << 32) + number}" for number in range(3) for _ in range(2))
+
+
+def test_the_judge_of_each_environment_has_its_own_limit(caplog: pytest.LogCaptureFixture) -> None:
+    slow = Judged(hangs, judge_timeout_s=0.1)
+    mixed = WeightedMultiTask([slow, CharacterShare(["x"], "a")], [1, 1])
+    assert mixed.judge_timeout_s == 60
+    groups = asyncio.run(collect(mixed, Scripted(), 4))
+    # Problems 0 and 1 of the slow one; one answer to the second of them is lost.
+    assert sorted(len(group) for group in groups) == [2, 3, 3, 3]
+    assert "problem 'judged/1'" in caplog.text

@@ -29,13 +29,26 @@ from mcore_rl._types import (
     TokenRollout,
 )
 from mcore_rl._update import Learner
-from mcore_rl.agent import EvaluationAgent, GroupedRolloutGenerator, NumberedProblems, Problem, RewardOnlyAgent
+from mcore_rl.agent import (
+    BestAndWorst,
+    ContrastiveRollout,
+    ContrastiveRolloutGenerator,
+    EvaluationAgent,
+    GroupedRolloutGenerator,
+    NumberedProblems,
+    Problem,
+    RewardOnlyAgent,
+    WeightedMultiTask,
+)
 from mcore_rl.inference import InferenceInterface, MegatronLocal
 
 __all__ = [
     "AdvantageConfig",
     "Aggregation",
     "BatchStyle",
+    "BestAndWorst",
+    "ContrastiveRollout",
+    "ContrastiveRolloutGenerator",
     "EvaluationAgent",
     "EvaluationResponse",
     "FrozenWeights",
@@ -69,6 +82,7 @@ __all__ = [
     "WeightShard",
     "WeightSink",
     "WeightTransfer",
+    "WeightedMultiTask",
     "balance",
     "calculate_grpo_loss",
     "deprecated",

@@ -32,6 +32,8 @@ class Problem:
     prompt: str
     golden: str = ""
     """The reference answer, for judges that compare."""
+    env_id: str = ""
+    """The environment that poses it, where an agent has several; empty for the agent's own."""
 
 
 @experimental_api
@@ -96,7 +98,7 @@ class RewardOnlyAgent(GroupedRolloutGenerator, EvaluationAgent):
             reward=reward,
             generation_mask=tuple(i >= answer.prompt_length for i in range(len(answer.token_ids))),
             logprobs=tuple(answer.logprobs),
-            env_id=self.env_id,
+            env_id=problem.env_id or self.env_id,
             problem_id=problem.problem_id,
             finish_reason=answer.finish_reason,
         )
@@ -166,5 +168,5 @@ class RewardOnlyAgent(GroupedRolloutGenerator, EvaluationAgent):
                 self.env_id, problem.problem_id, self.judge_timeout_s, error,
             )  # fmt: skip
             return None
-        check_reward(reward, env_id=self.env_id, problem_id=problem.problem_id)
+        check_reward(reward, env_id=problem.env_id or self.env_id, problem_id=problem.problem_id)
         return float(reward)

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Pairs of a better and a worse answer to one problem."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mcore_rl._stability import experimental_api
+from mcore_rl._types import GenericGenerationArgs, TokenRollout
+from mcore_rl.agent._base import GroupedRolloutGenerator
+from mcore_rl.inference import InferenceInterface
+
+
+@experimental_api
+@dataclass(frozen=True, kw_only=True)
+class ContrastiveRollout:
+    """Two answers to one problem, the first preferred: what DPO learns from.
+
+    Raises:
+        ValueError: different problems or prompts, or the chosen one earned no more than the rejected one.
+    """
+
+    chosen: TokenRollout
+    rejected: TokenRollout
+
+    def __post_init__(self) -> None:
+        chosen, rejected = self.chosen, self.rejected
+        if (chosen.env_id, chosen.problem_id, _prompt(chosen)) != (rejected.env_id, rejected.problem_id, _prompt(rejected)):
+            raise ValueError(
+                f"chosen answers problem {chosen.problem_id!r} of {chosen.env_id!r}, rejected {rejected.problem_id!r} of "
+                f"{rejected.env_id!r}; pair answers to one prompt"
+            )
+        if not chosen.reward > rejected.reward:
+            raise ValueError(f"chosen.reward={chosen.reward} must lie above rejected.reward={rejected.reward}; swap them, or drop the pair")
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens that both begin with and the policy did not write."""
+        return len(_prompt(self.chosen))
+
+    @property
+    def margin(self) -> float:
+        """How much more the chosen one earned, above 0."""
+        return self.chosen.reward - self.rejected.reward
+
+
+@experimental_api
+class ContrastiveRolloutGenerator(ABC):
+    """Produces pairs of a preferred and a rejected answer."""
+
+    @abstractmethod
+    async def get_contrastive_rollouts(
+        self, interface: InferenceInterface, *, num_pairs: int, args: GenericGenerationArgs
+    ) -> list[ContrastiveRollout]:
+        """``num_pairs`` pairs, or as many as there are within the generator's limits."""
+
+
+@experimental_api
+class BestAndWorst(ContrastiveRolloutGenerator):
+    """The best and the worst answer of each group of an agent; a group of equal rewards has none, and another is asked for.
+
+    Args:
+        agent: produces the groups.
+        group_size: answers of a group.
+        max_filter_ratio: groups asked for, at most, for each pair that is wanted; then fewer pairs come.
+
+    Raises:
+        ValueError: a group of fewer than 2, or a ratio below 1.
+    """
+
+    def __init__(self, agent: GroupedRolloutGenerator, *, group_size: int = 8, max_filter_ratio: float = 3.0) -> None:
+        if group_size < 2:
+            raise ValueError(f"group_size={group_size} must be at least 2: a pair needs two answers")
+        if not max_filter_ratio >= 1:
+            raise ValueError(f"max_filter_ratio={max_filter_ratio} must be at least 1")
+        self.agent, self.group_size, self.max_filter_ratio = agent, group_size, max_filter_ratio
+
+    async def get_contrastive_rollouts(
+        self, interface: InferenceInterface, *, num_pairs: int, args: GenericGenerationArgs
+    ) -> list[ContrastiveRollout]:
+        pairs: list[ContrastiveRollout] = []
+        left = int(num_pairs * self.max_filter_ratio)
+        while len(pairs) < num_pairs and left:
+            wanted = min(num_pairs - len(pairs), left)
+            left -= wanted
+            stream = self.agent.get_grouped_rollouts(interface, num_groups=wanted, size=self.group_size, args=args)
+            pairs += [pair async for group in stream if (pair := _pair(group)) is not None]
+        return pairs
+
+
+def _pair(group: Sequence[TokenRollout]) -> ContrastiveRollout | None:
+    """The first of the best and the first of the worst; None where all earned the same."""
+    if not group:
+        return None
+    best, worst = max(group, key=lambda rollout: rollout.reward), min(group, key=lambda rollout: rollout.reward)
+    return ContrastiveRollout(chosen=best, rejected=worst) if best.reward > worst.reward else None
+
+
+def _prompt(rollout: TokenRollout) -> list[int]:
+    """The tokens before the first that the policy wrote."""
+    length = next((i for i, written in enumerate(rollout.generation_mask) if written), len(rollout.trajectory))
+    return list(rollout.trajectory[:length])

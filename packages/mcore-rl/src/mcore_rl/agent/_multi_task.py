@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Several environments as one, each with its share of the problems."""
+
+import asyncio
+import dataclasses
+import math
+import random
+from collections.abc import Sequence
+from fractions import Fraction
+
+from mcore_rl._stability import experimental_api
+from mcore_rl._types import EvaluationResponse, GenericGenerationArgs
+from mcore_rl.agent._numbered import NumberedProblems
+from mcore_rl.agent._reward_only import Problem
+from mcore_rl.inference import InferenceInterface
+
+_LONGEST_CYCLE = 100_000
+
+
+@experimental_api
+class WeightedMultiTask(NumberedProblems):
+    """Environments share the problems by their weights, and none starves.
+
+    Of the first n problems an environment poses its share of n, less or more by under 1, for every n. Which one poses problem n depends on
+    the weights alone, so that ranks and resumed runs agree; the environments' own seeds decide what is posed. Rollouts have the ``env_id``
+    of their environment, and a ``problem_id`` of ENV_ID/PROBLEM_ID. Answers have the longest ``answer_timeout_s`` of the environments;
+    each judge keeps its own limit.
+
+    Args:
+        environments: with different ``env_id``; they belong to this one from now on, ``start_at`` included.
+        weights: one an environment; only their ratios count. An environment of weight 0 is evaluated but not trained on.
+        env_id: name of all together, in evaluations.
+
+    Raises:
+        ValueError: no environments, two of one name or a name with a /; weights of another number, negative, not finite, or none above 0;
+            or weights whose order repeats only after more than 100,000 problems.
+
+    Example:
+        >>> mixed = WeightedMultiTask([CharacterShare(["a"], "a"), Arithmetic(ArithmeticConfig())], [3, 1])
+        >>> [mixed.problem(n).env_id for n in range(4)]
+        ['character_share', 'character_share', 'arithmetic', 'character_share']
+    """
+
+    def __init__(self, environments: Sequence[NumberedProblems], weights: Sequence[float], *, env_id: str = "multi_task") -> None:
+        names = [environment.env_id for environment in environments]
+        if not names or len(set(names)) < len(names) or any("/" in name for name in names):
+            raise ValueError(f"environments={names} must be one or more, of different env_id without a /; pass another env_id")
+        self._shares = _whole_shares(names, weights)
+        limits = {
+            name: max(getattr(environment, name) for environment in environments)
+            for name in ("prompt_timeout_s", "answer_timeout_s", "judge_timeout_s")
+        }
+        super().__init__(env_id, **limits)
+        self.environments = tuple(environments)
+        self._by_name = dict(zip(names, environments, strict=True))
+        self._cycle = _interleave(self._shares)
+
+    def start_at(self, position: int, *, rank: int = 0, num_ranks: int = 1) -> None:
+        super().start_at(position, rank=rank, num_ranks=num_ranks)
+        for environment in self.environments:
+            environment.start_at(0, rank=rank, num_ranks=num_ranks)
+
+    def problem(self, number: int) -> Problem:
+        if number >= self.FIRST_EVALUATION:
+            turn, index = divmod(number - self.FIRST_EVALUATION, len(self.environments))
+            own = self.FIRST_EVALUATION + turn
+        else:
+            cycle, turn = divmod(number, len(self._cycle))
+            index, earlier = self._cycle[turn]
+            own = cycle * self._shares[index] + earlier
+        environment = self.environments[index]
+        problem = environment.problem(own)
+        name = environment.env_id
+        return dataclasses.replace(problem, problem_id=_joined(name, problem.problem_id), env_id=problem.env_id or name)
+
+    def attempt(self, problem: Problem, generator: random.Random) -> str | None:
+        environment, own = self._own(problem)
+        return environment.attempt(own, generator)
+
+    async def get_reward(self, response: str, problem: Problem) -> float:
+        environment, own = self._own(problem)
+        return await asyncio.wait_for(environment.get_reward(response, own), environment.judge_timeout_s)
+
+    async def run_evaluation(
+        self, interface: InferenceInterface, *, num_prompts: int, args: GenericGenerationArgs, num_samples: int = 1
+    ) -> EvaluationResponse:
+        """The answers of all environments, to ``num_prompts`` problems of each."""
+        responses = await self.evaluate_each(interface, num_prompts=num_prompts, args=args, num_samples=num_samples)
+        results = [
+            dataclasses.replace(result, problem_id=_joined(response.env_id, result.problem_id))
+            for response in responses
+            for result in response.results
+        ]
+        return EvaluationResponse(env_id=self.env_id, results=results, num_dropped=sum(response.num_dropped for response in responses))
+
+    async def evaluate_each(
+        self, interface: InferenceInterface, *, num_prompts: int, args: GenericGenerationArgs, num_samples: int = 1
+    ) -> list[EvaluationResponse]:
+        """One evaluation an environment, in their order, each of ``num_prompts`` problems."""
+        asked = [
+            environment.run_evaluation(interface, num_prompts=num_prompts, args=args, num_samples=num_samples)
+            for environment in self.environments
+        ]
+        return list(await asyncio.gather(*asked))
+
+    def _own(self, problem: Problem) -> tuple[NumberedProblems, Problem]:
+        """The environment of a problem, and the problem as it posed it."""
+        name, _, own_id = problem.problem_id.partition("/")
+        own_env = "" if problem.env_id == name else problem.env_id
+        return self._by_name[name], dataclasses.replace(problem, problem_id=own_id, env_id=own_env)
+
+
+def _joined(env_id: str, problem_id: str) -> str:
+    return f"{env_id}/{problem_id}"
+
+
+def _whole_shares(names: Sequence[str], weights: Sequence[float]) -> list[int]:
+    """How many problems of a cycle each environment poses: the smallest whole numbers in the ratios of the weights."""
+    if len(weights) != len(names):
+        raise ValueError(f"weights={list(weights)} must be as many as the {len(names)} environments")
+    if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not any(weights):
+        raise ValueError(f"weights={list(weights)} must be finite and not negative, and one of them above 0")
+    # 0.97 is 97/100 here, not the nearest binary fraction.
+    exact = [Fraction(str(weight)) for weight in weights]
+    scale = math.lcm(*(weight.denominator for weight in exact))
+    shares = [int(weight * scale) for weight in exact]
+    shares = [share // math.gcd(*shares) for share in shares]
+    if sum(shares) > _LONGEST_CYCLE:
+        raise ValueError(f"weights={list(weights)} repeat only after {sum(shares)} problems, more than {_LONGEST_CYCLE}; round them")
+    return shares
+
+
+def _interleave(shares: Sequence[int]) -> list[tuple[int, int]]:
+    """Each turn of a cycle: whose it is, and how many of the cycle's that one had before.
+
+    Problem k of an environment with the share w may be posed from turn floor(k / w) on and before turn ceil((k + 1) / w), which keeps its
+    number within 1 of its share. The earliest deadline among those that may be posed goes first; since the shares add up to 1, all
+    deadlines are kept. Of equal deadlines the smaller share goes first, which spreads it.
+    """
+    total, counts = sum(shares), [0] * len(shares)
+    cycle = []
+    for turn in range(total):
+        ready = [index for index, share in enumerate(shares) if counts[index] * total < share * (turn + 1)]
+        index = min(ready, key=lambda index: (-(-(counts[index] + 1) * total // shares[index]), shares[index]))
+        cycle.append((index, counts[index]))
+        counts[index] += 1
+    return cycle
