@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """A chat at a terminal: turns, commands, several lines, and answers that Ctrl-C stops; by an engine here and over HTTP."""
 
+import dataclasses
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -9,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from mcore_inference import DynamicInferenceEngine
+from mcore_inference import DynamicInferenceEngine, chat_tokens
 from mcore_inference.server import InferenceServer, serve
 from mcore_tools import converse
 from mcore_tools.serving import open_engine
 from mcore_tools.terminal import AnswerError, AnswerSettings, Conversation, EngineAnswers, ServerAnswers
 from tests.support.published import write_published
 
+CUT = "cut at --max-tokens; ask to go on, or start with more"
 GREEDY = AnswerSettings(max_tokens=12, temperature=0.0)
 
 
@@ -45,6 +47,7 @@ class Echo:
     def __init__(self) -> None:
         self.asked: list[list[str]] = []
         self.closed = 0
+        self.is_cut = False
 
     def stream(self, messages) -> Iterator[str]:
         self.asked.append([f"{message['role']}: {message['content']}" for message in messages])
@@ -53,12 +56,15 @@ class Echo:
                 if word == "broken":
                     raise AnswerError("the model is tired")
                 yield word + " "
+            self.is_cut = word == "long"
         finally:
             self.closed += 1
 
 
 class Silent:
     """Has nothing to say."""
+
+    is_cut = False
 
     def stream(self, messages) -> Iterator[str]:
         return iter(())
@@ -110,6 +116,12 @@ def test_an_answer_that_fails_is_one_line_and_its_question_goes() -> None:
     assert echo.asked[2] == ["user: half broken", "assistant: half ", "user: again"]
 
 
+def test_an_answer_that_was_cut_says_so_and_goes_on() -> None:
+    echo, terminal = talk("this is long", "go on")
+    assert terminal.written == f"this is long \n{CUT}\ngo on \n\n"
+    assert echo.asked[1] == ["user: this is long", "assistant: this is long ", "user: go on"]
+
+
 def test_an_empty_answer_is_said_and_its_question_goes() -> None:
     conversation = Conversation(Silent(), terminal := FakeTerminal("anyone?"))
     conversation.run()
@@ -142,12 +154,16 @@ def test_an_engine_answers_piece_by_piece_and_a_stopped_answer_leaves_nothing(en
     answers = EngineAnswers(engine, GREEDY)
     question = [{"role": "user", "content": "which fruit is red?"}]
     pieces = list(answers.stream(question))
-    assert "".join(pieces) == expected and len(pieces) > 3
+    assert "".join(pieces) == expected and len(pieces) > 3 and answers.is_cut
     stream = answers.stream(question)
     assert next(stream) == pieces[0] and engine.has_unfinished_requests()
     stream.close()
     assert not engine.has_unfinished_requests()
     assert list(answers.stream(question)) == pieces
+    # A stop of its own is no cut.
+    token = engine.generate([chat_tokens(engine.tokenizer, question)], answers._params)[0].generated_tokens[2]
+    answers._params = dataclasses.replace(answers._params, stop_token_ids=(token,))
+    assert len(list(answers.stream(question))) < len(pieces) and not answers.is_cut
     with pytest.raises(AnswerError, match="the conversation does not fit 256 tokens; /reset forgets it"):
         list(answers.stream([{"role": "user", "content": "red " * 400}]))
 
@@ -179,7 +195,7 @@ def test_a_server_answers_as_the_engine_does(engine: DynamicInferenceEngine, ser
     terminal = FakeTerminal("which fruit is red?")
     words = [server.url, "--token-file", str(tmp_path / "token"), "--temperature", "0", "--max-tokens", "12"]
     assert converse.main(words, terminal) == 0
-    assert terminal.written == f"/help lists commands\n{whole_answer(engine, 'which fruit is red?')}\n\n"
+    assert terminal.written == f"/help lists commands\n{whole_answer(engine, 'which fruit is red?')}\n{CUT}\n\n"
 
 
 def test_a_server_refuses_in_one_line(server: InferenceServer) -> None:

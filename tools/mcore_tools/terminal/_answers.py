@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Protocol
 
-from mcore_inference import ContextOverflowError, DynamicInferenceEngine, SamplingParams, chat_tokens
+from mcore_inference import ContextOverflowError, DynamicInferenceEngine, FinishReason, SamplingParams, chat_tokens
 
 Messages = Sequence[Mapping[str, str]]
 """``{"role", "content"}`` of each turn so far."""
@@ -43,6 +43,11 @@ class AnswerSettings:
 class Answers(Protocol):
     """Who answers."""
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the last answer ended because it had ``max_tokens``."""
+        ...
+
     def stream(self, messages: Messages) -> Iterator[str]:
         """Pieces of the text of the assistant's next turn; closing the iterator gives the rest up.
 
@@ -64,9 +69,14 @@ class EngineAnswers:
         assert engine.tokenizer is not None, "open_engine gives it one"
         self._engine, self._tokenizer = engine, engine.tokenizer
         self._params = SamplingParams(temperature=settings.temperature, num_tokens_to_generate=settings.max_tokens)
+        self._is_cut = False
+
+    @property
+    def is_cut(self) -> bool:
+        return self._is_cut
 
     def stream(self, messages: Messages) -> Iterator[str]:
-        engine = self._engine
+        engine, self._is_cut = self._engine, False
         try:
             number = engine.add_request(chat_tokens(self._tokenizer, messages), self._params)
         except ContextOverflowError:
@@ -87,6 +97,7 @@ class EngineAnswers:
                     shown = len(text)
                 if error is not None:
                     raise AnswerError(str(error))
+                self._is_cut = record.finish_reason is FinishReason.LENGTH
         finally:
             engine.abort(number)
 

@@ -111,6 +111,8 @@ class Conversation:
             for piece in stream:
                 pieces.append(piece)
                 self._terminal.write(piece)
+            if self._answers.is_cut:
+                end = "\ncut at --max-tokens; ask to go on, or start with more\n"
         except KeyboardInterrupt:
             end = "\nstopped\n"
         except AnswerError as error:

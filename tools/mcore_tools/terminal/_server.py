@@ -37,8 +37,14 @@ class ServerAnswers:
             raise AnswerError(f"{self._url} serves {', '.join(served) or 'no model'}; name one of them with --model")
         self.model = model or served[0]
         """The name of the model."""
+        self._is_cut = False
+
+    @property
+    def is_cut(self) -> bool:
+        return self._is_cut
 
     def stream(self, messages: Messages) -> Iterator[str]:
+        self._is_cut = False
         body = {
             "model": self.model,
             "messages": [dict(message) for message in messages],
@@ -55,7 +61,9 @@ class ServerAnswers:
                     data = line.removeprefix(_DATA).strip()
                     if data == _DONE:
                         return
-                    yield from _pieces(_object(data))
+                    event = _object(data)
+                    yield from _pieces(event)
+                    self._is_cut |= any(choice.get("finish_reason") == "length" for choice in event.get("choices", []))
             except (OSError, HTTPException) as error:
                 raise AnswerError(f"{self._url} broke off: {error}") from None
 
