@@ -97,7 +97,7 @@ def test_a_message_of_several_lines_stands_between_quotation_marks() -> None:
 def test_control_c_stops_the_answer_and_keeps_what_came() -> None:
     def interrupt(text: str) -> None:
         if text == "three ":
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
 
     echo, terminal = talk("one two three four", "go on", on_write=interrupt)
     assert echo.asked[1] == ["user: one two three four", "assistant: one two three ", "user: go on"]
