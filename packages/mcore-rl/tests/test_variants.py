@@ -232,12 +232,38 @@ def test_advantages_equal_their_definitions() -> None:
                 base = {"group_mean": statistics.mean(group), "leave_one_out": statistics.mean(others), "batch_mean": statistics.mean(flat)}
                 centred.append(reward - base.get(baseline, 0.0))
         spreads = [statistics.pstdev(group) for group in REWARDS for _ in group]
-        for scale, divisors in {"none": None, "group_std": spreads, "batch_std": [statistics.pstdev(centred)] * len(flat)}.items():
+        batch, raw = ([statistics.pstdev(values)] * len(flat) for values in (centred, flat))
+        for scale, divisors in {"none": None, "group_std": spreads, "batch_std": batch, "batch_reward_std": raw}.items():
             ours = AdvantageConfig(baseline=baseline, scale=scale).advantages(REWARDS)
             theirs = centred if divisors is None else [c / (d + 1e-4) for c, d in zip(centred, divisors, strict=True)]
             assert [a for group in ours for a in group] == pytest.approx(theirs, rel=1e-12, abs=1e-12), (baseline, scale)
     assert AdvantageConfig(baseline="leave_one_out", scale="none").advantages([[3.0], []]) == [[0.0], []]
     assert AdvantageConfig(scale="batch_std").advantages([]) == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_advantages_of_equal_groups_equal_those_of_trl(seed: int) -> None:
+    rewards = torch.randn(5, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    centred = rewards - rewards.mean(dim=1, keepdim=True)
+    others = rewards - (rewards.sum(dim=1, keepdim=True) - rewards) / 3
+    # torch's std is of a sample where nothing else is said, and that is what TRL divides by.
+    cases = {
+        ("group_mean", "group_std"): centred / (rewards.std(dim=1, keepdim=True) + 1e-4),
+        ("group_mean", "batch_reward_std"): centred / (rewards.std() + 1e-4),
+        ("group_mean", "none"): centred,
+        ("leave_one_out", "none"): others,
+        ("leave_one_out", "batch_std"): (others - others.mean()) / (others.std() + 1e-4),
+        ("batch_mean", "batch_std"): (rewards - rewards.mean()) / (rewards.std() + 1e-4),
+    }
+    for (baseline, scale), wanted in cases.items():
+        ours = AdvantageConfig(baseline=baseline, scale=scale, std_correction=1).advantages(rewards.tolist())
+        torch.testing.assert_close(torch.tensor(ours, dtype=torch.float64), wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_a_reward_that_is_alone_has_no_advantage_with_either_correction() -> None:
+    for correction in (0, 1):
+        for scale in ("group_std", "batch_std", "batch_reward_std"):
+            assert AdvantageConfig(scale=scale, std_correction=correction).advantages([[3.0], []]) == [[0.0], []]
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
@@ -296,6 +322,7 @@ def test_the_mismatch_is_reported() -> None:
         (Aggregation, {"length": 5}, "length=5 must be .* None with others"),
         (AdvantageConfig, {"baseline": "median"}, "baseline='median' must be one of"),
         (AdvantageConfig, {"scale": "mad"}, "scale='mad' must be one of"),
+        (AdvantageConfig, {"std_correction": 2}, "std_correction=2 must be 0"),
         (OverlongPenalty, {"max_length": 4, "buffer": 5}, "buffer=5 must lie from 1 to max_length=4"),
         (GRPOConfig, {"num_groups": 2, "group_size": 1, "seq_len": 8}, "group_size=1 must be at least 2"),
         (

@@ -9,7 +9,7 @@ import torch
 
 from mcore_rl._stability import experimental_api
 
-_BASELINES, _SCALES = ("group_mean", "leave_one_out", "batch_mean", "none"), ("group_std", "batch_std", "none")
+_BASELINES, _SCALES = ("group_mean", "leave_one_out", "batch_mean", "none"), ("group_std", "batch_std", "batch_reward_std", "none")
 
 
 @experimental_api
@@ -19,21 +19,27 @@ class AdvantageConfig:
 
     GRPO: the defaults. Dr. GRPO: ``scale="none"``. RLOO: ``baseline="leave_one_out", scale="none"``. REINFORCE++:
     ``baseline="batch_mean", scale="batch_std"``, and with a baseline ``baseline="group_mean", scale="batch_std"``.
+    TRL's: ``std_correction=1``; its ``scale_rewards="batch"`` is ``scale="batch_reward_std"``, and its RLOO with normalised advantages is
+    ``baseline="leave_one_out", scale="batch_std"``.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: an unknown name, or another correction than 0 and 1.
     """
 
     baseline: str = "group_mean"
     """group_mean; leave_one_out: the mean of the others of the group; batch_mean: of all; none."""
     scale: str = "group_std"
-    """group_std, or batch_std of what the baseline left; none. Population standard deviations, plus 1e-4."""
+    """group_std; batch_std, of what the baseline left; batch_reward_std, of the rewards of all; none. Standard deviations plus 1e-4."""
+    std_correction: int = 0
+    """0: standard deviations of a population, divided by n; 1: of a sample, divided by n - 1, which is 0 for one reward."""
 
     def __post_init__(self) -> None:
         if self.baseline not in _BASELINES:
             raise ValueError(f"baseline={self.baseline!r} must be one of {', '.join(_BASELINES)}")
         if self.scale not in _SCALES:
             raise ValueError(f"scale={self.scale!r} must be one of {', '.join(_SCALES)}")
+        if self.std_correction not in (0, 1):
+            raise ValueError(f"std_correction={self.std_correction} must be 0 (population) or 1 (sample)")
 
     def advantages(self, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
         """One a reward.
@@ -48,11 +54,15 @@ class AdvantageConfig:
         flat = torch.cat(groups) if groups else torch.empty(0, dtype=torch.float64)
         centred = [self._centred(group, flat) for group in groups]
         if self.scale == "group_std":
-            centred = [part / (group.std(correction=0) + 1e-4) if len(group) else part for part, group in zip(centred, groups, strict=True)]
-        elif self.scale == "batch_std" and len(flat):
-            whole = torch.cat(centred).std(correction=0) + 1e-4
+            centred = [part / self._divisor(group) for part, group in zip(centred, groups, strict=True)]
+        elif self.scale != "none" and len(flat):
+            whole = self._divisor(torch.cat(centred) if self.scale == "batch_std" else flat)
             centred = [part / whole for part in centred]
         return [part.tolist() for part in centred]
+
+    def _divisor(self, values: torch.Tensor) -> float:
+        spread = values.std(correction=self.std_correction).item() if len(values) > self.std_correction else 0.0
+        return spread + 1e-4
 
     def _centred(self, group: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
         if not len(group) or self.baseline == "none":
