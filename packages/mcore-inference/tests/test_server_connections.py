@@ -210,3 +210,30 @@ def server_count(text: str, status: str) -> float:
 def test_limits_out_of_range_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
         ConnectionLimits(**bad)
+
+
+def test_a_body_that_is_no_http_is_400_while_the_application_answers(server: InferenceServer, caplog: pytest.LogCaptureFixture) -> None:
+    """The route of /health asks for no body and answers at once, so both answers want the connection."""
+    with caplog.at_level(logging.ERROR), connected(server) as raw:
+        raw.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Request-Id: odd-1\r\nTransfer-Encoding: chunked\r\n\r\nnot hex\r\n")
+        status, error = error_of(read_all(raw))
+        assert (status, error["code"], error["request_id"]) == (400, "invalid_http", "odd-1")
+        wait_for_connections(server, 0)
+    assert not caplog.records
+
+
+def test_a_body_that_is_no_http_behind_the_answer_cuts_the_connection(server: InferenceServer, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR), connected(server) as raw:
+        raw.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
+        assert raw.recv(65536).startswith(b"HTTP/1.1 200")
+        raw.sendall(b"not hex\r\n")
+        assert b"HTTP" not in read_all(raw)
+        wait_for_connections(server, 0)
+    assert not caplog.records
+
+
+def test_a_prompt_of_more_tokens_than_fit_reaches_no_engine(server: InferenceServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.runner, "submit", None)
+    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": [1] * 257, "max_tokens": 1})
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
+    assert "257 tokens and max_sequence_length=256" in answer.json()["error"]["message"]

@@ -55,6 +55,18 @@ class ConnectionLimits:
         return min(1.0, self.header_timeout_s / 4, self.body_timeout_s / 4, self.write_timeout_s / 4)
 
 
+class _Http11(H11Protocol):
+    """uvicorn's protocol; what is no HTTP is handed to ``on_invalid``.
+
+    uvicorn's own answer to it raises where the application's has begun, and makes the application's raise where it has not.
+    """
+
+    on_invalid: Callable[[str], None]
+
+    def send_400_response(self, msg: str) -> None:
+        self.on_invalid(msg)
+
+
 class LimitedConnection(asyncio.Protocol):
     """One connection: hands everything to uvicorn's protocol, and watches how far the client is.
 
@@ -66,7 +78,8 @@ class LimitedConnection(asyncio.Protocol):
         refused: called with the status of an answer that the application did not give.
     """
 
-    def __init__(self, inner: H11Protocol, limits: ConnectionLimits, refused: Callable[[int], None]) -> None:
+    def __init__(self, inner: _Http11, limits: ConnectionLimits, refused: Callable[[int], None]) -> None:
+        inner.on_invalid = lambda message: self._refuse(ApiError(400, message, code="invalid_http"))
         self._inner, self._limits, self._refused = inner, limits, refused
         self._transport: asyncio.Transport | None = None
         self._phase: tuple[str, object] | None = None
@@ -153,14 +166,14 @@ def limited_protocol(limits: ConnectionLimits, refused: Callable[[int], None]) -
     """What uvicorn calls for every connection (``Config(http=...)``)."""
 
     def make(config: Config, server_state: Any, app_state: dict[str, Any], _loop: Any = None) -> LimitedConnection:
-        return LimitedConnection(H11Protocol(config, server_state, app_state, _loop), limits, refused)
+        return LimitedConnection(_Http11(config, server_state, app_state, _loop), limits, refused)
 
     return make
 
 
 def _response(error: ApiError, request_id: str) -> bytes:
     body = json.dumps(error.body(request_id)).encode()
-    reason = {408: "Request Timeout", 503: "Service Unavailable"}[error.status]
+    reason = {400: "Bad Request", 408: "Request Timeout", 503: "Service Unavailable"}[error.status]
     head = [f"HTTP/1.1 {error.status} {reason}", "Content-Type: application/json", f"Content-Length: {len(body)}", "Connection: close"]
     head += [f"{HEADER.decode()}: {request_id}", *(f"{name}: {value}" for name, value in error.headers.items())]
     return "\r\n".join(head).encode() + b"\r\n\r\n" + body

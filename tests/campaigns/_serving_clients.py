@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Clients of the serving campaign, in a process of their own: steady ones, hostile ones, those that leave, slow ones.
+
+libzmq may abort the process that closes a socket within a message, so a hostile client must not share one with the server. One argument
+is the plan as JSON; one line of JSON comes back. ``steady`` and ``slow`` go on until stdin ends.
+"""
+
+import asyncio
+import contextlib
+import json
+import random
+import socket
+import struct
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import zmq
+
+__all__ = ["http_request", "main"]
+
+Plan = dict[str, Any]
+
+
+def http_request(body: Any, path: str = "/v1/completions") -> bytes:
+    """A whole request; the server closes the connection after its answer."""
+    data = json.dumps(body).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\nContent-Length: {len(data)}\r\n"
+    )
+    return head.encode() + b"\r\n" + data
+
+
+async def _ask(port: int, request: bytes) -> tuple[int, bytes]:
+    """Status and body."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(request)
+        answer = await asyncio.wait_for(reader.read(), 60)
+    finally:
+        writer.close()
+    head, _, content = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), content
+
+
+async def _until_stdin_ends() -> None:
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+
+
+async def _steady(plan: Plan) -> Plan:
+    """Good requests at a rate; those that fail or say something else are lost."""
+    request, seconds, lost = http_request(plan["body"]), [], []
+
+    async def one(port: int) -> None:
+        begin = time.perf_counter()
+        try:
+            status, content = await _ask(port, request)
+            text = json.loads(content)["choices"][0]["text"] if status == 200 else f"status {status}"
+        except (OSError, IndexError, ValueError, TimeoutError) as error:
+            text = repr(error)
+        seconds.append(time.perf_counter() - begin)
+        if text != plan["text"]:
+            lost.append(text)
+
+    ended, tasks = asyncio.ensure_future(_until_stdin_ends()), []
+    while not ended.done() or len(tasks) < 20:
+        tasks.append(asyncio.create_task(one(plan["ports"][len(tasks) % len(plan["ports"])])))
+        await asyncio.sleep(1 / plan["rate"])
+    await asyncio.gather(*tasks)
+    seconds.sort()
+    p50, p99 = (round(1e3 * seconds[int(share * (len(seconds) - 1))], 1) for share in (0.5, 0.99))
+    return {"requests": len(seconds), "lost": len(lost), "examples": lost[:3], "p50_ms": p50, "p99_ms": p99}
+
+
+def _mutated(data: bytes, draw: random.Random) -> bytes:
+    """Some bytes changed, dropped or doubled, or the rest cut off; sometimes nothing but random bytes."""
+    if draw.random() < 0.2:
+        return draw.randbytes(draw.randrange(600))
+    changed = bytearray(data)
+    for _ in range(draw.choice([1, 1, 2, 8, 32])):
+        at, kind = draw.randrange(len(changed) or 1), draw.randrange(4)
+        if kind == 0:
+            changed[at : at + 1] = draw.randbytes(1)
+        elif kind == 1:
+            del changed[at : at + draw.randrange(1, 20)]
+        elif kind == 2:
+            changed[at:at] = changed[at : at + draw.randrange(1, 40)]
+        else:
+            changed[at:at] = draw.choice([b"\r\n", b"\0", b"9" * 30, b'{"a":', b"[" * 200, b"\xff\xfe", b"-1", b"1e999", b"null"])
+    return bytes(changed[: draw.randrange(len(changed))] if draw.random() < 0.2 and changed else changed)
+
+
+def _hostile_http(plan: Plan) -> Plan:
+    """Mutated requests and random bytes; the statuses that came back."""
+    draw, statuses = random.Random(plan["seed"]), {}
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "logit_bias": {"5": 1.0}, "stop": ["a", "b"]}
+    more = {"n": 2, "seed": 3, "top_p": 0.9, "logprobs": 2, "response_format": {"type": "json_object"}, "stream": True}
+    samples = [
+        http_request({"prompt": "x", "max_tokens": 2, **more}),
+        http_request(chat, "/v1/chat/completions"),
+        http_request({"prompt": [1, 2, 3], "max_tokens": 3, "temperature": 0}),
+        http_request({"prompt": "some words"}, "/tokenize"),
+        http_request({"tokens": [65, 66]}, "/detokenize"),
+        b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nabcde\r\n0\r\n\r\n",
+    ]
+    for _ in range(plan["count"]):
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", draw.choice(plan["ports"])), timeout=20) as raw:
+            raw.sendall(_mutated(draw.choice(samples), draw))
+            if draw.random() < 0.7:
+                raw.shutdown(socket.SHUT_WR)
+                answer = raw.recv(4096)
+                status = answer[9:12].decode("latin1") if answer.startswith(b"HTTP/1.1 ") else "none"
+                statuses[status] = statuses.get(status, 0) + 1
+    return {"count": plan["count"], "statuses": dict(sorted(statuses.items()))}
+
+
+def _hostile_coordinator(plan: Plan) -> Plan:
+    """Frames like those of clients and engines, mutated, and random bytes below the framing."""
+    draw, encode = random.Random(plan["seed"]), msgspec.msgpack.encode
+    samples = [
+        [1, 2, ""], [3, 0, [1, 2, 3], {"num_tokens_to_generate": 3}, True, 0], [4, 0, {}, [], [], [], ""], [5, 1], [6, 1], [7, 1], [8, 1],
+        [9, 1], [12, 0, "RequestError", "x", False], [13, 0], [14, 0, [1], [0.5], [], "x"], [15], [16], [17, 2, "", "dp-9", "running", 64],
+        [20, 1],
+    ]  # fmt: skip
+    port, context, sent = plan["ports"][0], zmq.Context(), 0
+    while sent < plan["count"]:
+        if draw.random() < 0.05:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=20) as raw:
+                raw.sendall(draw.choice([b"", b"\xff\0\0\0\0\0\0\0\1\x7f\3"]) + draw.randbytes(draw.randrange(300)))
+            sent += 1
+            continue
+        with context.socket(zmq.DEALER) as dealer:
+            dealer.linger = 1000
+            dealer.connect(f"tcp://127.0.0.1:{port}")
+            # Unmutated messages come from strangers too: the job's secret is not in them.
+            for _ in range(draw.randrange(1, 20)):
+                frame = encode(draw.choice(samples))
+                frame = frame if draw.random() < 0.1 else _mutated(frame, draw)
+                dealer.send_multipart([frame] * draw.choice([1, 1, 1, 2]))
+                sent += 1
+    context.term()
+    return {"count": sent}
+
+
+async def _leaving(plan: Plan) -> Plan:
+    """Clients that leave within their stream, or while they wait for an answer: half of them by a reset."""
+    draw, gate, began = random.Random(plan["seed"]), asyncio.Semaphore(8), 0
+
+    async def one(port: int) -> None:
+        nonlocal began
+        async with gate:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            body = {"prompt": "leaving", "max_tokens": 200, "ignore_eos": True, "stream": draw.random() < 0.8, "n": draw.choice([1, 1, 3])}
+            writer.write(http_request(body))
+            if body["stream"] and draw.random() < 0.8:
+                with contextlib.suppress(ConnectionError):
+                    began += b" 200 " in await reader.read(draw.choice([20, 400, 2000]))
+            else:
+                await asyncio.sleep(draw.uniform(0, 0.02))
+            if draw.random() < 0.5:
+                raw = writer.get_extra_info("socket")
+                raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.transport.abort()
+
+    await asyncio.gather(*(one(plan["ports"][index % len(plan["ports"])]) for index in range(plan["count"])))
+    return {"count": plan["count"], "left_within_their_stream": began}
+
+
+async def _slow(plan: Plan) -> Plan:
+    """Connections that send a byte a second of header or body, or read one a second of a stream."""
+    request = http_request({"prompt": "slow", "max_tokens": 300, "ignore_eos": True, "stream": True})
+
+    async def one(index: int) -> None:
+        raw = socket.socket()
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        raw.setblocking(False)
+        loop = asyncio.get_running_loop()
+        with raw, contextlib.suppress(OSError):
+            await loop.sock_connect(raw, ("127.0.0.1", plan["ports"][index % len(plan["ports"])]))
+            begun = (0, request.index(b"\r\n\r\n") + 4, len(request))[index % 3]
+            await loop.sock_sendall(raw, request[:begun])
+            while True:
+                await asyncio.sleep(1)
+                if begun < len(request):
+                    await loop.sock_sendall(raw, request[begun : begun + 1])
+                    begun += 1
+                else:
+                    await loop.sock_recv(raw, 1)
+
+    tasks = [asyncio.create_task(one(index)) for index in range(plan["count"])]
+    await _until_stdin_ends()
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return {"count": plan["count"]}
+
+
+async def _many(plan: Plan) -> Plan:
+    """So many good requests, four at once, streams and whole answers and refusals in turn."""
+    bodies = [{**plan["body"], "stream": True}, plan["body"], {**plan["body"], "max_tokens": -1}]
+    left, failed = iter(range(plan["count"])), 0
+
+    async def worker() -> None:
+        nonlocal failed
+        for index in left:
+            body = {**bodies[index % 3], "prompt": f"request {index}"}
+            status, _ = await _ask(plan["ports"][index % len(plan["ports"])], http_request(body))
+            failed += status != (422 if index % 3 == 2 else 200)
+
+    await asyncio.gather(*(worker() for _ in range(4)))
+    return {"count": plan["count"], "failed": failed}
+
+
+_KINDS: dict[str, Callable[[Plan], Plan | Awaitable[Plan]]] = {
+    "steady": _steady,
+    "hostile_http": _hostile_http,
+    "hostile_coordinator": _hostile_coordinator,
+    "leaving": _leaving,
+    "slow": _slow,
+    "many": _many,
+}
+
+
+def main() -> None:
+    """Do what the plan says and print what came of it."""
+    plan = json.loads(sys.argv[1])
+    result = _KINDS[plan["kind"]](plan)
+    if not isinstance(result, dict):
+        result = asyncio.run(result)  # type: ignore[arg-type]
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

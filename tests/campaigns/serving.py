@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Servers under attack: hostile bytes, clients that leave or hold on, oversize requests, killed engines, suspends, new weights, long use.
+
+A tiny engine serves twice, by its own HTTP server and by one over a coordinator. Every client is in a process of its own.
+
+python -m tests.campaigns.serving --frames 100000 --output docs/benchmarks/serving_trust.json
+"""
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_inference import EngineRunner
+from mcore_inference.coordinator import (
+    CoordinatedRunner,
+    CoordinatorConfig,
+    CoordinatorSecurity,
+    DataParallelInferenceCoordinator,
+    EngineWorker,
+)
+from mcore_inference.server import serve, serve_runner
+from mcore_parallel.data import ByteTokenizer
+from tests.campaigns._serving_changes import killed_engines, suspended, swapped_weights
+from tests.campaigns._serving_clients import http_request
+from tests.campaigns._serving_engine import make_engine
+from tools.bench._record import record
+
+__all__ = ["main"]
+
+Figures = dict[str, Any]
+_GOOD = {"prompt": "a good request", "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+_MAX_GROWTH_BYTES = 8 * 2**20
+
+
+@dataclass(frozen=True)
+class Service:
+    """Two servers, and what they must leave free."""
+
+    runners: list[EngineRunner]
+    coordinator: DataParallelInferenceCoordinator
+    ports: list[int]
+    """Of HTTP: of the first engine itself, and of the coordinator over the second."""
+    text: str = ""
+    """What a good request is answered."""
+
+    @property
+    def coordinator_port(self) -> int:
+        return int(self.coordinator.address.rsplit(":", 1)[1])
+
+    def left(self) -> list[str]:
+        """What is still held when nobody asks for anything: waited for up to 10 s, because an abort takes a step."""
+        deadline = time.monotonic() + 10
+        while True:
+            held = [
+                f"engine {index}: {runner.engine.context.allocator.total_used} blocks"
+                for index, runner in enumerate(self.runners)
+                if runner.engine.context.allocator.total_used
+            ]
+            held += [
+                f"engine {index} has requests"
+                for index, runner in enumerate(self.runners)
+                if runner.engine.has_unfinished_requests() or runner.health().unfinished_requests
+            ]
+            held += [f"{self.coordinator.num_open_requests} open at the coordinator"] if self.coordinator.num_open_requests else []
+            if not held or time.monotonic() > deadline:
+                return held
+            time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def _service() -> Iterator[Service]:
+    security = CoordinatorSecurity(secret="of the campaign")
+    with contextlib.ExitStack() as stack:
+        direct = stack.enter_context(serve(make_engine()))
+        runner = stack.enter_context(EngineRunner(make_engine()))
+        coordinator = stack.enter_context(DataParallelInferenceCoordinator(CoordinatorConfig(security=security)))
+        stack.enter_context(EngineWorker(runner, coordinator.address, name="dp-0", security=security))
+        coordinator.wait_for_engines(1)
+        over = stack.enter_context(serve_runner(lambda: CoordinatedRunner(coordinator.address, security=security), ByteTokenizer()))
+        assert isinstance(direct.runner, EngineRunner)
+        service = Service([direct.runner, runner], coordinator, [direct.port, over.port])
+        texts = {json.loads(_answer(port, http_request(_GOOD))[1])["choices"][0]["text"] for port in service.ports}
+        assert len(texts) == 1, texts
+        yield Service(service.runners, coordinator, service.ports, texts.pop())
+
+
+def _answer(port: int, request: bytes) -> tuple[int, bytes]:
+    """Status and body of a request whose connection the server closes."""
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as raw:
+        with contextlib.suppress(ConnectionError):
+            raw.sendall(request)
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            while part := raw.recv(65536):
+                answer += part
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]) if head else 0, body
+
+
+# -- clients in processes of their own ---------------------------------------------------------------------------------
+
+
+def _start(kind: str, ports: Sequence[int], **plan: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.campaigns._serving_clients", json.dumps({"kind": kind, "ports": list(ports), **plan})]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def _end(client: subprocess.Popen[str]) -> Figures:
+    """Ends its stdin and reads its figures."""
+    said, _ = client.communicate()
+    if client.returncode:
+        raise RuntimeError(f"a client of the campaign ended with {client.returncode}")
+    return json.loads(said)
+
+
+def _beside(service: Service, rate: float, attack: Callable[[], Any]) -> tuple[Figures, Any]:
+    """The steady requests' figures while ``attack`` runs, and what it returned."""
+    steady = _start("steady", service.ports, rate=rate, body=_GOOD, text=service.text)
+    try:
+        result = attack()
+    finally:
+        figures = _end(steady)
+    return figures, result
+
+
+# -- trials ------------------------------------------------------------------------------------------------------------
+
+
+def _quiet(service: Service, seconds: float, rate: float) -> Figures:
+    figures, _ = _beside(service, rate, lambda: time.sleep(seconds))
+    return {**figures, "problems": _lost(figures)}
+
+
+def _lost(steady: Figures) -> list[str]:
+    return [f"{steady['lost']} good requests lost: {steady['examples']}"] if steady["lost"] else []
+
+
+def _hostile(service: Service, frames: int, rate: float, seed: int) -> Figures:
+    """Half of the messages to the HTTP ports, half to the coordinator's."""
+
+    def attack() -> list[Figures]:
+        http = _start("hostile_http", service.ports, count=frames // 2, seed=seed)
+        return [_end(_start("hostile_coordinator", [service.coordinator_port], count=frames // 2, seed=seed)), _end(http)]
+
+    begin = time.monotonic()
+    steady, (frames_sent, requests_sent) = _beside(service, rate, attack)
+    problems = _lost(steady) + service.left()
+    return {
+        "frames": frames_sent["count"],
+        "http_requests": requests_sent["count"],
+        "http_statuses": requests_sent["statuses"],
+        "per_s": round(frames / (time.monotonic() - begin), 1),
+        "good": steady,
+        "problems": problems
+        + [f"{count} answers {status}" for status, count in requests_sent["statuses"].items() if status.startswith("5")],
+    }
+
+
+def _leaving(service: Service, aborts: int, seed: int) -> Figures:
+    figures = _end(_start("leaving", service.ports, count=aborts, seed=seed))
+    left = service.left()
+    return {**figures, "blocks_leaked": sum(runner.engine.context.allocator.total_used for runner in service.runners), "problems": left}
+
+
+def _slow(service: Service, clients: int, seconds: float, rate: float) -> Figures:
+    slow = _start("slow", service.ports, count=clients)
+    try:
+        steady, _ = _beside(service, rate, lambda: time.sleep(seconds))
+    finally:
+        _end(slow)
+    return {"slow_clients": clients, "good": steady, "problems": _lost(steady) + service.left()}
+
+
+def _oversize_requests() -> dict[str, bytes]:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    whole = 5 * 2**20
+    fields: dict[str, Any] = {
+        "prompt": "x" * 2**20,
+        "prompt of tokens": [1] * 2**18,
+        "n": 10**6,
+        "stop": ["x"] * 10**5,
+        "stop of one": "x" * 10**6,
+        "logit_bias": {str(token): 1.0 for token in range(10**5)},
+        "max_tokens": 10**12,
+        "max_tokens of many digits": int("9" * 4000),
+        "logprobs": 10**9,
+        "stop_token_ids": list(range(10**5)),
+        "metadata": {str(index): "x" for index in range(10**5)},
+        "nested": None,
+    }
+    requests = {
+        "header": head + b"X-Long: " + b"x" * 2**20 + b"\r\n\r\n",
+        "headers": head + b"".join(b"X-%d: x\r\n" % index for index in range(10**5)) + b"\r\n",
+        "path": b"GET /" + b"x" * 2**20 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        "body declared": head + b"Content-Length: 1000000000000\r\n\r\n" + b" " * 1000,
+        "body": head + b"Content-Length: %d\r\n\r\n" % whole + b" " * whole,
+        "chunk": head + b"Transfer-Encoding: chunked\r\n\r\nffffffffff\r\n" + b" " * 17 * 2**20,
+    }
+    for name, value in fields.items():
+        if name == "nested":
+            data = b'{"prompt": ' + b"[" * 10**6 + b"1" + b"]" * 10**6 + b"}"
+            requests[name] = head + b"Content-Length: %d\r\n\r\n" % len(data) + data
+        else:
+            requests[name] = http_request({"prompt": "x", name.partition(" of ")[0]: value})
+    return requests
+
+
+def _oversize(service: Service, repeats: int, limit_ms: float) -> Figures:
+    """Each oversize request so many times: the median of the time to its whole answer."""
+    results, problems = {}, []
+    for name, request in _oversize_requests().items():
+        seconds, statuses = [], set()
+        for index in range(repeats):
+            begin = time.perf_counter()
+            statuses.add(_answer(service.ports[index % 2], request)[0])
+            seconds.append(time.perf_counter() - begin)
+        results[name] = {"status": sorted(statuses), "median_ms": round(1e3 * statistics.median(seconds), 1)}
+        if not all(400 <= status < 500 for status in statuses):
+            problems.append(f"oversize {name}: {sorted(statuses)}")
+        if results[name]["median_ms"] > limit_ms:
+            problems.append(f"oversize {name}: {results[name]['median_ms']} ms")
+    for port in service.ports:
+        if _answer(port, b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")[0] != 200:
+            problems.append("a server is not healthy afterwards")
+    return {"repeats": repeats, "requests": results, "problems": problems + service.left()}
+
+
+def _memory(service: Service, requests: int) -> Figures:
+    """Resident bytes after a first half, which warms caches, and after the second."""
+
+    def resident() -> int:
+        gc.collect()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    failed, sizes = 0, []
+    for _ in range(2):
+        failed += _end(_start("many", service.ports, count=requests // 2, body=_GOOD))["failed"]
+        sizes.append(resident())
+    growth = sizes[1] - sizes[0]
+    problems = [f"{failed} requests failed"] * bool(failed) + [f"{growth} bytes more after {requests // 2} requests"] * (
+        growth > _MAX_GROWTH_BYTES
+    )
+    return {"requests": requests, "growth_kb_of_the_second_half": growth // 1024, "problems": problems + service.left()}
+
+
+def _run(options: argparse.Namespace) -> Figures:
+    trials: dict[str, Figures] = {}
+    with _service() as service:
+        trials["without attack"] = _quiet(service, options.seconds, options.rate)
+        trials["hostile bytes"] = _hostile(service, options.frames, options.rate, options.seed)
+        trials["clients that leave"] = _leaving(service, options.aborts, options.seed)
+        trials["slow clients"] = _slow(service, options.slow_clients, options.seconds, options.rate)
+        trials["oversize requests"] = _oversize(service, options.repeats, options.oversize_ms)
+        trials["suspends"] = suspended(service.runners[0], options.swaps, options.seed)
+        trials["weights"] = swapped_weights(service.runners[0], options.swaps, options.seed)
+        trials["memory"] = _memory(service, options.requests)
+    trials["killed engines"] = killed_engines(options.kills, options.seed)
+    return trials
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the campaign, write its figures, return 1 where something was lost, leaked or late."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, count in {
+        "frames": 100_000,
+        "aborts": 2000,
+        "kills": 50,
+        "swaps": 200,
+        "repeats": 20,
+        "slow-clients": 100,
+        "requests": 5000,
+    }.items():
+        parser.add_argument(f"--{name}", type=int, default=count)
+    parser.add_argument("--seconds", type=float, default=30, help="of the trial without attack, and of the slow clients")
+    parser.add_argument("--oversize-ms", type=float, default=50, help="limit of the median time to refuse an oversize request")
+    parser.add_argument("--rate", type=float, default=20, help="good requests a second")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    start = time.monotonic()
+    trials = _run(options)
+    problems = [f"{name}: {problem}" for name, trial in trials.items() for problem in trial.pop("problems")]
+    figures = {**trials, "problems": problems, "seconds": round(time.monotonic() - start, 1)}
+    print(json.dumps(figures, indent=1))
+    if options.output:
+        record(options.output, figures)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
