@@ -419,6 +419,14 @@ def newest(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def loggers(session: nox.Session) -> None:
+    """What the numbers of a run are sent to, by the newest libraries of those services, offline."""
+    install = [*_members(), *_groups(("test",)), "wandb", "-c", CONSTRAINTS]
+    python = _environment(session, f"loggers-{THIS_PYTHON}", "loggers", install)
+    session.run(str(python), "-m", "pytest", "-q", "-n", "0", "tools/tests/test_loggers.py", *session.posargs, external=True)
+
+
+@nox.session(venv_backend="none")
 def lock(session: nox.Session) -> None:
     """Recompute the constraint file; `-- --upgrade` moves every pin that may move."""
     extras = sorted({extra for name in (APPLICATION, *WHEELS) for extra in _extras(name)})

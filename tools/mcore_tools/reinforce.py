@@ -44,7 +44,7 @@ from mcore_tools.recipes import (
 from mcore_tools.rl import Reinforced, build_environment, reinforce_rank, texts
 from mcore_tools.sft import find_origin, keep_tokenizer, wait_for
 from mcore_tools.train import FINAL, refused
-from mcore_tools.training import check_stored, find_source, first_folder, join, take_device
+from mcore_tools.training import check_log, check_stored, find_source, first_folder, join, take_device
 
 _NUM_TEXTS, _LONGEST = 512, 1024
 
@@ -168,6 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             write_config(config, options.write_config)
         else:
             # Before anything is written.
+            check_log(config.log)
             build_environment(config.rl)
             own = CheckpointManager(Path(config.output) / "checkpoints")
             check_stored(config, first_folder(config.load, own, find_source(config.load, own)))

@@ -40,6 +40,7 @@ from mcore_tools.serving import steps_folder
 from mcore_tools.train import refused, run_to_end
 from mcore_tools.training import (
     HuggingFaceFolder,
+    check_log,
     check_lora,
     check_stored,
     export_adapter,
@@ -217,6 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.export and export.exists():
             raise ValueError(f"{export} is there, of a run that ended; name another --output, or remove it")
         # Before anything is written.
+        check_log(config.log)
         own = CheckpointManager(Path(config.output) / "checkpoints")
         check_lora(config, own)
         source = find_source(config.load, own) if config.lora is None else find_base(config.load)

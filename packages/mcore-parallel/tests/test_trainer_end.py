@@ -187,6 +187,11 @@ def test_weights_and_biases_gets_every_number(tmp_path: Path, monkeypatch: pytes
         calls.append(("init", options))
         return Run()
 
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "wandb", None)
+        with pytest.raises(ModuleNotFoundError, match=r'wandb is not installed: pip install "mcore-parallel\[wandb\]"'):
+            WandbWriter("project", tmp_path / "logs")
+    assert not (tmp_path / "logs").exists()
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     writer = WandbWriter("project", tmp_path / "logs", run_id="abc", config={"lr": 1.0}, mode="offline")
     writer.write(2, {"loss": 1.0})

@@ -4,7 +4,7 @@
 
 from mcore_tools.training._adapters import check_lora
 from mcore_tools.training._export import describe_model, export_adapter, export_run
-from mcore_tools.training._folder import open_folder, run_assets, run_checkpoints
+from mcore_tools.training._folder import check_log, open_folder, run_assets, run_checkpoints
 from mcore_tools.training._instruments import Instruments
 from mcore_tools.training._pretrained import HuggingFaceFolder, is_huggingface
 from mcore_tools.training._start import RunCheckpoints, find_base, find_source, first_folder
@@ -20,6 +20,7 @@ __all__ = [
     "RunCheckpoints",
     "Trained",
     "build_trainer",
+    "check_log",
     "check_lora",
     "check_stored",
     "command",

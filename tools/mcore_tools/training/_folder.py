@@ -3,6 +3,7 @@
 """The folder of a run: its configuration, tokenizer, numbers and checkpoints."""
 
 import dataclasses
+import importlib.util
 import secrets
 import shutil
 from pathlib import Path
@@ -10,9 +11,22 @@ from pathlib import Path
 from mcore_ckpt import CheckpointManager
 from mcore_ckpt.hf import tokenizer_files
 from mcore_parallel.training import JsonLinesWriter, RichProgress, TensorBoardWriter, WandbWriter, Writer
-from mcore_tools.recipes import RunConfig, config_text
+from mcore_tools.recipes import LogConfig, RunConfig, config_text
 from mcore_tools.reports import History, LiveReport
 from mcore_tools.training._stored import RUN_FILE
+
+
+def check_log(log: LogConfig) -> None:
+    """Whether what the numbers of a run are sent to is installed.
+
+    Raises:
+        ValueError: names the field and the extra.
+    """
+    if log.wandb_project and importlib.util.find_spec("wandb") is None:
+        raise ValueError(
+            f'log.wandb_project={log.wandb_project!r} needs wandb, which is not installed: pip install "mcore-parallel[wandb]", or set '
+            "log.wandb_project="
+        )
 
 
 def open_folder(config: RunConfig, history: History) -> list[Writer]:

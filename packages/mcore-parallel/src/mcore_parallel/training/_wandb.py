@@ -19,6 +19,9 @@ class WandbWriter:
         run_id: name of the run among those of the project; None for a new one.
         config: settings of the run that are shown with it.
         mode: "online", "offline" (synchronised later) or "disabled"; None as the environment says.
+
+    Raises:
+        ModuleNotFoundError: wandb is not installed; nothing was written.
     """
 
     def __init__(
@@ -31,7 +34,10 @@ class WandbWriter:
         mode: str | None = None,
     ) -> None:
         # By its name, so that type checkers do without it.
-        wandb: Any = importlib.import_module("wandb")
+        try:
+            wandb: Any = importlib.import_module("wandb")
+        except ModuleNotFoundError:
+            raise ModuleNotFoundError('wandb is not installed: pip install "mcore-parallel[wandb]"', name="wandb") from None
         Path(folder).mkdir(parents=True, exist_ok=True)
         again = None if run_id is None else "allow"
         self._run = wandb.init(project=project, dir=str(folder), id=run_id, resume=again, config=dict(config or {}), mode=mode)
