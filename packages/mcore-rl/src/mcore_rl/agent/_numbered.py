@@ -19,7 +19,10 @@ class NumberedProblems(RewardOnlyAgent):
     Each evaluation asks the same problems, whose numbers begin at 2**32.
 
     Args:
-        env_id, prompt_timeout_s, answer_timeout_s, judge_timeout_s: as of ``RewardOnlyAgent``.
+        env_id: as of ``RewardOnlyAgent``, and so are the three limits.
+        prompt_timeout_s: of a problem, in seconds.
+        answer_timeout_s: of an answer.
+        judge_timeout_s: of its reward.
     """
 
     FIRST_EVALUATION: ClassVar[int] = 1 << 32
