@@ -292,10 +292,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    start = time.monotonic()
+    start, load = time.monotonic(), os.getloadavg()[0]
     trials = _run(options)
     problems = [f"{name}: {problem}" for name, trial in trials.items() for problem in trial.pop("problems")]
-    figures = {**trials, "problems": problems, "seconds": round(time.monotonic() - start, 1)}
+    # What else the machine does shows in every time.
+    machine = {"cores": len(os.sched_getaffinity(0)), "load_average_before": round(load, 1)}
+    figures = {**machine, **trials, "problems": problems, "seconds": round(time.monotonic() - start, 1)}
     print(json.dumps(figures, indent=1))
     if options.output:
         record(options.output, figures)
