@@ -16,6 +16,7 @@ hangs: start it again.
 import argparse
 import logging
 import secrets
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError("--data-parallel serves HTTP; leave out --prompt and --join, or --data-parallel")
         token = options.token_file
         if not (options.prompt or options.join):
-            _check_reach(options.host, token)
+            _check_address(options.host, options.port, token)
         if options.data_parallel > 1:
             return _serve_replicas(options, token)
         device = device_of("cuda" if torch.cuda.is_available() else "cpu")
@@ -81,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _check_reach(host: str, token: str | None) -> None:
+def _check_address(host: str, port: int, token: str | None) -> None:
     """Refuse, before a model is loaded, what the server would refuse after it."""
     try:
         local = host == "localhost" or ip_address(host).is_loopback
@@ -89,6 +90,12 @@ def _check_reach(host: str, token: str | None) -> None:
         local = False
     if token is None and not local:
         raise ValueError(f"--host {host} is reachable from other machines; give --token-file, or --host 127.0.0.1")
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        raise ValueError(
+            f"--host {host} --port {port} cannot be opened: {error.strerror}; choose others, --port 0 takes a free one"
+        ) from error
 
 
 def _limits(options: argparse.Namespace) -> ServerLimits:

@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """What a user can get wrong at the command line: one line that says so, exit status 1, nothing written, nothing lost."""
 
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -166,6 +167,15 @@ def test_a_server_that_others_reach_wants_a_secret_before_it_loads(capsys: pytes
     for host in ("0.0.0.0", "::", "node7"):
         assert main(["serve", "x", "--host", host]) == 1
         assert capsys.readouterr().err == f"error: --host {host} is reachable from other machines; give --token-file, or --host 127.0.0.1\n"
-    for host in ("127.0.0.1", "::1", "localhost"):
-        assert main(["serve", "x", "--host", host]) == 1
+    for host in ("127.0.0.1", "localhost"):
+        assert main(["serve", "x", "--host", host, "--port", "0"]) == 1
         assert "x is not a checkpoint" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_refused_before_a_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "x", "--port", str(port)]) == 1
+    message = capsys.readouterr().err
+    assert message.startswith(f"error: --host 127.0.0.1 --port {port} cannot be opened: ") and message.count("\n") == 1
+    assert message.endswith("choose others, --port 0 takes a free one\n")

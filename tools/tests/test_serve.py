@@ -154,7 +154,7 @@ def test_what_cannot_be_served_is_named(saved_run: tuple[RunConfig, Path], tmp_p
     for arguments, words in (
         ([str(tmp_path / "damaged"), "--prompt", "a"], "the file is damaged"),
         ([str(tmp_path / "none"), "--prompt", "a"], "is not a checkpoint"),
-        ([str(folder), "--host", "0.0.0.0"], "give a token"),
+        ([str(folder), "--host", "0.0.0.0"], "give --token-file"),
         ([str(folder), "--prompt", "what a " * 40], "48"),
         ([str(folder), "--port", "0", "--tool-call-parser", "hermes"], "no chat template that writes tools"),
     ):
