@@ -340,6 +340,26 @@ def test_random_bytes_and_long_messages_harm_nobody(runners: list[EngineRunner])
         asyncio.run(ask(serve(stack, runners[:1], max_message_bytes=2**20).address))
 
 
+def test_a_server_that_was_there_before_its_engines_serves_once_they_are(runners: list[EngineRunner]) -> None:
+    httpx = pytest.importorskip("httpx")
+    from mcore_inference.server import serve_runner
+
+    body = {"prompt": "x", "max_tokens": 4}
+    with ExitStack() as stack:
+        coordinator = stack.enter_context(DataParallelInferenceCoordinator(CoordinatorConfig(**QUICK)))
+        server = stack.enter_context(serve_runner(lambda: CoordinatedRunner(coordinator.address), ByteTokenizer()))
+        client = stack.enter_context(httpx.Client(base_url=server.url, timeout=20))
+        early = client.post("/v1/completions", json=body)
+        assert early.status_code == 503 and early.json()["error"]["code"] == "no_engine"
+        stack.enter_context(EngineWorker(runners[0], coordinator.address, name="late", heartbeat_s=0.05))
+        coordinator.wait_for_engines(1)
+        end = time.monotonic() + 20
+        while (answer := client.post("/v1/completions", json=body)).status_code == 503:
+            assert time.monotonic() < end, "the server does not see the engine"
+            time.sleep(0.1)
+        assert answer.json()["usage"]["completion_tokens"] == 4
+
+
 def test_a_client_outlives_a_coordinator_that_is_restarted(runners: list[EngineRunner]) -> None:
     async def ask(stack: ExitStack, first: DataParallelInferenceCoordinator) -> None:
         port = int(first.address.rsplit(":", 1)[1])

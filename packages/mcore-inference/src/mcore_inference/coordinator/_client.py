@@ -124,7 +124,7 @@ class InferenceClient:
         self._connected: asyncio.Future[ConnectAck] | None = None
         self._context: zmq.asyncio.Context | None = None
         self.max_sequence_length = 0
-        """Of the engine with the shortest, at ``start``; 0 while there is none."""
+        """Of the engine with the shortest, as the last ``status`` (or ``start``) knew it; 0 for none."""
 
     async def __aenter__(self) -> "InferenceClient":
         await self.start()
@@ -234,6 +234,7 @@ class InferenceClient:
     async def status(self) -> Status:
         """State and load of the engines."""
         result: Status = await self._call(lambda number: AskStatus(call=number))
+        self.max_sequence_length = result.max_sequence_length
         return result
 
     # -- inside ------------------------------------------------------------------------------------------------------

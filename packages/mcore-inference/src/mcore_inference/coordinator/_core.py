@@ -175,8 +175,7 @@ class CoordinatorCore:
         if peer in self._engines or not self._admits(peer, message.protocol, message.secret):
             return
         self._clients.setdefault(peer, _Client(heard=now)).heard = now
-        lengths = [engine.max_sequence_length for engine in self._engines.values()]
-        self._send(peer, ConnectAck(max_sequence_length=min(lengths, default=0)))
+        self._send(peer, ConnectAck(max_sequence_length=self._shortest_context()))
 
     def _register(self, peer: bytes, message: Register, now: float) -> None:
         if peer in self._clients or not self._admits(peer, message.protocol, message.secret):
@@ -384,7 +383,11 @@ class CoordinatorCore:
             )
             for engine in self._engines.values()
         ]
-        return Status(call=call, state=self.state, waiting_requests=len(self._homeless), engines=engines)
+        length = self._shortest_context()
+        return Status(call=call, state=self.state, waiting_requests=len(self._homeless), max_sequence_length=length, engines=engines)
+
+    def _shortest_context(self) -> int:
+        return min((engine.max_sequence_length for engine in self._engines.values()), default=0)
 
     # -- sending -----------------------------------------------------------------------------------------------------
 

@@ -172,6 +172,8 @@ class Status(Message, tag=21):
     state: str
     waiting_requests: int
     """Those that wait for an engine."""
+    max_sequence_length: int
+    """Of the engine with the shortest; 0 while there is none."""
     engines: list[EngineStatus]
 
 

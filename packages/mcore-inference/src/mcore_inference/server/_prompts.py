@@ -3,7 +3,7 @@
 """What texts and conversations of clients become."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mcore_inference.server._errors import ApiError
@@ -19,14 +19,13 @@ class PromptEncoder:
 
     Args:
         tokenizer: the engine's own.
-        max_sequence_length: tokens of a prompt and its output together.
+        max_sequence_length: gives the tokens of a prompt and its output together; 0 while no engine is there.
         max_characters_per_token: a text of more characters than this times ``max_sequence_length`` is refused.
     """
 
-    def __init__(self, tokenizer: Tokenizer, max_sequence_length: int, max_characters_per_token: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, max_sequence_length: Callable[[], int], max_characters_per_token: int) -> None:
         self.tokenizer = tokenizer
-        self._max_characters = max_sequence_length * max_characters_per_token
-        self._limit = f"max_sequence_length={max_sequence_length} and max_characters_per_token={max_characters_per_token}"
+        self._max_sequence_length, self._max_characters_per_token = max_sequence_length, max_characters_per_token
 
     @property
     def bos(self) -> int | None:
@@ -37,7 +36,7 @@ class PromptEncoder:
         """Ids of a text, nothing added.
 
         Raises:
-            ApiError: 400; the text is too long, or the tokenizer refuses it.
+            ApiError: 400; the text is too long, or the tokenizer refuses it. 503; no engine is there.
         """
         self._check_length(len(text), "prompt")
         try:
@@ -85,8 +84,12 @@ class PromptEncoder:
         return tokens[1:] if bos is not None and tokens[:2] == [bos, bos] else tokens
 
     def _check_length(self, num_characters: int, param: str) -> None:
-        if num_characters > self._max_characters:
-            message = f"the {param} has {num_characters} characters, beyond the {self._max_characters} of {self._limit}; shorten it"
+        longest, each = self._max_sequence_length(), self._max_characters_per_token
+        if not longest:
+            raise ApiError(503, "no engine is there to serve; try again later", code="no_engine")
+        if num_characters > longest * each:
+            limit = f"max_sequence_length={longest} and max_characters_per_token={each}"
+            message = f"the {param} has {num_characters} characters, beyond the {longest * each} of {limit}; shorten it"
             # OpenAI's own code, which clients look for.
             raise ApiError(400, message, code="context_length_exceeded", param=param)
 

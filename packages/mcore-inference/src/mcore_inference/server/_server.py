@@ -235,7 +235,7 @@ def serve_runner(
     hosts = ["127.0.0.1", "localhost", "[::1]", host] if token is None else ["*"]
     metrics = ServerMetrics(runner)
     reader = BodyReader(model_name, limits.max_body_bytes)
-    encoder = PromptEncoder(tokenizer, runner.max_sequence_length, limits.max_characters_per_token)
+    encoder = PromptEncoder(tokenizer, lambda: runner.max_sequence_length, limits.max_characters_per_token)
     routes = Routes(runner, reader=reader, encoder=encoder, token=token, metrics=metrics, tool_format=form)
     config = uvicorn.Config(
         routes.app(hosts),
