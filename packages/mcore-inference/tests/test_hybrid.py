@@ -170,7 +170,13 @@ def test_only_attention_has_pages_and_states_count_as_memory() -> None:
     model = make_model("M*M-")
     sizes = get_mamba_inference_state_config_from_model(model)
     # Of each layer 3 tokens of 2 groups with 16 values and twice 6 shared channels, and 4 heads of 8 times 6; in float64.
-    assert sizes == MambaInferenceStateConfig("M*M-", (3, 2, 28), (4, 8, 6), torch.float64, torch.float64)
+    assert sizes == MambaInferenceStateConfig(
+        layer_type_list="M*M-",
+        mamba_conv_states_shape=(3, 2, 28),
+        mamba_ssm_states_shape=(4, 8, 6),
+        mamba_conv_states_dtype=torch.float64,
+        mamba_ssm_states_dtype=torch.float64,
+    )
     assert sizes.bytes_per_request == 2 * 8 * (3 * 2 * 28 + 4 * 8 * 6)
     context = make_engine(model, max_requests=3).context
     assert context.states is not None and context.states.num_bytes == 3 * sizes.bytes_per_request
@@ -210,7 +216,8 @@ def test_what_states_exclude_is_refused_by_name() -> None:
 )
 def test_sizes_of_states_that_say_nothing_are_refused(arguments: tuple[Any, ...]) -> None:
     with pytest.raises(ValueError, match=r"layer_type_list|layer 1|mamba_conv_states_shape|mamba_ssm_states_shape"):
-        MambaInferenceStateConfig(*arguments)
+        layers, conv, memory = arguments
+        MambaInferenceStateConfig(layer_type_list=layers, mamba_conv_states_shape=conv, mamba_ssm_states_shape=memory)
 
 
 def test_a_model_of_attention_keeps_no_states() -> None:

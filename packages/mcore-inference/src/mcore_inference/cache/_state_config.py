@@ -20,12 +20,13 @@ _ATTENTION = ("*", "+")
 
 # K taps of the convolution, G groups, W channels of a group, H heads, P channels of a head, N channels of a state; all of this tp rank.
 @experimental_api
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MambaInferenceStateConfig:
     """Which layers keep a state of each request, and its shapes: Mamba-2 layers, or gated delta nets.
 
     Example:
-        >>> sizes = MambaInferenceStateConfig(["M", "-", "M", "*"], (3, 2, 80), (8, 64, 16))
+        >>> shapes = {"mamba_conv_states_shape": (3, 2, 80), "mamba_ssm_states_shape": (8, 64, 16)}
+        >>> sizes = MambaInferenceStateConfig(layer_type_list=["M", "-", "M", "*"], **shapes)
         >>> sizes.recurrent_layers, sizes.attention_layers, sizes.bytes_per_request
         ((0, 2), (3,), 69376)
 
@@ -89,9 +90,9 @@ def get_mamba_inference_state_config_from_model(model: GPTModel) -> MambaInferen
         return None
     one = recurrent[0].empty_state(1)
     return MambaInferenceStateConfig(
-        [_symbol(mixer) for mixer in mixers],
-        tuple(one.conv.shape[1:]),
-        tuple(one.memory.shape[1:]),
+        layer_type_list=[_symbol(mixer) for mixer in mixers],
+        mamba_conv_states_shape=tuple(one.conv.shape[1:]),
+        mamba_ssm_states_shape=tuple(one.memory.shape[1:]),
         mamba_conv_states_dtype=one.conv.dtype,
         mamba_ssm_states_dtype=one.memory.dtype,
     )
