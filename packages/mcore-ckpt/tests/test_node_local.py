@@ -46,6 +46,8 @@ def opened(folder, **options):
 
 
 def lose(folder, node):
+    # Not under the feet of a rank that still looks.
+    dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(Path(folder) / node)
     dist.barrier()
