@@ -21,6 +21,14 @@ CUT = "cut at --max-tokens; ask to go on, or start with more"
 GREEDY = AnswerSettings(max_tokens=12, temperature=0.0)
 
 
+@pytest.fixture(autouse=True)
+def _usual_control_c() -> Iterator[None]:
+    """A program that ran in this process before may have left a handler of its own."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, signal.default_int_handler if before is None else before)
+
+
 class FakeTerminal:
     """Lines to read, of which an exception is raised, and what was written; ``on_write`` sees each text before."""
 
