@@ -182,7 +182,7 @@ def _torch_constraints(folder: str, wheel: str, torch: str) -> str:
         floor = next(text.partition(">=")[2].split(",")[0] for text in project["dependencies"] if text.startswith("torch>="))
         # The triton of that torch interprets kernels beside an older numpy only.
         pins = [line for line in path.read_text().splitlines() if not line.startswith("numpy=")]
-        path.write_text("\n".join([*pins, f"torch=={floor}.*", "numpy<2.5", ""]))
+        path.write_text("\n".join([*pins, f"torch=={floor}.*", "numpy<2.4", ""]))
     return str(path)
 
 
