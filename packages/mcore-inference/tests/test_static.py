@@ -7,26 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from mcore_inference import FinishReason, MaxSequenceLengthOverflowError, SamplingParams, StaticInferenceEngine
 from mcore_parallel import ProcessGroups
 from mcore_parallel.data import ByteTokenizer
 from mcore_parallel.models import GPTModel, TransformerConfig
-from mcore_parallel.nn import Step
+from tests.support.generation import naive_greedy
 
 Make = Callable[..., Any]
 GREEDY = SamplingParams(temperature=0.0, num_tokens_to_generate=7, return_log_probs=True)
 PROMPTS = [[1], list(range(30)), [2, 3, 4], [9] * 64, [5, 6]]
-
-
-def naive_greedy(model: GPTModel, prompt: list[int], count: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(count):
-        with torch.no_grad():
-            output, _ = model(torch.tensor(tokens), Step.causal(1, len(tokens)))
-        tokens.append(int(output.logits()[-1].argmax()))
-    return tokens[len(prompt) :]
 
 
 def test_unequal_prompts_of_a_batch_equal_each_prompt_alone_and_the_dynamic_engine(make_model: Make, make_engine: Make) -> None:

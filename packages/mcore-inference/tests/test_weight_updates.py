@@ -24,7 +24,7 @@ from mcore_inference import (
 from mcore_inference.engine._weights import ModelWeights
 from mcore_parallel import named_shards
 from mcore_parallel.models import GPTModel
-from mcore_parallel.nn import Step
+from tests.support.generation import naive_greedy
 
 Make = Callable[..., Any]
 GREEDY = SamplingParams(temperature=0, num_tokens_to_generate=10)
@@ -45,15 +45,6 @@ def weights(model: GPTModel) -> list[tuple[str, Tensor]]:
 
 def same(model: GPTModel, wanted: list[tuple[str, Tensor]]) -> bool:
     return all(torch.equal(one, other) for (_, one), (_, other) in zip(weights(model), wanted, strict=True))
-
-
-def naive_greedy(model: GPTModel, prompt: list[int], count: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(count):
-        with torch.no_grad():
-            output, _ = model(torch.tensor(tokens), Step.causal(1, len(tokens)))
-        tokens.append(int(output.logits()[-1].argmax()))
-    return tokens[len(prompt) :]
 
 
 def begin(engine: DynamicInferenceEngine, params: SamplingParams, steps: int) -> list[int]:

@@ -87,15 +87,15 @@ class PrefixIndex:
 
     def match(self, keys: Iterable[BlockKey]) -> list[int]:
         """Blocks of the longest known beginning."""
-        found: list[int] = []
+        blocks: list[int] = []
         parent: int | None = None
         for key in keys:
             block = self._find(key, parent)
             if block is None:
                 break
-            found.append(block)
+            blocks.append(block)
             parent = block
-        return found
+        return blocks
 
     def add(self, block: int, key: BlockKey, parent: int | None) -> int | None:
         """Make a block known.

@@ -49,8 +49,8 @@ class MambaInferenceStateConfig:
         maps = layer_maps_by_symbol(self.layer_type_list)
         kinds = [symbol for symbol in _RECURRENT if maps[symbol]]
         if len(kinds) != 1:
-            found = "both 'M' and 'G', whose states differ in shape" if kinds else "neither 'M' nor 'G'"
-            raise ValueError(f"layer_type_list holds {found}; the engine keeps the states of one kind of recurrent layer")
+            layers = "both 'M' and 'G', whose states differ in shape" if kinds else "neither 'M' nor 'G'"
+            raise ValueError(f"layer_type_list holds {layers}; the engine keeps the states of one kind of recurrent layer")
         # A convolution of one tap keeps nothing.
         for name, least in (("mamba_conv_states_shape", 0), ("mamba_ssm_states_shape", 1)):
             if min(getattr(self, name), default=0) < least:

@@ -94,11 +94,11 @@ def _called(tools: Sequence[Tool], names: Sequence[str]) -> list[Tool]:
     Raises:
         ApiError: 400; there is none of one.
     """
-    found = {tool.function.name: tool for tool in tools}
+    by_name = {tool.function.name: tool for tool in tools}
     for name in names:
-        if name not in found:
-            raise ApiError(400, f"tool_choice names {name!r}, which is none of tools {sorted(found)}", param="tool_choice")
-    return [found[name] for name in names]
+        if name not in by_name:
+            raise ApiError(400, f"tool_choice names {name!r}, which is none of tools {sorted(by_name)}", param="tool_choice")
+    return [by_name[name] for name in names]
 
 
 def _grammar(form: ToolFormat, tools: Sequence[Tool], required: bool, many: bool) -> StructuredOutput | None:

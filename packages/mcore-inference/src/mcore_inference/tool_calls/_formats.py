@@ -35,15 +35,15 @@ class ToolFormat(ABC):
             at: place in it.
             bare: whether a call without marker may stand here.
         """
-        found = len(text)
+        end = len(text)
         if self.marker:
-            found = text.find(self.marker, at)
-            if found < 0:
+            end = text.find(self.marker, at)
+            if end < 0:
                 ends = range(min(len(self.marker) - 1, len(text) - at), 0, -1)
-                found = len(text) - next((length for length in ends if text.endswith(self.marker[:length])), 0)
+                end = len(text) - next((length for length in ends if text.endswith(self.marker[:length])), 0)
         if bare and self.begins_bare:
-            found = min(found, len(text) - len(text[at:].lstrip(BLANKS)))
-        return found
+            end = min(end, len(text) - len(text[at:].lstrip(BLANKS)))
+        return end
 
     @abstractmethod
     def read(self, cursor: Cursor, names: Collection[str], *, follows: bool) -> list[ToolCall]:

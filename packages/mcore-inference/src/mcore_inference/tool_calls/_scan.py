@@ -96,11 +96,11 @@ class Cursor:
         rest = self.text[self.at : self.at + max(map(len, words))]
         if any(len(word) > len(rest) and word.startswith(rest) for word in words):
             raise Unfinished
-        found = max((word for word in words if rest.startswith(word)), key=len, default=None)
-        if found is None:
+        longest = max((word for word in words if rest.startswith(word)), key=len, default=None)
+        if longest is None:
             raise NoCall
-        self.at += len(found)
-        return found
+        self.at += len(longest)
+        return longest
 
     def take_json(self, opening: str) -> str:
         """The object (opening ``{``) or array (``[``) that stands here; valid as far as its brackets and strings go.
@@ -120,12 +120,12 @@ def members(text: str) -> dict[str, str]:
     Raises:
         NoCall: no JSON object, or a name comes twice.
     """
-    found: dict[str, str] = {}
+    fields: dict[str, str] = {}
     for key, value in _parts(text, "{}"):
-        if key in found:
+        if key in fields:
             raise NoCall
-        found[key] = value
-    return found
+        fields[key] = value
+    return fields
 
 
 def items(text: str) -> list[str]:
