@@ -25,6 +25,7 @@ from mcore_parallel.models._pattern import (
 from mcore_parallel.models._slots import FeedForwardBuilder, MixerBuilder, Site
 from mcore_parallel.models._stack import place_layers
 from mcore_parallel.models._t5 import T5Model
+from mcore_parallel.models._value import ValueHead, add_value_head
 
 __all__ = [
     "CONFIG_RULES",
@@ -51,6 +52,8 @@ __all__ = [
     "T5Model",
     "TransformerConfig",
     "TransformerLayer",
+    "ValueHead",
+    "add_value_head",
     "allocate_layers",
     "as_pattern",
     "check_layout",
