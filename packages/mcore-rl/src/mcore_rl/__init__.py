@@ -6,6 +6,8 @@ from mcore_rl._advantage import AdvantageConfig, group_relative_advantages
 from mcore_rl._aggregation import Aggregation
 from mcore_rl._config import GRPOConfig
 from mcore_rl._correction import ImportanceCorrection, MismatchReport
+from mcore_rl._critic import Critic, ValueObjective
+from mcore_rl._gae import GAEConfig
 from mcore_rl._kl import kl_estimate
 from mcore_rl._loop import IterationReport, grpo_iteration
 from mcore_rl._objective import GRPOObjective, calculate_grpo_loss
@@ -49,9 +51,11 @@ __all__ = [
     "BestAndWorst",
     "ContrastiveRollout",
     "ContrastiveRolloutGenerator",
+    "Critic",
     "EvaluationAgent",
     "EvaluationResponse",
     "FrozenWeights",
+    "GAEConfig",
     "GRPOConfig",
     "GRPOObjective",
     "GenericGenerationArgs",
@@ -77,6 +81,7 @@ __all__ = [
     "RewardOnlyAgent",
     "TokenRollout",
     "TrajectoryBatches",
+    "ValueObjective",
     "WeightCopy",
     "WeightFill",
     "WeightShard",

@@ -2,8 +2,13 @@
 # Copyright (c) 2026 the mcore authors
 """How the losses of tokens become one number."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
+from mcore_parallel.training import Batch, LossReport
 from mcore_rl._stability import experimental_api
 
 _MODES = ("token_mean", "sequence_mean", "sequence_sum", "constant")
@@ -40,3 +45,13 @@ class Aggregation:
             return 1.0, 1.0
         factor = {"sequence_mean": 1.0, "sequence_sum": float(num_tokens), "constant": num_tokens / (self.length or 1)}[self.mode]
         return 1.0 / max(1, num_tokens), factor
+
+
+def weighted_report(loss: Tensor, metrics: Mapping[str, Tensor], batch: Batch, factors: Tensor | None) -> LossReport:
+    """Sums over the tokens that count of losses and metrics [T]; ``factors`` [T] multiply the losses alone."""
+    mask = batch.loss_mask.flatten().to(loss.dtype)
+    keep = mask != 0
+    weight = mask if factors is None else torch.where(keep, factors.to(loss.dtype), 0) * mask
+    with torch.no_grad():
+        sums = {name: (torch.where(keep, value.to(loss.dtype), 0) * mask).sum() for name, value in metrics.items()}
+    return LossReport(sum=(torch.where(keep, loss, 0) * weight).sum(), count=batch.weight(), metrics=sums)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from mcore_rl._advantage import AdvantageConfig
 from mcore_rl._aggregation import Aggregation
+from mcore_rl._gae import GAEConfig
 from mcore_rl._packing import PackingConfig
 from mcore_rl._shaping import OverlongPenalty
 from mcore_rl._stability import experimental_api
@@ -31,6 +32,8 @@ class GRPOConfig:
     generation_args: GenericGenerationArgs = field(default_factory=lambda: GenericGenerationArgs(temperature=1.0, max_tokens=32))
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     """Baseline and scale of rewards: GRPO, Dr. GRPO, RLOO, REINFORCE++."""
+    gae: GAEConfig | None = None
+    """PPO: advantages of tokens from the values of ``Learner.critic``, in place of ``advantage``; ``group_size`` may be 1 then."""
     aggregation: Aggregation = field(default_factory=Aggregation)
     """How the losses of tokens are averaged."""
     num_epochs: int = 1
@@ -40,7 +43,8 @@ class GRPOConfig:
     packing: PackingConfig | None = None
     """Bins instead of ``micro_batch_size`` rows of ``seq_len``."""
     kl_in_reward: float = 0.0
-    """Times the sum over an answer of old - ref log-probabilities, taken from its reward; needs a reference."""
+    """Times the sum over an answer of old - ref log-probabilities, taken from its reward, with ``gae`` token by token; needs a
+    reference."""
     overlong: OverlongPenalty | None = None
     """Taken from the reward of long answers, which is reported without it."""
     mask_truncated: bool = False
@@ -57,8 +61,10 @@ class GRPOConfig:
         for name in ("num_groups", "seq_len", "micro_batch_size", "num_epochs", "num_mini_batches", "max_filter_ratio"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.group_size < 2:
-            raise ValueError(f"group_size={self.group_size} must be at least 2: an answer is judged against its group")
+        if self.gae is not None and self.advantage != AdvantageConfig():
+            raise ValueError(f"advantage={self.advantage} has no effect beside gae; leave it out, or set gae=None")
+        if self.group_size < (2 if self.gae is None else 1):
+            raise ValueError(f"group_size={self.group_size} must be at least 2: an answer is judged against its group; or set gae")
         if (count := self.num_groups * self.group_size) % self.num_mini_batches:
             raise ValueError(f"num_groups * group_size = {count} must be divisible by num_mini_batches={self.num_mini_batches}")
         if not self.rollout_timeout_s > 0:

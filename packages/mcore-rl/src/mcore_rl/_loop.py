@@ -34,10 +34,12 @@ class IterationReport:
     num_filtered: int
     """Groups of equal rewards that others replaced."""
     updates: tuple[TrainReport, ...]
-    """In their order."""
+    """In their order; none where only the critic was trained."""
     rollout_s: float
     train_s: float
     refit_s: float
+    critic_updates: tuple[TrainReport, ...] = ()
+    """Of the critic of PPO."""
 
     @property
     def train(self) -> TrainReport:
@@ -54,6 +56,7 @@ def grpo_iteration(
     engine: WeightSink,
     learner: Learner,
     lr: float,
+    train_policy: bool = True,
 ) -> IterationReport:
     """One iteration of group-relative policy optimisation on every rank of ``learner.groups``.
 
@@ -66,22 +69,26 @@ def grpo_iteration(
         interface: answers.
         engine: takes over the new weights.
         learner: the policy, its objective and its optimizer.
-        lr: learning rate.
+        lr: learning rate of the policy.
+        train_policy: False trains the critic alone, as in the first iterations of PPO; nothing is refitted.
 
     Raises:
         ValueError: what cannot be trained on, before anything is generated; a reward that is no finite number.
         RuntimeError: rollouts failed on some rank, none is there in time, or none of them counts.
     """
     _check(config, learner)
+    if not train_policy and learner.critic is None:
+        raise ValueError("train_policy=False leaves nothing to train without a critic; pass Learner(critic=...)")
     model, groups = learner.model, learner.groups
     begin = time.perf_counter()
     collected = collect(config, agent, interface, groups, next(model.parameters()).device)
     rolled_out = time.perf_counter()
-    updates = update(config, collected.groups, learner, lr)
+    updates, critic_updates = update(config, collected.groups, learner, lr, train_policy=train_policy)
     trained = time.perf_counter()
-    if not updates:
+    if not updates and not critic_updates:
         raise RuntimeError(f"no token of the rollouts counts: mask_truncated={config.mask_truncated}, and all are truncated or empty")
-    refit(model, groups, engine, learner.transfer)
+    if updates:
+        refit(model, groups, engine, learner.transfer)
     flat = [rollout for group in collected.groups for rollout in group]
     rewards = torch.tensor([rollout.reward for rollout in flat], dtype=torch.float64)
     return IterationReport(
@@ -92,6 +99,7 @@ def grpo_iteration(
         num_dropped=config.num_groups * config.group_size - len(flat),
         num_filtered=collected.num_filtered,
         updates=tuple(updates),
+        critic_updates=tuple(critic_updates),
         rollout_s=rolled_out - begin,
         train_s=trained - rolled_out,
         refit_s=time.perf_counter() - trained,
@@ -112,6 +120,10 @@ def _check(config: GRPOConfig, learner: Learner) -> None:
     layout = getattr(reference, "groups", groups)
     if layout is not groups and layout.plan != groups.plan:
         raise ValueError(f"reference has the layout {layout.plan}, the model {groups.plan}; build both in one layout")
+    if (config.gae is None) != (learner.critic is None):
+        raise ValueError(
+            f"gae={config.gae} and critic={'None' if learner.critic is None else 'given'} go together: PPO needs both; pass both or neither"
+        )
     if config.kl_in_reward and reference is None:
         raise ValueError(f"kl_in_reward={config.kl_in_reward} needs a frozen reference; pass reference, or set kl_in_reward=0")
     if not isinstance(objective, GRPOObjective):

@@ -3,7 +3,6 @@
 """The losses of policy optimisation as one objective."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from mcore_parallel.models import ModelOutput
 from mcore_parallel.training import Batch, LossReport
+from mcore_rl._aggregation import weighted_report
 from mcore_rl._correction import ImportanceCorrection
 from mcore_rl._kl import MAX_LOG_RATIO, check_estimator, kl_estimate
 from mcore_rl._policy_loss import PolicyLossConfig
@@ -124,15 +124,7 @@ class GRPOObjective:
             loss = loss + self.kl_beta * metrics["kl"]
         if self.entropy_weight:
             loss = loss - self.entropy_weight * entropy
-        return self._report(loss, metrics, batch, extras.get("loss_factors"))
-
-    def _report(self, loss: Tensor, metrics: Mapping[str, Tensor], batch: Batch, factors: Tensor | None) -> LossReport:
-        mask = batch.loss_mask.flatten().to(loss.dtype)
-        keep = mask != 0
-        weight = mask if factors is None else torch.where(keep, factors.to(loss.dtype), 0) * mask
-        with torch.no_grad():
-            sums = {name: (torch.where(keep, value.to(loss.dtype), 0) * mask).sum() for name, value in metrics.items()}
-        return LossReport(sum=(torch.where(keep, loss, 0) * weight).sum(), count=batch.weight(), metrics=sums)
+        return weighted_report(loss, metrics, batch, extras.get("loss_factors"))
 
     def _needs_sequences(self) -> bool:
         correction = self.correction

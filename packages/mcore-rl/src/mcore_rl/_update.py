@@ -13,6 +13,7 @@ from mcore_parallel import ProcessGroups
 from mcore_parallel.comm import all_reduce
 from mcore_parallel.training import GradSync, Objective, Optimizer, TrainReport, train_step
 from mcore_rl._config import GRPOConfig
+from mcore_rl._critic import Critic, estimate, with_estimates
 from mcore_rl._packed import PackingContext
 from mcore_rl._reference import FrozenWeights, token_logprobs
 from mcore_rl._stability import experimental_api
@@ -37,6 +38,8 @@ class Learner:
     optimizer: Optimizer
     reference: "nn.Module | FrozenWeights | None" = None
     """A frozen model of the same layout, or frozen weights of this one, for ``kl_beta`` and ``kl_in_reward``."""
+    critic: Critic | None = None
+    """Of PPO, where ``GRPOConfig.gae`` asks for one."""
     transfer: WeightTransfer = field(default_factory=WeightTransfer)
     """Carries the weights to the engines, by a plan that it keeps."""
 
@@ -50,8 +53,10 @@ class _MiniBatch:
     written: TrajectoryBatches
 
 
-def update(config: GRPOConfig, rollouts: Sequence[Sequence[TokenRollout]], learner: Learner, lr: float) -> list[TrainReport]:
-    """All updates of one iteration, on every rank of the layout.
+def update(
+    config: GRPOConfig, rollouts: Sequence[Sequence[TokenRollout]], learner: Learner, lr: float, *, train_policy: bool = True
+) -> tuple[list[TrainReport], list[TrainReport]]:
+    """All updates of one iteration, of the policy and of the critic, on every rank of the layout.
 
     Old log-probabilities are computed when rollouts are trained on more than once, the reference's when there is one.
 
@@ -59,7 +64,8 @@ def update(config: GRPOConfig, rollouts: Sequence[Sequence[TokenRollout]], learn
         config: sizes, advantages, aggregation.
         rollouts: the groups of all ranks.
         learner: the policy.
-        lr: learning rate.
+        lr: learning rate of the policy.
+        train_policy: False leaves the policy as it is.
     """
     flat = [rollout for group in rollouts for rollout in group]
     style = BatchStyle(
@@ -69,14 +75,23 @@ def update(config: GRPOConfig, rollouts: Sequence[Sequence[TokenRollout]], learn
         device=next(learner.model.parameters()).device,
     )
     parts = [_score(config, part, learner) for part in _mini_batches(config, flat, learner.groups, style)]
-    advantages = _advantages(config, rollouts, parts, learner.groups)
-    parts = [_MiniBatch(part.numbers, part.written.with_advantages([advantages[i] for i in part.numbers])) for part in parts]
+    if config.gae is not None:
+        parts = _estimated(config, flat, parts, learner.groups)
+    else:
+        advantages = _advantages(config, rollouts, parts, learner.groups)
+        parts = [_MiniBatch(part.numbers, part.written.with_advantages([advantages[i] for i in part.numbers])) for part in parts]
+    critic, reports, critic_reports = learner.critic, [], []
     learner.model.train()
-    return [
-        train_step(learner.model, part.written.batches, learner.objective, learner.sync, learner.optimizer, lr=lr)
-        for _ in range(config.num_epochs)
-        for part in parts
-    ]
+    for part in [part for _ in range(config.num_epochs) for part in parts]:
+        batches = part.written.batches
+        if train_policy:
+            reports.append(train_step(learner.model, batches, learner.objective, learner.sync, learner.optimizer, lr=lr))
+        if critic is not None:
+            critic.model.train()
+            critic_reports.append(
+                train_step(critic.model, batches, critic.objective, critic.sync, critic.optimizer, lr=critic.lr, groups=learner.groups)
+            )
+    return reports, critic_reports
 
 
 def _mini_batches(config: GRPOConfig, flat: Sequence[TokenRollout], groups: ProcessGroups, style: BatchStyle) -> list[_MiniBatch]:
@@ -113,6 +128,8 @@ def _score(config: GRPOConfig, part: _MiniBatch, learner: Learner) -> _MiniBatch
     if learner.reference is not None:
         reference = token_logprobs(learner.reference, batches, learner.groups, temperature=config.temperature)
         written = written.with_extra("ref_logprobs", reference)
+    if learner.critic is not None:
+        written = written.with_extra("old_values", learner.critic.values(batches, learner.groups))
     return _MiniBatch(part.numbers, written)
 
 
@@ -125,6 +142,23 @@ def _advantages(
         taken = iter(_kl_sums(sum(map(len, rewards)), parts, groups))
         rewards = [[reward - config.kl_in_reward * next(taken) for reward in group] for group in rewards]
     return [advantage for group in config.advantage.advantages(rewards) for advantage in group]
+
+
+def _estimated(config: GRPOConfig, flat: Sequence[TokenRollout], parts: Sequence[_MiniBatch], groups: ProcessGroups) -> list[_MiniBatch]:
+    """With advantages and returns of each token; the advantages are whitened over those of all parts and ranks."""
+    assert config.gae is not None
+    estimates = [
+        estimate(part.written, [_shaped(config, flat[i]) for i in part.numbers], config.gae, config.kl_in_reward) for part in parts
+    ]
+    if config.gae.whiten and parts:
+        device = parts[0].written.batches[0].tokens.device
+        none = torch.empty(0, dtype=torch.float64, device=device)
+        own = torch.cat([none, *(advantages for some in estimates for advantages, _ in some)])
+        total, count = all_reduce(torch.stack([own.sum(), own.new_tensor(float(len(own)))]), groups.dp).unbind(0)
+        mean = total / count
+        scale = (all_reduce((own - mean).square().sum().reshape(1), groups.dp)[0] / count).sqrt() + 1e-8
+        estimates = [[((advantages - mean) / scale, returns) for advantages, returns in some] for some in estimates]
+    return [_MiniBatch(part.numbers, with_estimates(part.written, some)) for part, some in zip(parts, estimates, strict=True)]
 
 
 def _shaped(config: GRPOConfig, rollout: TokenRollout) -> float:
