@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 _WHEELS = ("mcore-parallel", "mcore-moe", "megatron-fsdp", "mcore-ckpt", "mcore-inference", "mcore-rl")
-_OTHERS = ("triton", "transformer-engine", "megatron-core")
+_OTHERS = ("triton", "transformer-engine", "megatron-core", "transformers", "peft")
 
 
 def record(path: Path, results: Mapping[str, Any]) -> None:

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tools.bench import moe
 from tools.bench.dense_step import DenseRun
 from tools.bench.loss_curve import compared, over_draws
 from tools.bench.picture import Bar, colors, comparisons, draw
 from tools.bench.train import _best, with_ratios
+from tools.bench.tune import TuneRun, streams
+from tools.bench.tune import with_ratios as with_peft_ratios
 
 
 def run(speed: int, **more: Any) -> dict[str, Any]:
@@ -118,3 +121,29 @@ def test_the_layer_of_experts_is_timed_beside_its_gemms(monkeypatch: pytest.Monk
         operations = 6 * 64 * 2 * 16 * 8 * (1 if row["part"] == "forward" else 3)
         assert row["tflops"] == pytest.approx(operations / row["ms"] / 1e9, abs=0.01)
         assert row["ratio"] == 1.0 or row["work"] != "dense GEMMs"
+
+
+def test_adapters_are_compared_with_the_best_of_peft() -> None:
+    rows = [
+        {"work": "lora", "model": "a", "tokens_per_s": 30},
+        {"work": "peft", "model": "a", "tokens_per_s": 12},
+        {"work": "peft", "model": "a", "tokens_per_s": 15},
+        {"work": "peft", "model": "a", "error": "out of memory"},
+        {"work": "sft", "model": "a", "ratio": 0.98},
+    ]
+    assert [row.get("ratio") for row in with_peft_ratios(rows)] == [2.0, 0.8, 1.0, None, 0.98]
+
+
+def test_text_and_conversations_of_a_tuning_bench_are_of_one_shape(tmp_path: Path) -> None:
+    both = streams(TuneRun.parse("tiny:mbs2,gbs4", "sft"), tmp_path, torch.device("cpu"), 3)
+    text, chat = (next(source) for source in both.values())
+    assert len(text) == len(chat) == 2
+    assert text[0].tokens.shape == chat[0].tokens.shape == (2, 32)
+    assert text[0].cu_seqlens is None and chat[0].cu_seqlens is not None and len(chat[0].cu_seqlens) > 3
+    assert 0 < chat[0].loss_mask.sum() < text[0].loss_mask.sum() == 64
+
+
+@pytest.mark.parametrize(("text", "reason"), [("tiny:mbs3,gbs4", "must divide"), ("tiny:ckpt", "no choice"), ("huge", "unknown")])
+def test_a_tuning_run_that_there_is_not_is_refused(text: str, reason: str) -> None:
+    with pytest.raises(SystemExit, match=reason):
+        TuneRun.parse(text, "lora")
