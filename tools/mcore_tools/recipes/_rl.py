@@ -14,6 +14,7 @@ from mcore_rl import (
     GRPOConfig,
     GRPOObjective,
     ImportanceCorrection,
+    MemorySwitch,
     OverlongPenalty,
     PackingConfig,
     PolicyLossConfig,
@@ -108,6 +109,9 @@ class RLConfig:
     """Answers that are drawn to each problem of an evaluation, beside the most likely one, for pass@k; 0 for none."""
     cache_gb: float = 1.0
     """Memory of each engine for keys and values, in GB."""
+
+    memory: MemorySwitch = field(default_factory=MemorySwitch)
+    """What trainer and engine give up of a device while the other one works."""
 
     def __post_init__(self) -> None:
         if self.environment not in ENVIRONMENTS and not _IMPORTED.fullmatch(self.environment):

@@ -154,6 +154,8 @@ class _Run:
         length, cache_gb = config.train.seq_len, self.rl.cache_gb
         self.engine = build_engine(config, self.tokenizer, self.device, seed=seed, max_length=length, cache_gb=cache_gb)
         refit(parts.model, parts.groups, self.engine)
+        self.rl.memory.check(optimizer=parts.optimizer, sync=parts.sync, engine=self.engine)
+        self.rl.memory.training(self.engine)
         self.interface = MegatronLocal(self.engine)
         self.learner = Learner(
             model=parts.model,
@@ -205,7 +207,8 @@ class _Run:
 
         def ask(args: GenericGenerationArgs, num_samples: int) -> EvaluationResponse:
             asked = self.environment.run_evaluation(self.interface, num_prompts=own, args=args, num_samples=num_samples)
-            return asyncio.run(asked)
+            with self.rl.memory.generating(optimizer=self.parts.optimizer, sync=self.parts.sync, engine=self.engine):
+                return asyncio.run(asked)
 
         greedy = ask(args.add(GenericGenerationArgs(temperature=0.0)), 1)
         rewards = greedy.metrics()["reward"]

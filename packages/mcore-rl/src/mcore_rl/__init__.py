@@ -10,6 +10,7 @@ from mcore_rl._critic import Critic, ValueObjective
 from mcore_rl._gae import GAEConfig
 from mcore_rl._kl import kl_estimate
 from mcore_rl._loop import IterationReport, grpo_iteration
+from mcore_rl._memory import MemorySwitch
 from mcore_rl._objective import GRPOObjective, calculate_grpo_loss
 from mcore_rl._packed import PackingContext
 from mcore_rl._packing import PackingConfig, balance
@@ -67,6 +68,7 @@ __all__ = [
     "IterationReport",
     "Learner",
     "MegatronLocal",
+    "MemorySwitch",
     "MismatchReport",
     "NumberedProblems",
     "OverlongPenalty",

@@ -43,6 +43,10 @@ def collect(
         own, num_filtered = asyncio.run(_ask(config, agent, interface, len(range(world.rank, config.num_groups, world.size))))
     except Exception as error:
         failure = error
+    if world.size == 1:
+        if failure is not None:
+            raise failure
+        return _checked(config, Collection(groups=own, num_filtered=num_filtered))
     # A rank that raised at once would leave the others waiting for it.
     sent = {
         "failure": failure and repr(failure),
@@ -55,12 +59,19 @@ def collect(
     if failed := {rank: part["failure"] for rank, part in enumerate(gathered) if part["failure"] is not None}:
         raise RuntimeError(f"rollouts failed on other ranks: {failed}")
     rollouts = [[TokenRollout.from_json(rollout) for rollout in group] for part in gathered for group in part["groups"]]
-    if not any(rollouts):
+    return _checked(config, Collection(groups=rollouts, num_filtered=sum(part["num_filtered"] for part in gathered)))
+
+
+def _checked(config: GRPOConfig, collected: Collection) -> Collection:
+    """Raises:
+    RuntimeError: nothing is there to train on.
+    """
+    if not any(collected.groups):
         raise RuntimeError(
             f"no rollout of {config.num_groups} groups of {config.group_size} is left: all came late (rollout_timeout_s="
             f"{config.rollout_timeout_s}) or lost their judge; the log names each"
         )
-    return Collection(groups=rollouts, num_filtered=sum(part["num_filtered"] for part in gathered))
+    return collected
 
 
 async def _ask(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from mcore_rl._advantage import AdvantageConfig
 from mcore_rl._aggregation import Aggregation
 from mcore_rl._gae import GAEConfig
+from mcore_rl._memory import MemorySwitch
 from mcore_rl._packing import PackingConfig
 from mcore_rl._shaping import OverlongPenalty
 from mcore_rl._stability import experimental_api
@@ -56,6 +57,8 @@ class GRPOConfig:
     rollout_timeout_s: float = 7200.0
     """Limit of all rollouts of an iteration; groups go on with the answers that are there by then."""
     pad_id: int = 0
+    memory: MemorySwitch = field(default_factory=MemorySwitch)
+    """What trainer and engine give up of one device while the other one works."""
 
     def __post_init__(self) -> None:
         for name in ("num_groups", "seq_len", "micro_batch_size", "num_epochs", "num_mini_batches", "max_filter_ratio"):

@@ -79,9 +79,12 @@ def grpo_iteration(
     _check(config, learner)
     if not train_policy and learner.critic is None:
         raise ValueError("train_policy=False leaves nothing to train without a critic; pass Learner(critic=...)")
+    config.memory.check(optimizer=learner.optimizer, sync=learner.sync, engine=engine)
     model, groups = learner.model, learner.groups
     begin = time.perf_counter()
-    collected = collect(config, agent, interface, groups, next(model.parameters()).device)
+    config.memory.training(engine)
+    with config.memory.generating(optimizer=learner.optimizer, sync=learner.sync, engine=engine):
+        collected = collect(config, agent, interface, groups, next(model.parameters()).device)
     rolled_out = time.perf_counter()
     updates, critic_updates = update(config, collected.groups, learner, lr, train_policy=train_policy)
     trained = time.perf_counter()

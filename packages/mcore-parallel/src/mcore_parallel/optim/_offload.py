@@ -1,18 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Updates in host memory."""
+"""Updates in host memory, and state that waits there between two steps."""
 
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from mcore_parallel.groups import Piece
 from mcore_parallel.optim._adam import Numbers, adam
 from mcore_parallel.optim._config import OptimizerConfig
 from mcore_parallel.optim._piece_state import PieceState
 from mcore_parallel.optim._state import BLOCK
+
+_ALIGNMENT = 64
 
 
 def split_for_host(pieces: Sequence[Piece], fraction: float) -> list[tuple[Piece, bool]]:
@@ -38,6 +43,75 @@ def cut_piece(piece: Piece, begin: int, end: int) -> Piece | None:
         return piece
     ranges = {"parameter": piece.parameter[begin:end], "gradient": piece.gradient[begin:end]}
     return replace(piece, start=piece.start + begin, end=piece.start + end, **ranges)
+
+
+class ParkedTensors:
+    """Tensors whose contents can move to host memory, and whose device memory is free meanwhile.
+
+    The host memory is taken once, page-locked to the byte, and kept. Copies from a GPU are queued behind its work, in its order; those
+    back travel on a stream of their own, beside what is computed until ``wait``.
+
+    Args:
+        tensors: of one device, each all of its storage.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+        self._cuda = bool(tensors) and tensors[0].is_cuda
+        self._copies: list[Tensor] | None = None
+        self._arrived: torch.cuda.Event | None = None
+        self._upwards = torch.cuda.Stream(tensors[0].device) if self._cuda else None
+        self.are_parked = False
+
+    def park(self) -> None:
+        """Copy to the host, and free."""
+        if self.are_parked:
+            return
+        self.wait()
+        if self._copies is None:
+            self._copies = self._host_memory()
+        for tensor, copy in zip(self._tensors, self._copies, strict=True):
+            copy.copy_(tensor, non_blocking=True)
+            # Whoever gets the memory next is queued behind the copy.
+            tensor.untyped_storage().resize_(0)
+        self.are_parked = True
+
+    def restore(self) -> None:
+        """Take device memory again, and start to copy back."""
+        if not self.are_parked:
+            return
+        copies = self._copies or []
+        for tensor, copy in zip(self._tensors, copies, strict=True):
+            tensor.untyped_storage().resize_(copy.nbytes)
+        if self._upwards is None:
+            for tensor, copy in zip(self._tensors, copies, strict=True):
+                tensor.copy_(copy)
+        else:
+            # Earlier work may still use what the memory was before.
+            self._upwards.wait_stream(torch.cuda.current_stream(self._upwards.device))
+            with torch.cuda.stream(self._upwards):
+                for tensor, copy in zip(self._tensors, copies, strict=True):
+                    tensor.copy_(copy, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(self._upwards)
+        self.are_parked = False
+
+    def wait(self) -> None:
+        """Let what is queued from now on find the restored values."""
+        if self._arrived is not None:
+            torch.cuda.current_stream(self._tensors[0].device).wait_event(self._arrived)
+            self._arrived = None
+
+    def _host_memory(self) -> list[Tensor]:
+        rooms = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in self._tensors]
+        # Pages that exist are locked sooner.
+        flat = torch.zeros(sum(rooms), dtype=torch.uint8)
+        if self._cuda:
+            cudart: Any = torch.cuda.cudart()
+            if int(cudart.cudaHostRegister(flat.data_ptr(), flat.nbytes, 0)) == 0:
+                weakref.finalize(flat, cudart.cudaHostUnregister, flat.data_ptr())
+        parts = flat.split(rooms)
+        return [part[: tensor.nbytes].view(tensor.dtype) for part, tensor in zip(parts, self._tensors, strict=True)]
 
 
 class HostUpdates:

@@ -18,7 +18,7 @@ from mcore_parallel.optim._config import OptimizerConfig, Rule
 from mcore_parallel.optim._loss_scale import DynamicLossScale
 from mcore_parallel.optim._muon import LayerwiseMuon
 from mcore_parallel.optim._norm import GradientNorm, joint_norm
-from mcore_parallel.optim._offload import HostUpdates, split_for_host
+from mcore_parallel.optim._offload import HostUpdates, ParkedTensors, split_for_host
 from mcore_parallel.optim._piece_state import PieceState, Placement, whole_piece
 from mcore_parallel.optim._rate import Limits, Rate, group_rates
 
@@ -138,7 +138,7 @@ class MegatronOptimizer:
         self._loss_scale_rule = _loss_scale_rule(config)
         self._loss_scale = self._loss_scale_rule.start(self._device) if self._loss_scale_rule else None
         self._loaded: list[tuple[PieceState, str, Tensor, Tensor]] = []
-        self._parked: list[tuple[Tensor, Tensor]] = []
+        self._parked = ParkedTensors([holder.data for unit in self._units if not unit.on_host for _, holder in unit.storages()])
 
     @property
     def state_bytes(self) -> dict[str, int]:
@@ -164,6 +164,7 @@ class MegatronOptimizer:
         The tensors of the last ``state_shards()`` are filled by whoever loads them, as are the model's parameters. Those that are
         not live are taken over here; those that nobody filled are not, lest old masters replace parameters that were loaded alone.
         """
+        self._parked.wait()
         self._count.fill_(count)
         for unit, kind, values, before in self._loaded:
             if _fingerprint(values) != before:
@@ -182,6 +183,7 @@ class MegatronOptimizer:
         float64) whatever the stored dtype: where that is narrower they are copies, kept until the next step, which
         ``load_step_count`` takes over.
         """
+        self._parked.wait()
         if self._sliced is not None:
             self._sliced.finish_param_sync()
         self._loaded = []
@@ -208,23 +210,19 @@ class MegatronOptimizer:
         return {name: parts[0] if len(parts) == 1 else parts for name, parts in shards.items()}
 
     def offload_to_cpu(self) -> None:
-        """Move the state to host memory and give its device memory back, between two steps; generation may use it meanwhile."""
-        if self._parked:
-            return
-        for unit in self._units:
-            for _, holder in unit.storages():
-                self._parked.append((holder.data, holder.data.cpu() if holder.data.device.type != "cpu" else holder.data.clone()))
-                holder.data.untyped_storage().resize_(0)
+        """Move the state to host memory and give its device memory back, between two steps; generation may use it meanwhile.
+
+        The host memory, page-locked for a GPU, is taken at the first call and kept. The copies are queued; the host does not wait.
+        """
+        self._parked.park()
 
     def restore_from_cpu(self) -> None:
-        """Undo ``offload_to_cpu``; call before the next step or save."""
-        for data, copy in self._parked:
-            data.untyped_storage().resize_(copy.untyped_storage().nbytes())
-            data.copy_(copy)
-        self._parked = []
+        """Undo ``offload_to_cpu``; call before the next step or save. On a GPU the copies travel beside what is queued until then."""
+        self._parked.restore()
 
     def reload_model_params(self) -> None:
         """Take the masters from the model's parameters; call after weights were loaded into the model without optimizer state."""
+        self._parked.wait()
         if self._sliced is not None:
             self._sliced.finish_param_sync()
         for unit in self._units:
@@ -244,8 +242,9 @@ class MegatronOptimizer:
             RuntimeError: the state is parked in host memory.
             ValueError: a plain rate, and a group with a ``min_lr``.
         """
-        if self._parked:
+        if self._parked.are_parked:
             raise RuntimeError("the optimizer's state is parked in host memory; call restore_from_cpu() before step()")
+        self._parked.wait()
         self._loaded = []
         config = self.config
         rates = group_rates(self._limits, lr, config.lr)

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""One device for trainer and engine: what each gives up while the other works."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol, cast, runtime_checkable
+
+from mcore_rl._stability import experimental_api
+
+
+@runtime_checkable
+class _HostState(Protocol):
+    """An optimizer whose state can move to the host."""
+
+    def offload_to_cpu(self) -> None: ...
+    def restore_from_cpu(self) -> None: ...
+
+
+@runtime_checkable
+class _GradBuffers(Protocol):
+    """A gradient sync whose buffers can be given back."""
+
+    def offload_grad_buffers(self) -> None: ...
+    def restore_grad_buffers(self) -> None: ...
+
+
+@runtime_checkable
+class _Suspendable(Protocol):
+    """An engine whose cache can be given back."""
+
+    @property
+    def is_suspended(self) -> bool: ...
+    def suspend(self) -> None: ...
+    def resume(self) -> None: ...
+
+
+_NEEDS = (
+    ("offload_optimizer", "optimizer", _HostState, "offload_to_cpu and restore_from_cpu"),
+    ("release_gradients", "sync", _GradBuffers, "offload_grad_buffers and restore_grad_buffers"),
+    ("suspend_engine", "engine", _Suspendable, "suspend, resume and is_suspended"),
+)
+
+
+@experimental_api
+@dataclass(frozen=True, kw_only=True)
+class MemorySwitch:
+    """What trainer and engine of one device give up while the other one works; by default nothing.
+
+    Example:
+        >>> switch = MemorySwitch(offload_optimizer=True, suspend_engine=True)
+        >>> with switch.generating(optimizer=optimizer, sync=sync, engine=engine):
+        ...     answers = engine.generate(prompts)
+    """
+
+    offload_optimizer: bool = False
+    """The optimizer's state is in host memory during generation, page-locked; it comes back beside the first forward passes."""
+    release_gradients: bool = False
+    """The gradient buffers have no memory during generation, between whose steps they hold nothing."""
+    suspend_engine: bool = False
+    """The engine has neither cache nor recorded graphs during training; it keeps its weights."""
+
+    def check(self, *, optimizer: object, sync: object, engine: object) -> None:
+        """See that each part can do what is asked of it.
+
+        Raises:
+            ValueError: one cannot; names it.
+        """
+        parts = {"optimizer": optimizer, "sync": sync, "engine": engine}
+        for field, name, protocol, methods in _NEEDS:
+            if getattr(self, field) and not isinstance(parts[name], protocol):
+                raise ValueError(f"{field}=True needs {methods}, and the {name} is a {type(parts[name]).__name__}; set {field}=False")
+
+    def training(self, engine: object) -> None:
+        """Suspend the engine, if it is to be: the state before and after a block of ``generating``."""
+        if self.suspend_engine:
+            cast(_Suspendable, engine).suspend()
+
+    @contextlib.contextmanager
+    def generating(self, *, optimizer: object, sync: object, engine: object) -> Iterator[None]:
+        """A block in which the engine generates and nothing trains. Afterwards, and when it raises, the trainer has its memory again
+        and the engine is suspended. Blocks do not nest.
+
+        Args:
+            optimizer: of the policy, between two steps.
+            sync: of its gradients.
+            engine: of this device.
+
+        Raises:
+            ValueError: as of ``check``.
+            RuntimeError: the engine is not suspended: ``training`` was not called, or this is a block inside a block.
+            torch.OutOfMemoryError: the engine does not fit; the trainer has its memory again.
+        """
+        self.check(optimizer=optimizer, sync=sync, engine=engine)
+        if self.suspend_engine and not cast(_Suspendable, engine).is_suspended:
+            raise RuntimeError("the engine is not suspended; call training(engine) before the first block, and do not nest blocks")
+        with contextlib.ExitStack() as stack:
+            # In the reverse order at the end: the engine goes before the others come back.
+            if self.offload_optimizer:
+                stack.callback(cast(_HostState, optimizer).restore_from_cpu)
+                cast(_HostState, optimizer).offload_to_cpu()
+            if self.release_gradients:
+                stack.callback(cast(_GradBuffers, sync).restore_grad_buffers)
+                cast(_GradBuffers, sync).offload_grad_buffers()
+            if self.suspend_engine:
+                stack.callback(cast(_Suspendable, engine).suspend)
+                cast(_Suspendable, engine).resume()
+            yield

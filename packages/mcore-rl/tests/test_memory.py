@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Trainer and engine take turns with the memory of one device, and learn what they learn without."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, InferenceConfig, PagedAttention, SamplingParams
+from mcore_parallel import ProcessGroups
+from mcore_parallel.data import ByteTokenizer
+from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
+from mcore_parallel.models import GPTModel, TransformerConfig
+from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
+from mcore_rl import GenericGenerationArgs, GRPOConfig, GRPOObjective, Learner, MegatronLocal, MemorySwitch, grpo_iteration, refit
+from mcore_rl.envs import CharacterShare
+
+TOKENIZER = ByteTokenizer()
+ALL = MemorySwitch(offload_optimizer=True, release_gradients=True, suspend_engine=True)
+
+
+def build(device: str = "cpu", width: int = 32) -> tuple[Learner, DynamicInferenceEngine]:
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    sizes = TransformerConfig(num_layers=2, hidden_size=width, num_attention_heads=2, vocab_size=TOKENIZER.vocab_size)
+    groups = ProcessGroups.single()
+    model = GPTModel(sizes, groups, device=device, dtype=dtype)
+    sync = DistributedDataParallel(DistributedDataParallelConfig(), model, groups)
+    optimizer = MegatronOptimizer(OptimizerConfig(lr=1e-2, weight_decay=0.0), sync, groups)
+    copy = GPTModel(sizes, groups, attention_core=PagedAttention(), device=device, dtype=dtype).eval()
+    limits = InferenceConfig(max_sequence_length=32, max_requests=16, block_size_tokens=16)
+    engine = DynamicInferenceEngine(copy, DynamicInferenceContext.for_model(copy, limits), TOKENIZER)
+    refit(model, groups, engine)
+    return Learner(model=model, groups=groups, objective=GRPOObjective(), sync=sync, optimizer=optimizer), engine
+
+
+def iterate(switch: MemorySwitch, count: int, device: str = "cpu") -> list[torch.Tensor]:
+    learner, engine = build(device)
+    config = GRPOConfig(
+        num_groups=2, group_size=4, seq_len=16, memory=switch, generation_args=GenericGenerationArgs(temperature=1.0, max_tokens=8)
+    )
+    for _ in range(count):
+        agent = CharacterShare(["a", "b"], "abcdefgh")
+        grpo_iteration(config, agent=agent, interface=MegatronLocal(engine), engine=engine, learner=learner, lr=1e-2)
+        assert engine.is_suspended == switch.suspend_engine
+    return [parameter.detach().clone() for parameter in learner.model.parameters()]
+
+
+def test_a_policy_learns_the_same_with_and_without_turns() -> None:
+    staying, switching = iterate(MemorySwitch(), 3), iterate(ALL, 3)
+    assert all(torch.equal(one, other) for one, other in zip(staying, switching, strict=True))
+
+
+def test_all_memory_comes_back_when_generation_fails() -> None:
+    learner, engine = build()
+    parts: dict[str, Any] = {"optimizer": learner.optimizer, "sync": learner.sync, "engine": engine}
+    buffers: Any = learner.sync
+    optimizer: Any = learner.optimizer
+    held = [storage.data for unit in optimizer._units for _, storage in unit.storages()]
+    before = [tensor.clone() for tensor in held]
+    ALL.training(engine)
+    with pytest.raises(RuntimeError, match="inside"), ALL.generating(**parts):
+        assert not engine.is_suspended
+        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in held)
+        assert all(buffer.data.untyped_storage().nbytes() == 0 for buffer in buffers.grad_buffers)
+        raise RuntimeError("inside")
+    assert engine.is_suspended and all(torch.equal(one, other) for one, other in zip(held, before, strict=True))
+    assert all(buffer.data.untyped_storage().nbytes() for buffer in buffers.grad_buffers)
+
+
+def test_a_block_inside_a_block_leaves_the_trainer_whole() -> None:
+    learner, engine = build()
+    parts: dict[str, Any] = {"optimizer": learner.optimizer, "sync": learner.sync, "engine": engine}
+    with pytest.raises(RuntimeError, match="not suspended"), ALL.generating(**parts):
+        raise AssertionError("an engine with memory")
+    ALL.training(engine)
+    with ALL.generating(**parts), pytest.raises(RuntimeError, match="do not nest blocks"), ALL.generating(**parts):
+        raise AssertionError("a block inside a block")
+    with ALL.generating(**parts):
+        assert not engine.is_suspended
+
+
+@pytest.mark.parametrize("field", ["offload_optimizer", "release_gradients", "suspend_engine"])
+def test_a_part_that_cannot_is_named(field: str) -> None:
+    switch = MemorySwitch(**{field: True})
+    with pytest.raises(ValueError, match=f"{field}=True needs .*, and the .* is a object; set {field}=False"):
+        switch.check(optimizer=object(), sync=object(), engine=object())
+
+
+@pytest.mark.gpu
+def test_turns_on_a_gpu_keep_bits_and_take_no_more_memory() -> None:
+    learner, engine = build("cuda", 1024)
+    parts: dict[str, Any] = {"optimizer": learner.optimizer, "sync": learner.sync, "engine": engine}
+    optimizer: Any = learner.optimizer
+    held = [storage.data for unit in optimizer._units for _, storage in unit.storages()]
+    for tensor in held:
+        tensor.copy_(torch.randn(tensor.shape))
+    before = [tensor.clone() for tensor in held]
+    peaks = []
+    ALL.training(engine)
+    for _ in range(6):
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats()
+        with ALL.generating(**parts):
+            engine.generate([[1, 2, 3]] * 4, SamplingParams(num_tokens_to_generate=4))
+        optimizer._parked.wait()
+        assert all(torch.equal(one, other) for one, other in zip(held, before, strict=True))
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert max(peaks[1:]) <= 1.01 * min(peaks[1:])

@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Trainer and engine on one device: refit, taking turns with the memory, and a GRPO step beside its parts. Random weights.
+
+python -m tools.bench.rl --model llama-1b --turns qwen3-8b --output docs/benchmarks/rl.json
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import gc
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, InferenceConfig, PagedAttention, SamplingParams
+from mcore_parallel import ProcessGroups
+from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
+from mcore_parallel.models import GPTModel
+from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
+from mcore_rl import (
+    GenericGenerationArgs,
+    GRPOConfig,
+    GRPOObjective,
+    InferenceInterface,
+    InferenceRequest,
+    InferenceResponse,
+    Learner,
+    MegatronLocal,
+    MemorySwitch,
+    NumberedProblems,
+    PackingConfig,
+    Problem,
+    WeightTransfer,
+    grpo_iteration,
+    refit,
+)
+from tools.bench._record import record
+from tools.bench.serve import MODELS
+
+SWITCH = MemorySwitch(offload_optimizer=True, release_gradients=True, suspend_engine=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Of a GRPO step, and of the cache of its engine."""
+
+    groups: int
+    group_size: int
+    inputs: int
+    outputs: int
+    bin_size: int
+    cache_gb: float
+    cycles: int
+
+
+SIZES: Mapping[str, Work] = MappingProxyType(
+    {
+        "full": Work(groups=64, group_size=8, inputs=128, outputs=1024, bin_size=9216, cache_gb=30.0, cycles=20),
+        "tiny": Work(groups=2, group_size=4, inputs=8, outputs=16, bin_size=96, cache_gb=0.01, cycles=3),
+    }
+)
+
+
+class Numbers:
+    """A tokenizer whose texts are ids between blanks; nothing ends a text."""
+
+    eod = None
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def tokenize(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+class EvenShare(NumberedProblems):
+    """Prompts of random ids; the reward is the share of even ids in the answer."""
+
+    def __init__(self, vocab_size: int, length: int) -> None:
+        super().__init__("even_share")
+        self._vocab_size, self._length = vocab_size, length
+
+    def problem(self, number: int) -> Problem:
+        rng = random.Random(number)
+        return Problem(problem_id=str(number), prompt=" ".join(str(rng.randrange(self._vocab_size)) for _ in range(self._length)))
+
+    async def get_reward(self, response: str, problem: Problem) -> float:
+        words = response.split()
+        return sum(word[-1] in "02468" for word in words) / max(1, len(words))
+
+
+class Recorded(InferenceInterface):
+    """Hands out answers that were generated before: what is left of a step is its training."""
+
+    def __init__(self, inner: MegatronLocal) -> None:
+        self._inner = inner
+        self.answers: list[InferenceResponse] = []
+        self.replays = False
+
+    def encode(self, text: str) -> Sequence[int]:
+        return self._inner.encode(text)
+
+    async def agenerate(self, request: InferenceRequest) -> list[list[InferenceResponse]]:
+        if self.replays:
+            await asyncio.sleep(0)
+            return [[self.answers.pop()]]
+        answers = await self._inner.agenerate(request)
+        self.answers += [answer for row in answers for answer in row]
+        return answers
+
+
+class Clock:
+    """Seconds of device work, on the host's clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __call__(self, work: Callable[[], Any]) -> float:
+        self.finish()
+        begin = time.perf_counter()
+        work()
+        self.finish()
+        return time.perf_counter() - begin
+
+    def finish(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def peak(self) -> int:
+        """Most bytes since the last call."""
+        if self._device.type != "cuda":
+            return 0
+        most = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return most
+
+
+def build(model: str, work: Work, device: torch.device, *, narrow: bool) -> tuple[Learner, DynamicInferenceEngine]:
+    """A policy and an engine of one shape.
+
+    Args:
+        model: the shape.
+        work: sizes of the engine.
+        device: of both.
+        narrow: 6 instead of 12 bytes of optimizer state a parameter, and gradients in the parameters' dtype.
+    """
+    config, dtype, groups = MODELS[model], torch.bfloat16 if device.type == "cuda" else torch.float32, ProcessGroups.single()
+    policy = GPTModel(config, groups, device=device, dtype=dtype, seed=None)
+    served = GPTModel(config, groups, attention_core=PagedAttention(), device=device, dtype=dtype, seed=None)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            parameter.fill_(1.0) if parameter.dim() == 1 or "norm" in name else parameter.normal_(std=0.02)
+    sync = DistributedDataParallel(DistributedDataParallelConfig(grad_reduce_in_fp32=not narrow), policy, groups)
+    states: dict[str, Any] = {}
+    if narrow and device.type == "cuda":
+        states = {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.float16}
+    optimizer = MegatronOptimizer(OptimizerConfig(lr=1e-6, weight_decay=0.0, clip_grad=1.0, **states), sync, groups)
+    limits = InferenceConfig(
+        max_sequence_length=work.inputs + work.outputs, max_requests=work.groups * work.group_size,
+        max_tokens=max(8192, work.groups * work.group_size), block_size_tokens=64 if device.type == "cuda" else 16,
+        buffer_size_gb=work.cache_gb,
+    )  # fmt: skip
+    engine = DynamicInferenceEngine(
+        served.eval(), DynamicInferenceContext.for_model(served, limits), Numbers(config.vocab_size), vocab_size=config.vocab_size
+    )
+    return Learner(model=policy, groups=groups, objective=GRPOObjective(), sync=sync, optimizer=optimizer), engine
+
+
+def refits(learner: Learner, engine: DynamicInferenceEngine, clock: Clock) -> dict[str, Any]:
+    """The first, and the median of five later ones, with the memory beyond what is there anyway."""
+    transfer = WeightTransfer()
+
+    def carry() -> None:
+        refit(learner.model, learner.groups, engine, transfer)
+
+    first, before = clock(carry), clock.peak() and torch.cuda.memory_allocated()
+    clock.peak()
+    later = [clock(carry) for _ in range(5)]
+    same = all(torch.equal(a, b) for a, b in zip(learner.model.parameters(), engine.model.parameters(), strict=True))
+    assert same, "the engine has other weights"
+    return {
+        "first_ms": round(first * 1e3, 2), "later_ms": round(statistics.median(later) * 1e3, 2),
+        "extra_mib": round(max(0, clock.peak() - before) / 2**20, 1), "bucket_mib": transfer.bucket_bytes / 2**20,
+    }  # fmt: skip
+
+
+def turns(learner: Learner, engine: DynamicInferenceEngine, clock: Clock, cycles: int) -> dict[str, Any]:
+    """Times to hand the device over, both ways, over some cycles with one short generation each; and their peaks of memory."""
+    parts: dict[str, Any] = {"optimizer": learner.optimizer, "sync": learner.sync, "engine": engine}
+    on_gpu = next(learner.model.parameters()).is_cuda
+    cache = engine.context.cache.num_bytes
+    used: list[int] = [torch.cuda.memory_allocated() if on_gpu else 0]
+    suspended = [clock(engine.suspend)]
+    used.append(torch.cuda.memory_allocated() if on_gpu else 0)
+    resumed = [clock(engine.resume)]
+    suspended.append(clock(engine.suspend))
+    there, back, first_tokens, peaks = [], [], [], []
+    for _ in range(cycles + 1):
+        gc.collect()
+        clock.peak()
+        block = SWITCH.generating(**parts)
+        there.append(clock(block.__enter__))
+        first_tokens.append(clock(lambda: engine.generate([[1, 2, 3]] * 8, SamplingParams(num_tokens_to_generate=4, ignore_eos=True))))
+        # The state is on its way back beside other work; here it is waited for.
+        back.append(clock(lambda block=block: block.__exit__(None, None, None)))
+        peaks.append(clock.peak())
+    clock(engine.resume)
+    return {
+        "suspend_s": round(max(suspended), 4), "resume_s": round(max(resumed), 4),
+        "cache_gib": round(cache / 2**30, 2), "freed_gib": round((used[0] - used[1]) / 2**30, 2),
+        "to_generation_first_s": round(there[0], 3), "to_generation_s": round(statistics.median(there[1:]), 3),
+        "to_generation_max_s": round(max(there[1:]), 3),
+        "to_training_s": round(statistics.median(back[1:]), 3), "to_training_max_s": round(max(back[1:]), 3),
+        "first_tokens_s": round(statistics.median(first_tokens[1:]), 3), "cycles": cycles,
+        "peak_gib": [round(min(peaks[1:]) / 2**30, 4), round(max(peaks[1:]) / 2**30, 4)],
+        "peak_growth": round(max(peaks[1:]) / min(peaks[1:]) - 1, 5) if on_gpu else None,
+    }  # fmt: skip
+
+
+def step(learner: Learner, engine: DynamicInferenceEngine, work: Work, clock: Clock) -> dict[str, Any]:
+    """The third of three GRPO iterations, beside generation alone and training alone."""
+    vocab, count = engine.vocab_size, work.groups * work.group_size
+    agent, interface = EvenShare(vocab, work.inputs), Recorded(MegatronLocal(engine))
+    config = GRPOConfig(
+        num_groups=work.groups, group_size=work.group_size, seq_len=work.inputs + work.outputs, memory=SWITCH,
+        generation_args=GenericGenerationArgs(temperature=1.0, max_tokens=work.outputs), packing=PackingConfig(bin_size=work.bin_size),
+    )  # fmt: skip
+    params = SamplingParams(
+        temperature=1.0, num_tokens_to_generate=work.outputs, ignore_eos=True, return_log_probs=True, processed_log_probs=True
+    )
+    prompts = [interface.encode(agent.problem(10**6 + number).prompt) for number in range(work.groups)]
+
+    def generate() -> None:
+        engine.generate([prompt for prompt in prompts for _ in range(work.group_size)], params)
+        engine.reset_prefix_cache()
+
+    generate()
+    alone_s = clock(generate)
+
+    def iterate(memory: MemorySwitch) -> Any:
+        one = dataclasses.replace(config, memory=memory)
+        return grpo_iteration(one, agent=agent, interface=interface, engine=engine, learner=learner, lr=1e-6)
+
+    iterate(MemorySwitch())
+    # The same answers again: everything but generation.
+    interface.replays = True
+    gc.collect()
+    train_s = iterate(MemorySwitch()).train_s
+    interface.replays = False
+    interface.answers.clear()
+    iterate(SWITCH)
+    reports: list[Any] = []
+    whole_s = clock(lambda: reports.append(iterate(SWITCH)))
+    report = reports[0]
+    tokens = count * work.outputs
+    return {
+        "groups": work.groups, "group_size": work.group_size, "inputs": work.inputs, "outputs": work.outputs,
+        "generation_alone_s": round(alone_s, 3), "training_alone_s": round(train_s, 3), "whole_s": round(whole_s, 3),
+        "over_parts": round(whole_s / (alone_s + train_s) - 1, 4),
+        "timeline_s": {"rollout": round(report.rollout_s, 3), "train": round(report.train_s, 3), "refit": round(report.refit_s, 4)},
+        "tokens_per_s": round(tokens / whole_s), "generated": round(report.mean_length * report.num_rollouts),
+        "num_dropped": report.num_dropped, "mean_reward": round(report.mean_reward, 4),
+        "logprob_mismatch": report.train.metrics["logprob_mismatch"],
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama-1b", choices=sorted(MODELS))
+    parser.add_argument("--turns", nargs="*", default=[], choices=sorted(MODELS), help="further shapes whose turns are measured")
+    parser.add_argument("--size", default="full", choices=sorted(SIZES))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    work, device = SIZES[arguments.size], torch.device(arguments.device)
+    clock, rows = Clock(device), []
+
+    def keep(what: str, model: str, run: Callable[[], dict[str, Any]]) -> None:
+        try:
+            row = {"what": what, "model": model, **run()}
+        except Exception as error:
+            row = {"what": what, "model": model, "error": f"{type(error).__name__}: {error}"[:600]}
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+
+    for number, model in enumerate((arguments.model, *arguments.turns)):
+        learner, engine = build(model, work, device, narrow=number > 0)
+        keep("refit", model, lambda learner=learner, engine=engine: refits(learner, engine, clock))
+        cycles = 5 if number else work.cycles
+        keep("turns", model, lambda learner=learner, engine=engine, cycles=cycles: turns(learner, engine, clock, cycles))
+        if not number:
+            keep("step", model, lambda learner=learner, engine=engine: step(learner, engine, work, clock))
+        learner = engine = None
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    if arguments.output is not None:
+        record(arguments.output, {"work": "reinforcement learning on one device, random weights", "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
