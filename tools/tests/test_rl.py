@@ -4,6 +4,7 @@
 
 import asyncio
 import json
+import math
 import random
 import shutil
 from pathlib import Path
@@ -18,7 +19,7 @@ from mcore_ckpt.manifest import read_manifest
 from mcore_tools import reinforce
 from mcore_tools.launch import launch
 from mcore_tools.recipes import RLConfig, RunConfig, override, read_config, recipe, write_config
-from mcore_tools.rl import REFERENCE, best_attempt, build_environment, post_train_rank, reinforce_rank
+from mcore_tools.rl import CRITIC, REFERENCE, best_attempt, build_environment, post_train_rank, reinforce_rank
 from mcore_tools.serving import open_engine
 from mcore_tools.training import export_run
 from tests.support.published import write_published
@@ -178,6 +179,8 @@ def test_ranks_learn_together(layout: str, tmp_path: Path) -> None:
         ("rl.environment=maths", "maths.path is empty; name a file"),
         ("rl.environment=maths rl.maths.path=no/such/file", "No such file or directory: 'no/such/file'"),
         ("rl.environment=no.such.module:Task", "cannot be made: No module named 'no'"),
+        ("rl.critic.lr=1e-3", "critic has no effect without gae"),
+        ("data_parallel=fsdp plan.dp=2 rl.num_groups=4 rl.kl_beta=0 rl.gae.lam=1", "rl.gae needs a critic"),
         ("rl.group_size=1", "group_size=1 must be at least 2"),
         ("train.global_batch_size=6", "= 8 answers must be a multiple of train.global_batch_size=6"),
         ("rl.generation_args.max_tokens=24", "max_tokens=24 must lie below train.seq_len=24"),
@@ -198,6 +201,26 @@ def test_what_cannot_run_is_one_line_before_anything_is_written(
     message = capsys.readouterr().err
     assert message.startswith("error: ") and message.count("\n") == 1 and words in message
     assert not (tmp_path / "run").exists()
+
+
+def test_ppo_trains_its_critic_first_and_goes_on_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes = ("rl.gae.lam=0.9", "rl.critic.lr=1e-3", "rl.critic.warmup_steps=1", "rl.group_size=1", "rl.num_groups=8")
+    changes += ("rl.environment=character_share", "rl.imitation_steps=0")
+    output = tmp_path / "run"
+    assert run(output, *changes) == 0
+    first, second = rows(output)
+    assert "ratio" not in first and second["ratio"] == pytest.approx(1.0, abs=0.1)
+    assert first["critic/loss"] > 0 and math.isfinite(second["critic/explained_variance"])
+    critics = CheckpointManager(output / CRITIC)
+    assert critics.steps() == [2] and read_manifest(critics.folder(2)).extra["optimizer_step"] == 4
+    assert "value_head.weight" in read_manifest(critics.folder(2)).tensors
+    assert not [name for name in read_manifest(CheckpointManager(output / "checkpoints").folder(2)).tensors if "value_head" in name]
+    assert run(output, *changes, "train.steps=3") == 0
+    assert [row["step"] for row in rows(output)] == [1, 2, 3]
+    assert read_manifest(critics.folder(3)).extra["optimizer_step"] == 6
+    shutil.rmtree(output / CRITIC)
+    assert run(output, *changes, "train.steps=4") == 1
+    assert "the run began without rl.gae" in capsys.readouterr().err
 
 
 def test_a_problem_that_leaves_no_room_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

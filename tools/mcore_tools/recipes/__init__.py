@@ -9,13 +9,14 @@ from mcore_tools.recipes._file import config_text, read_config, write_config
 from mcore_tools.recipes._override import RecipeError, override
 from mcore_tools.recipes._published import LAYOUTS
 from mcore_tools.recipes._registry import RECIPES, recipe
-from mcore_tools.recipes._rl import CharacterShareConfig, RLConfig
+from mcore_tools.recipes._rl import CharacterShareConfig, CriticConfig, RLConfig
 from mcore_tools.recipes._sft import SFTConfig
 
 __all__ = [
     "LAYOUTS",
     "RECIPES",
     "CharacterShareConfig",
+    "CriticConfig",
     "DataConfig",
     "FIMConfig",
     "FSDPConfig",

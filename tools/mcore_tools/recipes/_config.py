@@ -415,6 +415,8 @@ class RunConfig:
                 f"rl.kl_beta={rl.kl_beta} and rl.kl_in_reward={rl.kl_in_reward} need a reference, which "
                 f"data_parallel={self.data_parallel!r} does not keep; set data_parallel=ddp, or both to 0"
             )
+        if rl.gae is not None and self.data_parallel != "ddp":
+            raise ValueError(f"rl.gae needs a critic, which data_parallel={self.data_parallel!r} has none of; set data_parallel=ddp")
         if train.warmup_steps >= train.steps:
             raise ValueError(f"train.warmup_steps={train.warmup_steps} must be below train.steps={train.steps}, the iterations")
         if rl.packing is not None and rl.packing.alignment % self.sequence_multiple:

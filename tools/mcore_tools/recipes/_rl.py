@@ -10,6 +10,7 @@ from typing import Any
 from mcore_rl import (
     AdvantageConfig,
     Aggregation,
+    GAEConfig,
     GenericGenerationArgs,
     GRPOConfig,
     GRPOObjective,
@@ -41,6 +42,29 @@ class CharacterShareConfig:
     def __post_init__(self) -> None:
         if not self.prompts or not self.wanted:
             raise ValueError(f"prompts={list(self.prompts)} and wanted={self.wanted!r} must not be empty")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    """The model whose values PPO compares rewards with; it begins with the policy's weights.
+
+    Raises:
+        ValueError: a field out of its range.
+    """
+
+    lr: float = 1e-5
+    """Learning rate of all its updates."""
+    clip: float = 0.2
+    """Largest change of a value that is rewarded, in an iteration; inf for none."""
+    warmup_steps: int = 0
+    """First iterations that train the critic alone."""
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "clip"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"critic.{name}={getattr(self, name)} must be above 0")
+        if self.warmup_steps < 0:
+            raise ValueError(f"critic.warmup_steps={self.warmup_steps} must not be negative")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +105,10 @@ class RLConfig:
     """Clip range, dual clip, CISPO, ratios of sequences."""
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     """Baseline and scale of rewards."""
+    gae: GAEConfig | None = None
+    """PPO: a critic's values in place of ``advantage``; groups may hold one answer."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """Of ``gae``."""
     aggregation: Aggregation = field(default_factory=Aggregation)
     """How the losses of tokens are averaged."""
     correction: ImportanceCorrection | None = field(default_factory=ImportanceCorrection)
@@ -118,8 +146,11 @@ class RLConfig:
             raise ValueError(
                 f"environment={self.environment!r} must be one of {', '.join(ENVIRONMENTS)}, or PACKAGE.MODULE:NAME of one of your own"
             )
-        if self.group_size < 2:
-            raise ValueError(f"group_size={self.group_size} must be at least 2: an answer is judged against its group")
+        if self.gae is None and self.critic != CriticConfig():
+            raise ValueError("critic has no effect without gae; set rl.gae.lam=0.95, or leave critic out")
+        if self.group_size < (least := 2 if self.gae is None else 1):
+            reason = ": an answer is judged against its group" if least == 2 else ""
+            raise ValueError(f"group_size={self.group_size} must be at least {least}{reason}")
         if self.environment == "maths" and not self.maths.path:
             raise ValueError("maths.path is empty; name a file of JSON lines with question and answer: rl.maths.path=FILE")
         for name, least in (("imitation_steps", 0), ("eval_samples", 0), ("imitation_tries", 1)):

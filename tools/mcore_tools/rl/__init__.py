@@ -2,12 +2,14 @@
 # Copyright (c) 2026 the mcore authors
 """Reinforcement learning: a run of its own, or on from the checkpoint of another."""
 
+from mcore_tools.rl._critic import CRITIC
 from mcore_tools.rl._environment import build_environment
 from mcore_tools.rl._imitation import best_attempt, texts
 from mcore_tools.rl._post_train import post_train_rank
 from mcore_tools.rl._run import REFERENCE, Reinforced, reinforce_rank
 
 __all__ = [
+    "CRITIC",
     "REFERENCE",
     "Reinforced",
     "best_attempt",

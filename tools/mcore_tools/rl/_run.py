@@ -5,7 +5,7 @@
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from mcore_ckpt import CheckpointManager
 from mcore_parallel.comm import all_reduce
 from mcore_parallel.guard import Watchdog
-from mcore_parallel.training import NonFiniteLossError, TrainerState, Writer, model_state
+from mcore_parallel.training import NonFiniteLossError, TrainerState, TrainReport, Writer, model_state
 from mcore_rl import (
     EvaluationResponse,
     FrozenWeights,
@@ -29,6 +29,7 @@ from mcore_rl import (
 from mcore_tools.assembly import Parts, open_tokenizer, schedule
 from mcore_tools.recipes import RunConfig
 from mcore_tools.reports import History
+from mcore_tools.rl._critic import RunCritic
 from mcore_tools.rl._environment import build_environment
 from mcore_tools.rl._imitation import imitate
 from mcore_tools.rl._policy import assemble_policy
@@ -79,7 +80,7 @@ def reinforce_rank(config: RunConfig, kind: str, watchdog: Watchdog | None = Non
     finally:
         for writer in writers:
             writer.close()
-        run.parts.close()
+        run.close()
     stopped = run.state.step if run.stopped else None
     return Reinforced(history=history, reward=reward, seconds=time.perf_counter() - begin, stopped_at=stopped)
 
@@ -109,6 +110,7 @@ class _Run:
         self._check_length()
         self.parts: Parts = assemble_policy(config, self.tokenizer, self.device)
         self.checkpoints = RunCheckpoints(config.load, self.own, source, self.parts.optimizer, describe_model(config, origin))
+        self.critic = None if self.rl.gae is None else RunCritic(config, self.parts, self.device)
         self.rates = schedule(config)
         self.state, self.position = TrainerState(), 0
         if (newest := self.own.latest()) is not None:
@@ -164,7 +166,12 @@ class _Run:
             sync=parts.sync,
             optimizer=parts.optimizer,
             reference=frozen,
+            critic=None if self.critic is None else self.critic.critic,
         )
+        if self.critic is not None and fresh:
+            self.critic.begin()
+        elif self.critic is not None:
+            self.critic.load(self.state.step)
 
     def iterate(self, writers: Iterable[Writer], watchdog: Watchdog | None, stop: Callable[[], bool]) -> float:
         """The iterations that are left, and their numbers; the last reward."""
@@ -177,7 +184,8 @@ class _Run:
         for step in numbers if watchdog is None else watchdog.watch(numbers, start=self.state.step + 1):
             begin = time.perf_counter()
             lr = self.rates.lr(self.state.step - self.state.skipped_steps)
-            report = grpo_iteration(grpo, agent=self.environment, interface=self.interface, engine=self.engine, learner=self.learner, lr=lr)
+            parts: dict[str, Any] = {"agent": self.environment, "interface": self.interface, "engine": self.engine, "learner": self.learner}
+            report = grpo_iteration(grpo, **parts, lr=lr, train_policy=self.critic is None or step > self.rl.critic.warmup_steps)
             self._count(report)
             values = {**_values(report), "lr": lr, "skipped_steps": self.state.skipped_steps}
             reward = report.mean_reward
@@ -197,6 +205,12 @@ class _Run:
         if saved != self.state.step:
             self.save()
         return reward
+
+    def close(self) -> None:
+        """Give up hooks."""
+        self.parts.close()
+        if self.critic is not None:
+            self.critic.close()
 
     def evaluate(self) -> dict[str, float]:
         """The most likely answers to ``train.eval_batches * rl.num_groups`` problems, the same each time, shared by the ranks; pass@k of
@@ -231,10 +245,12 @@ class _Run:
             "optimizer_step": self.parts.optimizer.step_count,
             "rl": {"position": position},
         }
+        if self.critic is not None:
+            self.critic.save(self.state.step)
         self.checkpoints.save(self.state.step, self.parts.state(), extra)
 
     def _count(self, report: IterationReport) -> None:
-        skipped = sum(update.skipped for update in report.updates)
+        skipped = sum(update.skipped for update in (*report.updates, *report.critic_updates))
         state = self.state
         self.state = TrainerState(
             step=state.step + 1,
@@ -244,7 +260,7 @@ class _Run:
         allowed = self.config.train.max_skipped_steps
         if skipped and self.state.skipped_steps > allowed:
             reason = f"{self.state.skipped_steps} updates were skipped, train.max_skipped_steps={allowed}; lower optimizer.lr"
-            raise NonFiniteLossError(self.state.step, report.train, reason)
+            raise NonFiniteLossError(self.state.step, (*report.updates, *report.critic_updates)[-1], reason)
 
     def _agree(self, wanted: bool) -> bool:
         """Whether any rank wants to stop."""
@@ -259,10 +275,16 @@ class _Run:
 def _values(report: IterationReport) -> dict[str, float]:
     """The numbers of an iteration."""
     num_tokens = report.mean_length * report.num_rollouts
-    first, *_ = updates = report.updates
-    metrics = {name: sum(update.metrics[name] for update in updates) / len(updates) for name in first.metrics}
-    # Of the weights that drew the answers; later updates have others.
-    metrics["logprob_mismatch"] = first.metrics["logprob_mismatch"]
+    metrics = _means(report.updates)
+    if report.updates:
+        # Of the weights that drew the answers; later updates have others.
+        metrics["logprob_mismatch"] = report.updates[0].metrics["logprob_mismatch"]
+    if report.critic_updates:
+        critic = _means(report.critic_updates)
+        error = critic["value_error_squared"] - critic["value_error"] ** 2
+        spread = critic["return_squared"] - critic["return"] ** 2
+        metrics |= {f"critic/{name}": critic[name] for name in ("loss", "grad_norm", "value", "return", "value_clipped")}
+        metrics["critic/explained_variance"] = 1 - error / spread if spread > 0 else 0.0
     values = {
         "reward": report.mean_reward,
         "reward_std": report.std_reward,
@@ -270,11 +292,17 @@ def _values(report: IterationReport) -> dict[str, float]:
         "num_rollouts": report.num_rollouts,
         "num_dropped": report.num_dropped,
         "num_filtered": report.num_filtered,
-        "loss": sum(update.loss for update in updates) / len(updates),
-        "grad_norm": sum(update.grad_norm for update in updates) / len(updates),
         "rollout_s": report.rollout_s,
         "train_s": report.train_s,
         "refit_s": report.refit_s,
         "tokens_per_s": num_tokens / (report.rollout_s + report.train_s + report.refit_s),
     }
     return values | metrics
+
+
+def _means(updates: Sequence[TrainReport]) -> dict[str, float]:
+    """Of the losses, norms and metrics of updates; nothing of none."""
+    if not updates:
+        return {}
+    rows = [{**update.metrics, "loss": update.loss, "grad_norm": update.grad_norm} for update in updates]
+    return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
