@@ -11,7 +11,8 @@ parameters are sharded too), narrow (gradients cross ranks in bfloat16 and are a
 is compiled), ub (buffers registered with NCCL), norms (of trunk and ddp: their outputs are recomputed in the backward), layers (of trunk,
 ddp and fsdp2: whole layers are computed again in the backward), prefetchN (units gathered ahead), aheadN (at most that many MiB of them),
 epN (of trunk and ddp: ranks among which a layer's experts lie), cpN with heads or ring (of trunk, ddp and fsdp2: ranks among which a
-sequence lies, and how its parts meet), keep (of fsdp2: parameters stay gathered between forward and backward).
+sequence lies, and how its parts meet), keep (of fsdp2: parameters stay gathered between forward and backward), fp8 or fp8_rows (of trunk
+and ddp: GEMMs in fp8, those of experts too, by the recipe tensorwise or rowwise).
 
 On a CPU runs of one size share a world and take turns, so that a busy machine meets them alike.
 """
@@ -66,7 +67,24 @@ MODELS: Mapping[str, LlamaShape] = MappingProxyType(
 )
 _NUMBERS = ("dp", "cp", "ep", "mbs", "gbs", "l", "seq", "prefetch", "ahead")
 _WAYS = ("ours", "fsdp2", "trunk", "ddp")
-_FLAGS = (*_WAYS, "no_shard", "optim", "optim_grads", "narrow", "cudnn", "plain", "ub", "norms", "layers", "heads", "ring", "keep")
+_RECIPES: Mapping[str, Any] = MappingProxyType({"fp8": "tensorwise", "fp8_rows": "rowwise"})
+_FLAGS = (
+    *_WAYS,
+    "no_shard",
+    "optim",
+    "optim_grads",
+    "narrow",
+    "cudnn",
+    "plain",
+    "ub",
+    "norms",
+    "layers",
+    "heads",
+    "ring",
+    "keep",
+    "fp8",
+    "fp8_rows",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,6 +240,7 @@ def _torch(run: FsdpRun, net: Llama, device: torch.device) -> tuple[Any, Any, St
 def _trunk(run: FsdpRun, device: torch.device) -> Step:
     from mcore_moe import MoEConfig, moe_feed_forward
     from mcore_parallel import ParallelPlan, ProcessGroups
+    from mcore_parallel.backends import Fp8Config, choose_backend
     from mcore_parallel.context_parallel import context_parallel_attention
     from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
     from mcore_parallel.models import GPTModel
@@ -243,7 +262,9 @@ def _trunk(run: FsdpRun, device: torch.device) -> Step:
         width = run.shape.feed_forward // choices
         experts = MoEConfig(num_moe_experts=count, moe_router_topk=choices, moe_ffn_hidden_size=width, moe_aux_loss_coeff=0.01)
         options["feed_forward"] = moe_feed_forward(experts)
-    model = GPTModel(run.config(), groups, **options)
+    recipe = next((name for flag, name in _RECIPES.items() if flag in run.flags), None)
+    backend = None if recipe is None else choose_backend("torch", fp8=Fp8Config(recipe=recipe))
+    model = GPTModel(run.config(), groups, backend=backend, **options)
     with torch.no_grad():
         for module in model.modules():
             initialise(module)

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from mcore_moe import MoEConfig, moe_feed_forward
 from mcore_parallel import ProcessGroups
 from mcore_parallel.data import HuggingFaceTokenizer
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
@@ -60,12 +61,21 @@ def configure(kind: str, steps: int, lr: float, folder: Path) -> RunConfig:
     return RunConfig(model=_MODELS[kind], train=train, optimizer=optimizer, output=str(folder))
 
 
-def curve(config: RunConfig, kind: str, words: str, draw: int) -> dict[str, Any]:
+_MIXTURES = {
+    "cuda": MoEConfig(num_moe_experts=32, moe_router_topk=4, moe_ffn_hidden_size=512, moe_aux_loss_coeff=0.01),
+    "cpu": MoEConfig(num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=32, moe_aux_loss_coeff=0.01),
+}
+"""Instead of the dense feed-forward with ``--experts``."""
+
+
+def curve(config: RunConfig, kind: str, words: str, draw: int, experts: bool) -> dict[str, Any]:
     """One run on this rank, from that draw of the weights."""
     device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
     groups, train = ProcessGroups.single(), config.train
     backend = DenseRun.parse(f"tiny:{words}").completed("torch", "none").backend()
-    model = GPTModel(config.model, groups, backend=backend, dtype=DTYPES[train.dtype], device=device, seed=train.seed + draw)
+    options: dict[str, Any] = {"feed_forward": moe_feed_forward(_MIXTURES[kind])} if experts else {}
+    options |= {"dtype": DTYPES[train.dtype], "device": device, "seed": train.seed + draw}
+    model = GPTModel(config.model, groups, backend=backend, **options)
     sync = DistributedDataParallel(DistributedDataParallelConfig(), model, groups)
     optimizer = MegatronOptimizer(config.optimizer, sync, groups)
     learn, judge = datasets(config, HuggingFaceTokenizer(config.data.tokenizer))
@@ -124,6 +134,7 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=25)
     parser.add_argument("--lr", type=float, default=6e-4)
     parser.add_argument("--seeds", type=int, default=1, help="draws of the weights")
+    parser.add_argument("--experts", action="store_true", help="32 experts, 4 a token, instead of the dense feed-forward")
     parser.add_argument("--text", type=Path, nargs="+", help="files or folders; default: the standard library")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
@@ -140,8 +151,9 @@ def main() -> None:
         padded = pad_vocab_size(corpus.tokenizer.vocab_size, 1)
         data = DataConfig(prefix=corpus.prefix, tokenizer=str(folder / "data" / "tokenizer"))
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=padded), data=data)
+        common = {"config": config, "kind": kind, "experts": arguments.experts}
         draws = [
-            [launch(curve, 1, device=kind, config=config, kind=kind, words=words, draw=draw)[0] for words in ("", *arguments.runs)]
+            [launch(curve, 1, device=kind, words=words, draw=draw, **common)[0] for words in ("", *arguments.runs)]
             for draw in range(arguments.seeds)
         ]
     rows = over_draws(draws, arguments.window)

@@ -5,8 +5,8 @@
 python -m tools.bench.moe --output docs/benchmarks/moe_layer.json
 
 128 experts of width 768, top 8, width 2,048, 32,768 tokens, as routed by a fresh router and with forced balance. Weight gradients are
-added to float32 buffers in place, as in training. Only the GEMMs of the routed experts count as operations: 6 a token, expert and weight
-forward with a gated activation, three times as many with the backward.
+added to float32 buffers in place, as in training; the experts are also timed in fp8, by both recipes. Only the GEMMs of the routed experts
+count as operations: 6 a token, expert and weight forward with a gated activation, three times as many with the backward.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from mcore_moe import MoEConfig, MoELayer
 from mcore_parallel import ProcessGroups
+from mcore_parallel.backends import Fp8Config, choose_backend
 from mcore_parallel.models import Site, TransformerConfig
 from mcore_parallel.nn import Step
 from mcore_parallel.tensor_parallel import MainGradient
@@ -31,14 +32,15 @@ WORK = MappingProxyType({"tokens": 32768, "hidden": 2048, "ffn": 768, "experts":
 # T tokens, D model, F width of an expert, E experts, K experts a token, R = T K rows.
 
 
-def build(sizes: argparse.Namespace, device: torch.device, *, balanced: bool) -> MoELayer:
-    """The layer, with float32 buffers for the gradients of its experts."""
+def build(sizes: argparse.Namespace, device: torch.device, *, balanced: bool, fp8: Fp8Config | None = None) -> MoELayer:
+    """The layer, with float32 buffers for the gradients of its experts; casts of weights are kept as between two updates."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = TransformerConfig(num_layers=1, hidden_size=sizes.hidden, num_attention_heads=1, vocab_size=128, activation="swiglu")
     mixture = MoEConfig(
         num_moe_experts=sizes.experts, moe_router_topk=sizes.topk, moe_ffn_hidden_size=sizes.ffn, moe_router_force_load_balancing=balanced
     )
-    site = Site(layer=0, local_layer=0, config=model, groups=ProcessGroups.single(), dtype=dtype, device=device)
+    layers = choose_backend("torch", fp8=fp8).layers(0, 1)
+    site = Site(layer=0, local_layer=0, config=model, groups=ProcessGroups.single(), layers=layers, dtype=dtype, device=device)
     layer = MoELayer(mixture, site, dtype=dtype, device=device)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
@@ -46,6 +48,7 @@ def build(sizes: argparse.Namespace, device: torch.device, *, balanced: bool) ->
     layer.experts.accumulate_weight_gradients_into(
         {name: MainGradient(torch.zeros_like(weight, dtype=torch.float32)) for name, weight in weights.items()}
     )
+    layer.experts.parameters_changed()
     return layer
 
 
@@ -72,8 +75,11 @@ def works(sizes: argparse.Namespace, device: torch.device) -> dict[str, Callable
     rows_RD = torch.randn(rows, sizes.hidden, device=device, dtype=dtype, requires_grad=True)
     share = rows // sizes.experts
     ends_N = torch.arange(share, rows + 1, share, dtype=torch.int32, device=device)
-    experts = build(sizes, device, balanced=False).experts
-    add("experts, rows in order", lambda: experts(rows_RD, ends_N), torch.randn_like(rows_RD))
+    for recipe in (None, "tensorwise", "rowwise"):
+        fp8 = None if recipe is None else Fp8Config(recipe=recipe)
+        experts = build(sizes, device, balanced=False, fp8=fp8).experts
+        name = "experts, rows in order" + ("" if recipe is None else f", fp8 {recipe}")
+        add(name, lambda experts=experts: experts(rows_RD, ends_N), torch.randn_like(rows_RD))
     up = torch.randn(2 * sizes.ffn, sizes.hidden, device=device, dtype=dtype, requires_grad=True)
     down = torch.randn(sizes.hidden, sizes.ffn, device=device, dtype=dtype, requires_grad=True)
     add("dense GEMMs", lambda: (rows_RD @ up.t())[:, : sizes.ffn] @ down.t(), torch.randn_like(rows_RD))

@@ -9,7 +9,7 @@ import torch
 
 from mcore_moe import GroupedMLP, MoEConfig, MoELayer, SequentialMLP
 from mcore_parallel import ProcessGroups
-from mcore_parallel.backends import ends_of
+from mcore_parallel.backends import Fp8Config, choose_backend, ends_of
 from mcore_parallel.models import Site, TransformerConfig
 from mcore_parallel.nn import ACTIVATIONS, Activation, Step
 from mcore_parallel.tensor_parallel import MainGradient
@@ -101,9 +101,10 @@ def test_the_widths_that_are_refused_cannot(hidden_size: int, ffn_size: int) -> 
         experts(rows, ends_of([4, 2], CUDA))
 
 
-def make_layer(dtype: torch.dtype, device: str) -> MoELayer:
+def make_layer(dtype: torch.dtype, device: str, fp8: Fp8Config | None = None) -> MoELayer:
     config = TransformerConfig(num_layers=1, hidden_size=256, num_attention_heads=4, vocab_size=64, ffn_hidden_size=128)
-    site = Site(layer=0, local_layer=0, config=config, groups=ProcessGroups.single(), dtype=dtype, device=torch.device(device))
+    place: Any = {"dtype": dtype, "device": torch.device(device), "layers": choose_backend("torch", fp8=fp8).layers(0, 1)}
+    site = Site(layer=0, local_layer=0, config=config, groups=ProcessGroups.single(), **place)
     layer = MoELayer(MoEConfig(num_moe_experts=16, moe_router_topk=4, moe_ffn_hidden_size=128), site, dtype=dtype, device=device)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -113,8 +114,10 @@ def make_layer(dtype: torch.dtype, device: str) -> MoELayer:
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_a_layer_waits_for_the_device_nowhere_and_has_the_same_bits_twice() -> None:
-    layer = make_layer(torch.bfloat16, "cuda")
+@pytest.mark.parametrize("recipe", [None, "tensorwise", "rowwise"])
+def test_a_layer_waits_for_the_device_nowhere_and_has_the_same_bits_twice(recipe: Any) -> None:
+    layer = make_layer(torch.bfloat16, "cuda", None if recipe is None else Fp8Config(recipe=recipe))
+    layer.experts.parameters_changed()
     totals = {name: torch.zeros_like(getattr(layer.experts, name), dtype=torch.float32) for name in ("up", "down")}
     layer.experts.accumulate_weight_gradients_into({name: MainGradient(total) for name, total in totals.items()})
     x, grad = (torch.randn(512, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))

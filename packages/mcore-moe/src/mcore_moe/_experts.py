@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from mcore_moe._lora import ExpertLora
 from mcore_moe._stability import experimental_api
 from mcore_parallel import ProcessGroups, ShardSpec
-from mcore_parallel.backends import grouped_matmul
-from mcore_parallel.nn import Activation, LayerMemory
+from mcore_parallel.backends import Fp8GroupedProducts, grouped_matmul, grouped_products
+from mcore_parallel.nn import Activation, LayerFactory, LayerMemory
 from mcore_parallel.tensor_parallel import LoraConfig, MainGradient
 
 # R rows in expert order, N experts of this rank, D model, F width of an expert, W width of the activation's input (2 F with a gate).
@@ -166,7 +166,50 @@ class SequentialMLP(_StackedExperts):
 
 @experimental_api
 class GroupedMLP(_StackedExperts):
-    """All experts in two grouped GEMMs (bfloat16 on a GPU), whose weight gradients are added to the main gradients in place."""
+    """All experts in two grouped GEMMs (bfloat16 on a GPU, or fp8), whose weight gradients are added to the main gradients in place.
+
+    Arguments are those of `SequentialMLP`, and one more.
+
+    Args:
+        layers: of ``mcore_parallel.backends.Backend.layers``; its fp8 recipe holds for the two stacks, not for their adapters. None for the
+            dtype of the parameters.
+
+    Raises:
+        ValueError: as of `SequentialMLP`; layers of another backend than torch.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        ffn_size: int,
+        groups: ProcessGroups,
+        *,
+        activation: str | Activation = "swiglu",
+        bias: bool = False,
+        memory: LayerMemory | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        layers: LayerFactory | None = None,
+    ) -> None:
+        options: dict[str, Any] = {"activation": activation, "bias": bias, "memory": memory, "dtype": dtype, "device": device}
+        super().__init__(num_experts, hidden_size, ffn_size, groups, **options)
+        self._products: Mapping[str, Fp8GroupedProducts] = {}
+        if layers is not None:
+            shapes = {name: getattr(self, name).flatten(1, -2).shape for name in ("up", "down")}
+            found = {name: grouped_products(layers, width, out, groups) for name, (_, out, width) in shapes.items()}
+            self._products = {name: products for name, products in found.items() if products is not None}
+
+    def parameters_changed(self) -> None:
+        """As ``mcore_parallel.tensor_parallel.WeightCopyHolder``."""
+        for products in self._products.values():
+            products.weight_changed()
+
+    def _multiply(self, name: str, rows_RI: Tensor, weight_NOI: Tensor, ends_N: Tensor) -> Tensor:
+        if name not in self._products:
+            return super()._multiply(name, rows_RI, weight_NOI, ends_N)
+        main_grad = None if torch.compiler.is_compiling() else self._main_grads.get(name)
+        return self._products[name].matmul(rows_RI, weight_NOI, ends_N, main_grad)
 
 
 def _rows_of_experts(bias_NO: Tensor, num_rows: int, ends_N: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ from mcore_moe.dispatch import (
     ReplicatedTokenDispatcher,
 )
 from mcore_parallel import ParallelPlan, ProcessGroups
-from mcore_parallel.backends import special_products
 from mcore_parallel.comm import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
 from mcore_parallel.models import Aux, AuxSpec, FeedForwardBuilder, Site, TransformerConfig, dense_feed_forward
 from mcore_parallel.nn import MLP, Activation, Step
@@ -48,7 +47,7 @@ class MoELayer(nn.Module):
         pause: called while tokens travel (``mcore_parallel.pipeline.Overlap.pause``); None waits for them.
 
     Raises:
-        ValueError: ep does not divide the experts, or etp their width; a backend that the experts cannot be computed by; experts
+        ValueError: ep does not divide the experts, or etp their width; another backend than torch; experts
             spread beyond the tp ranks that hold the same tokens; ``pause`` with another exchange than all-to-all.
     """
 
@@ -65,11 +64,6 @@ class MoELayer(nn.Module):
         _check_pause(config, pause)
         groups = site.groups
         self.layer = site.layer
-        if (matmuls := special_products(site.layers)) is not None:
-            raise ValueError(
-                f"the layers are computed by {matmuls}, experts only by torch in the dtype of their weights; "
-                'build the model with backend="torch" and fp8=None, or without experts'
-            )
         check_experts(config, site.config, groups.plan, dtype=dtype, device=device)
         hidden_size = site.config.hidden_size
         biased = site.config.add_bias_linear
@@ -88,6 +82,7 @@ class MoELayer(nn.Module):
             activation=activation,
             bias=site.config.add_bias_linear,
             memory=site.memory,
+            layers=site.layers,
             dtype=dtype,
             device=device,
         )

@@ -2,8 +2,9 @@
 # Copyright (c) 2026 the mcore authors
 """Implementations of the norms and GEMMs of a model: torch or Transformer Engine, in the model's dtype or in fp8."""
 
-from mcore_parallel.backends._factory import choose_backend, special_products
+from mcore_parallel.backends._factory import choose_backend, grouped_products, special_products
 from mcore_parallel.backends._fp8_config import RECIPES, Fp8Config
+from mcore_parallel.backends._fp8_grouped import Fp8GroupedProducts
 from mcore_parallel.backends._fp8_loss import Fp8LossProducts
 from mcore_parallel.backends._grouped import GroupedLinear, check_grouped_width, ends_of, grouped_matmul
 from mcore_parallel.backends._protocol import Backend, BackendLayers, NormColumnLinear
@@ -14,6 +15,7 @@ __all__ = [
     "Backend",
     "BackendLayers",
     "Fp8Config",
+    "Fp8GroupedProducts",
     "Fp8LossProducts",
     "GroupedLinear",
     "NormColumnLinear",
@@ -22,5 +24,6 @@ __all__ = [
     "choose_backend",
     "ends_of",
     "grouped_matmul",
+    "grouped_products",
     "special_products",
 ]

@@ -90,7 +90,7 @@ class _GroupedMatmul(torch.autograd.Function):
         grad_RI = _product(grad_RO, weight_NOI, ends_N) if ctx.needs_input_grad[0] else None
         grad_NOI = None
         if ctx.needs_input_grad[1]:
-            weight_grad = functools.partial(_finish_weight_gradient, grad_RO, rows_RI, ends_N, weight_NOI, ctx.main_grad)
+            weight_grad = functools.partial(finish_weight_gradient, grad_RO, rows_RI, ends_N, weight_NOI, ctx.main_grad)
             jobs = None if ctx.later is None else ctx.later.jobs
             if jobs is None:
                 grad_NOI = weight_grad()
@@ -99,7 +99,7 @@ class _GroupedMatmul(torch.autograd.Function):
         return grad_RI, grad_NOI, None, None
 
 
-def _finish_weight_gradient(
+def finish_weight_gradient(
     grad_RO: Tensor, rows_RI: Tensor, ends_N: Tensor, weight_NOI: Tensor, main_grad: MainGradient | None
 ) -> Tensor | None:
     """Adds it to the main gradient; without one, returns it."""

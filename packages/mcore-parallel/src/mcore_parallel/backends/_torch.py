@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from mcore_parallel.backends._fp8_config import Fp8Config
+from mcore_parallel.backends._fp8_grouped import Fp8GroupedProducts
 from mcore_parallel.backends._fp8_loss import Fp8LossProducts
 from mcore_parallel.backends._fp8_products import Fp8Products
 from mcore_parallel.backends._grouped import GroupedLinear
@@ -25,7 +26,7 @@ RECIPES_OF_TORCH = ("tensorwise", "rowwise")
 class TorchBackend:
     """The classes of this package, with GEMMs in the model's dtype or in fp8; conforms to ``Backend``.
 
-    Eight bits hold for the projections of attention and feed-forward, not for experts.
+    Eight bits hold for the projections of attention and feed-forward, and for experts.
 
     Args:
         fp8: None for the model's dtype everywhere; recipes "tensorwise" and "rowwise".
@@ -91,9 +92,26 @@ class TorchBackendLayers:
         return NormColumnLinear(norm, linear)
 
     def grouped_linear(
-        self, num_experts: int, in_features: int, out_features: int | tuple[int, ...], groups: ProcessGroups, **options: Any
+        self,
+        num_experts: int,
+        in_features: int,
+        out_features: int | tuple[int, ...],
+        groups: ProcessGroups,
+        *,
+        tp_dim: int | None = None,
+        **options: Any,
     ) -> GroupedLinear:
-        return GroupedLinear(num_experts, in_features, out_features, groups, **options)
+        out = math.prod((out_features,) if isinstance(out_features, int) else out_features)
+        cut_in = tp_dim is not None and tp_dim == (2 if isinstance(out_features, int) else len(out_features) + 1)
+        parts = groups.expt_tp.size if tp_dim is not None else 1
+        products = self.grouped_products(in_features // parts if cut_in else in_features, out if cut_in else out // parts, groups)
+        return GroupedLinear(num_experts, in_features, out_features, groups, tp_dim=tp_dim, products=products, **options)
+
+    def grouped_products(self, in_features: int, out_features: int, groups: ProcessGroups) -> Fp8GroupedProducts | None:
+        """What multiplies experts with so many features on this rank; None for ``grouped_matmul``."""
+        if self.fp8 is None or in_features % MULTIPLE or out_features % MULTIPLE:
+            return None
+        return Fp8GroupedProducts(self.fp8, groups.expt_tp)
 
     def _products(self, in_features: int, out_features: int) -> Fp8Products | None:
         if self.fp8 is None or in_features % MULTIPLE or out_features % MULTIPLE:
