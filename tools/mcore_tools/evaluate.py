@@ -23,7 +23,7 @@ from mcore_ckpt import CheckpointingException
 from mcore_tools.arguments import Parser, file, folder, integer, new_file
 from mcore_tools.evaluation import Scorer, read_choices, read_texts, score_choices, score_texts
 from mcore_tools.generate import add_model_arguments
-from mcore_tools.serving import open_engine
+from mcore_tools.serving import open_engine, served_length
 from mcore_tools.training import device_of
 
 
@@ -63,6 +63,10 @@ def _evaluate(options: argparse.Namespace) -> dict[str, Any]:
         raise ValueError('--tasks needs lm-evaluation-harness, which is not installed: pip install "mcore-tools[eval]"')
     texts = read_texts(options.text) if options.text else []
     questions = read_choices(options.choices) if options.choices else []
+    if texts and options.stride is not None:
+        length = options.max_length or served_length(options.checkpoint)
+        if options.stride >= length:
+            raise ValueError(f"--stride {options.stride} must be below the length of {length} tokens; lower it, or raise --max-length")
     device = device_of("cuda" if torch.cuda.is_available() else "cpu")
     scorer = Scorer(open_engine(options.checkpoint, device, max_length=options.max_length, cache_gb=options.cache_gb))
     results: dict[str, Any] = {}

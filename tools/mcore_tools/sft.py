@@ -49,6 +49,7 @@ from mcore_tools.training import (
     find_source,
     first_folder,
     is_huggingface,
+    may_be_local,
     stored_model,
 )
 
@@ -221,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_log(config.log)
         own = CheckpointManager(Path(config.output) / "checkpoints")
         check_lora(config, own)
-        source = find_source(config.load, own) if config.lora is None else find_base(config.load)
+        source = find_source(config.load, own, may_be_local=may_be_local(config)) if config.lora is None else find_base(config.load)
         check_stored(config, first_folder(config.load, own, source))
         config = prepared(config, [assignment.partition("=")[0].strip() for assignment in options.set], rank)
         code = run_to_end(config, entry)

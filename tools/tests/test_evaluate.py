@@ -108,7 +108,7 @@ def test_the_command_measures_what_it_is_asked_for(run: RunConfig, tmp_path: Pat
         ('{"question": "a", "choices": ["b"], "answer": 0}', ["--choices", "FILE"], "must be at least two texts"),
         ('{"question": "a", "choices": ["b", "c"], "answer": 2}', ["--choices", "FILE"], "answer=2 must be the number of one of 2"),
         ('{"question": "a", "choices": ["b", "c"]}', ["--choices", "FILE"], "has no 'answer'"),
-        ('{"text": "a"}', ["--text", "FILE", "--stride", "99"], "stride=99 must be at least 1 and below"),
+        ('{"text": "a"}', ["--text", "FILE", "--stride", "99"], "--stride 99 must be below the length of"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -118,6 +118,19 @@ def test_bad_input_is_one_line(
     assert main(["eval", run.output, *(word.replace("FILE", f"{tmp_path}/file.jsonl") for word in words)]) == 1
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_a_stride_is_refused_before_the_model_is_loaded(
+    run: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loads(*arguments: object, **more: object) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr("mcore_tools.evaluate.open_engine", loads)
+    (tmp_path / "file.txt").write_text("a", encoding="utf-8")
+    words = ["--text", f"{tmp_path}/file.txt", "--max-length", "16", "--stride", "16"]
+    assert main(["eval", run.output, *words]) == 1
+    assert "--stride 16 must be below the length of 16 tokens; lower it" in capsys.readouterr().err
 
 
 TASK = """\

@@ -122,11 +122,19 @@ def test_one_process_needs_no_saved_step_and_the_model_of_the_kept_one(
             train_rank(config, "cpu")
     with pytest.raises(ValueError, match=r"step 2 in .* holds the weights of another model: model.rotary_base=10000.0? there, 500.0? here"):
         train_rank(override(config, ["model.rotary_base=500"]), "cpu")
-    train_rank(config, "cpu")
+    # It counts where one is required, though no step outlives the node.
+    train_rank(override(config, ["load.required=true"]), "cpu")
     assert "goes on from step 2 in " in capsys.readouterr().out
     assert [step for step, *_ in rows(config)] == [1, 2, 3, 3, 4]
-    # A run that begins in its place has other steps.
+    # A run that begins in its place has other steps, and none on the node.
+    shutil.rmtree(Path(config.output) / "checkpoints")
+    shutil.rmtree(tmp_path / "node")
+    with pytest.raises(ValueError, match=r"load.required=true, and .*run/checkpoints or .*node/run-\w+ holds no checkpoint; set output"):
+        train_rank(override(config, ["load.required=true"]), "cpu")
     shutil.rmtree(config.output)
+    with pytest.raises(ValueError, match=r"load.required=true, and .*run/checkpoints holds no checkpoint; set output"):
+        train_rank(override(config, ["load.required=true"]), "cpu")
+    assert not Path(config.output).exists()
     train_rank(config, "cpu")
     assert "goes on" not in capsys.readouterr().out and [step for step, *_ in rows(config)] == [1, 2, 3, 4]
     with pytest.raises(ValueError, match=r"train.local_checkpoint_copies=2 must be at most the number of nodes, 1; lower it"):

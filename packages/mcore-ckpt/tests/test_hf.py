@@ -357,3 +357,10 @@ def test_a_tokenizer_is_a_folder_or_a_file(tmp_path):
     assert set(tokenizer_files(tmp_path)) == {"tokenizer/tokenizer_config.json"}
     with pytest.raises(ValueError, match="neither a file nor a folder"):
         tokenizer_files(tmp_path / "none")
+
+
+def test_a_missing_model_is_named_without_an_error_of_the_system(tmp_path):
+    with pytest.raises(CheckpointingException, match=rf"^there is no folder {tmp_path}/gone; name the folder of a Hugging Face model$"):
+        import_hf(tmp_path / "gone")
+    with pytest.raises(CheckpointingException, match=rf"^{tmp_path} has no config.json; name the folder"):
+        import_checkpoint_hf(tmp_path, tmp_path / "out")

@@ -3,7 +3,7 @@
 """Engines with the models of runs and of their exports."""
 
 from mcore_tools.serving._engine import Served, build_engine, serve_exported
-from mcore_tools.serving._open import open_engine, open_served_tokenizer, steps_folder
+from mcore_tools.serving._open import open_engine, open_served_tokenizer, served_length, steps_folder
 from mcore_tools.serving._replicas import Replicas, work_for
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "open_engine",
     "open_served_tokenizer",
     "serve_exported",
+    "served_length",
     "steps_folder",
     "work_for",
 ]

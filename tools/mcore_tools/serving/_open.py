@@ -67,6 +67,17 @@ def open_served_tokenizer(checkpoint: str | Path) -> HuggingFaceTokenizer | Temp
     return _read_assets(checkpoint)[2]
 
 
+def served_length(checkpoint: str | Path) -> int:
+    """The ``max_length`` of ``open_engine`` where none is given; no weights are read.
+
+    Raises:
+        CheckpointingException: as of ``open_engine``.
+    """
+    if is_huggingface(checkpoint):
+        return _published_length(HuggingFaceFolder(directory=Path(checkpoint)))
+    return _read_assets(checkpoint)[1].train.seq_len
+
+
 def steps_folder(path: str | Path) -> str | Path:
     """The folder of steps of a run where ``path`` is that of the run; else ``path``."""
     inside = Path(path) / "checkpoints"
@@ -97,11 +108,15 @@ def _open_huggingface(
     config, moe = model
     # Products of bfloat16 are for GPUs.
     dtype = "float32" if source.dtype == "float32" or torch.device(device).type == "cpu" else "bfloat16"
-    length = max_length or min(source.entries().get("max_position_embeddings", _LONGEST), _LONGEST)
+    length = max_length or _published_length(source)
     run = RunConfig(model=config, moe=moe, train=TrainConfig(dtype=dtype, seq_len=length))
     engine = build_engine(run, _open_tokenizer(source.directory, config.vocab_size), device, max_length=length, cache_gb=cache_gb)
     source.fill(model_state(engine.model, engine.model.groups))
     return engine
+
+
+def _published_length(source: HuggingFaceFolder) -> int:
+    return min(source.entries().get("max_position_embeddings", _LONGEST), _LONGEST)
 
 
 def _open_tokenizer(folder: Path, vocab_size: int) -> HuggingFaceTokenizer | TemplateTokenizer:

@@ -6,6 +6,7 @@ from mcore_tools.training._adapters import check_lora
 from mcore_tools.training._export import describe_model, export_adapter, export_run
 from mcore_tools.training._folder import check_log, open_folder, run_assets, run_checkpoints
 from mcore_tools.training._instruments import Instruments
+from mcore_tools.training._local import may_be_local
 from mcore_tools.training._pretrained import HuggingFaceFolder, is_huggingface
 from mcore_tools.training._start import RunCheckpoints, find_base, find_source, first_folder
 from mcore_tools.training._stored import RUN_FILE, check_stored, read_run, stored_model
@@ -34,6 +35,7 @@ __all__ = [
     "first_folder",
     "is_huggingface",
     "join",
+    "may_be_local",
     "meet",
     "open_folder",
     "place",

@@ -15,7 +15,7 @@ import yaml
 
 from mcore_ckpt import LocalCheckpoints
 from mcore_tools.recipes import RunConfig, config_text
-from mcore_tools.training._start import RunCheckpoints
+from mcore_tools.training._start import RunCheckpoints, nothing_to_load
 from mcore_tools.training._stored import check_model, model_of_run
 
 _RUN_NAME = "local_checkpoints"
@@ -40,6 +40,11 @@ def open_local(config: RunConfig) -> tuple[LocalCheckpoints, str] | None:
     folder = Path(train.local_checkpoint_folder) / f"{output.resolve().name}-{_run_name(output)}"
     copies, keep = train.local_checkpoint_copies, train.local_checkpoints_kept
     return LocalCheckpoints(folder, copies=copies, keep=keep, timeout_s=config.guard.limit_s), str(folder)
+
+
+def may_be_local(config: RunConfig) -> bool:
+    """Whether steps of the run in ``config.output`` may lie on the nodes: it keeps some there, and has begun."""
+    return bool(config.train.local_checkpoint_interval) and (Path(config.output) / _RUN_NAME).exists()
 
 
 class NodeCheckpoints:
@@ -83,9 +88,10 @@ class NodeCheckpoints:
 
         Raises:
             CheckpointingException: it does not fit, or cannot be read.
-            ValueError: it is of another model.
+            ValueError: it is of another model, or there is none and ``load.required`` wants one.
         """
-        other = _Fallback(self._steps)
+        required = self._config.load.required and not self._config.load.path
+        other = _Fallback(self._steps, f"{Path(self._config.output) / 'checkpoints'} or {self._folder}" if required else "")
         step, extra = self._local.load(state, other)
         self.loaded = other.steps.loaded
         if not other.taken:
@@ -101,6 +107,8 @@ class _Fallback:
     """What is loaded where the nodes have nothing newer; steps of the run itself count, what it begins with does not."""
 
     steps: RunCheckpoints
+    required: str = ""
+    """Where a step must lie; empty where random weights will do."""
     taken: bool = False
 
     def latest(self) -> int:
@@ -109,6 +117,8 @@ class _Fallback:
     def load(self, state: Mapping[str, Any], /) -> tuple[int, dict[str, Any]]:
         self.taken = True
         if self.steps.latest() is None:
+            if self.required:
+                raise ValueError(nothing_to_load(self.required))
             # The weights are those of the seed.
             return 0, {"trainer": {}, "optimizer_step": 0}
         return self.steps.load(state)

@@ -19,8 +19,13 @@ Source = CheckpointManager | Folder | HuggingFaceFolder
 """A folder of steps, one checkpoint, or a published model."""
 
 
-def find_source(config: LoadConfig, own: CheckpointManager) -> Source | None:
+def find_source(config: LoadConfig, own: CheckpointManager, *, may_be_local: bool = False) -> Source | None:
     """The folder of steps, the checkpoint or the Hugging Face folder that a run begins with; None for its own step, or random weights.
+
+    Args:
+        config: what it begins with.
+        own: the checkpoints of the run.
+        may_be_local: its steps may also lie on the nodes; ``load.required`` is then judged when these are read.
 
     Raises:
         ValueError: there is none, and ``config`` wants one.
@@ -28,13 +33,18 @@ def find_source(config: LoadConfig, own: CheckpointManager) -> Source | None:
     if own.latest() is not None:
         return None
     if not config.path:
-        if config.required:
-            raise ValueError(
-                f"load.required=true, and {own.directory} holds no checkpoint; set output to the folder of the run that is to go on, "
-                "load.path to what it begins with, or load.required=false"
-            )
+        if config.required and not may_be_local:
+            raise ValueError(nothing_to_load(str(own.directory)))
         return None
     return find_base(config)
+
+
+def nothing_to_load(places: str) -> str:
+    """Why ``load.required`` refuses a run, whose steps would lie in ``places``."""
+    return (
+        f"load.required=true, and {places} holds no checkpoint; set output to the folder of the run that is to go on, "
+        "load.path to what it begins with, or load.required=false"
+    )
 
 
 def find_base(config: LoadConfig) -> Source:

@@ -31,7 +31,7 @@ from mcore_tools.training._adapters import AdapterCheckpoints, check_lora, descr
 from mcore_tools.training._export import describe_model
 from mcore_tools.training._folder import open_folder, run_checkpoints
 from mcore_tools.training._instruments import Instruments
-from mcore_tools.training._local import NodeCheckpoints, open_local
+from mcore_tools.training._local import NodeCheckpoints, may_be_local, open_local
 from mcore_tools.training._start import RunCheckpoints, find_base, find_source, first_folder
 from mcore_tools.training._stored import check_stored
 from mcore_tools.training._world import device_of
@@ -84,7 +84,7 @@ def train_rank(
     # Where it begins, and that the weights there are of this model.
     own = run_checkpoints(config)
     check_lora(config, own)
-    source = find_source(config.load, own) if config.lora is None else find_base(config.load)
+    source = find_source(config.load, own, may_be_local=may_be_local(config)) if config.lora is None else find_base(config.load)
     origin = first_folder(config.load, own, source)
     check_stored(config, origin)
     opened = open_local(config)
