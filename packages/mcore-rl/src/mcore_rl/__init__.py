@@ -16,6 +16,7 @@ from mcore_rl._packed import PackingContext
 from mcore_rl._packing import PackingConfig, balance
 from mcore_rl._pass_at import pass_at_k
 from mcore_rl._policy_loss import PolicyLossConfig
+from mcore_rl._preference import DPOObjective, pair_batches
 from mcore_rl._reference import FrozenWeights, with_old_logprobs, with_ref_logprobs
 from mcore_rl._refit import WeightSink, gather_weights
 from mcore_rl._refit_plan import RefitPlan, RefitPlanError, WeightCopy, WeightFill, WeightShard, plan_refit
@@ -53,6 +54,7 @@ __all__ = [
     "ContrastiveRollout",
     "ContrastiveRolloutGenerator",
     "Critic",
+    "DPOObjective",
     "EvaluationAgent",
     "EvaluationResponse",
     "FrozenWeights",
@@ -99,6 +101,7 @@ __all__ = [
     "grpo_iteration",
     "internal_api",
     "kl_estimate",
+    "pair_batches",
     "pass_at_k",
     "plan_refit",
     "refit",
