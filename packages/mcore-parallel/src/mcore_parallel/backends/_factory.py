@@ -25,15 +25,17 @@ _LEAST_CAPABILITY = {
 _GENERATIONS = {(8, 9): "Ada", (9, 0): "Hopper", (10, 0): "Blackwell"}
 
 
-def choose_backend(name: Literal["torch", "te"] = "torch", *, fp8: Fp8Config | None = None) -> Backend:
+def choose_backend(name: Literal["torch", "te"] = "torch", *, fp8: Fp8Config | None = None, batch_invariant: bool = False) -> Backend:
     """The backend of a model (``GPTModel(backend=...)``).
 
     Args:
         name: "torch", or "te" for Transformer Engine (extra ``te``), which is imported here and nowhere else.
         fp8: recipe of fp8 GEMMs; None for the model's dtype.
+        batch_invariant: as of ``TorchBackend``.
 
     Raises:
-        ValueError: an unknown name, a recipe that the backend does not have or that this machine's GPU has no units for.
+        ValueError: an unknown name, a recipe that the backend does not have or that this machine's GPU has no units for,
+            batch_invariant with fp8 or with Transformer Engine.
         RuntimeError: Transformer Engine is not installed, or there is no GPU for it.
 
     Example:
@@ -46,7 +48,9 @@ def choose_backend(name: Literal["torch", "te"] = "torch", *, fp8: Fp8Config | N
     if fp8 is not None and (reason := missing_units(fp8, capability)):
         raise ValueError(reason)
     if name == "torch":
-        return TorchBackend(fp8)
+        return TorchBackend(fp8, batch_invariant=batch_invariant)
+    if batch_invariant:
+        raise ValueError('batch_invariant=True needs the matmuls of backend="torch"; use "torch"')
     if importlib.util.find_spec("transformer_engine") is None:
         raise RuntimeError(
             'backend="te" needs transformer_engine, which is not installed: pip install "mcore-parallel[te]", or use "torch"'

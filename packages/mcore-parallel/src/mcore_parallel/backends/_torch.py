@@ -18,7 +18,7 @@ from mcore_parallel.backends._protocol import NormColumnLinear
 from mcore_parallel.backends._quantize import MULTIPLE
 from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.nn import TorchLayers
-from mcore_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from mcore_parallel.tensor_parallel import BatchInvariantProducts, ColumnParallelLinear, LinearProducts, RowParallelLinear
 
 RECIPES_OF_TORCH = ("tensorwise", "rowwise")
 
@@ -30,18 +30,23 @@ class TorchBackend:
 
     Args:
         fp8: None for the model's dtype everywhere; recipes "tensorwise" and "rowwise".
+        batch_invariant: the forward of a token depends, bit by bit, on its own sequence only: neither on the other sequences of a batch
+            nor on how they are packed. For comparisons on a CPU, where every token is computed alone.
 
     Raises:
-        ValueError: a recipe that needs Transformer Engine.
+        ValueError: a recipe that needs Transformer Engine, or fp8 with ``batch_invariant``.
     """
 
-    def __init__(self, fp8: Fp8Config | None = None) -> None:
+    def __init__(self, fp8: Fp8Config | None = None, *, batch_invariant: bool = False) -> None:
+        if fp8 is not None and batch_invariant:
+            raise ValueError("batch_invariant=True excludes fp8, whose scales are of all tokens of a step; leave one of them out")
         if fp8 is not None and fp8.recipe not in RECIPES_OF_TORCH:
             raise ValueError(f'recipe={fp8.recipe!r} needs backend "te"; torch alone has "tensorwise" and "rowwise"')
-        self.fp8 = fp8
+        self.fp8, self.batch_invariant = fp8, batch_invariant
 
     def layers(self, layer: int, num_layers: int) -> "TorchBackendLayers":
-        return TorchBackendLayers(self.fp8 if self.fp8 is not None and self.fp8.covers(layer, num_layers) else None)
+        fp8 = self.fp8 if self.fp8 is not None and self.fp8.covers(layer, num_layers) else None
+        return TorchBackendLayers(fp8, batch_invariant=self.batch_invariant)
 
     def output_loss(self) -> Fp8LossProducts | None:
         return Fp8LossProducts(self.fp8) if self.fp8 is not None and self.fp8.output_layer else None
@@ -55,13 +60,16 @@ class TorchBackendLayers:
 
     Args:
         fp8: None for products in the dtype of the weights. A layer whose features do not come in multiples of 16 keeps that, too.
+        batch_invariant: as of ``TorchBackend``.
     """
 
-    def __init__(self, fp8: Fp8Config | None = None) -> None:
-        self.fp8 = fp8
+    def __init__(self, fp8: Fp8Config | None = None, *, batch_invariant: bool = False) -> None:
+        self.fp8, self.batch_invariant = fp8, batch_invariant
 
     def norm(self, size: int, **options: Any) -> nn.Module:
-        return TorchLayers().norm(size, **options)
+        norm: Any = TorchLayers().norm(size, **options)
+        norm.batch_invariant = self.batch_invariant
+        return norm
 
     def column_linear(
         self, in_features: int, out_features: int | tuple[int, ...], groups: ProcessGroups, **options: Any
@@ -113,7 +121,9 @@ class TorchBackendLayers:
             return None
         return Fp8GroupedProducts(self.fp8, groups.expt_tp)
 
-    def _products(self, in_features: int, out_features: int) -> Fp8Products | None:
+    def _products(self, in_features: int, out_features: int) -> LinearProducts | None:
+        if self.batch_invariant:
+            return BatchInvariantProducts()
         if self.fp8 is None or in_features % MULTIPLE or out_features % MULTIPLE:
             return None
         return Fp8Products(self.fp8)

@@ -122,6 +122,7 @@ def attention_spec(
         softmax_scale=config.softmax_scale if softmax_scale is None else softmax_scale,
         dtype=site.dtype,
         device=_device_type(site.device),
+        batch_invariant=site.batch_invariant,
     )
 
 

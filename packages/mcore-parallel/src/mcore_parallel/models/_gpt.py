@@ -16,7 +16,7 @@ from mcore_parallel.models._config import TransformerConfig
 from mcore_parallel.models._cores import rotary_config
 from mcore_parallel.models._init import fill_parameters
 from mcore_parallel.models._layer import build_norm, dense_feed_forward, self_attention
-from mcore_parallel.models._layout import check_layout, is_dense
+from mcore_parallel.models._layout import check_batch_invariant, check_layout, is_dense
 from mcore_parallel.models._memory import StageMemory
 from mcore_parallel.models._mixers import delta_net_mixer, latent_attention, mamba_mixer
 from mcore_parallel.models._mtp import TokenDepth, predict_further
@@ -25,7 +25,7 @@ from mcore_parallel.models._slots import FeedForwardBuilder, MixerBuilder, Site
 from mcore_parallel.models._stack import LayerStack, depth_symbols, place_stage, shares_table
 from mcore_parallel.nn import EXPERT_PARTS, AttentionCore, AttentionCoreBuilder, LearnedPositions, OffloadConfig, RecomputeConfig, Step
 from mcore_parallel.pipeline import StageLayout
-from mcore_parallel.tensor_parallel import VocabParallelEmbedding
+from mcore_parallel.tensor_parallel import BatchInvariantProducts, VocabParallelEmbedding, one_by_one
 
 
 # T tokens, D model.
@@ -110,6 +110,11 @@ class GPTModel(nn.Module):
             dtype=dtype,
             device=device,
         )
+        exact = isinstance(self.backend, TorchBackend) and self.backend.batch_invariant
+        if exact:
+            check_batch_invariant(
+                config, groups, feed_forward=feed_forward, own_core=mixer is not None or attention_core is not None, device=device
+            )
         self.is_first, self.is_last, held, depths = here.embedding, here.loss, here.layers, here.mtp_layers
         tied, shared = config.share_embeddings_and_output_weights, shares_table(config, stages, here)
         further = len(depths) > 0
@@ -131,7 +136,16 @@ class GPTModel(nn.Module):
 
         def site(layer: int, local_layer: int) -> Site:
             parts = self.backend.layers(layer, config.num_layers)
-            return Site(layer=layer, local_layer=local_layer, config=config, groups=groups, dtype=dtype, device=device, layers=parts)
+            return Site(
+                layer=layer,
+                local_layer=local_layer,
+                config=config,
+                groups=groups,
+                dtype=dtype,
+                device=device,
+                layers=parts,
+                batch_invariant=exact,
+            )
 
         def depth(number: int) -> TokenDepth:
             first = number * own
@@ -150,6 +164,8 @@ class GPTModel(nn.Module):
         output_ends = ends if tied else place
         output_ends = {**output_ends, "unpadded_vocab_size": unpadded_vocab_size, "loss": self.backend.output_loss()}
         output = OutputLayer(*sizes, tied=tied and not copied, **output_ends) if self.is_last else None
+        if output is not None and exact:
+            output.products = BatchInvariantProducts()
         self._holds_copy = copied and self.is_last
         if self._holds_copy:
             # The copy bears the name of the table, and hooks find it in the module that uses it.
@@ -229,7 +245,12 @@ class GPTModel(nn.Module):
             window: of the layers with a window; None unless they have a base of their own.
         """
         turns = rotary_config(self.config, window=window)
-        return None if turns is None else turns.tables(positions)
+        if turns is None:
+            return None
+        if isinstance(self.backend, TorchBackend) and self.backend.batch_invariant:
+            cos, sin = one_by_one(lambda part: torch.stack(turns.tables(part), dim=1), positions).unbind(1)
+            return cos.contiguous(), sin.contiguous()
+        return turns.tables(positions)
 
 
 def _scaled(hidden: Tensor, factor: float) -> Tensor:

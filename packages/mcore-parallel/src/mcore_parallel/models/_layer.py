@@ -116,6 +116,7 @@ def dense_feed_forward(site: Site, *, fp8_input_store: bool = False) -> nn.Modul
         offset=config.glu_linear_offset,
         clamp=config.activation_func_clamp_value,
         fp8_input_store=fp8_input_store,
+        batch_invariant=site.batch_invariant,
     )
     return MLP(
         config.hidden_size,

@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from mcore_parallel.context_parallel import ContextParallelAttention, HeadSplitError, LayeredAttention, exchange_size
-from mcore_parallel.groups import ParallelPlan
+from mcore_parallel.groups import ParallelPlan, ProcessGroups
 from mcore_parallel.models._config import TransformerConfig
 from mcore_parallel.models._layer import dense_feed_forward
 from mcore_parallel.models._slots import FeedForwardBuilder
@@ -80,6 +80,38 @@ def check_layout(
             feed_forward.check_layout(part, plan, dtype=dtype, device=device)
     if ends:
         _divides("tp", plan.tp, "vocab_size", config.vocab_size, "pad it with pad_vocab_size, or lower tp")
+
+
+def check_batch_invariant(
+    config: TransformerConfig,
+    groups: ProcessGroups,
+    *,
+    feed_forward: FeedForwardBuilder,
+    own_core: bool,
+    device: torch.device | str,
+) -> None:
+    """Whether a model can be computed token by token (``TorchBackend(batch_invariant=True)``).
+
+    Raises:
+        ValueError: names the part that cannot, and what to change.
+    """
+    kv_heads_cut = config.kv_heads % groups.tp.size != 0
+    refused = {
+        f"device={str(device)!r}": torch.device(device).type == "cuda",
+        f"tp={groups.tp.size}, whose sums of more than two parts depend on the step,": groups.tp.size > 2,
+        f"tp={groups.tp.size} with num_query_groups={config.kv_heads}": kv_heads_cut,
+        f"cp={groups.cp.size}": groups.cp.size > 1,
+        f"hybrid_layer_pattern={config.hybrid_layer_pattern!r}": config.hybrid_layer_pattern is not None,
+        "latent_attention": config.latent_attention is not None,
+        "attention_output_gate=True": config.attention_output_gate,
+        "mtp_num_layers": config.mtp_num_layers > 0,
+        "position_embedding_type='mrope'": config.position_embedding_type == "mrope",
+        "feed_forward of its own": not is_dense(feed_forward),
+        "attention_core or mixer of its own": own_core,
+    }
+    for what, wrong in refused.items():
+        if wrong:
+            raise ValueError(f"batch_invariant=True of the backend has no path for {what}; leave that or batch_invariant out")
 
 
 def is_dense(feed_forward: FeedForwardBuilder) -> bool:

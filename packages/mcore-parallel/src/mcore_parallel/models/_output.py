@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from mcore_parallel.comm import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from mcore_parallel.groups import ProcessGroups, ShardSpec
 from mcore_parallel.tensor_parallel import (
+    BatchInvariantProducts,
     InvariantProducts,
     LossProducts,
     MainGradient,
     ProductLayer,
     WeightGradientQueue,
+    batch_invariant_losses,
     column_product,
     fused_linear_cross_entropy,
     vocab_parallel_cross_entropy,
@@ -101,8 +103,9 @@ class OutputLayer(ProductLayer):
         assert weight is not None, "a tied output layer is called with the weight of the embedding"
         if function is not None:
             return function(hidden, weight)
-        if self.products is not None and rows is None:
-            return self.products.column(hidden, weight, self.route(self.groups))
+        if self.products is not None:
+            logits = self.products.column(hidden, weight, self.route(self.groups))
+            return logits if rows is None else logits[rows]
         if own and rows is None and (route := self.route(self.groups)).main_grad is not None:
             return column_product(hidden, weight, route)
         if self.groups.sequence_parallel:
@@ -173,6 +176,9 @@ class ModelOutput:
 
     def log_probs_and_entropy(self, labels: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """``log_probs`` and the entropy [T] of every token's distribution, both differentiable; few logits exist at a time."""
+        if isinstance(self.layer.products, BatchInvariantProducts):
+            losses, entropy = self._invariant(labels, temperature)
+            return -losses, entropy
         losses, entropy = self._fused(labels, with_entropy=True, temperature=temperature)
         return -losses, entropy
 
@@ -207,11 +213,17 @@ class ModelOutput:
         return layer(self.hidden, self.weight, function=losses)
 
     def _losses_of_logits(self, labels: Tensor, temperature: float) -> Tensor:
+        if isinstance(self.layer.products, BatchInvariantProducts):
+            return self._invariant(labels, temperature)[0]
         logits, layer = self.logits(), self.layer
         logits = logits if temperature == 1.0 else logits / temperature
         if isinstance(layer.products, InvariantProducts):
             return layer.products.cross_entropy(logits, labels, layer.unpadded_vocab_size)
         return vocab_parallel_cross_entropy(logits, labels, group=layer.groups.tp, vocab_size=layer.unpadded_vocab_size)
+
+    def _invariant(self, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        layer = self.layer
+        return batch_invariant_losses(self.logits(), labels, layer.groups.tp, layer.unpadded_vocab_size, temperature=temperature)
 
     def _sink(self) -> tuple[MainGradient | None, WeightGradientQueue | None]:
         """Where the weight gradient goes instead of autograd; one shared with the embedding stays with autograd."""

@@ -29,6 +29,8 @@ class Site:
     """Of the parameters the slot creates; "meta" for none yet."""
     layers: LayerFactory = field(default_factory=TorchLayers)
     """Builds the norms and projections of the slot."""
+    batch_invariant: bool = False
+    """A token's bits depend on its own sequence only (``TorchBackend``)."""
     memory: LayerMemory = field(default_factory=LayerMemory)
     """What inside the feed-forward slot goes to the host until its backward."""
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_parallel.nn.kernels import activation_kernels, has_kernel, unit_stride
+from mcore_parallel.tensor_parallel import each_row
 
 # N rows, F width of the result, W width of the input: 2 F with a gate, gates first, else F.
 
@@ -121,6 +122,8 @@ class Activation:
     """Gates are cut to at most clamp and values to [-clamp, clamp]; no gradient flows where it cuts."""
     fp8_input_store: bool = False
     """Keep the input for the backward as e4m3 with a float32 factor a row; under ``torch.compile`` the compiler chooses what to keep."""
+    batch_invariant: bool = False
+    """Compute every row alone, so that its bits do not depend on the others; rows without bias and weights."""
 
     def __post_init__(self) -> None:
         if self.name not in ACTIVATIONS:
@@ -161,6 +164,9 @@ class Activation:
         if bias is not None and tuple(bias.shape) != (x.shape[-1],):
             x, bias = (x + bias).to(x.dtype), None
         rows = x.reshape(-1, x.shape[-1])
+        if self.batch_invariant and bias is None and weights is None:
+            y = each_row(lambda part: self.run(part, None, None, False), rows)
+            return y.view(*x.shape[:-1], y.shape[-1])
         # Triton knows e4m3 from Ada on.
         kernels = has_kernel(x) and not (self.fp8_input_store and torch.cuda.get_device_capability(x.device) < (8, 9))
         y = self.run(rows, bias, None if weights is None else weights.reshape(-1), kernels)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from mcore_parallel.groups import ShardSpec
 from mcore_parallel.nn.kernels import fused_layer_norm, fused_rms_norm, has_kernel
+from mcore_parallel.tensor_parallel import each_row
 
 
 class RMSNorm(nn.Module):
@@ -42,6 +43,8 @@ class RMSNorm(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        self.batch_invariant = False
+        """Compute every row alone, so that its bits do not depend on the others."""
         self.epsilon, self.partial, self.zero_centered = epsilon, partial, zero_centered
         self.weight = nn.Parameter(torch.full((size,), 0.0 if zero_centered else 1.0, dtype=dtype, device=device))
 
@@ -61,10 +64,13 @@ class RMSNorm(nn.Module):
         if has_kernel(x):
             outputs = fused_rms_norm(x, self.weight, self.epsilon, shift=float(self.zero_centered))
             return outputs if residual else outputs[0]
+        y = each_row(self._plain, x, self.weight) if self.batch_invariant else self._plain(x, self.weight)
+        return (y, x) if residual else y
+
+    def _plain(self, x: Tensor, weight: Tensor) -> Tensor:
         wide = x if x.dtype == torch.float64 else x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
-        y = (wide * scale * _factor(self.weight, self.zero_centered)).to(x.dtype)
-        return (y, x) if residual else y
+        return (wide * scale * _factor(weight, self.zero_centered)).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, epsilon={self.epsilon}, zero_centered={self.zero_centered}, partial={self.partial}"
@@ -99,6 +105,8 @@ class LayerNorm(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        self.batch_invariant = False
+        """Compute every row alone, so that its bits do not depend on the others."""
         self.epsilon, self.partial, self.zero_centered = epsilon, partial, zero_centered
         self.weight = nn.Parameter(torch.full((size,), 0.0 if zero_centered else 1.0, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.zeros(size, dtype=dtype, device=device))
@@ -119,11 +127,15 @@ class LayerNorm(nn.Module):
         if has_kernel(x):
             outputs = fused_layer_norm(x, self.weight, self.bias, self.epsilon, shift=float(self.zero_centered))
             return outputs if residual else outputs[0]
+        both = self.weight, self.bias
+        y = each_row(self._plain, x, *both) if self.batch_invariant else self._plain(x, *both)
+        return (y, x) if residual else y
+
+    def _plain(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         wide = x if x.dtype == torch.float64 else x.float()
         centred = wide - wide.mean(-1, keepdim=True)
         scale = torch.rsqrt(centred.square().mean(-1, keepdim=True) + self.epsilon)
-        y = (centred * scale * _factor(self.weight, self.zero_centered) + self.bias).to(x.dtype)
-        return (y, x) if residual else y
+        return (centred * scale * _factor(weight, self.zero_centered) + bias).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, epsilon={self.epsilon}, zero_centered={self.zero_centered}, partial={self.partial}"

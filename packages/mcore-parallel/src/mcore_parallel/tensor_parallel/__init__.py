@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Layers split over the tensor-parallel group, and the loss over a split vocabulary."""
 
+from mcore_parallel.tensor_parallel._batch_invariant import BatchInvariantProducts, batch_invariant_losses, each_row, one_by_one
 from mcore_parallel.tensor_parallel._cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_log_probs
 from mcore_parallel.tensor_parallel._embedding import VocabParallelEmbedding
 from mcore_parallel.tensor_parallel._fused_linear import Labels, early_chunk, fused_linear_cross_entropy, join_rows, token_chunks
@@ -25,6 +26,7 @@ from mcore_parallel.tensor_parallel._weight_gradient import (
 )
 
 __all__ = [
+    "BatchInvariantProducts",
     "BorrowedGradBuffer",
     "ColumnParallelLinear",
     "DeferredWeightGrads",
@@ -47,8 +49,10 @@ __all__ = [
     "WeightGradientSink",
     "adapted_layers",
     "add_lora",
+    "batch_invariant_losses",
     "column_product",
     "combine",
+    "each_row",
     "early_chunk",
     "fused_linear_cross_entropy",
     "is_adapter",
@@ -56,6 +60,7 @@ __all__ = [
     "make_tp_invariant",
     "merge_lora",
     "normal_shard_",
+    "one_by_one",
     "pad_vocab_size",
     "row_product",
     "row_statistics",

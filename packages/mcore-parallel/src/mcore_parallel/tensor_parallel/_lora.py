@@ -12,6 +12,7 @@ from torch import nn
 
 from mcore_parallel.comm import all_reduce
 from mcore_parallel.groups import ProcessGroups
+from mcore_parallel.tensor_parallel._batch_invariant import BatchInvariantProducts
 from mcore_parallel.tensor_parallel._linear import ColumnParallelLinear, RowParallelLinear
 from mcore_parallel.tensor_parallel._lora_adapter import LoraAdapter, LoraConfig
 from mcore_parallel.tensor_parallel._replicated import ReplicatedLinear
@@ -77,6 +78,8 @@ def add_lora(model: nn.Module, config: LoraConfig, groups: ProcessGroups, *, see
             continue
         if module.has_lora if isinstance(module, LoraTarget) else module.lora is not None:
             raise ValueError(f"{name} has an adapter; merge_lora ends it")
+        if isinstance(getattr(module, "products", None), BatchInvariantProducts):
+            raise ValueError(f"{name} has batch-invariant matmuls, and an adapter none; build the model without batch_invariant")
         chosen[name] = module
         for number in matched:
             counts[number] += 1

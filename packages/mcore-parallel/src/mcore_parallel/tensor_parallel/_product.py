@@ -34,6 +34,8 @@ class Route:
     """The tokens of a rank are cut into as many, so that the transfer of one runs beside the GEMM of another."""
     main_grad: MainGradient | None = None
     queue: WeightGradientQueue | None = None
+    linear: Callable[[Tensor, Tensor], Tensor] = F.linear
+    """Computes x W^T in the forward, where there is one piece."""
     later: DeferredWeightGrads | None = None
     """For a backward in two parts; None under compilation."""
 
@@ -162,9 +164,9 @@ class _ColumnProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight_OI: Tensor, route: Route) -> Tensor:
         _save(ctx, x, weight_OI, route)
         if not route.sequence_parallel:
-            return F.linear(x, weight_OI)
+            return route.linear(x, weight_OI)
         if route.pieces == 1:
-            return F.linear(all_gather(x, route.group), weight_OI)
+            return route.linear(all_gather(x, route.group), weight_OI)
         return _gathered_product(x, weight_OI.T, route, keep=False)[0]
 
     @staticmethod
@@ -202,7 +204,7 @@ class _RowProduct(torch.autograd.Function):
         x = x if recomputed is None else recomputed.forward(x)
         if route.pieces == 1:
             reduce: Callable[[Tensor, Group], Tensor] = reduce_scatter if route.sequence_parallel else all_reduce
-            return reduce(_plus(F.linear(x, weight_OI), addend_TO), route.group)
+            return reduce(_plus(route.linear(x, weight_OI), addend_TO), route.group)
         addends: Sequence[Tensor | None] = [None] * route.pieces
         if route.sequence_parallel:
             x_RPCI = x.reshape(route.group.size, route.pieces, -1, x.shape[-1])

@@ -54,6 +54,8 @@ class AttentionSpec:
     dtype: torch.dtype = torch.bfloat16
     device: str = "cuda"
     """Type of the device."""
+    batch_invariant: bool = False
+    """The result of a token depends, bit by bit, on its own sequence only."""
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim"):

@@ -48,6 +48,8 @@ class AttentionCapability:
     """"module:function" that builds the core from (spec, groups); imported when chosen."""
     needs: str | None = None
     """Library that must be installed."""
+    batch_invariant: bool = False
+    """A token's result depends, bit by bit, on its own sequence only."""
 
     @property
     def is_installed(self) -> bool:
@@ -57,6 +59,7 @@ class AttentionCapability:
         """What is asked for and not there, as "field=value"."""
         dtype = str(spec.dtype).removeprefix("torch.")
         conditions = [
+            (self.batch_invariant or not spec.batch_invariant, "batch_invariant=True"),
             (self.window or spec.window is None, f"window_size={spec.window}"),
             (self.bidirectional or spec.causal, "causal=False"),
             (self.sink or spec.softmax_type == "vanilla", f"softmax_type={spec.softmax_type!r}"),
@@ -124,6 +127,17 @@ ATTENTION_BACKENDS = (
         dtypes=_HALF + _FLOAT + _DOUBLE,
         factory="mcore_parallel.nn.attention._reference:ReferenceAttention",
         **_ABLE,
+    ),
+    AttentionCapability(
+        backend="batch_invariant",
+        summary="every token alone, so that its bits do not depend on the other sequences of a batch",
+        window=True,
+        sink=True,
+        cp=False,
+        dtypes=_HALF + _FLOAT + _DOUBLE,
+        factory="mcore_parallel.nn.attention._batch_invariant:BatchInvariantAttention",
+        batch_invariant=True,
+        **{**_ABLE, "devices": ("cpu",), "training": ("cpu",), "bidirectional": False},
     ),
 )
 
@@ -223,6 +237,8 @@ class ContextParallelBuilder:
 
 def _preference(spec: AttentionSpec) -> tuple[tuple[str, ...], str]:
     """Backends in the order in which "auto" tries them, and why."""
+    if spec.batch_invariant:
+        return ("batch_invariant",), "the others choose their way by the shapes of a batch"
     if spec.window is None and spec.softmax_type == "vanilla":
         return ("sdpa", "context_parallel", "te", "flex", "reference"), "neither window nor sink, so torch's fused kernels are the fastest"
     if spec.device == "cuda" and (spec.dtype == torch.float32 or spec.width != spec.head_dim):

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""With a batch-invariant backend the bits of a sequence do not depend on the batch that it is in."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_parallel import ParallelPlan, ProcessGroups
+from mcore_parallel.backends import Fp8Config, choose_backend
+from mcore_parallel.models import GPTModel, ModelOutput, TransformerConfig
+from mcore_parallel.nn import Step
+from mcore_parallel.tensor_parallel import LoraConfig, add_lora
+
+SIZES = TransformerConfig(
+    num_layers=2, hidden_size=48, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=72, vocab_size=90, init_method_std=0.2
+)
+LENGTHS = (1, 7, 30, 66)
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"window_size": (9, 0), "softmax_type": "learnable", "qk_layernorm": True},
+    {"softmax_type": "off-by-one", "normalization": "LayerNorm", "add_bias_linear": True, "activation": "gelu"},
+    {"share_embeddings_and_output_weights": True, "position_embedding_type": "learned_absolute", "max_position_embeddings": 80},
+]
+
+
+def build(groups: ProcessGroups | None = None, *, exact: bool = True, dtype: torch.dtype = torch.float32, **fields: Any) -> GPTModel:
+    backend = choose_backend(batch_invariant=exact)
+    config = dataclasses.replace(SIZES, **fields)
+    return GPTModel(config, groups or ProcessGroups.single(), backend=backend, dtype=dtype, unpadded_vocab_size=87)
+
+
+def sequences() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(87, (length,), generator=generator) for length in LENGTHS]
+
+
+def outcome(model: GPTModel, tokens: torch.Tensor, step: Step) -> torch.Tensor:
+    """[T, 2]: log-probability of each token as its own label, and entropy."""
+    output, _ = model(tokens, step)
+    assert isinstance(output, ModelOutput)
+    values = output.log_probs_and_entropy(tokens, 0.7)
+    assert torch.equal(values[0], output.log_probs(tokens, 0.7))
+    return torch.stack(values, dim=1)
+
+
+def packed(parts: list[torch.Tensor]) -> tuple[torch.Tensor, Step]:
+    ends = torch.tensor([0, *(len(part) for part in parts)]).cumsum(0)
+    positions = torch.cat([torch.arange(len(part)) for part in parts])
+    return torch.cat(parts), Step(batch_size=1, seq_len=len(positions), positions=positions, cu_seqlens=ends)
+
+
+def alone_and_packed(groups: ProcessGroups | None = None, dtype: torch.dtype = torch.float32, **fields: Any) -> None:
+    model, parts = build(groups, dtype=dtype, **fields), sequences()
+    with torch.no_grad():
+        alone = [outcome(model, part, Step.causal(1, len(part))) for part in parts]
+        for order in ([0, 1, 2, 3], [3, 1], [2, 3, 0]):
+            together = outcome(model, *packed([parts[i] for i in order]))
+            assert torch.equal(together, torch.cat([alone[i] for i in order]))
+        batch = outcome(model, torch.cat([parts[2]] * 3), Step.causal(3, len(parts[2])))
+        assert torch.equal(batch, torch.cat([alone[2]] * 3))
+        # A beginning of a sequence knows nothing of what follows.
+        assert torch.equal(outcome(model, parts[3][:40], Step.causal(1, 40)), alone[3][:40])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("fields", VARIANTS, ids=["plain", "window and sinks", "off-by-one", "tied"])
+def test_a_sequence_has_the_same_bits_alone_and_in_any_batch(fields: dict[str, Any], dtype: torch.dtype) -> None:
+    alone_and_packed(dtype=dtype, **fields)
+
+
+def check_tensor_parallel() -> None:
+    alone_and_packed(ProcessGroups.build(ParallelPlan(tp=2, sequence_parallel=False)))
+
+
+@pytest.mark.world(2)
+def test_over_two_tensor_parallel_ranks_too(world) -> None:
+    world(check_tensor_parallel)
+
+
+@pytest.mark.parametrize("fields", VARIANTS, ids=["plain", "window and sinks", "off-by-one", "tied"])
+def test_values_and_gradients_are_those_of_the_plain_backend(fields: dict[str, Any]) -> None:
+    tokens, step = packed(sequences())
+    results = []
+    for exact in (True, False):
+        model = build(exact=exact, dtype=torch.float64, **fields)
+        values = outcome_of(model, tokens, step)
+        (values[:, 0].sum() + 0.3 * values[:, 1].square().sum()).backward()
+        results.append((values.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}))
+    (ours, our_grads), (plain, plain_grads) = results
+    torch.testing.assert_close(ours, plain, rtol=1e-10, atol=1e-10)
+    for name, grad in plain_grads.items():
+        torch.testing.assert_close(our_grads[name], grad, rtol=1e-9, atol=1e-9, msg=name)
+
+
+def outcome_of(model: GPTModel, tokens: torch.Tensor, step: Step) -> torch.Tensor:
+    output, _ = model(tokens, step)
+    assert isinstance(output, ModelOutput)
+    return torch.stack(output.log_probs_and_entropy(tokens, 0.7), dim=1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"attention_output_gate": True}, "attention_output_gate=True"),
+        ({"mtp_num_layers": 1}, "mtp_num_layers"),
+        ({"attention_backend": "sdpa"}, "batch_invariant=True"),
+        ({"hybrid_layer_pattern": "*-"}, "hybrid_layer_pattern"),
+    ],
+)
+def test_what_has_no_such_path_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(**fields)
+
+
+def test_an_adapter_on_such_a_layer_is_refused() -> None:
+    with pytest.raises(ValueError, match="batch-invariant matmuls"):
+        add_lora(build(), LoraConfig(rank=2, alpha=4.0), ProcessGroups.single())
+
+
+def test_backends_and_devices_without_it_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="batch_invariant=True excludes fp8"):
+        choose_backend(fp8=Fp8Config(), batch_invariant=True)
+    with pytest.raises(ValueError, match="batch_invariant=True needs the matmuls"):
+        choose_backend("te", batch_invariant=True)
+    with pytest.raises(ValueError, match="no path for device='cuda'"):
+        GPTModel(SIZES, ProcessGroups.single(), backend=choose_backend(batch_invariant=True), device="cuda")
