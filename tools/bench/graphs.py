@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_moe import MoEConfig, moe_feed_forward
 from mcore_parallel import ProcessGroups
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.graphs import CudaGraphConfig, IterationGraph, graph_modules
@@ -35,10 +36,13 @@ WARMUP = 3
 class Trainee:
     """A model, its optimizer, and one way to run its step."""
 
-    def __init__(self, way: str, config: TransformerConfig, sequence: int, device: torch.device, micro_batches: int) -> None:
+    def __init__(
+        self, way: str, config: TransformerConfig, sequence: int, device: torch.device, micro_batches: int, experts: MoEConfig | None = None
+    ) -> None:
         groups = ProcessGroups.single()
         torch.manual_seed(1)
-        self.model: Any = GPTModel(config, groups, dtype=torch.bfloat16, device=device, seed=None)
+        options: dict[str, Any] = {} if experts is None else {"feed_forward": moe_feed_forward(experts)}
+        self.model: Any = GPTModel(config, groups, dtype=torch.bfloat16, device=device, seed=None, **options)
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(std=0.02)
@@ -95,9 +99,11 @@ def finish(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def measure(config: TransformerConfig, sequence: int, device: torch.device, micro_batches: int, steps: int, rounds: int) -> dict[str, Any]:
+def measure(
+    config: TransformerConfig, sequence: int, device: torch.device, micro_batches: int, steps: int, rounds: int, experts: MoEConfig | None
+) -> dict[str, Any]:
     """A row a way."""
-    trainees = {way: Trainee(way, config, sequence, device, micro_batches) for way in WAYS}
+    trainees = {way: Trainee(way, config, sequence, device, micro_batches, experts) for way in WAYS}
     losses = {way: [float(trainee.step()) for _ in range(WARMUP + 2)] for way, trainee in trainees.items()}
     times: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(rounds):
@@ -127,6 +133,7 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=1024)
     parser.add_argument("--micro-batches", type=int, default=1, help="of one sequence, a step (default: %(default)s)")
     parser.add_argument("--attention", default="auto", help='core of attention; "reference" is reproducible on every device')
+    parser.add_argument("--experts", type=int, default=0, help="of a layer, half as wide as the model, eight a token; 0 for none")
     parser.add_argument("--steps", type=int, default=20, help="of a round (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--output", type=Path)
@@ -140,10 +147,15 @@ def main() -> None:
         num_layers=layers, hidden_size=hidden, ffn_hidden_size=4 * hidden, num_attention_heads=max(1, hidden // 64), vocab_size=vocab,
         attention_backend=arguments.attention,
     )  # fmt: skip
-    rows = measure(config, sequence, device, arguments.micro_batches, steps, rounds)
+    experts = None
+    if arguments.experts:
+        count = arguments.experts if cuda else 4
+        experts = MoEConfig(num_moe_experts=count, moe_router_topk=min(8, count), moe_ffn_hidden_size=hidden // 2, moe_aux_loss_coeff=0.01)
+    rows = measure(config, sequence, device, arguments.micro_batches, steps, rounds, experts)
     if arguments.output:
         shape = {"layers": layers, "hidden": hidden, "sequence": sequence, "vocabulary": vocab, "micro_batches": arguments.micro_batches}
-        record(arguments.output, {"work": "a training step of a launch-bound dense model", "model": shape, "rows": rows})
+        shape["experts"] = arguments.experts
+        record(arguments.output, {"work": "a training step of a launch-bound model", "model": shape, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -7,12 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_moe import GroupedMLP, MoEConfig, MoELayer, SequentialMLP
+from mcore_moe import GroupedMLP, MoEConfig, MoELayer, SequentialMLP, moe_feed_forward
 from mcore_parallel import ProcessGroups
 from mcore_parallel.backends import Fp8Config, choose_backend, ends_of
-from mcore_parallel.models import Site, TransformerConfig
+from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
+from mcore_parallel.graphs import graph_modules
+from mcore_parallel.models import GPTModel, Site, TransformerConfig
 from mcore_parallel.nn import ACTIVATIONS, Activation, Step
+from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from mcore_parallel.tensor_parallel import MainGradient
+from mcore_parallel.training import Batch, CrossEntropyObjective, train_step
 
 pytestmark = pytest.mark.gpu
 
@@ -167,3 +171,50 @@ def test_a_layer_is_that_of_float64() -> None:
     assert error(leaf.grad[same.cuda()], reference.grad[same]) < 2e-2
     for name in ("up", "down"):
         assert error(getattr(ours.experts, name).grad, getattr(wide.experts, name).grad) < 2e-2
+
+
+CHOICES = {
+    "dropless": {},
+    "capacity": {"moe_expert_capacity_factor": 1.25},
+    "padded": {"moe_expert_capacity_factor": 1.25, "moe_pad_expert_input_to_capacity": True},
+}
+
+
+def trained(choice: str, patterns: tuple[str, ...], recipe: Any) -> tuple[list[Any], Any]:
+    """Losses, values of the routers and parameters of six steps of three micro-batches, and what became of the graphs."""
+    groups = ProcessGroups.single()
+    config = TransformerConfig(
+        num_layers=2, hidden_size=128, num_attention_heads=4, vocab_size=256, ffn_hidden_size=64, attention_backend="reference"
+    )
+    mixture = MoEConfig(
+        num_moe_experts=8, moe_router_topk=2, moe_aux_loss_coeff=0.01, moe_router_enable_expert_bias=True,
+        moe_router_score_function="sigmoid", moe_shared_expert_intermediate_size=64, **CHOICES[choice],
+    )  # fmt: skip
+    backend = choose_backend("torch", fp8=None if recipe is None else Fp8Config(recipe=recipe))
+    place: Any = {"dtype": torch.bfloat16, "device": "cuda", "seed": 3}
+    model = GPTModel(config, groups, backend=backend, feed_forward=moe_feed_forward(mixture), **place)
+    sync = DistributedDataParallel(DistributedDataParallelConfig(), model, groups)
+    optimizer = MegatronOptimizer(OptimizerConfig(lr=1e-3), sync, groups)
+    graphs = graph_modules(model, patterns) if patterns else None
+    generator, seen = torch.Generator().manual_seed(0), []
+    for _ in range(6):
+        rows = torch.randint(256, (3, 2, 65), generator=generator).cuda()
+        mask = torch.ones(2, 64, device="cuda")
+        batches = [Batch(tokens=row[:, :-1].contiguous(), labels=row[:, 1:].contiguous(), loss_mask=mask) for row in rows]
+        report = train_step(model, batches, CrossEntropyObjective(), sync, optimizer, lr=1e-3, groups=groups)
+        seen += [report.loss, report.grad_norm, report.aux]
+    states = [value.clone() for value in (*model.parameters(), *model.buffers())]
+    return [seen, states], None if graphs is None else graphs.report()
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("recipe", [None, "tensorwise", "rowwise"])
+@pytest.mark.parametrize("patterns", [("layers.*",), ("layers.*.mlp",)], ids=["block", "layer"])
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_graph_of_the_layer_has_its_bits(choice: str, patterns: tuple[str, ...], recipe: Any) -> None:
+    """Nothing waits for the device and no shape depends on the routing, so blocks with experts are captured whole."""
+    found, report = trained(choice, patterns, recipe)
+    wanted, _ = trained(choice, (), recipe)
+    assert report is not None and report.graphs and report.replays and set(report.eager) <= {"warm-up"}
+    assert found[0] == wanted[0]
+    assert all(torch.equal(a, b) for a, b in zip(found[1], wanted[1], strict=True))

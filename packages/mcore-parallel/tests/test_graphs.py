@@ -28,11 +28,12 @@ from mcore_parallel.graphs import (
     freeze_gc_choice,
     graph_modules,
 )
-from mcore_parallel.models import GPTModel, TransformerConfig
+from mcore_parallel.models import Aux, GPTModel, TransformerConfig
 from mcore_parallel.nn import OffloadConfig, RecomputeConfig
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from mcore_parallel.pipeline import ModelChunks, PipelineConfig
 from mcore_parallel.training import Batch, CrossEntropyObjective, evaluate, train_step
+from mcore_parallel.training._aux import AuxSums
 
 CONFIG = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=2, ffn_hidden_size=32, vocab_size=32)
 B, S = 2, 8
@@ -140,6 +141,15 @@ def test_replayed_blocks_train_with_the_bits_of_the_eager_ones(patterns: tuple[s
     assert (report.graphs, capture.recorded) == (blocks, 2 * blocks), "one micro-batch is under way at a time"
     assert report.eager == {"warm-up": 3 * blocks}
     assert report.replays == (3 * 2 - 3) * blocks
+
+
+def test_counts_of_replayed_micro_batches_add_up() -> None:
+    """A graph gives the counts of every micro-batch in the same memory."""
+    sums, memory = AuxSums(), torch.tensor([1, 2])
+    for number in range(3):
+        memory.fill_(number + 1)
+        sums.add(Aux(losses={}, counts={0: memory}), torch.ones(()))
+    assert sums.counts[0].tolist() == [6, 6]
 
 
 @pytest.mark.parametrize("config", [CudaGraphConfig(recompute=True), CudaGraphConfig(warmup_steps=0)])

@@ -71,7 +71,8 @@ class AuxSums:
             for key, value in zip(aux.losses, values.unbind(), strict=True):
                 self.losses[key] = self.losses[key] + value if key in self.losses else value
         for layer, counts in aux.counts.items():
-            self.counts[layer] = self.counts[layer] + counts.detach() if layer in self.counts else counts.detach()
+            # A copy: a graph fills the memory of its outputs anew for the next micro-batch.
+            self.counts[layer] = self.counts[layer] + counts.detach() if layer in self.counts else counts.detach().clone()
         return total
 
     def clear(self) -> None:
