@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mcore_inference.attention import HeadNorms, PackedHeads, prefill_tiles
+from mcore_inference.cache import LayerSlots
 from mcore_parallel.nn import RMSNorm, apply_rotary, rotary_frequencies, rotary_tables
 
 
@@ -72,7 +73,31 @@ def reference(case: Case, q: Tensor, k: list[Tensor], v: list[Tensor], sink: Ten
     return torch.cat(out)
 
 
-def check(case: Case, device: str, dtype: torch.dtype, tolerance: float) -> None:
+def make_slots(count: int, case: Case, dtype: torch.dtype, *, fp8: bool) -> LayerSlots:
+    """Slots in which nothing may be read: NaN, or scales of NaN."""
+    shape = count, case.kv_heads, case.width
+    if not fp8:
+        return LayerSlots(keys=torch.full(shape, torch.nan, dtype=dtype), values=torch.full(shape, torch.nan, dtype=dtype))
+    scales = torch.full((2, case.kv_heads, count), torch.nan).transpose(1, 2)
+    return LayerSlots(
+        keys=torch.ones(shape).to(torch.float8_e4m3fn), values=torch.ones(shape).to(torch.float8_e4m3fn), scales=(scales[0], scales[1])
+    )
+
+
+def check_stored(stored: tuple[Tensor, Tensor], wide: tuple[Tensor, Tensor], device: str) -> None:
+    """What is in the cache is off by a sixteenth; the interpreter does not round as the device does."""
+    for narrow, x in zip(stored, wide, strict=True):
+        assert narrow.isfinite().all()
+        if device == "cuda":
+            torch.testing.assert_close(narrow.cpu().float(), x.float(), rtol=0.08, atol=0.02)
+
+
+def moved(cached: LayerSlots, device: str) -> LayerSlots:
+    scales = None if cached.scales is None else (cached.scales[0].to(device), cached.scales[1].to(device))
+    return LayerSlots(keys=cached.keys.to(device), values=cached.values.to(device), scales=scales)
+
+
+def check(case: Case, device: str, dtype: torch.dtype, tolerance: float, *, fp8: bool = False) -> None:
     """Fill a cache whose other slots are NaN, run the kernels, compare."""
     from mcore_inference.attention._triton import append, attend
 
@@ -87,10 +112,10 @@ def check(case: Case, device: str, dtype: torch.dtype, tolerance: float) -> None
         tables[row, :count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int32)
     slots = [tables[row][torch.arange(length) // size].long() * size + torch.arange(length) % size for row, length in enumerate(lengths)]
     k, v = ([torch.randn(length, case.kv_heads, case.width).to(dtype) for length in lengths] for _ in range(2))
-    keys, values = (torch.full((sum(blocks) + 1, size, case.kv_heads, case.width), torch.nan, dtype=dtype).flatten(0, 1) for _ in range(2))
+    cached = make_slots((sum(blocks) + 1) * size, case, dtype, fp8=fp8)
     for row, (before, _) in enumerate(case.rows):
-        keys[slots[row][:before]], values[slots[row][:before]] = k[row][:before], v[row][:before]
-    keys, values, tables = keys.to(device), values.to(device), tables.to(device)
+        cached.write(slots[row][:before], k[row][:before], v[row][:before])
+    cached, tables = moved(cached, device), tables.to(device)
 
     new = [n for _, n in case.rows]
     tokens = sum(new) + case.padding
@@ -100,7 +125,12 @@ def check(case: Case, device: str, dtype: torch.dtype, tolerance: float) -> None
     filler = torch.zeros(case.padding, case.kv_heads, case.width, dtype=dtype)
     step_k, step_v = (torch.cat([x[row][before:] for row, (before, _) in enumerate(case.rows)] + [filler]).to(device) for x in (k, v))
     sink = torch.randn(case.heads).to(dtype) if case.sink else None
-    append(step_k, step_v, keys, values, slots_T)
+    append(step_k, step_v, cached, slots_T)
+    if fp8:
+        read = [cached.read(row_slots.to(device), torch.float32) for row_slots in slots]
+        for stored, wide in zip(read, zip(k, v, strict=True), strict=True):
+            check_stored(stored, wide, device)
+        k, v = [keys.cpu() for keys, _ in read], [values.cpu() for _, values in read]
 
     decode = sum(n == 1 for n in new) + case.padding
     packed = {
@@ -113,11 +143,11 @@ def check(case: Case, device: str, dtype: torch.dtype, tolerance: float) -> None
         "tables_RB": tables, **shared, "block_size": size, "scale": case.width**-0.5, "window": case.window,
         "sink_A": None if sink is None else sink.to(device),
     }  # fmt: skip
-    attend(q.to(device), keys, values, out, **options, tiles=None, num_rows=decode, splits=case.splits)
+    attend(q.to(device), cached, out, **options, tiles=None, num_rows=decode, splits=case.splits)
     if decode < rows + case.padding:
         lengths_P, rows_P, group = np.array(new[decode:]), np.arange(decode, rows), case.heads // case.kv_heads
         tiles = [torch.tensor(part, dtype=torch.int32, device=device) for part in prefill_tiles(lengths_P, rows_P, group)]
-        attend(q.to(device), keys, values, out, **options, tiles=(tiles[0], tiles[1]), num_rows=0, splits=1)
+        attend(q.to(device), cached, out, **options, tiles=(tiles[0], tiles[1]), num_rows=0, splits=1)
         # Rows that had nothing in the cache, once more, from views of a packed projection whose other parts are NaN.
         whole = np.array([before == 0 for before, _ in case.rows[decode:]])
         if whole.any():
@@ -130,13 +160,13 @@ def check(case: Case, device: str, dtype: torch.dtype, tolerance: float) -> None
                 first += length
             tiles = [torch.tensor(part, dtype=torch.int32, device=device) for part in prefill_tiles(lengths_P[whole], rows_P[whole], group)]
             step = {"tiles": (tiles[0], tiles[1]), "num_rows": 0, "splits": 1, "in_step": True}
-            attend(q.to(device), packed_kv[:, :, 1], packed_kv[:, :, 2], out, **options, **step)
+            attend(q.to(device), LayerSlots(keys=packed_kv[:, :, 1], values=packed_kv[:, :, 2]), out, **options, **step)
     wanted = reference(case, q, k, v, sink)
     torch.testing.assert_close(out.cpu()[: sum(new)].double(), wanted, rtol=tolerance, atol=tolerance)
     assert (out[sum(new) :] == 0).all(), "rows of padding must stay finite"
 
 
-def check_packed(case: Case, device: str, dtype: torch.dtype, tolerance: float) -> None:
+def check_packed(case: Case, device: str, dtype: torch.dtype, tolerance: float, *, fp8: bool = False) -> None:
     """The kernel of decode steps, twice: it takes the projection's result, and leaves its counters as they were."""
     from mcore_inference.attention._decode import attend_packed
 
@@ -150,9 +180,9 @@ def check_packed(case: Case, device: str, dtype: torch.dtype, tolerance: float) 
         tables[row, :count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int32)
     slots = [tables[row][torch.arange(length) // size].long() * size + torch.arange(length) % size for row, length in enumerate(lengths)]
     k, v = ([torch.randn(length, case.kv_heads, case.width).to(dtype) for length in lengths] for _ in range(2))
-    keys, values = (torch.full(((sum(blocks) + 1) * size, case.kv_heads, case.width), torch.nan, dtype=dtype) for _ in range(2))
+    cached = make_slots((sum(blocks) + 1) * size, case, dtype, fp8=fp8)
     for row, (before, _) in enumerate(case.rows):
-        keys[slots[row][:before]], values[slots[row][:before]] = k[row][:before], v[row][:before]
+        cached.write(slots[row][:before], k[row][:before], v[row][:before])
     group = case.heads // case.kv_heads
     qkv = torch.randn(rows + case.padding, case.kv_heads, group + 2, case.width).to(dtype)
     norms = [RMSNorm(case.width, epsilon=1e-3, dtype=dtype) for _ in range(2)]
@@ -166,11 +196,10 @@ def check_packed(case: Case, device: str, dtype: torch.dtype, tolerance: float) 
     for row in range(rows):
         k[row][-1], v[row][-1] = new_k[row], qkv[row, :, -1]
     sink = torch.randn(case.heads).to(dtype) if case.sink else None
-    wanted = reference(case, q[:rows], k, v, sink)
 
     scaling = HeadNorms(query=weights[0].to(device), key=weights[1].to(device), epsilon=1e-3, shift=0.0)
     heads = PackedHeads(qkv=qkv.to(device), tables=(angles[0].to(device), angles[1].to(device)), norms=scaling)
-    keys, values = keys.to(device), values.to(device)
+    cached = moved(cached, device)
     last = torch.tensor([int(row_slots[-1]) for row_slots in slots] + [sum(blocks) * size] * case.padding, device=device)
     finished = torch.zeros((rows + case.padding) * case.kv_heads, dtype=torch.int32, device=device)
     contexts = torch.tensor([*lengths, *[0] * case.padding], dtype=torch.int32, device=device)
@@ -179,11 +208,20 @@ def check_packed(case: Case, device: str, dtype: torch.dtype, tolerance: float) 
         "sink_A": None if sink is None else sink.to(device), "splits": case.splits, "finished": finished,
     }  # fmt: skip
     for _ in range(2):
-        out = attend_packed(heads, keys, values, last, **options)
+        out = attend_packed(heads, cached, last, **options)
+        if fp8:
+            read = [cached.read(row_slots.to(device), torch.float32) for row_slots in slots]
+            k, v = [keys.cpu() for keys, _ in read], [values.cpu() for _, values in read]
+        wanted = reference(case, q[:rows], k, v, sink)
         torch.testing.assert_close(out.cpu()[:rows].double(), wanted, rtol=tolerance, atol=tolerance)
         assert (out[rows:] == 0).all() and not finished.any()
-    torch.testing.assert_close(keys[last[:rows]].cpu(), new_k[:rows], rtol=tolerance, atol=tolerance)
-    assert torch.equal(values[last[:rows]].cpu(), qkv[:rows, :, -1]) and keys[-size:].isnan().all()
+    written_k, written_v = (x.cpu() for x in cached.read(last[:rows], dtype))
+    if fp8:
+        check_stored((written_k, written_v), (new_k[:rows], qkv[:rows, :, -1]), device)
+    else:
+        torch.testing.assert_close(written_k, new_k[:rows], rtol=tolerance, atol=tolerance)
+        assert torch.equal(written_v, qkv[:rows, :, -1])
+    assert cached.read(torch.arange(-size, 0, device=device), dtype)[0].isnan().all()
 
 
 def test_kernels_equal_plain_attention_in_the_interpreter() -> None:
@@ -197,14 +235,16 @@ def test_kernels_equal_plain_attention_in_the_interpreter() -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize("case", DECODE_CASES)
 def test_the_kernel_of_decode_steps_equals_plain_attention_on_a_gpu(case: Case, dtype: torch.dtype, tolerance: float) -> None:
-    check_packed(case, "cuda", dtype, tolerance)
+    for fp8 in (False, True):
+        check_packed(case, "cuda", dtype, tolerance, fp8=fp8)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.float16, 4e-3), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_equal_plain_attention_on_a_gpu(case: Case, dtype: torch.dtype, tolerance: float) -> None:
-    check(case, "cuda", dtype, tolerance)
+    for fp8 in (False, True):
+        check(case, "cuda", dtype, tolerance, fp8=fp8)
 
 
 def test_tiles_cover_every_token_once() -> None:
@@ -220,7 +260,9 @@ def test_tiles_cover_every_token_once() -> None:
 
 if __name__ == "__main__":
     for each in CASES:
-        check(each, "cpu", torch.float32, 2e-5)
+        for stored in (False, True):
+            check(each, "cpu", torch.float32, 2e-5, fp8=stored)
     for each in DECODE_CASES:
-        check_packed(each, "cpu", torch.float32, 2e-5)
+        for stored in (False, True):
+            check_packed(each, "cpu", torch.float32, 2e-5, fp8=stored)
     print("same")

@@ -12,6 +12,7 @@ from mcore_inference._stability import experimental_api
 from mcore_inference.attention._gathered import attend_gathered
 from mcore_inference.attention._packed import PackedHeads
 from mcore_inference.attention._step import PagedStep, TableRows
+from mcore_inference.cache import LayerSlots
 from mcore_parallel import ProcessGroups
 from mcore_parallel.nn import AttentionCore, AttentionSpec, SinkAttentionCore, Step, causal_attention, choose_attention
 
@@ -61,16 +62,14 @@ class PagedAttention(nn.Module):
         if paged is None:
             return self._plain(q, k, v, layer, step) if sink is None else self._plain(q, k, v, layer, step, sink=sink)
         self._check_step(paged)
-        keys, values = paged.cache.slots(layer)
-        rows, sink = paged.rows, self._sink(q, sink)
+        cached, rows, sink = paged.cache.layer(layer), paged.rows, self._sink(q, sink)
         if isinstance(rows, TableRows):
             from mcore_inference.attention._triton import append
 
-            append(k, v, keys, values, paged.slots_T)
-            return self._by_kernels(q, k, v, keys, values, rows, sink)
-        keys.index_copy_(0, paged.slots_T, k)
-        values.index_copy_(0, paged.slots_T, v)
-        return attend_gathered(q, keys, values, rows, scale=self._scale, window=self._window, sink=sink)
+            append(k, v, cached, paged.slots_T)
+            return self._by_kernels(q, k, v, cached, rows, sink)
+        cached.write(paged.slots_T, k, v)
+        return attend_gathered(q, cached, rows, scale=self._scale, window=self._window, sink=sink)
 
     def attend_latent(self, queries: Tensor, entries: Tensor, scale: float, layer: int, step: Step) -> Tensor:
         """Attention to latents, of which the cache holds those of all tokens: one key a token, which is its value too.
@@ -93,9 +92,9 @@ class PagedAttention(nn.Module):
             shared = entries[:, None]
             return causal_attention(queries * (scale * entries.shape[-1] ** 0.5), shared, shared, layer, step)
         self._check_step(paged)
-        entries_N1W, _ = paged.cache.slots(layer)
-        entries_N1W.index_copy_(0, paged.slots_T, entries[:, None])
-        return attend_gathered(queries, entries_N1W, entries_N1W, paged.rows, scale=scale, window=-1, sink=None)
+        cached = paged.cache.layer(layer)
+        cached.write(paged.slots_T, entries[:, None], entries[:, None])
+        return attend_gathered(queries, cached, paged.rows, scale=scale, window=-1, sink=None)
 
     def attend_packed(self, heads: PackedHeads, layer: int, paged: PagedStep, finished: Tensor, *, sink: Tensor | None = None) -> Tensor:
         """The same from the projection's result, by the kernels only: [T, K, G + 2, d] -> [T, A, d].
@@ -109,19 +108,18 @@ class PagedAttention(nn.Module):
         """
         rows = paged.rows
         assert isinstance(rows, TableRows), "only steps of the kernels come here"
-        keys, values = paged.cache.slots(layer)
+        cached = paged.cache.layer(layer)
         if rows.has_prefill:
             from mcore_inference.attention._rotate import rotate_and_append
 
-            q, k, v = rotate_and_append(heads, keys, values, paged.slots_T)
-            return self._by_kernels(q, k, v, keys, values, rows, self._sink(q, sink))
+            q, k, v = rotate_and_append(heads, cached, paged.slots_T)
+            return self._by_kernels(q, k, v, cached, rows, self._sink(q, sink))
         from mcore_inference.attention._decode import attend_packed
 
         qkv = heads.qkv
         return attend_packed(
             heads,
-            keys,
-            values,
+            cached,
             paged.slots_T,
             tables_RB=rows.tables_RB,
             contexts_R=rows.contexts_R,
@@ -140,7 +138,7 @@ class PagedAttention(nn.Module):
     def _sink(self, q: Tensor, sink: Tensor | None) -> Tensor | None:
         return q.new_zeros(q.shape[1]) if self._off_by_one else sink
 
-    def _by_kernels(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, rows: TableRows, sink: Tensor | None) -> Tensor:
+    def _by_kernels(self, q: Tensor, k: Tensor, v: Tensor, cached: LayerSlots, rows: TableRows, sink: Tensor | None) -> Tensor:
         """[T, A, d] for k and v [T, K, d] that lie in their slots of the cache too."""
         from mcore_inference.attention._triton import attend
 
@@ -155,13 +153,13 @@ class PagedAttention(nn.Module):
             "sink_A": sink,
         }
         if rows.num_decode:
-            splits = self._splits(rows, keys.shape[1])
-            attend(q, keys, values, out, **shared, tiles=None, num_rows=rows.num_decode, splits=splits)
+            splits = self._splits(rows, k.shape[1])
+            attend(q, cached, out, **shared, tiles=None, num_rows=rows.num_decode, splits=splits)
         if rows.tiles is not None:
-            attend(q, keys, values, out, **shared, tiles=rows.tiles, num_rows=0, splits=1)
+            attend(q, cached, out, **shared, tiles=rows.tiles, num_rows=0, splits=1)
         if rows.whole_tiles is not None:
             # From the step itself: there is no table to follow.
-            attend(q, k, v, out, **shared, tiles=rows.whole_tiles, num_rows=0, splits=1, in_step=True)
+            attend(q, LayerSlots(keys=k, values=v), out, **shared, tiles=rows.whole_tiles, num_rows=0, splits=1, in_step=True)
         return out
 
     def _scale_of(self, x: Tensor) -> float:

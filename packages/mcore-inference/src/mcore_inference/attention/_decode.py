@@ -9,7 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mcore_inference.attention._fp8 import absorb_scaled, bounded, inverse_of, shrunk
 from mcore_inference.attention._packed import PackedHeads
+from mcore_inference.cache import LayerSlots
 
 # R rows (requests) of one token each, K key-value heads, G query heads of each, d width of a head, S splits of a row's context.
 
@@ -34,8 +36,7 @@ def num_splits(rows: int, kv_heads: int, longest: int) -> int:
 
 def attend_packed(
     heads: PackedHeads,
-    keys_NKd: Tensor,
-    values_NKd: Tensor,
+    cached: LayerSlots,
     slots_R: Tensor,
     *,
     tables_RB: Tensor,
@@ -51,8 +52,7 @@ def attend_packed(
 
     Args:
         heads: of R tokens, one a row.
-        keys_NKd: slots of one layer.
-        values_NKd: likewise.
+        cached: slots of one layer.
         slots_R: [R] int64, of the new tokens.
         tables_RB: [R, B] int32, blocks of each row in the order of its tokens.
         contexts_R: [R] int32, tokens of each row in the cache, the new one included; 0 for a row of padding, whose result is 0.
@@ -70,13 +70,17 @@ def attend_packed(
     if splits > 1:
         parts = torch.empty((rows, kv_heads * group, splits, width), dtype=torch.float32, device=device)
         sums = torch.empty((rows, kv_heads * group, splits), dtype=torch.float32, device=device)
+    keys_NKd, values_NKd = cached.keys, cached.values
+    key_scales, value_scales = (None, None) if cached.scales is None else cached.scales
     cos, sin = (None, None) if heads.tables is None else heads.tables
     query_norm, key_norm, epsilon, shift = (None, None, 0.0, 0.0) if heads.norms is None else heads.norms.parts
     if rows:
         _decode_kernel[(rows, kv_heads, splits)](
-            heads.qkv, keys_NKd, values_NKd, slots_R, out, parts, sums, finished, tables_RB, contexts_R, cos, sin, query_norm, key_norm,
+            heads.qkv, keys_NKd, values_NKd, key_scales, value_scales, slots_R, out, parts, sums, finished, tables_RB,
+            contexts_R, cos, sin, query_norm, key_norm,
             sink_A, epsilon, shift, scale * _LOG2_E, window, keys_NKd.stride(0), keys_NKd.stride(1), values_NKd.stride(0),
-            values_NKd.stride(1), tables_RB.stride(0), 0 if cos is None else cos.stride(0), kv_heads, block_size, width,
+            values_NKd.stride(1), 0 if key_scales is None else key_scales.stride(1), tables_RB.stride(0),
+            0 if cos is None else cos.stride(0), kv_heads, block_size, width,
             GROUP=group, LINES=max(16, triton.next_power_of_2(group)), KEYS=min(_KEYS, block_size & -block_size),
             WIDTH=triton.next_power_of_2(max(16, width)), SPLITS=splits, SPLIT_BLOCK=triton.next_power_of_2(splits),
             PRECISION="ieee" if heads.qkv.dtype == torch.float32 else "tf32", num_warps=2,
@@ -87,8 +91,10 @@ def attend_packed(
 
 @triton.jit
 def _decode_kernel(
-    qkv_ptr, keys_ptr, values_ptr, slots_ptr, out_ptr, parts_ptr, sums_ptr, finished_ptr, tables_ptr, contexts_ptr, cos_ptr, sin_ptr,
-    query_norm_ptr, key_norm_ptr, sink_ptr, epsilon, shift, scale, window, keys_slot, keys_head, values_slot, values_head, table_stride,
+    qkv_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, slots_ptr, out_ptr, parts_ptr, sums_ptr, finished_ptr,
+    tables_ptr, contexts_ptr, cos_ptr, sin_ptr,
+    query_norm_ptr, key_norm_ptr, sink_ptr, epsilon, shift, scale, window, keys_slot, keys_head, values_slot, values_head,
+    scales_head, table_stride,
     angle_stride, kv_heads, block_size, width,
     GROUP: tl.constexpr, LINES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -125,7 +131,20 @@ def _decode_kernel(
             k_other = k_other * k_factor * (tl.load(key_norm_ptr + partner, mask=inside, other=0.0).to(tl.float32) + shift)
         q_wide = q_wide * cos[None, :] + q_other * sin[None, :]
         k_wide = k_wide * cos + k_other * sin
-    q, k_new = q_wide.to(kind), k_wide.to(keys_ptr.dtype.element_ty)
+    q, k_new, v_cached = q_wide.to(kind), k_wide.to(keys_ptr.dtype.element_ty), v_new.to(values_ptr.dtype.element_ty)
+    k_read, v_read, line_scale = k_new.to(kind).to(tl.float32), v_cached.to(tl.float32), scale
+    q_read = q.to(tl.float32)
+    key_inverse, value_inverse = 1.0, 1.0
+    if key_scales_ptr is not None:
+        k_rounded, v_wide = k_wide.to(kind).to(tl.float32), v_new.to(tl.float32)
+        key_inverse, value_inverse = inverse_of(tl.max(tl.abs(k_rounded), 0)), inverse_of(tl.max(tl.abs(v_wide), 0))
+        k_new = shrunk(k_rounded, key_inverse).to(keys_ptr.dtype.element_ty)
+        v_cached = shrunk(v_wide, value_inverse).to(values_ptr.dtype.element_ty)
+        k_read, v_read = k_new.to(tl.float32) * key_inverse, v_cached.to(tl.float32) * value_inverse
+        if kind != tl.float32:
+            q, most = bounded(q)
+            kind = tl.float16
+            line_scale = (most * scale)[:, None]
 
     # Keys in the cache that the row sees, in tiles of KEYS; this split's share of them.
     context = tl.load(contexts_ptr + row)
@@ -154,8 +173,13 @@ def _decode_kernel(
         following = tl.load(table + tl.minimum(tile + 1, high - 1) * KEYS // block_size)
         k = tl.load(keys_ptr + slot[None, :] * keys_slot + kv_head * keys_head + lane[:, None], mask=inside[:, None], other=0.0)
         v = tl.load(values_ptr + slot[:, None] * values_slot + kv_head * values_head + lane[None, :], mask=inside[None, :], other=0.0)
-        scores = tl.dot(q, k.to(kind), input_precision=PRECISION) * scale
-        best, total, result = _absorb(scores, v.to(kind), best, total, result, PRECISION)
+        scores = tl.dot(q, k.to(kind), input_precision=PRECISION) * line_scale
+        if key_scales_ptr is not None:
+            at = kv_head * scales_head + slot
+            scores = scores * tl.load(key_scales_ptr + at)[None, :]
+            best, total, result = absorb_scaled(scores, v.to(kind), tl.load(value_scales_ptr + at), best, total, result, PRECISION)
+        else:
+            best, total, result = _absorb(scores, v.to(kind), best, total, result, PRECISION)
     for tile in range(whole, high):
         key = tile * KEYS + tl.arange(0, KEYS)
         slot = tl.load(table + tile * KEYS // block_size).to(tl.int64) * block_size + key % block_size
@@ -168,22 +192,31 @@ def _decode_kernel(
             mask=seen[:, None] & inside[None, :],
             other=0.0,
         )
-        scores = tl.dot(q, k.to(kind), input_precision=PRECISION) * scale
-        scores = tl.where(seen[None, :], scores, -float("inf"))
-        best, total, result = _absorb(scores, v.to(kind), best, total, result, PRECISION)
+        scores = tl.dot(q, k.to(kind), input_precision=PRECISION) * line_scale
+        if key_scales_ptr is not None:
+            at = kv_head * scales_head + slot
+            scores = scores * tl.load(key_scales_ptr + at, mask=seen, other=0.0)[None, :]
+            scores = tl.where(seen[None, :], scores, -float("inf"))
+            value_scales = tl.load(value_scales_ptr + at, mask=seen, other=0.0)
+            best, total, result = absorb_scaled(scores, v.to(kind), value_scales, best, total, result, PRECISION)
+        else:
+            scores = tl.where(seen[None, :], scores, -float("inf"))
+            best, total, result = _absorb(scores, v.to(kind), best, total, result, PRECISION)
 
     # The first split adds the new token, and writes it into the cache.
     adds = (split == 0) & (context > 0)
     new_slot = tl.load(slots_ptr + row)
     tl.store(keys_ptr + new_slot * keys_slot + kv_head * keys_head + lane, k_new, mask=inside & adds)
-    v_cached = v_new.to(values_ptr.dtype.element_ty)
     tl.store(values_ptr + new_slot * values_slot + kv_head * values_head + lane, v_cached, mask=inside & adds)
-    score = tl.sum(q.to(tl.float32) * k_new.to(kind).to(tl.float32)[None, :], 1) * scale
+    if key_scales_ptr is not None:
+        tl.store(key_scales_ptr + kv_head * scales_head + new_slot, key_inverse, mask=adds)
+        tl.store(value_scales_ptr + kv_head * scales_head + new_slot, value_inverse, mask=adds)
+    score = tl.sum(q_read * k_read[None, :], 1) * scale
     score = tl.where(adds, score, -float("inf"))
     highest = tl.maximum(best, score)
     weight, shrink = tl.exp2(score - highest), tl.exp2(best - highest)
     total = total * shrink + weight
-    result = result * shrink[:, None] + weight[:, None] * v_cached.to(tl.float32)[None, :]
+    result = result * shrink[:, None] + weight[:, None] * v_read[None, :]
     best = highest
 
     head = kv_head * GROUP + line

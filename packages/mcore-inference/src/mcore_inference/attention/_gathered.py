@@ -10,25 +10,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_inference.attention._step import DecodeRows, GatheredRows, PrefillRows
+from mcore_inference.cache import LayerSlots
 
 
 # T tokens of a step, A heads, K key-value heads, d width of a head; R decode rows, P prefill rows with up to Q new tokens each; L longest
 # context of the rows.
-def attend_gathered(
-    q: Tensor, keys: Tensor, values: Tensor, rows: GatheredRows, *, scale: float | None, window: int, sink: Tensor | None
-) -> Tensor:
-    """[T, A, d] -> [T, A, d]; ``keys`` and ``values`` are the slots of a layer [N, K, d], ``window`` is -1 for none."""
+def attend_gathered(q: Tensor, cached: LayerSlots, rows: GatheredRows, *, scale: float | None, window: int, sink: Tensor | None) -> Tensor:
+    """[T, A, d] -> [T, A, d]; ``cached`` holds the layer's keys and values, ``window`` is -1 for none."""
     parts = []
     if rows.decode is not None:
-        parts.append(_decode(q[: rows.decode.context_RL.shape[0]], keys, values, rows.decode, scale, window, sink))
+        parts.append(_decode(q[: rows.decode.context_RL.shape[0]], cached, rows.decode, scale, window, sink))
     if rows.prefill is not None:
-        parts.append(_prefill(q[rows.prefill.first_token :], keys, values, rows.prefill, scale, window, sink))
+        parts.append(_prefill(q[rows.prefill.first_token :], cached, rows.prefill, scale, window, sink))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _decode(q: Tensor, keys: Tensor, values: Tensor, rows: DecodeRows, scale: float | None, window: int, sink: Tensor | None) -> Tensor:
+def _decode(q: Tensor, cached: LayerSlots, rows: DecodeRows, scale: float | None, window: int, sink: Tensor | None) -> Tensor:
     """[R, A, d] -> [R, A, d]. The heads that share a key-value head act as its queries, so nothing is repeated."""
-    k, v = keys[rows.context_RL].transpose(1, 2), values[rows.context_RL].transpose(1, 2)
+    k, v = (x.transpose(1, 2) for x in cached.read(rows.context_RL, q.dtype))
     visible_RL = rows.visible_RL
     if window >= 0:
         visible_RL = visible_RL & (_columns(visible_RL) >= rows.positions_R[:, None] - window)
@@ -39,9 +38,9 @@ def _decode(q: Tensor, keys: Tensor, values: Tensor, rows: DecodeRows, scale: fl
     return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale).flatten(1, 2)
 
 
-def _prefill(q: Tensor, keys: Tensor, values: Tensor, rows: PrefillRows, scale: float | None, window: int, sink: Tensor | None) -> Tensor:
+def _prefill(q: Tensor, cached: LayerSlots, rows: PrefillRows, scale: float | None, window: int, sink: Tensor | None) -> Tensor:
     """[T, A, d] -> [T, A, d], through [P, A, Q, d]."""
-    k, v = keys[rows.context_PL].transpose(1, 2), values[rows.context_PL].transpose(1, 2)
+    k, v = (x.transpose(1, 2) for x in cached.read(rows.context_PL, q.dtype))
     padded = q[rows.tokens_PQ].transpose(1, 2)
     visible = rows.visible_PQL
     if window >= 0 or sink is not None:

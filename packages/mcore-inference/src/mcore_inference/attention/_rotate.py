@@ -9,20 +9,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mcore_inference.attention._fp8 import inverse_of, shrunk
 from mcore_inference.attention._packed import PackedHeads
+from mcore_inference.cache import LayerSlots
 
 # T tokens of a step, K key-value heads, G query heads of each, d width of a head.
 
 
-def rotate_and_append(heads: PackedHeads, keys_SKd: Tensor, values_SKd: Tensor, slots_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def rotate_and_append(heads: PackedHeads, cached: LayerSlots, slots_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [T, K G, d] and keys [T, K, d], normalised and turned, and values [T, K, d]; keys and values are in their slots too.
 
-    Keys and values are views of the projection's result, in which the keys are overwritten.
+    Keys and values are views of the projection's result, in which the keys are overwritten; beside a cache in fp8 the values too, by what
+    the cache stands for.
 
     Args:
         heads: of T tokens.
-        keys_SKd: slots of one layer.
-        values_SKd: likewise.
+        cached: slots of one layer.
         slots_T: [T] int64.
     """
     qkv_TKHd = heads.qkv
@@ -30,9 +32,11 @@ def rotate_and_append(heads: PackedHeads, keys_SKd: Tensor, values_SKd: Tensor, 
     q = torch.empty((tokens, kv_heads * (blocks - 2), width), dtype=qkv_TKHd.dtype, device=qkv_TKHd.device)
     query_norm, key_norm, epsilon, shift = (None, None, 0.0, 0.0) if heads.norms is None else heads.norms.parts
     cos, sin = (None, None) if heads.tables is None else heads.tables
+    key_scales, value_scales = (None, None) if cached.scales is None else cached.scales
     _rotate_kernel[(tokens, kv_heads)](
-        qkv_TKHd, q, keys_SKd, values_SKd, slots_T, cos, sin, query_norm, key_norm, epsilon, shift,
-        keys_SKd.stride(0), values_SKd.stride(0), 0 if cos is None else cos.stride(0), kv_heads, blocks,
+        qkv_TKHd, q, cached.keys, cached.values, key_scales, value_scales, slots_T, cos, sin, query_norm, key_norm, epsilon, shift,
+        cached.keys.stride(0), cached.values.stride(0), 0 if key_scales is None else key_scales.stride(1),
+        0 if cos is None else cos.stride(0), kv_heads, blocks,
         LINES=triton.next_power_of_2(blocks), HALF=width // 2, HALF_BLOCK=triton.next_power_of_2(width // 2),
         num_warps=4 if blocks > 8 else 2,
     )  # fmt: skip
@@ -41,8 +45,9 @@ def rotate_and_append(heads: PackedHeads, keys_SKd: Tensor, values_SKd: Tensor, 
 
 @triton.jit
 def _rotate_kernel(
-    packed_ptr, q_ptr, keys_ptr, values_ptr, slots_ptr, cos_ptr, sin_ptr, query_norm_ptr, key_norm_ptr, epsilon, shift,
-    keys_slot, values_slot, table_stride, kv_heads, blocks, LINES: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr,
+    packed_ptr, q_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, slots_ptr, cos_ptr, sin_ptr, query_norm_ptr,
+    key_norm_ptr, epsilon, shift,
+    keys_slot, values_slot, scales_head, table_stride, kv_heads, blocks, LINES: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr,
 ):  # fmt: skip
     token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     line, lane = tl.arange(0, LINES)[:, None], tl.arange(0, HALF_BLOCK)[None, :]
@@ -75,9 +80,20 @@ def _rotate_kernel(
     place = kv_head * 2 * HALF + lane
     is_key = line == group
     cached = keys_ptr.dtype.element_ty
+    first_cached, second_cached = a.to(cached), b.to(cached)
+    if key_scales_ptr is not None:
+        wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
+        inverse = inverse_of(tl.maximum(tl.max(tl.abs(wide_a), 1), tl.max(tl.abs(wide_b), 1)))[:, None]
+        first_cached, second_cached = shrunk(wide_a, inverse).to(cached), shrunk(wide_b, inverse).to(cached)
+        a, b = (first_cached.to(tl.float32) * inverse).to(kind), (second_cached.to(tl.float32) * inverse).to(kind)
+        tl.store(rows + lane, a, mask=inside & is_value)
+        tl.store(rows + HALF + lane, b, mask=inside & is_value)
+        column = tl.arange(0, 1)[None, :]
+        tl.store(key_scales_ptr + kv_head * scales_head + slot + column + line * 0, inverse, mask=is_key)
+        tl.store(value_scales_ptr + kv_head * scales_head + slot + column + line * 0, inverse, mask=is_value)
     tl.store(rows + lane, a, mask=inside & is_key)
     tl.store(rows + HALF + lane, b, mask=inside & is_key)
-    tl.store(keys_ptr + slot * keys_slot + place + line * 0, a.to(cached), mask=inside & is_key)
-    tl.store(keys_ptr + slot * keys_slot + place + HALF + line * 0, b.to(cached), mask=inside & is_key)
-    tl.store(values_ptr + slot * values_slot + place + line * 0, a.to(cached), mask=inside & is_value)
-    tl.store(values_ptr + slot * values_slot + place + HALF + line * 0, b.to(cached), mask=inside & is_value)
+    tl.store(keys_ptr + slot * keys_slot + place + line * 0, first_cached, mask=inside & is_key)
+    tl.store(keys_ptr + slot * keys_slot + place + HALF + line * 0, second_cached, mask=inside & is_key)
+    tl.store(values_ptr + slot * values_slot + place + line * 0, first_cached, mask=inside & is_value)
+    tl.store(values_ptr + slot * values_slot + place + HALF + line * 0, second_cached, mask=inside & is_value)

@@ -2,7 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Triton kernels of attention over a paged cache; imported only when they run."""
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
 
 import torch
 import triton
@@ -10,17 +10,26 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from mcore_inference.attention._fp8 import absorb_scaled, bounded, inverse_of, shrunk
 from mcore_inference.attention._tiles import tile_tokens
+from mcore_inference.cache import LayerSlots
 
 # T tokens of a step, R rows (requests) of it, A heads, K key-value heads, d width of a head, S splits of a row's context.
 
 _LOG2_E = 1.4426950408889634
 
 
-def append(k_TKd: Tensor, v_TKd: Tensor, keys_NKd: Tensor, values_NKd: Tensor, slots_T: Tensor) -> None:
-    """Write the step's keys and values into their slots of the cache."""
+def append(k_TKd: Tensor, v_TKd: Tensor, cached: LayerSlots, slots_T: Tensor) -> None:
+    """Write the step's keys and values into their slots of the cache; beside one in fp8 they become what it stands for."""
     tokens, heads, width = k_TKd.shape
-    if tokens:
+    keys_NKd, values_NKd = cached.keys, cached.values
+    if tokens and cached.scales is not None:
+        for x, data, scales in zip((k_TKd, v_TKd), (keys_NKd, values_NKd), cached.scales, strict=True):
+            _append_scaled_kernel[(tokens, heads)](
+                x, data, scales, slots_T, x.stride(0), x.stride(1), data.stride(0), data.stride(1), scales.stride(1), width,
+                BLOCK=triton.next_power_of_2(width), num_warps=1,
+            )  # fmt: skip
+    elif tokens:
         _append_kernel[(tokens,)](
             k_TKd, v_TKd, keys_NKd, values_NKd, slots_T, k_TKd.stride(0), k_TKd.stride(1), v_TKd.stride(0), v_TKd.stride(1),
             keys_NKd.stride(0), values_NKd.stride(0), heads, width, BLOCK=triton.next_power_of_2(heads * width), num_warps=4,
@@ -29,8 +38,7 @@ def append(k_TKd: Tensor, v_TKd: Tensor, keys_NKd: Tensor, values_NKd: Tensor, s
 
 def attend(
     q_TAd: Tensor,
-    keys_NKd: Tensor,
-    values_NKd: Tensor,
+    cached: LayerSlots,
     out_TAd: Tensor,
     *,
     tables_RB: Tensor,
@@ -49,8 +57,7 @@ def attend(
 
     Args:
         q_TAd: [T, A, d], last stride 1.
-        keys_NKd: slots of one layer.
-        values_NKd: likewise.
+        cached: slots of one layer.
         out_TAd: contiguous.
         tables_RB: [R, B] int32, blocks of each row in the order of its tokens.
         starts_R: [R + 1] int32, first token of each row among the T, and T.
@@ -62,9 +69,11 @@ def attend(
         tiles: for rows of several tokens: (row, first token) of each program, int32; None where each row is one token.
         num_rows: R, without ``tiles``.
         splits: parts of each row's context; 1 with ``tiles``.
-        in_step: the rows of the tiles have their whole context in the step, and ``keys_NKd`` and ``values_NKd`` are those of its T tokens.
+        in_step: the rows of the tiles have their whole context in the step, and ``cached`` holds those of its T tokens.
     """
     heads, width = q_TAd.shape[1:]
+    keys_NKd, values_NKd = cached.keys, cached.values
+    key_scales, value_scales = (None, None) if cached.scales is None else cached.scales
     kv_heads = keys_NKd.shape[1]
     group = heads // kv_heads
     decode = tiles is None
@@ -84,10 +93,10 @@ def attend(
         # The copy engine brings whole tiles of keys, which lie together in a block.
         keys, values = (TensorDescriptor.from_tensor(x, [keys_block, 1, width]) for x in (keys_NKd, values_NKd))
     _attend_kernel[(programs, kv_heads, splits)](
-        q_TAd, keys, values, out, sums, tables_RB, starts_R, contexts_R, tile_rows, tile_firsts,
+        q_TAd, keys, values, key_scales, value_scales, out, sums, tables_RB, starts_R, contexts_R, tile_rows, tile_firsts,
         None if partial else sink_A, scale * _LOG2_E, window,
         q_TAd.stride(0), q_TAd.stride(1), keys_NKd.stride(0), keys_NKd.stride(1), values_NKd.stride(0), values_NKd.stride(1),
-        tables_RB.stride(0), heads, block_size, width,
+        0 if key_scales is None else key_scales.stride(1), tables_RB.stride(0), heads, block_size, width,
         GROUP=group, LINES=lines, TOKENS=1 if decode else tile_tokens(group), KEYS=keys_block,
         WIDTH=triton.next_power_of_2(max(16, width)), SPLITS=splits, DECODE=decode, DESCRIBED=described, IN_STEP=in_step,
         PRECISION="ieee" if q_TAd.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=stages,
@@ -138,10 +147,26 @@ def _append_kernel(
 
 
 @triton.jit
+def _append_scaled_kernel(
+    x_ptr, data_ptr, scales_ptr, slots_ptr, x_token, x_head, data_slot, data_head, scales_head, width, BLOCK: tl.constexpr
+):  # fmt: skip
+    token, head, lane = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    place = x_ptr + token * x_token + head * x_head + lane
+    x = tl.load(place, mask=lane < width, other=0.0).to(tl.float32)
+    inverse = inverse_of(tl.max(tl.abs(x), 0))
+    data = shrunk(x, inverse).to(data_ptr.dtype.element_ty)
+    tl.store(data_ptr + slot * data_slot + head * data_head + lane, data, mask=lane < width)
+    tl.store(scales_ptr + head * scales_head + slot, inverse)
+    tl.store(place, (data.to(tl.float32) * inverse).to(x_ptr.dtype.element_ty), mask=lane < width)
+
+
+@triton.jit
 def _attend_kernel(
-    q_ptr, keys_ptr, values_ptr, out_ptr, sums_ptr, tables_ptr, starts_ptr, contexts_ptr, tile_rows_ptr, tile_firsts_ptr,
-    sink_ptr, scale, window, q_token, q_head, keys_slot, keys_head, values_slot, values_head, table_stride, heads, block_size, width,
-    GROUP: tl.constexpr, LINES: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
+    q_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, out_ptr, sums_ptr, tables_ptr, starts_ptr, contexts_ptr,
+    tile_rows_ptr, tile_firsts_ptr,
+    sink_ptr, scale, window, q_token, q_head, keys_slot, keys_head, values_slot, values_head, scales_head, table_stride, heads, block_size,
+    width, GROUP: tl.constexpr, LINES: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
     DECODE: tl.constexpr, DESCRIBED: tl.constexpr, IN_STEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     kv_head, split = tl.program_id(1), tl.program_id(2)
@@ -169,6 +194,12 @@ def _attend_kernel(
     q = tl.load(
         q_ptr + places[:, None] * q_token + head[:, None] * q_head + lanes[None, :], mask=real[:, None] & columns[None, :], other=0.0
     )
+    line_scale = scale
+    if key_scales_ptr is not None:  # noqa: SIM102
+        # Triton decides each of the two when it compiles.
+        if q.dtype != tl.float32:
+            q, most = bounded(q)
+            line_scale = (most * scale)[:, None]
 
     # Keys that some query of the tile sees, in tiles of KEYS; this split's share of them.
     last = tl.minimum(context - tokens + first + TOKENS, context)
@@ -206,13 +237,18 @@ def _attend_kernel(
             slot = place.to(tl.int64) + tl.arange(0, KEYS)
             k = tl.load(keys_ptr + slot[None, :] * keys_slot + kv_head * keys_head + lanes[:, None], mask=columns[:, None], other=0.0)
             v = tl.load(values_ptr + slot[:, None] * values_slot + kv_head * values_head + lanes[None, :], mask=columns[None, :], other=0.0)
-        scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * scale
-        highest = tl.maximum(best, tl.max(scores, 1))
-        weights = tl.exp2(scores - highest[:, None])
-        shrink = tl.exp2(best - highest)
-        total = total * shrink + tl.sum(weights, 1)
-        result = tl.dot(weights.to(q.dtype), v.to(q.dtype), result * shrink[:, None], input_precision=PRECISION)
-        best = highest
+        scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * line_scale
+        if key_scales_ptr is not None:
+            at = kv_head * scales_head + slot
+            scores = scores * tl.load(key_scales_ptr + at)[None, :]
+            best, total, result = absorb_scaled(scores, v.to(q.dtype), tl.load(value_scales_ptr + at), best, total, result, PRECISION)
+        else:
+            highest = tl.maximum(best, tl.max(scores, 1))
+            weights = tl.exp2(scores - highest[:, None])
+            shrink = tl.exp2(best - highest)
+            total = total * shrink + tl.sum(weights, 1)
+            result = tl.dot(weights.to(q.dtype), v.to(q.dtype), result * shrink[:, None], input_precision=PRECISION)
+            best = highest
     for tile in range(whole, high):
         key = tile * KEYS + tl.arange(0, KEYS)
         if IN_STEP:
@@ -236,17 +272,24 @@ def _attend_kernel(
                 mask=held[:, None] & columns[None, :],
                 other=0.0,
             )
-        scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * scale
+        scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * line_scale
         seen = key[None, :] <= position[:, None]
         if window >= 0:
             seen = seen & (key[None, :] >= position[:, None] - window)
-        scores = tl.where(seen, scores, -float("inf"))
-        highest = tl.maximum(best, tl.max(scores, 1))
-        weights = tl.exp2(scores - highest[:, None])
-        shrink = tl.exp2(best - highest)
-        total = total * shrink + tl.sum(weights, 1)
-        result = tl.dot(weights.to(q.dtype), v.to(q.dtype), result * shrink[:, None], input_precision=PRECISION)
-        best = highest
+        if key_scales_ptr is not None:
+            at = kv_head * scales_head + slot
+            scores = scores * tl.load(key_scales_ptr + at, mask=held, other=0.0)[None, :]
+            scores = tl.where(seen, scores, -float("inf"))
+            value_scales = tl.load(value_scales_ptr + at, mask=held, other=0.0)
+            best, total, result = absorb_scaled(scores, v.to(q.dtype), value_scales, best, total, result, PRECISION)
+        else:
+            scores = tl.where(seen, scores, -float("inf"))
+            highest = tl.maximum(best, tl.max(scores, 1))
+            weights = tl.exp2(scores - highest[:, None])
+            shrink = tl.exp2(best - highest)
+            total = total * shrink + tl.sum(weights, 1)
+            result = tl.dot(weights.to(q.dtype), v.to(q.dtype), result * shrink[:, None], input_precision=PRECISION)
+            best = highest
 
     if SPLITS > 1:
         result = result / tl.where(total > 0, total, 1.0)[:, None]

@@ -5,12 +5,14 @@
 from mcore_inference.cache._blocks import BlockAllocator
 from mcore_inference.cache._pages import PagedKVCache, block_bytes, num_blocks_for_bytes
 from mcore_inference.cache._prefix import BlockKey, PrefixChain
+from mcore_inference.cache._slots import LayerSlots
 from mcore_inference.cache._state_config import MambaInferenceStateConfig, get_mamba_inference_state_config_from_model
 from mcore_inference.cache._states import RecurrentStateCache
 
 __all__ = [
     "BlockAllocator",
     "BlockKey",
+    "LayerSlots",
     "MambaInferenceStateConfig",
     "PagedKVCache",
     "PrefixChain",

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from mcore_inference._stability import experimental_api
+from mcore_inference.cache._slots import FP8, LayerSlots
 
 
 @experimental_api
 def block_bytes(*, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, parts: int = 2) -> int:
-    """Bytes of one block over all layers: keys and values, or latents alone as the one of ``parts``."""
-    return parts * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
+    """Bytes of one block over all layers: keys and values, or latents alone as the one of ``parts``; those in fp8 with their scales."""
+    return parts * num_layers * block_size * num_kv_heads * (head_dim * dtype.itemsize + (4 if dtype == FP8 else 0))
 
 
 @experimental_api
@@ -45,6 +46,8 @@ class PagedKVCache:
     [layers, 1, blocks, block_size, 1, d]: latents with their rotary keys, whole on every tp rank."""
     layers: tuple[int, ...] | None = None
     """Numbers of the layers that have pages, in order; None for all from 0."""
+    scales: Tensor | None = None
+    """[layers, 2, K, blocks * block_size] float32, what the values of a head of a token in fp8 are multiplied by; None in other dtypes."""
 
     @classmethod
     def allocate(
@@ -62,11 +65,15 @@ class PagedKVCache:
     ) -> "PagedKVCache":
         # Zeros, not empty memory: the sink block is read by padding and must stay finite.
         pages = torch.zeros((num_layers, parts, num_blocks, block_size, num_kv_heads, head_dim), dtype=dtype, device=device)
-        return cls(pages=pages, layers=layers)
+        scales = None
+        if dtype == FP8:
+            # Heads outside: the scales of a tile of keys lie side by side.
+            scales = torch.zeros((num_layers, parts, num_kv_heads, num_blocks * block_size), dtype=torch.float32, device=device)
+        return cls(pages=pages, layers=layers, scales=scales)
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.pages.shape) * self.pages.itemsize
+        return sum(math.prod(tensor.shape) * tensor.itemsize for tensor in self._tensors)
 
     @property
     def is_allocated(self) -> bool:
@@ -75,21 +82,43 @@ class PagedKVCache:
 
     def free(self) -> None:
         """Give the memory back; what it held is lost."""
-        self.pages.untyped_storage().resize_(0)
+        for tensor in self._tensors:
+            tensor.untyped_storage().resize_(0)
 
     def allocate_again(self) -> None:
         """Zeros where ``free`` left nothing, at another address as a rule.
 
         Raises:
-            torch.OutOfMemoryError: there is too little memory; nothing is changed.
+            torch.OutOfMemoryError: there is too little memory; none is held then.
         """
-        self.pages.untyped_storage().resize_(self.num_bytes)
-        self.pages.zero_()
+        try:
+            for tensor in self._tensors:
+                tensor.untyped_storage().resize_(math.prod(tensor.shape) * tensor.itemsize)
+        except RuntimeError:
+            self.free()
+            raise
+        for tensor in self._tensors:
+            tensor.zero_()
 
     def slots(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer as [blocks * block_size, K, d] views; of latents both are the same."""
-        parts = self.pages[layer if self.layers is None else self.layers.index(layer)].flatten(1, 2)
+        parts = self.pages[self._place(layer)].flatten(1, 2)
         return parts[0], parts[-1]
+
+    def layer(self, layer: int) -> LayerSlots:
+        """What one layer writes and reads."""
+        keys, values = self.slots(layer)
+        if self.scales is None:
+            return LayerSlots(keys=keys, values=values)
+        scales = self.scales[self._place(layer)].transpose(1, 2)
+        return LayerSlots(keys=keys, values=values, scales=(scales[0], scales[-1]))
+
+    def _place(self, layer: int) -> int:
+        return layer if self.layers is None else self.layers.index(layer)
+
+    @property
+    def _tensors(self) -> list[Tensor]:
+        return [self.pages] if self.scales is None else [self.pages, self.scales]
 
     @property
     def holds_latents(self) -> bool:

@@ -3,6 +3,7 @@
 """The sizes of an engine's memory, as they are asked for and as they come out."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from mcore_inference._fields import as_flag, as_integer, as_number
 from mcore_inference._stability import experimental_api
@@ -40,6 +41,8 @@ class InferenceConfig:
     """Whether a long prompt is computed over several steps, beside other requests' tokens."""
     enable_prefix_caching: bool | None = None
     """Whether requests share the blocks of equal beginnings, and blocks stay known after their request; None for where the model can."""
+    kv_cache_dtype: Literal["fp8"] | None = None
+    """"fp8": keys and values as e4m3 with a scale for each head of a token, half the memory of bfloat16; None for the model's dtype."""
     watermark: float = 0.01
     """Share of the blocks that an admission leaves to running requests."""
 
@@ -52,6 +55,8 @@ class InferenceConfig:
         as_flag("enable_chunked_prefill", self.enable_chunked_prefill)
         if self.enable_prefix_caching is not None:
             as_flag("enable_prefix_caching", self.enable_prefix_caching)
+        if self.kv_cache_dtype not in (None, "fp8"):
+            raise ValueError(f'kv_cache_dtype={self.kv_cache_dtype!r} is unknown; choose "fp8", or None for the dtype of the model')
         as_number("watermark", self.watermark, 0, 1)
         if self.watermark == 1:
             raise ValueError("watermark=1 leaves no block to admissions; it must be below 1")

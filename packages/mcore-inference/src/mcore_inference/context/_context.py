@@ -50,14 +50,15 @@ class DynamicInferenceContext:
         model_config: architecture of the model.
         config: sizes.
         groups: tp is used: the cache holds this rank's key-value heads, or latents, which serve all heads.
-        dtype: of keys and values, that of the model's activations.
+        dtype: of the model's activations, and of keys and values without ``kv_cache_dtype``.
         device: of the cache.
         num_layers: layers of this pipeline stage, None for all.
         mamba_inference_state_config: states of recurrent layers, beside which only layers of attention have keys and values; None for a
             model without.
 
     Raises:
-        ValueError: the memory does not hold two blocks beside the states, or tp does not divide the key-value heads.
+        ValueError: the memory does not hold two blocks beside the states, or tp does not divide the key-value heads; ``kv_cache_dtype``
+            for latents, or where no layer has keys and values.
     """
 
     def __init__(
@@ -78,13 +79,15 @@ class DynamicInferenceContext:
         if model_config.kv_heads % tp:
             raise ValueError(f"tp={tp} must divide num_query_groups={model_config.kv_heads}; lower tp")
         held, latent = model_config.num_layers if num_layers is None else num_layers, model_config.latent_attention
+        if config.kv_cache_dtype is not None:
+            _check_scaled(config.kv_cache_dtype, latent is not None, states)
         sizes = {
             # Without attention one layer of pages stays: blocks count tokens.
             "num_layers": held if states is None else max(1, len(states.attention_layers)),
             "block_size": config.block_size_tokens,
             "num_kv_heads": model_config.kv_heads // tp if latent is None else 1,
             "head_dim": model_config.head_dim if latent is None else latent.cache_width,
-            "dtype": dtype,
+            "dtype": dtype if config.kv_cache_dtype is None else torch.float8_e4m3fn,
             "parts": 2 if latent is None else 1,
         }
         self.block_size: int = config.block_size_tokens
@@ -103,6 +106,7 @@ class DynamicInferenceContext:
             max_requests=self.max_requests,
             max_blocks=self.max_blocks_per_request,
             group=model_config.num_attention_heads // model_config.kv_heads,
+            dtype=dtype,
         )
         self.reset()
 
@@ -387,3 +391,12 @@ class DynamicInferenceContext:
             "max_requests": self.max_requests,
             "max_tokens": self.max_tokens,
         }
+
+
+def _check_scaled(name: str, holds_latents: bool, states: MambaInferenceStateConfig | None) -> None:
+    if holds_latents:
+        raise ValueError(
+            f"kv_cache_dtype={name!r}: the cache of latent attention holds latents, which keep the model's dtype; leave it at None"
+        )
+    if states is not None and not states.attention_layers:
+        raise ValueError(f"kv_cache_dtype={name!r}: every layer keeps a state, which stays in its own dtype; leave it at None")

@@ -63,14 +63,23 @@ class StepBuilder:
         max_requests: M, lines of requests.
         max_blocks: B.
         group: query heads that share a key-value head.
+        dtype: of the model's activations; None for that of the pages.
     """
 
     def __init__(
-        self, cache: PagedKVCache, states: RecurrentStateCache | None = None, *, max_requests: int, max_blocks: int, group: int
+        self,
+        cache: PagedKVCache,
+        states: RecurrentStateCache | None = None,
+        *,
+        max_requests: int,
+        max_blocks: int,
+        group: int,
+        dtype: torch.dtype | None = None,
     ) -> None:
         pages = cache.pages
+        dtype = pages.dtype if dtype is None else dtype
         self.cache, self.states, self.block_size = cache, states, pages.shape[3]
-        self.device, self.has_kernel = pages.device, has_attention_kernel(pages.device, pages.dtype, pages.shape[3])
+        self.device, self.has_kernel = pages.device, has_attention_kernel(pages.device, dtype, pages.shape[3])
         # Latents are wider than the kernels' heads.
         self.has_kernel = self.has_kernel and not cache.holds_latents
         self.max_blocks, self._group = max_blocks, group

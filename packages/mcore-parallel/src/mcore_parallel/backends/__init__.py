@@ -8,6 +8,7 @@ from mcore_parallel.backends._fp8_grouped import Fp8GroupedProducts
 from mcore_parallel.backends._fp8_loss import Fp8LossProducts
 from mcore_parallel.backends._grouped import GroupedLinear, check_grouped_width, ends_of, grouped_matmul
 from mcore_parallel.backends._protocol import Backend, BackendLayers, NormColumnLinear
+from mcore_parallel.backends._quantize import Scaled, quantize_rows, scaled_product
 from mcore_parallel.backends._torch import TorchBackend
 
 __all__ = [
@@ -19,11 +20,14 @@ __all__ = [
     "Fp8LossProducts",
     "GroupedLinear",
     "NormColumnLinear",
+    "Scaled",
     "TorchBackend",
     "check_grouped_width",
     "choose_backend",
     "ends_of",
     "grouped_matmul",
     "grouped_products",
+    "quantize_rows",
+    "scaled_product",
     "special_products",
 ]

@@ -68,11 +68,22 @@ def quantize(
     return Scaled(data, inverse) if rows else None, None if turned is None else Scaled(turned, inverse)
 
 
-def quantize_rows(x_TK: Tensor, dtype: torch.dtype) -> Scaled:
-    """``x`` with one scale a row."""
-    if has_kernel(x_TK):
+def quantize_rows(x_TK: Tensor, dtype: torch.dtype, *, group: Group | None = None) -> Scaled:
+    """``x`` with one scale a row.
+
+    Args:
+        x_TK: [T, K].
+        dtype: of the result, ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        group: ranks that each hold some columns of the same rows, and share their scales; None for this one.
+
+    Returns:
+        Data [T, K] and scales [T, 1].
+    """
+    shared = group is not None and group.size > 1
+    if not shared and has_kernel(x_TK):
         return Scaled(*_kernels().cast_rows(x_TK, dtype, least_amax=LEAST_AMAX))
-    inverse = _inverse(x_TK.abs().amax(-1, keepdim=True).float(), dtype)
+    amax_T1 = x_TK.abs().amax(-1, keepdim=True).float()
+    inverse = _inverse(all_reduce(amax_T1, group, op="max") if shared and group is not None else amax_T1, dtype)
     return Scaled(_cast(x_TK, inverse, dtype), inverse)
 
 

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Parts of Triton kernels that write keys and values in fp8, or read them; imported only when they run."""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def inverse_of(amax):
+    """What a head in fp8 (e4m3) is multiplied by; that of zeros is not zero."""
+    return tl.div_rn(tl.maximum(amax, 1e-30), 448.0)
+
+
+@triton.jit
+def shrunk(x, inverse):
+    """float32 values in the range of fp8; the comparisons leave NaN as it is."""
+    x = x * tl.div_rn(1.0, inverse)
+    return tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x))
+
+
+@triton.jit
+def bounded(x):
+    """Lines [L, d] over their largest magnitude, in float16, and that: fp8 becomes float16 in one instruction."""
+    wide = x.to(tl.float32)
+    most = tl.maximum(tl.max(tl.abs(wide), 1), 1e-30)
+    return (wide / most[:, None]).to(tl.float16), most
+
+
+@triton.jit
+def absorb_scaled(scores, v, scales, best, total, result, PRECISION: tl.constexpr):
+    """Add a tile of keys to a running softmax; of the values v [keys, d] each key has a scale."""
+    highest = tl.maximum(best, tl.max(scores, 1))
+    weights = tl.exp2(scores - highest[:, None])
+    shrink = tl.exp2(best - highest)
+    # Scales relative to the largest of the tile keep the weights in the range of float16.
+    most = tl.maximum(tl.max(scales, 0), 1e-35)
+    shares = (weights * (scales / most)[None, :]).to(v.dtype)
+    result = result * shrink[:, None] + tl.dot(shares, v, input_precision=PRECISION) * most
+    return highest, total * shrink + tl.sum(weights, 1), result

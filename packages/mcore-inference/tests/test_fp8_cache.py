@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Keys and values in fp8: how far the log-probabilities move, and that everything else stays as it is."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_inference import (
+    DynamicInferenceContext,
+    DynamicInferenceEngine,
+    ExecutionConfig,
+    InferenceConfig,
+    NgramSpeculation,
+    PagedAttention,
+    SamplingParams,
+)
+from mcore_inference.cache import LayerSlots
+from mcore_parallel import ProcessGroups
+from mcore_parallel.models import GPTModel, TransformerConfig
+from mcore_parallel.nn import GatedDeltaNetConfig, LatentAttentionConfig
+
+PROMPTS = [[number * 7 % 64 for number in range(first, first + 20 + first)] for first in range(5)]
+SCORED = SamplingParams(temperature=0, num_tokens_to_generate=1, return_log_probs=True, skip_prompt_log_probs=False)
+
+
+def test_an_element_is_off_by_a_sixteenth_of_itself() -> None:
+    torch.manual_seed(0)
+    k, v = torch.randn(50, 3, 16) * torch.logspace(-6, 6, 50)[:, None, None], torch.randn(50, 3, 16)
+    k[7], k[:, 0, 3] = 0, 0
+    scales = torch.zeros(2, 3, 60).transpose(1, 2)
+    cached = LayerSlots(
+        keys=torch.zeros(60, 3, 16).to(torch.float8_e4m3fn),
+        values=torch.zeros(60, 3, 16).to(torch.float8_e4m3fn),
+        scales=(scales[0], scales[1]),
+    )
+    slots = torch.randperm(60)[:50]
+    cached.write(slots, k, v)
+    for x, stored in zip((k, v), cached.read(slots, torch.float32), strict=True):
+        least = x.abs().amax(-1, keepdim=True) / 448 * 2**-10
+        assert ((stored - x).abs() <= torch.maximum(x.abs() / 16, least) * 1.0001).all()
+        assert (stored - x).abs().max() > 0
+
+
+def test_log_probabilities_differ_little_from_those_of_a_wide_cache(make_engine: Callable[..., Any]) -> None:
+    wide, narrow = (make_engine(kv_cache_dtype=kind).generate(PROMPTS, SCORED) for kind in (None, "fp8"))
+    values = [torch.tensor([number for record in records for number in record.prompt_log_probs]) for records in (wide, narrow)]
+    errors = (values[0] - values[1]).abs()
+    # Weights of std 0.3 at width 32 make logits of large variance; a mean of 0.08 is what they give.
+    assert 0 < errors.mean() < 0.16 and errors.max() < 1.2
+
+
+@pytest.mark.parametrize("sizes", [{"max_tokens": 9}, {"num_blocks": 11}, {"enable_prefix_caching": False}, {"block_size_tokens": 3}])
+def test_tokens_do_not_depend_on_chunks_preemption_or_prefix_hits(make_engine: Callable[..., Any], sizes: dict[str, int]) -> None:
+    settings = [SamplingParams(temperature=t, seed=3, num_tokens_to_generate=16, return_log_probs=True) for t in (0, 1, 0, 1, 0)]
+    wanted = make_engine(kv_cache_dtype="fp8").generate(PROMPTS, settings)
+    engine = make_engine(kv_cache_dtype="fp8", **sizes)
+    for again in range(2):
+        for record, expected in zip(engine.generate(PROMPTS, settings), wanted, strict=True):
+            assert record.generated_tokens == expected.generated_tokens, again
+            assert record.generated_log_probs == pytest.approx(expected.generated_log_probs, abs=1e-9)
+
+
+def test_suspended_engines_and_proposals_keep_their_tokens(make_engine: Callable[..., Any], make_model: Callable[..., GPTModel]) -> None:
+    greedy = SamplingParams(temperature=0, num_tokens_to_generate=20)
+    wanted = [record.generated_tokens for record in make_engine(kv_cache_dtype="fp8").generate(PROMPTS, greedy)]
+    engine = make_engine(kv_cache_dtype="fp8")
+    numbers = [engine.add_request(prompt, greedy) for prompt in PROMPTS]
+    done = {record.request_id: record for _ in range(6) for record in engine.step()}
+    engine.suspend()
+    cache = engine.context.cache
+    assert cache.pages.untyped_storage().size() == cache.scales.untyped_storage().size() == 0
+    engine.resume()
+    while engine.has_unfinished_requests():
+        done |= {record.request_id: record for record in engine.step()}
+    assert [done[number].generated_tokens for number in numbers] == wanted
+    model = make_model()
+    sizes = InferenceConfig(max_sequence_length=96, num_blocks=64, block_size_tokens=8, max_requests=8, kv_cache_dtype="fp8")
+    execution = ExecutionConfig(speculation=NgramSpeculation())
+    engine = DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, sizes), execution=execution)
+    assert [record.generated_tokens for record in engine.generate(PROMPTS, greedy)] == wanted
+
+
+def test_bytes_are_counted_with_the_scales() -> None:
+    config = TransformerConfig(num_layers=3, hidden_size=16, num_attention_heads=4, num_query_groups=2, vocab_size=8)
+    one = 2 * 3 * 4 * 2 * (4 + 4)
+    sizes = InferenceConfig(max_sequence_length=96, block_size_tokens=4, buffer_size_gb=(one * 10 + 1) / 2**30, kv_cache_dtype="fp8")
+    context = DynamicInferenceContext(config, sizes)
+    assert context.allocator.total_count == 10 and context.cache.num_bytes == 10 * one
+    assert context.cache.pages.dtype == torch.float8_e4m3fn
+
+
+def model_of(**fields: Any) -> GPTModel:
+    config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=64, **fields)
+    return GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention())
+
+
+def test_what_has_no_keys_and_values_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="kv_cache_dtype='fp4' is unknown"):
+        InferenceConfig(kv_cache_dtype="fp4")  # type: ignore[arg-type]
+    sizes = InferenceConfig(num_blocks=8, block_size_tokens=8, max_sequence_length=32, max_requests=2, kv_cache_dtype="fp8")
+    latent = LatentAttentionConfig(kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
+    with pytest.raises(ValueError, match="kv_cache_dtype='fp8': the cache of latent attention"):
+        DynamicInferenceContext.for_model(model_of(latent_attention=latent), sizes)
+    delta = GatedDeltaNetConfig(key_head_dim=16, value_head_dim=16, num_key_heads=2, num_value_heads=2)
+    with pytest.raises(ValueError, match="kv_cache_dtype='fp8': every layer keeps a state"):
+        DynamicInferenceContext.for_model(model_of(hybrid_layer_pattern="GG", delta_net=delta), sizes)
+    hybrid = model_of(hybrid_layer_pattern="G*", delta_net=delta)
+    engine = DynamicInferenceEngine(hybrid, DynamicInferenceContext.for_model(hybrid, sizes))
+    assert engine.generate([[1, 2, 3]], SamplingParams(num_tokens_to_generate=4))[0].num_generated == 4
