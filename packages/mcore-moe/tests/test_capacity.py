@@ -272,3 +272,22 @@ def test_rules_name_both_fields(values: dict[str, Any], message: str) -> None:
 
 def test_a_negative_factor_is_no_bound() -> None:
     assert MoEConfig(num_moe_experts=8, moe_expert_capacity_factor=-1.0) == MoEConfig(num_moe_experts=8)
+
+
+def check_unequal_tokens(exchange: str) -> None:
+    groups = ProcessGroups.build(ParallelPlan(dp=2, ep=2))
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=64)
+    mixture = MoEConfig(
+        num_moe_experts=4, moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True, moe_token_dispatcher_type=exchange
+    )
+    layer = MoELayer(mixture, Site(layer=0, local_layer=0, config=config, groups=groups))
+    torch.nn.init.normal_(layer.router.weight)
+    tokens = 8 if groups.dp.rank == 0 else 12
+    with pytest.raises(ValueError, match=r"rank 1 has (capacity=6|tokens=12), rank 0 has (4|8):.*make their batches equal"):
+        layer(torch.randn(tokens, 8), Step.causal(1, tokens))
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("exchange", ["alltoall", "allgather"])
+def test_ranks_that_pad_unequal_numbers_of_tokens_are_named(world, exchange) -> None:
+    world(check_unequal_tokens, exchange=exchange)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mcore_moe._routing import Routing
 from mcore_moe._stability import experimental_api
+from mcore_moe.dispatch._equal import check_equal
 from mcore_moe.dispatch._local import LocalPicks, sort_picks, sum_rows
 from mcore_parallel import ProcessGroups
 from mcore_parallel.comm import all_gather, gather_from_sequence_parallel_region, reduce_scatter_to_sequence_parallel_region
@@ -64,18 +65,25 @@ class MoEAllGatherTokenDispatcher:
         self.num_local_experts = num_experts // groups.ep.size
         self.first_expert = groups.ep.rank * self.num_local_experts
         self.group = groups.tp_ep
+        self._sizes_agree = False
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> GatheredPicks:
         """The rows of this rank's experts; differentiable in ``x_TD`` and the weights.
 
         Ranks may hold different numbers of tokens, which the host reads. With padding to capacity they must hold equally many, and nothing
-        waits for the device.
+        waits for the device but the first call, which compares them.
+
+        Raises:
+            ValueError: at the first call, ranks with different numbers of tokens and padding to capacity.
         """
         sizes, capacity = None, None
         if routing.capacity is None:
             lengths = all_gather(torch.tensor([len(x_TD)], device=x_TD.device), self.group).tolist()
             sizes = lengths if len(set(lengths)) > 1 else None
         else:
+            if not self._sizes_agree:
+                check_equal("tokens", len(x_TD), self.group, x_TD.device)
+                self._sizes_agree = True
             capacity = routing.capacity * self.group.size
         x_AD, probs_AK, experts_AK = (
             gather_from_sequence_parallel_region(part, self.group, output_split_sizes=sizes)

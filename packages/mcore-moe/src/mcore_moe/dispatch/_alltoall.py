@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mcore_moe._routing import Routing
 from mcore_moe._stability import experimental_api
+from mcore_moe.dispatch._equal import check_equal
 from mcore_moe.dispatch._local import LocalPicks, sort_picks, sum_rows
 from mcore_parallel import Group
 from mcore_parallel.backends import ends_of
@@ -69,12 +70,16 @@ class MoEAlltoAllTokenDispatcher:
         self.group = group
         self.expert_tp = expert_tp or Group.single()
         self.pause = pause
+        self._sizes_agree = False
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> Dispatched:
         """Deliver every pick; differentiable in ``x_TD``.
 
         With padding to capacity all sizes are known: no counts are exchanged, nothing waits for the device, and every rank must hold the
-        same number of tokens.
+        same number of tokens. The first call compares them.
+
+        Raises:
+            ValueError: at the first call, ranks with different capacities.
         """
         if routing.capacity is not None:
             return self._dispatch_filled(x_TD, routing, routing.capacity)
@@ -118,6 +123,10 @@ class MoEAlltoAllTokenDispatcher:
 
     def _dispatch_filled(self, x_TD: Tensor, routing: Routing, capacity: int) -> Dispatched:
         """``capacity`` rows from this rank to every expert."""
+        if not self._sizes_agree:
+            for group in (self.group, self.expert_tp):
+                check_equal("capacity", capacity, group, x_TD.device)
+            self._sizes_agree = True
         picks = sort_picks(x_TD, routing, routing.destinations(self.num_experts), self.num_experts)
         sizes = [self.num_local_experts * capacity] * self.group.size
         rows_QD = all_to_all_autograd(picks.rows_RD, sizes, sizes, self.group, self.pause)
