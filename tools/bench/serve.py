@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -44,15 +44,23 @@ MODELS: Mapping[str, TransformerConfig] = MappingProxyType(
 CASES = {"throughput": (512, 512, 256), "one": (1, 128, 256), "few": (32, 128, 256), "long": (64, 2048, 128), "quick": (4, 16, 8)}
 
 
-def build(model: str, device: str, memory_gb: float) -> tuple[DynamicInferenceEngine, float]:
+def build(model: str, device: str, memory_gb: float, kv_cache_dtype: Literal["fp8"] | None = None) -> tuple[DynamicInferenceEngine, float]:
     """An engine over random weights, and the seconds until its first token."""
     begun = time.perf_counter()
     config, dtype = MODELS[model], torch.bfloat16 if device == "cuda" else torch.float32
     # Drawn on the device: the values do not matter, the time does.
+    torch.manual_seed(0)
     net = GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention(), device=device, dtype=dtype, seed=None).eval()
     for parameter in net.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    sizes = InferenceConfig(max_sequence_length=4096, max_requests=512, max_tokens=8192, block_size_tokens=64, buffer_size_gb=memory_gb)
+    sizes = InferenceConfig(
+        max_sequence_length=4096,
+        max_requests=512,
+        max_tokens=8192,
+        block_size_tokens=64,
+        buffer_size_gb=memory_gb,
+        kv_cache_dtype=kv_cache_dtype,
+    )
     engine = DynamicInferenceEngine(net, DynamicInferenceContext.for_model(net, sizes))
     engine.generate([[1, 2, 3]], SamplingParams(num_tokens_to_generate=2))
     return engine, time.perf_counter() - begun
@@ -72,6 +80,19 @@ def run_case(engine: DynamicInferenceEngine, requests: int, inputs: int, outputs
         "n": requests, "isl": inputs, "osl": outputs, "s": round(seconds, 3), "out_tok_s": round(made / seconds),
         "ms_per_tok": round(seconds / outputs * 1e3, 3), "steps": engine.step_count - steps,
     }  # fmt: skip
+
+
+def log_prob_error(engine: DynamicInferenceEngine) -> float:
+    """Mean distance of prompts' log-probabilities from those of a cache in the model's dtype."""
+    rng, scored = random.Random(1), SamplingParams(num_tokens_to_generate=1, return_log_probs=True, skip_prompt_log_probs=False)
+    prompts = [[rng.randrange(engine.vocab_size) for _ in range(256)] for _ in range(8)]
+    sizes = InferenceConfig(max_sequence_length=512, max_requests=8, block_size_tokens=64, buffer_size_gb=2.0)
+    wide = DynamicInferenceEngine(engine.model, DynamicInferenceContext.for_model(engine.model, sizes))
+    values = [
+        torch.tensor([number for record in each.generate(prompts, scored) for number in record.prompt_log_probs or []])
+        for each in (engine, wide)
+    ]
+    return float((values[0] - values[1]).abs().mean())
 
 
 def profile(engine: DynamicInferenceEngine, requests: int, inputs: int) -> list[dict[str, Any]]:
@@ -121,6 +142,7 @@ def main() -> None:
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND", help="with {model} to be filled in")
     parser.add_argument("--timeout-s", type=float, default=300.0, help="of a peer")
     parser.add_argument("--profile", type=int, nargs="*", default=[], metavar="REQUESTS", help="print where decode steps of so many go")
+    parser.add_argument("--kv-cache-dtype", choices=("fp8",), help="of keys and values; None for the model's")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     rows = []
@@ -131,11 +153,16 @@ def main() -> None:
             for row in peer_rows(name, command, model, arguments.timeout_s):
                 rows.append(row)
                 print(json.dumps(row), flush=True)
-        engine, startup_s = build(model, arguments.device, arguments.memory_gb)
+        engine, startup_s = build(model, arguments.device, arguments.memory_gb, arguments.kv_cache_dtype)
+        error = (
+            {}
+            if arguments.kv_cache_dtype is None
+            else {"kv": arguments.kv_cache_dtype, "log_prob_error": float(f"{log_prob_error(engine):.3g}")}
+        )
         print(json.dumps({"model": model, "startup_s": round(startup_s, 1)}), flush=True)
         for case in arguments.cases:
             run_case(engine, *CASES[case])
-            row = {"by": "mcore", "model": model, **run_case(engine, *CASES[case]), "startup_s": round(startup_s, 1)}
+            row = {"by": "mcore", "model": model, **run_case(engine, *CASES[case]), "startup_s": round(startup_s, 1), **error}
             rows.append(row)
             print(json.dumps(row), flush=True)
         for requests in arguments.profile:

@@ -32,7 +32,12 @@ def _answers(options: argparse.Namespace) -> Answers:
     if options.model or options.token_file is not None:
         raise ValueError(f"--model and --token-file are for a server, and {options.checkpoint} is no http:// address; leave them out")
     device = device_of("cuda" if torch.cuda.is_available() else "cpu")
-    return EngineAnswers(open_engine(options.checkpoint, device, max_length=options.max_length, cache_gb=options.cache_gb), settings)
+    return EngineAnswers(
+        open_engine(
+            options.checkpoint, device, max_length=options.max_length, cache_gb=options.cache_gb, kv_cache_dtype=options.kv_cache_dtype
+        ),
+        settings,
+    )
 
 
 def main(arguments: Sequence[str] | None = None, terminal: Terminal | None = None) -> int:

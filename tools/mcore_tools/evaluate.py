@@ -68,7 +68,11 @@ def _evaluate(options: argparse.Namespace) -> dict[str, Any]:
         if options.stride >= length:
             raise ValueError(f"--stride {options.stride} must be below the length of {length} tokens; lower it, or raise --max-length")
     device = device_of("cuda" if torch.cuda.is_available() else "cpu")
-    scorer = Scorer(open_engine(options.checkpoint, device, max_length=options.max_length, cache_gb=options.cache_gb))
+    scorer = Scorer(
+        open_engine(
+            options.checkpoint, device, max_length=options.max_length, cache_gb=options.cache_gb, kv_cache_dtype=options.kv_cache_dtype
+        )
+    )
     results: dict[str, Any] = {}
     if texts:
         measured = score_texts(scorer, texts, stride=options.stride)

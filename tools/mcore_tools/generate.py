@@ -42,6 +42,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens of prompt and continuation (default: what the run trained on, or the context of the model up to 4096)",
     )
     parser.add_argument("--cache-gb", type=number(above=0), default=1.0, help="memory for keys and values (default: 1)")
+    parser.add_argument("--kv-cache-dtype", choices=("fp8",), help="of keys and values (default: that of the model)")
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
@@ -59,7 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         device = device_of("cuda" if torch.cuda.is_available() else "cpu")
-        engine = open_engine(options.checkpoint, device, max_length=options.max_length, cache_gb=options.cache_gb)
+        engine = open_engine(
+            options.checkpoint, device, max_length=options.max_length, cache_gb=options.cache_gb, kv_cache_dtype=options.kv_cache_dtype
+        )
         return generate(engine, options.prompt, max_tokens=options.max_tokens, temperature=options.temperature)
     except (ValueError, OSError, CheckpointingException) as error:
         print(f"error: {error}", file=sys.stderr)

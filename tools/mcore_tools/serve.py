@@ -71,7 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.data_parallel > 1:
             return _serve_replicas(options, token)
         device = device_of("cuda" if torch.cuda.is_available() else "cpu")
-        engine = open_engine(options.checkpoint, device, max_length=options.max_length, cache_gb=options.cache_gb)
+        engine = open_engine(
+            options.checkpoint, device, max_length=options.max_length, cache_gb=options.cache_gb, kv_cache_dtype=options.kv_cache_dtype
+        )
         if options.prompt:
             return generate(engine, options.prompt, max_tokens=options.max_tokens, temperature=options.temperature)
         if options.join:
@@ -123,6 +125,7 @@ def _serve_replicas(options: argparse.Namespace, token: str | None) -> int:
     secret = secrets.token_hex(32)
     words = [options.checkpoint, "--cache-gb", str(options.cache_gb), "--max-waiting", str(options.max_waiting)]
     words += [] if options.max_length is None else ["--max-length", str(options.max_length)]
+    words += [] if options.kv_cache_dtype is None else ["--kv-cache-dtype", options.kv_cache_dtype]
     tokenizer = open_served_tokenizer(options.checkpoint)
     security = CoordinatorSecurity(secret=secret)
     with (

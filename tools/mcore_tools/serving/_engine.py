@@ -8,6 +8,7 @@ import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -33,12 +34,21 @@ class Served:
 
 
 def build_engine(
-    config: RunConfig, tokenizer: Tokenizer, device: torch.device | str, *, seed: int = 0, max_length: int = 256, cache_gb: float = 0.25
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    device: torch.device | str,
+    *,
+    seed: int = 0,
+    max_length: int = 256,
+    cache_gb: float = 0.25,
+    kv_cache_dtype: Literal["fp8"] | None = None,
 ) -> DynamicInferenceEngine:
     """An engine with a model of its own, whole on this rank; its weights are those of the run's seed until some are loaded."""
     model = build_model(config, ProcessGroups.single(), device, attention_core=PagedAttention()).eval()
     assert isinstance(model, GPTModel), "a BertModel generates nothing"
-    sizes = InferenceConfig(max_sequence_length=max_length, max_requests=64, block_size_tokens=16, buffer_size_gb=cache_gb)
+    sizes = InferenceConfig(
+        max_sequence_length=max_length, max_requests=64, block_size_tokens=16, buffer_size_gb=cache_gb, kv_cache_dtype=kv_cache_dtype
+    )
     context = DynamicInferenceContext.for_model(model, sizes)
     return DynamicInferenceEngine(model, context, tokenizer, seed=seed, vocab_size=min(tokenizer.vocab_size, config.model.vocab_size))
 

@@ -4,6 +4,7 @@
 
 import tempfile
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -27,7 +28,12 @@ _LONGEST = 4096
 
 
 def open_engine(
-    checkpoint: str | Path, device: torch.device | str, *, max_length: int | None = None, cache_gb: float = 1.0
+    checkpoint: str | Path,
+    device: torch.device | str,
+    *,
+    max_length: int | None = None,
+    cache_gb: float = 1.0,
+    kv_cache_dtype: Literal["fp8"] | None = None,
 ) -> DynamicInferenceEngine:
     """An engine with the model, weights and tokenizer of a checkpoint, all on this process.
 
@@ -37,15 +43,18 @@ def open_engine(
         max_length: tokens of a prompt and its continuation; None for the length that the run trained on, or the context of the
             published model, at most 4096.
         cache_gb: memory for keys and values, in GB.
+        kv_cache_dtype: of keys and values, as of ``InferenceConfig``.
 
     Raises:
         CheckpointingException: no checkpoint, a damaged one, or one without the files that say what it is.
         ValueError: a model that generates nothing, or settings that it refuses.
     """
     if is_huggingface(checkpoint):
-        return _open_huggingface(HuggingFaceFolder(directory=Path(checkpoint)), device, max_length, cache_gb)
+        return _open_huggingface(HuggingFaceFolder(directory=Path(checkpoint)), device, max_length, cache_gb, kv_cache_dtype)
     folder, config, tokenizer = _read_assets(checkpoint)
-    engine = build_engine(config, tokenizer, device, max_length=max_length or config.train.seq_len, cache_gb=cache_gb)
+    engine = build_engine(
+        config, tokenizer, device, max_length=max_length or config.train.seq_len, cache_gb=cache_gb, kv_cache_dtype=kv_cache_dtype
+    )
     adapter = StoredAdapter.of(folder)
     if adapter is None:
         load(model_state(engine.model, engine.model.groups), folder, strict=False)
@@ -101,7 +110,11 @@ def _read_assets(checkpoint: str | Path) -> tuple[Folder, RunConfig, HuggingFace
 
 
 def _open_huggingface(
-    source: HuggingFaceFolder, device: torch.device | str, max_length: int | None, cache_gb: float
+    source: HuggingFaceFolder,
+    device: torch.device | str,
+    max_length: int | None,
+    cache_gb: float,
+    kv_cache_dtype: Literal["fp8"] | None,
 ) -> DynamicInferenceEngine:
     model = stored_model(source)
     assert model is not None, "a config.json says what model it is"
@@ -110,7 +123,14 @@ def _open_huggingface(
     dtype = "float32" if source.dtype == "float32" or torch.device(device).type == "cpu" else "bfloat16"
     length = max_length or _published_length(source)
     run = RunConfig(model=config, moe=moe, train=TrainConfig(dtype=dtype, seq_len=length))
-    engine = build_engine(run, _open_tokenizer(source.directory, config.vocab_size), device, max_length=length, cache_gb=cache_gb)
+    engine = build_engine(
+        run,
+        _open_tokenizer(source.directory, config.vocab_size),
+        device,
+        max_length=length,
+        cache_gb=cache_gb,
+        kv_cache_dtype=kv_cache_dtype,
+    )
     source.fill(model_state(engine.model, engine.model.groups))
     return engine
 
