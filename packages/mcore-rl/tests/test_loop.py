@@ -11,6 +11,7 @@ import torch
 
 from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, InferenceConfig, PagedAttention
 from mcore_parallel import Group, ParallelPlan, ProcessGroups, named_shards
+from mcore_parallel.backends import choose_backend
 from mcore_parallel.data import ByteTokenizer
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.models import GPTModel, TransformerConfig
@@ -55,14 +56,16 @@ def iterate(
     objective: GRPOObjective = OBJECTIVE,
     agent: RewardOnlyAgent | None = None,
     swap_reference: bool = False,
+    batch_invariant: bool = False,
 ) -> list[IterationReport]:
     groups = ProcessGroups.build(plan)
+    backend = choose_backend(batch_invariant=batch_invariant)
     # Rows of padding are never drawn, so the policy has none.
-    model, frozen = (GPTModel(SIZES, groups, unpadded_vocab_size=TOKENIZER.vocab_size, device=device) for _ in range(2))
+    model, frozen = (GPTModel(SIZES, groups, unpadded_vocab_size=TOKENIZER.vocab_size, device=device, backend=backend) for _ in range(2))
     sync = DistributedDataParallel(DistributedDataParallelConfig(), model, groups)
     optimizer = MegatronOptimizer(OptimizerConfig(lr=2e-2, weight_decay=0.0), sync, groups)
     context = DynamicInferenceContext(SIZES, InferenceConfig(max_sequence_length=32, max_requests=32, block_size_tokens=8), device=device)
-    copy = GPTModel(SIZES, ProcessGroups.single(), attention_core=PagedAttention(), seed=5, device=device).eval()
+    copy = GPTModel(SIZES, ProcessGroups.single(), attention_core=PagedAttention(), seed=5, device=device, backend=backend).eval()
     engine = DynamicInferenceEngine(copy, context, TOKENIZER, seed=groups.world.rank, vocab_size=TOKENIZER.vocab_size)
     refit(model, groups, engine)
     agent = agent or CharacterShare(["a", "b"][groups.world.rank % 2 :], "abcdefghijklmnopqrstuvwxyz")
@@ -104,6 +107,12 @@ def test_the_policy_learns_and_engine_and_trainer_agree() -> None:
     assert sum(report.mean_reward for report in reports[-2:]) > 1.2 * sum(report.mean_reward for report in reports[:2])
     assert all(report.train.metrics["logprob_mismatch"] < 1e-5 for report in reports)
     assert reports[0].train.metrics["ratio"] == pytest.approx(1.0)
+
+
+def test_engine_and_trainer_agree_bit_by_bit_with_a_batch_invariant_backend() -> None:
+    reports = iterate(ParallelPlan(), 2, batch_invariant=True)
+    assert [report.train.metrics["logprob_mismatch"] for report in reports] == [0.0, 0.0]
+    assert [report.train.metrics["ratio"] for report in reports] == [1.0, 1.0]
 
 
 @pytest.mark.world(2)

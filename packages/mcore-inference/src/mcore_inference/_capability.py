@@ -59,6 +59,8 @@ class EngineCapability:
         fp8 = model.backend.fp8 if isinstance(model.backend, TorchBackend) else None
         if fp8 is not None:
             raise ValueError(f"fp8={fp8} of the backend scales a whole step at once; build the served model without fp8")
+        if isinstance(model.backend, TorchBackend) and model.backend.batch_invariant and model.groups.tp.size > 1:
+            raise ValueError(f"batch_invariant=True of the backend is served by one rank, found tp={model.groups.tp.size}; serve with tp=1")
         if model.config.mtp_num_layers and model.training:
             raise ValueError(
                 f"mtp_num_layers={model.config.mtp_num_layers} predicts further tokens in training mode only; call model.eval() before"
@@ -155,6 +157,11 @@ def check_cache(model: GPTModel, cache: PagedKVCache, max_sequence_length: int) 
     Raises:
         ValueError: another number of layers, heads or channels; sequences longer than the learned positions.
     """
+    if isinstance(model.backend, TorchBackend) and model.backend.batch_invariant and cache.pages.dtype != model.dtype:
+        raise ValueError(
+            f"batch_invariant=True of the backend keeps keys and values as they are, and the cache has {cache.pages.dtype} for a model of "
+            f"{model.dtype}; make the context with the model's dtype"
+        )
     num_layers, num_kv_heads, head_dim = cache.pages.shape[0], *cache.pages.shape[-2:]
     # Where layers keep states, check_states has seen which ones have pages.
     if cache.layers is None and num_layers < len(model.layers):

@@ -11,7 +11,7 @@ from mcore_inference._kernels import has_kernels
 from mcore_inference._stability import experimental_api
 from mcore_inference.attention._gathered import attend_gathered
 from mcore_inference.attention._packed import PackedHeads
-from mcore_inference.attention._step import PagedStep, TableRows
+from mcore_inference.attention._step import GatheredRows, PagedStep, TableRows
 from mcore_inference.cache import LayerSlots
 from mcore_parallel import ProcessGroups
 from mcore_parallel.nn import AttentionCore, AttentionSpec, SinkAttentionCore, Step, causal_attention, choose_attention
@@ -45,6 +45,8 @@ class PagedAttention(nn.Module):
         self._plain: Any = causal_attention if plain is None else plain
         self._scale = None if spec is None else spec.softmax_scale
         self._window = -1 if spec is None else spec.bounds[0]
+        # Of a model whose bits may not depend on the batch: each token alone, as the trainer computes it.
+        self._attend_token = self._plain.attend_token if spec is not None and spec.batch_invariant else None
         self._off_by_one = spec is not None and spec.softmax_type == "off-by-one"
 
     def build_core(self, spec: AttentionSpec, groups: ProcessGroups, layer: int) -> AttentionCore | SinkAttentionCore:
@@ -69,6 +71,8 @@ class PagedAttention(nn.Module):
             append(k, v, cached, paged.slots_T)
             return self._by_kernels(q, k, v, cached, rows, sink)
         cached.write(paged.slots_T, k, v)
+        if self._attend_token is not None:
+            return self._one_by_one(q, cached, rows, sink)
         return attend_gathered(q, cached, rows, scale=self._scale, window=self._window, sink=sink)
 
     def attend_latent(self, queries: Tensor, entries: Tensor, scale: float, layer: int, step: Step) -> Tensor:
@@ -130,6 +134,21 @@ class PagedAttention(nn.Module):
             splits=self._splits(rows, qkv.shape[1]),
             finished=finished,
         )
+
+    def _one_by_one(self, q: Tensor, cached: LayerSlots, rows: GatheredRows, sink: Tensor | None) -> Tensor:
+        """[T, A, d] by the slots of a layer."""
+        contexts = []
+        if rows.decode is not None:
+            contexts += [slots[: last + 1] for slots, last in zip(rows.decode.context_RL, rows.decode.positions_R.tolist(), strict=True)]
+        if rows.prefill is not None:
+            last_T = rows.prefill.positions_PQ.flatten()[rows.prefill.rows_T].tolist()
+            row_T = (rows.prefill.rows_T // rows.prefill.positions_PQ.shape[1]).tolist()
+            contexts += [rows.prefill.context_PL[row, : last + 1] for row, last in zip(row_T, last_T, strict=True)]
+        if self._window >= 0:
+            contexts = [slots[-self._window - 1 :] for slots in contexts]
+        assert self._attend_token is not None
+        parts = [self._attend_token(row, *cached.read(slots, q.dtype), sink) for row, slots in zip(q, contexts, strict=True)]
+        return torch.stack(parts)
 
     def _check_step(self, paged: object) -> None:
         if not isinstance(paged, PagedStep):

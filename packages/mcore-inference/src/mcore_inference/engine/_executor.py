@@ -16,9 +16,10 @@ from mcore_inference.context import DynamicInferenceContext, HostStep, StepInput
 from mcore_inference.decoder import FusedDecoder
 from mcore_inference.engine._active_request import ActiveRequest
 from mcore_inference.engine._decode_graphs import DecodeGraphs, graph_sizes
-from mcore_inference.sampling import DrawRows, Draws, Sampler, adjust, keep_allowed, log_probs
+from mcore_inference.sampling import DrawRows, Draws, Sampler, adjust, keep_allowed, log_probs, token_log_probs
 from mcore_inference.scheduling import Work
 from mcore_inference.speculation import NgramSpeculation
+from mcore_parallel.backends import TorchBackend
 from mcore_parallel.comm import all_gather
 from mcore_parallel.models import GPTModel, ModelOutput
 
@@ -111,7 +112,8 @@ class Executor:
         self._model, self._context, self._vocab_size = model, context, vocab_size
         self.num_computed = 0
         """Tokens that went through the model."""
-        self._sampler = Sampler(context.builder.last_tokens, vocab_size)
+        self._batch_invariant = isinstance(model.backend, TorchBackend) and model.backend.batch_invariant
+        self._sampler = Sampler(context.builder.last_tokens, vocab_size, batch_invariant=self._batch_invariant)
         can_record = context.builder.has_kernel and records_graphs(model)
         if execution.use_graphs and not can_record:
             raise ValueError(
@@ -164,8 +166,11 @@ class Executor:
 
         prompt_log_probs, draws = [], None
         for entry, first, targets in prompt_rows:
-            values = log_probs(logits_NV[first : first + len(targets)])
-            prompt_log_probs.append((entry, values.gather(1, send(targets)[:, None])[:, 0]))
+            logits, tokens_N = logits_NV[first : first + len(targets)], send(targets)
+            if self._batch_invariant:
+                prompt_log_probs.append((entry, token_log_probs(logits, tokens_N)))
+            else:
+                prompt_log_probs.append((entry, log_probs(logits).gather(1, tokens_N[:, None])[:, 0]))
         if sampled:
             draws = self._draw(logits_NV if len(sampled_rows) == len(rows) else logits_NV[send(sampled_rows)], sampled)
         drafts = [entry.drafts for entry in sampled]

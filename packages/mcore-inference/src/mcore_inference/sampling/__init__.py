@@ -3,7 +3,7 @@
 """How a request wants its tokens drawn, and the draw itself."""
 
 from mcore_inference.sampling._bitmask import keep_allowed
-from mcore_inference.sampling._draw import SamplingRows, adjust, log_probs, processed_log_probs, sample
+from mcore_inference.sampling._draw import SamplingRows, adjust, log_probs, processed_log_probs, sample, token_log_probs
 from mcore_inference.sampling._params import SamplingParams
 from mcore_inference.sampling._random import request_seed, uniform
 from mcore_inference.sampling._sampler import DrawRows, Draws, Sampler
@@ -22,5 +22,6 @@ __all__ = [
     "processed_log_probs",
     "request_seed",
     "sample",
+    "token_log_probs",
     "uniform",
 ]

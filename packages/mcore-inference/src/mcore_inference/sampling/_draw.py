@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Drawing one token a row from logits, every row by its own settings."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from torch import Tensor
 from mcore_inference._stability import experimental_api
 from mcore_inference.sampling._params import SamplingParams
 from mcore_inference.sampling._random import uniform
+from mcore_parallel.groups import Group
+from mcore_parallel.tensor_parallel import batch_invariant_losses
 
 # R rows (requests), V vocabulary.
 
@@ -190,3 +193,38 @@ def adjust(
 def log_probs(logits_RV: Tensor) -> Tensor:
     """[R, V] log-softmax of raw logits, in float32 (float64 when they are)."""
     return (logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()).log_softmax(dim=-1)
+
+
+def draw_alone(logits_RV: Tensor, scores_RV: Tensor, rows: SamplingRows, processed_R: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Tokens and log-probabilities [R] of ``sample``, each row alone, so that its bits do not depend on the others.
+
+    Args:
+        logits_RV: of the model.
+        scores_RV: [R, vocab_size], what is drawn from.
+        rows: settings.
+        processed_R: [R] int64, 1 for the log-probability by which the token was drawn.
+        vocab_size: ids that exist.
+    """
+    tokens, values = [], []
+    for row, (logits_1V, scores_1V) in enumerate(zip(logits_RV.split(1), scores_RV.split(1), strict=True)):
+        logits_1V, scores_1V = logits_1V.clone(), scores_1V.clone()
+        fields = ("temperature", "top_k", "top_p", "min_p", "seed", "position")
+        alone = dataclasses.replace(rows, **{name: getattr(rows, name)[row : row + 1].clone() for name in fields})
+        token_1 = sample(scores_1V, alone)
+        picked_1 = token_1.clamp(min=0)
+        temperature = alone.temperature.item()
+        if not processed_R[row]:
+            value_1 = token_log_probs(logits_1V, picked_1)
+        elif temperature and alone.top_k.item() >= vocab_size and alone.top_p.item() >= 1 and not alone.min_p.item():
+            value_1 = -batch_invariant_losses(scores_1V, picked_1, Group.single(), vocab_size, temperature=temperature)[0]
+        else:
+            value_1 = processed_log_probs(scores_1V, alone).gather(1, picked_1[:, None])[:, 0]
+        tokens.append(token_1)
+        values.append(value_1)
+    return torch.cat(tokens), torch.cat(values)
+
+
+@experimental_api
+def token_log_probs(logits_RV: Tensor, tokens_R: Tensor) -> Tensor:
+    """[R] log-probabilities of tokens under raw logits, in the bits of a trainer with a batch-invariant backend."""
+    return -batch_invariant_losses(logits_RV, tokens_R, Group.single(), logits_RV.shape[1])[0]

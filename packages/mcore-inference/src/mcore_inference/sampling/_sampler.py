@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mcore_inference._kernels import has_kernels
 from mcore_inference._stability import experimental_api
-from mcore_inference.sampling._draw import SamplingRows, log_probs, processed_log_probs, sample
+from mcore_inference.sampling._draw import SamplingRows, draw_alone, log_probs, processed_log_probs, sample
 from mcore_inference.sampling._params import SamplingParams
 
 
@@ -84,10 +84,11 @@ class Sampler:
     Args:
         last_tokens: [M] int64, where the token of each line is left for the next step; a row without a finite score leaves 0.
         vocab_size: ids that exist.
+        batch_invariant: draw every row alone, by log-probabilities in the bits of a trainer with such a backend.
     """
 
-    def __init__(self, last_tokens: Tensor, vocab_size: int) -> None:
-        self.last_tokens, self.vocab_size = last_tokens, vocab_size
+    def __init__(self, last_tokens: Tensor, vocab_size: int, *, batch_invariant: bool = False) -> None:
+        self.last_tokens, self.vocab_size, self._batch_invariant = last_tokens, vocab_size, batch_invariant
 
     def draw(self, logits_RV: Tensor, rows: DrawRows, adjusted_RV: Tensor | None = None) -> Draws:
         """Tokens of R rows.
@@ -99,7 +100,9 @@ class Sampler:
         """
         settings, log_probs_R, top = rows.settings, None, None
         scores_RV = logits_RV[:, : self.vocab_size] if adjusted_RV is None else adjusted_RV
-        if has_kernels(scores_RV.device, scores_RV.dtype):
+        if self._batch_invariant:
+            tokens_R, log_probs_R = draw_alone(logits_RV, scores_RV, settings, rows.processed_R, self.vocab_size)
+        elif has_kernels(scores_RV.device, scores_RV.dtype):
             # Raw log-probabilities count padding of the vocabulary too.
             source_RV = logits_RV if adjusted_RV is None else adjusted_RV
             tokens_R, log_probs_R = self._draw_by_kernels(source_RV, rows)
@@ -114,7 +117,8 @@ class Sampler:
                 drawn_R = processed_log_probs(scores_RV, settings).gather(1, picked_R)[:, 0]
                 log_probs_R = torch.where(rows.processed_R == 1, drawn_R, raw_R)
         if count := max(rows.top_n):
-            values_RV = log_probs(logits_RV)[:, : self.vocab_size]
+            alone = logits_RV.split(1) if self._batch_invariant else (logits_RV,)
+            values_RV = torch.cat([log_probs(part) for part in alone])[:, : self.vocab_size]
             best = values_RV.topk(min(count, self.vocab_size), dim=1)
             top = best.indices, best.values
         self.last_tokens[rows.lines_R] = tokens_R.clamp(min=0)

@@ -23,7 +23,16 @@ from mcore_parallel.models._mtp import TokenDepth, predict_further
 from mcore_parallel.models._output import ModelOutput, OutputLayer
 from mcore_parallel.models._slots import FeedForwardBuilder, MixerBuilder, Site
 from mcore_parallel.models._stack import LayerStack, depth_symbols, place_stage, shares_table
-from mcore_parallel.nn import EXPERT_PARTS, AttentionCore, AttentionCoreBuilder, LearnedPositions, OffloadConfig, RecomputeConfig, Step
+from mcore_parallel.nn import (
+    EXPERT_PARTS,
+    AttentionCore,
+    AttentionCoreBuilder,
+    ContextParallelBuilder,
+    LearnedPositions,
+    OffloadConfig,
+    RecomputeConfig,
+    Step,
+)
 from mcore_parallel.pipeline import StageLayout
 from mcore_parallel.tensor_parallel import BatchInvariantProducts, VocabParallelEmbedding, one_by_one
 
@@ -113,7 +122,7 @@ class GPTModel(nn.Module):
         exact = isinstance(self.backend, TorchBackend) and self.backend.batch_invariant
         if exact:
             check_batch_invariant(
-                config, groups, feed_forward=feed_forward, own_core=mixer is not None or attention_core is not None, device=device
+                config, groups, feed_forward=feed_forward, own_core=mixer is not None or _is_bare(attention_core), device=device
             )
         self.is_first, self.is_last, held, depths = here.embedding, here.loss, here.layers, here.mtp_layers
         tied, shared = config.share_embeddings_and_output_weights, shares_table(config, stages, here)
@@ -251,6 +260,11 @@ class GPTModel(nn.Module):
             cos, sin = one_by_one(lambda part: torch.stack(turns.tables(part), dim=1), positions).unbind(1)
             return cos.contiguous(), sin.contiguous()
         return turns.tables(positions)
+
+
+def _is_bare(core: object) -> bool:
+    """Whether an attention core is not told what a layer asks for, or does not follow ``AttentionSpec.batch_invariant``."""
+    return isinstance(core, ContextParallelBuilder) or (core is not None and not isinstance(core, AttentionCoreBuilder))
 
 
 def _scaled(hidden: Tensor, factor: float) -> Tensor:

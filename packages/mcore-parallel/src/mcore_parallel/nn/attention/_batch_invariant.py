@@ -45,10 +45,10 @@ class BatchInvariantAttention:
         for start, end in itertools.pairwise(bounds):
             for token in range(start, end):
                 first = start if left < 0 else max(start, token - left)
-                out[token] = self._token(q[token], k[first : token + 1], v[first : token + 1], sink)
+                out[token] = self.attend_token(q[token], k[first : token + 1], v[first : token + 1], sink)
         return out
 
-    def _token(self, q_Ad: Tensor, k_LKd: Tensor, v_LKw: Tensor, sink_A: Tensor | None) -> Tensor:
+    def attend_token(self, q_Ad: Tensor, k_LKd: Tensor, v_LKw: Tensor, sink_A: Tensor | None) -> Tensor:
         """[A, w] of a token that sees these keys."""
         wide = torch.promote_types(q_Ad.dtype, torch.float32)
         # Memory of their own: also the alignment is then the same everywhere.

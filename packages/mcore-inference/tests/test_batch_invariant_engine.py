@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""An engine over a batch-invariant model: the same bits in any company, and those of the trainer."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, InferenceConfig, PagedAttention, SamplingParams
+from mcore_parallel import ProcessGroups
+from mcore_parallel.backends import choose_backend
+from mcore_parallel.models import GPTModel, ModelOutput, TransformerConfig
+from mcore_parallel.nn import Step
+
+SIZES = TransformerConfig(num_layers=2, hidden_size=48, num_attention_heads=4, num_query_groups=2, vocab_size=90, init_method_std=0.2)
+WINDOW = {"window_size": (9, 0), "softmax_type": "learnable", "qk_layernorm": True}
+PARAMS = [
+    SamplingParams(temperature=1.0, num_tokens_to_generate=9, return_log_probs=True, processed_log_probs=True, seed=3),
+    SamplingParams(temperature=0.7, num_tokens_to_generate=12, return_log_probs=True, processed_log_probs=True, seed=4),
+    SamplingParams(temperature=0, num_tokens_to_generate=7, return_log_probs=True, skip_prompt_log_probs=False),
+    SamplingParams(temperature=0.9, top_k=20, top_n_logprobs=3, num_tokens_to_generate=8, return_log_probs=True, seed=5),
+    SamplingParams(temperature=1.3, top_p=0.9, num_tokens_to_generate=8, return_log_probs=True, processed_log_probs=True, seed=6),
+]
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(2)
+    shared = torch.randint(90, (16,), generator=generator).tolist()
+    return [shared + torch.randint(90, (1 + 7 * i,), generator=generator).tolist() for i in range(5)]
+
+
+def build(max_tokens: int, fields: dict[str, Any], dtype: torch.dtype, *, caching: bool) -> DynamicInferenceEngine:
+    config, backend = dataclasses.replace(SIZES, **fields), choose_backend(batch_invariant=True)
+    model = GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention(), backend=backend, dtype=dtype).eval()
+    sizes = InferenceConfig(
+        max_sequence_length=80, max_requests=4, max_tokens=max_tokens, block_size_tokens=8, num_blocks=24, enable_prefix_caching=caching
+    )
+    return DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, sizes))
+
+
+def results(records: Any) -> list[Any]:
+    return [(r.generated_tokens, r.generated_log_probs, r.prompt_log_probs, r.generated_top_n_logprobs) for r in records]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("fields", [{}, WINDOW], ids=["plain", "window and sinks"])
+def test_requests_have_the_same_bits_in_any_company_and_as_the_trainer(fields: dict[str, Any], dtype: torch.dtype) -> None:
+    alone = []
+    for prompt, params in zip(prompts(), PARAMS, strict=True):
+        alone += results(build(80, fields, dtype, caching=False).generate([prompt], params))
+    for max_tokens, caching in ((80, False), (7, False), (11, True)):
+        engine = build(max_tokens, fields, dtype, caching=caching)
+        assert results(engine.generate(prompts(), PARAMS)) == alone
+    plain = GPTModel(
+        dataclasses.replace(SIZES, **fields), ProcessGroups.single(), backend=choose_backend(batch_invariant=True), dtype=dtype
+    )
+    for number, temperature in ((0, 1.0), (1, 0.7)):
+        prompt, (tokens, values, _, _) = prompts()[number], alone[number]
+        whole = torch.tensor([*prompt, *tokens])
+        output, _ = plain(whole[:-1], Step.causal(1, len(whole) - 1))
+        assert isinstance(output, ModelOutput)
+        assert output.log_probs(whole[1:], temperature)[len(prompt) - 1 :].tolist() == values
+
+
+def test_a_cache_of_another_dtype_is_refused_by_name() -> None:
+    model = build(80, {}, torch.float32, caching=False).model
+    sizes = InferenceConfig(max_sequence_length=80, max_requests=4, block_size_tokens=8, num_blocks=24)
+    with pytest.raises(ValueError, match="batch_invariant=True of the backend keeps keys and values as they are"):
+        DynamicInferenceEngine(model, DynamicInferenceContext(SIZES, sizes, dtype=torch.bfloat16))
