@@ -94,6 +94,22 @@ def test_increments_join_to_the_record_and_to_a_run_without_thread(engine: Dynam
     assert not engine_threads()
 
 
+def test_what_is_not_streamed_comes_in_one_increment(engine: DynamicInferenceEngine) -> None:
+    [wanted] = engine.generate(["abc"], TEN)
+
+    async def main() -> None:
+        with EngineRunner(engine) as runner:
+            streamed, whole = await runner.submit("abc", TEN), await runner.submit("abc", TEN, stream=False)
+            [increment] = [increment async for increment in whole]
+            assert increment.tokens == wanted.generated_tokens
+            assert increment.log_probs == pytest.approx(wanted.generated_log_probs, abs=1e-5)
+            assert increment.text == wanted.generated_text
+            assert increment.record is not None
+            assert len([increment async for increment in streamed]) > 1
+
+    asyncio.run(main())
+
+
 def test_a_refused_request_raises_in_the_caller_and_the_runner_goes_on(engine: DynamicInferenceEngine) -> None:
     async def main() -> None:
         with EngineRunner(engine) as runner:

@@ -222,7 +222,7 @@ class EngineWorker:
 
     async def _generate(self, message: SubmitRequest) -> None:
         params = SamplingParams.deserialize(message.sampling_params)
-        stream: RequestStream = await self.runner.submit(message.prompt, params, priority=message.priority)
+        stream: RequestStream = await self.runner.submit(message.prompt, params, priority=message.priority, stream=message.stream)
         try:
             async for increment in stream:
                 pieces = _pieces(increment) if message.stream else {}

@@ -58,9 +58,11 @@ class RequestStream:
     Iterate it to the end, or ``abort`` it: an abandoned request goes on for nobody.
     """
 
-    def __init__(self, abort: Callable[[int], None], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, abort: Callable[[int], None], loop: asyncio.AbstractEventLoop, *, whole: bool = False) -> None:
         self._abort = abort
-        self._loop = loop
+        self.loop = loop
+        self.whole = whole
+        """One increment at the end, with everything."""
         self._queue: asyncio.Queue[Increment | Exception] = asyncio.Queue()
         self.request_id = -1
         # Owned by the engine's thread:
@@ -95,7 +97,12 @@ class RequestStream:
         self._abort(self.request_id)
 
     def deliver(self, item: Increment | Exception) -> None:
-        _call_in(self._loop, self._queue.put_nowait, item)
+        """From any thread."""
+        _call_in(self.loop, self.put, item)
+
+    def put(self, item: Increment | Exception) -> None:
+        """In the thread of the event loop."""
+        self._queue.put_nowait(item)
 
 
 @dataclass(frozen=True)
@@ -178,9 +185,20 @@ class EngineRunner:
             raise TimeoutError(f"the engine's step of {time.monotonic() - self._progress:.0f} s did not end within timeout_s={timeout_s}")
 
     async def submit(
-        self, prompt: str | Sequence[int] | Tensor, sampling_params: SamplingParams | None = None, *, priority: int = 0
+        self,
+        prompt: str | Sequence[int] | Tensor,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        stream: bool = True,
     ) -> RequestStream:
-        """Queue a request and get its stream; lower priorities are served first.
+        """Queue a request and get its stream.
+
+        Args:
+            prompt: as of ``DynamicInferenceEngine.add_request``.
+            sampling_params: as there.
+            priority: lower ones are served first.
+            stream: False for one increment at the end, which costs nothing a token.
 
         Raises:
             RequestError: (a subclass) as ``DynamicInferenceEngine.add_request``; ``QueueFullError`` at ``max_waiting_requests``.
@@ -188,24 +206,24 @@ class EngineRunner:
             EngineDeadError: the engine failed or was closed.
         """
         loop = asyncio.get_running_loop()
-        stream = RequestStream(self.abort, loop)
+        increments = RequestStream(self.abort, loop, whole=not stream)
 
         def add() -> None:
             if self.engine.num_waiting >= self._max_waiting:
                 raise QueueFullError(
                     None, f"{self.engine.num_waiting} requests wait and max_waiting_requests={self._max_waiting}; try again later"
                 )
-            stream.request_id = self.engine.add_request(prompt, sampling_params, priority=priority)
-            self._streams[stream.request_id] = stream
+            increments.request_id = self.engine.add_request(prompt, sampling_params, priority=priority)
+            self._streams[increments.request_id] = increments
 
         added = asyncio.ensure_future(self.call(add))
         try:
             await asyncio.shield(added)
         except asyncio.CancelledError:
             # The caller is gone, but the engine may already hold the request: abort once its number is known.
-            added.add_done_callback(lambda task: None if task.cancelled() or task.exception() else stream.abort())
+            added.add_done_callback(lambda task: None if task.cancelled() or task.exception() else increments.abort())
             raise
-        return stream
+        return increments
 
     async def call(self, function: Callable[[], Any]) -> Any:
         """Run a function between two steps, in the engine's thread, and return its result (for instance a weight load).
@@ -314,7 +332,7 @@ class EngineRunner:
         def command() -> None:
             record = self.engine.abort(request_id)
             if record is not None:
-                self._publish(request_id, record, ended=True)
+                _deliver(self._gained(request_id, record, ended=True))
 
         self._send(_Command(command, lambda: None))
 
@@ -381,11 +399,13 @@ class EngineRunner:
         self._failed_in_a_row = 0 if failure is None else self._failed_in_a_row + 1
         self._progress = time.monotonic()
         ended = {record.request_id: record for record in finished}
-        for request_id in list(self._streams):
+        news: list[_News] = []
+        for request_id, stream in list(self._streams.items()):
             if request_id in ended:
-                self._publish(request_id, ended[request_id], ended=True)
-            else:
-                self._publish(request_id, self.engine.get_request(request_id), ended=False)
+                news += self._gained(request_id, ended[request_id], ended=True)
+            elif not stream.whole:
+                news += self._gained(request_id, self.engine.get_request(request_id), ended=False)
+        _deliver(news)
         if failure is not None and self._failed_in_a_row >= self._max_failed_steps:
             raise failure
 
@@ -405,19 +425,21 @@ class EngineRunner:
     def _has_work(self) -> bool:
         return not self._paused and self.engine.has_work
 
-    def _publish(self, request_id: int, record: DynamicInferenceRequestRecord, *, ended: bool) -> None:
+    def _gained(self, request_id: int, record: DynamicInferenceRequestRecord, *, ended: bool) -> "list[_News]":
+        """What a request has that its stream has not; empty or of one entry."""
         stream = self._streams.get(request_id)
         if stream is None:
-            return
+            return []
         tokens, values, best = record.since(stream.num_tokens)
         text = record.generated_text[stream.num_characters :]
         if ended:
             del self._streams[request_id]
         if not (tokens or text or ended):
-            return
+            return []
         stream.num_tokens += len(tokens)
         stream.num_characters += len(text)
-        stream.deliver(Increment(tokens=tokens, log_probs=values, top_n_logprobs=best, text=text, record=record if ended else None))
+        increment = Increment(tokens=tokens, log_probs=values, top_n_logprobs=best, text=text, record=record if ended else None)
+        return [(stream, increment)]
 
     def _shut_down(self) -> None:
         with self._wake:
@@ -427,8 +449,7 @@ class EngineRunner:
         drains, self._drains = self._drains, []
         for command in [*commands, *drains]:
             command.refuse()
-        for stream in streams.values():
-            stream.deliver(self._dead())
+        _deliver([(stream, self._dead()) for stream in streams.values()])
         # Last, since a failed engine may fail again here.
         for request_id in streams:
             self.engine.abort(request_id)
@@ -437,6 +458,23 @@ class EngineRunner:
         if self._failure is not None:
             return EngineDeadError(f"the engine failed: {type(self._failure).__name__}: {self._failure}")
         return EngineDeadError("the engine was closed")
+
+
+_News = tuple[RequestStream, Increment | Exception]
+
+
+def _deliver(news: Iterable[_News]) -> None:
+    """Put into streams what is new, with one call into each event loop."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[_News]] = {}
+    for stream, item in news:
+        by_loop.setdefault(stream.loop, []).append((stream, item))
+    for loop, items in by_loop.items():
+        _call_in(loop, _put_all, items)
+
+
+def _put_all(items: Iterable[_News]) -> None:
+    for stream, item in items:
+        stream.put(item)
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: object) -> None:

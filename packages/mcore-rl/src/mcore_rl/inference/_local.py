@@ -84,7 +84,7 @@ class MegatronLocal(InferenceInterface):
 
 
 async def _answer(runner: "EngineRunner", prompt: Sequence[int], params: "SamplingParams") -> InferenceResponse:
-    stream = await runner.submit(prompt, params)
+    stream = await runner.submit(prompt, params, stream=False)
     try:
         return _response(await stream.record())
     finally:
