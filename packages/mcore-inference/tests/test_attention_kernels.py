@@ -41,6 +41,7 @@ CASES = (
     Case(rows=((100, 1), (90, 30), (0, 80)), window=20, block_size=48, splits=5),
     Case(rows=((100, 1), (15, 70)), window=0, sink=True, heads=6, kv_heads=6),
     Case(rows=((0, 5), (64, 130)), heads=8, kv_heads=1),
+    Case(rows=((3, 1), (0, 5), (30, 33)), width=256, block_size=64),
 )
 
 

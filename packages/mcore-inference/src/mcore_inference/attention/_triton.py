@@ -17,6 +17,8 @@ from mcore_inference.cache import LayerSlots
 # T tokens of a step, R rows (requests) of it, A heads, K key-value heads, d width of a head, S splits of a row's context.
 
 _LOG2_E = 1.4426950408889634
+_SHARED_BYTES = 200 * 1024
+"""Of a multiprocessor's memory, with a part left for what the compiler adds."""
 
 
 def append(k_TKd: Tensor, v_TKd: Tensor, cached: LayerSlots, slots_T: Tensor) -> None:
@@ -79,7 +81,8 @@ def attend(
     decode = tiles is None
     lines = max(16, triton.next_power_of_2(group * (1 if decode else tile_tokens(group))))
     described = not decode and _describes(keys_NKd) and _describes(values_NKd)
-    keys_block, warps, stages = _tile(decode, 64 if in_step else _largest_power(block_size), width, described=described)
+    most = 64 if in_step else _largest_power(block_size)
+    keys_block, warps, stages = _tile(decode, lines, most, width, q_TAd.dtype.itemsize, described=described)
     partial = splits > 1
     device = q_TAd.device
     out = torch.empty((num_rows, heads, splits, width), dtype=torch.float32, device=device) if partial else out_TAd
@@ -116,13 +119,18 @@ def _describes(x: Tensor) -> bool:
     return fits and x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
 
 
-def _tile(decode: bool, most: int, width: int, *, described: bool) -> tuple[int, int, int]:
-    """Keys of a tile, warps and stages: those that were fastest on an H200 for heads of 64 and 128."""
+def _tile(decode: bool, lines: int, most: int, width: int, itemsize: int, *, described: bool) -> tuple[int, int, int]:
+    """Keys of a tile, warps and stages: those that were fastest on an H200 for heads of 64 and 128, fewer where these do not fit."""
     if decode:
-        return min(most, 64), 2, 3
-    if described:
-        return min(most, 64), 4 if width <= 64 else 8, 3 if width <= 128 else 2
-    return min(most, 64), 4, 2
+        keys, warps, stages = min(most, 64), 2, 3
+    elif described:
+        keys, warps, stages = min(most, 64), 4 if width <= 64 else 8, 3 if width <= 128 else 2
+    else:
+        keys, warps, stages = min(most, 64), 4, 2
+    # Queries lie beside the keys and values of all stages.
+    while (lines + 2 * keys * stages) * width * itemsize > _SHARED_BYTES and keys > 16:
+        keys, stages = (keys, stages - 1) if stages > 1 else (keys // 2, 1)
+    return keys, warps, stages
 
 
 def _largest_power(size: int) -> int:
