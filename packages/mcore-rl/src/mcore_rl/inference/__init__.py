@@ -4,5 +4,6 @@
 
 from mcore_rl.inference._interface import InferenceInterface
 from mcore_rl.inference._local import MegatronLocal
+from mcore_rl.inference._openai import OpenAIInference, PeerError, PeerReplyError, PeerTimeoutError
 
-__all__ = ["InferenceInterface", "MegatronLocal"]
+__all__ = ["InferenceInterface", "MegatronLocal", "OpenAIInference", "PeerError", "PeerReplyError", "PeerTimeoutError"]

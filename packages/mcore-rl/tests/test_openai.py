@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""An engine behind HTTP answers as one in the process, and a bad server costs a typed error."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, InferenceConfig, PagedAttention
+from mcore_inference.server import serve
+from mcore_parallel import ProcessGroups
+from mcore_parallel.data import ByteTokenizer
+from mcore_parallel.models import GPTModel, TransformerConfig
+from mcore_rl import GenericGenerationArgs, InferenceRequest, MegatronLocal
+from mcore_rl.inference import OpenAIInference, PeerError, PeerReplyError, PeerTimeoutError
+
+TOKENIZER = ByteTokenizer()
+REQUEST = InferenceRequest(prompts=[[1, 2, 3]], generation_args=GenericGenerationArgs(max_tokens=2))
+CHOICE: dict[str, Any] = {"text": "ab", "token_ids": [97, 98], "logprobs": {"token_logprobs": [-1.0, -2.0]}, "finish_reason": "length"}
+
+
+def engine() -> DynamicInferenceEngine:
+    torch.manual_seed(0)
+    sizes = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=TOKENIZER.vocab_size)
+    model = GPTModel(sizes, ProcessGroups.single(), attention_core=PagedAttention()).eval()
+    context = DynamicInferenceContext(sizes, InferenceConfig(max_sequence_length=64, max_requests=4, block_size_tokens=16))
+    return DynamicInferenceEngine(model, context, TOKENIZER, vocab_size=TOKENIZER.vocab_size)
+
+
+@contextlib.contextmanager
+def peer(answer: Callable[[socket.socket], None]) -> Iterator[str]:
+    """A server that reads what comes, does ``answer`` and closes."""
+
+    def one(connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            connection.recv(1 << 16)
+            answer(connection)
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=one, args=(listener.accept()[0],), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def http(content: bytes, status: str = "200 OK", length: int | None = None) -> bytes:
+    return f"HTTP/1.1 {status}\r\nContent-Length: {len(content) if length is None else length}\r\n\r\n".encode() + content
+
+
+def completion(**changes: Any) -> bytes:
+    return http(json.dumps({"choices": [CHOICE | changes]}).encode())
+
+
+def client(url: str, **settings: Any) -> OpenAIInference:
+    return OpenAIInference(url, **{"model": "mcore", "tokenizer": TOKENIZER, "timeout_s": 30.0} | settings)
+
+
+def ask(url: str, request: InferenceRequest = REQUEST, **settings: Any) -> Any:
+    return asyncio.run(client(url, **settings).agenerate(request))
+
+
+def test_tokens_and_log_probs_are_those_of_the_engine_in_the_process() -> None:
+    # Fresh engines draw alike when they get the same requests one after the other.
+    requests = [
+        InferenceRequest(prompts=[list(TOKENIZER.tokenize(text))], generation_args=GenericGenerationArgs(max_tokens=12))
+        for text in ("hello", "a", "of several tokens")
+    ]
+    interface = MegatronLocal(engine())
+    local = [asyncio.run(interface.agenerate(request)) for request in requests]
+    with serve(engine()) as server:
+        remote = [ask(server.url, request) for request in requests]
+    for [[mine]], [[theirs]] in zip(local, remote, strict=True):
+        assert len(mine.logprobs) > 0
+        assert (mine.token_ids, mine.prompt_length, mine.response) == (theirs.token_ids, theirs.prompt_length, theirs.response)
+        assert (mine.finish_reason, list(mine.logprobs)) == (theirs.finish_reason, pytest.approx(theirs.logprobs, abs=1e-6))
+
+
+def test_a_server_that_hangs_is_named_when_the_time_is_over() -> None:
+    with peer(lambda connection: time.sleep(5)) as url:
+        begin = time.perf_counter()
+        with pytest.raises(PeerTimeoutError, match=f"{url} did not answer within timeout_s=0.2"):
+            ask(url, timeout_s=0.2)
+        assert time.perf_counter() - begin < 4
+
+
+@pytest.mark.parametrize(
+    ("raw", "error"),
+    [
+        (b"\x00garbage\r\n\r\n", PeerReplyError),
+        (http(b"<html>"), PeerReplyError),
+        (http(b"[]"), PeerReplyError),
+        (http(b'{"choices": [{}]}'), PeerReplyError),
+        (completion(token_ids=[97, TOKENIZER.vocab_size]), PeerReplyError),
+        (completion(token_ids=[97, True]), PeerReplyError),
+        (completion(token_ids=[97]), PeerReplyError),
+        (completion(prompt_token_ids=[1, 2, 4]), PeerReplyError),
+        (completion(logprobs={"token_logprobs": [-1.0, None]}), PeerReplyError),
+        (completion(logprobs={"token_logprobs": [-1.0, float("nan")]}), PeerReplyError),
+        (completion(finish_reason="abort"), PeerReplyError),
+        (http(b"busy", "503 Busy"), PeerError),
+        (b"", PeerError),
+        (http(b'{"choices', length=1000), PeerError),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n40\r\nhalf", PeerError),
+    ],
+)
+def test_garbage_and_a_server_that_dies_are_typed_errors_that_name_it(raw: bytes, error: type[PeerError]) -> None:
+    with peer(lambda connection: connection.sendall(raw)) as url, pytest.raises(PeerError, match=url) as caught:
+        ask(url)
+    assert type(caught.value) is error
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with pytest.raises(PeerError, match=f"{url} was lost"):
+        ask(url)
+
+
+def test_no_more_requests_than_max_concurrency_are_under_way() -> None:
+    lock, running, most = threading.Lock(), 0, 0
+
+    def answer(connection: socket.socket) -> None:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.02)
+        with lock:
+            running -= 1
+        connection.sendall(completion())
+
+    with peer(answer) as url:
+        interface = client(url, max_concurrency=3)
+        many = InferenceRequest(prompts=[[1], [2]], n=6, generation_args=GenericGenerationArgs(max_tokens=2))
+        for _ in range(2):  # the second time in another event loop
+            groups = asyncio.run(interface.agenerate(many))
+            assert [[one.token_ids[0] for one in group] for group in groups] == [[1] * 6, [2] * 6]
+    assert most == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"url": "host:80"}, "url"),
+        ({"timeout_s": 0.0}, "timeout_s"),
+        ({"max_concurrency": 0}, "max_concurrency"),
+        ({"logprobs": "any"}, "logprobs"),
+        ({"api_key": "a\r\nb"}, "api_key"),
+        ({"generation_args": GenericGenerationArgs(temperature=0.7)}, "generation_args.temperature=0.7"),
+        ({"generation_args": GenericGenerationArgs(top_k=5)}, "generation_args.top_k=5"),
+        ({"generation_args": GenericGenerationArgs(top_p=0.9)}, "generation_args.top_p=0.9"),
+    ],
+)
+def test_what_the_server_cannot_honour_is_refused_by_name(settings: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        client(**{"url": "http://127.0.0.1:1"} | settings)
+
+
+def test_an_open_max_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_tokens=None"):
+        ask("http://127.0.0.1:1", InferenceRequest(prompts=[[1]]))
