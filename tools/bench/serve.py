@@ -23,8 +23,9 @@ from typing import Any, Literal
 import torch
 
 from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, InferenceConfig, PagedAttention, SamplingParams
+from mcore_moe import MoEConfig, moe_feed_forward
 from mcore_parallel import ProcessGroups
-from mcore_parallel.models import GPTModel, TransformerConfig
+from mcore_parallel.models import GPTModel, TransformerConfig, dense_feed_forward
 from tools.bench._record import record
 
 _LLAMA: dict[str, Any] = {"normalization": "RMSNorm", "activation": "swiglu"}
@@ -39,8 +40,15 @@ MODELS: Mapping[str, TransformerConfig] = MappingProxyType(
             num_layers=36, hidden_size=4096, ffn_hidden_size=12288, num_attention_heads=32, num_query_groups=8, kv_channels=128,
             vocab_size=151936, rotary_base=1000000, qk_layernorm=True, norm_epsilon=1e-6, **_LLAMA,
         ),
+        "qwen3-30b-a3b-l12": TransformerConfig(
+            num_layers=12, hidden_size=2048, ffn_hidden_size=6144, num_attention_heads=32, num_query_groups=4, kv_channels=128,
+            vocab_size=151936, rotary_base=1000000, qk_layernorm=True, norm_epsilon=1e-6, **_LLAMA,
+        ),
     }
 )  # fmt: skip
+EXPERTS: Mapping[str, MoEConfig] = MappingProxyType(
+    {"qwen3-30b-a3b-l12": MoEConfig(num_moe_experts=128, moe_router_topk=8, moe_ffn_hidden_size=768)}
+)
 CASES = {"throughput": (512, 512, 256), "one": (1, 128, 256), "few": (32, 128, 256), "long": (64, 2048, 128), "quick": (4, 16, 8)}
 
 
@@ -50,7 +58,16 @@ def build(model: str, device: str, memory_gb: float, kv_cache_dtype: Literal["fp
     config, dtype = MODELS[model], torch.bfloat16 if device == "cuda" else torch.float32
     # Drawn on the device: the values do not matter, the time does.
     torch.manual_seed(0)
-    net = GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention(), device=device, dtype=dtype, seed=None).eval()
+    feed_forward = moe_feed_forward(EXPERTS[model]) if model in EXPERTS else dense_feed_forward
+    net = GPTModel(
+        config,
+        ProcessGroups.single(),
+        feed_forward=feed_forward,
+        attention_core=PagedAttention(),
+        device=device,
+        dtype=dtype,
+        seed=None,
+    ).eval()
     for parameter in net.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     sizes = InferenceConfig(

@@ -89,11 +89,16 @@ class EngineCapability:
 def records_graphs(model: GPTModel) -> bool:
     """Whether a graph can hold a step of the model.
 
-    No feed-forward reads numbers of the device, as those with experts do, and no mixer has states in slots, which change from step to step.
+    No feed-forward reads numbers of the device, as some with experts do (their ``reads_device``) and those whose experts have a capacity,
+    which rows of padding would take; and no mixer has states in slots, which change from step to step.
     """
     layers = [layer for layer in model.layers.values() if isinstance(layer, TransformerLayer)]
     stateless = all(layer.mixer is None or type(layer.mixer) is SelfAttention for layer in layers)
-    return stateless and all(layer.mlp is None or type(layer.mlp) is MLP for layer in layers)
+    return stateless and all(layer.mlp is None or type(layer.mlp) is MLP or _stays_on_device(layer.mlp) for layer in layers)
+
+
+def _stays_on_device(experts: nn.Module) -> bool:
+    return getattr(experts, "reads_device", True) is False and getattr(experts, "drops_tokens", True) is False
 
 
 def shares_prefixes(model: GPTModel, wanted: bool | None) -> bool:

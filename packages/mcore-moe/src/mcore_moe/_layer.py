@@ -102,6 +102,12 @@ class MoELayer(nn.Module):
         """Whether a token's result depends on those beside it: an expert takes no more than its capacity, outside training too."""
         return self.router.config.moe_expert_capacity_factor is not None
 
+    @property
+    def reads_device(self) -> bool:
+        """Whether a forward without gradients waits for the device, to know how many rows an expert has: then no graph holds it."""
+        weight, sent = self.experts.up, isinstance(self.dispatcher, MoEAlltoAllTokenDispatcher | MoEAllGatherTokenDispatcher)
+        return sent or self.experts.up_bias is not None or not weight.is_cuda or weight.dtype != torch.bfloat16
+
     def forward(self, x_TD: Tensor, step: Step) -> tuple[Tensor, Aux | None]:
         """[T, D] -> ([T, D], losses and counts; None outside training)."""
         shared_TD = self._shared(x_TD, step)

@@ -117,8 +117,9 @@ class Executor:
         can_record = context.builder.has_kernel and records_graphs(model)
         if execution.use_graphs and not can_record:
             raise ValueError(
-                "use_graphs=True needs a GPU, blocks of a multiple of 16 tokens and a model without experts, latent attention and "
-                "recurrent states, whose slots change from step to step; leave it at None"
+                "use_graphs=True needs a GPU, blocks of a multiple of 16 tokens and a model without latent attention and recurrent states, "
+                "whose slots change from step to step; experts must be bfloat16 without biases, capacity and an exchange between ranks; "
+                "leave it at None"
             )
         if execution.speculation is not None and context.states is not None:
             raise ValueError("speculation takes rejected tokens back, which recurrent states cannot; leave it at None for this model")
