@@ -156,11 +156,11 @@ def _cast_kernel(
             tl.store(inverse_ptr + rows, tl.zeros((ROWS,), dtype=tl.float32) + inverse, mask=inside)
         if TO_COLUMNS:
             at = columns.to(tl.int64)[:, None] * pitch + (first + tl.arange(0, ROWS))[None, :]
-            # Rows that fill a tile up are zeros. Turned before the cast: Triton 3.6 mixes bytes up where it turns float32 cast to fp8.
-            tl.store(turned_ptr + at, tl.trans(x).to(data_ptr.dtype.element_ty), mask=(columns < width)[:, None])
+            # Rows that fill a tile up are zeros.
+            tl.store(turned_ptr + at, tl.trans(y), mask=(columns < width)[:, None])
         if TO_EACH:
             at = (expert.to(tl.int64) * width + columns)[:, None] * pitch + local[None, :]
-            tl.store(turned_ptr + at, tl.trans(x).to(data_ptr.dtype.element_ty), mask=tl.trans(mask))
+            tl.store(turned_ptr + at, tl.trans(y), mask=tl.trans(mask))
 
 
 @triton.jit
