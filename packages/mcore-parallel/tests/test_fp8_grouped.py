@@ -141,6 +141,8 @@ def check_kernels(device: str) -> None:
     from mcore_parallel.backends._triton_grouped import Tiles
 
     generator = torch.Generator().manual_seed(0)
+    # Which holds all values of both formats.
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
     # The interpreter runs programs one after the other.
     tiles = Tiles(rows=64, cols=64, depth=TILE, warps=4, stages=2)
     for rows, width, out in (([5, 0, 150, 1], 80, 48), ([0, 0], 32, 16), ([0, 128, 3], 160, 144)):
@@ -156,11 +158,11 @@ def check_kernels(device: str) -> None:
             given = given if kind == E4M3 else given.to(E5M2).float().clamp(-57344, 57344) * 128
             plain, columns = quantize_groups(given, ends, kind, columns=True)
             assert columns is not None
-            amax = kernels.amax_of_experts(given.to(device), there)
+            amax = kernels.amax_of_experts(given.to(device, dtype), there)
             inverse = amax.clamp(min=LEAST_AMAX) / torch.finfo(kind).max
             assert torch.equal(inverse.cpu(), columns.inverse_N)
             data, scales, turned = kernels.cast_experts(
-                given.to(device), there, tiled_ends(there), inverse, kind, tile=TILE, columns=columns.data_KC.shape[1], size=None
+                given.to(device, dtype), there, tiled_ends(there), inverse, kind, tile=TILE, columns=columns.data_KC.shape[1], size=None
             )
             used = int(columns.ends_N[-1])
             assert torch.equal(data[:total].cpu().view(torch.uint8), plain.data[:total].view(torch.uint8))
@@ -169,7 +171,7 @@ def check_kernels(device: str) -> None:
             assert torch.equal(turned[:, :used].cpu().view(torch.uint8), columns.data_KC[:, :used].view(torch.uint8))
             factors.append((plain, columns))
         forth, back = quantize_weights(weight, E4M3)
-        flat, each = weight.flatten(0, 1).to(device), ends_of([out] * len(rows), CPU).to(device)
+        flat, each = weight.flatten(0, 1).to(device, dtype), ends_of([out] * len(rows), CPU).to(device)
         data, _, turned = kernels.cast_experts(
             flat, each, tiled_ends(each), forth.inverse[:, 0, 0].to(device), E4M3, tile=TILE, columns=None, size=out
         )

@@ -42,7 +42,8 @@ class TorchBackend:
             raise ValueError("batch_invariant=True excludes fp8, whose scales are of all tokens of a step; leave one of them out")
         if fp8 is not None and fp8.recipe not in RECIPES_OF_TORCH:
             raise ValueError(f'recipe={fp8.recipe!r} needs backend "te"; torch alone has "tensorwise" and "rowwise"')
-        self.fp8, self.batch_invariant = fp8, batch_invariant
+        self.fp8 = fp8
+        self.batch_invariant = batch_invariant
 
     def layers(self, layer: int, num_layers: int) -> "TorchBackendLayers":
         fp8 = self.fp8 if self.fp8 is not None and self.fp8.covers(layer, num_layers) else None
@@ -64,7 +65,8 @@ class TorchBackendLayers:
     """
 
     def __init__(self, fp8: Fp8Config | None = None, *, batch_invariant: bool = False) -> None:
-        self.fp8, self.batch_invariant = fp8, batch_invariant
+        self.fp8 = fp8
+        self.batch_invariant = batch_invariant
 
     def norm(self, size: int, **options: Any) -> nn.Module:
         norm: Any = TorchLayers().norm(size, **options)
