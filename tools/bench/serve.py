@@ -10,6 +10,7 @@ second counts. A peer is a command that prints one JSON line a case with "n", "i
 """
 
 import argparse
+import itertools
 import json
 import random
 import shlex
@@ -163,13 +164,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     rows = []
+    # Peers first, of all models: they ask for most of the memory of the device, and this process gives not all of its back.
+    for model, text in itertools.product(arguments.model, arguments.peer):
+        name, _, command = text.partition("=")
+        for row in peer_rows(name, command, model, arguments.timeout_s):
+            rows.append(row)
+            print(json.dumps(row), flush=True)
     for model in arguments.model:
-        # Peers first: they ask for most of the memory of the device.
-        for text in arguments.peer:
-            name, _, command = text.partition("=")
-            for row in peer_rows(name, command, model, arguments.timeout_s):
-                rows.append(row)
-                print(json.dumps(row), flush=True)
         engine, startup_s = build(model, arguments.device, arguments.memory_gb, arguments.kv_cache_dtype)
         error = (
             {}
