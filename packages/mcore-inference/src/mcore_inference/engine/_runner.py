@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mcore_inference._fields import as_integer, as_number
@@ -374,6 +375,10 @@ class EngineRunner:
 
     def _run(self) -> None:
         try:
+            device = self.engine.context.device
+            if device.type == "cuda" and device.index is not None:
+                # Which GPU is current, each thread says for itself.
+                torch.cuda.set_device(device)
             while self._next_commands():
                 if self._has_work():
                     self._step()
