@@ -53,7 +53,13 @@ EXPERTS: Mapping[str, MoEConfig] = MappingProxyType(
 CASES = {"throughput": (512, 512, 256), "one": (1, 128, 256), "few": (32, 128, 256), "long": (64, 2048, 128), "quick": (4, 16, 8)}
 
 
-def build(model: str, device: str, memory_gb: float, kv_cache_dtype: Literal["fp8"] | None = None) -> tuple[DynamicInferenceEngine, float]:
+def build(
+    model: str,
+    device: str,
+    memory_gb: float,
+    kv_cache_dtype: Literal["fp8"] | None = None,
+    groups: ProcessGroups | None = None,
+) -> tuple[DynamicInferenceEngine, float]:
     """An engine over random weights, and the seconds until its first token."""
     begun = time.perf_counter()
     config, dtype = MODELS[model], torch.bfloat16 if device == "cuda" else torch.float32
@@ -62,7 +68,7 @@ def build(model: str, device: str, memory_gb: float, kv_cache_dtype: Literal["fp
     feed_forward = moe_feed_forward(EXPERTS[model]) if model in EXPERTS else dense_feed_forward
     net = GPTModel(
         config,
-        ProcessGroups.single(),
+        groups or ProcessGroups.single(),
         feed_forward=feed_forward,
         attention_core=PagedAttention(),
         device=device,

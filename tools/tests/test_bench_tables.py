@@ -13,6 +13,7 @@ import torch
 from tools.bench import moe
 from tools.bench.dense_step import DenseRun
 from tools.bench.loss_curve import compared, over_draws
+from tools.bench.many import experts_runs, hot_bias
 from tools.bench.picture import Bar, colors, comparisons, draw
 from tools.bench.train import _best, with_ratios
 from tools.bench.tune import TuneRun, streams
@@ -116,7 +117,7 @@ def test_the_layer_of_experts_is_timed_beside_its_gemms(monkeypatch: pytest.Monk
     monkeypatch.setattr(sys, "argv", ["moe", "--output", str(tmp_path / "moe.json"), "--repeats", "1", *words])
     moe.main()
     results = json.loads((tmp_path / "moe.json").read_text())
-    assert results["work"] == sizes and len(results["rows"]) == 8
+    assert results["work"] == sizes and len(results["rows"]) == 12
     for row in results["rows"]:
         operations = 6 * 64 * 2 * 16 * 8 * (1 if row["part"] == "forward" else 3)
         assert row["tflops"] == pytest.approx(operations / row["ms"] / 1e9, abs=0.01)
@@ -147,3 +148,17 @@ def test_text_and_conversations_of_a_tuning_bench_are_of_one_shape(tmp_path: Pat
 def test_a_tuning_run_that_there_is_not_is_refused(text: str, reason: str) -> None:
     with pytest.raises(SystemExit, match=reason):
         TuneRun.parse(text, "lora")
+
+
+def test_a_skewed_router_loads_every_eighth_expert_four_times() -> None:
+    bias = hot_bias(128, 8, 0.9)
+    logits = torch.randn(8192, 128, generator=torch.Generator().manual_seed(1)) * 0.9 + bias
+    counts = torch.bincount(logits.topk(8).indices.flatten(), minlength=128).float()
+    assert int((bias > 0).sum()) == 16
+    assert counts[:16].mean() / counts.mean() == pytest.approx(4, rel=0.05)
+
+
+def test_layouts_of_experts_fill_the_machine() -> None:
+    for gpus in (2, 3, 8):
+        assert all(run.plan.world_size == gpus for run in experts_runs(gpus))
+    assert [run.name for run in experts_runs(4)] == ["ep4", "ep4, skewed", "ep2 etp2", "ep2 pp2"]

@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Experts, their exchange, and serving over all GPUs of a machine; training beside what the planner foretells.
+
+python -m tools.bench.many --gpus 8 --output docs/benchmarks/many.json \\
+    --peer "Megatron-core=torchrun --nproc-per-node 8 train_megatron_core.py --model moe-l6 --ep 8 --mbs 2 --gbs 16"
+python -m tools.bench.many --gpus 2 --small
+
+experts: training steps of moe-l6 with its experts over all ranks, again with every eighth expert four times as busy as the average, with
+each expert on two ranks, and with two pipeline stages; time and memory stand beside ``step_cost`` and ``estimate``. exchange: dispatch
+and combine of the picks alone, beside all-to-alls of as many bytes. serving: one engine over all ranks, then an engine a rank. refit: from
+a fully sharded model over all ranks into these engines. A peer is a command that prints JSON lines; they are kept as they are. ``--small``
+is for a machine without GPUs: tiny shapes, ranks on gloo.
+"""
+
+import argparse
+import json
+import shlex
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcore_moe import MoEConfig, MoELayer, Routing, moe_feed_forward
+from mcore_moe.dispatch import MoEAlltoAllTokenDispatcher
+from mcore_parallel import ParallelPlan, ProcessGroups
+from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
+from mcore_parallel.models import GPTModel
+from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
+from mcore_parallel.pipeline import PipelineConfig
+from mcore_parallel.planner import Cluster, Layout, Workload, estimate, find_model, step_cost
+from mcore_parallel.training import Batch, CrossEntropyObjective, train_step
+from mcore_rl import WeightTransfer, refit
+from mcore_tools.assembly import FullyShardedModel
+from mcore_tools.launch import launch
+from tools.bench._record import record
+from tools.bench.serve import MODELS as SERVED
+from tools.bench.serve import build as build_engine
+from tools.bench.serve import run_case
+
+_FULL: dict[str, Any] = {
+    "num_layers": 6, "hidden_size": 2048, "num_attention_heads": 32, "num_query_groups": 4, "ffn_hidden_size": 768, "vocab_size": 151936,
+    "num_moe_experts": 128, "moe_router_topk": 8,
+}  # fmt: skip
+_SMALL: dict[str, Any] = {
+    "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 32, "vocab_size": 512,
+    "num_moe_experts": 16, "moe_router_topk": 2,
+}  # fmt: skip
+_PARTS = ("experts", "exchange", "serving", "refit")
+_HOT_SHARE, _HOT_LOAD = 8, 4.0
+"""One in so many experts gets so many times the average load."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """What is run: on GPUs, or small."""
+
+    gpus: int
+    small: bool
+
+    @property
+    def kind(self) -> str:
+        return "cpu" if self.small else "cuda"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.small else torch.bfloat16
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu") if self.small else torch.device("cuda", torch.cuda.current_device())
+
+    def finish(self) -> float:
+        """The host's clock, when the device is done."""
+        if not self.small:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsRun:
+    """Training steps in one layout."""
+
+    name: str
+    plan: ParallelPlan
+    skewed: bool = False
+
+    def parts(self, scale: Scale) -> tuple[Workload, Layout]:
+        """What the planner is asked."""
+        divides = self.plan.dp > 1
+        workload = Workload(
+            model=find_model(overrides=_SMALL if scale.small else _FULL), sequence=32 if scale.small else 4096, micro_batch=2,
+            global_batch=max(16, 4 * self.plan.dp), dtype=scale.dtype,
+            optimizer=OptimizerConfig(lr=1e-4, weight_decay=0.1, clip_grad=1.0, use_distributed_optimizer=divides),
+        )  # fmt: skip
+        return workload, Layout(plan=self.plan, sync=DistributedDataParallelConfig(use_distributed_optimizer=divides))
+
+
+def experts_runs(gpus: int) -> list[ExpertsRun]:
+    """Layouts that fill the machine; the last two need ranks to divide."""
+    runs = [
+        ExpertsRun(name=f"ep{gpus}", plan=ParallelPlan(dp=gpus, ep=gpus)),
+        ExpertsRun(name=f"ep{gpus}, skewed", plan=ParallelPlan(dp=gpus, ep=gpus), skewed=True),
+    ]
+    if gpus % 2 == 0:
+        half = gpus // 2
+        runs.append(ExpertsRun(name=f"ep{half} etp2", plan=ParallelPlan(dp=gpus, ep=half, etp=2)))
+        runs.append(ExpertsRun(name=f"ep{half} pp2", plan=ParallelPlan(dp=half, ep=half, pp=2)))
+    return runs
+
+
+def hot_bias(num_experts: int, topk: int, std: float) -> Tensor:
+    """[E] float32, what the router adds so that the first eighth of the experts gets four times the average, by bisection.
+
+    Args:
+        num_experts: E.
+        topk: experts a token.
+        std: of the logits before.
+    """
+    hot = max(1, num_experts // _HOT_SHARE)
+    logits_TE = torch.randn(4096, num_experts, generator=torch.Generator().manual_seed(0)) * std
+    low, high = 0.0, 20.0 * std
+    for _ in range(30):
+        middle = (low + high) / 2
+        bias_E = torch.zeros(num_experts)
+        bias_E[:hot] = middle
+        share = ((logits_TE + bias_E).topk(topk).indices < hot).float().mean().item() * num_experts / hot
+        low, high = (middle, high) if share < _HOT_LOAD else (low, middle)
+    return bias_E
+
+
+def train(run: ExpertsRun, scale: Scale, warmup: int, steps: int) -> dict[str, Any]:
+    """Time, memory and loads of this rank, beside the planner's."""
+    workload, layout = run.parts(scale)
+    groups = ProcessGroups.build(run.plan)
+    config, sizes = workload.model.config, workload.model.experts
+    assert sizes is not None
+    mixture = MoEConfig(
+        num_moe_experts=sizes.num_experts, moe_router_topk=sizes.topk, moe_ffn_hidden_size=sizes.ffn_hidden_size,
+        moe_aux_loss_coeff=0.01, moe_router_bias=True,
+    )  # fmt: skip
+    pipeline = PipelineConfig()
+    placed = pipeline.place(config.num_layers, num_stages=run.plan.pp, num_chunks=1)
+    [part] = placed.of_rank(groups.pp.rank)
+    model = GPTModel(config, groups, feed_forward=moe_feed_forward(mixture), layers=part, dtype=scale.dtype, device=scale.device, seed=None)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
+        bias_E = hot_bias(sizes.num_experts, sizes.topk, 0.02 * config.hidden_size**0.5)
+        for layer in (module for module in model.modules() if isinstance(module, MoELayer)):
+            assert layer.router.bias is not None
+            layer.router.bias.copy_(bias_E if run.skewed else torch.zeros_like(bias_E))
+    sync = DistributedDataParallel(layout.sync, model, groups)
+    optimizer = MegatronOptimizer(workload.optimizer, sync, groups)
+    generator = torch.Generator().manual_seed(groups.dp.rank)
+    shape = (workload.micro_batch, workload.sequence)
+
+    def draw() -> Tensor:
+        return torch.randint(config.vocab_size, shape, generator=generator).to(scale.device)
+
+    mask = torch.ones(shape, device=scale.device)
+    batches = [Batch(tokens=draw(), labels=draw(), loss_mask=mask) for _ in range(layout.num_microbatches(workload))]
+
+    def step() -> Any:
+        return train_step(
+            model, batches, CrossEntropyObjective(), sync, optimizer, lr=1e-4, groups=groups, pipeline=pipeline.build(1)
+        )  # fmt: skip
+
+    if not scale.small:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(warmup):
+        report = step()
+    begin = scale.finish()
+    for _ in range(steps):
+        report = step()
+    seconds = (scale.finish() - begin) / steps
+    loads = [max(counts) * len(counts) / max(1, sum(counts)) for counts in report.layers.counts.values()]
+    return {
+        "s": seconds, "peak": 0 if scale.small else torch.cuda.max_memory_allocated(), "busiest": max(loads), "loss": report.loss,
+        "foretold_s": step_cost(workload, layout, Cluster()).total, "tokens": workload.tokens,
+        "foretold_peak": estimate(workload, layout, stage=groups.pp.rank, kernels=not scale.small).allocated,
+    }  # fmt: skip
+
+
+def experts(scale: Scale, steps: int) -> Iterator[dict[str, Any]]:
+    """A row a layout."""
+    for run in experts_runs(scale.gpus):
+        ranks = launch(train, scale.gpus, device=scale.kind, run=run, scale=scale, warmup=2, steps=steps, timeout_s=240.0)
+        slowest, fullest = max(rank["s"] for rank in ranks), max(ranks, key=lambda rank: rank["peak"])
+        yield {
+            "part": "experts", "run": run.name, "ms": round(slowest * 1e3, 2),
+            "tokens_per_s_per_gpu": round(ranks[0]["tokens"] / slowest / scale.gpus),
+            "foretold_ms": round(ranks[0]["foretold_s"] * 1e3, 2), "peak_gib": round(fullest["peak"] / 2**30, 2),
+            "foretold_gib": round(fullest["foretold_peak"] / 2**30, 2), "busiest_expert": round(ranks[0]["busiest"], 2),
+            "loss": ranks[0]["loss"],
+        }  # fmt: skip
+
+
+def exchange_times(scale: Scale, tokens: int, width: int, num_experts: int, topk: int, repeats: int) -> dict[str, float]:
+    """Seconds of dispatch and combine, and of two all-to-alls of as many bytes."""
+    groups = ProcessGroups.build(ParallelPlan(dp=scale.gpus, ep=scale.gpus))
+    dispatcher = MoEAlltoAllTokenDispatcher(num_experts, groups.ep)
+    generator = torch.Generator().manual_seed(groups.world.rank)
+    experts_TK = torch.rand(tokens, num_experts, generator=generator).topk(topk).indices.to(scale.device)
+    routing = Routing(experts_TK, torch.full(experts_TK.shape, 1.0 / topk, device=scale.device))
+    x_TD = torch.randn(tokens, width, generator=generator).to(scale.device, scale.dtype)
+    rows = tokens * topk // scale.gpus * scale.gpus
+    sent = torch.zeros(rows, width, device=scale.device, dtype=scale.dtype)
+    received = torch.empty_like(sent)
+
+    def ours() -> None:
+        there = dispatcher.dispatch(x_TD, routing)
+        dispatcher.combine(there.rows_RD, there, routing)
+
+    def plain() -> None:
+        dist.all_to_all_single(received, sent, group=groups.ep.pg)
+        dist.all_to_all_single(sent, received, group=groups.ep.pg)
+
+    times = {}
+    for name, work in (("ours", ours), ("plain", plain)):
+        with torch.no_grad():
+            work()
+            begin = scale.finish()
+            for _ in range(repeats):
+                work()
+        times[name] = (scale.finish() - begin) / repeats
+    return times
+
+
+def exchange(scale: Scale, repeats: int) -> Iterator[dict[str, Any]]:
+    """A row a number of tokens."""
+    width, num_experts, topk = (64, 16, 2) if scale.small else (4096, 128, 8)
+    for tokens in (64,) if scale.small else (4096, 8192):
+        sizes: dict[str, Any] = {"tokens": tokens, "width": width, "num_experts": num_experts, "topk": topk, "repeats": repeats}
+        ranks = launch(exchange_times, scale.gpus, device=scale.kind, scale=scale, **sizes, timeout_s=120.0)
+        slowest = {name: max(rank[name] for rank in ranks) for name in ranks[0]}
+        # What leaves a GPU, there and back.
+        leaving = 2 * tokens * topk * width * scale.dtype.itemsize * (scale.gpus - 1) / scale.gpus
+        yield {
+            "part": "exchange", "tokens": tokens, "ms": round(slowest["ours"] * 1e3, 3),
+            "gb_per_s": round(leaving / slowest["ours"] / 1e9, 1),
+            "all_to_all_ms": round(slowest["plain"] * 1e3, 3), "ratio": round(slowest["plain"] / slowest["ours"], 3),
+        }  # fmt: skip
+
+
+def serve(scale: Scale, split: bool, requests: int, inputs: int, outputs: int) -> float:
+    """Seconds of the second of two runs on this rank."""
+    name, groups = _engine(scale, split)
+    engine, _ = build_engine(name, scale.kind, 0.05 if scale.small else 60.0, groups=groups)
+    share = requests if split else requests // scale.gpus
+    run_case(engine, share, inputs, outputs)
+    dist.barrier()
+    begin = scale.finish()
+    run_case(engine, share, inputs, outputs)
+    dist.barrier()
+    return scale.finish() - begin
+
+
+def serving(scale: Scale) -> Iterator[dict[str, Any]]:
+    """Rows of an engine over all ranks and of an engine a rank."""
+    cases = ((4 * scale.gpus, 16, 8),) if scale.small else ((512, 512, 256), (1, 128, 256), (32, 128, 256))
+    for split in (True, False):
+        for requests, inputs, outputs in cases:
+            if not split and requests < scale.gpus:
+                continue
+            sizes: dict[str, Any] = {"requests": requests, "inputs": inputs, "outputs": outputs}
+            seconds = max(launch(serve, scale.gpus, device=scale.kind, scale=scale, split=split, **sizes, timeout_s=200.0))
+            made = (requests if split else requests // scale.gpus * scale.gpus) * outputs
+            yield {
+                "part": "serving", "run": f"{'tp' if split else 'dp'}{scale.gpus}", **sizes,
+            "ms_per_token": round(seconds / outputs * 1e3, 3),
+                "out_tok_s": round(made / seconds),
+            }  # fmt: skip
+
+
+def refit_times(scale: Scale, split: bool) -> list[float]:
+    """Seconds of three refits on this rank, the first with its plan."""
+    name, engine_groups = _engine(scale, split)
+    groups = ProcessGroups.build(ParallelPlan(dp=scale.gpus))
+    engine, _ = build_engine(name, scale.kind, 0.05 if scale.small else 4.0, groups=engine_groups)
+    policy = GPTModel(SERVED[name], groups, dtype=scale.dtype, device=scale.device, seed=None)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.normal_(std=0.02)
+    sharded, transfer, times = FullyShardedModel(policy, groups), WeightTransfer(), []
+    for _ in range(3):
+        dist.barrier()
+        begin = scale.finish()
+        refit(sharded, groups, engine, transfer)
+        times.append(scale.finish() - begin)
+    return times
+
+
+def refits(scale: Scale) -> Iterator[dict[str, Any]]:
+    """A row a layout of the engines."""
+    for split in (True, False):
+        ranks = launch(refit_times, scale.gpus, device=scale.kind, scale=scale, split=split, timeout_s=200.0)
+        first, *later = (max(times) for times in zip(*ranks, strict=True))
+        run = f"fsdp{scale.gpus} to {'tp' if split else 'dp'}{scale.gpus}"
+        yield {"part": "refit", "run": run, "first_ms": round(first * 1e3, 2), "later_ms": round(min(later) * 1e3, 2)}
+
+
+def _engine(scale: Scale, split: bool) -> tuple[str, ProcessGroups]:
+    """The served model, and the layout of the engine of this rank."""
+    groups = ProcessGroups.build(ParallelPlan(tp=scale.gpus, sequence_parallel=False)) if split else ProcessGroups.single()
+    return "tiny" if scale.small else "qwen3-8b", groups
+
+
+def peers(commands: list[str], timeout_s: float) -> Iterator[dict[str, Any]]:
+    """The JSON lines of each peer."""
+    for text in commands:
+        name, _, command = text.partition("=")
+        done = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=timeout_s, check=False)
+        lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        for line in lines or [{"error": (done.stderr or done.stdout)[-600:]}]:
+            yield {"part": "peer", "by": name, **line}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, required=True, help="ranks, one a GPU")
+    parser.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS)
+    parser.add_argument("--small", action="store_true", help="tiny shapes on the CPU")
+    parser.add_argument("--steps", type=int, default=6, help="timed steps and repeats")
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND")
+    parser.add_argument("--timeout-s", type=float, default=300.0, help="of a peer")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    if arguments.gpus < 2:
+        parser.error(f"--gpus {arguments.gpus}: needs at least 2")
+    if not arguments.small and torch.cuda.device_count() < arguments.gpus:
+        parser.error(f"--gpus {arguments.gpus}: {torch.cuda.device_count()} are visible; lower it, or add --small")
+    scale, rows = Scale(gpus=arguments.gpus, small=arguments.small), []
+    parts: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
+        "experts": lambda: experts(scale, arguments.steps),
+        "exchange": lambda: exchange(scale, arguments.steps),
+        "serving": lambda: serving(scale),
+        "refit": lambda: refits(scale),
+    }
+    for row in peers(arguments.peer, arguments.timeout_s):
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    for name in arguments.parts:
+        for row in parts[name]():
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    if arguments.output is not None:
+        record(arguments.output, {"work": "experts and serving over many GPUs", "small": scale.small, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
