@@ -129,6 +129,7 @@ def test_layers_choose_by_their_features_and_the_layers_that_the_recipe_covers()
     assert isinstance(grouped_products(backend.layers(1, 2), 32, 32, single), Fp8GroupedProducts)
     assert grouped_products(backend.layers(1, 2), 32, 24, single) is None
     layer = backend.layers(1, 2).grouped_linear(2, 32, (2, 16), single)
+    torch.nn.init.normal_(layer.weight)
     x = torch.randn(9, 32)
     assert layer.products is not None and torch.equal(
         layer(x, [4, 5]), layer.products.matmul(x, layer.weight.flatten(1, 2), ends_of([4, 5], CPU))
