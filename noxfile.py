@@ -232,7 +232,7 @@ def lint(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def types(session: nox.Session) -> None:
     """Type checks of the wheels and tools."""
-    python = _dev(session, "test", "types")
+    python = _dev(session, "test", "api", "types")
     session.run(str(python), "-m", "basedpyright", "--pythonpath", str(python), "--level", "error", *session.posargs, external=True)
 
 
