@@ -197,8 +197,8 @@ class GroupedMLP(_StackedExperts):
         self._products: Mapping[str, Fp8GroupedProducts] = {}
         if layers is not None:
             shapes = {name: getattr(self, name).flatten(1, -2).shape for name in ("up", "down")}
-            found = {name: grouped_products(layers, width, out, groups) for name, (_, out, width) in shapes.items()}
-            self._products = {name: products for name, products in found.items() if products is not None}
+            chosen = {name: grouped_products(layers, width, out, groups) for name, (_, out, width) in shapes.items()}
+            self._products = {name: products for name, products in chosen.items() if products is not None}
 
     def parameters_changed(self) -> None:
         """As ``mcore_parallel.tensor_parallel.WeightCopyHolder``."""

@@ -2,8 +2,9 @@
 # Copyright (c) 2026 the mcore authors
 """The only thing an agent knows of a language model."""
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from mcore_rl._stability import experimental_api
 from mcore_rl._types import InferenceRequest, InferenceResponse
@@ -20,3 +21,20 @@ class InferenceInterface(ABC):
     @abstractmethod
     def encode(self, text: str) -> Sequence[int]:
         """Token ids of a prompt."""
+
+
+async def answer_all(
+    request: InferenceRequest, answer: Callable[[Sequence[int]], Awaitable[InferenceResponse]]
+) -> list[list[InferenceResponse]]:
+    """``request.n`` answers to every prompt at once, in the order of the prompts.
+
+    Where the caller gives up, or one answer fails, the others are cancelled and waited for: nothing goes on in the engine.
+    """
+    tasks = [asyncio.ensure_future(answer(prompt)) for prompt in request.prompts for _ in range(request.n)]
+    try:
+        flat = await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return [flat[i : i + request.n] for i in range(0, len(flat), request.n)]

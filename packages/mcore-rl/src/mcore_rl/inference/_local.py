@@ -2,7 +2,6 @@
 # Copyright (c) 2026 the mcore authors
 """Rollouts from an engine in this process."""
 
-import asyncio
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mcore_rl._stability import experimental_api
 from mcore_rl._types import GenericGenerationArgs, InferenceRequest, InferenceResponse
-from mcore_rl.inference._interface import InferenceInterface
+from mcore_rl.inference._interface import InferenceInterface, answer_all
 
 if TYPE_CHECKING:
     from mcore_inference import DynamicInferenceEngine, DynamicInferenceRequestRecord, EngineRunner, SamplingParams
@@ -52,16 +51,7 @@ class MegatronLocal(InferenceInterface):
         """
         params = _sampling_params(request.generation_args)
         with self._running() as runner:
-            prompts = [prompt for prompt in request.prompts for _ in range(request.n)]
-            tasks = [asyncio.ensure_future(_answer(runner, prompt, params)) for prompt in prompts]
-            try:
-                flat = await asyncio.gather(*tasks)
-            finally:
-                # Of a caller that gives up, or one of whose requests failed, nothing goes on in the engine.
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-        return [flat[i : i + request.n] for i in range(0, len(flat), request.n)]
+            return await answer_all(request, lambda prompt: _answer(runner, prompt, params))
 
     @contextlib.contextmanager
     def _running(self) -> "Iterator[EngineRunner]":

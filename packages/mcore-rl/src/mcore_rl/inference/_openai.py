@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from mcore_rl._stability import experimental_api
 from mcore_rl._types import GenericGenerationArgs, InferenceRequest, InferenceResponse
-from mcore_rl.inference._interface import InferenceInterface
+from mcore_rl.inference._interface import InferenceInterface, answer_all
 
 if TYPE_CHECKING:
     from mcore_parallel.data import Tokenizer
@@ -113,15 +113,7 @@ class OpenAIInference(InferenceInterface):
         if args.max_tokens is None:
             raise ValueError("generation_args.max_tokens=None: servers then stop after 16 tokens; set it")
         gate = self._gates.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_concurrency))
-        prompts = [prompt for prompt in request.prompts for _ in range(request.n)]
-        tasks = [asyncio.ensure_future(self._answer(gate, list(prompt), args)) for prompt in prompts]
-        try:
-            flat = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        return [flat[i : i + request.n] for i in range(0, len(flat), request.n)]
+        return await answer_all(request, lambda prompt: self._answer(gate, list(prompt), args))
 
     def _check(self, args: GenericGenerationArgs) -> None:
         for name, allowed in _RAW.items():
