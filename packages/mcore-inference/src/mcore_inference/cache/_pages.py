@@ -2,7 +2,6 @@
 # Copyright (c) 2026 the mcore authors
 """The memory of keys and values, cut into blocks."""
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from mcore_inference._stability import experimental_api
 from mcore_inference.cache._slots import FP8, LayerSlots
+from mcore_inference.memory import CacheMemory, cache_memory
 
 
 @experimental_api
@@ -62,43 +62,21 @@ class PagedKVCache:
         device: torch.device | str,
         parts: int = 2,
         layers: tuple[int, ...] | None = None,
+        memory: CacheMemory | None = None,
     ) -> "PagedKVCache":
+        """Pages of zeros in ``memory``, or in memory of the device that is theirs for good."""
+        memory = cache_memory(torch.device(device)) if memory is None else memory
         # Zeros, not empty memory: the sink block is read by padding and must stay finite.
-        pages = torch.zeros((num_layers, parts, num_blocks, block_size, num_kv_heads, head_dim), dtype=dtype, device=device)
+        pages = memory.zeros((num_layers, parts, num_blocks, block_size, num_kv_heads, head_dim), dtype)
         scales = None
         if dtype == FP8:
             # Heads outside: the scales of a tile of keys lie side by side.
-            scales = torch.zeros((num_layers, parts, num_kv_heads, num_blocks * block_size), dtype=torch.float32, device=device)
+            scales = memory.zeros((num_layers, parts, num_kv_heads, num_blocks * block_size), torch.float32)
         return cls(pages=pages, layers=layers, scales=scales)
 
     @property
     def num_bytes(self) -> int:
-        return sum(math.prod(tensor.shape) * tensor.itemsize for tensor in self._tensors)
-
-    @property
-    def is_allocated(self) -> bool:
-        """Whether there is memory behind the pages."""
-        return self.pages.untyped_storage().size() > 0
-
-    def free(self) -> None:
-        """Give the memory back; what it held is lost."""
-        for tensor in self._tensors:
-            tensor.untyped_storage().resize_(0)
-
-    def allocate_again(self) -> None:
-        """Zeros where ``free`` left nothing, at another address as a rule.
-
-        Raises:
-            torch.OutOfMemoryError: there is too little memory; none is held then.
-        """
-        try:
-            for tensor in self._tensors:
-                tensor.untyped_storage().resize_(math.prod(tensor.shape) * tensor.itemsize)
-        except RuntimeError:
-            self.free()
-            raise
-        for tensor in self._tensors:
-            tensor.zero_()
+        return self.pages.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
     def slots(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer as [blocks * block_size, K, d] views; of latents both are the same."""
@@ -115,10 +93,6 @@ class PagedKVCache:
 
     def _place(self, layer: int) -> int:
         return layer if self.layers is None else self.layers.index(layer)
-
-    @property
-    def _tensors(self) -> list[Tensor]:
-        return [self.pages] if self.scales is None else [self.pages, self.scales]
 
     @property
     def holds_latents(self) -> bool:

@@ -2,11 +2,11 @@
 # Copyright (c) 2026 the mcore authors
 """The memory of recurrent states: one slot for each request."""
 
-import torch
 from torch import Tensor
 
 from mcore_inference._stability import experimental_api
 from mcore_inference.cache._state_config import MambaInferenceStateConfig
+from mcore_inference.memory import CacheMemory
 from mcore_parallel.nn import RecurrentState
 
 
@@ -18,14 +18,14 @@ class RecurrentStateCache:
     Args:
         config: layers and shapes.
         max_requests: M.
-        device: of the memory.
+        memory: where they lie.
     """
 
-    def __init__(self, config: MambaInferenceStateConfig, max_requests: int, device: torch.device | str) -> None:
+    def __init__(self, config: MambaInferenceStateConfig, max_requests: int, memory: CacheMemory) -> None:
         self.config = config
         rows = len(config.recurrent_layers), max_requests
-        self._conv = torch.zeros((*rows, *config.mamba_conv_states_shape), dtype=config.mamba_conv_states_dtype, device=device)
-        self._memory = torch.zeros((*rows, *config.mamba_ssm_states_shape), dtype=config.mamba_ssm_states_dtype, device=device)
+        self._conv = memory.zeros((*rows, *config.mamba_conv_states_shape), config.mamba_conv_states_dtype)
+        self._memory = memory.zeros((*rows, *config.mamba_ssm_states_shape), config.mamba_ssm_states_dtype)
         self.layers = {
             layer: RecurrentState(conv=self._conv[place], memory=self._memory[place]) for place, layer in enumerate(config.recurrent_layers)
         }
@@ -39,21 +39,3 @@ class RecurrentStateCache:
         """Zeros in these slots [N], for requests that begin."""
         self._conv.index_fill_(1, slots, 0)
         self._memory.index_fill_(1, slots, 0)
-
-    def free(self) -> None:
-        """Give the memory back; what it held is lost."""
-        for tensor in (self._conv, self._memory):
-            tensor.untyped_storage().resize_(0)
-
-    def allocate_again(self) -> None:
-        """Memory where ``free`` left none; requests that begin find zeros.
-
-        Raises:
-            torch.OutOfMemoryError: there is too little memory; nothing is held then.
-        """
-        try:
-            for tensor in (self._conv, self._memory):
-                tensor.untyped_storage().resize_(tensor.nbytes)
-        except RuntimeError:
-            self.free()
-            raise

@@ -5,9 +5,13 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from mcore_inference._fields import as_flag, as_integer, as_number
 from mcore_inference._stability import experimental_api
 from mcore_inference.cache import num_blocks_for_bytes
+from mcore_parallel.comm import all_reduce
+from mcore_parallel.groups import Group
 
 __all__ = ["InferenceConfig", "MemorySizes"]
 
@@ -43,6 +47,10 @@ class InferenceConfig:
     """Whether requests share the blocks of equal beginnings, and blocks stay known after their request; None for where the model can."""
     kv_cache_dtype: Literal["fp8"] | None = None
     """"fp8": keys and values as e4m3 with a scale for each head of a token, half the memory of bfloat16; None for the model's dtype."""
+    unified_memory_level: Literal[0, 1, 2] = 0
+    """0: a suspended engine gives the memory of its cache back, and computes again what was there. 1: the cache is managed memory, and a
+    suspended engine's moves to the host with what it holds. 2: the tensors of steps are managed memory too. 1 and 2 need a GPU and a C
+    compiler, and as much host memory as the cache takes."""
     watermark: float = 0.01
     """Share of the blocks that an admission leaves to running requests."""
 
@@ -57,6 +65,7 @@ class InferenceConfig:
             as_flag("enable_prefix_caching", self.enable_prefix_caching)
         if self.kv_cache_dtype not in (None, "fp8"):
             raise ValueError(f'kv_cache_dtype={self.kv_cache_dtype!r} is unknown; choose "fp8", or None for the dtype of the model')
+        object.__setattr__(self, "unified_memory_level", as_integer("unified_memory_level", self.unified_memory_level, 0, 2))
         as_number("watermark", self.watermark, 0, 1)
         if self.watermark == 1:
             raise ValueError("watermark=1 leaves no block to admissions; it must be below 1")
@@ -109,3 +118,9 @@ class MemorySizes:
         if requests is not None:
             total = min(total, requests * config.max_blocks_per_request + 1)
         return cls(num_blocks=total, max_requests=requests or min(total - 1, max_tokens), max_tokens=max_tokens)
+
+    def agreed(self, stages: Group, device: torch.device) -> "MemorySizes":
+        """The smallest sizes of all stages of a pipeline, which schedule alike."""
+        own = torch.tensor([self.num_blocks, self.max_requests, self.max_tokens], device=device)
+        num_blocks, max_requests, max_tokens = all_reduce(own, stages, op="min").tolist()
+        return MemorySizes(num_blocks=num_blocks, max_requests=max_requests, max_tokens=max_tokens)

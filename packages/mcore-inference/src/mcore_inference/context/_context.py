@@ -22,6 +22,7 @@ from mcore_inference.cache import (
 )
 from mcore_inference.context._config import InferenceConfig, MemorySizes
 from mcore_inference.context._step_builder import HostStep, StepBuilder, StepInputs
+from mcore_inference.memory import cache_memory
 from mcore_inference.requests import (
     ActiveRequestCountOverflowError,
     BlockOverflowError,
@@ -52,11 +53,13 @@ class DynamicInferenceContext:
         groups: tp is used: the cache holds this rank's key-value heads, or latents, which serve all heads.
         dtype: of the model's activations, and of keys and values without ``kv_cache_dtype``.
         device: of the cache.
-        num_layers: layers of this pipeline stage, None for all.
+        num_layers: layers of this pipeline stage, None for all. With pp > 1 all ranks of ``groups.pp`` call this, and agree on the smallest
+            of their sizes.
         mamba_inference_state_config: states of recurrent layers, beside which only layers of attention have keys and values; None for a
             model without.
 
     Raises:
+        UnifiedMemoryUnsupportedError: ``unified_memory_level`` is above 0 where there is no managed memory.
         ValueError: the memory does not hold two blocks beside the states, or tp does not divide the key-value heads; ``kv_cache_dtype``
             for latents, or where no layer has keys and values.
     """
@@ -78,12 +81,12 @@ class DynamicInferenceContext:
         tp = 1 if groups is None else groups.tp.size
         if model_config.kv_heads % tp:
             raise ValueError(f"tp={tp} must divide num_query_groups={model_config.kv_heads}; lower tp")
-        held, latent = model_config.num_layers if num_layers is None else num_layers, model_config.latent_attention
+        num_held, latent = model_config.num_layers if num_layers is None else num_layers, model_config.latent_attention
         if config.kv_cache_dtype is not None:
             _check_scaled(config.kv_cache_dtype, latent is not None, states)
         sizes = {
             # Without attention one layer of pages stays: blocks count tokens.
-            "num_layers": held if states is None else max(1, len(states.attention_layers)),
+            "num_layers": max(1, num_held) if states is None else max(1, len(states.attention_layers)),
             "block_size": config.block_size_tokens,
             "num_kv_heads": model_config.kv_heads // tp if latent is None else 1,
             "head_dim": model_config.head_dim if latent is None else latent.cache_width,
@@ -93,21 +96,26 @@ class DynamicInferenceContext:
         self.block_size: int = config.block_size_tokens
         self.max_sequence_length: int = config.max_sequence_length
         self.max_blocks_per_request = config.max_blocks_per_request
-        memory = MemorySizes.of(config, block_bytes(**sizes), 0 if states is None else states.bytes_per_request)
-        self.max_tokens, self.max_requests = memory.max_tokens, memory.max_requests
-        self.allocator = BlockAllocator(memory.num_blocks)
+        held = MemorySizes.of(config, block_bytes(**sizes), 0 if states is None else states.bytes_per_request)
+        if groups is not None and groups.pp.size > 1:
+            held = held.agreed(groups.pp, self.device)
+        self.max_tokens, self.max_requests = held.max_tokens, held.max_requests
+        self.allocator = BlockAllocator(held.num_blocks)
         layers = None if states is None else states.attention_layers
-        self.cache = PagedKVCache.allocate(num_blocks=memory.num_blocks, device=self.device, layers=layers, **sizes)
-        self.states = None if states is None else RecurrentStateCache(states, self.max_requests, self.device)
+        self.memory = cache_memory(self.device, config.unified_memory_level)
+        """Of keys, values and states."""
+        self.cache = PagedKVCache.allocate(num_blocks=held.num_blocks, device=self.device, layers=layers, memory=self.memory, **sizes)
+        self.states = None if states is None else RecurrentStateCache(states, self.max_requests, self.memory)
         """States of recurrent layers, by the slots of requests; None for a model without."""
-        self.builder = StepBuilder(
-            self.cache,
-            self.states,
-            max_requests=self.max_requests,
-            max_blocks=self.max_blocks_per_request,
-            group=model_config.num_attention_heads // model_config.kv_heads,
-            dtype=dtype,
-        )
+        with self.memory.step_tensors():
+            self.builder = StepBuilder(
+                self.cache,
+                self.states,
+                max_requests=self.max_requests,
+                max_blocks=self.max_blocks_per_request,
+                group=model_config.num_attention_heads // model_config.kv_heads,
+                dtype=dtype,
+            )
         self.reset()
 
     @classmethod
@@ -141,26 +149,6 @@ class DynamicInferenceContext:
         self._num_cached = np.zeros(self.max_requests, dtype=np.int64)
         # Leading blocks whose contents are registered.
         self._num_known = np.zeros(self.max_requests, dtype=np.int64)
-
-    def free(self) -> None:
-        """Give the memory on the device back; what it held is lost."""
-        self.cache.free()
-        if self.states is not None:
-            self.states.free()
-
-    def allocate_again(self) -> None:
-        """Memory where ``free`` left none.
-
-        Raises:
-            torch.OutOfMemoryError: there is too little memory; none is held then.
-        """
-        if self.states is not None:
-            self.states.allocate_again()
-        try:
-            self.cache.allocate_again()
-        except RuntimeError:
-            self.free()
-            raise
 
     # -- what fits ---------------------------------------------------------------------------------------------------
 

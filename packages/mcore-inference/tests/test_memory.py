@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Memory of a cache comes back as zeros; where there is no GPU, managed memory is refused by name."""
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_inference import (
+    InferenceConfig,
+    SamplingParams,
+    UnifiedMemoryUnsupportedError,
+    advise_managed_tensor_accessed_by,
+    advise_managed_tensor_preferred_location,
+    create_unified_mempool,
+    prefetch_managed_module_parameters,
+    prefetch_managed_tensor,
+)
+from mcore_inference.memory import _unified, cache_memory
+
+GREEDY = SamplingParams(temperature=0, num_tokens_to_generate=24)
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has managed memory")
+
+
+def test_memory_is_given_up_and_comes_back_as_zeros() -> None:
+    memory = cache_memory(torch.device("cpu"))
+    tensors = [memory.zeros((3, 5), torch.float32).fill_(1), memory.zeros((7,), torch.bfloat16).fill_(2)]
+    assert memory.is_allocated and not memory.keeps_contents
+    for _ in range(2):
+        memory.free()
+        assert not memory.is_allocated and all(tensor.untyped_storage().size() == 0 for tensor in tensors)
+    memory.allocate_again()
+    assert memory.is_allocated and all(not tensor.any() for tensor in tensors)
+
+
+@no_gpu
+def test_managed_memory_is_refused_without_a_gpu() -> None:
+    with pytest.raises(UnifiedMemoryUnsupportedError, match="unified_memory_level=0"):
+        create_unified_mempool()
+    with pytest.raises(UnifiedMemoryUnsupportedError, match="unified_memory_level=0"):
+        cache_memory(torch.device("cpu"), 1)
+    for function in (prefetch_managed_tensor, advise_managed_tensor_preferred_location, advise_managed_tensor_accessed_by):
+        with pytest.raises(ValueError, match="not contiguous"):
+            function(torch.zeros(2, 3).T, device=0)
+        with pytest.raises(UnifiedMemoryUnsupportedError):
+            function(torch.zeros(2), device=0)
+
+
+@pytest.mark.parametrize("level", [-1, 3, True, 1.0])
+def test_unknown_levels_are_refused(level: Any) -> None:
+    with pytest.raises(ValueError, match="unified_memory_level"):
+        InferenceConfig(unified_memory_level=level)
+
+
+def test_the_allocator_is_compiled_once_and_a_missing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiler = tmp_path / "cc"
+    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho library > "$2"\n')
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CC", str(compiler))
+    library = _unified._compiled()
+    assert library.read_text() == "library\n" and [path.name for path in library.parent.iterdir()] == [library.name]
+    compiler.write_text("#!/bin/sh\nexit 1\n")
+    assert _unified._compiled() == library
+    library.unlink()
+    with pytest.raises(UnifiedMemoryUnsupportedError, match="could not compile"):
+        _unified._compiled()
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    with pytest.raises(UnifiedMemoryUnsupportedError, match="C compiler"):
+        _unified._compiled()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_suspended_engines_keep_addresses_graphs_and_tokens(
+    level: int, make_engine: Callable[..., Any], make_model: Callable[..., Any]
+) -> None:
+    model = make_model(device="cuda", dtype=torch.bfloat16)
+
+    def engine() -> Any:
+        return make_engine(model, block_size_tokens=16, num_blocks=1 << 15, unified_memory_level=level)
+
+    prompts = [[1, 2, 3], [4, 5, 6, 7, 8]]
+    expected = [record.generated_tokens for record in engine().generate(prompts, GREEDY)]
+    gc.collect()
+    torch.cuda.empty_cache()
+    ours = engine()
+    address, size = ours.context.cache.pages.data_ptr(), ours.context.cache.num_bytes
+    ids = [ours.add_request(prompt, GREEDY) for prompt in prompts]
+    done = {}
+    for step in range(40):
+        if step in (3, 9, 17):
+            graphs, before = ours._executor.graphs, torch.cuda.mem_get_info()[0]
+            recorded = set(graphs._recorded)
+            ours.suspend()
+            assert ours.is_suspended
+            if level:
+                assert place_of(ours.context.cache.pages) == -1
+            else:
+                assert torch.cuda.mem_get_info()[0] - before > 0.9 * size
+            ours.resume()
+            assert ours.context.cache.pages.data_ptr() == address and set(graphs._recorded) == recorded
+        done |= {record.request_id: record.generated_tokens for record in ours.step()}
+    assert [done[number] for number in ids] == expected
+    before = torch.cuda.mem_get_info()[0]
+    del ours, graphs
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert level or torch.cuda.mem_get_info()[0] - before > 0.9 * size
+
+
+def place_of(tensor: torch.Tensor) -> int:
+    """Where a tensor in managed memory was sent last: the number of a GPU, or -1 for the host."""
+    from mcore_inference.memory._driver import call, driver
+
+    name = driver().CUmem_range_attribute.CU_MEM_RANGE_ATTRIBUTE_LAST_PREFETCH_LOCATION
+    return int(call("cuMemRangeGetAttribute", 4, name, tensor.data_ptr(), tensor.nbytes))
+
+
+@pytest.mark.gpu
+def test_managed_tensors_move_and_keep_their_contents() -> None:
+    pool = create_unified_mempool()
+    with torch.cuda.use_mem_pool(pool):
+        tensor = torch.arange(1 << 24, device="cuda")
+        module = torch.nn.Linear(256, 256, device="cuda")
+    weight = module.weight.detach().clone()
+    for place in (-1, 0, -1, 0):
+        advise_managed_tensor_preferred_location(tensor, device=place)
+        prefetch_managed_tensor(tensor, device=place)
+        assert prefetch_managed_module_parameters(module, device=place) == 4 * (256 * 256 + 256)
+        torch.cuda.synchronize()
+        assert torch.equal(tensor, torch.arange(1 << 24, device="cuda")) and torch.equal(module.weight, weight)
+    advise_managed_tensor_accessed_by(tensor, device=0)
