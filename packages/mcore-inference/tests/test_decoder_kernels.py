@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mcore_inference.attention import HeadNorms, PackedHeads
 from mcore_inference.cache import LayerSlots
-from mcore_parallel.nn import RMSNorm, apply_rotary, rotary_frequencies, rotary_tables
+from mcore_parallel.nn import RMSNorm, StreamNorm, apply_rotary, rotary_frequencies, rotary_tables
 
 
 def close(result: Tensor, wanted: Tensor, tolerance: float) -> None:
@@ -35,13 +35,13 @@ def normed(x: Tensor, weight: Tensor, epsilon: float, shift: float) -> Tensor:
 
 def check_stream(device: str, dtype: torch.dtype, tolerance: float) -> None:
     """Embedding, norm, gate, residual, norm and linear layer, as one after the other would compute them."""
-    from mcore_inference.decoder._linear import Norm, embed, streamed_linear, streamed_residual, streamed_swiglu
+    from mcore_inference.decoder._linear import embed, streamed_linear, streamed_residual, streamed_swiglu
 
     for tokens, depth, ffn in ((1, 96, 40), (5, 256, 64), (16, 130, 33)):
         table, weights = torch.randn(50, depth), [torch.randn(2 * ffn, depth), torch.randn(depth, ffn), torch.randn(24, depth)]
         table, up, down, last = (x.to(device, dtype) for x in (table, *weights))
         scales = [torch.randn(depth).to(device, dtype) for _ in range(2)]
-        norms = [Norm(weight=scale, epsilon=1e-3, shift=shift) for scale, shift in zip(scales, (0.0, 1.0), strict=True)]
+        norms = [StreamNorm(weight=scale, epsilon=1e-3, shift=shift) for scale, shift in zip(scales, (0.0, 1.0), strict=True)]
         ids = torch.randint(50, (tokens,), device=device)
         x = embed(ids, table, norms[0])
         assert torch.equal(x.x, table[ids])

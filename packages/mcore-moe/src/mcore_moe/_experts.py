@@ -200,6 +200,11 @@ class GroupedMLP(_StackedExperts):
             chosen = {name: grouped_products(layers, width, out, groups) for name, (_, out, width) in shapes.items()}
             self._products = {name: products for name, products in chosen.items() if products is not None}
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the stacks are multiplied in fp8."""
+        return bool(self._products)
+
     def parameters_changed(self) -> None:
         """As ``mcore_parallel.tensor_parallel.WeightCopyHolder``."""
         for products in self._products.values():

@@ -21,6 +21,7 @@ from mcore_moe.dispatch import (
     MoEAlltoAllTokenDispatcher,
     ReplicatedTokenDispatcher,
 )
+from mcore_moe.serving import StreamedExperts
 from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.comm import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
 from mcore_parallel.models import Aux, AuxSpec, FeedForwardBuilder, Site, TransformerConfig, dense_feed_forward
@@ -107,6 +108,12 @@ class MoELayer(nn.Module):
         """Whether a forward without gradients waits for the device, to know how many rows an expert has: then no graph holds it."""
         weight, sent = self.experts.up, isinstance(self.dispatcher, MoEAlltoAllTokenDispatcher | MoEAllGatherTokenDispatcher)
         return sent or self.experts.up_bias is not None or not weight.is_cuda or weight.dtype != torch.bfloat16
+
+    def streamed(self) -> StreamedExperts | None:
+        """As of ``mcore_parallel.nn.StreamsFeedForward``: of a mixture alone, on a rank that holds all of it."""
+        alone = self.shared_experts is None and self.latent_down is None and isinstance(self.dispatcher, LocalTokenDispatcher)
+        fits = alone and type(self.router) is TopKRouter and type(self.experts) is GroupedMLP
+        return StreamedExperts(self.router, self.experts) if fits and StreamedExperts.fits(self.router, self.experts) else None
 
     def forward(self, x_TD: Tensor, step: Step) -> tuple[Tensor, Aux | None]:
         """[T, D] -> ([T, D], losses and counts; None outside training)."""

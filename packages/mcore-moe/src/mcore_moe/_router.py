@@ -111,6 +111,11 @@ class TopKRouter(nn.Module):
     def _routing(self, logits_TE: Tensor, step: Step, tokens: LocalTokens) -> Routing:
         config = self.config
         if config.moe_router_load_balancing_type == "sinkhorn":
+            if step.routed_experts is not None:
+                raise ValueError(
+                    "moe_router_load_balancing_type='sinkhorn' routes a whole batch at once, and step.routed_experts replays tokens; "
+                    "choose another type, or replay nothing"
+                )
             routing = sinkhorn_routing(
                 logits_TE,
                 config.moe_router_topk,

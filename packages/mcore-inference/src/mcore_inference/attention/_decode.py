@@ -205,9 +205,11 @@ def _decode_kernel(
 
     # The first split adds the new token, and writes it into the cache.
     adds = (split == 0) & (context > 0)
+    # Not inside & adds, which is no mask of booleans in every Triton.
+    writes = lane < tl.where(adds, width, 0)
     new_slot = tl.load(slots_ptr + row)
-    tl.store(keys_ptr + new_slot * keys_slot + kv_head * keys_head + lane, k_new, mask=inside & adds)
-    tl.store(values_ptr + new_slot * values_slot + kv_head * values_head + lane, v_cached, mask=inside & adds)
+    tl.store(keys_ptr + new_slot * keys_slot + kv_head * keys_head + lane, k_new, mask=writes)
+    tl.store(values_ptr + new_slot * values_slot + kv_head * values_head + lane, v_cached, mask=writes)
     if key_scales_ptr is not None:
         tl.store(key_scales_ptr + kv_head * scales_head + new_slot, key_inverse, mask=adds)
         tl.store(value_scales_ptr + kv_head * scales_head + new_slot, value_inverse, mask=adds)

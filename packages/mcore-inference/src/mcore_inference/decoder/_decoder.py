@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from mcore_inference._stability import experimental_api
 from mcore_inference.attention import HeadNorms, PackedHeads, PagedAttention, PagedStep, TableRows
 from mcore_parallel.models import GPTModel, OutputLayer, TransformerLayer
-from mcore_parallel.nn import MLP, RMSNorm, SelfAttention, Step
+from mcore_parallel.nn import MLP, NormedStream, RMSNorm, SelfAttention, Step, StreamedFeedForward, StreamNorm, StreamsFeedForward
 from mcore_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -23,7 +23,8 @@ class FusedDecoder:
     """Computes what the model's forward does for the tokens of a step, from the weights where the model has them.
 
     A decode step of few requests takes five kernels a layer, which stream the weights: the residual sum, the norm, the gate and the
-    cache's write are parts of them. Other steps take torch's matmuls, and nine.
+    cache's write are parts of them. Other steps take torch's matmuls, and nine. A feed-forward that is no ``MLP``, such as a mixture,
+    brings kernels of its own (``StreamsFeedForward``), or is called as it is.
 
     Args:
         model: one that ``fits``.
@@ -33,6 +34,9 @@ class FusedDecoder:
     def __init__(self, model: GPTModel, max_requests: int) -> None:
         self._model = model
         self._layers = [cast(TransformerLayer, layer) for layer in model.layers.values()]
+        self._norms = [*(_norm(layer.input_norm) for layer in self._layers), _norm(model.final_norm)]
+        self._feed_forwards = [_own_kernels(layer.mlp) for layer in self._layers]
+        self._streams = all(type(layer.mlp) is MLP or own is not None for layer, own in zip(self._layers, self._feed_forwards, strict=True))
         kv_heads = max(cast(SelfAttention, layer.mixer).local_kv_heads for layer in self._layers)
         self._finished = torch.zeros(max_requests * kv_heads, dtype=torch.int32, device=next(model.parameters()).device)
 
@@ -40,11 +44,10 @@ class FusedDecoder:
     def fits(model: GPTModel) -> bool:
         """Whether every part of the model is one that the kernels compute; the model's own forward serves the others."""
         config = model.config
-        plain = config.activation == "swiglu" and not config.glu_linear_offset and config.activation_func_clamp_value is None
         turns = config.position_embedding_type != "rope" or (config.rotary_percent == 1.0 and not config.rotary_interleaved)
         parameter = next(model.parameters())
         sound = parameter.is_cuda and parameter.dtype in _DTYPES and model.groups.tp.size == 1 and model.is_first and model.is_last
-        whole = plain and turns and config.mrope_section is None and config.output_multiplier == 1.0
+        whole = turns and config.mrope_section is None and config.output_multiplier == 1.0
         whole = whole and isinstance(model.output, OutputLayer) and model.output.products is None and type(model.final_norm) is RMSNorm
         return sound and whole and bool(model.layers) and all(_layer_fits(layer) for layer in model.layers.values())
 
@@ -58,31 +61,35 @@ class FusedDecoder:
         decodes = isinstance(rows, TableRows) and rows.tiles is None and rows_R is None
         plain = model.config.embedding_multiplier == 1.0 and model.position_embedding is None
         # Sums before the norm's root need the range of bfloat16.
-        if decodes and plain and len(tokens_T) <= MAX_ROWS and self._weight.dtype == torch.bfloat16:
+        if decodes and plain and self._streams and len(tokens_T) <= MAX_ROWS and self._weight.dtype == torch.bfloat16:
             return self._streamed(tokens_T, step, tables)
         x = model.embed(tokens_T, step)
-        for layer in self._layers:
-            attention, mlp = cast(SelfAttention, layer.mixer), cast(MLP, layer.mlp)
-            qkv = F.linear(_norm(layer.input_norm)(x), _matrix(attention.qkv))
-            y = self._attend(qkv, attention, tables, step)
+        y = self._norms[0](x)
+        for layer, feed_forward, norm in zip(self._layers, self._feed_forwards, self._norms[1:], strict=True):
+            attention = cast(SelfAttention, layer.mixer)
+            y = self._attend(F.linear(y, _matrix(attention.qkv)), attention, tables, step)
             # In place: nobody reads the residual stream as it was.
             x = x.addmm_(y.flatten(1), _matrix(attention.out).t())
-            y = F.linear(_norm(layer.ffn_norm)(x), _matrix(mlp.up))
-            x = x.addmm_(mlp.activation(y), _matrix(mlp.down).t())
-        return F.linear(_norm(model.final_norm)(x if rows_R is None else x[rows_R]), self._weight)
+            y = _norm(layer.ffn_norm)(x)
+            if feed_forward is not None:
+                y = feed_forward.stream_many(x, y, _parts(norm))
+                continue
+            if type(layer.mlp) is MLP:
+                x = x.addmm_(layer.mlp.activation(F.linear(y, _matrix(layer.mlp.up))), _matrix(layer.mlp.down).t())
+            else:
+                x = x.add_(cast(nn.Module, layer.mlp)(y, step)[0])
+            y = norm(x)
+        return F.linear(y if rows_R is None else y[rows_R], self._weight)
 
     def _streamed(self, tokens_T: Tensor, step: Step, tables: tuple[Any, Any]) -> Tensor:
         from mcore_inference.decoder import _linear as kernels
 
-        model = self._model
-        behind = [*(_norm(layer.input_norm) for layer in self._layers[1:]), _norm(model.final_norm)]
-        x = kernels.embed(tokens_T, cast(Any, model.embedding).weight, _parts(_norm(self._layers[0].input_norm)))
-        for layer, norm in zip(self._layers, behind, strict=True):
-            attention, mlp = cast(SelfAttention, layer.mixer), cast(MLP, layer.mlp)
+        x = kernels.embed(tokens_T, cast(Any, self._model.embedding).weight, _parts(self._norms[0]))
+        for layer, feed_forward, norm in zip(self._layers, self._feed_forwards, self._norms[1:], strict=True):
+            attention = cast(SelfAttention, layer.mixer)
             y = self._attend(kernels.streamed_linear(x, _matrix(attention.qkv)), attention, tables, step)
             x = kernels.streamed_residual(y.flatten(1), _matrix(attention.out), x.x, _parts(_norm(layer.ffn_norm)))
-            y = kernels.streamed_swiglu(x, _matrix(mlp.up))
-            x = kernels.streamed_residual(y, _matrix(mlp.down), x.x, _parts(norm))
+            x = _mlp_few(x, layer.mlp, _parts(norm)) if feed_forward is None else feed_forward.stream_few(x, _parts(norm))
         return kernels.streamed_linear(x, self._weight)
 
     @property
@@ -112,10 +119,22 @@ def _norm(norm: nn.Module | None) -> RMSNorm:
     return norm
 
 
-def _parts(norm: RMSNorm) -> Any:
-    from mcore_inference.decoder._linear import Norm
+def _parts(norm: RMSNorm) -> StreamNorm:
+    return StreamNorm(weight=norm.weight, epsilon=norm.epsilon, shift=float(norm.zero_centered))
 
-    return Norm(weight=norm.weight, epsilon=norm.epsilon, shift=float(norm.zero_centered))
+
+def _own_kernels(feed_forward: nn.Module | None) -> StreamedFeedForward | None:
+    """The kernels of a feed-forward that is no ``MLP``."""
+    if type(feed_forward) is MLP or not isinstance(feed_forward, StreamsFeedForward):
+        return None
+    return feed_forward.streamed()
+
+
+def _mlp_few(x: NormedStream, module: nn.Module | None, norm: StreamNorm) -> NormedStream:
+    from mcore_inference.decoder import _linear as kernels
+
+    mlp = cast(MLP, module)
+    return kernels.streamed_residual(kernels.streamed_swiglu(x, _matrix(mlp.up)), _matrix(mlp.down), x.x, norm)
 
 
 def _head_norms(attention: SelfAttention) -> HeadNorms | None:
@@ -129,13 +148,21 @@ def _layer_fits(layer: nn.Module) -> bool:
     if not isinstance(layer, TransformerLayer) or layer.attention_post_norm is not None or layer.mlp_post_norm is not None:
         return False
     attention, mlp = layer.mixer, layer.mlp
-    if type(attention) is not SelfAttention or type(mlp) is not MLP or type(attention.core) is not PagedAttention:
+    if type(attention) is not SelfAttention or mlp is None or type(attention.core) is not PagedAttention:
         return False
     head_norms = {type(attention.q_norm), type(attention.k_norm)} <= {RMSNorm, type(None)}
-    linears = _plain(attention.qkv, ColumnParallelLinear) and _plain(mlp.up, ColumnParallelLinear)
-    linears = linears and _plain(attention.out, RowParallelLinear) and _plain(mlp.down, RowParallelLinear)
+    linears = _plain(attention.qkv, ColumnParallelLinear) and _plain(attention.out, RowParallelLinear)
     norms = type(layer.input_norm) is RMSNorm and type(layer.ffn_norm) is RMSNorm
-    return linears and norms and head_norms and attention.gate is None and attention.head_dim % 2 == 0
+    return linears and norms and head_norms and attention.gate is None and attention.head_dim % 2 == 0 and _feed_forward_fits(mlp)
+
+
+def _feed_forward_fits(mlp: nn.Module) -> bool:
+    """A plain SwiGLU; others compute themselves, by kernels of their own where they have some."""
+    if type(mlp) is not MLP:
+        return True
+    activation = mlp.activation
+    plain = activation.name == "swiglu" and not activation.offset and activation.clamp is None
+    return plain and _plain(mlp.up, ColumnParallelLinear) and _plain(mlp.down, RowParallelLinear)
 
 
 def _plain(linear: nn.Module, kind: type[nn.Module]) -> bool:

@@ -8,41 +8,17 @@ weight, and sums of its squares; the next layer multiplies its result by the roo
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from mcore_parallel.nn import NormedStream, StreamNorm
+
 # T tokens (one a request), D input and N output width of a linear layer, R lines of a tile (T and padding), P parts of a sum.
 
 MAX_ROWS = 16
 """Tokens up to which a linear layer is bound by reading its weight: one side of a matrix instruction."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Norm:
-    """The RMS norm in front of the next linear layer."""
-
-    weight: Tensor
-    """[D]."""
-    epsilon: float
-    shift: float
-    """Added to the weight."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NormedStream:
-    """The residual stream in front of a norm, and what the layer behind it reads."""
-
-    x: Tensor
-    """[T, D]."""
-    scaled: Tensor
-    """[T, D], x times the norm's weight."""
-    squares: Tensor
-    """[P, R] float32, parts of the sum of squares of each token."""
-    epsilon: float
 
 
 def streamed_linear(x: Tensor | NormedStream, weight_ND: Tensor) -> Tensor:
@@ -63,7 +39,7 @@ def streamed_swiglu(x: NormedStream, weight_2FD: Tensor) -> Tensor:
     return _launch(x, weight_2FD, gated=True)[0]
 
 
-def streamed_residual(x: Tensor, weight_ND: Tensor, residual_TN: Tensor, norm: Norm) -> NormedStream:
+def streamed_residual(x: Tensor, weight_ND: Tensor, residual_TN: Tensor, norm: StreamNorm) -> NormedStream:
     """``residual + x @ weight.T``, ready for the norm behind it.
 
     Args:
@@ -77,7 +53,7 @@ def streamed_residual(x: Tensor, weight_ND: Tensor, residual_TN: Tensor, norm: N
     return NormedStream(x=y_TN, scaled=scaled_TN, squares=squares, epsilon=norm.epsilon)
 
 
-def embed(tokens_T: Tensor, table_VD: Tensor, norm: Norm) -> NormedStream:
+def embed(tokens_T: Tensor, table_VD: Tensor, norm: StreamNorm) -> NormedStream:
     """Rows of an embedding, ready for the norm behind it."""
     (tokens,), depth = tokens_T.shape, table_VD.shape[1]
     x_TD = torch.empty((tokens, depth), dtype=table_VD.dtype, device=table_VD.device)
@@ -96,7 +72,7 @@ def _launch(
     *,
     gated: bool = False,
     residual_TN: Tensor | None = None,
-    norm: Norm | None = None,
+    norm: StreamNorm | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     x_TD, squares, epsilon = (source, None, 0.0) if isinstance(source, Tensor) else (source.scaled, source.squares, source.epsilon)
     (tokens, depth), device = x_TD.shape, x_TD.device
@@ -185,7 +161,8 @@ def _linear_kernel(
 @triton.jit
 def _embed_kernel(tokens_ptr, table_ptr, norm_ptr, x_ptr, scaled_ptr, squares_ptr, tokens, depth, shift, WIDTH: tl.constexpr):
     row, lane = tl.program_id(0), tl.arange(0, WIDTH)
-    inside = (lane < depth) & (row < tokens)
+    # Not lane < depth and row < tokens, which is no mask of booleans in every Triton.
+    inside = lane < tl.where(row < tokens, depth, 0)
     token = tl.load(tokens_ptr + row, mask=row < tokens, other=0).to(tl.int64)
     x = tl.load(table_ptr + token * depth + lane, mask=inside, other=0.0)
     wide = x.to(tl.float32)

@@ -18,6 +18,7 @@ from mcore_parallel.nn._factory import LayerFactory, TorchLayers
 from mcore_parallel.nn._mlp import MLP
 from mcore_parallel.nn._norm import LayerNorm, RMSNorm
 from mcore_parallel.nn._step import Step
+from mcore_parallel.nn._stream import NormedStream, StreamedFeedForward, StreamNorm, StreamsFeedForward
 from mcore_parallel.nn.attention import (
     AttentionCapability,
     AttentionConfig,
@@ -118,6 +119,7 @@ __all__ = [
     "MambaMixer",
     "ManagedCore",
     "MaskedAttention",
+    "NormedStream",
     "OffloadConfig",
     "QKClipped",
     "RMSNorm",
@@ -131,6 +133,9 @@ __all__ = [
     "SinkAttentionCore",
     "SoftmaxOne",
     "Step",
+    "StreamNorm",
+    "StreamedFeedForward",
+    "StreamsFeedForward",
     "TorchLayers",
     "YarnRotaryEmbedding",
     "YarnScaling",

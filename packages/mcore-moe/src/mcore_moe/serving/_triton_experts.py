@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Triton kernels of experts without gradients, bound by reading the weights of those that are picked; imported only when they run.
+
+Few tokens: a program multiplies all of them by columns of one expert, and one of the second launch by columns of all experts that were
+picked, so that its sums are whole. More tokens: a program takes the rows of one expert, wherever their tokens lie, and the results of a
+token's picks are added by a last launch, in order.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false, reportOperatorIssue=false
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mcore_moe.serving._triton_route import FewPicks
+from mcore_parallel.nn import NormedStream, StreamNorm
+
+# T tokens, D model, E experts, F width of an expert, K experts a token, P = T * K picks, R lines of a tile, S experts that were picked.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """Block sizes of a launch."""
+
+    lines: int
+    cols: int
+    depth: int
+    warps: int = 4
+    stages: int = 4
+
+
+FEW_UP = Tiles(lines=16, cols=32, depth=128)
+FEW_DOWN = Tiles(lines=16, cols=16, depth=256, stages=6)
+
+
+def many_tiles(rows: float) -> tuple[Tiles, Tiles]:
+    """Of the two launches, by the mean rows of an expert."""
+    if rows <= 6:
+        return Tiles(lines=16, cols=64, depth=64, stages=5), Tiles(lines=16, cols=64, depth=128)
+    if rows <= 20:
+        return Tiles(lines=32, cols=64, depth=64, stages=4), Tiles(lines=32, cols=64, depth=128)
+    return Tiles(lines=64, cols=64, depth=64, stages=4), Tiles(lines=64, cols=128, depth=64)
+
+
+def up_few(x: NormedStream, up_EGFD: Tensor, picks: FewPicks, tiles: Tiles = FEW_UP) -> Tensor:
+    """[S, R, F]: ``silu(gate) * value * weight`` of every token and expert that was picked; zeros where not by this token."""
+    (tokens, depth), width = x.x.shape, up_EGFD.shape[-2]
+    most, lines = picks.weights_SR.shape
+    h_SRF = torch.empty((most, lines, width), dtype=x.x.dtype, device=x.x.device)
+    block = _depth(tiles.depth, depth)
+    _up_few_kernel[(most * triton.cdiv(width, tiles.cols),)](
+        x.scaled, picks.scales_R, up_EGFD, picks.count, picks.experts_S, picks.weights_SR, h_SRF, tokens, depth, width, x.scaled.stride(0),
+        LINES=lines, COLS=tiles.cols, DEPTH=block, EVEN=depth % block == 0 and width % tiles.cols == 0,
+        num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    return h_SRF
+
+
+def down_few(
+    h_SRF: Tensor, down_EDF: Tensor, picks: FewPicks, residual_TD: Tensor, norm: StreamNorm, tiles: Tiles = FEW_DOWN
+) -> NormedStream:
+    """The residual stream plus the sums over the experts, ready for the norm behind it."""
+    (tokens, out), (_, lines, width) = residual_TD.shape, h_SRF.shape
+    block, programs = _depth(tiles.depth, width), triton.cdiv(out, tiles.cols)
+    y_TD, scaled_TD = torch.empty_like(residual_TD), torch.empty_like(residual_TD)
+    squares = torch.empty((programs, lines), dtype=torch.float32, device=h_SRF.device)
+    _down_few_kernel[(programs,)](
+        h_SRF, down_EDF, picks.count, picks.experts_S, residual_TD, norm.weight, y_TD, scaled_TD, squares, tokens, width, out, norm.shift,
+        LINES=lines, COLS=tiles.cols, DEPTH=block, EVEN=width % block == 0 and out % tiles.cols == 0,
+        num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    return NormedStream(x=y_TD, scaled=scaled_TD, squares=squares, epsilon=norm.epsilon)
+
+
+def _depth(wanted: int, size: int) -> int:
+    return max(16, min(wanted, triton.next_power_of_2(size)))
+
+
+@triton.jit
+def _up_few_kernel(
+    x_ptr, scales_ptr, up_ptr, count_ptr, experts_ptr, weights_ptr, h_ptr, tokens, depth, width, x_stride,
+    LINES: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(width, COLS)
+    slot = tl.program_id(0) // blocks
+    if slot < tl.load(count_ptr):
+        expert = tl.load(experts_ptr + slot).to(tl.int64)
+        row, lane = tl.arange(0, LINES), tl.arange(0, DEPTH)
+        column = tl.program_id(0) % blocks * COLS + tl.arange(0, COLS)
+        weight = tl.load(weights_ptr + slot * LINES + row)
+        scale = tl.load(scales_ptr + row)
+        gate_rows = up_ptr + (expert * 2 * width + column)[None, :] * depth
+        value_rows = gate_rows + tl.cast(width, tl.int64) * depth
+        x_rows = x_ptr + row[:, None] * x_stride
+        gate = tl.zeros((LINES, COLS), dtype=tl.float32)
+        value = tl.zeros((LINES, COLS), dtype=tl.float32)
+        for first in range(0, depth, DEPTH):
+            at = first + lane
+            if EVEN:
+                x = tl.load(x_rows + at[None, :], mask=row[:, None] < tokens, other=0.0)
+                gates = tl.load(gate_rows + at[:, None])
+                values = tl.load(value_rows + at[:, None])
+            else:
+                inside = (at[:, None] < depth) & (column[None, :] < width)
+                x = tl.load(x_rows + at[None, :], mask=(row[:, None] < tokens) & (at[None, :] < depth), other=0.0)
+                gates = tl.load(gate_rows + at[:, None], mask=inside, other=0.0)
+                values = tl.load(value_rows + at[:, None], mask=inside, other=0.0)
+            gate = tl.dot(x, gates, gate)
+            value = tl.dot(x, values, value)
+        gate *= scale[:, None]
+        y = gate / (1.0 + tl.exp(-gate)) * (value * scale[:, None]) * weight[:, None]
+        y = tl.where(weight[:, None] != 0.0, y, 0.0)
+        places = (slot * LINES + row)[:, None] * width + column[None, :]
+        tl.store(h_ptr + places, y.to(h_ptr.dtype.element_ty), mask=(row[:, None] < tokens) & (column[None, :] < width))
+
+
+@triton.jit
+def _down_few_kernel(
+    h_ptr, down_ptr, count_ptr, experts_ptr, residual_ptr, norm_ptr, y_ptr, scaled_ptr, squares_ptr, tokens, width, out, shift,
+    LINES: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    row, lane = tl.arange(0, LINES), tl.arange(0, DEPTH)
+    column = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    blocks = tl.cdiv(width, DEPTH)
+    total = tl.zeros((LINES, COLS), dtype=tl.float32)
+    places = row[:, None] * out + column[None, :]
+    real = (row[:, None] < tokens) & (column[None, :] < out)
+    residual = tl.load(residual_ptr + places, mask=real, other=0.0)
+    for number in range(tl.load(count_ptr) * blocks):
+        slot, at = number // blocks, number % blocks * DEPTH + lane
+        rows = down_ptr + tl.load(experts_ptr + slot).to(tl.int64) * width * out + column[None, :] * width
+        if EVEN:
+            weight = tl.load(rows + at[:, None])
+            h = tl.load(h_ptr + (slot * LINES + row)[:, None] * width + at[None, :], mask=row[:, None] < tokens, other=0.0)
+        else:
+            weight = tl.load(rows + at[:, None], mask=(at[:, None] < width) & (column[None, :] < out), other=0.0)
+            inside = (row[:, None] < tokens) & (at[None, :] < width)
+            h = tl.load(h_ptr + (slot * LINES + row)[:, None] * width + at[None, :], mask=inside, other=0.0)
+        total = tl.dot(h, weight, total)
+    result = (total + residual.to(tl.float32)).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + places, result, mask=real)
+    seen = tl.where(real, result.to(tl.float32), 0.0)
+    factor = tl.load(norm_ptr + column, mask=column < out, other=0.0).to(tl.float32) + shift
+    tl.store(scaled_ptr + places, (seen * factor[None, :]).to(scaled_ptr.dtype.element_ty), mask=real)
+    tl.store(squares_ptr + tl.program_id(0) * LINES + row, tl.sum(seen * seen, 1))
+
+
+def up_many(x_TD: Tensor, up_EGFD: Tensor, order_P: Tensor, ends_E: Tensor, weights_TK: Tensor, tiles: Tiles) -> Tensor:
+    """[P, F] in the order of the experts: ``silu(gate) * value * weight`` of each pick."""
+    (experts, _, width, depth), picks = up_EGFD.shape, order_P.shape[0]
+    h_PF = torch.empty((picks, width), dtype=x_TD.dtype, device=x_TD.device)
+    block = _depth(tiles.depth, depth)
+    _up_many_kernel[(experts * triton.cdiv(width, tiles.cols),)](
+        x_TD, up_EGFD, order_P, ends_E, weights_TK, h_PF, depth, width, x_TD.stride(0),
+        TOPK=weights_TK.shape[1], LINES=tiles.lines, COLS=tiles.cols, DEPTH=block, EVEN=depth % block == 0 and width % tiles.cols == 0,
+        num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    return h_PF
+
+
+def down_many(h_PF: Tensor, down_EDF: Tensor, order_P: Tensor, ends_E: Tensor, tiles: Tiles) -> Tensor:
+    """[P, D] by pick, from rows in the order of the experts."""
+    (experts, out, width), picks = down_EDF.shape, order_P.shape[0]
+    y_PD = torch.empty((picks, out), dtype=h_PF.dtype, device=h_PF.device)
+    block = _depth(tiles.depth, width)
+    _down_many_kernel[(experts * triton.cdiv(out, tiles.cols),)](
+        h_PF, down_EDF, order_P, ends_E, y_PD, width, out,
+        LINES=tiles.lines, COLS=tiles.cols, DEPTH=block, EVEN=width % block == 0 and out % tiles.cols == 0,
+        num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    return y_PD
+
+
+def add_rows(rows_PD: Tensor, places_P: Tensor | None, x_TD: Tensor, norm: StreamNorm) -> Tensor:
+    """``x += `` the sum of each token's rows, in place; returns its RMS norm.
+
+    Args:
+        rows_PD: by pick, or where ``places`` says.
+        places_P: int32 row of each pick.
+        x_TD: the residual stream, contiguous.
+        norm: behind it.
+    """
+    tokens, width = x_TD.shape
+    normed_TD = torch.empty_like(x_TD)
+    _add_rows_kernel[(tokens,)](
+        rows_PD, places_P, x_TD, norm.weight, normed_TD, width, norm.epsilon, norm.shift,
+        TOPK=rows_PD.shape[0] // tokens, WIDTH=triton.next_power_of_2(width), num_warps=4 if width <= 2048 else 8,
+    )  # fmt: skip
+    return normed_TD
+
+
+@triton.jit
+def _up_many_kernel(
+    x_ptr, up_ptr, order_ptr, ends_ptr, weights_ptr, h_ptr, depth, width, x_stride,
+    TOPK: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(width, COLS)
+    expert = tl.program_id(0) // blocks
+    end = tl.load(ends_ptr + expert)
+    begin = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+    row, lane = tl.arange(0, LINES), tl.arange(0, DEPTH)
+    column = tl.program_id(0) % blocks * COLS + tl.arange(0, COLS)
+    gate_rows = up_ptr + (expert.to(tl.int64) * 2 * width + column)[None, :] * depth
+    value_rows = gate_rows + tl.cast(width, tl.int64) * depth
+    for start in range(begin, end, LINES):
+        real = start + row < end
+        pick = tl.load(order_ptr + start + row, mask=real, other=0)
+        x_rows = x_ptr + (pick // TOPK)[:, None].to(tl.int64) * x_stride
+        gate = tl.zeros((LINES, COLS), dtype=tl.float32)
+        value = tl.zeros((LINES, COLS), dtype=tl.float32)
+        for first in range(0, depth, DEPTH):
+            at = first + lane
+            if EVEN:
+                x = tl.load(x_rows + at[None, :], mask=real[:, None], other=0.0)
+                gates = tl.load(gate_rows + at[:, None])
+                values = tl.load(value_rows + at[:, None])
+            else:
+                inside = (at[:, None] < depth) & (column[None, :] < width)
+                x = tl.load(x_rows + at[None, :], mask=real[:, None] & (at[None, :] < depth), other=0.0)
+                gates = tl.load(gate_rows + at[:, None], mask=inside, other=0.0)
+                values = tl.load(value_rows + at[:, None], mask=inside, other=0.0)
+            gate = tl.dot(x, gates, gate)
+            value = tl.dot(x, values, value)
+        weight = tl.load(weights_ptr + pick, mask=real, other=0.0)
+        y = gate / (1.0 + tl.exp(-gate)) * value * weight[:, None]
+        places = (start + row)[:, None].to(tl.int64) * width + column[None, :]
+        tl.store(h_ptr + places, y.to(h_ptr.dtype.element_ty), mask=real[:, None] & (column[None, :] < width))
+
+
+@triton.jit
+def _down_many_kernel(
+    h_ptr, down_ptr, order_ptr, ends_ptr, y_ptr, width, out,
+    LINES: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(out, COLS)
+    expert = tl.program_id(0) // blocks
+    end = tl.load(ends_ptr + expert)
+    begin = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+    row, lane = tl.arange(0, LINES), tl.arange(0, DEPTH)
+    column = tl.program_id(0) % blocks * COLS + tl.arange(0, COLS)
+    rows = down_ptr + (expert.to(tl.int64) * out + column)[None, :] * width
+    for start in range(begin, end, LINES):
+        real = start + row < end
+        h_rows = h_ptr + (start + row)[:, None].to(tl.int64) * width
+        total = tl.zeros((LINES, COLS), dtype=tl.float32)
+        for first in range(0, width, DEPTH):
+            at = first + lane
+            if EVEN:
+                h = tl.load(h_rows + at[None, :], mask=real[:, None], other=0.0)
+                weight = tl.load(rows + at[:, None])
+            else:
+                h = tl.load(h_rows + at[None, :], mask=real[:, None] & (at[None, :] < width), other=0.0)
+                weight = tl.load(rows + at[:, None], mask=(at[:, None] < width) & (column[None, :] < out), other=0.0)
+            total = tl.dot(h, weight, total)
+        pick = tl.load(order_ptr + start + row, mask=real, other=0)
+        places = pick[:, None].to(tl.int64) * out + column[None, :]
+        tl.store(y_ptr + places, total.to(y_ptr.dtype.element_ty), mask=real[:, None] & (column[None, :] < out))
+
+
+@triton.jit
+def _add_rows_kernel(
+    rows_ptr, places_ptr, x_ptr, norm_ptr, normed_ptr, width, epsilon, shift, TOPK: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    token, lane = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    inside = lane < width
+    total = tl.zeros((WIDTH,), dtype=tl.float32)
+    for number in tl.static_range(TOPK):
+        row = token * TOPK + number
+        if places_ptr is not None:
+            row = tl.load(places_ptr + row).to(tl.int64)
+        total += tl.load(rows_ptr + row * width + lane, mask=inside, other=0.0).to(tl.float32)
+    total += tl.load(x_ptr + token * width + lane, mask=inside, other=0.0).to(tl.float32)
+    result = total.to(x_ptr.dtype.element_ty)
+    tl.store(x_ptr + token * width + lane, result, mask=inside)
+    seen = result.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(seen * seen, 0) / width + epsilon)
+    factor = tl.load(norm_ptr + lane, mask=inside, other=0.0).to(tl.float32) + shift
+    tl.store(normed_ptr + token * width + lane, (seen * scale * factor).to(normed_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The kernels of a mixture without gradients against the layer's forward."""
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_moe import MoEConfig, MoELayer
+from mcore_moe.serving import StreamedExperts
+from mcore_parallel import ProcessGroups
+from mcore_parallel.models import Site, TransformerConfig
+from mcore_parallel.nn import NormedStream, Step, StreamNorm
+
+# Experts, picks a token, tokens, D, width of an expert.
+FEW = ((8, 2, 1, 64, 32), (5, 3, 7, 96, 24), (40, 4, 16, 136, 40), (3, 2, 2, 64, 16))
+MANY = ((8, 2, 17, 64, 32), (5, 3, 40, 96, 24), (40, 4, 50, 136, 40), (3, 2, 120, 64, 16))
+CHOICES: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "softmax before": {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 1.5},
+    "sigmoid": {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_topk_scaling_factor": 2.5},
+    "sqrtsoftplus": {"moe_router_score_function": "sqrtsoftplus", "moe_router_bias": True},
+}
+
+
+def make_layer(sizes: tuple[int, int, int, int, int], device: str, dtype: torch.dtype, choice: str) -> MoELayer:
+    experts, topk, _, hidden_size, ffn_size = sizes
+    config = TransformerConfig(num_layers=1, hidden_size=hidden_size, num_attention_heads=1, vocab_size=64, activation="swiglu")
+    mixture = MoEConfig(num_moe_experts=experts, moe_router_topk=topk, moe_ffn_hidden_size=ffn_size, **CHOICES[choice])
+    site = Site(layer=0, local_layer=0, config=config, groups=ProcessGroups.single(), dtype=dtype, device=device)
+    layer = MoELayer(mixture, site, dtype=dtype, device=device).eval()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape) * 0.2)
+        if layer.router.expert_bias is not None:
+            layer.router.expert_bias.copy_(torch.randn(experts) * 0.1)
+    return layer
+
+
+def normed(x: Tensor, norm: StreamNorm) -> Tensor:
+    wide = x.double()
+    return wide / (wide.square().mean(-1, keepdim=True) + norm.epsilon).sqrt() * (norm.weight.double() + norm.shift)
+
+
+def expected(layer: MoELayer, wide: MoELayer, x: Tensor, y: Tensor) -> Tensor:
+    """The stream behind the layer in float64, routed as the layer routes ``y`` where two experts are nearly equal."""
+    step = Step.causal(1, len(x), x.device)
+    routing, _ = layer.router(y.to(layer.router.weight.dtype), step)
+    step = Step(batch_size=1, seq_len=len(x), positions=step.positions, routed_experts=routing.experts_TK[:, None])
+    return x.double() + wide(y, step)[0]
+
+
+def close(result: Tensor, reference: Tensor, tolerance: float) -> None:
+    torch.testing.assert_close(result.double(), reference, rtol=tolerance, atol=tolerance * float(reference.abs().max()))
+
+
+@torch.no_grad()
+def check(device: str, dtype: torch.dtype, tolerance: float, *, choice: str = "softmax") -> None:
+    for sizes in (*FEW, *MANY):
+        layer, (_, _, tokens, depth, _) = make_layer(sizes, device, dtype, choice), sizes
+        wide = make_layer(sizes, device, torch.float64, choice)
+        wide.load_state_dict(layer.state_dict())
+        kernels = StreamedExperts(layer.router, layer.experts)
+        weights = [torch.randn(depth, device=device, dtype=dtype) for _ in range(2)]
+        before, behind = (StreamNorm(weight=weight, epsilon=1e-3, shift=shift) for weight, shift in zip(weights, (1.0, 0.0), strict=True))
+        x = torch.randn(tokens, depth, device=device, dtype=dtype)
+        for _ in range(2):
+            # The second launch finds the counters as the first one left them.
+            if tokens <= 16:
+                lines = torch.zeros(3, 16, device=device)
+                lines[:, :tokens] = torch.stack([part.float().square().sum(-1) for part in x.tensor_split(3, dim=1)])
+                scaled = (x.float() * (weights[0].float() + 1.0)).to(dtype)
+                stream = kernels.stream_few(NormedStream(x=x, scaled=scaled, squares=lines, epsilon=1e-3), behind)
+                reference = expected(layer, wide, x, normed(x, before))
+                close(stream.x, reference, tolerance)
+                close(stream.scaled, stream.x.double() * weights[1].double(), tolerance)
+                close(stream.squares.sum(0)[:tokens], stream.x.double().square().sum(-1), tolerance)
+            else:
+                y, into = normed(x, before).to(dtype), x.clone()
+                result = kernels.stream_many(into, y, behind)
+                close(into, expected(layer, wide, x, y.double()), tolerance)
+                close(result, normed(into, behind), tolerance)
+
+
+def test_kernels_equal_the_layer_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-W", "ignore", __file__], env=environment, capture_output=True, text=True, timeout=110)
+    assert done.stdout == "same\n", done.stderr[-3000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("choice", CHOICES)
+def test_kernels_equal_the_layer_on_a_gpu(choice: str) -> None:
+    torch.manual_seed(0)
+    check("cuda", torch.bfloat16, 3e-2, choice=choice)
+
+
+if __name__ == "__main__":
+    for each in CHOICES:
+        torch.manual_seed(0)
+        check("cpu", torch.float32, 2e-5, choice=each)
+    print("same")
