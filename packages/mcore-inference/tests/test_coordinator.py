@@ -3,6 +3,7 @@
 """A coordinator over real sockets, with engines of a tiny model."""
 
 import asyncio
+import dataclasses
 import json
 import random
 import socket
@@ -26,6 +27,8 @@ from mcore_inference import (  # noqa: E402
     InvalidTokenError,
     MaxSequenceLengthOverflowError,
     SamplingParams,
+    WeightLoadError,
+    WeightSlice,
 )
 from mcore_inference.coordinator import (  # noqa: E402
     CoordinatedRunner,
@@ -36,6 +39,7 @@ from mcore_inference.coordinator import (  # noqa: E402
     GroupState,
     InferenceClient,
 )
+from mcore_parallel import named_shards  # noqa: E402
 from mcore_parallel.data import ByteTokenizer  # noqa: E402
 
 Make = Callable[..., Any]
@@ -83,10 +87,12 @@ def test_answers_are_those_of_one_engine(runners: list[EngineRunner], make_model
             async for increment in stream:
                 tokens, text, best = tokens + increment.tokens, text + increment.text, best + increment.top_n_logprobs
             assert (tokens, text) == (wanted[0].generated_tokens, wanted[0].generated_text)
+            [whole] = [increment async for increment in await client.submit(prompts[0], TEN, stream=False)]
+            assert (whole.tokens, whole.text) == (wanted[0].generated_tokens, wanted[0].generated_text)
             assert [set(each) for each in best] == [set(each) for each in wanted[0].generated_top_n_logprobs]
             status = await client.status()
             assert {engine.name for engine in status.engines} == {"dp-0", "dp-1"}
-            assert [engine.finished_requests for engine in status.engines] == [pytest.approx(5, abs=1.1)] * 2
+            assert [engine.finished_requests for engine in status.engines] == [pytest.approx(5.5, abs=1.6)] * 2
 
     with ExitStack() as stack:
         coordinator = serve(stack, runners)
@@ -167,6 +173,121 @@ def test_suspended_engines_hold_no_cache_and_lose_nothing(runners: list[EngineRu
 
     with ExitStack() as stack:
         asyncio.run(ask(serve(stack, runners).address))
+
+
+def weights_of(engine: Any) -> list[tuple[str, torch.Tensor]]:
+    return [(shard.name, shard.parameter.detach().clone()) for shard in named_shards(engine.model)]
+
+
+@pytest.fixture
+def renewed(make_model: Make, make_engine: Make) -> Any:
+    """An engine of other weights."""
+    return make_engine(make_model(vocab_size=272, dtype=torch.float32, layers=1, seed=1), ByteTokenizer(), max_sequence_length=512)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "keep", "drain"])
+def test_weights_reach_all_engines_while_they_serve(runners: list[EngineRunner], renewed: Any, policy: Any) -> None:
+    new, old = weights_of(renewed), weights_of(runners[0].engine)
+    [expected] = renewed.generate(["abc"], TEN)
+
+    async def main(address: str) -> None:
+        async with InferenceClient(address) as client:
+            params = dataclasses.replace(LONG, num_tokens_to_generate=150)
+            streams = [await client.submit(f"{index}", params) for index in range(4)]
+            for stream in streams:
+                await anext(aiter(stream))
+            assert await client.load_weights(new, in_flight=policy) == 1
+            for record in await asyncio.gather(*(client.add_request("abc", TEN) for _ in range(4))):
+                assert record.generated_tokens == expected.generated_tokens
+                assert record.weight_versions == [(1, 10)]
+            for stream in streams:
+                record = await stream.record()
+                assert record.error is None and len(record.generated_tokens) == 150
+                assert {version for version, _ in record.weight_versions} == ({0} if policy == "drain" else {0, 1})
+            # Boxes of parameters, backwards, with a number of the caller's.
+            rows = [
+                (name, WeightSlice(tensor=tensor[at : at + 1], offsets=(at, *(0,) * (tensor.dim() - 1))))
+                for name, tensor in old
+                for at in reversed(range(len(tensor)))
+            ]
+            assert await client.load_weights(rows, version=7) == 7
+            assert [engine.weight_version for engine in (await client.status()).engines] == [7, 7]
+
+    with ExitStack() as stack:
+        # Many buckets, into which no parameter fits whole.
+        asyncio.run(main(serve(stack, runners, max_message_bytes=8192, engine_timeout_s=20).address))
+    for runner in runners:
+        for (_, tensor), (_, loaded) in zip(old, weights_of(runner.engine), strict=True):
+            assert torch.equal(tensor, loaded)
+
+
+def test_an_engine_that_refuses_weights_is_named_and_none_is_half_loaded_after_the_next(runners: list[EngineRunner], renewed: Any) -> None:
+    new = weights_of(renewed)
+    [expected] = renewed.generate(["abc"], TEN)
+    load, failures = runners[1].engine.load_weights, [RuntimeError("the disk is full")]
+
+    def fail_once(chunks: Any, *arguments: Any, **named: Any) -> None:
+        chunks = iter(chunks)
+        next(chunks)
+        if failures:
+            raise failures.pop()
+        load([new[0], *chunks], *arguments, **named)
+
+    runners[1].engine.load_weights = fail_once  # type: ignore[method-assign]
+
+    async def main(address: str) -> None:
+        async with InferenceClient(address) as client:
+            with pytest.raises(ValueError, match="in_flight='both'"):
+                await client.load_weights(new, in_flight="both")  # type: ignore[arg-type]
+            with pytest.raises(WeightLoadError, match="dp-1: RuntimeError: the disk is full$"):
+                await client.load_weights(new)
+            with pytest.raises(WeightLoadError, match=r"dp-[01]: WeightLoadError: nothing is no parameter of the model.*dp-[01]: "):
+                await client.load_weights([("nothing", torch.zeros(1))])
+
+            def broken() -> Iterator[tuple[str, torch.Tensor]]:
+                yield from new[:2]
+                raise OSError("the file is gone")
+
+            with pytest.raises(OSError, match="the file is gone"):
+                await client.load_weights(broken())
+            assert (await client.status()).state == "running"
+            assert await client.load_weights(new, version=3) == 3
+            for record in await asyncio.gather(*(client.add_request("abc", TEN) for _ in range(4))):
+                assert (record.generated_tokens, record.weight_versions) == (expected.generated_tokens, [(3, 10)])
+
+    with ExitStack() as stack:
+        asyncio.run(main(serve(stack, runners, max_message_bytes=600_000, engine_timeout_s=20).address))
+
+
+def test_an_engine_that_is_lost_in_a_load_is_named_and_the_others_have_the_weights(runners: list[EngineRunner], renewed: Any) -> None:
+    new = weights_of(renewed)
+
+    def slowly() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from new[:-1]
+        worker.close()
+        time.sleep(0.2)
+        yield new[-1]
+
+    async def main(address: str) -> None:
+        async with InferenceClient(address) as client:
+            with pytest.raises(CoordinatorError, match=r"lost while weights were loaded \(dp-1: it left\)"):
+                await client.load_weights(slowly())
+            status = await client.status()
+            assert [(engine.name, engine.weight_version) for engine in status.engines] == [("dp-0", 1)]
+            # The one that missed the load may come back, and gets no request before the next one.
+            with EngineWorker(runners[1], address, name="dp-1", heartbeat_s=0.05):
+                while len((await client.status()).engines) < 2:
+                    await asyncio.sleep(0.01)
+                records = await asyncio.gather(*(client.add_request("abc", TEN) for _ in range(4)))
+                assert all(record.weight_versions == [(1, 10)] for record in records)
+                assert await client.load_weights(new) == 2
+                assert [engine.weight_version for engine in (await client.status()).engines] == [2, 2]
+
+    with ExitStack() as stack:
+        coordinator = serve(stack, runners[:1], engine_timeout_s=20)
+        worker = stack.enter_context(EngineWorker(runners[1], coordinator.address, name="dp-1", heartbeat_s=0.05))
+        coordinator.wait_for_engines(2)
+        asyncio.run(main(coordinator.address))
 
 
 def test_requests_of_a_lost_engine_go_to_another(runners: list[EngineRunner]) -> None:

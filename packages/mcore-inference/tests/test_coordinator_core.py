@@ -22,6 +22,7 @@ from mcore_inference.coordinator._messages import (
     EngineReply,
     Failure,
     Heartbeat,
+    LoadWeights,
     Message,
     Partial,
     Pause,
@@ -35,6 +36,9 @@ from mcore_inference.coordinator._messages import (
     SubmitRequest,
     Suspend,
     Unpause,
+    WeightAck,
+    WeightBucket,
+    WireChunk,
     decode_incoming,
     encode,
 )
@@ -174,6 +178,121 @@ def test_an_engine_without_an_answer_is_named_and_given_up() -> None:
     assert group.core.num_engines == 1 and group.core.state is GroupState.PAUSED
 
 
+def load(call: int = 1, version: int = -1) -> LoadWeights:
+    return LoadWeights(call=call, version=version, in_flight="recompute")
+
+
+def bucket(index: int, end: Any = "", call: int = 1) -> WeightBucket:
+    data = WireChunk(name="w", dtype="float32", shape=[1], offsets=None, data=b"abcd")
+    return WeightBucket(call=call, index=index, chunks=[] if end == "aborted" else [data], end=end)
+
+
+def acknowledge(group: Group, *peers: bytes, error: str = "") -> None:
+    """What these engines got last of a load."""
+    for peer in peers:
+        last = (group.got(peer, LoadWeights) + group.got(peer, WeightBucket))[-1]
+        index, end = getattr(last, "index", 0), getattr(last, "end", "")
+        version = group.got(peer, LoadWeights)[-1].version if end == "whole" and not error else -1
+        group.send(peer, WeightAck(call=last.call, index=index, error=error, version=version))
+
+
+def test_a_bucket_follows_when_every_engine_has_the_one_before() -> None:
+    group = Group(engines=2, clients=2)
+    group.send(b"c0", load(call=5))
+    group.send(b"c1", Pause(call=9))
+    assert {message.version for peer in (b"e0", b"e1") for message in group.got(peer, LoadWeights)} == {1}
+    acknowledge(group, b"e0")
+    assert not group.got(b"c0", WeightAck)
+    # Too early, of a stranger, and out of order.
+    group.send(b"c0", bucket(1, call=5))
+    group.send(b"c1", bucket(1, call=5))
+    acknowledge(group, b"e1")
+    assert group.got(b"c0", WeightAck)[-1].bucket_bytes == 16 * 2**20
+    group.send(b"c0", bucket(2, call=5))
+    assert len(group.got(b"c0", Refusal)) == 2 and len(group.got(b"c1", Refusal)) == 1
+    for index, end in ((1, ""), (2, "whole")):
+        group.send(b"c0", bucket(index, end, call=5))
+        acknowledge(group, b"e0")
+        assert group.got(b"c0", WeightAck)[-1].index == index - 1 and not group.got(b"e0", Pause)
+        acknowledge(group, b"e1")
+    last = group.got(b"c0", WeightAck)[-1]
+    assert (last.call, last.index, last.version, last.is_over, last.error) == (5, 2, 1, True, "")
+    # What waited for the load goes on.
+    assert group.got(b"e0", Pause) and group.core.num_engines == 2
+
+
+def test_a_load_that_an_engine_refuses_is_given_up_everywhere() -> None:
+    group = Group(engines=2, clients=1)
+    group.send(b"c0", load())
+    acknowledge(group, b"e0", b"e1")
+    group.send(b"c0", bucket(1))
+    acknowledge(group, b"e0")
+    acknowledge(group, b"e1", error="WeightLoadError: w has shape [1]")
+    assert group.got(b"e0", WeightBucket)[-1].end == group.got(b"e1", WeightBucket)[-1].end == "aborted"
+    acknowledge(group, b"e0", b"e1", error="it was given up")
+    last = group.got(b"c0", WeightAck)[-1]
+    assert last.is_over and last.error == "dp-1: WeightLoadError: w has shape [1]"
+    # Nobody has the version of that load: all engines are served from.
+    for number in range(2):
+        group.send(b"c0", submit(number))
+    assert [len(group.got(peer, SubmitRequest)) for peer in (b"e0", b"e1")] == [1, 1]
+
+
+@pytest.mark.parametrize("silent", [b"e1", b"c0"])
+def test_who_is_late_in_a_load_is_named(silent: bytes) -> None:
+    group = Group(CoordinatorConfig(load_timeout_s=20), engines=2, clients=1)
+    group.send(b"c0", load())
+    acknowledge(group, b"e0", *((b"e1",) if silent == b"c0" else ()))
+    for _ in range(21):
+        group.now += 1.0
+        for peer in (b"e0", b"e1", b"c0"):
+            group.send(peer, Heartbeat())
+        group.wait(0)
+    if silent == b"e1":
+        assert group.core.num_engines == 1
+        assert group.got(b"c0", WeightAck)[-1].index == 0
+        group.send(b"c0", bucket(1, "whole"))
+        acknowledge(group, b"e0")
+        (refusal,) = group.got(b"c0", Refusal)
+        assert "dp-1: it did not answer load_weights within 20 s" in refusal.message and refusal.call == 1
+        # It missed the load and is back: it gets nothing.
+        group.send(b"e1", register("dp-1"))
+        for number in range(4):
+            group.send(b"c0", submit(number))
+        assert len(group.got(b"e0", SubmitRequest)) == 4 and not group.got(b"e1", SubmitRequest)
+    else:
+        assert group.got(b"e0", WeightBucket)[-1].end == "aborted"
+        acknowledge(group, b"e0", b"e1", error="it was given up")
+        assert group.got(b"c0", WeightAck)[-1].error == "the client sent no weights for 20 s"
+
+
+@pytest.mark.parametrize("waits_for_engines", [True, False])
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_load_whose_client_is_gone_or_has_enough_is_given_up(leaves: bool, waits_for_engines: bool) -> None:
+    group = Group(engines=2, clients=2)
+    group.send(b"c0", load())
+    acknowledge(group, b"e0", *(() if waits_for_engines else (b"e1",)))
+    group.send(b"c0", Disconnect() if leaves else bucket(0, "aborted"))
+    if waits_for_engines:
+        acknowledge(group, b"e1")
+    for peer in (b"e0", b"e1"):
+        assert group.got(peer, WeightBucket)[-1].end == "aborted"
+    group.send(b"c1", load(version=4))
+    acknowledge(group, b"e0", b"e1", error="it was given up")
+    assert [group.got(peer, LoadWeights)[-1].version for peer in (b"e0", b"e1")] == [4, 4]
+
+
+def test_weights_need_an_engine() -> None:
+    group = Group(clients=1)
+    group.send(b"c0", load())
+    assert "there is no engine" in group.got(b"c0", Refusal)[-1].message
+    group.send(b"e0", register("dp-0"))
+    group.send(b"c0", load(call=2))
+    group.lose(b"e0")
+    last = group.got(b"c0", Refusal)[-1]
+    assert last.call == 2 and "dp-0: its connection is gone" in last.message
+
+
 def test_an_engine_that_joins_is_led_to_the_state_of_the_others() -> None:
     group = Group(clients=1)
     for signal in (Pause, Suspend):
@@ -260,6 +379,7 @@ KINDS = [
     "gone",
     "back",
     "signal",
+    "load",
     "wait",
     "lie",
 ]
@@ -275,6 +395,7 @@ def test_every_request_has_one_end_whatever_happens(events: list[tuple[str, int,
     ends: Counter[tuple[bytes, int]] = Counter()
     held: dict[bytes, list[int]] = defaultdict(list)
     engines = {b"e0", b"e1"}
+    loads: Counter[int] = Counter()
 
     def settle() -> None:
         """Read what was sent, as peers that keep the rules do; engines acknowledge signals at once."""
@@ -286,6 +407,18 @@ def test_every_request_has_one_end_whatever_happens(events: list[tuple[str, int,
                         held[peer].append(message.request_id)
                     elif isinstance(message, Abort):
                         held[peer].remove(message.request_id)
+                    elif isinstance(message, LoadWeights | WeightBucket) and peer in engines:
+                        # Some engines refuse what some clients send.
+                        error = "refused" if message.call % 7 == 0 and peer == b"e1" else ""
+                        group.send(peer, WeightAck(call=message.call, index=getattr(message, "index", 0), error=error))
+                    elif isinstance(message, WeightAck) and peer in connected:
+                        if message.is_over:
+                            loads[message.call] += 1
+                        else:
+                            end = ("", "", "whole", "whole")[message.index] if message.call % 3 else ("", "aborted")[message.index]
+                            group.send(peer, bucket(message.index + 1, end, call=message.call))
+                    elif isinstance(message, Refusal) and peer in connected and message.call >= 100:
+                        loads[message.call] += 1
                     elif isinstance(message, Signal) and peer in engines:
                         group.send(peer, SignalAck(call=message.call))
                     elif isinstance(message, EngineReply | Failure):
@@ -336,6 +469,9 @@ def test_every_request_has_one_end_whatever_happens(events: list[tuple[str, int,
             group.send(client, connect())
         elif event == "signal" and client in connected:
             group.send(client, [Pause, Unpause, Suspend, Resume, Pause, Unpause][amount](call=1))
+        elif event == "load" and client in connected:
+            loads[100 + len(loads)] = 0
+            group.send(client, load(call=99 + len(loads)))
         elif event == "wait":
             for peer in (*engines, *connected):
                 group.send(peer, Heartbeat())
@@ -362,4 +498,5 @@ def test_every_request_has_one_end_whatever_happens(events: list[tuple[str, int,
     group.send(b"c9", Stop(call=1))
     settle()
     assert group.core.state is GroupState.STOPPED
+    assert set(loads.values()) <= {1}, loads
     assert isinstance(group.core.receive(b"c8", connect(), group.now)[0][1], ConnectAck)

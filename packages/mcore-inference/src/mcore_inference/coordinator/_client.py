@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import Any, Literal
 
 import msgspec
 import zmq.asyncio
+from torch import Tensor
 
 from mcore_inference._fields import as_integer
 from mcore_inference._stability import experimental_api
@@ -25,6 +26,7 @@ from mcore_inference.coordinator._messages import (
     EngineReply,
     Failure,
     Heartbeat,
+    LoadWeights,
     Message,
     Partial,
     Pause,
@@ -37,11 +39,14 @@ from mcore_inference.coordinator._messages import (
     SubmitRequest,
     Suspend,
     Unpause,
+    WeightAck,
+    WeightBucket,
     decode_for_client,
     encode,
 )
 from mcore_inference.coordinator._peer import connect
-from mcore_inference.engine import Increment
+from mcore_inference.coordinator._weights import pack
+from mcore_inference.engine import Increment, WeightLoadError, WeightSlice
 from mcore_inference.requests import (
     CoordinatorError,
     DynamicInferenceRequestRecord,
@@ -56,8 +61,10 @@ from mcore_inference.sampling import SamplingParams
 class RemoteStream:
     """Increments of one request: as ``RequestStream``, from wherever its engine is."""
 
-    def __init__(self, client: "InferenceClient", number: int) -> None:
+    def __init__(self, client: "InferenceClient", number: int, *, whole: bool = False) -> None:
         self._client = client
+        self.whole = whole
+        """One increment at the end, with everything."""
         self.request_id = number
         self.queue: asyncio.Queue[Increment | Exception] = asyncio.Queue()
 
@@ -176,14 +183,16 @@ class InferenceClient:
             await asyncio.get_running_loop().run_in_executor(None, self._context.term)
 
     async def submit(
-        self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None, *, priority: int = 0
+        self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None, *, priority: int = 0, stream: bool = True
     ) -> RemoteStream:
         """Send a request and get its stream; iterate it to the end, or ``abort`` it. Engines serve lower priorities first.
+
+        Without ``stream`` one increment comes, at the end; a request of a lost engine goes to another then.
 
         Raises:
             CoordinatorError: the client is not started, or lost its coordinator.
         """
-        return self._submit(prompt, sampling_params, priority, stream=True)
+        return self._submit(prompt, sampling_params, priority, stream=stream)
 
     def add_request(
         self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None, *, priority: int = 0
@@ -231,6 +240,53 @@ class InferenceClient:
         """End all engines' work for the coordinator; open requests of all clients fail with ``EngineDeadError``."""
         await self._signal(Stop)
 
+    async def load_weights(
+        self,
+        chunks: Iterable[tuple[str, Tensor | WeightSlice]],
+        version: int | None = None,
+        *,
+        in_flight: Literal["recompute", "keep", "drain"] = "recompute",
+    ) -> int:
+        """Replace the weights of all engines, as ``DynamicInferenceEngine.load_weights``; returns when all have them.
+
+        Chunks are sent by buckets of at most 16 MiB, each when all engines have the one before. Engines that a load missed, such as one
+        that was started again, get no requests while others have its weights.
+
+        Args:
+            chunks: read in a thread; together every element once.
+            version: of the new weights; None for the next number.
+            in_flight: what requests in flight do.
+
+        Returns:
+            The version.
+
+        Raises:
+            WeightLoadError: engines refused the weights, by name; those that had begun to copy wait for another load.
+            CoordinatorError: there is no engine, or engines were lost meanwhile (named; the others have the weights).
+            ValueError: an unknown policy, or a version that is none.
+            Exception: whatever ``chunks`` raises.
+        """
+        if in_flight not in ("recompute", "keep", "drain"):
+            raise ValueError(f"in_flight={in_flight!r} is unknown; choose recompute, keep or drain")
+        wanted = -1 if version is None else as_integer("version", version, 0, 2**63 - 1)
+        self._check_open()
+        number = next(self._numbers)
+        answer: WeightAck = await self._ask(number, LoadWeights(call=number, version=wanted, in_flight=in_flight))
+        buckets = pack(chunks, answer.bucket_bytes)
+        try:
+            while not answer.is_over:
+                bucket = await asyncio.to_thread(next, buckets, None)
+                end: Literal["", "whole"] = "whole" if bucket is None else ""
+                answer = await self._ask(number, WeightBucket(call=number, index=answer.index + 1, chunks=bucket or [], end=end))
+        except BaseException:
+            # Engines wait for weights until they are told; a socket that is closed tells it, too.
+            with contextlib.suppress(Exception):
+                self._send(WeightBucket(call=number, index=0, chunks=[], end="aborted"))
+            raise
+        if answer.error:
+            raise WeightLoadError(answer.error)
+        return answer.version
+
     async def status(self) -> Status:
         """State and load of the engines."""
         result: Status = await self._call(lambda number: AskStatus(call=number))
@@ -248,7 +304,7 @@ class InferenceClient:
         self._check_open()
         priority = as_integer("priority", priority, -(2**31), 2**31 - 1)
         settings = (SamplingParams() if params is None else params).serialize()
-        remote = RemoteStream(self, next(self._numbers))
+        remote = RemoteStream(self, next(self._numbers), whole=not stream)
         body: str | list[int] = prompt if isinstance(prompt, str) else [int(token) for token in prompt]
         self._streams[remote.request_id] = remote
         self._send(SubmitRequest(request_id=remote.request_id, prompt=body, sampling_params=settings, stream=stream, priority=priority))
@@ -260,8 +316,12 @@ class InferenceClient:
     async def _call(self, build: Any) -> Any:
         self._check_open()
         number = next(self._numbers)
+        return await self._ask(number, build(number))
+
+    async def _ask(self, number: int, message: Message) -> Any:
+        """Send a message of a call, and wait for its answer."""
         result = self._calls[number] = asyncio.get_running_loop().create_future()
-        self._send(build(number))
+        self._send(message)
         try:
             return await result
         finally:
@@ -298,12 +358,13 @@ class InferenceClient:
                 self._deliver(message.request_id, _increment(message, None))
             elif isinstance(message, EngineReply):
                 record = DynamicInferenceRequestRecord.deserialize(message.record)
-                self._deliver(message.request_id, _increment(message, record))
-                self._streams.pop(message.request_id, None)
+                stream = self._streams.pop(message.request_id, None)
+                if stream is not None:
+                    stream.queue.put_nowait(_whole(record) if stream.whole else _increment(message, record))
             elif isinstance(message, Failure):
                 self._deliver(message.request_id, _error(message))
                 self._streams.pop(message.request_id, None)
-            elif isinstance(message, SignalAck | Status):
+            elif isinstance(message, SignalAck | Status | WeightAck):
                 self._settle(message.call, message)
             elif isinstance(message, ConnectAck):
                 if self._connected is not None and not self._connected.done():
@@ -347,6 +408,11 @@ class InferenceClient:
 def _increment(message: Partial | EngineReply, record: DynamicInferenceRequestRecord | None) -> Increment:
     best = [dict(each) for each in message.top_n_logprobs]
     return Increment(tokens=message.tokens, log_probs=message.log_probs, top_n_logprobs=best, text=message.text, record=record)
+
+
+def _whole(record: DynamicInferenceRequestRecord) -> Increment:
+    tokens, log_probs, best = record.since(0)
+    return Increment(tokens=tokens, log_probs=log_probs, top_n_logprobs=best, text=record.generated_text, record=record)
 
 
 def _error(failure: Failure) -> Exception:

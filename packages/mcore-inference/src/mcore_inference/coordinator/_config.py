@@ -57,6 +57,8 @@ class CoordinatorConfig:
     """Seconds of silence after which a client is gone and its requests are aborted."""
     signal_timeout_s: float = 60.0
     """Seconds that engines get for a signal."""
+    load_timeout_s: float = 600.0
+    """Seconds that engines get for a bucket of new weights, with the requests that end before it (``drain``), and a client to send one."""
     max_retries: int = 1
     """How often a request goes to another engine when its own is lost, while none of its tokens was sent."""
     no_engine_timeout_s: float = 60.0
@@ -74,7 +76,7 @@ class CoordinatorConfig:
         as_integer("max_open_requests", self.max_open_requests, 1, 2**31)
         as_integer("max_message_bytes", self.max_message_bytes, 1024, 2**40)
         as_integer("prefix_slack_tokens", self.prefix_slack_tokens, 0, 2**40)
-        for name in ("heartbeat_s", "engine_timeout_s", "client_timeout_s", "signal_timeout_s", "no_engine_timeout_s"):
+        for name in ("heartbeat_s", "engine_timeout_s", "client_timeout_s", "signal_timeout_s", "load_timeout_s", "no_engine_timeout_s"):
             as_number(name, getattr(self, name), 1e-3, 1e6)
         for name in ("engine_timeout_s", "client_timeout_s"):
             if getattr(self, name) < 2 * self.heartbeat_s:

@@ -4,11 +4,11 @@
 
 import hmac
 from collections import deque
-from dataclasses import dataclass, field
 
 import msgspec
 
 from mcore_inference.coordinator._config import CoordinatorConfig
+from mcore_inference.coordinator._entries import Client, Engine, Load, Operation, Request
 from mcore_inference.coordinator._messages import (
     PROTOCOL,
     Abort,
@@ -21,6 +21,7 @@ from mcore_inference.coordinator._messages import (
     Failure,
     Heartbeat,
     Incoming,
+    LoadWeights,
     Message,
     Partial,
     Refusal,
@@ -31,64 +32,21 @@ from mcore_inference.coordinator._messages import (
     Status,
     Stop,
     SubmitRequest,
+    WeightAck,
+    WeightBucket,
+    WireChunk,
 )
 from mcore_inference.coordinator._routing import PrefixRouter
 from mcore_inference.coordinator._states import GroupState, signals_between, state_after
 
 _DEFAULT_BUDGET = 256
 _CHARACTERS_PER_TOKEN = 4
+_BUCKET_BYTES = 16 * 2**20
+"""Of weights: what each engine and the coordinator hold of a load."""
 _MAX_SIGNALS = 1024
 """Signals that wait for the one in progress."""
 
 Outbox = list[tuple[bytes, Message]]
-
-
-@dataclass(kw_only=True)
-class _Engine:
-    name: str
-    max_sequence_length: int
-    heard: float
-    requests: dict[int, int] = field(default_factory=dict)
-    """Number of the attempt -> its tokens."""
-    open_tokens: int = 0
-    finished: int = 0
-
-
-@dataclass(kw_only=True)
-class _Client:
-    heard: float
-    requests: dict[int, "_Request"] = field(default_factory=dict)
-    """By the client's own number."""
-
-
-@dataclass(kw_only=True)
-class _Request:
-    client: bytes
-    message: SubmitRequest
-    """With the client's number."""
-    tokens: int
-    arrived: float
-    engine: bytes | None = None
-    attempt: int = -1
-    """Number that the engine knows it by; each attempt has its own, so that an answer of a lost engine fits none."""
-    retries: int = 0
-    started: bool = False
-    """Whether the client has tokens of it."""
-
-
-@dataclass(kw_only=True)
-class _Operation:
-    """A signal that engines are to acknowledge."""
-
-    signal: Signal
-    client: bytes
-    number: int
-    """Of the signal that engines got."""
-    target: GroupState
-    waiting: set[bytes]
-    deadline: float
-    lost: list[str] = field(default_factory=list)
-    """Engines that were lost meanwhile."""
 
 
 class CoordinatorCore:
@@ -101,15 +59,17 @@ class CoordinatorCore:
     def __init__(self, config: CoordinatorConfig) -> None:
         self._config = config
         self.state = GroupState.RUNNING
-        self._engines: dict[bytes, _Engine] = {}
-        self._clients: dict[bytes, _Client] = {}
-        self._attempts: dict[int, _Request] = {}
-        self._homeless: deque[_Request] = deque()
+        self._engines: dict[bytes, Engine] = {}
+        self._clients: dict[bytes, Client] = {}
+        self._attempts: dict[int, Request] = {}
+        self._homeless: deque[Request] = deque()
         """Requests that wait for an engine."""
         self._router = PrefixRouter(config.prefix_slack_tokens)
-        self._operation: _Operation | None = None
+        self._operation: Operation | None = None
         self._signals: deque[tuple[bytes, Signal]] = deque()
         self._number = 0
+        self._version: int | None = None
+        """Of the weights of the last load."""
         self._outbox: Outbox = []
 
     @property
@@ -144,11 +104,15 @@ class CoordinatorCore:
                 self._lose(peer, f"it was silent for {now - engine.heard:.1f} s", now)
         for peer, client in list(self._clients.items()):
             if now - client.heard > limits.client_timeout_s:
-                self._forget_client(peer)
+                self._forget_client(peer, now)
         operation = self._operation
         if operation is not None and now > operation.deadline:
-            for peer in sorted(operation.waiting):
-                self._lose(peer, f"it did not answer {_name(operation.signal)} within {limits.signal_timeout_s:g} s", now)
+            timeout_s = limits.signal_timeout_s if operation.load is None else limits.load_timeout_s
+            if operation.load is not None and not operation.waiting:
+                self._give_load_up(operation, operation.load, f"the client sent no weights for {timeout_s:g} s", now)
+            else:
+                for peer in sorted(operation.waiting):
+                    self._lose(peer, f"it did not answer {_name(operation.signal)} within {timeout_s:g} s", now)
         while self._homeless and now - self._homeless[0].arrived > limits.no_engine_timeout_s:
             self._fail(self._homeless.popleft(), "EngineLostError", f"there was no engine for {limits.no_engine_timeout_s:g} s")
         return self._flush()
@@ -157,7 +121,7 @@ class CoordinatorCore:
         """What follows when a message could not be sent to a peer."""
         if peer in self._engines:
             self._lose(peer, "its connection is gone", now)
-        self._forget_client(peer)
+        self._forget_client(peer, now)
         return self._flush()
 
     # -- peers -------------------------------------------------------------------------------------------------------
@@ -174,7 +138,7 @@ class CoordinatorCore:
     def _connect(self, peer: bytes, message: Connect, now: float) -> None:
         if peer in self._engines or not self._admits(peer, message.protocol, message.secret):
             return
-        self._clients.setdefault(peer, _Client(heard=now)).heard = now
+        self._clients.setdefault(peer, Client(heard=now)).heard = now
         self._send(peer, ConnectAck(max_sequence_length=self._shortest_context()))
 
     def _register(self, peer: bytes, message: Register, now: float) -> None:
@@ -186,7 +150,9 @@ class CoordinatorCore:
         if peer in self._engines:
             # It began anew, and knows nothing of what it had.
             self._lose(peer, "it registered again", now, tell=False)
-        self._engines[peer] = _Engine(name=message.name, max_sequence_length=message.max_sequence_length, heard=now)
+        self._engines[peer] = Engine(
+            name=message.name, max_sequence_length=message.max_sequence_length, heard=now, weight_version=message.weight_version
+        )
         self._send(peer, RegisterAck())
         target = self.state if self._operation is None else self._operation.target
         for signal in signals_between(GroupState(message.state), target):
@@ -210,13 +176,21 @@ class CoordinatorCore:
                 request.retries += 1
                 self._route(request, now)
         operation = self._operation
-        if operation is not None and peer in operation.waiting:
-            operation.waiting.discard(peer)
+        if operation is None:
+            return
+        engines = {} if operation.load is None else operation.load.engines
+        if peer in operation.waiting or peer in engines:
             operation.lost.append(f"{engine.name}: {reason}")
-            self._finish_operation(now)
+            engines.pop(peer, None)
+            if peer in operation.waiting or not engines:
+                operation.waiting.discard(peer)
+                self._finish_operation(now)
 
-    def _forget_client(self, peer: bytes) -> None:
+    def _forget_client(self, peer: bytes, now: float) -> None:
         client = self._clients.pop(peer, None)
+        operation = self._operation
+        if client is not None and operation is not None and operation.load is not None and operation.client == peer:
+            self._give_load_up(operation, operation.load, "the client is gone", now)
         for request in () if client is None else list(client.requests.values()):
             self._drop(request)
 
@@ -241,10 +215,12 @@ class CoordinatorCore:
                 self._next_signal(now)
         elif isinstance(message, AskStatus):
             self._send(peer, self._status(message.call, now))
+        elif isinstance(message, WeightBucket):
+            self._take_bucket(peer, message, now)
         elif isinstance(message, Disconnect):
-            self._forget_client(peer)
+            self._forget_client(peer, now)
 
-    def _submit(self, peer: bytes, client: _Client, message: SubmitRequest, now: float) -> None:
+    def _submit(self, peer: bytes, client: Client, message: SubmitRequest, now: float) -> None:
         number, limit = message.request_id, self._config.max_open_requests
         if number in client.requests:
             # The request that has the number goes on; its answer must stay the only one, so this is no Failure.
@@ -258,16 +234,18 @@ class CoordinatorCore:
             budget = message.sampling_params.get("num_tokens_to_generate")
             budget = budget if isinstance(budget, int) and budget >= 0 else _DEFAULT_BUDGET
             length = len(message.prompt) // (_CHARACTERS_PER_TOKEN if isinstance(message.prompt, str) else 1)
-            request = _Request(client=peer, message=message, tokens=length + budget, arrived=now)
+            request = Request(client=peer, message=message, tokens=length + budget, arrived=now)
             client.requests[number] = request
             self._route(request, now)
 
-    def _route(self, request: _Request, now: float) -> None:
+    def _route(self, request: Request, now: float) -> None:
         if not self._engines:
             request.engine, request.arrived = None, now
             self._homeless.append(request)
             return
-        load = {peer: engine.open_tokens for peer, engine in self._engines.items()}
+        # Those that missed the last load wait for the next one.
+        load = {peer: engine.open_tokens for peer, engine in self._engines.items() if engine.weight_version == self._version}
+        load = load or {peer: engine.open_tokens for peer, engine in self._engines.items()}
         peer = request.engine = self._router.choose(request.message.prompt, load)
         self._number += 1
         request.attempt = self._number
@@ -277,7 +255,7 @@ class CoordinatorCore:
         self._attempts[request.attempt] = request
         self._send(peer, msgspec.structs.replace(request.message, request_id=request.attempt))
 
-    def _drop(self, request: _Request) -> None:
+    def _drop(self, request: Request) -> None:
         """Nobody waits for a request any more."""
         if request.engine is None:
             self._homeless.remove(request)
@@ -285,7 +263,7 @@ class CoordinatorCore:
         self._take(request.engine, request.attempt)
         self._send(request.engine, Abort(request_id=request.attempt))
 
-    def _fail(self, request: _Request, kind: str, message: str) -> None:
+    def _fail(self, request: Request, kind: str, message: str) -> None:
         """End a request that no engine holds."""
         client = self._clients.get(request.client)
         if client is not None:
@@ -294,7 +272,7 @@ class CoordinatorCore:
 
     # -- engines -----------------------------------------------------------------------------------------------------
 
-    def _take(self, peer: bytes, attempt: int) -> _Request | None:
+    def _take(self, peer: bytes, attempt: int) -> Request | None:
         """The request of an attempt, which is over; None when it is not this engine's."""
         engine = self._engines[peer]
         tokens = engine.requests.pop(attempt, None)
@@ -322,6 +300,8 @@ class CoordinatorCore:
             if operation is not None and operation.number == message.call:
                 operation.waiting.discard(peer)
                 self._finish_operation(now)
+        elif isinstance(message, WeightAck):
+            self._weights_taken(peer, engine, message, now)
         elif isinstance(message, Heartbeat):
             self._send(peer, Heartbeat())
         elif isinstance(message, Disconnect):
@@ -333,6 +313,9 @@ class CoordinatorCore:
         """Begin signals until one has to wait for engines."""
         while self._signals and self._operation is None:
             client, signal = self._signals.popleft()
+            if isinstance(signal, LoadWeights):
+                self._begin_load(client, signal, now)
+                continue
             try:
                 target = state_after(type(signal), self.state)
             except ValueError as error:
@@ -342,7 +325,7 @@ class CoordinatorCore:
                 self._send(client, SignalAck(call=signal.call))
                 continue
             self._number += 1
-            self._operation = _Operation(
+            self._operation = Operation(
                 signal=signal,
                 client=client,
                 number=self._number,
@@ -358,6 +341,9 @@ class CoordinatorCore:
         operation = self._operation
         if operation is None or operation.waiting:
             return
+        if operation.load is not None:
+            self._advance_load(operation, operation.load, now)
+            return
         self._operation, self.state = None, operation.target
         if isinstance(operation.signal, Stop):
             for request in [*self._attempts.values(), *self._homeless]:
@@ -372,6 +358,88 @@ class CoordinatorCore:
             self._send(operation.client, SignalAck(call=operation.signal.call))
         self._next_signal(now)
 
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    def _begin_load(self, client: bytes, message: LoadWeights, now: float) -> None:
+        if self.state is GroupState.STOPPED or not self._engines:
+            text = "the engines are stopped" if self.state is GroupState.STOPPED else "there is no engine to load weights into"
+            self._send(client, Refusal(call=message.call, message=text))
+            return
+        self._number += 1
+        newest = max(engine.weight_version for engine in self._engines.values())
+        version = self._version = message.version if message.version >= 0 else newest + 1
+        deadline = now + self._config.load_timeout_s
+        self._operation = Operation(
+            signal=message,
+            client=client,
+            number=self._number,
+            target=self.state,
+            waiting=set(self._engines),
+            deadline=deadline,
+            load=Load(version=version, engines={peer: engine.name for peer, engine in self._engines.items()}),
+        )
+        timeout_s = self._config.load_timeout_s
+        for peer in self._engines:
+            self._send(peer, LoadWeights(call=self._number, version=version, in_flight=message.in_flight, timeout_s=timeout_s))
+
+    def _take_bucket(self, client: bytes, bucket: WeightBucket, now: float) -> None:
+        operation = self._operation
+        load = None if operation is None else operation.load
+        if operation is None or load is None or operation.client != client or operation.signal.call != bucket.call or load.end:
+            self._send(client, Refusal(call=bucket.call, message="no load waits for these weights"))
+        elif bucket.end == "aborted":
+            self._give_load_up(operation, load, "the client gave it up", now)
+        elif operation.waiting or bucket.index != load.index + 1:
+            text = f"bucket {bucket.index} came instead of {load.index + 1}, or before that was asked for"
+            self._send(client, Refusal(call=bucket.call, message=text))
+        else:
+            self._send_bucket(operation, load, bucket.chunks, bucket.end, now)
+
+    def _send_bucket(self, operation: Operation, load: Load, chunks: list[WireChunk], end: str, now: float) -> None:
+        load.index, load.end = load.index + 1, end
+        operation.waiting, operation.deadline = set(load.engines), now + self._config.load_timeout_s
+        for peer in load.engines:
+            self._send(peer, WeightBucket(call=operation.number, index=load.index, chunks=chunks, end=end))  # type: ignore[arg-type]
+
+    def _weights_taken(self, peer: bytes, engine: Engine, message: WeightAck, now: float) -> None:
+        if message.version >= 0:
+            engine.weight_version = message.version
+        operation = self._operation
+        load = None if operation is None else operation.load
+        if operation is None or load is None or operation.number != message.call or load.index != message.index:
+            return
+        if peer in operation.waiting:
+            # Those of a load that is given up only say so.
+            if message.error and load.end != "aborted":
+                load.errors.append(f"{engine.name}: {message.error}")
+            operation.waiting.discard(peer)
+            self._finish_operation(now)
+
+    def _give_load_up(self, operation: Operation, load: Load, reason: str, now: float) -> None:
+        """Let engines forget a load; those that have begun to copy wait for another."""
+        if not load.end:
+            load.errors.append(reason)
+            self._finish_operation(now)
+
+    def _advance_load(self, operation: Operation, load: Load, now: float) -> None:
+        """All engines have the last bucket: ask for the next, or end."""
+        call = operation.signal.call
+        if load.errors and not load.end and load.engines:
+            self._send_bucket(operation, load, [], "aborted", now)
+        elif load.end or not load.engines:
+            self._operation = None
+            if operation.lost and not load.errors:
+                lost = "; ".join(operation.lost)
+                self._send(operation.client, Refusal(call=call, message=f"engines were lost while weights were loaded ({lost})"))
+            else:
+                error = "; ".join([*load.errors, *operation.lost])
+                self._send(operation.client, WeightAck(call=call, index=load.index, version=load.version, error=error, is_over=True))
+            self._next_signal(now)
+        else:
+            operation.deadline = now + self._config.load_timeout_s
+            size = min(_BUCKET_BYTES, self._config.max_message_bytes // 2)
+            self._send(operation.client, WeightAck(call=call, index=load.index, version=load.version, bucket_bytes=size))
+
     def _status(self, call: int, now: float) -> Status:
         engines = [
             EngineStatus(
@@ -380,6 +448,7 @@ class CoordinatorCore:
                 open_tokens=engine.open_tokens,
                 finished_requests=engine.finished,
                 silent_s=now - engine.heard,
+                weight_version=engine.weight_version,
             )
             for engine in self._engines.values()
         ]
@@ -400,7 +469,7 @@ class CoordinatorCore:
 
 
 def _name(signal: Signal) -> str:
-    return type(signal).__name__.lower()
+    return "load_weights" if isinstance(signal, LoadWeights) else type(signal).__name__.lower()
 
 
 def _with_number(message: EngineReply | Failure | Partial, number: int) -> Message:

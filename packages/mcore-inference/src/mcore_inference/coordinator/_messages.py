@@ -2,13 +2,13 @@
 # Copyright (c) 2026 the mcore authors
 """What clients, the coordinator and engines send each other: one msgpack array a message, its first element the number of its kind."""
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from mcore_inference._stability import experimental_api
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version that both sides name when they meet."""
 
 
@@ -132,6 +132,7 @@ class Register(Message, tag=17):
     """For messages to humans: ``dp-3``."""
     state: str
     max_sequence_length: int
+    weight_version: int = 0
 
 
 class RegisterAck(Message, tag=18):
@@ -162,6 +163,8 @@ class EngineStatus(msgspec.Struct, kw_only=True):
     finished_requests: int
     silent_s: float
     """Seconds since it was last heard."""
+    weight_version: int = 0
+    """Of its weights; while an engine has those of the last load, others get no requests."""
 
 
 @experimental_api
@@ -177,13 +180,61 @@ class Status(Message, tag=21):
     engines: list[EngineStatus]
 
 
+class LoadWeights(Signal, tag=22):
+    """Begin to load weights: as a signal of a client, and as the coordinator's to each engine. Buckets follow."""
+
+    version: int
+    """Of the new weights; -1 for the next."""
+    in_flight: Literal["recompute", "keep", "drain"]
+    """As of ``DynamicInferenceEngine.load_weights``."""
+    timeout_s: float = 0.0
+    """That an engine waits for a bucket; the coordinator's to say."""
+
+
+class WireChunk(msgspec.Struct, array_like=True, kw_only=True, forbid_unknown_fields=True):
+    """A parameter, or a box of it."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    offsets: list[int] | None
+    """None for all of it."""
+    data: bytes
+
+
+class WeightBucket(Message, tag=23):
+    """Some of the weights of a load, sent when the one before was acknowledged."""
+
+    call: int
+    index: int
+    """From 1."""
+    chunks: list[WireChunk]
+    end: Literal["", "whole", "aborted"] = ""
+    """Of the last one: whether all weights came."""
+
+
+class WeightAck(Message, tag=24):
+    """A bucket was taken (0 is the beginning), or the load is over: on this engine, or (coordinator to client) on all of them."""
+
+    call: int
+    index: int
+    error: str = ""
+    """Why the load failed."""
+    version: int = -1
+    bucket_bytes: int = 0
+    """Largest bucket; the coordinator's to say."""
+    is_over: bool = False
+
+
 Incoming = (
     Connect | SubmitRequest | EngineReply | Pause | SignalAck | Unpause | Suspend | Resume | Stop | Failure | Abort | Partial | Heartbeat
-    | Disconnect | Register | AskStatus
+    | Disconnect | Register | AskStatus | LoadWeights | WeightBucket | WeightAck
 )  # fmt: skip
 """What a coordinator may get."""
-ToEngine = SubmitRequest | Pause | Unpause | Suspend | Resume | Stop | Abort | Heartbeat | RegisterAck | Refusal
-ToClient = ConnectAck | EngineReply | SignalAck | Failure | Partial | Heartbeat | Refusal | Status
+ToEngine = (
+    SubmitRequest | Pause | Unpause | Suspend | Resume | Stop | Abort | Heartbeat | RegisterAck | Refusal | LoadWeights | WeightBucket
+)
+ToClient = ConnectAck | EngineReply | SignalAck | Failure | Partial | Heartbeat | Refusal | Status | WeightAck
 SIGNALS: tuple[type[Signal], ...] = (Pause, Unpause, Suspend, Resume, Stop)
 
 encode = msgspec.msgpack.Encoder().encode

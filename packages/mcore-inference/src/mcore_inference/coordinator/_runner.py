@@ -92,22 +92,22 @@ class CoordinatedRunner:
         }
 
     async def submit(
-        self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None, *, priority: int = 0
+        self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None, *, priority: int = 0, stream: bool = True
     ) -> RequestStream:
-        """Send a request and get its stream; lower priorities are served first.
+        """Send a request and get its stream; lower priorities are served first. Without ``stream`` only the finished record is sent.
 
         Raises:
             CoordinatorError: the coordinator is gone, or this runner was closed.
         """
-        stream = RequestStream(self.abort, asyncio.get_running_loop())
+        increments = RequestStream(self.abort, asyncio.get_running_loop(), whole=not stream)
         if self._loop is None or not self._thread.is_alive():
             raise CoordinatorError("the runner was closed")
         try:
-            began = asyncio.run_coroutine_threadsafe(self._begin(prompt, sampling_params, priority, stream), self._loop)
+            began = asyncio.run_coroutine_threadsafe(self._begin(prompt, sampling_params, priority, increments), self._loop)
         except RuntimeError as error:
             raise CoordinatorError("the runner was closed") from error
-        stream.request_id = await asyncio.wrap_future(began)
-        return stream
+        increments.request_id = await asyncio.wrap_future(began)
+        return increments
 
     def abort(self, request_id: int) -> None:
         """End a request, from any thread; nothing happens when it has ended."""
@@ -153,7 +153,7 @@ class CoordinatedRunner:
                 self._status = None
 
     async def _begin(self, prompt: str | Sequence[int], params: SamplingParams | None, priority: int, stream: RequestStream) -> int:
-        remote = await self._client.submit(prompt, params, priority=priority)
+        remote = await self._client.submit(prompt, params, priority=priority, stream=not stream.whole)
         task = asyncio.ensure_future(self._pump(remote, stream))
         self._tasks[remote.request_id] = task
         task.add_done_callback(lambda _: self._tasks.pop(remote.request_id, None))

@@ -19,6 +19,7 @@ from mcore_inference.coordinator._messages import (
     EngineReply,
     Failure,
     Heartbeat,
+    LoadWeights,
     Message,
     Partial,
     Refusal,
@@ -28,11 +29,14 @@ from mcore_inference.coordinator._messages import (
     SignalAck,
     Stop,
     SubmitRequest,
+    WeightAck,
+    WeightBucket,
     decode_for_engine,
     encode,
 )
 from mcore_inference.coordinator._peer import connect
 from mcore_inference.coordinator._states import GroupState, state_after
+from mcore_inference.coordinator._weights import WeightReceiver
 from mcore_inference.engine import EngineRunner, Increment, RequestStream
 from mcore_inference.requests import EngineDeadError, RequestError
 from mcore_inference.sampling import SamplingParams
@@ -75,6 +79,13 @@ class EngineWorker:
         self._state = GroupState.RUNNING
         self._registered = False
         self._requests: dict[int, asyncio.Task[None]] = {}
+        self._load: WeightReceiver | None = None
+        """Of the load in progress."""
+        self._load_error = ""
+        """Of the last load."""
+        self._bucket: int | None = None
+        """Number of the bucket that is not acknowledged."""
+        self._loading: asyncio.Task[None] | None = None
         self._refusal: str | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended: asyncio.Event | None = None
@@ -155,6 +166,7 @@ class EngineWorker:
                             name=self.name,
                             state=self._state,
                             max_sequence_length=self.runner.max_sequence_length,
+                            weight_version=self.runner.engine.weight_version,
                         )
                     )
             elif self.runner.failure is not None:
@@ -178,6 +190,10 @@ class EngineWorker:
                 if self._registered:
                     self._registered = False
                     await self._abort_all()
+            elif isinstance(message, LoadWeights):
+                await self._begin_load(message)
+            elif isinstance(message, WeightBucket):
+                await self._take_bucket(message)
             elif isinstance(message, Signal):
                 await self._obey(message)
                 if isinstance(message, Stop):
@@ -200,10 +216,52 @@ class EngineWorker:
         await self._send(SignalAck(call=signal.call))
 
     async def _abort_all(self) -> None:
+        if self._load is not None:
+            self._load.give_up()
         tasks, self._requests = list(self._requests.values()), {}
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    async def _begin_load(self, message: LoadWeights) -> None:
+        if self._loading is not None:
+            # One that the coordinator has given up.
+            if self._load is not None:
+                self._load.give_up()
+            await self._loading
+        loop, self._bucket = asyncio.get_running_loop(), None
+
+        def take(index: int) -> None:
+            loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self._acknowledge(message.call, index)))
+
+        self._load = WeightReceiver(message, take)
+        self._loading = asyncio.ensure_future(self._run_load(self._load))
+        await self._send(WeightAck(call=message.call, index=0))
+
+    async def _take_bucket(self, bucket: WeightBucket) -> None:
+        self._bucket = bucket.index
+        if self._load is not None and self._load.message.call == bucket.call:
+            self._load.put(bucket)
+        else:
+            await self._acknowledge(bucket.call, bucket.index, self._load_error or "no load is in progress")
+
+    async def _run_load(self, load: WeightReceiver) -> None:
+        message, self._load_error = load.message, ""
+        try:
+            await self.runner.load_weights(load.chunks(), message.version, in_flight=message.in_flight)
+        except Exception as error:
+            self._load_error = f"{type(error).__name__}: {error}"
+        self._load = None
+        if self._bucket is not None:
+            await self._acknowledge(message.call, self._bucket, self._load_error)
+
+    async def _acknowledge(self, call: int, index: int, error: str = "") -> None:
+        """Each bucket once: when the engine takes it, or with the end of the load."""
+        if self._bucket == index:
+            self._bucket = None
+            await self._send(WeightAck(call=call, index=index, error=error, version=self.runner.engine.weight_version))
 
     # -- requests ----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""What a coordinator keeps of engines, clients, requests and the signal in progress."""
+
+from dataclasses import dataclass, field
+
+from mcore_inference.coordinator._messages import Signal, SubmitRequest
+from mcore_inference.coordinator._states import GroupState
+
+
+@dataclass(kw_only=True)
+class Engine:
+    name: str
+    max_sequence_length: int
+    heard: float
+    requests: dict[int, int] = field(default_factory=dict)
+    """Number of the attempt -> its tokens."""
+    open_tokens: int = 0
+    finished: int = 0
+    weight_version: int = 0
+
+
+@dataclass(kw_only=True)
+class Client:
+    heard: float
+    requests: dict[int, "Request"] = field(default_factory=dict)
+    """By the client's own number."""
+
+
+@dataclass(kw_only=True)
+class Request:
+    client: bytes
+    message: SubmitRequest
+    """With the client's number."""
+    tokens: int
+    arrived: float
+    engine: bytes | None = None
+    attempt: int = -1
+    """Number that the engine knows it by; each attempt has its own, so that an answer of a lost engine fits none."""
+    retries: int = 0
+    started: bool = False
+    """Whether the client has tokens of it."""
+
+
+@dataclass(kw_only=True)
+class Load:
+    """Weights on their way: each bucket goes to all engines, and the next when they have it."""
+
+    version: int
+    engines: dict[bytes, str]
+    """Who takes part, by name."""
+    index: int = 0
+    end: str = ""
+    """Of the last bucket that was sent."""
+    errors: list[str] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class Operation:
+    """A signal that engines are to acknowledge."""
+
+    signal: Signal
+    client: bytes
+    number: int
+    """Of the signal that engines got."""
+    target: GroupState
+    waiting: set[bytes]
+    deadline: float
+    lost: list[str] = field(default_factory=list)
+    """Engines that were lost meanwhile."""
+    load: Load | None = None
+    """Of a signal that brings weights."""
