@@ -50,8 +50,8 @@ def test_ranks_that_are_done_stay_until_all_are(monkeypatch: pytest.MonkeyPatch)
     left = []
     collect = world._collect
 
-    def watched(pending: Any, ranks: list[Any], deadline: float) -> list[Any]:
-        results = collect(pending, ranks, deadline)
+    def watched(pending: Any, ranks: list[Any], *rest: Any) -> list[Any]:
+        results = collect(pending, ranks, *rest)
         left.extend(process.exitcode for process in ranks)
         return results
 

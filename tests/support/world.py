@@ -29,10 +29,18 @@ def start_server() -> None:
     forkserver.ensure_running()
 
 
-def run(check: Callable[..., Any], num_ranks: int, *, timeout_s: float = 60.0, backend: str = "gloo", **inputs: Any) -> list[Any]:
+def run(
+    check: Callable[..., Any],
+    num_ranks: int,
+    *,
+    timeout_s: float = 60.0,
+    backend: str = "gloo",
+    doomed: tuple[int, ...] = (),
+    **inputs: Any,
+) -> list[Any]:
     """Run ``check(**inputs)`` on every rank of a fresh world; return the results in rank order.
 
-    With backend "nccl" each rank owns the GPU of its number.
+    With backend "nccl" each rank owns the GPU of its number. Ranks that are ``doomed`` may be killed; their results are None.
 
     Raises:
         AssertionError: a rank failed; carries its number and traceback.
@@ -54,7 +62,7 @@ def run(check: Callable[..., Any], num_ranks: int, *, timeout_s: float = 60.0, b
         # Kept open to the end: a rank leaves when its pipe closes, and others may still be connecting to it.
         pipes = list(pending)
         try:
-            return _collect(pending, ranks, time.monotonic() + timeout_s)
+            return _collect(pending, ranks, time.monotonic() + timeout_s, doomed)
         finally:
             for pipe in pipes:
                 pipe.close()
@@ -63,7 +71,7 @@ def run(check: Callable[..., Any], num_ranks: int, *, timeout_s: float = 60.0, b
                 process.join()
 
 
-def _collect(pending: dict[Connection, int], ranks: list[Any], deadline: float) -> list[Any]:
+def _collect(pending: dict[Connection, int], ranks: list[Any], deadline: float, doomed: tuple[int, ...]) -> list[Any]:
     results: dict[int, Any] = {}
     while pending:
         ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
@@ -76,6 +84,9 @@ def _collect(pending: dict[Connection, int], ranks: list[Any], deadline: float) 
                 ok, value = pipe.recv()
             except EOFError:
                 ranks[rank].join(5)
+                if rank in doomed:
+                    results[rank] = None
+                    continue
                 raise AssertionError(f"rank {rank} died without a word, exit code {ranks[rank].exitcode}") from None
             if not ok:
                 raise AssertionError(f"rank {rank}:\n{value}")

@@ -2,6 +2,8 @@
 # Copyright (c) 2026 the mcore authors
 """Engines in lock-step over a split model against one engine over the whole one."""
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,21 +13,22 @@ import torch
 from mcore_inference import (
     DynamicInferenceContext,
     DynamicInferenceEngine,
-    EngineRunner,
     InferenceConfig,
     PagedAttention,
     SamplingParams,
+    WeightLoadError,
     WeightSlice,
 )
 from mcore_parallel import ParallelPlan, ProcessGroups, named_shards
-from mcore_parallel.models import GPTModel, TransformerConfig
+from mcore_parallel.models import GPTModel, TransformerConfig, hybrid_config
+from mcore_parallel.nn import GatedDeltaNetConfig
 
 CONFIG = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=64, init_method_std=0.3)
 PROMPTS = [[1, 2, 3], [7], list(range(20)), [9, 9]]
 
 
-def make_engine(groups: ProcessGroups, seed: int = 0) -> DynamicInferenceEngine:
-    model = GPTModel(CONFIG, groups, attention_core=PagedAttention(), dtype=torch.float64, seed=seed)
+def make_engine(groups: ProcessGroups, seed: int = 0, config: TransformerConfig = CONFIG) -> DynamicInferenceEngine:
+    model = GPTModel(config, groups, attention_core=PagedAttention(), dtype=torch.float64, seed=seed)
     sizes = InferenceConfig(max_sequence_length=40, num_blocks=9, block_size_tokens=4, max_tokens=8, max_requests=4)
     return DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, sizes))
 
@@ -57,8 +60,6 @@ def check_split_engine() -> list[list[int]]:
     split.load_weights(parts)
     again = [record.generated_tokens for record in split.generate(PROMPTS, settings()[0])]
     assert again == [record.generated_tokens for record in fresh.generate(PROMPTS, settings()[0])]
-    with pytest.raises(ValueError, match="tp=2"):
-        EngineRunner(split)
     return again
 
 
@@ -68,16 +69,67 @@ def test_tensor_parallel_engines_draw_the_tokens_of_one(world: Callable[..., lis
     assert one == two
 
 
+def check_stages(tp: int, pp: int, config: TransformerConfig) -> list[list[int]]:
+    plan = ParallelPlan(tp=tp, pp=pp, sequence_parallel=False)
+    split, whole = make_engine(ProcessGroups.build(plan), config=config), make_engine(ProcessGroups.single(), config=config)
+    ours, theirs = split.generate(PROMPTS, settings()), whole.generate(PROMPTS, settings())
+    assert split.num_preemptions == whole.num_preemptions > 0
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.generated_tokens == other.generated_tokens
+        torch.testing.assert_close(one.generated_log_probs, other.generated_log_probs, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(one.prompt_log_probs, other.prompt_log_probs, rtol=1e-10, atol=1e-10)
+    fresh = make_engine(ProcessGroups.single(), seed=1, config=config)
+    full = [(shard.name, shard.parameter.detach()) for shard in named_shards(fresh.model)]
+    with pytest.raises(WeightLoadError, match=r"unknown\.weight"):
+        split.load_weights([*full, ("unknown.weight", full[0][1])])
+    split.load_weights(full)
+    split.suspend()
+    split.resume()
+    again = [record.generated_tokens for record in split.generate(PROMPTS, settings()[0])]
+    assert again == [record.generated_tokens for record in fresh.generate(PROMPTS, settings()[0])]
+    return again
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.world(2)
+def test_pipelined_engines_draw_the_tokens_of_one(world: Callable[..., list[Any]], tied: bool) -> None:
+    config = dataclasses.replace(CONFIG, num_layers=4, share_embeddings_and_output_weights=tied)
+    one, two = world(functools.partial(check_stages, 1, 2, config))
+    assert one == two
+
+
+@pytest.mark.world(4)
+def test_stages_of_split_layers_draw_the_tokens_of_one(world: Callable[..., list[Any]]) -> None:
+    ranks = world(functools.partial(check_stages, 2, 2, CONFIG))
+    assert all(tokens == ranks[0] for tokens in ranks)
+
+
+def check_unequal_memory() -> tuple[int, int]:
+    groups = ProcessGroups.build(ParallelPlan(pp=2))
+    model = GPTModel(CONFIG, groups, attention_core=PagedAttention(), dtype=torch.float64)
+    sizes = InferenceConfig(max_sequence_length=40, num_blocks=9 + 3 * groups.pp.rank, block_size_tokens=4, max_tokens=8)
+    context = DynamicInferenceContext.for_model(model, sizes)
+    return context.allocator.usable_count, context.max_requests
+
+
+@pytest.mark.world(2)
+def test_stages_agree_on_the_smallest_memory(world: Callable[..., list[Any]]) -> None:
+    assert world(check_unequal_memory) == [(9, 8), (9, 8)]
+
+
 def check_refused_layouts() -> None:
     cases = (
         (ParallelPlan(tp=2, sequence_parallel=True), "sequence_parallel"),
-        (ParallelPlan(pp=2), "pp=2"),
         (ParallelPlan(cp=2), "cp=2"),
         (ParallelPlan(dp=2, ep=2), "ep=2"),
     )
     for plan, word in cases:
         with pytest.raises(ValueError, match=word):
             make_engine(ProcessGroups.build(plan))
+    sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_query_groups": 2, "vocab_size": 64}
+    net = GatedDeltaNetConfig(num_key_heads=2, num_value_heads=4, key_head_dim=6, value_head_dim=5, chunk_size=4)
+    with pytest.raises(ValueError, match="pp=2 and hybrid_layer_pattern='G"):
+        make_engine(ProcessGroups.build(ParallelPlan(pp=2)), config=hybrid_config("G-*-", delta_net=net, **sizes))
 
 
 @pytest.mark.world(2)

@@ -16,6 +16,7 @@ import pytest
 import torch
 import uvicorn
 
+from mcore_inference import EngineRunner
 from mcore_inference.server import ConnectionLimits, InferenceServer, ServerLimits, serve
 from mcore_inference.server._connection import limited_protocol
 from mcore_parallel.data import ByteTokenizer
@@ -143,6 +144,77 @@ def test_an_answer_that_nobody_reads_ends_the_connection() -> None:
         await serving
 
     asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def wait_until_idle(server: InferenceServer) -> None:
+    deadline = time.monotonic() + 30
+    while server.runner.health().unfinished_requests:
+        assert time.monotonic() < deadline, "requests go on"
+        time.sleep(0.005)
+
+
+def post(**fields: Any) -> bytes:
+    body = json.dumps({"prompt": "x", "ignore_eos": True, **fields}).encode()
+    return HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_client_that_closes_its_half_and_reads_holds_no_place_in_the_engine(server: InferenceServer, streamed: bool) -> None:
+    """What it sent last tells a client that left from one that reads on in no way: its request ends."""
+    assert isinstance(server.runner, EngineRunner)
+    engine = server.runner.engine
+    aborted, hook = engine.finished_counts["abort"], engine.model.register_forward_pre_hook(lambda *_: time.sleep(0.02))
+    try:
+        with contextlib.ExitStack() as stack:
+            clients = [stack.enter_context(connected(server)) for _ in range(4)]
+            for client in clients:
+                client.sendall(post(max_tokens=200, stream=streamed))
+                if streamed:
+                    assert client.recv(100)
+            while server.runner.health().unfinished_requests < 4:
+                time.sleep(0.005)
+            begin = time.monotonic()
+            for client in clients:
+                client.shutdown(socket.SHUT_WR)
+            wait_until_idle(server)
+            assert time.monotonic() - begin < 3, "200 steps of 20 ms"
+            for client in clients:
+                read_all(client)
+    finally:
+        hook.remove()
+    assert engine.finished_counts["abort"] == aborted + 4
+    assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
+
+
+def test_a_client_that_reads_nothing_holds_no_place_in_the_engine(server: InferenceServer) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(4):
+            raw = stack.enter_context(socket.socket())
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+            raw.connect((server.host, server.port))
+            # More than its buffer takes.
+            raw.sendall(post(max_tokens=200, stream=True, logprobs=20, n=2))
+        wait_until_idle(server)
+        answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 1}, timeout=10)
+        assert answer.status_code == 200
+    wait_for_connections(server, 0)
+
+
+def test_only_streamed_requests_cost_something_a_token(server: InferenceServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    submit, streamed = server.runner.submit, []
+
+    async def spy(*arguments: Any, **named: Any) -> Any:
+        streamed.append(named["stream"])
+        return await submit(*arguments, **named)
+
+    monkeypatch.setattr(server.runner, "submit", spy)
+    for stream in (None, False, True):
+        body = {"prompt": "x", "max_tokens": 4, "ignore_eos": True, "stream": stream, "return_token_ids": True, "logprobs": 1}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body)
+        assert answer.status_code == 200
+        if not stream:
+            assert len(answer.json()["choices"][0]["token_ids"]) == len(answer.json()["choices"][0]["logprobs"]["tokens"]) == 4
+    assert streamed == [False, False, True]
 
 
 def test_connections_beyond_the_limit_are_503_and_come_free_again(server: InferenceServer) -> None:

@@ -58,17 +58,19 @@ class ScriptedRunner:
     def __init__(self) -> None:
         self.text, self.reason, self.prompt, self.params = "", FinishReason.STOP, "", SamplingParams()
 
-    async def submit(self, prompt: Sequence[int], sampling_params: SamplingParams | None = None, *, priority: int = 0) -> RequestStream:
+    async def submit(
+        self, prompt: Sequence[int], sampling_params: SamplingParams | None = None, *, priority: int = 0, stream: bool = True
+    ) -> RequestStream:
         assert sampling_params is not None
         self.prompt, self.params = TOKENIZER.detokenize(list(prompt)), sampling_params
-        stream = RequestStream(lambda _: None, asyncio.get_running_loop())
+        answer = RequestStream(lambda _: None, asyncio.get_running_loop())
         request = DynamicInferenceRequest(request_id=0, prompt_tokens=list(prompt), sampling_params=sampling_params)
         request.generated_tokens, request.status, request.finish_reason = TOKENIZER.tokenize(self.text), Status.COMPLETED, self.reason
         record = DynamicInferenceRequestRecord(requests=[request], generated_text=self.text)
-        for at in range(0, len(self.text), 3):
-            stream.deliver(Increment(text=self.text[at : at + 3]))
-        stream.deliver(Increment(record=record))
-        return stream
+        for at in range(0, len(self.text) if stream else 0, 3):
+            answer.deliver(Increment(text=self.text[at : at + 3]))
+        answer.deliver(Increment(record=record))
+        return answer
 
     def room(self, num_prompt_tokens: int) -> int:
         return 100

@@ -163,7 +163,7 @@ def test_arguments_are_checked_first(make_model: Make, make_engine: Make) -> Non
 
 def test_a_load_that_fails_half_way_stops_the_engine_until_one_succeeds(make_model: Make, make_engine: Make) -> None:
     engine, good = make_engine(make_model(seed=0)), weights(make_model(seed=1))
-    engine._weights = ModelWeights(engine.model, bucket_bytes=1)
+    engine.weights = ModelWeights(engine.model, bucket_bytes=1)
     numbers = begin(engine, MORE, 3)
     for bad, words in ((good[:-1], "did not come"), ([good[0], good[0]], "twice"), ([good[0], ("x", good[0][1])], "x is no parameter")):
         with pytest.raises(WeightLoadError, match=words):
@@ -319,7 +319,7 @@ def test_a_runner_loads_while_requests_stream(make_model: Make, make_engine: Mak
 
 def test_a_runner_waits_for_whole_weights_and_refuses_to_drain_without_steps(make_model: Make, make_engine: Make) -> None:
     engine, new = make_engine(make_model(seed=0)), weights(make_model(seed=1))
-    engine._weights = ModelWeights(engine.model, bucket_bytes=1)
+    engine.weights = ModelWeights(engine.model, bucket_bytes=1)
 
     async def main() -> None:
         with EngineRunner(engine, max_failed_steps=1) as runner:

@@ -60,7 +60,7 @@ class EngineCapability:
         if fp8 is not None:
             raise ValueError(f"fp8={fp8} of the backend scales a whole step at once; build the served model without fp8")
         if isinstance(model.backend, TorchBackend) and model.backend.batch_invariant and model.groups.tp.size > 1:
-            raise ValueError(f"batch_invariant=True of the backend is served by one rank, found tp={model.groups.tp.size}; serve with tp=1")
+            raise ValueError(f"batch_invariant=True of the backend is served with tp=1, found tp={model.groups.tp.size}; set it")
         if model.config.mtp_num_layers and model.training:
             raise ValueError(
                 f"mtp_num_layers={model.config.mtp_num_layers} predicts further tokens in training mode only; call model.eval() before"
@@ -90,10 +90,10 @@ def records_graphs(model: GPTModel) -> bool:
     """Whether a graph can hold a step of the model.
 
     No feed-forward reads numbers of the device, as some with experts do (their ``reads_device``) and those whose experts have a capacity,
-    which rows of padding would take; and no mixer has states in slots, which change from step to step.
+    which rows of padding would take; no mixer has states in slots, which change from step to step; and no stage waits for another.
     """
     layers = [layer for layer in model.layers.values() if isinstance(layer, TransformerLayer)]
-    stateless = all(layer.mixer is None or type(layer.mixer) is SelfAttention for layer in layers)
+    stateless = model.groups.pp.size == 1 and all(layer.mixer is None or type(layer.mixer) is SelfAttention for layer in layers)
     return stateless and all(layer.mlp is None or type(layer.mlp) is MLP or _stays_on_device(layer.mlp) for layer in layers)
 
 
@@ -127,12 +127,14 @@ def check_layout(model: GPTModel) -> None:
     """Whether engines that step independently can serve the model's layout.
 
     Raises:
-        ValueError: pipeline or context parallelism, expert parallelism beyond tp, or sequence parallelism.
+        ValueError: context parallelism, stages of a model with recurrent layers, expert parallelism beyond tp, or sequence parallelism.
     """
     groups = model.groups
-    for name in ("pp", "cp"):
-        if getattr(groups, name).size > 1:
-            raise ValueError(f"{name}={getattr(groups, name).size} is not available in the engine; serve with {name}=1 (tp may be larger)")
+    if groups.cp.size > 1:
+        raise ValueError(f"cp={groups.cp.size} is not available in the engine; serve with cp=1 (tp and pp may be larger)")
+    pattern = model.config.hybrid_layer_pattern
+    if groups.pp.size > 1 and pattern is not None and {"M", "G"} & set(pattern):
+        raise ValueError(f"pp={groups.pp.size} and hybrid_layer_pattern={pattern!r} exclude each other in the engine; serve with pp=1")
     if not set(groups.ep.ranks) <= set(groups.tp.ranks):
         raise ValueError(
             f"ep={groups.ep.size} exchanges tokens with ranks {sorted(set(groups.ep.ranks) - set(groups.tp.ranks))} outside of tp, "

@@ -5,8 +5,11 @@
 from mcore_inference.engine._engine import DynamicInferenceEngine
 from mcore_inference.engine._event_loop import get_asyncio_loop
 from mcore_inference.engine._executor import ExecutionConfig
-from mcore_inference.engine._runner import EngineHealth, EngineRunner, Increment, RequestStream
+from mcore_inference.engine._follower import follow_runner
+from mcore_inference.engine._lockstep import LockstepConfig
+from mcore_inference.engine._runner import EngineHealth, EngineRunner
 from mcore_inference.engine._static import StaticInferenceEngine
+from mcore_inference.engine._stream import Increment, RequestStream
 from mcore_inference.engine._weights import IncompleteWeightsError, WeightLoadError, WeightSlice
 
 __all__ = [
@@ -16,9 +19,11 @@ __all__ = [
     "ExecutionConfig",
     "IncompleteWeightsError",
     "Increment",
+    "LockstepConfig",
     "RequestStream",
     "StaticInferenceEngine",
     "WeightLoadError",
     "WeightSlice",
+    "follow_runner",
     "get_asyncio_loop",
 ]

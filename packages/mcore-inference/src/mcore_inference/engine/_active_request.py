@@ -7,6 +7,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
+
 from mcore_inference.cache import BlockKey, PrefixChain
 from mcore_inference.context import PENDING
 from mcore_inference.requests import (
@@ -44,6 +47,8 @@ class ActiveRequest:
     """What proposes its next tokens."""
     drafts: list[int] = field(default_factory=list)
     """Tokens proposed for the next step."""
+    routing: list[tuple[int, Tensor]] = field(default_factory=list)
+    """Position of a first token, and experts [tokens, L, K] from there on; later ones hold where two speak of a token."""
     num_pending: int = 0
     """Tokens that were drawn and have not reached the host: 0 or 1."""
     ended: bool = False
@@ -164,6 +169,16 @@ class ActiveRequest:
         segment = self.segment
         return (FinishReason.LENGTH, None) if len(segment.generated_tokens) >= segment.num_tokens_to_generate else None
 
+    def _routed_experts(self) -> Tensor:
+        """[tokens - 1, L, K], -1 for tokens that came from the cache; the last token was drawn and never computed."""
+        L, K = self.routing[0][1].shape[1:]
+        length = len(self.record.prompt_tokens) + self.record.num_generated - 1
+        experts = torch.full((length, L, K), -1, dtype=torch.int16)
+        for first, rows in self.routing:
+            # Proposals that were not accepted, and steps in vain, reach beyond the end.
+            experts[first : first + len(rows)] = rows[: max(0, length - first)]
+        return experts
+
     def finish(self, reason: FinishReason, error: Exception | None) -> FinishReason:
         """Close the record; the reason is another one when the tokenizer fails at the last characters."""
         record, segment = self.record, self.segment
@@ -177,6 +192,8 @@ class ActiveRequest:
                 if reason in (FinishReason.STOP, FinishReason.LENGTH):
                     reason, error = FinishReason.ERROR, failure
         record.latency = time.monotonic() - self.started
+        if self.routing:
+            record.routed_experts = self._routed_experts()
         segment.finish_reason, segment.error = reason, error
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             segment.status = Status.COMPLETED

@@ -95,7 +95,7 @@ class DynamicInferenceEngine:
         self._executor = Executor(model, context, self.vocab_size, execution)
         self._batch: DecodeBatch | None = None
         self._log = None if execution.log_interval_steps is None else StepLog(self.stats, execution.log_interval_steps)
-        self._weights = ModelWeights(model)
+        self.weights = ModelWeights(model)
         self._intake = Intake(context, tokenizer, self.vocab_size, seed=seed, speculation=execution.speculation, shares_prefixes=shares)
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ class DynamicInferenceEngine:
         """
         if self.is_suspended:
             raise RuntimeError("the engine is suspended; call resume() first")
-        self._weights.check_complete()
+        self.weights.check_complete()
         blamed = list(self._entries.values())
         try:
             drafts = self._verification.propose() if self._speculates else {}
@@ -322,7 +322,7 @@ class DynamicInferenceEngine:
         if in_flight == "drain":
             self._drain()
         self._read_results()
-        self._weights.load(chunks)
+        self.weights.load(chunks)
         self.weight_version = following
         self._batch = None
         if in_flight == "keep":
@@ -333,7 +333,7 @@ class DynamicInferenceEngine:
     @property
     def can_step(self) -> bool:
         """Whether ``step`` has weights and memory to run with."""
-        return self._weights.are_complete and not self.is_suspended
+        return self.weights.are_complete and not self.is_suspended
 
     @property
     def num_in_flight(self) -> int:
@@ -364,21 +364,27 @@ class DynamicInferenceEngine:
 
     @property
     def is_suspended(self) -> bool:
-        """Whether the cache has no memory."""
-        return not self.context.cache.is_allocated
+        """Whether the cache has no memory on the device."""
+        return not self.context.memory.is_allocated
 
     @torch.no_grad()
     def suspend(self) -> None:
-        """Free the memory of the cache, states and recorded graphs, between any two steps; nothing happens when it is free already.
+        """Free the device's memory of cache and states, between any two steps; nothing happens when it is free already.
 
-        No request is lost: their tokens stay, and what the cache held is computed again after ``resume``. New requests may come.
+        No request is lost: their tokens stay, and what the cache held is computed again after ``resume``, or comes back from the host at
+        ``unified_memory_level`` 1 and 2. New requests may come. Recorded graphs stay where the cache keeps its addresses: on NVIDIA's
+        driver.
         """
         if self.is_suspended:
             return
-        self.reset_prefix_cache()
-        if self._executor.graphs is not None:
+        memory = self.context.memory
+        if memory.keeps_contents:
+            self._read_results()
+        else:
+            self.reset_prefix_cache()
+        if self._executor.graphs is not None and not memory.keeps_addresses:
             self._executor.graphs.clear()
-        self.context.free()
+        memory.free()
         if self.context.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -399,7 +405,7 @@ class DynamicInferenceEngine:
             torch.OutOfMemoryError: others use it; the engine stays suspended.
         """
         if self.is_suspended:
-            self.context.allocate_again()
+            self.context.memory.allocate_again()
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -452,7 +458,7 @@ class DynamicInferenceEngine:
             self._take_results(before)
 
     def _take_results(self, step: InFlight) -> None:
-        draws = [] if step.draws is None else step.draws.wait()
+        draws = step.wait()
         for entry, values in step.prompt_log_probs:
             if not entry.ended:
                 entry.segment.prompt_log_probs = (entry.segment.prompt_log_probs or []) + values.tolist()

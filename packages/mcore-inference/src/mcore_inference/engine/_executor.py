@@ -16,6 +16,8 @@ from mcore_inference.context import DynamicInferenceContext, HostStep, StepInput
 from mcore_inference.decoder import FusedDecoder
 from mcore_inference.engine._active_request import ActiveRequest
 from mcore_inference.engine._decode_graphs import DecodeGraphs, graph_sizes
+from mcore_inference.engine._pipeline import Pipeline
+from mcore_inference.engine._routing import RoutingRecorder, StepRouting
 from mcore_inference.sampling import DrawRows, Draws, Sampler, adjust, keep_allowed, log_probs, token_log_probs
 from mcore_inference.scheduling import Work
 from mcore_inference.speculation import NgramSpeculation
@@ -40,6 +42,8 @@ class ExecutionConfig:
     """Steps of one line of JSON in the logger ``mcore_inference.steps``; None for no lines."""
     speculation: NgramSpeculation | None = None
     """Verify several proposed tokens a step; None for one token a step. Excludes ``run_ahead``."""
+    record_routing: bool = False
+    """Keep the experts that each token went to (``record.routed_experts``), for a trainer that replays them."""
 
     def __post_init__(self) -> None:
         if self.log_interval_steps is not None:
@@ -67,6 +71,15 @@ class InFlight:
     """Requests without a budget whose prompt is computed now."""
     drafts: list[list[int]] | None = None
     """Of each request in ``sampled`` the tokens that its further draws assume; None where each has one draw."""
+    routing: StepRouting | None = None
+    """Experts of its tokens, where they are recorded."""
+
+    def wait(self) -> list[tuple[int, float, dict[int, float]]]:
+        """What ``Draws.wait`` gives, when the requests have their experts."""
+        draws = [] if self.draws is None else self.draws.wait()
+        if self.routing is not None:
+            self.routing.hand_out()
+        return draws
 
 
 class DecodeBatch:
@@ -125,6 +138,8 @@ class Executor:
             raise ValueError("speculation takes rejected tokens back, which recurrent states cannot; leave it at None for this model")
         self.graphs: DecodeGraphs | None = None
         fits = context.builder.has_kernel and FusedDecoder.fits(model)
+        self._recorder = RoutingRecorder(model, context.max_tokens, context.device) if execution.record_routing else None
+        self._pipeline = Pipeline(model) if model.groups.pp.size > 1 else None
         self._decoder = FusedDecoder(model, context.max_requests) if fits else None
         if can_record and execution.use_graphs is not False:
             self.graphs = DecodeGraphs(self._decode_logits, context.builder, graph_sizes(context.max_requests, execution.num_cuda_graphs))
@@ -158,7 +173,9 @@ class Executor:
                 rows += range(first, end)
             elif item.is_last:
                 computed.append(entry)
-        logits_NV = self._logits(context.host_step(tokens), rows)
+        host = context.host_step(tokens)
+        logits_NV = self._logits(host, rows)
+        routing = None if self._recorder is None else self._recorder.take([entry for entry, _ in work], host)
         for entry, item in work:
             context.advance(item.request_id, item.num_tokens)
             # Whoever reads these blocks is launched later, so they are written then.
@@ -179,7 +196,12 @@ class Executor:
             entry.num_pending += 1
             entry.drafts = []
         return InFlight(
-            sampled=sampled, draws=draws, prompt_log_probs=prompt_log_probs, computed=computed, drafts=drafts if any(drafts) else None
+            sampled=sampled,
+            draws=draws,
+            prompt_log_probs=prompt_log_probs,
+            computed=computed,
+            drafts=drafts if any(drafts) else None,
+            routing=routing,
         )
 
     def set_last_tokens(self, tokens: Mapping[int, int]) -> None:
@@ -189,11 +211,13 @@ class Executor:
 
     def decode(self, batch: DecodeBatch) -> InFlight:
         """One token for each request of the batch; ``extend_lines`` made room for it."""
-        logits_RV = self._logits(self._context.decode_step(batch.lines_R), range(len(batch.entries)))
+        host = self._context.decode_step(batch.lines_R)
+        logits_RV = self._logits(host, range(len(batch.entries)))
+        routing = None if self._recorder is None else self._recorder.take(batch.entries, host)
         draws = self._sampler.draw(logits_RV, batch.rows)
         self._context.advance_lines(batch.lines_R)
         batch.advance()
-        return InFlight(sampled=batch.entries, draws=draws, prompt_log_probs=[], computed=[])
+        return InFlight(sampled=batch.entries, draws=draws, prompt_log_probs=[], computed=[], routing=routing)
 
     def _logits(self, host: HostStep, rows: Sequence[int]) -> Tensor:
         """Logits [N, V] of these tokens of the step, over the whole vocabulary on every tp rank."""
@@ -204,19 +228,25 @@ class Executor:
             if logits_RV is not None:
                 return logits_RV if len(rows) == num_tokens else logits_RV[builder.send(rows)]
         inputs = builder.build(host)
+        if self._pipeline is not None:
+            return self._pipeline.logits(inputs, builder.send(rows))
         if self._decoder is not None:
             return self._decoder.logits(inputs.tokens_T, inputs.step, builder.send(rows))
-        output, _ = self._model(inputs.tokens_T, inputs.step)
-        assert isinstance(output, ModelOutput)
+        output = self._output(inputs)
         return all_gather(output.logits(builder.send(rows)), self._model.groups.tp, dim=1)
 
     def _decode_logits(self, inputs: StepInputs) -> Tensor:
         """Logits [R, V] of a step of one token a row."""
         if self._decoder is not None:
             return self._decoder.logits(inputs.tokens_T, inputs.step)
-        output, _ = self._model(inputs.tokens_T, inputs.step)
+        return all_gather(self._output(inputs).logits(), self._model.groups.tp, dim=1)
+
+    def _output(self, inputs: StepInputs) -> ModelOutput:
+        """Of the model's own forward."""
+        step = inputs.step if self._recorder is None else dataclasses.replace(inputs.step, routing_recorder=self._recorder)
+        output, _ = self._model(inputs.tokens_T, step)
         assert isinstance(output, ModelOutput)
-        return all_gather(output.logits(), self._model.groups.tp, dim=1)
+        return output
 
     def _draw(self, logits_RV: Tensor, sampled: list[ActiveRequest]) -> Draws:
         """A token for each request, and one after each of its proposals."""

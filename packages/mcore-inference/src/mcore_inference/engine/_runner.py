@@ -6,8 +6,8 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,26 +16,17 @@ from torch import Tensor
 from mcore_inference._fields import as_integer, as_number
 from mcore_inference._stability import experimental_api
 from mcore_inference.engine._engine import DynamicInferenceEngine
+from mcore_inference.engine._lockstep import LockstepConfig, LockstepLeader
+from mcore_inference.engine._stream import Increment, News, RequestStream, call_in, deliver, settle
 from mcore_inference.engine._weights import WeightChunk, WeightPolicy, check_policy
-from mcore_inference.requests import DynamicInferenceRequestRecord, EngineDeadError, QueueFullError
+from mcore_inference.requests import DynamicInferenceRequestRecord, EngineDeadError, QueueFullError, RankFailedError
 from mcore_inference.sampling import SamplingParams
 
-__all__ = ["EngineHealth", "EngineRunner", "Increment", "RequestStream"]
+__all__ = ["EngineHealth", "EngineRunner"]
 
+_LAST_STEP_S = 5.0
+"""That a step gets to end whose other ranks are lost; it may never do so."""
 _LOG = logging.getLogger("mcore_inference.engine")
-
-
-@experimental_api
-@dataclass(frozen=True, kw_only=True)
-class Increment:
-    """What a request gained since the last increment."""
-
-    tokens: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    top_n_logprobs: list[dict[int, float]] = field(default_factory=list)
-    text: str = ""
-    record: DynamicInferenceRequestRecord | None = None
-    """The finished record, with the last increment only."""
 
 
 @experimental_api
@@ -50,60 +41,6 @@ class EngineHealth:
     unfinished_requests: int
     failure: str | None
     """What ended the thread."""
-
-
-@experimental_api
-class RequestStream:
-    """Increments of one request, for one event loop.
-
-    Iterate it to the end, or ``abort`` it: an abandoned request goes on for nobody.
-    """
-
-    def __init__(self, abort: Callable[[int], None], loop: asyncio.AbstractEventLoop, *, whole: bool = False) -> None:
-        self._abort = abort
-        self.loop = loop
-        self.whole = whole
-        """One increment at the end, with everything."""
-        self._queue: asyncio.Queue[Increment | Exception] = asyncio.Queue()
-        self.request_id = -1
-        # Owned by the engine's thread:
-        self.num_tokens = 0
-        self.num_characters = 0
-
-    def __aiter__(self) -> AsyncIterator[Increment]:
-        return self._increments()
-
-    async def _increments(self) -> AsyncIterator[Increment]:
-        while True:
-            item = await self._queue.get()
-            if isinstance(item, Exception):
-                raise item
-            yield item
-            if item.record is not None:
-                return
-
-    async def record(self) -> DynamicInferenceRequestRecord:
-        """The finished record.
-
-        Raises:
-            EngineDeadError: the engine failed or was closed before the request ended.
-        """
-        async for increment in self:
-            if increment.record is not None:
-                return increment.record
-        raise AssertionError("a stream ends with a record or an error")
-
-    def abort(self) -> None:
-        """End the request at the next step; nothing happens when it has ended."""
-        self._abort(self.request_id)
-
-    def deliver(self, item: Increment | Exception) -> None:
-        """From any thread."""
-        _call_in(self.loop, self.put, item)
-
-    def put(self, item: Increment | Exception) -> None:
-        """In the thread of the event loop."""
-        self._queue.put_nowait(item)
 
 
 @dataclass(frozen=True)
@@ -122,15 +59,20 @@ class EngineRunner:
     A request that fails ends alone. An exception of a step ends the runner: every open request gets ``EngineDeadError``, and so does
     every later one.
 
+    An engine of several tp ranks is run on the first; each other rank calls ``follow_runner``. Where a rank is lost, the runner ends
+    with ``RankFailedError``, also while a step hangs.
+
     Args:
-        engine: of one rank; it must not be used elsewhere until ``close``.
+        engine: of tp rank 0; it must not be used elsewhere until ``close``, and of several ranks only be read in ``call``.
         stall_timeout_s: age of the last step at which a busy engine counts as dead in ``health``.
         max_failed_steps: steps that fail one after the other before the engine is given up. A step that fails before that ends its own
             requests only.
         max_waiting_requests: length of the engine's queue at which ``submit`` refuses; None for the engine's own limit only.
+        lockstep: patience with the other tp ranks; None for the defaults.
 
     Raises:
-        ValueError: the engine's model is split over ranks, which have to step together; a limit out of its range.
+        ValueError: this is another tp rank than the first; a limit out of its range.
+        TimeoutError: the other tp ranks did not come.
     """
 
     def __init__(
@@ -140,12 +82,11 @@ class EngineRunner:
         stall_timeout_s: float = 60.0,
         max_failed_steps: int = 3,
         max_waiting_requests: int | None = None,
+        lockstep: LockstepConfig | None = None,
     ) -> None:
-        tp = engine.model.groups.tp.size
-        if tp > 1:
-            raise ValueError(
-                f"tp={tp} ranks must be stepped together and a runner steps one; serve with tp=1, or call step() on every rank"
-            )
+        tp = engine.model.groups.tp
+        if tp.rank > 0:
+            raise ValueError(f"this is tp rank {tp.rank} of {tp.size}, and rank 0 runs the engine; call follow_runner(engine) here")
         self.engine = engine
         self._stall_timeout_s = as_number("stall_timeout_s", stall_timeout_s, 0, 1e9)
         self._max_failed_steps = as_integer("max_failed_steps", max_failed_steps, 1, 2**31)
@@ -155,6 +96,8 @@ class EngineRunner:
         self._failed_in_a_row = 0
         self._wake = threading.Condition()
         self._commands: list[_Command] = []
+        self._begun: list[_Command] = []
+        """Taken from ``_commands`` to be run."""
         self._drains: list[_Command] = []
         """Run once no request is in flight."""
         self._num_holds = 0
@@ -163,6 +106,9 @@ class EngineRunner:
         self._paused = False
         self._failure: BaseException | None = None
         self._progress = time.monotonic()
+        self._leader = None if tp.size == 1 else LockstepLeader(engine, lockstep or LockstepConfig(), self._give_up)
+        # Whoever changes the engine does it through this.
+        self._calls: DynamicInferenceEngine | LockstepLeader = engine if self._leader is None else self._leader
         self._thread = threading.Thread(target=self._run, name="mcore-engine", daemon=True)
         self._thread.start()
 
@@ -181,8 +127,9 @@ class EngineRunner:
         with self._wake:
             self._closing = True
             self._wake.notify()
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
+        lost = isinstance(self._failure, RankFailedError)
+        self._thread.join(min(timeout_s, _LAST_STEP_S) if lost else timeout_s)
+        if self._thread.is_alive() and not lost:
             raise TimeoutError(f"the engine's step of {time.monotonic() - self._progress:.0f} s did not end within timeout_s={timeout_s}")
 
     async def submit(
@@ -214,7 +161,7 @@ class EngineRunner:
                 raise QueueFullError(
                     None, f"{self.engine.num_waiting} requests wait and max_waiting_requests={self._max_waiting}; try again later"
                 )
-            increments.request_id = self.engine.add_request(prompt, sampling_params, priority=priority)
+            increments.request_id = self._calls.add_request(prompt, sampling_params, priority=priority)
             self._streams[increments.request_id] = increments
 
         added = asyncio.ensure_future(self.call(add))
@@ -239,12 +186,12 @@ class EngineRunner:
             try:
                 value = function()
             except Exception as error:
-                _call_in(loop, _settle, result, None, error)
+                call_in(loop, settle, result, None, error)
             else:
-                _call_in(loop, _settle, result, value, None)
+                call_in(loop, settle, result, value, None)
 
         def refuse() -> None:
-            _call_in(loop, _settle, result, None, self._dead())
+            call_in(loop, settle, result, None, self._dead())
 
         self._send(_Command(command, refuse))
         return await result
@@ -269,32 +216,37 @@ class EngineRunner:
             EngineDeadError: the engine failed or was closed.
         """
         check_policy(in_flight)
+        chunks = self._watched(chunks)
         if in_flight != "drain":
-            await self.call(lambda: self.engine.load_weights(chunks, version, in_flight=in_flight))
+            await self.call(lambda: self._calls.load_weights(chunks, version, in_flight=in_flight))
             return
         await self.call(self._hold_queue)
         try:
             await self._until_drained()
-            await self.call(lambda: self.engine.load_weights(chunks, version))
+            await self.call(lambda: self._calls.load_weights(chunks, version))
         finally:
             self._send(_Command(self._release_queue, lambda: None))
+
+    def _watched(self, chunks: Iterable[WeightChunk]) -> Iterator[WeightChunk]:
+        """Each chunk is progress."""
+        for chunk in chunks:
+            self._progress = time.monotonic()
+            yield chunk
 
     def _hold_queue(self) -> None:
         if self.engine.num_in_flight and (self._paused or not self.engine.can_step):
             raise RuntimeError("in_flight='drain' needs steps, and none runs; unpause() and resume(), or choose recompute or keep")
         self._num_holds += 1
-        self.engine.hold_queue(True)
+        self._calls.hold_queue(True)
 
     def _release_queue(self) -> None:
         self._num_holds -= 1
-        self.engine.hold_queue(self._num_holds > 0)
+        self._calls.hold_queue(self._num_holds > 0)
 
     async def _until_drained(self) -> None:
         loop = asyncio.get_running_loop()
         drained: asyncio.Future[Any] = loop.create_future()
-        waiter = _Command(
-            lambda: _call_in(loop, _settle, drained, None, None), lambda: _call_in(loop, _settle, drained, None, self._dead())
-        )
+        waiter = _Command(lambda: call_in(loop, settle, drained, None, None), lambda: call_in(loop, settle, drained, None, self._dead()))
         await self.call(lambda: self._drains.append(waiter))
         await drained
 
@@ -312,7 +264,7 @@ class EngineRunner:
 
     async def suspend(self) -> None:
         """Pause, and free the memory of the cache (``DynamicInferenceEngine.suspend``); as ``pause``."""
-        await self.call(lambda: (self._set_paused(True), self.engine.suspend()))
+        await self.call(lambda: (self._set_paused(True), self._calls.suspend()))
 
     async def resume(self) -> None:
         """Take the memory again; the engine stays paused.
@@ -321,7 +273,7 @@ class EngineRunner:
             torch.OutOfMemoryError: others use it; the engine stays suspended.
             EngineDeadError: the engine failed or was closed.
         """
-        await self.call(self.engine.resume)
+        await self.call(self._calls.resume)
 
     def _set_paused(self, paused: bool) -> None:
         self._paused = paused
@@ -331,9 +283,9 @@ class EngineRunner:
         """End a request at the next step, from any thread; its stream gets the record."""
 
         def command() -> None:
-            record = self.engine.abort(request_id)
+            record = self._calls.abort(request_id)
             if record is not None:
-                _deliver(self._gained(request_id, record, ended=True))
+                deliver(self._gained(request_id, record, ended=True))
 
         self._send(_Command(command, lambda: None))
 
@@ -387,7 +339,7 @@ class EngineRunner:
                     for drained in drains:
                         drained.run()
         except BaseException as error:
-            self._failure = error
+            self._failure = self._failure or error
             _LOG.critical("the engine is given up after %d failed steps in a row: %r", self._failed_in_a_row, error)
         finally:
             self._shut_down()
@@ -396,7 +348,7 @@ class EngineRunner:
         """One step, and what it brought to the streams; a step that fails ends its requests, too many in a row end the runner."""
         failure: Exception | None = None
         try:
-            finished = self.engine.step()
+            finished = self._calls.step()
         except Exception as error:
             failure, finished = error, self.engine.take_finished()
             self.num_failed_steps += 1
@@ -404,14 +356,14 @@ class EngineRunner:
         self._failed_in_a_row = 0 if failure is None else self._failed_in_a_row + 1
         self._progress = time.monotonic()
         ended = {record.request_id: record for record in finished}
-        news: list[_News] = []
+        news: list[News] = []
         for request_id, stream in list(self._streams.items()):
             if request_id in ended:
                 news += self._gained(request_id, ended[request_id], ended=True)
             elif not stream.whole:
                 news += self._gained(request_id, self.engine.get_request(request_id), ended=False)
-        _deliver(news)
-        if failure is not None and self._failed_in_a_row >= self._max_failed_steps:
+        deliver(news)
+        if failure is not None and (self._failed_in_a_row >= self._max_failed_steps or isinstance(failure, RankFailedError)):
             raise failure
 
     def _next_commands(self) -> bool:
@@ -422,15 +374,16 @@ class EngineRunner:
                 self._progress = time.monotonic()
             if self._closing:
                 return False
-            commands, self._commands = self._commands, []
-        for command in commands:
+            self._begun, self._commands = self._commands, []
+        for command in self._begun:
             command.run()
+        self._begun = []
         return True
 
     def _has_work(self) -> bool:
         return not self._paused and self.engine.has_work
 
-    def _gained(self, request_id: int, record: DynamicInferenceRequestRecord, *, ended: bool) -> "list[_News]":
+    def _gained(self, request_id: int, record: DynamicInferenceRequestRecord, *, ended: bool) -> list[News]:
         """What a request has that its stream has not; empty or of one entry."""
         stream = self._streams.get(request_id)
         if stream is None:
@@ -438,7 +391,7 @@ class EngineRunner:
         tokens, values, best = record.since(stream.num_tokens)
         text = record.generated_text[stream.num_characters :]
         if ended:
-            del self._streams[request_id]
+            self._streams.pop(request_id, None)
         if not (tokens or text or ended):
             return []
         stream.num_tokens += len(tokens)
@@ -447,54 +400,41 @@ class EngineRunner:
         return [(stream, increment)]
 
     def _shut_down(self) -> None:
+        streams = self._refuse_all()
+        try:
+            # Late, since a failed engine may fail again here.
+            for request_id in streams:
+                self.engine.abort(request_id)
+        finally:
+            if self._leader is not None:
+                self._leader.close(None if self._failure is None else str(self._dead()))
+
+    def _give_up(self, failure: RankFailedError) -> None:
+        """From another thread: another rank failed, and this one may wait for it in a step without end."""
+        with self._wake:
+            if self._closing:
+                return
+            self._failure = failure
+        _LOG.critical("the engine is given up: %s", failure)
+        self._refuse_all()
+
+    def _refuse_all(self) -> dict[int, RequestStream]:
+        """Take no more requests, and end the open ones, which are returned, with an error."""
         with self._wake:
             self._closing = True
+            self._wake.notify()
             commands, self._commands = self._commands, []
-        streams, self._streams = self._streams, {}
-        drains, self._drains = self._drains, []
-        for command in [*commands, *drains]:
+            streams, self._streams = self._streams, {}
+            drains, self._drains = self._drains, []
+        # One that is answered already stays so.
+        for command in [*self._begun, *commands, *drains]:
             command.refuse()
-        _deliver([(stream, self._dead()) for stream in streams.values()])
-        # Last, since a failed engine may fail again here.
-        for request_id in streams:
-            self.engine.abort(request_id)
+        deliver([(stream, self._dead()) for stream in streams.values()])
+        return streams
 
     def _dead(self) -> EngineDeadError:
+        if isinstance(self._failure, RankFailedError):
+            return self._failure
         if self._failure is not None:
             return EngineDeadError(f"the engine failed: {type(self._failure).__name__}: {self._failure}")
         return EngineDeadError("the engine was closed")
-
-
-_News = tuple[RequestStream, Increment | Exception]
-
-
-def _deliver(news: Iterable[_News]) -> None:
-    """Put into streams what is new, with one call into each event loop."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[_News]] = {}
-    for stream, item in news:
-        by_loop.setdefault(stream.loop, []).append((stream, item))
-    for loop, items in by_loop.items():
-        _call_in(loop, _put_all, items)
-
-
-def _put_all(items: Iterable[_News]) -> None:
-    for stream, item in items:
-        stream.put(item)
-
-
-def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: object) -> None:
-    """Call in a loop's thread; a loop that is closed has nobody waiting any more."""
-    if not loop.is_closed():
-        try:
-            loop.call_soon_threadsafe(function, *arguments)
-        except RuntimeError:
-            assert loop.is_closed()
-
-
-def _settle(future: "asyncio.Future[Any]", value: Any, error: Exception | None) -> None:
-    if future.done():
-        return
-    if error is None:
-        future.set_result(value)
-    else:
-        future.set_exception(error)

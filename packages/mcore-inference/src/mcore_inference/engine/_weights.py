@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mcore_inference._fields import as_integer
 from mcore_inference._stability import experimental_api
 from mcore_inference.engine._coverage import Coverage
+from mcore_inference.engine._pipeline import names_elsewhere
 from mcore_parallel import named_buffer_shards, named_shards
 from mcore_parallel.models import GPTModel
 
@@ -93,6 +94,7 @@ class ModelWeights:
 
     def __init__(self, model: GPTModel, bucket_bytes: int = _BUCKET_BYTES) -> None:
         self._model, self._bucket_bytes = model, bucket_bytes
+        self._elsewhere = names_elsewhere(model)
         self.are_complete = True
         """False between the first copy of a load and its end, so after a load that failed half-way."""
 
@@ -112,6 +114,8 @@ class ModelWeights:
         bucket: list[tuple[Tensor, Tensor]] = []
         num_bytes = 0
         for name, part in chunks:
+            if name in self._elsewhere:
+                continue
             copy = _copy(targets, name, part)
             if copy is not None:
                 bucket.append(copy)

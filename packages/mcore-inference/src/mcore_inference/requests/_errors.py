@@ -5,6 +5,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from mcore_inference._stability import experimental_api
+
 __all__ = [
     "ActiveRequestCountOverflowError",
     "BlockOverflowError",
@@ -18,6 +20,7 @@ __all__ = [
     "NonFiniteLogitsError",
     "PortInUseError",
     "QueueFullError",
+    "RankFailedError",
     "RequestError",
     "RequestOverflowError",
     "StepFailedError",
@@ -115,6 +118,20 @@ class QueueFullError(RequestError):
 
 class EngineDeadError(RuntimeError):
     """The engine failed in several steps one after the other, or was closed, and serves no request any more."""
+
+
+@experimental_api
+class RankFailedError(EngineDeadError):
+    """A tensor-parallel rank of the engine is gone, late, or did something else than the first; the engine serves no request any more.
+
+    Args:
+        rank: its position among the tp ranks.
+        message: what it did.
+    """
+
+    def __init__(self, rank: int, message: str) -> None:
+        self.rank = rank
+        super().__init__(f"tp rank {rank} {message}")
 
 
 class EngineLostError(RuntimeError):

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from mcore_inference.sampling import SamplingParams
 
 __all__ = ["DynamicInferenceEvent", "DynamicInferenceRequest", "DynamicInferenceRequestRecord", "EventType", "FinishReason", "Status"]
@@ -192,6 +194,9 @@ class DynamicInferenceRequestRecord:
     """Seconds from arrival to the end."""
     time_to_first_token: float | None = None
     """Seconds from arrival to the first generated token."""
+    routed_experts: Tensor | None = field(default=None, compare=False, repr=False)
+    """[tokens - 1, layers, experts a token] int16, the experts of all tokens but the last, -1 for those found in the cache; of a finished
+    request in this process, where ``ExecutionConfig.record_routing`` asks for it."""
 
     @classmethod
     def from_request(cls, request: DynamicInferenceRequest) -> "DynamicInferenceRequestRecord":

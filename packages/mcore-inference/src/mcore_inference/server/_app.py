@@ -25,6 +25,7 @@ from mcore_inference.server._bodies import BodyReader
 from mcore_inference.server._errors import ApiError
 from mcore_inference.server._format import chat_log_probs, completion_log_probs, usage
 from mcore_inference.server._metrics import ServerMetrics
+from mcore_inference.server._openapi import openapi_document
 from mcore_inference.server._playground import Playground
 from mcore_inference.server._prompts import PromptEncoder
 from mcore_inference.server._request_ids import CLIENT_LEFT, RequestIds, current_request_id
@@ -106,6 +107,7 @@ class Routes:
         app.add_exception_handler(Exception, self._our_error)
         guard = [Depends(self._check_token)]
         app.add_api_route("/", Playground().page, methods=["GET"])
+        app.add_api_route("/openapi.json", self.openapi, methods=["GET"], dependencies=guard)
         app.add_api_route("/health", self.health, methods=["GET"])
         app.add_api_route("/metrics", self.metrics, methods=["GET"], dependencies=guard)
         app.add_api_route("/v1/models", self.models, methods=["GET"], dependencies=guard)
@@ -127,6 +129,9 @@ class Routes:
             "unfinished_requests": health.unfinished_requests,
         }
         return JSONResponse(body, 200 if health.alive else 503)
+
+    async def openapi(self) -> JSONResponse:
+        return JSONResponse(openapi_document(self._model_name, needs_token=self._token is not None))
 
     async def metrics(self, request: Request) -> Response:
         write, content_type = choose_encoder(request.headers.get("accept", ""))
@@ -231,7 +236,8 @@ class Routes:
         try:
             for index, params in enumerate(call.params):
                 prompt, priority = call.prompts[index // call.body.num_choices], call.body.priority or 0
-                streams.append(await self._runner.submit(prompt, params, priority=priority))
+                streamed = bool(call.body.stream)
+                streams.append(await self._runner.submit(prompt, params, priority=priority, stream=streamed))
         except BaseException as error:
             _abort(streams)
             if isinstance(error, StructuredOutputError) and call.tools is not None:

@@ -3,7 +3,7 @@
 """Messages and tools in the bodies of chats, every field bounded."""
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
@@ -17,6 +17,26 @@ CallId = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 # An unknown field is an error: silently ignoring a setting would change what the client asked for. So is another type: a number in quotes,
 # a boolean for a number, NaN.
 EXACT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+# What JSON schema can say of roles and what they may have: text or calls of the assistant, and results of tools.
+_ABSENT = {"type": "null"}
+_TEXT = {"type": ["string", "array"]}
+_ROLES: list[dict[str, Any]] = [
+    {
+        "required": ["content"],
+        "properties": {
+            "role": {"enum": ["system", "developer", "user", "assistant"]},
+            "content": _TEXT,
+            "tool_calls": _ABSENT,
+            "tool_call_id": _ABSENT,
+        },
+    },
+    {"required": ["content"], "properties": {"role": {"const": "tool"}, "content": _TEXT, "tool_calls": _ABSENT}},
+    {
+        "required": ["tool_calls"],
+        "properties": {"role": {"const": "assistant"}, "tool_calls": {"type": "array"}, "tool_call_id": _ABSENT},
+    },
+]
 
 
 class TextPart(BaseModel):
@@ -67,7 +87,7 @@ class MessageCall(BaseModel):
 class Message(BaseModel):
     """One message of a conversation."""
 
-    model_config = EXACT
+    model_config: ClassVar[ConfigDict] = {**EXACT, "json_schema_extra": {"anyOf": [*_ROLES]}}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[TextPart], Field(min_length=1, max_length=256)] | None = None

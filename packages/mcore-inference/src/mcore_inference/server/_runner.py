@@ -14,8 +14,10 @@ from mcore_inference.sampling import SamplingParams
 class Runner(Protocol):
     """One engine in its thread (``EngineRunner``), or the engines of a coordinator (``CoordinatedRunner``)."""
 
-    async def submit(self, prompt: Sequence[int], sampling_params: SamplingParams | None = None, *, priority: int = 0) -> RequestStream:
-        """Queue a request and get its stream; lower priorities are served first."""
+    async def submit(
+        self, prompt: Sequence[int], sampling_params: SamplingParams | None = None, *, priority: int = 0, stream: bool = True
+    ) -> RequestStream:
+        """Queue a request and get its stream; lower priorities are served first. Without ``stream`` one increment comes, at the end."""
         ...
 
     @property

@@ -2,9 +2,9 @@
 # Copyright (c) 2026 the mcore authors
 """Bodies the server accepts, every field bounded."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from mcore_inference.sampling import SamplingParams, StructuredOutput
 from mcore_inference.server._messages import EXACT, ChosenTool, Message, Text, Tools
@@ -12,6 +12,14 @@ from mcore_inference.server._messages import EXACT, ChosenTool, Message, Text, T
 MAX_CHOICES = 128
 MAX_PROMPTS = 128
 _MAX_TOKENS = 2**20
+
+# What JSON schema can say of fields that exclude each other.
+_ABSENT: dict[str, Any] = {"type": "null"}
+_PROMPT_ALONE: dict[str, Any] = {
+    "required": ["prompt"],
+    "properties": {"prompt": {"type": "string"}, "messages": _ABSENT, "tools": _ABSENT},
+}
+_MESSAGES_ALONE: dict[str, Any] = {"required": ["messages"], "properties": {"messages": {"type": "array"}, "prompt": _ABSENT}}
 
 ModelName = Annotated[str, StringConstraints(max_length=256)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
@@ -96,7 +104,7 @@ class _Sampling(BaseModel):
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=1024, json_schema_extra={"additionalProperties": False})] | None = None
     user: Annotated[str, StringConstraints(max_length=1024)] | None = None
     response_format: ResponseFormat | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
@@ -202,7 +210,7 @@ class ChatBody(_Sampling):
 class TokenizeBody(BaseModel):
     """Body of ``/tokenize``; either ``prompt`` or ``messages``, with ``tools`` or without."""
 
-    model_config = EXACT
+    model_config: ClassVar[ConfigDict] = {**EXACT, "json_schema_extra": {"oneOf": [_PROMPT_ALONE, _MESSAGES_ALONE]}}
 
     model: ModelName = ""
     prompt: Text | None = None

@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Engines of the ranks of one split model: the first decides, the others repeat its calls in its order."""
+
+import threading
+import time
+import zlib
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from mcore_inference._fields import as_integer, as_number
+from mcore_inference._stability import experimental_api
+from mcore_inference.engine._engine import DynamicInferenceEngine
+from mcore_inference.engine._rank_link import RankLink
+from mcore_inference.engine._weight_broadcast import WeightSender
+from mcore_inference.engine._weights import WeightChunk, WeightLoadError, WeightPolicy, check_policy
+from mcore_inference.requests import DynamicInferenceRequestRecord, Prompt, RankFailedError
+from mcore_inference.sampling import SamplingParams
+from mcore_parallel.groups import connect
+
+_MAX_UNACKNOWLEDGED = 4
+"""Steps that the first rank may be ahead of another."""
+
+
+@experimental_api
+@dataclass(frozen=True, kw_only=True)
+class LockstepConfig:
+    """Patience with the ranks of a split engine.
+
+    Raises:
+        ValueError: a field out of its range.
+    """
+
+    join_timeout_s: float = 600.0
+    """Seconds until all ranks are there."""
+    silence_timeout_s: float = 30.0
+    """Seconds without a sign of life after which a rank is lost."""
+    step_timeout_s: float = 120.0
+    """Seconds that a rank gets for a step."""
+
+    def __post_init__(self) -> None:
+        for name in ("join_timeout_s", "silence_timeout_s", "step_timeout_s"):
+            as_number(name, getattr(self, name), 0.1, 1e6)
+
+
+def open_group(engine: DynamicInferenceEngine, config: LockstepConfig) -> dist.ProcessGroup:
+    """A gloo group of the tp ranks, for their messages; all of them call this.
+
+    Raises:
+        TimeoutError: not all ranks came.
+    """
+    tp = engine.model.groups.tp
+    try:
+        group = connect(tp.ranks, tp.ranks[tp.rank], backend="gloo", timeout_s=config.join_timeout_s, name="mcore-lockstep", local=True)
+    except RuntimeError as error:
+        others = [rank for rank in range(tp.size) if rank != tp.rank]
+        raise TimeoutError(
+            f"tp ranks {others} did not all come within join_timeout_s={config.join_timeout_s:g}; rank 0 makes the runner, each other rank "
+            "calls follow_runner(engine)"
+        ) from error
+    assert group.pg is not None, "this rank is one of them"
+    return group.pg
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a message came to on one rank."""
+
+    kind: str = ""
+    """Class of the error; empty for none."""
+    text: str = ""
+    digest: int = 0
+    """Of all tokens of finished requests so far."""
+    has_weights: bool = True
+    """Whether no load failed half-way."""
+
+    @classmethod
+    def of(cls, error: Exception | None, digest: int, engine: DynamicInferenceEngine) -> "Outcome":
+        kind = "" if error is None else type(error).__name__
+        return cls(kind, f"{kind}: {error}"[:1000] if kind else "", digest, engine.weights.are_complete)
+
+
+@dataclass
+class _Pending:
+    """A message whose outcome is not known on all ranks."""
+
+    is_step: bool
+    acks: dict[int, Outcome]
+    due: float | None = None
+    """When a rank without an acknowledgement is late; None while this rank works itself on a call that may take long."""
+    own: Outcome | None = None
+
+
+def digest_of(records: Iterable[DynamicInferenceRequestRecord], digest: int) -> int:
+    """Add the tokens of finished requests to a checksum."""
+    for record in records:
+        digest = zlib.crc32(array("q", [record.request_id, *record.generated_tokens]).tobytes(), digest)
+    return digest
+
+
+class LockstepLeader:
+    """Calls of an engine, sent to the engines of the other tp ranks as well.
+
+    What changes no memory of the device waits for the next step and goes with it in one message. A step does not wait for the others:
+    their acknowledgements are compared later, by class of error and tokens. Loads, ``suspend`` and ``resume`` wait.
+
+    Args:
+        engine: of tp rank 0.
+        config: time-outs.
+        on_failure: called once, in another thread, when a rank is lost, late or did something else; no call comes back to life then.
+
+    Raises:
+        TimeoutError: not all ranks came.
+    """
+
+    def __init__(self, engine: DynamicInferenceEngine, config: LockstepConfig, on_failure: Callable[[RankFailedError], None]) -> None:
+        self.engine = engine
+        self._config, self._on_failure = config, on_failure
+        self._changed = threading.Condition()
+        self._failure: RankFailedError | None = None
+        self._calls: list[dict[str, Any]] = []
+        self._pending: dict[int, _Pending] = {}
+        self._number = 0
+        self._digest = 0
+        self._num_ranks = engine.model.groups.tp.size
+        self._pg = open_group(engine, config)
+        self._links = [
+            RankLink(self._pg, rank, silence_s=config.silence_timeout_s, on_message=self._receive, on_lost=self._fail)
+            for rank in range(1, self._num_ranks)
+        ]
+
+    # -- calls -------------------------------------------------------------------------------------------------------
+
+    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0) -> int:
+        """As of the engine; the others get what it accepted, as tokens."""
+        self._check()
+        number = self.engine.add_request(prompt, sampling_params, priority=priority)
+        try:
+            record = self.engine.get_request(number)
+        except KeyError:
+            # It had nothing to compute.
+            return number
+        settings = None if sampling_params is None else sampling_params.serialize()
+        self._calls.append({"call": "add", "id": number, "tokens": record.prompt_tokens, "params": settings, "priority": priority})
+        return number
+
+    def abort(self, request_id: int) -> DynamicInferenceRequestRecord | None:
+        """As of the engine."""
+        record = self.engine.abort(request_id)
+        if record is not None:
+            self._calls.append({"call": "abort", "id": request_id})
+        return record
+
+    def hold_queue(self, hold: bool) -> None:
+        """As of the engine."""
+        self.engine.hold_queue(hold)
+        self._calls.append({"call": "hold", "hold": hold})
+
+    def step(self) -> list[DynamicInferenceRequestRecord]:
+        """As of the engine.
+
+        Raises:
+            RankFailedError: a rank is lost, late, or did something else.
+            Exception: what the step raised on all ranks alike.
+        """
+        self._wait(lambda: len(self._pending) < _MAX_UNACKNOWLEDGED)
+        number = self._send({"step": True}, is_step=True)
+        error: Exception | None = None
+        finished: list[DynamicInferenceRequestRecord] = []
+        try:
+            finished = self.engine.step()
+        except Exception as raised:
+            error = raised
+        self._digest = digest_of(finished, self._digest)
+        self._finish(number, Outcome.of(error, self._digest, self.engine))
+        if error is not None:
+            # Only what failed everywhere has left the ranks equal.
+            self._wait(lambda: number not in self._pending)
+            raise error
+        return finished
+
+    def load_weights(self, chunks: Iterable[WeightChunk], version: int | None = None, *, in_flight: WeightPolicy = "recompute") -> None:
+        """As of the engine; the chunks are read here and sent by buckets. A load that one rank refuses fails on all."""
+        check_policy(in_flight)
+        version = self.engine.weight_version + 1 if version is None else as_integer("version", version, 0, 2**63 - 1)
+        sender = WeightSender(self.engine.model.groups.tp, self.engine.context.device, self._broadcast)
+
+        def load() -> None:
+            try:
+                self.engine.load_weights(sender.chunks(chunks), version, in_flight=in_flight)
+            finally:
+                sender.end()
+
+        error, outcomes = self._everywhere({"load": version, "in_flight": in_flight}, load)
+        failed = _failed(outcomes)
+        if error is None and not failed:
+            return
+        as_before = self.engine.weights.are_complete and all(outcome.has_weights for outcome in outcomes.values())
+        if error is None or len(failed) < len(outcomes) or not as_before:
+            self._everywhere({"call": "invalidate"}, lambda: invalidate_weights(self.engine))
+        if error is not None:
+            raise error
+        rank, outcome = next(iter(failed.items()))
+        raise WeightLoadError(f"tp rank {rank} refused the weights: {outcome.text}")
+
+    def suspend(self) -> None:
+        """As of the engine; returns when all ranks have freed their caches."""
+        error, outcomes = self._everywhere({"call": "suspend"}, self.engine.suspend)
+        self._check_all("suspend", error, outcomes)
+
+    def resume(self) -> None:
+        """As of the engine. Where a rank has no memory, all stay suspended."""
+        error, outcomes = self._everywhere({"call": "resume"}, self.engine.resume)
+        if error is not None or _failed(outcomes):
+            self.suspend()
+        self._check_all("resume", error, outcomes)
+
+    def close(self, reason: str | None = None) -> None:
+        """Let the others end, with an error where there is a reason for one."""
+        for link in self._links:
+            link.end(reason)
+        if self._failure is None:
+            for link in self._links:
+                link.join(self._config.silence_timeout_s)
+            dist.destroy_process_group(self._pg)
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _check_all(self, name: str, error: Exception | None, outcomes: dict[int, Outcome]) -> None:
+        if error is not None:
+            raise error
+        for rank, outcome in _failed(outcomes).items():
+            raise RuntimeError(f"{name} failed on tp rank {rank}: {outcome.text}")
+
+    def _everywhere(self, message: dict[str, Any], run: Callable[[], None]) -> tuple[Exception | None, dict[int, Outcome]]:
+        """Do something on all ranks, and wait for them: the error here, and the outcomes of the others."""
+        self._check()
+        number = self._send(message, is_step=False)
+        error: Exception | None = None
+        try:
+            run()
+        except Exception as raised:
+            error = raised
+        with self._changed:
+            pending = self._pending.get(number)
+        self._finish(number, Outcome.of(error, self._digest, self.engine))
+        self._wait(lambda: number not in self._pending)
+        return error, {} if pending is None else dict(sorted(pending.acks.items()))
+
+    def _send(self, message: dict[str, Any], *, is_step: bool) -> int:
+        """Send what happened since the last message, and what happens now."""
+        self._number += 1
+        calls, self._calls = self._calls, []
+        with self._changed:
+            due = time.monotonic() + self._config.step_timeout_s if is_step else None
+            self._pending[self._number] = _Pending(is_step, {}, due)
+        if "call" in message:
+            calls, message = [*calls, message], {}
+        self._broadcast({"number": self._number, "calls": calls, **message})
+        return self._number
+
+    def _broadcast(self, message: dict[str, Any]) -> None:
+        for link in self._links:
+            link.send(message)
+
+    def _finish(self, number: int, outcome: Outcome) -> None:
+        with self._changed:
+            pending = self._pending.get(number)
+            if pending is not None:
+                pending.own = outcome
+                pending.due = time.monotonic() + self._config.step_timeout_s
+        self._compare(number)
+
+    def _receive(self, rank: int, message: dict[str, Any]) -> None:
+        """In a thread of a link."""
+        now = time.monotonic()
+        if "number" in message:
+            number = message["number"]
+            with self._changed:
+                pending = self._pending.get(number)
+                if pending is None:
+                    return
+                outcome = pending.acks[rank] = Outcome(**message["outcome"])
+                if outcome.kind and pending.own is None and pending.is_step:
+                    # This rank may wait in the model for one that has left it.
+                    pending.due = min(pending.due or now, now + self._config.silence_timeout_s)
+            self._compare(number)
+        elif "end" in message:
+            if self._failure is None and message["end"] is not None:
+                self._fail(RankFailedError(rank, f"ended: {message['end']}"))
+        else:
+            self._check_late(now)
+
+    def _compare(self, number: int) -> None:
+        """Forget a message that all ranks are done with; where one step had two outcomes, the ranks are no more in step."""
+        failure: RankFailedError | None = None
+        with self._changed:
+            pending = self._pending.get(number)
+            if pending is None or pending.own is None:
+                return
+            for rank, outcome in pending.acks.items():
+                if pending.is_step and (outcome.kind, outcome.digest) != (pending.own.kind, pending.own.digest):
+                    what = outcome.text or ("drew other tokens" if outcome.kind == pending.own.kind else "it succeeded")
+                    failure = RankFailedError(rank, f"is not in step {number}: {what}, and rank 0: {pending.own.text or 'it succeeded'}")
+            if len(pending.acks) == self._num_ranks - 1:
+                del self._pending[number]
+            self._changed.notify_all()
+        if failure is not None:
+            self._fail(failure)
+
+    def _check_late(self, now: float) -> None:
+        with self._changed:
+            late = [(number, pending) for number, pending in self._pending.items() if pending.due is not None and now > pending.due]
+        for number, pending in late:
+            failed = {rank: outcome for rank, outcome in pending.acks.items() if outcome.kind}
+            missing = [rank for rank in range(1, self._num_ranks) if rank not in pending.acks]
+            if failed:
+                rank, outcome = next(iter(failed.items()))
+                self._fail(RankFailedError(rank, f"failed in step {number}: {outcome.text}"))
+            elif missing:
+                self._fail(RankFailedError(missing[0], f"did not end step {number} within {self._config.step_timeout_s:g} s"))
+
+    def _fail(self, failure: RankFailedError) -> None:
+        with self._changed:
+            if self._failure is not None:
+                return
+            self._failure = failure
+            self._changed.notify_all()
+        self._on_failure(failure)
+        for link in self._links:
+            link.end(str(failure))
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _wait(self, is_done: Callable[[], bool]) -> None:
+        """Until something holds; late ranks end the wait."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None or is_done())
+        self._check()
+
+
+def _failed(outcomes: Mapping[int, Outcome]) -> dict[int, Outcome]:
+    return {rank: outcome for rank, outcome in outcomes.items() if outcome.kind}
+
+
+def invalidate_weights(engine: DynamicInferenceEngine) -> None:
+    """Let an engine refuse to step until a load succeeds, and forget what old and new weights may have computed."""
+    engine.weights.are_complete = False
+    engine.reset_prefix_cache()
+
+
+def apply_calls(engine: DynamicInferenceEngine, calls: Sequence[dict[str, Any]]) -> None:
+    """Repeat calls of the first rank."""
+    for call in calls:
+        name = call["call"]
+        if name == "add":
+            params = None if call["params"] is None else SamplingParams.deserialize(call["params"])
+            engine.add_request(call["tokens"], params, request_id=call["id"], priority=call["priority"])
+        elif name == "abort":
+            engine.abort(call["id"])
+        elif name == "hold":
+            engine.hold_queue(call["hold"])
+        elif name == "suspend":
+            engine.suspend()
+        elif name == "resume":
+            engine.resume()
+        elif name == "invalidate":
+            invalidate_weights(engine)
+        else:
+            raise AssertionError(f"the ranks of one engine run one version, and {name} is of another")

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""A step through the stages of a pipeline: hidden states go from stage to stage, logits from the last to all."""
+
+import torch
+from torch import Tensor
+
+from mcore_inference.context import StepInputs
+from mcore_parallel import named_buffer_shards, named_shards
+from mcore_parallel.comm import TensorSpec, all_gather, all_reduce, recv, send
+from mcore_parallel.models import GPTModel, ModelOutput
+
+
+class Pipeline:
+    """The stages of a model, of which this rank holds one. All ranks run the same steps, and draw the same tokens from the same logits.
+
+    Args:
+        model: one stage.
+    """
+
+    def __init__(self, model: GPTModel) -> None:
+        self._model, self._group = model, model.groups.pp
+
+    def logits(self, inputs: StepInputs, rows_N: Tensor) -> Tensor:
+        """[N, V] of these tokens of the step, over the whole vocabulary, on every stage."""
+        model, group = self._model, self._group
+        x = inputs.tokens_T
+        if not model.is_first:
+            shape = len(inputs.tokens_T), model.config.hidden_size
+            x = recv(TensorSpec(shape=shape, dtype=model.dtype, device=x.device), group, group.rank - 1)
+        output, _ = model(x, inputs.step)
+        if isinstance(output, ModelOutput):
+            logits_NV = all_gather(output.logits(rows_N), model.groups.tp, dim=1)
+        else:
+            send(output, group, group.rank + 1)
+            logits_NV = torch.zeros((len(rows_N), model.config.vocab_size), dtype=model.dtype, device=x.device)
+        # Zeros of the other stages change nothing.
+        return all_reduce(logits_NV, group)
+
+
+def names_elsewhere(model: GPTModel) -> frozenset[str]:
+    """Parameters and buffers that only other stages of the pipeline hold; all its ranks call this."""
+    group = model.groups.pp
+    if group.size == 1:
+        return frozenset()
+    own = [shard.name for shard in (*named_shards(model), *named_buffer_shards(model))]
+    device = next(model.parameters()).device
+    data = torch.frombuffer(bytearray("\n".join(own).encode()), dtype=torch.uint8).to(device)
+    sizes = all_gather(torch.tensor([len(data)], device=device), group).tolist()
+    rows = torch.nn.functional.pad(data, (0, max(sizes) - len(data))).unsqueeze(0)
+    texts = [bytes(row[:size]).decode() for row, size in zip(all_gather(rows, group).tolist(), sizes, strict=True)]
+    return frozenset(name for text in texts for name in text.split("\n")) - set(own)

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""What a request gains, on its way from an engine's thread to an event loop."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from mcore_inference._stability import experimental_api
+from mcore_inference.requests import DynamicInferenceRequestRecord
+
+__all__ = ["Increment", "News", "RequestStream", "call_in", "deliver", "settle"]
+
+
+@experimental_api
+@dataclass(frozen=True, kw_only=True)
+class Increment:
+    """What a request gained since the last increment."""
+
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    top_n_logprobs: list[dict[int, float]] = field(default_factory=list)
+    text: str = ""
+    record: DynamicInferenceRequestRecord | None = None
+    """The finished record, with the last increment only."""
+
+
+@experimental_api
+class RequestStream:
+    """Increments of one request, for one event loop.
+
+    Iterate it to the end, or ``abort`` it: an abandoned request goes on for nobody.
+    """
+
+    def __init__(self, abort: Callable[[int], None], loop: asyncio.AbstractEventLoop, *, whole: bool = False) -> None:
+        self._abort = abort
+        self.loop = loop
+        self.whole = whole
+        """One increment at the end, with everything."""
+        self._queue: asyncio.Queue[Increment | Exception] = asyncio.Queue()
+        self.request_id = -1
+        # Owned by the engine's thread:
+        self.num_tokens = 0
+        self.num_characters = 0
+
+    def __aiter__(self) -> AsyncIterator[Increment]:
+        return self._increments()
+
+    async def _increments(self) -> AsyncIterator[Increment]:
+        while True:
+            item = await self._queue.get()
+            if isinstance(item, Exception):
+                raise item
+            yield item
+            if item.record is not None:
+                return
+
+    async def record(self) -> DynamicInferenceRequestRecord:
+        """The finished record.
+
+        Raises:
+            EngineDeadError: the engine failed or was closed before the request ended.
+        """
+        async for increment in self:
+            if increment.record is not None:
+                return increment.record
+        raise AssertionError("a stream ends with a record or an error")
+
+    def abort(self) -> None:
+        """End the request at the next step; nothing happens when it has ended."""
+        self._abort(self.request_id)
+
+    def deliver(self, item: Increment | Exception) -> None:
+        """From any thread."""
+        call_in(self.loop, self.put, item)
+
+    def put(self, item: Increment | Exception) -> None:
+        """In the thread of the event loop."""
+        self._queue.put_nowait(item)
+
+
+News = tuple[RequestStream, Increment | Exception]
+
+
+def deliver(news: Iterable[News]) -> None:
+    """Put into streams what is new, with one call into each event loop."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[News]] = {}
+    for stream, item in news:
+        by_loop.setdefault(stream.loop, []).append((stream, item))
+    for loop, items in by_loop.items():
+        call_in(loop, _put_all, items)
+
+
+def _put_all(items: Iterable[News]) -> None:
+    for stream, item in items:
+        stream.put(item)
+
+
+def call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: object) -> None:
+    """Call in a loop's thread; a loop that is closed has nobody waiting any more."""
+    if not loop.is_closed():
+        try:
+            loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:
+            assert loop.is_closed()
+
+
+def settle(future: "asyncio.Future[Any]", value: Any, error: Exception | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(value)
+    else:
+        future.set_exception(error)

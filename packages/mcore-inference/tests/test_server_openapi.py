@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The server keeps its OpenAPI document, whatever is sent."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+
+from mcore_inference.server import InferenceServer, serve
+from mcore_parallel.data import ByteTokenizer
+
+schemathesis = pytest.importorskip("schemathesis")
+
+Make = Callable[..., Any]
+LABELS = {
+    "GET /health": 1,
+    "GET /metrics": 1,
+    "GET /v1/models": 1,
+    "GET /v1/models/{model}": 1,
+    "POST /v1/completions": 50,
+    "POST /v1/chat/completions": 30,
+    "POST /tokenize": 25,
+    "POST /detokenize": 25,
+}
+"""Requests to each."""
+TOKEN = {"Authorization": "Bearer secret"}
+
+
+@pytest.fixture(scope="module")
+def server(make_model: Make, make_engine: Make) -> Iterator[InferenceServer]:
+    engine = make_engine(make_model(vocab_size=272, dtype=torch.float32, layers=1), ByteTokenizer(), max_sequence_length=48)
+    with serve(engine, token="secret", tool_call_parser=None) as running:
+        yield running
+
+
+def whole(value: Any) -> Any:
+    """JSON schema knows no difference between 1 and 1.0, and the server takes only the first for an integer."""
+    if isinstance(value, dict):
+        return {key: whole(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [whole(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def answers(cases: Any, count: int, **options: Any) -> Counter[int]:
+    """How often each status was answered; every answer is checked."""
+    statuses: Counter[int] = Counter()
+
+    @settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate],
+    )
+    @given(case=cases)
+    def check(case: Any) -> None:
+        case.body = whole(case.body)
+        statuses[case.call_and_validate(headers=TOKEN, timeout=30, **options).status_code] += 1
+
+    check()
+    return statuses
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("mode", ["positive", "negative"])
+def test_answers_are_those_of_the_document(server: InferenceServer, mode: str) -> None:
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json", headers=TOKEN)
+    schemathesis.checks.load_all_checks()
+    # Schemas do not say that a token is outside of the vocabulary, that a grammar is wrong or that some fields exclude each other.
+    unsaid = schemathesis.checks.CHECKS.get_by_names(["positive_data_acceptance"])
+    operations = {operation.label: operation for operation in (result.ok() for result in schema.get_all_operations())}
+    assert set(operations) == set(LABELS)
+    for label, operation in operations.items():
+        if mode == "negative" and label.startswith("GET"):
+            # Nothing of it can be wrong.
+            continue
+        strategy = operation.as_strategy(generation_mode=schemathesis.GenerationMode(mode))
+        statuses = answers(strategy, LABELS[label], excluded_checks=unsaid)
+        assert statuses[200 if mode == "positive" else 422] > 0, (label, statuses)
+    assert httpx.get(f"{server.url}/health").json() == {"status": "ok", "last_step_age_s": None, "unfinished_requests": 0}
+
+
+def test_the_document_is_behind_the_token(server: InferenceServer) -> None:
+    assert httpx.get(f"{server.url}/openapi.json").status_code == 401
+    document = httpx.get(f"{server.url}/openapi.json", headers=TOKEN).json()
+    assert document["openapi"].startswith("3.1") and "bearer" in document["components"]["securitySchemes"]
