@@ -249,7 +249,7 @@ def fail_on_one_rank() -> str:
 @pytest.mark.world(2)
 def test_a_rank_whose_rollouts_fail_is_named_on_the_others(world) -> None:
     one, other = world(fail_on_one_rank)
-    assert one.startswith("RuntimeError: rollouts failed on other ranks: {1:") and "no problems here" in one
+    assert one.startswith("RuntimeError: ranks failed: {1:") and "no problems here" in one
     assert other == "ConnectionError: no problems here"
 
 

@@ -7,6 +7,8 @@ from mcore_rl._aggregation import Aggregation
 from mcore_rl._config import GRPOConfig
 from mcore_rl._correction import ImportanceCorrection, MismatchReport
 from mcore_rl._critic import Critic, ValueObjective
+from mcore_rl._disjoint import DisjointLoop, RolloutServer
+from mcore_rl._dpo import dpo_iteration, preference_margins
 from mcore_rl._gae import GAEConfig
 from mcore_rl._kl import kl_estimate
 from mcore_rl._loop import IterationReport, grpo_iteration
@@ -15,6 +17,7 @@ from mcore_rl._objective import GRPOObjective, calculate_grpo_loss
 from mcore_rl._packed import PackingContext
 from mcore_rl._packing import PackingConfig, balance
 from mcore_rl._pass_at import pass_at_k
+from mcore_rl._placement import Placement, RankTimeoutError
 from mcore_rl._policy_loss import PolicyLossConfig
 from mcore_rl._preference import DPOObjective, pair_batches
 from mcore_rl._reference import FrozenWeights, with_old_logprobs, with_ref_logprobs
@@ -30,6 +33,7 @@ from mcore_rl._types import (
     InferenceRequest,
     InferenceResponse,
     RewardEvaluationResult,
+    Rollout,
     TokenRollout,
 )
 from mcore_rl._update import Learner
@@ -37,24 +41,33 @@ from mcore_rl.agent import (
     BestAndWorst,
     ContrastiveRollout,
     ContrastiveRolloutGenerator,
+    Episode,
     EvaluationAgent,
     GroupedRolloutGenerator,
+    JudgedAgent,
+    MultiTurnAgent,
     NumberedProblems,
+    PreferencePairs,
     Problem,
     RewardOnlyAgent,
+    RolloutGenerator,
+    TokenizedRolloutGenerator,
     WeightedMultiTask,
 )
-from mcore_rl.inference import InferenceInterface, MegatronLocal
+from mcore_rl.inference import ChatInferenceInterface, HFInference, InferenceInterface, MegatronChatLocal, MegatronLocal
 
 __all__ = [
     "AdvantageConfig",
     "Aggregation",
     "BatchStyle",
     "BestAndWorst",
+    "ChatInferenceInterface",
     "ContrastiveRollout",
     "ContrastiveRolloutGenerator",
     "Critic",
     "DPOObjective",
+    "DisjointLoop",
+    "Episode",
     "EvaluationAgent",
     "EvaluationResponse",
     "FrozenWeights",
@@ -63,27 +76,38 @@ __all__ = [
     "GRPOObjective",
     "GenericGenerationArgs",
     "GroupedRolloutGenerator",
+    "HFInference",
     "ImportanceCorrection",
     "InferenceInterface",
     "InferenceRequest",
     "InferenceResponse",
     "IterationReport",
+    "JudgedAgent",
     "Learner",
+    "MegatronChatLocal",
     "MegatronLocal",
     "MemorySwitch",
     "MismatchReport",
+    "MultiTurnAgent",
     "NumberedProblems",
     "OverlongPenalty",
     "PackingConfig",
     "PackingContext",
+    "Placement",
     "PolicyLossConfig",
+    "PreferencePairs",
     "Problem",
+    "RankTimeoutError",
     "RefitPlan",
     "RefitPlanError",
     "RefitTimeoutError",
     "RewardEvaluationResult",
     "RewardOnlyAgent",
+    "Rollout",
+    "RolloutGenerator",
+    "RolloutServer",
     "TokenRollout",
+    "TokenizedRolloutGenerator",
     "TrajectoryBatches",
     "ValueObjective",
     "WeightCopy",
@@ -95,6 +119,7 @@ __all__ = [
     "balance",
     "calculate_grpo_loss",
     "deprecated",
+    "dpo_iteration",
     "experimental_api",
     "gather_weights",
     "group_relative_advantages",
@@ -104,6 +129,7 @@ __all__ = [
     "pair_batches",
     "pass_at_k",
     "plan_refit",
+    "preference_margins",
     "refit",
     "rollout_batches",
     "with_old_logprobs",

@@ -4,7 +4,9 @@
 
 import asyncio
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -40,29 +42,42 @@ def collect(
     own, num_filtered = [], 0
     failure: Exception | None = None
     try:
-        own, num_filtered = asyncio.run(_ask(config, agent, interface, len(range(world.rank, config.num_groups, world.size))))
+        own, num_filtered = asyncio.run(ask(config, agent, interface, len(range(world.rank, config.num_groups, world.size))))
     except Exception as error:
         failure = error
     if world.size == 1:
         if failure is not None:
             raise failure
-        return _checked(config, Collection(groups=own, num_filtered=num_filtered))
+        return checked(config, Collection(groups=own, num_filtered=num_filtered))
     # A rank that raised at once would leave the others waiting for it.
-    sent = {
-        "failure": failure and repr(failure),
-        "groups": [[rollout.to_json() for rollout in group] for group in own],
-        "num_filtered": num_filtered,
-    }
-    gathered = all_gather_json(sent, world, device)
+    gathered = all_gather_json(share(own, num_filtered, failure), world, device)
     if failure is not None:
         raise failure
-    if failed := {rank: part["failure"] for rank, part in enumerate(gathered) if part["failure"] is not None}:
-        raise RuntimeError(f"rollouts failed on other ranks: {failed}")
-    rollouts = [[TokenRollout.from_json(rollout) for rollout in group] for part in gathered for group in part["groups"]]
-    return _checked(config, Collection(groups=rollouts, num_filtered=sum(part["num_filtered"] for part in gathered)))
+    return checked(config, joined(gathered))
 
 
-def _checked(config: GRPOConfig, collected: Collection) -> Collection:
+def share(groups: Sequence[Sequence[TokenRollout]], num_filtered: int, failure: BaseException | None) -> dict[str, Any]:
+    """What a rank tells the others, as JSON."""
+    return {
+        "failure": failure and repr(failure),
+        "groups": [[rollout.to_json() for rollout in group] for group in groups],
+        "num_filtered": num_filtered,
+    }
+
+
+def joined(shares: Sequence[Mapping[str, Any]]) -> Collection:
+    """The rollouts of all ranks, in their order.
+
+    Raises:
+        RuntimeError: ranks failed; carries what they raised.
+    """
+    if failed := {rank: part["failure"] for rank, part in enumerate(shares) if part["failure"] is not None}:
+        raise RuntimeError(f"ranks failed: {failed}")
+    rollouts = [[TokenRollout.from_json(rollout) for rollout in group] for part in shares for group in part["groups"]]
+    return Collection(groups=rollouts, num_filtered=sum(part["num_filtered"] for part in shares))
+
+
+def checked(config: GRPOConfig, collected: Collection) -> Collection:
     """Raises:
     RuntimeError: nothing is there to train on.
     """
@@ -74,10 +89,10 @@ def _checked(config: GRPOConfig, collected: Collection) -> Collection:
     return collected
 
 
-async def _ask(
+async def ask(
     config: GRPOConfig, agent: GroupedRolloutGenerator, interface: InferenceInterface, num_groups: int
 ) -> tuple[list[list[TokenRollout]], int]:
-    """This rank's groups, as many as are there in time, and how many others replaced."""
+    """Groups of this rank, as many as are there in time, and how many others replaced."""
     groups: list[list[TokenRollout]] = []
     equal: list[list[TokenRollout]] = []
     num_asked, most = 0, int(num_groups * config.max_filter_ratio)

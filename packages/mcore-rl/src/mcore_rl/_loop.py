@@ -4,13 +4,17 @@
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from mcore_parallel.training import TrainReport
-from mcore_rl._collect import collect
+from mcore_parallel.training.distill import DistillationObjective
+from mcore_rl._aggregation import Aggregation
+from mcore_rl._collect import Collection, collect
 from mcore_rl._config import GRPOConfig
 from mcore_rl._objective import GRPOObjective
+from mcore_rl._preference import DPOObjective
 from mcore_rl._refit import WeightSink
 from mcore_rl._stability import experimental_api
 from mcore_rl._transfer import refit
@@ -34,12 +38,14 @@ class IterationReport:
     num_filtered: int
     """Groups of equal rewards that others replaced."""
     updates: tuple[TrainReport, ...]
-    """In their order; none where only the critic was trained."""
+    """In their order; none where only the critic was trained, or on a rank that only serves."""
     rollout_s: float
     train_s: float
     refit_s: float
     critic_updates: tuple[TrainReport, ...] = ()
     """Of the critic of PPO."""
+    lag: int = 0
+    """Refits between the weights that drew the rollouts and those that were trained on them."""
 
     @property
     def train(self) -> TrainReport:
@@ -76,7 +82,7 @@ def grpo_iteration(
         ValueError: what cannot be trained on, before anything is generated; a reward that is no finite number.
         RuntimeError: rollouts failed on some rank, none is there in time, or none of them counts.
     """
-    _check(config, learner)
+    check_iteration(config, learner)
     if not train_policy and learner.critic is None:
         raise ValueError("train_policy=False leaves nothing to train without a critic; pass Learner(critic=...)")
     config.memory.check(optimizer=learner.optimizer, sync=learner.sync, engine=engine)
@@ -92,15 +98,9 @@ def grpo_iteration(
         raise RuntimeError(f"no token of the rollouts counts: mask_truncated={config.mask_truncated}, and all are truncated or empty")
     if updates:
         refit(model, groups, engine, learner.transfer)
-    flat = [rollout for group in collected.groups for rollout in group]
-    rewards = torch.tensor([rollout.reward for rollout in flat], dtype=torch.float64)
-    return IterationReport(
-        mean_reward=rewards.mean().item(),
-        std_reward=rewards.std(correction=0).item(),
-        mean_length=sum(sum(rollout.generation_mask) for rollout in flat) / len(flat),
-        num_rollouts=len(flat),
-        num_dropped=config.num_groups * config.group_size - len(flat),
-        num_filtered=collected.num_filtered,
+    return iteration_report(
+        config,
+        collected,
         updates=tuple(updates),
         critic_updates=tuple(critic_updates),
         rollout_s=rolled_out - begin,
@@ -109,7 +109,22 @@ def grpo_iteration(
     )
 
 
-def _check(config: GRPOConfig, learner: Learner) -> None:
+def iteration_report(config: GRPOConfig, collected: Collection, *, num_asked: int | None = None, **parts: Any) -> IterationReport:
+    """What the rollouts say of an iteration, with the other fields of its report; None for as many answers as the config asks for."""
+    flat = [rollout for group in collected.groups for rollout in group]
+    rewards = torch.tensor([rollout.reward for rollout in flat], dtype=torch.float64)
+    return IterationReport(
+        mean_reward=rewards.mean().item(),
+        std_reward=rewards.std(correction=0).item(),
+        mean_length=sum(sum(rollout.generation_mask) for rollout in flat) / len(flat),
+        num_rollouts=len(flat),
+        num_dropped=(config.num_groups * config.group_size if num_asked is None else num_asked) - len(flat),
+        num_filtered=collected.num_filtered,
+        **parts,
+    )
+
+
+def check_iteration(config: GRPOConfig, learner: Learner) -> None:
     """Whether an iteration can be trained on, before it is generated."""
     objective, reference, groups = learner.objective, learner.reference, learner.groups
     count = config.num_groups * config.group_size
@@ -129,6 +144,16 @@ def _check(config: GRPOConfig, learner: Learner) -> None:
         )
     if config.kl_in_reward and reference is None:
         raise ValueError(f"kl_in_reward={config.kl_in_reward} needs a frozen reference; pass reference, or set kl_in_reward=0")
+    if isinstance(objective, DPOObjective):
+        raise ValueError("DPOObjective learns from pairs; call dpo_iteration")
+    if (learner.teacher is None) == isinstance(objective, DistillationObjective):
+        given = "None" if learner.teacher is None else "given"
+        raise ValueError(
+            f"teacher={given} and an objective of {type(objective).__name__} do not go together: DistillationObjective compares with "
+            "Learner(teacher=...), and nothing else does; pass both or neither"
+        )
+    if learner.teacher is not None and config.aggregation != Aggregation():
+        raise ValueError(f"aggregation={config.aggregation} has no effect on a distillation, a mean over tokens; leave it at its default")
     if not isinstance(objective, GRPOObjective):
         return
     if objective.kl_beta and reference is None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mcore_parallel import ProcessGroups
 from mcore_parallel.training import Batch, score
 from mcore_rl._stability import experimental_api
+from mcore_rl._trajectories import routed_afresh
 
 
 @experimental_api
@@ -78,8 +79,11 @@ def token_logprobs(
 def with_ref_logprobs(
     reference: nn.Module | FrozenWeights, batches: Sequence[Batch], groups: ProcessGroups, *, temperature: float = 1.0
 ) -> list[Batch]:
-    """The batches with ``ref_logprobs`` [B, S] of their labels in ``extras``; arguments as of ``token_logprobs``."""
-    return _with(batches, "ref_logprobs", token_logprobs(reference, batches, groups, temperature=temperature))
+    """The batches with ``ref_logprobs`` [B, S] of their labels in ``extras``; arguments as of ``token_logprobs``.
+
+    The reference routes its tokens itself, whatever routing of the policy the batches hold.
+    """
+    return _with(batches, "ref_logprobs", token_logprobs(reference, routed_afresh(batches), groups, temperature=temperature))
 
 
 @experimental_api

@@ -55,6 +55,7 @@ class TrajectoryBatches:
     """Micro-batches, and the place of each trajectory in them.
 
     Masks, advantages and log-probabilities sit one place to the left of the tokens they belong to. Only tokens the policy wrote count.
+    Recorded routing sits at its tokens, and the forward replays it.
     """
 
     batches: list[Batch]
@@ -121,10 +122,13 @@ def write_batches(
             factors[place.batch, begin:end] = written.to(style.dtype) * factor
     # What stands behind the last token that counts reaches no loss, and takes no expert's time.
     valid = real_tokens(mask.view(-1, S)) if cu_seqlens is None else None if bool(real.all()) else real
+    valid = None if valid is None else valid.view(count, B * S)
     extras = {"advantages": torch.zeros_like(mask), "inference_logprobs": logprobs, "loss_factors": factors}
+    if (routed := _routed_experts(rollouts, places, (count, B * S))) is not None:
+        extras["routed_experts"] = routed
 
     def part(values: Tensor, number: int) -> Tensor:
-        return values.view(count, B, S)[number].to(style.device)
+        return values[number].to(style.device).view(B, S, *values.shape[2:])
 
     return [
         Batch(
@@ -136,6 +140,32 @@ def write_batches(
             extras={name: part(values, i) for name, values in extras.items()},
         )
         for i in range(count)
+    ]
+
+
+def _routed_experts(rollouts: Sequence[TokenRollout], places: Sequence[Place], shape: tuple[int, int]) -> Tensor | None:
+    """[batches, B * S, L, K], -1 for tokens that are routed afresh; None where nothing was recorded.
+
+    Raises:
+        ValueError: recorded by models of several shapes.
+    """
+    sizes = {tuple(rollout.routed_experts.shape[1:]) for rollout in rollouts if rollout.routed_experts is not None}
+    if not sizes:
+        return None
+    if len(sizes) > 1:
+        raise ValueError(f"routed_experts of the rollouts have [layers, experts a token] of {sorted(sizes)}; record them with one model")
+    routed = torch.full((*shape, *sizes.pop()), -1, dtype=torch.int16)
+    for rollout, place in zip(rollouts, places, strict=True):
+        if rollout.routed_experts is not None:
+            routed[place.batch, place.start : place.start + place.num_labels] = rollout.routed_experts
+    return routed
+
+
+def routed_afresh(batches: Sequence[Batch]) -> list[Batch]:
+    """The batches for a model other than the policy, which has a routing of its own."""
+    return [
+        dataclasses.replace(batch, extras={name: value for name, value in batch.extras.items() if name != "routed_experts"})
+        for batch in batches
     ]
 
 

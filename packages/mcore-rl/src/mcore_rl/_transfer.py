@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Weights from the ranks of a trained model to the engines of the same ranks, by a plan, in buckets."""
+"""Weights from the ranks of a trained model to engines on the same ranks or on others, by a plan, in buckets."""
 
 import math
 import time
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from mcore_parallel import Group, ProcessGroups, named_buffer_shards, named_shar
 from mcore_parallel.comm import all_reduce
 from mcore_parallel.training import model_state
 from mcore_rl._exchange import all_gather_json
+from mcore_rl._placement import Placement, RankTimeoutError
 from mcore_rl._refit import WeightSink, undivided
 from mcore_rl._refit_plan import RefitPlan, WeightCopy, WeightShard, plan_refit
 from mcore_rl._stability import experimental_api
@@ -64,7 +65,7 @@ class _Schedule:
 
 @experimental_api
 class WeightTransfer:
-    """Carries weights between two layouts on the same ranks: each rank sends the boxes that others take, and none it does not need.
+    """Carries weights between two layouts on the same or on disjoint ranks: each sends the boxes that others take, and none it need not.
 
     The plan is made at the first call, and again when a layout has changed. An engine whose ``model`` says its layout takes its own boxes;
     any other takes whole weights.
@@ -89,34 +90,49 @@ class WeightTransfer:
         """Of the last call; None before the first."""
         return None if self._schedule is None else self._schedule.plan
 
-    def weights(self, model: nn.Module, groups: ProcessGroups, engine: object) -> Iterator[tuple[str, Tensor]]:
+    def weights(
+        self, model: nn.Module | None, groups: ProcessGroups | None, engine: object, *, placement: Placement | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Every weight by its name in a tensor of its global shape, of which the boxes that this rank's engine takes are filled.
 
-        All ranks of ``groups.world`` consume it together.
+        All ranks of ``groups.world``, or of ``placement.world``, consume it together.
 
         Args:
-            model: the trained model; parameters may be DTensors, between two steps.
-            groups: its layout.
-            engine: what takes the weights.
+            model: the trained model; parameters may be DTensors, between two steps. None on a rank that only serves.
+            groups: its layout; None with the model.
+            engine: what takes the weights; None on a rank that only trains, on which nothing comes.
+            placement: where trainer and engines have ranks of their own; None when each rank has both.
 
         Raises:
+            ValueError: a rank without a model or an engine, and no placement.
             RefitPlanError: the model and the engine have not the same weights; on every rank.
             RefitTimeoutError: a rank did not come within ``timeout_s``.
         """
-        parts = _parts(model, groups)
-        schedule = self._agreed(parts, _taken(engine), groups.world)
+        if placement is None and (model is None or groups is None or engine is None):
+            raise ValueError("model, groups and engine may be None only where ranks train or serve; pass placement=Placement.split(plan)")
+        world = self._met(placement) if placement is not None else cast(ProcessGroups, groups).world
+        parts = [] if model is None or groups is None else _parts(model, groups)
+        schedule = self._agreed(parts, _taken(engine), world)
         named: dict[str, list[_Part]] = {}
         for part in parts:
             named.setdefault(part.name, []).append(part)
         for number, names in enumerate(schedule.buckets, 1):
             where = f"bucket {number} of {len(schedule.buckets)}, from {names[0]} on"
-            yield from self._bucket(schedule, names, {name: named.get(name, []) for name in names}, groups.world, where)
+            yield from self._bucket(schedule, names, {name: named.get(name, []) for name in names}, world, where)
+
+    def _met(self, placement: Placement) -> Group:
+        """The world of a placement, all of whose ranks are there."""
+        try:
+            placement.gather(None, self.timeout_s, "weights")
+        except RankTimeoutError as error:
+            raise RefitTimeoutError(str(error)) from error
+        return placement.world
 
     def _agreed(self, parts: Sequence[_Part], taken: list[Any] | None, world: Group) -> _Schedule:
         """The schedule of these layouts, which is made anew where any rank's has changed."""
         listing = [[part.name, part.shape, part.box.to_json(), str(part.tensor.dtype).removeprefix("torch.")] for part in parts]
         layout = [listing, taken]
-        device = parts[0].tensor.device if parts else torch.device("cpu")
+        device = parts[0].tensor.device if parts else _device(world)
         changed = all_reduce(torch.tensor([float(self._schedule is None or layout != self._layout)], device=device), world, op="max")
         if self._schedule is None or changed.item():
             self._schedule = self._make(all_gather_json(layout, world, device), world.rank)
@@ -184,16 +200,29 @@ class WeightTransfer:
 
 
 @experimental_api
-def refit(model: nn.Module, groups: ProcessGroups, engine: WeightSink, transfer: WeightTransfer | None = None) -> None:
-    """Copy the weights of a trained model into an engine; every rank of ``groups`` calls it with an engine of its own.
+def refit(
+    model: nn.Module | None,
+    groups: ProcessGroups | None,
+    engine: WeightSink | None,
+    transfer: WeightTransfer | None = None,
+    *,
+    placement: Placement | None = None,
+) -> None:
+    """Copy the weights of a trained model into engines; every rank of ``groups``, or of ``placement``, calls it.
 
     Args:
         model: as of ``WeightTransfer.weights``.
         groups: its layout.
-        engine: takes them over.
+        engine: of this rank; takes them over.
         transfer: keeps the plan from one call to the next; None to make it.
+        placement: as of ``WeightTransfer.weights``.
     """
-    engine.load_weights((transfer or WeightTransfer()).weights(model, groups, engine))
+    weights = (transfer or WeightTransfer()).weights(model, groups, engine, placement=placement)
+    if engine is not None:
+        engine.load_weights(weights)
+        return
+    for _ in weights:
+        raise AssertionError("weights came to a rank without an engine")
 
 
 def _parts(model: nn.Module, groups: ProcessGroups) -> list[_Part]:
@@ -212,7 +241,9 @@ def _parts(model: nn.Module, groups: ProcessGroups) -> list[_Part]:
 
 
 def _taken(engine: object) -> list[Any] | None:
-    """Boxes of an engine's model on this rank; None for one that says nothing of it."""
+    """Boxes of an engine's model on this rank; None for one that says nothing of it, which takes whole weights."""
+    if engine is None:
+        return []
     model = getattr(engine, "model", None)
     if not isinstance(model, nn.Module) or not isinstance(groups := getattr(model, "groups", None), ProcessGroups):
         return None
@@ -306,4 +337,5 @@ def _wait(work: dist.Work, end: float, device: torch.device) -> None:
 
 
 def _device(world: Group) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(world.pg) == "nccl" else torch.device("cpu")
+    on_gpu = world.pg is not None and dist.get_backend(world.pg) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

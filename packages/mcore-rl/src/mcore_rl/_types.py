@@ -2,11 +2,15 @@
 # Copyright (c) 2026 the mcore authors
 """What agents, engines and the trainer say to each other."""
 
+import base64
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from numbers import Real
 from typing import Any, Self
+
+import torch
+from torch import Tensor
 
 from mcore_rl._pass_at import pass_at_k
 from mcore_rl._stability import experimental_api
@@ -61,6 +65,8 @@ class InferenceResponse:
     """Log-probability of each generated token under the distribution that it was drawn from."""
     finish_reason: str = "stop"
     """stop, or length when the token limit ended it."""
+    routed_experts: Tensor | None = field(default=None, compare=False, repr=False)
+    """[tokens - 1, layers, experts a token] int16, experts of all tokens but the last, as the engine recorded them; -1 where it did not."""
 
     def __post_init__(self) -> None:
         generated = len(self.token_ids) - self.prompt_length
@@ -96,6 +102,8 @@ class TokenRollout:
     env_id: str
     problem_id: str
     finish_reason: str = "stop"
+    routed_experts: Tensor | None = field(default=None, compare=False, repr=False)
+    """[tokens - 1, layers, experts a token] int16, as of ``InferenceResponse``; the trainer replays them. None for fresh routing."""
 
     def __post_init__(self) -> None:
         if len(self.generation_mask) != len(self.trajectory):
@@ -108,13 +116,52 @@ class TokenRollout:
             )
 
         check_reward(self.reward, env_id=self.env_id, problem_id=self.problem_id)
+        experts = self.routed_experts
+        if experts is not None and (experts.dim() != 3 or len(experts) != len(self.trajectory) - 1):
+            raise ValueError(
+                f"routed_experts of shape {list(experts.shape)} must be [{len(self.trajectory) - 1}, layers, experts a token]: a row for "
+                f"each token of {self.problem_id} but the last"
+            )
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "reward": float(self.reward)}
+        experts = None
+        if self.routed_experts is not None:
+            rows = self.routed_experts.to("cpu", torch.int16).contiguous()
+            experts = {"shape": list(rows.shape), "int16": base64.b64encode(rows.numpy().astype("<i2").tobytes()).decode()}
+        return {**asdict(replace(self, routed_experts=None)), "reward": float(self.reward), "routed_experts": experts}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        return cls(**value)
+        fields, experts = dict(value), value.get("routed_experts")
+        if experts is not None:
+            rows = torch.frombuffer(bytearray(base64.b64decode(experts["int16"])), dtype=torch.int16)
+            fields["routed_experts"] = rows.view(experts["shape"])
+        return cls(**fields)
+
+
+@experimental_api
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """A judged trajectory as text.
+
+    Raises:
+        ValueError: a prompt longer than the trajectory, or a reward that is no finite number.
+    """
+
+    trajectory: str
+    """Prompt and answer."""
+    prompt_length: int
+    """Characters of the prompt."""
+    reward: float
+    env_id: str
+    problem_id: str
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.prompt_length <= len(self.trajectory):
+            raise ValueError(
+                f"prompt_length={self.prompt_length} must lie in 0..{len(self.trajectory)}, the trajectory of {self.problem_id}"
+            )
+        check_reward(self.reward, env_id=self.env_id, problem_id=self.problem_id)
 
 
 @experimental_api

@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """From judged rollouts to updated weights."""
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,13 +12,14 @@ from torch import nn
 
 from mcore_parallel import ProcessGroups
 from mcore_parallel.comm import all_reduce
-from mcore_parallel.training import GradSync, Objective, Optimizer, TrainReport, train_step
+from mcore_parallel.training import Batch, GradSync, Objective, Optimizer, TrainReport, train_step
+from mcore_parallel.training.distill import Teacher
 from mcore_rl._config import GRPOConfig
 from mcore_rl._critic import Critic, estimate, with_estimates
 from mcore_rl._packed import PackingContext
 from mcore_rl._reference import FrozenWeights, token_logprobs
 from mcore_rl._stability import experimental_api
-from mcore_rl._trajectories import BatchStyle, TrajectoryBatches, place_rows, write_batches
+from mcore_rl._trajectories import BatchStyle, TrajectoryBatches, place_rows, routed_afresh, write_batches
 from mcore_rl._transfer import WeightTransfer
 from mcore_rl._types import TokenRollout
 
@@ -40,6 +42,8 @@ class Learner:
     """A frozen model of the same layout, or frozen weights of this one, for ``kl_beta`` and ``kl_in_reward``."""
     critic: Critic | None = None
     """Of PPO, where ``GRPOConfig.gae`` asks for one."""
+    teacher: Teacher | None = None
+    """Of on-policy distillation: it reads the policy's own answers, and a `DistillationObjective` compares the two at each token."""
     transfer: WeightTransfer = field(default_factory=WeightTransfer)
     """Carries the weights to the engines, by a plan that it keeps."""
 
@@ -80,25 +84,40 @@ def update(
     else:
         advantages = _advantages(config, rollouts, parts, learner.groups)
         parts = [_MiniBatch(part.numbers, part.written.with_advantages([advantages[i] for i in part.numbers])) for part in parts]
-    critic, reports, critic_reports = learner.critic, [], []
+    critic, teacher, reports, critic_reports = learner.critic, learner.teacher, [], []
     learner.model.train()
     for part in [part for _ in range(config.num_epochs) for part in parts]:
-        batches = part.written.batches
+        batches = part.written.batches if teacher is None else _labelled(teacher, part.written.batches)
         if train_policy:
             reports.append(train_step(learner.model, batches, learner.objective, learner.sync, learner.optimizer, lr=lr))
         if critic is not None:
             critic.model.train()
             critic_reports.append(
-                train_step(critic.model, batches, critic.objective, critic.sync, critic.optimizer, lr=critic.lr, groups=learner.groups)
+                train_step(
+                    critic.model,
+                    routed_afresh(batches),
+                    critic.objective,
+                    critic.sync,
+                    critic.optimizer,
+                    lr=critic.lr,
+                    groups=learner.groups,
+                )
             )
     return reports, critic_reports
+
+
+def _labelled(teacher: Teacher, batches: Sequence[Batch]) -> list[Batch]:
+    """This context-parallel rank's shares with what the teacher, which routes for itself, makes of them."""
+    shares = [batch.context_share(teacher.groups.cp) for batch in batches]
+    labelled = teacher.label(routed_afresh(shares))
+    return [dataclasses.replace(theirs, extras={**batch.extras, **theirs.extras}) for batch, theirs in zip(shares, labelled, strict=True)]
 
 
 def _mini_batches(config: GRPOConfig, flat: Sequence[TokenRollout], groups: ProcessGroups, style: BatchStyle) -> list[_MiniBatch]:
     """Consecutive shares of the rollouts; one without a token that counts, on no rank, is left out."""
     parts = []
     for number in range(config.num_mini_batches):
-        begin, end = _share(len(flat), number, config.num_mini_batches)
+        begin, end = mini_batch_share(len(flat), number, config.num_mini_batches)
         if not any(style.num_counted(rollout) for rollout in flat[begin:end]):
             _log.warning("mini-batch %d of %d is left out: none of its %d rollouts counts", number, config.num_mini_batches, end - begin)
             continue
@@ -106,7 +125,7 @@ def _mini_batches(config: GRPOConfig, flat: Sequence[TokenRollout], groups: Proc
             context = PackingContext.pack(flat[begin:end], config.packing, style, rank=groups.dp.rank, num_ranks=groups.dp.size)
             parts.append(_MiniBatch([begin + i for i in context.rollouts], context))
             continue
-        first, last = _share(end - begin, groups.dp.rank, groups.dp.size)
+        first, last = mini_batch_share(end - begin, groups.dp.rank, groups.dp.size)
         numbers = list(range(begin + first, begin + last))
         own = [flat[i] for i in numbers]
         # Answers may be missing, but all ranks have as many micro-batches.
@@ -115,7 +134,8 @@ def _mini_batches(config: GRPOConfig, flat: Sequence[TokenRollout], groups: Proc
     return parts
 
 
-def _share(count: int, rank: int, size: int) -> tuple[int, int]:
+def mini_batch_share(count: int, rank: int, size: int) -> tuple[int, int]:
+    """First and last but one of a consecutive part of ``count``."""
     return rank * count // size, (rank + 1) * count // size
 
 
@@ -126,10 +146,10 @@ def _score(config: GRPOConfig, part: _MiniBatch, learner: Learner) -> _MiniBatch
         old = token_logprobs(learner.model, batches, learner.groups, temperature=config.temperature)
         written = written.with_extra("old_logprobs", old)
     if learner.reference is not None:
-        reference = token_logprobs(learner.reference, batches, learner.groups, temperature=config.temperature)
+        reference = token_logprobs(learner.reference, routed_afresh(batches), learner.groups, temperature=config.temperature)
         written = written.with_extra("ref_logprobs", reference)
     if learner.critic is not None:
-        written = written.with_extra("old_values", learner.critic.values(batches, learner.groups))
+        written = written.with_extra("old_values", learner.critic.values(routed_afresh(batches), learner.groups))
     return _MiniBatch(part.numbers, written)
 
 

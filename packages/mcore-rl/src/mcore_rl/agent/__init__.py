@@ -2,20 +2,29 @@
 # Copyright (c) 2026 the mcore authors
 """Agents: who asks the model, and how good the answer was."""
 
-from mcore_rl.agent._base import EvaluationAgent, GroupedRolloutGenerator
+from mcore_rl.agent._base import EvaluationAgent, GroupedRolloutGenerator, RolloutGenerator, TokenizedRolloutGenerator
 from mcore_rl.agent._contrastive import BestAndWorst, ContrastiveRollout, ContrastiveRolloutGenerator
+from mcore_rl.agent._judged import JudgedAgent, Problem
 from mcore_rl.agent._multi_task import WeightedMultiTask
+from mcore_rl.agent._multi_turn import Episode, MultiTurnAgent
 from mcore_rl.agent._numbered import NumberedProblems
-from mcore_rl.agent._reward_only import Problem, RewardOnlyAgent
+from mcore_rl.agent._preference_pairs import PreferencePairs
+from mcore_rl.agent._reward_only import RewardOnlyAgent
 
 __all__ = [
     "BestAndWorst",
     "ContrastiveRollout",
     "ContrastiveRolloutGenerator",
+    "Episode",
     "EvaluationAgent",
     "GroupedRolloutGenerator",
+    "JudgedAgent",
+    "MultiTurnAgent",
     "NumberedProblems",
+    "PreferencePairs",
     "Problem",
     "RewardOnlyAgent",
+    "RolloutGenerator",
+    "TokenizedRolloutGenerator",
     "WeightedMultiTask",
 ]

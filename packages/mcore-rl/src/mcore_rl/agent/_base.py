@@ -4,14 +4,58 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from mcore_rl._stability import experimental_api
-from mcore_rl._types import EvaluationResponse, GenericGenerationArgs, TokenRollout
+from mcore_rl._types import EvaluationResponse, GenericGenerationArgs, Rollout, TokenRollout
 from mcore_rl.inference import InferenceInterface
 
 # The message of a cancellation after which a group ends with the rollouts it has.
 LATE = "the rollouts' time is over"
+
+
+Result = TypeVar("Result")
+
+
+@experimental_api
+class TokenizedRolloutGenerator(ABC):
+    """Produces rollouts, each of a problem of its own."""
+
+    @abstractmethod
+    async def rollout(self, interface: InferenceInterface, *, args: GenericGenerationArgs) -> TokenRollout | None:
+        """A judged answer to the next problem; None when it is lost."""
+
+    async def get_reward_rollouts(
+        self, interface: InferenceInterface, *, num_rollouts: int, args: GenericGenerationArgs
+    ) -> list[TokenRollout]:
+        """Rollouts of ``num_rollouts`` problems, fewer by those that are lost; a failure cancels the others."""
+        return await _all_at_once([self.rollout(interface, args=args) for _ in range(num_rollouts)])
+
+
+@experimental_api
+class RolloutGenerator(ABC):
+    """Produces rollouts as texts, each of a problem of its own: for data sets and judges, not for training."""
+
+    @abstractmethod
+    async def rollout(self, interface: InferenceInterface, *, args: GenericGenerationArgs) -> Rollout | None:
+        """A judged answer to the next problem; None when it is lost."""
+
+    async def get_reward_rollouts(self, interface: InferenceInterface, *, num_rollouts: int, args: GenericGenerationArgs) -> list[Rollout]:
+        """Rollouts of ``num_rollouts`` problems, fewer by those that are lost; a failure cancels the others."""
+        return await _all_at_once([self.rollout(interface, args=args) for _ in range(num_rollouts)])
+
+
+async def _all_at_once(calls: Sequence[Coroutine[Any, Any, Result | None]]) -> list[Result]:
+    """What the calls give, in their order, without None; none of them goes on when this ends."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        results = await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return [result for result in results if result is not None]
 
 
 @experimental_api

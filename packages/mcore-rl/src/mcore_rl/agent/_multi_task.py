@@ -11,8 +11,8 @@ from fractions import Fraction
 
 from mcore_rl._stability import experimental_api
 from mcore_rl._types import EvaluationResponse, GenericGenerationArgs
+from mcore_rl.agent._judged import Problem
 from mcore_rl.agent._numbered import NumberedProblems
-from mcore_rl.agent._reward_only import Problem
 from mcore_rl.inference import InferenceInterface
 
 _LONGEST_CYCLE = 100_000

@@ -8,7 +8,8 @@ from typing import ClassVar
 
 from mcore_rl._stability import experimental_api
 from mcore_rl._types import EvaluationResponse, GenericGenerationArgs
-from mcore_rl.agent._reward_only import Problem, RewardOnlyAgent
+from mcore_rl.agent._judged import Problem
+from mcore_rl.agent._reward_only import RewardOnlyAgent
 from mcore_rl.inference import InferenceInterface
 
 

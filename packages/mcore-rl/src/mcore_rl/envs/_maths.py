@@ -112,6 +112,8 @@ class Maths(NumberedProblems):
 def _read(path: Path) -> list[tuple[str, str]]:
     """Questions and final answers."""
     rows: list[tuple[str, str]] = []
+    if not path.is_file():
+        raise ValueError(f"maths.path={str(path)!r} is no file; name one of JSON lines with question and answer")
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():

@@ -105,4 +105,5 @@ def _response(record: "DynamicInferenceRequestRecord") -> InferenceResponse:
         prompt_length=len(record.prompt_tokens),
         logprobs=record.generated_log_probs,
         finish_reason=record.finish_reason.value,
+        routed_experts=record.routed_experts,
     )

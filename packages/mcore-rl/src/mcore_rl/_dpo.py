@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Pairs, updates, refit; again: direct preference optimisation."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_parallel.training import TrainReport, train_step
+from mcore_rl._advantage import AdvantageConfig
+from mcore_rl._aggregation import Aggregation
+from mcore_rl._collect import Collection, joined, share
+from mcore_rl._config import GRPOConfig
+from mcore_rl._exchange import all_gather_json
+from mcore_rl._loop import IterationReport, iteration_report
+from mcore_rl._preference import DPOObjective, pair_batches
+from mcore_rl._reference import with_old_logprobs, with_ref_logprobs
+from mcore_rl._refit import WeightSink
+from mcore_rl._stability import experimental_api
+from mcore_rl._trajectories import BatchStyle
+from mcore_rl._transfer import refit
+from mcore_rl._types import TokenRollout
+from mcore_rl._update import Learner, mini_batch_share
+from mcore_rl.agent import ContrastiveRollout, ContrastiveRolloutGenerator
+from mcore_rl.inference import InferenceInterface
+
+_UNUSED: dict[str, Any] = {
+    "advantage": AdvantageConfig(), "gae": None, "aggregation": Aggregation(), "packing": None, "kl_in_reward": 0.0, "overlong": None,
+    "mask_truncated": False, "filter_equal_groups": False,
+}  # fmt: skip
+
+
+@experimental_api
+def dpo_iteration(
+    config: GRPOConfig,
+    *,
+    pairs: ContrastiveRolloutGenerator,
+    interface: InferenceInterface | None,
+    engine: WeightSink | None,
+    learner: Learner,
+    lr: float,
+) -> IterationReport:
+    """One iteration of direct preference optimisation on every rank of ``learner.groups``.
+
+    The ranks share ``config.num_groups`` pairs, then all see all, and each update is one `train_step` of ``learner.objective``, a
+    `DPOObjective`, beside ``learner.reference``. The rewards of the report are those of the answers in the pairs.
+
+    Args:
+        config: ``num_groups`` pairs, rows, updates; what is for advantages stays at its default.
+        pairs: makes them (`BestAndWorst`), or has them (`PreferencePairs`).
+        interface: answers; None where ``pairs`` asks nobody.
+        engine: takes over the new weights; None where nobody is asked.
+        learner: the policy, its objective, its optimizer and its reference.
+        lr: learning rate.
+
+    Raises:
+        ValueError: what pairs cannot be trained with; names it.
+        RuntimeError: the pairs of some rank failed, or there is none.
+    """
+    objective = _checked(config, learner, engine)
+    model, groups = learner.model, learner.groups
+    parts = {"optimizer": learner.optimizer, "sync": learner.sync, "engine": engine}
+    begin = time.perf_counter()
+    if engine is None:
+        collected = _collect(config, pairs, interface, learner)
+    else:
+        config.memory.check(**parts)
+        config.memory.training(engine)
+        with config.memory.generating(**parts):
+            collected = _collect(config, pairs, interface, learner)
+    rolled_out = time.perf_counter()
+    updates = _update(config, [_pair(group) for group in collected.groups], learner, objective, lr)
+    trained = time.perf_counter()
+    if engine is not None:
+        refit(model, groups, engine, learner.transfer)
+    return iteration_report(
+        config,
+        collected,
+        num_asked=2 * config.num_groups,
+        updates=tuple(updates),
+        rollout_s=rolled_out - begin,
+        train_s=trained - rolled_out,
+        refit_s=time.perf_counter() - trained,
+    )
+
+
+@experimental_api
+def preference_margins(pairs: Sequence[ContrastiveRollout], learner: Learner, *, seq_len: int, micro_batch_size: int) -> Tensor:
+    """[N] float64, (chosen - its reference) - (rejected - its reference) in log-probabilities; nothing is trained.
+
+    Args:
+        pairs: N of this data rank, not fewer on one rank of a replica than on another.
+        learner: the policy, its `DPOObjective` and its reference.
+        seq_len: positions of a row.
+        micro_batch_size: rows of a batch, an even number.
+    """
+    objective, reference = learner.objective, learner.reference
+    assert isinstance(objective, DPOObjective) and reference is not None
+    style = BatchStyle(device=next(learner.model.parameters()).device)
+    batches = pair_batches(pairs, seq_len=seq_len, micro_batch_size=micro_batch_size, num_pairs=1, style=style)
+    batches = with_ref_logprobs(reference, batches, learner.groups, temperature=objective.temperature)
+    batches = with_old_logprobs(learner.model, batches, learner.groups, temperature=objective.temperature)
+    gaps = [batch.extras["old_logprobs"].double() - batch.extras["ref_logprobs"].double() for batch in batches]
+    rewards = torch.cat([torch.where(batch.loss_mask != 0, gap, 0).sum(-1) for batch, gap in zip(batches, gaps, strict=True)])
+    chosen, rejected = rewards.view(-1, 2)[: len(pairs)].unbind(-1)
+    return chosen - rejected
+
+
+def _checked(config: GRPOConfig, learner: Learner, engine: WeightSink | None) -> DPOObjective:
+    objective = learner.objective
+    if not isinstance(objective, DPOObjective):
+        raise ValueError(f"objective is a {type(objective).__name__}; pairs are trained on with DPOObjective")
+    if learner.reference is None:
+        raise ValueError("DPO compares with a frozen reference; pass Learner(reference=FrozenWeights(model)) or a second model")
+    if learner.critic is not None or learner.teacher is not None:
+        raise ValueError("DPO has neither critic nor teacher; leave them out of the Learner")
+    if named := [name for name, default in _UNUSED.items() if getattr(config, name) != default]:
+        raise ValueError(f"{named[0]}={getattr(config, named[0])} has no effect on pairs; leave it at its default")
+    if config.micro_batch_size % 2:
+        raise ValueError(f"micro_batch_size={config.micro_batch_size} must be even: the two answers of a pair lie in one micro-batch")
+    if config.num_groups % config.num_mini_batches:
+        raise ValueError(f"num_groups={config.num_groups} pairs must be divisible by num_mini_batches={config.num_mini_batches}")
+    return objective
+
+
+def _collect(config: GRPOConfig, pairs: ContrastiveRolloutGenerator, interface: InferenceInterface | None, learner: Learner) -> Collection:
+    """The pairs of all ranks, each a group of two."""
+    world, device = learner.groups.world, next(learner.model.parameters()).device
+    own: list[ContrastiveRollout] = []
+    failure: Exception | None = None
+    try:
+        own = asyncio.run(_ask(config, pairs, interface, len(range(world.rank, config.num_groups, world.size))))
+    except Exception as error:
+        failure = error
+    # A rank that raised at once would leave the others waiting for it.
+    gathered = all_gather_json(share([[pair.chosen, pair.rejected] for pair in own], 0, failure), world, device)
+    if failure is not None:
+        raise failure
+    collected = joined(gathered)
+    if not collected.groups:
+        raise RuntimeError(f"no pair of {config.num_groups}: in every group all answers earned the same; ask harder or easier problems")
+    return collected
+
+
+async def _ask(
+    config: GRPOConfig, pairs: ContrastiveRolloutGenerator, interface: InferenceInterface | None, num_pairs: int
+) -> list[ContrastiveRollout]:
+    asked: Any = interface
+    try:
+        async with asyncio.timeout(config.rollout_timeout_s) as limit:
+            return await pairs.get_contrastive_rollouts(asked, num_pairs=num_pairs, args=config.generation_args)
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise TimeoutError(f"{num_pairs} pairs were not there within rollout_timeout_s={config.rollout_timeout_s}; raise it") from error
+
+
+def _update(
+    config: GRPOConfig, pairs: Sequence[ContrastiveRollout], learner: Learner, objective: DPOObjective, lr: float
+) -> list[TrainReport]:
+    groups, reference = learner.groups, learner.reference
+    assert reference is not None
+    style = BatchStyle(pad_id=config.pad_id, device=next(learner.model.parameters()).device)
+    sizes = {"seq_len": config.seq_len, "micro_batch_size": config.micro_batch_size, "style": style}
+    parts = []
+    for number in range(config.num_mini_batches):
+        begin, end = mini_batch_share(len(pairs), number, config.num_mini_batches)
+        if begin == end:
+            continue
+        first, last = mini_batch_share(end - begin, groups.dp.rank, groups.dp.size)
+        batches = pair_batches(pairs[begin + first : begin + last], num_pairs=-(-(end - begin) // groups.dp.size), **sizes)
+        parts.append(with_ref_logprobs(reference, batches, groups, temperature=objective.temperature))
+    learner.model.train()
+    return [
+        train_step(learner.model, batches, objective, learner.sync, learner.optimizer, lr=lr)
+        for _ in range(config.num_epochs)
+        for batches in parts
+    ]
+
+
+def _pair(group: Sequence[TokenRollout]) -> ContrastiveRollout:
+    chosen, rejected = group
+    return ContrastiveRollout(chosen=chosen, rejected=rejected)

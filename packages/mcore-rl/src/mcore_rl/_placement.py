@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Ranks that train and ranks that serve, in one world."""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mcore_parallel import Group, ParallelPlan, ProcessGroups
+from mcore_rl._exchange import all_gather_json
+from mcore_rl._stability import experimental_api
+
+
+@experimental_api
+class RankTimeoutError(TimeoutError):
+    """A rank of the other half did not come in time; names it."""
+
+
+@experimental_api
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Which ranks of a world train, and which serve; ``split`` makes it on every rank.
+
+    Raises:
+        ValueError: a half without a rank.
+
+    Example:
+        >>> placement = Placement.split(ParallelPlan(tp=2))  # of four ranks, two train and two serve
+        >>> model = GPTModel(sizes, placement.groups) if placement.groups is not None else None
+    """
+
+    world: Group
+    """All ranks. Weights go over it."""
+    host: Group
+    """The same ranks over gloo, for what is on the host."""
+    num_trainers: int
+    """Ranks that train, the first of the world."""
+    groups: ProcessGroups | None = field(repr=False)
+    """Layout of the trained model; None on a rank that serves."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.num_trainers < self.world.size:
+            raise ValueError(
+                f"{self.num_trainers} of {self.world.size} ranks train, which leaves no rank to a half; start more, or lower a degree"
+            )
+
+    @classmethod
+    def split(cls, plan: ParallelPlan, *, timeout_s: float | None = None) -> "Placement":
+        """The first ``plan.world_size`` ranks train in that layout, the others serve; every rank of the world calls it.
+
+        Args:
+            plan: layout of the trained model.
+            timeout_s: limit of each collective of the trainers; None for torch's.
+
+        Raises:
+            ValueError: no rank is left to serve.
+        """
+        if (size := dist.get_world_size() if dist.is_initialized() else 1) <= plan.world_size:
+            raise ValueError(
+                f"{plan} takes {plan.world_size} of {size} ranks and leaves none to serve; start more ranks, or lower a degree"
+            )
+        world = Group.of(_default_group())
+        host = world if dist.get_backend(world.pg) == "gloo" else Group.of(_gloo())
+        groups = ProcessGroups.build(plan, leave_idle=True, timeout_s=timeout_s)
+        trains = world.rank < plan.world_size
+        return cls(world=world, host=host, num_trainers=plan.world_size, groups=groups if trains else None)
+
+    @property
+    def trains(self) -> bool:
+        """Whether this rank trains; otherwise it serves."""
+        return self.world.rank < self.num_trainers
+
+    @property
+    def num_engines(self) -> int:
+        """Ranks that serve."""
+        return self.world.size - self.num_trainers
+
+    @property
+    def engine_rank(self) -> int:
+        """Of this rank among those that serve; negative on one that trains."""
+        return self.world.rank - self.num_trainers
+
+    def gather(self, value: Any, timeout_s: float, purpose: str) -> list[Any]:
+        """JSON values of all ranks, in rank order.
+
+        Args:
+            value: of this rank.
+            timeout_s: limit of waiting for the others.
+            purpose: what they come for, in the error.
+
+        Raises:
+            RankTimeoutError: ranks that did not come; names them and their half.
+        """
+        if late := _absent(self.host, timeout_s):
+            raise RankTimeoutError(
+                f"{self._name(late)} did not come within timeout_s={timeout_s:g} ({purpose}); look at the log of that rank"
+            )
+        return all_gather_json(value, self.host, torch.device("cpu"))
+
+    def _name(self, ranks: Iterable[int]) -> str:
+        return " and ".join(f"rank {self.world.ranks[rank]} ({'trains' if rank < self.num_trainers else 'serves'})" for rank in ranks)
+
+
+def _absent(group: Group, timeout_s: float) -> list[int]:
+    """Ranks of a gloo group that do not answer within a limit; all that are there call it together."""
+    end = time.monotonic() + timeout_s
+    buffers = torch.zeros(2, group.size, dtype=torch.uint8)
+    arrivals: dict[int, dist.Work | None] = {}
+    departures: list[dist.Work | None] = []
+    late: list[int] = []
+    for peer in range(group.size):
+        if peer == group.rank:
+            continue
+        try:
+            arrivals[peer] = dist.irecv(buffers[0, peer : peer + 1], group=group.pg, group_src=peer)
+            departures.append(dist.isend(buffers[1, peer : peer + 1], group=group.pg, group_dst=peer))
+        except RuntimeError:
+            # Its connection is closed: it died.
+            late.append(peer)
+    late += [peer for peer, work in arrivals.items() if peer not in late and not _done(work, end)]
+    if not late:
+        for work in departures:
+            _done(work, end)
+    return sorted(late)
+
+
+def _done(work: "dist.Work | None", end: float) -> bool:
+    try:
+        return work is not None and work.wait(timedelta(seconds=max(0.001, end - time.monotonic())))
+    except RuntimeError:
+        return False
+
+
+def _default_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _gloo() -> dist.ProcessGroup:
+    group: Any = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    return group

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""What agents that judge answers have in common: groups, evaluations, limits of time."""
+
+import asyncio
+import logging
+from abc import abstractmethod
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from mcore_rl._stability import experimental_api
+from mcore_rl._types import (
+    EvaluationResponse,
+    GenericGenerationArgs,
+    InferenceRequest,
+    InferenceResponse,
+    RewardEvaluationResult,
+    TokenRollout,
+    check_reward,
+)
+from mcore_rl.agent._base import LATE, EvaluationAgent, GroupedRolloutGenerator, TokenizedRolloutGenerator
+from mcore_rl.inference import InferenceInterface
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@experimental_api
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A prompt and what is needed to judge an answer."""
+
+    problem_id: str
+    prompt: str
+    golden: str = ""
+    """The reference answer, for judges that compare."""
+    env_id: str = ""
+    """The environment that poses it, where an agent has several; empty for the agent's own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """A judged trajectory, and what the policy said in it."""
+
+    rollout: TokenRollout
+    response: str
+
+
+class LostError(Exception):
+    """An attempt that counts as missing; says why."""
+
+
+@experimental_api
+class JudgedAgent(TokenizedRolloutGenerator, GroupedRolloutGenerator, EvaluationAgent):
+    """Poses problems and judges attempts at them.
+
+    Each attempt is judged as soon as it is there, while others are generated. One that does not come in time, or whose judge raises or
+    takes too long, is dropped with a warning and counts as missing: the others of its group go on. A reward that is no finite number is an
+    error.
+
+    Args:
+        env_id: name under which rewards are reported.
+        prompt_timeout_s: limit of one ``get_prompt``.
+        answer_timeout_s: limit of each answer.
+        judge_timeout_s: limit of each call of the environment that judges or replies.
+
+    Raises:
+        ValueError: a limit that is not positive.
+    """
+
+    def __init__(
+        self, env_id: str, *, prompt_timeout_s: float = 60.0, answer_timeout_s: float = 3600.0, judge_timeout_s: float = 60.0
+    ) -> None:
+        self.env_id = env_id
+        self.prompt_timeout_s, self.answer_timeout_s, self.judge_timeout_s = prompt_timeout_s, answer_timeout_s, judge_timeout_s
+        for name in ("prompt_timeout_s", "answer_timeout_s", "judge_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} of environment {env_id!r} must be positive")
+
+    @abstractmethod
+    async def get_prompt(self, *, validation: bool = False) -> Problem:
+        """The next problem."""
+
+    @abstractmethod
+    async def _play(self, interface: InferenceInterface, problem: Problem, args: GenericGenerationArgs) -> Attempt:
+        """One attempt.
+
+        Raises:
+            LostError: it, or its reward, is lost.
+        """
+
+    async def _attempt(self, interface: InferenceInterface, problem: Problem, args: GenericGenerationArgs) -> Attempt | None:
+        """One attempt; None when it, or its reward, is lost."""
+        try:
+            return await self._play(interface, problem, args)
+        except LostError as error:
+            _log.warning("environment %r: an answer to problem %r is dropped, %s", self.env_id, problem.problem_id, error)
+            return None
+
+    async def rollout(self, interface: InferenceInterface, *, args: GenericGenerationArgs) -> TokenRollout | None:
+        attempt = await self._attempt(interface, await self._problem(), args)
+        return None if attempt is None else attempt.rollout
+
+    async def group_rollout(self, interface: InferenceInterface, *, size: int, args: GenericGenerationArgs) -> list[TokenRollout]:
+        problem = await self._problem()
+        tasks = [asyncio.ensure_future(self._attempt(interface, problem, args)) for _ in range(size)]
+        late = False
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        except asyncio.CancelledError as error:
+            late = error.args == (LATE,)
+            if not late:
+                raise
+        finally:
+            missing = sum(task.cancel() for task in tasks)
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        if late:
+            _log.warning("environment %r: %d answers to problem %r are dropped at the end", self.env_id, missing, problem.problem_id)
+        return [result.rollout for result in results if isinstance(result, Attempt)]
+
+    async def run_evaluation(
+        self, interface: InferenceInterface, *, num_prompts: int, args: GenericGenerationArgs, num_samples: int = 1
+    ) -> EvaluationResponse:
+        """Answers to ``num_prompts`` problems, judged.
+
+        Args:
+            interface: answers.
+            num_prompts: problems.
+            args: how answers are drawn.
+            num_samples: answers to each problem, for ``EvaluationResponse.pass_at``.
+        """
+
+        async def one(problem: Problem) -> RewardEvaluationResult | None:
+            attempt = await self._attempt(interface, problem, args)
+            if attempt is None:
+                return None
+            reward = attempt.rollout.reward
+            return RewardEvaluationResult(prompt=problem.prompt, response=attempt.response, reward=reward, problem_id=problem.problem_id)
+
+        async def ask() -> list[RewardEvaluationResult | None]:
+            problem = await self._problem(validation=True)
+            return await asyncio.gather(*(one(problem) for _ in range(num_samples)))
+
+        answers = [result for results in await asyncio.gather(*(ask() for _ in range(num_prompts))) for result in results]
+        judged = [result for result in answers if result is not None]
+        return EvaluationResponse(env_id=self.env_id, results=judged, num_dropped=len(answers) - len(judged))
+
+    async def _problem(self, *, validation: bool = False) -> Problem:
+        try:
+            async with asyncio.timeout(self.prompt_timeout_s) as limit:
+                return await self.get_prompt(validation=validation)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise TimeoutError(f"environment {self.env_id!r} posed no problem within prompt_timeout_s={self.prompt_timeout_s}") from error
+
+    async def _answer(self, interface: InferenceInterface, prompt: Sequence[int], args: GenericGenerationArgs) -> InferenceResponse:
+        """One answer, in time."""
+        try:
+            async with asyncio.timeout(self.answer_timeout_s) as limit:
+                [[answer]] = await interface.agenerate(InferenceRequest(prompts=[prompt], generation_args=args))
+                return answer
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise LostError(f"not there within answer_timeout_s={self.answer_timeout_s}") from error
+
+    async def _asked(self, call: Awaitable[T], part: str) -> T:
+        """What the environment gives, in time."""
+        try:
+            return await asyncio.wait_for(call, self.judge_timeout_s)
+        except Exception as error:
+            raise LostError(f"its {part} failed within judge_timeout_s={self.judge_timeout_s}: {error!r}") from error
+
+    async def _reward(self, call: Awaitable[float], problem: Problem) -> float:
+        reward = await self._asked(call, "judge")
+        check_reward(reward, env_id=problem.env_id or self.env_id, problem_id=problem.problem_id)
+        return float(reward)

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Conversations as token ids, turn after turn."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mcore_rl._stability import experimental_api
+from mcore_rl._types import InferenceRequest, InferenceResponse
+from mcore_rl.inference._interface import InferenceInterface
+from mcore_rl.inference._local import MegatronLocal
+
+if TYPE_CHECKING:
+    from mcore_inference import DynamicInferenceEngine
+
+_USER = {"role": "user", "content": "x"}
+
+
+@experimental_api
+class ChatInferenceInterface(InferenceInterface):
+    """Answers conversations: messages become tokens by a chat template, and a text alone is one message of the user.
+
+    A conversation grows by tokens: those that the policy wrote stay as they were drawn, and only what stands between two of its turns is
+    written by the template.
+
+    Args:
+        interface: answers.
+        template: ids of messages (``role`` and ``content``), with an open turn of the assistant at the end if the second argument is true:
+            ``tokenizer.apply_chat_template``, or ``chat_tokens`` of mcore-inference with its tokenizer bound.
+
+    Raises:
+        ValueError: a template that writes a conversation's beginning otherwise once it goes on.
+    """
+
+    def __init__(self, interface: InferenceInterface, template: Callable[[Sequence[Mapping[str, Any]], bool], Sequence[int]]) -> None:
+        self.interface, self._template = interface, template
+        self._said = [_USER, {"role": "assistant", "content": "x"}]
+        self._closed = self._ids(self._said)
+        other = self._ids([_USER, {"role": "assistant", "content": "7"}])
+        self._end = _common_end(self._closed, other)
+        """What ends a turn of the assistant."""
+        if self._ids([*self._said, _USER])[: len(self._closed)] != self._closed:
+            raise ValueError("the chat template writes the beginning of a conversation otherwise once it goes on; turns cannot be appended")
+
+    def encode(self, text: str) -> Sequence[int]:
+        return self.encode_messages([{"role": "user", "content": text}])
+
+    def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Ids of a conversation with the assistant's turn open at its end."""
+        return self._ids(messages, is_open=True)
+
+    def encode_replies(self, answer: InferenceResponse, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Ids that follow an answer: the end of its turn, as far as the policy did not write it, ``messages``, an open turn.
+
+        Args:
+            answer: the assistant's last turn.
+            messages: that follow it, of the user or of tools.
+        """
+        end, own = self._end, list(answer.token_ids[answer.prompt_length :])
+        written = next((count for count in range(min(len(end), len(own)), 0, -1) if own[-count:] == end[:count]), 0)
+        return [*end[written:], *self._ids([*self._said, *messages], is_open=True)[len(self._closed) :]]
+
+    async def agenerate(self, request: InferenceRequest) -> list[list[InferenceResponse]]:
+        """Continuations from the interface."""
+        return await self.interface.agenerate(request)
+
+    def _ids(self, messages: Sequence[Mapping[str, Any]], *, is_open: bool = False) -> list[int]:
+        return list(self._template(messages, is_open))
+
+
+@experimental_api
+class MegatronChatLocal(ChatInferenceInterface):
+    """Conversations with a `DynamicInferenceEngine` of this process, by the chat template of its tokenizer.
+
+    Args:
+        engine: with a tokenizer; one without a template writes each message as a line ``role: content``.
+        tools: that the policy may call, in OpenAI's form.
+
+    Raises:
+        ValueError: the engine has no tokenizer, or one whose template writes no tools; or as of `ChatInferenceInterface`.
+    """
+
+    def __init__(self, engine: "DynamicInferenceEngine", *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        from mcore_inference import chat_tokens
+
+        local = MegatronLocal(engine)
+        self.engine, self.tokenizer = engine, local.tokenizer
+        super().__init__(local, lambda messages, is_open: chat_tokens(local.tokenizer, messages, is_open, tools))
+
+
+def _common_end(one: Sequence[int], other: Sequence[int]) -> list[int]:
+    count = 0
+    while count < min(len(one), len(other)) and one[-1 - count] == other[-1 - count]:
+        count += 1
+    return list(one[len(one) - count :])

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Trainer and engines on ranks of their own: equal weights, the same learning, and a lost half that is named."""
+
+import asyncio
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, InferenceConfig, PagedAttention
+from mcore_parallel import Group, ParallelPlan, ProcessGroups
+from mcore_parallel.data import ByteTokenizer
+from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
+from mcore_parallel.models import GPTModel, TransformerConfig
+from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
+from mcore_rl import (
+    DisjointLoop,
+    GenericGenerationArgs,
+    GRPOConfig,
+    GRPOObjective,
+    Learner,
+    MegatronLocal,
+    MemorySwitch,
+    Placement,
+    Problem,
+    RankTimeoutError,
+    RefitTimeoutError,
+    RolloutServer,
+    WeightTransfer,
+    grpo_iteration,
+    refit,
+)
+from mcore_rl.envs import CharacterShare
+
+TOKENIZER = ByteTokenizer()
+SIZES = TransformerConfig(
+    num_layers=2, hidden_size=32, num_attention_heads=2, ffn_hidden_size=48, vocab_size=-(-TOKENIZER.vocab_size // 8) * 8
+)
+CONFIG = GRPOConfig(
+    num_groups=2, group_size=16, seq_len=16, micro_batch_size=8, generation_args=GenericGenerationArgs(temperature=1.0, max_tokens=8)
+)
+
+
+class Whole:
+    """Takes whole weights."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, Tensor] = {}
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self.weights = {name: tensor.clone() for name, tensor in weights}
+
+
+def policy(groups: ProcessGroups, seed: int = 0) -> GPTModel:
+    return GPTModel(SIZES, groups, unpadded_vocab_size=TOKENIZER.vocab_size, seed=seed)
+
+
+def learner(groups: ProcessGroups) -> Learner:
+    model = policy(groups)
+    sync = DistributedDataParallel(DistributedDataParallelConfig(), model, groups)
+    optimizer = MegatronOptimizer(OptimizerConfig(lr=2e-2, weight_decay=0.0), sync, groups)
+    return Learner(model=model, groups=groups, objective=GRPOObjective(), sync=sync, optimizer=optimizer)
+
+
+def server(rank: int, agent: CharacterShare | None = None) -> RolloutServer:
+    context = DynamicInferenceContext(SIZES, InferenceConfig(max_sequence_length=32, max_requests=32, block_size_tokens=8))
+    model = GPTModel(SIZES, ProcessGroups.single(), attention_core=PagedAttention(), seed=5).eval()
+    engine = DynamicInferenceEngine(model, context, TOKENIZER, seed=rank, vocab_size=TOKENIZER.vocab_size)
+    agent = agent or CharacterShare(["a", "b"][rank % 2 :], "abcdefghijklmnopqrstuvwxyz")
+    return RolloutServer(agent=agent, interface=MegatronLocal(engine), engine=engine)
+
+
+def loop_of(plan: ParallelPlan, agent: CharacterShare | None = None, config: GRPOConfig = CONFIG, **options: Any) -> DisjointLoop:
+    placement = Placement.split(plan)
+    if placement.groups is not None:
+        return DisjointLoop(config, placement, learner=learner(placement.groups), **options)
+    return DisjointLoop(config, placement, server=server(placement.engine_rank, agent), **options)
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+def carry(plan: ParallelPlan) -> tuple[bool, dict[str, Tensor]]:
+    """What the engine of this rank took over, second time with other weights; on ranks that train, what one beside it takes."""
+    placement, sink, transfer = Placement.split(plan), Whole(), WeightTransfer(bucket_bytes=3000)
+    model = None if placement.groups is None else policy(placement.groups, seed=3)
+    plans = []
+    for _ in range(2):
+        refit(model, placement.groups, None if placement.trains else sink, transfer, placement=placement)
+        plans.append(transfer.plan)
+        if model is not None:
+            assert not sink.weights
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.5)
+    assert plans[0] is plans[1]
+    if model is not None and placement.groups is not None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2.0)
+        refit(model, placement.groups, sink)
+    return placement.trains, sink.weights
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "plan"),
+    [
+        pytest.param(2, ParallelPlan(), marks=pytest.mark.world(2)),
+        pytest.param(4, ParallelPlan(tp=2), marks=pytest.mark.world(4)),
+        pytest.param(4, ParallelPlan(pp=2), marks=pytest.mark.world(4)),
+        pytest.param(4, ParallelPlan(dp=3), marks=pytest.mark.world(4)),
+    ],
+    ids=["one", "tp2", "pp2", "dp3"],
+)
+def test_engines_elsewhere_have_the_weights_of_engines_beside_the_trainer(world, num_ranks: int, plan: ParallelPlan) -> None:
+    results = world(carry, plan=plan)
+    assert [trains for trains, _ in results] == [rank < plan.world_size for rank in range(num_ranks)]
+    beside = results[0][1]
+    assert beside
+    for _, weights in results[1:]:
+        assert weights.keys() == beside.keys() and all(torch.equal(weights[name], beside[name]) for name in beside)
+
+
+def lose_a_half(lost: int, of: str) -> str:
+    placement, transfer = Placement.split(ParallelPlan()), WeightTransfer(timeout_s=1.0)
+    if placement.world.rank == lost:
+        time.sleep(2.0)
+        return ""
+    model = None if placement.groups is None else policy(placement.groups)
+    try:
+        if of == "refit":
+            refit(model, placement.groups, None if placement.trains else Whole(), transfer, placement=placement)
+        else:
+            placement.gather(None, 1.0, "rollouts")
+    except (RefitTimeoutError, RankTimeoutError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize(("lost", "half"), [(0, "trains"), (2, "serves")])
+@pytest.mark.parametrize(("of", "purpose", "kind"), [("refit", "weights", "RefitTimeoutError"), ("gather", "rollouts", "RankTimeoutError")])
+def test_a_lost_rank_is_named_on_all_others(world, lost: int, half: str, of: str, purpose: str, kind: str) -> None:
+    begin = time.monotonic()
+    results = world(lose_a_half, lost=lost, of=of)
+    expected = f"{kind}: rank {lost} ({half}) did not come within timeout_s=1 ({purpose}); look at the log of that rank"
+    assert results == ["" if rank == lost else expected for rank in range(4)]
+    assert time.monotonic() - begin < 20
+
+
+# -- learning ----------------------------------------------------------------------------------------------------------
+
+
+def iterate_apart(plan: ParallelPlan, iterations: int, max_lag: int) -> list[tuple[float, float | None, int]]:
+    loop = loop_of(plan, max_lag=max_lag, timeout_s=30.0)
+    reports = [loop.iterate(2e-2) for _ in range(iterations)]
+    assert all(bool(report.updates) == loop.placement.trains for report in reports)
+    return [(report.mean_reward, report.train.loss if report.updates else None, report.lag) for report in reports]
+
+
+def iterate_beside(iterations: int) -> list[tuple[float, float]]:
+    own, here = learner(ProcessGroups.single()), server(0)
+    refit(own.model, own.groups, here.engine)
+    parts: dict[str, Any] = {"agent": here.agent, "interface": here.interface, "engine": here.engine, "learner": own}
+    reports = [grpo_iteration(CONFIG, **parts, lr=2e-2) for _ in range(iterations)]
+    return [(report.mean_reward, report.train.loss) for report in reports]
+
+
+@pytest.mark.world(2)
+def test_halves_that_take_turns_learn_what_one_rank_learns(world) -> None:
+    trainer, engine = world(iterate_apart, plan=ParallelPlan(), iterations=3, max_lag=0)
+    assert [(reward, loss) for reward, loss, _ in trainer] == iterate_beside(3)
+    assert [(reward, lag) for reward, _, lag in trainer] == [(reward, lag) for reward, _, lag in engine]
+    assert all(lag == 0 for _, _, lag in trainer)
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("plan", [ParallelPlan(tp=2), ParallelPlan(dp=2)], ids=str)
+def test_the_policy_learns_one_step_off(world, plan: ParallelPlan) -> None:
+    trainer, *others = world(iterate_apart, plan=plan, iterations=10, max_lag=1)
+    assert [lag for _, _, lag in trainer] == [0] + [1] * 9
+    assert sum(reward for reward, *_ in trainer[-2:]) > 1.2 * sum(reward for reward, *_ in trainer[:2])
+    assert all([reward for reward, *_ in other] == [reward for reward, *_ in trainer] for other in others)
+
+
+@pytest.mark.world(2)
+def test_rollouts_are_never_older_than_the_bound(world) -> None:
+    trainer, engine = world(iterate_apart, plan=ParallelPlan(), iterations=5, max_lag=2)
+    assert [lag for *_, lag in trainer] == [lag for *_, lag in engine] == [0, 1, 2, 2, 2]
+
+
+class Slow(CharacterShare):
+    """Each judgement takes a while; the other half works meanwhile."""
+
+    async def get_reward(self, response: str, problem: Problem) -> float:
+        await asyncio.sleep(1.0)
+        return await super().get_reward(response, problem)
+
+
+def overlap(max_lag: int) -> float:
+    loop = loop_of(ParallelPlan(), Slow(["a", "b"], "abc"), max_lag=max_lag)
+    if (own := loop._learner) is not None:
+        step, own = own.optimizer.step, dataclasses.replace(own)
+        own.optimizer.step = lambda *args, **keywords: (time.sleep(1.0), step(*args, **keywords))[1]  # type: ignore[method-assign]
+    loop.iterate(2e-2)
+    begin = time.monotonic()
+    for _ in range(2):
+        loop.iterate(2e-2)
+    return time.monotonic() - begin
+
+
+@pytest.mark.world(2)
+def test_one_step_off_the_halves_work_at_the_same_time(world) -> None:
+    (one, _), (other, _) = world(overlap, max_lag=0), world(overlap, max_lag=1)
+    assert one > 4.0 and other < one - 1.0
+
+
+class Failing(CharacterShare):
+    async def get_prompt(self, *, validation: bool = False) -> Problem:
+        raise ConnectionError("no problems here")
+
+
+def fail(max_lag: int, trainer: bool) -> str:
+    loop = loop_of(ParallelPlan(), None if trainer else Failing(["a"], "a"), max_lag=max_lag, timeout_s=20.0)
+    if trainer and (own := loop._learner) is not None:
+        own.optimizer.step = None  # type: ignore[method-assign, assignment]
+    try:
+        loop.iterate(2e-2)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("max_lag", [0, 1])
+@pytest.mark.parametrize("trainer", [False, True], ids=["engine", "trainer"])
+def test_a_half_that_fails_ends_the_other_one(world, max_lag: int, trainer: bool) -> None:
+    results = world(fail, max_lag=max_lag, trainer=trainer)
+    failed, other = (0, 1) if trainer else (1, 0)
+    assert results[failed].startswith("TypeError: " if trainer else "ConnectionError: no problems here")
+    assert results[other].startswith(f"RuntimeError: ranks failed: {{{failed}:")
+
+
+class Deadly(CharacterShare):
+    """The machine of the second iteration's judge fails."""
+
+    num_prompts = 0
+
+    async def get_prompt(self, *, validation: bool = False) -> Problem:
+        self.num_prompts += 1
+        if self.num_prompts > CONFIG.num_groups:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return await super().get_prompt()
+
+
+def lose_an_engine() -> tuple[float, str]:
+    loop = loop_of(ParallelPlan(), Deadly(["a"], "a"), max_lag=0, timeout_s=20.0)
+    loop.iterate(2e-2)
+    begin = time.monotonic()
+    try:
+        loop.iterate(2e-2)
+    except RankTimeoutError as error:
+        return time.monotonic() - begin, str(error)
+    return 0.0, ""
+
+
+@pytest.mark.world(2)
+def test_a_killed_engine_is_named_at_once(world) -> None:
+    seconds, text = world(lose_an_engine, doomed=(1,))[0]
+    assert text.startswith("rank 1 (serves) did not come within timeout_s=20 (rollouts)") and seconds < 10
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_work_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="takes 1 of 1 ranks and leaves none to serve; start more ranks"):
+        Placement.split(ParallelPlan())
+    two = Group((0, 1), 1)
+    with pytest.raises(ValueError, match="2 of 2 ranks train, which leaves no rank to a half"):
+        Placement(world=two, host=two, num_trainers=2, groups=None)
+    serving = Placement(world=two, host=two, num_trainers=1, groups=None)
+    nobody: Any = None
+    own = RolloutServer(agent=nobody, interface=nobody, engine=nobody)
+    with pytest.raises(ValueError, match="rank 1 serves: pass server, and nothing else"):
+        DisjointLoop(CONFIG, serving)
+    with pytest.raises(ValueError, match="max_lag=-1 must not be negative"):
+        DisjointLoop(CONFIG, serving, server=own, max_lag=-1)
+    with pytest.raises(ValueError, match="memory=.* has no effect where trainer and engines have ranks of their own"):
+        DisjointLoop(dataclasses.replace(CONFIG, memory=MemorySwitch(suspend_engine=True)), serving, server=own)
+    with pytest.raises(ValueError, match="pass placement=Placement.split"):
+        list(WeightTransfer().weights(None, None, own))
+    assert not dist.is_initialized()
