@@ -10,14 +10,35 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from mcore_ckpt._errors import list_names
 from mcore_ckpt._storage import dtype_of
 
-__all__ = ["DTYPES", "Commands", "add_dtype", "add_source", "add_verify", "choose", "chosen_dtype", "progress", "read_settings"]
+__all__ = [
+    "DTYPES",
+    "CommandParser",
+    "Commands",
+    "add_dtype",
+    "add_source",
+    "add_verify",
+    "check_new",
+    "choose",
+    "chosen_dtype",
+    "progress",
+    "read_settings",
+]
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser that refuses in one line, with exit code 2; those of its verbs do so too."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: {message.removeprefix('argument ')}; {self.prog} --help lists what there is", file=sys.stderr)
+        raise SystemExit(2)
+
 
 Commands = Any
 """What argparse returns from ``add_subparsers``; it has no public name."""
@@ -43,6 +64,17 @@ def add_dtype(command: argparse.ArgumentParser) -> None:
 def chosen_dtype(options: argparse.Namespace) -> torch.dtype | None:
     """The type of `add_dtype`, None to keep what there is."""
     return None if options.dtype is None else dtype_of(DTYPES[options.dtype])
+
+
+def check_new(output: str | Path) -> None:
+    """That a folder may be made.
+
+    Raises:
+        ValueError: something lies there.
+    """
+    path = Path(output)
+    if path.is_file() or (path.is_dir() and any(path.iterdir())):
+        raise ValueError(f"{output} exists and is not an empty folder; choose another or remove it")
 
 
 def choose(names: Iterable[str], patterns: Sequence[str]) -> set[str]:

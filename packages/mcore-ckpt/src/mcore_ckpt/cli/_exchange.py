@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt._core import read_manifest
-from mcore_ckpt.cli._arguments import Commands, add_dtype, add_source, add_verify, chosen_dtype, progress, read_settings
+from mcore_ckpt.cli._arguments import Commands, add_dtype, add_source, add_verify, check_new, chosen_dtype, progress, read_settings
 from mcore_ckpt.foreign import import_torch
 from mcore_ckpt.hf import StoredAdapter, export_adapter_hf, export_checkpoint_hf, import_checkpoint_hf, merge_adapter_hf
 from mcore_ckpt.inspect import resolve_checkpoint, summarize
@@ -67,6 +67,7 @@ def _export_hf(options: argparse.Namespace) -> int:
 
 
 def _import_hf(options: argparse.Namespace) -> int:
+    check_new(options.output)
     dtype, stored = chosen_dtype(options), sum(path.stat().st_size for path in Path(options.directory).glob("*.safetensors"))
     with progress("importing", stored) as on_bytes:
         more = {"prefix": options.prefix, "dtype": dtype, "on_bytes": on_bytes, "ignore": options.ignore}
@@ -115,6 +116,7 @@ def _add_torch(commands: Commands) -> None:
 
 
 def _run_torch(options: argparse.Namespace) -> int:
+    check_new(options.output)
     left = import_torch(options.file, options.output, prefix=options.prefix)
     if left:
         print(f"left out, because they are neither tensors nor JSON values: {', '.join(sorted(left))}", file=sys.stderr)

@@ -2,12 +2,12 @@
 # Copyright (c) 2026 the mcore authors
 """The command's verbs together, and one line for what goes wrong."""
 
-import argparse
 import sys
 from collections.abc import Sequence
 
 from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt.cli import _exchange, _inspect, _rewrite
+from mcore_ckpt.cli._arguments import CommandParser
 
 __all__ = ["main"]
 
@@ -16,7 +16,7 @@ _VERBS = (_inspect, _rewrite, _exchange)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with ``arguments`` (None for the process's own) and return its exit status."""
-    parser = argparse.ArgumentParser(prog="mcore-ckpt", description="Look at, check and convert checkpoints.")
+    parser = CommandParser(prog="mcore-ckpt", description="Look at, check and convert checkpoints.")
     commands = parser.add_subparsers(required=True, metavar="command")
     for verbs in _VERBS:
         verbs.add_verbs(commands)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from mcore_parallel._command_line import CommandParser
 from mcore_parallel.numerics._first_difference import DumpReport, compare_dumps
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
@@ -38,7 +39,7 @@ def _as_json(report: DumpReport) -> dict[str, object]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="mcore-compare", description="Says which layer and tensor first differs between two runs that TensorRecorder wrote down."
     )
     parser.add_argument("test", help="folder of one run")

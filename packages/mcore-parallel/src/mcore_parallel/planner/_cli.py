@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from mcore_parallel._command_line import CommandParser
 from mcore_parallel.data_parallel import DistributedDataParallelConfig
 from mcore_parallel.optim import OptimizerConfig
 from mcore_parallel.planner._cost import Cluster
@@ -80,10 +81,10 @@ def _read(arguments: argparse.Namespace) -> tuple[Workload, Cluster, Limits]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="mcore-plan", description="Layouts for a model and a number of GPUs, with the memory of a rank.")
+    parser = CommandParser(prog="mcore-plan", description="Layouts for a model and a number of GPUs, with the memory of a rank.")
     parser.add_argument(
         "--model", nargs="+", required=True, metavar="NAME|FILE|FIELD=VALUE",
-        help=f"{', '.join(PRESETS)}, or the path of a config.json; fields after it replace the model's",
+        help=f"{', '.join(PRESETS)}, or the path of a config.json or of its folder; fields after it replace the model's",
     )  # fmt: skip
     parser.add_argument("--gpus", type=int, required=True, help="ranks of the world")
     parser.add_argument("--scale", type=int, nargs="+", metavar="GPUS", help="estimate the fastest layout of further numbers of GPUs, too")

@@ -77,7 +77,7 @@ def find_model(name: str | None = None, overrides: Mapping[str, Any] | None = No
 
     Args:
         name: of a preset, or the path of a JSON file with the fields of ``TransformerConfig`` (and of the experts) or with those of
-            a Hugging Face model; None when the overrides say everything.
+            a Hugging Face model, or of the folder of its config.json; None when the overrides say everything.
         overrides: field -> value.
 
     Raises:
@@ -113,8 +113,9 @@ def parse_overrides(texts: Sequence[str]) -> dict[str, Any]:
 
 def _read(name: str) -> dict[str, Any]:
     path = Path(name)
+    path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        raise PlannerError(f"model={name!r} is no file, and no preset{_nearest(name, PRESETS)}")
+        raise PlannerError(f"model={name!r} has no config.json, and is no preset{_nearest(name, PRESETS)}")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:

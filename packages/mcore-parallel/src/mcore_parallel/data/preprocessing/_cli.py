@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from mcore_parallel._command_line import CommandParser
 from mcore_parallel.data._errors import DataError
 from mcore_parallel.data.datasets import BlendedMegatronDatasetBuilder, GPTDataset, GPTDatasetConfig, Split, parse_blend
 from mcore_parallel.data.preprocessing._conversations import ChatTokenizer, preprocess_conversations
@@ -156,7 +157,7 @@ def _build_cache(arguments: argparse.Namespace) -> None:
 
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="mcore-preprocess", description="Tokenise text into a .bin/.idx corpus, and index it for a run.")
+    parser = CommandParser(prog="mcore-preprocess", description="Tokenise text into a .bin/.idx corpus, and index it for a run.")
     parser.add_argument(
         "--input", nargs="+", help="files or folders; .jsonl holds a document a line, .parquet one a row, other text is one; packed or not"
     )
@@ -194,6 +195,8 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _samples(word: str) -> int | None:
+    if word != "all" and not word.isdecimal():
+        raise argparse.ArgumentTypeError(f"{word!r} must be a whole number, or all")
     return None if word == "all" else int(word)
 
 

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Three mistakes of each verb and more: one line with a remedy, an exit code other than 0, nothing written."""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from mcore_tools.cli import VERBS, main
+from tests.support.corpora import write_corpus
+from tests.support.published import write_chat, write_published
+
+CORPUS = "--set data.prefix=corpus --set data.tokenizer=tokenizer --set output=out"
+STUDENT = "--set student.data.prefix=corpus --set student.data.tokenizer=tokenizer --set student.output=out"
+HEAD = "--set run.data.prefix=corpus --set run.data.tokenizer=tokenizer --set run.output=out"
+LAYOUT = "--gpus 8 --sequence 4096 --global-batch 64"
+
+MISTAKES = [
+    ("quickstart --text nothing", 1, "cannot read nothing: no such file or folder; check the path"),
+    ("quickstart --text chat.jsonl --output text.txt", 1, "--output='text.txt' can be no folder: "),
+    ("quickstart --text text.txt --output published", 1, "which no quickstart wrote; name an empty or a new folder"),
+    ("quickstart --text text.txt --output out --set model.vocab_size=10", 1, "model.vocab_size=10 must be at least 261"),
+    ("quickstart --text text.txt --output out --set log.wandb_project=p", 1, 'pip install "mcore-parallel[wandb]"'),
+    ("preprocess --input nothing --output-prefix out --tokenizer byte", 1, "cannot read nothing: no such file or folder; check the path"),
+    ("preprocess --input text.txt --output-prefix out --tokenizer nothing", 1, "nothing"),
+    ("preprocess --input text.txt --output-prefix out --tokenizer byte --partition 3", 1, "partition=3 needs partitions; say how many"),
+    ("preprocess --input text.txt --output-prefix out --tokenizer byte --append-eodd", 2, "unrecognized arguments: --append-eodd; "),
+    ("train", 1, "there is neither --recipe nor --config; recipes: "),
+    (f"train --recipe gpt_tiny {CORPUS} --set train.steps=10", 1, "train.steps=10 must exceed train.warmup_steps=20; set "),
+    (f"train --recipe gpt_tiny {CORPUS} --set plan.tp=2", 1, "= 2 ranks, but the world has 1; lower a degree, or start 2 with torchrun"),
+    (f"train --recipe gpt_tiny {CORPUS} --set output=text.txt/run", 1, "output='text.txt/run' can be no folder: "),
+    (f"train --recipe gpt_tiny {CORPUS} --set backend=te", 1, 'pip install "mcore-parallel[te]", or use "torch"'),
+    (f"train --recipe gpt_tiny {CORPUS} --set load.path=tokenizer", 1, "name a checkpoint or a folder of steps"),
+    ("train --config list.yaml", 1, "list.yaml must map fields to values, found list"),
+    ("sft nothing --data chat.jsonl --output out", 1, "nothing is not a checkpoint: there is no such folder"),
+    ("sft published --data text.jsonl --output a/out", 1, "text.jsonl:1 has no list of messages in the field 'messages'"),
+    ("sft published --data chat.jsonl --output out --set sft=none", 1, "or start the run with `mcore train`"),
+    ("sft published --data chat.jsonl --output out --set plan.dp=2", 1, "plan.dp=2 * plan.pp=1 = 2 ranks, but the world has 1"),
+    ("sft published --data chat.jsonl --output out --set train.warmup_steps=1000", 1, "train.warmup_steps=1000; set "),
+    ("sft published --data chat.jsonl --output out --set model.num_layers=3", 1, "model.num_layers=2 there, 3 here. Set what it was made"),
+    ("sft cut --data chat.jsonl --output out", 1, "model.safetensors: not a sound safetensors file"),
+    ("distill --recipe gpt_tiny --teacher gpt_tny", 1, "did you mean 'gpt_tiny'?"),
+    (f"distill --recipe gpt_tiny --teacher gpt_tiny {STUDENT} --set teacher.output=nothing", 1, "teacher.output='nothing' holds no "),
+    (f"distill --recipe gpt_tiny --teacher gpt_tiny {STUDENT} --set store=text.txt", 1, "text.txt"),
+    (f"distill --recipe gpt_tiny --teacher gpt_tiny {STUDENT} --set temperature=0", 1, "temperature=0.0 must be above 0"),
+    ("rl", 1, "there is neither MODEL nor --recipe nor --config. Recipes that learn from rewards: "),
+    ("rl published --set output=text.txt", 1, "output='text.txt' can be no folder: "),
+    ("rl published --set output=out --set rl.environment=nothing", 1, "environment='nothing' must be one of countdown"),
+    ("rl published --set output=out --set rl.environment=maths --set rl.maths.path=nothing", 1, "maths.path='nothing' is no file; name"),
+    ("rl published --set output=out --set rl.group_size=1", 1, "group_size=1 must be at least 2"),
+    (f"eagle train --recipe gpt_tiny {HEAD} --set target.output=nothing", 1, "target.output='nothing' holds no checkpoint; train"),
+    ("eagle train --recipe gpt_tiny --set head=nothing.json", 1, "head='nothing.json' is no file; name "),
+    ("eagle train --recipe gpt_tiny --set num_steps=0", 1, "num_steps=0 must be at least 1"),
+    ("eval published", 1, "there is nothing to measure; give --text FILE, --choices FILE or --tasks NAMES"),
+    ("eval published --text chat.jsonl", 1, 'chat.jsonl:1 must be an object with a string "text"'),
+    ("eval tokenizer --text text.txt", 1, "tokenizer is not a checkpoint: it has no manifest.json"),
+    ("generate text.txt --prompt x", 1, "text.txt is not a checkpoint: it is a file"),
+    ("generate cut --prompt x", 1, "not a sound safetensors file"),
+    ("generate published --prompt x --kv-cache-dtype int4", 2, "invalid choice: 'int4' (choose from"),
+    ("chat nothing", 1, "nothing is not a checkpoint: there is no such folder"),
+    ("chat http://127.0.0.1:9", 1, "does not answer: [Errno 111] Connection refused; is `mcore serve` up?"),
+    ("chat published --model x", 1, "--model and --token-file are for a server, and published is no http:// address; leave them out"),
+    ("serve foreign", 1, "config.json: model_type='rwkv' is none of "),
+    ("serve published --port 99999", 2, "--port: 99999 must be 0 to 65535; mcore serve --help"),
+    ("serve published --host 0.0.0.0", 1, "give --token-file, or --host 127.0.0.1"),
+    ("convert import x out", 2, "invalid choice: 'import' (choose from"),
+    ("convert import-hf published published", 2, "published exists and is not an empty folder; choose another or remove it"),
+    ("convert import-hf foreign out", 2, "config.json: model_type='rwkv' is none of "),
+    ("convert inspect tokenizer", 2, "tokenizer is not a checkpoint: it has no manifest.json"),
+    (f"plan --model nothing {LAYOUT}", 2, "model='nothing' has no config.json, and is no preset; there are "),
+    (f"plan --model llama3-8b hidden_sise=1 {LAYOUT}", 2, "hidden_sise=1 names no field of a model; did you mean hidden_size?"),
+    (f"plan --model llama3-8b {LAYOUT} --fix tp=3", 2, "gpus=8 with tp=3 divide neither the model nor global_batch=64; change "),
+    ("plan --model published --gpus eight --sequence 1 --global-batch 1", 2, "--gpus: invalid int value: 'eight'; mcore-plan --help"),
+    ("doctor --jsn", 2, "unrecognized arguments: --jsn; mcore-doctor --help lists what there is"),
+    ("doctor published", 2, "unrecognized arguments: published; mcore-doctor --help lists what there is"),
+    ("doctor --json=yes", 2, "--json: ignored explicit argument 'yes'; mcore-doctor --help lists what there is"),
+    ("compare nothing nothing", 2, "nothing holds no .safetensors file; pass the folder that TensorRecorder wrote"),
+    ("compare published", 2, "the following arguments are required: reference; mcore-compare --help lists what there is"),
+    ("compare published published --dtype int8", 2, "--dtype: invalid choice: 'int8' (choose from"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A published model, whole, cut and of an unknown family; conversations, text, and a corpus with its tokenizer."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    write_published(folder / "published")
+    for name in ("cut", "foreign"):
+        shutil.copytree(folder / "published", folder / name)
+    os.truncate(folder / "cut" / "model.safetensors", 1000)
+    config = json.loads((folder / "foreign" / "config.json").read_text())
+    (folder / "foreign" / "config.json").write_text(json.dumps({**config, "model_type": "rwkv"}))
+    write_chat(folder / "chat.jsonl")
+    write_corpus(folder, "to be or not to be, that is the question. ")
+    (folder / "text.txt").write_text("to be or not to be")
+    (folder / "text.jsonl").write_text('{"text": "to be"}\n')
+    (folder / "list.yaml").write_text("- train\n")
+    return folder
+
+
+def test_each_verb_is_tried_with_three_mistakes() -> None:
+    tried = [line.split()[0] for line, _, _ in MISTAKES]
+    assert {name: tried.count(name) for name in VERBS if tried.count(name) < 3} == {}
+
+
+@pytest.mark.parametrize(("line", "code", "words"), MISTAKES, ids=[line for line, _, _ in MISTAKES])
+def test_a_mistake_is_one_line_with_its_remedy(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str, code: int, words: str
+) -> None:
+    monkeypatch.chdir(place)
+    for name in ("transformer_engine", "wandb"):
+        monkeypatch.setitem(sys.modules, name, None)
+    before = {path: path.stat().st_mtime_ns for path in place.rglob("*")}
+    try:
+        ended = main(line.split())
+    except SystemExit as end:
+        ended = end.code
+    message = capsys.readouterr().err
+    assert ended == code, message
+    assert message.count("\n") == 1 and words in message, message
+    assert {path: path.stat().st_mtime_ns for path in place.rglob("*")} == before
