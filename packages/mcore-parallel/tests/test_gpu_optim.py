@@ -267,3 +267,11 @@ def check_sharp() -> None:
 @two_gpus
 def test_groups_that_ask_for_sharp_add_right_on_any_network() -> None:
     run(check_sharp, 2, backend="nccl", timeout_s=180.0)
+
+
+def test_state_leaves_for_locked_memory() -> None:
+    model = nn.Linear(256, 256, device="cuda", dtype=torch.bfloat16)
+    sync = DistributedDataParallel(DistributedDataParallelConfig(), model, ProcessGroups.single())
+    optimizer = MegatronOptimizer(OptimizerConfig(lr=1e-3), sync, ProcessGroups.single())
+    optimizer.offload_to_cpu()
+    assert optimizer._parked._copies and all(copy.is_pinned() for copy in optimizer._parked._copies)

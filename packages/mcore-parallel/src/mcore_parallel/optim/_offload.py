@@ -109,9 +109,15 @@ class ParkedTensors:
         if self._cuda:
             cudart: Any = torch.cuda.cudart()
             if int(cudart.cudaHostRegister(flat.data_ptr(), flat.nbytes, 0)) == 0:
-                weakref.finalize(flat, cudart.cudaHostUnregister, flat.data_ptr())
+                # Not with the tensor, which ends here: its views go on.
+                weakref.finalize(self, _unlock, flat)
         parts = flat.split(rooms)
         return [part[: tensor.nbytes].view(tensor.dtype) for part, tensor in zip(parts, self._tensors, strict=True)]
+
+
+def _unlock(memory: Tensor) -> None:
+    cudart: Any = torch.cuda.cudart()
+    cudart.cudaHostUnregister(memory.data_ptr())
 
 
 class HostUpdates:
