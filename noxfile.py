@@ -30,7 +30,7 @@ MATRIX = [
 THIS_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 CONSTRAINTS = "constraints/dev.txt"
 # Extras that build or run only beside a GPU, are large, or talk to a service: no session installs them.
-GPU_EXTRAS = {"modelopt", "te", "wandb"}
+GPU_EXTRAS = {"cuda", "modelopt", "te", "trackio", "wandb"}
 # What follows torch's own release or is bounded by it; the sessions that change torch must not be held by these pins.
 TORCH_FAMILY = ("cuda-", "nvidia-", "setuptools=", "torch=", "triton=")
 # Tests of a file in one process, in the order of conftest.py.
@@ -421,8 +421,13 @@ def newest(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def loggers(session: nox.Session) -> None:
     """What the numbers of a run are sent to, by the newest libraries of those services, offline."""
-    install = [*_members(), *_groups(("test",)), "wandb", "-c", CONSTRAINTS]
-    python = _environment(session, f"loggers-{THIS_PYTHON}", "loggers", install)
+    with tempfile.TemporaryDirectory() as folder:
+        constraints = Path(folder) / "constraints.txt"
+        # Trackio wants an older pillow than the plots do.
+        lines = (ROOT / CONSTRAINTS).read_text().splitlines()
+        constraints.write_text("\n".join(line for line in lines if not line.startswith("pillow=")))
+        install = [*_members(), *_groups(("test",)), "trackio>=0.20", "wandb", "-c", str(constraints)]
+        python = _environment(session, f"loggers-{THIS_PYTHON}", "loggers", install, stable=False)
     session.run(str(python), "-m", "pytest", "-q", "-n", "0", "tools/tests/test_loggers.py", *session.posargs, external=True)
 
 

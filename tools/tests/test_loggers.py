@@ -3,6 +3,8 @@
 """Where the numbers of a run go, by the libraries themselves; offline."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -30,14 +32,15 @@ def losses(folder: Path) -> list[tuple[int, float]]:
     return [(row["step"], row["loss"]) for row in map(json.loads, lines)]
 
 
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_a_missing_library_is_one_line_that_names_its_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    words = [word for change in [*changes(tmp_path), "log.wandb_project=p"] for word in ("--set", change)]
+    monkeypatch.setitem(sys.modules, name, None)
+    words = [word for change in [*changes(tmp_path), f"log.{name}_project=p"] for word in ("--set", change)]
     assert train.main(["--recipe", "gpt_tiny", *words]) == 1
     message = capsys.readouterr().err
-    assert message.startswith("error: log.wandb_project='p' needs wandb, which is not installed: pip install \"mcore-parallel[wandb]\"")
+    assert message.startswith(f"error: log.{name}_project='p' needs {name}, which is not installed: pip install \"mcore-parallel[{name}]\"")
     assert message.count("\n") == 1 and not (tmp_path / "run").exists()
 
 
@@ -58,3 +61,18 @@ def test_weights_and_biases_reads_the_losses_of_a_run(tmp_path: Path, monkeypatc
     # What is sent later holds each number as text.
     stored = file.read_bytes()
     assert [loss for _, loss in losses(tmp_path) if json.dumps(loss).encode() not in stored] == []
+
+
+def test_trackio_reads_the_losses_of_a_run_that_goes_on(tmp_path: Path) -> None:
+    pytest.importorskip("trackio")
+    config = [*changes(tmp_path), "log.trackio_project=p", "train.checkpoint_interval=2"]
+    # It reads its folder when it is imported, and must reach no address.
+    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1", "https_proxy": "http://127.0.0.1:9"}
+    for steps in (2, 3):
+        words = [word for change in [*config, f"train.steps={steps}"] for word in ("--set", change)]
+        train_it = [sys.executable, "-m", "mcore_tools", "train", "--recipe", "gpt_tiny", *words]
+        subprocess.run(train_it, env=environment, check=True, capture_output=True, timeout=120)
+    name = "run-" + (tmp_path / "run" / "trackio_run").read_text(encoding="ascii")
+    ask = [Path(sys.executable).with_name("trackio"), "get", "metric", "--project", "p", "--run", name, "--metric", "loss", "--json"]
+    answer = json.loads(subprocess.run(ask, env=environment, check=True, capture_output=True, timeout=60).stdout)
+    assert [(row["step"], row["value"]) for row in answer["values"]] == losses(tmp_path) != []

@@ -22,6 +22,7 @@ from mcore_parallel.training import (
     StragglerProbe,
     TelemetrySpans,
     Throughput,
+    TrackioWriter,
     Trainer,
     TrainerConfig,
     WandbWriter,
@@ -199,3 +200,25 @@ def test_weights_and_biases_gets_every_number(tmp_path: Path, monkeypatch: pytes
     (_, options), *rest = calls
     assert options["id"] == "abc" and options["resume"] == "allow" and options["config"] == {"lr": 1.0} and options["mode"] == "offline"
     assert rest == [("log", (2, {"loss": 1.0})), ("finish", None)]
+
+
+def test_trackio_gets_what_a_step_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, Any]] = []
+    run = types.SimpleNamespace(
+        log=lambda values, step: calls.append(("log", (step, values))), finish=lambda: calls.append(("finish", None))
+    )
+
+    def init(**options: Any) -> Any:
+        calls.append(("init", options))
+        return run
+
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "trackio", None)
+        with pytest.raises(ModuleNotFoundError, match=r'trackio is not installed: pip install "mcore-parallel\[trackio\]"'):
+            TrackioWriter("project")
+    monkeypatch.setitem(sys.modules, "trackio", types.SimpleNamespace(init=init))
+    writer = TrackioWriter("project", name="abc", config={"lr": 1.0})
+    writer.write(2, {"loss": 1.0})
+    writer.close()
+    options = {"project": "project", "name": "abc", "resume": "allow", "config": {"lr": 1.0}}
+    assert calls == [("init", options), ("log", (2, {"loss": 1.0})), ("finish", None)]

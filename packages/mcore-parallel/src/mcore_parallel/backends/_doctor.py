@@ -2,7 +2,6 @@
 # Copyright (c) 2026 the mcore authors
 """Command ``mcore-doctor``: which path each operation takes on this machine, and why; whether it reaches the others of a run."""
 
-import argparse
 import importlib.metadata
 import importlib.util
 import json
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from mcore_parallel._command_line import CommandParser
 from mcore_parallel.backends._factory import missing_units
 from mcore_parallel.backends._fp8_config import RECIPES, Fp8Config
 from mcore_parallel.backends._torch import RECIPES_OF_TORCH
@@ -133,7 +133,7 @@ def _recipes(machine: Machine) -> Iterator[Row]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns 0, or 1 when a setting of the network in the environment cannot work."""
-    parser = argparse.ArgumentParser(prog="mcore-doctor", description="Which path each operation takes on this machine, and why.")
+    parser = CommandParser(prog="mcore-doctor", description="Which path each operation takes on this machine, and why.")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     arguments = parser.parse_args(argv)
     machine = Machine.here()

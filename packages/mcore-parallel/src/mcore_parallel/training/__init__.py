@@ -35,6 +35,7 @@ from mcore_parallel.training._stragglers import StragglerProbe
 from mcore_parallel.training._telemetry import TelemetrySpans
 from mcore_parallel.training._throughput import Throughput
 from mcore_parallel.training._timers import StartupStamps, Timers, TimeSpread
+from mcore_parallel.training._trackio import TrackioWriter
 from mcore_parallel.training._trainer import NonFiniteLossError, TrainableOptimizer, Trainer, TrainerConfig, TrainerState
 from mcore_parallel.training._wandb import WandbWriter
 from mcore_parallel.training._writers import JsonLinesWriter, RichProgress, TensorBoardWriter
@@ -86,6 +87,7 @@ __all__ = [
     "TimeSpread",
     "Timer",
     "Timers",
+    "TrackioWriter",
     "TrainReport",
     "TrainableOptimizer",
     "Trainer",
