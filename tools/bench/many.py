@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Experts, their exchange, and serving over all GPUs of a machine; training beside what the planner foretells.
+"""Experts, their exchange, serving and RL over all GPUs of a machine; training beside what the planner foretells.
 
 python -m tools.bench.many --gpus 8 --output docs/benchmarks/many.json \\
     --peer "Megatron-core=torchrun --nproc-per-node 8 train_megatron_core.py --model moe-l6 --ep 8 --mbs 2 --gbs 16"
@@ -8,16 +8,16 @@ python -m tools.bench.many --gpus 2 --small
 
 experts: training steps of moe-l6 with its experts over all ranks, again with every eighth expert four times as busy as the average, with
 each expert on two ranks, and with two pipeline stages; time and memory stand beside ``step_cost`` and ``estimate``. exchange: dispatch
-and combine of the picks alone, beside all-to-alls of as many bytes. serving: one engine over all ranks, then an engine a rank. refit: from
-a fully sharded model over all ranks into these engines. A peer is a command that prints JSON lines; they are kept as they are. ``--small``
-is for a machine without GPUs: tiny shapes, ranks on gloo.
+and combine of the picks alone, beside all-to-alls of as many bytes. serving: one engine over all ranks, then an engine a rank. refit:
+from a fully sharded model over all ranks into these engines. rl: GRPO with a fully sharded trainer on one half and an engine on each rank
+of the other, by turns and one step off. killed: an engine a rank under load, one of which is killed. A peer is a command that prints JSON
+lines; they are kept as they are. ``--small`` is for a machine without GPUs: tiny shapes, ranks on gloo.
 """
 
 import argparse
 import json
 import shlex
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +39,10 @@ from mcore_parallel.training import Batch, CrossEntropyObjective, train_step
 from mcore_rl import WeightTransfer, refit
 from mcore_tools.assembly import FullyShardedModel
 from mcore_tools.launch import launch
+from tools.bench._halves import grpo_on_halves
+from tools.bench._killed import killed_engine
 from tools.bench._record import record
+from tools.bench._scale import Scale
 from tools.bench.serve import MODELS as SERVED
 from tools.bench.serve import build as build_engine
 from tools.bench.serve import run_case
@@ -52,35 +55,9 @@ _SMALL: dict[str, Any] = {
     "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 32, "vocab_size": 512,
     "num_moe_experts": 16, "moe_router_topk": 2,
 }  # fmt: skip
-_PARTS = ("experts", "exchange", "serving", "refit")
+_PARTS = ("experts", "exchange", "serving", "refit", "rl", "killed")
 _HOT_SHARE, _HOT_LOAD = 8, 4.0
 """One in so many experts gets so many times the average load."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scale:
-    """What is run: on GPUs, or small."""
-
-    gpus: int
-    small: bool
-
-    @property
-    def kind(self) -> str:
-        return "cpu" if self.small else "cuda"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float32 if self.small else torch.bfloat16
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu") if self.small else torch.device("cuda", torch.cuda.current_device())
-
-    def finish(self) -> float:
-        """The host's clock, when the device is done."""
-        if not self.small:
-            torch.cuda.synchronize()
-        return time.perf_counter()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,6 +320,8 @@ def main() -> None:
         "exchange": lambda: exchange(scale, arguments.steps),
         "serving": lambda: serving(scale),
         "refit": lambda: refits(scale),
+        "rl": lambda: grpo_on_halves(scale, max(2, arguments.steps // 2)),
+        "killed": lambda: killed_engine(scale),
     }
     for row in peers(arguments.peer, arguments.timeout_s):
         rows.append(row)
@@ -352,7 +331,7 @@ def main() -> None:
             rows.append(row)
             print(json.dumps(row), flush=True)
     if arguments.output is not None:
-        record(arguments.output, {"work": "experts and serving over many GPUs", "small": scale.small, "rows": rows})
+        record(arguments.output, {"work": "experts, serving and RL over many GPUs", "small": scale.small, "rows": rows})
 
 
 if __name__ == "__main__":

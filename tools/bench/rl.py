@@ -138,8 +138,15 @@ class Clock:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
 
+    def used(self) -> int:
+        """Bytes of the device that are not free, whoever holds them."""
+        if self._device.type != "cuda":
+            return 0
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free
+
     def peak(self) -> int:
-        """Most bytes since the last call."""
+        """Most bytes of torch's since the last call."""
         if self._device.type != "cuda":
             return 0
         most = torch.cuda.max_memory_allocated()
@@ -156,9 +163,8 @@ def build(model: str, work: Work, device: torch.device, *, narrow: bool) -> tupl
         device: of both.
         narrow: 6 instead of 12 bytes of optimizer state a parameter, and gradients in the parameters' dtype.
     """
-    config, dtype, groups = MODELS[model], torch.bfloat16 if device.type == "cuda" else torch.float32, ProcessGroups.single()
-    policy = GPTModel(config, groups, device=device, dtype=dtype, seed=None)
-    served = GPTModel(config, groups, attention_core=PagedAttention(), device=device, dtype=dtype, seed=None)
+    groups = ProcessGroups.single()
+    policy = GPTModel(MODELS[model], groups, device=device, dtype=_dtype(device), seed=None)
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
             parameter.fill_(1.0) if parameter.dim() == 1 or "norm" in name else parameter.normal_(std=0.02)
@@ -167,15 +173,34 @@ def build(model: str, work: Work, device: torch.device, *, narrow: bool) -> tupl
     if narrow and device.type == "cuda":
         states = {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.float16}
     optimizer = MegatronOptimizer(OptimizerConfig(lr=1e-6, weight_decay=0.0, clip_grad=1.0, **states), sync, groups)
+    return Learner(model=policy, groups=groups, objective=GRPOObjective(), sync=sync, optimizer=optimizer), build_engine(
+        model, work, device
+    )
+
+
+def build_engine(model: str, work: Work, device: torch.device) -> DynamicInferenceEngine:
+    """An engine of one shape, for weights of a policy.
+
+    Args:
+        model: the shape.
+        work: sizes of the engine.
+        device: of the engine.
+    """
+    config = MODELS[model]
+    served = GPTModel(
+        config, ProcessGroups.single(), attention_core=PagedAttention(), device=device, dtype=_dtype(device), seed=None
+    )  # fmt: skip
     limits = InferenceConfig(
         max_sequence_length=work.inputs + work.outputs, max_requests=work.groups * work.group_size,
         max_tokens=max(8192, work.groups * work.group_size), block_size_tokens=64 if device.type == "cuda" else 16,
         buffer_size_gb=work.cache_gb,
     )  # fmt: skip
-    engine = DynamicInferenceEngine(
-        served.eval(), DynamicInferenceContext.for_model(served, limits), Numbers(config.vocab_size), vocab_size=config.vocab_size
-    )
-    return Learner(model=policy, groups=groups, objective=GRPOObjective(), sync=sync, optimizer=optimizer), engine
+    context = DynamicInferenceContext.for_model(served, limits)
+    return DynamicInferenceEngine(served.eval(), context, Numbers(config.vocab_size), vocab_size=config.vocab_size)
+
+
+def _dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def refits(learner: Learner, engine: DynamicInferenceEngine, clock: Clock) -> dict[str, Any]:
@@ -197,25 +222,24 @@ def refits(learner: Learner, engine: DynamicInferenceEngine, clock: Clock) -> di
 
 
 def turns(learner: Learner, engine: DynamicInferenceEngine, clock: Clock, cycles: int) -> dict[str, Any]:
-    """Times to hand the device over, both ways, over some cycles with one short generation each; and their peaks of memory."""
+    """Times to hand the device over, both ways, over some cycles with a short generation each; and what it holds meanwhile."""
     parts: dict[str, Any] = {"optimizer": learner.optimizer, "sync": learner.sync, "engine": engine}
     on_gpu = next(learner.model.parameters()).is_cuda
     cache = engine.context.cache.num_bytes
-    used: list[int] = [torch.cuda.memory_allocated() if on_gpu else 0]
+    used = [clock.used()]
     suspended = [clock(engine.suspend)]
-    used.append(torch.cuda.memory_allocated() if on_gpu else 0)
+    used.append(clock.used())
     resumed = [clock(engine.resume)]
     suspended.append(clock(engine.suspend))
     there, back, first_tokens, peaks = [], [], [], []
     for _ in range(cycles + 1):
         gc.collect()
-        clock.peak()
         block = SWITCH.generating(**parts)
         there.append(clock(block.__enter__))
         first_tokens.append(clock(lambda: engine.generate([[1, 2, 3]] * 8, SamplingParams(num_tokens_to_generate=4, ignore_eos=True))))
+        peaks.append(clock.used())
         # The state is on its way back beside other work; here it is waited for.
         back.append(clock(lambda block=block: block.__exit__(None, None, None)))
-        peaks.append(clock.peak())
     clock(engine.resume)
     return {
         "suspend_s": round(max(suspended), 4), "resume_s": round(max(resumed), 4),
