@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # Distributions whose import name is not their own name.
-IMPORT_NAMES = {"opentelemetry-api": "opentelemetry", "pyyaml": "yaml", "pyzmq": "zmq", "protobuf": "google"}
+IMPORT_NAMES = {"cuda-bindings": "cuda", "opentelemetry-api": "opentelemetry", "pyyaml": "yaml", "pyzmq": "zmq", "protobuf": "google"}
 # What every type checker knows by itself; under TYPE_CHECKING nothing has to be installed for it.
 TYPE_CHECKERS_BRING = {"typing_extensions"}
 IMPORT_BUDGET_S = 0.3

@@ -51,7 +51,7 @@ from mcore_tools.arguments import Parser
 from mcore_tools.assembly import DTYPES, Samples, build_stage, datasets, open_tokenizer, step_batches, validation_batches
 from mcore_tools.recipes import RECIPES, RunConfig, recipe
 from mcore_tools.reports import History
-from mcore_tools.training import Trained, build_trainer, command, device_of, place, tell
+from mcore_tools.training import Trained, build_trainer, check_trained, command, device_of, place, tell
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,6 +219,8 @@ def distill(config: DistillConfig, *, only_record: bool = False) -> int:
     SIGTERM and SIGINT end training after a step, saved.
     """
     with place(config.student, "student") as (kind, watchdog):
+        if only_record or not config.store:
+            check_trained(config.teacher.output, "teacher.output", "train the teacher with `mcore train`, or give the folder of its run")
         if only_record:
             tell(f"the teacher ran over {record_rank(config, kind)} batches a replica; {config.store} holds what it finds likely")
             return 0

@@ -49,7 +49,7 @@ from mcore_parallel.training.eagle import (
 from mcore_tools.arguments import Parser
 from mcore_tools.assembly import DTYPES, Samples, build_model, datasets, open_tokenizer, step_batches
 from mcore_tools.recipes import RECIPES, RunConfig, recipe
-from mcore_tools.training import build_trainer, command, device_of, place, tell
+from mcore_tools.training import build_trainer, check_trained, command, device_of, place, tell
 
 PARTS = ("train", "valid")
 
@@ -90,6 +90,11 @@ class EagleRun:
             raise ValueError(f"run.train.dtype={run.train.dtype} and target.train.dtype={target.train.dtype} must be equal")
         if target.masked:
             raise ValueError("target must predict the next token; set target.masked=none")
+        for name, least in (("num_steps", 1), ("shard_samples", 1), ("draft_vocab_size", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+        if not self.decay > 0:
+            raise ValueError(f"decay={self.decay} must be above 0")
         self.architecture()
 
     def architecture(self) -> EagleConfig:
@@ -101,6 +106,10 @@ class EagleRun:
         size = self.draft_vocab_size or None
         if not self.head:
             return EagleConfig.of_target(self.target.model, draft_vocab_size=size)
+        if not Path(self.head).is_file():
+            raise ValueError(
+                f"head={self.head!r} is no file; name the JSON file of an architecture, or set head= for one layer like the target's"
+            )
         config = EagleConfig.from_json(self.head)
         for name in ("hidden_size", "vocab_size"):
             theirs, mine = getattr(self.target.model, name), getattr(config.transformer, name)
@@ -297,6 +306,9 @@ def run_command(verb: str, config: EagleRun) -> int:
     if verb == "export" and not config.published:
         raise ValueError("published is empty; pass --set published=FOLDER to export into")
     with place(config.run, "run") as (kind, watchdog):
+        check_trained(config.target.output, "target.output", "train the target with `mcore train`, or give the folder of its run")
+        if verb in ("evaluate", "export"):
+            check_trained(config.run.output, "run.output", "train the head with `mcore eagle train`, or give the folder of its run")
         if verb == "extract":
             tell(f"the target ran over {extract_rank(config, kind)} batches a replica; {config.store} holds its features")
             return 0

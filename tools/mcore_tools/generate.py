@@ -5,26 +5,31 @@
 mcore generate runs/moe_tiny/checkpoints --prompt "def main" --prompt "import"
 
 The folder of a run, of its steps (the newest is taken), one checkpoint that keeps ``run.yaml`` and a tokenizer, or a Hugging Face folder.
+With --tp N the model is split over N processes, one a GPU, which are started here or by torchrun.
 Exit code: 0 done; 1 something was refused, and why.
 """
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from mcore_ckpt import CheckpointingException
 from mcore_inference import DynamicInferenceEngine, SamplingParams
 from mcore_tools.arguments import Parser, integer, number
-from mcore_tools.serving import open_engine
+from mcore_tools.serving import TensorParallelRanks, end_process, open_engine
 from mcore_tools.training import device_of
 
 
 def generate(engine: DynamicInferenceEngine, prompts: Sequence[str], *, max_tokens: int, temperature: float) -> int:
-    """Print each prompt with its continuation; 1 when one was refused."""
+    """Print each prompt with its continuation, on the first rank of the engine; 1 when one was refused."""
     params = SamplingParams(temperature=temperature, num_tokens_to_generate=max_tokens)
+    # All ranks make the same calls, and get the same tokens.
     records = engine.generate(list(prompts), params)
+    if not engine.model.groups.tp.is_first:
+        return 0
     for prompt, record in zip(prompts, records, strict=True):
         if record.error is None:
             print(prompt + record.generated_text)
@@ -45,6 +50,33 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-cache-dtype", choices=("fp8",), help="of keys and values (default: that of the model)")
 
 
+def add_split_argument(parser: argparse.ArgumentParser) -> None:
+    """Over how many devices."""
+    parser.add_argument(
+        "--tp", metavar="N", type=integer(1), default=1, help="split the model over N processes, one a GPU (tensor parallelism; default: 1)"
+    )
+
+
+@contextlib.contextmanager
+def opened(
+    verb: str, words: Sequence[str], options: argparse.Namespace
+) -> Iterator[tuple[DynamicInferenceEngine, TensorParallelRanks | None]]:
+    """The engine of a command, and the ranks that it is split over."""
+    with contextlib.ExitStack() as stack:
+        ranks = None if options.tp == 1 else stack.enter_context(TensorParallelRanks(options.tp, [verb, *words]))
+        engine = open_engine(
+            options.checkpoint,
+            device_of("cuda" if torch.cuda.is_available() else "cpu"),
+            max_length=options.max_length,
+            cache_gb=options.cache_gb,
+            kv_cache_dtype=options.kv_cache_dtype,
+            groups=None if ranks is None else ranks.groups,
+        )
+        if ranks is not None:
+            ranks.meet("loaded")
+        yield engine, ranks
+
+
 def add_sampling_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
     """What is continued, and how."""
     parser.add_argument("--prompt", action="append", default=[], required=required, help="continue this text; may be given again")
@@ -56,14 +88,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     parser = Parser("mcore generate", __doc__)
     add_model_arguments(parser)
+    add_split_argument(parser)
     add_sampling_arguments(parser, required=True)
-    options = parser.parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    options = parser.parse_args(words)
     try:
-        device = device_of("cuda" if torch.cuda.is_available() else "cpu")
-        engine = open_engine(
-            options.checkpoint, device, max_length=options.max_length, cache_gb=options.cache_gb, kv_cache_dtype=options.kv_cache_dtype
-        )
-        return generate(engine, options.prompt, max_tokens=options.max_tokens, temperature=options.temperature)
+        with opened("generate", words, options) as (engine, ranks):
+            code = generate(engine, options.prompt, max_tokens=options.max_tokens, temperature=options.temperature)
+        return code if ranks is None else end_process(code)
     except (ValueError, OSError, CheckpointingException) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

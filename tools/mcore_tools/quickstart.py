@@ -10,6 +10,7 @@ import math
 import shutil
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from rich.table import Table
 from mcore_ckpt import CheckpointManager
 from mcore_ckpt.hf import export_checkpoint_hf
 from mcore_parallel import ParallelPlan
+from mcore_parallel.data import TokenizerError, train_bpe
 from mcore_parallel.tensor_parallel import pad_vocab_size
 from mcore_tools.arguments import Parser, integer
 from mcore_tools.corpus import check_text, default_text, prepare
@@ -31,7 +33,7 @@ from mcore_tools.recipes import RecipeError, RunConfig, override, recipe
 from mcore_tools.reports import Plot, Section, write_report
 from mcore_tools.rl import post_train_rank
 from mcore_tools.serving import serve_exported
-from mcore_tools.training import train_rank, validate_rank
+from mcore_tools.training import check_log, check_output, train_rank, validate_rank
 
 T = TypeVar("T")
 
@@ -79,6 +81,9 @@ def quickstart(text: list[Path], output: Path, assignments: list[str], iteration
     if iterations < 3:
         raise ValueError(f"iterations={iterations} must be at least 3: the last third's reward is compared with the first third's")
     base = _configure(output, assignments, ranks)
+    check_output(output, "--output")
+    check_log(base.log)
+    _check_vocabulary(base)
     check_text(text)
     _make_anew(output)
     stages = Stages(console)
@@ -176,6 +181,15 @@ def _configure(output: Path, assignments: list[str], ranks: int) -> RunConfig:
     if config.moe is None:
         raise RecipeError("--set moe=none: the journey trains a mixture of experts; `mcore train --recipe gpt_tiny` trains a dense model")
     return dataclasses.replace(config, plan=ParallelPlan(tp=ranks, ep=ranks))
+
+
+def _check_vocabulary(config: RunConfig) -> None:
+    """That a tokenizer can have so few tokens."""
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            train_bpe(["a"], config.model.vocab_size, folder)
+    except TokenizerError as error:
+        raise RecipeError(f"--set model.{error}") from None
 
 
 def _make_anew(output: Path) -> None:

@@ -15,6 +15,7 @@ Exit status: as of `mcore train`.
 
 import argparse
 import dataclasses
+import math
 import os
 import shutil
 import sys
@@ -41,10 +42,10 @@ from mcore_tools.recipes import (
     recipe,
     write_config,
 )
-from mcore_tools.rl import Reinforced, build_environment, reinforce_rank, texts
+from mcore_tools.rl import Reinforced, build_environment, reinforce_rank, teacher_run, texts
 from mcore_tools.sft import find_origin, keep_tokenizer, wait_for
 from mcore_tools.train import FINAL, refused
-from mcore_tools.training import check_log, check_stored, find_source, first_folder, join, take_device
+from mcore_tools.training import check_run, check_stored, find_source, first_folder, join, removed_if_refused, take_device
 
 _NUM_TEXTS, _LONGEST = 512, 1024
 
@@ -139,11 +140,8 @@ def reinforce(config: RunConfig) -> int:
 
 
 def _result(done: Reinforced) -> str:
-    return (
-        f"reward {done.reward:.4f}"
-        if done.stopped_at is None
-        else f"stopped and saved after step {done.stopped_at}; start it again to go on"
-    )
+    numbers = "trained on pairs" if math.isnan(done.reward) else f"reward {done.reward:.4f}"
+    return numbers if done.stopped_at is None else f"stopped and saved after step {done.stopped_at}; start it again to go on"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -168,11 +166,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             write_config(config, options.write_config)
         else:
             # Before anything is written.
-            check_log(config.log)
-            build_environment(config.rl)
+            check_run(config)
+            if config.rl.needs_engine:
+                build_environment(config.rl)
+            elif not (config.data.tokenizer or config.load.path):
+                raise RecipeError("rl.dpo.path has pairs for a model that can read; name it as MODEL, or set data.tokenizer")
+            if config.rl.teacher:
+                teacher_run(config)
             own = CheckpointManager(Path(config.output) / "checkpoints")
             check_stored(config, first_folder(config.load, own, find_source(config.load, own)))
-            return reinforce(prepared(config, int(os.environ.get("RANK", "0"))))
+            with removed_if_refused(config.output):
+                config = prepared(config, int(os.environ.get("RANK", "0")))
+            return reinforce(config)
     except (*FINAL, OSError, RuntimeError, CheckpointingException, RankFailedError, RanksLostError) as error:
         return refused(error)
     return 0

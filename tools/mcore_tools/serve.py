@@ -9,12 +9,14 @@ mcore serve runs/moe_tiny/checkpoints/step_00001000 --port 8000 --token-file sec
 The folder of a run, of its steps (the newest is taken), one checkpoint that keeps ``run.yaml`` and a tokenizer, or a Hugging Face folder.
 On SIGTERM or SIGINT (Ctrl-C) the server refuses new requests, ends the open ones within --drain-seconds and exits; a second
 signal cuts them off. With --data-parallel N engines of N processes, one a GPU, stand behind one address; one that ends is started again,
-and its requests go to the others. Exit code: 0 done; 1 something was refused, and why; 75 the engine failed several times in a row, or
+and its requests go to the others. With --tp N the model is split over N processes, one a GPU, which are started here or by torchrun; when
+one is lost, all end. Exit code: 0 done; 1 something was refused, and why; 75 the engine failed several times in a row, or
 hangs: start it again.
 """
 
 import argparse
 import logging
+import os
 import secrets
 import socket
 import sys
@@ -23,23 +25,21 @@ from collections.abc import Sequence
 from ipaddress import ip_address
 from pathlib import Path
 
-import torch
-
 from mcore_ckpt import CheckpointingException
 from mcore_inference import DynamicInferenceEngine, EngineDeadError
 from mcore_inference.coordinator import CoordinatedRunner, CoordinatorConfig, CoordinatorSecurity, DataParallelInferenceCoordinator
 from mcore_inference.server import InferenceServer, ServerLimits, StopSignals, serve, serve_runner
 from mcore_parallel.guard import STALLED_EXIT_CODE
 from mcore_tools.arguments import Parser, endpoint, integer, number, secret
-from mcore_tools.generate import add_model_arguments, add_sampling_arguments, generate
-from mcore_tools.serving import Replicas, open_engine, open_served_tokenizer, work_for
-from mcore_tools.training import device_of
+from mcore_tools.generate import add_model_arguments, add_sampling_arguments, add_split_argument, generate, opened
+from mcore_tools.serving import Replicas, end_process, open_served_tokenizer, work_for
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     parser = Parser("mcore serve", __doc__)
     add_model_arguments(parser)
+    add_split_argument(parser)
     add_sampling_arguments(parser, required=False)
     parser.add_argument("--host", default="127.0.0.1", help="address to serve on; other than loopback it needs --token-file")
     parser.add_argument("--port", type=integer(0, 65_535), default=8000, help="0 for a free one (default: 8000)")
@@ -54,31 +54,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--token-file", metavar="FILE", type=secret, help="file with the secret that clients must send")
     parser.add_argument(
-        "--data-parallel", metavar="N", type=integer(1), default=1, help="engines, each in a process with a GPU of its own (default: 1)"
+        "--data-parallel", metavar="N", type=integer(1), default=1, help="engines, each on a GPU (or --tp of them) of its own (default: 1)"
     )
     parser.add_argument(
         "--join", metavar="ADDRESS", type=endpoint, help="work for the coordinator at tcp://host:port instead of serving HTTP"
     )
     parser.add_argument("--name", default="engine", help="of an engine that joins, for messages")
-    options = parser.parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    options = parser.parse_args(words)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
         if options.data_parallel > 1 and (options.prompt or options.join):
             raise ValueError("--data-parallel serves HTTP; leave out --prompt and --join, or --data-parallel")
         token = options.token_file
-        if not (options.prompt or options.join):
+        if not (options.prompt or options.join or int(os.environ.get("RANK", "0"))):
             _check_address(options.host, options.port, token)
         if options.data_parallel > 1:
             return _serve_replicas(options, token)
-        device = device_of("cuda" if torch.cuda.is_available() else "cpu")
-        engine = open_engine(
-            options.checkpoint, device, max_length=options.max_length, cache_gb=options.cache_gb, kv_cache_dtype=options.kv_cache_dtype
-        )
-        if options.prompt:
-            return generate(engine, options.prompt, max_tokens=options.max_tokens, temperature=options.temperature)
-        if options.join:
-            return work_for(engine, options.join, options.name, _limits(options))
-        return _serve(engine, options, token)
+        with opened("serve", words, options) as (engine, ranks):
+            if options.prompt:
+                code = generate(engine, options.prompt, max_tokens=options.max_tokens, temperature=options.temperature)
+            elif ranks is not None and ranks.rank:
+                code = ranks.follow(engine)
+            elif options.join:
+                code = work_for(engine, options.join, options.name, _limits(options))
+            else:
+                code = _serve(engine, options, token)
+        return code if ranks is None else end_process(code)
     except (ValueError, OSError, CheckpointingException) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -124,6 +126,7 @@ def _serve_replicas(options: argparse.Namespace, token: str | None) -> int:
     """Serve by engines in processes of their own."""
     secret = secrets.token_hex(32)
     words = [options.checkpoint, "--cache-gb", str(options.cache_gb), "--max-waiting", str(options.max_waiting)]
+    words += [] if options.tp == 1 else ["--tp", str(options.tp)]
     words += [] if options.max_length is None else ["--max-length", str(options.max_length)]
     words += [] if options.kv_cache_dtype is None else ["--kv-cache-dtype", options.kv_cache_dtype]
     tokenizer = open_served_tokenizer(options.checkpoint)
@@ -131,7 +134,7 @@ def _serve_replicas(options: argparse.Namespace, token: str | None) -> int:
     with (
         StopSignals() as signals,
         DataParallelInferenceCoordinator(CoordinatorConfig(security=security)) as coordinator,
-        Replicas(words, count=options.data_parallel, address=coordinator.address, secret=secret) as replicas,
+        Replicas(words, count=options.data_parallel, address=coordinator.address, secret=secret, gpus_each=options.tp) as replicas,
     ):
         while coordinator.num_engines < options.data_parallel:
             if signals.count:

@@ -35,13 +35,13 @@ from mcore_parallel.models import TransformerConfig
 from mcore_parallel.optim import OptimizerConfig
 from mcore_tools.arguments import Parser
 from mcore_tools.corpus import ChatCorpus, prepare_chat
-from mcore_tools.recipes import DataConfig, LoadConfig, RunConfig, SFTConfig, TrainConfig, add_fields_option, override
+from mcore_tools.recipes import DataConfig, LoadConfig, RecipeError, RunConfig, SFTConfig, TrainConfig, add_fields_option, override
 from mcore_tools.serving import steps_folder
 from mcore_tools.train import refused, run_to_end
 from mcore_tools.training import (
     HuggingFaceFolder,
-    check_log,
     check_lora,
+    check_run,
     check_stored,
     export_adapter,
     export_run,
@@ -50,6 +50,7 @@ from mcore_tools.training import (
     first_folder,
     is_huggingface,
     may_be_local,
+    removed_if_refused,
     stored_model,
 )
 
@@ -214,17 +215,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rank = int(os.environ.get("RANK", "0"))
     try:
         config = override(base_config(options.model, options.data, options.output), options.set)
-        as_adapter = config.sft is not None and config.sft.export == "adapter"
+        if config.sft is None:
+            raise RecipeError("sft=none has no conversations to learn; leave it out, or start the run with `mcore train`")
+        as_adapter = config.sft.export == "adapter"
         export = Path(config.output) / ("adapter" if as_adapter else "hf")
         if options.export and export.exists():
             raise ValueError(f"{export} is there, of a run that ended; name another --output, or remove it")
         # Before anything is written.
-        check_log(config.log)
+        changed = [assignment.partition("=")[0].strip() for assignment in options.set]
+        check_run(config, paced="train.steps" in changed)
         own = CheckpointManager(Path(config.output) / "checkpoints")
         check_lora(config, own)
         source = find_source(config.load, own, may_be_local=may_be_local(config)) if config.lora is None else find_base(config.load)
         check_stored(config, first_folder(config.load, own, source))
-        config = prepared(config, [assignment.partition("=")[0].strip() for assignment in options.set], rank)
+        with removed_if_refused(config.output):
+            config = prepared(config, changed, rank)
+            check_run(config)
         code = run_to_end(config, entry)
         if options.export and code == 0 and rank == 0:
             (export_adapter if as_adapter else export_run)(Path(config.output) / "checkpoints", export)

@@ -42,7 +42,7 @@ from mcore_tools import STARTED_AT
 from mcore_tools.arguments import Parser, file
 from mcore_tools.assembly import check_data
 from mcore_tools.recipes import RECIPES, RecipeError, RunConfig, add_fields_option, config_text, override, read_config, recipe, write_config
-from mcore_tools.training import Trained, check_log, connect, join, meet, take_device, train_rank
+from mcore_tools.training import Trained, check_run, connect, join, meet, take_device, train_rank
 
 # What another attempt in the same processes would meet again.
 FINAL = (ValueError, NonFiniteLossError, SuspectResultError, InvalidResultError)
@@ -58,7 +58,7 @@ def pretrain(config: RunConfig, main_entry: float | None = None) -> Trained:
     now = time.time()
     stamps = StartupStamps(program_start=STARTED_AT, main_entry=main_entry or now, pretrain_entry=now)
     check_data(config)
-    check_log(config.log)
+    check_run(config)
     kind = take_device()
     with StopSignals() as stop:
         if "WORLD_SIZE" in os.environ:

@@ -34,6 +34,7 @@ SIZES = (
 )
 PACE = ("rl.num_groups=2", "rl.group_size=4", "train.global_batch_size=4", "train.micro_batch_size=2", "train.eval_batches=1")
 PROMPT = "rl.countdown.prompt={numbers}={target}:<answer>"
+MIXTURE = "moe.num_moe_experts=4 moe.moe_router_topk=2"
 FAST = (*SIZES, *PACE, "train.steps=2", "rl.imitation_steps=2", "train.eval_interval=2", "rl.generation_args.max_tokens=6")
 
 
@@ -162,6 +163,12 @@ def test_maths_of_a_file_are_evaluated_with_pass_at_k(tmp_path: Path) -> None:
     assert "pass@3" in (tmp_path / "run" / "report.html").read_text()
 
 
+def test_a_mixture_replays_the_routing_of_its_engine(tmp_path: Path) -> None:
+    assert run(tmp_path / "run", "rl.router_replay=true", "train.steps=1", *MIXTURE.split()) == 0
+    [row] = rows(tmp_path / "run")
+    assert row["logprob_mismatch"] < 1e-5
+
+
 @pytest.mark.parametrize("layout", ["plan.tp=2", "plan.dp=2 data_parallel=fsdp rl.kl_beta=0", "plan.dp=2 data_parallel=fsdp2 rl.kl_beta=0"])
 def test_ranks_learn_together(layout: str, tmp_path: Path) -> None:
     config = override(recipe("countdown_tiny"), [*FAST, "train.steps=1", f"output={tmp_path / 'run'}", *layout.split()])
@@ -177,10 +184,12 @@ def test_ranks_learn_together(layout: str, tmp_path: Path) -> None:
     [
         ("rl.environment=countdwon", "environment='countdwon' must be one of countdown, arithmetic, maths, character_share"),
         ("rl.environment=maths", "maths.path is empty; name a file"),
-        ("rl.environment=maths rl.maths.path=no/such/file", "No such file or directory: 'no/such/file'"),
+        ("rl.environment=maths rl.maths.path=no/such/file", "maths.path='no/such/file' is no file; name one of JSON lines"),
         ("rl.environment=no.such.module:Task", "cannot be made: No module named 'no'"),
         ("rl.critic.lr=1e-3", "critic has no effect without gae"),
         ("data_parallel=fsdp plan.dp=2 rl.num_groups=4 rl.kl_beta=0 rl.gae.lam=1", "rl.gae needs a critic"),
+        ("rl.router_replay=true", "rl.router_replay=True, and the model has no experts; set it to false"),
+        (f"rl.router_replay=true {MIXTURE} moe.moe_router_load_balancing_type=sinkhorn", "and sinkhorn routes a whole batch at once"),
         ("rl.group_size=1", "group_size=1 must be at least 2"),
         ("train.global_batch_size=6", "= 8 answers must be a multiple of train.global_batch_size=6"),
         ("rl.generation_args.max_tokens=24", "max_tokens=24 must lie below train.seq_len=24"),

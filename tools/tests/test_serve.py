@@ -25,8 +25,8 @@ from mcore_parallel.nn import Step
 from mcore_parallel.training import model_state
 from mcore_tools.assembly import build_model, open_tokenizer
 from mcore_tools.recipes import DataConfig, RunConfig, override, recipe
-from mcore_tools.serve import main, open_engine
-from mcore_tools.serving import build_engine
+from mcore_tools.serve import main
+from mcore_tools.serving import build_engine, open_engine
 from mcore_tools.training import run_assets, run_checkpoints
 
 TEXT = "what a checkpoint keeps is all that a server needs to know. "
@@ -107,9 +107,12 @@ def test_a_signal_ends_the_command_in_order(saved_run: tuple[RunConfig, Path]) -
 
 @pytest.mark.journey
 @pytest.mark.timeout(240)
-def test_engines_of_their_own_processes_answer_while_one_is_killed_and_comes_back(saved_run: tuple[RunConfig, Path]) -> None:
+@pytest.mark.parametrize("split", [[], ["--tp", "2"]], ids=["whole", "split"])
+def test_engines_of_their_own_processes_answer_while_one_is_killed_and_comes_back(
+    saved_run: tuple[RunConfig, Path], split: list[str]
+) -> None:
     config, folder = saved_run
-    command = [sys.executable, "-m", "mcore_tools.serve", str(folder), "--port", "0", "--cache-gb", "0.01", "--data-parallel", "2"]
+    command = [sys.executable, "-m", "mcore_tools.serve", str(folder), "--port", "0", "--cache-gb", "0.01", "--data-parallel", "2", *split]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             url = process.stdout.readline().split(" on ")[1].split("/v1")[0]  # type: ignore[union-attr]
@@ -141,6 +144,61 @@ def test_engines_of_their_own_processes_answer_while_one_is_killed_and_comes_bac
     assert process.returncode == 0 and "Traceback" not in log, log
     assert "ended with exit code -9 and is started again" in log
     assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+
+
+def children_of(process: "subprocess.Popen[str]") -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+@pytest.mark.journey
+@pytest.mark.timeout(240)
+def test_two_processes_serve_one_model_and_all_end_when_one_is_killed(saved_run: tuple[RunConfig, Path]) -> None:
+    config, folder = saved_run
+    command = [sys.executable, "-m", "mcore_tools", "serve", str(folder), "--port", "0", "--cache-gb", "0.01", "--tp", "2"]
+    body = json.dumps({"prompt": "what a", "max_tokens": 8, "temperature": 0}).encode()
+    for way_to_end in ("signal", "killed rank"):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            try:
+                url = process.stdout.readline().split(" on ")[1].split(";")[0]  # type: ignore[union-attr]
+                request = urllib.request.Request(f"{url}/completions", body, {"Content-Type": "application/json"})
+                with urllib.request.urlopen(request, timeout=60) as response:
+                    assert json.load(response)["choices"][0]["text"] == expected(config, 2, "what a")
+                children = children_of(process)
+                if way_to_end == "signal":
+                    process.send_signal(signal.SIGTERM)
+                else:
+                    os.kill(children[0], signal.SIGKILL)
+                _, log = process.communicate(timeout=60)
+            finally:
+                process.kill()
+        assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+        if way_to_end == "signal":
+            assert process.returncode == 0 and "Traceback" not in log, log
+        else:
+            assert process.returncode == 75 and "error: the engine failed: RankFailedError: tp rank 1 is gone" in log, log
+
+
+@pytest.mark.journey
+@pytest.mark.timeout(240)
+def test_a_mixture_generates_on_two_processes_what_it_does_on_one(saved_run: tuple[RunConfig, Path], tmp_path: Path) -> None:
+    config = override(recipe("moe_tiny"), ["train.dtype=float32", "train.seq_len=48", "model.hidden_size=32", "model.vocab_size=320"])
+    config = dataclasses.replace(config, data=saved_run[0].data)
+    model = build_model(config, ProcessGroups.single(), "cpu").eval()
+    CheckpointManager(tmp_path / "mixture", assets=run_assets(config)).save(1, model_state(model, ProcessGroups.single()))
+    command = [sys.executable, "-m", "mcore_tools", "generate", str(tmp_path / "mixture"), "--prompt", "what a", "--max-tokens", "8"]
+    outputs = [subprocess.run([*command, "--tp", tp], capture_output=True, text=True, timeout=100) for tp in ("1", "2")]
+    assert outputs[0].returncode == outputs[1].returncode == 0, outputs[1].stderr
+    assert outputs[0].stdout == outputs[1].stdout and len(outputs[0].stdout) > len("what a\n")
+
+
+@pytest.mark.journey
+@pytest.mark.timeout(120)
+def test_a_layout_that_the_model_has_not_is_refused_by_name(saved_run: tuple[RunConfig, Path]) -> None:
+    command = [sys.executable, "-m", "mcore_tools", "serve", str(saved_run[1]), "--port", "0", "--tp", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1 and "tp=3" in done.stderr and "Traceback" not in done.stderr, done.stderr
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env={**os.environ, "RANK": "0", "WORLD_SIZE": "2"})
+    assert done.returncode == 1 and "--tp 3 in a world of 2 processes" in done.stderr, done.stderr
 
 
 def test_what_cannot_be_served_is_named(saved_run: tuple[RunConfig, Path], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

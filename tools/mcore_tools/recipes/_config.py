@@ -145,6 +145,8 @@ class LogConfig:
     """Keep ``report.html`` up to date."""
     wandb_project: str = ""
     """Project of Weights & Biases; empty for none."""
+    trackio_project: str = ""
+    """Project of Trackio, on this machine; empty for none."""
     telemetry: bool = False
     """Spans of OpenTelemetry, to whatever SDK the process was started with (``opentelemetry-instrument``)."""
     straggler_interval: int = 0
@@ -411,12 +413,18 @@ class RunConfig:
         rl.grpo(seq_len=train.seq_len, micro_batch_size=train.micro_batch_size, global_batch_size=train.global_batch_size)
         rl.objective()
         if rl.needs_reference and self.data_parallel != "ddp":
+            parts = "rl.dpo needs" if rl.dpo else f"rl.kl_beta={rl.kl_beta} and rl.kl_in_reward={rl.kl_in_reward} need"
             raise ValueError(
-                f"rl.kl_beta={rl.kl_beta} and rl.kl_in_reward={rl.kl_in_reward} need a reference, which "
-                f"data_parallel={self.data_parallel!r} does not keep; set data_parallel=ddp, or both to 0"
+                f"{parts} a reference, which data_parallel={self.data_parallel!r} does not keep; set data_parallel=ddp"
+                + ("" if rl.dpo else ", or both to 0")
             )
+        if rl.teacher and self.data_parallel != "ddp":
+            raise ValueError(f"rl.teacher is compared with whole models, found data_parallel={self.data_parallel!r}; set data_parallel=ddp")
         if rl.gae is not None and self.data_parallel != "ddp":
             raise ValueError(f"rl.gae needs a critic, which data_parallel={self.data_parallel!r} has none of; set data_parallel=ddp")
+        if rl.router_replay and (self.moe is None or self.moe.moe_router_load_balancing_type == "sinkhorn"):
+            reason = "the model has no experts" if self.moe is None else "sinkhorn routes a whole batch at once"
+            raise ValueError(f"rl.router_replay=True, and {reason}; set it to false")
         if train.warmup_steps >= train.steps:
             raise ValueError(f"train.warmup_steps={train.warmup_steps} must be below train.steps={train.steps}, the iterations")
         if rl.packing is not None and rl.packing.alignment % self.sequence_multiple:

@@ -4,12 +4,13 @@
 
 import dataclasses
 import re
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from typing import Any
 
 from mcore_rl import (
     AdvantageConfig,
     Aggregation,
+    DPOObjective,
     GAEConfig,
     GenericGenerationArgs,
     GRPOConfig,
@@ -68,6 +69,43 @@ class CriticConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DPOConfig:
+    """Direct preference optimisation: pairs of a preferred and a rejected answer, of a file or of the policy itself.
+
+    Raises:
+        ValueError: a field out of its range.
+    """
+
+    path: str = ""
+    """JSON lines with ``prompt``, ``chosen`` and ``rejected``; no engine and no environment then. Empty for the best and the worst of
+    ``rl.group_size`` answers to each problem of the environment."""
+    num_evaluation: int = 0
+    """First pairs of the file, which are evaluated and not trained on."""
+    beta: float = 0.1
+    """How strongly the policy is held to its first weights."""
+    label_smoothing: float = 0.0
+    """The chance that a preference is the wrong way round, below 0.5."""
+
+    def __post_init__(self) -> None:
+        self.objective()
+        if self.num_evaluation < 0 or (self.num_evaluation and not self.path):
+            raise ValueError(
+                f"dpo.num_evaluation={self.num_evaluation} counts pairs of dpo.path={self.path!r}; name a file, or set it to 0"
+            )
+
+    def objective(self) -> DPOObjective:
+        """What is minimised."""
+        return DPOObjective(beta=self.beta, label_smoothing=self.label_smoothing)
+
+
+# What is for rewards alone.
+_FOR_REWARDS = (
+    *("policy", "advantage", "gae", "aggregation", "correction", "kl_beta", "kl_in_reward", "entropy_weight", "overlong"),
+    "filter_equal_groups",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RLConfig:
     """Group-relative policy optimisation. A step of the run is an iteration: answers are drawn, judged and trained on.
 
@@ -109,6 +147,11 @@ class RLConfig:
     """PPO: a critic's values in place of ``advantage``; groups may hold one answer."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     """Of ``gae``."""
+    dpo: DPOConfig | None = None
+    """Preferences in place of rewards: ``num_groups`` pairs an iteration, two answers each."""
+    teacher: str = ""
+    """On-policy distillation in place of rewards: a Hugging Face folder, a checkpoint or the folder of a run, whose distribution the policy
+    takes over at each token that it writes (reverse divergence)."""
     aggregation: Aggregation = field(default_factory=Aggregation)
     """How the losses of tokens are averaged."""
     correction: ImportanceCorrection | None = field(default_factory=ImportanceCorrection)
@@ -131,6 +174,8 @@ class RLConfig:
     """Groups whose rewards are all equal are replaced by others."""
     max_filter_ratio: float = 3.0
     """Groups asked for then, at most, for each that is wanted."""
+    router_replay: bool = False
+    """The learner sends each token to the experts that the engine sent it to."""
     rollout_timeout_s: float = 600.0
     """Limit of all answers of an iteration, in seconds."""
     eval_samples: int = 0
@@ -148,6 +193,7 @@ class RLConfig:
             )
         if self.gae is None and self.critic != CriticConfig():
             raise ValueError("critic has no effect without gae; set rl.gae.lam=0.95, or leave critic out")
+        self._check_instead()
         if self.group_size < (least := 2 if self.gae is None else 1):
             reason = ": an answer is judged against its group" if least == 2 else ""
             raise ValueError(f"group_size={self.group_size} must be at least {least}{reason}")
@@ -164,10 +210,29 @@ class RLConfig:
         if self.generation_args.max_tokens is None or self.generation_args.max_tokens < 1:
             raise ValueError(f"generation_args.max_tokens={self.generation_args.max_tokens} must be at least 1")
 
+    def _check_instead(self) -> None:
+        """What learns from something else than rewards."""
+        if self.dpo is None and not self.teacher:
+            return
+        name = "dpo" if self.dpo is not None else "teacher"
+        if self.dpo is not None and self.teacher:
+            raise ValueError(f"dpo and teacher={self.teacher!r} exclude each other; set rl.dpo=none, or rl.teacher=")
+        unused = (*_FOR_REWARDS, *(("packing", "mask_truncated") if self.dpo is not None else ()))
+        defaults = {item.name: item.default if item.default is not MISSING else item.default_factory() for item in dataclasses.fields(self)}  # type: ignore[operator]
+        if named := [field for field in unused if getattr(self, field) != defaults[field]]:
+            raise ValueError(f"{named[0]}={getattr(self, named[0])} has no effect beside {name}; leave it at {defaults[named[0]]}")
+        if self.dpo is not None and self.dpo.path and (self.imitation_steps or self.eval_samples):
+            raise ValueError("imitation_steps and eval_samples are for an environment, and dpo.path has none; set both to 0")
+
     @property
     def needs_reference(self) -> bool:
         """Whether the first weights are kept."""
-        return self.kl_beta != 0 or self.kl_in_reward != 0
+        return self.kl_beta != 0 or self.kl_in_reward != 0 or self.dpo is not None
+
+    @property
+    def needs_engine(self) -> bool:
+        """Whether answers are drawn."""
+        return self.dpo is None or not self.dpo.path
 
     def grpo(self, *, seq_len: int, micro_batch_size: int, global_batch_size: int, pad_id: int = 0) -> GRPOConfig:
         """An iteration.
@@ -175,25 +240,33 @@ class RLConfig:
         Raises:
             ValueError: sizes that do not go together.
         """
-        count = self.num_groups * self.group_size
+        count = self.num_groups * (self.group_size if self.dpo is None else 2)
         if count % global_batch_size:
+            size = f"rl.group_size={self.group_size}" if self.dpo is None else "2"
             raise ValueError(
-                f"rl.num_groups={self.num_groups} * rl.group_size={self.group_size} = {count} answers must be a multiple of "
+                f"rl.num_groups={self.num_groups} * {size} = {count} answers must be a multiple of "
                 f"train.global_batch_size={global_batch_size}, those of an update"
             )
-        if (most := self.generation_args.max_tokens or 0) >= seq_len:
+        if self.dpo is not None and (global_batch_size % 2 or micro_batch_size % 2):
+            raise ValueError(
+                f"train.global_batch_size={global_batch_size} and train.micro_batch_size={micro_batch_size} must be even: a pair has two "
+                "answers"
+            )
+        if self.needs_engine and (most := self.generation_args.max_tokens or 0) >= seq_len:
             raise ValueError(f"rl.generation_args.max_tokens={most} must lie below train.seq_len={seq_len}, which has the prompt, too")
         names = {item.name for item in dataclasses.fields(self)}
         shared: dict[str, Any] = {item.name: getattr(self, item.name) for item in dataclasses.fields(GRPOConfig) if item.name in names}
         shared |= {"seq_len": seq_len, "micro_batch_size": micro_batch_size, "pad_id": pad_id}
         return GRPOConfig(**shared, num_mini_batches=count // global_batch_size)
 
-    def objective(self) -> GRPOObjective:
-        """What is minimised.
+    def objective(self) -> GRPOObjective | DPOObjective:
+        """What is minimised; with a teacher, whoever loads it makes another one.
 
         Raises:
             ValueError: a field out of its range.
         """
+        if self.dpo is not None:
+            return self.dpo.objective()
         return GRPOObjective(
             policy=self.policy,
             kl_beta=self.kl_beta,

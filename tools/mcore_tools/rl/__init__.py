@@ -7,6 +7,7 @@ from mcore_tools.rl._environment import build_environment
 from mcore_tools.rl._imitation import best_attempt, texts
 from mcore_tools.rl._post_train import post_train_rank
 from mcore_tools.rl._run import REFERENCE, Reinforced, reinforce_rank
+from mcore_tools.rl._teacher import teacher_run
 
 __all__ = [
     "CRITIC",
@@ -16,5 +17,6 @@ __all__ = [
     "build_environment",
     "post_train_rank",
     "reinforce_rank",
+    "teacher_run",
     "texts",
 ]

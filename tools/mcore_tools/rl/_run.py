@@ -13,17 +13,25 @@ from typing import Any
 import torch
 
 from mcore_ckpt import CheckpointManager
+from mcore_inference import ExecutionConfig
 from mcore_parallel.comm import all_reduce
 from mcore_parallel.guard import Watchdog
 from mcore_parallel.training import NonFiniteLossError, TrainerState, TrainReport, Writer, model_state
+from mcore_parallel.training.distill import DistillationConfig, DistillationObjective
 from mcore_rl import (
+    BestAndWorst,
+    ContrastiveRollout,
     EvaluationResponse,
     FrozenWeights,
     GenericGenerationArgs,
+    GRPOConfig,
     IterationReport,
     Learner,
     MegatronLocal,
+    PreferencePairs,
+    dpo_iteration,
     grpo_iteration,
+    preference_margins,
     refit,
 )
 from mcore_tools.assembly import Parts, open_tokenizer, schedule
@@ -33,6 +41,7 @@ from mcore_tools.rl._critic import RunCritic
 from mcore_tools.rl._environment import build_environment
 from mcore_tools.rl._imitation import imitate
 from mcore_tools.rl._policy import assemble_policy
+from mcore_tools.rl._teacher import open_teacher
 from mcore_tools.serving import build_engine
 from mcore_tools.training import (
     RunCheckpoints,
@@ -46,7 +55,8 @@ from mcore_tools.training import (
 )
 
 REFERENCE = "reference"
-"""Folder of a run with the weights that it began with, where ``rl.kl_beta`` or ``rl.kl_in_reward`` asks for them."""
+"""Folder of a run with the weights that it began with, where ``rl.kl_beta``, ``rl.kl_in_reward`` or ``rl.dpo`` asks for them."""
+_DRAWN = ("reward", "reward_std", "num_dropped", "num_filtered", "rollout_s", "refit_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +110,7 @@ class _Run:
     def __init__(self, config: RunConfig, kind: str) -> None:
         assert config.rl is not None
         self.config, self.rl = config, config.rl
-        self.environment = build_environment(self.rl)
+        self.environment = build_environment(self.rl) if self.rl.needs_engine else None
         self.own = run_checkpoints(config)
         source = find_source(config.load, self.own)
         origin = first_folder(config.load, self.own, source)
@@ -108,6 +118,7 @@ class _Run:
         self.device = device_of(kind)
         self.tokenizer = open_tokenizer(config.data.tokenizer, config.model.vocab_size)
         self._check_length()
+        self.pairs = self._open_pairs()
         self.parts: Parts = assemble_policy(config, self.tokenizer, self.device)
         self.checkpoints = RunCheckpoints(config.load, self.own, source, self.parts.optimizer, describe_model(config, origin))
         self.critic = None if self.rl.gae is None else RunCritic(config, self.parts, self.device)
@@ -119,6 +130,8 @@ class _Run:
 
     def _check_length(self) -> None:
         """Whether a row has room for a problem and its answer."""
+        if self.environment is None:
+            return
         problem, longest = self.environment.problem(0), self.config.train.seq_len
         length, answer = len(self.tokenizer.tokenize(problem.prompt)), self.rl.generation_args.max_tokens or 0
         if length + answer > longest:
@@ -126,6 +139,14 @@ class _Run:
                 f"train.seq_len={longest} must hold a problem, the first of which has {length} tokens, and "
                 f"rl.generation_args.max_tokens={answer}; raise it"
             )
+
+    def _open_pairs(self) -> PreferencePairs | None:
+        """Of a file."""
+        dpo, train = self.rl.dpo, self.config.train
+        if dpo is None or not dpo.path:
+            return None
+        # The last token of a row is a label alone.
+        return PreferencePairs(dpo.path, self.tokenizer, max_tokens=train.seq_len + 1, num_evaluation=dpo.num_evaluation, seed=train.seed)
 
     def start(self) -> None:
         """Weights, reference, engine and the place in the problems."""
@@ -142,36 +163,63 @@ class _Run:
             parts.optimizer.load_step_count(int(extra["optimizer_step"]))
             self.position = int(extra.get("rl", {}).get("position", 0))
             self._tell(f"goes on from {self.checkpoints.loaded}")
-        if fresh and not self.state.step and self.rl.imitation_steps:
+        if fresh and not self.state.step and self.rl.imitation_steps and self.environment is not None:
             loss = imitate(config, parts, self.environment, self.tokenizer, self.device)
             self._tell(f"loss {loss:.4f} after {self.rl.imitation_steps} steps of imitation")
         if self.rl.needs_reference and fresh:
             newest = reference.latest()
             reference.save(0 if newest is None else newest + 1, model_state(parts.model, parts.groups))
             frozen = FrozenWeights(parts.model)
-        world = parts.groups.world
-        self.environment.start_at(self.position, rank=world.rank, num_ranks=world.size)
-        # What was drawn before the run was interrupted is not drawn again.
-        seed = config.train.seed + world.rank + world.size * self.state.step
-        length, cache_gb = config.train.seq_len, self.rl.cache_gb
-        self.engine = build_engine(config, self.tokenizer, self.device, seed=seed, max_length=length, cache_gb=cache_gb)
-        refit(parts.model, parts.groups, self.engine)
-        self.rl.memory.check(optimizer=parts.optimizer, sync=parts.sync, engine=self.engine)
-        self.rl.memory.training(self.engine)
-        self.interface = MegatronLocal(self.engine)
+        self._start_source()
+        objective, teacher = self.rl.objective(), None
+        if self.rl.teacher:
+            teacher = open_teacher(config, self.tokenizer, parts.groups, self.device)
+            objective = DistillationObjective(config=DistillationConfig(reverse=True), teacher=teacher)
         self.learner = Learner(
             model=parts.model,
             groups=parts.groups,
-            objective=self.rl.objective(),
+            objective=objective,
             sync=parts.sync,
             optimizer=parts.optimizer,
             reference=frozen,
             critic=None if self.critic is None else self.critic.critic,
+            teacher=teacher,
         )
         if self.critic is not None and fresh:
             self.critic.begin()
         elif self.critic is not None:
             self.critic.load(self.state.step)
+
+    def _start_source(self) -> None:
+        """Where pairs, or problems and answers, come from: the next ones of a run that goes on."""
+        config, parts, world = self.config, self.parts, self.parts.groups.world
+        self.engine, self.interface = None, None
+        if self.environment is None:
+            assert self.pairs is not None
+            self.pairs.start_at(self.position, rank=world.rank, num_ranks=world.size)
+            return
+        self.environment.start_at(self.position, rank=world.rank, num_ranks=world.size)
+        # What was drawn before the run was interrupted is not drawn again.
+        seed = config.train.seed + world.rank + world.size * self.state.step
+        length, cache_gb = config.train.seq_len, self.rl.cache_gb
+        execution = ExecutionConfig(record_routing=self.rl.router_replay)
+        self.engine = build_engine(
+            config, self.tokenizer, self.device, seed=seed, max_length=length, cache_gb=cache_gb, execution=execution
+        )
+        refit(parts.model, parts.groups, self.engine)
+        self.rl.memory.check(optimizer=parts.optimizer, sync=parts.sync, engine=self.engine)
+        self.rl.memory.training(self.engine)
+        self.interface = MegatronLocal(self.engine)
+
+    def _iteration(self, grpo: GRPOConfig, step: int, lr: float) -> IterationReport:
+        parts: dict[str, Any] = {"interface": self.interface, "engine": self.engine, "learner": self.learner, "lr": lr}
+        if self.rl.dpo is None:
+            trains = self.critic is None or step > self.rl.critic.warmup_steps
+            return grpo_iteration(grpo, agent=self.environment, **parts, train_policy=trains)  # type: ignore[arg-type]
+        if self.pairs is not None:
+            return dpo_iteration(grpo, pairs=self.pairs, **parts)
+        assert self.environment is not None
+        return dpo_iteration(grpo, pairs=BestAndWorst(self.environment, group_size=self.rl.group_size), **parts)
 
     def iterate(self, writers: Iterable[Writer], watchdog: Watchdog | None, stop: Callable[[], bool]) -> float:
         """The iterations that are left, and their numbers; the last reward."""
@@ -184,15 +232,17 @@ class _Run:
         for step in numbers if watchdog is None else watchdog.watch(numbers, start=self.state.step + 1):
             begin = time.perf_counter()
             lr = self.rates.lr(self.state.step - self.state.skipped_steps)
-            parts: dict[str, Any] = {"agent": self.environment, "interface": self.interface, "engine": self.engine, "learner": self.learner}
-            report = grpo_iteration(grpo, **parts, lr=lr, train_policy=self.critic is None or step > self.rl.critic.warmup_steps)
+            report = self._iteration(grpo, step, lr)
             self._count(report)
             values = {**_values(report), "lr": lr, "skipped_steps": self.state.skipped_steps}
-            reward = report.mean_reward
+            if self.pairs is not None:
+                # Of a file nobody draws and nobody judges.
+                values = {name: value for name, value in values.items() if name not in _DRAWN}
+            reward = report.mean_reward if self.pairs is None else float("nan")
             if train.eval_interval and step % train.eval_interval == 0:
                 evaluated = self.evaluate()
                 values |= evaluated
-                reward = evaluated["eval/reward"]
+                reward = evaluated["eval/reward"] if self.pairs is None else reward
             if train.checkpoint_interval and step % train.checkpoint_interval == 0:
                 self.save()
                 saved = step
@@ -214,13 +264,17 @@ class _Run:
 
     def evaluate(self) -> dict[str, float]:
         """The most likely answers to ``train.eval_batches * rl.num_groups`` problems, the same each time, shared by the ranks; pass@k of
-        further ones."""
+        further ones. Of a file's pairs, those that are not trained on."""
+        if self.pairs is not None:
+            return self._preferred(self.pairs.evaluation)
+        environment, interface = self.environment, self.interface
+        assert environment is not None and interface is not None
         world, args, samples = self.parts.groups.world, self.rl.generation_args, self.rl.eval_samples
         count = self.config.train.eval_batches * self.rl.num_groups
         own = len(range(world.rank, count, world.size))
 
         def ask(args: GenericGenerationArgs, num_samples: int) -> EvaluationResponse:
-            asked = self.environment.run_evaluation(self.interface, num_prompts=own, args=args, num_samples=num_samples)
+            asked = environment.run_evaluation(interface, num_prompts=own, args=args, num_samples=num_samples)
             with self.rl.memory.generating(optimizer=self.parts.optimizer, sync=self.parts.sync, engine=self.engine):
                 return asyncio.run(asked)
 
@@ -235,10 +289,23 @@ class _Run:
         means = {f"eval/{name}": total / max(1.0, number) for name, (total, number) in zip(values, totals, strict=True)}
         return means | {"eval/num_dropped": num_dropped}
 
+    def _preferred(self, pairs: Sequence[ContrastiveRollout]) -> dict[str, float]:
+        """How often, and by how much, the policy prefers what it should."""
+        dpo, dp, train = self.rl.dpo, self.parts.groups.dp, self.config.train
+        if dpo is None or not pairs:
+            return {}
+        own = pairs[dp.rank :: dp.size]
+        margins = preference_margins(own, self.learner, seq_len=train.seq_len, micro_batch_size=train.micro_batch_size)
+        sums = torch.stack([(margins > 0).double().sum(), dpo.beta * margins.sum()])
+        accuracy, margin = (all_reduce(sums, dp) / len(pairs)).tolist()
+        return {"eval/accuracy": accuracy, "eval/margin": margin}
+
     def save(self) -> None:
         """A checkpoint with the position in the problems."""
         world = self.parts.groups.world
-        position = torch.tensor([self.environment.position], dtype=torch.int64, device=self.device)
+        source = self.environment or self.pairs
+        assert source is not None
+        position = torch.tensor([source.position], dtype=torch.int64, device=self.device)
         position = int(all_reduce(position, world, op="max"))
         extra: Mapping[str, Any] = {
             "trainer": dataclasses.asdict(self.state),
@@ -278,7 +345,7 @@ def _values(report: IterationReport) -> dict[str, float]:
     metrics = _means(report.updates)
     if report.updates:
         # Of the weights that drew the answers; later updates have others.
-        metrics["logprob_mismatch"] = report.updates[0].metrics["logprob_mismatch"]
+        metrics |= {name: value for name, value in report.updates[0].metrics.items() if name == "logprob_mismatch"}
     if report.critic_updates:
         critic = _means(report.critic_updates)
         error = critic["value_error_squared"] - critic["value_error"] ** 2

@@ -4,12 +4,15 @@
 
 from mcore_tools.serving._engine import Served, build_engine, serve_exported
 from mcore_tools.serving._open import open_engine, open_served_tokenizer, served_length, steps_folder
+from mcore_tools.serving._ranks import TensorParallelRanks, end_process
 from mcore_tools.serving._replicas import Replicas, work_for
 
 __all__ = [
     "Replicas",
     "Served",
+    "TensorParallelRanks",
     "build_engine",
+    "end_process",
     "open_engine",
     "open_served_tokenizer",
     "serve_exported",

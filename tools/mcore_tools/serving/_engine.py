@@ -13,7 +13,14 @@ from typing import Literal
 import torch
 
 from mcore_ckpt.hf import import_hf
-from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, InferenceConfig, PagedAttention, SamplingParams
+from mcore_inference import (
+    DynamicInferenceContext,
+    DynamicInferenceEngine,
+    ExecutionConfig,
+    InferenceConfig,
+    PagedAttention,
+    SamplingParams,
+)
 from mcore_parallel import ProcessGroups
 from mcore_parallel.data import Tokenizer
 from mcore_parallel.models import GPTModel
@@ -42,15 +49,19 @@ def build_engine(
     max_length: int = 256,
     cache_gb: float = 0.25,
     kv_cache_dtype: Literal["fp8"] | None = None,
+    groups: ProcessGroups | None = None,
+    execution: ExecutionConfig | None = None,
 ) -> DynamicInferenceEngine:
-    """An engine with a model of its own, whole on this rank; its weights are those of the run's seed until some are loaded."""
-    model = build_model(config, ProcessGroups.single(), device, attention_core=PagedAttention()).eval()
+    """An engine with a model of its own, whole on this rank unless ``groups`` split it; its weights are those of the run's seed until some
+    are loaded."""
+    model = build_model(config, groups or ProcessGroups.single(), device, attention_core=PagedAttention()).eval()
     assert isinstance(model, GPTModel), "a BertModel generates nothing"
     sizes = InferenceConfig(
         max_sequence_length=max_length, max_requests=64, block_size_tokens=16, buffer_size_gb=cache_gb, kv_cache_dtype=kv_cache_dtype
     )
     context = DynamicInferenceContext.for_model(model, sizes)
-    return DynamicInferenceEngine(model, context, tokenizer, seed=seed, vocab_size=min(tokenizer.vocab_size, config.model.vocab_size))
+    limit = min(tokenizer.vocab_size, config.model.vocab_size)
+    return DynamicInferenceEngine(model, context, tokenizer, seed=seed, vocab_size=limit, execution=execution)
 
 
 def serve_exported(config: RunConfig, export: Path, tokenizer: Tokenizer, prompts: Sequence[str], device: torch.device | str) -> Served:

@@ -3,6 +3,7 @@
 """An engine with the model of a checkpoint, of a run, or of a Hugging Face folder."""
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +16,7 @@ from mcore_ckpt.inspect import resolve_folder
 from mcore_ckpt.manifest import is_checkpoint, read_manifest
 from mcore_ckpt.storage import Folder
 from mcore_inference import DynamicInferenceEngine
+from mcore_parallel import ProcessGroups
 from mcore_parallel.data import HuggingFaceTokenizer
 from mcore_parallel.training import model_state
 from mcore_tools.assembly import open_tokenizer
@@ -34,8 +36,9 @@ def open_engine(
     max_length: int | None = None,
     cache_gb: float = 1.0,
     kv_cache_dtype: Literal["fp8"] | None = None,
+    groups: Callable[[RunConfig], ProcessGroups] | None = None,
 ) -> DynamicInferenceEngine:
-    """An engine with the model, weights and tokenizer of a checkpoint, all on this process.
+    """An engine with the model, weights and tokenizer of a checkpoint.
 
     Args:
         checkpoint: a checkpoint, a folder of steps or of a run, whose newest is taken, or a Hugging Face folder.
@@ -44,22 +47,33 @@ def open_engine(
             published model, at most 4096.
         cache_gb: memory for keys and values, in GB.
         kv_cache_dtype: of keys and values, as of ``InferenceConfig``.
+        groups: how the model of a run is split over ranks, all of which call this; None for all of it on this process.
 
     Raises:
         CheckpointingException: no checkpoint, a damaged one, or one without the files that say what it is.
         ValueError: a model that generates nothing, or settings that it refuses.
     """
     if is_huggingface(checkpoint):
-        return _open_huggingface(HuggingFaceFolder(directory=Path(checkpoint)), device, max_length, cache_gb, kv_cache_dtype)
-    folder, config, tokenizer = _read_assets(checkpoint)
-    engine = build_engine(
-        config, tokenizer, device, max_length=max_length or config.train.seq_len, cache_gb=cache_gb, kv_cache_dtype=kv_cache_dtype
-    )
-    adapter = StoredAdapter.of(folder)
-    if adapter is None:
-        load(model_state(engine.model, engine.model.groups), folder, strict=False)
+        source: HuggingFaceFolder | Folder = HuggingFaceFolder(directory=Path(checkpoint))
+        config, tokenizer = _read_huggingface(source, device, max_length)
     else:
+        source, config, tokenizer = _read_assets(checkpoint)
+    engine = build_engine(
+        config,
+        tokenizer,
+        device,
+        max_length=max_length or config.train.seq_len,
+        cache_gb=cache_gb,
+        kv_cache_dtype=kv_cache_dtype,
+        groups=None if groups is None else groups(config),
+    )
+    state = model_state(engine.model, engine.model.groups)
+    if isinstance(source, HuggingFaceFolder):
+        source.fill(state)
+    elif (adapter := StoredAdapter.of(source)) is not None:
         engine.load_weights(adapter.merged())
+    else:
+        load(state, source, strict=False)
     return engine
 
 
@@ -109,13 +123,10 @@ def _read_assets(checkpoint: str | Path) -> tuple[Folder, RunConfig, HuggingFace
         return folder, config, _open_tokenizer(Path(place) / "tokenizer", config.model.vocab_size)
 
 
-def _open_huggingface(
-    source: HuggingFaceFolder,
-    device: torch.device | str,
-    max_length: int | None,
-    cache_gb: float,
-    kv_cache_dtype: Literal["fp8"] | None,
-) -> DynamicInferenceEngine:
+def _read_huggingface(
+    source: HuggingFaceFolder, device: torch.device | str, max_length: int | None
+) -> tuple[RunConfig, HuggingFaceTokenizer | TemplateTokenizer]:
+    """The settings of a run with the model of a folder, and its tokenizer."""
     model = stored_model(source)
     assert model is not None, "a config.json says what model it is"
     config, moe = model
@@ -123,16 +134,7 @@ def _open_huggingface(
     dtype = "float32" if source.dtype == "float32" or torch.device(device).type == "cpu" else "bfloat16"
     length = max_length or _published_length(source)
     run = RunConfig(model=config, moe=moe, train=TrainConfig(dtype=dtype, seq_len=length))
-    engine = build_engine(
-        run,
-        _open_tokenizer(source.directory, config.vocab_size),
-        device,
-        max_length=length,
-        cache_gb=cache_gb,
-        kv_cache_dtype=kv_cache_dtype,
-    )
-    source.fill(model_state(engine.model, engine.model.groups))
-    return engine
+    return run, _open_tokenizer(source.directory, config.vocab_size)
 
 
 def _published_length(source: HuggingFaceFolder) -> int:

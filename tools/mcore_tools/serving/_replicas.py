@@ -36,15 +36,19 @@ class Replicas:
         count: processes.
         address: of the coordinator.
         secret: of the job.
+        gpus_each: GPUs of one process, and of those that it starts in turn.
 
     Raises:
-        ValueError: there are fewer GPUs than processes.
+        ValueError: there are too few GPUs.
     """
 
-    def __init__(self, command: Sequence[str], *, count: int, address: str, secret: str) -> None:
+    def __init__(self, command: Sequence[str], *, count: int, address: str, secret: str, gpus_each: int = 1) -> None:
         gpus = torch.cuda.device_count()
-        if gpus and count > gpus:
-            raise ValueError(f"--data-parallel {count} needs as many GPUs and {gpus} are visible; lower it")
+        if gpus and count * gpus_each > gpus:
+            raise ValueError(
+                f"--data-parallel {count} of --tp {gpus_each} needs {count * gpus_each} GPUs and {gpus} are visible; lower one"
+            )
+        self._gpus_each = gpus_each
         self._command, self._count, self._address, self._secret, self._gpus = command, count, address, secret, gpus
         self._processes: list[subprocess.Popen[bytes] | None] = [None] * count
         self._begins, self._early_ends = [0.0] * count, [0] * count
@@ -85,7 +89,8 @@ class Replicas:
         environment = {**os.environ, SECRET_VARIABLE: self._secret}
         if self._gpus:
             visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-            environment["CUDA_VISIBLE_DEVICES"] = visible[index] if visible else str(index)
+            names = visible or [str(number) for number in range(self._gpus)]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[index * self._gpus_each : (index + 1) * self._gpus_each])
         else:
             environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self._count)))
         words = [sys.executable, "-m", "mcore_tools", "serve", *self._command, "--join", self._address, "--name", f"dp-{index}"]

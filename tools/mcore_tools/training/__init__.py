@@ -3,6 +3,7 @@
 """The training program: the world of a run, its folder, where it begins, its loop, and the loops that learn from another model."""
 
 from mcore_tools.training._adapters import check_lora
+from mcore_tools.training._check import check_output, check_run, check_trained, removed_if_refused
 from mcore_tools.training._export import describe_model, export_adapter, export_run
 from mcore_tools.training._folder import check_log, open_folder, run_assets, run_checkpoints
 from mcore_tools.training._instruments import Instruments
@@ -23,7 +24,10 @@ __all__ = [
     "build_trainer",
     "check_log",
     "check_lora",
+    "check_output",
+    "check_run",
     "check_stored",
+    "check_trained",
     "command",
     "connect",
     "describe_model",
@@ -40,6 +44,7 @@ __all__ = [
     "open_folder",
     "place",
     "read_run",
+    "removed_if_refused",
     "run_assets",
     "run_checkpoints",
     "stored_model",

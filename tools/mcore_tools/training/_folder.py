@@ -2,31 +2,34 @@
 # Copyright (c) 2026 the mcore authors
 """The folder of a run: its configuration, tokenizer, numbers and checkpoints."""
 
-import dataclasses
 import importlib.util
 import secrets
 import shutil
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from mcore_ckpt import CheckpointManager
 from mcore_ckpt.hf import tokenizer_files
-from mcore_parallel.training import JsonLinesWriter, RichProgress, TensorBoardWriter, WandbWriter, Writer
+from mcore_parallel.training import JsonLinesWriter, RichProgress, TensorBoardWriter, TrackioWriter, WandbWriter, Writer
 from mcore_tools.recipes import LogConfig, RunConfig, config_text
 from mcore_tools.reports import History, LiveReport
 from mcore_tools.training._stored import RUN_FILE
 
 
-def check_log(log: LogConfig) -> None:
-    """Whether what the numbers of a run are sent to is installed.
+def check_log(log: LogConfig, owner: str = "") -> None:
+    """Whether what the numbers of a run are sent to is installed; ``owner`` stands before its fields where another config holds it.
 
     Raises:
         ValueError: names the field and the extra.
     """
-    if log.wandb_project and importlib.util.find_spec("wandb") is None:
-        raise ValueError(
-            f'log.wandb_project={log.wandb_project!r} needs wandb, which is not installed: pip install "mcore-parallel[wandb]", or set '
-            "log.wandb_project="
-        )
+    for project, library in ((log.wandb_project, "wandb"), (log.trackio_project, "trackio")):
+        if project and importlib.util.find_spec(library) is None:
+            field = f"{owner}log.{library}_project"
+            raise ValueError(
+                f'{field}={project!r} needs {library}, which is not installed: pip install "mcore-parallel[{library}]", or set {field}='
+            )
 
 
 def open_folder(config: RunConfig, history: History) -> list[Writer]:
@@ -36,17 +39,32 @@ def open_folder(config: RunConfig, history: History) -> list[Writer]:
     text = config_text(config)
     (output / "config.yaml").write_text(text, encoding="utf-8")
     _keep_tokenizer(Path(config.data.tokenizer), output / "tokenizer")
+    writers = run_writers(config)
+    writers.append(LiveReport(output / "report.html", output.name, config.train.steps, text, history) if log.html else history)
+    return writers
+
+
+def run_writers(config: RunConfig) -> list[Writer]:
+    """What shows and keeps the numbers of each step: the terminal, ``train.jsonl``, and what ``log`` names. On the first rank."""
+    output, log = Path(config.output), config.log
     writers: list[Writer] = [RichProgress(config.train.steps), JsonLinesWriter(output / "train.jsonl")]
     if log.tensorboard:
         writers.append(TensorBoardWriter(output / "tensorboard"))
+    shown: dict[str, Any] = yaml.safe_load(config_text(config)) if log.wandb_project or log.trackio_project else {}
     if log.wandb_project:
-        name = output / "wandb_run"
-        if not name.exists():
-            name.write_text(secrets.token_hex(4), encoding="ascii")
-        shown = dataclasses.asdict(config)
-        writers.append(WandbWriter(log.wandb_project, output, run_id=name.read_text(encoding="ascii"), config=shown))
-    writers.append(LiveReport(output / "report.html", output.name, config.train.steps, text, history) if log.html else history)
+        writers.append(WandbWriter(log.wandb_project, output, run_id=_identity(output / "wandb_run"), config=shown))
+    if log.trackio_project:
+        name = f"{output.name}-{_identity(output / 'trackio_run')}"
+        writers.append(TrackioWriter(log.trackio_project, name=name, config=shown))
     return writers
+
+
+def _identity(file: Path) -> str:
+    """What a run is called where its numbers go, so that a start goes on with it."""
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(secrets.token_hex(4), encoding="ascii")
+    return file.read_text(encoding="ascii")
 
 
 def run_checkpoints(config: RunConfig) -> CheckpointManager:

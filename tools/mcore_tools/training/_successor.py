@@ -8,7 +8,6 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TypeVar
 
 from torch import nn
@@ -21,18 +20,16 @@ from mcore_parallel.optim import MegatronOptimizer
 from mcore_parallel.pipeline import Schedule
 from mcore_parallel.training import (
     Batch,
-    JsonLinesWriter,
     NonFiniteLossError,
     Objective,
-    RichProgress,
-    TensorBoardWriter,
     Trainer,
     TrainerConfig,
     Writer,
 )
 from mcore_tools.assembly import check_data, schedule
 from mcore_tools.recipes import LoadConfig, RunConfig, add_fields_option, override
-from mcore_tools.training._folder import run_checkpoints
+from mcore_tools.training._check import check_run
+from mcore_tools.training._folder import run_checkpoints, run_writers
 from mcore_tools.training._start import first_folder
 from mcore_tools.training._stored import check_stored
 from mcore_tools.training._world import join, take_device
@@ -64,10 +61,10 @@ def build_trainer(
     check_stored(run, first_folder(run.load, checkpoints))
     slices = run.optimizer.use_distributed_optimizer
     sync = DistributedDataParallel(DistributedDataParallelConfig(use_distributed_optimizer=slices), model, groups)
-    output, train = Path(run.output), run.train
+    train = run.train
     outputs: list[Writer] = []
     if groups.world.is_first:
-        outputs = [RichProgress(train.steps), JsonLinesWriter(output / "train.jsonl"), TensorBoardWriter(output / "tensorboard"), *writers]
+        outputs = [*run_writers(run), *writers]
 
     def watched(consumed: int) -> Iterator[Sequence[Batch]]:
         stream = data(consumed)
@@ -100,6 +97,7 @@ def place(run: RunConfig, field: str) -> Iterator[tuple[str, Watchdog | None]]:
         field: that holds it in the command's config.
     """
     check_data(run, f"{field}.")
+    check_run(run, f"{field}.")
     if dataclasses.replace(run.load, override=()) != LoadConfig():
         raise ValueError(f"{field}.load.path={run.load.path!r} is for `mcore train` only; leave {field}.load at its defaults")
     kind = take_device()

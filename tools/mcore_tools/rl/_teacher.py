@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The model whose distributions a policy takes over."""
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from mcore_ckpt import CheckpointingException, find_mismatches, load
+from mcore_ckpt.inspect import resolve_folder
+from mcore_ckpt.storage import Folder
+from mcore_parallel import ProcessGroups
+from mcore_parallel.data import Tokenizer
+from mcore_parallel.models import OutputLayer
+from mcore_parallel.training import model_state
+from mcore_parallel.training.distill import Teacher
+from mcore_tools.assembly import build_stage, open_tokenizer
+from mcore_tools.recipes import RunConfig
+from mcore_tools.serving import steps_folder
+from mcore_tools.training import HuggingFaceFolder, is_huggingface, stored_model
+
+
+def teacher_run(config: RunConfig) -> tuple[RunConfig, Folder | HuggingFaceFolder]:
+    """The teacher's model in the layout of a run, and where its weights are.
+
+    Raises:
+        ValueError: it does not say what model it is, or it has another vocabulary.
+        CheckpointingException: there is none.
+    """
+    assert config.rl is not None
+    path = config.rl.teacher
+    folder = HuggingFaceFolder(directory=Path(path)) if is_huggingface(path) else resolve_folder(str(steps_folder(path)))
+    stored = stored_model(folder)
+    if stored is None:
+        raise ValueError(f"rl.teacher={path!r} does not say what model it holds; save it with `mcore train`, or name a Hugging Face folder")
+    model, moe = stored
+    if model.vocab_size != config.model.vocab_size:
+        raise ValueError(
+            f"rl.teacher={path!r} has model.vocab_size={model.vocab_size}, and the policy {config.model.vocab_size}; both need one "
+            "tokenizer and one padding"
+        )
+    # What only learning needs stays with the policy.
+    return dataclasses.replace(config, model=dataclasses.replace(model, mtp_num_layers=0), moe=moe, rl=None), folder
+
+
+def open_teacher(config: RunConfig, tokenizer: Tokenizer, groups: ProcessGroups, device: torch.device) -> Teacher:
+    """The teacher of a run, frozen, with its weights.
+
+    Raises:
+        ValueError, CheckpointingException: as of ``teacher_run``; another tokenizer, weights that are missing.
+    """
+    assert config.rl is not None
+    run, folder = teacher_run(config)
+    _check_tokenizer(config.rl.teacher, tokenizer)
+    model = build_stage(run, groups, device)
+    state = model_state(model, groups)
+    if isinstance(folder, HuggingFaceFolder):
+        folder.fill(state)
+    else:
+        if missing := find_mismatches(state, folder).missing:
+            raise CheckpointingException(
+                f"{folder} has no weights for {', '.join(sorted(missing)[:8])}; name the checkpoint of a whole model"
+            )
+        load(state, folder, strict=False)
+    for module in model.modules():
+        if isinstance(module, OutputLayer):
+            # Rows of padding are in neither distribution.
+            module.unpadded_vocab_size = tokenizer.vocab_size
+    return Teacher(model, groups=groups)
+
+
+def _check_tokenizer(path: str, tokenizer: Tokenizer) -> None:
+    """Whether the teacher's tokenizer, where it has one in a folder, divides a text as the policy's does."""
+    folders = [folder for folder in (Path(path), Path(path) / "tokenizer") if (folder / "tokenizer.json").is_file()]
+    text = "One text of 20 words or so: (3 + 4) * 5 = 35, which a tokenizer divides.\n\tNa\u00efve fa\u00e7ade, \u6771\u4eac <answer>"
+    for folder in folders[:1]:
+        if list(open_tokenizer(str(folder), tokenizer.vocab_size).tokenize(text)) != list(tokenizer.tokenize(text)):
+            raise ValueError(f"rl.teacher={path!r} has another tokenizer than the policy; token by token they cannot be compared")

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The processes of an engine that is split over several devices."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
+from torch.distributed.rendezvous import rendezvous
+
+from mcore_inference import DynamicInferenceEngine, EngineDeadError, follow_runner
+from mcore_inference.server import StopSignals
+from mcore_parallel import ParallelPlan, ProcessGroups
+from mcore_parallel.guard import STALLED_EXIT_CODE
+from mcore_tools.recipes import RunConfig
+
+_POLL_S = 0.05
+_MEET_S = 600.0
+_END_S = 10.0
+
+
+class TensorParallelRanks:
+    """A context manager that connects the processes of one engine, a device each; this one is a rank of them.
+
+    Started by torchrun, srun or the like (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` are set) it joins the others. Else
+    it is the first, and starts the others with the same command.
+
+    Args:
+        size: ranks.
+        command: words behind ``mcore`` that start the others.
+
+    Raises:
+        ValueError: another number of processes or GPUs than ranks, or a rank that ended instead of coming.
+    """
+
+    def __init__(self, size: int, command: Sequence[str]) -> None:
+        self.size, self._command = size, command
+        self._is_launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+        self.rank = int(os.environ["RANK"]) if self._is_launched else 0
+        if self._is_launched and int(os.environ["WORLD_SIZE"]) != size:
+            raise ValueError(f"--tp {size} in a world of {os.environ['WORLD_SIZE']} processes; start as many as ranks, or one for all")
+        gpus = torch.cuda.device_count()
+        if gpus and not self._is_launched and gpus < size:
+            raise ValueError(f"--tp {size} needs as many GPUs and {gpus} are visible; lower it")
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._store: Store | None = None
+
+    def __enter__(self) -> "TensorParallelRanks":
+        if self._is_launched:
+            self._store = next(rendezvous("env://"))[0]
+        else:
+            store = self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            self._children = [self._start(rank, store.port) for rank in range(1, self.size)]
+        try:
+            self._connect()
+        except BaseException:
+            self._end(0)
+            raise
+        return self
+
+    def _connect(self) -> None:
+        on_gpu = torch.cuda.is_available()
+        if on_gpu:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        else:
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.size))
+        self.meet("start")
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo", store=self._store, rank=self.rank, world_size=self.size, timeout=timedelta(seconds=_MEET_S)
+        )
+
+    def groups(self, config: RunConfig) -> ProcessGroups:
+        """The groups of a model: its experts are spread over the ranks where they are even."""
+        even = config.moe is not None and config.moe.num_moe_experts % self.size == 0
+        return ProcessGroups.build(ParallelPlan(tp=self.size, ep=self.size if even else 1, sequence_parallel=False))
+
+    def meet(self, stage: str) -> None:
+        """Wait until all ranks have come to a stage of their start.
+
+        Raises:
+            ValueError: a rank ended before, or did not come within ten minutes.
+        """
+        assert self._store is not None, "a world is entered before"
+        self._store.set(f"serving/{stage}/{self.rank}", "here")
+        missing, deadline = list(range(self.size)), time.monotonic() + _MEET_S
+        while missing := [rank for rank in missing if not self._store.check([f"serving/{stage}/{rank}"])]:
+            for rank, child in enumerate(self._children, start=1):
+                if rank in missing and child.poll() is not None:
+                    raise ValueError(f"tp rank {rank} ended at its start with exit code {child.returncode}; the reason stands above")
+            if time.monotonic() > deadline:
+                raise ValueError(f"tp ranks {missing} did not come within {_MEET_S:g} s (stage {stage!r})")
+            time.sleep(_POLL_S)
+
+    def follow(self, engine: DynamicInferenceEngine) -> int:
+        """Repeat what the first rank does, until it ends; signals are for that one.
+
+        Returns:
+            Exit code: 0, or 75 when the engine was given up.
+        """
+        with StopSignals():
+            try:
+                follow_runner(engine)
+            except EngineDeadError as error:
+                print(f"error: tp rank {self.rank}: {error}", file=sys.stderr)
+                return STALLED_EXIT_CODE
+        return 0
+
+    def __exit__(self, kind: object = None, *_: object) -> None:
+        # After an error the others may wait for this rank.
+        self._end(_END_S if kind is None else 0)
+
+    def _end(self, patience_s: float) -> None:
+        """Let the processes that were started here end by themselves, and then end them."""
+        deadline = time.monotonic() + patience_s
+        for child in self._children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(max(0.1, deadline - time.monotonic()))
+            child.kill()
+            child.wait()
+
+    def _start(self, rank: int, port: int) -> "subprocess.Popen[bytes]":
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.size)}
+        environment = {**os.environ, **place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        # In a session of its own: Ctrl-C is for the first rank, which lets open requests end.
+        return subprocess.Popen([sys.executable, "-m", "mcore_tools", *self._command], env=environment, start_new_session=True)
+
+
+def end_process(code: int) -> int:
+    """The end of a rank of a split engine; a step that waits for lost ranks does not hold it back.
+
+    Returns:
+        The code, where nothing hangs.
+    """
+    if code == STALLED_EXIT_CODE:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return code

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""What a run can be refused for before anything is written: its folder, world, pace, backend and loggers."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from mcore_ckpt import CheckpointManager
+from mcore_parallel.backends import choose_backend
+from mcore_tools.assembly import schedule
+from mcore_tools.recipes import RunConfig
+from mcore_tools.training._folder import check_log
+
+
+def check_run(config: RunConfig, owner: str = "", *, paced: bool = True) -> None:
+    """Refuse a run that cannot begin here.
+
+    Args:
+        config: the run.
+        owner: stands before its fields where another config holds it.
+        paced: its number of steps is known.
+
+    Raises:
+        ValueError: names the field, its value and a remedy.
+    """
+    check_output(config.output, f"{owner}output")
+    check_log(config.log, owner)
+    check_world(config, owner)
+    if paced:
+        _check_pace(config, owner)
+    if config.backend != "torch":
+        try:
+            choose_backend(config.backend, fp8=config.fp8)
+        except RuntimeError as error:
+            raise ValueError(f"{owner}{error}") from None
+
+
+def check_output(folder: str | Path, field: str) -> None:
+    """Refuse a folder that cannot be made, or written to; ``field`` named it."""
+    path = Path(os.path.abspath(folder))
+    there = next(part for part in (path, *path.parents) if part.exists())
+    if not there.is_dir():
+        raise ValueError(f"{field}={str(folder)!r} can be no folder: {there} is a file; name another")
+    if not os.access(there, os.W_OK):
+        raise ValueError(f"{field}={str(folder)!r} cannot be written: {there} is read-only here; name another")
+
+
+def check_trained(folder: str, field: str, remedy: str) -> None:
+    """Refuse the folder of a run that holds no checkpoint; ``field`` named it."""
+    if CheckpointManager(Path(folder) / "checkpoints").latest() is None:
+        raise ValueError(f"{field}={folder!r} holds no checkpoint; {remedy}")
+
+
+def check_world(config: RunConfig, owner: str = "") -> None:
+    """Refuse a plan of more ranks than were started."""
+    plan, size = config.plan, int(os.environ.get("WORLD_SIZE", "1"))
+    if plan.world_size > size:
+        degrees = " * ".join(f"{owner}plan.{axis}={getattr(plan, axis)}" for axis in ("tp", "cp", "dp", "pp"))
+        count = plan.world_size
+        raise ValueError(f"{degrees} = {count} ranks, but the world has {size}; lower a degree, or start {count} with torchrun")
+
+
+def _check_pace(config: RunConfig, owner: str) -> None:
+    """Refuse learning rates that do not fit into the steps."""
+    train = config.train
+    if train.lr_schedule != "constant" and train.steps <= train.warmup_steps:
+        raise ValueError(
+            f"{owner}train.steps={train.steps} must exceed {owner}train.warmup_steps={train.warmup_steps}; "
+            f"set {owner}train.warmup_steps={train.steps // 10}, or raise the steps"
+        )
+    if train.wsd_decay_steps > (longest := train.steps - train.warmup_steps):
+        raise ValueError(
+            f"{owner}train.wsd_decay_steps={train.wsd_decay_steps} must be at most {owner}train.steps={train.steps} less "
+            f"{owner}train.warmup_steps={train.warmup_steps}; set it to {longest} or less"
+        )
+    schedule(config)
+
+
+@contextlib.contextmanager
+def removed_if_refused(folder: str | Path) -> Iterator[None]:
+    """Removes a folder that was not there before, when what should fill it refuses its input."""
+    path = Path(os.path.abspath(folder))
+    missing = [part for part in (path, *path.parents) if not part.exists()]
+    try:
+        yield
+    except ValueError:
+        if missing:
+            shutil.rmtree(missing[-1], ignore_errors=True)
+        raise
