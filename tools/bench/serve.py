@@ -7,6 +7,12 @@ python -m tools.bench.serve --model llama-1b --output docs/benchmarks/serve.json
 
 Every case is prompts of random tokens at temperature 1 to a fixed number of new tokens: requests x (input / output). Each runs twice, the
 second counts. A peer is a command that prints one JSON line a case with "n", "isl", "osl" and "out_tok_s".
+
+python -m tools.bench.serve --model llama-1b --rate 8 16 32 --requests 512 --lengths 512 256 --output docs/benchmarks/serve_online.json \\
+    --server "vllm=vllm serve folder/of/{model} --load-format dummy --port {port}"
+
+With --rate servers are measured instead, ours and each --server, an OpenAI-compatible one: requests arrive as a Poisson process, the same
+ones at the same times for each server, and the time to the first token and the gaps between tokens count.
 """
 
 import argparse
@@ -24,9 +30,12 @@ from typing import Any, Literal
 import torch
 
 from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, InferenceConfig, PagedAttention, SamplingParams
+from mcore_inference.text import Tokenizer
 from mcore_moe import MoEConfig, moe_feed_forward
 from mcore_parallel import ProcessGroups
 from mcore_parallel.models import GPTModel, TransformerConfig, dense_feed_forward
+from tools.bench._load import PoissonLoad
+from tools.bench._online import OURS, online_rows, with_online_ratios
 from tools.bench._record import record
 
 _LLAMA: dict[str, Any] = {"normalization": "RMSNorm", "activation": "swiglu"}
@@ -55,13 +64,15 @@ CASES = {"throughput": (512, 512, 256), "one": (1, 128, 256), "few": (32, 128, 2
 
 def build(
     model: str,
-    device: str,
+    device: str | None,
     memory_gb: float,
     kv_cache_dtype: Literal["fp8"] | None = None,
     groups: ProcessGroups | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> tuple[DynamicInferenceEngine, float]:
     """An engine over random weights, and the seconds until its first token."""
     begun = time.perf_counter()
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     config, dtype = MODELS[model], torch.bfloat16 if device == "cuda" else torch.float32
     # Drawn on the device: the values do not matter, the time does.
     torch.manual_seed(0)
@@ -85,7 +96,7 @@ def build(
         buffer_size_gb=memory_gb,
         kv_cache_dtype=kv_cache_dtype,
     )
-    engine = DynamicInferenceEngine(net, DynamicInferenceContext.for_model(net, sizes))
+    engine = DynamicInferenceEngine(net, DynamicInferenceContext.for_model(net, sizes), tokenizer)
     engine.generate([[1, 2, 3]], SamplingParams(num_tokens_to_generate=2))
     return engine, time.perf_counter() - begun
 
@@ -157,6 +168,22 @@ def peer_rows(name: str, command: str, model: str, timeout_s: float) -> list[dic
     return list(rows.values()) or [{"by": name, "model": model, "error": (done.stderr or done.stdout)[-600:]}]
 
 
+def measure_online(options: argparse.Namespace) -> None:
+    """Servers of the models under each rate, one server at a time."""
+    ours = f"{OURS} --device {options.device} --memory-gb {options.memory_gb}"
+    servers = [("mcore", ours), *((name, command) for name, _, command in (text.partition("=") for text in options.server))]
+    rows: list[dict[str, Any]] = []
+    for model in options.model:
+        shape = {"num_requests": options.requests, "inputs": options.lengths[0], "outputs": options.lengths[1]}
+        loads = [PoissonLoad(rate=rate, vocab_size=MODELS[model].vocab_size, **shape) for rate in options.rate]
+        rows += online_rows(servers, model, loads, options.timeout_s)
+    rows = with_online_ratios(rows)
+    for row in rows:
+        print(json.dumps(row), flush=True)
+    if options.output is not None:
+        record(options.output, {"work": "servers of random weights, prompts that arrive as a Poisson process, temperature 1", "rows": rows})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", default=["llama-1b"], choices=sorted(MODELS))
@@ -164,11 +191,20 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--memory-gb", type=float, default=30.0, help="of the key-value cache")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND", help="with {model} to be filled in")
-    parser.add_argument("--timeout-s", type=float, default=300.0, help="of a peer")
+    parser.add_argument("--timeout-s", type=float, default=300.0, help="of a peer; of a server's start and of each of its requests")
     parser.add_argument("--profile", type=int, nargs="*", default=[], metavar="REQUESTS", help="print where decode steps of so many go")
     parser.add_argument("--kv-cache-dtype", choices=("fp8",), help="of keys and values; None for the model's")
+    parser.add_argument("--rate", type=float, nargs="+", help="measure servers under so many requests/s instead")
+    parser.add_argument("--requests", type=int, default=256, help="of each rate")
+    parser.add_argument(
+        "--lengths", type=int, nargs=2, default=(512, 256), metavar=("IN", "OUT"), help="mean tokens of prompts and outputs"
+    )
+    parser.add_argument("--server", action="append", default=[], metavar="NAME=COMMAND", help="with {model} and {port} to be filled in")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    if arguments.rate:
+        measure_online(arguments)
+        return
     rows = []
     # Peers first, of all models: they ask for most of the memory of the device, and this process gives not all of its back.
     for model, text in itertools.product(arguments.model, arguments.peer):

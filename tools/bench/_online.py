@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Servers of one model, each in a process of its own, under the same random arrivals; as a program, mcore's server of random weights."""
+
+import argparse
+import asyncio
+import contextlib
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tools.bench._load import PoissonLoad, run_load, served_model
+
+OURS = f"{shlex.quote(sys.executable)} -m tools.bench._online --model {{model}} --port {{port}}"
+_STOP_S = 20.0
+
+
+class Numerals:
+    """A tokenizer whose every token is one visible character, so that each gives a chunk of a stream.
+
+    Args:
+        vocab_size: ids.
+    """
+
+    eod = None
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def tokenize(self, text: str) -> list[int]:
+        return [ord(character) % self.vocab_size for character in text]
+
+    def detokenize(self, ids: list[int]) -> str:
+        return "".join(chr(ord("a") + token % 26) for token in ids)
+
+
+@contextlib.contextmanager
+def started(command: str, *, model: str, timeout_s: float) -> Iterator[str]:
+    """A server's address once it says its model; its process ends with the block.
+
+    Args:
+        command: with ``{model}`` and ``{port}`` to be filled in.
+        model: by its name among ``MODELS``.
+        timeout_s: for its start.
+
+    Raises:
+        RuntimeError: it ended or did not come up in time; with the end of what it wrote.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with tempfile.TemporaryFile() as log:
+        words = shlex.split(command.format(model=model, port=port))
+        process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + timeout_s
+            while not _answers(url):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    log.seek(0)
+                    state = "did not answer" if process.poll() is None else f"ended with exit code {process.returncode}"
+                    raise RuntimeError(f"{words[0]} {state} within {timeout_s:g} s: {log.read()[-600:].decode(errors='replace')}")
+                time.sleep(0.1)
+            yield url
+        finally:
+            _stop(process)
+
+
+def online_rows(servers: Sequence[tuple[str, str]], model: str, loads: Sequence[PoissonLoad], timeout_s: float) -> list[dict[str, Any]]:
+    """One row a server and load, servers one after the other; each is warmed up by a quarter of the first load, drawn anew.
+
+    Args:
+        servers: (name, command) of each.
+        model: by its name among ``MODELS``.
+        loads: of every server.
+        timeout_s: for a server's start, and for each request.
+    """
+    rows = []
+    for name, command in servers:
+        row: dict[str, Any] = {"by": name, "model": model, "mode": "online"}
+        begun = time.perf_counter()
+        try:
+            with started(command, model=model, timeout_s=timeout_s) as url:
+                row["startup_s"] = round(time.perf_counter() - begun, 1)
+                warm_up = replace(loads[0], num_requests=max(2, loads[0].num_requests // 4), seed=loads[0].seed + 1)
+                asyncio.run(run_load(url, warm_up, timeout_s=timeout_s))
+                rows += [{**row, **asyncio.run(run_load(url, load, timeout_s=timeout_s))} for load in loads]
+        except (RuntimeError, OSError, ValueError) as error:
+            rows.append({**row, "error": str(error)[-800:]})
+    return rows
+
+
+def with_online_ratios(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Peers' rows with mcore's times as parts of theirs, at the same rate: below 1 mcore is faster."""
+    times = ("ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99")
+    ours = {(row["model"], row.get("rate")): row for row in rows if row["by"] == "mcore"}
+    result = []
+    for row in rows:
+        own = ours.get((row["model"], row.get("rate")), {})
+        shares = {f"mcore_{name}_ratio": round(own[name] / row[name], 3) for name in times if row.get(name) and own.get(name)}
+        result.append({**row, **(shares if row["by"] != "mcore" else {})})
+    return result
+
+
+def _answers(url: str) -> bool:
+    try:
+        asyncio.run(asyncio.wait_for(served_model(url), 5.0))
+    except (OSError, ValueError, EOFError, TimeoutError):
+        return False
+    return True
+
+
+def _stop(process: "subprocess.Popen[bytes]") -> None:
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Serve random weights until a signal."""
+    from mcore_inference.server import ServerLimits, StopSignals, serve
+    from tools.bench.serve import MODELS, build
+
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--model", required=True, choices=sorted(MODELS))
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--device", default=None)
+    parser.add_argument("--memory-gb", type=float, default=30.0)
+    options = parser.parse_args(arguments)
+    with StopSignals() as signals:
+        engine, _ = build(options.model, options.device, options.memory_gb, tokenizer=Numerals(MODELS[options.model].vocab_size))
+        with serve(engine, port=options.port, model_name=options.model, limits=ServerLimits(max_waiting_requests=None)) as server:
+            server.wait(signals, drain_s=0.0)
+
+
+if __name__ == "__main__":
+    main()
