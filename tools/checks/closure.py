@@ -21,6 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 IMPORT_NAMES = {"cuda-bindings": "cuda", "opentelemetry-api": "opentelemetry", "pyyaml": "yaml", "pyzmq": "zmq", "protobuf": "google"}
 # What every type checker knows by itself; under TYPE_CHECKING nothing has to be installed for it.
 TYPE_CHECKERS_BRING = {"typing_extensions"}
+# Wheel -> libraries that it can use, and that no index has: users build them from source, and no extra can name them.
+FROM_SOURCE = {"mcore-moe": {"deep_ep"}}
 IMPORT_BUDGET_S = 0.3
 _EXTRA_MARKER = re.compile(r"""\bextra\s*==\s*['"]([^'"]+)['"]""")
 _TIMER = """
@@ -139,15 +141,17 @@ def source_findings(folder: Path, sources: str = "src") -> tuple[list[str], list
     eager, lazy = imported(sorted(package.rglob("*.py")))
     own = {module, "__future__"} | sys.stdlib_module_names
     known = {import_name(one): one for one in core | optional}
+    from_source = FROM_SOURCE.get(name, set())
     errors = []
     for top, place in {**lazy, **eager}.items():
-        if top not in own and top not in known:
+        if top not in own and top not in known and top not in from_source:
             errors.append(f"{name}: {place} imports {top}, which pyproject.toml does not declare")
     # A public folder that is named like an extra is for those who installed it; everything else imports without extras.
     roots = [path for path in package.glob("[!_]*/__init__.py") if path.parent.name not in extras]
     for top, place in imported(sorted(reached(package, roots)))[0].items():
-        if top in known and known[top] not in core:
-            errors.append(f"{name}: {place} imports {top} of an extra at the top of the file; import it in the function that needs it")
+        if top in from_source or (top in known and known[top] not in core):
+            origin = "from source" if top in from_source else "of an extra"
+            errors.append(f"{name}: {place} imports {top} {origin} at the top of the file; import it in the function that needs it")
     used = {known[top] for top in {**lazy, **eager} if top in known}
     errors += [f"{name}: {one} is declared and never imported" for one in sorted(core - used)]
     notes = []

@@ -157,8 +157,8 @@ def test_the_same_bits_twice(world) -> None:
 
 
 def test_what_cannot_be_is_named() -> None:
-    with pytest.raises(ValueError, match="moe_token_dispatcher_type='flex' must be alltoall or allgather"):
-        MoEConfig(num_moe_experts=4, moe_token_dispatcher_type="flex")
+    with pytest.raises(ValueError, match="moe_token_dispatcher_type='ring' must be alltoall, allgather or flex"):
+        MoEConfig(num_moe_experts=4, moe_token_dispatcher_type="ring")
     mixture = dataclasses.replace(MIXTURE, moe_token_dispatcher_type="allgather")
     with pytest.raises(ValueError, match="pause overlaps all-to-alls, found moe_token_dispatcher_type='allgather'; set it to 'alltoall'"):
         moe_feed_forward(mixture, pause=lambda: None)

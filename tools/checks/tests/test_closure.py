@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.checks.closure import imported, installed_closure, source_findings
+from tools.checks.closure import FROM_SOURCE, imported, installed_closure, source_findings
 
 PROJECT = """
 [project]
@@ -55,6 +55,14 @@ def test_a_declared_dependency_that_nothing_imports_is_found(leaf):
 def test_an_extra_imported_with_the_module_is_found(leaf, text):
     errors, _ = check(leaf, f"import torch\n{text}\n")
     assert len(errors) == 1 and "of an extra" in errors[0]
+
+
+def test_a_library_that_no_index_has_is_imported_in_functions_of_its_wheel_only(leaf, monkeypatch):
+    later = "import torch\ndef f():\n    import deep_ep\n"
+    assert "which pyproject.toml does not declare" in check(leaf, later)[0][0]
+    monkeypatch.setitem(FROM_SOURCE, "mcore-leaf", {"deep_ep"})
+    assert check(leaf, later)[0] == []
+    assert "imports deep_ep from source at the top" in check(leaf, "import torch\nimport deep_ep\n")[0][0]
 
 
 def test_a_folder_named_like_the_extra_may_import_it_when_nothing_else_imports_the_folder(leaf):

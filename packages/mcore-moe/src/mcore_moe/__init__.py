@@ -19,13 +19,14 @@ from mcore_moe._router import TopKRouter
 from mcore_moe._routing import Routing, choose_experts, topk_routing_with_score_function
 from mcore_moe._stability import deprecated, experimental_api, internal_api
 from mcore_moe._upcycle import upcycle_state_dict
-from mcore_moe.dispatch import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
+from mcore_moe.dispatch import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher, MoEFlexTokenDispatcher
 
 __all__ = [
     "GroupedMLP",
     "MoEAllGatherTokenDispatcher",
     "MoEAlltoAllTokenDispatcher",
     "MoEConfig",
+    "MoEFlexTokenDispatcher",
     "MoELayer",
     "RandomSTE",
     "Routing",

@@ -3,6 +3,7 @@
 """Sizes and choices of a mixture-of-experts layer."""
 
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -89,8 +90,21 @@ class MoEConfig:
     moe_router_force_load_balancing: bool = False
     """Route at random, for benchmarks only."""
     moe_token_dispatcher_type: str = "alltoall"
-    """How tokens travel to ranks with other experts: alltoall, each pick to its expert; allgather, all tokens to all ranks. Ranks that
-    hold all experts, or all tokens, exchange none."""
+    """How tokens travel to ranks with other experts: alltoall, each pick to its expert; allgather, all tokens to all ranks; flex, each
+    token once to each rank, by a library. Ranks that hold all experts, or all tokens, exchange none."""
+    moe_flex_dispatcher_backend: str = "deepep"
+    """The library of flex: deepep or hybridep."""
+    moe_flex_dispatcher_fallback: str | None = None
+    """What a model uses where one of its ranks lacks the library, or cannot use it: alltoall, with a warning, or None to refuse. Decided
+    when the model is built, by all ranks together."""
+    moe_flex_timeout_s: float = 100.0
+    """Longest wait of flex for the other ranks, when it is chosen and before each exchange of tokens."""
+    moe_deepep_num_sms: int = 20
+    """SMs that DeepEP's kernels take, an even number."""
+    moe_hybridep_num_sms: int = 16
+    """SMs that HybridEP's kernels take."""
+    moe_enable_deepep: bool = False
+    """Deprecated: True is moe_token_dispatcher_type="flex" with moe_flex_dispatcher_backend="deepep"."""
     moe_expert_capacity_factor: float | None = None
     """Most picks of a rank's tokens that an expert keeps, in even shares; the others add nothing. None, or a negative number, for no
     bound."""
@@ -106,10 +120,12 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         check_field_types(self)
+        self._replace_deprecated()
         self._check_sizes()
         self._check_choices()
         self._check_losses()
         self._check_capacity()
+        self._check_flex()
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "MoEConfig":
@@ -202,8 +218,8 @@ class MoEConfig:
                 f"moe_apply_probs_on_input=True needs moe_router_topk=1, found {self.moe_router_topk}: a token of several experts has "
                 "several weights; leave one out"
             )
-        if self.moe_token_dispatcher_type not in ("alltoall", "allgather"):
-            raise ValueError(f"moe_token_dispatcher_type={self.moe_token_dispatcher_type!r} must be alltoall or allgather")
+        if self.moe_token_dispatcher_type not in ("alltoall", "allgather", "flex"):
+            raise ValueError(f"moe_token_dispatcher_type={self.moe_token_dispatcher_type!r} must be alltoall, allgather or flex")
         if self.moe_router_bias_update_rate < 0:
             raise ValueError(f"moe_router_bias_update_rate={self.moe_router_bias_update_rate} must not be negative; 0 freezes the bias")
         jitter = self.moe_input_jitter_eps
@@ -258,6 +274,32 @@ class MoEConfig:
                 f"moe_expert_capacity_factor={factor} does not go with moe_router_load_balancing_type='sinkhorn', which balances the "
                 "selection itself; name a loss or none, or leave the factor out"
             )
+
+    def _check_flex(self) -> None:
+        if self.moe_flex_dispatcher_backend not in ("deepep", "hybridep"):
+            raise ValueError(f"moe_flex_dispatcher_backend={self.moe_flex_dispatcher_backend!r} must be deepep or hybridep")
+        if self.moe_flex_dispatcher_fallback not in (None, "alltoall"):
+            raise ValueError(f"moe_flex_dispatcher_fallback={self.moe_flex_dispatcher_fallback!r} must be alltoall or None")
+        if not 0 < self.moe_flex_timeout_s < math.inf:
+            raise ValueError(f"moe_flex_timeout_s={self.moe_flex_timeout_s} must be above 0 and finite")
+        if self.moe_deepep_num_sms < 2 or self.moe_deepep_num_sms % 2:
+            raise ValueError(f"moe_deepep_num_sms={self.moe_deepep_num_sms} must be even and at least 2")
+        if self.moe_hybridep_num_sms < 1:
+            raise ValueError(f"moe_hybridep_num_sms={self.moe_hybridep_num_sms} must be at least 1")
+        if self.moe_token_dispatcher_type == "flex" and self.moe_pad_expert_input_to_capacity:
+            raise ValueError(
+                "moe_pad_expert_input_to_capacity=True does not go with moe_token_dispatcher_type='flex', whose libraries size the rows "
+                "themselves; use 'alltoall', or leave the padding out"
+            )
+
+    def _replace_deprecated(self) -> None:
+        """The fields that took the place of deprecated ones are set, so that a copy of the config does not warn again."""
+        if self.moe_enable_deepep:
+            text = "moe_enable_deepep is deprecated; set moe_token_dispatcher_type='flex' and moe_flex_dispatcher_backend='deepep'"
+            warnings.warn(text, DeprecationWarning, stacklevel=4)
+            values = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "deepep", "moe_enable_deepep": False}
+            for name, value in values.items():
+                object.__setattr__(self, name, value)
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:

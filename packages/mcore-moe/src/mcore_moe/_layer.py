@@ -4,7 +4,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,10 +19,13 @@ from mcore_moe.dispatch import (
     LocalTokenDispatcher,
     MoEAllGatherTokenDispatcher,
     MoEAlltoAllTokenDispatcher,
+    MoEFlexTokenDispatcher,
     ReplicatedTokenDispatcher,
+    TokenExchange,
+    choose_exchange,
 )
 from mcore_moe.serving import StreamedExperts
-from mcore_parallel import ParallelPlan, ProcessGroups
+from mcore_parallel import Group, ParallelPlan, ProcessGroups
 from mcore_parallel.comm import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
 from mcore_parallel.models import Aux, AuxSpec, FeedForwardBuilder, Site, TransformerConfig, dense_feed_forward
 from mcore_parallel.nn import MLP, Activation, Step
@@ -46,6 +49,8 @@ class MoELayer(nn.Module):
         site: where in the model it stands.
         dtype: of the parameters.
         pause: called while tokens travel (``mcore_parallel.pipeline.Overlap.pause``); None waits for them.
+        exchange: of ``mcore_moe.dispatch.choose_exchange``, for "flex"; layers may share one, and so its buffers. None for one of the
+            layer's own.
 
     Raises:
         ValueError: ep does not divide the experts, or etp their width; another backend than torch; experts
@@ -60,6 +65,7 @@ class MoELayer(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         pause: Callable[[], None] | None = None,
+        exchange: TokenExchange | None = None,
     ) -> None:
         super().__init__()
         _check_pause(config, pause)
@@ -71,7 +77,9 @@ class MoELayer(nn.Module):
         self.router = TopKRouter(config, hidden_size, groups, layer=site.layer, bias=biased, dtype=dtype, device=device)
         # Ranks that hold the same tokens, and sum their parts of the result.
         self.replicas = self.router.replicas
-        self.dispatcher: Any = _dispatcher(config, groups, pause)
+        if exchange is None and config.moe_token_dispatcher_type == "flex" and _exchanges(groups):
+            exchange = _choose(config, site)
+        self.dispatcher: Any = _dispatcher(config, groups, pause, exchange)
         activation = Activation(
             name=site.config.activation, offset=site.config.glu_linear_offset, clamp=site.config.activation_func_clamp_value
         )
@@ -106,8 +114,8 @@ class MoELayer(nn.Module):
     @property
     def reads_device(self) -> bool:
         """Whether a forward without gradients waits for the device, to know how many rows an expert has: then no graph holds it."""
-        weight, sent = self.experts.up, isinstance(self.dispatcher, MoEAlltoAllTokenDispatcher | MoEAllGatherTokenDispatcher)
-        return sent or self.experts.up_bias is not None or not weight.is_cuda or weight.dtype != torch.bfloat16
+        weight, here = self.experts.up, isinstance(self.dispatcher, LocalTokenDispatcher | ReplicatedTokenDispatcher)
+        return not here or self.experts.up_bias is not None or not weight.is_cuda or weight.dtype != torch.bfloat16
 
     def streamed(self) -> StreamedExperts | None:
         """As of ``mcore_parallel.nn.StreamsFeedForward``: of a mixture alone, on a rank that holds all of it."""
@@ -146,15 +154,26 @@ class MoELayer(nn.Module):
         return y_TD if self.shared_expert_gate is None else self.shared_expert_gate(x_TD).sigmoid() * y_TD
 
 
-def _dispatcher(config: MoEConfig, groups: ProcessGroups, pause: Callable[[], None] | None) -> Any:
+def _dispatcher(config: MoEConfig, groups: ProcessGroups, pause: Callable[[], None] | None, exchange: TokenExchange | None) -> Any:
     num_experts = config.num_moe_experts
-    if groups.tp.size > 1 and not groups.sequence_parallel:
-        return ReplicatedTokenDispatcher(num_experts, groups)
-    if groups.ep.size == groups.expt_tp.size == 1:
-        return LocalTokenDispatcher(num_experts)
+    if not _exchanges(groups):
+        replicated = groups.tp.size > 1 and not groups.sequence_parallel
+        return ReplicatedTokenDispatcher(num_experts, groups) if replicated else LocalTokenDispatcher(num_experts)
+    if exchange is not None:
+        return MoEFlexTokenDispatcher(num_experts, groups, exchange)
     if config.moe_token_dispatcher_type == "allgather":
         return MoEAllGatherTokenDispatcher(num_experts, groups)
     return MoEAlltoAllTokenDispatcher(num_experts, groups.ep, groups.expt_tp, pause=pause)
+
+
+def _exchanges(groups: ProcessGroups) -> bool:
+    """Whether tokens travel to other ranks: not where a rank holds all experts, or where those with the others hold the same tokens."""
+    return groups.ep.size * groups.expt_tp.size > 1 and (groups.tp.size == 1 or groups.sequence_parallel)
+
+
+def _choose(config: MoEConfig, site: Site) -> TokenExchange | None:
+    width = config.moe_latent_size or site.config.hidden_size
+    return choose_exchange(config, site.groups, width=width, dtype=site.dtype, device=site.device)
 
 
 def _weighted(x_TD: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
@@ -179,7 +198,7 @@ def moe_feed_forward(config: MoEConfig, *, pause: Callable[[], None] | None = No
     ``combined_one_f_one_b``.
 
     Raises:
-        ValueError: ``pause`` with ``moe_token_dispatcher_type="allgather"``.
+        ValueError: ``pause`` with another ``moe_token_dispatcher_type`` than "alltoall".
     """
     _check_pause(config, pause)
     return _MixtureBuilder(config, pause)
@@ -191,11 +210,17 @@ class _MixtureBuilder:
 
     config: MoEConfig
     pause: Callable[[], None] | None
+    exchanges: dict[tuple[Group, torch.dtype, str], TokenExchange | None] = field(default_factory=dict, compare=False, repr=False)
+    """Those of the groups that a layer was built for: layers share their buffers."""
 
     def __call__(self, site: Site) -> nn.Module:
         if not self._is_moe(site.layer, site.config):
             return dense_feed_forward(site)
-        return MoELayer(self.config, site, dtype=site.dtype, device=site.device, pause=self.pause)
+        config, exchange = self.config, None
+        if config.moe_token_dispatcher_type == "flex" and _exchanges(site.groups):
+            exchange = self._exchange(site)
+            config = config if exchange is not None else dataclasses.replace(config, moe_token_dispatcher_type="alltoall")
+        return MoELayer(config, site, dtype=site.dtype, device=site.device, pause=self.pause, exchange=exchange)
 
     def check_layout(self, config: TransformerConfig, plan: ParallelPlan, *, dtype: torch.dtype, device: torch.device | str) -> None:
         check_experts(self.config, config, plan, dtype=dtype, device=device)
@@ -205,6 +230,12 @@ class _MixtureBuilder:
             return None
         reads = "global_aux_loss" in self.config.loss_coefficients
         return AuxSpec(losses=self.config.loss_names, num_counts=self.config.num_moe_experts, reads_counts=reads)
+
+    def _exchange(self, site: Site) -> TokenExchange | None:
+        key = (site.groups.tp_ep, site.dtype, str(site.device))
+        if key not in self.exchanges:
+            self.exchanges[key] = _choose(self.config, site)
+        return self.exchanges[key]
 
     def _is_moe(self, layer: int, config: TransformerConfig) -> bool:
         """A pattern asks for experts where it has E, and nowhere else."""

@@ -4,15 +4,21 @@
 
 from mcore_moe.dispatch._allgather import GatheredPicks, MoEAllGatherTokenDispatcher
 from mcore_moe.dispatch._alltoall import Dispatched, MoEAlltoAllTokenDispatcher
+from mcore_moe.dispatch._choice import choose_exchange
+from mcore_moe.dispatch._flex import FlexPicks, MoEFlexTokenDispatcher, TokenExchange
 from mcore_moe.dispatch._local import LocalPicks, LocalTokenDispatcher
 from mcore_moe.dispatch._replicated import ReplicatedTokenDispatcher
 
 __all__ = [
     "Dispatched",
+    "FlexPicks",
     "GatheredPicks",
     "LocalPicks",
     "LocalTokenDispatcher",
     "MoEAllGatherTokenDispatcher",
     "MoEAlltoAllTokenDispatcher",
+    "MoEFlexTokenDispatcher",
     "ReplicatedTokenDispatcher",
+    "TokenExchange",
+    "choose_exchange",
 ]
