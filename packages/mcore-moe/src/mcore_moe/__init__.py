@@ -11,10 +11,10 @@ from mcore_moe._balance import (
 )
 from mcore_moe._capacity import apply_router_token_dropping, get_capacity
 from mcore_moe._config import MoEConfig
-from mcore_moe._experts import GroupedMLP, SequentialMLP
+from mcore_moe._experts import GroupedMLP, SequentialMLP, TEGroupedMLP
 from mcore_moe._gating import RandomSTE, apply_random_logits
 from mcore_moe._layer import MoELayer, moe_feed_forward
-from mcore_moe._quantize import get_fp4_align_size, get_fp8_align_size, pad_routing_map
+from mcore_moe._quantize import get_align_size_for_quantization, get_fp4_align_size, get_fp8_align_size, pad_routing_map
 from mcore_moe._router import TopKRouter
 from mcore_moe._routing import Routing, choose_experts, topk_routing_with_score_function
 from mcore_moe._stability import deprecated, experimental_api, internal_api
@@ -31,6 +31,7 @@ __all__ = [
     "RandomSTE",
     "Routing",
     "SequentialMLP",
+    "TEGroupedMLP",
     "TopKRouter",
     "apply_random_logits",
     "apply_router_token_dropping",
@@ -38,6 +39,7 @@ __all__ = [
     "compute_routing_scores_for_aux_loss",
     "deprecated",
     "experimental_api",
+    "get_align_size_for_quantization",
     "get_capacity",
     "get_fp4_align_size",
     "get_fp8_align_size",

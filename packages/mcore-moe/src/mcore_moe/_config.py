@@ -24,8 +24,7 @@ LOSS_NAMES: Mapping[str, str] = {
 RESERVED = frozenset({
     "inference_grouped_gemm_backend", "inference_moe_token_dispatcher_type", "moe_combine_bwd_dtype", "moe_dispatch_fwd_dtype",
     "moe_enable_routing_replay", "moe_expert_rank_capacity_factor", "moe_flex_dispatcher_num_sms",
-    "moe_mlp_glu_interleave_size", "moe_paged_stash", "moe_router_force_biased", "moe_router_padding_for_fp8",
-    "moe_router_padding_for_quantization", "moe_single_grouped_bias", "moe_single_grouped_weight",
+    "moe_mlp_glu_interleave_size", "moe_paged_stash", "moe_router_force_biased", "moe_single_grouped_bias", "moe_single_grouped_weight",
 })  # fmt: skip
 """Fields that later versions may have."""
 
@@ -112,6 +111,11 @@ class MoEConfig:
     """Which picks an expert keeps: probs, the greatest weights; position, the first tokens."""
     moe_pad_expert_input_to_capacity: bool = False
     """Give every expert as many rows as its capacity, the missing ones zeros, so that no shape depends on the routing."""
+    moe_router_padding_for_quantization: bool = False
+    """In fp8 and fp4: fill the rows of every expert up with zeros to a multiple of what GEMMs of the recipe take, once, before the experts,
+    instead of around each GEMM. Results are those without; nothing waits for the device."""
+    moe_router_padding_for_fp8: bool = False
+    """Deprecated name of ``moe_router_padding_for_quantization``."""
 
     def __new__(cls, **values: Any) -> "MoEConfig":
         if reserved := sorted(RESERVED & set(values)):
@@ -294,12 +298,16 @@ class MoEConfig:
 
     def _replace_deprecated(self) -> None:
         """The fields that took the place of deprecated ones are set, so that a copy of the config does not warn again."""
-        if self.moe_enable_deepep:
-            text = "moe_enable_deepep is deprecated; set moe_token_dispatcher_type='flex' and moe_flex_dispatcher_backend='deepep'"
-            warnings.warn(text, DeprecationWarning, stacklevel=4)
-            values = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "deepep", "moe_enable_deepep": False}
-            for name, value in values.items():
-                object.__setattr__(self, name, value)
+        successors: dict[str, dict[str, Any]] = {
+            "moe_enable_deepep": {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "deepep"},
+            "moe_router_padding_for_fp8": {"moe_router_padding_for_quantization": True},
+        }
+        for old, fields in successors.items():
+            if getattr(self, old):
+                text = " and ".join(f"{name}={value!r}" for name, value in fields.items())
+                warnings.warn(f"{old} is deprecated; set {text}", DeprecationWarning, stacklevel=4)
+                for name, value in {**fields, old: False}.items():
+                    object.__setattr__(self, name, value)
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:

@@ -9,10 +9,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mcore_moe._align import AlignedRows
 from mcore_moe._lora import ExpertLora
+from mcore_moe._quantize import get_align_size_for_quantization
 from mcore_moe._stability import experimental_api
 from mcore_parallel import ProcessGroups, ShardSpec
-from mcore_parallel.backends import Fp8GroupedProducts, grouped_matmul, grouped_products
+from mcore_parallel.backends import (
+    Fp8GroupedProducts,
+    GroupedProducts,
+    GroupedProductsFactory,
+    choose_backend,
+    grouped_matmul,
+    grouped_products,
+    quantization,
+)
 from mcore_parallel.nn import Activation, LayerFactory, LayerMemory
 from mcore_parallel.tensor_parallel import LoraConfig, MainGradient
 
@@ -175,7 +185,7 @@ class GroupedMLP(_StackedExperts):
             dtype of the parameters.
 
     Raises:
-        ValueError: as of `SequentialMLP`; layers of another backend than torch.
+        ValueError: as of `SequentialMLP`; layers whose products `TEGroupedMLP` calls, or that say nothing of experts.
     """
 
     def __init__(
@@ -194,11 +204,11 @@ class GroupedMLP(_StackedExperts):
     ) -> None:
         options: dict[str, Any] = {"activation": activation, "bias": bias, "memory": memory, "dtype": dtype, "device": device}
         super().__init__(num_experts, hidden_size, ffn_size, groups, **options)
-        self._products: Mapping[str, Fp8GroupedProducts] = {}
-        if layers is not None:
-            shapes = {name: getattr(self, name).flatten(1, -2).shape for name in ("up", "down")}
-            chosen = {name: grouped_products(layers, width, out, groups) for name, (_, out, width) in shapes.items()}
-            self._products = {name: products for name, products in chosen.items() if products is not None}
+        self._products: dict[str, Fp8GroupedProducts] = {}
+        for name, products in _products(self, layers).items():
+            if not isinstance(products, Fp8GroupedProducts):
+                raise ValueError(f"layers={type(layers).__name__} take the rows of experts on the host; use TEGroupedMLP")
+            self._products[name] = products
 
     @property
     def is_quantized(self) -> bool:
@@ -215,6 +225,79 @@ class GroupedMLP(_StackedExperts):
             return super()._multiply(name, rows_RI, weight_NOI, ends_N)
         main_grad = None if torch.compiler.is_compiling() else self._main_grads.get(name)
         return self._products[name].matmul(rows_RI, weight_NOI, ends_N, main_grad)
+
+
+@experimental_api
+class TEGroupedMLP(_StackedExperts):
+    """All experts in two grouped GEMMs of Transformer Engine, which takes the rows of each expert on the host: every call waits for the
+    device. Parameters are those of `GroupedMLP`.
+
+    In fp8 and fp4 it multiplies rows in multiples of `get_align_size_for_quantization` only, so experts get rows of zeros where they have
+    not so many (``moe_router_padding_for_quantization`` has done that before).
+
+    Arguments are those of `GroupedMLP`.
+
+    Args:
+        layers: of a backend whose products take sizes on the host; None for those of ``choose_backend("te")``.
+
+    Raises:
+        ValueError: as of `GroupedMLP`.
+        RuntimeError: no layers, and Transformer Engine is not installed or finds no GPU.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        ffn_size: int,
+        groups: ProcessGroups,
+        *,
+        activation: str | Activation = "swiglu",
+        bias: bool = False,
+        memory: LayerMemory | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        layers: LayerFactory | None = None,
+    ) -> None:
+        layers = choose_backend("te").layers(0, 1) if layers is None else layers
+        options: dict[str, Any] = {"activation": activation, "bias": bias, "memory": memory, "dtype": dtype, "device": device}
+        super().__init__(num_experts, hidden_size, ffn_size, groups, **options)
+        self._products = _products(self, layers)
+        self._multiple = max(1, get_align_size_for_quantization(quantization(layers)))
+
+    def parameters_changed(self) -> None:
+        """As ``mcore_parallel.tensor_parallel.WeightCopyHolder``."""
+        for products in self._products.values():
+            products.weight_changed()
+
+    def _multiply(self, name: str, rows_RI: Tensor, weight_NOI: Tensor, ends_N: Tensor) -> Tensor:
+        sizes = ends_N.diff(prepend=ends_N.new_zeros(1)).tolist()
+        if name not in self._products or not sum(sizes):
+            return super()._multiply(name, rows_RI, weight_NOI, ends_N)
+        main_grad = None if torch.compiler.is_compiling() else self._main_grads.get(name)
+        multiple, aligned = self._multiple, None
+        if any(size % multiple for size in sizes):
+            aligned = AlignedRows.of(rows_RI, ends_N, None, multiple)
+            sizes = [size + -size % multiple for size in sizes]
+        rows_SI = rows_RI if aligned is None else aligned.rows_SD
+        y_SO = self._products[name].grouped(rows_SI[: sum(sizes)], weight_NOI, sizes, main_grad)
+        y_SO = F.pad(y_SO, (0, 0, 0, len(rows_SI) - len(y_SO)))
+        return y_SO if aligned is None else aligned.take(y_SO)
+
+
+def experts_class(layers: LayerFactory | None, groups: ProcessGroups) -> type[GroupedMLP | TEGroupedMLP]:
+    """Who computes the experts of a model with these layers."""
+    products = layers.grouped_products(16, 16, groups) if isinstance(layers, GroupedProductsFactory) else None
+    return GroupedMLP if products is None or isinstance(products, Fp8GroupedProducts) else TEGroupedMLP
+
+
+def _products(experts: _StackedExperts, layers: LayerFactory | None) -> Mapping[str, GroupedProducts]:
+    """Stack -> what multiplies it, where that is not ``grouped_matmul``."""
+    if layers is None:
+        return {}
+    shapes = {name: getattr(experts, name).flatten(1, -2).shape for name in ("up", "down")}
+    chosen = {name: grouped_products(layers, width, out, experts.groups) for name, (_, out, width) in shapes.items()}
+    return {name: products for name, products in chosen.items() if products is not None}
 
 
 def _rows_of_experts(bias_NO: Tensor, num_rows: int, ends_N: Tensor) -> Tensor:

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mcore_moe._align import AlignedRows
 from mcore_moe._config import MoEConfig, check_experts
-from mcore_moe._experts import GroupedMLP
+from mcore_moe._experts import GroupedMLP, TEGroupedMLP, experts_class
+from mcore_moe._quantize import get_align_size_for_quantization
 from mcore_moe._router import TopKRouter
 from mcore_moe._routing import Routing
 from mcore_moe._stability import experimental_api
@@ -26,6 +28,7 @@ from mcore_moe.dispatch import (
 )
 from mcore_moe.serving import StreamedExperts
 from mcore_parallel import Group, ParallelPlan, ProcessGroups
+from mcore_parallel.backends import GroupedProductsFactory, quantization
 from mcore_parallel.comm import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
 from mcore_parallel.models import Aux, AuxSpec, FeedForwardBuilder, Site, TransformerConfig, dense_feed_forward
 from mcore_parallel.nn import MLP, Activation, Step
@@ -53,8 +56,9 @@ class MoELayer(nn.Module):
             layer's own.
 
     Raises:
-        ValueError: ep does not divide the experts, or etp their width; another backend than torch; experts
-            spread beyond the tp ranks that hold the same tokens; ``pause`` with another exchange than all-to-all.
+        ValueError: ep does not divide the experts, or etp their width; a backend that does not multiply experts; padding for quantisation
+            without a recipe; experts spread beyond the tp ranks that hold the same tokens; ``pause`` with another exchange than
+            all-to-all.
     """
 
     def __init__(
@@ -83,7 +87,8 @@ class MoELayer(nn.Module):
         activation = Activation(
             name=site.config.activation, offset=site.config.glu_linear_offset, clamp=site.config.activation_func_clamp_value
         )
-        self.experts = GroupedMLP(
+        self._multiple = _row_multiple(config, site)
+        self.experts: GroupedMLP | TEGroupedMLP = experts_class(site.layers, groups)(
             config.num_moe_experts,
             config.moe_latent_size or hidden_size,
             config.moe_ffn_hidden_size or site.config.ffn_size,
@@ -114,14 +119,17 @@ class MoELayer(nn.Module):
     @property
     def reads_device(self) -> bool:
         """Whether a forward without gradients waits for the device, to know how many rows an expert has: then no graph holds it."""
-        weight, here = self.experts.up, isinstance(self.dispatcher, LocalTokenDispatcher | ReplicatedTokenDispatcher)
-        return not here or self.experts.up_bias is not None or not weight.is_cuda or weight.dtype != torch.bfloat16
+        weight, experts = self.experts.up, self.experts
+        here = isinstance(self.dispatcher, LocalTokenDispatcher | ReplicatedTokenDispatcher) and isinstance(experts, GroupedMLP)
+        return not here or experts.up_bias is not None or not weight.is_cuda or weight.dtype != torch.bfloat16
 
     def streamed(self) -> StreamedExperts | None:
         """As of ``mcore_parallel.nn.StreamsFeedForward``: of a mixture alone, on a rank that holds all of it."""
         alone = self.shared_experts is None and self.latent_down is None and isinstance(self.dispatcher, LocalTokenDispatcher)
-        fits = alone and type(self.router) is TopKRouter and type(self.experts) is GroupedMLP
-        return StreamedExperts(self.router, self.experts) if fits and StreamedExperts.fits(self.router, self.experts) else None
+        experts = self.experts
+        if not alone or type(self.router) is not TopKRouter or not isinstance(experts, GroupedMLP):
+            return None
+        return StreamedExperts(self.router, experts) if StreamedExperts.fits(self.router, experts) else None
 
     def forward(self, x_TD: Tensor, step: Step) -> tuple[Tensor, Aux | None]:
         """[T, D] -> ([T, D], losses and counts; None outside training)."""
@@ -133,7 +141,7 @@ class MoELayer(nn.Module):
         if self.router.config.moe_apply_probs_on_input:
             routed_TD, routing = _weighted(routed_TD, routing)
         sent = self.dispatcher.dispatch(routed_TD, routing)
-        rows_RD = self.experts(sent.rows_RD, sent.ends_N, sent.weights_R)
+        rows_RD = self._compute(sent.rows_RD, sent.ends_N, sent.weights_R)
         y_TD = reduce_from_tensor_model_parallel_region(self.dispatcher.combine(rows_RD, sent, routing), self.replicas)
         y_TD = y_TD if self.latent_up is None else self.latent_up(y_TD)
         y_TD = y_TD if shared_TD is None else y_TD + shared_TD
@@ -146,6 +154,12 @@ class MoELayer(nn.Module):
     def end_of_batch(self, counts: Tensor, skipped: Tensor) -> None:
         """Move the bias of the selection by the loads of the global batch (``mcore_parallel.models.CountsHook``)."""
         self.router.update_expert_bias(counts, skipped)
+
+    def _compute(self, rows_RD: Tensor, ends_N: Tensor, weights_R: Tensor | None) -> Tensor:
+        if self._multiple == 1:
+            return self.experts(rows_RD, ends_N, weights_R)
+        aligned = AlignedRows.of(rows_RD, ends_N, weights_R, self._multiple)
+        return aligned.take(self.experts(aligned.rows_SD, aligned.ends_N, aligned.weights_S))
 
     def _shared(self, x_TD: Tensor, step: Step) -> Tensor | None:
         if self.shared_experts is None:
@@ -164,6 +178,18 @@ def _dispatcher(config: MoEConfig, groups: ProcessGroups, pause: Callable[[], No
     if config.moe_token_dispatcher_type == "allgather":
         return MoEAllGatherTokenDispatcher(num_experts, groups)
     return MoEAlltoAllTokenDispatcher(num_experts, groups.ep, groups.expt_tp, pause=pause)
+
+
+def _row_multiple(config: MoEConfig, site: Site) -> int:
+    """Of which an expert's rows are a multiple; 1 for any number, as in the layers that a recipe leaves in bfloat16."""
+    if not config.moe_router_padding_for_quantization:
+        return 1
+    if not isinstance(site.layers, GroupedProductsFactory):
+        raise ValueError(
+            "moe_router_padding_for_quantization=True needs a backend with an Fp8Config, found none; pass backend= to the model, or leave "
+            "the padding out"
+        )
+    return max(1, get_align_size_for_quantization(quantization(site.layers)))
 
 
 def _exchanges(groups: ProcessGroups) -> bool:

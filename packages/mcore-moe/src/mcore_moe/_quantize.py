@@ -8,6 +8,7 @@ from types import MappingProxyType
 from torch import Tensor
 
 from mcore_moe._stability import experimental_api
+from mcore_parallel.backends import Fp8Config
 
 # T tokens, E experts.
 
@@ -47,6 +48,22 @@ def get_fp4_align_size(fp4_recipe: str) -> int:
         128
     """
     return _align_size("fp4_recipe", fp4_recipe, _FP4)
+
+
+@experimental_api
+def get_align_size_for_quantization(fp8: Fp8Config | None) -> int:
+    """Rows of an expert are a multiple of this in a model's recipe; 0 for a model without one.
+
+    Args:
+        fp8: recipe of the model's backend.
+
+    Example:
+        >>> get_align_size_for_quantization(Fp8Config(recipe="mxfp8")), get_align_size_for_quantization(None)
+        (32, 0)
+    """
+    if fp8 is None:
+        return 0
+    return get_fp4_align_size(fp8.recipe) if fp8.recipe in _FP4 else get_fp8_align_size(fp8.recipe)
 
 
 @experimental_api

@@ -2,12 +2,12 @@
 # Copyright (c) 2026 the mcore authors
 """Implementations of the norms and GEMMs of a model: torch or Transformer Engine, in the model's dtype or in fp8."""
 
-from mcore_parallel.backends._factory import choose_backend, grouped_products, special_products
+from mcore_parallel.backends._factory import choose_backend, grouped_products, quantization, special_products
 from mcore_parallel.backends._fp8_config import RECIPES, Fp8Config
 from mcore_parallel.backends._fp8_grouped import Fp8GroupedProducts
 from mcore_parallel.backends._fp8_loss import Fp8LossProducts
-from mcore_parallel.backends._grouped import GroupedLinear, check_grouped_width, ends_of, grouped_matmul
-from mcore_parallel.backends._protocol import Backend, BackendLayers, NormColumnLinear
+from mcore_parallel.backends._grouped import GroupedLinear, GroupedProducts, check_grouped_width, ends_of, grouped_matmul
+from mcore_parallel.backends._protocol import Backend, BackendLayers, GroupedProductsFactory, NormColumnLinear
 from mcore_parallel.backends._quantize import Scaled, quantize_rows, scaled_product
 from mcore_parallel.backends._torch import TorchBackend
 
@@ -19,6 +19,8 @@ __all__ = [
     "Fp8GroupedProducts",
     "Fp8LossProducts",
     "GroupedLinear",
+    "GroupedProducts",
+    "GroupedProductsFactory",
     "NormColumnLinear",
     "Scaled",
     "TorchBackend",
@@ -27,6 +29,7 @@ __all__ = [
     "ends_of",
     "grouped_matmul",
     "grouped_products",
+    "quantization",
     "quantize_rows",
     "scaled_product",
     "special_products",

@@ -94,6 +94,11 @@ def _products(machine: Machine) -> Iterator[Row]:
         yield 'backend "te"', "refused", "no CUDA device"
     else:
         yield 'backend "te"', f"transformer_engine {machine.transformer_engine}", "imported when a model asks for it"
+        yield (
+            'grouped linear, backend "te"',
+            "te.GroupedLinear",
+            "takes the rows of each expert on the host, so every call waits for the device",
+        )
 
 
 def _attention(machine: Machine) -> Iterator[Row]:

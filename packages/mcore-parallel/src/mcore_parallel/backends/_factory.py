@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 
 from mcore_parallel.backends._fp8_config import Fp8Config
-from mcore_parallel.backends._fp8_grouped import Fp8GroupedProducts
-from mcore_parallel.backends._protocol import Backend
+from mcore_parallel.backends._grouped import GroupedProducts
+from mcore_parallel.backends._protocol import Backend, GroupedProductsFactory
 from mcore_parallel.backends._torch import RECIPES_OF_TORCH, TorchBackend, TorchBackendLayers
 from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.nn import LayerFactory, TorchLayers
@@ -74,7 +74,7 @@ def special_products(layers: LayerFactory) -> str | None:
     return None if isinstance(layers, TorchLayers) else f'{type(layers).__name__}, which is not backend="torch"'
 
 
-def grouped_products(layers: LayerFactory, in_features: int, out_features: int, groups: ProcessGroups) -> Fp8GroupedProducts | None:
+def grouped_products(layers: LayerFactory, in_features: int, out_features: int, groups: ProcessGroups) -> GroupedProducts | None:
     """What multiplies a stack of experts in a layer of this factory; None for ``grouped_matmul`` in the dtype of the weights.
 
     Args:
@@ -84,21 +84,31 @@ def grouped_products(layers: LayerFactory, in_features: int, out_features: int, 
         groups: ranks that share an expert may share its scales.
 
     Raises:
-        ValueError: a factory of another backend than torch.
+        ValueError: a factory that does not say who multiplies experts.
 
     Example:
         >>> layers = choose_backend("torch", fp8=Fp8Config(recipe="rowwise")).layers(0, 1)
         >>> type(grouped_products(layers, 64, 32, ProcessGroups.single())).__name__
         'Fp8GroupedProducts'
     """
-    if isinstance(layers, TorchBackendLayers):
+    if isinstance(layers, GroupedProductsFactory):
         return layers.grouped_products(in_features, out_features, groups)
     if (matmuls := special_products(layers)) is not None:
         raise ValueError(
-            f"the layers are computed by {matmuls}, experts only by torch, in the dtype of their weights or in fp8; "
-            'build the model with backend="torch", or without experts'
+            f"the layers are computed by {matmuls}, experts by torch or Transformer Engine only; "
+            'build the model with backend="torch" or "te", or without experts'
         )
     return None
+
+
+def quantization(layers: LayerFactory | None) -> Fp8Config | None:
+    """The recipe in which layers of this factory multiply; None for the dtype of the weights.
+
+    Example:
+        >>> quantization(choose_backend("torch", fp8=Fp8Config(recipe="rowwise")).layers(0, 1)).recipe
+        'rowwise'
+    """
+    return layers.fp8 if isinstance(layers, GroupedProductsFactory) else None
 
 
 def missing_units(fp8: Fp8Config, capability: tuple[int, int] | None) -> str | None:

@@ -4,11 +4,13 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from mcore_parallel.backends._fp8_config import Fp8Config
+from mcore_parallel.backends._grouped import GroupedProducts
 from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.nn import LayerFactory
 from mcore_parallel.tensor_parallel import LossProducts
@@ -44,6 +46,18 @@ class BackendLayers(LayerFactory, Protocol):
         device: torch.device | str | None = None,
     ) -> nn.Module:
         """As ``GroupedLinear``: a product with a weight an expert."""
+        ...
+
+
+@runtime_checkable
+class GroupedProductsFactory(Protocol):
+    """Layers that say who multiplies stacks of experts, and in how many bits."""
+
+    fp8: Fp8Config | None
+    """None for the dtype of the weights."""
+
+    def grouped_products(self, in_features: int, out_features: int, groups: ProcessGroups) -> GroupedProducts | None:
+        """For experts with so many features on this rank; None for ``grouped_matmul``."""
         ...
 
 

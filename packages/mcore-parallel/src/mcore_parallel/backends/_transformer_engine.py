@@ -19,7 +19,7 @@ from transformer_engine.common import recipe as recipes
 
 from mcore_parallel.backends._fp8_config import Fp8Config
 from mcore_parallel.backends._fp8_loss import Fp8LossProducts
-from mcore_parallel.backends._grouped import GroupedLinear
+from mcore_parallel.backends._grouped import GroupedLinear, GroupedProducts
 from mcore_parallel.backends._protocol import NormColumnLinear
 from mcore_parallel.backends._quantize import MULTIPLE
 from mcore_parallel.comm import (
@@ -59,7 +59,7 @@ class TransformerEngineBackend:
 
     def layers(self, layer: int, num_layers: int) -> "TransformerEngineLayers":
         covered = self.fp8 is not None and self.fp8.covers(layer, num_layers)
-        return TransformerEngineLayers(self.recipe if covered else None)
+        return TransformerEngineLayers(self.recipe, self.fp8) if covered else TransformerEngineLayers()
 
     def output_loss(self) -> Fp8LossProducts | None:
         return Fp8LossProducts(self.fp8) if self.fp8 is not None and self.fp8.output_layer else None
@@ -77,10 +77,11 @@ class TransformerEngineLayers:
 
     Args:
         recipe: of Transformer Engine; None for the model's dtype.
+        fp8: what that recipe was built of.
     """
 
-    def __init__(self, recipe: Any = None) -> None:
-        self.recipe = recipe
+    def __init__(self, recipe: Any = None, fp8: Fp8Config | None = None) -> None:
+        self.recipe, self.fp8 = recipe, fp8
 
     def norm(
         self,
@@ -131,6 +132,10 @@ class TransformerEngineLayers:
         self, num_experts: int, in_features: int, out_features: int | tuple[int, ...], groups: ProcessGroups, **options: Any
     ) -> GroupedLinear:
         return GroupedLinear(num_experts, in_features, out_features, groups, products=_Products(self.recipe), **options)
+
+    def grouped_products(self, in_features: int, out_features: int, groups: ProcessGroups) -> GroupedProducts:
+        """As of ``GroupedProductsFactory``; features that do not come in multiples of 16 keep the dtype of the weights."""
+        return _Products(None if in_features % MULTIPLE or out_features % MULTIPLE else self.recipe)
 
 
 def build_recipe(fp8: Fp8Config) -> Any:

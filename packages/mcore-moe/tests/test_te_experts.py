@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Experts by products that take sizes on the host, and rows of zeros for products in few bits: results are those without."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from torch import Tensor
+
+from mcore_moe import GroupedMLP, MoEConfig, MoELayer, TEGroupedMLP, get_align_size_for_quantization
+from mcore_moe._align import AlignedRows
+from mcore_parallel import ParallelPlan, ProcessGroups
+from mcore_parallel.backends import Fp8Config, choose_backend
+from mcore_parallel.models import Site, TransformerConfig
+from mcore_parallel.nn import Step, TorchLayers
+
+F64 = torch.float64
+ALONE = ProcessGroups.single()
+
+
+class HostProducts:
+    """Stands for Transformer Engine's: sizes on the host, which make up all rows and are multiples."""
+
+    def __init__(self, multiple: int) -> None:
+        self.multiple, self.calls = multiple, 0
+
+    def grouped(self, rows_RI: Tensor, weight_NOI: Tensor, rows_per_expert: Sequence[int], main_grad: Any) -> Tensor:
+        assert len(rows_RI) == sum(rows_per_expert) and all(size % self.multiple == 0 for size in rows_per_expert)
+        self.calls += 1
+        parts = zip(rows_RI.split(list(rows_per_expert)), weight_NOI, strict=True)
+        return torch.cat([F.linear(rows, weight) for rows, weight in parts])
+
+    def weight_changed(self) -> None: ...
+
+
+class HostLayers(TorchLayers):
+    """Layers of such a backend, with one recipe or none."""
+
+    def __init__(self, recipe: Any) -> None:
+        self.fp8 = None if recipe is None else Fp8Config(recipe=recipe)
+        self.made: list[HostProducts] = []
+
+    def grouped_products(self, in_features: int, out_features: int, groups: ProcessGroups) -> HostProducts:
+        self.made.append(HostProducts(max(1, get_align_size_for_quantization(self.fp8))))
+        return self.made[-1]
+
+
+def gradients(experts: GroupedMLP | TEGroupedMLP, rows: Tensor, ends: Tensor, weights: Tensor) -> list[Tensor]:
+    leaves = [rows.detach().requires_grad_(), weights.detach().requires_grad_(), *experts.parameters()]
+    y = experts(leaves[0], ends, leaves[1])[: int(ends[-1])]
+    return [y.detach(), *torch.autograd.grad((y * torch.arange(y.numel(), dtype=F64).view_as(y)).sum(), leaves)]
+
+
+@pytest.mark.parametrize("recipe", [None, "delayed", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("counts", [(3, 0, 40, 1), (0, 0, 0, 0), (32, 0, 64, 128), (0, 5, 0, 0)], ids=str)
+def test_products_on_the_host_give_what_grouped_ones_give(recipe: Any, counts: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    layers = HostLayers(recipe)
+    ours, theirs = TEGroupedMLP(4, 8, 6, ALONE, bias=True, dtype=F64, layers=layers), GroupedMLP(4, 8, 6, ALONE, bias=True, dtype=F64)
+    for parameter in ours.parameters():
+        torch.nn.init.normal_(parameter)
+    theirs.load_state_dict(ours.state_dict())
+    # Three rows behind the last expert belong to none.
+    rows, weights = torch.randn(sum(counts) + 3, 8, dtype=F64), torch.rand(sum(counts) + 3, dtype=F64)
+    ends = torch.tensor(counts).cumsum(0).to(torch.int32)
+    results = [gradients(experts, rows, ends, weights) for experts in (ours, theirs, ours)]
+    torch.testing.assert_close(results[0], results[1], rtol=1e-11, atol=1e-11)
+    assert all(torch.equal(*pair) for pair in zip(results[0], results[2], strict=True))
+    assert sum(products.calls for products in layers.made) == (4 if sum(counts) else 0)
+
+
+def test_layers_choose_who_computes_the_experts() -> None:
+    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=2, vocab_size=16, ffn_hidden_size=48)
+    place: dict[str, Any] = {"layer": 0, "local_layer": 0, "config": config, "groups": ALONE}
+    mixture = MoEConfig(num_moe_experts=4)
+    assert type(MoELayer(mixture, Site(**place, layers=HostLayers("delayed"))).experts) is TEGroupedMLP
+    assert MoELayer(mixture, Site(**place, layers=HostLayers(None))).reads_device
+    for layers in (TorchLayers(), choose_backend("torch", fp8=Fp8Config()).layers(0, 1)):
+        assert type(MoELayer(mixture, Site(**place, layers=layers)).experts) is GroupedMLP
+    with pytest.raises(ValueError, match="HostLayers take the rows of experts on the host; use TEGroupedMLP"):
+        GroupedMLP(4, 8, 6, ALONE, layers=HostLayers(None))
+    with pytest.raises(RuntimeError, match=r'backend="te" needs'):
+        TEGroupedMLP(4, 8, 6, ALONE)
+
+
+@settings(max_examples=60, deadline=None)
+@given(counts=st.lists(st.integers(0, 40), min_size=1, max_size=6), behind=st.integers(0, 5), multiple=st.sampled_from([1, 2, 16, 128]))
+def test_rows_are_aligned_as_a_loop_aligns_them(counts: list[int], behind: int, multiple: int) -> None:
+    num_rows = sum(counts) + behind
+    rows = torch.arange(1, num_rows + 1, dtype=F64).unsqueeze(-1).requires_grad_()
+    ends = torch.tensor(counts).cumsum(0).to(torch.int32)
+    aligned = AlignedRows.of(rows, ends, rows[:, 0].detach(), multiple)
+    expected: list[float] = []
+    values = iter(rows.flatten().tolist())
+    for count in counts:
+        expected += [next(values) for _ in range(count)] + [0.0] * (-count % multiple)
+    assert aligned.rows_SD.flatten()[: len(expected)].tolist() == expected
+    assert aligned.weights_S is not None and aligned.weights_S[: len(expected)].tolist() == expected
+    assert [int(end) for end in aligned.ends_N.diff(prepend=ends.new_zeros(1))] == [count + -count % multiple for count in counts]
+    assert aligned.ends_N.dtype == torch.int32
+    back = aligned.take(aligned.rows_SD)
+    assert torch.equal(back, rows)
+    back.sum().backward()
+    assert rows.grad is not None and bool((rows.grad == 1).all())
+
+
+def padded_and_plain(groups: ProcessGroups, layers: Any, dispatcher: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Output and gradients of a layer with the padding and without; tokens are fewer than a multiple."""
+    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=2, vocab_size=16, ffn_hidden_size=48)
+    x = torch.randn(7, 32, generator=torch.Generator().manual_seed(groups.world.rank), dtype=F64)
+    results: list[list[Tensor]] = []
+    for pad in (True, False):
+        mixture = MoEConfig(
+            num_moe_experts=4,
+            moe_token_dispatcher_type=dispatcher,
+            moe_router_padding_for_quantization=pad,
+            moe_router_score_function="sigmoid",
+            moe_router_enable_expert_bias=True,
+            moe_aux_loss_coeff=0.1,
+        )
+        layer = MoELayer(mixture, Site(layer=0, local_layer=0, config=config, groups=groups, layers=layers), dtype=F64)
+        generator = torch.Generator().manual_seed(0)
+        for parameter in layer.parameters():
+            torch.nn.init.normal_(parameter, generator=generator)
+        leaf = x.clone().requires_grad_()
+        y, aux = layer(leaf, Step.causal(1, 7))
+        assert aux is not None
+        results.append([y.detach(), aux.counts[0], *torch.autograd.grad(y.square().sum() + aux.total(), [leaf, *layer.parameters()])])
+    return results[0], results[1]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_padding_for_quantisation_changes_no_bit_of_a_layer_in_fp8(recipe: Any) -> None:
+    padded, plain = padded_and_plain(ALONE, choose_backend("torch", fp8=Fp8Config(recipe=recipe)).layers(0, 1), "alltoall")
+    assert all(torch.equal(*pair) for pair in zip(padded, plain, strict=True))
+
+
+def test_padding_before_the_experts_spares_that_around_each_product() -> None:
+    padded, plain = padded_and_plain(ALONE, HostLayers("nvfp4"), "alltoall")
+    torch.testing.assert_close(padded, plain, rtol=1e-11, atol=1e-11)
+
+
+def check_ranks(dispatcher: str) -> None:
+    groups = ProcessGroups.build(ParallelPlan(dp=2, ep=2))
+    torch.testing.assert_close(*padded_and_plain(groups, HostLayers("delayed"), dispatcher), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_padding_behind_an_exchange(world, dispatcher: str) -> None:
+    world(check_ranks, dispatcher=dispatcher)
+
+
+def test_the_old_name_of_the_padding_warns_and_padding_needs_a_recipe() -> None:
+    with pytest.warns(DeprecationWarning, match="moe_router_padding_for_fp8 is deprecated; set moe_router_padding_for_quantization=True"):
+        mixture = MoEConfig(num_moe_experts=4, moe_router_padding_for_fp8=True)
+    assert mixture.moe_router_padding_for_quantization and not mixture.moe_router_padding_for_fp8
+    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=2, vocab_size=16, ffn_hidden_size=48)
+    with pytest.raises(ValueError, match="moe_router_padding_for_quantization=True needs a backend with an Fp8Config, found none"):
+        MoELayer(mixture, Site(layer=0, local_layer=0, config=config, groups=ALONE))
+    recipes: Mapping[Any, int] = {None: 0, "tensorwise": 16, "mxfp8": 32, "nvfp4": 128}
+    found = {recipe: get_align_size_for_quantization(None if recipe is None else Fp8Config(recipe=recipe)) for recipe in recipes}
+    assert found == dict(recipes)
