@@ -23,7 +23,8 @@ from mcore_parallel.nn.mixers._recurrences import ssd_chunked, step_sizes
 
 # G groups, h heads of each, P channels of a head, N channels of a state.
 SMALL = ((2, 3, 20, 24), (1, 4, 16, 16))
-LARGE = ((2, 3, 20, 24), (2, 4, 64, 128))
+# Narrow heads and states, below 64 channels, are computed by other configurations of the kernels.
+LARGE = ((2, 3, 20, 24), (2, 4, 64, 128), (2, 4, 64, 64), (2, 4, 16, 24), (2, 4, 32, 48), (1, 8, 64, 16))
 PACKED = (40, 1, 0, 67)
 
 
@@ -71,7 +72,7 @@ def check_gated_norm(device: str, dtype: torch.dtype, tolerance: float, sizes: t
 
 def check_scan(device: str, dtype: torch.dtype, tolerance: float, sizes: tuple[tuple[int, ...], ...]) -> None:
     for number, (groups, heads, p, n) in enumerate(sizes):
-        for lengths, started, limits in ((PACKED, True, (0.0, float("inf"))), ((35,), False, (0.2, 1.0)))[number:]:
+        for lengths, started, limits in ((PACKED, True, (0.0, float("inf"))), ((35,), False, (0.2, 1.0)))[min(number, 1) :]:
             check_one_scan(device, dtype, tolerance, (groups, heads, p, n), lengths, started, limits)
 
 
@@ -114,6 +115,21 @@ def test_states_that_the_kernels_cannot_hold_are_left_to_torch() -> None:
     narrow, wide = torch.zeros(0, dtype=torch.bfloat16), torch.zeros(0)
     assert fits_ssd(narrow, (64, 256)) and fits_ssd(narrow, (128, 128)) and fits_ssd(wide, (64, 128))
     assert not fits_ssd(narrow, (128, 200)) and not fits_ssd(narrow, (16, 512)) and not fits_ssd(wide, (128, 128))
+
+
+def test_narrow_heads_and_states_are_scanned_by_eight_warps() -> None:
+    pytest.importorskip("triton")
+    from mcore_parallel.nn.kernels import _triton_ssd
+
+    kernels = (_triton_ssd._sweep_kernel, _triton_ssd._output_kernel, _triton_ssd._head_gradient_kernel, _triton_ssd._group_gradient_kernel)
+    for kernel in kernels:
+        constants = {"PRECISION": "tf32", "GROUP_HEADS": 4, "BLOCK_N": 64, "BLOCK_P": 64}
+        for p, n in ((16, 24), (32, 48), (64, 16), (20, 24), (48, 64), (64, 63)):
+            assert {config.num_warps for config in kernel.early_config_prune(kernel.configs, {}, P=p, N=n, **constants)} == {8}
+        for p, n in ((64, 64), (64, 128), (128, 64)):
+            # A block that is cut from a wide state stays free to be searched.
+            wide = kernel.early_config_prune(kernel.configs, {}, P=p, N=n, **{**constants, "BLOCK_N": 32})
+            assert {config.num_warps for config in wide} == {4, 8}
 
 
 @pytest.mark.gpu

@@ -20,6 +20,9 @@ from mcore_parallel.nn.kernels._chunks import ChunkPlan
 
 _TILE_N = 64
 """Channels of b and c whose gradients one program sums; more would not fit the registers."""
+_NARROW = 64
+"""Channels below which programs of four warps were seen to give wrong 16-bit sums on Hopper, by the true sizes, not by the blocks."""
+_WIDEST_WARPS = 8
 _PROGRAMS = 528
 """Work is spread over as many programs at least, where it can be: four for each multiprocessor of the largest devices."""
 
@@ -145,6 +148,8 @@ def _search(configs: list[triton.Config], named: dict[str, Any], **constants: An
     if constants["PRECISION"] != "tf32":
         return configs[-1:]
     fitting = [config for config in configs if constants["GROUP_HEADS"] % config.kwargs.get("HEADS", 1) == 0]
+    if min(constants["P"], constants["N"]) < _NARROW:
+        fitting = [config for config in fitting if config.num_warps == _WIDEST_WARPS]
     return fitting[:1] if torch.are_deterministic_algorithms_enabled() else fitting
 
 
