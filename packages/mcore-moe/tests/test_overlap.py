@@ -4,15 +4,19 @@
 
 import functools
 import threading
+import unittest.mock
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from mcore_moe import MoEConfig, moe_feed_forward
+from mcore_moe import MoEConfig, MoELayer, moe_feed_forward
 from mcore_parallel import ParallelPlan, ProcessGroups
+from mcore_parallel.comm import _rows_under_way
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
-from mcore_parallel.models import GPTModel, TransformerConfig
+from mcore_parallel.models import GPTModel, Site, TransformerConfig
+from mcore_parallel.nn import Step
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from mcore_parallel.pipeline import ModelChunks, Overlap, PipelineConfig, Schedule, combined_one_f_one_b, one_f_one_b
 from mcore_parallel.training import Batch, CrossEntropyObjective, train_step
@@ -92,3 +96,58 @@ def test_pairs_over_two_stages_have_the_bits_of_plain_turns(world) -> None:
     assert events[0] == events[1] and events[2] == events[3]
     for order in events:
         assert any(order[i : i + 3] == ["F sends", "B sends", "F has"] for i in range(len(order)))
+
+
+def check_shared(plan: ParallelPlan, padded: bool) -> None:
+    """Shared experts beside the exchange: the bits of the output stay, and the order of work is what it says, in both directions."""
+    groups = ProcessGroups.build(plan)
+    results, order = [], list[str]()
+    for overlap in (False, True):
+        mixture = MoEConfig(
+            num_moe_experts=4,
+            moe_shared_expert_intermediate_size=6,
+            moe_shared_expert_gate=True,
+            moe_shared_expert_overlap=overlap,
+            moe_expert_capacity_factor=1.0 if padded else None,
+            moe_pad_expert_input_to_capacity=padded,
+        )
+        layer = MoELayer(mixture, Site(layer=0, local_layer=0, config=MODEL, groups=groups), dtype=torch.float64)
+        generator = torch.Generator().manual_seed(groups.ep.rank)
+        for parameter in layer.parameters():
+            torch.nn.init.normal_(parameter, generator=generator)
+        x = torch.randn(6, 8, generator=generator, dtype=torch.float64).requires_grad_()
+        layer.shared_experts.register_forward_hook(lambda *_: order.append("shared"))
+        layer.shared_experts.register_full_backward_hook(lambda *_: order.append("shared back"))
+        layer.experts.register_forward_hook(lambda *_: order.append("experts"))
+        layer.experts.register_full_backward_hook(lambda *_: order.append("experts back"))
+        order.clear()
+        with unittest.mock.patch.object(_rows_under_way, "_start", functools.partial(noted, order, _rows_under_way._start)):
+            y, _ = layer(x, Step.causal(1, 6))
+            grads = torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
+        results.append((y.detach(), grads))
+    (plain, plain_grads), (overlapped, grads) = results
+    assert torch.equal(plain, overlapped)
+    torch.testing.assert_close(grads, plain_grads, rtol=1e-12, atol=1e-13)
+    assert order == ["sent", "shared", "experts", "experts back", "sent", "shared back"]
+
+
+def noted(order: list[str], start: Any, *arguments: Any) -> Tensor:
+    order.append("sent")
+    return start(*arguments)
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("plan", [ParallelPlan(dp=2, ep=2), ParallelPlan(tp=2, ep=2)], ids=["dp", "tp"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_shared_experts_work_while_the_tokens_travel(world, plan: ParallelPlan, padded: bool) -> None:
+    world(check_shared, plan=plan, padded=padded)
+
+
+def test_an_overlap_of_nothing_or_of_two_things_is_refused() -> None:
+    with pytest.raises(ValueError, match="moe_shared_expert_overlap=True has nothing to overlap; set moe_shared_expert_intermediate_size"):
+        MoEConfig(num_moe_experts=4, moe_shared_expert_overlap=True)
+    shared: dict[str, Any] = {"num_moe_experts": 4, "moe_shared_expert_overlap": True, "moe_shared_expert_intermediate_size": 8}
+    with pytest.raises(ValueError, match="moe_shared_expert_overlap=True needs moe_token_dispatcher_type='alltoall', found 'allgather'"):
+        MoEConfig(**shared, moe_token_dispatcher_type="allgather")
+    with pytest.raises(ValueError, match="pause and moe_shared_expert_overlap=True both work while tokens travel; leave one out"):
+        moe_feed_forward(MoEConfig(**shared), pause=lambda: None)

@@ -54,6 +54,9 @@ class MoEConfig:
     """Width of the feed-forward that every token goes through beside its experts (of all shared experts together); None for none."""
     moe_shared_expert_gate: bool = False
     """Multiply the shared experts' result by a learned sigmoid of the token."""
+    moe_shared_expert_overlap: bool = False
+    """Compute the shared experts while the tokens travel to their experts, and their backward while gradients travel back. Results are
+    the same. With the dispatcher alltoall; where nothing travels it changes nothing."""
     moe_latent_size: int | None = None
     """Width that the experts read and write: tokens are projected to it before they travel, and the sums back after. The router and the
     shared experts read the whole token. None for the hidden size."""
@@ -178,6 +181,13 @@ class MoEConfig:
             raise ValueError(f"moe_shared_expert_intermediate_size={shared} must be at least 1; leave it out for no shared experts")
         if self.moe_shared_expert_gate and shared is None:
             raise ValueError("moe_shared_expert_gate=True has nothing to gate; set moe_shared_expert_intermediate_size")
+        if self.moe_shared_expert_overlap and shared is None:
+            raise ValueError("moe_shared_expert_overlap=True has nothing to overlap; set moe_shared_expert_intermediate_size")
+        if self.moe_shared_expert_overlap and self.moe_token_dispatcher_type != "alltoall":
+            raise ValueError(
+                f"moe_shared_expert_overlap=True needs moe_token_dispatcher_type='alltoall', found {self.moe_token_dispatcher_type!r}; "
+                "leave one out"
+            )
         if (freq < 1) if isinstance(freq, int) else (1 not in freq or set(freq) - {0, 1}):
             raise ValueError(f"moe_layer_freq={freq!r} must be at least 1, or one 0 or 1 a layer with a 1 among them")
         groups, group_topk = self.moe_router_num_groups, self.moe_router_group_topk

@@ -133,14 +133,20 @@ class MoELayer(nn.Module):
 
     def forward(self, x_TD: Tensor, step: Step) -> tuple[Tensor, Aux | None]:
         """[T, D] -> ([T, D], losses and counts; None outside training)."""
-        shared_TD = self._shared(x_TD, step)
+        overlaps = self.router.config.moe_shared_expert_overlap and isinstance(self.dispatcher, MoEAlltoAllTokenDispatcher)
+        shared_TD = None if overlaps else self._shared(x_TD, step)
         routed_TD = copy_to_tensor_model_parallel_region(x_TD, self.replicas)
         routing, losses = self.router(routed_TD, step)
         if self.latent_down is not None:
             routed_TD = copy_to_tensor_model_parallel_region(self.latent_down(x_TD), self.replicas)
         if self.router.config.moe_apply_probs_on_input:
             routed_TD, routing = _weighted(routed_TD, routing)
-        sent = self.dispatcher.dispatch(routed_TD, routing)
+        if overlaps:
+            computed: list[Tensor | None] = []
+            sent = self.dispatcher.dispatch(routed_TD, routing, lambda: computed.append(self._shared(x_TD, step)))
+            (shared_TD,) = computed
+        else:
+            sent = self.dispatcher.dispatch(routed_TD, routing)
         rows_RD = self._compute(sent.rows_RD, sent.ends_N, sent.weights_R)
         y_TD = reduce_from_tensor_model_parallel_region(self.dispatcher.combine(rows_RD, sent, routing), self.replicas)
         y_TD = y_TD if self.latent_up is None else self.latent_up(y_TD)
@@ -214,6 +220,8 @@ def _check_pause(config: MoEConfig, pause: Callable[[], None] | None) -> None:
             f"pause overlaps all-to-alls, found moe_token_dispatcher_type={config.moe_token_dispatcher_type!r}; "
             "set it to 'alltoall', or leave pause out"
         )
+    if pause is not None and config.moe_shared_expert_overlap:
+        raise ValueError("pause and moe_shared_expert_overlap=True both work while tokens travel; leave one out")
 
 
 @experimental_api

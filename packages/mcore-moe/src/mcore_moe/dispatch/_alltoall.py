@@ -14,7 +14,7 @@ from mcore_moe.dispatch._equal import check_equal
 from mcore_moe.dispatch._local import LocalPicks, sort_picks, sum_rows
 from mcore_parallel import Group
 from mcore_parallel.backends import ends_of
-from mcore_parallel.comm import all_gather, all_to_all, all_to_all_autograd
+from mcore_parallel.comm import RowsUnderWay, all_gather, all_to_all, all_to_all_autograd
 
 # T tokens of this rank, K experts a token, P = T * K picks, Q rows received from the expert-parallel group, R rows for this
 # rank's experts, N experts of this rank, G ranks of the expert-parallel group, H ranks that share an expert. R = Q when H = 1.
@@ -72,8 +72,8 @@ class MoEAlltoAllTokenDispatcher:
         self.pause = pause
         self._sizes_agree = False
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> Dispatched:
-        """Deliver every pick; differentiable in ``x_TD``.
+    def dispatch(self, x_TD: Tensor, routing: Routing, meanwhile: Callable[[], None] | None = None) -> Dispatched:
+        """Deliver every pick; differentiable in ``x_TD``. ``meanwhile`` is called once, while the rows travel (in place of ``pause``).
 
         With padding to capacity all sizes are known: no counts are exchanged, nothing waits for the device, and every rank must hold the
         same number of tokens. The first call compares them.
@@ -82,7 +82,7 @@ class MoEAlltoAllTokenDispatcher:
             ValueError: at the first call, ranks with different capacities.
         """
         if routing.capacity is not None:
-            return self._dispatch_filled(x_TD, routing, routing.capacity)
+            return self._dispatch_filled(x_TD, routing, routing.capacity, meanwhile)
         # Picks of padding, and those that an expert has no room for, come last and stay here.
         picks_P = routing.destinations(self.num_experts).flatten()
         order_P = picks_P.argsort(stable=True)
@@ -100,7 +100,7 @@ class MoEAlltoAllTokenDispatcher:
         received = [sum(row) for row in received_HGN[self.expert_tp.rank]]
         shared = [sum(map(sum, rank)) for rank in received_HGN]
         order_P = order_P[: sum(sent)]
-        rows_QD = all_to_all_autograd(x_TD[order_P // routing.experts_TK.shape[1]], received, sent, self.group, self.pause)
+        rows_QD = self._send(x_TD[order_P // routing.experts_TK.shape[1]], received, sent, meanwhile)
         rows_RD = _gather_rows(rows_QD, shared, self.expert_tp)
         # Rows arrive by (rank that shares, source, expert); group them by expert.
         expert_R = torch.arange(self.num_local_experts, device=x_TD.device).repeat(self.expert_tp.size * self.group.size)
@@ -121,7 +121,14 @@ class MoEAlltoAllTokenDispatcher:
         picks_TKD = picks_PD.unflatten(0, routing.experts_TK.shape)
         return (picks_TKD * routing.probs_TK.to(picks_TKD.dtype).unsqueeze(-1)).sum(1)
 
-    def _dispatch_filled(self, x_TD: Tensor, routing: Routing, capacity: int) -> Dispatched:
+    def _send(self, rows_PD: Tensor, received: list[int], sent: list[int], meanwhile: Callable[[], None] | None) -> Tensor:
+        if meanwhile is None:
+            return all_to_all_autograd(rows_PD, received, sent, self.group, self.pause)
+        rows = RowsUnderWay(rows_PD, received, sent, self.group)
+        meanwhile()
+        return rows.finish()
+
+    def _dispatch_filled(self, x_TD: Tensor, routing: Routing, capacity: int, meanwhile: Callable[[], None] | None) -> Dispatched:
         """``capacity`` rows from this rank to every expert."""
         if not self._sizes_agree:
             for group in (self.group, self.expert_tp):
@@ -129,7 +136,7 @@ class MoEAlltoAllTokenDispatcher:
             self._sizes_agree = True
         picks = sort_picks(x_TD, routing, routing.destinations(self.num_experts), self.num_experts)
         sizes = [self.num_local_experts * capacity] * self.group.size
-        rows_QD = all_to_all_autograd(picks.rows_RD, sizes, sizes, self.group, self.pause)
+        rows_QD = self._send(picks.rows_RD, sizes, sizes, meanwhile)
         shared = [len(rows_QD)] * self.expert_tp.size
         rows_RD = _gather_rows(rows_QD, shared, self.expert_tp)
         N, sources = self.num_local_experts, self.expert_tp.size * self.group.size

@@ -33,6 +33,7 @@ from mcore_parallel.comm._regions import (
     scatter_to_tensor_model_parallel_region,
 )
 from mcore_parallel.comm._registered import NCCL_ALLOCATOR, RegisteredMemory
+from mcore_parallel.comm._rows_under_way import RowsUnderWay
 
 __all__ = [
     "NCCL_ALLOCATOR",
@@ -44,6 +45,7 @@ __all__ = [
     "Pending",
     "RegisteredMemory",
     "RowTransfer",
+    "RowsUnderWay",
     "TensorSpec",
     "all_gather",
     "all_gather_last_dim_from_tensor_parallel_region",
