@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.models import GPTModel, ModelOutput, TransformerConfig, place_layers
-from mcore_parallel.nn import RecomputeConfig
+from mcore_parallel.nn import RecomputeConfig, Step
 from mcore_parallel.pipeline import PipelineConfig, PipelineLayout
 from mcore_parallel.training import Batch, CrossEntropyObjective
 from tests.support.layouts import Curve, check_curve, train_in
@@ -168,3 +168,28 @@ def test_depths_whose_ends_cannot_meet_are_an_error() -> None:
     for part in PipelineLayout.parse("Ett|ttmmL", num_stages=1).stages:
         with pytest.raises(ValueError, match="mtp_num_layers=2 need embedding and output in one chunk, or on the first and the last"):
             build(ProcessGroups.single(), PLAIN, layers=part)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_head_alone_gives_what_it_gives_in_training(name: str) -> None:
+    model = build(ProcessGroups.single(), CONFIGS[name])
+    tokens, step = torch.randint(0, V, (S,), generator=torch.Generator().manual_seed(5)), Step.causal(1, S)
+    whole = model(tokens, step)[0]
+    assert isinstance(whole, ModelOutput) and len(whole.depths) == 2
+    model.eval()
+    hidden = model.final_norm(_trunk(model, tokens, step))
+    for depth, expected in enumerate(whole.depths):
+        ahead = torch.cat([tokens[depth + 1 :], tokens.new_zeros(depth + 1)])
+        hidden, output = model.predict_ahead(depth, hidden, ahead, step)
+        torch.testing.assert_close(output.logits(), expected.logits(), rtol=1e-10, atol=1e-12)
+    with pytest.raises(ValueError, match="depth=2: the model has mtp_num_layers=2"):
+        model.predict_ahead(2, hidden, tokens, step)
+
+
+def _trunk(model: GPTModel, tokens: Tensor, step: Step) -> Tensor:
+    """[T, D] before the final norm."""
+    taken: list[Tensor] = []
+    hook = model.final_norm.register_forward_pre_hook(lambda _module, inputs: taken.append(inputs[0]))  # type: ignore[union-attr]
+    model(tokens, step)
+    hook.remove()
+    return taken[0]

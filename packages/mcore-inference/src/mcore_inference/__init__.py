@@ -67,7 +67,7 @@ from mcore_inference.scheduling import (
     match_graph_config,
     plan_step,
 )
-from mcore_inference.speculation import NgramSpeculation
+from mcore_inference.speculation import EagleSpeculation, MtpSpeculation, NgramSpeculation
 from mcore_inference.text import (
     BosTokenizer,
     ChatTokenizer,
@@ -96,6 +96,7 @@ __all__ = [
     "DynamicInferenceEvent",
     "DynamicInferenceRequest",
     "DynamicInferenceRequestRecord",
+    "EagleSpeculation",
     "EngineCapability",
     "EngineDeadError",
     "EngineHealth",
@@ -114,6 +115,7 @@ __all__ = [
     "LockstepConfig",
     "MambaInferenceStateConfig",
     "MaxSequenceLengthOverflowError",
+    "MtpSpeculation",
     "NgramSpeculation",
     "NonFiniteLogitsError",
     "PagedAttention",

@@ -5,6 +5,7 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -320,6 +321,18 @@ class DynamicInferenceContext:
         tokens_T = np.fromiter((token for _, tokens in work for token in tokens), dtype=np.int64, count=int(lengths_R.sum()))
         tokens_T = np.where(tokens_T == PENDING, -1 - np.repeat(lines_R, lengths_R), tokens_T)
         return self._host_step(tokens_T, lengths_R, lines_R)
+
+    def step_from(self, work: Sequence[tuple[int, int, Sequence[int]]]) -> HostStep:
+        """A step over places of these requests that may be cached already, for pages with the same tables as these.
+
+        Args:
+            work: request, place of the first token and tokens, those with one token first; their places lie in blocks that it holds.
+        """
+        lines_R = np.array([self._slots[request_id] for request_id, _, _ in work])
+        step = self._host_step(
+            np.array([token for _, _, tokens in work for token in tokens]), np.array([len(tokens) for _, _, tokens in work]), lines_R
+        )
+        return replace(step, cached_R=np.array([first for _, first, _ in work]))
 
     def build_step(self, work: Sequence[tuple[int, Sequence[int]]]) -> StepInputs:
         """Tensors of ``host_step``."""

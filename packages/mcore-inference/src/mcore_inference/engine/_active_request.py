@@ -128,6 +128,11 @@ class ActiveRequest:
             return prompt[start : start + count]
         return output[start - len(prompt) : start - len(prompt) + count] or [PENDING]
 
+    def known_tokens(self, start: int, end: int) -> list[int]:
+        """Tokens [start, end) of the prompt and the output that the host knows."""
+        prompt, output = self.segment.prompt_tokens, self.segment.generated_tokens
+        return prompt[start:end] + output[max(0, start - len(prompt)) : max(0, end - len(prompt))]
+
     def append(self, token: int, log_prob: float, ranked: dict[int, float]) -> tuple[FinishReason, Exception | None] | None:
         """Append a sampled token; the reason and the error with which it ends the request, or None."""
         segment, record = self.segment, self.record

@@ -18,11 +18,12 @@ from mcore_inference.engine._executor import DecodeBatch, ExecutionConfig, Execu
 from mcore_inference.engine._intake import Intake
 from mcore_inference.engine._offline import completions_of, run_to_end, settings_of
 from mcore_inference.engine._step_log import StepLog
-from mcore_inference.engine._verification import Draw, Verification
+from mcore_inference.engine._verification import Draw, NgramProposals, Verification
 from mcore_inference.engine._weights import ModelWeights, WeightChunk, WeightPolicy, check_policy
 from mcore_inference.requests import DynamicInferenceRequestRecord, FinishReason, Prompt, QueueFullError, StepFailedError
 from mcore_inference.sampling import SamplingParams
 from mcore_inference.scheduling import StepPlan
+from mcore_inference.speculation import NgramSpeculation
 from mcore_inference.text import Tokenizer
 from mcore_parallel.models import GPTModel
 
@@ -83,7 +84,6 @@ class DynamicInferenceEngine:
         self._max_waiting = max_waiting_requests
         self._entries: dict[int, ActiveRequest] = {}
         self._admission = Admission(context)
-        self._verification = Verification(context, self._admission)
         self._done: list[DynamicInferenceRequestRecord] = []
         self._arrivals = itertools.count()
         self._in_flight: InFlight | None = None
@@ -93,10 +93,13 @@ class DynamicInferenceEngine:
         self._speculates = execution.speculation is not None
         self._runs_ahead = on_gpu and not self._speculates if execution.run_ahead is None else execution.run_ahead
         self._executor = Executor(model, context, self.vocab_size, execution)
+        own = NgramProposals() if isinstance(execution.speculation, NgramSpeculation) else self._executor.drafts
+        self._verification = Verification(context, self._admission, own)
         self._batch: DecodeBatch | None = None
         self._log = None if execution.log_interval_steps is None else StepLog(self.stats, execution.log_interval_steps)
         self.weights = ModelWeights(model)
-        self._intake = Intake(context, tokenizer, self.vocab_size, seed=seed, speculation=execution.speculation, shares_prefixes=shares)
+        ngrams = execution.speculation if isinstance(execution.speculation, NgramSpeculation) else None
+        self._intake = Intake(context, tokenizer, self.vocab_size, seed=seed, ngrams=ngrams, shares_prefixes=shares)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -232,6 +235,7 @@ class DynamicInferenceEngine:
                     self._admission.preempt(self._entries[request_id])
                 for request_id in plan.admitted:
                     self._admission.admit(self._entries[request_id], self.weight_version)
+                self._verification.fill(plan.admitted)
                 work = [(self._entries[item.request_id], item) for item in plan.work]
                 self._go_on((lambda: self._executor.run(work)) if work else None)
         except Exception as error:

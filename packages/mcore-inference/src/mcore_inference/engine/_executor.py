@@ -16,11 +16,12 @@ from mcore_inference.context import DynamicInferenceContext, HostStep, StepInput
 from mcore_inference.decoder import FusedDecoder
 from mcore_inference.engine._active_request import ActiveRequest
 from mcore_inference.engine._decode_graphs import DecodeGraphs, graph_sizes
+from mcore_inference.engine._model_drafts import ModelDrafts
 from mcore_inference.engine._pipeline import Pipeline
 from mcore_inference.engine._routing import RoutingRecorder, StepRouting
 from mcore_inference.sampling import DrawRows, Draws, Sampler, adjust, keep_allowed, log_probs, token_log_probs
 from mcore_inference.scheduling import Work
-from mcore_inference.speculation import NgramSpeculation
+from mcore_inference.speculation import EagleSpeculation, MtpSpeculation, NgramSpeculation
 from mcore_parallel.backends import TorchBackend
 from mcore_parallel.comm import all_gather
 from mcore_parallel.models import GPTModel, ModelOutput
@@ -40,8 +41,8 @@ class ExecutionConfig:
     more. None for about 25, close together where few rows are served."""
     log_interval_steps: int | None = None
     """Steps of one line of JSON in the logger ``mcore_inference.steps``; None for no lines."""
-    speculation: NgramSpeculation | None = None
-    """Verify several proposed tokens a step; None for one token a step. Excludes ``run_ahead``."""
+    speculation: NgramSpeculation | MtpSpeculation | EagleSpeculation | None = None
+    """Verify several proposed tokens a step; None for one token a step. Excludes ``run_ahead``, and by heads of a model recorded graphs."""
     record_routing: bool = False
     """Keep the experts that each token went to (``record.routed_experts``), for a trainer that replays them."""
 
@@ -52,8 +53,15 @@ class ExecutionConfig:
             as_integer("num_cuda_graphs", self.num_cuda_graphs, 1, 2**31)
             if self.use_graphs is False:
                 raise ValueError(f"num_cuda_graphs={self.num_cuda_graphs} and use_graphs=False exclude each other; leave one at None")
-        if self.speculation is not None and not isinstance(self.speculation, NgramSpeculation):
-            raise ValueError(f"speculation is a {type(self.speculation).__name__}; give NgramSpeculation(...), or None")
+        if self.speculation is not None and not isinstance(self.speculation, (NgramSpeculation, MtpSpeculation, EagleSpeculation)):
+            raise ValueError(
+                f"speculation is a {type(self.speculation).__name__}; give NgramSpeculation, MtpSpeculation or EagleSpeculation, or None"
+            )
+        if self.use_graphs and isinstance(self.speculation, (MtpSpeculation, EagleSpeculation)):
+            raise ValueError(
+                f"use_graphs=True and {type(self.speculation).__name__} exclude each other: heads read states that a graph does not give; "
+                "leave it at None"
+            )
         if self.speculation is not None and self.run_ahead:
             raise ValueError(
                 "run_ahead=True and speculation exclude each other: proposals follow from the tokens drawn last; leave it at None"
@@ -141,7 +149,14 @@ class Executor:
         self._recorder = RoutingRecorder(model, context.max_tokens, context.device) if execution.record_routing else None
         self._pipeline = Pipeline(model) if model.groups.pp.size > 1 else None
         self._decoder = FusedDecoder(model, context.max_requests) if fits else None
-        if can_record and execution.use_graphs is not False:
+        speculation = execution.speculation
+        self.drafts = (
+            None
+            if speculation is None or isinstance(speculation, NgramSpeculation)
+            else ModelDrafts(model, context, speculation, vocab_size)
+        )
+        """Heads that propose tokens."""
+        if can_record and self.drafts is None and execution.use_graphs is not False:
             self.graphs = DecodeGraphs(self._decode_logits, context.builder, graph_sizes(context.max_requests, execution.num_cuda_graphs))
 
     def run(self, work: Sequence[tuple[ActiveRequest, Work]]) -> InFlight:
@@ -175,6 +190,8 @@ class Executor:
                 computed.append(entry)
         host = context.host_step(tokens)
         logits_NV = self._logits(host, rows)
+        if self.drafts is not None:
+            self.drafts.observe([(entry, item.num_tokens + len(entry.drafts)) for entry, item in work])
         routing = None if self._recorder is None else self._recorder.take([entry for entry, _ in work], host)
         for entry, item in work:
             context.advance(item.request_id, item.num_tokens)
@@ -230,6 +247,11 @@ class Executor:
         inputs = builder.build(host)
         if self._pipeline is not None:
             return self._pipeline.logits(inputs, builder.send(rows))
+        if self.drafts is not None:
+            with self.drafts.capture:
+                output = self._output(inputs)
+                self.drafts.take_states()
+            return output.logits(builder.send(rows))
         if self._decoder is not None:
             return self._decoder.logits(inputs.tokens_T, inputs.step, builder.send(rows))
         output = self._output(inputs)

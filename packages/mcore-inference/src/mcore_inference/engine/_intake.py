@@ -22,7 +22,7 @@ class Intake:
         tokenizer: as of the engine.
         vocab_size: ids that exist.
         seed: of requests that bring none.
-        speculation: what proposes tokens for them; None for nothing.
+        ngrams: proposals from their own text; None for none of these.
         shares_prefixes: whether they share cache blocks.
     """
 
@@ -33,11 +33,11 @@ class Intake:
         vocab_size: int,
         *,
         seed: int,
-        speculation: NgramSpeculation | None,
+        ngrams: NgramSpeculation | None,
         shares_prefixes: bool,
     ) -> None:
         self._context, self._tokenizer, self._vocab_size = context, tokenizer, vocab_size
-        self._seed, self._speculation, self._shares_prefixes = seed, speculation, shares_prefixes
+        self._seed, self._ngrams, self._shares_prefixes = seed, ngrams, shares_prefixes
         self._grammars = GrammarCompiler(tokenizer, vocab_size)
 
     def make(self, prompt: Prompt, params: SamplingParams, *, number: int, order: int, priority: int) -> ActiveRequest:
@@ -71,7 +71,7 @@ class Intake:
             text=None if self._tokenizer is None else TextStream(self._tokenizer, params.stop_words or ()),
             started=time.monotonic(),
             grammar=grammar,
-            drafter=None if self._speculation is None or grammar is not None else NgramDrafter(self._speculation, tokens),
+            drafter=None if self._ngrams is None or grammar is not None else NgramDrafter(self._ngrams, tokens),
         )
         entry.grow_keys()
         return entry

@@ -210,16 +210,42 @@ class GPTModel(nn.Module):
             x = self.embed(x, step)
         with self.backend.running(self.groups):
             x, aux = self.memory.run(list(self.layers.values()), x, step)
-        layer = cast(OutputLayer, self.embedding) if self._holds_copy else self.output
-        if self.final_norm is None or layer is None:
+        if self.final_norm is None:
             return x, aux
+        hidden = self.final_norm(x)
+        further, aux_further = self._predict_further(hidden, tokens, step)
+        depths = tuple(self.output_of(states, detached=self.config.mtp_detach) for states in further)
+        return self.output_of(hidden, depths=depths), Aux.merged([aux, aux_further])
+
+    def predict_ahead(self, depth: int, hidden: Tensor, tokens: Tensor, step: Step) -> tuple[Tensor, ModelOutput]:
+        """One of the heads that predict further tokens, in training mode or not: what a draft of several tokens runs.
+
+        Args:
+            depth: number of the head, from 0.
+            hidden: [T or T / tp, D] behind the final norm: of the model, or of the head before.
+            tokens: [T] int64, those ``depth + 1`` places behind the ones that ``hidden`` is of.
+            step: of the tokens of ``hidden``.
+
+        Returns:
+            The head's states [T or T / tp, D], and its prediction of the tokens ``depth + 2`` places behind.
+
+        Raises:
+            ValueError: the model has no such head on this stage.
+        """
+        if self.mtp is None or str(depth) not in self.mtp:
+            raise ValueError(f"depth={depth}: the model has mtp_num_layers={self.config.mtp_num_layers}, all on the last stage; name one")
+        if step.rotary is None:
+            positions = step.positions
+            step = dataclasses.replace(step, rotary=self.rotary(positions), rotary_window=self.rotary(positions, window=True))
+        states, _ = cast(TokenDepth, self.mtp[str(depth)])(hidden, self.embed(tokens, step), step, self.memory)
+        return states, self.output_of(states)
+
+    def output_of(self, hidden: Tensor, *, detached: bool = False, depths: tuple[ModelOutput, ...] = ()) -> ModelOutput:
+        """Of states behind a final norm, on the last stage."""
+        layer = cast(OutputLayer, self.embedding if self._holds_copy else self.output)
         tied = self.config.share_embeddings_and_output_weights and not self._holds_copy
         shared = self.embedding.weight if tied and self.embedding is not None else None
-        hidden, factor = self.final_norm(x), self.config.output_multiplier
-        further, aux_further = self._predict_further(hidden, tokens, step)
-        detach = self.config.mtp_detach
-        depths = tuple(ModelOutput(_scaled(states, factor), layer, shared, detached=detach) for states in further)
-        return ModelOutput(_scaled(hidden, factor), layer, shared, depths=depths), Aux.merged([aux, aux_further])
+        return ModelOutput(_scaled(hidden, self.config.output_multiplier), layer, shared, depths=depths, detached=detached)
 
     def embed(self, tokens: Tensor, step: Step) -> Tensor:
         """Token ids [T] -> [T or T / tp, D], on a stage that holds the table."""
