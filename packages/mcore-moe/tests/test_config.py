@@ -89,6 +89,42 @@ def test_a_config_survives_being_json() -> None:
     assert MoEConfig.from_dict(json.loads(json.dumps(dataclasses.asdict(config)))) == config
 
 
+@pytest.mark.parametrize(
+    ("text", "freq"),
+    [("2", 2), ("[0]*2 + [1]", (0, 0, 1)), ("([1]*3+[0]*1)*3", (1, 1, 1, 0) * 3), ("3*[0, 1]", (0, 1) * 3), (" (0, 1) ", (0, 1))],
+)
+def test_the_layers_are_read_as_the_command_line_of_megatron_writes_them(text: str, freq: Any) -> None:
+    assert MoEConfig.from_dict({"num_moe_experts": 4, "moe_layer_freq": text}).moe_layer_freq == freq
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[1", "__import__('os')", "[1]*99999999999", "[1]*-1", "[x]", "[1.5]", "[True]", "1+1", "[[1]]", "'1'", "[1]-[1]", "(" * 400, ""],
+)
+def test_a_text_that_is_no_list_of_layers_is_refused_and_never_run(text: str) -> None:
+    with pytest.raises(ValueError, match="moe_layer_freq=.* must be a number, or lists of 0 and 1 with"):
+        MoEConfig.from_dict({"num_moe_experts": 4, "moe_layer_freq": text})
+
+
+def test_defaults() -> None:
+    """What users rely on without naming it."""
+    assert {name: value for name, value in dataclasses.asdict(MoEConfig(num_moe_experts=8)).items() if value not in (None, False)} == {
+        "num_moe_experts": 8,
+        "moe_router_topk": 2,
+        "moe_layer_freq": 1,
+        "moe_router_score_function": "softmax",
+        "moe_router_dtype": "fp32",
+        "moe_router_bias_update_rate": 1e-3,
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_flex_dispatcher_backend": "deepep",
+        "moe_flex_timeout_s": 100.0,
+        "moe_deepep_num_sms": 20,
+        "moe_hybridep_num_sms": 16,
+        "moe_token_drop_policy": "probs",
+    }
+
+
 def test_layers_with_experts() -> None:
     every = MoEConfig(num_moe_experts=4)
     assert all(every.is_moe_layer(layer, 3) for layer in range(4))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from mcore_moe._layer_freq import read_layer_freq
 from mcore_parallel import ParallelPlan, check_field_types
 from mcore_parallel.backends import check_grouped_width
 from mcore_parallel.models import TransformerConfig
@@ -136,8 +137,15 @@ class MoEConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "MoEConfig":
-        """Of its fields by name, with lists, which JSON and YAML make of tuples, as tuples again."""
+        """Of its fields by name, with lists, which JSON and YAML make of tuples, as tuples again, and ``moe_layer_freq`` also as
+        Megatron-LM's command line has it ("([1]*3+[0]*1)*3").
+
+        Raises:
+            ValueError: as of the class; a text that is no such list.
+        """
         fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        if isinstance(freq := fields.get("moe_layer_freq"), str):
+            fields["moe_layer_freq"] = read_layer_freq(freq)
         return cls(**fields)
 
     @property
