@@ -9,10 +9,12 @@ A run names a model and, by commas: mbsN sequences a micro-batch and gbsN a step
 and on packed conversations, both from corpora of random tokens that it writes; all tokens of a row count, and ``filled`` is the share that
 is no padding. ``--lora`` and ``--peft`` train adapters of rank 16 on all linear layers, on rows of random tokens, within ``--limit-gib`` of
 device memory; a fused projection of ours has one A where PEFT has one for each part. Words of ``--lora``: norm, core, mlp (recompute that
-part), full (recompute layers). Words of ``--peft``: ckpt (gradient checkpointing), compile (decoder layers by torch.compile).
+part), full (recompute layers), fp8, fp8_weight_only (frozen weights in eight bits). Words of ``--peft``: ckpt (gradient checkpointing),
+compile (decoder layers by torch.compile).
 """
 
 import argparse
+import dataclasses
 import functools
 import itertools
 import json
@@ -28,6 +30,7 @@ import numpy as np
 import torch
 
 from mcore_parallel import ProcessGroups
+from mcore_parallel.backends import quantize_base
 from mcore_parallel.data import IndexedDatasetBuilder, token_dtype, train_bpe
 from mcore_parallel.data.corpus import HAS_LOSS
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
@@ -47,7 +50,8 @@ from tools.bench.dense_step import MODELS
 LORA = LoraConfig(rank=16, alpha=32.0)
 LR = 1e-4
 _PARTS = {"norm": "norm", "core": "core_attention", "mlp": "mlp"}
-_WORDS: Mapping[str, tuple[str, ...]] = {"sft": (), "lora": (*_PARTS, "full"), "peft": ("ckpt", "compile")}
+_BASE_DTYPES = ("fp8", "fp8_weight_only")
+_WORDS: Mapping[str, tuple[str, ...]] = {"sft": (), "lora": (*_PARTS, "full", *_BASE_DTYPES), "peft": ("ckpt", "compile")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +89,10 @@ class TuneRun:
         modules = tuple(_PARTS[flag] for flag in self.flags if flag in _PARTS)
         return RecomputeConfig(modules=modules) if modules else None
 
+    @property
+    def lora(self) -> LoraConfig:
+        return dataclasses.replace(LORA, base_dtype=next((flag for flag in _BASE_DTYPES if flag in self.flags), None))
+
 
 Step = Callable[[list[Batch]], float]
 
@@ -98,6 +106,7 @@ def build(run: TuneRun, device: torch.device, lora: LoraConfig | None) -> tuple[
             parameter.fill_(1.0) if parameter.dim() == 1 or "norm" in name else parameter.normal_(std=0.02)
     if lora is not None:
         add_lora(model, lora, groups)
+        quantize_base(model)
     sync = DistributedDataParallel(DistributedDataParallelConfig(gradient_accumulation_fusion=True), model, groups)
     optimizer = MegatronOptimizer(OptimizerConfig(lr=LR, weight_decay=0.0, clip_grad=1.0), sync, groups)
 
@@ -192,7 +201,7 @@ def measure_adapters(run: TuneRun, kind: str, warmup: int, steps: int, rounds: i
         choices = {"checkpoint": "ckpt" in run.flags, "compile_layers": "compile" in run.flags}
         step, trained = peft_step(run.architecture, LORA, inputs, device, lr=LR, **choices)
     else:
-        ours, trained = build(run, device, LORA)
+        ours, trained = build(run, device, run.lora)
         mask = torch.ones(run.micro_batch, run.seq_len, device=device)
         batches = [Batch(tokens=x[:, :-1].contiguous(), labels=x[:, 1:].contiguous(), loss_mask=mask) for x in pieces]
         step = functools.partial(ours, batches)

@@ -16,7 +16,7 @@ from tools.bench.loss_curve import compared, over_draws
 from tools.bench.many import experts_runs, hot_bias
 from tools.bench.picture import Bar, colors, comparisons, draw
 from tools.bench.train import _best, with_ratios
-from tools.bench.tune import TuneRun, streams
+from tools.bench.tune import TuneRun, build, streams
 from tools.bench.tune import with_ratios as with_peft_ratios
 
 
@@ -133,6 +133,14 @@ def test_adapters_are_compared_with_the_best_of_peft() -> None:
         {"work": "sft", "model": "a", "ratio": 0.98},
     ]
     assert [row.get("ratio") for row in with_peft_ratios(rows)] == [2.0, 0.8, 1.0, None, 0.98]
+
+
+def test_a_tuning_run_names_the_dtype_of_its_frozen_weights() -> None:
+    assert TuneRun.parse("tiny:mbs2,norm", "lora").lora.base_dtype is None
+    run = TuneRun.parse("tiny:mbs2,norm,fp8", "lora")
+    assert run.lora.base_dtype == "fp8" and run.recompute is not None
+    _, trained = build(run, torch.device("cpu"), run.lora)
+    assert trained == build(run, torch.device("cpu"), TuneRun.parse("tiny", "lora").lora)[1]
 
 
 def test_text_and_conversations_of_a_tuning_bench_are_of_one_shape(tmp_path: Path) -> None:

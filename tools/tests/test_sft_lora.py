@@ -117,6 +117,33 @@ def test_a_stopped_run_goes_on_with_its_bits(published: Path, chat: Path, tmp_pa
     assert tune(tmp_path / "second", chat, tmp_path / "more", "train.steps=1") == 0
 
 
+def test_adapters_beside_eight_bit_weights_learn_go_on_and_merge_onto_the_original_ones(
+    published: Path, chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = ("lora.base_dtype=fp8", "sft.epochs=16", "optimizer.lr=2e-2", "train.eval_interval=0")
+    assert tune(published, chat, tmp_path / "whole", *changes) == 0
+    found = losses(tmp_path / "whole")
+    assert found[-1] < 0.1 * found[0]
+    assert answers(tmp_path / "whole" / "hf") == ANSWERS
+    base, merged = (dict(import_hf(folder).tensors) for folder in (published, tmp_path / "whole" / "hf"))
+    assert tune(published, chat, tmp_path / "whole", *changes, "sft.export=adapter") == 0
+    family, config, _ = import_hf(published)
+    adapter, parts = import_adapter_hf(tmp_path / "whole" / "adapter", family=family, config=config)
+    assert all(torch.equal(merged[name], tensor) for name, tensor in merge_adapter(base, parts, adapter.scaling))
+    names = read_manifest(CheckpointManager(tmp_path / "whole" / "checkpoints").folder(len(found))).tensors
+    assert all(".lora." in name for name in names)
+    steps = ("train.lr_schedule=constant", "lora.base_dtype=fp8_weight_only", "train.eval_interval=0")
+    assert tune(published, chat, tmp_path / "once", *steps, "train.steps=4") == 0
+    assert tune(published, chat, tmp_path / "twice", *steps, "train.steps=2") == 0
+    (tmp_path / "twice" / "hf").rename(tmp_path / "first")
+    assert tune(published, chat, tmp_path / "twice", *steps, "train.steps=4") == 0
+    assert losses(tmp_path / "twice") == losses(tmp_path / "once")
+    (tmp_path / "twice" / "hf").rename(tmp_path / "second")
+    capsys.readouterr()
+    assert tune(published, chat, tmp_path / "twice", *steps, "train.steps=6", "lora.base_dtype=fp8") == 1
+    assert "lora.base_dtype='fp8', and the adapters in" in capsys.readouterr().err
+
+
 LAYOUTS = {
     "tp": ["plan.tp=2"],
     "sp": ["plan.tp=2", "plan.sequence_parallel=true"],
@@ -161,6 +188,9 @@ def test_frozen_weights_count_no_gradient_of_their_own(published: Path, chat: Pa
         (["lora.rank=0"], "rank=0 must be at least 1"),
         (["load.take=all"], "lora trains beside the weights of another model"),
         (["backend=te"], "found backend='te'"),
+        (["lora.base_dtype=int8"], "int8"),
+        (["lora.base_dtype=fp8", "data_parallel=fsdp"], "found data_parallel='fsdp' and fp8=none; set data_parallel=ddp"),
+        (["lora.base_dtype=fp8", "fp8.recipe=rowwise"], "found data_parallel='ddp' and fp8=set"),
         (["lora=none", "sft.export=adapter"], "sft.export='adapter' needs adapters"),
     ],
 )

@@ -55,6 +55,11 @@ def train(groups: ProcessGroups, **options: Any) -> Run:
     return numbers, model_state(model, groups)
 
 
+def test_weights_of_experts_are_not_kept_in_eight_bits() -> None:
+    with pytest.raises(ValueError, match=r"base_dtype='fp8' is for linear layers, and targets='experts' names layers\.0\.mlp\.experts"):
+        build(ProcessGroups.single(), LoraConfig(rank=2, targets=("qkv", "experts"), base_dtype="fp8"))
+
+
 @functools.cache
 def serial() -> Run:
     return train(ProcessGroups.single())

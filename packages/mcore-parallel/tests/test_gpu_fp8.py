@@ -12,15 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from mcore_parallel import ProcessGroups, named_shards
-from mcore_parallel.backends import Backend, Fp8Config, choose_backend
+from mcore_parallel.backends import Backend, Fp8Config, choose_backend, quantize_base
 from mcore_parallel.backends._doctor import main
 from mcore_parallel.backends._fp8_loss import Fp8LossProducts
 from mcore_parallel.backends._quantize import has_kernel, quantize, quantize_rows, scaled_product
+from mcore_parallel.backends._quantized_base import StoredProducts
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.nn import AttentionSpec, RecomputeConfig, Step, choose_attention
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
-from mcore_parallel.tensor_parallel import MainGradient, Route, fused_linear_cross_entropy
+from mcore_parallel.tensor_parallel import ColumnParallelLinear, LoraConfig, MainGradient, Route, add_lora, fused_linear_cross_entropy
 
 pytestmark = [
     pytest.mark.gpu,
@@ -100,6 +101,25 @@ def test_units_multiply_as_the_emulation_does(by_rows) -> None:
         found = scaled_product(a, b, dtype)
         assert found.dtype == dtype and relative(found, exact) < bound
         assert relative(scaled_product(a, b, dtype, fast=True), exact) < 1e-2
+
+
+@pytest.mark.parametrize("base_dtype", ["fp8", "fp8_weight_only"])
+def test_frozen_weights_in_eight_bits_multiply_as_they_are_stored(base_dtype) -> None:
+    layer = ColumnParallelLinear(512, (2, 384), SINGLE, shard_dim=1, dtype=torch.bfloat16, device="cuda")
+    model = nn.ModuleDict({"layer": layer})
+    add_lora(model, LoraConfig(rank=4, targets=("layer",), base_dtype=base_dtype), SINGLE)
+    before = torch.cuda.memory_allocated()
+    assert quantize_base(model) == ["layer"]
+    assert torch.cuda.memory_allocated() < before - 0.9 * layer.weight.numel()
+    assert isinstance(layer.products, StoredProducts)
+    rounded = layer.weight.flatten(0, -2).double() * layer.products.inverse_O1.double()
+    for tokens, bound in ((1024, 0.05 if base_dtype == "fp8" else 0.006), (1000, 0.006)):
+        x, grad = draw(tokens, 512).requires_grad_(), draw(tokens, 768, scale=1e-3, seed=1)
+        y = layer(x)
+        y.backward(grad)
+        assert x.grad is not None and y.dtype == x.grad.dtype == torch.bfloat16
+        assert relative(y.detach(), x.detach().double() @ rounded.t()) < bound
+        assert relative(x.grad, grad.double() @ rounded) < bound
 
 
 @pytest.mark.parametrize(("name", "fp8"), [*PLAIN, *ALL])

@@ -374,6 +374,11 @@ class RunConfig:
                 f"lora freezes the router, and moe.moe_router_bias_update_rate={self.moe.moe_router_bias_update_rate} changes its bias; "
                 "set it to 0"
             )
+        if lora.base_dtype and (self.fp8 or self.data_parallel != "ddp"):
+            raise ValueError(
+                f"lora.base_dtype={lora.base_dtype!r} keeps frozen weights whole on every replica and computes their products, found "
+                f"data_parallel={self.data_parallel!r} and fp8={'none' if self.fp8 is None else 'set'}; set data_parallel=ddp and fp8=none"
+            )
         if lora.dropout and self.cuda_graphs:
             raise ValueError(f"lora.dropout={lora.dropout} draws on the host, which no graph replays; set cuda_graphs=[] or lora.dropout=0")
         if lora.dropout and self.recompute and not self.recompute.preserve_rng_state:

@@ -11,6 +11,7 @@ from mcore_ckpt import CheckpointManager
 from mcore_ckpt.manifest import read_manifest
 from mcore_ckpt.storage import Folder
 from mcore_parallel import ProcessGroups
+from mcore_parallel.backends import quantize_base
 from mcore_parallel.optim import MegatronOptimizer
 from mcore_parallel.tensor_parallel import LoraConfig, add_lora, is_adapter
 from mcore_tools.assembly import build_model
@@ -40,7 +41,9 @@ def check_lora(config: RunConfig, own: CheckpointManager) -> None:
         return
     single = ProcessGroups.single()
     try:
-        add_lora(build_model(config, single, "meta"), config.lora, single)
+        model = build_model(config, single, "meta")
+        add_lora(model, config.lora, single)
+        quantize_base(model)
     except ValueError as error:
         raise ValueError(f"lora.{error}") from None
     if newest is None:
@@ -48,9 +51,9 @@ def check_lora(config: RunConfig, own: CheckpointManager) -> None:
     if _LORA not in stored:
         raise ValueError(f"{own.directory} holds whole models, and lora is set; name another output, or set lora=none")
     ours, theirs = _settings(config.lora), stored[_LORA]
-    for name in ("rank", "alpha", "targets"):
-        if ours[name] != theirs[name]:
-            raise ValueError(f"lora.{name}={ours[name]!r}, and the adapters in {own.directory} have {theirs[name]!r}; set that")
+    for name in ("rank", "alpha", "targets", "base_dtype"):
+        if ours[name] != theirs.get(name):
+            raise ValueError(f"lora.{name}={ours[name]!r}, and the adapters in {own.directory} have {theirs.get(name)!r}; set that")
 
 
 def describe_adapters(config: RunConfig, origin: Folder | HuggingFaceFolder | None) -> dict[str, Any]:

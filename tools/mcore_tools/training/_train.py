@@ -13,6 +13,7 @@ import torch
 
 from mcore_ckpt import CheckpointManager
 from mcore_parallel import ProcessGroups
+from mcore_parallel.backends import quantize_base
 from mcore_parallel.guard import Watchdog
 from mcore_parallel.training import (
     Batch,
@@ -150,6 +151,9 @@ def train_rank(
             for writer in writers:
                 unused.callback(writer.close)
             begun = trainer.resume().step
+            if isinstance(checkpoints, AdapterCheckpoints):
+                # The base weights are there, and never change.
+                quantize_base(parts.model)
             if world.is_first:
                 history.extend(Path(config.output) / "train.jsonl", begun)
             # From here on the trainer closes them.

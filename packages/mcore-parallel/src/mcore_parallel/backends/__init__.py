@@ -9,6 +9,7 @@ from mcore_parallel.backends._fp8_loss import Fp8LossProducts
 from mcore_parallel.backends._grouped import GroupedLinear, GroupedProducts, check_grouped_width, ends_of, grouped_matmul
 from mcore_parallel.backends._protocol import Backend, BackendLayers, GroupedProductsFactory, NormColumnLinear
 from mcore_parallel.backends._quantize import Scaled, quantize_rows, scaled_product
+from mcore_parallel.backends._quantized_base import quantize_base
 from mcore_parallel.backends._torch import TorchBackend
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "grouped_matmul",
     "grouped_products",
     "quantization",
+    "quantize_base",
     "quantize_rows",
     "scaled_product",
     "special_products",

@@ -54,7 +54,8 @@ def add_lora(model: nn.Module, config: LoraConfig, groups: ProcessGroups, *, see
         Names of the layers of this stage that have adapters, in the model's order.
 
     Raises:
-        ValueError: a pattern that names no linear layer on any stage, or a layer with weights that takes no adapter; one that has one.
+        ValueError: a pattern that names no linear layer on any stage, or a layer with weights that takes no adapter; one that has one;
+            ``config.base_dtype`` of weights that are not a linear layer's.
 
     Example:
         >>> groups = ProcessGroups.single()
@@ -78,6 +79,11 @@ def add_lora(model: nn.Module, config: LoraConfig, groups: ProcessGroups, *, see
             continue
         if module.has_lora if isinstance(module, LoraTarget) else module.lora is not None:
             raise ValueError(f"{name} has an adapter; merge_lora ends it")
+        if config.base_dtype is not None and isinstance(module, LoraTarget):
+            raise ValueError(
+                f"base_dtype={config.base_dtype!r} is for linear layers, and targets={config.targets[matched[0]]!r} names {name}, a "
+                f"{type(module).__name__}; leave it out of targets, or base_dtype"
+            )
         if isinstance(getattr(module, "products", None), BatchInvariantProducts):
             raise ValueError(f"{name} has batch-invariant matmuls, and an adapter none; build the model without batch_invariant")
         chosen[name] = module
@@ -107,8 +113,14 @@ def merge_lora(model: nn.Module) -> list[str]:
 
     Returns:
         Names of the layers that had adapters, linear ones first.
+
+    Raises:
+        ValueError: a base weight is in fp8 and can take no sum; nothing is merged.
     """
     merged = []
+    for name, layer in adapted_layers(model):
+        if layer.weight.dtype == torch.float8_e4m3fn:
+            raise ValueError(f"{name}.weight is in fp8 (quantize_base); merge into a model with the weights as they were loaded")
     for name, layer in adapted_layers(model):
         assert layer.lora is not None
         with torch.no_grad():

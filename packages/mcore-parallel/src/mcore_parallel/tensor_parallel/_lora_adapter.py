@@ -5,7 +5,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,10 @@ class LoraConfig:
     torch's CPU generator, as they have from ``torch.manual_seed`` with one seed."""
     targets: tuple[str, ...] = ("qkv", "out", "up", "down")
     """Patterns (``fnmatch``) of the names of linear layers, or of the ends of names: "qkv" is "*.qkv"."""
+    base_dtype: Literal["fp8", "fp8_weight_only"] | None = None
+    """Of the frozen weights beside the adapters, from ``mcore_parallel.backends.quantize_base`` on; None for the model's. "fp8": one byte a
+    weight (e4m3, a scale an output feature), multiplied in fp8. "fp8_weight_only": one byte a weight, widened for each GEMM; for GPUs
+    without units for fp8."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "targets", tuple(self.targets))
@@ -50,6 +54,8 @@ class LoraConfig:
             raise ValueError(f"dropout={self.dropout} must lie between 0 and 1, without 1")
         if not self.targets:
             raise ValueError('targets is empty; name linear layers, such as ["qkv"]')
+        if self.base_dtype not in (None, "fp8", "fp8_weight_only"):
+            raise ValueError(f'base_dtype={self.base_dtype!r} must be "fp8", "fp8_weight_only" or None')
 
     @property
     def scaling(self) -> float:

@@ -61,8 +61,9 @@ class ReplicatedLinear(ProductLayer):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
         route = self.route(self.groups)
-        if route.main_grad is None:
-            y = F.linear(x, self.weight)
+        if self.products is not None or route.main_grad is not None:
+            product = column_product if self.products is None else self.products.column
+            y = product(x, self.weight, dataclasses.replace(route, group=Group.single(), sequence_parallel=False))
         else:
-            y = column_product(x, self.weight, dataclasses.replace(route, group=Group.single(), sequence_parallel=False))
+            y = F.linear(x, self.weight)
         return y if self.lora is None else y + self.lora(x)
