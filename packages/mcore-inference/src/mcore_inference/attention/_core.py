@@ -12,6 +12,7 @@ from mcore_inference._stability import experimental_api
 from mcore_inference.attention._gathered import attend_gathered
 from mcore_inference.attention._packed import PackedHeads
 from mcore_inference.attention._step import GatheredRows, PagedStep, TableRows
+from mcore_inference.attention._tiles import fits_latents
 from mcore_inference.cache import LayerSlots
 from mcore_parallel import ProcessGroups
 from mcore_parallel.nn import AttentionCore, AttentionSpec, SinkAttentionCore, Step, causal_attention, choose_attention
@@ -21,9 +22,18 @@ KERNEL_BLOCK = 16
 
 
 @experimental_api
-def has_attention_kernel(device: torch.device, dtype: torch.dtype, block_size: int) -> bool:
-    """Whether steps of such a cache run by the kernels."""
-    return has_kernels(device, dtype) and block_size % KERNEL_BLOCK == 0
+def has_attention_kernel(device: torch.device, dtype: torch.dtype, block_size: int, latent: tuple[int, int] | None = None) -> bool:
+    """Whether steps of such a cache run by the kernels.
+
+    Args:
+        device: of the cache.
+        dtype: of the model's activations.
+        block_size: tokens of a block.
+        latent: of a cache of latents, channels that are values and channels in all; up to 512 and 256 more in 16 bits, 128 and 64 more in
+            float32.
+    """
+    fits = latent is None or fits_latents(*latent, dtype.itemsize)
+    return fits and has_kernels(device, dtype) and block_size % KERNEL_BLOCK == 0
 
 
 # T tokens of a step, A heads, K key-value heads (of this tp rank), d width of a head, W width of a latent with its rotary key.
@@ -33,7 +43,7 @@ class PagedAttention(nn.Module):
 
     It holds no state; the cache travels in ``step.attention``. Without one (``None``) it is mcore_parallel's own attention over the
     step's sequences, so the same model can be scored or trained. Given to a model, it makes a core for each layer, with that
-    layer's window, sink and scale; for latent attention it is the ``LatentCore`` of all layers, by torch alone.
+    layer's window, sink and scale; for latent attention it is the ``LatentCore`` of all layers.
 
     Args:
         spec: what a layer asks for; None for plain causal attention.
@@ -86,7 +96,7 @@ class PagedAttention(nn.Module):
             step: as of ``forward``.
 
         Returns:
-            [T, A, W], sums of entries.
+            [T, A, W], sums of entries; [T, A, C] by the kernels, C the channels of the cache that are values.
 
         Raises:
             TypeError: ``step.attention`` is data for another core.
@@ -97,6 +107,16 @@ class PagedAttention(nn.Module):
             return causal_attention(queries * (scale * entries.shape[-1] ** 0.5), shared, shared, layer, step)
         self._check_step(paged)
         cached = paged.cache.layer(layer)
+        if isinstance(paged.rows, TableRows):
+            from mcore_inference.attention._latent import attend_latents
+            from mcore_inference.attention._triton import append
+
+            append(entries[:, None], entries[:, None], cached, paged.slots_T)
+            rank = paged.cache.latent_rank
+            assert rank is not None, "a cache that does not say which channels are values has no kernel"
+            out = queries.new_empty((*queries.shape[:2], rank))
+            attend_latents(queries, cached.keys[:, 0], out, paged.rows, scale=scale, splits=None)
+            return out
         cached.write(paged.slots_T, entries[:, None], entries[:, None])
         return attend_gathered(queries, cached, paged.rows, scale=scale, window=-1, sink=None)
 

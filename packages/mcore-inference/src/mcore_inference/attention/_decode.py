@@ -179,7 +179,7 @@ def _decode_kernel(
             scores = scores * tl.load(key_scales_ptr + at)[None, :]
             best, total, result = absorb_scaled(scores, v.to(kind), tl.load(value_scales_ptr + at), best, total, result, PRECISION)
         else:
-            best, total, result = _absorb(scores, v.to(kind), best, total, result, PRECISION)
+            best, total, result = absorb(scores, v.to(kind), best, total, result, PRECISION)
     for tile in range(whole, high):
         key = tile * KEYS + tl.arange(0, KEYS)
         slot = tl.load(table + tile * KEYS // block_size).to(tl.int64) * block_size + key % block_size
@@ -201,7 +201,7 @@ def _decode_kernel(
             best, total, result = absorb_scaled(scores, v.to(kind), value_scales, best, total, result, PRECISION)
         else:
             scores = tl.where(seen[None, :], scores, -float("inf"))
-            best, total, result = _absorb(scores, v.to(kind), best, total, result, PRECISION)
+            best, total, result = absorb(scores, v.to(kind), best, total, result, PRECISION)
 
     # The first split adds the new token, and writes it into the cache.
     adds = (split == 0) & (context > 0)
@@ -256,7 +256,7 @@ def _decode_kernel(
 
 
 @triton.jit
-def _absorb(scores, v, best, total, result, PRECISION: tl.constexpr):
+def absorb(scores, v, best, total, result, PRECISION: tl.constexpr):
     """Add a tile of keys to a running softmax."""
     highest = tl.maximum(best, tl.max(scores, 1))
     weights = tl.exp2(scores - highest[:, None])

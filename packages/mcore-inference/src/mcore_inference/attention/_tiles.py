@@ -33,3 +33,12 @@ def prefill_tiles(lengths_P: np.ndarray, rows_P: np.ndarray, group: int) -> tupl
     rows_N = np.repeat(rows_P, counts_P)
     number_N = np.arange(int(counts_P.sum())) - np.repeat(np.cumsum(counts_P) - counts_P, counts_P)
     return rows_N, number_N * size
+
+
+def fits_latents(rank: int, width: int, itemsize: int) -> bool:
+    """Whether the kernel of latents can hold sums of ``rank`` channels and scores of ``width``, in the registers of a program.
+
+    float32 has no matrix instructions that are exact, and sums of products by single instructions take more.
+    """
+    most = 512 if itemsize == 2 else 128
+    return 0 < rank <= most and width - rank <= most // 2

@@ -81,7 +81,7 @@ def attend(
     decode = tiles is None
     lines = max(16, triton.next_power_of_2(group * (1 if decode else tile_tokens(group))))
     described = not decode and _describes(keys_NKd) and _describes(values_NKd)
-    most = 64 if in_step else _largest_power(block_size)
+    most = 64 if in_step else largest_power(block_size)
     keys_block, warps, stages = _tile(decode, lines, most, width, q_TAd.dtype.itemsize, described=described)
     partial = splits > 1
     device = q_TAd.device
@@ -104,11 +104,17 @@ def attend(
         WIDTH=triton.next_power_of_2(max(16, width)), SPLITS=splits, DECODE=decode, DESCRIBED=described, IN_STEP=in_step,
         PRECISION="ieee" if q_TAd.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    if partial:
-        _combine_kernel[(num_rows, heads)](
-            out, sums, out_TAd, starts_R, sink_A, heads, width,
-            SPLITS=splits, SPLIT_BLOCK=triton.next_power_of_2(splits), WIDTH=triton.next_power_of_2(width), num_warps=2,
-        )  # fmt: skip
+    if sums is not None:
+        combine(out, sums, out_TAd, starts_R, sink_A)
+
+
+def combine(parts_RASd: Tensor, sums_RAS: Tensor, out_TAd: Tensor, starts_R: Tensor, sink_A: Tensor | None) -> None:
+    """The results of rows of one token from those of the splits of their contexts, float32, and the logarithms (to 2) of their weights."""
+    rows, heads, splits, width = parts_RASd.shape
+    _combine_kernel[(rows, heads)](
+        parts_RASd, sums_RAS, out_TAd, starts_R, sink_A, heads, width,
+        SPLITS=splits, SPLIT_BLOCK=triton.next_power_of_2(splits), WIDTH=triton.next_power_of_2(width), num_warps=2 if width <= 256 else 4,
+    )  # fmt: skip
 
 
 def _describes(x: Tensor) -> bool:
@@ -133,7 +139,7 @@ def _tile(decode: bool, lines: int, most: int, width: int, itemsize: int, *, des
     return keys, warps, stages
 
 
-def _largest_power(size: int) -> int:
+def largest_power(size: int) -> int:
     """The largest power of two that divides a number."""
     return size & -size
 

@@ -48,6 +48,8 @@ class PagedKVCache:
     """Numbers of the layers that have pages, in order; None for all from 0."""
     scales: Tensor | None = None
     """[layers, 2, K, blocks * block_size] float32, what the values of a head of a token in fp8 are multiplied by; None in other dtypes."""
+    latent_rank: int | None = None
+    """Of latents the channels that are values; their rotary key follows. None for keys and values."""
 
     @classmethod
     def allocate(
@@ -63,6 +65,7 @@ class PagedKVCache:
         parts: int = 2,
         layers: tuple[int, ...] | None = None,
         memory: CacheMemory | None = None,
+        latent_rank: int | None = None,
     ) -> "PagedKVCache":
         """Pages of zeros in ``memory``, or in memory of the device that is theirs for good."""
         memory = cache_memory(torch.device(device)) if memory is None else memory
@@ -72,7 +75,7 @@ class PagedKVCache:
         if dtype == FP8:
             # Heads outside: the scales of a tile of keys lie side by side.
             scales = memory.zeros((num_layers, parts, num_kv_heads, num_blocks * block_size), torch.float32)
-        return cls(pages=pages, layers=layers, scales=scales)
+        return cls(pages=pages, layers=layers, scales=scales, latent_rank=latent_rank)
 
     @property
     def num_bytes(self) -> int:

@@ -105,7 +105,10 @@ class DynamicInferenceContext:
         layers = None if states is None else states.attention_layers
         self.memory = cache_memory(self.device, config.unified_memory_level)
         """Of keys, values and states."""
-        self.cache = PagedKVCache.allocate(num_blocks=held.num_blocks, device=self.device, layers=layers, memory=self.memory, **sizes)
+        rank = None if latent is None else latent.kv_lora_rank
+        self.cache = PagedKVCache.allocate(
+            num_blocks=held.num_blocks, device=self.device, layers=layers, memory=self.memory, latent_rank=rank, **sizes
+        )
         self.states = None if states is None else RecurrentStateCache(states, self.max_requests, self.memory)
         """States of recurrent layers, by the slots of requests; None for a model without."""
         with self.memory.step_tensors():
@@ -114,7 +117,8 @@ class DynamicInferenceContext:
                 self.states,
                 max_requests=self.max_requests,
                 max_blocks=self.max_blocks_per_request,
-                group=model_config.num_attention_heads // model_config.kv_heads,
+                # All heads read one latent, and its kernel cuts tiles of tokens itself.
+                group=1 if latent is not None else model_config.num_attention_heads // model_config.kv_heads,
                 dtype=dtype,
             )
         self.reset()

@@ -79,9 +79,8 @@ class StepBuilder:
         pages = cache.pages
         dtype = pages.dtype if dtype is None else dtype
         self.cache, self.states, self.block_size = cache, states, pages.shape[3]
-        self.device, self.has_kernel = pages.device, has_attention_kernel(pages.device, dtype, pages.shape[3])
-        # Latents are wider than the kernels' heads.
-        self.has_kernel = self.has_kernel and not cache.holds_latents
+        latent = (cache.latent_rank or 0, pages.shape[-1]) if cache.holds_latents else None
+        self.device, self.has_kernel = pages.device, has_attention_kernel(pages.device, dtype, pages.shape[3], latent)
         self.max_blocks, self._group = max_blocks, group
         self._sink = pages.shape[2] - 1
         self.last_tokens = torch.zeros(max_requests, dtype=torch.int64, device=self.device)

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Triton kernel of attention over a paged cache of latents; imported only when it runs."""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mcore_inference.attention._decode import absorb, num_splits
+from mcore_inference.attention._step import TableRows
+from mcore_inference.attention._tiles import TILE_LINES
+from mcore_inference.attention._triton import combine, largest_power
+
+# T tokens of a step, R rows (requests) of it, A heads, W channels of an entry: C of the latent, which is the value too, and those of the
+# rotary key; N slots, S splits of a row's context.
+
+_LOG2_E = 1.4426950408889634
+_SHARED_BYTES = 200 * 1024
+"""Of a multiprocessor's memory, with a part left for what the compiler adds."""
+_HEADS = 16
+"""Heads of a tile: one side of a matrix instruction. All heads read the same entries, so a tile may hold any of them."""
+_PREFILL_LINES = 64
+"""Heads times tokens of a tile of a prompt: its sums [64, 512] fill the registers of eight warps to a half."""
+
+
+def attend_latents(queries_TAW: Tensor, entries_NW: Tensor, out_TAC: Tensor, rows: TableRows, *, scale: float, splits: int | None) -> None:
+    """Causal attention of absorbed queries to the entries of their rows, into ``out_TAC``.
+
+    Args:
+        queries_TAW: last stride 1.
+        entries_NW: slots of one layer, those of the step's tokens written.
+        out_TAC: contiguous; sums of the first C channels of the entries.
+        rows: of the step, with tiles of 128 tokens.
+        scale: of the scores.
+        splits: parts of the context of rows of one token; None for as many as fill the GPU.
+    """
+    if rows.num_decode:
+        tiles = triton.cdiv(queries_TAW.shape[1], _HEADS)
+        count = num_splits(rows.num_decode, tiles, rows.longest) if splits is None else splits
+        _launch(queries_TAW, entries_NW, out_TAC, rows, scale, None, count)
+    for tiles in (rows.tiles, rows.whole_tiles):
+        if tiles is not None:
+            _launch(queries_TAW, entries_NW, out_TAC, rows, scale, tiles, 1)
+
+
+def _launch(
+    queries: Tensor, entries: Tensor, out_TAC: Tensor, rows: TableRows, scale: float, tiles: tuple[Tensor, Tensor] | None, splits: int
+) -> None:
+    (_, num_heads, width), rank = queries.shape, out_TAC.shape[-1]
+    heads = _HEADS if tiles is None else min(_HEADS, triton.next_power_of_2(num_heads))
+    tokens = 1 if tiles is None else _PREFILL_LINES // heads
+    parts = TILE_LINES // tokens
+    rank_block, rope_block = (triton.next_power_of_2(max(16, size)) for size in (rank, width - rank))
+    most = largest_power(rows.block_size)
+    keys, stages = _tile(heads * tokens, most, rank_block + rope_block, queries.dtype.itemsize)
+    out, sums, device = out_TAC, None, queries.device
+    if splits > 1:
+        out = torch.empty((rows.num_decode, num_heads, splits, rank), dtype=torch.float32, device=device)
+        sums = torch.empty((rows.num_decode, num_heads, splits), dtype=torch.float32, device=device)
+    tile_rows, tile_firsts = (None, None) if tiles is None else tiles
+    programs = rows.num_decode if tiles is None else parts * len(tiles[0])
+    _latent_kernel[(programs, triton.cdiv(num_heads, heads), splits)](
+        queries, entries, out, sums, rows.tables_RB, rows.starts_R, rows.contexts_R, tile_rows, tile_firsts, scale * _LOG2_E,
+        queries.stride(0), queries.stride(1), entries.stride(0), rows.tables_RB.stride(0), num_heads, rows.block_size, rank, width,
+        HEADS=heads, TOKENS=tokens, PARTS=parts, KEYS=keys, RANK_BLOCK=rank_block, ROPE_BLOCK=rope_block, SPLITS=splits,
+        DECODE=tiles is None, PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
+        num_warps=4 if tiles is None else 8, num_stages=stages,
+    )  # fmt: skip
+    if sums is not None:
+        combine(out, sums, out_TAC, rows.starts_R, None)
+
+
+def _tile(lines: int, most: int, width: int, itemsize: int) -> tuple[int, int]:
+    """Keys of a tile and stages, as many as fit beside the queries: an entry is loaded once, for scores and for sums."""
+    keys, stages = min(most, 64), 2
+    while (lines + keys * stages) * width * itemsize > _SHARED_BYTES and keys > 16:
+        keys, stages = (keys // 2, stages) if keys > 32 else (keys, stages - 1) if stages > 1 else (keys // 2, 1)
+    return keys, stages
+
+
+@triton.jit
+def _latent_kernel(
+    q_ptr, entries_ptr, out_ptr, sums_ptr, tables_ptr, starts_ptr, contexts_ptr, tile_rows_ptr, tile_firsts_ptr, scale,
+    q_token, q_head, entry_stride, table_stride, heads, block_size, rank, width,
+    HEADS: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr, KEYS: tl.constexpr, RANK_BLOCK: tl.constexpr,
+    ROPE_BLOCK: tl.constexpr, SPLITS: tl.constexpr, DECODE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    split = tl.program_id(2)
+    if DECODE:
+        row = tl.program_id(0)
+        first = 0
+    else:
+        # The last tiles of a long prompt are the longest: they start first. A tile of the step is several programs.
+        number = tl.num_programs(0) - 1 - tl.program_id(0)
+        row = tl.load(tile_rows_ptr + number // PARTS)
+        first = tl.load(tile_firsts_ptr + number // PARTS) + number % PARTS * TOKENS
+    start = tl.load(starts_ptr + row)
+    tokens = tl.load(starts_ptr + row + 1) - start
+    context = tl.load(contexts_ptr + row)
+    table = tables_ptr + row.to(tl.int64) * table_stride
+
+    # Each line is one head of one token.
+    line = tl.arange(0, HEADS * TOKENS)
+    token, head = first + line // HEADS, tl.program_id(1) * HEADS + line % HEADS
+    real = (token < tokens) & (head < heads)
+    position = context - tokens + token
+    lane, turned = tl.arange(0, RANK_BLOCK), tl.arange(0, ROPE_BLOCK)
+    in_rank, in_rope = lane < rank, turned < width - rank
+    places = (start + token).to(tl.int64)
+    lines = q_ptr + (places * q_token + head * q_head)[:, None]
+    q = tl.load(lines + lane[None, :], mask=real[:, None] & in_rank[None, :], other=0.0)
+    q_rope = tl.load(lines + rank + turned[None, :], mask=real[:, None] & in_rope[None, :], other=0.0)
+
+    # Keys that some line sees, in tiles of KEYS; this split's share of them. A program behind the row's last token sees none.
+    last = tl.where(first < tokens, tl.minimum(context - tokens + first + TOKENS, context), 0)
+    low, high = last * 0, tl.cdiv(last, KEYS)
+    if SPLITS > 1:
+        share = tl.cdiv(high, SPLITS)
+        low = split * share
+        high = tl.minimum(high, low + share)
+    # Tiles that every line sees whole need no mask.
+    whole = tl.maximum(low, tl.minimum(high, (context - tokens + first + 1) // KEYS))
+    best = tl.full((HEADS * TOKENS,), -1e30, dtype=tl.float32)
+    total = tl.zeros((HEADS * TOKENS,), dtype=tl.float32)
+    result = tl.zeros((HEADS * TOKENS, RANK_BLOCK), dtype=tl.float32)
+    following = tl.load(table + tl.minimum(low, tl.maximum(high - 1, 0)) * KEYS // block_size)
+    for tile in range(low, whole):
+        # A tile of keys lies in one block, whose number was read a tile earlier.
+        slot = following.to(tl.int64) * block_size + tile * KEYS % block_size + tl.arange(0, KEYS)
+        following = tl.load(table + tl.minimum(tile + 1, high - 1) * KEYS // block_size)
+        entries = entries_ptr + slot[:, None] * entry_stride
+        latent = tl.load(entries + lane[None, :], mask=in_rank[None, :], other=0.0)
+        key = tl.load(entries + rank + turned[None, :], mask=in_rope[None, :], other=0.0)
+        scores = tl.dot(q_rope, tl.trans(key), input_precision=PRECISION)
+        scores = tl.dot(q, tl.trans(latent), scores, input_precision=PRECISION) * scale
+        best, total, result = absorb(scores, latent, best, total, result, PRECISION)
+    for tile in range(whole, high):
+        number = tile * KEYS + tl.arange(0, KEYS)
+        held = number < last
+        slot = tl.load(table + tile * KEYS // block_size).to(tl.int64) * block_size + number % block_size
+        entries = entries_ptr + slot[:, None] * entry_stride
+        latent = tl.load(entries + lane[None, :], mask=held[:, None] & in_rank[None, :], other=0.0)
+        key = tl.load(entries + rank + turned[None, :], mask=held[:, None] & in_rope[None, :], other=0.0)
+        scores = tl.dot(q_rope, tl.trans(key), input_precision=PRECISION)
+        scores = tl.dot(q, tl.trans(latent), scores, input_precision=PRECISION) * scale
+        scores = tl.where(held[None, :] & (number[None, :] <= position[:, None]), scores, -float("inf"))
+        best, total, result = absorb(scores, latent, best, total, result, PRECISION)
+
+    result = result / tl.where(total > 0, total, 1.0)[:, None]
+    mask = real[:, None] & in_rank[None, :]
+    if SPLITS > 1:
+        # A split that saw no key weighs nothing.
+        at = (row * heads + head).to(tl.int64) * SPLITS + split
+        tl.store(out_ptr + at[:, None] * rank + lane[None, :], result, mask=mask)
+        tl.store(sums_ptr + at, tl.where(total > 0, best + tl.log2(total), -float("inf")), mask=real)
+    else:
+        at = (places * heads + head)[:, None] * rank + lane[None, :]
+        tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The kernel of attention to paged latents against each query's attention to its row's entries, in float64."""
+
+import os
+import random
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_inference import (
+    DynamicInferenceContext,
+    DynamicInferenceEngine,
+    ExecutionConfig,
+    InferenceConfig,
+    PagedAttention,
+    SamplingParams,
+)
+from mcore_inference.attention import TableRows, has_attention_kernel, prefill_tiles
+from mcore_parallel import ProcessGroups
+from mcore_parallel.models import GPTModel, TransformerConfig
+from mcore_parallel.nn import LatentAttentionConfig, Step
+
+LATENT = LatentAttentionConfig(q_lora_rank=10, kv_lora_rank=8, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
+WIDE = LatentAttentionConfig(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Rows of (tokens in the cache before, new tokens), those with one new token first."""
+
+    rows: tuple[tuple[int, int], ...]
+    heads: int = 4
+    rank: int = 16
+    rope: int = 16
+    block_size: int = 16
+    padding: int = 0
+    """Decode rows of padding behind the others; only in a step without prefills."""
+    splits: int = 1
+
+
+CASES = (
+    Case(rows=((0, 1), (5, 1), (16, 1), (70, 1), (31, 1)), splits=4),
+    Case(rows=((0, 1), (200, 1)), padding=2, splits=3, heads=3, rank=24, rope=6, block_size=32),
+    Case(rows=((63, 1), (64, 1), (65, 1)), heads=20, rank=32, rope=8, block_size=64, padding=1),
+    Case(rows=((9, 1), (0, 17), (33, 40), (0, 1 + 130)), splits=2),
+    Case(rows=((100, 1), (90, 30), (0, 80)), heads=1, rank=20, rope=4, block_size=48, splits=5),
+    Case(rows=((0, 5), (64, 3), (15, 16)), heads=20, rank=8, rope=4),
+)
+LARGE = (
+    Case(rows=((0, 1), (1000, 1), (63, 1)), heads=16, rank=512, rope=64, block_size=64, splits=8, padding=5),
+    Case(rows=((3000, 1), (0, 300), (1000, 257)), heads=128, rank=512, rope=64, block_size=128),
+    Case(rows=((77, 1), (128, 33)), heads=20, rank=256, rope=32, block_size=256, splits=3),
+)
+
+
+def reference(case: Case, queries: Tensor, entries: list[Tensor], scale: float) -> Tensor:
+    out, first = [], 0
+    for (before, new), row in zip(case.rows, entries, strict=True):
+        scores = torch.einsum("taw,sw->ats", queries[first : first + new].double(), row.double()) * scale
+        scores = scores.masked_fill(torch.arange(before + new)[None, :] > before + torch.arange(new)[:, None], -torch.inf)
+        out.append(torch.einsum("ats,sc->tac", scores.softmax(dim=-1), row[:, : case.rank].double()))
+        first += new
+    return torch.cat(out)
+
+
+def table_rows(case: Case, tables: Tensor, device: str) -> TableRows:
+    new = [n for _, n in case.rows]
+    decode, contexts = sum(n == 1 for n in new), [before + n for before, n in case.rows]
+    starts = np.cumsum([0, *new, *[1] * case.padding])
+    lengths, others = np.array(new[decode:], dtype=np.int64), np.arange(decode, len(new))
+    cached = np.array([before > 0 for before, _ in case.rows[decode:]], dtype=bool)
+    tiles = []
+    for chosen in (cached, ~cached):
+        pair = [torch.tensor(part, dtype=torch.int32, device=device) for part in prefill_tiles(lengths[chosen], others[chosen], 1)]
+        tiles.append((pair[0], pair[1]) if chosen.any() else None)
+    return TableRows(
+        tables_RB=tables.to(device),
+        starts_R=torch.tensor(starts, dtype=torch.int32, device=device),
+        contexts_R=torch.tensor([*contexts, *[0] * case.padding], dtype=torch.int32, device=device),
+        num_decode=decode + case.padding,
+        tiles=tiles[0],
+        whole_tiles=tiles[1],
+        block_size=case.block_size,
+        longest=max(contexts),
+    )
+
+
+def check(case: Case, device: str, dtype: torch.dtype, tolerance: float) -> None:
+    """Blocks lie in any order in a cache whose other slots are NaN."""
+    from mcore_inference.attention._latent import attend_latents
+
+    torch.manual_seed(0)
+    lengths, width, size = [before + new for before, new in case.rows], case.rank + case.rope, case.block_size
+    blocks = [-(-length // size) for length in lengths]
+    order = random.Random(0).sample(range(sum(blocks)), sum(blocks))
+    tables = torch.full((len(lengths) + case.padding, max(blocks) + 1), -1, dtype=torch.int32)
+    cached = torch.full(((sum(blocks) + 1) * size, width), torch.nan, dtype=dtype)
+    entries = [torch.randn(length, width).to(dtype) for length in lengths]
+    for row, (count, length) in enumerate(zip(blocks, lengths, strict=True)):
+        tables[row, :count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int32)
+        cached[tables[row][torch.arange(length) // size].long() * size + torch.arange(length) % size] = entries[row]
+    tokens, scale = sum(new for _, new in case.rows), 0.7 * width**-0.5
+    # A view of wider lines, as a projection leaves them.
+    queries = torch.randn(tokens + case.padding, case.heads, width + 16).to(dtype)[..., 16:]
+    out = torch.full((tokens + case.padding, case.heads, case.rank), torch.nan, dtype=dtype, device=device)
+    attend_latents(queries.to(device), cached.to(device), out, table_rows(case, tables, device), scale=scale, splits=case.splits)
+    wanted = reference(case, queries, entries, scale)
+    torch.testing.assert_close(out.cpu()[:tokens].double(), wanted, rtol=tolerance, atol=tolerance)
+    assert (out[tokens:] == 0).all(), "rows of padding must stay finite"
+
+
+def check_engine(device: str, dtype: torch.dtype, latent: LatentAttentionConfig, *, use_graphs: bool | None = None) -> None:
+    """Greedy tokens of prompts in chunks, side by side, are those of whole sequences through keys and values of every head."""
+    config = TransformerConfig(
+        num_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=64, init_method_std=0.2, latent_attention=latent
+    )
+    served = GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention(), device=device, dtype=dtype).eval()
+    plain = GPTModel(config, ProcessGroups.single(), device=device, dtype=dtype).eval()
+    plain.load_state_dict(served.state_dict())
+    sizes = InferenceConfig(max_sequence_length=96, num_blocks=24, block_size_tokens=16, max_requests=4, max_tokens=23)
+    context = DynamicInferenceContext.for_model(served, sizes)
+    assert context.builder.has_kernel
+    engine = DynamicInferenceEngine(served, context, execution=ExecutionConfig(use_graphs=use_graphs))
+    prompts = [[1, 2, 3], [7], list(range(40)), [5] * 16, [30, 31] * 9]
+    for prompt, record in zip(prompts, engine.generate(prompts, SamplingParams(temperature=0, num_tokens_to_generate=6)), strict=True):
+        tokens = torch.tensor([*prompt, *record.generated_tokens], device=device)
+        with torch.no_grad():
+            scores = plain(tokens, Step.causal(1, len(tokens), device))[0].logits()[len(prompt) - 1 : -1].float()
+        picked = scores.gather(1, tokens[len(prompt) :, None])[:, 0]
+        # The best token, but for what rounding may exchange.
+        assert len(record.generated_tokens) == 6 and (picked >= scores.amax(1) - (1e-4 if dtype == torch.float32 else 0.1)).all()
+
+
+def test_the_kernel_equals_plain_attention_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-W", "ignore", __file__], env=environment, capture_output=True, text=True, timeout=110)
+    assert done.stdout == "same\n", done.stderr[-3000:]
+
+
+def test_tiles_fit_the_memory_of_a_multiprocessor() -> None:
+    pytest.importorskip("triton")
+    from mcore_inference.attention._latent import _tile
+
+    for lines, itemsize, width in ((16, 2, 1024), (64, 2, 1024), (64, 2, 576), (16, 4, 192), (64, 4, 192)):
+        for most in (16, 32, 256):
+            keys, stages = _tile(lines, most, width, itemsize)
+            assert 16 <= keys <= min(most, 64) and stages >= 1
+            assert (lines + keys * stages) * width * itemsize <= 227 * 1024
+
+
+def test_latents_that_the_kernel_cannot_hold_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mcore_inference.attention import _core
+
+    monkeypatch.setattr(_core, "has_kernels", lambda *_: True)
+    place = torch.device("cpu")
+    assert has_attention_kernel(place, torch.bfloat16, 64, (512, 576)) and has_attention_kernel(place, torch.float32, 16, (128, 192))
+    assert not has_attention_kernel(place, torch.bfloat16, 64, (1024, 1088))
+    assert not has_attention_kernel(place, torch.float32, 64, (512, 576))
+    assert not has_attention_kernel(place, torch.bfloat16, 8, (512, 576))
+    assert not has_attention_kernel(place, torch.bfloat16, 64, (0, 576)), "a cache that does not say which channels are values"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.float16, 4e-3), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("case", CASES)
+def test_the_kernel_equals_plain_attention_on_a_gpu(case: Case, dtype: torch.dtype, tolerance: float) -> None:
+    check(case, "cuda", dtype, tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 4e-3), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("case", LARGE)
+def test_the_kernel_equals_plain_attention_at_real_sizes(case: Case, dtype: torch.dtype, tolerance: float) -> None:
+    check(case, "cuda", dtype, tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "latent"), [(torch.float32, LATENT), (torch.bfloat16, WIDE)], ids=["narrow", "wide"])
+def test_tokens_of_an_engine_are_those_of_whole_sequences_on_a_gpu(dtype: torch.dtype, latent: LatentAttentionConfig) -> None:
+    check_engine("cuda", dtype, latent)
+
+
+if __name__ == "__main__":
+    for each in CASES:
+        check(each, "cpu", torch.float32, 2e-5)
+    # The interpreter's products of bfloat16 are wrong, those of float16 are not.
+    for each in CASES[:4]:
+        check(each, "cpu", torch.float16, 4e-3)
+    from mcore_inference.attention import _core
+
+    _core.has_kernels = lambda *_: True
+    check_engine("cpu", torch.float32, LATENT)
+    print("same")
