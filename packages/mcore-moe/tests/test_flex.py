@@ -71,10 +71,10 @@ def check_exchange(plan: ParallelPlan, library: str) -> None:
         x = torch.randn(tokens, D, dtype=F64)
         for skewed in (False, True):
             routing = make_routing(tokens, 10 * case + rank, skewed=skewed)
-            found, wanted = (run_once(dispatcher, experts, x, routing) for dispatcher in (flex, reference))
-            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+            ours, theirs = (run_once(dispatcher, experts, x, routing) for dispatcher in (flex, reference))
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
             again = run_once(flex, experts, x, routing)
-            assert all(torch.equal(*pair) for pair in zip(found, again, strict=True))
+            assert all(torch.equal(*pair) for pair in zip(ours, again, strict=True))
 
 
 @pytest.mark.world(2)

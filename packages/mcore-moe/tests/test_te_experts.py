@@ -164,5 +164,5 @@ def test_the_old_name_of_the_padding_warns_and_padding_needs_a_recipe() -> None:
     with pytest.raises(ValueError, match="moe_router_padding_for_quantization=True needs a backend with an Fp8Config, found none"):
         MoELayer(mixture, Site(layer=0, local_layer=0, config=config, groups=ALONE))
     recipes: Mapping[Any, int] = {None: 0, "tensorwise": 16, "mxfp8": 32, "nvfp4": 128}
-    found = {recipe: get_align_size_for_quantization(None if recipe is None else Fp8Config(recipe=recipe)) for recipe in recipes}
-    assert found == dict(recipes)
+    sizes = {recipe: get_align_size_for_quantization(None if recipe is None else Fp8Config(recipe=recipe)) for recipe in recipes}
+    assert sizes == dict(recipes)

@@ -20,6 +20,7 @@ from mcore_inference import (
     PagedAttention,
     SamplingParams,
 )
+from mcore_inference.decoder import FusedDecoder
 from mcore_moe import MoEConfig, moe_feed_forward
 from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.data import ByteTokenizer
@@ -109,6 +110,43 @@ def test_the_engine_records_what_its_model_chooses(execution: ExecutionConfig, s
         tokens = [*record.prompt_tokens, *record.generated_tokens]
         assert record.routed_experts is not None and record.routed_experts.dtype == torch.int16
         assert torch.equal(record.routed_experts, routing_of(plain, tokens[:-1]))
+
+
+class ModelDecoder:
+    """Stands for the fused decoder, which computes with the modules of the model."""
+
+    def __init__(self, model: GPTModel) -> None:
+        self.model = model
+
+    def logits(self, tokens_T: Tensor, step: Step, rows_R: Tensor | None = None) -> Tensor:
+        output: Any = self.model(tokens_T, step)[0]
+        return output.logits() if rows_R is None else output.logits(rows_R)
+
+
+def test_a_fused_decoder_gets_steps_that_record() -> None:
+    model = policy(ProcessGroups.single(), attention_core=PagedAttention(), dtype=torch.float64)
+    engine: Any = engine_of(model)
+    engine._executor._decoder = ModelDecoder(model)
+    [record] = engine.generate([[1, 2, 3]], SamplingParams(temperature=1.0, num_tokens_to_generate=5, ignore_eos=True))
+    plain = policy(ProcessGroups.single(), dtype=torch.float64)
+    assert torch.equal(record.routed_experts, routing_of(plain, [*record.prompt_tokens, *record.generated_tokens][:-1]))
+
+
+class OwnKernels(torch.nn.Linear):
+    """A feed-forward that has kernels of its own."""
+
+    def streamed(self) -> "OwnKernels":
+        return self
+
+
+def test_a_fused_decoder_that_records_calls_the_routers() -> None:
+    model: Any = policy(ProcessGroups.single(), attention_core=PagedAttention())
+    for layer in model.layers.values():
+        layer.mlp = OwnKernels(2, 2)
+    for records_routing in (False, True):
+        decoder: Any = FusedDecoder(model, 4, records_routing=records_routing)
+        assert [kernels is None for kernels in decoder._feed_forwards] == [records_routing] * 3
+        assert decoder._streams is not records_routing
 
 
 def test_tokens_found_in_the_cache_are_routed_afresh() -> None:

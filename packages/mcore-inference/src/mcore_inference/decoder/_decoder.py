@@ -29,13 +29,15 @@ class FusedDecoder:
     Args:
         model: one that ``fits``.
         max_requests: rows of a decode step.
+        records_routing: routers report their choice to the step (``Step.routing_recorder``), which kernels of a feed-forward do not, so
+            none of these are used.
     """
 
-    def __init__(self, model: GPTModel, max_requests: int) -> None:
+    def __init__(self, model: GPTModel, max_requests: int, *, records_routing: bool = False) -> None:
         self._model = model
         self._layers = [cast(TransformerLayer, layer) for layer in model.layers.values()]
         self._norms = [*(_norm(layer.input_norm) for layer in self._layers), _norm(model.final_norm)]
-        self._feed_forwards = [_own_kernels(layer.mlp) for layer in self._layers]
+        self._feed_forwards = [None if records_routing else _own_kernels(layer.mlp) for layer in self._layers]
         self._streams = all(type(layer.mlp) is MLP or own is not None for layer, own in zip(self._layers, self._feed_forwards, strict=True))
         kv_heads = max(cast(SelfAttention, layer.mixer).local_kv_heads for layer in self._layers)
         self._finished = torch.zeros(max_requests * kv_heads, dtype=torch.int32, device=next(model.parameters()).device)

@@ -25,6 +25,7 @@ from mcore_inference.speculation import EagleSpeculation, MtpSpeculation, NgramS
 from mcore_parallel.backends import TorchBackend
 from mcore_parallel.comm import all_gather
 from mcore_parallel.models import GPTModel, ModelOutput
+from mcore_parallel.nn import Step
 
 
 @experimental_api
@@ -148,7 +149,7 @@ class Executor:
         fits = context.builder.has_kernel and FusedDecoder.fits(model)
         self._recorder = RoutingRecorder(model, context.max_tokens, context.device) if execution.record_routing else None
         self._pipeline = Pipeline(model) if model.groups.pp.size > 1 else None
-        self._decoder = FusedDecoder(model, context.max_requests) if fits else None
+        self._decoder = FusedDecoder(model, context.max_requests, records_routing=execution.record_routing) if fits else None
         speculation = execution.speculation
         self.drafts = (
             None
@@ -253,22 +254,25 @@ class Executor:
                 self.drafts.take_states()
             return output.logits(builder.send(rows))
         if self._decoder is not None:
-            return self._decoder.logits(inputs.tokens_T, inputs.step, builder.send(rows))
+            return self._decoder.logits(inputs.tokens_T, self._recorded(inputs.step), builder.send(rows))
         output = self._output(inputs)
         return all_gather(output.logits(builder.send(rows)), self._model.groups.tp, dim=1)
 
     def _decode_logits(self, inputs: StepInputs) -> Tensor:
         """Logits [R, V] of a step of one token a row."""
         if self._decoder is not None:
-            return self._decoder.logits(inputs.tokens_T, inputs.step)
+            return self._decoder.logits(inputs.tokens_T, self._recorded(inputs.step))
         return all_gather(self._output(inputs).logits(), self._model.groups.tp, dim=1)
 
     def _output(self, inputs: StepInputs) -> ModelOutput:
         """Of the model's own forward."""
-        step = inputs.step if self._recorder is None else dataclasses.replace(inputs.step, routing_recorder=self._recorder)
-        output, _ = self._model(inputs.tokens_T, step)
+        output, _ = self._model(inputs.tokens_T, self._recorded(inputs.step))
         assert isinstance(output, ModelOutput)
         return output
+
+    def _recorded(self, step: Step) -> Step:
+        """The step, whose routers report to the recorder, if there is one."""
+        return step if self._recorder is None else dataclasses.replace(step, routing_recorder=self._recorder)
 
     def _draw(self, logits_RV: Tensor, sampled: list[ActiveRequest]) -> Draws:
         """A token for each request, and one after each of its proposals."""

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from mcore_moe.serving._triton_route import Gate
 
 _COUNTERS = 64
+_MOST_EXPERTS = 1024
+"""One program chooses among them."""
 _GROUPED_ROWS = 64
 """Rows an expert from which on torch's grouped GEMMs are the faster ones."""
 
@@ -45,7 +47,7 @@ class StreamedExperts:
         chooses = config.moe_router_load_balancing_type != "sinkhorn" and config.moe_router_num_groups is None
         chooses = chooses and not config.moe_router_force_load_balancing and config.moe_router_dtype == "fp32"
         chooses = chooses and config.moe_expert_capacity_factor is None and not config.moe_apply_probs_on_input
-        chooses = chooses and not (config.moe_input_jitter_eps and router.training)
+        chooses = chooses and not (config.moe_input_jitter_eps and router.training) and config.num_moe_experts <= _MOST_EXPERTS
         gated = activation.name == "swiglu" and not activation.offset and activation.clamp is None
         plain = experts.up_bias is None and not experts.has_lora and not experts.is_quantized
         dtypes = {router.weight.dtype, experts.up.dtype, experts.down.dtype}

@@ -76,8 +76,9 @@ def down_few(
     return NormedStream(x=y_TD, scaled=scaled_TD, squares=squares, epsilon=norm.epsilon)
 
 
-def _depth(wanted: int, size: int) -> int:
-    return max(16, min(wanted, triton.next_power_of_2(size)))
+def _depth(most: int, size: int) -> int:
+    """Block of a sum over ``size`` elements."""
+    return max(16, min(most, triton.next_power_of_2(size)))
 
 
 @triton.jit
