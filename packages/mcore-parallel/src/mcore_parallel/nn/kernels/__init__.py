@@ -13,19 +13,24 @@ from mcore_parallel.nn.kernels._fused import (
     softmax_kernels,
     unit_stride,
 )
+from mcore_parallel.nn.kernels._fused_decode import SlotStates, fits_decode, fused_delta_decode, fused_ssd_decode
 from mcore_parallel.nn.kernels._fused_mixers import fits_ssd, fused_causal_conv, fused_gated_rms_norm, fused_ssd, kernel_plan
 
 __all__ = [
     "ChunkPlan",
+    "SlotStates",
     "activation_kernels",
+    "fits_decode",
     "fits_ssd",
     "fused_causal_conv",
+    "fused_delta_decode",
     "fused_gated_rms_norm",
     "fused_layer_norm",
     "fused_rms_norm",
     "fused_rotary",
     "fused_split_rotary",
     "fused_ssd",
+    "fused_ssd_decode",
     "has_kernel",
     "kernel_plan",
     "plan_chunks",

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.nn._factory import LayerFactory
-from mcore_parallel.nn.kernels import ChunkPlan
+from mcore_parallel.nn.kernels import ChunkPlan, SlotStates, fused_delta_decode
 from mcore_parallel.nn.mixers._gated_norm import GatedRMSNorm
 from mcore_parallel.nn.mixers._heads import GroupRows
 from mcore_parallel.nn.mixers._linear_mixer import LinearMixer, LinearMixerConfig, check_sizes
-from mcore_parallel.nn.mixers._recurrences import delta_chunked, delta_step, step_sizes
+from mcore_parallel.nn.mixers._recurrences import EPSILON, delta_chunked, delta_step, step_sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +119,10 @@ class GatedDeltaNet(LinearMixer):
         self, mixed: Tensor, numbers: Tensor, heads: Mapping[str, Tensor], plan: ChunkPlan, initial: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         return delta_chunked(*self._parts(mixed), *_decay_and_strength(numbers, heads["A_log"], heads["dt_bias"]), plan, initial)
+
+    def _decode_in_slots(self, channels: Tensor, numbers: Tensor, states: SlotStates) -> Tensor:
+        heads = self.get_parameter("A_log"), self.get_parameter("dt_bias")
+        return fused_delta_decode(channels, numbers, self.conv.weight, heads, states, EPSILON)
 
     def _scan_step(self, mixed: Tensor, numbers: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         g, beta = _decay_and_strength(numbers, self.get_parameter("A_log"), self.get_parameter("dt_bias"))

@@ -16,7 +16,7 @@ from mcore_parallel.context_parallel import SequenceSplitError
 from mcore_parallel.groups import ProcessGroups, ShardSpec
 from mcore_parallel.nn._factory import LayerFactory, TorchLayers
 from mcore_parallel.nn._step import Step
-from mcore_parallel.nn.kernels import ChunkPlan, plan_chunks
+from mcore_parallel.nn.kernels import ChunkPlan, SlotStates, fits_decode, has_kernel, plan_chunks
 from mcore_parallel.nn.mixers._conv import CausalConv, causal_conv, conv_step, extend
 from mcore_parallel.nn.mixers._gated_norm import GatedRMSNorm
 from mcore_parallel.nn.mixers._heads import GroupRows, HeadExchange, check_degrees, whole_lengths
@@ -188,16 +188,29 @@ class LinearMixer(nn.Module, abc.ABC):
             raise SequenceSplitError(f"step.states has rows of {rows.num_tokens} tokens and the step {len(z)}; give all of its rows")
         kept, count, parts = rows.layers[self.layer], rows.num_decode, []
         if count:
-            slots = rows.slots[:count]
-            y, behind = self._mix_tokens(channels[:count], numbers[:count], kept.rows(slots))
-            parts.append(y)
-            kept.write(slots, behind)
+            parts.append(self._decode(channels[:count], numbers[:count], kept, rows))
         if rows.lengths:
             slots = rows.slots[count:]
             y, behind = self._mix_sequences(channels[count:], numbers[count:], rows.lengths, kept.rows(slots))
             parts.append(y)
             kept.write(slots, behind)
         return self._finish(parts[0] if len(parts) == 1 else torch.cat(parts), z)
+
+    @property
+    def has_decode_kernel(self) -> bool:
+        """Whether single tokens that go on from ``step.states`` are computed by one kernel, which reads nothing of the host."""
+        weight = self.conv.weight
+        return has_kernel(weight) and fits_decode(self._memory_shape(), weight.shape[-1])
+
+    def _decode(self, channels: Tensor, numbers: Tensor, kept: RecurrentState, rows: RecurrentRows) -> Tensor:
+        """y [B, H, P] of one token of each of the first B rows, whose states are replaced."""
+        slots = rows.slots[: len(channels)]
+        if self.has_decode_kernel:
+            states = SlotStates(conv=kept.conv, memory=kept.memory, slots=slots, finished=rows.finished)
+            return self._decode_in_slots(channels, numbers, states)
+        y, behind = self._mix_tokens(channels, numbers, kept.rows(slots))
+        kept.write(slots, behind)
+        return y
 
     def _check_keeps_states(self) -> None:
         if self.groups.cp.size > 1:
@@ -251,6 +264,10 @@ class LinearMixer(nn.Module, abc.ABC):
         self, mixed: Tensor, numbers: Tensor, heads: Mapping[str, Tensor], plan: ChunkPlan, initial: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """From [T, G, W] and [T, G, n h] to (y [T, H, P], states behind the sequences)."""
+
+    @abc.abstractmethod
+    def _decode_in_slots(self, channels: Tensor, numbers: Tensor, states: SlotStates) -> Tensor:
+        """y [B, H, P] of one token of each of B sequences, by one kernel."""
 
     @abc.abstractmethod
     def _scan_step(self, mixed: Tensor, numbers: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:

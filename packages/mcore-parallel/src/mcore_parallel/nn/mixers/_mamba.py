@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.nn._factory import LayerFactory
-from mcore_parallel.nn.kernels import ChunkPlan, fits_ssd, fused_ssd, has_kernel, kernel_plan
+from mcore_parallel.nn.kernels import ChunkPlan, SlotStates, fits_ssd, fused_ssd, fused_ssd_decode, has_kernel, kernel_plan
 from mcore_parallel.nn.mixers._gated_norm import GatedRMSNorm
 from mcore_parallel.nn.mixers._heads import GroupRows
 from mcore_parallel.nn.mixers._linear_mixer import LinearMixer, LinearMixerConfig, check_sizes
@@ -152,6 +152,10 @@ class MambaMixer(LinearMixer):
         dt = step_sizes(numbers.flatten(1), heads["dt_bias"], config.dt_limits)
         rates = -torch.exp(heads["A_log"].to(dt.dtype))
         return ssd_chunked(x, dt, rates, b, c, heads["D"].to(dt.dtype), plan, initial)
+
+    def _decode_in_slots(self, channels: Tensor, numbers: Tensor, states: SlotStates) -> Tensor:
+        a_log, skip, bias = (self.get_parameter(name) for name in self._head_parameters())
+        return fused_ssd_decode(channels, numbers, (self.conv.weight, self.conv.bias), (a_log, skip, bias), states, self.config.dt_limits)
 
     def _scan_step(self, mixed: Tensor, numbers: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         x, b, c = self._parts(mixed)

@@ -49,11 +49,13 @@ class RecurrentRows:
     layers: Mapping[int, RecurrentState]
     """Of each linear mixer, by its ``layer``, the states of all M slots; a step writes to them in place."""
     slots: Tensor
-    """[B] int64, each slot once."""
+    """[B] int64, each slot once; -1 for a row of padding in a step that the kernels compute (``LinearMixer.has_decode_kernel``)."""
     num_decode: int
     """Sequences that get one token; they come first."""
     lengths: tuple[int, ...]
     """Tokens of each of the others."""
+    finished: Tensor | None = None
+    """[at least num_decode G] int32 of zeros, which the kernels of single tokens count in, and leave zero; None to make them."""
 
     @property
     def num_tokens(self) -> int:
