@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from mcore_moe import (
-    MoEAlltoAllTokenDispatcher,
     MoEConfig,
     MoELayer,
     get_fp4_align_size,
@@ -100,8 +99,6 @@ def check_layer_over_ranks(recipe: Any) -> None:
     config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=2, vocab_size=64, ffn_hidden_size=48)
     single, place = ProcessGroups.single(), {"layer": 0, "local_layer": 0, "config": config, "layers": layers, "dtype": torch.float64}
     whole, ours = (MoELayer(mixture, Site(groups=those, **place), dtype=torch.float64) for those in (single, groups))
-    # Weights act behind the experts in an exchange, and in their activations without one, which rounds other values.
-    whole.dispatcher = MoEAlltoAllTokenDispatcher(4, single.ep)
     generator = torch.Generator().manual_seed(0)
     mine = slice(groups.ep.rank * 2, groups.ep.rank * 2 + 2)
     with torch.no_grad():

@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Exchange of tokens by all-to-all over the expert-parallel group, and over the ranks that share an expert."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,12 +12,12 @@ from torch import Tensor
 from mcore_moe._routing import Routing
 from mcore_moe._stability import experimental_api
 from mcore_moe.dispatch._equal import check_equal
-from mcore_moe.dispatch._local import LocalPicks, sort_picks, sum_rows
+from mcore_moe.dispatch._local import LocalPicks, sort_picks, sum_places
 from mcore_parallel import Group
 from mcore_parallel.backends import ends_of
 from mcore_parallel.comm import RowsUnderWay, all_gather, all_to_all, all_to_all_autograd
 
-# T tokens of this rank, K experts a token, P = T * K picks, Q rows received from the expert-parallel group, R rows for this
+# T tokens of this rank, K experts a token, P picks that go to an expert, Q rows received from the expert-parallel group, R rows for this
 # rank's experts, N experts of this rank, G ranks of the expert-parallel group, H ranks that share an expert. R = Q when H = 1.
 
 
@@ -28,8 +29,14 @@ class Dispatched:
     rows_RD: Tensor
     ends_N: Tensor
     """int32, rows of each of the N experts held here and of all before it."""
+    weights_R: Tensor
+    """Of the rows' results."""
     order_P: Tensor
-    """Picks in the order in which they were sent; those that go to no expert are left out."""
+    """The pick of each row that was sent, in their order; -1 for a row of zeros that fills an expert up."""
+    places_TK: Tensor
+    """int32 row of each pick among those; -1 where it goes to no expert."""
+    padded: bool
+    """Whether ``order_P`` has rows that fill experts up."""
     arrival_R: Tensor
     """Rows in expert order -> position of arrival."""
     sent: list[int]
@@ -38,15 +45,11 @@ class Dispatched:
     """Rows received from each rank."""
     shared: list[int]
     """Rows that each of the H ranks received; all of them compute all of these."""
-    weights_R: Tensor | None = None
-    """Of the rows' results; None where ``combine`` weighs them."""
-    filled: LocalPicks | None = None
-    """This rank's rows in the order in which they were sent, when every expert gets as many as its capacity."""
 
 
 @experimental_api
 class MoEAlltoAllTokenDispatcher:
-    """Sends each (token, expert) pick to the rank that holds the expert.
+    """Sends each (token, expert) pick to the rank that holds the expert, and its weight with it, which acts in the expert.
 
     Where several ranks hold slices of one expert (expert tensor parallelism), each of them gets the rows of all, and the
     partial results are added up on the way back, in the order of the ranks.
@@ -73,7 +76,8 @@ class MoEAlltoAllTokenDispatcher:
         self._sizes_agree = False
 
     def dispatch(self, x_TD: Tensor, routing: Routing, meanwhile: Callable[[], None] | None = None) -> Dispatched:
-        """Deliver every pick; differentiable in ``x_TD``. ``meanwhile`` is called once, while the rows travel (in place of ``pause``).
+        """Deliver every pick; differentiable in ``x_TD`` and the weights. ``meanwhile`` is called once, while the rows travel, in place
+        of ``pause``.
 
         With padding to capacity all sizes are known: no counts are exchanged, nothing waits for the device, and every rank must hold the
         same number of tokens. The first call compares them.
@@ -81,12 +85,10 @@ class MoEAlltoAllTokenDispatcher:
         Raises:
             ValueError: at the first call, ranks with different capacities.
         """
+        picks = sort_picks(x_TD, routing, routing.destinations(self.num_experts), self.num_experts)
         if routing.capacity is not None:
-            return self._dispatch_filled(x_TD, routing, routing.capacity, meanwhile)
-        # Picks of padding, and those that an expert has no room for, come last and stay here.
-        picks_P = routing.destinations(self.num_experts).flatten()
-        order_P = picks_P.argsort(stable=True)
-        counts_E = torch.bincount(picks_P, minlength=self.num_experts)[: self.num_experts]
+            return self._dispatch_filled(picks, routing.capacity, meanwhile)
+        counts_E = picks.ends_N.diff(prepend=picks.ends_N.new_zeros(1)).long()
         send_GN = counts_E.view(self.group.size, self.num_local_experts)
         if self.group.size == 1:
             receive_GN = send_GN
@@ -99,27 +101,33 @@ class MoEAlltoAllTokenDispatcher:
         sent = [sum(row) for row in sent_GN]
         received = [sum(row) for row in received_HGN[self.expert_tp.rank]]
         shared = [sum(map(sum, rank)) for rank in received_HGN]
-        order_P = order_P[: sum(sent)]
-        rows_QD = self._send(x_TD[order_P // routing.experts_TK.shape[1]], received, sent, meanwhile)
-        rows_RD = _gather_rows(rows_QD, shared, self.expert_tp)
         # Rows arrive by (rank that shares, source, expert); group them by expert.
         expert_R = torch.arange(self.num_local_experts, device=x_TD.device).repeat(self.expert_tp.size * self.group.size)
         expert_R = expert_R.repeat_interleave(receive_HGN.flatten(), output_size=sum(shared))
         arrival_R = expert_R.argsort(stable=True)
         per_expert = [sum(row[expert] for rank in received_HGN for row in rank) for expert in range(self.num_local_experts)]
-        return Dispatched(rows_RD[arrival_R], ends_of(per_expert, x_TD.device), order_P, arrival_R, sent, received, shared)
+        # Picks of padding, and those that an expert has no room for, come last and stay here.
+        picks = _first(picks, sum(sent))
+        rows_RD, weights_R = self._exchange(picks, sent, received, shared, meanwhile)
+        ends_N = ends_of(per_expert, x_TD.device)
+        return Dispatched(
+            rows_RD[arrival_R], ends_N, weights_R[arrival_R], picks.order_R, picks.places_TK, False, arrival_R, sent, received, shared
+        )
 
     def combine(self, rows_RD: Tensor, dispatched: Dispatched, routing: Routing) -> Tensor:
-        """Return the experts' rows to their tokens and sum them by weight -> [T, D]; the sum's order is fixed."""
+        """Return the experts' rows to their tokens and sum them -> [T, D]; the sum's order is fixed."""
         arrived_RD = torch.empty_like(rows_RD).index_copy(0, dispatched.arrival_R, rows_RD)
         arrived_QD = _reduce_scatter_rows(arrived_RD, dispatched.shared, self.expert_tp)
         back_PD = all_to_all_autograd(arrived_QD, dispatched.sent, dispatched.received, self.group, self.pause)
-        if dispatched.filled is not None:
-            return sum_rows(back_PD * dispatched.filled.weights_R.to(back_PD.dtype).unsqueeze(-1), dispatched.filled)
-        num_picks = routing.experts_TK.numel()
-        picks_PD = back_PD.new_zeros(num_picks, back_PD.shape[1]).index_copy(0, dispatched.order_P, back_PD)
-        picks_TKD = picks_PD.unflatten(0, routing.experts_TK.shape)
-        return (picks_TKD * routing.probs_TK.to(picks_TKD.dtype).unsqueeze(-1)).sum(1)
+        return sum_places(back_PD, dispatched.order_P, dispatched.places_TK, dispatched.padded)
+
+    def _exchange(
+        self, picks: LocalPicks, sent: list[int], received: list[int], shared: list[int], meanwhile: Callable[[], None] | None
+    ) -> tuple[Tensor, Tensor]:
+        """Rows for this rank's experts and their weights, in the order of arrival."""
+        weights_Q = all_to_all_autograd(picks.weights_R, received, sent, self.group)
+        rows_QD = self._send(picks.rows_RD, received, sent, meanwhile)
+        return _gather_rows(rows_QD, shared, self.expert_tp), _gather_rows(weights_Q, shared, self.expert_tp)
 
     def _send(self, rows_PD: Tensor, received: list[int], sent: list[int], meanwhile: Callable[[], None] | None) -> Tensor:
         if meanwhile is None:
@@ -128,21 +136,28 @@ class MoEAlltoAllTokenDispatcher:
         meanwhile()
         return rows.finish()
 
-    def _dispatch_filled(self, x_TD: Tensor, routing: Routing, capacity: int, meanwhile: Callable[[], None] | None) -> Dispatched:
+    def _dispatch_filled(self, picks: LocalPicks, capacity: int, meanwhile: Callable[[], None] | None) -> Dispatched:
         """``capacity`` rows from this rank to every expert."""
+        device = picks.rows_RD.device
         if not self._sizes_agree:
             for group in (self.group, self.expert_tp):
-                check_equal("capacity", capacity, group, x_TD.device)
+                check_equal("capacity", capacity, group, device)
             self._sizes_agree = True
-        picks = sort_picks(x_TD, routing, routing.destinations(self.num_experts), self.num_experts)
-        sizes = [self.num_local_experts * capacity] * self.group.size
-        rows_QD = self._send(picks.rows_RD, sizes, sizes, meanwhile)
-        shared = [len(rows_QD)] * self.expert_tp.size
-        rows_RD = _gather_rows(rows_QD, shared, self.expert_tp)
         N, sources = self.num_local_experts, self.expert_tp.size * self.group.size
-        arrival_R = torch.arange(len(rows_RD), device=x_TD.device).view(sources, N, capacity).transpose(0, 1).flatten()
-        ends_N = torch.arange(1, N + 1, dtype=torch.int32, device=x_TD.device) * (sources * capacity)
-        return Dispatched(rows_RD[arrival_R], ends_N, picks.order_R, arrival_R, sizes, sizes, shared, filled=picks)
+        sizes = [N * capacity] * self.group.size
+        shared = [sum(sizes)] * self.expert_tp.size
+        rows_RD, weights_R = self._exchange(picks, sizes, sizes, shared, meanwhile)
+        arrival_R = torch.arange(len(rows_RD), device=device).view(sources, N, capacity).transpose(0, 1).flatten()
+        ends_N = torch.arange(1, N + 1, dtype=torch.int32, device=device) * (sources * capacity)
+        return Dispatched(
+            rows_RD[arrival_R], ends_N, weights_R[arrival_R], picks.order_R, picks.places_TK, True, arrival_R, sizes, sizes, shared
+        )
+
+
+def _first(picks: LocalPicks, num_rows: int) -> LocalPicks:
+    """The rows that go to an expert."""
+    cut = {"rows_RD": picks.rows_RD[:num_rows], "weights_R": picks.weights_R[:num_rows], "order_R": picks.order_R[:num_rows]}
+    return dataclasses.replace(picks, **cut)
 
 
 def _gather_rows(rows_QD: Tensor, sizes: list[int], group: Group) -> Tensor:

@@ -95,7 +95,12 @@ def _fill_experts(x_TD: Tensor, routing: Routing, experts_TK: Tensor, num_expert
 
 def sum_rows(rows_RD: Tensor, picks: LocalPicks) -> Tensor:
     """[T, D]: each token's rows added up in the order of its experts, in float32 or wider."""
-    return _Sum.apply(rows_RD, picks.order_R, picks.places_TK, picks.padded)
+    return sum_places(rows_RD, picks.order_R, picks.places_TK, picks.padded)
+
+
+def sum_places(rows_RD: Tensor, order_R: Tensor, places_TK: Tensor, padded: bool) -> Tensor:
+    """``sum_rows`` for who has these parts of the picks only."""
+    return _Sum.apply(rows_RD, order_R, places_TK, padded)
 
 
 class _Spread(torch.autograd.Function):
@@ -148,6 +153,7 @@ def _gather_sum(rows_RD: Tensor, places_TK: Tensor) -> Tensor:
         return gather_sum(rows_RD, places_TK)
     wide = torch.promote_types(rows_RD.dtype, torch.float32)
     y_TD = torch.zeros((places_TK.shape[0], rows_RD.shape[1]), dtype=wide, device=rows_RD.device)
-    for places_T in places_TK.unbind(1):
+    # Where no pick has a row there is none to look at.
+    for places_T in places_TK.unbind(1) if len(rows_RD) else ():
         y_TD += torch.where(places_T[:, None] >= 0, rows_RD[places_T.clamp(min=0).long()].to(wide), 0)
     return y_TD.to(rows_RD.dtype)
