@@ -19,7 +19,7 @@ import torch
 from mcore_ckpt import CheckpointingException
 from mcore_inference import DynamicInferenceEngine, SamplingParams
 from mcore_tools.arguments import Parser, integer, number
-from mcore_tools.serving import TensorParallelRanks, end_process, open_engine
+from mcore_tools.serving import TensorParallelRanks, end_process, open_engine, speculating
 from mcore_tools.training import device_of
 
 
@@ -57,20 +57,38 @@ def add_split_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
+    """Who proposes tokens that the model verifies several at a time."""
+    parser.add_argument(
+        "--speculation",
+        metavar="WHO",
+        help="verify several proposed tokens a step, which stay the same: ngram (from the text before), mtp (the model's own heads), or "
+        "the folder of a draft head that `mcore eagle export` wrote (default: one token a step)",
+    )
+    parser.add_argument(
+        "--speculation-tokens", metavar="N", type=integer(1, 64), help="proposed a step (default: 4; of mtp as many as there are heads)"
+    )
+
+
 @contextlib.contextmanager
 def opened(
     verb: str, words: Sequence[str], options: argparse.Namespace
 ) -> Iterator[tuple[DynamicInferenceEngine, TensorParallelRanks | None]]:
     """The engine of a command, and the ranks that it is split over."""
     with contextlib.ExitStack() as stack:
+        choice = options.speculation
+        if choice is None and options.speculation_tokens is not None:
+            raise ValueError("--speculation-tokens needs --speculation, which says who proposes them")
         ranks = None if options.tp == 1 else stack.enter_context(TensorParallelRanks(options.tp, [verb, *words]))
+        device = device_of("cuda" if torch.cuda.is_available() else "cpu")
         engine = open_engine(
             options.checkpoint,
-            device_of("cuda" if torch.cuda.is_available() else "cpu"),
+            device,
             max_length=options.max_length,
             cache_gb=options.cache_gb,
             kv_cache_dtype=options.kv_cache_dtype,
             groups=None if ranks is None else ranks.groups,
+            execution=None if choice is None else lambda config: speculating(choice, options.speculation_tokens, config, device),
         )
         if ranks is not None:
             ranks.meet("loaded")
@@ -89,6 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser("mcore generate", __doc__)
     add_model_arguments(parser)
     add_split_argument(parser)
+    add_speculation_arguments(parser)
     add_sampling_arguments(parser, required=True)
     words = sys.argv[1:] if arguments is None else list(arguments)
     options = parser.parse_args(words)

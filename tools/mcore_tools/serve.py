@@ -31,7 +31,14 @@ from mcore_inference.coordinator import CoordinatedRunner, CoordinatorConfig, Co
 from mcore_inference.server import InferenceServer, ServerLimits, StopSignals, serve, serve_runner
 from mcore_parallel.guard import STALLED_EXIT_CODE
 from mcore_tools.arguments import Parser, endpoint, integer, number, secret
-from mcore_tools.generate import add_model_arguments, add_sampling_arguments, add_split_argument, generate, opened
+from mcore_tools.generate import (
+    add_model_arguments,
+    add_sampling_arguments,
+    add_speculation_arguments,
+    add_split_argument,
+    generate,
+    opened,
+)
 from mcore_tools.serving import Replicas, end_process, open_served_tokenizer, work_for
 
 
@@ -40,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser("mcore serve", __doc__)
     add_model_arguments(parser)
     add_split_argument(parser)
+    add_speculation_arguments(parser)
     add_sampling_arguments(parser, required=False)
     parser.add_argument("--host", default="127.0.0.1", help="address to serve on; other than loopback it needs --token-file")
     parser.add_argument("--port", type=integer(0, 65_535), default=8000, help="0 for a free one (default: 8000)")
@@ -129,6 +137,8 @@ def _serve_replicas(options: argparse.Namespace, token: str | None) -> int:
     words += [] if options.tp == 1 else ["--tp", str(options.tp)]
     words += [] if options.max_length is None else ["--max-length", str(options.max_length)]
     words += [] if options.kv_cache_dtype is None else ["--kv-cache-dtype", options.kv_cache_dtype]
+    words += [] if options.speculation is None else ["--speculation", options.speculation]
+    words += [] if options.speculation_tokens is None else ["--speculation-tokens", str(options.speculation_tokens)]
     tokenizer = open_served_tokenizer(options.checkpoint)
     security = CoordinatorSecurity(secret=secret)
     with (

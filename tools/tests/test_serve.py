@@ -21,6 +21,7 @@ from mcore_inference import SamplingParams
 from mcore_inference.server import serve
 from mcore_parallel import ProcessGroups
 from mcore_parallel.data import train_bpe
+from mcore_parallel.models.eagle import DraftVocabulary, EagleConfig, EagleHead, save_published
 from mcore_parallel.nn import Step
 from mcore_parallel.training import model_state
 from mcore_tools.assembly import build_model, open_tokenizer
@@ -237,3 +238,32 @@ def test_a_run_of_a_hybrid_model_generates(saved_run: tuple[RunConfig, Path], tm
             logits = model(torch.tensor(tokens), Step.causal(1, len(tokens)))[0].logits()
             assert token == int(logits[-1, : engine.vocab_size].argmax())
             tokens.append(token)
+
+
+def test_proposed_tokens_change_no_text_and_what_cannot_propose_is_refused(
+    saved_run: tuple[RunConfig, Path], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    config, folder = saved_run
+    words = [str(folder), "--prompt", "what a", "--prompt", "needs", "--max-tokens", "12", "--cache-gb", "0.01"]
+    assert main(words) == 0
+    plain = capsys.readouterr().out
+    architecture = EagleConfig.of_target(config.model, draft_vocab_size=100)
+    changes = {"normalization": "RMSNorm", "activation": "swiglu", "add_bias_linear": False, "add_qkv_bias": False}
+    architecture = dataclasses.replace(architecture, transformer=dataclasses.replace(architecture.transformer, **changes))
+    vocabulary = DraftVocabulary(torch.arange(100), config.model.vocab_size)
+    save_published(EagleHead(architecture, ProcessGroups.single(), vocabulary=vocabulary), tmp_path / "head")
+    for choice in (["ngram"], [str(tmp_path / "head"), "--speculation-tokens", "2"]):
+        assert main([*words, "--speculation", *choice]) == 0
+        assert capsys.readouterr().out == plain
+    description = json.loads((tmp_path / "head/config.json").read_text())
+    (tmp_path / "head/config.json").write_text(json.dumps({**description, "vocab_size": 640}))
+    refused = {
+        "mtp": "mtp_num_layers=0",
+        str(tmp_path): "is neither ngram, mtp, nor the folder of a draft head",
+        str(tmp_path / "head"): "vocab_size=640 and the model 320",
+    }
+    for choice, reason in refused.items():
+        assert main([*words, "--speculation", choice]) == 1
+        assert reason in capsys.readouterr().err
+    assert main([*words, "--speculation-tokens", "2"]) == 1
+    assert "--speculation-tokens needs --speculation" in capsys.readouterr().err

@@ -20,6 +20,7 @@ from mcore_parallel.models.eagle import (
     EagleHead,
     UnrolledAttention,
     load_published,
+    published_architecture,
     published_config,
     published_vocabulary,
     published_weights,
@@ -191,6 +192,27 @@ def test_a_published_head_is_read_again() -> None:
     described = published_config(model.architecture, dtype=torch.bfloat16)
     assert described["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]
     assert (described["draft_vocab_size"], described["head_dim"], described["torch_dtype"]) == (8, 4, "bfloat16")
+
+
+@pytest.mark.parametrize("changes", [{}, {"qk_layernorm": True, "num_layers": 2, "rope_scaling": Llama3Scaling(factor=4.0)}])
+@pytest.mark.parametrize("size", [8, None])
+def test_the_architecture_of_a_published_head_is_read_again(changes: dict[str, Any], size: int | None) -> None:
+    config = EagleConfig.of_target(TARGET, draft_vocab_size=size)
+    config = dataclasses.replace(config, transformer=dataclasses.replace(config.transformer, **changes))
+    model = EagleHead(config, ONE, vocabulary=None if size is None else vocabulary())
+    weights, described = published_weights(model), published_config(config, dtype=torch.float32)
+    again = published_architecture(described, weights)
+    other = EagleHead(again, ONE, vocabulary=published_vocabulary(weights, 32), seed=9)
+    load_published(other, weights)
+    states, embedded = [torch.randn(4, 16) for _ in range(3)], torch.randn(4, 16)
+    first, second = (each.output(each.draft(each.fuse(states), embedded, Step.causal(1, 4))).logits() for each in (model, other))
+    assert torch.equal(first, second)
+    with pytest.raises(ValueError, match="has no 'rope_theta'"):
+        published_architecture({name: value for name, value in described.items() if name != "rope_theta"}, weights)
+    with pytest.raises(ValueError, match="hidden_act"):
+        published_architecture({**described, "hidden_act": "gelu"}, weights)
+    with pytest.raises(ValueError, match="rope_scaling="):
+        published_architecture({**described, "rope_scaling": {"rope_type": "yarn"}}, weights)
 
 
 def test_a_head_of_two_layers_drafts_too() -> None:

@@ -6,6 +6,7 @@ from mcore_tools.serving._engine import Served, build_engine, serve_exported
 from mcore_tools.serving._open import open_engine, open_served_tokenizer, served_length, steps_folder
 from mcore_tools.serving._ranks import TensorParallelRanks, end_process
 from mcore_tools.serving._replicas import Replicas, work_for
+from mcore_tools.serving._speculation import speculating
 
 __all__ = [
     "Replicas",
@@ -17,6 +18,7 @@ __all__ = [
     "open_served_tokenizer",
     "serve_exported",
     "served_length",
+    "speculating",
     "steps_folder",
     "work_for",
 ]

@@ -15,7 +15,7 @@ from mcore_ckpt.hf import StoredAdapter
 from mcore_ckpt.inspect import resolve_folder
 from mcore_ckpt.manifest import is_checkpoint, read_manifest
 from mcore_ckpt.storage import Folder
-from mcore_inference import DynamicInferenceEngine
+from mcore_inference import DynamicInferenceEngine, ExecutionConfig
 from mcore_parallel import ProcessGroups
 from mcore_parallel.data import HuggingFaceTokenizer
 from mcore_parallel.training import model_state
@@ -37,6 +37,7 @@ def open_engine(
     cache_gb: float = 1.0,
     kv_cache_dtype: Literal["fp8"] | None = None,
     groups: Callable[[RunConfig], ProcessGroups] | None = None,
+    execution: Callable[[RunConfig], ExecutionConfig] | None = None,
 ) -> DynamicInferenceEngine:
     """An engine with the model, weights and tokenizer of a checkpoint.
 
@@ -48,6 +49,7 @@ def open_engine(
         cache_gb: memory for keys and values, in GB.
         kv_cache_dtype: of keys and values, as of ``InferenceConfig``.
         groups: how the model of a run is split over ranks, all of which call this; None for all of it on this process.
+        execution: how the engine drives the device; None for the defaults.
 
     Raises:
         CheckpointingException: no checkpoint, a damaged one, or one without the files that say what it is.
@@ -66,6 +68,7 @@ def open_engine(
         cache_gb=cache_gb,
         kv_cache_dtype=kv_cache_dtype,
         groups=None if groups is None else groups(config),
+        execution=None if execution is None else execution(config),
     )
     state = model_state(engine.model, engine.model.groups)
     if isinstance(source, HuggingFaceFolder):

@@ -6,6 +6,7 @@ from mcore_parallel.models.eagle._config import EagleConfig
 from mcore_parallel.models.eagle._head import DraftLayer, EagleDraft, EagleHead
 from mcore_parallel.models.eagle._published import (
     load_published,
+    published_architecture,
     published_config,
     published_vocabulary,
     published_weights,
@@ -24,6 +25,7 @@ __all__ = [
     "EagleHead",
     "UnrolledAttention",
     "load_published",
+    "published_architecture",
     "published_config",
     "published_vocabulary",
     "published_weights",

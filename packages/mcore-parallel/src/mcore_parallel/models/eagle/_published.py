@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mcore_parallel.comm import all_gather
 from mcore_parallel.groups import named_shards
+from mcore_parallel.models._config import TransformerConfig
 from mcore_parallel.models.eagle._config import EagleConfig
 from mcore_parallel.models.eagle._head import EagleHead
 from mcore_parallel.models.eagle._vocabulary import DraftVocabulary
@@ -145,6 +146,47 @@ def published_config(config: EagleConfig, *, dtype: torch.dtype) -> dict[str, An
             "use_last_layernorm": True,
         },
     }
+
+
+def published_architecture(description: Mapping[str, Any], weights: Mapping[str, Tensor]) -> EagleConfig:
+    """The architecture of a published head: the inverse of ``published_config``.
+
+    Args:
+        description: what stands in its ``config.json``.
+        weights: as of ``published_weights``; they say whether heads of attention are normalised.
+
+    Raises:
+        ValueError: a field is missing, or one says what heads of this wheel do not have.
+    """
+    try:
+        layers, scaling = description["eagle_config"]["eagle_aux_hidden_state_layer_ids"], description.get("rope_scaling")
+        if scaling is not None and scaling.get("rope_type") != "llama3":
+            raise ValueError(f"rope_scaling={scaling!r} must be of rope_type 'llama3', or none")
+        wanted = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+        if wrong := {name: description.get(name, value) for name, value in wanted.items() if description.get(name, value) != value}:
+            raise ValueError(f"a head has {wanted}, found {wrong}")
+        size, vocab_size = description["draft_vocab_size"], description["vocab_size"]
+        transformer = TransformerConfig(
+            num_layers=description["num_hidden_layers"],
+            hidden_size=description["hidden_size"],
+            ffn_hidden_size=description["intermediate_size"],
+            num_attention_heads=description["num_attention_heads"],
+            num_query_groups=description["num_key_value_heads"],
+            kv_channels=description["head_dim"],
+            vocab_size=vocab_size,
+            normalization="RMSNorm",
+            norm_epsilon=description["rms_norm_eps"],
+            activation="swiglu",
+            rotary_base=description["rope_theta"],
+            rope_scaling=None
+            if scaling is None
+            else Llama3Scaling(**{name: scaling[name] for name in _scaling(Llama3Scaling()) if name != "rope_type"}),
+            qk_layernorm=any(name.endswith(".self_attn.q_norm.weight") for name in weights),
+        )
+    except KeyError as error:
+        raise ValueError(f"the description of a head has no {error}; export it with save_published, or add the field") from None
+    modules = tuple(f"layers.{layer}" for layer in layers)
+    return EagleConfig(transformer=transformer, aux_modules=modules, draft_vocab_size=size if "d2t" in weights else None)
 
 
 def _shape(view: Tensor) -> tuple[int, ...]:
