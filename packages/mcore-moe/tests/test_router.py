@@ -117,6 +117,25 @@ def test_a_balanced_router_costs_one_and_evaluation_costs_nothing() -> None:
         assert module.train()(x, Step.causal(1, 9))[1] == {}
 
 
+@pytest.mark.parametrize("function", ["softmax", "sigmoid"])
+def test_the_entropy_of_the_scores_is_reported_of_real_tokens_and_costs_nothing(function: str) -> None:
+    module = router(moe_router_report_entropy=True, moe_router_score_function=function)
+    x, valid = torch.randn(12, D, dtype=F64, requires_grad=True), torch.arange(12) % 3 != 0
+    _, losses = module(x, dataclasses.replace(Step.causal(1, 12), valid=valid))
+    logits = (x @ module.weight.t()).detach()
+    scores = logits.softmax(-1) if function == "softmax" else logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
+    expected = -(scores * scores.log()).sum(-1)[valid].mean()
+    torch.testing.assert_close(losses["router_entropy"].value, expected)
+    assert (
+        losses["router_entropy"].coefficient == 0
+        and not losses["router_entropy"].value.requires_grad
+        and list(losses) == ["router_entropy"]
+    )
+    torch.nn.init.zeros_(module.weight)
+    assert module(x, Step.causal(1, 12))[1]["router_entropy"].value.item() == pytest.approx(torch.tensor(float(E)).log().item())
+    assert "router_entropy" not in router()(x, Step.causal(1, 12))[1]
+
+
 def test_losses_change_no_output() -> None:
     x = torch.randn(9, D, dtype=F64)
     assert torch.equal(layer(**EVERY_LOSS)(x, Step.causal(3, 3))[0], layer()(x, Step.causal(3, 3))[0])

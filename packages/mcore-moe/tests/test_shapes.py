@@ -3,6 +3,7 @@
 """Any number of tokens, experts and picks: the layer and every exchange against loops over the experts."""
 
 import dataclasses
+import unittest.mock
 from typing import Any
 
 import hypothesis.strategies as st
@@ -10,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mcore_moe import (
     GroupedMLP,
@@ -155,6 +157,52 @@ def test_random_loads_over_two_ranks(world, plan: ParallelPlan, kind: str) -> No
 @pytest.mark.parametrize("kind", ["alltoall", "allgather"])
 def test_random_loads_over_four_ranks(world, kind: str) -> None:
     world(check_random_loads, plan=ParallelPlan(dp=4, ep=2, etp=2), kind=kind, seeds=12)
+
+
+_WAITS = ("_local_scalar_dense", "nonzero", "bincount", "masked_select", "unique", "is_nonzero", "item")
+
+
+class Waits(TorchDispatchMode):
+    """Operations that would wait for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if any(f"aten.{wait}" in name for wait in _WAITS) or (
+            name.startswith("aten.repeat_interleave") and "output_size" not in (kwargs or {})
+        ):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def check_waits(padded: bool) -> None:
+    """An exchange reads its sizes once, and with padding to capacity nothing at all behind the first call; its backward reads nothing."""
+    groups = ProcessGroups.build(ParallelPlan(dp=2, ep=2))
+    dispatcher = MoEAlltoAllTokenDispatcher(6, groups.ep)
+    routing = draw_routing(5, 6, 2, groups.world.rank, masked=True, dropped=True)
+    routing = dataclasses.replace(routing, capacity=5) if padded else routing
+    x = torch.randn(5, 4, dtype=F64, requires_grad=True)
+    for first in (True, False):
+        reads, read = [], Tensor.tolist
+
+        def counted(values: Tensor, reads: list[int] = reads, read: Any = read) -> Any:
+            reads.append(values.numel())
+            return read(values)
+
+        with unittest.mock.patch.object(Tensor, "tolist", counted), Waits() as waits:
+            sent = dispatcher.dispatch(x, routing)
+            dispatcher.combine(sent.rows_RD * sent.weights_R.unsqueeze(-1), sent, routing).sum().backward()
+        # The first padded call compares the sizes of the ranks.
+        assert len(reads) == (1 if not padded or first else 0) and waits.names == []
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("padded", [False, True])
+def test_an_exchange_reads_its_sizes_once(world, padded: bool) -> None:
+    world(check_waits, padded=padded)
 
 
 # Experts, picks and choices of published families, with tiny widths.

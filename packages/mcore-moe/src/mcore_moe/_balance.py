@@ -51,6 +51,11 @@ def balance_scores(logits_TE: Tensor, score_function: str) -> Tensor:
     return scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
 
 
+def score_entropies(logits_TE: Tensor, score_function: str) -> Tensor:
+    """[T], of each token's scores over all experts: 0 where one has all of them, log E where they are equal."""
+    return torch.special.entr(balance_scores(logits_TE, score_function)).sum(-1)
+
+
 @experimental_api
 def z_loss_func(logits: Tensor, z_loss_coeff: float) -> Tensor:
     """Mean over tokens of the squared log-sum-exp of the logits (Zoph et al. 2022), times the coefficient; in float32 or wider."""

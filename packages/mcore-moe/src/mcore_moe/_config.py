@@ -86,6 +86,8 @@ class MoEConfig:
     """Weight of the load-balancing loss, one for each type; 0 switches it off."""
     moe_z_loss_coeff: float | None = None
     """Weight of the mean squared log-sum-exp of the logits; None switches it off."""
+    moe_router_report_entropy: bool = False
+    """Report the mean entropy of a token's scores over all experts, as ``router_entropy``: from 0, one expert for certain, to log E."""
     moe_input_jitter_eps: float | None = None
     """In training, multiply the router's input by uniform noise in 1 - eps..1 + eps."""
     moe_apply_probs_on_input: bool = False
@@ -156,10 +158,12 @@ class MoEConfig:
 
     @property
     def loss_names(self) -> tuple[str, ...]:
-        """Auxiliary losses of a layer, and with a capacity the share of the picks that it drops, which has no coefficient."""
+        """Auxiliary losses of a layer, and what has no coefficient: the entropy of the scores, if it is asked for, and with a capacity the
+        share of the picks that it drops."""
         z_loss = ("z_loss",) if self.moe_z_loss_coeff else ()
+        entropy = ("router_entropy",) if self.moe_router_report_entropy else ()
         drops = ("drop_rate",) if self.moe_expert_capacity_factor is not None else ()
-        return (*(LOSS_NAMES[name] for name in self.loss_coefficients), *z_loss, *drops)
+        return (*(LOSS_NAMES[name] for name in self.loss_coefficients), *z_loss, *entropy, *drops)
 
     def is_moe_layer(self, layer: int, num_layers: int) -> bool:
         """Whether a layer of a model without a pattern has experts.

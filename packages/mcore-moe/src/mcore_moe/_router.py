@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mcore_moe._balance import balance_scores, get_updated_expert_bias, sinkhorn_routing, switch_load_balancing_loss_func
+from mcore_moe._balance import balance_scores, get_updated_expert_bias, score_entropies, sinkhorn_routing, switch_load_balancing_loss_func
 from mcore_moe._capacity import expert_capacity, limit_to_capacity
 from mcore_moe._config import LOSS_NAMES, MoEConfig
 from mcore_moe._gating import apply_random_logits, gate, jittered
@@ -175,6 +175,9 @@ class TopKRouter(nn.Module):
         if config.moe_z_loss_coeff:
             squares_T = tokens.masked(_wide(logits_TE).logsumexp(-1).square())
             losses["z_loss"] = AuxLoss(squares_T.sum() / _at_least_one(total), config.moe_z_loss_coeff)
+        if config.moe_router_report_entropy:
+            entropies_T = score_entropies(logits_TE.detach(), config.moe_router_score_function)
+            losses["router_entropy"] = AuxLoss(tokens.masked(entropies_T).sum() / _at_least_one(total), 0.0)
         if routing.kept_TK is not None:
             dropped = routing.counts(config.num_moe_experts).sum() - routing.kept_TK.sum()
             losses["drop_rate"] = AuxLoss(dropped.to(logits_TE.dtype) / _at_least_one(total) / config.moe_router_topk, 0.0)
