@@ -12,7 +12,7 @@ from mcore_inference.attention import PagedAttention
 from mcore_inference.cache import MambaInferenceStateConfig, PagedKVCache, get_mamba_inference_state_config_from_model
 from mcore_parallel.backends import TorchBackend
 from mcore_parallel.models import GPTModel, TransformerLayer
-from mcore_parallel.nn import MLP, GatedDeltaNet, LatentSelfAttention, MambaMixer, SelfAttention
+from mcore_parallel.nn import MLP, GatedDeltaNet, LatentSelfAttention, LinearMixer, MambaMixer, SelfAttention
 
 __all__ = ["EngineCapability"]
 
@@ -90,11 +90,18 @@ def records_graphs(model: GPTModel) -> bool:
     """Whether a graph can hold a step of the model.
 
     No feed-forward reads numbers of the device, as some with experts do (their ``reads_device``) and those whose experts have a capacity,
-    which rows of padding would take; no mixer has states in slots, which change from step to step; and no stage waits for another.
+    which rows of padding would take; single tokens of recurrent layers are one kernel; and no stage waits for another.
     """
     layers = [layer for layer in model.layers.values() if isinstance(layer, TransformerLayer)]
-    stateless = model.groups.pp.size == 1 and all(layer.mixer is None or type(layer.mixer) is SelfAttention for layer in layers)
-    return stateless and all(layer.mlp is None or type(layer.mlp) is MLP or _stays_on_device(layer.mlp) for layer in layers)
+    alone = model.groups.pp.size == 1 and all(_is_recorded(layer.mixer) for layer in layers)
+    return alone and all(layer.mlp is None or type(layer.mlp) is MLP or _stays_on_device(layer.mlp) for layer in layers)
+
+
+def _is_recorded(mixer: nn.Module | None) -> bool:
+    """Whether a decode step of a mixer reads nothing of the host, where attention has its kernel."""
+    if isinstance(mixer, LinearMixer):
+        return mixer.has_decode_kernel
+    return mixer is None or type(mixer) in (SelfAttention, LatentSelfAttention)
 
 
 def _stays_on_device(experts: nn.Module) -> bool:

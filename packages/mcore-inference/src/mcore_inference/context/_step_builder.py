@@ -86,7 +86,11 @@ class StepBuilder:
         self.last_tokens = torch.zeros(max_requests, dtype=torch.int64, device=self.device)
         """[M], the token that was sampled last for each request line; the sampler writes it."""
         # Decode steps that a graph replays read from here.
-        self._decode_words = torch.zeros(max_requests * (4 + max_blocks), dtype=torch.int32, device=self.device)
+        self._decode_words = torch.zeros(max_requests * (5 + max_blocks), dtype=torch.int32, device=self.device)
+        self._finished = None
+        if states is not None:
+            groups = states.config.mamba_conv_states_shape[1]
+            self._finished = torch.zeros(max_requests * groups, dtype=torch.int32, device=self.device)
 
     def build(self, host: HostStep) -> StepInputs:
         """A step of any rows."""
@@ -108,14 +112,17 @@ class StepBuilder:
         else:
             head = self.send_words(np.concatenate(parts))
             rows = self._gathered_rows(host, num_decode)
-        return self._inputs(head, rows, self._recurrent_rows(host, num_decode))
+        recurrent = None
+        if self.states is not None:
+            self._clear_fresh(host)
+            recurrent = self._recurrent_rows(self.states, self.send(host.lines_R), num_decode, tuple(lengths_R[num_decode:].tolist()))
+        return self._inputs(head, rows, recurrent)
 
     def decode_inputs(self, num_rows: int) -> StepInputs:
         """Tensors of a step of ``num_rows`` rows of one token each, whose addresses never change; ``send_decode`` fills them."""
-        assert self.states is None, "padding rows have no state"
-        words = self._decode_words[: num_rows * (4 + self.max_blocks)]
+        words = self._decode_words[: num_rows * (5 + self.max_blocks)]
         starts = torch.arange(num_rows + 1, dtype=torch.int32, device=self.device)
-        contexts, tables = words[3 * num_rows : 4 * num_rows], words[4 * num_rows :]
+        contexts, lines, tables = words[3 * num_rows :].split([num_rows, num_rows, num_rows * self.max_blocks])
         rows = TableRows(
             tables_RB=tables.view(num_rows, self.max_blocks),
             starts_R=starts,
@@ -126,19 +133,23 @@ class StepBuilder:
             block_size=self.block_size,
             longest=self.max_blocks * self.block_size,
         )
-        return self._inputs(words[: 3 * num_rows], rows)
+        recurrent = None if self.states is None else self._recurrent_rows(self.states, lines.long(), num_rows, ())
+        return self._inputs(words[: 3 * num_rows], rows, recurrent)
 
     def send_decode(self, host: HostStep, num_rows: int) -> None:
         """Fill the tensors of ``decode_inputs(num_rows)`` with a step of at most as many rows; the others are padding."""
         real, B = len(host.lengths_R), self.max_blocks
-        words = np.zeros(num_rows * (4 + B), dtype=np.int32)
-        tokens, positions, slots, contexts = words[: 4 * num_rows].reshape(4, num_rows)
+        words = np.zeros(num_rows * (5 + B), dtype=np.int32)
+        tokens, positions, slots, contexts, lines = words[: 5 * num_rows].reshape(5, num_rows)
         tokens[:real] = host.tokens_T
         positions[:real] = host.cached_R
         slots[real:] = self._sink * self.block_size
         slots[:real] = self._places(host, np.arange(real))[1]
         contexts[:real] = host.cached_R + 1
-        words[4 * num_rows :].reshape(num_rows, B)[:real] = host.tables_RB
+        # Rows of padding have no state.
+        lines[:real], lines[real:] = host.lines_R, -1
+        words[5 * num_rows :].reshape(num_rows, B)[:real] = host.tables_RB
+        self._clear_fresh(host)
         self._decode_words[: len(words)].copy_(self._pinned(words), non_blocking=True)
 
     def _places(self, host: HostStep, starts_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -169,15 +180,15 @@ class StepBuilder:
             longest=self.max_blocks * self.block_size,
         )
 
-    def _recurrent_rows(self, host: HostStep, num_decode: int) -> RecurrentRows | None:
-        """Where the rows' states lie; a row that begins here finds zeros."""
-        if self.states is None:
-            return None
+    def _recurrent_rows(self, states: RecurrentStateCache, slots_R: Tensor, num_decode: int, lengths: tuple[int, ...]) -> RecurrentRows:
+        """Where the rows' states lie."""
+        return RecurrentRows(layers=states.layers, slots=slots_R, num_decode=num_decode, lengths=lengths, finished=self._finished)
+
+    def _clear_fresh(self, host: HostStep) -> None:
+        """A row that begins here finds zeros."""
         fresh_N = host.lines_R[host.cached_R == 0]
-        if len(fresh_N):
+        if self.states is not None and len(fresh_N):
             self.states.clear(self.send(fresh_N))
-        lengths = tuple(host.lengths_R[num_decode:].tolist())
-        return RecurrentRows(layers=self.states.layers, slots=self.send(host.lines_R), num_decode=num_decode, lengths=lengths)
 
     def _gathered_rows(self, host: HostStep, num_decode: int) -> GatheredRows:
         decode = prefill = None

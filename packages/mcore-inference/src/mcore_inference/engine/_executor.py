@@ -139,8 +139,8 @@ class Executor:
         can_record = context.builder.has_kernel and records_graphs(model)
         if execution.use_graphs and not can_record:
             raise ValueError(
-                "use_graphs=True needs a GPU, blocks of a multiple of 16 tokens and a model without latent attention and recurrent states, "
-                "whose slots change from step to step; experts must be bfloat16 without biases, capacity and an exchange between ranks; "
+                "use_graphs=True needs a GPU, blocks of a multiple of 16 tokens, a dtype of 16 or 32 bits, pp=1, and latents and states "
+                "of sizes that have kernels; experts must be bfloat16 without biases, capacity and an exchange between ranks; "
                 "leave it at None"
             )
         if execution.speculation is not None and context.states is not None:
