@@ -88,7 +88,9 @@ def opened(
             cache_gb=options.cache_gb,
             kv_cache_dtype=options.kv_cache_dtype,
             groups=None if ranks is None else ranks.groups,
-            execution=None if choice is None else lambda config: speculating(choice, options.speculation_tokens, config, device),
+            execution=None
+            if choice is None
+            else lambda config, groups: speculating(choice, options.speculation_tokens, config, groups, device),
         )
         if ranks is not None:
             ranks.meet("loaded")

@@ -3,7 +3,7 @@
 """Heads propose what they would propose of the whole text, and change the number of steps only."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from mcore_inference import (
 )
 from mcore_inference.engine._model_drafts import ModelDrafts
 from mcore_inference.speculation import DraftHeads, EagleHeads, MtpHeads
-from mcore_parallel import ProcessGroups
+from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.backends import choose_backend
 from mcore_parallel.data import ByteTokenizer
 from mcore_parallel.models import GPTModel, TransformerConfig, hybrid_config
@@ -302,3 +302,43 @@ def test_what_cannot_go_together_is_refused_by_name() -> None:
     )
     with pytest.raises(ValueError, match="EagleSpeculation and batch_invariant=True"):
         build(exact.eval(), EagleSpeculation(head=head_of(plain)))
+
+
+def check_split_heads() -> list[list[int]]:
+    rng, config = random.Random(4), TransformerConfig(num_layers=2, num_query_groups=2, mtp_num_layers=2, **SIZES)
+    groups = ProcessGroups.build(ParallelPlan(tp=2, sequence_parallel=False))
+    tokens, prompts = [], [[rng.randrange(V) for _ in range(size)] for size in (1, 9, 17)]
+    for speculate in (lambda model: MtpSpeculation(num_tokens=3), lambda model: EagleSpeculation(head=few_tokens(model))):
+        records = []
+        for layout in (groups, ONE):
+            model = GPTModel(config, layout, attention_core=PagedAttention(), dtype=torch.float64).eval()
+            engine = build(model, speculate(model), num_blocks=20, max_tokens=12, max_requests=4)
+            params = [SamplingParams(temperature=float(i), seed=i, num_tokens_to_generate=14, return_log_probs=True) for i in range(3)]
+            records.append((engine.generate(prompts, params), engine.num_drafted, engine.num_accepted))
+        (ours, *counts), (theirs, *others) = records
+        assert counts == others and counts[0] > 0
+        for one, other in zip(ours, theirs, strict=True):
+            assert one.generated_tokens == other.generated_tokens
+            assert one.generated_log_probs == pytest.approx(other.generated_log_probs, abs=1e-9)
+        tokens += [record.generated_tokens for record in ours]
+    staged = ProcessGroups.build(ParallelPlan(pp=2))
+    with pytest.raises(ValueError, match="MtpSpeculation reads states of one stage, found pp=2"):
+        build(GPTModel(config, staged, attention_core=PagedAttention(), dtype=torch.float64).eval(), MtpSpeculation())
+    whole = GPTModel(config, ONE, attention_core=PagedAttention(), dtype=torch.float64)
+    with pytest.raises(ValueError, match="tp=1 and the model 2"):
+        split = GPTModel(config, groups, attention_core=PagedAttention(), dtype=torch.float64)
+        build(split.eval(), EagleSpeculation(head=head_of(whole)))
+    return tokens
+
+
+def few_tokens(model: GPTModel) -> EagleHead:
+    """A head of half of the tokens, in the model's layout."""
+    vocabulary = DraftVocabulary(torch.arange(0, V, 2), V)
+    config = EagleConfig.of_target(model.config, draft_vocab_size=len(vocabulary))
+    return EagleHead(config, model.groups, vocabulary=vocabulary, attention_core=PagedAttention(), dtype=model.dtype, seed=5)
+
+
+@pytest.mark.world(2)
+def test_heads_that_are_split_propose_what_whole_ones_do(world: Callable[..., list[Any]]) -> None:
+    one, two = world(check_split_heads)
+    assert one == two

@@ -37,7 +37,7 @@ def open_engine(
     cache_gb: float = 1.0,
     kv_cache_dtype: Literal["fp8"] | None = None,
     groups: Callable[[RunConfig], ProcessGroups] | None = None,
-    execution: Callable[[RunConfig], ExecutionConfig] | None = None,
+    execution: Callable[[RunConfig, ProcessGroups], ExecutionConfig] | None = None,
 ) -> DynamicInferenceEngine:
     """An engine with the model, weights and tokenizer of a checkpoint.
 
@@ -49,7 +49,7 @@ def open_engine(
         cache_gb: memory for keys and values, in GB.
         kv_cache_dtype: of keys and values, as of ``InferenceConfig``.
         groups: how the model of a run is split over ranks, all of which call this; None for all of it on this process.
-        execution: how the engine drives the device; None for the defaults.
+        execution: how the engine drives the device, by the run and the groups that split its model; None for the defaults.
 
     Raises:
         CheckpointingException: no checkpoint, a damaged one, or one without the files that say what it is.
@@ -60,6 +60,7 @@ def open_engine(
         config, tokenizer = _read_huggingface(source, device, max_length)
     else:
         source, config, tokenizer = _read_assets(checkpoint)
+    split = ProcessGroups.single() if groups is None else groups(config)
     engine = build_engine(
         config,
         tokenizer,
@@ -67,8 +68,8 @@ def open_engine(
         max_length=max_length or config.train.seq_len,
         cache_gb=cache_gb,
         kv_cache_dtype=kv_cache_dtype,
-        groups=None if groups is None else groups(config),
-        execution=None if execution is None else execution(config),
+        groups=split,
+        execution=None if execution is None else execution(config, split),
     )
     state = model_state(engine.model, engine.model.groups)
     if isinstance(source, HuggingFaceFolder):

@@ -15,13 +15,16 @@ from mcore_tools.assembly import DTYPES
 from mcore_tools.recipes import RunConfig
 
 
-def speculating(choice: str, num_tokens: int | None, config: RunConfig, device: torch.device | str) -> ExecutionConfig:
+def speculating(
+    choice: str, num_tokens: int | None, config: RunConfig, groups: ProcessGroups, device: torch.device | str
+) -> ExecutionConfig:
     """How an engine runs that verifies several tokens a step.
 
     Args:
         choice: ``ngram``, ``mtp``, or the folder of a draft head that `mcore eagle export` wrote.
         num_tokens: proposed for each request and step, at most; None for the default.
         config: of the served model.
+        groups: over which it is split, and a head with it.
         device: of the engine.
 
     Raises:
@@ -35,18 +38,18 @@ def speculating(choice: str, num_tokens: int | None, config: RunConfig, device: 
         return ExecutionConfig(speculation=MtpSpeculation(**more))
     if not (Path(choice) / "config.json").is_file():
         raise ValueError(f"--speculation {choice} is neither ngram, mtp, nor the folder of a draft head; `mcore eagle export` writes one")
-    head = _open_head(Path(choice), config, device)
+    head = _open_head(Path(choice), config, groups, device)
     return ExecutionConfig(speculation=EagleSpeculation(head=head, **more))
 
 
-def _open_head(folder: Path, config: RunConfig, device: torch.device | str) -> EagleHead:
+def _open_head(folder: Path, config: RunConfig, groups: ProcessGroups, device: torch.device | str) -> EagleHead:
     weights = read_published(folder)
     try:
         description = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         architecture = published_architecture(description, weights)
         vocabulary = published_vocabulary(weights, architecture.transformer.vocab_size)
         options: dict[str, Any] = {"dtype": DTYPES[config.train.dtype], "device": device, "seed": None}
-        head = EagleHead(architecture, ProcessGroups.single(), vocabulary=vocabulary, attention_core=PagedAttention(), **options)
+        head = EagleHead(architecture, groups, vocabulary=vocabulary, attention_core=PagedAttention(), **options)
         load_published(head, weights)
     except ValueError as error:
         raise ValueError(f"--speculation {folder}: {error}") from error

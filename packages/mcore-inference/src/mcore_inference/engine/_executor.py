@@ -252,7 +252,7 @@ class Executor:
             with self.drafts.capture:
                 output = self._output(inputs)
                 self.drafts.take_states()
-            return output.logits(builder.send(rows))
+            return all_gather(output.logits(builder.send(rows)), self._model.groups.tp, dim=1)
         if self._decoder is not None:
             return self._decoder.logits(inputs.tokens_T, self._recorded(inputs.step), builder.send(rows))
         output = self._output(inputs)

@@ -67,7 +67,7 @@ class ModelDrafts:
         vocab_size: ids that exist.
 
     Raises:
-        ValueError: heads that do not fit, a layout with tp or pp, a batch-invariant backend.
+        ValueError: heads that do not fit, a layout with pp, a batch-invariant backend.
     """
 
     def __init__(
@@ -232,9 +232,8 @@ class ModelDrafts:
 
 
 def _check(model: GPTModel, name: str) -> None:
-    groups = model.groups
-    if groups.tp.size > 1 or groups.pp.size > 1:
-        raise ValueError(f"{name} is served on one rank, found tp={groups.tp.size} and pp={groups.pp.size}; use NgramSpeculation, or none")
+    if (stages := model.groups.pp.size) > 1:
+        raise ValueError(f"{name} reads states of one stage, found pp={stages}; serve with pp=1, use NgramSpeculation, or none")
     if isinstance(model.backend, TorchBackend) and model.backend.batch_invariant:
         raise ValueError(f"{name} and batch_invariant=True of the backend exclude each other; use NgramSpeculation, or none")
 

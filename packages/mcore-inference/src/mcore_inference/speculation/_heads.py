@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from mcore_inference._fields import as_integer
 from mcore_inference._stability import experimental_api
+from mcore_parallel.comm import all_gather
 from mcore_parallel.models import GPTModel
 from mcore_parallel.models.eagle import EagleHead
 from mcore_parallel.nn import LatentSelfAttention, SelfAttention, Step
@@ -49,7 +50,7 @@ class EagleSpeculation:
     """
 
     head: EagleHead
-    """Built with ``attention_core=PagedAttention()``, for the served model, in its dtype and on its device."""
+    """Built with ``attention_core=PagedAttention()``, for the served model, in its layout and dtype and on its device."""
     num_tokens: int = 4
     """Tokens proposed for each request and step, at most."""
 
@@ -79,7 +80,7 @@ class DraftHeads(Protocol):
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """States [R, D] of ``advance`` -> scores [R, V]; minus infinity for tokens that are never proposed."""
+        """States [R, D] of ``advance`` -> scores [R, V], the same on every tp rank; minus infinity for tokens that are never proposed."""
         ...
 
 
@@ -112,7 +113,7 @@ class MtpHeads:
         return self._model.predict_ahead(head, hidden, tokens, step)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._model.output_of(hidden).logits()
+        return all_gather(self._model.output_of(hidden).logits(), self._model.groups.tp, dim=1)
 
 
 @experimental_api
@@ -124,7 +125,7 @@ class EagleHeads:
         model: that it was trained for.
 
     Raises:
-        ValueError: another width, vocabulary, dtype or device than the model's, or a layout with tp.
+        ValueError: another width, vocabulary, dtype, device or tp than the model's.
     """
 
     num_heads = 1
@@ -155,7 +156,7 @@ class EagleHeads:
         return self._head.draft(hidden, embedded if factor == 1.0 else embedded * factor, step)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        scores = self._head.output(hidden).logits()
+        scores = all_gather(self._head.output(hidden).logits(), self._head.groups.tp, dim=1)
         if self._token_ids is None:
             return scores
         whole = scores.new_full((len(scores), self._model.config.vocab_size), float("-inf"))
