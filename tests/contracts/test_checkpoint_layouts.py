@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_ckpt import CheckpointManager, read_tensor
+from mcore_ckpt import CheckpointingException, CheckpointManager, read_tensor
 from mcore_ckpt.hf import export_checkpoint_hf, import_hf
 from mcore_moe import MoEConfig
 from mcore_parallel import ParallelPlan, ProcessGroups
@@ -182,3 +182,11 @@ def check_fully_sharded_stages(folder: str) -> int:
 def test_fully_sharded_stages_share_a_table_and_take_turns_by_chunks(world, tmp_path: Path) -> None:
     table = TIED.model.vocab_size * TIED.model.hidden_size
     assert sum(world(check_fully_sharded_stages, folder=str(tmp_path))) == 3 * 3 * table, "three checkpoints of a table and two moments"
+
+
+def test_another_number_of_experts_is_refused_by_name(tmp_path: Path) -> None:
+    first = start(ParallelPlan(), False, seed=1)
+    CheckpointManager(str(tmp_path)).save(1, first.state(), {})
+    other = dataclasses.replace(CONFIG, moe=dataclasses.replace(CONFIG.moe, num_moe_experts=8))
+    with pytest.raises(CheckpointingException, match=r"mlp\.(experts|router)\."):
+        CheckpointManager(str(tmp_path)).load(start(ParallelPlan(), False, seed=2, config=other).state())

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mcore_moe import MoEConfig, moe_feed_forward
+from mcore_moe._config import ELSEWHERE, RESERVED
 from mcore_parallel import ParallelPlan
 from mcore_parallel.backends import check_grouped_width
 from mcore_parallel.models import TransformerConfig, check_layout
@@ -75,6 +76,13 @@ def test_rules_name_both_fields(values: dict[str, Any], message: str) -> None:
 def test_reserved_fields_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}=4 is reserved and not implemented; leave it out"):
         MoEConfig(num_moe_experts=8, **{name: 4})
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_fields_of_megatron_that_lie_elsewhere_say_where(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}=True is no field of MoEConfig: .+"):
+        MoEConfig(num_moe_experts=8, **{name: True})
+    assert name not in {field.name for field in dataclasses.fields(MoEConfig)} | RESERVED
 
 
 def test_one_type_and_a_tuple_of_it_are_the_same() -> None:

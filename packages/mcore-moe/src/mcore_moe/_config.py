@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,6 +29,24 @@ RESERVED = frozenset({
     "moe_mlp_glu_interleave_size", "moe_paged_stash", "moe_router_force_biased", "moe_single_grouped_bias", "moe_single_grouped_weight",
 })  # fmt: skip
 """Fields that later versions may have."""
+
+ELSEWHERE: Mapping[str, str] = MappingProxyType({
+    "delay_wgrad_compute": "schedules of mcore_parallel.pipeline split the backward",
+    "expert_model_parallel_size": "set ParallelPlan(ep=...)",
+    "expert_tensor_parallel_size": "set ParallelPlan(etp=...)",
+    "moe_grouped_gemm": "experts are always multiplied together; leave it out",
+    "moe_layer_recompute": "set RecomputeConfig(modules=('mlp',))",
+    "moe_pad_experts_for_cuda_graph_inference": "decode steps are graphs without padding; leave it out",
+    "moe_per_layer_logging": "set TrainerConfig(per_layer_values=True)",
+    "moe_permute_fusion": "rows are moved by fused kernels on a GPU; leave it out",
+    "moe_router_fusion": "a GPU's kernels are chosen by themselves; leave it out",
+    "moe_router_topk_limited_devices": "set moe_router_num_groups to ep, and moe_router_group_topk",
+    "moe_upcycling_granularity": "moe_ffn_hidden_size says it; see upcycle_state_dict",
+    "moe_use_legacy_grouped_gemm": "experts are always multiplied together; leave it out",
+    "moe_use_upcycling": "call upcycle_state_dict",
+    "overlap_moe_expert_parallel_comm": "call moe_feed_forward(config, pause=overlap.pause)",
+})  # fmt: skip
+"""Fields of Megatron-LM's configuration that have no counterpart here -> what to do instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +145,8 @@ class MoEConfig:
     def __new__(cls, **values: Any) -> "MoEConfig":
         if reserved := sorted(RESERVED & set(values)):
             raise ValueError(f"{reserved[0]}={values[reserved[0]]!r} is reserved and not implemented; leave it out")
+        if foreign := sorted(set(ELSEWHERE) & set(values)):
+            raise ValueError(f"{foreign[0]}={values[foreign[0]]!r} is no field of MoEConfig: {ELSEWHERE[foreign[0]]}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
