@@ -7,27 +7,14 @@ import random
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from mcore_inference import (
-    DynamicInferenceContext,
-    DynamicInferenceEngine,
-    ExecutionConfig,
-    InferenceConfig,
-    PagedAttention,
-    SamplingParams,
-)
 from mcore_inference.attention import TableRows, has_attention_kernel, prefill_tiles
-from mcore_parallel import ProcessGroups
-from mcore_parallel.models import GPTModel, TransformerConfig
-from mcore_parallel.nn import LatentAttentionConfig, Step
-
-LATENT = LatentAttentionConfig(q_lora_rank=10, kv_lora_rank=8, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
-WIDE = LatentAttentionConfig(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,28 +102,6 @@ def check(case: Case, device: str, dtype: torch.dtype, tolerance: float) -> None
     assert (out[tokens:] == 0).all(), "rows of padding must stay finite"
 
 
-def check_engine(device: str, dtype: torch.dtype, latent: LatentAttentionConfig, *, use_graphs: bool | None = None) -> None:
-    """Greedy tokens of prompts in chunks, side by side, are those of whole sequences through keys and values of every head."""
-    config = TransformerConfig(
-        num_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=64, init_method_std=0.2, latent_attention=latent
-    )
-    served = GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention(), device=device, dtype=dtype).eval()
-    plain = GPTModel(config, ProcessGroups.single(), device=device, dtype=dtype).eval()
-    plain.load_state_dict(served.state_dict())
-    sizes = InferenceConfig(max_sequence_length=96, num_blocks=24, block_size_tokens=16, max_requests=4, max_tokens=23)
-    context = DynamicInferenceContext.for_model(served, sizes)
-    assert context.builder.has_kernel
-    engine = DynamicInferenceEngine(served, context, execution=ExecutionConfig(use_graphs=use_graphs))
-    prompts = [[1, 2, 3], [7], list(range(40)), [5] * 16, [30, 31] * 9]
-    for prompt, record in zip(prompts, engine.generate(prompts, SamplingParams(temperature=0, num_tokens_to_generate=6)), strict=True):
-        tokens = torch.tensor([*prompt, *record.generated_tokens], device=device)
-        with torch.no_grad():
-            scores = plain(tokens, Step.causal(1, len(tokens), device))[0].logits()[len(prompt) - 1 : -1].float()
-        picked = scores.gather(1, tokens[len(prompt) :, None])[:, 0]
-        # The best token, but for what rounding may exchange.
-        assert len(record.generated_tokens) == 6 and (picked >= scores.amax(1) - (1e-4 if dtype == torch.float32 else 0.1)).all()
-
-
 def test_the_kernel_equals_plain_attention_in_the_interpreter() -> None:
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -144,15 +109,28 @@ def test_the_kernel_equals_plain_attention_in_the_interpreter() -> None:
     assert done.stdout == "same\n", done.stderr[-3000:]
 
 
-def test_tiles_fit_the_memory_of_a_multiprocessor() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "case"),
+    [
+        (torch.bfloat16, Case(rows=((40, 1), (0, 20)), heads=128, rank=512, rope=64, block_size=64, splits=2)),
+        (torch.bfloat16, Case(rows=((40, 1), (5, 20)), heads=3, rank=24, rope=6)),
+        (torch.float32, Case(rows=((40, 1), (0, 20)), heads=16, rank=128, rope=64, block_size=64, splits=2)),
+    ],
+)
+def test_kernels_compile_for_hopper(dtype: torch.dtype, case: Case, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    from mcore_inference.attention._latent import _tile
+    from mcore_inference.attention import _latent, _triton
+    from tests.support.hopper import CompiledLaunches
 
-    for lines, itemsize, width in ((16, 2, 1024), (64, 2, 1024), (64, 2, 576), (16, 4, 192), (64, 4, 192)):
-        for most in (16, 32, 256):
-            keys, stages = _tile(lines, most, width, itemsize)
-            assert 16 <= keys <= min(most, 64) and stages >= 1
-            assert (lines + keys * stages) * width * itemsize <= 227 * 1024
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    attention, sums = CompiledLaunches(_latent._latent_kernel), CompiledLaunches(_triton._combine_kernel)
+    monkeypatch.setattr(_latent, "_latent_kernel", attention)
+    monkeypatch.setattr(_triton, "_combine_kernel", sums)
+    tokens, width = sum(new for _, new in case.rows), case.rank + case.rope
+    queries, entries = torch.zeros(tokens, case.heads, width, dtype=dtype), torch.zeros(4 * case.block_size, width, dtype=dtype)
+    rows = table_rows(case, torch.zeros(len(case.rows), 4, dtype=torch.int32), "cpu")
+    _latent.attend_latents(queries, entries, queries.new_empty(tokens, case.heads, case.rank), rows, scale=1.0, splits=case.splits)
+    assert len(attention.shared_bytes) == 2 and len(sums.shared_bytes) == (case.splits > 1)
 
 
 def test_latents_that_the_kernel_cannot_hold_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,20 +159,10 @@ def test_the_kernel_equals_plain_attention_at_real_sizes(case: Case, dtype: torc
     check(case, "cuda", dtype, tolerance)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(("dtype", "latent"), [(torch.float32, LATENT), (torch.bfloat16, WIDE)], ids=["narrow", "wide"])
-def test_tokens_of_an_engine_are_those_of_whole_sequences_on_a_gpu(dtype: torch.dtype, latent: LatentAttentionConfig) -> None:
-    check_engine("cuda", dtype, latent)
-
-
 if __name__ == "__main__":
     for each in CASES:
         check(each, "cpu", torch.float32, 2e-5)
     # The interpreter's products of bfloat16 are wrong, those of float16 are not.
     for each in CASES[:4]:
         check(each, "cpu", torch.float16, 4e-3)
-    from mcore_inference.attention import _core
-
-    _core.has_kernels = lambda *_: True
-    check_engine("cpu", torch.float32, LATENT)
     print("same")

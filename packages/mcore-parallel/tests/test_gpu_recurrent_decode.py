@@ -7,13 +7,14 @@ import dataclasses
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from mcore_parallel import ProcessGroups
 from mcore_parallel.nn import GatedDeltaNet, GatedDeltaNetConfig, LinearMixer, MambaConfig, MambaMixer, RecurrentRows, RecurrentState, Step
-from mcore_parallel.nn.kernels import fits_decode
+from mcore_parallel.nn.kernels import SlotStates, fits_decode
 
 Config = MambaConfig | GatedDeltaNetConfig
 
@@ -84,6 +85,25 @@ def test_kernels_equal_torch_in_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-W", "ignore", __file__], env=environment, capture_output=True, text=True, timeout=110)
     assert done.stdout == "same\n", done.stderr[-3000:]
+
+
+@pytest.mark.parametrize(("config", "dtype"), [(LARGE[0], torch.bfloat16), (SMALL[2], torch.float32), (LARGE[2], torch.bfloat16)])
+def test_kernels_compile_for_hopper(config: Config, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    from mcore_parallel.nn.kernels import _triton_recurrent
+    from tests.support.hopper import CompiledLaunches
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    launches = {name: CompiledLaunches(getattr(_triton_recurrent, name)) for name in ("_ssd_kernel", "_delta_kernel")}
+    for name, launch in launches.items():
+        monkeypatch.setattr(_triton_recurrent, name, launch)
+    mixer = build(config, dtype, "cpu")
+    channels = torch.zeros(1, mixer.local_groups, mixer.rows.channels, dtype=dtype)
+    numbers = torch.zeros(1, mixer.local_groups, mixer.rows.numbers * mixer.rows.heads, dtype=dtype)
+    state = mixer.empty_state(1)
+    mixer._decode_in_slots(channels, numbers, SlotStates(conv=state.conv, memory=state.memory, slots=torch.zeros(1, dtype=torch.int64)))
+    counts = [len(launch.shared_bytes) for launch in launches.values()]
+    assert counts == ([1, 0] if isinstance(mixer, MambaMixer) else [0, 1])
 
 
 def test_states_that_no_kernel_holds_are_left_to_torch() -> None:

@@ -51,7 +51,7 @@ def _launch(
 ) -> None:
     (_, num_heads, width), rank = queries.shape, out_TAC.shape[-1]
     heads = _HEADS if tiles is None else min(_HEADS, triton.next_power_of_2(num_heads))
-    tokens = 1 if tiles is None else _PREFILL_LINES // heads
+    tokens = 1 if tiles is None else _lines(queries.dtype.itemsize) // heads
     parts = TILE_LINES // tokens
     rank_block, rope_block = (triton.next_power_of_2(max(16, size)) for size in (rank, width - rank))
     most = largest_power(rows.block_size)
@@ -73,11 +73,16 @@ def _launch(
         combine(out, sums, out_TAC, rows.starts_R, None)
 
 
+def _lines(itemsize: int) -> int:
+    """Of a tile of a prompt: float32 has single instructions only, whose operands lie in registers."""
+    return _PREFILL_LINES if itemsize == 2 else _HEADS
+
+
 def _tile(lines: int, most: int, width: int, itemsize: int) -> tuple[int, int]:
-    """Keys of a tile and stages, as many as fit beside the queries: an entry is loaded once, for scores and for sums."""
-    keys, stages = min(most, 64), 2
-    while (lines + keys * stages) * width * itemsize > _SHARED_BYTES and keys > 16:
-        keys, stages = (keys // 2, stages) if keys > 32 else (keys, stages - 1) if stages > 1 else (keys // 2, 1)
+    """Keys of a tile and stages, what shared memory and registers hold: an entry is loaded once, for scores and for sums."""
+    keys, stages = min(most, 32 if itemsize == 2 else 16), 2
+    while (lines + keys * stages) * width * itemsize > _SHARED_BYTES and stages > 1:
+        stages -= 1
     return keys, stages
 
 
@@ -94,9 +99,9 @@ def _latent_kernel(
         first = 0
     else:
         # The last tiles of a long prompt are the longest: they start first. A tile of the step is several programs.
-        number = tl.num_programs(0) - 1 - tl.program_id(0)
-        row = tl.load(tile_rows_ptr + number // PARTS)
-        first = tl.load(tile_firsts_ptr + number // PARTS) + number % PARTS * TOKENS
+        place = tl.num_programs(0) - 1 - tl.program_id(0)
+        row = tl.load(tile_rows_ptr + place // PARTS)
+        first = tl.load(tile_firsts_ptr + place // PARTS) + place % PARTS * TOKENS
     start = tl.load(starts_ptr + row)
     tokens = tl.load(starts_ptr + row + 1) - start
     context = tl.load(contexts_ptr + row)

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Triton kernels compiled for Hopper on a machine without a GPU: what the interpreter does not see."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SHARED_BYTES = 227 * 1024
+"""Of a multiprocessor, what one program may use."""
+_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+
+
+class CompiledLaunches:
+    """Stands in a module for one of its kernels: a launch is compiled for its arguments, down to the assembler, and not run.
+
+    Args:
+        kernel: of ``triton.jit``.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self.shared_bytes: list[int] = []
+        """Of each launch."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return self._compile
+
+    def _compile(self, *args: Any, num_warps: int = 4, num_stages: int = 3, **constants: Any) -> None:
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        names = self._kernel.arg_names
+        values = {**dict(zip(names, args, strict=False)), **constants}
+        assert list(values) == names, "every argument once, constants last"
+        signature, fixed, attributes = {}, {}, {}
+        for place, name in enumerate(names):
+            value = values[name]
+            # As a launch does: 1 is a constant, and multiples of 16 are known to be so.
+            if name in constants or value is None or (isinstance(value, int) and value == 1):
+                signature[name], fixed[(place,)] = "constexpr", value
+            elif isinstance(value, Tensor):
+                signature[name], attributes[(place,)] = f"*{_TYPES[value.dtype]}", [["tt.divisibility", 16]]
+            else:
+                signature[name] = "fp32" if isinstance(value, float) else "i32"
+                if signature[name] == "i32" and value % 16 == 0:
+                    attributes[(place,)] = [["tt.divisibility", 16]]
+        source = ASTSource(fn=self._kernel, signature=signature, constexprs=fixed, attrs=attributes)
+        options = {"num_warps": num_warps, "num_stages": num_stages}
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        self.shared_bytes.append(compiled.metadata.shared)
+        assert compiled.metadata.shared <= SHARED_BYTES
