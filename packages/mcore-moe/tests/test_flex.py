@@ -99,6 +99,25 @@ def test_four_ranks_exchange_as_the_all_to_all(world, plan: ParallelPlan, librar
     world(check_exchange, plan=plan, library=library)
 
 
+def check_weights_of_zero(library: str) -> None:
+    """A weight that underflowed is no dropped pick: its expert computes the token, and the weight has a gradient."""
+    groups = ProcessGroups.build(ParallelPlan(dp=2, ep=2))
+    dispatcher = MoEFlexTokenDispatcher(E, groups, make_exchange(library, groups))
+    probs = torch.zeros(4, 1, dtype=F64, requires_grad=True)
+    routing = Routing(torch.tensor([[0], [0], [7], [7]]), probs, kept_TK=torch.tensor([[True], [False], [True], [True]]))
+    x = torch.ones(4, D, dtype=F64)
+    sent = dispatcher.dispatch(x, routing)
+    assert sent.ends_N.tolist() == ([2, 2, 2, 2] if groups.world.rank == 0 else [0, 0, 0, 4])
+    dispatcher.combine(sent.rows_RD * sent.weights_R.unsqueeze(-1), sent, routing).sum().backward()
+    assert probs.grad is not None and probs.grad.flatten().tolist() == [D, 0.0, D, D]
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_weight_of_zero_is_no_dropped_pick(world, library: str) -> None:
+    world(check_weights_of_zero, library=library)
+
+
 MODEL = TransformerConfig(num_layers=1, hidden_size=D, num_attention_heads=2, vocab_size=16, ffn_hidden_size=6)
 MIXTURE = MoEConfig(num_moe_experts=E, moe_router_topk=K, moe_aux_loss_coeff=0.1, moe_expert_capacity_factor=0.7)
 
