@@ -6,9 +6,10 @@ import argparse
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 class Parser(argparse.ArgumentParser):
@@ -16,10 +17,25 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, prog: str, description: str | None) -> None:
         super().__init__(prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        self.add_argument("--version", action=_ShowVersion, help="show the version of mcore-tools and end")
 
     def error(self, message: str) -> NoReturn:
         print(f"error: {message.removeprefix('argument ')}; {self.prog} --help lists what there is", file=sys.stderr)
         raise SystemExit(2)
+
+
+class _ShowVersion(argparse.Action):
+    """Prints the version of the application and ends."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
+        super().__init__(option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, nargs=0, **options)
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        # Where it is asked for alone: a clone that is not installed has none.
+        print(f"mcore-tools {version('mcore-tools')}")
+        parser.exit()
 
 
 def integer(least: int, most: int | None = None) -> Callable[[str], int]:

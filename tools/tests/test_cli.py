@@ -97,6 +97,14 @@ def test_version_is_of_the_application_and_its_wheels(capsys: pytest.CaptureFixt
     assert lines[0] == f"mcore-tools {version('mcore-tools')}" and len(lines) == 7
 
 
+@pytest.mark.parametrize("name", sorted(VERBS))
+def test_each_verb_says_whose_version_it_has(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([name, "--version"])
+    wheel = "mcore-tools" if VERBS[name].module else "mcore-ckpt" if name == "convert" else "mcore-parallel"
+    assert end.value.code == 0 and capsys.readouterr().out == f"{wheel} {version(wheel)}\n"
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [

@@ -4,12 +4,32 @@
 
 import argparse
 import sys
-from typing import NoReturn
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any, NoReturn
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser that refuses in one line, with exit code 2."""
+    """A parser that refuses in one line, with exit code 2, and knows ``--version``."""
+
+    def __init__(self, prog: str, description: str) -> None:
+        super().__init__(prog=prog, description=description)
+        self.add_argument("--version", action=_ShowVersion, help="show the version of mcore-parallel and end")
 
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: error: {message.removeprefix('argument ')}; {self.prog} --help lists what there is", file=sys.stderr)
         raise SystemExit(2)
+
+
+class _ShowVersion(argparse.Action):
+    """Prints the version of the wheel and ends."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
+        super().__init__(option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, nargs=0, **options)
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        # Where it is asked for alone: a clone that is not installed has none.
+        print(f"mcore-parallel {version('mcore-parallel')}")
+        parser.exit()

@@ -9,6 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,6 +22,7 @@ __all__ = [
     "DTYPES",
     "CommandParser",
     "Commands",
+    "ShowVersion",
     "add_dtype",
     "add_source",
     "add_verify",
@@ -38,6 +40,20 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: {message.removeprefix('argument ')}; {self.prog} --help lists what there is", file=sys.stderr)
         raise SystemExit(2)
+
+
+class ShowVersion(argparse.Action):
+    """Prints the version of the wheel and ends."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
+        super().__init__(option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, nargs=0, **options)
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        # Where it is asked for alone: a clone that is not installed has none.
+        print(f"mcore-ckpt {version('mcore-ckpt')}")
+        parser.exit()
 
 
 Commands = Any

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt.cli import _exchange, _inspect, _rewrite
-from mcore_ckpt.cli._arguments import CommandParser
+from mcore_ckpt.cli._arguments import CommandParser, ShowVersion
 
 __all__ = ["main"]
 
@@ -17,6 +17,7 @@ _VERBS = (_inspect, _rewrite, _exchange)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with ``arguments`` (None for the process's own) and return its exit status."""
     parser = CommandParser(prog="mcore-ckpt", description="Look at, check and convert checkpoints.")
+    parser.add_argument("--version", action=ShowVersion, help="show the version of mcore-ckpt and end")
     commands = parser.add_subparsers(required=True, metavar="command")
     for verbs in _VERBS:
         verbs.add_verbs(commands)
