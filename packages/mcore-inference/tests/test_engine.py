@@ -156,6 +156,24 @@ def test_log_probs_are_the_models_own_whatever_the_sampling(make_model: Make, ma
         assert list(best.values()) == pytest.approx(top.values.tolist(), abs=1e-9)
 
 
+def test_a_prompt_of_one_token_is_a_prompt_in_every_company(make_model: Make, make_engine: Make) -> None:
+    """Its step has one token, as a decode step does; its log-probabilities are those of what follows all the same."""
+    model = make_model()
+    params = SamplingParams(temperature=0.0, num_tokens_to_generate=4, return_log_probs=True, skip_prompt_log_probs=False)
+    engine = make_engine(model)
+    longer = engine.add_request([3, 1, 4, 1, 5], params)
+    engine.step()
+    short = engine.add_request([9], params)
+    ended = {record.request_id: record for _ in range(8) for record in engine.step()}
+    for number in (longer, short):
+        record = ended[number]
+        prompt, tokens = record.prompt_tokens, record.generated_tokens
+        wanted = full_log_probs(model, [*prompt, *tokens])
+        values = [wanted[place - 1][token].item() for place, token in enumerate([*prompt, *tokens]) if place]
+        assert len(record.prompt_log_probs or []) == len(prompt) - 1
+        assert [*(record.prompt_log_probs or []), *record.generated_log_probs] == pytest.approx(values, abs=1e-9)
+
+
 def test_processed_log_probs_are_of_the_distribution_that_drew_each_token(make_model: Make, make_engine: Make) -> None:
     model, common = make_model(), {"return_log_probs": True, "num_tokens_to_generate": 8}
     raw = SamplingParams(temperature=0.7, seed=1, **common)

@@ -11,14 +11,17 @@ import torch
 from mcore_inference import (
     DynamicInferenceContext,
     DynamicInferenceEngine,
+    EagleSpeculation,
     ExecutionConfig,
     InferenceConfig,
+    MtpSpeculation,
     PagedAttention,
     SamplingParams,
 )
 from mcore_inference.decoder import FusedDecoder
 from mcore_parallel import ProcessGroups
 from mcore_parallel.models import GPTModel, TransformerConfig
+from mcore_parallel.models.eagle import EagleConfig, EagleHead
 from mcore_parallel.nn import Step
 
 pytestmark = pytest.mark.gpu
@@ -86,6 +89,30 @@ def test_kernels_and_graphs_give_the_tokens_of_the_gathered_path(fields: dict[st
     for wanted, record in zip(*results, strict=True):
         assert record.generated_tokens == wanted.generated_tokens
         assert record.generated_log_probs == pytest.approx(wanted.generated_log_probs, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["mtp", "eagle"])
+def test_heads_propose_by_kernels_what_they_propose_by_the_gathered_path(kind: str) -> None:
+    config = dataclasses.replace(SIZES, num_layers=4, mtp_num_layers=2)
+    sizes = InferenceConfig(max_sequence_length=96, max_requests=8, max_tokens=40, block_size_tokens=16, num_blocks=30)
+    settings = [SamplingParams(temperature=t, num_tokens_to_generate=20, return_log_probs=True) for t in (0.0, 1.0, 0.0, 0.5, 0.0, 0.0)]
+    results, drafted = [], []
+    for device, speculates in (("cpu", False), ("cpu", True), ("cuda", True)):
+        model = GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention(), device=device).eval()
+        architecture = EagleConfig.of_target(config)
+        head = EagleHead(architecture, ProcessGroups.single(), attention_core=PagedAttention(), device=device, seed=5)
+        speculation = MtpSpeculation(num_tokens=3) if kind == "mtp" else EagleSpeculation(head=head, num_tokens=3)
+        context = DynamicInferenceContext.for_model(model, sizes)
+        execution = ExecutionConfig(speculation=speculation if speculates else None)
+        engine = DynamicInferenceEngine(model, context, execution=execution)
+        results.append(engine.generate(prompts(6), settings))
+        drafted.append((engine.num_drafted, engine.num_accepted))
+        assert context.allocator.total_used == 0
+    assert drafted[1] == drafted[2] and drafted[2][0] > 0
+    for wanted, *others in zip(*results, strict=True):
+        for record in others:
+            assert record.generated_tokens == wanted.generated_tokens
+            assert record.generated_log_probs == pytest.approx(wanted.generated_log_probs, abs=1e-4)
 
 
 @pytest.mark.parametrize("fields", [{}, {"qk_layernorm": True, **WINDOWS_AND_SINKS}, {"share_embeddings_and_output_weights": True}])

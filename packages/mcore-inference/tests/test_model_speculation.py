@@ -207,6 +207,28 @@ def test_right_proposals_save_steps_with_heads_and_beyond_them(trained: GPTModel
     assert MtpSpeculation().num_tokens is None and build(trained, MtpSpeculation())._executor.drafts.num_tokens == 2  # type: ignore[union-attr]
 
 
+def test_what_ends_a_request_inside_accepted_proposals_ends_it_there(trained: GPTModel) -> None:
+    prompt, text = loop_text(6, 3), loop_text(30, 3)[6:]
+    assert len(set(text)) == len(text)
+    engine = build(trained, MtpSpeculation(num_tokens=2), block_size_tokens=1)
+    for length in range(1, 16):
+        before = engine.num_accepted
+        stopped = engine.generate([prompt], SamplingParams(temperature=0.0, num_tokens_to_generate=20, stop_token_ids=(text[length - 1],)))[
+            0
+        ]
+        ended = engine.generate([prompt], SamplingParams(temperature=0.0, num_tokens_to_generate=length))[0]
+        assert stopped.generated_tokens == ended.generated_tokens == text[:length]
+        assert (stopped.finish_reason.value, ended.finish_reason.value) == ("stop", "length")  # type: ignore[union-attr]
+        # Both ends fall on each place of a step in turn.
+        assert engine.num_accepted > before or length < 3
+        assert engine.context.allocator.total_used == 0
+    number = engine.add_request(prompt, SamplingParams(temperature=0.0, num_tokens_to_generate=40))
+    while not engine.num_accepted or len(engine.get_request(number).generated_tokens) < 9:
+        engine.step()
+    assert engine.abort(number) is not None and engine.context.allocator.total_used == 0
+    assert engine.generate([prompt], SamplingParams(temperature=0.0, num_tokens_to_generate=9))[0].generated_tokens == text[:9]
+
+
 @pytest.mark.parametrize("name", ["mtp of one head", "eagle of few tokens"])
 def test_sampled_tokens_have_the_distribution_of_the_model(name: str) -> None:
     model, speculation = case(name)

@@ -144,6 +144,28 @@ def test_draws_follow_the_filtered_distribution(params: SamplingParams, expected
     assert ((counts - wanted)[possible] ** 2 / wanted[possible]).sum() < 20  # 3 degrees of freedom; 16.3 is the 0.1% point
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_of_few_bits_are_drawn_as_the_numbers_that_they_are(dtype: torch.dtype) -> None:
+    # Probabilities of a large vocabulary, summed in bfloat16, would lose most of the mass.
+    V, draws = 5_000, 2_000
+    logits = (torch.randn(V, generator=torch.Generator().manual_seed(0)) * 2).to(dtype)
+    rows = logits.repeat(8, 1)
+    settings = [
+        SamplingParams(temperature=t, top_p=p, top_k=k) for t, p, k in [(1.0, 0.9, 0), (0.7, 1.0, 50), (1.0, 1.0, 0), (2.0, 0.5, 300)]
+    ]
+    for start in range(0, 40, 8):
+        places = list(range(start, start + 8))
+        assert draw(rows, settings * 2, [7] * 8, places) == draw(rows.double(), settings * 2, [7] * 8, places)
+    # The kept half of the mass has half of the draws: 5 standard deviations.
+    exact = logits.double().softmax(-1)
+    order = exact.argsort(descending=True)
+    head = order[: int((exact[order].cumsum(-1) < 0.5).sum())]
+    tokens = torch.tensor([token for start in range(0, draws, 250) for token in draw(
+        logits.repeat(250, 1), [SamplingParams()] * 250, [3] * 250, list(range(start, start + 250)))])  # fmt: skip
+    share = float(torch.isin(tokens, head).double().mean())
+    assert abs(share - float(exact[head].sum())) < 5 * 0.5 / draws**0.5
+
+
 def test_a_greedy_row_is_sure_of_its_token() -> None:
     rows = SamplingRows.of([SamplingParams(temperature=0.0), SamplingParams(temperature=2.0)], [1, 1], [0, 0], 3)
     values = processed_log_probs(torch.tensor([[0.0, 3.0, 3.0]] * 2), rows)
