@@ -37,10 +37,11 @@ CASES = (
     Case(rows=((63, 1), (64, 1), (65, 1)), heads=20, rank=32, rope=8, block_size=64, padding=1),
     Case(rows=((9, 1), (0, 17), (33, 40), (0, 1 + 130)), splits=2),
     Case(rows=((100, 1), (90, 30), (0, 80)), heads=1, rank=20, rope=4, block_size=48, splits=5),
-    Case(rows=((0, 5), (64, 3), (15, 16)), heads=20, rank=8, rope=4),
+    Case(rows=((200, 1), (3, 1)), splits=32),
+    Case(rows=((15, 16),), heads=20, rank=8, rope=4),
 )
 LARGE = (
-    Case(rows=((0, 1), (1000, 1), (63, 1)), heads=16, rank=512, rope=64, block_size=64, splits=8, padding=5),
+    Case(rows=((0, 1), (1000, 1), (63, 1)), heads=16, rank=512, rope=64, block_size=64, splits=32, padding=5),
     Case(rows=((3000, 1), (0, 300), (1000, 257)), heads=128, rank=512, rope=64, block_size=128),
     Case(rows=((77, 1), (128, 33)), heads=20, rank=256, rope=32, block_size=256, splits=3),
 )
@@ -112,7 +113,7 @@ def test_the_kernel_equals_plain_attention_in_the_interpreter() -> None:
 @pytest.mark.parametrize(
     ("dtype", "case"),
     [
-        (torch.bfloat16, Case(rows=((40, 1), (0, 20)), heads=128, rank=512, rope=64, block_size=64, splits=2)),
+        (torch.bfloat16, Case(rows=((40, 1), (0, 20)), heads=128, rank=512, rope=64, block_size=64, splits=32)),
         (torch.bfloat16, Case(rows=((40, 1), (5, 20)), heads=3, rank=24, rope=6)),
         (torch.float32, Case(rows=((40, 1), (0, 20)), heads=16, rank=128, rope=64, block_size=64, splits=2)),
     ],
@@ -163,6 +164,6 @@ if __name__ == "__main__":
     for each in CASES:
         check(each, "cpu", torch.float32, 2e-5)
     # The interpreter's products of bfloat16 are wrong, those of float16 are not.
-    for each in CASES[:4]:
+    for each in CASES[1:4:2]:
         check(each, "cpu", torch.float16, 4e-3)
     print("same")

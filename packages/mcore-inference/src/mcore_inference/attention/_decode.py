@@ -22,16 +22,17 @@ _PROGRAMS = 132
 _MAX_SPLITS = 8
 
 
-def num_splits(rows: int, kv_heads: int, longest: int) -> int:
+def num_splits(rows: int, kv_heads: int, longest: int, most: int = _MAX_SPLITS) -> int:
     """Parts that the context of each row is cut into, so that few rows fill the GPU too.
 
     Args:
         rows: of the step.
         kv_heads: of this rank.
         longest: tokens that a context can have.
+        most: parts.
     """
     wanted = triton.cdiv(_PROGRAMS, rows * kv_heads)
-    return max(1, min(wanted, triton.cdiv(longest, 64), _MAX_SPLITS))
+    return max(1, min(wanted, triton.cdiv(longest, 64), most))
 
 
 def attend_packed(

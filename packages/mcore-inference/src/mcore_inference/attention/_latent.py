@@ -22,6 +22,8 @@ _SHARED_BYTES = 200 * 1024
 """Of a multiprocessor's memory, with a part left for what the compiler adds."""
 _HEADS = 16
 """Heads of a tile: one side of a matrix instruction. All heads read the same entries, so a tile may hold any of them."""
+_MAX_SPLITS = 32
+"""More than for heads with keys of their own: one tile of heads is all that there is of a row where tp has cut them to 16."""
 _PREFILL_LINES = 64
 """Heads times tokens of a tile of a prompt: its sums [64, 512] fill the registers of eight warps to a half."""
 
@@ -39,7 +41,7 @@ def attend_latents(queries_TAW: Tensor, entries_NW: Tensor, out_TAC: Tensor, row
     """
     if rows.num_decode:
         tiles = triton.cdiv(queries_TAW.shape[1], _HEADS)
-        count = num_splits(rows.num_decode, tiles, rows.longest) if splits is None else splits
+        count = num_splits(rows.num_decode, tiles, rows.longest, _MAX_SPLITS) if splits is None else splits
         _launch(queries_TAW, entries_NW, out_TAC, rows, scale, None, count)
     for tiles in (rows.tiles, rows.whole_tiles):
         if tiles is not None:

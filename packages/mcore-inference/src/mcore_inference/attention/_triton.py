@@ -113,7 +113,8 @@ def combine(parts_RASd: Tensor, sums_RAS: Tensor, out_TAd: Tensor, starts_R: Ten
     rows, heads, splits, width = parts_RASd.shape
     _combine_kernel[(rows, heads)](
         parts_RASd, sums_RAS, out_TAd, starts_R, sink_A, heads, width,
-        SPLITS=splits, SPLIT_BLOCK=triton.next_power_of_2(splits), WIDTH=triton.next_power_of_2(width), num_warps=2 if width <= 256 else 4,
+        SPLITS=splits, SPLIT_BLOCK=triton.next_power_of_2(splits), WIDTH=triton.next_power_of_2(width),
+        num_warps=2 if splits * width <= 2048 else 8,
     )  # fmt: skip
 
 
