@@ -255,6 +255,7 @@ def _builder(heads: DraftHeads, context: DynamicInferenceContext, dtype: torch.d
     if len(sizes) > 1:
         raise ValueError(f"the layers of a draft head have keys of different sizes {sorted(sizes)}; one size serves all")
     kv_heads, width, parts = sizes.pop()
+    first = heads.mixers[0]
     pages = PagedKVCache.allocate(
         num_layers=len(heads.mixers),
         num_blocks=context.cache.pages.shape[2],
@@ -266,7 +267,7 @@ def _builder(heads: DraftHeads, context: DynamicInferenceContext, dtype: torch.d
         parts=parts,
         layers=tuple(mixer.layer for mixer in heads.mixers),
         memory=context.memory,
+        latent_rank=first.latent.kv_lora_rank if isinstance(first, LatentSelfAttention) else None,
     )
-    first = heads.mixers[0]
     group = 1 if isinstance(first, LatentSelfAttention) else first.spec.num_heads // kv_heads
     return StepBuilder(pages, max_requests=context.max_requests, max_blocks=context.max_blocks_per_request, group=group, dtype=dtype)
