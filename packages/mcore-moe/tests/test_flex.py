@@ -175,11 +175,11 @@ def test_numbers_of_sms_are_those_of_the_config(world) -> None:
 
 def check_late(library: str) -> None:
     groups = ProcessGroups.build(ParallelPlan(dp=2, ep=2))
-    dispatcher = MoEFlexTokenDispatcher(E, groups, make_exchange(library, groups, timeout_s=0.5))
+    dispatcher = MoEFlexTokenDispatcher(E, groups, make_exchange(library, groups, timeout_s=0.2))
     if groups.world.rank == 1:
-        time.sleep(2)
+        time.sleep(0.8)
         return
-    with pytest.raises(TimeoutError, match=r"rank 0 waited 0.5 s for ranks \[1\] in the dispatch of tokens by (Deep|Hybrid)EP"):
+    with pytest.raises(TimeoutError, match=r"rank 0 waited 0.2 s for ranks \[1\] in the dispatch of tokens by (Deep|Hybrid)EP"):
         dispatcher.dispatch(torch.ones(3, D, dtype=F64), make_routing(3, 0))
 
 
