@@ -42,7 +42,7 @@ from mcore_tools import STARTED_AT
 from mcore_tools.arguments import Parser, file
 from mcore_tools.assembly import check_data
 from mcore_tools.recipes import RECIPES, RecipeError, RunConfig, add_fields_option, config_text, override, read_config, recipe, write_config
-from mcore_tools.training import Trained, check_run, connect, join, meet, take_device, train_rank
+from mcore_tools.training import Trained, check_run, connect, join, meet, take_device, tell_launcher, train_rank
 
 # What another attempt in the same processes would meet again.
 FINAL = (ValueError, NonFiniteLossError, SuspectResultError, InvalidResultError)
@@ -135,7 +135,11 @@ def main(
 def run_to_end(config: RunConfig, main_entry: float | None = None) -> int:
     """Train, and say in one line why that was refused or failed; the exit code."""
     try:
-        return 0 if pretrain(config, main_entry).stopped_at is None else STOPPED_EXIT_CODE
+        trained = pretrain(config, main_entry)
+        if trained.stopped_at is None:
+            return 0
+        tell_launcher(f"no failure: stopped and saved after step {trained.stopped_at}; start it again to go on")
+        return STOPPED_EXIT_CODE
     except (*FINAL, OSError, CheckpointingException, RankFailedError, RanksLostError) as error:
         return refused(error)
 
@@ -143,6 +147,7 @@ def run_to_end(config: RunConfig, main_entry: float | None = None) -> int:
 def refused(error: Exception) -> int:
     """Print the error as one line; the exit code."""
     print(f"error: {error}", file=sys.stderr)
+    tell_launcher(str(error))
     return {SuspectResultError: SUSPECT_EXIT_CODE, InvalidResultError: INVALID_EXIT_CODE}.get(type(error), 1)
 
 

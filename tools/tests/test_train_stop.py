@@ -4,10 +4,12 @@
 
 import json
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from mcore_ckpt.assets import extract_assets
 from mcore_parallel.data import HuggingFaceTokenizer
@@ -45,7 +47,11 @@ def test_a_signal_ends_a_run_that_the_next_start_completes(
         return original(config, kind, watchdog, stop_requested, stamps)
 
     monkeypatch.setattr(train, "train_rank", interrupted)
+    # As torchrun sets it, which reads the file when a rank ends with another code than 0.
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     assert train.main() == STOPPED_EXIT_CODE == 143
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=143, error_file=str(tmp_path / "error.json"))
+    assert failure.message["message"] == "no failure: stopped and saved after step 3; start it again to go on"
     assert "stopped and saved after step 3; start it again to go on" in capsys.readouterr().out
     assert [path.name for path in (output / "checkpoints").iterdir()] == ["step_00000003"]
     monkeypatch.setattr(train, "train_rank", original)
@@ -71,6 +77,15 @@ def test_a_signal_ends_a_run_that_the_next_start_completes(
         extract_assets(output / "checkpoints" / f"step_{step:08d}", assets)
         assert HuggingFaceTokenizer(assets / "tokenizer").unique_identifiers == tokenizer.unique_identifiers
         assert read_config(assets / "run.yaml") == read_config(output / "config.yaml")
+
+
+@pytest.mark.journey
+def test_torchrun_shows_why_a_run_was_refused(tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "mcore_tools.train"]
+    done = subprocess.run([*launcher, "--recipe", "gpt_tinny"], cwd=tmp_path, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 1
+    (refusal,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "gpt_tinny" in refusal and f"traceback : {refusal.removeprefix('error: ')}" in done.stderr
 
 
 @pytest.mark.parametrize(("kind", "status"), [(SuspectResultError, 16), (InvalidResultError, 17)])

@@ -7,6 +7,7 @@ from mcore_tools.training._check import check_output, check_run, check_trained, 
 from mcore_tools.training._export import describe_model, export_adapter, export_run
 from mcore_tools.training._folder import check_log, open_folder, run_assets, run_checkpoints
 from mcore_tools.training._instruments import Instruments
+from mcore_tools.training._launcher import tell_launcher
 from mcore_tools.training._local import may_be_local
 from mcore_tools.training._pretrained import HuggingFaceFolder, is_huggingface
 from mcore_tools.training._start import RunCheckpoints, find_base, find_source, first_folder
@@ -50,6 +51,7 @@ __all__ = [
     "stored_model",
     "take_device",
     "tell",
+    "tell_launcher",
     "train_rank",
     "validate_rank",
 ]
