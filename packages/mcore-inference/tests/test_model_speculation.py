@@ -207,6 +207,19 @@ def test_right_proposals_save_steps_with_heads_and_beyond_them(trained: GPTModel
     assert MtpSpeculation().num_tokens is None and build(trained, MtpSpeculation())._executor.drafts.num_tokens == 2  # type: ignore[union-attr]
 
 
+def test_a_beginning_from_the_cache_brings_the_heads_entries_along(trained: GPTModel) -> None:
+    engine, prompt = build(trained, MtpSpeculation(num_tokens=2)), loop_text(21, 3)
+    shares = []
+    # A request that went on behind the beginning, then one that finds it, and one that finds the first one's output too.
+    for text in (prompt, prompt, loop_text(50, 3)):
+        drafted, accepted, hits = engine.num_drafted, engine.num_accepted, engine.stats()["prefix_cache_hits"]
+        params = SamplingParams(temperature=0.0, num_tokens_to_generate=40)
+        assert engine.generate([text], params)[0].generated_tokens == loop_text(len(text) + 40, 3)[len(text) :]
+        shares.append((engine.num_accepted - accepted) / (engine.num_drafted - drafted))
+        assert (engine.stats()["prefix_cache_hits"] - hits >= 20) == (len(shares) > 1)
+    assert min(shares) > 0.9
+
+
 def test_what_ends_a_request_inside_accepted_proposals_ends_it_there(trained: GPTModel) -> None:
     prompt, text = loop_text(6, 3), loop_text(30, 3)[6:]
     assert len(set(text)) == len(text)

@@ -63,8 +63,9 @@ class Verification:
     def propose(self) -> dict[int, int]:
         """Of each running request that has proposals, how many."""
         self._granted, counts = {}, dict[int, int]()
-        for entry in self._admission.running if self._proposals is not None else ():
-            assert self._proposals is not None
+        if self._proposals is None:
+            return counts
+        for entry in self._admission.running:
             entry.drafts = []
             # The last token of a budget is drawn in any case.
             if entry.num_left > 1 and self._admission.decodes(entry):
