@@ -110,11 +110,13 @@ def test_a_signal_ends_the_command_in_order(saved_run: tuple[RunConfig, Path]) -
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("split", [[], ["--tp", "2"]], ids=["whole", "split"])
 def test_engines_of_their_own_processes_answer_while_one_is_killed_and_comes_back(
-    saved_run: tuple[RunConfig, Path], split: list[str]
+    saved_run: tuple[RunConfig, Path], split: list[str], tmp_path: Path
 ) -> None:
     config, folder = saved_run
     command = [sys.executable, "-m", "mcore_tools.serve", str(folder), "--port", "0", "--cache-gb", "0.01", "--data-parallel", "2", *split]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    # A file: a pipe that nobody reads fills up, and a server that writes to it stands still.
+    log = tmp_path / "log"
+    with log.open("w") as errors, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
         try:
             url = process.stdout.readline().split(" on ")[1].split("/v1")[0]  # type: ignore[union-attr]
             body = json.dumps({"prompt": "what a", "max_tokens": 8, "temperature": 0}).encode()
@@ -133,17 +135,17 @@ def test_engines_of_their_own_processes_answer_while_one_is_killed_and_comes_bac
             assert [ask() for _ in range(4)] == [wanted] * 4 and engines() == 2
             children = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
             os.kill(children[0], signal.SIGKILL)
-            # Now and then only: nobody reads the log meanwhile.
             for number in (2, 1):
                 while engines() == number:
                     assert ask() == wanted
                     time.sleep(0.1)
             process.send_signal(signal.SIGTERM)
-            _, log = process.communicate(timeout=60)
+            process.wait(60)
         finally:
             process.kill()
-    assert process.returncode == 0 and "Traceback" not in log, log
-    assert "ended with exit code -9 and is started again" in log
+    lines = log.read_text()
+    assert process.returncode == 0 and "Traceback" not in lines, lines
+    assert "ended with exit code -9 and is started again" in lines
     assert not any(Path(f"/proc/{pid}").exists() for pid in children)
 
 

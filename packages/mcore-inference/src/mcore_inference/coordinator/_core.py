@@ -432,7 +432,7 @@ class CoordinatorCore:
                 lost = "; ".join(operation.lost)
                 self._send(operation.client, Refusal(call=call, message=f"engines were lost while weights were loaded ({lost})"))
             else:
-                error = "; ".join([*load.errors, *operation.lost])
+                error = "; ".join(sorted([*load.errors, *operation.lost]))
                 self._send(operation.client, WeightAck(call=call, index=load.index, version=load.version, error=error, is_over=True))
             self._next_signal(now)
         else:
