@@ -129,6 +129,22 @@ def test_engines_elsewhere_have_the_weights_of_engines_beside_the_trainer(world,
         assert weights.keys() == beside.keys() and all(torch.equal(weights[name], beside[name]) for name in beside)
 
 
+def carry_in_buckets_of_two_sizes(trainer_bytes: int, server_bytes: int) -> dict[str, Tensor]:
+    placement, sink = Placement.split(ParallelPlan()), Whole()
+    transfer = WeightTransfer(bucket_bytes=trainer_bytes if placement.trains else server_bytes, timeout_s=5.0)
+    model = None if placement.groups is None else policy(placement.groups, seed=3)
+    refit(model, placement.groups, None if placement.trains else sink, transfer, placement=placement)
+    return sink.weights if model is None else {name: value.detach() for name, value in model.named_parameters()}
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize(("trainer_bytes", "server_bytes"), [(3000, 1 << 28), (1 << 28, 3000)])
+def test_halves_with_buckets_of_two_sizes_carry_the_same_weights(world, trainer_bytes: int, server_bytes: int) -> None:
+    trained, served = world(carry_in_buckets_of_two_sizes, trainer_bytes=trainer_bytes, server_bytes=server_bytes)
+    assert served and trained.keys() <= served.keys()
+    assert all(torch.equal(served[name], value) for name, value in trained.items())
+
+
 def lose_a_half(lost: int, of: str) -> str:
     placement, transfer = Placement.split(ParallelPlan()), WeightTransfer(timeout_s=1.0)
     if placement.world.rank == lost:

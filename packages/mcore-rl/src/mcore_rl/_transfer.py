@@ -71,7 +71,7 @@ class WeightTransfer:
     any other takes whole weights.
 
     Args:
-        bucket_bytes: weights that are on their way at once, at least one.
+        bucket_bytes: weights that are on their way at once, at least one; the smallest limit of any rank holds.
         timeout_s: limit of one bucket; after it the rank that is waited for is named.
 
     Raises:
@@ -135,11 +135,13 @@ class WeightTransfer:
         device = parts[0].tensor.device if parts else _device(world)
         changed = all_reduce(torch.tensor([float(self._schedule is None or layout != self._layout)], device=device), world, op="max")
         if self._schedule is None or changed.item():
-            self._schedule = self._make(all_gather_json(layout, world, device), world.rank)
+            # Ranks that cut their buckets otherwise would wait for messages that nobody sends.
+            gathered = all_gather_json([layout, self.bucket_bytes], world, device)
+            self._schedule = self._make([own for own, _ in gathered], world.rank, min(limit for _, limit in gathered))
             self._layout = layout
         return self._schedule
 
-    def _make(self, layouts: Sequence[Sequence[Any]], rank: int) -> _Schedule:
+    def _make(self, layouts: Sequence[Sequence[Any]], rank: int, bucket_bytes: int) -> _Schedule:
         shapes: dict[str, tuple[int, ...]] = {}
         dtypes: dict[str, torch.dtype] = {}
         for name, shape, _, dtype in chain.from_iterable(listing for listing, _ in layouts):
@@ -163,7 +165,7 @@ class WeightTransfer:
         own = layouts[rank][1]
         return _Schedule(
             plan=plan,
-            buckets=_buckets(sizes, self.bucket_bytes),
+            buckets=_buckets(sizes, bucket_bytes),
             shapes=shapes,
             dtypes=dtypes,
             copies=copies,
