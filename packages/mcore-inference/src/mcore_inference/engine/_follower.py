@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from mcore_inference._stability import experimental_api
 from mcore_inference.engine._engine import DynamicInferenceEngine
-from mcore_inference.engine._lockstep import LockstepConfig, Outcome, apply_calls, digest_of, open_group
+from mcore_inference.engine._lockstep import LockstepConfig, Outcome, apply_calls, check_runner_layout, digest_of, open_group
 from mcore_inference.engine._rank_link import RankLink
 from mcore_inference.engine._weight_broadcast import received_chunks
 from mcore_inference.requests import EngineDeadError, RankFailedError
@@ -29,11 +29,12 @@ def follow_runner(engine: DynamicInferenceEngine, config: LockstepConfig | None 
         config: as of the runner; None for the defaults.
 
     Raises:
-        ValueError: this is tp rank 0, which makes the runner.
+        ValueError: this is tp rank 0, which makes the runner; the model is split over a pipeline.
         TimeoutError: not all ranks came.
         RankFailedError: the first rank is gone or silent. A step may hang then: end the process.
         EngineDeadError: the runner gave its engine up, and why.
     """
+    check_runner_layout(engine)
     tp = engine.model.groups.tp
     if tp.rank == 0:
         raise ValueError(f"this is tp rank 0 of {tp.size}, which makes the EngineRunner; the other ranks follow")

@@ -47,6 +47,17 @@ class LockstepConfig:
             as_number(name, getattr(self, name), 0.1, 1e6)
 
 
+def check_runner_layout(engine: DynamicInferenceEngine) -> None:
+    """Refuse what a runner cannot lead.
+
+    Raises:
+        ValueError: the model is split over a pipeline.
+    """
+    pp = engine.model.groups.pp.size
+    if pp > 1:
+        raise ValueError(f"pp={pp}: a runner leads tp ranks only; use pp=1 behind it, or call step() of the engines on every rank")
+
+
 def open_group(engine: DynamicInferenceEngine, config: LockstepConfig) -> dist.ProcessGroup:
     """A gloo group of the tp ranks, for their messages; all of them call this.
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from mcore_inference._fields import as_integer, as_number
 from mcore_inference._stability import experimental_api
 from mcore_inference.engine._engine import DynamicInferenceEngine
-from mcore_inference.engine._lockstep import LockstepConfig, LockstepLeader
+from mcore_inference.engine._lockstep import LockstepConfig, LockstepLeader, check_runner_layout
 from mcore_inference.engine._stream import Increment, News, RequestStream, call_in, deliver, settle
 from mcore_inference.engine._weights import WeightChunk, WeightPolicy, check_policy
 from mcore_inference.requests import DynamicInferenceRequestRecord, EngineDeadError, QueueFullError, RankFailedError
@@ -71,7 +71,7 @@ class EngineRunner:
         lockstep: patience with the other tp ranks; None for the defaults.
 
     Raises:
-        ValueError: this is another tp rank than the first; a limit out of its range.
+        ValueError: this is another tp rank than the first; the model is split over a pipeline; a limit out of its range.
         TimeoutError: the other tp ranks did not come.
     """
 
@@ -84,6 +84,7 @@ class EngineRunner:
         max_waiting_requests: int | None = None,
         lockstep: LockstepConfig | None = None,
     ) -> None:
+        check_runner_layout(engine)
         tp = engine.model.groups.tp
         if tp.rank > 0:
             raise ValueError(f"this is tp rank {tp.rank} of {tp.size}, and rank 0 runs the engine; call follow_runner(engine) here")
