@@ -125,7 +125,7 @@ def test_each_product_is_computed_once(first: bool) -> None:
     job = SplitBackward([(get_gradient_edge(y), torch.ones_like(y))], None if first else hidden)
     counts = []
     for part in (job.input_grad, job.weight_grads):
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
             part()
         counts.append(sum(event.count for event in profile.key_averages() if event.key == "aten::mm"))
     assert counts == [2 if first else 3, 3]
@@ -200,7 +200,7 @@ def test_a_part_that_fails_does_not_leave_the_other_waiting(where: str) -> None:
 
 def products(part: Callable[[], object]) -> int:
     """How many matrix products it runs."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         part()
     return sum(event.count for event in profile.key_averages() if event.key in ("aten::mm", "aten::bmm"))
 

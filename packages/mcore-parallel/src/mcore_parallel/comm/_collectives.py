@@ -147,6 +147,9 @@ def start_all_gather(x: Tensor, group: Group) -> Tensor:
     if group.size == 1:
         return x
     x = x.detach().contiguous()
+    if torch.compiler.is_compiling() and torch.__version__ < "2.13":
+        # Older compilers take no operator that writes into an argument.
+        return torch.ops._c10d_functional.all_gather_into_tensor(x, group.size, group.name)
     rows = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
     # Only this form is safe on gloo: of the one that allocates, its threads store a long name without a lock and free memory twice.
     return torch.ops._c10d_functional.all_gather_into_tensor_out(x, group.size, group.name, out=rows)

@@ -119,6 +119,13 @@ class _Branch:
     """Of a node written in Python."""
     grads: list[tuple[int, Tensor]] = field(default_factory=list)
     jobs: list[tuple[int, Callable[[], Tensor | None]]] = field(default_factory=list)
+    edges: dict[int, GradientEdge] = field(init=False)
+    """Where the results of jobs go; once its first part has run, torch 2.11 no longer tells."""
+
+    def __post_init__(self) -> None:
+        inputs = () if self.later is None else self.later.inputs
+        functions = enumerate(self.node.next_functions)
+        self.edges = {number: GradientEdge(*function) for number, function in functions if number in inputs}  # type: ignore[arg-type]
 
     def listen(self) -> Any:
         def note(incoming: Sequence[Tensor | None]) -> None:
@@ -134,7 +141,7 @@ class _Branch:
                 with torch.no_grad():
                     grad = job()
                 if grad is not None:
-                    yield GradientEdge(*self.node.next_functions[number]), grad  # type: ignore[arg-type]
+                    yield self.edges[number], grad
         elif grads:
             into = [GradientEdge(self.node, number) for number, _ in grads]
             grads_in = torch.autograd.grad(into, self.begins, [grad for _, grad in grads], allow_unused=True)
