@@ -43,8 +43,8 @@ def make_routing(tokens: int, seed: int, *, skewed: bool = False) -> Routing:
         keys[:, 0] += 2
     probs = torch.rand(tokens, K, generator=generator, dtype=F64)
     probs[:1] = 0.0
-    valid, kept = (torch.rand(size, generator=generator) < 0.8 for size in ((tokens,), (tokens, K)))
-    return Routing(keys.argsort(-1)[:, :K], probs.requires_grad_(), valid, kept)
+    valid, picked = (torch.rand(size, generator=generator) < 0.8 for size in ((tokens,), (tokens, K)))
+    return Routing(keys.argsort(-1)[:, :K], probs.requires_grad_(), valid, picked)
 
 
 def run_once(dispatcher: Any, experts: GroupedMLP, x: Tensor, routing: Routing) -> list[Tensor]:

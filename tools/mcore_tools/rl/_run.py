@@ -274,9 +274,9 @@ class _Run:
         own = len(range(world.rank, count, world.size))
 
         def ask(args: GenericGenerationArgs, num_samples: int) -> EvaluationResponse:
-            asked = environment.run_evaluation(interface, num_prompts=own, args=args, num_samples=num_samples)
+            evaluation = environment.run_evaluation(interface, num_prompts=own, args=args, num_samples=num_samples)
             with self.rl.memory.generating(optimizer=self.parts.optimizer, sync=self.parts.sync, engine=self.engine):
-                return asyncio.run(asked)
+                return asyncio.run(evaluation)
 
         greedy = ask(args.add(GenericGenerationArgs(temperature=0.0)), 1)
         rewards = greedy.metrics()["reward"]

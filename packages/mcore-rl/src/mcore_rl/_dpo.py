@@ -149,10 +149,10 @@ def _collect(config: GRPOConfig, pairs: ContrastiveRolloutGenerator, interface: 
 async def _ask(
     config: GRPOConfig, pairs: ContrastiveRolloutGenerator, interface: InferenceInterface | None, num_pairs: int
 ) -> list[ContrastiveRollout]:
-    asked: Any = interface
+    generator: Any = interface
     try:
         async with asyncio.timeout(config.rollout_timeout_s) as limit:
-            return await pairs.get_contrastive_rollouts(asked, num_pairs=num_pairs, args=config.generation_args)
+            return await pairs.get_contrastive_rollouts(generator, num_pairs=num_pairs, args=config.generation_args)
     except TimeoutError as error:
         if not limit.expired():
             raise

@@ -147,9 +147,9 @@ def check_iteration(config: GRPOConfig, learner: Learner) -> None:
     if isinstance(objective, DPOObjective):
         raise ValueError("DPOObjective learns from pairs; call dpo_iteration")
     if (learner.teacher is None) == isinstance(objective, DistillationObjective):
-        given = "None" if learner.teacher is None else "given"
+        teacher = "None" if learner.teacher is None else "given"
         raise ValueError(
-            f"teacher={given} and an objective of {type(objective).__name__} do not go together: DistillationObjective compares with "
+            f"teacher={teacher} and an objective of {type(objective).__name__} do not go together: DistillationObjective compares with "
             "Learner(teacher=...), and nothing else does; pass both or neither"
         )
     if learner.teacher is not None and config.aggregation != Aggregation():

@@ -64,7 +64,7 @@ class MultiTurnAgent(JudgedAgent):
             name = type(interface).__name__
             raise TypeError(f"interface is a {name}; environment {self.env_id!r} needs a ChatInferenceInterface, as MegatronChatLocal")
         episode = self.begin(problem)
-        tokens, mask, logprobs, said = interface.encode_messages(await self._asked(episode.start(), "start")), [], [], []
+        tokens, mask, logprobs, responses = interface.encode_messages(await self._asked(episode.start(), "start")), [], [], []
         experts: Tensor | None = None
         mask += [False] * len(tokens)
         while True:
@@ -78,9 +78,9 @@ class MultiTurnAgent(JudgedAgent):
             mask += [True] * drawn
             logprobs += answer.logprobs
             experts = _recorded(experts, answer)
-            said.append(answer.response)
+            responses.append(answer.response)
             replies = await self._asked(episode.reply(answer.response), "reply")
-            if not replies or reason == "length" or len(said) == self.max_turns:
+            if not replies or reason == "length" or len(responses) == self.max_turns:
                 break
             following = interface.encode_replies(answer, replies)
             if self.max_tokens is not None and len(tokens) + len(following) >= self.max_tokens:
@@ -99,7 +99,7 @@ class MultiTurnAgent(JudgedAgent):
             finish_reason=reason,
             routed_experts=None if experts is None else _lengthened(experts, len(tokens) - 1),
         )
-        return Attempt(rollout=rollout, response="\n".join(said))
+        return Attempt(rollout=rollout, response="\n".join(responses))
 
     def _args(self, args: GenericGenerationArgs, num_tokens: int) -> GenericGenerationArgs | None:
         """With the limit of the next answer; None where there is no room for one."""

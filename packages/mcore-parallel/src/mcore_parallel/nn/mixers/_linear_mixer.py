@@ -186,14 +186,14 @@ class LinearMixer(nn.Module, abc.ABC):
         z, channels, numbers = self._project(x)
         if rows.num_tokens != len(z):
             raise SequenceSplitError(f"step.states has rows of {rows.num_tokens} tokens and the step {len(z)}; give all of its rows")
-        kept, count, parts = rows.layers[self.layer], rows.num_decode, []
+        state, count, parts = rows.layers[self.layer], rows.num_decode, []
         if count:
-            parts.append(self._decode(channels[:count], numbers[:count], kept, rows))
+            parts.append(self._decode(channels[:count], numbers[:count], state, rows))
         if rows.lengths:
             slots = rows.slots[count:]
-            y, behind = self._mix_sequences(channels[count:], numbers[count:], rows.lengths, kept.rows(slots))
+            y, behind = self._mix_sequences(channels[count:], numbers[count:], rows.lengths, state.rows(slots))
             parts.append(y)
-            kept.write(slots, behind)
+            state.write(slots, behind)
         return self._finish(parts[0] if len(parts) == 1 else torch.cat(parts), z)
 
     @property
@@ -202,14 +202,14 @@ class LinearMixer(nn.Module, abc.ABC):
         weight = self.conv.weight
         return has_kernel(weight) and fits_decode(self._memory_shape(), weight.shape[-1])
 
-    def _decode(self, channels: Tensor, numbers: Tensor, kept: RecurrentState, rows: RecurrentRows) -> Tensor:
+    def _decode(self, channels: Tensor, numbers: Tensor, state: RecurrentState, rows: RecurrentRows) -> Tensor:
         """y [B, H, P] of one token of each of the first B rows, whose states are replaced."""
         slots = rows.slots[: len(channels)]
         if self.has_decode_kernel:
-            states = SlotStates(conv=kept.conv, memory=kept.memory, slots=slots, finished=rows.finished)
+            states = SlotStates(conv=state.conv, memory=state.memory, slots=slots, finished=rows.finished)
             return self._decode_in_slots(channels, numbers, states)
-        y, behind = self._mix_tokens(channels, numbers, kept.rows(slots))
-        kept.write(slots, behind)
+        y, behind = self._mix_tokens(channels, numbers, state.rows(slots))
+        state.write(slots, behind)
         return y
 
     def _check_keeps_states(self) -> None:
