@@ -144,7 +144,7 @@ def _serve_replicas(options: argparse.Namespace, token: str | None) -> int:
     with (
         StopSignals() as signals,
         DataParallelInferenceCoordinator(CoordinatorConfig(security=security)) as coordinator,
-        Replicas(words, count=options.data_parallel, address=coordinator.address, secret=secret, gpus_each=options.tp) as replicas,
+        Replicas(words, count=options.data_parallel, coordinator=coordinator, gpus_each=options.tp) as replicas,
     ):
         while coordinator.num_engines < options.data_parallel:
             if signals.count:

@@ -325,6 +325,27 @@ def test_a_stream_of_a_lost_engine_fails_with_the_engines_name(runners: list[Eng
         asyncio.run(ask(coordinator, leaving))
 
 
+def test_an_engine_that_is_known_to_have_ended_is_lost_at_once(runners: list[EngineRunner]) -> None:
+    async def ask(coordinator: DataParallelInferenceCoordinator) -> None:
+        async with InferenceClient(coordinator.address) as client:
+            stream = await client.submit("x", LONG)
+            async for _ in stream:
+                break
+            coordinator.lose_engine("dp-2", "nobody has that name")
+            coordinator.lose_engine("dp-1", "its process was killed")
+            with pytest.raises(EngineLostError, match=r"engine dp-1 was lost \(its process was killed\)"):
+                await asyncio.wait_for(stream.record(), 10)
+
+    with ExitStack() as stack:
+        coordinator = serve(stack, [], engine_timeout_s=100)
+        stack.enter_context(EngineWorker(runners[1], coordinator.address, name="dp-1", heartbeat_s=0.05))
+        coordinator.wait_for_engines(1)
+        asyncio.run(ask(coordinator))
+        # It lives, and so it comes back.
+        coordinator.wait_for_engines(1)
+    coordinator.lose_engine("dp-1", "after the end")
+
+
 def test_a_stuck_engine_is_given_up_and_comes_back(runners: list[EngineRunner], monkeypatch: pytest.MonkeyPatch) -> None:
     stuck = runners[1]
 

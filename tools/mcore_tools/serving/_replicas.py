@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from mcore_inference import DynamicInferenceEngine, EngineRunner
-from mcore_inference.coordinator import CoordinatorSecurity, EngineWorker
+from mcore_inference.coordinator import CoordinatorSecurity, DataParallelInferenceCoordinator, EngineWorker
 from mcore_inference.server import ServerLimits, StopSignals
 from mcore_parallel.guard import STALLED_EXIT_CODE
 
@@ -31,25 +31,26 @@ class Replicas:
 
     A process that ends is started again; one that ended ``3`` times, each time within a minute, is given up.
 
+    The coordinator hears of an end at once, and gives the requests to other engines.
+
     Args:
         command: words behind ``mcore serve``, without those that the coordinator adds.
         count: processes.
-        address: of the coordinator.
-        secret: of the job.
+        coordinator: of this process.
         gpus_each: GPUs of one process, and of those that it starts in turn.
 
     Raises:
         ValueError: there are too few GPUs.
     """
 
-    def __init__(self, command: Sequence[str], *, count: int, address: str, secret: str, gpus_each: int = 1) -> None:
+    def __init__(self, command: Sequence[str], *, count: int, coordinator: DataParallelInferenceCoordinator, gpus_each: int = 1) -> None:
         gpus = torch.cuda.device_count()
         if gpus and count * gpus_each > gpus:
             raise ValueError(
                 f"--data-parallel {count} of --tp {gpus_each} needs {count * gpus_each} GPUs and {gpus} are visible; lower one"
             )
         self._gpus_each = gpus_each
-        self._command, self._count, self._address, self._secret, self._gpus = command, count, address, secret, gpus
+        self._command, self._count, self._coordinator, self._gpus = command, count, coordinator, gpus
         self._processes: list[subprocess.Popen[bytes] | None] = [None] * count
         self._begins, self._early_ends = [0.0] * count, [0] * count
         self._closing = threading.Event()
@@ -86,14 +87,14 @@ class Replicas:
         return [process.pid for process in self._processes if process is not None and process.poll() is None]
 
     def _start(self, index: int) -> None:
-        environment = {**os.environ, SECRET_VARIABLE: self._secret}
+        environment = {**os.environ, SECRET_VARIABLE: self._coordinator.config.security.secret}
         if self._gpus:
             visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
             names = visible or [str(number) for number in range(self._gpus)]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[index * self._gpus_each : (index + 1) * self._gpus_each])
         else:
             environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self._count)))
-        words = [sys.executable, "-m", "mcore_tools", "serve", *self._command, "--join", self._address, "--name", f"dp-{index}"]
+        words = [sys.executable, "-m", "mcore_tools", "serve", *self._command, "--join", self._coordinator.address, "--name", f"dp-{index}"]
         self._begins[index] = time.monotonic()
         # In a session of its own: Ctrl-C is for the server, which lets open requests end first.
         self._processes[index] = subprocess.Popen(words, env=environment, start_new_session=True)
@@ -103,6 +104,7 @@ class Replicas:
             for index, process in enumerate(self._processes):
                 if process is None or process.poll() is None:
                     continue
+                self._coordinator.lose_engine(f"dp-{index}", f"its process ended with exit code {process.returncode}")
                 early = time.monotonic() - self._begins[index] < _EARLY_S
                 self._early_ends[index] = self._early_ends[index] + 1 if early else 0
                 if self._early_ends[index] >= _MAX_EARLY_ENDS:

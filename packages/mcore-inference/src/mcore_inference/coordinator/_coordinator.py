@@ -53,6 +53,8 @@ class DataParallelInferenceCoordinator:
         self._failure: BaseException | None = None
         self._closing: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._ended_engines: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+        """Names and reasons, from ``lose_engine``."""
         self._address = ""
         self._thread = threading.Thread(target=self._run, name="mcore-coordinator", daemon=True)
 
@@ -110,6 +112,20 @@ class DataParallelInferenceCoordinator:
                 raise TimeoutError(f"{self.num_engines} of {count} engines joined within timeout_s={timeout_s}")
             time.sleep(0.005)
 
+    def lose_engine(self, name: str, reason: str) -> None:
+        """Give the requests of an engine to others now, for one who knows that it ended; its silence shows only ``engine_timeout_s`` later.
+
+        Nothing happens when no engine has the name, or the coordinator has ended.
+
+        Args:
+            name: of its ``EngineWorker``; all engines of the name are lost, and those that live register again.
+            reason: for messages, ``its process was killed``.
+        """
+        loop = self._loop
+        if loop is not None and self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._ended_engines.put_nowait, (name, reason))
+
     def close(self) -> None:
         """End the thread and free the port; engines go on without, clients get errors. May be called again."""
         if self._loop is not None and self._closing is not None:
@@ -143,7 +159,8 @@ class DataParallelInferenceCoordinator:
                 router.curve_server = True
             self._address = _bind(router, self.config.host, self.config.port)
             self._ready.set()
-            tasks = [asyncio.ensure_future(each) for each in (self._receive(router), self._tick(router), self._closing.wait())]
+            parts = (self._receive(router), self._tick(router), self._lose_engines(router), self._closing.wait())
+            tasks = [asyncio.ensure_future(each) for each in parts]
             try:
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
@@ -172,6 +189,11 @@ class DataParallelInferenceCoordinator:
         while True:
             await asyncio.sleep(self.config.heartbeat_s / 2)
             await self._deliver(router, self._core.tick(time.monotonic()))
+
+    async def _lose_engines(self, router: zmq.asyncio.Socket) -> None:
+        while True:
+            name, reason = await self._ended_engines.get()
+            await self._deliver(router, self._core.lose(name, reason, time.monotonic()))
 
     async def _deliver(self, router: zmq.asyncio.Socket, outbox: Outbox) -> None:
         left = deque(outbox)

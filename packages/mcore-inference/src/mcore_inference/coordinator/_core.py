@@ -124,6 +124,12 @@ class CoordinatorCore:
         self._forget_client(peer, now)
         return self._flush()
 
+    def lose(self, name: str, reason: str, now: float) -> Outbox:
+        """What follows when somebody knows that the engines of a name are gone."""
+        for peer in [peer for peer, engine in self._engines.items() if engine.name == name]:
+            self._lose(peer, reason, now)
+        return self._flush()
+
     # -- peers -------------------------------------------------------------------------------------------------------
 
     def _admits(self, peer: bytes, protocol: int, secret: str) -> bool:
