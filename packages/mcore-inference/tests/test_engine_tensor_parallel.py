@@ -13,13 +13,11 @@ import torch
 from mcore_inference import (
     DynamicInferenceContext,
     DynamicInferenceEngine,
-    EngineRunner,
     InferenceConfig,
     PagedAttention,
     SamplingParams,
     WeightLoadError,
     WeightSlice,
-    follow_runner,
 )
 from mcore_parallel import ParallelPlan, ProcessGroups, named_shards
 from mcore_parallel.models import GPTModel, TransformerConfig, hybrid_config
@@ -129,10 +127,6 @@ def check_refused_layouts() -> None:
         with pytest.raises(ValueError, match=word):
             make_engine(ProcessGroups.build(plan))
     sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_query_groups": 2, "vocab_size": 64}
-    staged = make_engine(ProcessGroups.build(ParallelPlan(pp=2)))
-    for lead in (EngineRunner, follow_runner):
-        with pytest.raises(ValueError, match="pp=2: a runner leads tp ranks only"):
-            lead(staged)
     net = GatedDeltaNetConfig(num_key_heads=2, num_value_heads=4, key_head_dim=6, value_head_dim=5, chunk_size=4)
     with pytest.raises(ValueError, match="pp=2 and hybrid_layer_pattern='G"):
         make_engine(ProcessGroups.build(ParallelPlan(pp=2)), config=hybrid_config("G-*-", delta_net=net, **sizes))

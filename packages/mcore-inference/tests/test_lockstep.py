@@ -386,7 +386,7 @@ def check_alone() -> None:
         return
     with pytest.raises(ValueError, match="makes the EngineRunner"):
         follow_runner(engine)
-    with pytest.raises(TimeoutError, match=r"tp ranks \[1\] did not all come within join_timeout_s=1"):
+    with pytest.raises(TimeoutError, match=r"ranks \[1\] of 2 did not all come within join_timeout_s=1"):
         EngineRunner(engine, lockstep=impatient)
 
 

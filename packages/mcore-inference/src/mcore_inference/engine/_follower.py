@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""The engine of another tp rank than the first: it repeats what the runner does there."""
+"""The engine of another rank than the first: it repeats what the runner does there."""
 
 import dataclasses
 import queue
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from mcore_inference._stability import experimental_api
 from mcore_inference.engine._engine import DynamicInferenceEngine
-from mcore_inference.engine._lockstep import LockstepConfig, Outcome, apply_calls, check_runner_layout, digest_of, open_group
+from mcore_inference.engine._lockstep import LockstepConfig, Outcome, apply_calls, digest_of, open_group, rank_name, ranks_of
 from mcore_inference.engine._rank_link import RankLink
 from mcore_inference.engine._weight_broadcast import received_chunks
 from mcore_inference.requests import EngineDeadError, RankFailedError
@@ -22,22 +22,21 @@ __all__ = ["follow_runner"]
 
 @experimental_api
 def follow_runner(engine: DynamicInferenceEngine, config: LockstepConfig | None = None) -> None:
-    """Repeat on another tp rank what the ``EngineRunner`` of the first does, until that is closed.
+    """Repeat on another rank of a split model what the ``EngineRunner`` of the first does, until that is closed.
 
     Args:
         engine: with the sizes, seed and tokenizer of the first rank's; nothing else may use it meanwhile.
         config: as of the runner; None for the defaults.
 
     Raises:
-        ValueError: this is tp rank 0, which makes the runner; the model is split over a pipeline.
+        ValueError: this is the first rank, which makes the runner.
         TimeoutError: not all ranks came.
         RankFailedError: the first rank is gone or silent. A step may hang then: end the process.
         EngineDeadError: the runner gave its engine up, and why.
     """
-    check_runner_layout(engine)
-    tp = engine.model.groups.tp
-    if tp.rank == 0:
-        raise ValueError(f"this is tp rank 0 of {tp.size}, which makes the EngineRunner; the other ranks follow")
+    ranks = ranks_of(engine)
+    if ranks.rank == 0:
+        raise ValueError(f"this is {rank_name(engine, 0)} of {ranks.size}, which makes the EngineRunner; the other ranks follow")
     _Follower(engine, LockstepConfig() if config is None else config).run()
 
 
@@ -56,10 +55,10 @@ class _Follower:
     def run(self) -> None:
         threading.Thread(target=self._obey_all, name="mcore-engine", daemon=True).start()
         self._is_over.wait()
-        if self._failure is not None:
-            raise self._failure
         self._link.join(self._config.silence_timeout_s)
         dist.destroy_process_group(self._pg)
+        if self._failure is not None:
+            raise self._failure
 
     def _receive(self, _: int, message: dict[str, Any]) -> None:
         if message:
@@ -70,8 +69,8 @@ class _Follower:
             self._link.end()
             self._is_over.set()
 
-    def _lose(self, failure: RankFailedError) -> None:
-        self._failure = self._failure or failure
+    def _lose(self, rank: int, what: str) -> None:
+        self._failure = self._failure or RankFailedError(rank, what, rank_name(self._engine, rank))
         self._messages.put(None)
         self._is_over.set()
 
@@ -114,7 +113,7 @@ class _Follower:
         return Outcome.of(error, self._digest, self._engine)
 
     def _load(self, version: int, in_flight: Any) -> None:
-        chunks = received_chunks(self._next_message, self._engine.model.groups.tp, self._engine.context.device)
+        chunks = received_chunks(self._next_message, ranks_of(self._engine), self._engine.context.device)
         try:
             self._engine.load_weights(chunks, version, in_flight=in_flight)
         finally:

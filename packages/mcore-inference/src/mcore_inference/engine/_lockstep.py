@@ -20,7 +20,7 @@ from mcore_inference.engine._weight_broadcast import WeightSender
 from mcore_inference.engine._weights import WeightChunk, WeightLoadError, WeightPolicy, check_policy
 from mcore_inference.requests import DynamicInferenceRequestRecord, Prompt, RankFailedError
 from mcore_inference.sampling import SamplingParams
-from mcore_parallel.groups import connect
+from mcore_parallel.groups import Group, connect
 
 _MAX_UNACKNOWLEDGED = 4
 """Steps that the first rank may be ahead of another."""
@@ -47,31 +47,35 @@ class LockstepConfig:
             as_number(name, getattr(self, name), 0.1, 1e6)
 
 
-def check_runner_layout(engine: DynamicInferenceEngine) -> None:
-    """Refuse what a runner cannot lead.
+def ranks_of(engine: DynamicInferenceEngine) -> Group:
+    """The ranks that hold one copy of the engine's model and step together; the first leads."""
+    return engine.model.groups.tp_pp
 
-    Raises:
-        ValueError: the model is split over a pipeline.
-    """
-    pp = engine.model.groups.pp.size
-    if pp > 1:
-        raise ValueError(f"pp={pp}: a runner leads tp ranks only; use pp=1 behind it, or call step() of the engines on every rank")
+
+def rank_name(engine: DynamicInferenceEngine, rank: int) -> str:
+    """What messages call one of ``ranks_of``."""
+    groups = engine.model.groups
+    if groups.pp.size == 1:
+        return f"tp rank {rank}"
+    stage, place = divmod(rank, groups.tp.size)
+    return f"rank {rank} (tp {place} of stage {stage})"
 
 
 def open_group(engine: DynamicInferenceEngine, config: LockstepConfig) -> dist.ProcessGroup:
-    """A gloo group of the tp ranks, for their messages; all of them call this.
+    """A gloo group of the engine's ranks, for their messages; all of them call this.
 
     Raises:
         TimeoutError: not all ranks came.
     """
-    tp = engine.model.groups.tp
+    ranks = ranks_of(engine)
+    me, timeout_s = ranks.ranks[ranks.rank], config.join_timeout_s
     try:
-        group = connect(tp.ranks, tp.ranks[tp.rank], backend="gloo", timeout_s=config.join_timeout_s, name="mcore-lockstep", local=True)
+        group = connect(ranks.ranks, me, backend="gloo", timeout_s=timeout_s, name="mcore-lockstep", local=True)
     except RuntimeError as error:
-        others = [rank for rank in range(tp.size) if rank != tp.rank]
+        others = [rank for rank in range(ranks.size) if rank != ranks.rank]
         raise TimeoutError(
-            f"tp ranks {others} did not all come within join_timeout_s={config.join_timeout_s:g}; rank 0 makes the runner, each other rank "
-            "calls follow_runner(engine)"
+            f"ranks {others} of {ranks.size} did not all come within join_timeout_s={timeout_s:g}; rank 0 makes the runner, "
+            "each other rank calls follow_runner(engine)"
         ) from error
     assert group.pg is not None, "this rank is one of them"
     return group.pg
@@ -114,13 +118,13 @@ def digest_of(records: Iterable[DynamicInferenceRequestRecord], digest: int) -> 
 
 
 class LockstepLeader:
-    """Calls of an engine, sent to the engines of the other tp ranks as well.
+    """Calls of an engine, sent to the engines of the other ranks of its model as well: those of its stages and of their tp groups.
 
     What changes no memory of the device waits for the next step and goes with it in one message. A step does not wait for the others:
     their acknowledgements are compared later, by class of error and tokens. Loads, ``suspend`` and ``resume`` wait.
 
     Args:
-        engine: of tp rank 0.
+        engine: of the first rank.
         config: time-outs.
         on_failure: called once, in another thread, when a rank is lost, late or did something else; no call comes back to life then.
 
@@ -137,10 +141,10 @@ class LockstepLeader:
         self._pending: dict[int, _Pending] = {}
         self._number = 0
         self._digest = 0
-        self._num_ranks = engine.model.groups.tp.size
+        self._num_ranks = ranks_of(engine).size
         self._pg = open_group(engine, config)
         self._links = [
-            RankLink(self._pg, rank, silence_s=config.silence_timeout_s, on_message=self._receive, on_lost=self._fail)
+            RankLink(self._pg, rank, silence_s=config.silence_timeout_s, on_message=self._receive, on_lost=self._blame)
             for rank in range(1, self._num_ranks)
         ]
 
@@ -198,7 +202,7 @@ class LockstepLeader:
         """As of the engine; the chunks are read here and sent by buckets. A load that one rank refuses fails on all."""
         check_policy(in_flight)
         version = self.engine.weight_version + 1 if version is None else as_integer("version", version, 0, 2**63 - 1)
-        sender = WeightSender(self.engine.model.groups.tp, self.engine.context.device, self._broadcast)
+        sender = WeightSender(ranks_of(self.engine), self.engine.context.device, self._broadcast)
 
         def load() -> None:
             try:
@@ -216,7 +220,7 @@ class LockstepLeader:
         if error is not None:
             raise error
         rank, outcome = next(iter(failed.items()))
-        raise WeightLoadError(f"tp rank {rank} refused the weights: {outcome.text}")
+        raise WeightLoadError(f"{rank_name(self.engine, rank)} refused the weights: {outcome.text}")
 
     def suspend(self) -> None:
         """As of the engine; returns when all ranks have freed their caches."""
@@ -234,10 +238,10 @@ class LockstepLeader:
         """Let the others end, with an error where there is a reason for one."""
         for link in self._links:
             link.end(reason)
-        if self._failure is None:
-            for link in self._links:
-                link.join(self._config.silence_timeout_s)
-            dist.destroy_process_group(self._pg)
+        deadline = time.monotonic() + self._config.silence_timeout_s
+        for link in self._links:
+            link.join(deadline - time.monotonic())
+        dist.destroy_process_group(self._pg)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -245,7 +249,7 @@ class LockstepLeader:
         if error is not None:
             raise error
         for rank, outcome in _failed(outcomes).items():
-            raise RuntimeError(f"{name} failed on tp rank {rank}: {outcome.text}")
+            raise RuntimeError(f"{name} failed on {rank_name(self.engine, rank)}: {outcome.text}")
 
     def _everywhere(self, message: dict[str, Any], run: Callable[[], None]) -> tuple[Exception | None, dict[int, Outcome]]:
         """Do something on all ranks, and wait for them: the error here, and the outcomes of the others."""
@@ -283,7 +287,8 @@ class LockstepLeader:
             pending = self._pending.get(number)
             if pending is not None:
                 pending.own = outcome
-                pending.due = time.monotonic() + self._config.step_timeout_s
+                patience_s = self._config.silence_timeout_s if outcome.kind and pending.is_step else self._config.step_timeout_s
+                pending.due = time.monotonic() + patience_s
         self._compare(number)
 
     def _receive(self, rank: int, message: dict[str, Any]) -> None:
@@ -302,26 +307,30 @@ class LockstepLeader:
             self._compare(number)
         elif "end" in message:
             if self._failure is None and message["end"] is not None:
-                self._fail(RankFailedError(rank, f"ended: {message['end']}"))
+                self._blame(rank, f"ended: {message['end']}")
         else:
             self._check_late(now)
 
     def _compare(self, number: int) -> None:
         """Forget a message that all ranks are done with; where one step had two outcomes, the ranks are no more in step."""
-        failure: RankFailedError | None = None
+        blamed: tuple[int, str] | None = None
         with self._changed:
             pending = self._pending.get(number)
             if pending is None or pending.own is None:
                 return
             for rank, outcome in pending.acks.items():
-                if pending.is_step and (outcome.kind, outcome.digest) != (pending.own.kind, pending.own.digest):
-                    what = outcome.text or ("drew other tokens" if outcome.kind == pending.own.kind else "it succeeded")
-                    failure = RankFailedError(rank, f"is not in step {number}: {what}, and rank 0: {pending.own.text or 'it succeeded'}")
+                if not pending.is_step or (outcome.kind, outcome.digest) == (pending.own.kind, pending.own.digest):
+                    continue
+                if pending.own.kind and not outcome.kind:
+                    blamed = 0, f"failed in step {number}, which succeeded on others: {pending.own.text}"
+                else:
+                    what = outcome.text or "drew other tokens"
+                    blamed = rank, f"is not in step {number}: {what}, and rank 0: {pending.own.text or 'it succeeded'}"
             if len(pending.acks) == self._num_ranks - 1:
                 del self._pending[number]
             self._changed.notify_all()
-        if failure is not None:
-            self._fail(failure)
+        if blamed is not None:
+            self._blame(*blamed)
 
     def _check_late(self, now: float) -> None:
         with self._changed:
@@ -331,11 +340,16 @@ class LockstepLeader:
             missing = [rank for rank in range(1, self._num_ranks) if rank not in pending.acks]
             if failed:
                 rank, outcome = next(iter(failed.items()))
-                self._fail(RankFailedError(rank, f"failed in step {number}: {outcome.text}"))
+                self._blame(rank, f"failed in step {number}: {outcome.text}")
+            elif missing and pending.own is not None and pending.own.kind:
+                # The others may wait in the model for this rank, which has left it.
+                self._blame(0, f"failed in step {number}: {pending.own.text}")
             elif missing:
-                self._fail(RankFailedError(missing[0], f"did not end step {number} within {self._config.step_timeout_s:g} s"))
+                self._blame(missing[0], f"did not end step {number} within {self._config.step_timeout_s:g} s")
 
-    def _fail(self, failure: RankFailedError) -> None:
+    def _blame(self, rank: int, what: str) -> None:
+        """Give the engine up for what a rank did."""
+        failure = RankFailedError(rank, what, rank_name(self.engine, rank))
         with self._changed:
             if self._failure is not None:
                 return

@@ -6,6 +6,7 @@ import json
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -13,8 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from mcore_inference.requests import RankFailedError
 
 _LOG = logging.getLogger("mcore_inference.engine")
 _SLOT_BYTES = 2048
@@ -33,7 +32,7 @@ class RankLink:
         peer: position of the other rank in the group.
         silence_s: seconds without any message after which the other is lost.
         on_message: called in a thread of the link with each message; ``{}`` too.
-        on_lost: called in a thread of the link, at most once.
+        on_lost: called in a thread of the link, at most once, with ``peer`` and what became of it.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class RankLink:
         *,
         silence_s: float,
         on_message: Callable[[int, dict[str, Any]], None],
-        on_lost: Callable[[RankFailedError], None],
+        on_lost: Callable[[int, str], None],
     ) -> None:
         self._pg, self.peer, self._silence_s = pg, peer, silence_s
         self._on_message, self._on_lost = on_message, on_lost
@@ -87,8 +86,9 @@ class RankLink:
 
     def join(self, timeout_s: float) -> None:
         """Wait for the last message of both directions, or the loss of the other."""
+        deadline = time.monotonic() + timeout_s
         for thread in self._threads:
-            thread.join(timeout_s)
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     # -- threads -----------------------------------------------------------------------------------------------------
 
@@ -140,8 +140,7 @@ class RankLink:
                 return
             self._is_over = True
             self._sent.put(None)
-        _LOG.debug("the connection to tp rank %d ended: %s", self.peer, error)
+        _LOG.debug("the connection to rank %d of the engine ended: %s", self.peer, error)
         text = str(error).lower()
         late = "timed out" in text or "timeout" in text
-        what = f"was silent for {self._silence_s:g} s" if late else "is gone: its connection broke"
-        self._on_lost(RankFailedError(self.peer, what))
+        self._on_lost(self.peer, f"was silent for {self._silence_s:g} s" if late else "is gone: its connection broke")

@@ -16,7 +16,7 @@ from torch import Tensor
 from mcore_inference._fields import as_integer, as_number
 from mcore_inference._stability import experimental_api
 from mcore_inference.engine._engine import DynamicInferenceEngine
-from mcore_inference.engine._lockstep import LockstepConfig, LockstepLeader, check_runner_layout
+from mcore_inference.engine._lockstep import LockstepConfig, LockstepLeader, rank_name, ranks_of
 from mcore_inference.engine._stream import Increment, News, RequestStream, call_in, deliver, settle
 from mcore_inference.engine._weights import WeightChunk, WeightPolicy, check_policy
 from mcore_inference.requests import DynamicInferenceRequestRecord, EngineDeadError, QueueFullError, RankFailedError
@@ -59,20 +59,20 @@ class EngineRunner:
     A request that fails ends alone. An exception of a step ends the runner: every open request gets ``EngineDeadError``, and so does
     every later one.
 
-    An engine of several tp ranks is run on the first; each other rank calls ``follow_runner``. Where a rank is lost, the runner ends
+    An engine of several ranks (tp, pp) is run on the first; each other rank calls ``follow_runner``. Where a rank is lost, the runner ends
     with ``RankFailedError``, also while a step hangs.
 
     Args:
-        engine: of tp rank 0; it must not be used elsewhere until ``close``, and of several ranks only be read in ``call``.
+        engine: of the first rank; it must not be used elsewhere until ``close``, and of several ranks only be read in ``call``.
         stall_timeout_s: age of the last step at which a busy engine counts as dead in ``health``.
         max_failed_steps: steps that fail one after the other before the engine is given up. A step that fails before that ends its own
             requests only.
         max_waiting_requests: length of the engine's queue at which ``submit`` refuses; None for the engine's own limit only.
-        lockstep: patience with the other tp ranks; None for the defaults.
+        lockstep: patience with the other ranks; None for the defaults.
 
     Raises:
-        ValueError: this is another tp rank than the first; the model is split over a pipeline; a limit out of its range.
-        TimeoutError: the other tp ranks did not come.
+        ValueError: this is another rank than the first; a limit out of its range.
+        TimeoutError: the other ranks did not come.
     """
 
     def __init__(
@@ -84,10 +84,11 @@ class EngineRunner:
         max_waiting_requests: int | None = None,
         lockstep: LockstepConfig | None = None,
     ) -> None:
-        check_runner_layout(engine)
-        tp = engine.model.groups.tp
-        if tp.rank > 0:
-            raise ValueError(f"this is tp rank {tp.rank} of {tp.size}, and rank 0 runs the engine; call follow_runner(engine) here")
+        ranks = ranks_of(engine)
+        if ranks.rank > 0:
+            raise ValueError(
+                f"this is {rank_name(engine, ranks.rank)} of {ranks.size}, and rank 0 runs the engine; call follow_runner(engine) here"
+            )
         self.engine = engine
         self._stall_timeout_s = as_number("stall_timeout_s", stall_timeout_s, 0, 1e9)
         self._max_failed_steps = as_integer("max_failed_steps", max_failed_steps, 1, 2**31)
@@ -107,7 +108,7 @@ class EngineRunner:
         self._paused = False
         self._failure: BaseException | None = None
         self._progress = time.monotonic()
-        self._leader = None if tp.size == 1 else LockstepLeader(engine, lockstep or LockstepConfig(), self._give_up)
+        self._leader = None if ranks.size == 1 else LockstepLeader(engine, lockstep or LockstepConfig(), self._give_up)
         # Whoever changes the engine does it through this.
         self._calls: DynamicInferenceEngine | LockstepLeader = engine if self._leader is None else self._leader
         self._thread = threading.Thread(target=self._run, name="mcore-engine", daemon=True)

@@ -21,7 +21,7 @@ class WeightSender:
     """Sends the chunks of one load, as they are read.
 
     Args:
-        group: the tp ranks; this is the first.
+        group: the ranks of the model; this is the first.
         device: whose memory the group sends.
         tell: sends a message to all of them.
         bucket_bytes: of one broadcast; a longer chunk has one of its own.
@@ -88,7 +88,7 @@ def received_chunks(next_message: Callable[[], Mapping[str, Any]], group: Group,
         heads = message["chunks"]
         if heads is None:
             if not message["is_whole"]:
-                raise WeightLoadError("tp rank 0 did not send all weights")
+                raise WeightLoadError("the first rank did not send all weights")
             return
         sizes = [_num_bytes(dtype, shape) for _, dtype, shape, _ in heads]
         flat = torch.empty(sum(_aligned(size) for size in sizes), dtype=torch.uint8, device=device)

@@ -122,16 +122,17 @@ class EngineDeadError(RuntimeError):
 
 @experimental_api
 class RankFailedError(EngineDeadError):
-    """A tensor-parallel rank of the engine is gone, late, or did something else than the first; the engine serves no request any more.
+    """A rank of a split engine is gone, late, or did something else than the first; the engine serves no request any more.
 
     Args:
-        rank: its position among the tp ranks.
+        rank: its position among the ranks of the model (``ProcessGroups.tp_pp``), of which those of one stage follow each other.
         message: what it did.
+        name: what the message calls it; None for ``tp rank`` and its position.
     """
 
-    def __init__(self, rank: int, message: str) -> None:
+    def __init__(self, rank: int, message: str, name: str | None = None) -> None:
         self.rank = rank
-        super().__init__(f"tp rank {rank} {message}")
+        super().__init__(f"{name or f'tp rank {rank}'} {message}")
 
 
 class EngineLostError(RuntimeError):

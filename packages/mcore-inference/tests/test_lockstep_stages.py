@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""A runner over the stages of a pipeline, with tensor parallelism and without: the first rank decides, the others repeat it."""
+
+import asyncio
+import functools
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcore_inference import (
+    DynamicInferenceContext,
+    DynamicInferenceEngine,
+    EngineDeadError,
+    EngineRunner,
+    InferenceConfig,
+    LockstepConfig,
+    PagedAttention,
+    RankFailedError,
+    SamplingParams,
+    WeightLoadError,
+    WeightSlice,
+    follow_runner,
+)
+from mcore_parallel import ParallelPlan, ProcessGroups, named_shards
+from mcore_parallel.models import GPTModel, TransformerConfig
+
+World = Callable[..., list[Any]]
+CONFIG = TransformerConfig(num_layers=4, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=64, init_method_std=0.3)
+PATIENT = LockstepConfig(join_timeout_s=50, silence_timeout_s=20)
+PROMPTS = [[1, 2, 3], [7], list(range(20)), [9, 9]]
+
+
+def make_engine(groups: ProcessGroups, seed: int = 0) -> DynamicInferenceEngine:
+    model = GPTModel(CONFIG, groups, attention_core=PagedAttention(), dtype=torch.float64, seed=seed).eval()
+    sizes = InferenceConfig(max_sequence_length=256, num_blocks=60, block_size_tokens=8, max_tokens=64)
+    return DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, sizes))
+
+
+def split_engine(tp: int, pp: int) -> DynamicInferenceEngine:
+    return make_engine(ProcessGroups.build(ParallelPlan(tp=tp, pp=pp, sequence_parallel=False)))
+
+
+def weights_of(engine: DynamicInferenceEngine) -> list[tuple[str, Tensor]]:
+    return [(shard.name, shard.parameter.detach()) for shard in named_shards(engine.model)]
+
+
+def settings() -> list[SamplingParams]:
+    return [SamplingParams(temperature=float(i % 2), top_p=0.9, num_tokens_to_generate=12, seed=i) for i in range(4)]
+
+
+async def answers(runner: EngineRunner) -> list[list[int]]:
+    streams = [await runner.submit(prompt, params) for prompt, params in zip(PROMPTS, settings(), strict=True)]
+    return [(await stream.record()).generated_tokens for stream in streams]
+
+
+def check_served(tp: int, pp: int) -> Any:
+    engine = split_engine(tp, pp)
+    if dist.get_rank():
+        with pytest.raises(ValueError, match=rf"this is rank {dist.get_rank()} \(tp . of stage .\) of {tp * pp}, and rank 0 runs"):
+            EngineRunner(engine)
+        follow_runner(engine, PATIENT)
+        return engine.step_count, engine.weight_version, dict(engine.finished_counts)
+    first, second = (make_engine(ProcessGroups.single(), seed=seed) for seed in (0, 1))
+    expected = [[record.generated_tokens for record in whole.generate(PROMPTS, settings())] for whole in (first, second)]
+    assert expected[0] != expected[1]
+
+    async def main() -> None:
+        with EngineRunner(engine, lockstep=PATIENT) as runner:
+            assert await answers(runner) == expected[0]
+            await runner.suspend()
+            assert engine.is_suspended
+            await runner.resume()
+            await runner.unpause()
+            assert await answers(runner) == expected[0]
+            # What no stage has copied a part of leaves the weights.
+            with pytest.raises(WeightLoadError, match="nothing is no parameter"):
+                await runner.load_weights([("nothing", torch.zeros(1))])
+            assert await answers(runner) == expected[0]
+            await runner.load_weights(weights_of(second), version=7)
+            assert await answers(runner) == expected[1]
+            # Rows that only the last rank holds come twice.
+            name, tensor = next((name, tensor) for name, tensor in weights_of(first) if name == "output.weight")
+            twice = (name, WeightSlice(tensor=tensor[-1:], offsets=(len(tensor) - 1, 0)))
+            last = rf"rank {tp * pp - 1} \(tp {tp - 1} of stage {pp - 1}\)"
+            with pytest.raises(WeightLoadError, match=rf"{last} refused the weights: WeightLoadError: .* came twice"):
+                await runner.load_weights([*weights_of(first), twice])
+            assert not engine.can_step
+            await runner.load_weights(weights_of(first))
+            assert await answers(runner) == expected[0]
+
+    asyncio.run(main())
+    return engine.step_count, engine.weight_version, dict(engine.finished_counts)
+
+
+@pytest.mark.world(2)
+def test_two_stages_behind_a_runner_draw_the_tokens_of_one_rank_and_get_its_weights(world: World) -> None:
+    ranks = world(functools.partial(check_served, 1, 2))
+    assert ranks[0][0] > 20 and ranks == ranks[:1] * 2
+
+
+@pytest.mark.world(4)
+def test_two_stages_of_two_tp_ranks_do_so_too(world: World) -> None:
+    ranks = world(functools.partial(check_served, 2, 2))
+    assert ranks[0][0] > 20 and ranks == ranks[:1] * 4
+
+
+def check_killed(doomed: int) -> float:
+    engine = split_engine(2, 2)
+    pids = [torch.zeros(1, dtype=torch.int64) for _ in range(4)]
+    dist.all_gather(pids, torch.tensor([os.getpid()]))
+    if dist.get_rank():
+        with pytest.raises(EngineDeadError, match=rf"rank {doomed} \(tp {doomed % 2} of stage {doomed // 2}\) is gone"):
+            follow_runner(engine, PATIENT)
+        return 0.0
+
+    async def main() -> float:
+        with EngineRunner(engine, lockstep=PATIENT) as runner:
+            engine.model.register_forward_pre_hook(lambda *_: time.sleep(0.01))
+            stream = await runner.submit([1], SamplingParams(num_tokens_to_generate=200, ignore_eos=True))
+            await anext(aiter(stream))
+            begin = time.monotonic()
+            os.kill(int(pids[doomed]), signal.SIGKILL)
+            with pytest.raises(RankFailedError, match="is gone") as caught:
+                await stream.record()
+            assert caught.value.rank == doomed
+            return time.monotonic() - begin
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("doomed", [1, 3])
+@pytest.mark.world(4)
+def test_a_killed_rank_of_any_stage_is_named_and_the_others_end(world: World, doomed: int) -> None:
+    seconds = world(functools.partial(check_killed, doomed), doomed=(doomed,))
+    assert seconds[0] < 5 and seconds.count(0.0) == 2 and seconds[doomed] is None
