@@ -33,6 +33,7 @@ from mcore_inference import (
     follow_runner,
 )
 from mcore_inference.engine import _weight_broadcast
+from mcore_inference.engine._rank_link import RankLink
 from mcore_inference.server import serve, serve_runner
 from mcore_parallel import ParallelPlan, ProcessGroups, named_shards
 from mcore_parallel.data import ByteTokenizer
@@ -344,6 +345,66 @@ def check_one_sided_failures() -> None:
 @pytest.mark.world(2)
 def test_a_step_that_fails_everywhere_ends_its_requests_and_one_that_fails_on_a_rank_the_engine(world: World) -> None:
     world(check_one_sided_failures)
+
+
+def num_groups() -> int:
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def check_first_rank_fails() -> float:
+    engine = split_engine()
+    quick = LockstepConfig(join_timeout_s=50, silence_timeout_s=1.5, step_timeout_s=20)
+    num_before = num_groups()
+    if engine.model.groups.tp.rank == 1:
+        # It waits in the model for the first rank, which is not coming.
+        with pytest.raises(EngineDeadError, match="tp rank 0 failed in step 4: RuntimeError: broken"):
+            follow_runner(engine, quick)
+        assert num_groups() == num_before
+        return 0.0
+    steps, step = iter(range(1, 100)), engine.step
+
+    def broken() -> Any:
+        if next(steps) == 4:
+            raise RuntimeError("broken")
+        return step()
+
+    engine.step = broken  # type: ignore[method-assign]
+
+    async def main() -> float:
+        with EngineRunner(engine, lockstep=quick) as runner:
+            begin = time.monotonic()
+            with expects_rank_failure(0, "tp rank 0 failed in step 4: RuntimeError: broken"):
+                await (await runner.submit("a", LONG)).record()
+            return time.monotonic() - begin
+
+    seconds = asyncio.run(main())
+    assert num_groups() == num_before
+    return seconds
+
+
+@pytest.mark.world(2)
+def test_a_step_that_fails_on_the_first_rank_alone_is_blamed_on_it_and_leaves_no_group_open(world: World) -> None:
+    seconds, _ = world(check_first_rank_fails)
+    # Of its silence, not of the step.
+    assert seconds < 10
+
+
+def check_join() -> float:
+    pg: Any = dist.new_group(backend="gloo")
+    seconds = 0.0
+    if dist.get_rank() == 0:
+        link = RankLink(pg, 1, silence_s=20, on_message=lambda *_: None, on_lost=lambda *_: None)
+        begin = time.monotonic()
+        link.join(0.5)
+        seconds = time.monotonic() - begin
+    dist.barrier()
+    return seconds
+
+
+@pytest.mark.world(2)
+def test_joining_a_silent_rank_takes_its_time_out_once(world: World) -> None:
+    seconds, _ = world(check_join)
+    assert 0.5 <= seconds < 0.9
 
 
 def check_other_tokens() -> None:
