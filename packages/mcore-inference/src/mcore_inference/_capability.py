@@ -10,6 +10,7 @@ from torch import nn
 from mcore_inference._stability import experimental_api
 from mcore_inference.attention import PagedAttention
 from mcore_inference.cache import MambaInferenceStateConfig, PagedKVCache, get_mamba_inference_state_config_from_model
+from mcore_parallel import Group
 from mcore_parallel.backends import TorchBackend
 from mcore_parallel.models import GPTModel, TransformerLayer
 from mcore_parallel.nn import MLP, GatedDeltaNet, LatentSelfAttention, LinearMixer, MambaMixer, SelfAttention
@@ -131,10 +132,11 @@ def shares_prefixes(model: GPTModel, wanted: bool | None) -> bool:
 
 
 def check_layout(model: GPTModel) -> None:
-    """Whether engines that step independently can serve the model's layout.
+    """Whether engines can serve the model's layout.
 
     Raises:
-        ValueError: context parallelism, stages of a model with recurrent layers, expert parallelism beyond tp, or sequence parallelism.
+        ValueError: context parallelism, stages of a model with recurrent layers, experts beyond the tp ranks with tp or pp, or sequence
+            parallelism.
     """
     groups = model.groups
     if groups.cp.size > 1:
@@ -142,13 +144,31 @@ def check_layout(model: GPTModel) -> None:
     pattern = model.config.hybrid_layer_pattern
     if groups.pp.size > 1 and pattern is not None and {"M", "G"} & set(pattern):
         raise ValueError(f"pp={groups.pp.size} and hybrid_layer_pattern={pattern!r} exclude each other in the engine; serve with pp=1")
-    if not set(groups.ep.ranks) <= set(groups.tp.ranks):
+    if shares_experts(model) and (groups.tp.size > 1 or groups.pp.size > 1):
         raise ValueError(
-            f"ep={groups.ep.size} exchanges tokens with ranks {sorted(set(groups.ep.ranks) - set(groups.tp.ranks))} outside of tp, "
-            "whose engines step on their own; serve with ep up to tp and dp=1"
+            f"ep={groups.ep.size} etp={groups.expt_tp.size} exchange tokens with ranks "
+            f"{sorted(set(groups.tp_ep.ranks) - set(groups.tp.ranks))} outside of tp={groups.tp.size}, and pp={groups.pp.size}; engines "
+            "that share experts have tp=1 and pp=1, others ep and etp up to tp"
         )
     if groups.sequence_parallel:
         raise ValueError("sequence_parallel=True cannot serve steps of any length; build the serving plan with sequence_parallel=False")
+
+
+def peers_of(model: GPTModel) -> Group:
+    """The ranks that hold the experts of a model."""
+    return model.groups.tp_ep
+
+
+def exchanges_tokens(layer: TransformerLayer) -> bool:
+    """Whether a layer's feed-forward may ask other ranks for their experts."""
+    return layer.mlp is not None and type(layer.mlp) is not MLP
+
+
+def shares_experts(model: GPTModel) -> bool:
+    """Whether ranks with other requests hold experts of the model: then no rank steps alone."""
+    layers = [layer for layer in model.layers.values() if isinstance(layer, TransformerLayer)]
+    spread = not set(peers_of(model).ranks) <= set(model.groups.tp.ranks)
+    return spread and any(exchanges_tokens(layer) for layer in layers)
 
 
 def check_states(model: GPTModel, held: MambaInferenceStateConfig | None) -> None:

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from mcore_inference._capability import EngineCapability, check_cache, check_layout, check_states, shares_prefixes
+from mcore_inference._capability import EngineCapability, check_cache, check_layout, check_states, shares_experts, shares_prefixes
 from mcore_inference._fields import as_integer
 from mcore_inference._stability import experimental_api
 from mcore_inference.context import DynamicInferenceContext
 from mcore_inference.engine._active_request import ActiveRequest
 from mcore_inference.engine._admission import Admission
 from mcore_inference.engine._executor import DecodeBatch, ExecutionConfig, Executor, InFlight
+from mcore_inference.engine._expert_peers import Decision, ExpertPeers, Vote, run_dummy
 from mcore_inference.engine._intake import Intake
 from mcore_inference.engine._offline import completions_of, run_to_end, settings_of
 from mcore_inference.engine._step_log import StepLog
@@ -36,6 +37,11 @@ class DynamicInferenceEngine:
 
     With tensor parallelism every tp rank has an engine and makes the same calls in the same order; scheduling and sampling are
     functions of those calls, so the ranks stay in step and return equal tokens.
+
+    Data-parallel ranks that share the experts of a mixture (``ep`` of dp ranks, with tp=1) have an engine each, with requests of its own.
+    They step together: ``step`` waits until all of them call it, and a rank without requests runs a dummy step while another has some.
+    ``generate`` is called on all as well, with as many prompts as each has, none included. None steps while one is suspended, or has other
+    weights than the rest (by ``weight_version``).
 
     Args:
         model: built with ``attention_core=PagedAttention()``; its groups say the layout.
@@ -98,6 +104,8 @@ class DynamicInferenceEngine:
         self._batch: DecodeBatch | None = None
         self._log = None if execution.log_interval_steps is None else StepLog(self.stats, execution.log_interval_steps)
         self.weights = ModelWeights(model)
+        self.peers = ExpertPeers(model) if shares_experts(model) else None
+        """Of ranks that share experts."""
         ngrams = execution.speculation if isinstance(execution.speculation, NgramSpeculation) else None
         self._intake = Intake(context, tokenizer, self.vocab_size, seed=seed, ngrams=ngrams, shares_prefixes=shares)
 
@@ -213,12 +221,54 @@ class DynamicInferenceEngine:
         Raises:
             RuntimeError: the engine is suspended.
             IncompleteWeightsError: a ``load_weights`` failed half-way and was not repeated.
+            RankFailedError: of ranks that share experts one is lost, late, or failed in the middle of the model.
             Exception: whatever the model raised. The requests of the step have ended then, with ``StepFailedError``, and hold nothing;
                 ``take_finished`` or the next step returns them. The others go on.
         """
+        if self.peers is not None:
+            return self._step_with_peers(self.peers)
         if self.is_suspended:
             raise RuntimeError("the engine is suspended; call resume() first")
         self.weights.check_complete()
+        self._advance()
+        return self.take_finished()
+
+    def _step_with_peers(self, peers: ExpertPeers) -> list[DynamicInferenceRequestRecord]:
+        """One vote, and one pass through the model where all ranks make one."""
+        if not peers.decide(self._vote()).steps:
+            return self.take_finished()
+        executor = self._executor
+        before = executor.num_forwards_begun
+        try:
+            if self._entries:
+                self._advance()
+        except Exception as error:
+            if executor.num_forwards_begun != executor.num_forwards:
+                raise peers.fail(error) from error
+            raise
+        finally:
+            if executor.num_forwards_begun == before:
+                self._run_dummy(peers)
+        return self.take_finished()
+
+    def _run_dummy(self, peers: ExpertPeers) -> None:
+        try:
+            run_dummy(self.model)
+        except Exception as error:
+            raise peers.fail(error) from error
+
+    def _vote(self) -> Vote:
+        """What this rank says of the next step to those that share its experts."""
+        assert self.peers is not None, "nobody else asks"
+        hold = self.peers.hold
+        if hold is None and self.is_suspended:
+            hold = "is suspended; call resume() there"
+        if hold is None and not self.weights.are_complete:
+            hold = "has weights of a load that failed half-way; repeat it"
+        return Vote(self._has_own_work, hold, self.weight_version)
+
+    def _advance(self) -> None:
+        """Plan a step and launch it, and take the results of the one before."""
         blamed = list(self._entries.values())
         try:
             drafts = self._verification.propose() if self._speculates else {}
@@ -241,7 +291,6 @@ class DynamicInferenceEngine:
         except Exception as error:
             self._fail(blamed, error)
             raise
-        return self.take_finished()
 
     def take_finished(self) -> list[DynamicInferenceRequestRecord]:
         """Records of the requests that ended since the last call, without a step."""
@@ -269,7 +318,7 @@ class DynamicInferenceEngine:
             raise ValueError(f"the engine has {len(self._entries)} unfinished requests; step() until they are done, or use add_request")
         completions = completions_of(prompts, settings)
         try:
-            records, num_refused = run_to_end(self, completions)
+            records, num_refused = run_to_end(self if self.peers is None else _Together(self, self.peers), completions)
             self.finished_counts[FinishReason.ERROR.value] += num_refused
             return records
         finally:
@@ -346,8 +395,14 @@ class DynamicInferenceEngine:
 
     @property
     def has_work(self) -> bool:
-        """Whether ``step`` can run and has something to do or to return."""
-        return self.can_step and bool(self._done or (self.num_in_flight if self._admission.holds_queue else self._entries))
+        """Whether ``step`` can run and has something to do or to return; of ranks that share experts, whether this one is to call it."""
+        if self.peers is not None:
+            return self.peers.wants_round(self._vote())
+        return self.can_step and self._has_own_work
+
+    @property
+    def _has_own_work(self) -> bool:
+        return bool(self._done or (self.num_in_flight if self._admission.holds_queue else self._entries))
 
     def hold_queue(self, hold: bool) -> None:
         """Admit no request that is not in flight (or do so again): the way to drain an engine that is stepped elsewhere."""
@@ -506,3 +561,29 @@ class DynamicInferenceEngine:
         reason = entry.finish(reason, error)
         self.finished_counts[reason.value] += 1
         self._done.append(record)
+
+
+class _Together:
+    """An engine of ranks that share experts, which steps until none of them has work.
+
+    Args:
+        engine: of this rank.
+        peers: its peers.
+    """
+
+    def __init__(self, engine: DynamicInferenceEngine, peers: ExpertPeers) -> None:
+        self._engine, self._peers = engine, peers
+        self._last: Decision | None = None
+
+    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
+        return self._engine.add_request(prompt, sampling_params)
+
+    def step(self) -> list[DynamicInferenceRequestRecord]:
+        finished = self._engine.step()
+        self._last = self._peers.last
+        if self._last.hold is not None:
+            raise RuntimeError(f"no rank can step: {self._last.hold}")
+        return finished
+
+    def has_unfinished_requests(self) -> bool:
+        return self._last is None or self._last.steps

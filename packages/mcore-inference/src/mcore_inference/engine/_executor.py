@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from mcore_inference._capability import records_graphs
+from mcore_inference._capability import records_graphs, shares_experts
 from mcore_inference._fields import as_integer
 from mcore_inference._stability import experimental_api
 from mcore_inference.context import DynamicInferenceContext, HostStep, StepInputs
@@ -134,6 +134,8 @@ class Executor:
         self._model, self._context, self._vocab_size = model, context, vocab_size
         self.num_computed = 0
         """Tokens that went through the model."""
+        self.num_forwards_begun = self.num_forwards = 0
+        """Passes through the model that began, and that ended."""
         self._batch_invariant = isinstance(model.backend, TorchBackend) and model.backend.batch_invariant
         self._sampler = Sampler(context.builder.last_tokens, vocab_size, batch_invariant=self._batch_invariant)
         can_record = context.builder.has_kernel and records_graphs(model)
@@ -145,6 +147,11 @@ class Executor:
             )
         if execution.speculation is not None and context.states is not None:
             raise ValueError("speculation takes rejected tokens back, which recurrent states cannot; leave it at None for this model")
+        if shares_experts(model) and isinstance(execution.speculation, MtpSpeculation):
+            raise ValueError(
+                f"MtpSpeculation runs the experts of its heads at times of its own, and ep={model.groups.ep.size} etp="
+                f"{model.groups.expt_tp.size} share experts with ranks that do not; leave speculation at None, or NgramSpeculation"
+            )
         self.graphs: DecodeGraphs | None = None
         fits = context.builder.has_kernel and FusedDecoder.fits(model)
         self._recorder = RoutingRecorder(model, context.max_tokens, context.device) if execution.record_routing else None
@@ -190,7 +197,7 @@ class Executor:
             elif item.is_last:
                 computed.append(entry)
         host = context.host_step(tokens)
-        logits_NV = self._logits(host, rows)
+        logits_NV = self._forward(host, rows)
         if self.drafts is not None:
             self.drafts.observe([(entry, item.num_tokens + len(entry.drafts)) for entry, item in work])
         routing = None if self._recorder is None else self._recorder.take([entry for entry, _ in work], host)
@@ -230,12 +237,19 @@ class Executor:
     def decode(self, batch: DecodeBatch) -> InFlight:
         """One token for each request of the batch; ``extend_lines`` made room for it."""
         host = self._context.decode_step(batch.lines_R)
-        logits_RV = self._logits(host, range(len(batch.entries)))
+        logits_RV = self._forward(host, range(len(batch.entries)))
         routing = None if self._recorder is None else self._recorder.take(batch.entries, host)
         draws = self._sampler.draw(logits_RV, batch.rows)
         self._context.advance_lines(batch.lines_R)
         batch.advance()
         return InFlight(sampled=batch.entries, draws=draws, prompt_log_probs=[], computed=[], routing=routing)
+
+    def _forward(self, host: HostStep, rows: Sequence[int]) -> Tensor:
+        """One pass through the model, counted: ranks that share experts make as many."""
+        self.num_forwards_begun += 1
+        logits_NV = self._logits(host, rows)
+        self.num_forwards += 1
+        return logits_NV
 
     def _logits(self, host: HostStep, rows: Sequence[int]) -> Tensor:
         """Logits [N, V] of these tokens of the step, over the whole vocabulary on every tp rank."""

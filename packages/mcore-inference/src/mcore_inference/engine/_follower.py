@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from mcore_inference._stability import experimental_api
 from mcore_inference.engine._engine import DynamicInferenceEngine
-from mcore_inference.engine._lockstep import LockstepConfig, Outcome, apply_calls, digest_of, open_group, rank_name, ranks_of
+from mcore_inference.engine._lockstep import Outcome, apply_calls, digest_of, open_group, rank_name, ranks_of
+from mcore_inference.engine._lockstep_config import LockstepConfig
 from mcore_inference.engine._rank_link import RankLink
 from mcore_inference.engine._weight_broadcast import received_chunks
 from mcore_inference.requests import EngineDeadError, RankFailedError

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mcore_inference._fields import as_integer, as_number
-from mcore_inference._stability import experimental_api
+from mcore_inference._fields import as_integer
 from mcore_inference.engine._engine import DynamicInferenceEngine
+from mcore_inference.engine._lockstep_config import LockstepConfig
 from mcore_inference.engine._rank_link import RankLink
 from mcore_inference.engine._weight_broadcast import WeightSender
 from mcore_inference.engine._weights import WeightChunk, WeightLoadError, WeightPolicy, check_policy
@@ -24,27 +24,6 @@ from mcore_parallel.groups import Group, connect
 
 _MAX_UNACKNOWLEDGED = 4
 """Steps that the first rank may be ahead of another."""
-
-
-@experimental_api
-@dataclass(frozen=True, kw_only=True)
-class LockstepConfig:
-    """Patience with the ranks of a split engine.
-
-    Raises:
-        ValueError: a field out of its range.
-    """
-
-    join_timeout_s: float = 600.0
-    """Seconds until all ranks are there."""
-    silence_timeout_s: float = 30.0
-    """Seconds without a sign of life after which a rank is lost."""
-    step_timeout_s: float = 120.0
-    """Seconds that a rank gets for a step."""
-
-    def __post_init__(self) -> None:
-        for name in ("join_timeout_s", "silence_timeout_s", "step_timeout_s"):
-            as_number(name, getattr(self, name), 0.1, 1e6)
 
 
 def ranks_of(engine: DynamicInferenceEngine) -> Group:

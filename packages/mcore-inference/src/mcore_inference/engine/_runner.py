@@ -16,7 +16,8 @@ from torch import Tensor
 from mcore_inference._fields import as_integer, as_number
 from mcore_inference._stability import experimental_api
 from mcore_inference.engine._engine import DynamicInferenceEngine
-from mcore_inference.engine._lockstep import LockstepConfig, LockstepLeader, rank_name, ranks_of
+from mcore_inference.engine._lockstep import LockstepLeader, rank_name, ranks_of
+from mcore_inference.engine._lockstep_config import LockstepConfig
 from mcore_inference.engine._stream import Increment, News, RequestStream, call_in, deliver, settle
 from mcore_inference.engine._weights import WeightChunk, WeightPolicy, check_policy
 from mcore_inference.requests import DynamicInferenceRequestRecord, EngineDeadError, QueueFullError, RankFailedError
@@ -61,6 +62,9 @@ class EngineRunner:
 
     An engine of several ranks (tp, pp) is run on the first; each other rank calls ``follow_runner``. Where a rank is lost, the runner ends
     with ``RankFailedError``, also while a step hangs.
+
+    Ranks that share experts (``ep`` of dp ranks) have a runner each, with requests of its own; they live and end together, and while one is
+    paused or suspended none steps.
 
     Args:
         engine: of the first rank; it must not be used elsewhere until ``close``, and of several ranks only be read in ``call``.
@@ -109,6 +113,9 @@ class EngineRunner:
         self._failure: BaseException | None = None
         self._progress = time.monotonic()
         self._leader = None if ranks.size == 1 else LockstepLeader(engine, lockstep or LockstepConfig(), self._give_up)
+        self._peers = engine.peers
+        if self._peers is not None:
+            self._peers.open(lockstep or LockstepConfig(), self._give_up, self._wake_up)
         # Whoever changes the engine does it through this.
         self._calls: DynamicInferenceEngine | LockstepLeader = engine if self._leader is None else self._leader
         self._thread = threading.Thread(target=self._run, name="mcore-engine", daemon=True)
@@ -218,6 +225,11 @@ class EngineRunner:
             EngineDeadError: the engine failed or was closed.
         """
         check_policy(in_flight)
+        if self._peers is not None:
+            raise ValueError(
+                "load_weights of a runner loads one rank, and ep shares the experts of several; close the runners, call load_weights of "
+                "the engine on every rank, and make new ones"
+            )
         chunks = self._watched(chunks)
         if in_flight != "drain":
             await self.call(lambda: self._calls.load_weights(chunks, version, in_flight=in_flight))
@@ -279,6 +291,8 @@ class EngineRunner:
 
     def _set_paused(self, paused: bool) -> None:
         self._paused = paused
+        if self._peers is not None:
+            self._peers.hold = "is paused" if paused else None
         self._progress = time.monotonic()
 
     def abort(self, request_id: int) -> None:
@@ -319,7 +333,8 @@ class EngineRunner:
 
     def health(self) -> EngineHealth:
         """Liveness by progress: a thread that hangs in a step is dead after ``stall_timeout_s``."""
-        busy = bool(self._commands or (self._streams and not self._paused))
+        waits = self._paused or (self._peers is not None and self._peers.last.hold is not None)
+        busy = bool(self._commands or (self._streams and not waits))
         age = time.monotonic() - self._progress if busy else None
         alive = self._thread.is_alive() and not self._closing and (age is None or age < self._stall_timeout_s)
         failure = None if self._failure is None else f"{type(self._failure).__name__}: {self._failure}"
@@ -383,7 +398,13 @@ class EngineRunner:
         return True
 
     def _has_work(self) -> bool:
-        return not self._paused and self.engine.has_work
+        # One that is paused tells so those that share its experts.
+        return (self._peers is not None or not self._paused) and self.engine.has_work
+
+    def _wake_up(self) -> None:
+        """From another thread: those that share the experts wait for this rank."""
+        with self._wake:
+            self._wake.notify()
 
     def _gained(self, request_id: int, record: DynamicInferenceRequestRecord, *, ended: bool) -> list[News]:
         """What a request has that its stream has not; empty or of one entry."""
@@ -410,6 +431,8 @@ class EngineRunner:
         finally:
             if self._leader is not None:
                 self._leader.close(None if self._failure is None else str(self._dead()))
+            if self._peers is not None:
+                self._peers.close()
 
     def _give_up(self, failure: RankFailedError) -> None:
         """From another thread: another rank failed, and this one may wait for it in a step without end."""

@@ -125,7 +125,8 @@ class RankFailedError(EngineDeadError):
     """A rank of a split engine is gone, late, or did something else than the first; the engine serves no request any more.
 
     Args:
-        rank: its position among the ranks of the model (``ProcessGroups.tp_pp``), of which those of one stage follow each other.
+        rank: its position among the ranks of the model (``ProcessGroups.tp_pp``), of which those of one stage follow each other, or among
+            those that share its experts (``tp_ep``).
         message: what it did.
         name: what the message calls it; None for ``tp rank`` and its position.
     """

@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Engines that share the experts of one model: each serves its own requests, and all of them step together."""
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mcore_inference._capability import exchanges_tokens, peers_of
+from mcore_inference.engine._lockstep_config import LockstepConfig
+from mcore_inference.engine._rank_link import RankLink
+from mcore_inference.requests import RankFailedError
+from mcore_parallel.groups import connect
+from mcore_parallel.models import GPTModel, TransformerLayer
+from mcore_parallel.nn import Step
+
+_VERDICT_S = 3.0
+"""That the links get to name a lost rank, when an exchange with it breaks."""
+
+
+@dataclass(frozen=True)
+class Vote:
+    """What a rank says before a step."""
+
+    has_work: bool
+    hold: str | None
+    """Why this rank cannot step; None where it can."""
+    weight_version: int
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What follows from the votes of all ranks."""
+
+    steps: bool
+    """Whether every rank runs the model once."""
+    hold: str | None = None
+    """Who keeps the ranks from stepping, and why."""
+
+
+def decide(votes: list[Vote]) -> Decision:
+    """All step where one has work, unless one cannot or has other weights than the first."""
+    for rank, vote in enumerate(votes):
+        if vote.hold is not None:
+            return Decision(False, f"ep rank {rank} {vote.hold}")
+    first = votes[0].weight_version
+    for rank, vote in enumerate(votes):
+        if vote.weight_version != first:
+            return Decision(
+                False, f"ep rank {rank} has weight_version={vote.weight_version} and ep rank 0 {first}; load the same weights on all"
+            )
+    return Decision(any(vote.has_work for vote in votes))
+
+
+class ExpertPeers:
+    """The ranks that exchange tokens in every step of a mixture, of which this is one.
+
+    A round is one vote of every rank and the decision of the first. Whoever has work begins one, and the others are called; after a step
+    comes another round, so that all are idle only when none has work. Votes and decisions travel over gloo, beside the device.
+
+    Args:
+        model: of this rank.
+    """
+
+    def __init__(self, model: GPTModel) -> None:
+        group = peers_of(model)
+        self.rank, self._ranks = group.rank, group.ranks
+        self.hold: str | None = None
+        """Why whoever drives this rank wants no step."""
+        self.last = Decision(False)
+        """Of the last round."""
+        self._config = LockstepConfig()
+        self._changed = threading.Condition()
+        self._links: dict[int, RankLink] = {}
+        self._pg: dist.ProcessGroup | None = None
+        self._on_failure: Callable[[RankFailedError], None] = lambda _: None
+        self._on_call: Callable[[], None] = lambda: None
+        self._failure: RankFailedError | None = None
+        self._round = 0
+        self._own: Vote | None = None
+        """This rank's vote of the present round."""
+        self._own_before = Vote(False, None, 0)
+        self._called_round = -1
+        """The last one that another rank began."""
+        self._is_broken = False
+        # Of the first rank:
+        self._votes: dict[int, Vote] = {}
+        self._votes_before: dict[int, Vote] = {}
+        self._began: float | None = None
+        """When the missing votes were first waited for."""
+
+    def open(
+        self, config: LockstepConfig, on_failure: Callable[[RankFailedError], None] | None = None, on_call: Callable[[], None] | None = None
+    ) -> None:
+        """Connect to the others, which all call this; a step does it with the defaults where nobody did.
+
+        Args:
+            config: time-outs.
+            on_failure: called once, in another thread, when a rank is lost or late.
+            on_call: called in another thread when this rank is to vote.
+
+        Raises:
+            TimeoutError: not all ranks came.
+        """
+        if self._pg is not None:
+            raise ValueError("the ranks of this engine are connected already; make a new engine for a new runner")
+        self._config = config
+        self._on_failure, self._on_call = on_failure or self._on_failure, on_call or self._on_call
+        me = self._ranks[self.rank]
+        try:
+            group = connect(self._ranks, me, backend="gloo", timeout_s=config.join_timeout_s, name="mcore-experts", local=True)
+        except RuntimeError as error:
+            others = [rank for rank in range(len(self._ranks)) if rank != self.rank]
+            raise TimeoutError(
+                f"ep ranks {others} did not all come within join_timeout_s={config.join_timeout_s:g}; every rank makes its engine, and "
+                "then its runner"
+            ) from error
+        assert group.pg is not None, "this rank is one of them"
+        self._pg = group.pg
+        peers = range(1, len(self._ranks)) if self.rank == 0 else (0,)
+        with self._changed:
+            for peer in peers:
+                self._links[peer] = RankLink(
+                    group.pg, peer, silence_s=config.silence_timeout_s, on_message=self._receive, on_lost=self._lose
+                )
+
+    # -- rounds ------------------------------------------------------------------------------------------------------
+
+    def wants_round(self, vote: Vote) -> bool:
+        """Whether this rank is to vote now.
+
+        Args:
+            vote: what it would say.
+        """
+        with self._changed:
+            if self._failure is not None:
+                return vote.has_work
+            if self._own is not None:
+                return False
+            if self._called_round >= self._round or self.last.steps:
+                return True
+            if self.last.hold is None:
+                return vote.has_work
+            before = self._own_before
+            return (vote.hold, vote.weight_version) != (before.hold, before.weight_version)
+
+    def vote(self, vote: Vote) -> None:
+        """Vote without waiting for the others; nothing happens when this rank has voted."""
+        if self._pg is None:
+            self.open(LockstepConfig())
+        with self._changed:
+            self._check(vote)
+            if self._own is not None or self._failure is not None:
+                return
+            self._own = self._own_before = vote
+        if self.rank == 0:
+            self._count(0, vote)
+        else:
+            self._links[0].send({"vote": dataclasses.asdict(vote)})
+
+    def decide(self, vote: Vote) -> Decision:
+        """Vote, and wait for the others.
+
+        Raises:
+            RankFailedError: a rank is lost, late, failed in a step, or is closed while this one has work.
+            TimeoutError: not all ranks came to the first round.
+        """
+        self.vote(vote)
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None or self._own is None)
+            self._check(vote)
+            return self.last if self._failure is None else Decision(False)
+
+    def fail(self, error: Exception) -> RankFailedError:
+        """After an error in the middle of a step, whose exchanges the others wait for: what ended the ranks.
+
+        An exchange breaks where another rank is lost, which its link then says.
+        """
+        if isinstance(error, RuntimeError):
+            with self._changed:
+                self._changed.wait_for(lambda: self._failure is not None, _VERDICT_S)
+        if self._failure is None:
+            self._fail(self._failed(self.rank, f"failed in a step: {type(error).__name__}: {error}"[:1000]))
+        assert self._failure is not None
+        return self._failure
+
+    def close(self) -> None:
+        """Leave; the others cannot step any more."""
+        if self._pg is None:
+            return
+        for link in self._links.values():
+            link.end()
+        if not self._is_broken:
+            for link in self._links.values():
+                link.join(self._config.silence_timeout_s)
+            dist.destroy_process_group(self._pg)
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _check(self, vote: Vote) -> None:
+        """A rank without work may be the last one that is not closed."""
+        if self._failure is not None and (self._is_broken or vote.has_work):
+            raise self._failure
+
+    def _failed(self, rank: int, what: str) -> RankFailedError:
+        return RankFailedError(rank, what, f"ep rank {rank}")
+
+    def _receive(self, rank: int, message: dict[str, Any]) -> None:
+        """In a thread of a link."""
+        if "vote" in message:
+            self._count(rank, Vote(**message["vote"]))
+        elif "decision" in message:
+            self._take(Decision(**message["decision"]))
+            self._on_call()
+        elif "call" in message:
+            self._be_called(message["call"])
+        elif "failed" in message:
+            self._fail(self._failed(message["failed"], message["what"]), tells=message["tells"])
+        elif "end" in message:
+            self._leave(rank)
+        elif self.rank == 0:
+            self._check_late()
+
+    def _count(self, rank: int, vote: Vote) -> None:
+        """On the first rank."""
+        with self._changed:
+            self._votes[rank] = vote
+            number = self._round
+            calls = len(self._votes) == 1 and not self.last.steps
+            decision = None
+            if len(self._votes) == len(self._ranks):
+                decision = decide([self._votes[peer] for peer in range(len(self._ranks))])
+                self._votes_before, self._votes = self._votes, {}
+                # Every step is answered by a vote.
+                self._began = time.monotonic() if decision.steps else None
+                # Before anybody can vote again.
+                self._take(decision)
+            elif self._began is None:
+                self._began = time.monotonic()
+        if decision is not None:
+            self._broadcast({"decision": dataclasses.asdict(decision)})
+            self._on_call()
+        elif calls:
+            for peer, link in self._links.items():
+                if peer != rank:
+                    link.send({"call": number})
+            self._be_called(number)
+
+    def _be_called(self, number: int) -> None:
+        with self._changed:
+            # It may come behind the decision that it led to, or before the one that precedes it.
+            self._called_round = max(self._called_round, number)
+        self._on_call()
+
+    def _take(self, decision: Decision) -> None:
+        with self._changed:
+            self.last, self._own = decision, None
+            self._round += 1
+            self._changed.notify_all()
+
+    def _check_late(self) -> None:
+        """On the first rank. One that said that it cannot step may be busy with that."""
+        limit = self._config.step_timeout_s
+        with self._changed:
+            if self._began is None or time.monotonic() - self._began < limit:
+                return
+            before = self._votes_before
+            missing = [
+                rank
+                for rank in range(len(self._ranks))
+                if rank not in self._votes and not (rank in before and before[rank].hold is not None)
+            ]
+        if missing:
+            more = f" (and ranks {missing[1:]})" if missing[1:] else ""
+            self._fail(self._failed(missing[0], f"did not come to the next step within {limit:g} s{more}"))
+
+    def _lose(self, rank: int, what: str) -> None:
+        self._fail(self._failed(rank, what))
+
+    def _leave(self, rank: int) -> None:
+        """Another rank was closed: that is a failure for who still has work."""
+        self._links[rank].end()
+        self._fail(self._failed(rank, "was closed"), tells=False)
+
+    def _fail(self, failure: RankFailedError, *, tells: bool = True) -> None:
+        with self._changed:
+            if self._failure is not None:
+                return
+            self._failure, self._is_broken = failure, tells
+            self._changed.notify_all()
+        if tells:
+            self._on_failure(failure)
+        what = str(failure).removeprefix(f"ep rank {failure.rank} ")
+        self._broadcast({"failed": failure.rank, "what": what, "tells": tells})
+        for link in self._links.values():
+            link.end()
+        self._on_call()
+
+    def _broadcast(self, message: dict[str, Any]) -> None:
+        for link in self._links.values():
+            link.send(message)
+
+
+@torch.no_grad()
+def run_dummy(model: GPTModel) -> None:
+    """The exchanges of a step of a rank without work: its mixtures get one token of padding, which goes to no expert.
+
+    Cache, counters and random numbers stay as they are.
+    """
+    place = next(model.parameters())
+    x_TD = torch.zeros((1, model.config.hidden_size), dtype=model.dtype, device=place.device)
+    step = dataclasses.replace(Step.causal(1, 1, place.device), valid=torch.zeros(1, dtype=torch.bool, device=place.device))
+    for layer in model.layers.values():
+        if isinstance(layer, TransformerLayer) and exchanges_tokens(layer):
+            assert layer.mlp is not None
+            layer.mlp(x_TD, step)

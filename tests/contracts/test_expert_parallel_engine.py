@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Data-parallel engines that share the experts of one mixture: tokens of each are those of one process, and none steps alone."""
+
+import asyncio
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mcore_inference import (
+    DynamicInferenceContext,
+    DynamicInferenceEngine,
+    EngineRunner,
+    ExecutionConfig,
+    InferenceConfig,
+    LockstepConfig,
+    MtpSpeculation,
+    NgramSpeculation,
+    PagedAttention,
+    RankFailedError,
+    SamplingParams,
+)
+from mcore_moe import MoEConfig, moe_feed_forward
+from mcore_parallel import ParallelPlan, ProcessGroups, named_shards
+from mcore_parallel.models import GPTModel, TransformerConfig
+
+World = Callable[..., list[Any]]
+CONFIG = TransformerConfig(
+    num_layers=3, hidden_size=16, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=24, vocab_size=64, init_method_std=0.3
+)
+MIXTURE = MoEConfig(num_moe_experts=6, moe_router_topk=2, moe_layer_freq=(1, 0, 1), moe_shared_expert_intermediate_size=8)
+PROMPTS = [[1, 2, 3], [7], list(range(20)), [9, 9], [30, 5, 3, 3, 3]]
+PATIENT = LockstepConfig(join_timeout_s=50, silence_timeout_s=20)
+QUICK = LockstepConfig(join_timeout_s=50, silence_timeout_s=2, step_timeout_s=3)
+LONG = SamplingParams(num_tokens_to_generate=20, ignore_eos=True, seed=3)
+
+
+def make_engine(groups: ProcessGroups, seed: int = 0, execution: ExecutionConfig | None = None, **fields: Any) -> DynamicInferenceEngine:
+    experts = moe_feed_forward(dataclasses.replace(MIXTURE, **fields))
+    model = GPTModel(CONFIG, groups, feed_forward=experts, attention_core=PagedAttention(), dtype=torch.float64, seed=seed).eval()
+    # Too few blocks for all: requests are preempted on a rank of their own.
+    sizes = InferenceConfig(max_sequence_length=40, num_blocks=12, block_size_tokens=4, max_tokens=8, max_requests=4)
+    return DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, sizes), execution=execution)
+
+
+def shared_engine(ranks: int = 2, seed: int = 0, execution: ExecutionConfig | None = None, **fields: Any) -> DynamicInferenceEngine:
+    return make_engine(ProcessGroups.build(ParallelPlan(dp=ranks, ep=ranks)), seed, execution, **fields)
+
+
+def settings(count: int) -> list[SamplingParams]:
+    return [SamplingParams(temperature=float(i % 2), num_tokens_to_generate=5 + 4 * i, return_log_probs=True, seed=i) for i in range(count)]
+
+
+def check_equal(engine: DynamicInferenceEngine, prompts: list[list[int]], seed: int = 0) -> list[int]:
+    """Tokens of this rank's prompts are those of a whole model."""
+    ours = engine.generate(prompts, settings(len(prompts)))
+    theirs = make_engine(ProcessGroups.single(), seed).generate(prompts, settings(len(prompts)))
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.generated_tokens == other.generated_tokens
+        torch.testing.assert_close(one.generated_log_probs, other.generated_log_probs, rtol=1e-10, atol=1e-10)
+    return [record.num_generated for record in ours]
+
+
+def check_uneven(options: dict[str, Any]) -> tuple[list[list[int]], int, dict[str, float]]:
+    engine = shared_engine(**options)
+    rank = dist.get_rank()
+    counts = [check_equal(engine, [PROMPTS, []][rank]), check_equal(engine, [[], PROMPTS[:1]][rank]), check_equal(engine, PROMPTS[rank:])]
+    stats = engine.stats()
+    before = engine.step_count, stats["computed_tokens"]
+    # A round of ranks that have nothing to do.
+    assert engine.step() == [] and (engine.step_count, engine.stats()["computed_tokens"]) == before
+    return counts, engine.num_preemptions, stats
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"moe_token_dispatcher_type": "allgather"}, {"execution": ExecutionConfig(speculation=NgramSpeculation())}],
+    ids=["alltoall", "allgather", "ngrams"],
+)
+def test_two_ranks_with_uneven_load_give_the_tokens_of_one_process(world: World, options: dict[str, Any]) -> None:
+    (one, preempted, _), (two, _, stats) = world(check_uneven, options=options)
+    assert [len(counts) for counts in one] == [5, 0, 5] and [len(counts) for counts in two] == [0, 1, 4]
+    assert preempted > 0
+    # Only steps with a request count.
+    assert stats["generated_tokens"] == sum(map(sum, two))
+
+
+def check_expert_slices() -> None:
+    check_equal(make_engine(ProcessGroups.build(ParallelPlan(dp=2, ep=1, etp=2))), PROMPTS[dist.get_rank() :])
+
+
+@pytest.mark.world(2)
+def test_ranks_that_hold_slices_of_each_expert_step_together_too(world: World) -> None:
+    world(check_expert_slices)
+
+
+def check_weights() -> None:
+    engine, rank = shared_engine(), dist.get_rank()
+    fresh = [(shard.name, shard.parameter.detach()) for shard in named_shards(make_engine(ProcessGroups.single(), 1).model)]
+    if rank == 0:
+        engine.load_weights(fresh)
+    with pytest.raises(RuntimeError, match="no rank can step: ep rank 1 has weight_version=0 and ep rank 0 1; load the same"):
+        engine.generate(PROMPTS[:1])
+    if rank == 1:
+        engine.load_weights(fresh)
+    check_equal(engine, PROMPTS[rank * 4 :], seed=1)
+    if rank == 1:
+        engine.suspend()
+    with pytest.raises(RuntimeError, match="ep rank 1 is suspended"):
+        engine.generate(PROMPTS[:1])
+    engine.resume()
+    check_equal(engine, PROMPTS[: 4 * rank], seed=1)
+
+
+@pytest.mark.world(2)
+def test_no_rank_steps_before_all_have_the_new_weights_and_their_memory(world: World) -> None:
+    world(check_weights)
+
+
+def check_refused() -> None:
+    with pytest.raises(ValueError, match="use_graphs=True needs .* an exchange between ranks"):
+        shared_engine(execution=ExecutionConfig(use_graphs=True))
+    with pytest.raises(ValueError, match=r"drops tokens .*moe_expert_capacity_factor=None"):
+        shared_engine(moe_expert_capacity_factor=1.0)
+    with pytest.raises(ValueError, match="MtpSpeculation runs the experts of its heads at times of its own, and ep=2"):
+        shared_engine(execution=ExecutionConfig(speculation=MtpSpeculation()))
+
+
+@pytest.mark.world(2)
+def test_what_ranks_that_share_experts_cannot_do_is_refused_by_name(world: World) -> None:
+    world(check_refused)
+
+
+# -- runners -------------------------------------------------------------------------------------------------------------
+
+
+def whole_tokens(prompt: list[int], params: SamplingParams = LONG) -> list[int]:
+    return make_engine(ProcessGroups.single()).generate([prompt], params)[0].generated_tokens
+
+
+def slow_down(engine: DynamicInferenceEngine) -> None:
+    engine.model.register_forward_pre_hook(lambda *_: time.sleep(0.01))
+
+
+async def tokens_of(runner: EngineRunner, prompt: list[int]) -> list[int]:
+    return (await (await runner.submit(prompt, LONG)).record()).generated_tokens
+
+
+def check_runners() -> int:
+    engine, rank = shared_engine(3), dist.get_rank()
+    slow_down(engine)
+    expected = [whole_tokens(prompt) for prompt in PROMPTS]
+
+    async def main() -> None:
+        with EngineRunner(engine, lockstep=PATIENT) as runner:
+            # One has five requests, one none; then the others begin while all are idle.
+            for number, busy in enumerate(([0], [1], [0, 1, 2], [2])):
+                if rank in busy:
+                    prompts = PROMPTS if number == 0 else PROMPTS[rank : rank + 2]
+                    answers = await asyncio.gather(*[tokens_of(runner, prompt) for prompt in prompts])
+                    assert answers == [expected[PROMPTS.index(prompt)] for prompt in prompts]
+                await asyncio.to_thread(dist.barrier)
+            if rank == 0:
+                stream = await runner.submit(PROMPTS[0], LONG)
+                increments = aiter(stream)
+                await anext(increments)
+            await asyncio.to_thread(dist.barrier)
+            if rank == 1:
+                # No request of its own, and yet the others wait.
+                await runner.suspend()
+            await asyncio.to_thread(dist.barrier)
+            if rank == 0:
+                await asyncio.sleep(0.1)
+                steps = engine.step_count
+                await asyncio.sleep(0.3)
+                assert engine.step_count == steps and engine.num_in_flight == 1 and runner.health().alive
+                with pytest.raises(ValueError, match="load_weights of a runner loads one rank, and ep shares the experts"):
+                    await runner.load_weights([])
+            await asyncio.to_thread(dist.barrier)
+            if rank == 1:
+                await runner.resume()
+                await runner.unpause()
+            if rank == 0:
+                async for increment in increments:
+                    record = increment.record
+                assert record is not None and record.generated_tokens == expected[0]
+            await asyncio.to_thread(dist.barrier)
+            assert runner.failure is None and runner.health().alive
+            assert engine.peers is not None
+            while engine.peers.last.steps:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+    return engine.step_count
+
+
+@pytest.mark.world(3)
+def test_runners_take_requests_of_their_own_and_pause_together(world: World) -> None:
+    one, two, three = world(check_runners)
+    assert one > two > 0 and three > 0
+
+
+def check_killed() -> float:
+    engine, rank = shared_engine(3), dist.get_rank()
+    slow_down(engine)
+    pids = [torch.zeros(1, dtype=torch.int64) for _ in range(3)]
+    dist.all_gather(pids, torch.tensor([os.getpid()]))
+
+    async def main() -> float:
+        with EngineRunner(engine, lockstep=PATIENT) as runner:
+            stream = await runner.submit(PROMPTS[1], dataclasses.replace(LONG, num_tokens_to_generate=39))
+            await anext(aiter(stream))
+            await asyncio.to_thread(dist.barrier)
+            begin = time.monotonic()
+            if rank == 0:
+                os.kill(int(pids[1]), signal.SIGKILL)
+            with pytest.raises(RankFailedError, match="ep rank 1 is gone") as caught:
+                await stream.record()
+            assert caught.value.rank == 1 and not runner.health().alive
+            with pytest.raises(RankFailedError, match="ep rank 1 is gone"):
+                await runner.submit(PROMPTS[0], LONG)
+            return time.monotonic() - begin
+
+    return asyncio.run(main())
+
+
+@pytest.mark.world(3)
+def test_a_killed_rank_is_named_by_all_others(world: World) -> None:
+    one, _, three = world(check_killed, doomed=(1,))
+    assert max(one, three) < 10
+
+
+def check_absent() -> None:
+    engine, rank = shared_engine(), dist.get_rank()
+    assert engine.peers is not None
+    engine.peers.open(QUICK)
+    if rank == 0:
+        with pytest.raises(RankFailedError, match="ep rank 1 did not come to the next step within 3 s"):
+            engine.generate(PROMPTS[:1])
+    dist.barrier()
+    if rank == 1:
+        with pytest.raises(RankFailedError, match="ep rank 1 did not come"):
+            engine.generate([])
+
+
+@pytest.mark.world(2)
+def test_a_rank_that_stays_away_is_named(world: World) -> None:
+    world(check_absent)
+
+
+def check_failed_step() -> None:
+    engine, rank = shared_engine(), dist.get_rank()
+    mixture = engine.model.layers["2"]
+
+    def fail(*_: Any) -> None:
+        if rank == 1:
+            raise ArithmeticError("broken")
+
+    mixture.register_forward_pre_hook(fail)
+
+    async def main() -> None:
+        # Rank 0 may hang in the exchange, and yet its request ends.
+        reason = "ep rank 1 failed in a step: ArithmeticError: broken"
+        with EngineRunner(engine, lockstep=PATIENT) as runner, pytest.raises(RankFailedError, match=reason):
+            await tokens_of(runner, PROMPTS[0])
+
+    asyncio.run(main())
+
+
+@pytest.mark.world(2)
+def test_a_rank_that_fails_in_the_middle_of_a_step_is_named_by_both(world: World) -> None:
+    world(check_failed_step)
