@@ -51,7 +51,7 @@ from mcore_tools.arguments import Parser
 from mcore_tools.assembly import DTYPES, Samples, build_stage, datasets, open_tokenizer, step_batches, validation_batches
 from mcore_tools.recipes import RECIPES, RunConfig, recipe
 from mcore_tools.reports import History
-from mcore_tools.training import Trained, build_trainer, check_trained, command, device_of, place, tell
+from mcore_tools.training import Trained, build_trainer, check_trained, command, device_of, place, tell, tell_launcher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,6 +229,7 @@ def distill(config: DistillConfig, *, only_record: bool = False) -> int:
         message = f"validation loss {trained.validation_loss:.6f} after {trained.seconds:.0f} s"
         if trained.stopped_at is not None:
             message = f"stopped and saved after step {trained.stopped_at}; start it again to go on"
+            tell_launcher(f"no failure: {message}")
         tell(f"{message}; checkpoints under {config.student.output}")
         return 0 if trained.stopped_at is None else STOPPED_EXIT_CODE
 

@@ -49,7 +49,7 @@ from mcore_parallel.training.eagle import (
 from mcore_tools.arguments import Parser
 from mcore_tools.assembly import DTYPES, Samples, build_model, datasets, open_tokenizer, step_batches
 from mcore_tools.recipes import RECIPES, RunConfig, recipe
-from mcore_tools.training import build_trainer, check_trained, command, device_of, place, tell
+from mcore_tools.training import build_trainer, check_trained, command, device_of, place, tell, tell_launcher
 
 PARTS = ("train", "valid")
 
@@ -318,7 +318,9 @@ def run_command(verb: str, config: EagleRun) -> int:
         else:
             result = evaluate_rank(config if verb == "export" else dataclasses.replace(config, published=""), kind)
         if result.stopped:
-            tell(f"stopped and saved after step {result.step}; start it again to go on")
+            message = f"stopped and saved after step {result.step}; start it again to go on"
+            tell(message)
+            tell_launcher(f"no failure: {message}")
             return STOPPED_EXIT_CODE
         length = f"acceptance length {1 + result.accepted_tokens:.3f} of {1 + config.num_steps}"
         tell(f"step {result.step}: loss {result.loss:.6f}, {length}")

@@ -45,7 +45,7 @@ from mcore_tools.recipes import (
 from mcore_tools.rl import Reinforced, build_environment, reinforce_rank, teacher_run, texts
 from mcore_tools.sft import find_origin, keep_tokenizer, wait_for
 from mcore_tools.train import FINAL, refused
-from mcore_tools.training import check_run, check_stored, find_source, first_folder, join, removed_if_refused, take_device
+from mcore_tools.training import check_run, check_stored, find_source, first_folder, join, removed_if_refused, take_device, tell_launcher
 
 _NUM_TEXTS, _LONGEST = 512, 1024
 
@@ -136,7 +136,10 @@ def reinforce(config: RunConfig) -> int:
             done = reinforce_rank(config, kind, None, stop)
     if rank == 0:
         print(f"{_result(done)} after {done.seconds:.0f} s; checkpoints under {config.output}")
-    return 0 if done.stopped_at is None else STOPPED_EXIT_CODE
+    if done.stopped_at is None:
+        return 0
+    tell_launcher(f"no failure: {_result(done)}")
+    return STOPPED_EXIT_CODE
 
 
 def _result(done: Reinforced) -> str:

@@ -6,12 +6,15 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from mcore_tools.distill import DistillConfig, distill_rank, main, record_rank
+from mcore_parallel.training import STOPPED_EXIT_CODE
+from mcore_tools.distill import DistillConfig, distill, distill_rank, main, record_rank
 from mcore_tools.recipes import DataConfig, RunConfig, override, recipe
-from mcore_tools.training import train_rank
+from mcore_tools.training import Trained, train_rank
 from tests.support.corpora import write_corpus
 
 pytestmark = pytest.mark.journey
@@ -111,3 +114,21 @@ def test_choices_that_do_not_go_together_are_refused() -> None:
         DistillConfig(student=tiny, teacher=tiny, store="folder", reverse=True)
     with pytest.raises(ValueError, match="student.data_parallel='fsdp' has no distillation"):
         DistillConfig(student=dataclasses.replace(tiny, data_parallel="fsdp"), teacher=tiny)
+
+
+def test_torchrun_is_told_why_a_student_ended(teacher: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+
+    def reason(exit_code: int) -> str:
+        return ProcessFailure(local_rank=0, pid=1, exitcode=exit_code, error_file=str(tmp_path / "error.json")).message["message"]
+
+    assert main(["--recipe", "gpt_tiny", "--teacher", "gpt_tiny", "--set", "store=no", "--set", "reverse=true"]) == 1
+    assert "a store holds likely tokens only" in reason(1)
+
+    def stopped(*parts: Any) -> Trained:
+        return distill_rank(*parts[:-1], stop=lambda: True)
+
+    monkeypatch.setattr("mcore_tools.distill.distill_rank", stopped)
+    config = DistillConfig(student=student(teacher, tmp_path / "student"), teacher=teacher)
+    assert distill(config) == STOPPED_EXIT_CODE
+    assert reason(STOPPED_EXIT_CODE) == "no failure: stopped and saved after step 1; start it again to go on"

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from mcore_ckpt import CheckpointManager, find_mismatches, load
 from mcore_ckpt.hf import import_hf
 from mcore_ckpt.manifest import read_manifest
+from mcore_parallel.training import STOPPED_EXIT_CODE
 from mcore_tools import reinforce
 from mcore_tools.launch import launch
 from mcore_tools.recipes import RLConfig, RunConfig, override, read_config, recipe, write_config
@@ -256,6 +258,19 @@ def test_a_run_that_is_asked_to_stop_saves_and_says_where(tmp_path: Path) -> Non
     assert CheckpointManager(tmp_path / "run" / "checkpoints").latest() == 1
     assert reinforce_rank(config, "cpu").stopped_at is None
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]
+
+
+def test_torchrun_is_told_why_a_run_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As torchrun sets it, which reads the file when a rank ends with another code than 0.
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+
+    def reason(exit_code: int) -> str:
+        return ProcessFailure(local_rank=0, pid=1, exitcode=exit_code, error_file=str(tmp_path / "error.json")).message["message"]
+
+    assert run(tmp_path / "run", "rl.group_size=1") == 1
+    assert "group_size=1 must be at least 2" in reason(1)
+    assert run(tmp_path / "run", "rl.imitation_steps=0", "train.stop_after_minutes=1e-9") == STOPPED_EXIT_CODE
+    assert reason(STOPPED_EXIT_CODE) == "no failure: stopped and saved after step 1; start it again to go on"
 
 
 def test_a_published_model_is_trained_and_exported(tmp_path: Path) -> None:
