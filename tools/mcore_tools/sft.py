@@ -34,6 +34,7 @@ from mcore_parallel.data import IndexedDataset
 from mcore_parallel.models import TransformerConfig
 from mcore_parallel.optim import OptimizerConfig
 from mcore_tools.arguments import Parser
+from mcore_tools.assembly import has_files
 from mcore_tools.corpus import ChatCorpus, prepare_chat
 from mcore_tools.recipes import DataConfig, LoadConfig, RecipeError, RunConfig, SFTConfig, TrainConfig, add_fields_option, override
 from mcore_tools.serving import steps_folder
@@ -90,7 +91,7 @@ def find_origin(model: str) -> Origin:
         source = resolve_folder(path)
         tokenizer, longest, dtype = "", _LONGEST, "float32"
         if "tokenizer/tokenizer.json" not in read_manifest(source).assets:
-            raise ValueError(f"{source} keeps no tokenizer; save it with assets= (`mcore train` does), or name a Hugging Face folder")
+            raise ValueError(f"{source} keeps no tokenizer.json; save it with assets= (`mcore train` does), or name a Hugging Face folder")
     stored = stored_model(source)
     if stored is None:
         raise ValueError(f"{source} does not say what model it holds; save it with `mcore train`, or import it from a Hugging Face folder")
@@ -135,12 +136,18 @@ def keep_tokenizer(config: RunConfig, rank: int) -> None:
     Args:
         config: the run.
         rank: of this process; the first one writes.
+
+    Raises:
+        ValueError: there is no such file or folder, and nobody will write it.
     """
-    if not is_huggingface(config.load.path) and not Path(config.data.tokenizer).exists() and rank == 0:
+    source = Path(config.data.tokenizer)
+    if not has_files(config.data.tokenizer) or (is_huggingface(config.load.path) and not source.exists()):
+        raise ValueError(f"data.tokenizer={config.data.tokenizer!r} must be a tokenizer.json with a chat template, or its folder")
+    if not is_huggingface(config.load.path) and not source.exists() and rank == 0:
         partial = Path(config.output) / "base.partial"
         extract_assets(resolve_folder(config.load.path), partial)
-        os.replace(partial / "tokenizer", config.data.tokenizer)
-    wait_for(Path(config.data.tokenizer))
+        os.replace(partial / "tokenizer", source)
+    wait_for(source)
 
 
 def prepared(config: RunConfig, changed: Sequence[str], rank: int) -> RunConfig:

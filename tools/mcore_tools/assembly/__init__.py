@@ -3,10 +3,11 @@
 """From the configuration of a run to its parts."""
 
 from mcore_tools.assembly._assemble import DTYPES, Parts, assemble, build_model, build_stage, objective
-from mcore_tools.assembly._data import Samples, check_data, datasets, open_tokenizer, step_batches, validation_batches
+from mcore_tools.assembly._data import Samples, check_data, datasets, step_batches, validation_batches
 from mcore_tools.assembly._fully_sharded import FullyShardedModel
 from mcore_tools.assembly._rates import PEAK_FLOPS, schedule, throughput
 from mcore_tools.assembly._run import Run, assemble_run
+from mcore_tools.assembly._tokenizer import has_files, open_tokenizer, tokenizer_assets
 from mcore_tools.assembly._torch_sharded import TorchShardedModel
 
 __all__ = [
@@ -23,10 +24,12 @@ __all__ = [
     "build_stage",
     "check_data",
     "datasets",
+    "has_files",
     "objective",
     "open_tokenizer",
     "schedule",
     "step_batches",
     "throughput",
+    "tokenizer_assets",
     "validation_batches",
 ]

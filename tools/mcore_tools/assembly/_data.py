@@ -17,7 +17,6 @@ from mcore_parallel.data import (
     GPTDatasetConfig,
     GPTFIMDataset,
     GPTFIMDatasetConfig,
-    HuggingFaceTokenizer,
     MaskedTokensDataset,
     PretrainingSampler,
     SFTDataset,
@@ -38,17 +37,6 @@ def check_data(config: RunConfig, owner: str = "") -> None:
     for name, value in (("prefix", config.data.corpora), ("tokenizer", config.data.tokenizer)):
         if not value:
             raise ValueError(f"{owner}data.{name} is empty; make the corpus with mcore-preprocess and pass --set {owner}data.{name}=PATH")
-
-
-def open_tokenizer(path: str, vocab_size: int, owner: str = "") -> HuggingFaceTokenizer:
-    """A tokenizer for whose tokens a model of ``vocab_size`` has room; ``owner`` stands before its field where another config holds it."""
-    tokenizer = HuggingFaceTokenizer(path)
-    if tokenizer.vocab_size > vocab_size:
-        raise ValueError(
-            f"{owner}model.vocab_size={vocab_size} is smaller than the {tokenizer.vocab_size} tokens of {path}; "
-            f"set {owner}model.vocab_size={tokenizer.vocab_size} or more"
-        )
-    return tokenizer
 
 
 def validation_batches(config: RunConfig, dataset: Samples, groups: ProcessGroups, device: torch.device) -> list[Batch]:

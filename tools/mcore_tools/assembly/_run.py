@@ -11,6 +11,7 @@ from mcore_parallel.training import Batch, Schedule, Throughput
 from mcore_tools.assembly import _data
 from mcore_tools.assembly._assemble import Parts, assemble
 from mcore_tools.assembly._rates import schedule, throughput
+from mcore_tools.assembly._tokenizer import open_tokenizer
 from mcore_tools.recipes import RunConfig
 
 
@@ -34,7 +35,7 @@ def assemble_run(config: RunConfig, device: torch.device) -> Run:
         ValueError: parts that do not go together, or a corpus that is not fit for the run.
     """
     parts = assemble(config, device)
-    tokenizer = _data.open_tokenizer(config.data.tokenizer, config.model.vocab_size)
+    tokenizer = open_tokenizer(config.data.tokenizer, config.model.vocab_size)
     train_set, valid_set = _data.datasets(config, tokenizer)
     sizes = config.train.batch_sizes()
     return Run(

@@ -47,7 +47,7 @@ class DataConfig:
     blend_weights: tuple[float, ...] = ()
     """Share of the samples that each corpus of ``blend`` gives, in any unit; empty to read each of them whole."""
     tokenizer: str = ""
-    """Path of tokenizer.json."""
+    """``byte``, ``null:VOCAB_SIZE``, or the path of a tokenizer.json, .model or .tiktoken, or of the folder that holds one."""
     split: str = "95,5,0"
     """Shares of the documents for training, validation and test."""
     eval_prefix: str = ""

@@ -17,7 +17,7 @@ from mcore_ckpt.manifest import is_checkpoint, read_manifest
 from mcore_ckpt.storage import Folder
 from mcore_inference import DynamicInferenceEngine, ExecutionConfig
 from mcore_parallel import ProcessGroups
-from mcore_parallel.data import HuggingFaceTokenizer
+from mcore_parallel.data import Tokenizer
 from mcore_parallel.training import model_state
 from mcore_tools.assembly import open_tokenizer
 from mcore_tools.chat import TemplateTokenizer, find_template
@@ -25,7 +25,6 @@ from mcore_tools.recipes import RunConfig, TrainConfig, read_config
 from mcore_tools.serving._engine import build_engine
 from mcore_tools.training import HuggingFaceFolder, is_huggingface, stored_model
 
-_NEEDED = ("run.yaml", "tokenizer/tokenizer.json")
 _LONGEST = 4096
 
 
@@ -81,7 +80,7 @@ def open_engine(
     return engine
 
 
-def open_served_tokenizer(checkpoint: str | Path) -> HuggingFaceTokenizer | TemplateTokenizer:
+def open_served_tokenizer(checkpoint: str | Path) -> Tokenizer | TemplateTokenizer:
     """The tokenizer that the engine of ``open_engine`` has, without the engine.
 
     Raises:
@@ -111,10 +110,11 @@ def steps_folder(path: str | Path) -> str | Path:
     return inside if inside.is_dir() and not is_checkpoint(path) else path
 
 
-def _read_assets(checkpoint: str | Path) -> tuple[Folder, RunConfig, HuggingFaceTokenizer | TemplateTokenizer]:
+def _read_assets(checkpoint: str | Path) -> tuple[Folder, RunConfig, Tokenizer | TemplateTokenizer]:
     """The folder of a step, and the settings and the tokenizer that it keeps."""
     folder = resolve_folder(steps_folder(checkpoint))
-    missing = [name for name in _NEEDED if name not in read_manifest(folder).assets]
+    assets = read_manifest(folder).assets
+    missing = [name for name in ("run.yaml", "tokenizer/") if not any(asset.startswith(name) for asset in assets)]
     if missing:
         raise CheckpointingException(
             f"{folder} keeps no {' and no '.join(missing)}; save it with assets= (`mcore train` does), or serve an export of it"
@@ -129,7 +129,7 @@ def _read_assets(checkpoint: str | Path) -> tuple[Folder, RunConfig, HuggingFace
 
 def _read_huggingface(
     source: HuggingFaceFolder, device: torch.device | str, max_length: int | None
-) -> tuple[RunConfig, HuggingFaceTokenizer | TemplateTokenizer]:
+) -> tuple[RunConfig, Tokenizer | TemplateTokenizer]:
     """The settings of a run with the model of a folder, and its tokenizer."""
     model = stored_model(source)
     assert model is not None, "a config.json says what model it is"
@@ -145,7 +145,7 @@ def _published_length(source: HuggingFaceFolder) -> int:
     return min(source.entries().get("max_position_embeddings", _LONGEST), _LONGEST)
 
 
-def _open_tokenizer(folder: Path, vocab_size: int) -> HuggingFaceTokenizer | TemplateTokenizer:
+def _open_tokenizer(folder: Path, vocab_size: int) -> Tokenizer | TemplateTokenizer:
     """With its chat template, if it has one."""
     plain = open_tokenizer(str(folder), vocab_size)
     if find_template(folder) is None:

@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from mcore_ckpt import CheckpointManager
-from mcore_ckpt.hf import tokenizer_files
 from mcore_parallel.training import JsonLinesWriter, RichProgress, TensorBoardWriter, TrackioWriter, WandbWriter, Writer
+from mcore_tools.assembly import tokenizer_assets
 from mcore_tools.recipes import LogConfig, RunConfig, config_text
 from mcore_tools.reports import History, LiveReport
 from mcore_tools.training._stored import RUN_FILE
@@ -38,7 +38,7 @@ def open_folder(config: RunConfig, history: History) -> list[Writer]:
     output.mkdir(parents=True, exist_ok=True)
     text = config_text(config)
     (output / "config.yaml").write_text(text, encoding="utf-8")
-    _keep_tokenizer(Path(config.data.tokenizer), output / "tokenizer")
+    _keep_tokenizer(config.data.tokenizer, output / "tokenizer")
     writers = run_writers(config)
     writers.append(LiveReport(output / "report.html", output.name, config.train.steps, text, history) if log.html else history)
     return writers
@@ -75,12 +75,15 @@ def run_checkpoints(config: RunConfig) -> CheckpointManager:
 
 def run_assets(config: RunConfig) -> dict[str, Path | bytes]:
     """What each checkpoint of a run keeps beside its tensors: the tokenizer's files, and the whole run as ``run.yaml``."""
-    return {**tokenizer_files(config.data.tokenizer), RUN_FILE: config_text(config).encode()}
+    return {**tokenizer_assets(config.data.tokenizer), RUN_FILE: config_text(config).encode()}
 
 
-def _keep_tokenizer(source: Path, folder: Path) -> None:
+def _keep_tokenizer(name: str, folder: Path) -> None:
     """Put the tokenizer's files beside the checkpoints, so that the run's folder is all that a model needs."""
     folder.mkdir(exist_ok=True)
-    for name, path in tokenizer_files(source).items():
-        if path.resolve() != (target := folder / name.removeprefix("tokenizer/")).resolve():
-            shutil.copyfile(path, target)
+    for asset, content in tokenizer_assets(name).items():
+        target = folder / asset.removeprefix("tokenizer/")
+        if isinstance(content, bytes):
+            target.write_bytes(content)
+        elif content.resolve() != target.resolve():
+            shutil.copyfile(content, target)
