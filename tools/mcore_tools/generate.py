@@ -5,7 +5,7 @@
 mcore generate runs/moe_tiny/checkpoints --prompt "def main" --prompt "import"
 
 The folder of a run, of its steps (the newest is taken), one checkpoint that keeps ``run.yaml`` and a tokenizer, or a Hugging Face folder.
-With --tp N the model is split over N processes, one a GPU, which are started here or by torchrun.
+With --tp N and --pp M the model is split over N x M processes, one a GPU, which are started here or by torchrun.
 Exit code: 0 done; 1 something was refused, and why.
 """
 
@@ -19,7 +19,7 @@ import torch
 from mcore_ckpt import CheckpointingException
 from mcore_inference import DynamicInferenceEngine, SamplingParams
 from mcore_tools.arguments import Parser, integer, number
-from mcore_tools.serving import TensorParallelRanks, end_process, open_engine, speculating
+from mcore_tools.serving import EngineRanks, end_process, open_engine, speculating
 from mcore_tools.training import device_of
 
 
@@ -28,7 +28,7 @@ def generate(engine: DynamicInferenceEngine, prompts: Sequence[str], *, max_toke
     params = SamplingParams(temperature=temperature, num_tokens_to_generate=max_tokens)
     # All ranks make the same calls, and get the same tokens.
     records = engine.generate(list(prompts), params)
-    if not engine.model.groups.tp.is_first:
+    if not engine.model.groups.tp_pp.is_first:
         return 0
     for prompt, record in zip(prompts, records, strict=True):
         if record.error is None:
@@ -55,6 +55,9 @@ def add_split_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tp", metavar="N", type=integer(1), default=1, help="split the model over N processes, one a GPU (tensor parallelism; default: 1)"
     )
+    parser.add_argument(
+        "--pp", metavar="M", type=integer(1), default=1, help="and its layers over M stages, each of --tp processes (default: 1)"
+    )
 
 
 def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,15 +74,14 @@ def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @contextlib.contextmanager
-def opened(
-    verb: str, words: Sequence[str], options: argparse.Namespace
-) -> Iterator[tuple[DynamicInferenceEngine, TensorParallelRanks | None]]:
+def opened(verb: str, words: Sequence[str], options: argparse.Namespace) -> Iterator[tuple[DynamicInferenceEngine, EngineRanks | None]]:
     """The engine of a command, and the ranks that it is split over."""
     with contextlib.ExitStack() as stack:
         choice = options.speculation
         if choice is None and options.speculation_tokens is not None:
             raise ValueError("--speculation-tokens needs --speculation, which says who proposes them")
-        ranks = None if options.tp == 1 else stack.enter_context(TensorParallelRanks(options.tp, [verb, *words]))
+        whole = options.tp * options.pp == 1
+        ranks = None if whole else stack.enter_context(EngineRanks(options.tp, options.pp, [verb, *words]))
         device = device_of("cuda" if torch.cuda.is_available() else "cpu")
         engine = open_engine(
             options.checkpoint,

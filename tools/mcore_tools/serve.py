@@ -9,8 +9,8 @@ mcore serve runs/moe_tiny/checkpoints/step_00001000 --port 8000 --token-file sec
 The folder of a run, of its steps (the newest is taken), one checkpoint that keeps ``run.yaml`` and a tokenizer, or a Hugging Face folder.
 On SIGTERM or SIGINT (Ctrl-C) the server refuses new requests, ends the open ones within --drain-seconds and exits; a second
 signal cuts them off. With --data-parallel N engines of N processes, one a GPU, stand behind one address; one that ends is started again,
-and its requests go to the others. With --tp N the model is split over N processes, one a GPU, which are started here or by torchrun; when
-one is lost, all end. Exit code: 0 done; 1 something was refused, and why; 75 the engine failed several times in a row, or
+and its requests go to the others. With --tp N and --pp M the model is split over N x M processes, one a GPU, which are started here or by
+torchrun; when one is lost, all end. Exit code: 0 done; 1 something was refused, and why; 75 the engine failed several times in a row, or
 hangs: start it again.
 """
 
@@ -62,7 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--token-file", metavar="FILE", type=secret, help="file with the secret that clients must send")
     parser.add_argument(
-        "--data-parallel", metavar="N", type=integer(1), default=1, help="engines, each on a GPU (or --tp of them) of its own (default: 1)"
+        "--data-parallel",
+        metavar="N",
+        type=integer(1),
+        default=1,
+        help="engines, each on a GPU (or --tp x --pp of them) of its own (default: 1)",
     )
     parser.add_argument(
         "--join", metavar="ADDRESS", type=endpoint, help="work for the coordinator at tcp://host:port instead of serving HTTP"
@@ -135,6 +139,7 @@ def _serve_replicas(options: argparse.Namespace, token: str | None) -> int:
     secret = secrets.token_hex(32)
     words = [options.checkpoint, "--cache-gb", str(options.cache_gb), "--max-waiting", str(options.max_waiting)]
     words += [] if options.tp == 1 else ["--tp", str(options.tp)]
+    words += [] if options.pp == 1 else ["--pp", str(options.pp)]
     words += [] if options.max_length is None else ["--max-length", str(options.max_length)]
     words += [] if options.kv_cache_dtype is None else ["--kv-cache-dtype", options.kv_cache_dtype]
     words += [] if options.speculation is None else ["--speculation", options.speculation]
@@ -144,7 +149,7 @@ def _serve_replicas(options: argparse.Namespace, token: str | None) -> int:
     with (
         StopSignals() as signals,
         DataParallelInferenceCoordinator(CoordinatorConfig(security=security)) as coordinator,
-        Replicas(words, count=options.data_parallel, coordinator=coordinator, gpus_each=options.tp) as replicas,
+        Replicas(words, count=options.data_parallel, coordinator=coordinator, gpus_each=options.tp * options.pp) as replicas,
     ):
         while coordinator.num_engines < options.data_parallel:
             if signals.count:

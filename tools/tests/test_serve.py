@@ -158,9 +158,10 @@ def children_of(process: "subprocess.Popen[str]") -> list[int]:
 
 @pytest.mark.journey
 @pytest.mark.timeout(240)
-def test_two_processes_serve_one_model_and_all_end_when_one_is_killed(saved_run: tuple[RunConfig, Path]) -> None:
+@pytest.mark.parametrize(("split", "lost"), [("--tp", "tp rank 1"), ("--pp", "rank 1 (tp 0 of stage 1)")])
+def test_two_processes_serve_one_model_and_all_end_when_one_is_killed(saved_run: tuple[RunConfig, Path], split: str, lost: str) -> None:
     config, folder = saved_run
-    command = [sys.executable, "-m", "mcore_tools", "serve", str(folder), "--port", "0", "--cache-gb", "0.01", "--tp", "2"]
+    command = [sys.executable, "-m", "mcore_tools", "serve", str(folder), "--port", "0", "--cache-gb", "0.01", split, "2"]
     body = json.dumps({"prompt": "what a", "max_tokens": 8, "temperature": 0}).encode()
     for way_to_end in ("signal", "killed rank"):
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -181,20 +182,22 @@ def test_two_processes_serve_one_model_and_all_end_when_one_is_killed(saved_run:
         if way_to_end == "signal":
             assert process.returncode == 0 and "Traceback" not in log, log
         else:
-            assert process.returncode == 75 and "error: the engine failed: RankFailedError: tp rank 1 is gone" in log, log
+            assert process.returncode == 75 and f"error: the engine failed: RankFailedError: {lost} is gone" in log, log
 
 
 @pytest.mark.journey
 @pytest.mark.timeout(240)
-def test_a_mixture_generates_on_two_processes_what_it_does_on_one(saved_run: tuple[RunConfig, Path], tmp_path: Path) -> None:
+def test_a_mixture_generates_on_several_processes_what_it_does_on_one(saved_run: tuple[RunConfig, Path], tmp_path: Path) -> None:
     config = override(recipe("moe_tiny"), ["train.dtype=float32", "train.seq_len=48", "model.hidden_size=32", "model.vocab_size=320"])
     config = dataclasses.replace(config, data=saved_run[0].data)
     model = build_model(config, ProcessGroups.single(), "cpu").eval()
     CheckpointManager(tmp_path / "mixture", assets=run_assets(config)).save(1, model_state(model, ProcessGroups.single()))
     command = [sys.executable, "-m", "mcore_tools", "generate", str(tmp_path / "mixture"), "--prompt", "what a", "--max-tokens", "8"]
-    outputs = [subprocess.run([*command, "--tp", tp], capture_output=True, text=True, timeout=100) for tp in ("1", "2")]
-    assert outputs[0].returncode == outputs[1].returncode == 0, outputs[1].stderr
-    assert outputs[0].stdout == outputs[1].stdout and len(outputs[0].stdout) > len("what a\n")
+    layouts = (["--tp", "1"], ["--tp", "2"], ["--tp", "2", "--pp", "2"])
+    whole, *parts = [subprocess.run([*command, *layout], capture_output=True, text=True, timeout=100) for layout in layouts]
+    assert whole.returncode == 0 and len(whole.stdout) > len("what a\n"), whole.stderr
+    for part in parts:
+        assert (part.returncode, part.stdout) == (0, whole.stdout), part.stderr
 
 
 @pytest.mark.journey
@@ -203,8 +206,11 @@ def test_a_layout_that_the_model_has_not_is_refused_by_name(saved_run: tuple[Run
     command = [sys.executable, "-m", "mcore_tools", "serve", str(saved_run[1]), "--port", "0", "--tp", "3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1 and "tp=3" in done.stderr and "Traceback" not in done.stderr, done.stderr
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env={**os.environ, "RANK": "0", "WORLD_SIZE": "2"})
-    assert done.returncode == 1 and "--tp 3 in a world of 2 processes" in done.stderr, done.stderr
+    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "2"}
+    done = subprocess.run([*command, "--pp", "2"], capture_output=True, text=True, timeout=100, env=environment)
+    assert done.returncode == 1 and "--tp 3 --pp 2 in a world of 2 processes" in done.stderr, done.stderr
+    done = subprocess.run([*command[:-2], "--pp", "3"], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1 and "pipeline stages 3; lower pp" in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
 def test_what_cannot_be_served_is_named(saved_run: tuple[RunConfig, Path], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -4,14 +4,14 @@
 
 from mcore_tools.serving._engine import Served, build_engine, serve_exported
 from mcore_tools.serving._open import open_engine, open_served_tokenizer, served_length, steps_folder
-from mcore_tools.serving._ranks import TensorParallelRanks, end_process
+from mcore_tools.serving._ranks import EngineRanks, end_process
 from mcore_tools.serving._replicas import Replicas, work_for
 from mcore_tools.serving._speculation import speculating
 
 __all__ = [
+    "EngineRanks",
     "Replicas",
     "Served",
-    "TensorParallelRanks",
     "build_engine",
     "end_process",
     "open_engine",

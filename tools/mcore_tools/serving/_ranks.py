@@ -26,33 +26,35 @@ _MEET_S = 600.0
 _END_S = 10.0
 
 
-class TensorParallelRanks:
+class EngineRanks:
     """A context manager that connects the processes of one engine, a device each; this one is a rank of them.
 
     Started by torchrun, srun or the like (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` are set) it joins the others. Else
     it is the first, and starts the others with the same command.
 
     Args:
-        size: ranks.
+        tp: ranks of one stage, which split its layers.
+        pp: stages, which share the layers out.
         command: words behind ``mcore`` that start the others.
 
     Raises:
         ValueError: another number of processes or GPUs than ranks, or a rank that ended instead of coming.
     """
 
-    def __init__(self, size: int, command: Sequence[str]) -> None:
-        self.size, self._command = size, command
+    def __init__(self, tp: int, pp: int, command: Sequence[str]) -> None:
+        self.size, self._tp, self._pp, self._command = tp * pp, tp, pp, command
         self._is_launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
         self.rank = int(os.environ["RANK"]) if self._is_launched else 0
-        if self._is_launched and int(os.environ["WORLD_SIZE"]) != size:
-            raise ValueError(f"--tp {size} in a world of {os.environ['WORLD_SIZE']} processes; start as many as ranks, or one for all")
+        layout = f"--tp {tp}" if pp == 1 else f"--tp {tp} --pp {pp}"
+        if self._is_launched and int(os.environ["WORLD_SIZE"]) != self.size:
+            raise ValueError(f"{layout} in a world of {os.environ['WORLD_SIZE']} processes; start as many as ranks, or one for all")
         gpus = torch.cuda.device_count()
-        if gpus and not self._is_launched and gpus < size:
-            raise ValueError(f"--tp {size} needs as many GPUs and {gpus} are visible; lower it")
+        if gpus and not self._is_launched and gpus < self.size:
+            raise ValueError(f"{layout} needs {self.size} GPUs and {gpus} are visible; lower one")
         self._children: list[subprocess.Popen[bytes]] = []
         self._store: Store | None = None
 
-    def __enter__(self) -> "TensorParallelRanks":
+    def __enter__(self) -> "EngineRanks":
         if self._is_launched:
             self._store = next(rendezvous("env://"))[0]
         else:
@@ -77,9 +79,9 @@ class TensorParallelRanks:
         )
 
     def groups(self, config: RunConfig) -> ProcessGroups:
-        """The groups of a model: its experts are spread over the ranks where they are even."""
-        even = config.moe is not None and config.moe.num_moe_experts % self.size == 0
-        return ProcessGroups.build(ParallelPlan(tp=self.size, ep=self.size if even else 1, sequence_parallel=False))
+        """The groups of a model: its experts are spread over the tp ranks where they are even."""
+        even = config.moe is not None and config.moe.num_moe_experts % self._tp == 0
+        return ProcessGroups.build(ParallelPlan(tp=self._tp, pp=self._pp, ep=self._tp if even else 1, sequence_parallel=False))
 
     def meet(self, stage: str) -> None:
         """Wait until all ranks have come to a stage of their start.
@@ -93,9 +95,11 @@ class TensorParallelRanks:
         while missing := [rank for rank in missing if not self._store.check([f"serving/{stage}/{rank}"])]:
             for rank, child in enumerate(self._children, start=1):
                 if rank in missing and child.poll() is not None:
-                    raise ValueError(f"tp rank {rank} ended at its start with exit code {child.returncode}; the reason stands above")
+                    raise ValueError(
+                        f"rank {rank} of the engine ended at its start with exit code {child.returncode}; the reason stands above"
+                    )
             if time.monotonic() > deadline:
-                raise ValueError(f"tp ranks {missing} did not come within {_MEET_S:g} s (stage {stage!r})")
+                raise ValueError(f"ranks {missing} of the engine did not come within {_MEET_S:g} s (stage {stage!r})")
             time.sleep(_POLL_S)
 
     def follow(self, engine: DynamicInferenceEngine) -> int:
@@ -108,7 +112,7 @@ class TensorParallelRanks:
             try:
                 follow_runner(engine)
             except EngineDeadError as error:
-                print(f"error: tp rank {self.rank}: {error}", file=sys.stderr)
+                print(f"error: rank {self.rank} of the engine: {error}", file=sys.stderr)
                 return STALLED_EXIT_CODE
         return 0
 

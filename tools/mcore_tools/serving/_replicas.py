@@ -47,7 +47,7 @@ class Replicas:
         gpus = torch.cuda.device_count()
         if gpus and count * gpus_each > gpus:
             raise ValueError(
-                f"--data-parallel {count} of --tp {gpus_each} needs {count * gpus_each} GPUs and {gpus} are visible; lower one"
+                f"--data-parallel {count} of {gpus_each} GPUs each (--tp, --pp) needs {count * gpus_each} and {gpus} are visible; lower one"
             )
         self._gpus_each = gpus_each
         self._command, self._count, self._coordinator, self._gpus = command, count, coordinator, gpus
