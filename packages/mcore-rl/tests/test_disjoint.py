@@ -38,6 +38,7 @@ from mcore_rl import (
     grpo_iteration,
     refit,
 )
+from mcore_rl import _placement as placement_module
 from mcore_rl.envs import CharacterShare
 
 TOKENIZER = ByteTokenizer()
@@ -170,6 +171,43 @@ def test_a_lost_rank_is_named_on_all_others(world, lost: int, half: str, of: str
     expected = f"{kind}: rank {lost} ({half}) did not come within timeout_s=1 ({purpose}); look at the log of that rank"
     assert results == ["" if rank == lost else expected for rank in range(4)]
     assert time.monotonic() - begin < 20
+
+
+def die_after_arrival(lost: int, rows: int) -> str:
+    placement = Placement.split(ParallelPlan())
+    if placement.world.rank == lost:
+        # As a rank that is killed between the length of its value and the value.
+        original = placement_module._swap
+
+        def swap(group: Group, own: Tensor, lengths: list[int], timeout_s: float) -> Any:
+            if own.dtype == torch.uint8:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(group, own, lengths, timeout_s)
+
+        placement_module._swap = swap  # type: ignore[assignment]
+    try:
+        placement.gather(["x" * rows], 5.0, "rollouts")
+    except RankTimeoutError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.world(3)
+@pytest.mark.parametrize(("lost", "half"), [(0, "trains"), (1, "serves")])
+def test_a_rank_that_is_lost_after_it_came_is_named(world, lost: int, half: str) -> None:
+    results = world(die_after_arrival, doomed=(lost,), lost=lost, rows=1 << 20)
+    for rank, message in enumerate(results):
+        if rank != lost:
+            assert message.startswith(f"rank {lost} ({half}) came, and did not exchange its rollouts within timeout_s=5")
+
+
+def limits() -> float:
+    return loop_of(ParallelPlan(), timeout_s=7.0)._transfer.timeout_s
+
+
+@pytest.mark.world(2)
+def test_halves_have_one_limit_of_a_refit(world) -> None:
+    assert world(limits) == [7.0, 7.0]
 
 
 # -- learning ----------------------------------------------------------------------------------------------------------

@@ -59,7 +59,8 @@ class DisjointLoop:
         learner: the policy, on ranks that train.
         server: agent and engine, on ranks that serve.
         max_lag: refits between the weights that draw and those that learn.
-        timeout_s: limit of waiting for the other half; beyond the time that its work takes.
+        timeout_s: limit of waiting for the other half, beyond the time that its work takes, and of each bucket of a refit, on both
+            halves; that of ``learner.transfer`` is not used.
 
     Raises:
         ValueError: a rank without its part, or with the other half's; what cannot be trained on; memory to be switched.
@@ -86,7 +87,9 @@ class DisjointLoop:
             check_iteration(config, learner)
         self.config, self.placement, self.max_lag, self.timeout_s = config, placement, max_lag, timeout_s
         self._learner, self._server = learner, server
-        self._transfer = WeightTransfer(timeout_s=timeout_s) if learner is None else learner.transfer
+        # One limit on both halves: who gave up earlier would leave the other one waiting.
+        buckets = {} if learner is None else {"bucket_bytes": learner.transfer.bucket_bytes}
+        self._transfer = WeightTransfer(**buckets, timeout_s=timeout_s)
         self._drawn: deque[_Drawn] = deque()
         self.version = -1
         """Of the weights in the engines: refits after the first one."""

@@ -17,30 +17,32 @@ def broadcast_json(value: Any, group: Group, source: int, device: torch.device) 
     """What rank ``source`` of the group holds, on all its ranks."""
     if group.size == 1:
         return value
-    data = _encode(value, device)
+    data = encode_json(value, device)
     length = torch.tensor([len(data)], device=device)
     dist.broadcast(length, group=group.pg, group_src=source)
     if group.rank != source:
         data = torch.empty(int(length), dtype=torch.uint8, device=device)
     dist.broadcast(data, group=group.pg, group_src=source)
-    return _decode(data)
+    return decode_json(data)
 
 
 def all_gather_json(value: Any, group: Group, device: torch.device) -> list[Any]:
     """The values of all ranks of the group, in rank order."""
     if group.size == 1:
         return [value]
-    data = _encode(value, device)
+    data = encode_json(value, device)
     lengths = all_gather(torch.tensor([len(data)], device=device), group).tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
     padded[: len(data)] = data
     rows = all_gather(padded, group).view(group.size, -1)
-    return [_decode(row[:length]) for row, length in zip(rows, lengths, strict=True)]
+    return [decode_json(row[:length]) for row, length in zip(rows, lengths, strict=True)]
 
 
-def _encode(value: Any, device: torch.device) -> Tensor:
+def encode_json(value: Any, device: torch.device) -> Tensor:
+    """The bytes of a JSON value."""
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
 
 
-def _decode(data: Tensor) -> Any:
+def decode_json(data: Tensor) -> Any:
+    """The value of such bytes."""
     return json.loads(data.cpu().numpy().tobytes())

@@ -3,16 +3,17 @@
 """Ranks that train and ranks that serve, in one world."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mcore_parallel import Group, ParallelPlan, ProcessGroups
-from mcore_rl._exchange import all_gather_json
+from mcore_rl._exchange import decode_json, encode_json
 from mcore_rl._stability import experimental_api
 
 
@@ -94,39 +95,53 @@ class Placement:
             purpose: what they come for, in the error.
 
         Raises:
-            RankTimeoutError: ranks that did not come; names them and their half.
+            RankTimeoutError: ranks that did not come, or were lost before all of their value was here; names them and their half.
         """
-        if late := _absent(self.host, timeout_s):
+        data = encode_json(value, torch.device("cpu"))
+        arrivals, late = _swap(self.host, torch.tensor([data.numel()]), [1] * self.host.size, timeout_s)
+        if late:
             raise RankTimeoutError(
                 f"{self._name(late)} did not come within timeout_s={timeout_s:g} ({purpose}); look at the log of that rank"
             )
-        return all_gather_json(value, self.host, torch.device("cpu"))
+        lengths = [int(length) for length in arrivals]
+        values, lost = _swap(self.host, data, lengths, timeout_s)
+        if lost:
+            raise RankTimeoutError(
+                f"{self._name(lost)} came, and did not exchange its {purpose} within timeout_s={timeout_s:g}; look at the log of that rank"
+            )
+        return [decode_json(received) for received in values]
 
     def _name(self, ranks: Iterable[int]) -> str:
         return " and ".join(f"rank {self.world.ranks[rank]} ({'trains' if rank < self.num_trainers else 'serves'})" for rank in ranks)
 
 
-def _absent(group: Group, timeout_s: float) -> list[int]:
-    """Ranks of a gloo group that do not answer within a limit; all that are there call it together."""
+def _swap(group: Group, own: Tensor, lengths: Sequence[int], timeout_s: float) -> tuple[list[Tensor], list[int]]:
+    """What each rank of a gloo group sends to all others, and the ranks with whom that failed within a limit; all call it together.
+
+    Args:
+        group: these ranks.
+        own: of this rank, one dimension.
+        lengths: numbers of elements that the ranks send.
+        timeout_s: limit of it all.
+    """
     end = time.monotonic() + timeout_s
-    buffers = torch.zeros(2, group.size, dtype=torch.uint8)
+    values = [own if peer == group.rank else torch.empty(length, dtype=own.dtype) for peer, length in enumerate(lengths)]
     arrivals: dict[int, dist.Work | None] = {}
-    departures: list[dist.Work | None] = []
+    departures: dict[int, dist.Work | None] = {}
     late: list[int] = []
     for peer in range(group.size):
         if peer == group.rank:
             continue
         try:
-            arrivals[peer] = dist.irecv(buffers[0, peer : peer + 1], group=group.pg, group_src=peer)
-            departures.append(dist.isend(buffers[1, peer : peer + 1], group=group.pg, group_dst=peer))
+            arrivals[peer] = dist.irecv(values[peer], group=group.pg, group_src=peer)
+            departures[peer] = dist.isend(own, group=group.pg, group_dst=peer)
         except RuntimeError:
             # Its connection is closed: it died.
             late.append(peer)
     late += [peer for peer, work in arrivals.items() if peer not in late and not _done(work, end)]
     if not late:
-        for work in departures:
-            _done(work, end)
-    return sorted(late)
+        late = [peer for peer, work in departures.items() if not _done(work, end)]
+    return values, sorted(late)
 
 
 def _done(work: "dist.Work | None", end: float) -> bool:
