@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from mcore_tools.quickstart import main
+
 pytestmark = [pytest.mark.journey, pytest.mark.timeout(300)]
 
 SMALL = [
@@ -43,10 +45,10 @@ def test_text_becomes_a_reinforced_model(tmp_path: Path) -> None:
         (["--set", "train.stepz=3"], "did you mean 'steps'"),
     ],
 )
-def test_bad_input_is_one_clear_error(tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_bad_input_is_one_clear_error(tmp_path: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty.txt").touch()
     arguments = [str(tmp_path / "empty.txt") if word == "EMPTY" else word for word in arguments]
-    done = quickstart("--output", str(tmp_path / "run"), *arguments)
-    assert done.returncode == 1
-    assert message in done.stdout.replace("\n", " ") + done.stderr
-    assert "Traceback" not in done.stdout + done.stderr
+    assert main(["--output", str(tmp_path / "run"), *arguments]) == 1
+    written = capsys.readouterr()
+    assert message in written.out.replace("\n", " ") + written.err
+    assert "Traceback" not in written.out + written.err

@@ -25,7 +25,8 @@ from mcore_ckpt.foreign import import_torch, read_entry, read_torch
 from mcore_ckpt.inspect import verify
 from mcore_ckpt.manifest import Chunk, FileRecord, Manifest, TensorRecord, read_manifest
 
-NUM_FILES = 1000
+FILES_PER_KIND = 10
+CAMPAIGN_FILES_PER_KIND = 77
 MAX_S = 1.0
 MAX_BYTES = 64 * 2**20
 _MODULE = "torch.distributed.checkpoint.metadata"
@@ -238,10 +239,10 @@ def _readers(kind, folder):
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("count", [FILES_PER_KIND, pytest.param(CAMPAIGN_FILES_PER_KIND, marks=pytest.mark.slow)])
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the system does not tell the peak of memory")
 @pytest.mark.parametrize("kind", [*FILES, *FOLDERS], ids=lambda kind: kind.__name__)
-def test_small_files_are_read_or_refused_at_once(kind, tmp_path):
-    count = -(-NUM_FILES // (len(FILES) + len(FOLDERS)))
+def test_small_files_are_read_or_refused_at_once(kind, count, tmp_path):
     worst, refusals = (0.0, 0), 0
     for number in range(count):
         rng = random.Random(number)
