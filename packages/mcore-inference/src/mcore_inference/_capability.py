@@ -5,6 +5,7 @@
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import nn
 
 from mcore_inference._stability import experimental_api
@@ -129,6 +130,44 @@ def shares_prefixes(model: GPTModel, wanted: bool | None) -> bool:
                 )
             return False
     return wanted is not False
+
+
+def check_weights(model: GPTModel, weight_dtype: str | None) -> None:
+    """Whether the weights of a model can be kept in fp8.
+
+    Raises:
+        ValueError: experts, latent attention; fp8 activations in a batch-invariant mode, or on a GPU without units for them.
+    """
+    if weight_dtype is None:
+        return
+    if weight_dtype == "fp8":
+        _check_fp8_activations(model)
+    for number, layer in model.layers.items():
+        assert isinstance(layer, TransformerLayer)
+        if isinstance(layer.mixer, LatentSelfAttention):
+            raise ValueError(
+                f"weight_dtype={weight_dtype!r}: layers.{number} is a LatentSelfAttention, which absorbs a weight into its queries; "
+                "leave it at None"
+            )
+        if layer.mlp is not None and type(layer.mlp) is not MLP:
+            raise ValueError(
+                f"weight_dtype={weight_dtype!r}: layers.{number}.mlp is a {type(layer.mlp).__name__}, whose weights have no fp8 form; "
+                "leave it at None"
+            )
+
+
+def _check_fp8_activations(model: GPTModel) -> None:
+    if isinstance(model.backend, TorchBackend) and model.backend.batch_invariant:
+        raise ValueError(
+            'weight_dtype="fp8" rounds the activations of large steps only, and batch_invariant=True of the backend computes all alike; '
+            'use weight_dtype="fp8_weight_only"'
+        )
+    device = next(model.parameters()).device
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < (9, 0):
+        raise ValueError(
+            f'weight_dtype="fp8" multiplies with a scale for each row, which needs compute capability 9.0, and {device} has '
+            f'{capability[0]}.{capability[1]}; use weight_dtype="fp8_weight_only"'
+        )
 
 
 def check_layout(model: GPTModel) -> None:

@@ -47,6 +47,11 @@ class InferenceConfig:
     """Whether requests share the blocks of equal beginnings, and blocks stay known after their request; None for where the model can."""
     kv_cache_dtype: Literal["fp8"] | None = None
     """"fp8": keys and values as e4m3 with a scale for each head of a token, half the memory of bfloat16; None for the model's dtype."""
+    weight_dtype: Literal["fp8", "fp8_weight_only"] | None = None
+    """Of the linear layers of the blocks; embedding and output layer keep the model's dtype, and None keeps it everywhere. "fp8": e4m3 with
+    a scale for each output feature, half the memory of bfloat16; a step of more than 16 tokens multiplies in fp8, with a scale for each
+    token's activations, so that log-probabilities depend a little on the size of a step. "fp8_weight_only": activations keep their dtype,
+    and what is computed is the model with rounded weights. The engine rounds its model's weights when it is made, in place."""
     unified_memory_level: Literal[0, 1, 2] = 0
     """0: a suspended engine gives the memory of its cache back, and computes again what was there. 1: the cache is managed memory, and a
     suspended engine's moves to the host with what it holds. 2: the tensors of steps are managed memory too. 1 and 2 need a GPU and a C
@@ -65,6 +70,8 @@ class InferenceConfig:
             as_flag("enable_prefix_caching", self.enable_prefix_caching)
         if self.kv_cache_dtype not in (None, "fp8"):
             raise ValueError(f'kv_cache_dtype={self.kv_cache_dtype!r} is unknown; choose "fp8", or None for the dtype of the model')
+        if self.weight_dtype not in (None, "fp8", "fp8_weight_only"):
+            raise ValueError(f'weight_dtype={self.weight_dtype!r} is unknown; choose "fp8", "fp8_weight_only", or None for the model\'s')
         object.__setattr__(self, "unified_memory_level", as_integer("unified_memory_level", self.unified_memory_level, 0, 2))
         as_number("watermark", self.watermark, 0, 1)
         if self.watermark == 1:

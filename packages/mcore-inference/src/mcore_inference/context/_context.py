@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from mcore_inference._capability import EngineCapability, shares_prefixes
+from mcore_inference._capability import EngineCapability, check_weights, shares_prefixes
 from mcore_inference._stability import experimental_api
 from mcore_inference.cache import (
     BlockAllocator,
@@ -128,12 +128,14 @@ class DynamicInferenceContext:
         """A context with the model's heads, layers, groups, dtype and device.
 
         Raises:
-            ValueError: the engine cannot serve the model (``EngineCapability``), or not with ``enable_prefix_caching``; nothing is
-                allocated then.
+            ValueError: the engine cannot serve the model (``EngineCapability``), or not with ``enable_prefix_caching`` or ``weight_dtype``;
+                nothing is allocated then.
         """
         EngineCapability().check_model(model)
         shares_prefixes(model, None if config is None else config.enable_prefix_caching)
-        parameter = next(model.parameters())
+        check_weights(model, None if config is None else config.weight_dtype)
+        # Of another engine some may be in fp8.
+        parameter = next(parameter for parameter in model.parameters() if parameter.dtype.itemsize > 1)
         return cls(
             model.config,
             config,

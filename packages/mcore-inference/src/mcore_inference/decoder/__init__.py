@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Decode steps of plain transformer blocks in few kernels."""
+"""Decode steps of plain transformer blocks in few kernels, and weights in fp8."""
 
 from mcore_inference.decoder._decoder import FusedDecoder
+from mcore_inference.decoder._fp8 import Fp8Weight, fp8_parameters, quantize_weights
 
-__all__ = ["FusedDecoder"]
+__all__ = ["Fp8Weight", "FusedDecoder", "fp8_parameters", "quantize_weights"]

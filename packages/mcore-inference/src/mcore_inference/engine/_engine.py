@@ -8,10 +8,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from mcore_inference._capability import EngineCapability, check_cache, check_layout, check_states, shares_experts, shares_prefixes
+from mcore_inference._capability import (
+    EngineCapability,
+    check_cache,
+    check_layout,
+    check_states,
+    check_weights,
+    shares_experts,
+    shares_prefixes,
+)
 from mcore_inference._fields import as_integer
 from mcore_inference._stability import experimental_api
 from mcore_inference.context import DynamicInferenceContext
+from mcore_inference.decoder import quantize_weights
 from mcore_inference.engine._active_request import ActiveRequest
 from mcore_inference.engine._admission import Admission
 from mcore_inference.engine._executor import DecodeBatch, ExecutionConfig, Executor, InFlight
@@ -44,7 +53,8 @@ class DynamicInferenceEngine:
     weights than the rest (by ``weight_version``).
 
     Args:
-        model: built with ``attention_core=PagedAttention()``; its groups say the layout.
+        model: built with ``attention_core=PagedAttention()``; its groups say the layout. With ``weight_dtype`` of the context its weights
+            are rounded here.
         context: memory, made for this model.
         tokenizer: for text prompts, stop words, text output and the default termination id.
         seed: of requests that bring none.
@@ -72,11 +82,15 @@ class DynamicInferenceEngine:
         check_layout(model)
         check_states(model, None if context.states is None else context.states.config)
         check_cache(model, context.cache, context.max_sequence_length)
+        weight_dtype = context.config.weight_dtype
+        check_weights(model, weight_dtype)
         shares = shares_prefixes(model, context.config.enable_prefix_caching)
         if vocab_size is not None:
             vocab_size = as_integer("vocab_size", vocab_size, 1, model.config.vocab_size)
         if max_waiting_requests is not None:
             max_waiting_requests = as_integer("max_waiting_requests", max_waiting_requests, 1, 2**31)
+        if weight_dtype is not None:
+            quantize_weights(model, weight_dtype)
         self.model = model
         self.context = context
         self.tokenizer = tokenizer

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mcore_inference._fields import as_integer
 from mcore_inference._stability import experimental_api
+from mcore_inference.decoder import Fp8Weight, fp8_parameters
 from mcore_inference.engine._coverage import Coverage
 from mcore_inference.engine._pipeline import names_elsewhere
 from mcore_parallel import named_buffer_shards, named_shards
@@ -70,7 +71,7 @@ def check_policy(policy: str) -> None:
         raise ValueError(f"in_flight={policy!r} is unknown; choose recompute, keep or drain")
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Target:
     """What this rank holds of a parameter."""
 
@@ -80,12 +81,33 @@ class _Target:
     start: tuple[int, ...]
     """Of this rank's part in the global tensor."""
     coverage: Coverage
+    dtype: torch.dtype
+    """Of what comes, up to a cast: the model's for a parameter in fp8."""
+    fp8: Fp8Weight | None = None
+    staging: Tensor | None = None
+    """What came for a parameter in fp8, until it is whole."""
+
+    @property
+    def memory(self) -> Tensor:
+        """Where chunks are copied to."""
+        if self.fp8 is None:
+            return self.tensor
+        if self.staging is None:
+            self.staging = torch.empty_like(self.tensor, dtype=self.dtype)
+        return self.staging
+
+    def round(self) -> None:
+        """Take over what was collected, if it is whole."""
+        if self.fp8 is not None and self.staging is not None and self.coverage.is_whole:
+            self.fp8.store(self.tensor, self.staging)
+            self.staging = None
 
 
 class ModelWeights:
     """Replaces all parameters and persistent buffers of a model in place.
 
-    The engine keeps no copies that follow from them, such as fused or quantised ones: its kernels read the parameters themselves.
+    The engine keeps no copies that follow from them: its kernels read the parameters themselves. What comes for a parameter in fp8 is
+    collected in the model's dtype, and rounded in place when it is whole.
 
     Args:
         model: its parameters keep their addresses.
@@ -121,28 +143,33 @@ class ModelWeights:
                 bucket.append(copy)
                 num_bytes += copy[1].nbytes
             if num_bytes >= self._bucket_bytes:
-                self._write(bucket)
+                self._write(bucket, targets)
                 bucket, num_bytes = [], 0
         missing = sorted(name for name, target in targets.items() if not target.coverage.is_whole)
         if missing:
             raise WeightLoadError(f"{len(missing)} parameters did not come, among them {missing[:5]}; give all, and each of them whole")
-        self._write(bucket)
+        self._write(bucket, targets)
         self.are_complete = True
 
-    def _write(self, bucket: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def _write(self, bucket: Sequence[tuple[Tensor, Tensor]], targets: Mapping[str, _Target]) -> None:
         if bucket:
             self.are_complete = False
             kernels: Any = torch
             kernels._foreach_copy_([into for into, _ in bucket], [source for _, source in bucket])
+            for target in targets.values():
+                target.round()
 
     def _targets(self) -> dict[str, _Target]:
         groups = self._model.groups
         tensors = {shard.name: (shard.parameter, shard.spec) for shard in named_shards(self._model)}
         tensors |= {buffer.name: (buffer.tensor, buffer.spec) for buffer in named_buffer_shards(self._model)}
-        return {
-            name: _Target(tensor.detach(), spec.shape, spec.offset(groups), Coverage(spec.local_shape(groups)))
-            for name, (tensor, spec) in tensors.items()
-        }
+        rounded = fp8_parameters(self._model)
+        targets = {}
+        for name, (tensor, spec) in tensors.items():
+            fp8 = rounded.get(tensor)
+            coverage, dtype = Coverage(spec.local_shape(groups)), tensor.dtype if fp8 is None else fp8.dtype
+            targets[name] = _Target(tensor.detach(), spec.shape, spec.offset(groups), coverage, dtype, fp8)
+        return targets
 
 
 def _copy(targets: Mapping[str, _Target], name: str, part: Tensor | WeightSlice) -> tuple[Tensor, Tensor] | None:
@@ -157,7 +184,7 @@ def _copy(targets: Mapping[str, _Target], name: str, part: Tensor | WeightSlice)
     target = targets[name]
     tensor = part.tensor if isinstance(part, WeightSlice) else part
     offsets = part.offsets if isinstance(part, WeightSlice) else (0,) * len(target.shape)
-    _check_kind(name, tensor, target.tensor)
+    _check_kind(name, tensor, target.dtype)
     shape = tuple(tensor.shape)
     if not isinstance(part, WeightSlice) and shape != target.shape:
         raise WeightLoadError(f"{name} has shape {shape}; its global shape is {target.shape}")
@@ -173,15 +200,15 @@ def _copy(targets: Mapping[str, _Target], name: str, part: Tensor | WeightSlice)
         return None
     if not target.coverage.add(begin, end):
         raise WeightLoadError(f"{name} came twice, or parts of it overlap; give each parameter once")
-    into = target.tensor[tuple(slice(*bounds) for bounds in zip(begin, end, strict=True))]
+    into = target.memory[tuple(slice(*bounds) for bounds in zip(begin, end, strict=True))]
     return into, tensor.detach()[tuple(slice(one - at, other - at) for one, other, at in zip(begin, end, first, strict=True))]
 
 
-def _check_kind(name: str, tensor: Tensor, own: Tensor) -> None:
+def _check_kind(name: str, tensor: Tensor, own: torch.dtype) -> None:
     """Floating-point tensors are cast to one another; a scaled format of one byte says nothing without its scales."""
     if not isinstance(tensor, Tensor) or type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta:
         kind = "tensor without memory" if isinstance(tensor, Tensor) and tensor.is_meta else type(tensor).__name__
         raise WeightLoadError(f"{name} is a {kind}; give a plain tensor, for instance DTensor.full_tensor()")
-    floats = tensor.dtype.is_floating_point and own.dtype.is_floating_point and tensor.dtype.itemsize > 1 and own.dtype.itemsize > 1
-    if tensor.dtype != own.dtype and not floats:
-        raise WeightLoadError(f"{name} has dtype {tensor.dtype} and the model's is {own.dtype}; give that, or a floating-point one for it")
+    floats = tensor.dtype.is_floating_point and own.is_floating_point and tensor.dtype.itemsize > 1 and own.itemsize > 1
+    if tensor.dtype != own and not floats:
+        raise WeightLoadError(f"{name} has dtype {tensor.dtype} and the model's is {own}; give that, or a floating-point one for it")

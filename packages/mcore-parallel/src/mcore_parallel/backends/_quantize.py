@@ -68,22 +68,25 @@ def quantize(
     return Scaled(data, inverse) if rows else None, None if turned is None else Scaled(turned, inverse)
 
 
-def quantize_rows(x_TK: Tensor, dtype: torch.dtype, *, group: Group | None = None) -> Scaled:
+def quantize_rows(x_TK: Tensor, dtype: torch.dtype, *, group: Group | None = None, powers_of_two: bool = False) -> Scaled:
     """``x`` with one scale a row.
 
     Args:
         x_TK: [T, K].
         dtype: of the result, ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         group: ranks that each hold some columns of the same rows, and share their scales; None for this one.
+        powers_of_two: scales are powers of two, the next above those that fill the range: what is stored is exact in bfloat16.
 
     Returns:
         Data [T, K] and scales [T, 1].
     """
     shared = group is not None and group.size > 1
-    if not shared and has_kernel(x_TK):
+    if not shared and not powers_of_two and has_kernel(x_TK):
         return Scaled(*_kernels().cast_rows(x_TK, dtype, least_amax=LEAST_AMAX))
     amax_T1 = x_TK.abs().amax(-1, keepdim=True).float()
     inverse = _inverse(all_reduce(amax_T1, group, op="max") if shared and group is not None else amax_T1, dtype)
+    if powers_of_two:
+        inverse = _power_above(inverse)
     return Scaled(_cast(x_TK, inverse, dtype), inverse)
 
 
@@ -120,6 +123,13 @@ def scaled_product(a_TK: Scaled, b_NK: Scaled, dtype: torch.dtype, *, fast: bool
 
 def _inverse(amax: Tensor, dtype: torch.dtype) -> Tensor:
     return amax.clamp(min=LEAST_AMAX) / torch.finfo(dtype).max
+
+
+def _power_above(x: Tensor) -> Tensor:
+    """The least power of two that is not below ``x``; NaN of what is not finite."""
+    mantissa, exponent = torch.frexp(x)
+    power = torch.ldexp(torch.ones_like(x), exponent - (mantissa == 0.5).int())
+    return power.where(x.isfinite(), torch.nan)
 
 
 def _cast(x: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:

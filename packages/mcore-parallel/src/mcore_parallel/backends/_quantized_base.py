@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from mcore_parallel.backends._factory import missing_units
 from mcore_parallel.backends._fp8_config import Fp8Config
 from mcore_parallel.backends._fp8_products import fits, gather_rows
-from mcore_parallel.backends._quantize import LEAST_AMAX, MULTIPLE, Scaled, quantize_rows, scaled_product, turn
+from mcore_parallel.backends._quantize import MULTIPLE, Scaled, quantize_rows, scaled_product, turn
 from mcore_parallel.comm import all_gather, all_reduce, reduce_scatter, start_all_reduce, start_reduce_scatter, wait
 from mcore_parallel.groups import Group
 from mcore_parallel.tensor_parallel import Route, adapted_layers
@@ -65,7 +65,7 @@ def quantize_base(model: nn.Module) -> list[str]:
         spec = layer.weight_spec
         cuts_input = spec.shards.get("tp") == len(spec.shape) - 1
         shape = layer.weight.shape
-        stored = _rounded(layer.weight.flatten(0, -2), layer.groups.tp if cuts_input else None)
+        stored = quantize_rows(layer.weight.flatten(0, -2), _E4M3, group=layer.groups.tp if cuts_input else None, powers_of_two=True)
         layer.products = StoredProducts(stored.inverse, multiply=base_dtype == "fp8")
         # Whoever knows the parameter goes on knowing it.
         layer.weight.data = stored.data.view(shape)
@@ -147,15 +147,3 @@ def _input_gradient(grad_TO: Tensor, weight: Scaled, narrow: bool, *, shared: Gr
     back_IO = turn(weight).data
     one_I1 = torch.ones(back_IO.shape[0], 1, dtype=torch.float32, device=back_IO.device)
     return scaled_product(quantize_rows(scaled_TO, _E4M3, group=shared), Scaled(back_IO, one_I1), grad_TO.dtype)
-
-
-def _rounded(weight_OI: Tensor, group: Group | None) -> Scaled:
-    """With one power of two a row; ``group`` are ranks that hold other columns of the same rows."""
-    amax_O1 = weight_OI.abs().amax(-1, keepdim=True).float()
-    if group is not None and group.size > 1:
-        amax_O1 = all_reduce(amax_O1, group, op="max")
-    mantissa, exponent = torch.frexp(amax_O1.clamp(min=LEAST_AMAX) / torch.finfo(_E4M3).max)
-    inverse_O1 = torch.ldexp(torch.ones_like(amax_O1), exponent - (mantissa == 0.5).int())
-    # What is not finite stays so.
-    inverse_O1 = inverse_O1.where(amax_O1.isfinite(), torch.nan)
-    return Scaled((weight_OI.float() * inverse_O1.reciprocal()).to(_E4M3), inverse_O1)

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Weights of served linear layers in fp8."""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mcore_inference._stability import experimental_api
+from mcore_parallel.backends import Scaled, quantize_rows, scaled_product
+from mcore_parallel.comm import all_reduce
+from mcore_parallel.models import GPTModel
+from mcore_parallel.tensor_parallel import BatchInvariantProducts, ColumnParallelLinear, LinearProducts, Route, RowParallelLinear
+
+# T tokens, I input features of this rank, O output features of this rank
+
+WeightDtype = Literal["fp8", "fp8_weight_only"]
+"""As ``InferenceConfig.weight_dtype``."""
+FEW_ROWS = 16
+"""Tokens up to which activations keep their dtype: such a GEMM is bound by reading its weight."""
+_E4M3 = torch.float8_e4m3fn
+_MULTIPLE = 16
+"""Of which the features of an fp8 GEMM are multiples."""
+
+
+@experimental_api
+class Fp8Weight:
+    """Products of one layer whose weight is stored in e4m3 with a float32 scale for each output feature; conforms to ``LinearProducts``.
+
+    Scales are powers of two: the stored weight is exact in bfloat16. Each tensor-parallel rank has scales of its own, for its part of
+    the weight and of the activations, so that nothing is exchanged but the sum. There is no backward.
+
+    Args:
+        layer: its weight is rounded, in place: the parameter keeps its name and shape, and is e4m3.
+        multiply: with more than ``FEW_ROWS`` tokens, multiply in fp8: activations get a scale a token. Else, and where features are no
+            multiples of 16, the weight is widened for the GEMM.
+
+    Example:
+        >>> from mcore_parallel import ProcessGroups
+        >>> layer = ColumnParallelLinear(16, 32, ProcessGroups.single())
+        >>> layer.products = Fp8Weight(layer, multiply=False)
+        >>> layer(torch.ones(2, 16)).shape, layer.weight.dtype
+        (torch.Size([2, 32]), torch.float8_e4m3fn)
+    """
+
+    def __init__(self, layer: ColumnParallelLinear | RowParallelLinear, *, multiply: bool) -> None:
+        self.multiply = multiply
+        self._around: LinearProducts | None = layer.products
+        weight = layer.weight
+        self.dtype = weight.dtype
+        """Of the weight before."""
+        scaled = quantize_rows(weight.detach().flatten(0, -2), _E4M3, powers_of_two=True)
+        self.inverse_O1 = scaled.inverse
+        # Whoever knows the parameter goes on knowing it.
+        weight.requires_grad_(False).data = scaled.data.view(weight.shape)
+
+    def column(self, x: Tensor, weight_OI: Tensor, route: Route) -> Tensor:
+        if self._around is not None:
+            return self._around.column(x, self.widened(weight_OI, x.dtype), route)
+        return self.product(x.flatten(0, -2), weight_OI).view(*x.shape[:-1], weight_OI.shape[0])
+
+    def row(self, x_TI: Tensor, weight_OI: Tensor, route: Route) -> Tensor:
+        if self._around is not None:
+            return self._around.row(x_TI, self.widened(weight_OI, x_TI.dtype), route)
+        y = self.product(x_TI.flatten(0, -2), weight_OI).view(*x_TI.shape[:-1], weight_OI.shape[0])
+        return all_reduce(y, route.group)
+
+    def weight_changed(self) -> None:
+        """Weights change through ``store`` only."""
+
+    def store(self, weight: Tensor, wide: Tensor) -> None:
+        """Round other values into the weight, in place: addresses stay.
+
+        Args:
+            weight: the layer's parameter.
+            wide: of its shape.
+        """
+        scaled = quantize_rows(wide.flatten(0, -2), _E4M3, powers_of_two=True)
+        # Bytes: fp8 has no such copy on every device.
+        weight.detach().view(torch.uint8).copy_(scaled.data.view(torch.uint8).view(wide.shape))
+        self.inverse_O1.copy_(scaled.inverse)
+
+    def product(self, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+        """This rank's ``x W^T`` [T, O] in the dtype of x."""
+        if self.multiply and len(x_TI) > FEW_ROWS and not any(size % _MULTIPLE for size in weight_OI.shape):
+            return scaled_product(quantize_rows(x_TI, _E4M3), Scaled(weight_OI, self.inverse_O1), x_TI.dtype)
+        return F.linear(x_TI, self.widened(weight_OI, x_TI.dtype))
+
+    def widened(self, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
+        """The weight as a matrix in ``dtype``."""
+        # The scales of small weights are outside of the range of float16.
+        first = torch.float32 if dtype == torch.float16 else dtype
+        return Scaled(weight_OI, self.inverse_O1).value(first).to(dtype)
+
+
+@experimental_api
+def quantize_weights(model: GPTModel, weight_dtype: WeightDtype) -> None:
+    """Round the weights of a model's linear layers inside its blocks; those that are rounded so already stay.
+
+    Raises:
+        ValueError: they are rounded already, and multiplied the other way; something else multiplies them, or a trainer has them.
+    """
+    multiply, layers = weight_dtype == "fp8", quantizable_layers(model)
+    for name, layer in layers.items():
+        products = layer.products
+        if products is not None and not isinstance(products, (Fp8Weight, BatchInvariantProducts)):
+            raise ValueError(
+                f"weight_dtype={weight_dtype!r} and {type(products).__name__} both multiply the weight of {name}; "
+                "leave weight_dtype at None"
+            )
+        if layer.weight.grad is not None:
+            raise ValueError(
+                f"weight_dtype={weight_dtype!r} rounds {name}.weight, which is being trained: it has a gradient; serve a model of its own "
+                "and load_weights"
+            )
+        if isinstance(products, Fp8Weight) and products.multiply != multiply:
+            other = "fp8_weight_only" if multiply else "fp8"
+            raise ValueError(f"weight_dtype={weight_dtype!r} and {name} is {other!r} of another engine; use that, or build another model")
+    for layer in layers.values():
+        if not isinstance(layer.products, Fp8Weight):
+            layer.products = Fp8Weight(layer, multiply=multiply)
+
+
+def quantizable_layers(model: GPTModel) -> dict[str, ColumnParallelLinear | RowParallelLinear]:
+    """Linear layers of the blocks by name; embedding and output layer are none of them."""
+    return {
+        f"layers.{number}.{name}": module
+        for number, layer in model.layers.items()
+        for name, module in layer.named_modules()
+        if type(module) in (ColumnParallelLinear, RowParallelLinear) and isinstance(module, (ColumnParallelLinear, RowParallelLinear))
+    }
+
+
+@experimental_api
+def fp8_parameters(model: nn.Module) -> dict[Tensor, Fp8Weight]:
+    """Parameters that are stored in fp8, with their scales."""
+    layers = (module for module in model.modules() if isinstance(module, (ColumnParallelLinear, RowParallelLinear)))
+    return {layer.weight: layer.products for layer in layers if isinstance(layer.products, Fp8Weight)}
