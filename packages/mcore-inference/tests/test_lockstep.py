@@ -389,6 +389,41 @@ def test_a_step_that_fails_on_the_first_rank_alone_is_blamed_on_it_and_leaves_no
     assert seconds < 10
 
 
+def check_hanging_load() -> float:
+    """After its first bucket a rank takes no more, though it is alive."""
+    engine = split_engine()
+    _weight_broadcast._BUCKET_BYTES = 4096
+    impatient = LockstepConfig(join_timeout_s=50, silence_timeout_s=2, step_timeout_s=1.5)
+
+    def stuck(chunks: Iterator[Any]) -> None:
+        next(chunks)
+        time.sleep(60)
+
+    culprit = "tp rank 1 did not take bucket 2 of load_weights within 1.5 s"
+    if engine.model.groups.tp.rank == 1:
+        engine.weights.load = stuck  # type: ignore[method-assign,assignment]
+        with pytest.raises(EngineDeadError, match=culprit):
+            follow_runner(engine, impatient)
+        return 0.0
+    new = weights_of(make_engine(ProcessGroups.single(), seed=1))
+
+    async def main() -> float:
+        with EngineRunner(engine, lockstep=impatient) as runner:
+            begin = time.monotonic()
+            with expects_rank_failure(1, culprit):
+                await runner.load_weights(new)
+            assert not runner.health().alive
+            return time.monotonic() - begin
+
+    return asyncio.run(main())
+
+
+@pytest.mark.world(2)
+def test_a_rank_that_takes_no_weights_is_named(world: World) -> None:
+    seconds, _ = world(check_hanging_load)
+    assert seconds < 8
+
+
 def check_join() -> float:
     pg: Any = dist.new_group(backend="gloo")
     seconds = 0.0

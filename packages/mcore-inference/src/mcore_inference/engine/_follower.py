@@ -3,6 +3,7 @@
 """The engine of another rank than the first: it repeats what the runner does there."""
 
 import dataclasses
+import itertools
 import queue
 import threading
 from typing import Any
@@ -104,7 +105,7 @@ class _Follower:
         try:
             apply_calls(self._engine, message["calls"])
             if "load" in message:
-                self._load(message["load"], message["in_flight"])
+                self._load(message["number"], message["load"], message["in_flight"])
             if "step" in message:
                 self._digest = digest_of(self._engine.step(), self._digest)
         except Exception as raised:
@@ -113,8 +114,13 @@ class _Follower:
             self._engine.take_finished()
         return Outcome.of(error, self._digest, self._engine)
 
-    def _load(self, version: int, in_flight: Any) -> None:
-        chunks = received_chunks(self._next_message, ranks_of(self._engine), self._engine.context.device)
+    def _load(self, number: int, version: int, in_flight: Any) -> None:
+        buckets = itertools.count(1)
+
+        def reach() -> None:
+            self._link.send({"load": number, "bucket": next(buckets)})
+
+        chunks = received_chunks(self._next_message, ranks_of(self._engine), self._engine.context.device, reach)
         try:
             self._engine.load_weights(chunks, version, in_flight=in_flight)
         finally:

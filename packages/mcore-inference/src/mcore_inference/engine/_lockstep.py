@@ -2,12 +2,13 @@
 # Copyright (c) 2026 the mcore authors
 """Engines of the ranks of one split model: the first decides, the others repeat its calls in its order."""
 
+import contextlib
 import threading
 import time
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -82,11 +83,17 @@ class Outcome:
 class _Pending:
     """A message whose outcome is not known on all ranks."""
 
+    name: str
+    """For messages."""
     is_step: bool
-    acks: dict[int, Outcome]
+    acks: dict[int, Outcome] = field(default_factory=dict)
     due: float | None = None
     """When a rank without an acknowledgement is late; None while this rank works itself on a call that may take long."""
     own: Outcome | None = None
+    num_buckets: int = 0
+    """Of weights, whose broadcast began here."""
+    reached_buckets: dict[int, int] = field(default_factory=dict)
+    """By rank, those whose broadcast began there."""
 
 
 def digest_of(records: Iterable[DynamicInferenceRequestRecord], digest: int) -> int:
@@ -181,7 +188,7 @@ class LockstepLeader:
         """As of the engine; the chunks are read here and sent by buckets. A load that one rank refuses fails on all."""
         check_policy(in_flight)
         version = self.engine.weight_version + 1 if version is None else as_integer("version", version, 0, 2**63 - 1)
-        sender = WeightSender(ranks_of(self.engine), self.engine.context.device, self._broadcast)
+        sender = WeightSender(ranks_of(self.engine), self.engine.context.device, self._broadcast, self._watch_bucket)
 
         def load() -> None:
             try:
@@ -251,7 +258,8 @@ class LockstepLeader:
         calls, self._calls = self._calls, []
         with self._changed:
             due = time.monotonic() + self._config.step_timeout_s if is_step else None
-            self._pending[self._number] = _Pending(is_step, {}, due)
+            name = f"step {self._number}" if is_step else message.get("call", "load_weights")
+            self._pending[self._number] = _Pending(name, is_step, due=due)
         if "call" in message:
             calls, message = [*calls, message], {}
         self._broadcast({"number": self._number, "calls": calls, **message})
@@ -260,6 +268,19 @@ class LockstepLeader:
     def _broadcast(self, message: dict[str, Any]) -> None:
         for link in self._links:
             link.send(message)
+
+    @contextlib.contextmanager
+    def _watch_bucket(self) -> Iterator[None]:
+        """While a bucket of the load in progress is broadcast: ranks that do not take it are late."""
+        with self._changed:
+            pending = self._pending[self._number]
+            pending.num_buckets += 1
+            pending.due = time.monotonic() + self._config.step_timeout_s
+        try:
+            yield
+        finally:
+            with self._changed:
+                pending.due = None
 
     def _finish(self, number: int, outcome: Outcome) -> None:
         with self._changed:
@@ -284,6 +305,11 @@ class LockstepLeader:
                     # This rank may wait in the model for one that has left it.
                     pending.due = min(pending.due or now, now + self._config.silence_timeout_s)
             self._compare(number)
+        elif "bucket" in message:
+            with self._changed:
+                pending = self._pending.get(message["load"])
+                if pending is not None:
+                    pending.reached_buckets[rank] = message["bucket"]
         elif "end" in message:
             if self._failure is None and message["end"] is not None:
                 self._blame(rank, f"ended: {message['end']}")
@@ -313,18 +339,27 @@ class LockstepLeader:
 
     def _check_late(self, now: float) -> None:
         with self._changed:
-            late = [(number, pending) for number, pending in self._pending.items() if pending.due is not None and now > pending.due]
-        for number, pending in late:
-            failed = {rank: outcome for rank, outcome in pending.acks.items() if outcome.kind}
-            missing = [rank for rank in range(1, self._num_ranks) if rank not in pending.acks]
-            if failed:
-                rank, outcome = next(iter(failed.items()))
-                self._blame(rank, f"failed in step {number}: {outcome.text}")
-            elif missing and pending.own is not None and pending.own.kind:
-                # The others may wait in the model for this rank, which has left it.
-                self._blame(0, f"failed in step {number}: {pending.own.text}")
-            elif missing:
-                self._blame(missing[0], f"did not end step {number} within {self._config.step_timeout_s:g} s")
+            late = [pending for pending in self._pending.values() if pending.due is not None and now > pending.due]
+            blamed = [self._culprit(pending) for pending in late]
+        for rank, what in blamed:
+            self._blame(rank, what)
+
+    def _culprit(self, pending: _Pending) -> tuple[int, str]:
+        """Whom a late message waits for, and what that rank did."""
+        within = f"within {self._config.step_timeout_s:g} s"
+        missing = [rank for rank in range(1, self._num_ranks) if rank not in pending.acks]
+        if pending.is_step and (failed := _failed(pending.acks)):
+            rank, outcome = next(iter(failed.items()))
+            return rank, f"failed in {pending.name}: {outcome.text}"
+        if pending.own is None and pending.num_buckets:
+            for rank in missing:
+                if pending.reached_buckets.get(rank, 0) < pending.num_buckets:
+                    return rank, f"did not take bucket {pending.num_buckets} of {pending.name} {within}"
+            return 0, f"did not broadcast bucket {pending.num_buckets} of {pending.name} {within}"
+        if pending.is_step and pending.own is not None and pending.own.kind:
+            # The others may wait in the model for this rank, which has left it.
+            return 0, f"failed in {pending.name}: {pending.own.text}"
+        return missing[0] if missing else 0, f"did not end {pending.name} {within}"
 
     def _blame(self, rank: int, what: str) -> None:
         """Give the engine up for what a rank did."""

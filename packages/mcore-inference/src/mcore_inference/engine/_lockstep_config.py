@@ -22,7 +22,7 @@ class LockstepConfig:
     silence_timeout_s: float = 30.0
     """Seconds without a sign of life after which a rank is lost."""
     step_timeout_s: float = 120.0
-    """Seconds that a rank gets for a step."""
+    """Seconds that a rank gets for a step, for the end of a load, a suspension or a resumption, and for a bucket of weights."""
 
     def __post_init__(self) -> None:
         for name in ("join_timeout_s", "silence_timeout_s", "step_timeout_s"):

@@ -3,6 +3,7 @@
 """Weights on their way from the first rank of a split engine to the others, in buckets."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from mcore_inference.engine._weights import WeightChunk, WeightLoadError, Weight
 from mcore_parallel.groups import Group
 
 _BUCKET_BYTES = 256 * 2**20
+"""Of one broadcast; a longer chunk has one of its own."""
 _ALIGNMENT = 16
 """Bytes at whose multiples a chunk begins, so that any dtype can be read in place."""
 
@@ -24,13 +26,17 @@ class WeightSender:
         group: the ranks of the model; this is the first.
         device: whose memory the group sends.
         tell: sends a message to all of them.
-        bucket_bytes: of one broadcast; a longer chunk has one of its own.
+        watch: entered around each broadcast, which waits for the others without end.
     """
 
     def __init__(
-        self, group: Group, device: torch.device, tell: Callable[[dict[str, Any]], None], bucket_bytes: int = _BUCKET_BYTES
+        self,
+        group: Group,
+        device: torch.device,
+        tell: Callable[[dict[str, Any]], None],
+        watch: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._group, self._device, self._tell, self._bucket_bytes = group, device, tell, bucket_bytes
+        self._group, self._device, self._tell, self._watch = group, device, tell, watch
         self._is_whole = False
         self._has_ended = False
 
@@ -46,7 +52,7 @@ class WeightSender:
                 continue
             bucket.append(chunk)
             num_bytes += _aligned(tensor.nbytes)
-            if num_bytes >= self._bucket_bytes:
+            if num_bytes >= _BUCKET_BYTES:
                 self._send(bucket)
                 yield from bucket
                 bucket, num_bytes = [], 0
@@ -74,11 +80,23 @@ class WeightSender:
             flat[at : at + tensor.nbytes].copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
             at += _aligned(tensor.nbytes)
         self._tell({"chunks": heads})
-        dist.broadcast(flat, group=self._group.pg, group_src=0)
+        with self._watch():
+            dist.broadcast(flat, group=self._group.pg, group_src=0)
+            if flat.is_cuda:
+                # The host would wait later, unwatched.
+                torch.cuda.current_stream(flat.device).synchronize()
 
 
-def received_chunks(next_message: Callable[[], Mapping[str, Any]], group: Group, device: torch.device) -> Iterator[WeightChunk]:
+def received_chunks(
+    next_message: Callable[[], Mapping[str, Any]], group: Group, device: torch.device, reach: Callable[[], None]
+) -> Iterator[WeightChunk]:
     """The chunks that the first rank sends.
+
+    Args:
+        next_message: waits for a message of the first rank.
+        group: the ranks of the model.
+        device: whose memory the group sends.
+        reach: called before each broadcast.
 
     Raises:
         WeightLoadError: it did not send them all.
@@ -92,6 +110,7 @@ def received_chunks(next_message: Callable[[], Mapping[str, Any]], group: Group,
             return
         sizes = [_num_bytes(dtype, shape) for _, dtype, shape, _ in heads]
         flat = torch.empty(sum(_aligned(size) for size in sizes), dtype=torch.uint8, device=device)
+        reach()
         dist.broadcast(flat, group=group.pg, group_src=0)
         at = 0
         for (name, dtype, shape, offsets), size in zip(heads, sizes, strict=True):
