@@ -102,8 +102,14 @@ def build_stage(
     return chunks[0] if len(chunks) == 1 else ModelChunks(chunks)
 
 
-def assemble(config: RunConfig, device: torch.device | str) -> Parts:
-    """Groups, model, gradient sync, optimizer and schedule of this rank; every rank of the world calls it.
+def assemble(config: RunConfig, device: torch.device | str, groups: ProcessGroups | None = None) -> Parts:
+    """Groups, model, gradient sync, optimizer and schedule of this rank.
+
+    Args:
+        config: the run.
+        device: of the model.
+        groups: of ``config.plan``, where ranks are left to something else: those of the layout call it. None to build them, on every rank
+            of the world.
 
     Raises:
         ScheduleError: a schedule that does not fit the stages, layers or micro-batches of the run.
@@ -115,7 +121,7 @@ def assemble(config: RunConfig, device: torch.device | str) -> Parts:
     for size in train.batch_sizes().sizes():
         plan_pipeline(pipeline, config.plan.pp, max(1, size // (train.micro_batch_size * config.plan.dp)))
     overlap = Overlap() if config.pipeline.schedule == "combined" else None
-    groups = ProcessGroups.build(config.plan)
+    groups = groups or ProcessGroups.build(config.plan)
     model = build_stage(config, groups, device, overlap)
     if config.lora is not None:
         add_lora(model, config.lora, groups, seed=train.seed)

@@ -98,6 +98,29 @@ class DPOConfig:
         return DPOObjective(beta=self.beta, label_smoothing=self.label_smoothing)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlacementConfig:
+    """Engines on ranks of their own: the first ranks train, in the layout of ``plan``, and as many as ``num_engines`` more serve.
+
+    Raises:
+        ValueError: a field out of its range.
+    """
+
+    num_engines: int
+    """Ranks that serve, each with a whole model, after the ``plan``'s; torchrun starts both."""
+    max_lag: int = 1
+    """Refits between the weights that draw answers and those that learn from them; 0: the halves take turns."""
+    timeout_s: float = 3600.0
+    """Limit of waiting for the other half, in seconds; the rank that is waited for is named. It covers saves and evaluations."""
+
+    def __post_init__(self) -> None:
+        if self.num_engines < 1 or self.max_lag < 0 or not self.timeout_s > 0:
+            raise ValueError(
+                f"placement.num_engines={self.num_engines} must be at least 1, placement.max_lag={self.max_lag} at least 0, and "
+                f"placement.timeout_s={self.timeout_s} above 0"
+            )
+
+
 # What is for rewards alone.
 _FOR_REWARDS = (
     *("policy", "advantage", "gae", "aggregation", "correction", "kl_beta", "kl_in_reward", "entropy_weight", "overlong"),
@@ -185,6 +208,8 @@ class RLConfig:
 
     memory: MemorySwitch = field(default_factory=MemorySwitch)
     """What trainer and engine give up of a device while the other one works."""
+    placement: PlacementConfig | None = None
+    """Trainer and engines on ranks of their own; None for both on every rank."""
 
     def __post_init__(self) -> None:
         if self.environment not in ENVIRONMENTS and not _IMPORTED.fullmatch(self.environment):
@@ -194,6 +219,7 @@ class RLConfig:
         if self.gae is None and self.critic != CriticConfig():
             raise ValueError("critic has no effect without gae; set rl.gae.lam=0.95, or leave critic out")
         self._check_instead()
+        self._check_placement()
         if self.group_size < (least := 2 if self.gae is None else 1):
             reason = ": an answer is judged against its group" if least == 2 else ""
             raise ValueError(f"group_size={self.group_size} must be at least {least}{reason}")
@@ -223,6 +249,21 @@ class RLConfig:
             raise ValueError(f"{named[0]}={getattr(self, named[0])} has no effect beside {name}; leave it at {defaults[named[0]]}")
         if self.dpo is not None and self.dpo.path and (self.imitation_steps or self.eval_samples):
             raise ValueError("imitation_steps and eval_samples are for an environment, and dpo.path has none; set both to 0")
+
+    def _check_placement(self) -> None:
+        """What ranks that only train, or only serve, cannot do."""
+        if self.placement is None:
+            return
+        beside = {
+            "dpo": self.dpo is not None,
+            "teacher": bool(self.teacher),
+            "gae": self.gae is not None,
+            "memory": self.memory != MemorySwitch(),
+        }
+        if named := [name for name, is_set in beside.items() if is_set]:
+            raise ValueError(f"{named[0]} needs trainer and engine on the same ranks; leave it at its default, or set rl.placement=none")
+        if self.num_groups < self.placement.num_engines:
+            raise ValueError(f"num_groups={self.num_groups} must be at least placement.num_engines={self.placement.num_engines}; raise it")
 
     @property
     def needs_reference(self) -> bool:

@@ -4,15 +4,16 @@
 
 import torch
 
+from mcore_parallel import ProcessGroups
 from mcore_parallel.data import Tokenizer
 from mcore_parallel.models import OutputLayer
 from mcore_tools.assembly import Parts, TorchShardedModel, assemble
 from mcore_tools.recipes import RunConfig
 
 
-def assemble_policy(config: RunConfig, tokenizer: Tokenizer, device: torch.device) -> Parts:
+def assemble_policy(config: RunConfig, tokenizer: Tokenizer, device: torch.device, groups: ProcessGroups | None = None) -> Parts:
     """``assemble``, with the rows of padding after those of the tokenizer out of every loss and log-probability."""
-    parts = assemble(config, device)
+    parts = assemble(config, device, groups)
     sharded = parts.model
     whole = sharded.module if isinstance(sharded, TorchShardedModel) else sharded
     for module in whole.modules():

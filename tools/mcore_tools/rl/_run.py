@@ -2,7 +2,6 @@
 # Copyright (c) 2026 the mcore authors
 """What each rank does to learn from rewards: where the run begins, its iterations, its evaluations and its checkpoints."""
 
-import asyncio
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,9 +20,7 @@ from mcore_parallel.training.distill import DistillationConfig, DistillationObje
 from mcore_rl import (
     BestAndWorst,
     ContrastiveRollout,
-    EvaluationResponse,
     FrozenWeights,
-    GenericGenerationArgs,
     GRPOConfig,
     IterationReport,
     Learner,
@@ -39,6 +36,8 @@ from mcore_tools.recipes import RunConfig
 from mcore_tools.reports import History
 from mcore_tools.rl._critic import RunCritic
 from mcore_tools.rl._environment import build_environment
+from mcore_tools.rl._evaluation import evaluation_means, evaluation_sums, num_problems
+from mcore_tools.rl._halves import Halves, run_grpo, serve_half
 from mcore_tools.rl._imitation import imitate
 from mcore_tools.rl._policy import assemble_policy
 from mcore_tools.rl._teacher import open_teacher
@@ -79,14 +78,19 @@ def reinforce_rank(config: RunConfig, kind: str, watchdog: Watchdog | None = Non
         NonFiniteLossError: a loss or a gradient that is no finite number, more often than ``train.max_skipped_steps``.
     """
     begin = time.perf_counter()
-    run = _Run(config, kind)
+    stop = _stop(config, begin, stop)
+    halves = None if config.rl is None or config.rl.placement is None else Halves(config)
+    if halves is not None and not halves.placement.trains:
+        reward, stopped = serve_half(config, halves, device_of(kind), watchdog, stop)
+        return Reinforced(history=History(), reward=reward, seconds=time.perf_counter() - begin, stopped_at=stopped)
+    run = _Run(config, kind, halves)
     history, writers = History(), []
     if run.parts.groups.world.is_first:
         history = History.read(Path(config.output) / "train.jsonl", run.state.step)
         writers = open_folder(config, history)
     try:
         run.start()
-        reward = run.iterate(writers, watchdog, _stop(config, begin, stop))
+        reward = run.iterate(writers, watchdog, stop)
     finally:
         for writer in writers:
             writer.close()
@@ -107,20 +111,22 @@ def _stop(config: RunConfig, begin: float, stop: Callable[[], bool] | None) -> C
 class _Run:
     """The parts of a run on this rank, and how far it is."""
 
-    def __init__(self, config: RunConfig, kind: str) -> None:
+    def __init__(self, config: RunConfig, kind: str, halves: Halves | None = None) -> None:
         assert config.rl is not None
+        self.halves, self.loop = halves, None
+        groups, self._group = (None, None) if halves is None else (halves.placement.groups, halves.checkpoint_group)
         self.config, self.rl = config, config.rl
         self.environment = build_environment(self.rl) if self.rl.needs_engine else None
-        self.own = run_checkpoints(config)
-        source = find_source(config.load, self.own)
+        self.own = run_checkpoints(config, self._group)
+        source = find_source(config.load, self.own, group=self._group)
         origin = first_folder(config.load, self.own, source)
         check_stored(config, origin)
         self.device = device_of(kind)
         self.tokenizer = open_tokenizer(config.data.tokenizer, config.model.vocab_size)
         self._check_length()
         self.pairs = self._open_pairs()
-        self.parts: Parts = assemble_policy(config, self.tokenizer, self.device)
-        self.checkpoints = RunCheckpoints(config.load, self.own, source, self.parts.optimizer, describe_model(config, origin))
+        self.parts: Parts = assemble_policy(config, self.tokenizer, self.device, groups)
+        self.checkpoints = RunCheckpoints(config.load, self.own, source, self.parts.optimizer, describe_model(config, origin), self._group)
         self.critic = None if self.rl.gae is None else RunCritic(config, self.parts, self.device)
         self.rates = schedule(config)
         self.state, self.position = TrainerState(), 0
@@ -152,7 +158,7 @@ class _Run:
         """Weights, reference, engine and the place in the problems."""
         config, parts = self.config, self.parts
         fresh = self.own.latest() is None
-        reference = CheckpointManager(Path(config.output) / REFERENCE, keep=1)
+        reference = CheckpointManager(Path(config.output) / REFERENCE, keep=1, group=self._group)
         frozen = None
         if self.rl.needs_reference and not fresh:
             reference.load(model_state(parts.model, parts.groups))
@@ -163,6 +169,8 @@ class _Run:
             parts.optimizer.load_step_count(int(extra["optimizer_step"]))
             self.position = int(extra.get("rl", {}).get("position", 0))
             self._tell(f"goes on from {self.checkpoints.loaded}")
+        if self.halves is not None:
+            self.halves.begin(self.state.step, self.position)
         if fresh and not self.state.step and self.rl.imitation_steps and self.environment is not None:
             loss = imitate(config, parts, self.environment, self.tokenizer, self.device)
             self._tell(f"loss {loss:.4f} after {self.rl.imitation_steps} steps of imitation")
@@ -185,6 +193,8 @@ class _Run:
             critic=None if self.critic is None else self.critic.critic,
             teacher=teacher,
         )
+        if self.halves is not None:
+            self.loop = self.halves.loop(run_grpo(config, self.tokenizer.pad), learner=self.learner)
         if self.critic is not None and fresh:
             self.critic.begin()
         elif self.critic is not None:
@@ -194,6 +204,8 @@ class _Run:
         """Where pairs, or problems and answers, come from: the next ones of a run that goes on."""
         config, parts, world = self.config, self.parts, self.parts.groups.world
         self.engine, self.interface = None, None
+        if self.halves is not None:
+            return
         if self.environment is None:
             assert self.pairs is not None
             self.pairs.start_at(self.position, rank=world.rank, num_ranks=world.size)
@@ -212,6 +224,8 @@ class _Run:
         self.interface = MegatronLocal(self.engine)
 
     def _iteration(self, grpo: GRPOConfig, step: int, lr: float) -> IterationReport:
+        if self.loop is not None:
+            return self.loop.iterate(lr)
         parts: dict[str, Any] = {"interface": self.interface, "engine": self.engine, "learner": self.learner, "lr": lr}
         if self.rl.dpo is None:
             trains = self.critic is None or step > self.rl.critic.warmup_steps
@@ -224,9 +238,7 @@ class _Run:
     def iterate(self, writers: Iterable[Writer], watchdog: Watchdog | None, stop: Callable[[], bool]) -> float:
         """The iterations that are left, and their numbers; the last reward."""
         train = self.config.train
-        sizes = (train.seq_len, train.micro_batch_size, train.global_batch_size)
-        pad = self.tokenizer.pad or 0
-        grpo = self.rl.grpo(seq_len=sizes[0], micro_batch_size=sizes[1], global_batch_size=sizes[2], pad_id=pad)
+        grpo = run_grpo(self.config, self.tokenizer.pad)
         numbers = range(self.state.step + 1, train.steps + 1)
         reward, saved = float("nan"), self.state.step
         for step in numbers if watchdog is None else watchdog.watch(numbers, start=self.state.step + 1):
@@ -235,6 +247,8 @@ class _Run:
             report = self._iteration(grpo, step, lr)
             self._count(report)
             values = {**_values(report), "lr": lr, "skipped_steps": self.state.skipped_steps}
+            if self.loop is not None:
+                values["lag"] = report.lag
             if self.pairs is not None:
                 # Of a file nobody draws and nobody judges.
                 values = {name: value for name, value in values.items() if name not in _DRAWN}
@@ -267,27 +281,15 @@ class _Run:
         further ones. Of a file's pairs, those that are not trained on."""
         if self.pairs is not None:
             return self._preferred(self.pairs.evaluation)
-        environment, interface = self.environment, self.interface
-        assert environment is not None and interface is not None
-        world, args, samples = self.parts.groups.world, self.rl.generation_args, self.rl.eval_samples
-        count = self.config.train.eval_batches * self.rl.num_groups
-        own = len(range(world.rank, count, world.size))
-
-        def ask(args: GenericGenerationArgs, num_samples: int) -> EvaluationResponse:
-            evaluation = environment.run_evaluation(interface, num_prompts=own, args=args, num_samples=num_samples)
-            with self.rl.memory.generating(optimizer=self.parts.optimizer, sync=self.parts.sync, engine=self.engine):
-                return asyncio.run(evaluation)
-
-        greedy = ask(args.add(GenericGenerationArgs(temperature=0.0)), 1)
-        rewards = greedy.metrics()["reward"]
-        values = {"reward": rewards, "right": [float(reward >= 1.0) for reward in rewards]}
-        if samples:
-            drawn = ask(args, samples)
-            values |= {f"pass@{k}": drawn.pass_at(k) for k in sorted({1, samples})}
-        sums = [[sum(numbers), len(numbers)] for numbers in values.values()] + [[greedy.num_dropped, 1]]
-        *totals, (num_dropped, _) = all_reduce(torch.tensor(sums, dtype=torch.float64, device=self.device), world).tolist()
-        means = {f"eval/{name}": total / max(1.0, number) for name, (total, number) in zip(values, totals, strict=True)}
-        return means | {"eval/num_dropped": num_dropped}
+        if self.halves is not None:
+            return self.halves.evaluated()
+        assert self.environment is not None and self.interface is not None
+        world = self.parts.groups.world
+        with self.rl.memory.generating(optimizer=self.parts.optimizer, sync=self.parts.sync, engine=self.engine):
+            count = num_problems(self.config, world.rank, world.size)
+            sums = evaluation_sums(self.config, self.environment, self.interface, count)
+        totals = all_reduce(torch.tensor(sums, dtype=torch.float64, device=self.device), world).tolist()
+        return dict(evaluation_means(self.config, totals))
 
     def _preferred(self, pairs: Sequence[ContrastiveRollout]) -> dict[str, float]:
         """How often, and by how much, the policy prefers what it should."""
@@ -305,8 +307,9 @@ class _Run:
         world = self.parts.groups.world
         source = self.environment or self.pairs
         assert source is not None
-        position = torch.tensor([source.position], dtype=torch.int64, device=self.device)
-        position = int(all_reduce(position, world, op="max"))
+        # Where engines run ahead, what was drawn and not trained on is posed again.
+        position = source.position if self.loop is None else self.loop.position
+        position = int(all_reduce(torch.tensor([position], dtype=torch.int64, device=self.device), world, op="max"))
         extra: Mapping[str, Any] = {
             "trainer": dataclasses.asdict(self.state),
             "optimizer_step": self.parts.optimizer.step_count,
@@ -331,6 +334,8 @@ class _Run:
 
     def _agree(self, wanted: bool) -> bool:
         """Whether any rank wants to stop."""
+        if self.halves is not None:
+            return self.halves.agree(wanted)
         world = self.parts.groups.world
         return bool(all_reduce(torch.tensor([float(wanted)], device=self.device), world).item())
 

@@ -55,8 +55,14 @@ def check_trained(folder: str, field: str, remedy: str) -> None:
 
 
 def check_world(config: RunConfig, owner: str = "") -> None:
-    """Refuse a plan of more ranks than were started."""
+    """Refuse a plan of more ranks than were started, and engines on ranks of their own where these are not just as many."""
     plan, size = config.plan, int(os.environ.get("WORLD_SIZE", "1"))
+    if config.rl is not None and config.rl.placement is not None and plan.world_size + (engines := config.rl.placement.num_engines) != size:
+        count = plan.world_size + engines
+        raise ValueError(
+            f"{plan.world_size} ranks of {owner}plan and {owner}rl.placement.num_engines={engines} are {count}, but the world has {size}; "
+            f"start {count} with torchrun"
+        )
     if plan.world_size > size:
         degrees = " * ".join(f"{owner}plan.{axis}={getattr(plan, axis)}" for axis in ("tp", "cp", "dp", "pp"))
         count = plan.world_size

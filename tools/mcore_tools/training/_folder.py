@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 import yaml
 
 from mcore_ckpt import CheckpointManager
@@ -67,10 +68,10 @@ def _identity(file: Path) -> str:
     return file.read_text(encoding="ascii")
 
 
-def run_checkpoints(config: RunConfig) -> CheckpointManager:
-    """Where a run saves: as many steps as it is told to keep, each with its assets."""
+def run_checkpoints(config: RunConfig, group: dist.ProcessGroup | None = None) -> CheckpointManager:
+    """Where a run saves: as many steps as it is told to keep, each with its assets; ``group`` has the ranks that save, None for all."""
     keep, every = config.train.checkpoints_kept or None, config.train.checkpoint_keep_interval or None
-    return CheckpointManager(Path(config.output) / "checkpoints", keep=keep, keep_every=every, assets=run_assets(config))
+    return CheckpointManager(Path(config.output) / "checkpoints", keep=keep, keep_every=every, group=group, assets=run_assets(config))
 
 
 def run_assets(config: RunConfig) -> dict[str, Path | bytes]:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from mcore_ckpt import CheckpointingException, CheckpointManager, find_mismatches, load
 from mcore_ckpt.inspect import resolve_folder
 from mcore_ckpt.manifest import is_checkpoint
@@ -19,13 +21,16 @@ Source = CheckpointManager | Folder | HuggingFaceFolder
 """A folder of steps, one checkpoint, or a published model."""
 
 
-def find_source(config: LoadConfig, own: CheckpointManager, *, may_be_local: bool = False) -> Source | None:
+def find_source(
+    config: LoadConfig, own: CheckpointManager, *, may_be_local: bool = False, group: dist.ProcessGroup | None = None
+) -> Source | None:
     """The folder of steps, the checkpoint or the Hugging Face folder that a run begins with; None for its own step, or random weights.
 
     Args:
         config: what it begins with.
         own: the checkpoints of the run.
         may_be_local: its steps may also lie on the nodes; ``load.required`` is then judged when these are read.
+        group: ranks that load together; None for all.
 
     Raises:
         ValueError: there is none, and ``config`` wants one.
@@ -36,7 +41,7 @@ def find_source(config: LoadConfig, own: CheckpointManager, *, may_be_local: boo
         if config.required and not may_be_local:
             raise ValueError(nothing_to_load(str(own.directory)))
         return None
-    return find_base(config)
+    return find_base(config, group)
 
 
 def nothing_to_load(places: str) -> str:
@@ -47,8 +52,8 @@ def nothing_to_load(places: str) -> str:
     )
 
 
-def find_base(config: LoadConfig) -> Source:
-    """What ``config.path`` names: a folder of steps, a checkpoint or a Hugging Face folder.
+def find_base(config: LoadConfig, group: dist.ProcessGroup | None = None) -> Source:
+    """What ``config.path`` names: a folder of steps, a checkpoint or a Hugging Face folder, read by the ranks of ``group``, None for all.
 
     Raises:
         ValueError: there is none, or not what ``config`` wants of it.
@@ -64,7 +69,7 @@ def find_base(config: LoadConfig) -> Source:
         newest = resolve_folder(config.path)
     except CheckpointingException as error:
         raise ValueError(f"load.path={config.path!r} has nothing to begin with: {error}; name a checkpoint or a folder of steps") from None
-    manager = CheckpointManager(config.path)
+    manager = CheckpointManager(config.path, group=group)
     steps = [] if is_checkpoint(config.path) else manager.steps()
     if config.step is not None and config.step not in steps:
         contents = f"has {steps}" if steps else "is one checkpoint; set load.step=none"
@@ -96,6 +101,7 @@ class RunCheckpoints:
         source: of ``find_source``.
         optimizer: of the run.
         described: what each step says of its model beside (``extra``), so that it can be exported.
+        group: ranks that save and load together; None for all.
     """
 
     def __init__(
@@ -105,7 +111,9 @@ class RunCheckpoints:
         source: Source | None,
         optimizer: MegatronOptimizer,
         described: Mapping[str, Any] | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
+        self._group = group
         self._config, self._own, self._source, self._optimizer = config, own, source, optimizer
         self._described = described or {}
         self.loaded = ""
@@ -154,7 +162,7 @@ class RunCheckpoints:
             step, extra = source.load(wanted, self._config.step, strict=strict)
             folder = source.folder(step)
         else:
-            folder, extra = source, load(wanted, source, strict=strict)
+            folder, extra = source, load(wanted, source, strict=strict, group=self._group)
         left = [] if strict else [name for name in find_mismatches(wanted, folder).unexpected if not name.startswith(_OPTIMIZER)]
         if left:
             named = ", ".join(left[:8]) + (" ..." if len(left) > 8 else "")

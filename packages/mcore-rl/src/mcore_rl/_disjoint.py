@@ -18,7 +18,7 @@ from mcore_rl._stability import experimental_api
 from mcore_rl._transfer import WeightTransfer, refit
 from mcore_rl._types import TokenRollout
 from mcore_rl._update import Learner, update
-from mcore_rl.agent import GroupedRolloutGenerator
+from mcore_rl.agent import GroupedRolloutGenerator, NumberedProblems
 from mcore_rl.inference import InferenceInterface
 
 
@@ -43,6 +43,8 @@ class _Drawn:
     version: int
     """Refits before they were drawn."""
     seconds: float
+    position: int
+    """Problems before this number were posed by then."""
 
 
 @experimental_api
@@ -93,6 +95,8 @@ class DisjointLoop:
         self._drawn: deque[_Drawn] = deque()
         self.version = -1
         """Of the weights in the engines: refits after the first one."""
+        self.position = 0
+        """Where `NumberedProblems` go on after what was trained on, on every rank; engines that are ahead have posed more."""
 
     def iterate(self, lr: float) -> IterationReport:
         """One iteration; the same report on every rank, but for ``updates``, which only those that train have.
@@ -114,6 +118,7 @@ class DisjointLoop:
         updates = self._work(lr, batch, draws=self.max_lag > 0)
         trained = time.perf_counter()
         self._refit()
+        self.position = batch.position
         return iteration_report(
             self.config,
             batch.collected,
@@ -139,15 +144,21 @@ class DisjointLoop:
         except Exception as error:
             failure = error
         seconds = time.perf_counter() - begin
-        sent = {**share(own, num_filtered, failure), "seconds": seconds}
+        sent = {**share(own, num_filtered, failure), "seconds": seconds, "position": self._posed()}
         shares = self.placement.gather(sent, self.timeout_s, "rollouts" if draws else "updates")
         if failure is not None:
             raise failure
         collected = joined(shares)
         if draws:
-            slowest = max(part["seconds"] for part in shares[self.placement.num_trainers :])
-            self._drawn.append(_Drawn(checked(self.config, collected), self.version, slowest))
+            served = shares[self.placement.num_trainers :]
+            seconds, position = (max(part[name] for part in served) for name in ("seconds", "position"))
+            self._drawn.append(_Drawn(checked(self.config, collected), self.version, seconds, position))
         return updates
+
+    def _posed(self) -> int:
+        """Position of this rank's problems; 0 where they have none."""
+        agent = None if self._server is None else self._server.agent
+        return agent.position if isinstance(agent, NumberedProblems) else 0
 
     def _train(self, learner: Learner, batch: _Drawn, lr: float) -> dict[str, Any]:
         updates, critic_updates = update(self.config, batch.collected.groups, learner, lr)

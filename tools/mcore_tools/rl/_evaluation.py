@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""What a policy makes of the problems that are kept for evaluations: sums of one engine, means over all."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from mcore_rl import EvaluationResponse, GenericGenerationArgs, InferenceInterface, NumberedProblems
+from mcore_tools.recipes import RunConfig
+
+
+def num_problems(config: RunConfig, rank: int, num_ranks: int) -> int:
+    """Of the problems of an evaluation, those that engine ``rank`` of ``num_ranks`` answers."""
+    assert config.rl is not None
+    return len(range(rank, config.train.eval_batches * config.rl.num_groups, num_ranks))
+
+
+def evaluation_names(config: RunConfig) -> list[str]:
+    """Of the numbers of an evaluation, in the order of ``evaluation_sums``."""
+    assert config.rl is not None
+    samples = config.rl.eval_samples
+    return ["reward", "right", *(f"pass@{k}" for k in sorted({1, samples}) if samples), "num_dropped"]
+
+
+def evaluation_sums(config: RunConfig, environment: NumberedProblems, interface: InferenceInterface, count: int) -> list[list[float]]:
+    """Sum and count of each number over the most likely answers to ``count`` problems, and over further ones for pass@k."""
+    assert config.rl is not None
+    args, samples = config.rl.generation_args, config.rl.eval_samples
+
+    def ask(args: GenericGenerationArgs, num_samples: int) -> EvaluationResponse:
+        return asyncio.run(environment.run_evaluation(interface, num_prompts=count, args=args, num_samples=num_samples))
+
+    greedy = ask(args.add(GenericGenerationArgs(temperature=0.0)), 1)
+    rewards = greedy.metrics()["reward"]
+    numbers = [rewards, [float(reward >= 1.0) for reward in rewards]]
+    if samples:
+        drawn = ask(args, samples)
+        numbers += [list(drawn.pass_at(k)) for k in sorted({1, samples})]
+    return [*([sum(values), len(values)] for values in numbers), [greedy.num_dropped, 1]]
+
+
+def evaluation_means(config: RunConfig, sums: Sequence[Sequence[float]]) -> Mapping[str, float]:
+    """The numbers of an evaluation from their sums over all engines; of dropped answers the number."""
+    *totals, (num_dropped, _) = sums
+    named = zip(evaluation_names(config)[:-1], totals, strict=True)
+    return {**{f"eval/{name}": total / max(1.0, number) for name, (total, number) in named}, "eval/num_dropped": num_dropped}

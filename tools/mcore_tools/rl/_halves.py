@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""A run whose trainer and engines have ranks of their own: what the two halves tell each other, and what a rank with an engine does."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mcore_inference import ExecutionConfig
+from mcore_parallel.guard import Watchdog
+from mcore_rl import DisjointLoop, GRPOConfig, Learner, MegatronLocal, Placement, RolloutServer
+from mcore_tools.assembly import open_tokenizer
+from mcore_tools.recipes import RunConfig
+from mcore_tools.rl._environment import build_environment
+from mcore_tools.rl._evaluation import evaluation_means, evaluation_sums, num_problems
+from mcore_tools.serving import build_engine
+
+
+class Halves:
+    """The two halves of a run on this rank; every rank of the world makes it.
+
+    Args:
+        config: the run.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        assert config.rl is not None and config.rl.placement is not None
+        self.config, self.settings = config, config.rl.placement
+        self.placement = Placement.split(config.plan)
+        # The trainers save alone. A layout of one rank has no communicator, and without one the whole world would be waited for.
+        group: Any = dist.new_group(list(range(self.placement.num_trainers)), backend="gloo")
+        self.checkpoint_group: dist.ProcessGroup | None = group if self.placement.trains else None
+
+    def begin(self, step: int = 0, position: int = 0) -> tuple[int, int]:
+        """The step and the position in the problems at which the trainers go on, on every rank."""
+        step, position = self.gather([step, position], "the step that the run goes on from")[0]
+        return step, position
+
+    def loop(self, grpo: GRPOConfig, *, learner: Learner | None = None, server: RolloutServer | None = None) -> DisjointLoop:
+        """The iterations of this half."""
+        limits: dict[str, Any] = {"max_lag": self.settings.max_lag, "timeout_s": self.settings.timeout_s}
+        return DisjointLoop(grpo, self.placement, learner=learner, server=server, **limits)
+
+    def evaluated(self, sums: list[list[float]] | None = None) -> dict[str, float]:
+        """The numbers of an evaluation on every rank; ``sums`` are those of a rank with an engine."""
+        shares = self.gather(sums, "answers of an evaluation")[self.placement.num_trainers :]
+        totals = [[sum(column) for column in zip(*rows, strict=True)] for rows in zip(*shares, strict=True)]
+        return dict(evaluation_means(self.config, totals))
+
+    def agree(self, wanted: bool) -> bool:
+        """Whether any rank wants to stop."""
+        return any(self.gather(wanted, "the end of an iteration"))
+
+    def gather(self, value: Any, purpose: str) -> list[Any]:
+        """Of all ranks; one that does not come is named."""
+        return self.placement.gather(value, self.settings.timeout_s, purpose)
+
+
+def run_grpo(config: RunConfig, pad_id: int | None) -> GRPOConfig:
+    """An iteration of a run."""
+    assert config.rl is not None
+    train = config.train
+    return config.rl.grpo(
+        seq_len=train.seq_len, micro_batch_size=train.micro_batch_size, global_batch_size=train.global_batch_size, pad_id=pad_id or 0
+    )
+
+
+def serve_half(
+    config: RunConfig, halves: Halves, device: torch.device, watchdog: Watchdog | None, stop: Callable[[], bool]
+) -> tuple[float, int | None]:
+    """The iterations of a rank with an engine; the last reward, and the step after which it was stopped."""
+    rl, train, rank, num_ranks = config.rl, config.train, halves.placement.engine_rank, halves.placement.num_engines
+    assert rl is not None
+    tokenizer = open_tokenizer(config.data.tokenizer, config.model.vocab_size)
+    environment = build_environment(rl)
+    first, position = halves.begin()
+    environment.start_at(position, rank=rank, num_ranks=num_ranks)
+    # What was drawn before the run was interrupted is not drawn again.
+    seed = train.seed + rank + num_ranks * first
+    execution = ExecutionConfig(record_routing=rl.router_replay)
+    engine = build_engine(config, tokenizer, device, seed=seed, max_length=train.seq_len, cache_gb=rl.cache_gb, execution=execution)
+    interface = MegatronLocal(engine)
+    server = RolloutServer(agent=environment, interface=interface, engine=engine)
+    loop = halves.loop(run_grpo(config, tokenizer.pad), server=server)
+    numbers, reward = range(first + 1, train.steps + 1), float("nan")
+    for step in numbers if watchdog is None else watchdog.watch(numbers, start=first + 1):
+        # The learning rate is the other half's matter.
+        reward = loop.iterate(0.0).mean_reward
+        if train.eval_interval and step % train.eval_interval == 0:
+            sums = evaluation_sums(config, environment, interface, num_problems(config, rank, num_ranks))
+            reward = halves.evaluated(sums)["eval/reward"]
+        if halves.agree(stop()):
+            return reward, step if step < train.steps else None
+    return reward, None

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""``mcore rl`` whose trainer and engines have ranks of their own: the same numbers by turns, a bound on their lag, and runs that go on."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_ckpt import CheckpointManager
+from mcore_ckpt.manifest import read_manifest
+from mcore_tools import reinforce
+from mcore_tools.launch import launch
+from mcore_tools.recipes import override, recipe
+from mcore_tools.rl import reinforce_rank
+
+pytestmark = pytest.mark.journey
+TINY = (
+    *("model.num_layers=1", "model.hidden_size=32", "model.num_attention_heads=2", "model.num_query_groups=2", "model.ffn_hidden_size=64"),
+    *("rl.num_groups=2", "rl.group_size=4", "train.global_batch_size=4", "train.micro_batch_size=2", "train.eval_batches=1"),
+    *("train.steps=3", "rl.imitation_steps=2", "train.eval_interval=3", "rl.generation_args.max_tokens=6"),
+)
+APART = ("rl.placement.num_engines=1", "rl.placement.timeout_s=30")
+
+
+def words(output: Path, *changes: str) -> list[str]:
+    return ["--recipe", "countdown_tiny", *(word for change in (*TINY, f"output={output}", *changes) for word in ("--set", change))]
+
+
+def rows(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "train.jsonl").read_text().splitlines()]
+
+
+def position(output: Path, step: int) -> int:
+    return read_manifest(CheckpointManager(output / "checkpoints").folder(step)).extra["rl"]["position"]
+
+
+def test_by_turns_halves_under_torchrun_learn_what_one_rank_learns(tmp_path: Path) -> None:
+    assert reinforce.main(words(tmp_path / "beside")) == 0
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "mcore_tools.reinforce"]
+    command = [*launcher, *words(tmp_path / "apart", *APART, "rl.placement.max_lag=0")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=55)
+    assert done.returncode == 0, done.stderr
+    beside, apart = rows(tmp_path / "beside"), rows(tmp_path / "apart")
+    names = ("step", "reward", "reward_std", "answer_length", "loss", "grad_norm", "kl", "logprob_mismatch")
+    assert [[row[name] for name in names] for row in beside] == [[row[name] for name in names] for row in apart]
+    assert [row["lag"] for row in apart] == [0, 0, 0] and len({row["loss"] for row in apart}) == 3
+    evaluated = {name: value for name, value in beside[-1].items() if name.startswith("eval/")}
+    assert evaluated and evaluated.items() <= apart[-1].items()
+    assert position(tmp_path / "apart", 3) == position(tmp_path / "beside", 3) == 6
+
+
+@pytest.mark.parametrize("layout", [pytest.param("plan.tp=2", marks=pytest.mark.slow), "plan.dp=2"])
+def test_one_step_off_a_run_stops_and_goes_on_without_losing_problems(layout: str, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    changes = [*TINY, *APART, layout, "train.stop_after_minutes=1e-9", f"output={output}", "rl.eval_samples=2", "train.eval_interval=2"]
+    config = reinforce.prepared(override(recipe("countdown_tiny"), changes), rank=0)
+    assert [done.stopped_at for done in launch(reinforce_rank, 3, config=config, kind="cpu")] == [1, 1, 1]
+    # The engine has drawn the next problems, which were not trained on.
+    assert position(output, 1) == 2
+    reports = launch(reinforce_rank, 3, config=override(config, ["train.stop_after_minutes=0"]), kind="cpu")
+    assert len({report.reward for report in reports}) == 1 and all(report.stopped_at is None for report in reports)
+    assert [(row["step"], row["lag"]) for row in rows(output)] == [(1, 0), (2, 0), (3, 1)]
+    assert "eval/pass@2" in rows(output)[1] and position(output, 3) == 6
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("rl.placement.num_engines=1", "1 ranks of plan and rl.placement.num_engines=1 are 2, but the world has 1; start 2 with torchrun"),
+        ("rl.placement.num_engines=0", "placement.num_engines=0 must be at least 1"),
+        ("rl.placement.num_engines=3", "num_groups=2 must be at least placement.num_engines=3"),
+        ("rl.placement.num_engines=1 rl.memory.suspend_engine=true", "memory needs trainer and engine on the same ranks"),
+        ("rl.placement.num_engines=1 rl.gae.lam=1", "gae needs trainer and engine on the same ranks"),
+        ("rl.placement.num_engines=1 data_parallel=fsdp rl.kl_beta=0", "rl.placement leaves ranks out of the layout"),
+    ],
+)
+def test_what_halves_cannot_do_is_one_line(change: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert reinforce.main(words(tmp_path / "run", *change.split())) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and message.count("\n") == 1 and reason in message
+    assert not (tmp_path / "run").exists()
