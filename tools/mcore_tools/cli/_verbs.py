@@ -48,6 +48,7 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
         "convert": Verb(summary="import, export, inspect and verify checkpoints: Hugging Face, Megatron, torch", script="mcore-ckpt"),
         "plan": Verb(summary="find layouts for a model and a number of GPUs", script="mcore-plan"),
         "doctor": Verb(summary="show which path each operation takes on this machine, and why", script="mcore-doctor"),
+        "completion": Verb(summary="print a script that completes this command in bash, zsh or fish", module="mcore_tools.completion"),
         "compare": Verb(summary="find the first layer whose tensors differ between two recorded runs", script="mcore-compare"),
     }
 )

@@ -4,7 +4,7 @@
 
 from mcore_tools.recipes._config import FSDPConfig, LoadConfig, LogConfig, RunConfig, TrainConfig
 from mcore_tools.recipes._data import DataConfig, FIMConfig
-from mcore_tools.recipes._fields import add_fields_option, list_fields
+from mcore_tools.recipes._fields import add_fields_option, config_of, list_fields
 from mcore_tools.recipes._file import config_text, read_config, write_config
 from mcore_tools.recipes._override import RecipeError, override
 from mcore_tools.recipes._published import LAYOUTS
@@ -28,6 +28,7 @@ __all__ = [
     "SFTConfig",
     "TrainConfig",
     "add_fields_option",
+    "config_of",
     "config_text",
     "list_fields",
     "override",

@@ -95,6 +95,12 @@ def add_fields_option(parser: argparse.ArgumentParser, config: type) -> None:
     )
 
 
+def config_of(parser: argparse.ArgumentParser) -> type | None:
+    """The configuration whose fields a command's ``--set`` takes; None for a command without ``--help-fields``."""
+    configs = [action.config for action in parser._actions if isinstance(action, _ShowFields)]
+    return configs[0] if configs else None
+
+
 class _ShowFields(argparse.Action):
     """Prints the fields whose path begins with a prefix."""
 
