@@ -10,7 +10,14 @@ from torch import Tensor
 
 SHARED_BYTES = 227 * 1024
 """Of a multiprocessor, what one program may use."""
-_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+_TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
 
 
 class CompiledLaunches:

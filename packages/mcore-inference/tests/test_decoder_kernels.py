@@ -5,6 +5,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from mcore_inference.attention import HeadNorms, PackedHeads
 from mcore_inference.cache import LayerSlots
-from mcore_parallel.nn import RMSNorm, StreamNorm, apply_rotary, rotary_frequencies, rotary_tables
+from mcore_parallel.backends import Scaled, quantize_rows
+from mcore_parallel.nn import NormedStream, RMSNorm, StreamNorm, apply_rotary, rotary_frequencies, rotary_tables
 
 
 def close(result: Tensor, wanted: Tensor, tolerance: float) -> None:
@@ -54,6 +56,28 @@ def check_stream(device: str, dtype: torch.dtype, tolerance: float) -> None:
         close(streamed_linear(stream, last), normed(stream.x, scales[1], 1e-3, 1.0) @ last.double().T, tolerance)
 
 
+def check_fp8(device: str, dtype: torch.dtype, tolerance: float) -> None:
+    """Kernels over weights in fp8, as those over the same weights widened."""
+    from mcore_inference.decoder._linear import embed, streamed_linear, streamed_residual, streamed_swiglu
+
+    for tokens, depth, ffn in ((1, 96, 40), (5, 256, 64), (16, 130, 33)):
+        table = torch.randn(50, depth).to(device, dtype)
+        up, down, last = (
+            quantize_rows(torch.randn(rows, columns, device=device) * scale, torch.float8_e4m3fn, powers_of_two=True)
+            for rows, columns, scale in ((2 * ffn, depth, 0.1), (depth, ffn, 7.0), (24, depth, 1e-3))
+        )
+        norm = StreamNorm(weight=torch.randn(depth).to(device, dtype), epsilon=1e-3, shift=0.0)
+        x = embed(torch.randint(50, (tokens,), device=device), table, norm)
+        y = streamed_swiglu(x, up)
+        close(y, streamed_swiglu(x, up.value(dtype)), tolerance)
+        stream, wide = streamed_residual(y, down, x.x, norm), streamed_residual(y, down.value(dtype), x.x, norm)
+        close(stream.x, wide.x, tolerance)
+        close(streamed_linear(stream, last), streamed_linear(stream, last.value(dtype)), tolerance)
+        plain = y[:, : ffn - 1]
+        narrow = quantize_rows(torch.randn(17, plain.shape[1], device=device), torch.float8_e4m3fn)
+        close(streamed_linear(plain, narrow), plain.double() @ narrow.value(torch.float64).T, tolerance)
+
+
 def check_rotation(device: str, dtype: torch.dtype, tolerance: float) -> None:
     from mcore_inference.attention._rotate import rotate_and_append
 
@@ -91,7 +115,7 @@ def check_rotation(device: str, dtype: torch.dtype, tolerance: float) -> None:
         assert not scales[[0, 1]][:, [1, 3, 5]].any()
 
 
-CHECKS = (check_linear, check_stream, check_rotation)
+CHECKS = (check_linear, check_stream, check_fp8, check_rotation)
 
 
 def test_kernels_equal_torch_in_the_interpreter() -> None:
@@ -99,6 +123,29 @@ def test_kernels_equal_torch_in_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-W", "ignore", __file__], env=environment, capture_output=True, text=True, timeout=110)
     assert done.stdout == "same\n", done.stderr[-3000:]
+
+
+@pytest.mark.parametrize(("dtype", "tokens", "depth", "width"), [(torch.bfloat16, 1, 4096, 12288), (torch.float16, 16, 130, 33)])
+def test_kernels_over_fp8_weights_compile_for_hopper(
+    dtype: torch.dtype, tokens: int, depth: int, width: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("triton")
+    from mcore_inference.decoder import _linear
+    from tests.support.hopper import CompiledLaunches
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    launches = CompiledLaunches(_linear._linear_kernel)
+    monkeypatch.setattr(_linear, "_linear_kernel", launches)
+
+    def weight(rows: int, columns: int) -> Scaled:
+        return Scaled(torch.zeros(rows, columns).to(torch.float8_e4m3fn), torch.ones(rows, 1))
+
+    x = torch.zeros(tokens, depth, dtype=dtype)
+    stream = NormedStream(x=x, scaled=x, squares=torch.zeros(8, 16), epsilon=1e-5)
+    _linear.streamed_linear(stream, weight(width, depth))
+    y = _linear.streamed_swiglu(stream, weight(2 * width, depth))
+    _linear.streamed_residual(y, weight(depth, width), x, StreamNorm(weight=x[0], epsilon=1e-5, shift=0.0))
+    assert len(launches.shared_bytes) == 3
 
 
 @pytest.mark.gpu

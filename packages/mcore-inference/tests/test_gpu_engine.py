@@ -18,8 +18,8 @@ from mcore_inference import (
     PagedAttention,
     SamplingParams,
 )
-from mcore_inference.decoder import FusedDecoder
-from mcore_parallel import ProcessGroups
+from mcore_inference.decoder import FusedDecoder, fp8_parameters
+from mcore_parallel import ProcessGroups, named_shards
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.models.eagle import EagleConfig, EagleHead
 from mcore_parallel.nn import Step
@@ -113,6 +113,36 @@ def test_heads_propose_by_kernels_what_they_propose_by_the_gathered_path(kind: s
         for record in others:
             assert record.generated_tokens == wanted.generated_tokens
             assert record.generated_log_probs == pytest.approx(wanted.generated_log_probs, abs=1e-4)
+
+
+@pytest.mark.parametrize(("weight_dtype", "count"), [("fp8", 3), ("fp8", 24), ("fp8_weight_only", 3), ("fp8_weight_only", 24)])
+@pytest.mark.parametrize("use_graphs", [False, True])
+def test_weights_in_fp8_agree_with_the_same_weights_in_float32(weight_dtype: Any, count: int, use_graphs: bool) -> None:
+    config = dataclasses.replace(SIZES, hidden_size=128, ffn_hidden_size=192)
+    model = GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention(), device="cuda", dtype=torch.bfloat16).eval()
+    sizes = InferenceConfig(max_sequence_length=96, max_requests=32, block_size_tokens=16, num_blocks=200, weight_dtype=weight_dtype)
+    execution = ExecutionConfig(use_graphs=use_graphs)
+    engine = DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, sizes), execution=execution)
+    params = SamplingParams(temperature=0, num_tokens_to_generate=16, return_log_probs=True)
+    for _ in range(2):
+        assert FusedDecoder.fits(model)
+        reference = GPTModel(config, ProcessGroups.single()).eval()
+        rounded = fp8_parameters(model)
+        ours = dict(model.named_parameters())
+        for name, parameter in reference.named_parameters():
+            scales = rounded.get(ours[name])
+            wide = ours[name] if scales is None else scales.widened(ours[name].flatten(0, -2), torch.float32)
+            parameter.data = wide.detach().float().cpu().view(parameter.shape)
+        for prompt, record in zip((prompts(6) * 4)[:count], engine.generate((prompts(6) * 4)[:count], params), strict=True):
+            tokens = torch.tensor([*prompt, *record.generated_tokens])
+            with torch.no_grad():
+                output, _ = reference(tokens, Step.causal(1, len(tokens)))
+            expected = output.logits().log_softmax(-1)[len(prompt) - 1 : -1].gather(1, tokens[len(prompt) :, None])[:, 0]
+            errors = (torch.tensor(record.generated_log_probs) - expected).abs()
+            assert errors.max() < 0.8 and errors.mean() < 0.15
+        # Recorded graphs read the new weights.
+        other = GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention(), device="cuda", dtype=torch.bfloat16, seed=1)
+        engine.load_weights((shard.name, shard.parameter.detach()) for shard in named_shards(other))
 
 
 @pytest.mark.parametrize("fields", [{}, {"qk_layernorm": True, **WINDOWS_AND_SINKS}, {"share_embeddings_and_output_weights": True}])

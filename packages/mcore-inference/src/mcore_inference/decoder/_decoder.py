@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from mcore_inference._stability import experimental_api
 from mcore_inference.attention import HeadNorms, PackedHeads, PagedAttention, PagedStep, TableRows
+from mcore_inference.decoder._fp8 import Fp8Weight, has_stream_kernel
+from mcore_parallel.backends import Scaled
 from mcore_parallel.models import GPTModel, OutputLayer, TransformerLayer
 from mcore_parallel.nn import MLP, NormedStream, RMSNorm, SelfAttention, Step, StreamedFeedForward, StreamNorm, StreamsFeedForward
 from mcore_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -69,15 +71,15 @@ class FusedDecoder:
         y = self._norms[0](x)
         for layer, feed_forward, norm in zip(self._layers, self._feed_forwards, self._norms[1:], strict=True):
             attention = cast(SelfAttention, layer.mixer)
-            y = self._attend(F.linear(y, _matrix(attention.qkv)), attention, tables, step)
+            y = self._attend(_product(y, attention.qkv), attention, tables, step)
             # In place: nobody reads the residual stream as it was.
-            x = x.addmm_(y.flatten(1), _matrix(attention.out).t())
+            x = _add_product(x, y.flatten(1), attention.out)
             y = _norm(layer.ffn_norm)(x)
             if feed_forward is not None:
                 y = feed_forward.stream_many(x, y, _parts(norm))
                 continue
             if type(layer.mlp) is MLP:
-                x = x.addmm_(layer.mlp.activation(F.linear(y, _matrix(layer.mlp.up))), _matrix(layer.mlp.down).t())
+                x = _add_product(x, layer.mlp.activation(_product(y, layer.mlp.up)), layer.mlp.down)
             else:
                 x = x.add_(cast(nn.Module, layer.mlp)(y, step)[0])
             y = norm(x)
@@ -111,9 +113,24 @@ class FusedDecoder:
         return core.attend_packed(heads, attention.layer, paged, self._finished, sink=attention.softmax_offset)
 
 
-def _matrix(linear: nn.Module) -> Tensor:
-    """The weight as one matrix."""
-    return cast(Tensor, linear.weight).flatten(0, -2)
+def _matrix(linear: nn.Module) -> Tensor | Scaled:
+    """The weight as one matrix, with its scales if it is in fp8."""
+    layer = cast(ColumnParallelLinear, linear)
+    weight = layer.weight.flatten(0, -2)
+    return layer.products.scaled(weight) if isinstance(layer.products, Fp8Weight) else weight
+
+
+def _product(x: Tensor, linear: nn.Module) -> Tensor:
+    """[T, D] -> [T, N]."""
+    layer = cast(ColumnParallelLinear, linear)
+    weight = layer.weight.flatten(0, -2)
+    return layer.products.product(x, weight) if isinstance(layer.products, Fp8Weight) else F.linear(x, weight)
+
+
+def _add_product(x: Tensor, y: Tensor, linear: nn.Module) -> Tensor:
+    """x [T, N] plus the product of y [T, D], in place."""
+    layer = cast(RowParallelLinear, linear)
+    return x.add_(layer.products.product(y, layer.weight)) if isinstance(layer.products, Fp8Weight) else x.addmm_(y, layer.weight.t())
 
 
 def _norm(norm: nn.Module | None) -> RMSNorm:
@@ -168,5 +185,7 @@ def _feed_forward_fits(mlp: nn.Module) -> bool:
 
 
 def _plain(linear: nn.Module, kind: type[nn.Module]) -> bool:
-    """A linear layer without a bias, whose matmul is torch's."""
-    return type(linear) is kind and getattr(linear, "bias", None) is None and getattr(linear, "products", None) is None
+    """A linear layer without a bias, whose matmul is torch's, or whose weight is in fp8 where that has a kernel."""
+    products = getattr(linear, "products", None)
+    served = products is None or (isinstance(products, Fp8Weight) and has_stream_kernel(products.inverse_O1.device, products.dtype))
+    return type(linear) is kind and getattr(linear, "bias", None) is None and served

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mcore_inference._kernels import has_kernels
 from mcore_inference._stability import experimental_api
 from mcore_parallel.backends import Scaled, quantize_rows, scaled_product
 from mcore_parallel.comm import all_reduce
@@ -84,15 +85,31 @@ class Fp8Weight:
 
     def product(self, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
         """This rank's ``x W^T`` [T, O] in the dtype of x."""
+        if 0 < len(x_TI) <= FEW_ROWS and has_stream_kernel(x_TI.device, x_TI.dtype):
+            from mcore_inference.decoder._linear import streamed_linear
+
+            # Each row side by side, as the kernel reads it.
+            return streamed_linear(x_TI if x_TI.stride(-1) == 1 else x_TI.contiguous(), self.scaled(weight_OI))
         if self.multiply and len(x_TI) > FEW_ROWS and not any(size % _MULTIPLE for size in weight_OI.shape):
-            return scaled_product(quantize_rows(x_TI, _E4M3), Scaled(weight_OI, self.inverse_O1), x_TI.dtype)
+            return scaled_product(quantize_rows(x_TI, _E4M3), self.scaled(weight_OI), x_TI.dtype)
         return F.linear(x_TI, self.widened(weight_OI, x_TI.dtype))
+
+    def scaled(self, weight_OI: Tensor) -> Scaled:
+        """The weight as a matrix, with its scales."""
+        return Scaled(weight_OI, self.inverse_O1)
 
     def widened(self, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
         """The weight as a matrix in ``dtype``."""
         # The scales of small weights are outside of the range of float16.
         first = torch.float32 if dtype == torch.float16 else dtype
-        return Scaled(weight_OI, self.inverse_O1).value(first).to(dtype)
+        return self.scaled(weight_OI).value(first).to(dtype)
+
+
+def has_stream_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a kernel multiplies few rows, widening the weight as it reads it; e4m3 begins with compute capability 8.9."""
+    if dtype not in (torch.bfloat16, torch.float16) or not has_kernels(device, dtype):
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 @experimental_api

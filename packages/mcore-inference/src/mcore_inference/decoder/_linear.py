@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mcore_parallel.backends import Scaled
 from mcore_parallel.nn import NormedStream, StreamNorm
 
 # T tokens (one a request), D input and N output width of a linear layer, R lines of a tile (T and padding), P parts of a sum.
@@ -21,12 +22,12 @@ MAX_ROWS = 16
 """Tokens up to which a linear layer is bound by reading its weight: one side of a matrix instruction."""
 
 
-def streamed_linear(x: Tensor | NormedStream, weight_ND: Tensor) -> Tensor:
+def streamed_linear(x: Tensor | NormedStream, weight_ND: Tensor | Scaled) -> Tensor:
     """``norm(x) @ weight.T`` of at most ``MAX_ROWS`` tokens, at the speed at which the weight can be read.
 
     Args:
         x: [T, D], last stride 1; or what stands in front of a norm.
-        weight_ND: [N, D], contiguous.
+        weight_ND: [N, D], contiguous; or in e4m3 with a scale for each row.
 
     Returns:
         [T, N] in the dtype of x.
@@ -34,17 +35,17 @@ def streamed_linear(x: Tensor | NormedStream, weight_ND: Tensor) -> Tensor:
     return _launch(x, weight_ND)[0]
 
 
-def streamed_swiglu(x: NormedStream, weight_2FD: Tensor) -> Tensor:
+def streamed_swiglu(x: NormedStream, weight_2FD: Tensor | Scaled) -> Tensor:
     """``silu(gate) * value`` of the linear layer [2 F, D] (gates first) on ``norm(x)``: [T, F]."""
     return _launch(x, weight_2FD, gated=True)[0]
 
 
-def streamed_residual(x: Tensor, weight_ND: Tensor, residual_TN: Tensor, norm: StreamNorm) -> NormedStream:
+def streamed_residual(x: Tensor, weight_ND: Tensor | Scaled, residual_TN: Tensor, norm: StreamNorm) -> NormedStream:
     """``residual + x @ weight.T``, ready for the norm behind it.
 
     Args:
         x: [T, D], last stride 1.
-        weight_ND: [N, D], contiguous.
+        weight_ND: as of ``streamed_linear``.
         residual_TN: contiguous.
         norm: the next one.
     """
@@ -68,13 +69,14 @@ def embed(tokens_T: Tensor, table_VD: Tensor, norm: StreamNorm) -> NormedStream:
 
 def _launch(
     source: Tensor | NormedStream,
-    weight_ND: Tensor,
+    weight: Tensor | Scaled,
     *,
     gated: bool = False,
     residual_TN: Tensor | None = None,
     norm: StreamNorm | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     x_TD, squares, epsilon = (source, None, 0.0) if isinstance(source, Tensor) else (source.scaled, source.squares, source.epsilon)
+    weight_ND, inverse_N = (weight, None) if isinstance(weight, Tensor) else (weight.data, weight.inverse)
     (tokens, depth), device = x_TD.shape, x_TD.device
     width, lines = weight_ND.shape[0] // (2 if gated else 1), _lines(tokens)
     columns, block, stages = _tile(width, gated=gated)
@@ -86,7 +88,7 @@ def _launch(
     parts = 0 if squares is None else squares.shape[0]
     even = depth % block == 0 and width % columns == 0
     _linear_kernel[(programs,)](
-        x_TD, squares, weight_ND, residual_TN, None if norm is None else norm.weight, y_TN, scaled_TN, new_squares,
+        x_TD, squares, weight_ND, inverse_N, residual_TN, None if norm is None else norm.weight, y_TN, scaled_TN, new_squares,
         tokens, width, depth, x_TD.stride(0), parts, epsilon, 0.0 if norm is None else norm.shift,
         LINES=lines, COLUMNS=columns, DEPTH=block, PARTS=triton.next_power_of_2(max(parts, 128)), EVEN=even, GATED=gated,
         num_warps=4, num_stages=stages,
@@ -109,7 +111,7 @@ def _tile(width: int, *, gated: bool) -> tuple[int, int, int]:
 
 @triton.jit
 def _linear_kernel(
-    x_ptr, squares_ptr, weight_ptr, residual_ptr, norm_ptr, y_ptr, scaled_ptr, new_squares_ptr,
+    x_ptr, squares_ptr, weight_ptr, inverse_ptr, residual_ptr, norm_ptr, y_ptr, scaled_ptr, new_squares_ptr,
     tokens, width, depth, x_stride, parts, epsilon, shift,
     LINES: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
@@ -132,13 +134,18 @@ def _linear_kernel(
             inside = (at[:, None] < depth) & (column[None, :] < width)
             weight = tl.load(weight_rows + at[:, None], mask=inside, other=0.0)
             x = tl.load(x_ptr + row[:, None] * x_stride + at[None, :], mask=(row[:, None] < tokens) & (at[None, :] < depth), other=0.0)
-        total = tl.dot(x, weight, total)
+        # Of one in fp8: its scales are common factors of the sums.
+        total = tl.dot(x, weight.to(x.dtype), total)
         if GATED:
             if EVEN:
                 second = tl.load(value_rows + at[:, None])
             else:
                 second = tl.load(value_rows + at[:, None], mask=(at[:, None] < depth) & (column[None, :] < width), other=0.0)
-            value = tl.dot(x, second, value)
+            value = tl.dot(x, second.to(x.dtype), value)
+    if inverse_ptr is not None:
+        total = total * tl.load(inverse_ptr + column, mask=column < width, other=0.0)[None, :]
+        if GATED:
+            value = value * tl.load(inverse_ptr + width + column, mask=column < width, other=0.0)[None, :]
     if squares_ptr is not None:
         scale = 1.0 / tl.sqrt(tl.sum(squares, 0) / depth + epsilon)
         total = total * scale[:, None]
