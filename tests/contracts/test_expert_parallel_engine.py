@@ -26,10 +26,13 @@ from mcore_inference import (
     PagedAttention,
     RankFailedError,
     SamplingParams,
+    StaticInferenceEngine,
 )
 from mcore_moe import MoEConfig, moe_feed_forward
 from mcore_parallel import ParallelPlan, ProcessGroups, named_shards
+from mcore_parallel.data import ByteTokenizer
 from mcore_parallel.models import GPTModel, TransformerConfig
+from mcore_rl import MegatronLocal
 
 World = Callable[..., list[Any]]
 CONFIG = TransformerConfig(
@@ -130,6 +133,16 @@ def check_refused() -> None:
         shared_engine(execution=ExecutionConfig(use_graphs=True))
     with pytest.raises(ValueError, match=r"drops tokens .*moe_expert_capacity_factor=None"):
         shared_engine(moe_expert_capacity_factor=1.0)
+    engine = shared_engine()
+    with pytest.raises(ValueError, match="ep=2 shares experts .* use DynamicInferenceEngine"):
+        StaticInferenceEngine(engine.model, max_batch_size=2)
+    with pytest.raises(ValueError, match="experts over ep=2 etp=1, which every rank has to step with"):
+        MegatronLocal(DynamicInferenceEngine(engine.model, engine.context, ByteTokenizer()))
+    engine.add_request([1, 2, 3])
+    # Both ranks have a step in flight.
+    engine.step()
+    with pytest.raises(ValueError, match="in_flight='drain' steps here, and ranks that share experts"):
+        engine.load_weights([], in_flight="drain")
     with pytest.raises(ValueError, match="MtpSpeculation runs the experts of its heads at times of its own, and ep=2"):
         shared_engine(execution=ExecutionConfig(speculation=MtpSpeculation()))
 
@@ -199,6 +212,16 @@ def check_runners() -> int:
                 await asyncio.sleep(0.01)
 
     asyncio.run(main())
+    fresh = make_engine(ProcessGroups.single(), 1)
+    engine.load_weights([(shard.name, shard.parameter.detach()) for shard in named_shards(fresh.model)])
+    [renewed] = fresh.generate(PROMPTS[:1], LONG)
+
+    async def again() -> None:
+        with EngineRunner(engine, lockstep=PATIENT) as runner:
+            assert rank or await tokens_of(runner, PROMPTS[0]) == renewed.generated_tokens
+            await asyncio.to_thread(dist.barrier)
+
+    asyncio.run(again())
     return engine.step_count
 
 

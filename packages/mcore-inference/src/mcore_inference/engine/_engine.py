@@ -380,13 +380,15 @@ class DynamicInferenceEngine:
         Raises:
             WeightLoadError: an unknown, repeated or missing name, another shape or kind of dtype. Where a bucket was copied before,
                 the engine refuses to step (``IncompleteWeightsError``) until a load succeeds; else it goes on with the old weights.
-            ValueError: an unknown policy, or a version that is none.
+            ValueError: an unknown policy, a version that is none, or ``drain`` of requests in flight where ranks share experts.
             RuntimeError: ``drain`` while the engine is suspended.
             Exception: whatever ``chunks`` raises, or a step of ``drain``.
         """
         check_policy(in_flight)
         following = self.weight_version + 1 if version is None else as_integer("version", version, 0, 2**63 - 1)
         if in_flight == "drain":
+            if self.peers is not None and self.num_in_flight:
+                raise ValueError("in_flight='drain' steps here, and ranks that share experts step together; choose recompute or keep")
             self._drain()
         self._read_results()
         self.weights.load(chunks)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -73,12 +74,16 @@ class ExpertPeers:
         self.rank, self._ranks = group.rank, group.ranks
         self.hold: str | None = None
         """Why whoever drives this rank wants no step."""
+        self._pg: dist.ProcessGroup | None = None
+        self._changed = threading.Condition()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Be as before the first round."""
         self.last = Decision(False)
         """Of the last round."""
         self._config = LockstepConfig()
-        self._changed = threading.Condition()
         self._links: dict[int, RankLink] = {}
-        self._pg: dist.ProcessGroup | None = None
         self._on_failure: Callable[[RankFailedError], None] = lambda _: None
         self._on_call: Callable[[], None] = lambda: None
         self._failure: RankFailedError | None = None
@@ -108,27 +113,34 @@ class ExpertPeers:
         Raises:
             TimeoutError: not all ranks came.
         """
-        if self._pg is not None:
-            raise ValueError("the ranks of this engine are connected already; make a new engine for a new runner")
+        if self._links:
+            raise ValueError("the ranks of this engine are connected already; close its runner before you make another")
         self._config = config
         self._on_failure, self._on_call = on_failure or self._on_failure, on_call or self._on_call
-        me = self._ranks[self.rank]
         try:
-            group = connect(self._ranks, me, backend="gloo", timeout_s=config.join_timeout_s, name="mcore-experts", local=True)
+            pg = self._connected(config.join_timeout_s)
         except RuntimeError as error:
             others = [rank for rank in range(len(self._ranks)) if rank != self.rank]
             raise TimeoutError(
                 f"ep ranks {others} did not all come within join_timeout_s={config.join_timeout_s:g}; every rank makes its engine, and "
                 "then its runner"
             ) from error
-        assert group.pg is not None, "this rank is one of them"
-        self._pg = group.pg
         peers = range(1, len(self._ranks)) if self.rank == 0 else (0,)
         with self._changed:
             for peer in peers:
-                self._links[peer] = RankLink(
-                    group.pg, peer, silence_s=config.silence_timeout_s, on_message=self._receive, on_lost=self._lose
-                )
+                self._links[peer] = RankLink(pg, peer, silence_s=config.silence_timeout_s, on_message=self._receive, on_lost=self._lose)
+
+    def _connected(self, timeout_s: float) -> dist.ProcessGroup:
+        """The gloo group of these ranks, when all are there."""
+        if self._pg is not None:
+            # torch would take a second one for the first, whose addresses are gone.
+            work: Any = dist.barrier(self._pg, async_op=True)
+            work.wait(timedelta(seconds=timeout_s))
+            return self._pg
+        me = self._ranks[self.rank]
+        self._pg = connect(self._ranks, me, backend="gloo", timeout_s=timeout_s, name="mcore-experts", local=True).pg
+        assert self._pg is not None, "this rank is one of them"
+        return self._pg
 
     # -- rounds ------------------------------------------------------------------------------------------------------
 
@@ -152,7 +164,7 @@ class ExpertPeers:
 
     def vote(self, vote: Vote) -> None:
         """Vote without waiting for the others; nothing happens when this rank has voted."""
-        if self._pg is None:
+        if not self._links:
             self.open(LockstepConfig())
         with self._changed:
             self._check(vote)
@@ -191,15 +203,13 @@ class ExpertPeers:
         return self._failure
 
     def close(self) -> None:
-        """Leave; the others cannot step any more."""
-        if self._pg is None:
-            return
+        """Leave; the others cannot step any more. When all have left they may connect again, unless one failed."""
         for link in self._links.values():
             link.end()
         if not self._is_broken:
             for link in self._links.values():
                 link.join(self._config.silence_timeout_s)
-            dist.destroy_process_group(self._pg)
+            self._forget()
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

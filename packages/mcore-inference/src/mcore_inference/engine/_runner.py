@@ -228,7 +228,7 @@ class EngineRunner:
         if self._peers is not None:
             raise ValueError(
                 "load_weights of a runner loads one rank, and ep shares the experts of several; close the runners, call load_weights of "
-                "the engine on every rank, and make new ones"
+                "the engine on every rank, and make new runners"
             )
         chunks = self._watched(chunks)
         if in_flight != "drain":

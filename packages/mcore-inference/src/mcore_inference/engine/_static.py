@@ -4,6 +4,7 @@
 
 from collections.abc import Sequence
 
+from mcore_inference._capability import shares_experts
 from mcore_inference._fields import as_integer
 from mcore_inference._stability import experimental_api
 from mcore_inference.context import DynamicInferenceContext, InferenceConfig
@@ -60,6 +61,11 @@ class StaticInferenceEngine:
         seed: int = 0,
         execution: ExecutionConfig | None = None,
     ) -> None:
+        if shares_experts(model):
+            raise ValueError(
+                f"ep={model.groups.ep.size} shares experts with ranks whose batches may be fewer or more; use DynamicInferenceEngine, "
+                "whose generate ends on all ranks together"
+            )
         self.max_batch_size = as_integer("max_batch_size", max_batch_size, 1, 2**24)
         length = as_integer("max_sequence_length", max_sequence_length, 1, 2**31)
         sizes = InferenceConfig(

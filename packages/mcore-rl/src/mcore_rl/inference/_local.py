@@ -26,12 +26,18 @@ class MegatronLocal(InferenceInterface):
         engine: with a tokenizer.
 
     Raises:
-        ValueError: the engine has no tokenizer.
+        ValueError: the engine has no tokenizer, or shares experts with other ranks.
     """
 
     def __init__(self, engine: "DynamicInferenceEngine") -> None:
         if engine.tokenizer is None:
             raise ValueError("engine.tokenizer is None; build the engine with one, prompts and answers are texts here")
+        if engine.peers is not None:
+            groups = engine.model.groups
+            raise ValueError(
+                f"the engine has its experts over ep={groups.ep.size} etp={groups.expt_tp.size}, which every rank has to step with; build "
+                "the served model with ep and etp up to tp"
+            )
         self.engine = engine
         self.tokenizer = engine.tokenizer
         self._lock = threading.Lock()
