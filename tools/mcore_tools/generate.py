@@ -12,13 +12,15 @@ Exit code: 0 done; 1 something was refused, and why.
 import argparse
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from mcore_ckpt import CheckpointingException
 from mcore_inference import DynamicInferenceEngine, SamplingParams
+from mcore_parallel import ProcessGroups
 from mcore_tools.arguments import Parser, integer, number
+from mcore_tools.recipes import RunConfig
 from mcore_tools.serving import EngineRanks, end_process, open_engine, speculating
 from mcore_tools.training import device_of
 
@@ -74,8 +76,10 @@ def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @contextlib.contextmanager
-def opened(verb: str, words: Sequence[str], options: argparse.Namespace) -> Iterator[tuple[DynamicInferenceEngine, EngineRanks | None]]:
-    """The engine of a command, and the ranks that it is split over."""
+def opened(
+    verb: str, words: Sequence[str], options: argparse.Namespace, *, groups: Callable[[RunConfig], ProcessGroups] | None = None
+) -> Iterator[tuple[DynamicInferenceEngine, EngineRanks | None]]:
+    """The engine of a command, and the ranks that it is split over; none where ``groups`` say how its model is laid out."""
     with contextlib.ExitStack() as stack:
         choice = options.speculation
         if choice is None and options.speculation_tokens is not None:
@@ -89,7 +93,7 @@ def opened(verb: str, words: Sequence[str], options: argparse.Namespace) -> Iter
             max_length=options.max_length,
             cache_gb=options.cache_gb,
             kv_cache_dtype=options.kv_cache_dtype,
-            groups=None if ranks is None else ranks.groups,
+            groups=groups if ranks is None else ranks.groups,
             execution=None
             if choice is None
             else lambda config, groups: speculating(choice, options.speculation_tokens, config, groups, device),

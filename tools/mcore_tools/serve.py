@@ -9,9 +9,9 @@ mcore serve runs/moe_tiny/checkpoints/step_00001000 --port 8000 --token-file sec
 The folder of a run, of its steps (the newest is taken), one checkpoint that keeps ``run.yaml`` and a tokenizer, or a Hugging Face folder.
 On SIGTERM or SIGINT (Ctrl-C) the server refuses new requests, ends the open ones within --drain-seconds and exits; a second
 signal cuts them off. With --data-parallel N engines of N processes, one a GPU, stand behind one address; one that ends is started again,
-and its requests go to the others. With --tp N and --pp M the model is split over N x M processes, one a GPU, which are started here or by
-torchrun; when one is lost, all end. Exit code: 0 done; 1 something was refused, and why; 75 the engine failed several times in a row, or
-hangs: start it again.
+and its requests go to the others. With --expert-parallel they share the experts of a mixture, and end and start together. With --tp N and
+--pp M the model is split over N x M processes, one a GPU, which are started here or by torchrun; when one is lost, all end. Exit code: 0
+done; 1 something was refused, and why; 75 the engine failed several times in a row, or hangs: start it again.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from mcore_tools.generate import (
     generate,
     opened,
 )
-from mcore_tools.serving import Replicas, end_process, open_served_tokenizer, work_for
+from mcore_tools.serving import ExpertRanks, Replicas, check_experts, end_process, open_served_tokenizer, served_experts, work_for
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,6 +69,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="engines, each on a GPU (or --tp x --pp of them) of its own (default: 1)",
     )
     parser.add_argument(
+        "--expert-parallel",
+        action="store_true",
+        help="spread the experts of a mixture over the engines of --data-parallel, which then step, end and start together",
+    )
+    parser.add_argument(
         "--join", metavar="ADDRESS", type=endpoint, help="work for the coordinator at tcp://host:port instead of serving HTTP"
     )
     parser.add_argument("--name", default="engine", help="of an engine that joins, for messages")
@@ -76,11 +81,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(words)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
-        if options.data_parallel > 1 and (options.prompt or options.join):
-            raise ValueError("--data-parallel serves HTTP; leave out --prompt and --join, or --data-parallel")
+        _check_layout(options)
         token = options.token_file
         if not (options.prompt or options.join or int(os.environ.get("RANK", "0"))):
             _check_address(options.host, options.port, token)
+        if options.expert_parallel and options.join:
+            return _share_experts(words, options)
         if options.data_parallel > 1:
             return _serve_replicas(options, token)
         with opened("serve", words, options) as (engine, ranks):
@@ -96,6 +102,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, CheckpointingException) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def _check_layout(options: argparse.Namespace) -> None:
+    """Refuse flags that exclude each other."""
+    if options.data_parallel > 1 and (options.prompt or (options.join and not options.expert_parallel)):
+        raise ValueError("--data-parallel serves HTTP; leave out --prompt and --join, or --data-parallel")
+    if not options.expert_parallel:
+        return
+    if options.data_parallel == 1:
+        raise ValueError("--expert-parallel spreads experts over engines; give --data-parallel of 2 and more")
+    if options.tp * options.pp > 1:
+        raise ValueError(
+            f"--expert-parallel excludes --tp {options.tp} and --pp {options.pp}; leave it out, and --tp spreads the experts over its ranks"
+        )
+    if not options.join:
+        check_experts(served_experts(options.checkpoint), options.data_parallel)
+
+
+def _share_experts(words: Sequence[str], options: argparse.Namespace) -> int:
+    """Work for a coordinator beside the other engines that have some of the experts."""
+    with (
+        ExpertRanks(options.data_parallel) as ranks,
+        opened("serve", words, options, groups=ranks.groups) as (engine, _),
+    ):
+        return end_process(work_for(engine, options.join, options.name, _limits(options)))
 
 
 def _check_address(host: str, port: int, token: str | None) -> None:
@@ -139,6 +170,7 @@ def _serve_replicas(options: argparse.Namespace, token: str | None) -> int:
     secret = secrets.token_hex(32)
     words = [options.checkpoint, "--cache-gb", str(options.cache_gb), "--max-waiting", str(options.max_waiting)]
     words += [] if options.tp == 1 else ["--tp", str(options.tp)]
+    words += ["--data-parallel", str(options.data_parallel), "--expert-parallel"] if options.expert_parallel else []
     words += [] if options.pp == 1 else ["--pp", str(options.pp)]
     words += [] if options.max_length is None else ["--max-length", str(options.max_length)]
     words += [] if options.kv_cache_dtype is None else ["--kv-cache-dtype", options.kv_cache_dtype]
@@ -149,7 +181,13 @@ def _serve_replicas(options: argparse.Namespace, token: str | None) -> int:
     with (
         StopSignals() as signals,
         DataParallelInferenceCoordinator(CoordinatorConfig(security=security)) as coordinator,
-        Replicas(words, count=options.data_parallel, coordinator=coordinator, gpus_each=options.tp * options.pp) as replicas,
+        Replicas(
+            words,
+            count=options.data_parallel,
+            coordinator=coordinator,
+            gpus_each=options.tp * options.pp,
+            share_experts=options.expert_parallel,
+        ) as replicas,
     ):
         while coordinator.num_engines < options.data_parallel:
             if signals.count:

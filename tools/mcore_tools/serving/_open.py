@@ -104,6 +104,21 @@ def served_length(checkpoint: str | Path) -> int:
     return _read_assets(checkpoint)[1].train.seq_len
 
 
+def served_experts(checkpoint: str | Path) -> int | None:
+    """Experts of a layer of the model; None for a model without, and no weights are read.
+
+    Raises:
+        CheckpointingException: as of ``open_engine``.
+    """
+    if is_huggingface(checkpoint):
+        model = stored_model(HuggingFaceFolder(directory=Path(checkpoint)))
+        assert model is not None, "a config.json says what model it is"
+        moe = model[1]
+    else:
+        moe = _read_assets(checkpoint)[1].moe
+    return None if moe is None else moe.num_moe_experts
+
+
 def steps_folder(path: str | Path) -> str | Path:
     """The folder of steps of a run where ``path`` is that of the run; else ``path``."""
     inside = Path(path) / "checkpoints"
