@@ -152,6 +152,17 @@ def test_engines_of_their_own_processes_answer_while_one_is_killed_and_comes_bac
     assert not any(Path(f"/proc/{pid}").exists() for pid in children)
 
 
+def test_engines_of_their_own_processes_get_the_layout(
+    saved_run: tuple[RunConfig, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def refuse(words: list[str], **options: object) -> None:
+        raise ValueError(f"{' '.join(words[-4:])} takes {options['gpus_each']} GPUs each of {options['count']} times")
+
+    monkeypatch.setattr("mcore_tools.serve.Replicas", refuse)
+    assert main([str(saved_run[1]), "--port", "0", "--data-parallel", "4", "--tp", "2", "--pp", "3"]) == 1
+    assert "--tp 2 --pp 3 takes 6 GPUs each of 4 times" in capsys.readouterr().err
+
+
 def children_of(process: "subprocess.Popen[str]") -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 

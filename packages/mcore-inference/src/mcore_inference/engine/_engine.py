@@ -44,8 +44,8 @@ __all__ = ["DynamicInferenceEngine"]
 class DynamicInferenceEngine:
     """Serves many requests at once: each step computes a token for every running request and a part of the waiting prompts.
 
-    With tensor parallelism every tp rank has an engine and makes the same calls in the same order; scheduling and sampling are
-    functions of those calls, so the ranks stay in step and return equal tokens.
+    With tensor or pipeline parallelism every rank has an engine and makes the same calls in the same order; scheduling and sampling
+    are functions of those calls, so the ranks stay in step and return equal tokens.
 
     Data-parallel ranks that share the experts of a mixture (``ep`` of dp ranks, with tp=1) have an engine each, with requests of its own.
     They step together: ``step`` waits until all of them call it, and a rank without requests runs a dummy step while another has some.
