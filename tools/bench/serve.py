@@ -67,6 +67,7 @@ def build(
     device: str | None,
     memory_gb: float,
     kv_cache_dtype: Literal["fp8"] | None = None,
+    weight_dtype: Literal["fp8", "fp8_weight_only"] | None = None,
     groups: ProcessGroups | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> tuple[DynamicInferenceEngine, float]:
@@ -95,6 +96,7 @@ def build(
         block_size_tokens=64,
         buffer_size_gb=memory_gb,
         kv_cache_dtype=kv_cache_dtype,
+        weight_dtype=weight_dtype,
     )
     engine = DynamicInferenceEngine(net, DynamicInferenceContext.for_model(net, sizes), tokenizer)
     engine.generate([[1, 2, 3]], SamplingParams(num_tokens_to_generate=2))
@@ -117,12 +119,11 @@ def run_case(engine: DynamicInferenceEngine, requests: int, inputs: int, outputs
     }  # fmt: skip
 
 
-def log_prob_error(engine: DynamicInferenceEngine) -> float:
-    """Mean distance of prompts' log-probabilities from those of a cache in the model's dtype."""
+def log_prob_error(engine: DynamicInferenceEngine, model: str, device: str) -> float:
+    """Mean distance of prompts' log-probabilities from those of the same weights and a cache in the model's dtype."""
     rng, scored = random.Random(1), SamplingParams(num_tokens_to_generate=1, return_log_probs=True, skip_prompt_log_probs=False)
     prompts = [[rng.randrange(engine.vocab_size) for _ in range(256)] for _ in range(8)]
-    sizes = InferenceConfig(max_sequence_length=512, max_requests=8, block_size_tokens=64, buffer_size_gb=2.0)
-    wide = DynamicInferenceEngine(engine.model, DynamicInferenceContext.for_model(engine.model, sizes))
+    wide, _ = build(model, device, 2.0)
     values = [
         torch.tensor([number for record in each.generate(prompts, scored) for number in record.prompt_log_probs or []])
         for each in (engine, wide)
@@ -194,6 +195,7 @@ def main() -> None:
     parser.add_argument("--timeout-s", type=float, default=300.0, help="of a peer; of a server's start and of each of its requests")
     parser.add_argument("--profile", type=int, nargs="*", default=[], metavar="REQUESTS", help="print where decode steps of so many go")
     parser.add_argument("--kv-cache-dtype", choices=("fp8",), help="of keys and values; None for the model's")
+    parser.add_argument("--weight-dtype", choices=("fp8", "fp8_weight_only"), help="of the linear layers; None for the model's")
     parser.add_argument("--rate", type=float, nargs="+", help="measure servers under so many requests/s instead")
     parser.add_argument("--requests", type=int, default=256, help="of each rate")
     parser.add_argument(
@@ -213,12 +215,13 @@ def main() -> None:
             rows.append(row)
             print(json.dumps(row), flush=True)
     for model in arguments.model:
-        engine, startup_s = build(model, arguments.device, arguments.memory_gb, arguments.kv_cache_dtype)
-        error = (
-            {}
-            if arguments.kv_cache_dtype is None
-            else {"kv": arguments.kv_cache_dtype, "log_prob_error": float(f"{log_prob_error(engine):.3g}")}
+        engine, startup_s = build(
+            model, arguments.device, arguments.memory_gb, arguments.kv_cache_dtype, weight_dtype=arguments.weight_dtype
         )
+        chosen = {"kv": arguments.kv_cache_dtype, "weights": arguments.weight_dtype}
+        error: dict[str, Any] = {name: dtype for name, dtype in chosen.items() if dtype is not None}
+        if error:
+            error["log_prob_error"] = float(f"{log_prob_error(engine, model, arguments.device):.3g}")
         print(json.dumps({"model": model, "startup_s": round(startup_s, 1)}), flush=True)
         for case in arguments.cases:
             run_case(engine, *CASES[case])

@@ -34,7 +34,12 @@ def _answers(options: argparse.Namespace) -> Answers:
     device = device_of("cuda" if torch.cuda.is_available() else "cpu")
     return EngineAnswers(
         open_engine(
-            options.checkpoint, device, max_length=options.max_length, cache_gb=options.cache_gb, kv_cache_dtype=options.kv_cache_dtype
+            options.checkpoint,
+            device,
+            max_length=options.max_length,
+            cache_gb=options.cache_gb,
+            kv_cache_dtype=options.kv_cache_dtype,
+            weight_dtype=options.weight_dtype,
         ),
         settings,
     )

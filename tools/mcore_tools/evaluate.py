@@ -70,7 +70,12 @@ def _evaluate(options: argparse.Namespace) -> dict[str, Any]:
     device = device_of("cuda" if torch.cuda.is_available() else "cpu")
     scorer = Scorer(
         open_engine(
-            options.checkpoint, device, max_length=options.max_length, cache_gb=options.cache_gb, kv_cache_dtype=options.kv_cache_dtype
+            options.checkpoint,
+            device,
+            max_length=options.max_length,
+            cache_gb=options.cache_gb,
+            kv_cache_dtype=options.kv_cache_dtype,
+            weight_dtype=options.weight_dtype,
         )
     )
     results: dict[str, Any] = {}

@@ -50,6 +50,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--cache-gb", type=number(above=0), default=1.0, help="memory for keys and values (default: 1)")
     parser.add_argument("--kv-cache-dtype", choices=("fp8",), help="of keys and values (default: that of the model)")
+    parser.add_argument("--weight-dtype", choices=("fp8", "fp8_weight_only"), help="of the linear layers (default: that of the model)")
 
 
 def add_split_argument(parser: argparse.ArgumentParser) -> None:
@@ -93,6 +94,7 @@ def opened(
             max_length=options.max_length,
             cache_gb=options.cache_gb,
             kv_cache_dtype=options.kv_cache_dtype,
+            weight_dtype=options.weight_dtype,
             groups=groups if ranks is None else ranks.groups,
             execution=None
             if choice is None

@@ -174,6 +174,7 @@ def _serve_replicas(options: argparse.Namespace, token: str | None) -> int:
     words += [] if options.pp == 1 else ["--pp", str(options.pp)]
     words += [] if options.max_length is None else ["--max-length", str(options.max_length)]
     words += [] if options.kv_cache_dtype is None else ["--kv-cache-dtype", options.kv_cache_dtype]
+    words += [] if options.weight_dtype is None else ["--weight-dtype", options.weight_dtype]
     words += [] if options.speculation is None else ["--speculation", options.speculation]
     words += [] if options.speculation_tokens is None else ["--speculation-tokens", str(options.speculation_tokens)]
     tokenizer = open_served_tokenizer(options.checkpoint)

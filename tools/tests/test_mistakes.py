@@ -61,6 +61,7 @@ MISTAKES = [
     ("generate text.txt --prompt x", 1, "text.txt is not a checkpoint: it is a file"),
     ("generate cut --prompt x", 1, "not a sound safetensors file"),
     ("generate published --prompt x --kv-cache-dtype int4", 2, "invalid choice: 'int4' (choose from"),
+    ("generate published --prompt x --weight-dtype int4", 2, "invalid choice: 'int4' (choose from"),
     ("chat nothing", 1, "nothing is not a checkpoint: there is no such folder"),
     ("chat http://127.0.0.1:9", 1, "does not answer: [Errno 111] Connection refused; is `mcore serve` up?"),
     ("chat published --model x", 1, "--model and --token-file are for a server, and published is no http:// address; leave them out"),

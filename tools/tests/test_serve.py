@@ -18,6 +18,7 @@ import torch
 
 from mcore_ckpt import CheckpointingException, CheckpointManager
 from mcore_inference import SamplingParams
+from mcore_inference.decoder import fp8_parameters
 from mcore_inference.server import serve
 from mcore_parallel import ProcessGroups
 from mcore_parallel.data import train_bpe
@@ -66,6 +67,24 @@ def test_prompts_are_continued_by_the_newest_step_or_the_one_named(
     assert capsys.readouterr().out == f"what a{continuations[1]}\n"
     assert main([str(folder / "step_00000001"), "--prompt", "what a", "--max-tokens", "8"]) == 0
     assert capsys.readouterr().out == f"what a{continuations[0]}\n"
+
+
+def test_weights_of_a_checkpoint_are_rounded(saved_run: tuple[RunConfig, Path], capsys: pytest.CaptureFixture) -> None:
+    _, folder = saved_run
+    wide, engine = open_engine(folder, "cpu", cache_gb=0.01), open_engine(folder, "cpu", cache_gb=0.01, weight_dtype="fp8_weight_only")
+    rounded, stored = fp8_parameters(engine.model), dict(engine.model.named_parameters())
+    assert len(rounded) == 8
+    for name, parameter in wide.model.named_parameters():
+        scales = rounded.get(stored[name])
+        if scales is None:
+            assert torch.equal(parameter, stored[name]), name
+            continue
+        values = scales.widened(stored[name].flatten(0, -2), torch.float32).view(parameter.shape)
+        error = (values - parameter).abs()
+        assert error.max() > 0 and (error <= parameter.abs() / 16 + parameter.abs().max() * 2**-15).all(), name
+    for choice in ("fp8", "fp8_weight_only"):
+        assert main([str(folder), "--prompt", "what a", "--max-tokens", "8", "--weight-dtype", choice]) == 0
+        assert capsys.readouterr().out.startswith("what a")
 
 
 def test_a_run_keeps_the_steps_that_it_is_told_to(saved_run: tuple[RunConfig, Path], tmp_path: Path) -> None:

@@ -5,7 +5,7 @@
 import json
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -49,17 +49,26 @@ def build_engine(
     max_length: int = 256,
     cache_gb: float = 0.25,
     kv_cache_dtype: Literal["fp8"] | None = None,
+    weight_dtype: Literal["fp8", "fp8_weight_only"] | None = None,
+    fill: Callable[[GPTModel], None] | None = None,
     groups: ProcessGroups | None = None,
     execution: ExecutionConfig | None = None,
 ) -> DynamicInferenceEngine:
     """An engine with a model of its own, whole on this rank unless ``groups`` split it; its weights are those of the run's seed until some
-    are loaded."""
+    are loaded. ``fill`` writes others into the model before its weights are rounded to ``weight_dtype``."""
     model = build_model(config, groups or ProcessGroups.single(), device, attention_core=PagedAttention()).eval()
     assert isinstance(model, GPTModel), "a BertModel generates nothing"
     sizes = InferenceConfig(
-        max_sequence_length=max_length, max_requests=64, block_size_tokens=16, buffer_size_gb=cache_gb, kv_cache_dtype=kv_cache_dtype
+        max_sequence_length=max_length,
+        max_requests=64,
+        block_size_tokens=16,
+        buffer_size_gb=cache_gb,
+        kv_cache_dtype=kv_cache_dtype,
+        weight_dtype=weight_dtype,
     )
     context = DynamicInferenceContext.for_model(model, sizes)
+    if fill is not None:
+        fill(model)
     limit = min(tokenizer.vocab_size, config.model.vocab_size)
     return DynamicInferenceEngine(model, context, tokenizer, seed=seed, vocab_size=limit, execution=execution)
 

@@ -18,6 +18,7 @@ from mcore_ckpt.storage import Folder
 from mcore_inference import DynamicInferenceEngine, ExecutionConfig
 from mcore_parallel import ProcessGroups
 from mcore_parallel.data import Tokenizer
+from mcore_parallel.models import GPTModel
 from mcore_parallel.training import model_state
 from mcore_tools.assembly import open_tokenizer
 from mcore_tools.chat import TemplateTokenizer, find_template
@@ -35,6 +36,7 @@ def open_engine(
     max_length: int | None = None,
     cache_gb: float = 1.0,
     kv_cache_dtype: Literal["fp8"] | None = None,
+    weight_dtype: Literal["fp8", "fp8_weight_only"] | None = None,
     groups: Callable[[RunConfig], ProcessGroups] | None = None,
     execution: Callable[[RunConfig, ProcessGroups], ExecutionConfig] | None = None,
 ) -> DynamicInferenceEngine:
@@ -47,6 +49,7 @@ def open_engine(
             published model, at most 4096.
         cache_gb: memory for keys and values, in GB.
         kv_cache_dtype: of keys and values, as of ``InferenceConfig``.
+        weight_dtype: of the linear layers, as of ``InferenceConfig``.
         groups: how the model of a run is split over ranks, all of which call this; None for all of it on this process.
         execution: how the engine drives the device, by the run and the groups that split its model; None for the defaults.
 
@@ -60,6 +63,15 @@ def open_engine(
     else:
         source, config, tokenizer = _read_assets(checkpoint)
     split = ProcessGroups.single() if groups is None else groups(config)
+    adapter = None if isinstance(source, HuggingFaceFolder) else StoredAdapter.of(source)
+
+    def fill(model: GPTModel) -> None:
+        state = model_state(model, model.groups)
+        if isinstance(source, HuggingFaceFolder):
+            source.fill(state)
+        elif adapter is None:
+            load(state, source, strict=False)
+
     engine = build_engine(
         config,
         tokenizer,
@@ -67,16 +79,13 @@ def open_engine(
         max_length=max_length or config.train.seq_len,
         cache_gb=cache_gb,
         kv_cache_dtype=kv_cache_dtype,
+        weight_dtype=weight_dtype,
+        fill=fill,
         groups=split,
         execution=None if execution is None else execution(config, split),
     )
-    state = model_state(engine.model, engine.model.groups)
-    if isinstance(source, HuggingFaceFolder):
-        source.fill(state)
-    elif (adapter := StoredAdapter.of(source)) is not None:
+    if adapter is not None:
         engine.load_weights(adapter.merged())
-    else:
-        load(state, source, strict=False)
     return engine
 
 
