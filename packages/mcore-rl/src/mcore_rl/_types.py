@@ -67,11 +67,15 @@ class InferenceResponse:
     """stop, or length when the token limit ended it."""
     routed_experts: Tensor | None = field(default=None, compare=False, repr=False)
     """[tokens - 1, layers, experts a token] int16, experts of all tokens but the last, as the engine recorded them; -1 where it did not."""
+    weight_versions: Sequence[int] | None = None
+    """Of each generated token, the version of the weights that it was drawn from, as the engine counts them; None where it says nothing."""
 
     def __post_init__(self) -> None:
         generated = len(self.token_ids) - self.prompt_length
-        if len(self.logprobs) != generated:
-            raise ValueError(f"logprobs has {len(self.logprobs)} entries for {generated} generated tokens")
+        for name in ("logprobs", "weight_versions"):
+            values = getattr(self, name)
+            if values is not None and len(values) != generated:
+                raise ValueError(f"{name} has {len(values)} entries for {generated} generated tokens")
 
 
 def check_reward(reward: float, *, env_id: str, problem_id: str) -> None:
@@ -104,16 +108,18 @@ class TokenRollout:
     finish_reason: str = "stop"
     routed_experts: Tensor | None = field(default=None, compare=False, repr=False)
     """[tokens - 1, layers, experts a token] int16, as of ``InferenceResponse``; the trainer replays them. None for fresh routing."""
+    weight_versions: Sequence[int] | None = None
+    """Of each token the policy wrote, the weights that it was drawn from, as of ``InferenceResponse``; ``logprobs`` are theirs."""
 
     def __post_init__(self) -> None:
         if len(self.generation_mask) != len(self.trajectory):
             raise ValueError(
                 f"generation_mask has {len(self.generation_mask)} entries for {len(self.trajectory)} tokens of {self.problem_id}"
             )
-        if len(self.logprobs) != sum(self.generation_mask):
-            raise ValueError(
-                f"logprobs has {len(self.logprobs)} entries for {sum(self.generation_mask)} generated tokens of {self.problem_id}"
-            )
+        for name in ("logprobs", "weight_versions"):
+            values = getattr(self, name)
+            if values is not None and len(values) != sum(self.generation_mask):
+                raise ValueError(f"{name} has {len(values)} entries for {sum(self.generation_mask)} generated tokens of {self.problem_id}")
 
         check_reward(self.reward, env_id=self.env_id, problem_id=self.problem_id)
         experts = self.routed_experts

@@ -66,6 +66,7 @@ class MultiTurnAgent(JudgedAgent):
         episode = self.begin(problem)
         tokens, mask, logprobs, responses = interface.encode_messages(await self._asked(episode.start(), "start")), [], [], []
         experts: Tensor | None = None
+        versions: list[int] | None = []
         mask += [False] * len(tokens)
         while True:
             allowed = self._args(args, len(tokens))
@@ -78,6 +79,7 @@ class MultiTurnAgent(JudgedAgent):
             mask += [True] * drawn
             logprobs += answer.logprobs
             experts = _recorded(experts, answer)
+            versions = None if versions is None or answer.weight_versions is None else [*versions, *answer.weight_versions]
             responses.append(answer.response)
             replies = await self._asked(episode.reply(answer.response), "reply")
             if not replies or reason == "length" or len(responses) == self.max_turns:
@@ -98,6 +100,7 @@ class MultiTurnAgent(JudgedAgent):
             problem_id=problem.problem_id,
             finish_reason=reason,
             routed_experts=None if experts is None else _lengthened(experts, len(tokens) - 1),
+            weight_versions=None if versions is None else tuple(versions),
         )
         return Attempt(rollout=rollout, response="\n".join(responses))
 

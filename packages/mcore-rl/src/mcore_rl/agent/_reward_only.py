@@ -30,5 +30,6 @@ class RewardOnlyAgent(JudgedAgent):
             problem_id=problem.problem_id,
             finish_reason=answer.finish_reason,
             routed_experts=answer.routed_experts,
+            weight_versions=None if answer.weight_versions is None else tuple(answer.weight_versions),
         )
         return Attempt(rollout=rollout, response=answer.response)

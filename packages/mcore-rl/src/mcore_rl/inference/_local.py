@@ -2,10 +2,13 @@
 # Copyright (c) 2026 the mcore authors
 """Rollouts from an engine in this process."""
 
+import asyncio
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from torch import Tensor
 
 from mcore_rl._stability import experimental_api
 from mcore_rl._types import GenericGenerationArgs, InferenceRequest, InferenceResponse
@@ -22,14 +25,19 @@ class MegatronLocal(InferenceInterface):
     The event loop stays free for judges. All requests are batched together; every answer carries the log-probabilities of its tokens, of
     the distribution that each was drawn from. While nobody waits the engine is the caller's: weights may be loaded.
 
+    With ``load_weights`` a refit may come while answers are generated: each keeps its tokens and goes on with the new weights, and says
+    which weights drew which of them.
+
     Args:
         engine: with a tokenizer.
+        max_lag: versions between the weights that an answer began with and the newest ones, at most: at a load that exceeds it the answer
+            is given up and drawn again from the newest weights. None for no limit.
 
     Raises:
-        ValueError: the engine has no tokenizer, or shares experts with other ranks.
+        ValueError: the engine has no tokenizer, or shares experts with other ranks; a limit below 0.
     """
 
-    def __init__(self, engine: "DynamicInferenceEngine") -> None:
+    def __init__(self, engine: "DynamicInferenceEngine", *, max_lag: int | None = None) -> None:
         if engine.tokenizer is None:
             raise ValueError("engine.tokenizer is None; build the engine with one, prompts and answers are texts here")
         if engine.peers is not None:
@@ -38,6 +46,13 @@ class MegatronLocal(InferenceInterface):
                 f"the engine has its experts over ep={groups.ep.size} etp={groups.expt_tp.size}, which every rank has to step with; build "
                 "the served model with ep and etp up to tp"
             )
+        if max_lag is not None and max_lag < 0:
+            raise ValueError(f"max_lag={max_lag} must not be negative; None for no limit")
+        self.max_lag = max_lag
+        self.num_redrawn = 0
+        """Answers that were given up for their age and drawn again."""
+        self._open: dict[asyncio.Future[None], int] = {}
+        """Of each request in flight, what ends it for its age, and the version that it began with."""
         self.engine = engine
         self.tokenizer = engine.tokenizer
         self._lock = threading.Lock()
@@ -57,7 +72,50 @@ class MegatronLocal(InferenceInterface):
         """
         params = _sampling_params(request.generation_args)
         with self._running() as runner:
-            return await answer_all(request, lambda prompt: _answer(runner, prompt, params))
+            return await answer_all(request, lambda prompt: self._answer(runner, prompt, params))
+
+    async def load_weights(
+        self,
+        weights: Iterable[tuple[str, Tensor]],
+        version: int | None = None,
+        *,
+        in_flight: Literal["recompute", "keep", "drain"] = "recompute",
+    ) -> None:
+        """New weights between two steps, also while answers are generated; in the event loop in which these are asked for.
+
+        Args:
+            weights: read in the engine's thread.
+            version: of them; None for the next number.
+            in_flight: what answers in flight do: recompute their keys and values with the new weights, keep the old ones, or drain.
+
+        Raises:
+            mcore_inference.WeightLoadError, ValueError, RuntimeError: as of ``EngineRunner.load_weights``.
+        """
+        with self._running() as runner:
+            await runner.load_weights(weights, version, in_flight=in_flight)
+        if self.max_lag is not None:
+            oldest = self.engine.weight_version - self.max_lag
+            for stale, begun in self._open.items():
+                if begun < oldest and not stale.done():
+                    stale.set_result(None)
+
+    async def _answer(self, runner: "EngineRunner", prompt: Sequence[int], params: "SamplingParams") -> InferenceResponse:
+        while True:
+            stale: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._open[stale] = self.engine.weight_version
+            try:
+                stream = await runner.submit(prompt, params, stream=False)
+                record = asyncio.ensure_future(stream.record())
+                try:
+                    await asyncio.wait((record, stale), return_when=asyncio.FIRST_COMPLETED)
+                    if not stale.done():
+                        return _response(record.result())
+                    self.num_redrawn += 1
+                finally:
+                    record.cancel()
+                    stream.abort()
+            finally:
+                del self._open[stale]
 
     @contextlib.contextmanager
     def _running(self) -> "Iterator[EngineRunner]":
@@ -77,14 +135,6 @@ class MegatronLocal(InferenceInterface):
                 if not self._num_waiting:
                     self._runner = None
                     runner.close()
-
-
-async def _answer(runner: "EngineRunner", prompt: Sequence[int], params: "SamplingParams") -> InferenceResponse:
-    stream = await runner.submit(prompt, params, stream=False)
-    try:
-        return _response(await stream.record())
-    finally:
-        stream.abort()
 
 
 def _sampling_params(args: GenericGenerationArgs) -> "SamplingParams":
@@ -112,4 +162,5 @@ def _response(record: "DynamicInferenceRequestRecord") -> InferenceResponse:
         logprobs=record.generated_log_probs,
         finish_reason=record.finish_reason.value,
         routed_experts=record.routed_experts,
+        weight_versions=tuple(version for version, count in record.weight_versions for _ in range(count)),
     )
