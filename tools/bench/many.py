@@ -291,10 +291,14 @@ def _engine(scale: Scale, split: bool) -> tuple[str, ProcessGroups]:
 
 
 def peers(commands: list[str], timeout_s: float) -> Iterator[dict[str, Any]]:
-    """The JSON lines of each peer."""
+    """The JSON lines of each peer; one line that says why for a peer that does not run, or does not end."""
     for text in commands:
         name, _, command = text.partition("=")
-        done = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=timeout_s, check=False)
+        try:
+            done = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=timeout_s, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            yield {"part": "peer", "by": name, "error": f"{name} gave no figures: {error}"}
+            continue
         lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
         for line in lines or [{"error": (done.stderr or done.stdout)[-600:]}]:
             yield {"part": "peer", "by": name, **line}

@@ -2,11 +2,17 @@
 # Copyright (c) 2026 the mcore authors
 """The parts of the bench of many GPUs that need no GPU run on two ranks of the CPU."""
 
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from tools.bench._halves import grpo_on_halves
 from tools.bench._killed import killed_engine
 from tools.bench._scale import Scale
+from tools.bench.many import main
 
 pytestmark = pytest.mark.journey
 TWO = Scale(gpus=2, small=True)
@@ -23,3 +29,31 @@ def test_a_killed_engine_takes_its_own_streams_only() -> None:
     [row] = killed_engine(TWO)
     assert row["problems"] == [] and 0 < row["streams_lost_by_its_name"] <= row["streams"] // 2
     assert row["noticed_s"] < 10 and row["afterwards"] > 0
+
+
+def results(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> dict[str, Any]:
+    """The file that the command writes."""
+    output = folder / "many.json"
+    command = ["many", "--gpus", "2", "--small", "--steps", "1", *arguments, "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", command)
+    main()
+    return json.loads(output.read_text())
+
+
+def test_a_missing_peer_is_named_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    written = results(monkeypatch, tmp_path, "--parts", "exchange", "--peer", "absent=no-such-command --ep 2")
+    assert {"command", "machine", "versions"} <= set(written)
+    absent, exchange = written["rows"]
+    assert absent["by"] == "absent" and "no-such-command" in absent["error"]
+    assert exchange["part"] == "exchange" and exchange["ms"] > 0 and exchange["ratio"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_whole_command_runs_on_two_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rows = results(monkeypatch, tmp_path)["rows"]
+    runs = [row["run"] for row in rows if row["part"] == "experts"]
+    assert runs == ["ep2", "ep2, skewed", "ep1 etp2", "ep1 pp2"]
+    assert {row["part"] for row in rows} == {"experts", "exchange", "serving", "refit", "rl", "killed"}
+    assert [row["run"] for row in rows if row["part"] == "serving"] == ["tp2", "dp2"]
+    assert [row["run"] for row in rows if row["part"] == "refit"] == ["fsdp2 to tp2", "fsdp2 to dp2"]
