@@ -210,6 +210,14 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def campaigns(session: nox.Session) -> None:
+    """The tests marked slow: long campaigns and rare layouts, whose short forms are among all tests."""
+    python = _dev(session, "test", "api")
+    arguments = ["-q", "-m", "slow and not gpu", *(session.posargs or ["-n", "auto", "--maxprocesses", "8", *BY_FILE])]
+    session.run(str(python), "-m", "pytest", *arguments, external=True)
+
+
+@nox.session(venv_backend="none")
 def parity(session: nox.Session) -> None:
     """Every family of models in every layout against transformers; `-- --write-table` writes the figures and docs/models.md."""
     python = _dev(session, "test")
