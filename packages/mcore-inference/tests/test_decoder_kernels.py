@@ -11,10 +11,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_inference.attention import HeadNorms, PackedHeads
+from mcore_inference.attention import HeadNorms, PackedHeads, PagedAttention
 from mcore_inference.cache import LayerSlots
+from mcore_inference.decoder._decoder import _layer_fits
+from mcore_parallel import ProcessGroups
 from mcore_parallel.backends import Scaled, quantize_rows
+from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.nn import NormedStream, RMSNorm, StreamNorm, apply_rotary, rotary_frequencies, rotary_tables
+from mcore_parallel.tensor_parallel import LoraConfig, add_lora
+
+
+def test_layers_with_adapters_are_left_to_the_model() -> None:
+    config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=64, activation="swiglu")
+    model = GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention())
+    assert all(_layer_fits(layer) for layer in model.layers.values())
+    for number, target in enumerate(("0.*.qkv", "1.*.down")):
+        add_lora(model, LoraConfig(rank=2, targets=(f"layers.{target}",)), model.groups)
+        assert not _layer_fits(model.layers[str(number)])
 
 
 def close(result: Tensor, wanted: Tensor, tolerance: float) -> None:

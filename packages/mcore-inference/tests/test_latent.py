@@ -22,6 +22,7 @@ from mcore_inference import (
 from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.nn import LatentAttentionConfig, MambaConfig, Step, YarnScaling
+from mcore_parallel.tensor_parallel import LoraConfig, add_lora, merge_lora
 
 SHARED = list(range(20))
 PROMPTS = [[1, 2, 3], [7], SHARED, [9, 9], [*SHARED[:13], 5, 6], [30, 31]]
@@ -145,3 +146,21 @@ def check_split(kind: str) -> list[list[int]]:
 def test_two_tensor_parallel_ranks_serve_the_tokens_of_one(world: Callable[..., Any]) -> None:
     one, two = world(check_split, kind="low rank")
     assert one == two
+
+
+def test_adapters_are_part_of_absorbed_weights() -> None:
+    config = TransformerConfig(hidden_size=16, num_attention_heads=4, vocab_size=64, init_method_std=0.4, **KINDS["low rank"])
+    groups = ProcessGroups.single()
+    model = GPTModel(config, groups, attention_core=PagedAttention(), dtype=torch.float64).eval()
+    [plain] = make_engine(model).generate([PROMPTS[0]], GREEDY)
+    add_lora(model, LoraConfig(rank=2, targets=("kv_up", "kv_down")), groups)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora.B"):
+                parameter.normal_(generator=torch.Generator().manual_seed(len(name)))
+    [record] = make_engine(model).generate([PROMPTS[0]], GREEDY)
+    merge_lora(model)
+    [merged] = make_engine(model).generate([PROMPTS[0]], GREEDY)
+    assert record.generated_tokens == merged.generated_tokens
+    assert record.generated_log_probs == pytest.approx(merged.generated_log_probs, abs=1e-10)
+    assert plain.generated_log_probs != pytest.approx(merged.generated_log_probs, abs=1e-3)

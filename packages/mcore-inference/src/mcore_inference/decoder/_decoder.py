@@ -185,7 +185,8 @@ def _feed_forward_fits(mlp: nn.Module) -> bool:
 
 
 def _plain(linear: nn.Module, kind: type[nn.Module]) -> bool:
-    """A linear layer without a bias, whose matmul is torch's, or whose weight is in fp8 where that has a kernel."""
+    """A linear layer without bias and adapter, whose matmul is torch's, or whose weight is in fp8 where that has a kernel."""
     products = getattr(linear, "products", None)
     served = products is None or (isinstance(products, Fp8Weight) and has_stream_kernel(products.inverse_O1.device, products.dtype))
-    return type(linear) is kind and getattr(linear, "bias", None) is None and served
+    alone = getattr(linear, "bias", None) is None and getattr(linear, "lora", None) is None
+    return type(linear) is kind and alone and served

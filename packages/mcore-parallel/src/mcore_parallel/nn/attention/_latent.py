@@ -232,8 +232,14 @@ class LatentSelfAttention(nn.Module):
         return torch.einsum("tac,avc->tav", sums_TAC, self._up_weight()[:, self.latent.qk_nope_head_dim :])
 
     def _up_weight(self) -> Tensor:
-        """[A, N + V, C]."""
-        return self.get_parameter("kv_up.weight")
+        """[A, N + V, C], with what an adapter adds to it."""
+        weight, adapter = self.get_parameter("kv_up.weight"), getattr(self.kv_up, "lora", None)
+        if adapter is None:
+            return weight
+        if torch.is_grad_enabled() and adapter.A.requires_grad:
+            raise RuntimeError("kv_up.lora gets no gradient through absorbed queries; train without a LatentCore, or call under no_grad")
+        delta = adapter.delta()
+        return (weight.to(delta.dtype) + delta).to(weight.dtype)
 
 
 # T new tokens, B sequences, S new tokens a sequence, M tokens a sequence may have, A heads, W = C + R channels of an entry.
