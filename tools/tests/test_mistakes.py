@@ -38,6 +38,9 @@ MISTAKES = [
     ("train --config list.yaml", 1, "list.yaml must map fields to values, found list"),
     ("sft nothing --data chat.jsonl --output out", 1, "nothing is not a checkpoint: there is no such folder"),
     ("sft published --data text.jsonl --output a/out", 1, "text.jsonl:1 has no list of messages in the field 'messages'"),
+    ("sft published --data half.jsonl --output a/out", 1, "half.jsonl:1: messages[0] must have \"role\" and \"content\" as text, found"),
+    ("sft published --data alien.jsonl --output a/out", 1, "alien.jsonl: no conversation with a turn of assistant (1 without); check "),
+    ("sft broken --data chat.jsonl --output out", 1, "broken/config.json is no JSON object: Expecting property name"),
     ("sft published --data chat.jsonl --output out --set sft=none", 1, "or start the run with `mcore train`"),
     ("sft published --data chat.jsonl --output out --set plan.dp=2", 1, "plan.dp=2 * plan.pp=1 = 2 ranks, but the world has 1"),
     ("sft published --data chat.jsonl --output out --set train.warmup_steps=1000", 1, "train.warmup_steps=1000; set "),
@@ -57,6 +60,7 @@ MISTAKES = [
     ("eagle train --recipe gpt_tiny --set num_steps=0", 1, "num_steps=0 must be at least 1"),
     ("eval published", 1, "there is nothing to measure; give --text FILE, --choices FILE or --tasks NAMES"),
     ("eval published --text chat.jsonl", 1, 'chat.jsonl:1 must be an object with a string "text"'),
+    ("eval published --text half.bin", 1, "half.bin is not UTF-8: byte 0xff at 2; convert it"),
     ("eval tokenizer --text text.txt", 1, "tokenizer is not a checkpoint: it has no manifest.json"),
     ("generate text.txt --prompt x", 1, "text.txt is not a checkpoint: it is a file"),
     ("generate cut --prompt x", 1, "not a sound safetensors file"),
@@ -93,12 +97,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A published model, whole, cut and of an unknown family; conversations, text, and a corpus with its tokenizer."""
     folder = tmp_path_factory.mktemp("mistakes")
     write_published(folder / "published")
-    for name in ("cut", "foreign"):
+    for name in ("broken", "cut", "foreign"):
         shutil.copytree(folder / "published", folder / name)
     os.truncate(folder / "cut" / "model.safetensors", 1000)
     config = json.loads((folder / "foreign" / "config.json").read_text())
     (folder / "foreign" / "config.json").write_text(json.dumps({**config, "model_type": "rwkv"}))
+    (folder / "broken" / "config.json").write_text("{")
     write_chat(folder / "chat.jsonl")
+    (folder / "half.jsonl").write_text('{"messages": [{"role": "user"}]}\n')
+    (folder / "alien.jsonl").write_text('{"messages": [{"role": "alien", "content": "x"}]}\n')
+    (folder / "half.bin").write_bytes(b"ab\xff")
     write_corpus(folder, "to be or not to be, that is the question. ")
     (folder / "text.txt").write_text("to be or not to be")
     (folder / "text.jsonl").write_text('{"text": "to be"}\n')

@@ -42,12 +42,15 @@ def read_texts(paths: Sequence[Path]) -> list[str]:
     """Documents of files: each object of a .jsonl has one as ``text``, any other file is one.
 
     Raises:
-        ValueError: a line that is no such object; names file and line.
+        ValueError: bytes that are no UTF-8, or a line that is no such object; names file and place.
         OSError: a file cannot be read.
     """
     texts: list[str] = []
     for path in paths:
-        whole = path.read_text(encoding="utf-8")
+        try:
+            whole = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8: byte 0x{error.object[error.start]:02x} at {error.start}; convert it") from None
         texts += _lines(path, whole) if path.suffix == ".jsonl" else [whole]
     if not any(texts):
         raise ValueError(f"{', '.join(map(str, paths))} holds no text")

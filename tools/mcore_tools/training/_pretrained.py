@@ -73,4 +73,8 @@ class HuggingFaceFolder:
             raise CheckpointingException(f"{self} has no weights for {', '.join(sorted(left)[:8])}; make model that of its config.json")
 
     def _config(self) -> dict[str, Any]:
-        return json.loads((self.directory / "config.json").read_bytes())
+        path = self.directory / "config.json"
+        try:
+            return dict(json.loads(path.read_bytes()))
+        except (ValueError, TypeError) as error:
+            raise CheckpointingException(f"{path} is no JSON object: {error}; fetch the folder again") from None

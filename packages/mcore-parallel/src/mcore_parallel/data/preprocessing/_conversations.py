@@ -28,7 +28,7 @@ def as_message(message: Mapping[str, Any], place: str) -> dict[str, Any]:
         place: for messages of errors.
 
     Raises:
-        DocumentError: content that is neither, or calls of tools.
+        DocumentError: no role, content that is neither, or calls of tools.
     """
     fields = {name: value for name, value in message.items() if value is not None}
     if "role" not in fields and "from" in fields:
@@ -40,6 +40,8 @@ def as_message(message: Mapping[str, Any], place: str) -> dict[str, Any]:
     content = fields.get("content")
     if isinstance(content, list):
         fields["content"] = "".join(_part(part, place) for part in content)
+    if not (isinstance(fields.get("role"), str) and isinstance(fields.get("content"), str)):
+        raise DocumentError(f'{place} must have "role" and "content" as text, found {str(fields)[:80]}')
     return fields
 
 
@@ -130,7 +132,11 @@ def preprocess_conversations(
             num_documents += 1
             num_tokens += len(ids)
         if num_documents == 0:
-            raise DocumentError(f"no conversation with a turn of {', '.join(trained_roles)} ({num_skipped} without); check trained_roles")
+            files = ", ".join(os.fspath(path) for path in inputs)
+            raise DocumentError(
+                f"{files}: no conversation with a turn of {', '.join(trained_roles)} ({num_skipped} without); "
+                "check trained_roles, and the roles of the messages"
+            )
         builder.finalize(prefix + ".idx")
     seconds = time.perf_counter() - started
     return PreprocessReport(num_documents=num_documents, num_tokens=num_tokens, num_skipped=num_skipped, dtype=dtype.name, seconds=seconds)
