@@ -132,3 +132,13 @@ def test_torchrun_is_told_why_a_student_ended(teacher: RunConfig, tmp_path: Path
     config = DistillConfig(student=student(teacher, tmp_path / "student"), teacher=teacher)
     assert distill(config) == STOPPED_EXIT_CODE
     assert reason(STOPPED_EXIT_CODE) == "no failure: stopped and saved after step 1; start it again to go on"
+
+
+def test_a_student_ends_after_its_minutes_and_takes_no_field_that_it_would_not_follow(teacher: RunConfig, tmp_path: Path) -> None:
+    run = student(teacher, tmp_path / "student")
+    short = override(run, ["train.stop_after_minutes=1e-9"])
+    assert distill_rank(DistillConfig(student=short, teacher=teacher), "cpu").stopped_at == 1
+    for assignment, field in (("rerun.mode=report", "rerun"), ("dumps.every=1", "dumps"), ("log.timers_interval=1", "log.timers_interval")):
+        config = DistillConfig(student=override(run, [assignment]), teacher=teacher)
+        with pytest.raises(ValueError, match=f"{field} is for `mcore train`"):
+            distill_rank(config, "cpu")

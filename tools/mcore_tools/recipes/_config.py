@@ -4,6 +4,8 @@
 
 import difflib
 import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
@@ -129,6 +131,11 @@ class TrainConfig:
             return ConstantBatchSize(global_batch_size=self.global_batch_size)
         start, increment, samples = self.batch_ramp_up
         return BatchRampUp(start=start, increment=increment, ramp_samples=samples, global_batch_size=self.global_batch_size)
+
+    def stop_of(self, asked: Callable[[], bool] | None) -> Callable[[], bool]:
+        """Whether a run that begins now is to end: somebody asked for it, or ``stop_after_minutes`` are over."""
+        begin, limit_s = time.perf_counter(), 60 * self.stop_after_minutes
+        return lambda: (asked is not None and asked()) or bool(limit_s and time.perf_counter() - begin > limit_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -440,12 +447,16 @@ class RunConfig:
             raise ValueError(f"rl.packing.alignment={rl.packing.alignment} must be a multiple of 2 * plan.cp={2 * self.plan.cp}")
         if self.plan.vpp > 1:
             raise ValueError(f"rl scores answers with one chunk a stage, found plan.vpp={self.plan.vpp}; set plan.vpp=1")
+        if named := self.fields_of_train:
+            raise ValueError(f"{named[0]} is for `mcore train` only, and rl is set; leave it at its default")
+
+    @property
+    def fields_of_train(self) -> list[str]:
+        """Names of fields off their defaults that `mcore train` and `mcore sft` follow and no other command does."""
         unused = {"cuda_graphs": (), "dumps": DumpConfig(), "profile": ProfileConfig(), "restart": RestartConfig(), "rerun": RerunConfig()}
         named = [name for name, default in unused.items() if getattr(self, name) != default]
-        named += ["train.local_checkpoint_interval"] if train.local_checkpoint_interval else []
-        named += [f"log.{name}" for name in ("straggler_interval", "timers_interval", "telemetry") if getattr(self.log, name)]
-        if named:
-            raise ValueError(f"{named[0]} is for `mcore train` only, and rl is set; leave it at its default")
+        named += ["train.local_checkpoint_interval"] if self.train.local_checkpoint_interval else []
+        return named + [f"log.{name}" for name in ("straggler_interval", "timers_interval", "telemetry") if getattr(self.log, name)]
 
     def _check_fully_sharded(self) -> None:
         if self.data_parallel == "fsdp2":

@@ -78,7 +78,7 @@ def reinforce_rank(config: RunConfig, kind: str, watchdog: Watchdog | None = Non
         NonFiniteLossError: a loss or a gradient that is no finite number, more often than ``train.max_skipped_steps``.
     """
     begin = time.perf_counter()
-    stop = _stop(config, begin, stop)
+    stop = config.train.stop_of(stop)
     halves = None if config.rl is None or config.rl.placement is None else Halves(config)
     if halves is not None and not halves.placement.trains:
         reward, stopped = serve_half(config, halves, device_of(kind), watchdog, stop)
@@ -97,15 +97,6 @@ def reinforce_rank(config: RunConfig, kind: str, watchdog: Watchdog | None = Non
         run.close()
     stopped = run.state.step if run.stopped else None
     return Reinforced(history=history, reward=reward, seconds=time.perf_counter() - begin, stopped_at=stopped)
-
-
-def _stop(config: RunConfig, begin: float, stop: Callable[[], bool] | None) -> Callable[[], bool]:
-    limit_s = 60 * config.train.stop_after_minutes
-
-    def requested() -> bool:
-        return (stop is not None and stop()) or bool(limit_s and time.perf_counter() - begin > limit_s)
-
-    return requested
 
 
 class _Run:

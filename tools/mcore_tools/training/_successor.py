@@ -52,12 +52,9 @@ def build_trainer(
     stop: Callable[[], bool] | None = None,
 ) -> Trainer:
     """The loop around a model with ddp, with the lengths and folders of its run; ``writers`` are further ones of the first rank."""
-    if run.lora is not None:
-        raise ValueError("lora trains adapters in `mcore train` and `mcore sft`; set lora=none")
-    if run.train.local_checkpoint_interval:
-        raise ValueError(
-            "train.local_checkpoint_interval is for `mcore train` and `mcore sft`; set it to 0, and train.local_checkpoint_folder="
-        )
+    if named := [*(["lora"] if run.lora is not None else []), *(["ddp"] if run.ddp is not None else []), *run.fields_of_train]:
+        raise ValueError(f"{named[0]} is for `mcore train` and `mcore sft`; leave it at its default")
+    stop = run.train.stop_of(stop)
     checkpoints = run_checkpoints(run)
     check_stored(run, first_folder(run.load, checkpoints))
     slices = run.optimizer.use_distributed_optimizer
@@ -72,7 +69,12 @@ def build_trainer(
         yield from stream if watchdog is None else watchdog.watch(stream, start=trainer.state.step + 1)
 
     trainer = Trainer(
-        TrainerConfig(steps=train.steps, eval_every=train.eval_interval, save_every=train.checkpoint_interval or train.steps),
+        TrainerConfig(
+            steps=train.steps,
+            eval_every=train.eval_interval,
+            save_every=train.checkpoint_interval or train.steps,
+            max_skipped_steps=train.max_skipped_steps,
+        ),
         model,
         sync,
         MegatronOptimizer(run.optimizer, sync, groups),

@@ -90,6 +90,7 @@ def train_rank(
     check_stored(config, origin)
     opened = open_local(config)
     begin = time.perf_counter()
+    stop = config.train.stop_of(stop)
 
     # What it is made of.
     device = device_of(kind)
@@ -117,11 +118,6 @@ def train_rank(
             stream = _seeded(stream, config.train.seed + trainer.state.step)
         return stream if watchdog is None else watchdog.watch(stream, start=trainer.state.step + 1)
 
-    limit_s = 60 * config.train.stop_after_minutes
-
-    def stop_requested() -> bool:
-        return (stop is not None and stop()) or bool(limit_s and time.perf_counter() - begin > limit_s)
-
     trainer = Trainer(
         _trainer_config(config),
         parts.model,
@@ -138,7 +134,7 @@ def train_rank(
         groups=parts.groups,
         pipeline=parts.pipeline,
         overlap=parts.overlap,
-        stop=stop_requested,
+        stop=stop,
         rerun=Rerun(config.rerun, Path(config.output) / "rerun.json"),
         throughput=run.throughput,
         spans=TelemetrySpans(rank=world.rank) if config.log.telemetry else nullcontext,
