@@ -15,6 +15,7 @@ lines; they are kept as they are. ``--small`` is for a machine without GPUs: tin
 """
 
 import argparse
+import contextlib
 import json
 import shlex
 import subprocess
@@ -299,7 +300,11 @@ def peers(commands: list[str], timeout_s: float) -> Iterator[dict[str, Any]]:
         except (OSError, subprocess.TimeoutExpired) as error:
             yield {"part": "peer", "by": name, "error": f"{name} gave no figures: {error}"}
             continue
-        lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        lines = []
+        for line in done.stdout.splitlines():
+            # A peer's log may have lines that only begin like figures.
+            with contextlib.suppress(json.JSONDecodeError):
+                lines += [json.loads(line)] if line.startswith("{") else []
         for line in lines or [{"error": (done.stderr or done.stdout)[-600:]}]:
             yield {"part": "peer", "by": name, **line}
 

@@ -41,9 +41,11 @@ def results(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> d
 
 
 def test_a_missing_peer_is_named_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    written = results(monkeypatch, tmp_path, "--parts", "exchange", "--peer", "absent=no-such-command --ep 2")
+    talkative = "talkative=printf '{started}\\n{\"ms\": 2.5}\\n'"
+    written = results(monkeypatch, tmp_path, "--parts", "exchange", "--peer", "absent=no-such-command --ep 2", "--peer", talkative)
     assert {"command", "machine", "versions"} <= set(written)
-    absent, exchange = written["rows"]
+    absent, present, exchange = written["rows"]
+    assert present == {"part": "peer", "by": "talkative", "ms": 2.5}
     assert absent["by"] == "absent" and "no-such-command" in absent["error"]
     assert exchange["part"] == "exchange" and exchange["ms"] > 0 and exchange["ratio"] > 0
 
