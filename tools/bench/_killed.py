@@ -59,7 +59,7 @@ def work(address: str, name: str, index: int, scale: Scale) -> None:
     if not scale.small:
         torch.cuda.set_device(index)
     torch.set_num_threads(1)
-    engine, _ = build("tiny" if scale.small else "qwen3-8b", scale.kind, 0.05 if scale.small else 60.0)
+    engine, _ = build("tiny" if scale.small else "qwen3-8b", scale.kind, 0.05 if scale.small else 20.0)
     security = CoordinatorSecurity(secret=_SECRET)
     with EngineRunner(engine) as runner, EngineWorker(runner, address, name=name, security=security, heartbeat_s=_HEARTBEAT_S) as worker:
         worker.join()
