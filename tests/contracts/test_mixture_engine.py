@@ -70,4 +70,5 @@ def test_recorded_steps_give_the_tokens_of_plain_ones() -> None:
         )
         # Padding changes how products are tiled: a near tie of two tokens may fall otherwise.
         assert same >= 3
-        torch.testing.assert_close(recorded.generated_log_probs[:same], plain.generated_log_probs[:same], rtol=0, atol=3e-2)
+        # Logits of 4 to 8 in bfloat16 are 1/32 apart.
+        torch.testing.assert_close(recorded.generated_log_probs[:same], plain.generated_log_probs[:same], rtol=0, atol=2 / 32)

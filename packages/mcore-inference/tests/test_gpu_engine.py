@@ -115,6 +115,18 @@ def test_heads_propose_by_kernels_what_they_propose_by_the_gathered_path(kind: s
             assert record.generated_log_probs == pytest.approx(wanted.generated_log_probs, abs=1e-4)
 
 
+def log_prob_errors(engine: DynamicInferenceEngine, reference: GPTModel, count: int) -> torch.Tensor:
+    """[requests, tokens], of the engine's log-probabilities against those of a model's forward."""
+    params, asked, errors = SamplingParams(temperature=0, num_tokens_to_generate=16, return_log_probs=True), (prompts(6) * 4)[:count], []
+    for prompt, record in zip(asked, engine.generate(asked, params), strict=True):
+        tokens = torch.tensor([*prompt, *record.generated_tokens])
+        with torch.no_grad():
+            scores = reference(tokens, Step.causal(1, len(tokens)))[0].logits().log_softmax(-1)
+        expected = scores[len(prompt) - 1 : -1].gather(1, tokens[len(prompt) :, None])[:, 0]
+        errors.append((torch.tensor(record.generated_log_probs) - expected).abs())
+    return torch.stack(errors)
+
+
 @pytest.mark.parametrize(("weight_dtype", "count"), [("fp8", 3), ("fp8", 24), ("fp8_weight_only", 3), ("fp8_weight_only", 24)])
 @pytest.mark.parametrize("use_graphs", [False, True])
 def test_weights_in_fp8_agree_with_the_same_weights_in_float32(weight_dtype: Any, count: int, use_graphs: bool) -> None:
@@ -123,7 +135,6 @@ def test_weights_in_fp8_agree_with_the_same_weights_in_float32(weight_dtype: Any
     sizes = InferenceConfig(max_sequence_length=96, max_requests=32, block_size_tokens=16, num_blocks=200, weight_dtype=weight_dtype)
     execution = ExecutionConfig(use_graphs=use_graphs)
     engine = DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, sizes), execution=execution)
-    params = SamplingParams(temperature=0, num_tokens_to_generate=16, return_log_probs=True)
     for _ in range(2):
         assert FusedDecoder.fits(model)
         reference = GPTModel(config, ProcessGroups.single()).eval()
@@ -133,13 +144,15 @@ def test_weights_in_fp8_agree_with_the_same_weights_in_float32(weight_dtype: Any
             scales = rounded.get(ours[name])
             wide = ours[name] if scales is None else scales.widened(ours[name].flatten(0, -2), torch.float32)
             parameter.data = wide.detach().float().cpu().view(parameter.shape)
-        for prompt, record in zip((prompts(6) * 4)[:count], engine.generate((prompts(6) * 4)[:count], params), strict=True):
-            tokens = torch.tensor([*prompt, *record.generated_tokens])
-            with torch.no_grad():
-                output, _ = reference(tokens, Step.causal(1, len(tokens)))
-            expected = output.logits().log_softmax(-1)[len(prompt) - 1 : -1].gather(1, tokens[len(prompt) :, None])[:, 0]
-            errors = (torch.tensor(record.generated_log_probs) - expected).abs()
-            assert errors.max() < 0.8 and errors.mean() < 0.15
+        errors = log_prob_errors(engine, reference, count)
+        if weight_dtype == "fp8":
+            # Activations of large steps are rounded too, which moves so small a model by much: as much as on the processor.
+            on_cpu = GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention()).eval()
+            on_cpu.load_state_dict(reference.state_dict())
+            emulated = log_prob_errors(DynamicInferenceEngine(on_cpu, DynamicInferenceContext.for_model(on_cpu, sizes)), reference, count)
+            assert errors.mean() < 1.5 * emulated.mean() + 0.05 and errors.max() < 2 * emulated.max() + 0.2
+        else:
+            assert errors.max() < 0.8 and errors.mean(1).max() < 0.15
         # Recorded graphs read the new weights.
         other = GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention(), device="cuda", dtype=torch.bfloat16, seed=1)
         engine.load_weights((shard.name, shard.parameter.detach()) for shard in named_shards(other))
