@@ -5,6 +5,7 @@
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +40,8 @@ class Dispatched:
     """Whether ``order_P`` has rows that fill experts up."""
     arrival_R: Tensor
     """Rows in expert order -> position of arrival."""
+    place_R: Tensor
+    """Position of arrival -> row in expert order."""
     sent: list[int]
     """Rows sent to each rank."""
     received: list[int]
@@ -109,14 +112,11 @@ class MoEAlltoAllTokenDispatcher:
         # Picks of padding, and those that an expert has no room for, come last and stay here.
         picks = _first(picks, sum(sent))
         rows_RD, weights_R = self._exchange(picks, sent, received, shared, meanwhile)
-        ends_N = ends_of(per_expert, x_TD.device)
-        return Dispatched(
-            rows_RD[arrival_R], ends_N, weights_R[arrival_R], picks.order_R, picks.places_TK, False, arrival_R, sent, received, shared
-        )
+        return _in_expert_order(rows_RD, weights_R, arrival_R, ends_of(per_expert, x_TD.device), picks, (sent, received, shared))
 
     def combine(self, rows_RD: Tensor, dispatched: Dispatched, routing: Routing) -> Tensor:
         """Return the experts' rows to their tokens and sum them -> [T, D]; the sum's order is fixed."""
-        arrived_RD = torch.empty_like(rows_RD).index_copy(0, dispatched.arrival_R, rows_RD)
+        arrived_RD = _Permuted.apply(rows_RD, dispatched.place_R, dispatched.arrival_R)
         arrived_QD = _reduce_scatter_rows(arrived_RD, dispatched.shared, self.expert_tp)
         back_PD = all_to_all_autograd(arrived_QD, dispatched.sent, dispatched.received, self.group, self.pause)
         return sum_places(back_PD, dispatched.order_P, dispatched.places_TK, dispatched.padded)
@@ -149,13 +149,36 @@ class MoEAlltoAllTokenDispatcher:
         rows_RD, weights_R = self._exchange(picks, sizes, sizes, shared, meanwhile)
         arrival_R = torch.arange(len(rows_RD), device=device).view(sources, N, capacity).transpose(0, 1).flatten()
         ends_N = torch.arange(1, N + 1, dtype=torch.int32, device=device) * (sources * capacity)
-        return Dispatched(
-            rows_RD[arrival_R], ends_N, weights_R[arrival_R], picks.order_R, picks.places_TK, True, arrival_R, sizes, sizes, shared
-        )
+        return _in_expert_order(rows_RD, weights_R, arrival_R, ends_N, picks, (sizes, sizes, shared))
+
+
+class _Permuted(torch.autograd.Function):
+    """x[order], whose gradient is a gather as well: no row is taken twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse_R)
+        return x.index_select(0, order_R)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (inverse_R,) = ctx.saved_tensors
+        return grads[0].index_select(0, inverse_R), None, None
+
+
+def _in_expert_order(
+    rows_RD: Tensor, weights_R: Tensor, arrival_R: Tensor, ends_N: Tensor, picks: LocalPicks, sizes: tuple[list[int], list[int], list[int]]
+) -> Dispatched:
+    """Rows and weights as they arrived, for the experts; ``sizes`` are those sent, received and shared."""
+    place_R = torch.empty_like(arrival_R).scatter_(0, arrival_R, torch.arange(len(arrival_R), device=arrival_R.device))
+    rows_RD, weights_R = (_Permuted.apply(arrived, arrival_R, place_R) for arrived in (rows_RD, weights_R))
+    return Dispatched(rows_RD, ends_N, weights_R, picks.order_R, picks.places_TK, picks.padded, arrival_R, place_R, *sizes)
 
 
 def _first(picks: LocalPicks, num_rows: int) -> LocalPicks:
     """The rows that go to an expert."""
+    if num_rows == len(picks.rows_RD):
+        return picks
     cut = {"rows_RD": picks.rows_RD[:num_rows], "weights_R": picks.weights_R[:num_rows], "order_R": picks.order_R[:num_rows]}
     return dataclasses.replace(picks, **cut)
 
