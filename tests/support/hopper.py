@@ -31,6 +31,8 @@ class CompiledLaunches:
         self._kernel = kernel
         self.shared_bytes: list[int] = []
         """Of each launch."""
+        self.ptx: list[str] = []
+        """Of each launch."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return self._compile
@@ -60,4 +62,5 @@ class CompiledLaunches:
         options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         self.shared_bytes.append(compiled.metadata.shared)
+        self.ptx.append(compiled.asm["ptx"])
         assert compiled.metadata.shared <= SHARED_BYTES

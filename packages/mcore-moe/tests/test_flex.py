@@ -262,7 +262,7 @@ def test_numbers_of_ranks_that_the_library_does_not_know_are_refused(world) -> N
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"moe_flex_dispatcher_backend": "nccl"}, "moe_flex_dispatcher_backend='nccl' must be deepep or hybridep"),
+        ({"moe_flex_dispatcher_backend": "nccl"}, "moe_flex_dispatcher_backend='nccl' must be deepep, hybridep or symmetric"),
         ({"moe_flex_dispatcher_fallback": "allgather"}, "moe_flex_dispatcher_fallback='allgather' must be alltoall or None"),
         ({"moe_flex_timeout_s": 0.0}, "moe_flex_timeout_s=0.0 must be above 0 and finite"),
         ({"moe_deepep_num_sms": 5}, "moe_deepep_num_sms=5 must be even and at least 2"),

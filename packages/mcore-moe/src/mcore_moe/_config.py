@@ -115,18 +115,24 @@ class MoEConfig:
     """Route at random, for benchmarks only."""
     moe_token_dispatcher_type: str = "alltoall"
     """How tokens travel to ranks with other experts: alltoall, each pick to its expert; allgather, all tokens to all ranks; flex, each
-    token once to each rank, by a library. Ranks that hold all experts, or all tokens, exchange none."""
+    token once to each rank, by a backend. Ranks that hold all experts, or all tokens, exchange none."""
     moe_flex_dispatcher_backend: str = "deepep"
-    """The library of flex: deepep or hybridep."""
+    """Who exchanges in flex: the libraries deepep and hybridep; symmetric, kernels that store in the memory of the other GPUs of a host."""
     moe_flex_dispatcher_fallback: str | None = None
-    """What a model uses where one of its ranks lacks the library, or cannot use it: alltoall, with a warning, or None to refuse. Decided
+    """What a model uses where one of its ranks lacks the backend, or cannot use it: alltoall, with a warning, or None to refuse. Decided
     when the model is built, by all ranks together."""
     moe_flex_timeout_s: float = 100.0
-    """Longest wait of flex for the other ranks, when it is chosen and before each exchange of tokens."""
+    """Longest wait of flex for the other ranks, when it is chosen and in each exchange of tokens."""
     moe_deepep_num_sms: int = 20
     """SMs that DeepEP's kernels take, an even number."""
     moe_hybridep_num_sms: int = 16
     """SMs that HybridEP's kernels take."""
+    moe_symmetric_max_tokens: int | None = None
+    """Tokens of a rank at most, for which symmetric takes memory; None for the most of any rank at the first exchange. Needed where later
+    some ranks have more, and others not."""
+    moe_symmetric_exact_rows: bool = False
+    """The host waits in each exchange of symmetric for the number of rows, so that activations of experts take no more memory than those;
+    else it never waits, and they are as large as for the worst routing: every token of the group on one rank."""
     moe_enable_deepep: bool = False
     """Deprecated: True is moe_token_dispatcher_type="flex" with moe_flex_dispatcher_backend="deepep"."""
     moe_expert_capacity_factor: float | None = None
@@ -323,8 +329,8 @@ class MoEConfig:
             )
 
     def _check_flex(self) -> None:
-        if self.moe_flex_dispatcher_backend not in ("deepep", "hybridep"):
-            raise ValueError(f"moe_flex_dispatcher_backend={self.moe_flex_dispatcher_backend!r} must be deepep or hybridep")
+        if self.moe_flex_dispatcher_backend not in ("deepep", "hybridep", "symmetric"):
+            raise ValueError(f"moe_flex_dispatcher_backend={self.moe_flex_dispatcher_backend!r} must be deepep, hybridep or symmetric")
         if self.moe_flex_dispatcher_fallback not in (None, "alltoall"):
             raise ValueError(f"moe_flex_dispatcher_fallback={self.moe_flex_dispatcher_fallback!r} must be alltoall or None")
         if not 0 < self.moe_flex_timeout_s < math.inf:
@@ -333,9 +339,11 @@ class MoEConfig:
             raise ValueError(f"moe_deepep_num_sms={self.moe_deepep_num_sms} must be even and at least 2")
         if self.moe_hybridep_num_sms < 1:
             raise ValueError(f"moe_hybridep_num_sms={self.moe_hybridep_num_sms} must be at least 1")
+        if self.moe_symmetric_max_tokens is not None and self.moe_symmetric_max_tokens < 1:
+            raise ValueError(f"moe_symmetric_max_tokens={self.moe_symmetric_max_tokens} must be at least 1; leave it out for the first batch's")
         if self.moe_token_dispatcher_type == "flex" and self.moe_pad_expert_input_to_capacity:
             raise ValueError(
-                "moe_pad_expert_input_to_capacity=True does not go with moe_token_dispatcher_type='flex', whose libraries size the rows "
+                "moe_pad_expert_input_to_capacity=True does not go with moe_token_dispatcher_type='flex', whose backends size the rows "
                 "themselves; use 'alltoall', or leave the padding out"
             )
 

@@ -8,6 +8,7 @@ from mcore_moe.dispatch._choice import choose_exchange
 from mcore_moe.dispatch._flex import FlexPicks, MoEFlexTokenDispatcher, TokenExchange
 from mcore_moe.dispatch._local import LocalPicks, LocalTokenDispatcher
 from mcore_moe.dispatch._replicated import ReplicatedTokenDispatcher
+from mcore_moe.dispatch._symmetric import SymmetricExchange
 
 __all__ = [
     "Dispatched",
@@ -19,6 +20,7 @@ __all__ = [
     "MoEAlltoAllTokenDispatcher",
     "MoEFlexTokenDispatcher",
     "ReplicatedTokenDispatcher",
+    "SymmetricExchange",
     "TokenExchange",
     "choose_exchange",
 ]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""The library behind the flex dispatcher: chosen by all ranks of a group together, before the first exchange."""
+"""Who exchanges for the flex dispatcher: chosen by all ranks of a group together, before the first exchange."""
 
+import functools
 import importlib.util
 import warnings
 
@@ -11,7 +12,9 @@ from mcore_moe._config import MoEConfig
 from mcore_moe._stability import experimental_api
 from mcore_moe.dispatch._arrival import gather_numbers
 from mcore_moe.dispatch._flex import TokenExchange
-from mcore_parallel import ProcessGroups
+from mcore_moe.dispatch._symmetric import SymmetricExchange
+from mcore_parallel import Group, ProcessGroups
+from mcore_parallel.comm import SymmetricBuffer
 from mcore_parallel.groups import uses_nccl
 
 # backend -> its modules, and what installs them; no index has these versions, so no extra does.
@@ -20,6 +23,8 @@ _LIBRARIES = {
     "hybridep": (("deep_ep", "hybrid_ep_cpp"), "DeepEP's branch hybrid-ep", "hybrid-ep"),
 }
 _ROW_BYTES = 16
+_STORED = (torch.bfloat16, torch.float16, torch.float32)
+_TRIAL_BYTES = 4096
 
 
 @experimental_api
@@ -28,10 +33,10 @@ def choose_exchange(
 ) -> TokenExchange | None:
     """The exchange of ``moe_token_dispatcher_type="flex"``; every rank of ``groups.tp_ep`` calls this at the same point.
 
-    All ranks have the same one, or none: where one of them cannot use the library, all fall back or all refuse.
+    All ranks have the same one, or none: where one of them cannot use the backend, all fall back or all refuse.
 
     Args:
-        config: names the library, its SMs, the bound of waits and the fallback.
+        config: names the backend, its SMs, the bound of waits and the fallback.
         groups: the layout.
         width: of the tokens that travel.
         dtype: of the tokens.
@@ -41,19 +46,17 @@ def choose_exchange(
         None for ``moe_flex_dispatcher_fallback="alltoall"``, with a warning that says why.
 
     Raises:
-        RuntimeError: no fallback, and the library cannot be used here, or by another rank, which is named.
+        RuntimeError: no fallback, and the backend cannot be used here, or by another rank, which is named.
         TimeoutError: a rank that does not come, after ``moe_flex_timeout_s``.
     """
     backend, group = config.moe_flex_dispatcher_backend, groups.tp_ep
-    reason = _obstacle(backend, width, dtype, device)
     place = torch.device("cuda", torch.cuda.current_device()) if uses_nccl(group.pg) else torch.device("cpu")
-    purpose = f"the choice of moe_flex_dispatcher_backend={backend!r}"
-    answers = gather_numbers([reason is None], group, device=place, timeout_s=config.moe_flex_timeout_s, purpose=purpose)
-    unable = [rank for rank, (able,) in zip(group.ranks, answers, strict=True) if not able]
-    if not unable:
-        return _make(config, groups, width)
+    reason = _of_all(_obstacle(backend, group, width, dtype, device), config, group, place)
+    if reason is None and backend == "symmetric":
+        # Whether GPUs can address each other is seen when they try.
+        reason = _of_all(_trial(group, place, config.moe_flex_timeout_s), config, group, place)
     if reason is None:
-        reason = f"ranks {unable} cannot use it, as they say themselves"
+        return _make(config, groups, width, place)
     message = f"moe_flex_dispatcher_backend={backend!r}: {reason}"
     if config.moe_flex_dispatcher_fallback is None:
         raise RuntimeError(f"{message}; or set moe_flex_dispatcher_fallback='alltoall'")
@@ -61,8 +64,18 @@ def choose_exchange(
     return None
 
 
-def _obstacle(backend: str, width: int, dtype: torch.dtype, device: torch.device | str) -> str | None:
-    """Why this rank cannot use a library, and the remedy; None where it can."""
+def _of_all(reason: str | None, config: MoEConfig, group: Group, place: torch.device) -> str | None:
+    """Why this rank, or another, cannot use a backend; None where all can."""
+    purpose = f"the choice of moe_flex_dispatcher_backend={config.moe_flex_dispatcher_backend!r}"
+    answers = gather_numbers([reason is None], group, device=place, timeout_s=config.moe_flex_timeout_s, purpose=purpose)
+    unable = [rank for rank, (able,) in zip(group.ranks, answers, strict=True) if not able]
+    return f"ranks {unable} cannot use it, as they say themselves" if unable and reason is None else reason
+
+
+def _obstacle(backend: str, group: Group, width: int, dtype: torch.dtype, device: torch.device | str) -> str | None:
+    """Why this rank cannot use a backend, and the remedy; None where it can."""
+    if backend == "symmetric":
+        return _obstacle_to_stores(group, width, dtype, device)
     modules, library, version = _LIBRARIES[backend]
     if any(importlib.util.find_spec(name) is None for name in modules):
         return f'{library} is not installed: pip install "deep_ep @ git+https://github.com/deepseek-ai/DeepEP.git@{version}"'
@@ -76,8 +89,40 @@ def _obstacle(backend: str, width: int, dtype: torch.dtype, device: torch.device
     return None
 
 
-def _make(config: MoEConfig, groups: ProcessGroups, width: int) -> TokenExchange:
+def _obstacle_to_stores(group: Group, width: int, dtype: torch.dtype, device: torch.device | str) -> str | None:
+    place = torch.device(device)
+    if reason := SymmetricBuffer.obstacle(group, torch.device("cuda") if place.type == "meta" and torch.cuda.is_available() else place):
+        return reason
+    if importlib.util.find_spec("triton") is None:
+        return 'its kernels need Triton, which is not installed; pip install "mcore-parallel[triton]"'
+    if dtype not in _STORED:
+        return f"its kernels store bfloat16, float16 and float32, found {dtype}; build the model in one of them"
+    if width * dtype.itemsize % _ROW_BYTES:
+        return f"its kernels store {_ROW_BYTES} bytes at once, found {width} elements; use a multiple of {_ROW_BYTES // dtype.itemsize}"
+    return None
+
+
+def _trial(group: Group, device: torch.device, timeout_s: float) -> str | None:
+    """Why no buffer can be had; None where one can."""
+    try:
+        SymmetricBuffer(group, _TRIAL_BYTES, device, timeout_s=timeout_s)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return None
+
+
+def _make(config: MoEConfig, groups: ProcessGroups, width: int, device: torch.device) -> TokenExchange:
     num_local_experts, timeout_s = config.num_moe_experts // groups.ep.size, config.moe_flex_timeout_s
+    if config.moe_flex_dispatcher_backend == "symmetric":
+        return SymmetricExchange(
+            groups.tp_ep,
+            num_local_experts,
+            width,
+            connect=functools.partial(SymmetricBuffer, groups.tp_ep, device=device, timeout_s=timeout_s),
+            timeout_s=timeout_s,
+            max_tokens=config.moe_symmetric_max_tokens,
+            exact_rows=config.moe_symmetric_exact_rows,
+        )
     if config.moe_flex_dispatcher_backend == "deepep":
         from mcore_moe.dispatch._deepep import DeepEPExchange
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Exchange of tokens by a communication library, which sends each token once to every rank that holds one of its experts."""
+"""Exchange of tokens by who sends each token once to every rank that holds one of its experts: a library, or kernels of this package."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ from mcore_parallel import ProcessGroups
 @experimental_api
 @dataclass(frozen=True)
 class FlexPicks:
-    """Rows for this rank's experts, in expert order, with what the library needs to send the results back."""
+    """Rows for this rank's experts, in expert order, with what the backend needs to send the results back."""
 
     rows_RD: Tensor
     ends_N: Tensor
@@ -27,15 +27,15 @@ class FlexPicks:
     weights_R: Tensor
     """Of the rows' results."""
     handle: Any
-    """The layout of the exchange, as the library made it."""
+    """The layout of the exchange, as the backend made it."""
     num_tokens: int
     """T."""
     received: LocalPicks | None = None
-    """How the rows are made of the tokens that came; None where the library does that."""
+    """How the rows are made of the tokens that came; None where the backend does that."""
 
 
 class TokenExchange(Protocol):
-    """Sends tokens to the ranks of ``group`` and adds up what comes back; the adapters of libraries conform to it.
+    """Sends tokens to the ranks of ``group`` and adds up what comes back; each backend conforms to it.
 
     Each rank of the group holds N experts, numbered over the ranks in order.
     """
@@ -51,7 +51,7 @@ class TokenExchange(Protocol):
 
 @experimental_api
 class MoEFlexTokenDispatcher:
-    """Leaves the exchange to a library (``moe_flex_dispatcher_backend``): DeepEP or HybridEP.
+    """Leaves the exchange to a backend (``moe_flex_dispatcher_backend``): the libraries DeepEP and HybridEP, or `SymmetricExchange`.
 
     Weights travel with the tokens and act in the experts. Where several ranks hold slices of one expert (expert tensor parallelism),
     each of them gets the token, and the sum adds up their parts.
@@ -71,7 +71,8 @@ class MoEFlexTokenDispatcher:
         self.num_experts = num_experts
         self.num_local_experts = num_experts // groups.ep.size
         self.exchange = exchange
-        self._places = _places(groups)
+        self._steps = _steps(groups)
+        self._num_sharing = groups.expt_tp.size
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> FlexPicks:
         """The rows of this rank's experts; differentiable in ``x_TD`` and the weights. A pick is left out by the routing, never by its
@@ -81,10 +82,11 @@ class MoEFlexTokenDispatcher:
             TimeoutError: ranks that did not come to the exchange in time.
         """
         with torch.no_grad():
-            experts_TK1 = routing.destinations(self.num_experts).unsqueeze(-1)
-            expert_ranks_TK1, N = experts_TK1.div(self.num_local_experts, rounding_mode="floor"), self.num_local_experts
-            places = torch.tensor(self._places, device=x_TD.device)
-            places_TKH = places[expert_ranks_TK1.squeeze(-1).clamp(max=len(places) - 1)]
+            experts_TK1, N = routing.destinations(self.num_experts).unsqueeze(-1), self.num_local_experts
+            # Computed from numbers: a table would be copied to the device, which the host waits for.
+            outer, inner = self._steps
+            copies_H = torch.arange(self._num_sharing, device=x_TD.device) * inner
+            places_TKH = experts_TK1.div(N, rounding_mode="floor") * outer + copies_H
             numbers_TKH = torch.where(experts_TK1 < self.num_experts, places_TKH * N + experts_TK1 % N, -1)
         weights_TKH = routing.probs_TK.unsqueeze(-1).expand_as(numbers_TKH)
         return self.exchange.dispatch(x_TD, numbers_TKH.flatten(1), weights_TKH.flatten(1))
@@ -94,11 +96,10 @@ class MoEFlexTokenDispatcher:
         return self.exchange.combine(rows_RD, picks)
 
 
-def _places(groups: ProcessGroups) -> list[list[int]]:
-    """[ep, etp]: position in ``tp_ep`` of each rank."""
+def _steps(groups: ProcessGroups) -> tuple[int, int]:
+    """How far apart in ``tp_ep`` neighbours of ep lie, and those that share an expert."""
     ep, etp = groups.ep.size, groups.expt_tp.size
     axes = list(groups.plan.expert_shape())
-    tp_is_inner = axes.index("tp") < axes.index("ep")
-    places = [[outer * etp + inner if tp_is_inner else inner * ep + outer for inner in range(etp)] for outer in range(ep)]
-    assert places[groups.ep.rank][groups.expt_tp.rank] == groups.tp_ep.rank
-    return places
+    steps = (etp, 1) if axes.index("tp") < axes.index("ep") else (1, ep)
+    assert groups.ep.rank * steps[0] + groups.expt_tp.rank * steps[1] == groups.tp_ep.rank
+    return steps

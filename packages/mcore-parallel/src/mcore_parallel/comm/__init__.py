@@ -34,6 +34,7 @@ from mcore_parallel.comm._regions import (
 )
 from mcore_parallel.comm._registered import NCCL_ALLOCATOR, RegisteredMemory
 from mcore_parallel.comm._rows_under_way import RowsUnderWay
+from mcore_parallel.comm._symmetric import SymmetricBuffer
 
 __all__ = [
     "NCCL_ALLOCATOR",
@@ -46,6 +47,7 @@ __all__ = [
     "RegisteredMemory",
     "RowTransfer",
     "RowsUnderWay",
+    "SymmetricBuffer",
     "TensorSpec",
     "all_gather",
     "all_gather_last_dim_from_tensor_parallel_region",

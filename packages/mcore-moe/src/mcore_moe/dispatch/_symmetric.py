@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Exchange of tokens by direct stores in the memory of the other GPUs of a host."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mcore_moe._stability import experimental_api
+from mcore_moe.dispatch import _peer_slots
+from mcore_moe.dispatch._arrival import gather_numbers
+from mcore_moe.dispatch._flex import FlexPicks
+from mcore_moe.dispatch._peer_slots import Slot, SlotLayout, place_rows
+from mcore_parallel import Group
+
+# G ranks, T tokens of this rank, A places for tokens of all ranks, K experts a token, N experts of a rank, R rows, D model.
+
+_SLOTS = 2
+_ROOM_STEP = 16
+
+
+class PeerMemory(Protocol):
+    """Equally many bytes of each rank, which all ranks store in (``mcore_parallel.comm.SymmetricBuffer``)."""
+
+    peers: Sequence[Tensor]
+    """uint8, of each rank, as this one addresses it."""
+    addresses: Tensor
+    """int64 [G] on the device, where they begin."""
+
+    def barrier(self) -> None:
+        """What any rank stored before it is there behind it."""
+        ...
+
+
+@dataclass(frozen=True)
+class ExchangePlan:
+    """Where the tokens of one exchange went."""
+
+    layout: SlotLayout
+    experts_TK: Tensor
+    """int32, of this rank's tokens."""
+    places_AK: Tensor
+    """int32, the row of each pick of all ranks' tokens; -1 where it is not this rank's."""
+    num_rows: int
+
+
+@experimental_api
+class SymmetricExchange:
+    """Tokens by kernels that store them in the other ranks' memory, once for each rank that holds some of their experts; conforms to
+    ``TokenExchange``. No pick is dropped, whatever the routing, and the host waits for the device at the first exchange only.
+
+    Every exchange is: store, barrier, read one's own memory. Memory has two slots that exchanges take in turn, so that none is stored
+    in before all ranks have read it: between two uses lies the barrier of the other slot. All ranks make the same exchanges in the same order,
+    on one stream.
+
+    The rows of the experts are a tensor for the worst routing, G * T * min(K, N) rows, of which those behind the last expert are never
+    touched. With ``exact_rows`` the host waits for their number, and the tensor holds no others.
+
+    Args:
+        group: ranks that exchange.
+        num_local_experts: N.
+        width: of the tokens that travel.
+        connect: makes memory of so many bytes, on all ranks together.
+        timeout_s: how long to wait for the other ranks when memory is made.
+        max_tokens: T at most, equal on all ranks; None for the most of any rank at the first exchange. Later exchanges may have fewer on any
+            rank, and more where all ranks have more.
+        exact_rows: as above.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        num_local_experts: int,
+        width: int,
+        *,
+        connect: Callable[[int], PeerMemory],
+        timeout_s: float,
+        max_tokens: int | None = None,
+        exact_rows: bool = False,
+    ) -> None:
+        self._group, self._num_local_experts, self._width = group, num_local_experts, width
+        self._connect, self._timeout_s, self._exact_rows = connect, timeout_s, exact_rows
+        self._room, self._slot_bytes, self._turn = max_tokens or 0, 0, 0
+        self._memory: PeerMemory | None = None
+
+    def dispatch(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> FlexPicks:
+        """As of ``TokenExchange``.
+
+        Raises:
+            TimeoutError: this rank has more tokens than fit, and ranks that it names have not.
+        """
+        wide = torch.promote_types(torch.float32, x_TD.dtype)
+        layout = self._make_room(len(x_TD), experts_TK.shape[1], x_TD, wide)
+        rows_RD, weights_R, ends_N, plan = _Dispatch.apply(x_TD, weights_TK.to(wide), experts_TK.to(torch.int32).contiguous(), layout, self)
+        return FlexPicks(rows_RD, ends_N, weights_R, plan, len(x_TD))
+
+    def combine(self, rows_RD: Tensor, picks: FlexPicks) -> Tensor:
+        """As of ``TokenExchange``; each rank's part of a sum is rounded to the dtype of the tokens."""
+        return _Combine.apply(rows_RD, picks.handle, self)
+
+    def send(
+        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, layout: SlotLayout
+    ) -> tuple[Tensor, Tensor | None, Tensor, ExchangePlan]:
+        """Rows in expert order, their weights, the ends of the experts, and the plan."""
+        rank, N = self._group.rank, self._num_local_experts
+        slot = self._store_tokens(layout, x_TD, experts_TK, weights_TK)
+        places_AK, ends_N = place_rows(slot.experts_AK, rank * N, N)
+        num_rows = int(ends_N[-1]) if self._exact_rows else layout.most_rows
+        plan = ExchangePlan(layout, experts_TK, places_AK, num_rows)
+        rows_RD, weights_R = _moves(x_TD).spread_rows(slot, places_AK, num_rows, weighted=True)
+        return rows_RD, weights_R, ends_N, plan
+
+    def send_again(self, x_TD: Tensor, plan: ExchangePlan) -> Tensor:
+        """Other values of the same tokens, [R, D]."""
+        slot = self._store_tokens(plan.layout, x_TD, plan.experts_TK, None)
+        return _moves(x_TD).spread_rows(slot, plan.places_AK, plan.num_rows, weighted=False)[0]
+
+    def add_up(self, rows_RD: Tensor, grad_R: Tensor | None, plan: ExchangePlan) -> tuple[Tensor, Tensor | None]:
+        """[T, D], each token's sum over its rows, and [T, K], the values in ``grad_R`` of its picks."""
+        layout, rank = plan.layout, self._group.rank
+        memory, begin = self._next_slot()
+        grad_R = None if grad_R is None else grad_R.to(layout.weights_dtype).contiguous()
+        values = rows_RD.to(layout.dtype).contiguous(), plan.places_AK, grad_R
+        if rows_RD.is_cuda:
+            from mcore_moe.dispatch import _triton_symmetric
+
+            _triton_symmetric.push_sums(layout, memory.addresses, begin, rank, *values)
+        else:
+            _peer_slots.push_sums(layout, [layout.slot(peer, begin) for peer in memory.peers], rank, *values)
+        memory.barrier()
+        slot = layout.slot(memory.peers[rank], begin)
+        return _moves(rows_RD).add_sums(layout, slot, plan.experts_TK, weighted=grad_R is not None)
+
+    def _store_tokens(self, layout: SlotLayout, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor | None) -> Slot:
+        """This rank's memory with the tokens of all."""
+        memory, begin = self._next_slot()
+        rank = self._group.rank
+        values = x_TD.to(layout.dtype).contiguous(), experts_TK, None if weights_TK is None else weights_TK.contiguous()
+        if x_TD.is_cuda:
+            from mcore_moe.dispatch import _triton_symmetric
+
+            _triton_symmetric.push_tokens(layout, memory.addresses, begin, rank, *values)
+        else:
+            _peer_slots.push_tokens(layout, [layout.slot(peer, begin) for peer in memory.peers], rank, *values)
+        memory.barrier()
+        return layout.slot(memory.peers[rank], begin)
+
+    def _next_slot(self) -> tuple[PeerMemory, int]:
+        assert self._memory is not None
+        self._turn = (self._turn + 1) % _SLOTS
+        return self._memory, self._turn * self._slot_bytes
+
+    def _make_room(self, num_tokens: int, topk: int, x_TD: Tensor, weights_dtype: torch.dtype) -> SlotLayout:
+        """Memory for as many tokens, which no rank is still reading; without a wait where they fit."""
+        layout = self._layout(self._room, topk, x_TD.dtype, weights_dtype)
+        if self._memory is not None and num_tokens <= self._room and layout.num_bytes <= self._slot_bytes:
+            return layout
+        if x_TD.is_cuda:
+            # Behind the numbers of all ranks lie their last stores and reads.
+            torch.cuda.synchronize(x_TD.device)
+        purpose = f"a larger exchange of tokens (this rank has {num_tokens}, there is room for {self._room}; ranks with different numbers of "
+        purpose += "tokens set moe_symmetric_max_tokens)"
+        numbers = [num_tokens, self._room, topk]
+        everyone = gather_numbers(numbers, self._group, device=x_TD.device, timeout_s=self._timeout_s, purpose=purpose)
+        tokens, rooms, topks = (max(column) for column in zip(*everyone, strict=True))
+        self._room = -(-max(tokens, rooms, 1) // _ROOM_STEP) * _ROOM_STEP
+        layout = self._layout(self._room, max(topks, topk), x_TD.dtype, weights_dtype)
+        self._slot_bytes = max(layout.num_bytes, self._slot_bytes)
+        self._memory = None
+        self._memory = self._connect(_SLOTS * self._slot_bytes)
+        return self._layout(self._room, topk, x_TD.dtype, weights_dtype)
+
+    def _layout(self, room: int, topk: int, dtype: torch.dtype, weights_dtype: torch.dtype) -> SlotLayout:
+        return SlotLayout(self._group.size, room, self._width, topk, self._num_local_experts, dtype, weights_dtype)
+
+
+def _moves(values: Tensor) -> Any:
+    """Who moves rows within a rank."""
+    if not values.is_cuda:
+        return _peer_slots
+    from mcore_moe.dispatch import _triton_symmetric
+
+    return _triton_symmetric
+
+
+class _Dispatch(torch.autograd.Function):
+    """Its gradient is a sum over the rows of a token."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, layout: SlotLayout, exchange: SymmetricExchange
+    ) -> tuple[Tensor, Tensor | None, Tensor, ExchangePlan]:
+        rows_RD, weights_R, ends_N, plan = exchange.send(x_TD, weights_TK, experts_TK, layout)
+        ctx.mark_non_differentiable(ends_N)
+        ctx.exchange, ctx.plan = exchange, plan
+        return rows_RD, weights_R, ends_N, plan
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return *ctx.exchange.add_up(grads[0], grads[1], ctx.plan), None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_RD: Tensor, plan: ExchangePlan, exchange: SymmetricExchange) -> Tensor:
+        ctx.exchange, ctx.plan = exchange, plan
+        return exchange.add_up(rows_RD, None, plan)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return ctx.exchange.send_again(grads[0], ctx.plan), None, None

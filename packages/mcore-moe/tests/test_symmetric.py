@@ -1,0 +1,377 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Dispatch by stores in the memory of other ranks: its arithmetic, the exchange over gloo ranks that share memory, and its kernels."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mcore_moe import GroupedMLP, MoEAlltoAllTokenDispatcher, MoEConfig, MoEFlexTokenDispatcher, MoELayer, Routing, SequentialMLP
+from mcore_moe.dispatch import SymmetricExchange, _peer_slots, choose_exchange
+from mcore_moe.dispatch._peer_slots import Slot, SlotLayout, place_rows
+from mcore_parallel import Group, ParallelPlan, ProcessGroups
+from mcore_parallel.comm import SymmetricBuffer
+from mcore_parallel.models import Site, TransformerConfig
+from mcore_parallel.nn import Step
+from tests.support.peer_memory import MappedMemory
+
+D, E, K = 8, 8, 3
+F64 = torch.float64
+
+
+def random_picks(tokens: int, num_experts: int, topk: int, generator: torch.Generator, *, skewed: bool = False) -> Tensor:
+    """int32 [T, K], distinct within a row; some are no expert."""
+    keys = torch.rand(tokens, num_experts, generator=generator)
+    keys[:, 0] += 2 * skewed
+    experts = keys.argsort(-1)[:, :topk]
+    return torch.where(torch.rand(experts.shape, generator=generator) < 0.8, experts, -1).to(torch.int32)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    tokens=st.integers(1, 40), local=st.integers(1, 5), ranks=st.integers(1, 4), topk=st.integers(1, 5), seed=st.integers(0, 999),
+    skewed=st.booleans(),
+)  # fmt: skip
+def test_rows_are_sorted_by_expert_and_place(tokens: int, local: int, ranks: int, topk: int, seed: int, skewed: bool) -> None:
+    topk = min(topk, local * ranks)
+    experts = random_picks(tokens, local * ranks, topk, torch.Generator().manual_seed(seed), skewed=skewed)
+    for rank in range(ranks):
+        places, ends = place_rows(experts, rank * local, local)
+        wanted = [
+            sorted((token, pick) for token, picks in enumerate(experts.tolist()) for pick, number in enumerate(picks) if number == expert)
+            for expert in range(rank * local, (rank + 1) * local)
+        ]
+        assert ends.tolist() == [sum(map(len, wanted[: number + 1])) for number in range(local)] and ends.dtype == torch.int32
+        rows = [pick for picks in wanted for pick in picks]
+        expected = torch.full_like(experts, -1)
+        for row, (token, pick) in enumerate(rows):
+            expected[token, pick] = row
+        assert torch.equal(places, expected)
+        assert len(rows) <= SlotLayout(1, tokens, 1, topk, local, torch.float32, torch.float32).most_rows
+
+
+class Ranks:
+    """All ranks of an exchange in one process; ``kernels`` moves by kernels."""
+
+    def __init__(self, sizes: list[int], width: int, topk: int, local: int, *, kernels: bool, device: str = "cpu", dtype: Any = None) -> None:
+        dtype = dtype or (torch.float32 if kernels else F64)
+        wide = torch.promote_types(dtype, torch.float32)
+        self.sizes, self.local, self.kernels = sizes, local, kernels
+        self.layout = SlotLayout(len(sizes), max(1, *sizes), width, topk, local, dtype, wide)
+        self.begin = self.layout.num_bytes
+        self.memory = [torch.full((2 * self.layout.num_bytes,), 255, dtype=torch.uint8, device=device) for _ in sizes]
+        self.addresses = torch.tensor([memory.data_ptr() for memory in self.memory], device=device)
+
+    @property
+    def slots(self) -> list[Slot]:
+        return [self.layout.slot(memory, self.begin) for memory in self.memory]
+
+    def push(self, name: str, rank: int, *values: Any) -> None:
+        if self.kernels:
+            from mcore_moe.dispatch import _triton_symmetric
+
+            getattr(_triton_symmetric, name)(self.layout, self.addresses, self.begin, rank, *values)
+        else:
+            getattr(_peer_slots, name)(self.layout, self.slots, rank, *values)
+
+    def moves(self) -> Any:
+        if not self.kernels:
+            return _peer_slots
+        from mcore_moe.dispatch import _triton_symmetric
+
+        return _triton_symmetric
+
+    def round_trip(self, x: list[Tensor], experts: list[Tensor], weights: list[Tensor], scale: Callable[[Tensor, int], Tensor]) -> list[Any]:
+        """Sums of ``scale(row, expert) * weight``, and what came back of the weights, of each rank; every part of both directions."""
+        for rank, values in enumerate(zip(x, experts, weights, strict=True)):
+            self.push("push_tokens", rank, *values)
+        plans, computed = [], []
+        for rank, slot in enumerate(self.slots):
+            places, ends = place_rows(slot.experts_AK, rank * self.local, self.local)
+            rows, row_weights = self.moves().spread_rows(slot, places, self.layout.most_rows, weighted=True)
+            begins = [0, *ends.tolist()]
+            parts = [
+                scale(rows[first:last], rank * self.local + number) * row_weights[first:last, None].to(rows.dtype)
+                for number, (first, last) in enumerate(zip(begins, begins[1:], strict=False))
+            ]
+            plans.append((places, row_weights))
+            computed.append(torch.cat([*parts, rows[begins[-1] :]]))
+        for memory in self.memory:
+            memory.fill_(255)
+        for rank, (rows, (places, row_weights)) in enumerate(zip(computed, plans, strict=True)):
+            self.push("push_sums", rank, rows, places, row_weights)
+        back = [self.moves().add_sums(self.layout, slot, mine, weighted=True) for slot, mine in zip(self.slots, experts, strict=True)]
+        for memory in self.memory:
+            memory.fill_(255)
+        # The way of gradients: the routing is not sent again.
+        for rank, (values, mine) in enumerate(zip(x, experts, strict=True)):
+            self.push("push_tokens", rank, values, mine, None)
+        again = [
+            self.moves().spread_rows(slot, places, self.layout.most_rows, weighted=False)[0]
+            for slot, (places, _) in zip(self.slots, plans, strict=True)
+        ]
+        return [(*pair, places, rows) for pair, (places, _), rows in zip(back, plans, again, strict=True)]
+
+
+def check_round_trip(
+    sizes: list[int], width: int, topk: int, local: int, seed: int, *, kernels: bool, device: str = "cpu", dtype: Any = None
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    ranks = Ranks(sizes, width, topk, local, kernels=kernels, device=device, dtype=dtype)
+    layout = ranks.layout
+    tolerance = {F64: 1e-12, torch.float32: 1e-5}.get(layout.dtype, 3e-2)
+    x = [torch.randn(size, width, generator=generator).to(device, layout.dtype) for size in sizes]
+    experts = [random_picks(size, local * len(sizes), topk, generator, skewed=seed % 2 == 1).to(device) for size in sizes]
+    weights = [torch.rand(size, topk, generator=generator).to(device, layout.weights_dtype) for size in sizes]
+    for rank, (y, back, _, _) in enumerate(ranks.round_trip(x, experts, weights, lambda rows, expert: rows * (expert + 1))):
+        factors = torch.where(experts[rank] >= 0, (experts[rank] + 1) * weights[rank], 0).sum(1, keepdim=True)
+        expected = x[rank].double() * factors.double()
+        torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance * 10)
+        torch.testing.assert_close(back, torch.where(experts[rank] >= 0, weights[rank], 0))
+    for _, _, places, rows in ranks.round_trip(x, experts, weights, lambda rows, expert: rows):
+        everything = torch.zeros(layout.places, width, dtype=layout.dtype, device=device)
+        for rank, size in enumerate(sizes):
+            everything[rank * layout.room : rank * layout.room + size] = x[rank]
+        place, pick = (places >= 0).nonzero(as_tuple=True)
+        assert torch.equal(rows[places[place, pick].long()], everything[place])
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 20), min_size=1, max_size=4), width=st.integers(1, 9), topk=st.integers(1, 4), local=st.integers(1, 4),
+    seed=st.integers(0, 999),
+)  # fmt: skip
+def test_every_token_comes_to_its_experts_and_back(sizes: list[int], width: int, topk: int, local: int, seed: int) -> None:
+    check_round_trip(sizes, width, min(topk, local * len(sizes)), local, seed, kernels=False)
+
+
+SHAPES = (([2, 0], 24, 3, 2, 0), ([1, 3], 40, 2, 1, 1), ([0, 1, 2], 8, 4, 2, 2), ([1, 1], 2056, 2, 2, 3), ([0, 0], 16, 1, 1, 4))
+
+
+def test_kernels_move_as_the_reference_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-W", "ignore", __file__], env=environment, capture_output=True, text=True, timeout=110)
+    assert done.stdout == "same\n", done.stderr[-3000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_kernels_move_as_the_reference_on_a_gpu(dtype: torch.dtype) -> None:
+    for shape in SHAPES:
+        check_round_trip(*shape, kernels=True, device="cuda", dtype=dtype)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_kernels_compile_for_hopper_and_store_16_bytes_a_thread(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from mcore_moe.dispatch import _triton_symmetric
+    from tests.support.hopper import CompiledLaunches
+
+    launches = {}
+    for name in ("push_tokens", "spread_rows", "push_sums", "add_sums"):
+        launches[name] = CompiledLaunches(getattr(_triton_symmetric, f"_{name}_kernel"))
+        monkeypatch.setattr(_triton_symmetric, f"_{name}_kernel", launches[name])
+    layout = SlotLayout(2, 32, 4096, 8, 64, torch.bfloat16, torch.float32)
+    slot, addresses = layout.slot(torch.zeros(layout.num_bytes, dtype=torch.uint8), 0), torch.zeros(2, dtype=torch.int64)
+    x, picks = torch.zeros(20, 4096, dtype=torch.bfloat16), torch.zeros(20, 8, dtype=torch.int32)
+    places = torch.zeros(layout.places, 8, dtype=torch.int32)
+    for weighted in (True, False):
+        weights = torch.zeros(20, 8) if weighted else None
+        _triton_symmetric.push_tokens(layout, addresses, 0, rank, x, picks, weights)
+        rows, row_weights = _triton_symmetric.spread_rows(slot, places, 64, weighted=weighted)
+        _triton_symmetric.push_sums(layout, addresses, layout.num_bytes, rank, rows, places, row_weights)
+        _triton_symmetric.add_sums(layout, slot, picks, weighted=weighted)
+    for name, launch in launches.items():
+        assert len(launch.ptx) == 2
+        assert all("st.global.v4.b32" in ptx and "ld.global.v4.b32" in ptx and ".b16" not in stores(ptx) for ptx in launch.ptx), name
+
+
+def stores(ptx: str) -> str:
+    return "\n".join(line.split("[")[0] for line in ptx.splitlines() if "st.global" in line)
+
+
+def make_exchange(groups: ProcessGroups, **options: Any) -> SymmetricExchange:
+    group = groups.tp_ep
+    options = {"timeout_s": 20.0, **options}
+    return SymmetricExchange(group, E // groups.ep.size, D, connect=lambda size: MappedMemory(group, size), **options)
+
+
+def make_routing(tokens: int, seed: int, *, skewed: bool = False) -> Routing:
+    """Some tokens are padding, some picks dropped, one weight has underflowed."""
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.rand(tokens, E, generator=generator)
+    keys[:, 0] += 2 * skewed
+    probs = torch.rand(tokens, K, generator=generator, dtype=F64)
+    probs[:1] = 0.0
+    valid, picked = (torch.rand(size, generator=generator) < 0.8 for size in ((tokens,), (tokens, K)))
+    return Routing(keys.argsort(-1)[:, :K], probs.requires_grad_(), valid, picked)
+
+
+def run_once(dispatcher: Any, experts: Any, x: Tensor, routing: Routing) -> list[Tensor]:
+    """The sums, and the gradients of tokens, weights and parameters."""
+    x = x.detach().requires_grad_()
+    sent = dispatcher.dispatch(x, routing)
+    y = dispatcher.combine(experts(sent.rows_RD, sent.ends_N, sent.weights_R), sent, routing)
+    assert y.shape == x.shape
+    weigh = torch.arange(y.numel(), dtype=F64).view_as(y) / 7
+    return [y.detach(), *torch.autograd.grad((y * weigh).sum(), [x, routing.probs_TK, *experts.parameters()])]
+
+
+def check_exchange(plan: ParallelPlan, exact_rows: bool) -> None:
+    # What nobody has written is NaN.
+    torch.use_deterministic_algorithms(True)
+    groups = ProcessGroups.build(plan)
+    rank = groups.world.rank
+    torch.manual_seed(rank)
+    experts, loop = (kind(E, D, 6, groups, bias=True, dtype=F64) for kind in (GroupedMLP, SequentialMLP))
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter)
+    loop.load_state_dict(experts.state_dict())
+    ours = MoEFlexTokenDispatcher(E, groups, make_exchange(groups, exact_rows=exact_rows))
+    reference = MoEAlltoAllTokenDispatcher(E, groups.ep, groups.expt_tp)
+    # Equally many tokens, other numbers, all tokens on one rank, one token, none at all, more than the first memory holds.
+    for case, tokens in enumerate((12, 3 * rank, 4 * (rank == 0), int(rank == 1), 0, 40 + rank)):
+        x = torch.randn(tokens, D, dtype=F64)
+        for skewed in (False, True):
+            routing = make_routing(tokens, 10 * case + rank, skewed=skewed)
+            expected = run_once(reference, loop, x, routing)
+            once, again = (run_once(ours, experts, x, routing) for _ in range(2))
+            torch.testing.assert_close(once, expected, rtol=1e-10, atol=1e-10)
+            assert all(torch.equal(*pair) for pair in zip(once, again, strict=True))
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("exact_rows", [False, True])
+def test_two_ranks_exchange_as_the_all_to_all_over_a_loop_of_experts(world, exact_rows: bool) -> None:
+    world(check_exchange, plan=ParallelPlan(dp=2, ep=2), exact_rows=exact_rows)
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ParallelPlan(dp=4, ep=4),
+        ParallelPlan(dp=4, ep=2),
+        ParallelPlan(dp=4, ep=2, etp=2),
+        ParallelPlan(dp=4, ep=2, etp=2, order="ep-tp-cp-dp-pp"),
+    ],
+    ids=["ep4", "dp4-ep2", "ep2-etp2", "ep-before-etp"],
+)
+def test_four_ranks_exchange_as_the_all_to_all(world, plan: ParallelPlan) -> None:
+    world(check_exchange, plan=plan, exact_rows=False)
+
+
+def check_order() -> None:
+    """Exchanges under way at once, as of micro-batches in a pipeline, and dispatches that follow each other, as in recomputation."""
+    groups = ProcessGroups.build(ParallelPlan(dp=2, ep=2))
+    ours = MoEFlexTokenDispatcher(E, groups, make_exchange(groups, max_tokens=30))
+    reference = MoEAlltoAllTokenDispatcher(E, groups.ep)
+    results = []
+    for dispatcher in (ours, reference):
+        leaves, sums, sent = [], [], []
+        for number in range(5):
+            # Tokens that are more and more, within the room that there is.
+            x = torch.randn(6 * number, D, dtype=F64, generator=torch.Generator().manual_seed(number)).requires_grad_()
+            routing = make_routing(len(x), number + 5 * groups.world.rank)
+            leaves.append(x)
+            sent.append((dispatcher.dispatch(x, routing), routing))
+        for there, routing in sent:
+            sums.append(dispatcher.combine(there.rows_RD * there.weights_R[:, None], there, routing))
+        results.append([*sums, *torch.autograd.grad([y.square().sum() for y in sums], leaves)])
+    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.world(2)
+def test_exchanges_may_follow_each_other_in_any_order(world) -> None:
+    world(check_order)
+
+
+MODEL = TransformerConfig(num_layers=1, hidden_size=D, num_attention_heads=2, vocab_size=16, ffn_hidden_size=6)
+MIXTURE = MoEConfig(num_moe_experts=E, moe_router_topk=K, moe_aux_loss_coeff=0.1, moe_expert_capacity_factor=0.7)
+SYMMETRIC = dataclasses.replace(
+    MIXTURE, moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="symmetric", moe_flex_timeout_s=20.0
+)  # fmt: skip
+
+
+def check_layer() -> None:
+    """A whole layer with dropped picks, recomputed."""
+    groups = ProcessGroups.build(ParallelPlan(dp=2, ep=2))
+    site = Site(layer=0, local_layer=0, config=MODEL, groups=groups)
+    reference = MoELayer(MIXTURE, site, dtype=F64)
+    ours = MoELayer(SYMMETRIC, site, dtype=F64, exchange=make_exchange(groups))
+    for parameter in reference.parameters():
+        torch.nn.init.normal_(parameter)
+    ours.load_state_dict(reference.state_dict())
+    results = []
+    for layer in (reference, ours):
+        assert layer.reads_device
+        x = torch.randn(9, D, dtype=F64, generator=torch.Generator().manual_seed(groups.world.rank)).requires_grad_()
+        for checkpoint in (False, True):
+            step = Step.causal(1, 9)
+
+            def run(x: Tensor, layer: MoELayer = layer, step: Step = step) -> Tensor:
+                return layer(x, step)[0]
+
+            y = torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False) if checkpoint else run(x)
+            results.append([y.detach(), *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])])
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.world(2)
+def test_a_layer_with_dropped_picks_is_the_same(world) -> None:
+    world(check_layer)
+
+
+def check_more_tokens_than_fit() -> None:
+    groups = ProcessGroups.build(ParallelPlan(dp=2, ep=2))
+    dispatcher = MoEFlexTokenDispatcher(E, groups, make_exchange(groups, timeout_s=0.3))
+    dispatcher.dispatch(torch.ones(3, D, dtype=F64), make_routing(3, 0))
+    if groups.world.rank == 0:
+        with pytest.raises(TimeoutError, match=r"ranks \[1\] in a larger exchange of tokens \(this rank has 17, there is room for 16; "):
+            dispatcher.dispatch(torch.ones(17, D, dtype=F64), make_routing(17, 0))
+
+
+@pytest.mark.world(2)
+def test_a_rank_with_more_tokens_than_fit_is_told_what_to_set(world) -> None:
+    world(check_more_tokens_than_fit)
+
+
+def check_choice() -> None:
+    groups = ProcessGroups.build(ParallelPlan(dp=2, ep=2))
+    place: dict[str, Any] = {"layer": 0, "local_layer": 0, "config": MODEL, "groups": groups}
+    with pytest.raises(RuntimeError, match="='symmetric': a symmetric buffer needs CUDA, found device='cpu'; use a GPU; or set moe_flex_"):
+        MoELayer(SYMMETRIC, Site(**place))
+    with pytest.raises(RuntimeError, match="needs ranks connected by NCCL, found a group of 2"):
+        choose_exchange(SYMMETRIC, groups, width=D, dtype=torch.bfloat16, device="cuda")
+    mixture = dataclasses.replace(SYMMETRIC, moe_flex_dispatcher_fallback="alltoall")
+    with pytest.warns(UserWarning, match="tokens travel by all-to-all"):
+        assert type(MoELayer(mixture, Site(**place)).dispatcher) is MoEAlltoAllTokenDispatcher
+
+
+@pytest.mark.world(2)
+def test_ranks_without_gpus_refuse_or_fall_back(world) -> None:
+    world(check_choice)
+
+
+def test_what_cannot_be_is_named() -> None:
+    with pytest.raises(ValueError, match="moe_symmetric_max_tokens=0 must be at least 1; leave it out for the first batch's"):
+        dataclasses.replace(SYMMETRIC, moe_symmetric_max_tokens=0)
+    with pytest.raises(ValueError, match="a symmetric buffer needs CUDA, found device='cpu'"):
+        SymmetricBuffer(Group.single(), 64, torch.device("cpu"), timeout_s=1.0)
+
+
+if __name__ == "__main__":
+    for each in SHAPES:
+        check_round_trip(*each, kernels=True)
+    print("same")
