@@ -7,8 +7,9 @@ python -m tools.bench.many --gpus 8 --output docs/benchmarks/many.json \\
 python -m tools.bench.many --gpus 2 --small
 
 experts: training steps of moe-l6 with its experts over all ranks, again with every eighth expert four times as busy as the average, with
-each expert on two ranks, and with two pipeline stages; time and memory stand beside ``step_cost`` and ``estimate``. exchange: dispatch
-and combine of the picks alone, beside all-to-alls of as many bytes. serving: one engine over all ranks, then an engine a rank. refit:
+each expert on two ranks, with two pipeline stages, and on GPUs with the exchange by direct stores, also with busy experts; time and memory
+stand beside ``step_cost`` and ``estimate``. exchange: dispatch and combine of the picks alone, by all-to-all and on GPUs by direct stores,
+beside all-to-alls and copies to the next GPU of as many bytes. serving: one engine over all ranks, then an engine a rank. refit:
 from a fully sharded model over all ranks into these engines. rl: GRPO with a fully sharded trainer on one half and an engine on each rank
 of the other, by turns and one step off. killed: an engine a rank under load, one of which is killed. A peer is a command that prints JSON
 lines; they are kept as they are. ``--small`` is for a machine without GPUs: tiny shapes, ranks on gloo.
@@ -16,6 +17,8 @@ lines; they are kept as they are. ``--small`` is for a machine without GPUs: tin
 
 import argparse
 import contextlib
+import dataclasses
+import functools
 import json
 import shlex
 import subprocess
@@ -29,8 +32,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_moe import MoEConfig, MoELayer, Routing, moe_feed_forward
-from mcore_moe.dispatch import MoEAlltoAllTokenDispatcher
+from mcore_moe.dispatch import MoEAlltoAllTokenDispatcher, MoEFlexTokenDispatcher, choose_exchange
 from mcore_parallel import ParallelPlan, ProcessGroups
+from mcore_parallel.comm import SymmetricBuffer
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.models import GPTModel
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
@@ -56,6 +60,7 @@ _SMALL: dict[str, Any] = {
     "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 32, "vocab_size": 512,
     "num_moe_experts": 16, "moe_router_topk": 2,
 }  # fmt: skip
+_DIRECT: dict[str, Any] = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "symmetric"}
 _PARTS = ("experts", "exchange", "serving", "refit", "rl", "killed")
 _HOT_SHARE, _HOT_LOAD = 8, 4.0
 """One in so many experts gets so many times the average load."""
@@ -70,6 +75,8 @@ class ExpertsRun:
     name: str
     plan: ParallelPlan
     skewed: bool = False
+    symmetric: bool = False
+    """Tokens travel by direct stores in the memory of the other GPUs."""
 
     def parts(self, scale: Scale) -> tuple[Workload, Layout]:
         """What the planner is asked."""
@@ -82,12 +89,14 @@ class ExpertsRun:
         return workload, Layout(plan=self.plan, sync=DistributedDataParallelConfig(use_distributed_optimizer=divides))
 
 
-def experts_runs(gpus: int) -> list[ExpertsRun]:
-    """Layouts that fill the machine; the last two need ranks to divide."""
+def experts_runs(gpus: int, *, small: bool = False) -> list[ExpertsRun]:
+    """Layouts that fill the machine; the last two need ranks to divide, direct stores need GPUs."""
     runs = [
         ExpertsRun(name=f"ep{gpus}", plan=ParallelPlan(dp=gpus, ep=gpus)),
         ExpertsRun(name=f"ep{gpus}, skewed", plan=ParallelPlan(dp=gpus, ep=gpus), skewed=True),
     ]
+    if not small:
+        runs += [dataclasses.replace(run, name=f"{run.name}, symmetric", symmetric=True) for run in runs]
     if gpus % 2 == 0:
         half = gpus // 2
         runs.append(ExpertsRun(name=f"ep{half} etp2", plan=ParallelPlan(dp=gpus, ep=half, etp=2)))
@@ -123,7 +132,7 @@ def train(run: ExpertsRun, scale: Scale, warmup: int, steps: int) -> dict[str, A
     assert sizes is not None
     mixture = MoEConfig(
         num_moe_experts=sizes.num_experts, moe_router_topk=sizes.topk, moe_ffn_hidden_size=sizes.ffn_hidden_size,
-        moe_aux_loss_coeff=0.01, moe_router_bias=True,
+        moe_aux_loss_coeff=0.01, moe_router_bias=True, **(_DIRECT if run.symmetric else {}),
     )  # fmt: skip
     pipeline = PipelineConfig()
     placed = pipeline.place(config.num_layers, num_stages=run.plan.pp, num_chunks=1)
@@ -171,7 +180,7 @@ def train(run: ExpertsRun, scale: Scale, warmup: int, steps: int) -> dict[str, A
 
 def experts(scale: Scale, steps: int) -> Iterator[dict[str, Any]]:
     """A row a layout."""
-    for run in experts_runs(scale.gpus):
+    for run in experts_runs(scale.gpus, small=scale.small):
         ranks = launch(train, scale.gpus, device=scale.kind, run=run, scale=scale, warmup=2, steps=steps, timeout_s=240.0)
         slowest, fullest = max(rank["s"] for rank in ranks), max(ranks, key=lambda rank: rank["peak"])
         yield {
@@ -184,7 +193,7 @@ def experts(scale: Scale, steps: int) -> Iterator[dict[str, Any]]:
 
 
 def exchange_times(scale: Scale, tokens: int, width: int, num_experts: int, topk: int, repeats: int) -> dict[str, float]:
-    """Seconds of dispatch and combine, and of two all-to-alls of as many bytes."""
+    """Seconds of dispatch and combine, and of two all-to-alls and on GPUs two copies to the next one of as many bytes."""
     groups = ProcessGroups.build(ParallelPlan(dp=scale.gpus, ep=scale.gpus))
     dispatcher = MoEAlltoAllTokenDispatcher(num_experts, groups.ep)
     generator = torch.Generator().manual_seed(groups.world.rank)
@@ -195,7 +204,7 @@ def exchange_times(scale: Scale, tokens: int, width: int, num_experts: int, topk
     sent = torch.zeros(rows, width, device=scale.device, dtype=scale.dtype)
     received = torch.empty_like(sent)
 
-    def ours() -> None:
+    def ours(dispatcher: Any = dispatcher) -> None:
         there = dispatcher.dispatch(x_TD, routing)
         dispatcher.combine(there.rows_RD, there, routing)
 
@@ -203,8 +212,24 @@ def exchange_times(scale: Scale, tokens: int, width: int, num_experts: int, topk
         dist.all_to_all_single(received, sent, group=groups.ep.pg)
         dist.all_to_all_single(sent, received, group=groups.ep.pg)
 
+    works: dict[str, Callable[[], None]] = {"ours": ours, "plain": plain}
+    if not scale.small:
+        mixture = MoEConfig(num_moe_experts=num_experts, moe_router_topk=topk, **_DIRECT)
+        direct = choose_exchange(mixture, groups, width=width, dtype=scale.dtype, device=scale.device)
+        assert direct is not None
+        works["direct"] = functools.partial(ours, MoEFlexTokenDispatcher(num_experts, groups, direct))
+        leaving = sent[: rows // scale.gpus * (scale.gpus - 1)]
+        buffer = SymmetricBuffer(groups.ep, leaving.nbytes, scale.device, timeout_s=60.0)
+        there = buffer.peers[(groups.ep.rank + 1) % scale.gpus].view(scale.dtype).view_as(leaving)
+
+        def copies() -> None:
+            for _ in range(2):
+                there.copy_(leaving)
+                buffer.barrier()
+
+        works["copies"] = copies
     times = {}
-    for name, work in (("ours", ours), ("plain", plain)):
+    for name, work in works.items():
         with torch.no_grad():
             work()
             begin = scale.finish()
@@ -228,6 +253,12 @@ def exchange(scale: Scale, repeats: int) -> Iterator[dict[str, Any]]:
             "gb_per_s": round(leaving / slowest["ours"] / 1e9, 1),
             "all_to_all_ms": round(slowest["plain"] * 1e3, 3), "ratio": round(slowest["plain"] / slowest["ours"], 3),
         }  # fmt: skip
+        if "direct" in slowest:
+            yield {
+                "part": "exchange", "tokens": tokens, "dispatcher": "symmetric", "ms": round(slowest["direct"] * 1e3, 3),
+                "gb_per_s": round(leaving / slowest["direct"] / 1e9, 1), "copy_gb_per_s": round(leaving / slowest["copies"] / 1e9, 1),
+                "copy_ms": round(slowest["copies"] * 1e3, 3), "ratio": round(slowest["copies"] / slowest["direct"], 3),
+            }  # fmt: skip
 
 
 def serve(scale: Scale, split: bool, cases: list[tuple[int, int, int]]) -> list[float]:

@@ -25,7 +25,9 @@ pytestmark = pytest.mark.gpu
 E, K, D, F = 16, 4, 1024, 256
 MODEL = TransformerConfig(num_layers=1, hidden_size=D, num_attention_heads=8, vocab_size=64, ffn_hidden_size=F, activation="swiglu")
 ALL_TO_ALL = MoEConfig(num_moe_experts=E, moe_router_topk=K, moe_aux_loss_coeff=0.01)
-SYMMETRIC = dataclasses.replace(ALL_TO_ALL, moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="symmetric", moe_flex_timeout_s=20.0)
+SYMMETRIC = dataclasses.replace(
+    ALL_TO_ALL, moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="symmetric", moe_flex_timeout_s=20.0
+)
 
 
 @contextmanager
@@ -173,4 +175,6 @@ def check_late() -> str:
 def test_a_barrier_waits_no_longer_than_its_bound() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
-    assert run(check_late, 2, backend="nccl", timeout_s=60.0) == ["refused", "late"]
+    # The device of rank 0 fails, and its process may end with it.
+    first, second = run(check_late, 2, backend="nccl", timeout_s=60.0, doomed=(0,))
+    assert first in ("refused", None) and second == "late"

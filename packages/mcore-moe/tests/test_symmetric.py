@@ -3,6 +3,7 @@
 """Dispatch by stores in the memory of other ranks: its arithmetic, the exchange over gloo ranks that share memory, and its kernels."""
 
 import dataclasses
+import itertools
 import os
 import subprocess
 import sys
@@ -62,7 +63,9 @@ def test_rows_are_sorted_by_expert_and_place(tokens: int, local: int, ranks: int
 class Ranks:
     """All ranks of an exchange in one process; ``kernels`` moves by kernels."""
 
-    def __init__(self, sizes: list[int], width: int, topk: int, local: int, *, kernels: bool, device: str = "cpu", dtype: Any = None) -> None:
+    def __init__(
+        self, sizes: list[int], width: int, topk: int, local: int, *, kernels: bool, device: str = "cpu", dtype: Any = None
+    ) -> None:
         dtype = dtype or (torch.float32 if kernels else F64)
         wide = torch.promote_types(dtype, torch.float32)
         self.sizes, self.local, self.kernels = sizes, local, kernels
@@ -90,7 +93,9 @@ class Ranks:
 
         return _triton_symmetric
 
-    def round_trip(self, x: list[Tensor], experts: list[Tensor], weights: list[Tensor], scale: Callable[[Tensor, int], Tensor]) -> list[Any]:
+    def round_trip(
+        self, x: list[Tensor], experts: list[Tensor], weights: list[Tensor], scale: Callable[[Tensor, int], Tensor]
+    ) -> list[Any]:
         """Sums of ``scale(row, expert) * weight``, and what came back of the weights, of each rank; every part of both directions."""
         for rank, values in enumerate(zip(x, experts, weights, strict=True)):
             self.push("push_tokens", rank, *values)
@@ -101,7 +106,7 @@ class Ranks:
             begins = [0, *ends.tolist()]
             parts = [
                 scale(rows[first:last], rank * self.local + number) * row_weights[first:last, None].to(rows.dtype)
-                for number, (first, last) in enumerate(zip(begins, begins[1:], strict=False))
+                for number, (first, last) in enumerate(itertools.pairwise(begins))
             ]
             plans.append((places, row_weights))
             computed.append(torch.cat([*parts, rows[begins[-1] :]]))

@@ -42,6 +42,7 @@ def test_kernels_need_a_device_and_triton() -> None:
         assert [paths(machine)[operation] for machine in (BARE, no_triton, hopper)] == ["torch code", "torch code", "Triton kernel"]
     assert paths(BARE)["grouped linear"] == "one product an expert" and paths(hopper)["grouped linear"] == "grouped_mm"
     assert paths(BARE)["attention, causal"] == "sdpa"
+    assert [paths(machine)["symmetric buffer"] for machine in (BARE, no_triton, hopper)] == ["refused", "copies", "Triton kernels"]
 
 
 @pytest.mark.parametrize(

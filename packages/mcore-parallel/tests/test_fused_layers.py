@@ -115,6 +115,23 @@ def against(
             close(own.grad, reference.grad, tolerance, scale=4.0 if own.dim() == 1 else 1.0)
 
 
+def check_left_out_rows(device: str, dtype: torch.dtype, tolerance: float) -> None:
+    """Rows behind the number that the device holds are neither read nor written, in both directions."""
+    from mcore_parallel.nn.kernels._triton_activations import activate, activate_backward
+
+    options: dict[str, Any] = {"curve": "silu", "gated": True, "offset": 0.0, "clamp": None}
+    x, weights, grad = (torch.randn(size).to(device, dtype) for size in ((4, 40), (4,), (4, 20)))
+    wanted = [activate(x, None, weights, **options), *activate_backward(grad, x, None, None, weights, **options)]
+    for number in (0, 3, 4):
+        ends = torch.tensor([1, number], dtype=torch.int32, device=device)
+        with mock.patch.object(torch, "empty", lambda size, **place: torch.full(size, 7.0, **place)):
+            rows: dict[str, Any] = {**options, "num_rows": ends[-1:]}
+            found = [activate(x, None, weights, **rows), *activate_backward(grad, x, None, None, weights, **rows)]
+        for own, reference in zip(found, wanted, strict=True):
+            assert own is not None and reference is not None and torch.equal(own[:number], reference[:number])
+        assert bool((found[0][number:] == 7.0).all()) and bool((found[1][number:] == 7.0).all())
+
+
 def check_narrow_rows(device: str, dtype: torch.dtype, tolerance: float) -> None:
     from mcore_parallel.nn.kernels._triton_activations import activate_and_store
 
@@ -157,7 +174,7 @@ def close(found: Tensor | None, wanted: Tensor | None, tolerance: float, scale: 
     torch.testing.assert_close(found.double().cpu(), wanted.double(), rtol=tolerance, atol=tolerance * scale)
 
 
-CHECKS = (check_norms, check_strided_norm, check_activations, check_narrow_rows, check_rotary)
+CHECKS = (check_norms, check_strided_norm, check_activations, check_left_out_rows, check_narrow_rows, check_rotary)
 
 
 def check_all(device: str, dtype: torch.dtype, tolerance: float) -> None:

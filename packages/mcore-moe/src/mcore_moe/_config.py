@@ -340,7 +340,9 @@ class MoEConfig:
         if self.moe_hybridep_num_sms < 1:
             raise ValueError(f"moe_hybridep_num_sms={self.moe_hybridep_num_sms} must be at least 1")
         if self.moe_symmetric_max_tokens is not None and self.moe_symmetric_max_tokens < 1:
-            raise ValueError(f"moe_symmetric_max_tokens={self.moe_symmetric_max_tokens} must be at least 1; leave it out for the first batch's")
+            raise ValueError(
+                f"moe_symmetric_max_tokens={self.moe_symmetric_max_tokens} must be at least 1; leave it out for the first batch's"
+            )
         if self.moe_token_dispatcher_type == "flex" and self.moe_pad_expert_input_to_capacity:
             raise ValueError(
                 "moe_pad_expert_input_to_capacity=True does not go with moe_token_dispatcher_type='flex', whose backends size the rows "

@@ -139,7 +139,7 @@ class _StackedExperts(nn.Module):
             x_RW = x_RW if self.up_lora is None else x_RW + self._low_rank(self.up_lora, rows_RD, ends_N)
             x_RW = x_RW if self.up_bias is None else x_RW + _rows_of_experts(self.up_bias.flatten(1), len(rows_RD), ends_N)
         with self.memory.offloading("moe_act", self):
-            y_RF = self.activation(x_RW, weights=weights_R)
+            y_RF = self.activation(x_RW, weights=weights_R, num_rows=ends_N[-1:])
         y_RD = self._multiply("down", y_RF, self.down, ends_N)
         y_RD = y_RD if self.down_lora is None else y_RD + self._low_rank(self.down_lora, y_RF, ends_N)
         bias_ND = self._down_bias()

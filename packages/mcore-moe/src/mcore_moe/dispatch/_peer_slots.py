@@ -148,9 +148,7 @@ def spread_rows(slot: Slot, places_AK: Tensor, num_rows: int, *, weighted: bool)
     return rows_RD, weights_R
 
 
-def push_sums(
-    layout: SlotLayout, slots: Sequence[Slot], rank: int, rows_RD: Tensor, places_AK: Tensor, grad_R: Tensor | None
-) -> None:
+def push_sums(layout: SlotLayout, slots: Sequence[Slot], rank: int, rows_RD: Tensor, places_AK: Tensor, grad_R: Tensor | None) -> None:
     """Store the sum over each token's rows with its own rank, and unless ``grad_R`` is None the gradients of its weights."""
     wide, mine = torch.promote_types(rows_RD.dtype, torch.float32), slice(rank * layout.room, (rank + 1) * layout.room)
     for places_TK, slot in zip(places_AK.split(layout.room), slots, strict=True):

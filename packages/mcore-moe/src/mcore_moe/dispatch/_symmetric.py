@@ -53,11 +53,11 @@ class SymmetricExchange:
     ``TokenExchange``. No pick is dropped, whatever the routing, and the host waits for the device at the first exchange only.
 
     Every exchange is: store, barrier, read one's own memory. Memory has two slots that exchanges take in turn, so that none is stored
-    in before all ranks have read it: between two uses lies the barrier of the other slot. All ranks make the same exchanges in the same order,
-    on one stream.
+    in before all ranks have read it: between two uses lies the barrier of the other slot. All ranks make the same exchanges in the same
+    order, on one stream.
 
-    The rows of the experts are a tensor for the worst routing, G * T * min(K, N) rows, of which those behind the last expert are never
-    touched. With ``exact_rows`` the host waits for their number, and the tensor holds no others.
+    The rows of the experts are a tensor for the worst routing, G * T * min(K, N) rows, of which those behind the last expert are neither
+    written nor read. With ``exact_rows`` the host waits for their number, and the tensor holds no others.
 
     Args:
         group: ranks that exchange.
@@ -65,8 +65,8 @@ class SymmetricExchange:
         width: of the tokens that travel.
         connect: makes memory of so many bytes, on all ranks together.
         timeout_s: how long to wait for the other ranks when memory is made.
-        max_tokens: T at most, equal on all ranks; None for the most of any rank at the first exchange. Later exchanges may have fewer on any
-            rank, and more where all ranks have more.
+        max_tokens: T at most, equal on all ranks; None for the most of any rank at the first exchange. Later exchanges may have fewer on
+            any rank, and more where all ranks have more.
         exact_rows: as above.
     """
 
@@ -161,8 +161,10 @@ class SymmetricExchange:
         if x_TD.is_cuda:
             # Behind the numbers of all ranks lie their last stores and reads.
             torch.cuda.synchronize(x_TD.device)
-        purpose = f"a larger exchange of tokens (this rank has {num_tokens}, there is room for {self._room}; ranks with different numbers of "
-        purpose += "tokens set moe_symmetric_max_tokens)"
+        purpose = (
+            f"a larger exchange of tokens (this rank has {num_tokens}, there is room for {self._room}; set moe_symmetric_max_tokens where "
+            "ranks have different numbers of tokens)"
+        )
         numbers = [num_tokens, self._room, topk]
         everyone = gather_numbers(numbers, self._group, device=x_TD.device, timeout_s=self._timeout_s, purpose=purpose)
         tokens, rooms, topks = (max(column) for column in zip(*everyone, strict=True))

@@ -7,7 +7,6 @@ Each does what the function of its name in ``_peer_slots`` does. A program handl
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -66,8 +65,8 @@ def add_sums(layout: SlotLayout, slot: Slot, experts_TK: Tensor, *, weighted: bo
     block, blocks = _blocks(layout.width)
     if tokens:
         _add_sums_kernel[(tokens * blocks,)](
-            slot.x_AD, slot.weights_AK, experts_TK, y_TD, slot.weights_AK if grad_TK is None else grad_TK, layout.width, layout.room, blocks,
-            layout.num_local_experts, RANKS=layout.num_ranks, TOPK=layout.topk, PICKS=triton.next_power_of_2(layout.topk),
+            slot.x_AD, slot.weights_AK, experts_TK, y_TD, slot.weights_AK if grad_TK is None else grad_TK, layout.width, layout.room,
+            blocks, layout.num_local_experts, RANKS=layout.num_ranks, TOPK=layout.topk, PICKS=triton.next_power_of_2(layout.topk),
             WEIGHTED=weighted, BLOCK=block, num_warps=4,
         )  # fmt: skip
     return y_TD, grad_TK

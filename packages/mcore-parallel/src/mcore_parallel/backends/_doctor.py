@@ -60,7 +60,7 @@ def diagnose(machine: Machine) -> list[Diagnosis]:
     Args:
         machine: attention's cores are looked up by what is installed here, everything else by what stands in ``machine``.
     """
-    rows = [*_kernels(machine), *_products(machine), *_attention(machine), *_recipes(machine)]
+    rows = [*_kernels(machine), *_products(machine), *_attention(machine), *_recipes(machine), *_communication(machine)]
     return [Diagnosis(operation=operation, path=path, reason=reason) for operation, path, reason in rows]
 
 
@@ -134,6 +134,16 @@ def _recipes(machine: Machine) -> Iterator[Row]:
             yield operation, "torch, emulated", "no CUDA device: exact fp8 values, multiplied in float32"
         else:
             yield operation, " or ".join(usable), "this GPU has the units"
+
+
+def _communication(machine: Machine) -> Iterator[Row]:
+    operation = "symmetric buffer"
+    if machine.capability is None:
+        yield operation, "refused", "no CUDA device; collectives move what kernels would store in the memory of other GPUs"
+    elif machine.triton is None:
+        yield operation, "copies", 'Triton is not installed; pip install "mcore-parallel[triton]" lets kernels store in other GPUs'
+    else:
+        yield operation, "Triton kernels", "they store in the memory of the other GPUs of this host that are peers, over NVLink or PCIe"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

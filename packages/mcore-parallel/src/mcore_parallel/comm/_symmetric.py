@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Memory of each rank of a group that the others read and write directly."""
 
+import importlib
 import socket
 import zlib
 from collections.abc import Sequence
@@ -21,7 +22,8 @@ class SymmetricBuffer:
     """As many bytes on each rank of a group, which every rank's kernels address: torch symmetric memory over NVLink or PCIe.
 
     All ranks create it together. What one rank stores in another's bytes is there behind the next ``barrier`` of both. Its tensors hold
-    anything at first. Keep it until the last kernel that uses it has run on every rank. NVLink multicast is not used.
+    anything at first. Keep it until the last kernel that uses it has run on every rank. Nothing here uses NVLink multicast; what torch
+    prepares for it, TORCH_SYMM_MEM_DISABLE_MULTICAST=1 leaves out.
 
     Args:
         group: ranks of one host, one GPU each, connected by NCCL.
@@ -42,13 +44,11 @@ class SymmetricBuffer:
         if reason := self.obstacle(group, device):
             raise ValueError(reason)
         _check_hosts(group, device)
-        import torch.distributed._symmetric_memory as symmetric_memory
-
-        # Not from the pool of ``symmetric_memory.empty``: there a tensor may begin inside a block, at another place on each rank.
-        allocate: Any = symmetric_memory._SymmetricMemory.empty_strided_p2p
-        self._bytes: Tensor = allocate((num_bytes,), (1,), torch.uint8, device)
+        library = _library()
+        # Not from the pool of its ``empty``: there a tensor may begin inside a block, at another place on each rank.
+        self._bytes: Tensor = library._SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
         try:
-            self._handle: Any = symmetric_memory.rendezvous(self._bytes, group.name)
+            self._handle: Any = library.rendezvous(self._bytes, group.name)
         except RuntimeError as error:
             raise RuntimeError(
                 f"ranks {list(group.ranks)} cannot address each other's GPU memory ({error}); use GPUs of one host that are peers, or an "
@@ -69,9 +69,7 @@ class SymmetricBuffer:
             return f"a symmetric buffer needs CUDA, found device={str(device)!r}; use a GPU"
         if group.pg is None or not uses_nccl(group.pg):
             return f"a symmetric buffer needs ranks connected by NCCL, found a group of {group.size}; initialise torch.distributed with it"
-        import torch.distributed._symmetric_memory as symmetric_memory
-
-        allocator = symmetric_memory.get_backend(device)
+        allocator = _library().get_backend(device)
         if allocator not in (None, "CUDA"):
             return f"a symmetric buffer needs torch's symmetric memory of CUDA, found {allocator}; leave its backend as it is"
         return None
@@ -79,6 +77,11 @@ class SymmetricBuffer:
     def barrier(self) -> None:
         """The stream waits for all ranks: behind it are their stores from before it. The host does not wait."""
         self._handle.barrier(channel=0, timeout_ms=self._timeout_ms)
+
+
+def _library() -> Any:
+    """torch's symmetric memory, imported by who uses it: its module defines operators."""
+    return importlib.import_module("torch.distributed._symmetric_memory")
 
 
 def _check_hosts(group: Group, device: torch.device) -> None:

@@ -146,13 +146,17 @@ class Activation:
         """Name of the function of the gate, or of the whole."""
         return _GATED.get(self.name, self.name)
 
-    def __call__(self, x: Tensor, bias: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, bias: Tensor | None = None, weights: Tensor | None = None, *, num_rows: Tensor | None = None
+    ) -> Tensor:
         """[..., W] -> [..., F].
 
         Args:
             x: gates and values behind one another, or without a gate just the input.
             bias: added to x before; [W], or any shape that broadcasts to x.
             weights: of the rows, [...] or [..., 1] in any float dtype; they multiply the result.
+            num_rows: one int32 on the device: results and gradients of the rows from there on may hold anything, and kernels leave them
+                out. None for all rows.
 
         Raises:
             ValueError: an odd width with a gate, or weights of another shape.
@@ -169,16 +173,18 @@ class Activation:
             return y.view(*x.shape[:-1], y.shape[-1])
         # Triton knows e4m3 from Ada on.
         kernels = has_kernel(x) and not (self.fp8_input_store and torch.cuda.get_device_capability(x.device) < (8, 9))
-        y = self.run(rows, bias, None if weights is None else weights.reshape(-1), kernels)
+        y = self.run(rows, bias, None if weights is None else weights.reshape(-1), kernels, num_rows)
         return y.view(*x.shape[:-1], y.shape[-1])
 
-    def run(self, x_NW: Tensor, bias_W: Tensor | None, weights_N: Tensor | None, kernels: bool) -> Tensor:
+    def run(
+        self, x_NW: Tensor, bias_W: Tensor | None, weights_N: Tensor | None, kernels: bool, num_rows: Tensor | None = None
+    ) -> Tensor:
         """``__call__`` on rows, with the kernels or without."""
         cut = (self.curve, self.gated, self.offset, self.clamp)
         if torch.compiler.is_compiling():
             # A compiler fuses the formula and chooses itself what to keep.
             return _forward(_wide(x_NW, None, bias_W), weights_N, *cut).to(x_NW.dtype)
-        return _Activate.apply(x_NW, bias_W, weights_N, *cut, self.fp8_input_store, kernels)
+        return _Activate.apply(x_NW, bias_W, weights_N, *cut, self.fp8_input_store, kernels, num_rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,15 +227,16 @@ class _Activate(torch.autograd.Function):
         clamp: float | None,
         fp8_input_store: bool,
         kernels: bool,
+        num_rows: Tensor | None,
     ) -> Tensor:
-        ctx.options, ctx.kernels = (curve, gated, offset, clamp), kernels
+        ctx.options, ctx.kernels, ctx.num_rows = (curve, gated, offset, clamp), kernels, num_rows
         scale_N, stores = None, fp8_input_store and any(ctx.needs_input_grad)
         if kernels:
             x_NW, options = unit_stride(x_NW), {"curve": curve, "gated": gated, "offset": offset, "clamp": clamp}
             if stores:
                 y_NF, x_NW, scale_N = activation_kernels().activate_and_store(x_NW, bias_W, weights_N, _E4M3_LARGEST, **options)
             else:
-                y_NF = activation_kernels().activate(x_NW, bias_W, weights_N, **options)
+                y_NF = activation_kernels().activate(x_NW, bias_W, weights_N, num_rows=num_rows, **options)
         else:
             y_NF = _forward(_wide(x_NW, None, bias_W), weights_N, *ctx.options).to(x_NW.dtype)
             if stores:
@@ -242,8 +249,9 @@ class _Activate(torch.autograd.Function):
         x_NW, scale_N, bias_W, weights_N = ctx.saved_tensors
         curve, gated, offset, clamp = ctx.options
         if ctx.kernels:
+            options = {"curve": curve, "gated": gated, "offset": offset, "clamp": clamp, "num_rows": ctx.num_rows}
             grad_x_NW, grad_weights_N = activation_kernels().activate_backward(
-                unit_stride(grads[0]), x_NW, scale_N, bias_W, weights_N, curve=curve, gated=gated, offset=offset, clamp=clamp
+                unit_stride(grads[0]), x_NW, scale_N, bias_W, weights_N, **options
             )
         else:
             grad_NF = grads[0] if grads[0].dtype == torch.float64 else grads[0].float()
@@ -253,7 +261,7 @@ class _Activate(torch.autograd.Function):
             grad_bias_W = grad_x_NW.sum(0, dtype=torch.promote_types(grad_x_NW.dtype, torch.float32)).to(bias_W.dtype)
         if weights_N is not None and grad_weights_N is not None:
             grad_weights_N = grad_weights_N.to(weights_N.dtype)
-        return grad_x_NW.to(grads[0].dtype), grad_bias_W, grad_weights_N, None, None, None, None, None, None
+        return grad_x_NW.to(grads[0].dtype), grad_bias_W, grad_weights_N, None, None, None, None, None, None, None
 
 
 def quantize_rows(x_NW: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,15 +16,26 @@ _STORE_BLOCK = 2048
 
 
 def activate(
-    x_NW: Tensor, bias_W: Tensor | None, weights_N: Tensor | None, *, curve: str, gated: bool, offset: float, clamp: float | None
+    x_NW: Tensor,
+    bias_W: Tensor | None,
+    weights_N: Tensor | None,
+    *,
+    curve: str,
+    gated: bool,
+    offset: float,
+    clamp: float | None,
+    num_rows: Tensor | None = None,
 ) -> Tensor:
-    """``curve(gate) * (value + offset)`` or ``curve(x)``, after the bias and the cuts, times a weight a row; [N, F]."""
+    """``curve(gate) * (value + offset)`` or ``curve(x)``, after the bias and the cuts, times a weight a row; [N, F].
+
+    Rows from ``num_rows`` on, one int32 on the device, are neither read nor written.
+    """
     rows, width = x_NW.shape[0], x_NW.shape[1] // (1 + gated)
     out_NF = torch.empty((rows, width), dtype=x_NW.dtype, device=x_NW.device)
     if out_NF.numel():
         blocks = triton.cdiv(width, _BLOCK)
         _activation_kernel[(rows * blocks,)](
-            x_NW, bias_W, weights_N, out_NF, x_NW.stride(0), width, blocks, offset, clamp or 0.0,
+            x_NW, bias_W, weights_N, num_rows, out_NF, x_NW.stride(0), width, blocks, offset, clamp or 0.0,
             CURVE=curve, GATED=gated, CUTS=clamp is not None, BLOCK=_BLOCK, num_warps=4,
         )  # fmt: skip
     return out_NF
@@ -42,10 +53,11 @@ def activate_backward(
     offset: float,
     clamp: float | None,
     again: bool = False,
+    num_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of the input [N, W], in the dtype of ``grad``, and of the weights [N] float32; ``scale`` is the one of a narrow input.
 
-    With ``again`` the result without weights overwrites ``grad``.
+    With ``again`` the result without weights overwrites ``grad``. ``num_rows`` as of ``activate``.
     """
     rows, width = grad_NF.shape
     grad_x_NW = torch.empty((rows, (1 + gated) * width), dtype=grad_NF.dtype, device=grad_NF.device)
@@ -53,7 +65,7 @@ def activate_backward(
     parts_NB = None if weights_N is None else torch.empty((rows, blocks), dtype=torch.float32, device=grad_NF.device)
     if grad_NF.numel():
         _activation_backward_kernel[(rows * blocks,)](
-            grad_NF, x_NW, scale_N, bias_W, weights_N, grad_x_NW, parts_NB, grad_NF.stride(0), x_NW.stride(0), width, blocks,
+            grad_NF, x_NW, scale_N, bias_W, weights_N, num_rows, grad_x_NW, parts_NB, grad_NF.stride(0), x_NW.stride(0), width, blocks,
             offset, clamp or 0.0, CURVE=curve, GATED=gated, CUTS=clamp is not None, AGAIN=again, BLOCK=_BLOCK, num_warps=4,
         )  # fmt: skip
     return grad_x_NW, None if parts_NB is None else parts_NB.sum(1)
@@ -142,12 +154,14 @@ def _activated(
 
 @triton.jit
 def _activation_kernel(
-    x_ptr, bias_ptr, weights_ptr, out_ptr, stride, width, blocks, offset, clamp,
+    x_ptr, bias_ptr, weights_ptr, num_rows_ptr, out_ptr, stride, width, blocks, offset, clamp,
     CURVE: tl.constexpr, GATED: tl.constexpr, CUTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) // blocks).to(tl.int64)
     lanes = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     inside = lanes < width
+    if num_rows_ptr is not None:
+        inside &= row < tl.load(num_rows_ptr)
     out, _ = _activated(x_ptr + row * stride, bias_ptr, lanes, inside, width, offset, clamp, CURVE, GATED, CUTS)
     if weights_ptr is not None:
         out *= tl.load(weights_ptr + row).to(tl.float32)
@@ -185,13 +199,16 @@ def _activation_store_kernel(
 
 @triton.jit
 def _activation_backward_kernel(
-    grad_ptr, x_ptr, scale_ptr, bias_ptr, weights_ptr, grad_x_ptr, parts_ptr, grad_stride, x_stride, width, blocks, offset, clamp,
+    grad_ptr, x_ptr, scale_ptr, bias_ptr, weights_ptr, num_rows_ptr, grad_x_ptr, parts_ptr, grad_stride, x_stride, width, blocks, offset,
+    clamp,
     CURVE: tl.constexpr, GATED: tl.constexpr, CUTS: tl.constexpr, AGAIN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) // blocks).to(tl.int64)
     block = tl.program_id(0) % blocks
     lanes = block * BLOCK + tl.arange(0, BLOCK)
     inside = lanes < width
+    if num_rows_ptr is not None:
+        inside &= row < tl.load(num_rows_ptr)
     grad = tl.load(grad_ptr + row * grad_stride + lanes, mask=inside, other=0.0).to(tl.float32)
     line_ptr = x_ptr + row * x_stride
     gate = tl.load(line_ptr + lanes, mask=inside, other=0.0).to(tl.float32)
