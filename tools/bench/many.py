@@ -213,7 +213,7 @@ def exchange_times(scale: Scale, tokens: int, width: int, num_experts: int, topk
         dist.all_to_all_single(sent, received, group=groups.ep.pg)
 
     works: dict[str, Callable[[], None]] = {"ours": ours, "plain": plain}
-    if not scale.small:
+    if not scale.small and scale.gpus > 1:
         mixture = MoEConfig(num_moe_experts=num_experts, moe_router_topk=topk, **_DIRECT)
         direct = choose_exchange(mixture, groups, width=width, dtype=scale.dtype, device=scale.device)
         assert direct is not None

@@ -146,9 +146,7 @@ class Activation:
         """Name of the function of the gate, or of the whole."""
         return _GATED.get(self.name, self.name)
 
-    def __call__(
-        self, x: Tensor, bias: Tensor | None = None, weights: Tensor | None = None, *, num_rows: Tensor | None = None
-    ) -> Tensor:
+    def __call__(self, x: Tensor, bias: Tensor | None = None, weights: Tensor | None = None, *, num_rows: Tensor | None = None) -> Tensor:
         """[..., W] -> [..., F].
 
         Args:
@@ -176,9 +174,7 @@ class Activation:
         y = self.run(rows, bias, None if weights is None else weights.reshape(-1), kernels, num_rows)
         return y.view(*x.shape[:-1], y.shape[-1])
 
-    def run(
-        self, x_NW: Tensor, bias_W: Tensor | None, weights_N: Tensor | None, kernels: bool, num_rows: Tensor | None = None
-    ) -> Tensor:
+    def run(self, x_NW: Tensor, bias_W: Tensor | None, weights_N: Tensor | None, kernels: bool, num_rows: Tensor | None = None) -> Tensor:
         """``__call__`` on rows, with the kernels or without."""
         cut = (self.curve, self.gated, self.offset, self.clamp)
         if torch.compiler.is_compiling():
