@@ -21,6 +21,7 @@ import dataclasses
 import functools
 import json
 import shlex
+import statistics
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -201,7 +202,7 @@ def exchange_times(scale: Scale, tokens: int, width: int, num_experts: int, topk
     routing = Routing(experts_TK, torch.full(experts_TK.shape, 1.0 / topk, device=scale.device))
     x_TD = torch.randn(tokens, width, generator=generator).to(scale.device, scale.dtype)
     rows = tokens * topk // scale.gpus * scale.gpus
-    sent = torch.zeros(rows, width, device=scale.device, dtype=scale.dtype)
+    sent = torch.randn(rows, width, device=scale.device, dtype=scale.dtype)
     received = torch.empty_like(sent)
 
     def ours(dispatcher: Any = dispatcher) -> None:
@@ -230,12 +231,14 @@ def exchange_times(scale: Scale, tokens: int, width: int, num_experts: int, topk
         works["copies"] = copies
     times = {}
     for name, work in works.items():
+        laps = []
         with torch.no_grad():
-            work()
-            begin = scale.finish()
-            for _ in range(repeats):
+            for _ in range(3 + repeats):
+                dist.barrier()
+                begin = scale.finish()
                 work()
-        times[name] = (scale.finish() - begin) / repeats
+                laps.append(scale.finish() - begin)
+        times[name] = statistics.median(laps[3:])
     return times
 
 
@@ -356,7 +359,8 @@ def main() -> None:
         parser.error(f"--gpus {arguments.gpus}: needs at least 2")
     if not arguments.small and torch.cuda.device_count() < arguments.gpus:
         parser.error(f"--gpus {arguments.gpus}: {torch.cuda.device_count()} are visible; lower it, or add --small")
-    scale, rows = Scale(gpus=arguments.gpus, small=arguments.small), []
+    scale = Scale(gpus=arguments.gpus, small=arguments.small)
+    rows: list[dict[str, Any]] = []
     parts: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
         "experts": lambda: experts(scale, arguments.steps),
         "exchange": lambda: exchange(scale, arguments.steps),
@@ -365,22 +369,25 @@ def main() -> None:
         "rl": lambda: grpo_on_halves(scale, max(2, arguments.steps // 2)),
         "killed": lambda: killed_engine(scale),
     }
-    for row in peers(arguments.peer, arguments.timeout_s):
+    failed = []
+
+    def keep(row: dict[str, Any]) -> None:
+        """Print a row, and write what there is: a machine may be taken away."""
         rows.append(row)
         print(json.dumps(row), flush=True)
-    failed = []
+        if arguments.output is not None:
+            record(arguments.output, {"work": "experts, serving and RL over many GPUs", "small": scale.small, "rows": rows})
+
+    for row in peers(arguments.peer, arguments.timeout_s):
+        keep(row)
     for name in arguments.parts:
         try:
             for row in parts[name]():
-                rows.append(row)
-                print(json.dumps(row), flush=True)
+                keep(row)
         except Exception as error:
             # The minutes of the other parts are not lost with this one.
             failed.append(name)
-            rows.append({"part": name, "error": str(error)[-1500:]})
-            print(json.dumps(rows[-1]), flush=True)
-    if arguments.output is not None:
-        record(arguments.output, {"work": "experts, serving and RL over many GPUs", "small": scale.small, "rows": rows})
+            keep({"part": name, "error": str(error)[-1500:]})
     if failed:
         parser.exit(1, f"failed: {', '.join(failed)}\n")
 
