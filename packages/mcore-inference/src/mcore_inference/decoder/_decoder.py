@@ -11,12 +11,16 @@ from torch import Tensor, nn
 from mcore_inference._stability import experimental_api
 from mcore_inference.attention import HeadNorms, PackedHeads, PagedAttention, PagedStep, TableRows
 from mcore_inference.decoder._fp8 import Fp8Weight, has_stream_kernel
+from mcore_inference.decoder._partial_sums import PartialSums
 from mcore_parallel.backends import Scaled
+from mcore_parallel.comm import all_gather, all_reduce
 from mcore_parallel.models import GPTModel, OutputLayer, TransformerLayer
 from mcore_parallel.nn import MLP, NormedStream, RMSNorm, SelfAttention, Step, StreamedFeedForward, StreamNorm, StreamsFeedForward
 from mcore_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 _DTYPES = (torch.bfloat16, torch.float16)
+# Sums before the norm's root need the range of bfloat16.
+_STREAM_DTYPES = (torch.bfloat16,)
 
 
 # T tokens, D model, V vocabulary, R tokens whose logits are read.
@@ -27,6 +31,9 @@ class FusedDecoder:
     A decode step of few requests takes five kernels a layer, which stream the weights: the residual sum, the norm, the gate and the
     cache's write are parts of them. Other steps take torch's matmuls, and nine. A feed-forward that is no ``MLP``, such as a mixture,
     brings kernels of its own (``StreamsFeedForward``), or is called as it is.
+
+    Over tensor-parallel ranks the sums of partial results are kernels of their own, and logits are gathered. All ranks make it, and call
+    it, at the same points.
 
     Args:
         model: one that ``fits``.
@@ -41,8 +48,14 @@ class FusedDecoder:
         self._norms = [*(_norm(layer.input_norm) for layer in self._layers), _norm(model.final_norm)]
         self._feed_forwards = [None if records_routing else _own_kernels(layer.mlp) for layer in self._layers]
         self._streams = all(type(layer.mlp) is MLP or own is not None for layer, own in zip(self._layers, self._feed_forwards, strict=True))
+        parameter, tp = next(model.parameters()), model.groups.tp
+        self._sums = (
+            None
+            if tp.size == 1
+            else PartialSums(tp, max_requests, model.config.hidden_size, dtype=self._weight.dtype, device=parameter.device)
+        )
         kv_heads = max(cast(SelfAttention, layer.mixer).local_kv_heads for layer in self._layers)
-        self._finished = torch.zeros(max_requests * kv_heads, dtype=torch.int32, device=next(model.parameters()).device)
+        self._finished = torch.zeros(max_requests * kv_heads, dtype=torch.int32, device=parameter.device)
 
     @staticmethod
     def fits(model: GPTModel) -> bool:
@@ -50,7 +63,8 @@ class FusedDecoder:
         config = model.config
         turns = config.position_embedding_type != "rope" or (config.rotary_percent == 1.0 and not config.rotary_interleaved)
         parameter = next(model.parameters())
-        sound = parameter.is_cuda and parameter.dtype in _DTYPES and model.groups.tp.size == 1 and model.is_first and model.is_last
+        sound = parameter.is_cuda and parameter.dtype in _DTYPES and model.is_first and model.is_last
+        sound = sound and not model.groups.sequence_parallel
         whole = turns and config.mrope_section is None and config.output_multiplier == 1.0
         whole = whole and isinstance(model.output, OutputLayer) and model.output.products is None and type(model.final_norm) is RMSNorm
         return sound and whole and bool(model.layers) and all(_layer_fits(layer) for layer in model.layers.values())
@@ -64,8 +78,7 @@ class FusedDecoder:
         rows = cast(PagedStep, step.attention).rows
         decodes = isinstance(rows, TableRows) and rows.tiles is None and rows_R is None
         plain = model.config.embedding_multiplier == 1.0 and model.position_embedding is None
-        # Sums before the norm's root need the range of bfloat16.
-        if decodes and plain and self._streams and len(tokens_T) <= MAX_ROWS and self._weight.dtype == torch.bfloat16:
+        if decodes and plain and self._streams and len(tokens_T) <= MAX_ROWS and self._weight.dtype in _STREAM_DTYPES:
             return self._streamed(tokens_T, step, tables)
         x = model.embed(tokens_T, step)
         y = self._norms[0](x)
@@ -73,28 +86,56 @@ class FusedDecoder:
             attention = cast(SelfAttention, layer.mixer)
             y = self._attend(_product(y, attention.qkv), attention, tables, step)
             # In place: nobody reads the residual stream as it was.
-            x = _add_product(x, y.flatten(1), attention.out)
+            x = self._add_product(x, y.flatten(1), attention.out)
             y = _norm(layer.ffn_norm)(x)
             if feed_forward is not None:
                 y = feed_forward.stream_many(x, y, _parts(norm))
                 continue
             if type(layer.mlp) is MLP:
-                x = _add_product(x, layer.mlp.activation(_product(y, layer.mlp.up)), layer.mlp.down)
+                x = self._add_product(x, layer.mlp.activation(_product(y, layer.mlp.up)), layer.mlp.down)
             else:
                 x = x.add_(cast(nn.Module, layer.mlp)(y, step)[0])
             y = norm(x)
-        return F.linear(y if rows_R is None else y[rows_R], self._weight)
+        return all_gather(F.linear(y if rows_R is None else y[rows_R], self._weight), model.groups.tp, dim=1)
 
     def _streamed(self, tokens_T: Tensor, step: Step, tables: tuple[Any, Any]) -> Tensor:
         from mcore_inference.decoder import _linear as kernels
 
-        x = kernels.embed(tokens_T, cast(Any, self._model.embedding).weight, _parts(self._norms[0]))
+        first = _parts(self._norms[0])
+        if self._sums is None:
+            x = kernels.embed(tokens_T, cast(Any, self._model.embedding).weight, first)
+        else:
+            x = kernels.enter_stream(self._model.embed(tokens_T, step).contiguous(), first)
         for layer, feed_forward, norm in zip(self._layers, self._feed_forwards, self._norms[1:], strict=True):
             attention = cast(SelfAttention, layer.mixer)
             y = self._attend(kernels.streamed_linear(x, _matrix(attention.qkv)), attention, tables, step)
-            x = kernels.streamed_residual(y.flatten(1), _matrix(attention.out), x.x, _parts(_norm(layer.ffn_norm)))
-            x = _mlp_few(x, layer.mlp, _parts(norm)) if feed_forward is None else feed_forward.stream_few(x, _parts(norm))
-        return kernels.streamed_linear(x, self._weight)
+            x = self._add_few(y.flatten(1), attention.out, x.x, _parts(_norm(layer.ffn_norm)))
+            if feed_forward is not None:
+                x = feed_forward.stream_few(x, _parts(norm))
+            else:
+                mlp = cast(MLP, layer.mlp)
+                x = self._add_few(kernels.streamed_swiglu(x, _matrix(mlp.up)), mlp.down, x.x, _parts(norm))
+        return all_gather(kernels.streamed_linear(x, self._weight), self._model.groups.tp, dim=1)
+
+    def _add_few(self, y: Tensor, linear: nn.Module, residual: Tensor, norm: StreamNorm) -> NormedStream:
+        """The residual stream [T, D] plus the linear layer of y, in front of a norm."""
+        from mcore_inference.decoder import _linear as kernels
+
+        if self._sums is None:
+            return kernels.streamed_residual(y, _matrix(linear), residual, norm)
+        partial = kernels.streamed_linear(y, _matrix(linear), out=self._sums.rows(len(y)))
+        return kernels.enter_stream(self._sums.sum(partial), norm, residual_TD=residual)
+
+    def _add_product(self, x: Tensor, y: Tensor, linear: nn.Module) -> Tensor:
+        """x [T, N] plus the product of y [T, D], in place."""
+        layer = cast(RowParallelLinear, linear)
+        if isinstance(layer.products, Fp8Weight):
+            product = layer.products.product(y, layer.weight)
+            return x.add_(product if self._sums is None else all_reduce(product, self._model.groups.tp))
+        if self._sums is None:
+            return x.addmm_(y, layer.weight.t())
+        # Without rows of its own the product makes some.
+        return x.add_(self._sums.sum(torch.mm(y, layer.weight.t(), out=self._sums.rows(len(y)))))
 
     @property
     def _weight(self) -> Tensor:
@@ -127,12 +168,6 @@ def _product(x: Tensor, linear: nn.Module) -> Tensor:
     return layer.products.product(x, weight) if isinstance(layer.products, Fp8Weight) else F.linear(x, weight)
 
 
-def _add_product(x: Tensor, y: Tensor, linear: nn.Module) -> Tensor:
-    """x [T, N] plus the product of y [T, D], in place."""
-    layer = cast(RowParallelLinear, linear)
-    return x.add_(layer.products.product(y, layer.weight)) if isinstance(layer.products, Fp8Weight) else x.addmm_(y, layer.weight.t())
-
-
 def _norm(norm: nn.Module | None) -> RMSNorm:
     assert isinstance(norm, RMSNorm)
     return norm
@@ -147,13 +182,6 @@ def _own_kernels(feed_forward: nn.Module | None) -> StreamedFeedForward | None:
     if type(feed_forward) is MLP or not isinstance(feed_forward, StreamsFeedForward):
         return None
     return feed_forward.streamed()
-
-
-def _mlp_few(x: NormedStream, module: nn.Module | None, norm: StreamNorm) -> NormedStream:
-    from mcore_inference.decoder import _linear as kernels
-
-    mlp = cast(MLP, module)
-    return kernels.streamed_residual(kernels.streamed_swiglu(x, _matrix(mlp.up)), _matrix(mlp.down), x.x, norm)
 
 
 def _head_norms(attention: SelfAttention) -> HeadNorms | None:

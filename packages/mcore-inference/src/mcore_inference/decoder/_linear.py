@@ -22,17 +22,18 @@ MAX_ROWS = 16
 """Tokens up to which a linear layer is bound by reading its weight: one side of a matrix instruction."""
 
 
-def streamed_linear(x: Tensor | NormedStream, weight_ND: Tensor | Scaled) -> Tensor:
+def streamed_linear(x: Tensor | NormedStream, weight_ND: Tensor | Scaled, *, out: Tensor | None = None) -> Tensor:
     """``norm(x) @ weight.T`` of at most ``MAX_ROWS`` tokens, at the speed at which the weight can be read.
 
     Args:
         x: [T, D], last stride 1; or what stands in front of a norm.
         weight_ND: [N, D], contiguous; or in e4m3 with a scale for each row.
+        out: contiguous [T, N] in the dtype of x, which is written; None for a new one.
 
     Returns:
         [T, N] in the dtype of x.
     """
-    return _launch(x, weight_ND)[0]
+    return _launch(x, weight_ND, out=out)[0]
 
 
 def streamed_swiglu(x: NormedStream, weight_2FD: Tensor | Scaled) -> Tensor:
@@ -56,12 +57,27 @@ def streamed_residual(x: Tensor, weight_ND: Tensor | Scaled, residual_TN: Tensor
 
 def embed(tokens_T: Tensor, table_VD: Tensor, norm: StreamNorm) -> NormedStream:
     """Rows of an embedding, ready for the norm behind it."""
-    (tokens,), depth = tokens_T.shape, table_VD.shape[1]
-    x_TD = torch.empty((tokens, depth), dtype=table_VD.dtype, device=table_VD.device)
+    return _enter(table_VD, norm, tokens_T=tokens_T)
+
+
+def enter_stream(x_TD: Tensor, norm: StreamNorm, *, residual_TD: Tensor | None = None) -> NormedStream:
+    """``residual + x``, ready for the norm behind it.
+
+    Args:
+        x_TD: contiguous.
+        norm: the next one.
+        residual_TD: contiguous; None for zero.
+    """
+    return _enter(x_TD, norm, residual_TD=residual_TD)
+
+
+def _enter(rows_VD: Tensor, norm: StreamNorm, *, tokens_T: Tensor | None = None, residual_TD: Tensor | None = None) -> NormedStream:
+    tokens, depth = len(rows_VD if tokens_T is None else tokens_T), rows_VD.shape[1]
+    x_TD = torch.empty((tokens, depth), dtype=rows_VD.dtype, device=rows_VD.device)
     scaled_TD = torch.empty_like(x_TD)
-    squares = torch.empty((1, _lines(tokens)), dtype=torch.float32, device=table_VD.device)
-    _embed_kernel[(squares.shape[1],)](
-        tokens_T, table_VD, norm.weight, x_TD, scaled_TD, squares, tokens, depth, norm.shift,
+    squares = torch.empty((1, _lines(tokens)), dtype=torch.float32, device=rows_VD.device)
+    _enter_kernel[(squares.shape[1],)](
+        tokens_T, rows_VD, residual_TD, norm.weight, x_TD, scaled_TD, squares, tokens, depth, norm.shift,
         WIDTH=triton.next_power_of_2(depth), num_warps=4,
     )  # fmt: skip
     return NormedStream(x=x_TD, scaled=scaled_TD, squares=squares, epsilon=norm.epsilon)
@@ -74,6 +90,7 @@ def _launch(
     gated: bool = False,
     residual_TN: Tensor | None = None,
     norm: StreamNorm | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     x_TD, squares, epsilon = (source, None, 0.0) if isinstance(source, Tensor) else (source.scaled, source.squares, source.epsilon)
     weight_ND, inverse_N = (weight, None) if isinstance(weight, Tensor) else (weight.data, weight.inverse)
@@ -82,7 +99,7 @@ def _launch(
     columns, block, stages = _tile(width, gated=gated)
     block = max(16, min(block, 1 << (depth - 1).bit_length()))
     programs = triton.cdiv(width, columns)
-    y_TN = torch.empty((tokens, width), dtype=x_TD.dtype, device=device)
+    y_TN = torch.empty((tokens, width), dtype=x_TD.dtype, device=device) if out is None else out
     scaled_TN = None if norm is None else torch.empty_like(y_TN)
     new_squares = None if norm is None else torch.empty((programs, lines), dtype=torch.float32, device=device)
     parts = 0 if squares is None else squares.shape[0]
@@ -166,12 +183,18 @@ def _linear_kernel(
 
 
 @triton.jit
-def _embed_kernel(tokens_ptr, table_ptr, norm_ptr, x_ptr, scaled_ptr, squares_ptr, tokens, depth, shift, WIDTH: tl.constexpr):
+def _enter_kernel(
+    tokens_ptr, rows_ptr, residual_ptr, norm_ptr, x_ptr, scaled_ptr, squares_ptr, tokens, depth, shift, WIDTH: tl.constexpr,
+):  # fmt: skip
     row, lane = tl.program_id(0), tl.arange(0, WIDTH)
     # Not lane < depth and row < tokens, which is no mask of booleans in every Triton.
     inside = lane < tl.where(row < tokens, depth, 0)
-    token = tl.load(tokens_ptr + row, mask=row < tokens, other=0).to(tl.int64)
-    x = tl.load(table_ptr + token * depth + lane, mask=inside, other=0.0)
+    source = row.to(tl.int64)
+    if tokens_ptr is not None:
+        source = tl.load(tokens_ptr + row, mask=row < tokens, other=0).to(tl.int64)
+    x = tl.load(rows_ptr + source * depth + lane, mask=inside, other=0.0)
+    if residual_ptr is not None:
+        x = (x.to(tl.float32) + tl.load(residual_ptr + row * depth + lane, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
     wide = x.to(tl.float32)
     factor = tl.load(norm_ptr + lane, mask=inside, other=0.0).to(tl.float32) + shift
     tl.store(x_ptr + row * depth + lane, x, mask=inside)

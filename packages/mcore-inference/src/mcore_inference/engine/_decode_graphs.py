@@ -86,7 +86,8 @@ class DecodeGraphs:
                 self._compute(self._builder.decode_inputs(size))
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Of other threads: the one that watches NCCL's work, and those of a server, go on.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = self._compute(self._builder.decode_inputs(size))
         self._recorded[size] = graph, logits
 
