@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mcore_inference.context import HostStep, StepBuilder, StepInputs
 from mcore_inference.scheduling import CUDAGraphBatchDimensionBuilder
+from mcore_parallel.graphs import collection_paused
 
 __all__ = ["DecodeGraphs", "graph_sizes"]
 
@@ -86,8 +87,8 @@ class DecodeGraphs:
                 self._compute(self._builder.decode_inputs(size))
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Of other threads: the one that watches NCCL's work, and those of a server, go on.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        # Other threads, NCCL's watchdog and those of a server, go on; a collection here would free recordings of an engine that is gone.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"), collection_paused():
             logits = self._compute(self._builder.decode_inputs(size))
         self._recorded[size] = graph, logits
 
