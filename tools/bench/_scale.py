@@ -14,6 +14,8 @@ class Scale:
 
     gpus: int
     small: bool
+    memory_bandwidth: float = 4e12
+    """Bytes a second of a GPU's memory, for the planner."""
 
     @property
     def kind(self) -> str:

@@ -174,7 +174,7 @@ def train(run: ExpertsRun, scale: Scale, warmup: int, steps: int) -> dict[str, A
     loads = [max(counts) * len(counts) / max(1, sum(counts)) for counts in report.layers.counts.values()]
     return {
         "s": seconds, "peak": 0 if scale.small else torch.cuda.max_memory_allocated(), "busiest": max(loads), "loss": report.loss,
-        "foretold_s": step_cost(workload, layout, Cluster()).total, "tokens": workload.tokens,
+        "foretold_s": step_cost(workload, layout, Cluster(memory_bandwidth=scale.memory_bandwidth)).total, "tokens": workload.tokens,
         "foretold_peak": estimate(workload, layout, stage=groups.pp.rank, kernels=not scale.small).allocated,
     }  # fmt: skip
 
@@ -353,13 +353,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="timed steps and repeats")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND")
     parser.add_argument("--timeout-s", type=float, default=300.0, help="of a peer")
+    parser.add_argument("--memory-tb-s", type=float, default=4.0, help="of a GPU's memory, for the planner; an H100 has 3.0")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     if arguments.gpus < 2:
         parser.error(f"--gpus {arguments.gpus}: needs at least 2")
     if not arguments.small and torch.cuda.device_count() < arguments.gpus:
         parser.error(f"--gpus {arguments.gpus}: {torch.cuda.device_count()} are visible; lower it, or add --small")
-    scale = Scale(gpus=arguments.gpus, small=arguments.small)
+    scale = Scale(gpus=arguments.gpus, small=arguments.small, memory_bandwidth=arguments.memory_tb_s * 1e12)
     rows: list[dict[str, Any]] = []
     parts: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
         "experts": lambda: experts(scale, arguments.steps),

@@ -276,6 +276,27 @@ def test_steps_are_near_those_measured_on_four_gpus(degrees, micro_batch, global
     assert cost.total * 1e3 == pytest.approx(measured_ms, rel=0.04)
 
 
+@pytest.mark.parametrize(
+    ("degrees", "global_batch", "bandwidth", "measured_ms"),
+    [
+        ({}, 8, 4e12, 339.5),
+        ({"dp": 2, "ep": 2}, 16, 3e12, 372.0),
+        ({"dp": 2, "ep": 2}, 16, 3e12, 458.5),
+        ({"dp": 2, "ep": 1, "etp": 2}, 16, 3e12, 571.4),
+        ({"pp": 2}, 16, 3e12, 456.2),
+    ],
+    ids=["one H200", "direct stores", "all-to-all", "etp", "pp"],
+)
+def test_steps_of_a_mixture_are_near_those_measured(degrees, global_batch, bandwidth, measured_ms) -> None:
+    sizes = {"num_layers": 6, "hidden_size": 2048, "num_attention_heads": 32, "num_query_groups": 4, "vocab_size": 151936}
+    experts = {"num_moe_experts": 128, "moe_router_topk": 8, "ffn_hidden_size": 768}
+    work = Workload(model=find_model(overrides={**sizes, **experts}), sequence=4096, global_batch=global_batch, micro_batch=2)
+    plan = ParallelPlan(**degrees)
+    sync = DistributedDataParallelConfig(use_distributed_optimizer=plan.dp > 1)
+    cost = step_cost(work, Layout(plan=plan, sync=sync), Cluster(memory_bandwidth=bandwidth))
+    assert cost.total * 1e3 == pytest.approx(measured_ms, rel=0.15)
+
+
 def test_scaling_grows_the_batch_or_keeps_it() -> None:
     points = scale(EIGHT_B, [64, 512], Cluster())
     assert [(point.gpus, point.batch, point.workload.global_batch) for point in points[:2]] == [(64, "grows", 64), (512, "grows", 512)]

@@ -60,7 +60,7 @@ class StepCost:
     """Seconds of one step by what they go to; a heuristic."""
 
     compute: float
-    """With what is computed again, and with the share of the stage that has most layers."""
+    """With the rows of experts, with what is computed again, and with the share of the stage that has most layers."""
     bubble: float
     tensor: float
     context: float
@@ -77,6 +77,10 @@ class StepCost:
         return self.compute + self.bubble + self.tensor + self.context + self.expert + self.pipeline + self.data + self.optimizer
 
 
+_ROW_PASSES = 52
+"""Times that the routed rows of a mixture cross the memory, forward and backward, beside what a dense model does: their gather and sum, the
+activation, the order of the picks, and the GEMMs of small experts in place of one large one. Fitted to moe-l6 on one H200
+(docs/benchmarks/moe.json); its layouts on two H100s are then within 15 % (many_two.json)."""
 # How much of a transfer is not hidden behind work.
 _TENSOR_EXPOSED, _CONTEXT_EXPOSED, _PIPELINE_EXPOSED = 1.0, 0.3, 0.3
 
@@ -84,8 +88,9 @@ _TENSOR_EXPOSED, _CONTEXT_EXPOSED, _PIPELINE_EXPOSED = 1.0, 0.3, 0.3
 def step_cost(workload: Workload, layout: Layout, cluster: Cluster) -> StepCost:
     """Duration of one step, roughly.
 
-    Products run at a fixed part of the peak rate. Tensor, context and expert parallelism send what the layers exchange (forward and
-    backward) at the rate of the links that the group's ranks span in the order tp-cp-ep-dp-pp; the pipeline idles for
+    Products run at a fixed part of the peak rate, and rows of experts cross the memory beside them. Tensor, context and expert parallelism
+    send what the layers exchange (forward and backward) at the rate of the links that the group's ranks span in the order
+    tp-cp-ep-dp-pp; the pipeline idles for
     (p - 1) / (V m) of its work.
     """
     plan, model = layout.plan, workload.model
@@ -96,13 +101,15 @@ def step_cost(workload: Workload, layout: Layout, cluster: Cluster) -> StepCost:
     imbalance = layers * plan.pp / model.config.num_layers
     again = recompute_share(model, layout.recompute)
     flops = workload.tokens * model.flops_per_token(workload.sequence) / plan.world_size
-    compute = flops * imbalance * (1.0 + again) / (cluster.flops * cluster.efficiency)
     runs, hidden = layers * count, s.e * s.T * s.D
+    routed = runs * _ROW_PASSES * s.e * s.rows * s.D / cluster.memory_bandwidth
+    compute = (flops * imbalance / (cluster.flops * cluster.efficiency) + routed) * (1.0 + again)
     # Gathers and scatters of the tokens: two a branch forward, three backward (the input comes once more). What runs again sends again.
     branches = 1 if model.experts is not None and not model.experts.shared_ffn_hidden_size else 2
     tensor = runs * branches * (5 if layout.sequence_parallel else 4) * hidden * (1.0 + again) * (plan.tp - 1) / plan.tp
     context = runs * 6 * (plan.cp - 1) * s.e * s.T * s.k
-    expert = runs * 4 * s.e * s.rows * s.D * (plan.ep - 1) / plan.ep * (1.0 + again)
+    # Picks go to the rank of their expert, and from there to those that share it.
+    expert = runs * 4 * s.e * s.picks * s.D * ((plan.ep - 1) / plan.ep + plan.expert_tp - 1) * (1.0 + again)
     pipeline = 0.0 if plan.pp == 1 else count * plan.vpp * 2 * s.hidden
     data, data_time = _data(workload, layout, cluster, s.gates)
     static = static_bytes(workload, layout, 0, exact=False)
