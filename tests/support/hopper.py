@@ -37,7 +37,7 @@ class CompiledLaunches:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return self._compile
 
-    def _compile(self, *args: Any, num_warps: int = 4, num_stages: int = 3, **constants: Any) -> None:
+    def _compile(self, *args: Any, num_warps: int = 4, num_stages: int = 3, enable_fp_fusion: bool = True, **constants: Any) -> None:
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
@@ -46,20 +46,22 @@ class CompiledLaunches:
         values = {**dict(zip(names, args, strict=False)), **constants}
         assert list(values) == names, "every argument once, constants last"
         signature, fixed, attributes = {}, {}, {}
-        for place, name in enumerate(names):
-            value = values[name]
+        for place, (name, parameter) in enumerate(zip(names, self._kernel.params, strict=True)):
+            value, special = values[name], not parameter.do_not_specialize
             # As a launch does: 1 is a constant, and multiples of 16 are known to be so.
-            if name in constants or value is None or (isinstance(value, int) and value == 1):
+            if name in constants or value is None or (special and isinstance(value, int) and value == 1):
                 signature[name], fixed[(place,)] = "constexpr", value
-            elif isinstance(value, Tensor):
-                signature[name], attributes[(place,)] = f"*{_TYPES[value.dtype]}", [["tt.divisibility", 16]]
+                continue
+            if isinstance(value, Tensor):
+                signature[name], aligned = f"*{_TYPES[value.dtype]}", True
             else:
                 signature[name] = "fp32" if isinstance(value, float) else "i32"
-                if signature[name] == "i32" and value % 16 == 0:
-                    attributes[(place,)] = [["tt.divisibility", 16]]
+                aligned = signature[name] == "i32" and value % 16 == 0
+            if special and aligned:
+                attributes[(place,)] = [["tt.divisibility", 16]]
         source = ASTSource(fn=self._kernel, signature=signature, constexprs=fixed, attrs=attributes)
         # Said, since triton 3.9 warns of a default that will change.
-        options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+        options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": enable_fp_fusion}
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         self.shared_bytes.append(compiled.metadata.shared)
         self.ptx.append(compiled.asm["ptx"])

@@ -11,7 +11,7 @@ import torch
 from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.backends import Fp8Config, choose_backend
 from mcore_parallel.models import GPTModel, ModelOutput, TransformerConfig
-from mcore_parallel.nn import Step
+from mcore_parallel.nn import AttentionSpec, Step, choose_attention
 from mcore_parallel.tensor_parallel import LoraConfig, add_lora
 
 SIZES = TransformerConfig(
@@ -26,10 +26,12 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 
 
-def build(groups: ProcessGroups | None = None, *, exact: bool = True, dtype: torch.dtype = torch.float32, **fields: Any) -> GPTModel:
+def build(
+    groups: ProcessGroups | None = None, *, exact: bool = True, dtype: torch.dtype = torch.float32, device: str = "cpu", **fields: Any
+) -> GPTModel:
     backend = choose_backend(batch_invariant=exact)
     config = dataclasses.replace(SIZES, **fields)
-    return GPTModel(config, groups or ProcessGroups.single(), backend=backend, dtype=dtype, unpadded_vocab_size=87)
+    return GPTModel(config, groups or ProcessGroups.single(), backend=backend, dtype=dtype, device=device, unpadded_vocab_size=87)
 
 
 def sequences() -> list[torch.Tensor]:
@@ -39,6 +41,8 @@ def sequences() -> list[torch.Tensor]:
 
 def outcome(model: GPTModel, tokens: torch.Tensor, step: Step) -> torch.Tensor:
     """[T, 2]: log-probability of each token as its own label, and entropy."""
+    device = next(model.parameters()).device
+    tokens, step = tokens.to(device), dataclasses.replace(step, positions=step.positions.to(device))
     output, _ = model(tokens, step)
     assert isinstance(output, ModelOutput)
     values = output.log_probs_and_entropy(tokens, 0.7)
@@ -52,8 +56,8 @@ def packed(parts: list[torch.Tensor]) -> tuple[torch.Tensor, Step]:
     return torch.cat(parts), Step(batch_size=1, seq_len=len(positions), positions=positions, cu_seqlens=ends)
 
 
-def alone_and_packed(groups: ProcessGroups | None = None, dtype: torch.dtype = torch.float32, **fields: Any) -> None:
-    model, parts = build(groups, dtype=dtype, **fields), sequences()
+def alone_and_packed(groups: ProcessGroups | None = None, dtype: torch.dtype = torch.float32, device: str = "cpu", **fields: Any) -> None:
+    model, parts = build(groups, dtype=dtype, device=device, **fields), sequences()
     with torch.no_grad():
         alone = [outcome(model, part, Step.causal(1, len(part))) for part in parts]
         for order in ([0, 1, 2, 3], [3, 1], [2, 3, 0]):
@@ -101,6 +105,28 @@ def outcome_of(model: GPTModel, tokens: torch.Tensor, step: Step) -> torch.Tenso
     return torch.stack(output.log_probs_and_entropy(tokens, 0.7), dim=1)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("fields", VARIANTS, ids=["plain", "window and sinks", "off-by-one", "tied"])
+def test_a_sequence_has_the_same_bits_alone_and_in_any_batch_on_a_gpu(fields: dict[str, Any], dtype: torch.dtype) -> None:
+    alone_and_packed(dtype=dtype, device="cuda", **fields)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fields", VARIANTS, ids=["plain", "window and sinks", "off-by-one", "tied"])
+def test_values_and_gradients_on_a_gpu_are_those_of_the_cpu_and_repeat_bit_by_bit(fields: dict[str, Any]) -> None:
+    tokens, step = packed(sequences())
+    results = []
+    for device, dtype in (("cpu", torch.float64), ("cuda", torch.float32), ("cuda", torch.float32)):
+        model = build(dtype=dtype, device=device, **fields)
+        values = outcome(model, tokens, step)
+        (values[:, 0].sum() + 0.3 * values[:, 1].square().sum()).backward()
+        results.append([values.detach(), *(parameter.grad for parameter in model.parameters())])
+    for wanted, ours, again in zip(*results, strict=True):
+        torch.testing.assert_close(ours.double().cpu(), wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
+        assert torch.equal(ours, again)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -125,5 +151,8 @@ def test_backends_and_devices_without_it_are_refused_by_name() -> None:
         choose_backend(fp8=Fp8Config(), batch_invariant=True)
     with pytest.raises(ValueError, match="batch_invariant=True needs the matmuls"):
         choose_backend("te", batch_invariant=True)
-    with pytest.raises(ValueError, match="no path for device='cuda'"):
-        GPTModel(SIZES, ProcessGroups.single(), backend=choose_backend(batch_invariant=True), device="cuda")
+    with pytest.raises(ValueError, match="no path for device='cuda' with dtype=float64"):
+        GPTModel(SIZES, ProcessGroups.single(), backend=choose_backend(batch_invariant=True), device="cuda", dtype=torch.float64)
+    spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=512, batch_invariant=True)
+    with pytest.raises(ValueError, match="no kernel for head_dim=512 on a GPU"):
+        choose_attention(spec, ProcessGroups.single())

@@ -121,9 +121,8 @@ class GPTModel(nn.Module):
         )
         exact = isinstance(self.backend, TorchBackend) and self.backend.batch_invariant
         if exact:
-            check_batch_invariant(
-                config, groups, feed_forward=feed_forward, own_core=mixer is not None or _is_bare(attention_core), device=device
-            )
+            own_core = mixer is not None or _is_bare(attention_core)
+            check_batch_invariant(config, groups, feed_forward=feed_forward, own_core=own_core, dtype=dtype, device=device)
         self.is_first, self.is_last, held, depths = here.embedding, here.loss, here.layers, here.mtp_layers
         tied, shared = config.share_embeddings_and_output_weights, shares_table(config, stages, here)
         further = len(depths) > 0
@@ -282,7 +281,7 @@ class GPTModel(nn.Module):
         turns = rotary_config(self.config, window=window)
         if turns is None:
             return None
-        if isinstance(self.backend, TorchBackend) and self.backend.batch_invariant:
+        if isinstance(self.backend, TorchBackend) and self.backend.batch_invariant and not positions.is_cuda:
             cos, sin = one_by_one(lambda part: torch.stack(turns.tables(part), dim=1), positions).unbind(1)
             return cos.contiguous(), sin.contiguous()
         return turns.tables(positions)

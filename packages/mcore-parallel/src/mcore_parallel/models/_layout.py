@@ -3,6 +3,7 @@
 """Whether a layout can divide a model, asked before its first tensor."""
 
 import functools
+import importlib.util
 from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
@@ -14,6 +15,8 @@ from mcore_parallel.models._config import TransformerConfig
 from mcore_parallel.models._layer import dense_feed_forward
 from mcore_parallel.models._slots import FeedForwardBuilder
 from mcore_parallel.nn import ContextParallelBuilder
+
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @runtime_checkable
@@ -88,16 +91,21 @@ def check_batch_invariant(
     *,
     feed_forward: FeedForwardBuilder,
     own_core: bool,
+    dtype: torch.dtype,
     device: torch.device | str,
 ) -> None:
-    """Whether a model can be computed token by token (``TorchBackend(batch_invariant=True)``).
+    """Whether the bits of a model's tokens can be those of their own sequences (``TorchBackend(batch_invariant=True)``).
 
     Raises:
         ValueError: names the part that cannot, and what to change.
     """
     kv_heads_cut = config.kv_heads % groups.tp.size != 0
+    gpu = torch.device(device).type == "cuda"
+    narrow_store = isinstance(feed_forward, functools.partial) and bool(feed_forward.keywords.get("fp8_input_store"))
     refused = {
-        f"device={str(device)!r}": torch.device(device).type == "cuda",
+        f"device={str(device)!r} without Triton": gpu and importlib.util.find_spec("triton") is None,
+        f"device={str(device)!r} with dtype={str(dtype).removeprefix('torch.')}": gpu and dtype not in _KERNEL_DTYPES,
+        f"device={str(device)!r} with fp8_input_store=True": gpu and narrow_store,
         f"tp={groups.tp.size}, whose sums of more than two parts depend on the step,": groups.tp.size > 2,
         f"tp={groups.tp.size} with num_query_groups={config.kv_heads}": kv_heads_cut,
         f"cp={groups.cp.size}": groups.cp.size > 1,

@@ -104,6 +104,9 @@ class OutputLayer(ProductLayer):
         if function is not None:
             return function(hidden, weight)
         if self.products is not None:
+            if rows is not None and isinstance(self.products, BatchInvariantProducts) and not self.groups.sequence_parallel:
+                # The same bits, without those that nobody reads.
+                hidden, rows = hidden[rows], None
             logits = self.products.column(hidden, weight, self.route(self.groups))
             return logits if rows is None else logits[rows]
         if own and rows is None and (route := self.route(self.groups)).main_grad is not None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_parallel.nn.kernels import activation_kernels, has_kernel, unit_stride
-from mcore_parallel.tensor_parallel import each_row
+from mcore_parallel.tensor_parallel import aligned_rows, each_row, has_row_kernels
 
 # N rows, F width of the result, W width of the input: 2 F with a gate, gates first, else F.
 
@@ -123,7 +123,7 @@ class Activation:
     fp8_input_store: bool = False
     """Keep the input for the backward as e4m3 with a float32 factor a row; under ``torch.compile`` the compiler chooses what to keep."""
     batch_invariant: bool = False
-    """Compute every row alone, so that its bits do not depend on the others; rows without bias and weights."""
+    """Compute every row as if it were alone, so that its bits do not depend on the others; rows without bias and weights."""
 
     def __post_init__(self) -> None:
         if self.name not in ACTIVATIONS:
@@ -166,7 +166,8 @@ class Activation:
         if bias is not None and tuple(bias.shape) != (x.shape[-1],):
             x, bias = (x + bias).to(x.dtype), None
         rows = x.reshape(-1, x.shape[-1])
-        if self.batch_invariant and bias is None and weights is None:
+        rows = aligned_rows(rows) if self.batch_invariant else rows
+        if self.batch_invariant and bias is None and weights is None and not has_row_kernels(x):
             y = each_row(lambda part: self.run(part, None, None, False), rows)
             return y.view(*x.shape[:-1], y.shape[-1])
         # Triton knows e4m3 from Ada on.

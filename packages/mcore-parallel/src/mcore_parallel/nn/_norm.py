@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mcore_parallel.groups import ShardSpec
 from mcore_parallel.nn.kernels import fused_layer_norm, fused_rms_norm, has_kernel
-from mcore_parallel.tensor_parallel import each_row
+from mcore_parallel.tensor_parallel import aligned_rows, each_row, has_row_kernels
 
 
 class RMSNorm(nn.Module):
@@ -44,7 +44,7 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.batch_invariant = False
-        """Compute every row alone, so that its bits do not depend on the others."""
+        """Compute every row as if it were alone, so that its bits do not depend on the others."""
         self.epsilon, self.partial, self.zero_centered = epsilon, partial, zero_centered
         self.weight = nn.Parameter(torch.full((size,), 0.0 if zero_centered else 1.0, dtype=dtype, device=device))
 
@@ -62,9 +62,13 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor, *, residual: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """[..., D] -> the same; with ``residual`` also x, whose further gradients the norm's backward adds to its own on a GPU."""
         if has_kernel(x):
-            outputs = fused_rms_norm(x, self.weight, self.epsilon, shift=float(self.zero_centered))
+            # The kernel sums each row alone, in an order that follows from how it loads.
+            weight = self.weight
+            if self.batch_invariant:
+                x, weight = aligned_rows(x), aligned_rows(weight)
+            outputs = fused_rms_norm(x, weight, self.epsilon, shift=float(self.zero_centered))
             return outputs if residual else outputs[0]
-        y = each_row(self._plain, x, self.weight) if self.batch_invariant else self._plain(x, self.weight)
+        y = each_row(self._plain, x, self.weight) if self.batch_invariant and not has_row_kernels(x) else self._plain(x, self.weight)
         return (y, x) if residual else y
 
     def _plain(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -106,7 +110,7 @@ class LayerNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.batch_invariant = False
-        """Compute every row alone, so that its bits do not depend on the others."""
+        """Compute every row as if it were alone, so that its bits do not depend on the others."""
         self.epsilon, self.partial, self.zero_centered = epsilon, partial, zero_centered
         self.weight = nn.Parameter(torch.full((size,), 0.0 if zero_centered else 1.0, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.zeros(size, dtype=dtype, device=device))
@@ -125,10 +129,13 @@ class LayerNorm(nn.Module):
     def forward(self, x: Tensor, *, residual: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """As ``RMSNorm``."""
         if has_kernel(x):
-            outputs = fused_layer_norm(x, self.weight, self.bias, self.epsilon, shift=float(self.zero_centered))
+            weight, bias = self.weight, self.bias
+            if self.batch_invariant:
+                x, weight, bias = aligned_rows(x), aligned_rows(weight), aligned_rows(bias)
+            outputs = fused_layer_norm(x, weight, bias, self.epsilon, shift=float(self.zero_centered))
             return outputs if residual else outputs[0]
         both = self.weight, self.bias
-        y = each_row(self._plain, x, *both) if self.batch_invariant else self._plain(x, *both)
+        y = each_row(self._plain, x, *both) if self.batch_invariant and not has_row_kernels(x) else self._plain(x, *both)
         return (y, x) if residual else y
 
     def _plain(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -2,7 +2,15 @@
 # Copyright (c) 2026 the mcore authors
 """Layers split over the tensor-parallel group, and the loss over a split vocabulary."""
 
-from mcore_parallel.tensor_parallel._batch_invariant import BatchInvariantProducts, batch_invariant_losses, each_row, one_by_one
+from mcore_parallel.tensor_parallel._batch_invariant import (
+    BatchInvariantProducts,
+    aligned_rows,
+    batch_invariant_log_norms,
+    batch_invariant_losses,
+    each_row,
+    has_row_kernels,
+    one_by_one,
+)
 from mcore_parallel.tensor_parallel._cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_log_probs
 from mcore_parallel.tensor_parallel._embedding import VocabParallelEmbedding
 from mcore_parallel.tensor_parallel._fused_linear import Labels, early_chunk, fused_linear_cross_entropy, join_rows, token_chunks
@@ -49,12 +57,15 @@ __all__ = [
     "WeightGradientSink",
     "adapted_layers",
     "add_lora",
+    "aligned_rows",
+    "batch_invariant_log_norms",
     "batch_invariant_losses",
     "column_product",
     "combine",
     "each_row",
     "early_chunk",
     "fused_linear_cross_entropy",
+    "has_row_kernels",
     "is_adapter",
     "join_rows",
     "make_tp_invariant",

@@ -3,44 +3,84 @@
 """Attention whose bits for one token depend on its own sequence only."""
 
 import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.nn._step import Step
 from mcore_parallel.nn.attention._cores import AttentionSpec
-from mcore_parallel.nn.attention._reference import ReferenceAttention
+from mcore_parallel.nn.attention._reference import reference_attention
+from mcore_parallel.nn.kernels import fixed_attention_kernels
+from mcore_parallel.tensor_parallel import aligned_rows, has_row_kernels
+
+_BLOCK_SIZE = 64
+"""Tokens of a block of keys that lie in the step."""
+_MOST_SCORES = 1 << 26
+"""Scores that a backward holds at a time."""
+_WIDEST_HEAD = 256
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-# T tokens, A heads, K key-value heads of G query heads each, d width of a head, w of values, L keys that a token sees.
+# T tokens, A heads, K key-value heads of G query heads each, d width of a head, w of values, L keys that a token sees, R sequences.
+@dataclass(frozen=True, kw_only=True)
+class _Tiles:
+    """Where the sequences of a step and their tiles of queries lie, on the device."""
+
+    bounds: tuple[int, ...]
+    tables_RB: Tensor
+    starts_R: Tensor
+    contexts_R: Tensor
+    tiles: tuple[Tensor, Tensor]
+    tile_tokens: int
+
+
 class BatchInvariantAttention:
-    """Causal attention of every token alone, by calls whose shapes follow from its position; for a CPU.
+    """Causal attention whose sums have one order for each token, whatever stands beside it.
 
-    The maths is float32, or float64 for float64 inputs. The backward is that of the definition (``ReferenceAttention``).
+    On a CPU every token is computed alone, by calls whose shapes follow from its position; the maths is float32, or float64 for float64
+    inputs. On a GPU one kernel takes the keys of a sequence in tiles that begin at fixed positions, also where they lie in the blocks of
+    a cache (``attend_blocks``). The backward is that of the definition in float32 or wider, for a block of queries after the other; it
+    adds nothing atomically.
 
     Args:
         spec: what is asked for; causal.
         groups: without context parallelism.
+
+    Raises:
+        ValueError: heads or a dtype for which the kernel is not made.
     """
 
     def __init__(self, spec: AttentionSpec, groups: ProcessGroups) -> None:
-        self.spec, self._reference = spec, ReferenceAttention(spec, groups)
+        if spec.device == "cuda":
+            dtype = str(spec.dtype).removeprefix("torch.")
+            refused = {
+                f"head_dim={spec.head_dim}": spec.head_dim > _WIDEST_HEAD,
+                f"value_dim={spec.width}": spec.width > _WIDEST_HEAD,
+                f"dtype={dtype}": spec.dtype not in _KERNEL_DTYPES,
+            }
+            for what, wrong in refused.items():
+                if wrong:
+                    raise ValueError(
+                        f"attention_backend='batch_invariant' has no kernel for {what} on a GPU; use heads of up to {_WIDEST_HEAD} "
+                        "channels in 16 or 32 bits, or leave batch_invariant out"
+                    )
+        self.spec = spec
+        self._tiles: _Tiles | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, step: Step, *, sink: Tensor | None = None) -> Tensor:
         """q [T, A, d], k [T, K, d], v [T, K, w], sink [A] -> [T, A, w]."""
-        return _Alone.apply(q, k, v, sink, self, layer, step)
+        return _Alone.apply(q, k, v, sink, self, _bounds(step))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step, sink: Tensor | None) -> Tensor:
-        """The forward."""
-        if step.cu_seqlens is None:
-            bounds = range(0, step.batch_size * step.seq_len + 1, step.seq_len)
-        else:
-            bounds = step.cu_seqlens.tolist()
-        if self.spec.softmax_type == "off-by-one":
-            sink = q.new_zeros(q.shape[1])
-        left = self.spec.bounds[0]
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, bounds: tuple[int, ...], sink: Tensor | None) -> Tensor:
+        """The forward over sequences that begin at ``bounds``, the last of which is T."""
+        if has_row_kernels(q):
+            return self._attend_tiles(q, k, v, bounds, sink)
+        sink, left = self._sink(q, sink), self.spec.bounds[0]
         out = q.new_zeros(*q.shape[:-1], v.shape[-1])
         for start, end in itertools.pairwise(bounds):
             for token in range(start, end):
@@ -61,22 +101,97 @@ class BatchInvariantAttention:
         weights_KGL = scores_KGL.softmax(dim=-1)[..., : k_KLd.shape[1]].contiguous()
         return (weights_KGL @ v_KLw).flatten(0, 1).to(q_Ad.dtype)
 
+    def attend_blocks(self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, *, sink: Tensor | None, **where: Any) -> None:
+        """On a GPU, the results of some tiles of queries over keys and values that lie in blocks, into ``out``.
+
+        Args:
+            q: [T, A, d].
+            keys: [slots, K, d].
+            values: [slots, K, w].
+            out: [T, A, w], contiguous.
+            sink: [A] or None.
+            where: ``tables_RB``, ``starts_R``, ``contexts_R``, ``tiles``, ``tile_tokens``, ``block_size`` and ``in_step`` of
+                ``attend_fixed``.
+        """
+        sink_A = self._sink(q, sink)
+        sink_A = None if sink_A is None else aligned_rows(sink_A)
+        options = {"sink_A": sink_A, "scale": self.spec.scale, "window": self.spec.bounds[0]}
+        fixed_attention_kernels().attend_fixed(aligned_rows(q), keys, values, out, **options, **where)
+
+    def gradients(
+        self, inputs: Sequence[Tensor | None], bounds: tuple[int, ...], grad_TAw: Tensor, wanted: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """Of q, k, v and the sink, in their dtypes, where they are wanted."""
+        wide = torch.promote_types(grad_TAw.dtype, torch.float32)
+        sums = [None if x is None or not needed else torch.zeros_like(x, dtype=wide) for x, needed in zip(inputs, wanted, strict=True)]
+        left, heads = self.spec.bounds[0], grad_TAw.shape[1]
+        for start, end in itertools.pairwise(bounds):
+            size = max(16, _MOST_SCORES // (heads * (end - start))) if end > start else 1
+            for first in range(start, end, size):
+                last = min(first + size, end)
+                low = start if left < 0 else max(start, first - left)
+                ranges = (slice(first, last), slice(low, last), slice(low, last), slice(None))
+                parts = [None if x is None else x[place].detach().to(wide) for x, place in zip(inputs, ranges, strict=True)]
+                used = [part.requires_grad_() for part, total in zip(parts, sums, strict=True) if part is not None and total is not None]
+                q, k, v, sink = parts
+                assert q is not None and k is not None and v is not None
+                with torch.enable_grad():
+                    window, scale = self.spec.bounds, self.spec.softmax_scale
+                    y = reference_attention(q, k, v, causal=False, window=window, sink=self._sink(q, sink), scale=scale)
+                found = iter(torch.autograd.grad(y, used, grad_TAw[first:last].to(wide)))
+                for total, place in zip(sums, ranges, strict=True):
+                    if total is not None:
+                        total[place] += next(found)
+        return [None if total is None or x is None else total.to(x.dtype) for total, x in zip(sums, inputs, strict=True)]
+
+    def _sink(self, q: Tensor, sink: Tensor | None) -> Tensor | None:
+        return q.new_zeros(q.shape[1]) if sink is None and self.spec.softmax_type == "off-by-one" else sink
+
+    def _attend_tiles(self, q: Tensor, k: Tensor, v: Tensor, bounds: tuple[int, ...], sink: Tensor | None) -> Tensor:
+        # All layers ask for the same.
+        if self._tiles is None or self._tiles.bounds != bounds or self._tiles.starts_R.device != q.device:
+            self._tiles = _plan(bounds, fixed_attention_kernels().fixed_tile_tokens(q.shape[1] // k.shape[1], q.dtype), q.device)
+        plan, out = self._tiles, torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
+        where = {"tables_RB": plan.tables_RB, "starts_R": plan.starts_R, "contexts_R": plan.contexts_R, "tiles": plan.tiles}
+        where |= {"tile_tokens": plan.tile_tokens, "block_size": _BLOCK_SIZE, "in_step": True}
+        self.attend_blocks(q, aligned_rows(k), aligned_rows(v), out, sink=sink, **where)
+        return out
+
+
+def _bounds(step: Step) -> tuple[int, ...]:
+    if step.cu_seqlens is None:
+        return tuple(range(0, step.batch_size * step.seq_len + 1, step.seq_len)) if step.seq_len else (0,)
+    return tuple(step.cu_seqlens.tolist())
+
+
+def _plan(bounds: tuple[int, ...], tile_tokens: int, device: torch.device) -> _Tiles:
+    lengths = np.diff(np.array(bounds))
+    counts = -(-lengths // tile_tokens)
+    rows = np.repeat(np.arange(len(lengths)), counts)
+    firsts = (np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)) * tile_tokens
+    blocks = np.arange(-(-int(lengths.max(initial=1)) // _BLOCK_SIZE))
+    words = torch.from_numpy(np.concatenate([np.array(bounds), lengths, rows, firsts, blocks]).astype(np.int32))
+    words = words.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else words
+    starts, contexts, rows_P, firsts_P, table = words.split([len(bounds), len(lengths), len(rows), len(rows), len(blocks)])
+    return _Tiles(
+        bounds=bounds,
+        tables_RB=table.expand(max(1, len(lengths)), -1),
+        starts_R=starts,
+        contexts_R=contexts,
+        tiles=(rows_P, firsts_P),
+        tile_tokens=tile_tokens,
+    )
+
 
 class _Alone(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, core: BatchInvariantAttention, layer: int, step: Step
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, core: BatchInvariantAttention, bounds: tuple[int, ...]
     ) -> Tensor:
         ctx.save_for_backward(q, k, v, sink)
-        ctx.core, ctx.layer, ctx.step = core, layer, step
-        return core.attend(q, k, v, step, sink)
+        ctx.core, ctx.bounds = core, bounds
+        return core.attend(q, k, v, bounds, sink)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        inputs = [None if saved is None else saved.detach().requires_grad_() for saved in ctx.saved_tensors]
-        q, k, v, sink = inputs
-        options = {} if sink is None else {"sink": sink}
-        with torch.enable_grad():
-            y = ctx.core._reference(q, k, v, ctx.layer, ctx.step, **options)
-        found = iter(torch.autograd.grad(y, [one for one in inputs if one is not None], grads[0]))
-        return *(None if one is None else next(found) for one in inputs), None, None, None
+        return *ctx.core.gradients(ctx.saved_tensors, ctx.bounds, grads[0], ctx.needs_input_grad[:4]), None, None

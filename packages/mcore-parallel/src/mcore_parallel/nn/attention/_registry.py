@@ -130,14 +130,14 @@ ATTENTION_BACKENDS = (
     ),
     AttentionCapability(
         backend="batch_invariant",
-        summary="every token alone, so that its bits do not depend on the other sequences of a batch",
+        summary="sums in one order for each token, so that its bits do not depend on the other sequences of a batch",
         window=True,
         sink=True,
         cp=False,
         dtypes=_HALF + _FLOAT + _DOUBLE,
         factory="mcore_parallel.nn.attention._batch_invariant:BatchInvariantAttention",
         batch_invariant=True,
-        **{**_ABLE, "devices": ("cpu",), "training": ("cpu",), "bidirectional": False},
+        **{**_ABLE, "bidirectional": False},
     ),
 )
 

@@ -5,6 +5,7 @@
 from mcore_parallel.nn.kernels._chunks import ChunkPlan, plan_chunks
 from mcore_parallel.nn.kernels._fused import (
     activation_kernels,
+    fixed_attention_kernels,
     fused_layer_norm,
     fused_rms_norm,
     fused_rotary,
@@ -22,6 +23,7 @@ __all__ = [
     "activation_kernels",
     "fits_decode",
     "fits_ssd",
+    "fixed_attention_kernels",
     "fused_causal_conv",
     "fused_delta_decode",
     "fused_gated_rms_norm",

@@ -77,6 +77,14 @@ def softmax_kernels() -> Any:
     return _triton_softmax
 
 
+@internal_api
+def fixed_attention_kernels() -> Any:
+    """The Triton kernel of batch-invariant attention; imports Triton."""
+    from mcore_parallel.nn.kernels import _triton_fixed_attention
+
+    return _triton_fixed_attention
+
+
 def _kernels() -> Any:
     from mcore_parallel.nn.kernels import _triton_layers
 

@@ -127,7 +127,8 @@ def _pair_constants(width: int, tables: tuple[Tensor, Tensor], interleaved: bool
     }  # fmt: skip
 
 
-@triton.jit
+# The number of rows is not compiled in: it has no part in what becomes of a row.
+@triton.jit(do_not_specialize=["tokens"])
 def _norm_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, scale_ptr, mean_ptr, stride, tokens, width, epsilon, shift,
     LAYER: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
