@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mcore_inference._stability import experimental_api
-from mcore_inference.attention import PagedAttention
+from mcore_inference.attention import PagedAttention, has_attention_kernel
 from mcore_inference.cache import MambaInferenceStateConfig, PagedKVCache, get_mamba_inference_state_config_from_model
 from mcore_parallel import Group
 from mcore_parallel.backends import TorchBackend
@@ -230,11 +230,8 @@ def check_cache(model: GPTModel, cache: PagedKVCache, max_sequence_length: int) 
     Raises:
         ValueError: another number of layers, heads or channels; sequences longer than the learned positions.
     """
-    if isinstance(model.backend, TorchBackend) and model.backend.batch_invariant and cache.pages.dtype != model.dtype:
-        raise ValueError(
-            f"batch_invariant=True of the backend keeps keys and values as they are, and the cache has {cache.pages.dtype} for a model of "
-            f"{model.dtype}; make the context with the model's dtype"
-        )
+    if isinstance(model.backend, TorchBackend) and model.backend.batch_invariant:
+        _check_batch_invariant(model, cache)
     num_layers, num_kv_heads, head_dim = cache.pages.shape[0], *cache.pages.shape[-2:]
     # Where layers keep states, check_states has seen which ones have pages.
     if cache.layers is None and num_layers < len(model.layers):
@@ -261,6 +258,21 @@ def check_cache(model: GPTModel, cache: PagedKVCache, max_sequence_length: int) 
     positions = model.config.max_position_embeddings
     if model.config.position_embedding_type == "learned_absolute" and positions is not None and max_sequence_length > positions:
         raise ValueError(f"max_sequence_length={max_sequence_length} exceeds max_position_embeddings={positions}; lower it")
+
+
+def _check_batch_invariant(model: GPTModel, cache: PagedKVCache) -> None:
+    """Whether attention over a cache gives the bits of a trainer."""
+    pages = cache.pages
+    if pages.dtype != model.dtype:
+        raise ValueError(
+            f"batch_invariant=True of the backend keeps keys and values as they are, and the cache has {pages.dtype} for a model of "
+            f"{model.dtype}; make the context with the model's dtype"
+        )
+    if pages.is_cuda and not has_attention_kernel(pages.device, pages.dtype, pages.shape[3]):
+        raise ValueError(
+            f"batch_invariant=True of the backend needs the kernels of attention on {pages.device}, which read blocks of a multiple of 16 "
+            f"tokens in 16 or 32 bits, and block_size_tokens={pages.shape[3]} of {pages.dtype}; set block_size_tokens=64"
+        )
 
 
 def _check_class(name: str, part: object, served: tuple[type, ...], remedy: str) -> None:

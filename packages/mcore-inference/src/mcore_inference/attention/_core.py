@@ -12,7 +12,7 @@ from mcore_inference._stability import experimental_api
 from mcore_inference.attention._gathered import attend_gathered
 from mcore_inference.attention._packed import PackedHeads
 from mcore_inference.attention._step import GatheredRows, PagedStep, TableRows
-from mcore_inference.attention._tiles import fits_latents
+from mcore_inference.attention._tiles import fits_latents, tile_tokens
 from mcore_inference.cache import LayerSlots
 from mcore_parallel import ProcessGroups
 from mcore_parallel.nn import AttentionCore, AttentionSpec, SinkAttentionCore, Step, causal_attention, choose_attention
@@ -55,8 +55,8 @@ class PagedAttention(nn.Module):
         self._plain: Any = causal_attention if plain is None else plain
         self._scale = None if spec is None else spec.softmax_scale
         self._window = -1 if spec is None else spec.bounds[0]
-        # Of a model whose bits may not depend on the batch: each token alone, as the trainer computes it.
-        self._attend_token = self._plain.attend_token if spec is not None and spec.batch_invariant else None
+        # Of a model whose bits may not depend on the batch: as the trainer computes it, each token alone or by the trainer's kernel.
+        self._invariant = self._plain if spec is not None and spec.batch_invariant else None
         self._off_by_one = spec is not None and spec.softmax_type == "off-by-one"
 
     def build_core(self, spec: AttentionSpec, groups: ProcessGroups, layer: int) -> AttentionCore | SinkAttentionCore:
@@ -79,9 +79,11 @@ class PagedAttention(nn.Module):
             from mcore_inference.attention._triton import append
 
             append(k, v, cached, paged.slots_T)
+            if self._invariant is not None:
+                return self._by_tiles(q, cached, rows, sink)
             return self._by_kernels(q, k, v, cached, rows, sink)
         cached.write(paged.slots_T, k, v)
-        if self._attend_token is not None:
+        if self._invariant is not None:
             return self._one_by_one(q, cached, rows, sink)
         return attend_gathered(q, cached, rows, scale=self._scale, window=self._window, sink=sink)
 
@@ -166,9 +168,25 @@ class PagedAttention(nn.Module):
             contexts += [rows.prefill.context_PL[row, : last + 1] for row, last in zip(row_T, last_T, strict=True)]
         if self._window >= 0:
             contexts = [slots[-self._window - 1 :] for slots in contexts]
-        assert self._attend_token is not None
-        parts = [self._attend_token(row, *cached.read(slots, q.dtype), sink) for row, slots in zip(q, contexts, strict=True)]
+        assert self._invariant is not None
+        parts = [self._invariant.attend_token(row, *cached.read(slots, q.dtype), sink) for row, slots in zip(q, contexts, strict=True)]
         return torch.stack(parts)
+
+    def _by_tiles(self, q: Tensor, cached: LayerSlots, rows: TableRows, sink: Tensor | None) -> Tensor:
+        """[T, A, d] by the kernel that the trainer takes too, which reads all keys and values in the cache."""
+        assert self._invariant is not None
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        where = {"tables_RB": rows.tables_RB, "starts_R": rows.starts_R, "contexts_R": rows.contexts_R}
+        where |= {"block_size": rows.block_size, "in_step": False, "sink": sink}
+        size = tile_tokens(q.shape[1] // cached.keys.shape[1])
+        single = None
+        if rows.num_decode:
+            numbers = torch.arange(rows.num_decode, dtype=torch.int32, device=q.device)
+            single = numbers, torch.zeros_like(numbers)
+        for tiles, tokens in ((single, 1), (rows.tiles, size), (rows.whole_tiles, size)):
+            if tiles is not None:
+                self._invariant.attend_blocks(q, cached.keys, cached.values, out, tiles=tiles, tile_tokens=tokens, **where)
+        return out
 
     def _check_step(self, paged: object) -> None:
         if not isinstance(paged, PagedStep):

@@ -153,7 +153,8 @@ class Executor:
                 f"{model.groups.expt_tp.size} share experts with ranks that do not; leave speculation at None, or NgramSpeculation"
             )
         self.graphs: DecodeGraphs | None = None
-        fits = context.builder.has_kernel and FusedDecoder.fits(model)
+        # Its kernels choose their way by the rows of a step.
+        fits = context.builder.has_kernel and not self._batch_invariant and FusedDecoder.fits(model)
         self._recorder = RoutingRecorder(model, context.max_tokens, context.device) if execution.record_routing else None
         self._pipeline = Pipeline(model) if model.groups.pp.size > 1 else None
         self._decoder = FusedDecoder(model, context.max_requests, records_routing=execution.record_routing) if fits else None

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from mcore_inference._kernels import has_kernels
 from mcore_inference._stability import experimental_api
-from mcore_inference.sampling._draw import SamplingRows, draw_alone, log_probs, processed_log_probs, sample
+from mcore_inference.sampling._draw import SamplingRows, draw_alone, log_probs, processed_log_probs, sample, token_log_probs
 from mcore_inference.sampling._params import SamplingParams
+from mcore_parallel.groups import Group
+from mcore_parallel.tensor_parallel import aligned_rows, batch_invariant_log_norms, batch_invariant_losses
 
 
 # R rows (requests) of a step, V vocabulary.
@@ -84,7 +86,7 @@ class Sampler:
     Args:
         last_tokens: [M] int64, where the token of each line is left for the next step; a row without a finite score leaves 0.
         vocab_size: ids that exist.
-        batch_invariant: draw every row alone, by log-probabilities in the bits of a trainer with such a backend.
+        batch_invariant: draw every row as if it were alone, by log-probabilities in the bits of a trainer with such a backend.
     """
 
     def __init__(self, last_tokens: Tensor, vocab_size: int, *, batch_invariant: bool = False) -> None:
@@ -100,9 +102,12 @@ class Sampler:
         """
         settings, log_probs_R, top = rows.settings, None, None
         scores_RV = logits_RV[:, : self.vocab_size] if adjusted_RV is None else adjusted_RV
-        if self._batch_invariant:
+        kernels = has_kernels(scores_RV.device, scores_RV.dtype)
+        if self._batch_invariant and kernels:
+            tokens_R, log_probs_R = self._draw_rows(logits_RV, scores_RV, rows)
+        elif self._batch_invariant:
             tokens_R, log_probs_R = draw_alone(logits_RV, scores_RV, settings, rows.processed_R, self.vocab_size)
-        elif has_kernels(scores_RV.device, scores_RV.dtype):
+        elif kernels:
             # Raw log-probabilities count padding of the vocabulary too.
             source_RV = logits_RV if adjusted_RV is None else adjusted_RV
             tokens_R, log_probs_R = self._draw_by_kernels(source_RV, rows)
@@ -116,13 +121,49 @@ class Sampler:
                 raw_R = log_probs(logits_RV).gather(1, picked_R)[:, 0]
                 drawn_R = processed_log_probs(scores_RV, settings).gather(1, picked_R)[:, 0]
                 log_probs_R = torch.where(rows.processed_R == 1, drawn_R, raw_R)
-        if count := max(rows.top_n):
-            alone = logits_RV.split(1) if self._batch_invariant else (logits_RV,)
-            values_RV = torch.cat([log_probs(part) for part in alone])[:, : self.vocab_size]
-            best = values_RV.topk(min(count, self.vocab_size), dim=1)
-            top = best.indices, best.values
+        if count := min(max(rows.top_n), self.vocab_size):
+            top = self._best(logits_RV, count)
         self.last_tokens[rows.lines_R] = tokens_R.clamp(min=0)
         return Draws(tokens_R, log_probs_R if rows.wants_log_probs else None, top, rows.top_n)
+
+    def _best(self, logits_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Ids and log-probabilities [R, count] of the best tokens."""
+        if self._batch_invariant and has_kernels(logits_RV.device, logits_RV.dtype):
+            largest_R, log_sum_R = batch_invariant_log_norms(logits_RV)
+            values_RV = logits_RV.float() - largest_R[:, None] - log_sum_R[:, None]
+            # Which of equal ones is among the best depends on nothing but their ids.
+            values_RV, ids_RV = values_RV[:, : self.vocab_size].sort(dim=1, descending=True, stable=True)
+            return ids_RV[:, :count].contiguous(), values_RV[:, :count].contiguous()
+        alone = logits_RV.split(1) if self._batch_invariant else (logits_RV,)
+        values_RV = torch.cat([log_probs(part) for part in alone])[:, : self.vocab_size]
+        best = values_RV.topk(count, dim=1)
+        return best.indices, best.values
+
+    def _draw_rows(self, logits_RV: Tensor, scores_RV: Tensor, rows: DrawRows) -> tuple[Tensor, Tensor | None]:
+        """Tokens and, where they are wanted, log-probabilities of the rows, by kernels that the settings of other rows do not choose."""
+        from mcore_inference.sampling._ranked import draw_ranked
+        from mcore_inference.sampling._triton import draw
+
+        settings, vocab_size, values_R = rows.settings, self.vocab_size, None
+        # One dtype and one distance of rows: a neighbour's penalties change neither.
+        wide_RV = aligned_rows(scores_RV.float())
+        inputs = settings.temperature, settings.seed, settings.position, rows.processed_R
+        tokens_R, _ = draw(wide_RV, *inputs, vocab_size, wants_log_probs=False)
+        cut_R = torch.zeros_like(tokens_R, dtype=torch.bool)
+        if settings.has_ranks or settings.has_min_p:
+            narrow = (settings.top_k < vocab_size) | (settings.top_p < 1) | (settings.min_p > 0)
+            cut_R = narrow & (settings.temperature > 0)
+            ranked_R, values_R = draw_ranked(wide_RV, settings, torch.ones_like(tokens_R), vocab_size)
+            tokens_R = torch.where(cut_R, ranked_R, tokens_R)
+        if not rows.wants_log_probs:
+            return tokens_R, None
+        picked_R, greedy_R = tokens_R.clamp(min=0), settings.temperature == 0
+        temperature_R = settings.temperature.masked_fill(greedy_R, 1.0)
+        drawn_R = -batch_invariant_losses(scores_RV, picked_R, Group.single(), vocab_size, temperature=temperature_R)[0]
+        if values_R is not None:
+            drawn_R = torch.where(cut_R, values_R, drawn_R)
+        drawn_R = drawn_R.masked_fill(greedy_R, 0.0)
+        return tokens_R, torch.where(rows.processed_R == 1, drawn_R, token_log_probs(logits_RV, picked_R))
 
     def _draw_by_kernels(self, scores_RV: Tensor, rows: DrawRows) -> tuple[Tensor, Tensor]:
         settings = rows.settings
