@@ -8,6 +8,9 @@ python -m tools.bench.serve --model llama-1b --output docs/benchmarks/serve.json
 Every case is prompts of random tokens at temperature 1 to a fixed number of new tokens: requests x (input / output). Each runs twice, the
 second counts. A peer is a command that prints one JSON line a case with "n", "isl", "osl" and "out_tok_s".
 
+With --batch-invariant an engine with a batch-invariant backend runs the same cases after the plain one; its "cost" is the time of a token
+beside that one's.
+
 python -m tools.bench.serve --model llama-1b --rate 8 16 32 --requests 512 --lengths 512 256 --output docs/benchmarks/serve_online.json \\
     --server "vllm=vllm serve folder/of/{model} --load-format dummy --port {port}"
 
@@ -33,6 +36,7 @@ from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, Inf
 from mcore_inference.text import Tokenizer
 from mcore_moe import MoEConfig, moe_feed_forward
 from mcore_parallel import ProcessGroups
+from mcore_parallel.backends import choose_backend
 from mcore_parallel.models import GPTModel, TransformerConfig, dense_feed_forward
 from tools.bench._load import PoissonLoad
 from tools.bench._online import OURS, online_rows, with_online_ratios
@@ -70,6 +74,8 @@ def build(
     weight_dtype: Literal["fp8", "fp8_weight_only"] | None = None,
     groups: ProcessGroups | None = None,
     tokenizer: Tokenizer | None = None,
+    *,
+    batch_invariant: bool = False,
 ) -> tuple[DynamicInferenceEngine, float]:
     """An engine over random weights, and the seconds until its first token."""
     begun = time.perf_counter()
@@ -83,6 +89,7 @@ def build(
         groups or ProcessGroups.single(),
         feed_forward=feed_forward,
         attention_core=PagedAttention(),
+        backend=choose_backend(batch_invariant=batch_invariant),
         device=device,
         dtype=dtype,
         seed=None,
@@ -171,6 +178,13 @@ def peer_rows(name: str, command: str, model: str, timeout_s: float) -> list[dic
     return list(rows.values()) or [{"by": name, "model": model, "error": (done.stderr or done.stdout)[-600:]}]
 
 
+def with_cost(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The row of a batch-invariant engine, with its time a token beside that of the plain one."""
+    same = ("model", "n", "isl", "osl")
+    plain = next(other for other in rows if other["by"] == "mcore" and all(other[name] == row[name] for name in same))
+    return {**row, "cost": round(row["s"] / plain["s"], 3)}
+
+
 def measure_online(options: argparse.Namespace) -> None:
     """Servers of the models under each rate, one server at a time."""
     ours = f"{OURS} --device {options.device} --memory-gb {options.memory_gb}"
@@ -198,6 +212,7 @@ def main() -> None:
     parser.add_argument("--profile", type=int, nargs="*", default=[], metavar="REQUESTS", help="print where decode steps of so many go")
     parser.add_argument("--kv-cache-dtype", choices=("fp8",), help="of keys and values; None for the model's")
     parser.add_argument("--weight-dtype", choices=("fp8", "fp8_weight_only"), help="of the linear layers; None for the model's")
+    parser.add_argument("--batch-invariant", action="store_true", help="measure a batch-invariant engine too, after the plain one")
     parser.add_argument("--rate", type=float, nargs="+", help="measure servers under so many requests/s instead")
     parser.add_argument("--requests", type=int, default=256, help="of each rate")
     parser.add_argument(
@@ -216,28 +231,34 @@ def main() -> None:
         for row in peer_rows(name, command, model, arguments.timeout_s):
             rows.append(row)
             print(json.dumps(row), flush=True)
-    for model in arguments.model:
+    for model, exact in itertools.product(arguments.model, (False, True) if arguments.batch_invariant else (False,)):
         engine, startup_s = build(
-            model, arguments.device, arguments.memory_gb, arguments.kv_cache_dtype, weight_dtype=arguments.weight_dtype
+            model,
+            arguments.device,
+            arguments.memory_gb,
+            arguments.kv_cache_dtype,
+            weight_dtype=arguments.weight_dtype,
+            batch_invariant=exact,
         )
         chosen = {"kv": arguments.kv_cache_dtype, "weights": arguments.weight_dtype}
         error: dict[str, Any] = {name: dtype for name, dtype in chosen.items() if dtype is not None}
         if error:
             error["log_prob_error"] = float(f"{log_prob_error(engine, model, arguments.device):.3g}")
-        print(json.dumps({"model": model, "startup_s": round(startup_s, 1)}), flush=True)
+        by = "mcore, batch-invariant" if exact else "mcore"
+        print(json.dumps({"model": model, "by": by, "startup_s": round(startup_s, 1)}), flush=True)
         for case in arguments.cases:
             run_case(engine, *CASES[case])
-            row = {"by": "mcore", "model": model, **run_case(engine, *CASES[case]), "startup_s": round(startup_s, 1), **error}
-            rows.append(row)
-            print(json.dumps(row), flush=True)
+            row = {"by": by, "model": model, **run_case(engine, *CASES[case]), "startup_s": round(startup_s, 1), **error}
+            rows.append(row if not exact else with_cost(row, rows))
+            print(json.dumps(rows[-1]), flush=True)
         for requests in arguments.profile:
             for row in profile(engine, requests, 128):
-                print(json.dumps({"profile": requests, **row}), flush=True)
+                print(json.dumps({"profile": requests, "by": by, **row}), flush=True)
         del engine
         torch.cuda.empty_cache()
     speeds = {(row["model"], row["n"], row["isl"]): row["out_tok_s"] for row in rows if row["by"] == "mcore"}
     for row in rows:
-        if row["by"] != "mcore" and "out_tok_s" in row and (key := (row["model"], row["n"], row["isl"])) in speeds:
+        if not row["by"].startswith("mcore") and "out_tok_s" in row and (key := (row["model"], row["n"], row["isl"])) in speeds:
             row["mcore_ratio"] = round(speeds[key] / row["out_tok_s"], 3)
     if arguments.output is not None:
         record(arguments.output, {"work": "serving random prompts, random weights, temperature 1", "rows": rows})
