@@ -3,7 +3,8 @@
 """Clients of the serving campaign, in a process of their own: steady ones, hostile ones, those that leave, slow ones.
 
 libzmq may abort the process that closes a socket within a message, so a hostile client must not share one with the server. One argument
-is the plan as JSON; one line of JSON comes back. ``steady`` and ``slow`` go on until stdin ends.
+is the plan as JSON; one line of JSON comes back. ``steady``, ``mixed`` and
+``slow`` go on until stdin ends.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ import socket
 import struct
 import sys
 import time
+from array import array
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -52,27 +54,72 @@ async def _until_stdin_ends() -> None:
 
 async def _steady(plan: Plan) -> Plan:
     """Good requests at a rate; those that fail or say something else are lost."""
-    request, seconds, lost = http_request(plan["body"]), [], []
+    request = http_request(plan["body"])
+    return await _at_rate(plan, lambda port, _: _whole(port, request, plan["text"]))
 
-    async def one(port: int) -> None:
+
+async def _whole(port: int, request: bytes, wanted: str) -> str | None:
+    status, content = await _ask(port, request)
+    text = json.loads(content)["choices"][0]["text"] if status == 200 else f"status {status}"
+    return None if text == wanted else text
+
+
+async def _at_rate(plan: Plan, one: Callable[[int, int], Awaitable[str | None]]) -> Plan:
+    """Requests at a rate until stdin ends: their times, and what was wrong with their answers.
+
+    Args:
+        plan: its ports and rate.
+        one: asks a port as the request of this number, and returns what is wrong with the answer, or None.
+    """
+    seconds, lost, going = array("d"), [], set()
+
+    async def timed(port: int, number: int) -> None:
         begin = time.perf_counter()
         try:
-            status, content = await _ask(port, request)
-            text = json.loads(content)["choices"][0]["text"] if status == 200 else f"status {status}"
+            wrong = await one(port, number)
         except (OSError, IndexError, ValueError, TimeoutError) as error:
-            text = repr(error)
+            wrong = repr(error)
         seconds.append(time.perf_counter() - begin)
-        if text != plan["text"]:
-            lost.append(text)
+        if wrong is not None:
+            lost.append(wrong)
 
-    ended, tasks = asyncio.ensure_future(_until_stdin_ends()), []
-    while not ended.done() or len(tasks) < 20:
-        tasks.append(asyncio.create_task(one(plan["ports"][len(tasks) % len(plan["ports"])])))
+    ended = asyncio.ensure_future(_until_stdin_ends())
+    number = 0
+    while not ended.done() or number < 20:
+        task = asyncio.create_task(timed(plan["ports"][number % len(plan["ports"])], number // len(plan["ports"])))
+        going.add(task)
+        task.add_done_callback(going.discard)
+        number += 1
         await asyncio.sleep(1 / plan["rate"])
-    await asyncio.gather(*tasks)
-    seconds.sort()
-    p50, p99 = (round(1e3 * seconds[int(share * (len(seconds) - 1))], 1) for share in (0.5, 0.99))
-    return {"requests": len(seconds), "lost": len(lost), "examples": lost[:3], "p50_ms": p50, "p99_ms": p99}
+    await asyncio.gather(*going)
+    ordered = sorted(seconds)
+    p50, p99 = (round(1e3 * ordered[int(share * (len(ordered) - 1))], 1) for share in (0.5, 0.99))
+    return {"requests": len(ordered), "lost": len(lost), "examples": lost[:3], "p50_ms": p50, "p99_ms": p99}
+
+
+async def _mixed(plan: Plan) -> Plan:
+    """At a rate: whole answers, streams, refusals, and streams that are left."""
+    whole, stream = http_request(plan["body"]), http_request({**plan["body"], "stream": True})
+    refused, long = http_request({**plan["body"], "max_tokens": -1}), http_request({**plan["body"], "max_tokens": 200, "stream": True})
+
+    async def one(port: int, number: int) -> str | None:
+        if number % 4 == 0:
+            return await _whole(port, whole, plan["text"])
+        if number % 4 == 1:
+            status, content = await _ask(port, stream)
+            events = [json.loads(line[6:]) for line in content.splitlines() if line.startswith(b"data: {")]
+            text = "".join(event["choices"][0]["text"] for event in events if event["choices"])
+            return None if text == plan["text"] else f"status {status}, a stream of {text!r}"
+        if number % 4 == 2:
+            status, _ = await _ask(port, refused)
+            return None if status == 422 else f"status {status} for a refusal"
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(long)
+        await asyncio.wait_for(reader.read(100), 60)
+        writer.transport.abort()
+        return None
+
+    return await _at_rate(plan, one)
 
 
 def _mutated(data: bytes, draw: random.Random) -> bytes:
@@ -222,6 +269,7 @@ _KINDS: dict[str, Callable[[Plan], Plan | Awaitable[Plan]]] = {
     "leaving": _leaving,
     "slow": _slow,
     "many": _many,
+    "mixed": _mixed,
 }
 
 

@@ -5,6 +5,7 @@
 A tiny engine serves twice, by its own HTTP server and by one over a coordinator. Every client is in a process of its own.
 
 python -m tests.campaigns.serving --frames 100000 --output docs/benchmarks/serving_trust.json
+python -m tests.campaigns.serving --soak-minutes 120 --rate 5 --output docs/benchmarks/serving_soak.json
 """
 
 import argparse
@@ -37,6 +38,7 @@ from mcore_parallel.data import ByteTokenizer
 from tests.campaigns._serving_changes import killed_engines, suspended, swapped_weights
 from tests.campaigns._serving_clients import http_request
 from tests.campaigns._serving_engine import make_engine
+from tests.campaigns._serving_soak import soaked
 from tools.bench._record import record
 
 __all__ = ["main"]
@@ -127,9 +129,9 @@ def _end(client: subprocess.Popen[str]) -> Figures:
     return json.loads(said)
 
 
-def _beside(service: Service, rate: float, attack: Callable[[], Any]) -> tuple[Figures, Any]:
+def _beside(service: Service, rate: float, attack: Callable[[], Any], kind: str = "steady") -> tuple[Figures, Any]:
     """The steady requests' figures while ``attack`` runs, and what it returned."""
-    steady = _start("steady", service.ports, rate=rate, body=_GOOD, text=service.text)
+    steady = _start(kind, service.ports, rate=rate, body=_GOOD, text=service.text)
     try:
         result = attack()
     finally:
@@ -257,8 +259,17 @@ def _memory(service: Service, requests: int) -> Figures:
     return {"requests": requests, "growth_kb_of_the_second_half": growth // 1024, "problems": problems + service.left()}
 
 
+def _soak(service: Service, minutes: float, every_s: float, rate: float) -> Figures:
+    """Whole answers, streams, refusals and clients that leave, in turn, for long."""
+    figures = soaked(60 * minutes, every_s, lambda sample: _beside(service, rate, sample, "mixed"))
+    return {**figures, "problems": figures["problems"] + _lost(figures["good"]) + service.left()}
+
+
 def _run(options: argparse.Namespace) -> Figures:
     trials: dict[str, Figures] = {}
+    if options.soak_minutes:
+        with _service() as service:
+            return {"soak": _soak(service, options.soak_minutes, options.sample_seconds, options.rate)}
     with _service() as service:
         trials["without attack"] = _quiet(service, options.seconds, options.rate)
         trials["hostile bytes"] = _hostile(service, options.frames, options.rate, options.seed)
@@ -288,9 +299,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=30, help="of the trial without attack, and of the slow clients")
     parser.add_argument("--oversize-ms", type=float, default=50, help="limit of the median time to refuse an oversize request")
     parser.add_argument("--rate", type=float, default=20, help="good requests a second")
+    parser.add_argument("--soak-minutes", type=float, default=0, help="serve a steady load for so long, and nothing else")
+    parser.add_argument("--sample-seconds", type=float, default=30, help="of the soak, between two looks at memory, tasks and descriptors")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
+    if options.soak_minutes and 60 * options.soak_minutes < 8 * options.sample_seconds:
+        parser.error(f"--soak-minutes {options.soak_minutes:g} has less than 8 samples; lower --sample-seconds {options.sample_seconds:g}")
     torch.set_num_threads(1)
     start, load = time.monotonic(), os.getloadavg()[0]
     trials = _run(options)

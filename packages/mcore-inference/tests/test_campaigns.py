@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """The serving campaign in short, in a process of its own."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -11,6 +12,8 @@ import pytest
 
 pytest.importorskip("zmq", reason="the campaign has a coordinator")
 pytest.importorskip("uvicorn", reason="the campaign has servers")
+
+from tests.campaigns._serving_soak import Sample, growth
 
 # Times depend on what else the machine does; those of the documentation are of a run of their own.
 SHORT = {"frames": 300, "aborts": 60, "kills": 2, "swaps": 8, "repeats": 1, "slow-clients": 12, "requests": 120, "seconds": 1}
@@ -45,3 +48,25 @@ def test_the_short_campaign_loses_and_leaks_nothing():
 def test_the_long_campaign_loses_and_leaks_nothing():
     sizes = {"frames": 1_000_000, "aborts": 10_000, "oversize-ms": 5000}
     check(run(sizes, 7000), sizes)
+
+
+STEADY = Sample(at_s=0, resident_kb=300_000, python_blocks=800_000, tasks=20, threads=8, file_descriptors=50)
+
+
+@pytest.mark.parametrize(
+    ("field", "step"), [("resident_kb", 400), ("python_blocks", 500), ("tasks", 1), ("threads", 1), ("file_descriptors", 1)]
+)
+def test_a_soak_names_what_grows_and_forgives_what_only_fills_at_first(field, step):
+    first = getattr(STEADY, field)
+    filling = [dataclasses.replace(STEADY, **{field: first + step * min(index, 10)}) for index in range(48)]
+    assert growth(filling, num_requests=4800)[1] == []
+    leaking = [dataclasses.replace(STEADY, **{field: first + step * index}) for index in range(48)]
+    grown, [problem] = growth(leaking, num_requests=4800)
+    assert grown[field] == 24 * step and problem.startswith(f"{field} grew by {24 * step}; at most ")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_soak_of_two_minutes_loses_nothing_and_grows_by_nothing():
+    figures = run({"soak-minutes": 2, "sample-seconds": 5, "rate": 10}, 280)
+    assert not figures["problems"] and figures["soak"]["good"]["requests"] > 500 and figures["soak"]["num_samples"] >= 20
