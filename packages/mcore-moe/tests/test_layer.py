@@ -176,10 +176,11 @@ def test_biases_are_added_once_however_the_experts_are_cut(world, plan: Parallel
     world(check_ranks, plan=plan, tokens=3, model=BIASED)
 
 
-def check_replicas(plan: ParallelPlan, tokens: int, model: TransformerConfig) -> None:
+def check_replicas(plan: ParallelPlan, tokens: int, model: TransformerConfig, exchange: str = "alltoall") -> None:
     """Tensor ranks that all hold the same tokens each give what one rank gives on them, and on one token, and on none."""
     groups = ProcessGroups.build(plan)
-    layer, alone = build(groups, model), build(ProcessGroups.single(), model)
+    mixture = dataclasses.replace(MIXTURE, moe_token_dispatcher_type=exchange)
+    layer, alone = build(groups, model, mixture), build(ProcessGroups.single(), model)
     x = torch.randn(tokens * groups.dp_cp.size, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     mine = x[groups.dp_cp.rank * tokens : (groups.dp_cp.rank + 1) * tokens].clone().requires_grad_()
     y, aux = layer(mine, Step.causal(1, tokens))
@@ -226,15 +227,18 @@ def test_four_ranks_with_the_same_tokens_equal_one(world, plan: ParallelPlan) ->
     world(check_replicas, plan=plan, tokens=5, model=BIASED)
 
 
-def check_spread() -> None:
-    groups = ProcessGroups.build(ParallelPlan(tp=2, dp=2, ep=4, etp=1, sequence_parallel=False))
-    with pytest.raises(ValueError, match="ep=4 and etp=1 spread the experts beyond the tp=2 ranks.*sequence_parallel=True"):
-        build(groups)
-
-
 @pytest.mark.world(4)
-def test_experts_beyond_the_ranks_with_the_same_tokens_are_refused(world) -> None:
-    world(check_spread)
+@pytest.mark.parametrize(
+    ("plan", "exchange"),
+    [
+        (ParallelPlan(tp=2, dp=2, ep=4, etp=1, sequence_parallel=False), "alltoall"),
+        (ParallelPlan(tp=2, dp=2, ep=2, etp=2, sequence_parallel=False), "alltoall"),
+        (ParallelPlan(tp=2, cp=2, ep=4, etp=1, sequence_parallel=False), "allgather"),
+    ],
+    ids=str,
+)
+def test_ranks_with_the_same_tokens_share_them_where_experts_are_further_away(world, plan: ParallelPlan, exchange: str) -> None:
+    world(check_replicas, plan=plan, tokens=5, model=BIASED, exchange=exchange)
 
 
 def check_empty_rank(plan: ParallelPlan) -> None:

@@ -375,7 +375,7 @@ def check_experts(
     Args:
         config: the mixture.
         model: the layer's; its width, and that of experts that have none of their own.
-        plan: ep and etp are read, and whether tp ranks share the tokens.
+        plan: tp, ep and etp are read.
         dtype: of the parameters.
         device: of the parameters.
 
@@ -400,11 +400,6 @@ def check_experts(
         raise ValueError(f"ep={plan.ep} must divide num_moe_experts={config.num_moe_experts}; lower ep or change num_moe_experts")
     if width % etp:
         raise ValueError(f"etp={etp} must divide the expert width {width}; lower etp or change moe_ffn_hidden_size")
-    if plan.tp > 1 and not plan.sequence_parallel and plan.tp % (plan.ep * etp):
-        raise ValueError(
-            f"ep={plan.ep} and etp={etp} spread the experts beyond the tp={plan.tp} ranks that hold the same tokens; "
-            "set sequence_parallel=True, or lower ep or etp"
-        )
     if config.moe_latent_size is None:
         check_grouped_width("hidden_size", model.hidden_size, dtype, device)
     else:

@@ -41,8 +41,8 @@ class MoELayer(nn.Module):
     that travel, and the experts, are as narrow as that.
 
     The experts are as the model's dense feed-forward would be: its activation with offset and clamp, and its biases. Tensor-parallel
-    ranks hold different tokens under sequence parallelism. Without, they hold the same: each computes the picks of its own experts,
-    and the results are summed over them.
+    ranks hold different tokens under sequence parallelism. Without, they hold the same: each computes the picks of its own experts, or,
+    where experts are spread over further ranks, sends an equal share of the tokens there; the results are summed over them.
 
     Training forwards return an ``Aux`` with the losses of the router and the tokens of each expert; of tokens that several ranks hold,
     the first of them counts.
@@ -57,8 +57,7 @@ class MoELayer(nn.Module):
 
     Raises:
         ValueError: ep does not divide the experts, or etp their width; a backend that does not multiply experts; padding for quantisation
-            without a recipe; experts spread beyond the tp ranks that hold the same tokens; ``pause`` with another exchange than
-            all-to-all.
+            without a recipe; ``pause`` with another exchange than all-to-all.
     """
 
     def __init__(
@@ -84,6 +83,7 @@ class MoELayer(nn.Module):
         if exchange is None and config.moe_token_dispatcher_type == "flex" and _exchanges(groups):
             exchange = _choose(config, site)
         self.dispatcher: Any = _dispatcher(config, groups, pause, exchange)
+        self._shares_tokens = self.replicas.size > 1 and _exchanges(groups)
         activation = Activation(
             name=site.config.activation, offset=site.config.glu_linear_offset, clamp=site.config.activation_func_clamp_value
         )
@@ -137,6 +137,9 @@ class MoELayer(nn.Module):
         shared_TD = None if overlaps else self._shared(x_TD, step)
         routed_TD = copy_to_tensor_model_parallel_region(x_TD, self.replicas)
         routing, losses = self.router(routed_TD, step)
+        counted = routing
+        if self._shares_tokens:
+            routing = routing.share(self.replicas.rank, self.replicas.size)
         if self.latent_down is not None:
             routed_TD = copy_to_tensor_model_parallel_region(self.latent_down(x_TD), self.replicas)
         if self.router.config.moe_apply_probs_on_input:
@@ -153,7 +156,7 @@ class MoELayer(nn.Module):
         y_TD = y_TD if shared_TD is None else y_TD + shared_TD
         if not (self.training and torch.is_grad_enabled()):
             return y_TD, None
-        counts_E = routing.counts(self.router.config.num_moe_experts)
+        counts_E = counted.counts(self.router.config.num_moe_experts)
         counts_E = counts_E if self.replicas.is_first else torch.zeros_like(counts_E)
         return y_TD, Aux(losses={(self.layer, name): loss for name, loss in losses.items()}, counts={self.layer: counts_E})
 
@@ -200,7 +203,8 @@ def _row_multiple(config: MoEConfig, site: Site) -> int:
 
 def _exchanges(groups: ProcessGroups) -> bool:
     """Whether tokens travel to other ranks: not where a rank holds all experts, or where those with the others hold the same tokens."""
-    return groups.ep.size * groups.expt_tp.size > 1 and (groups.tp.size == 1 or groups.sequence_parallel)
+    apart = groups.tp.size == 1 or groups.sequence_parallel or not set(groups.tp_ep.ranks) <= set(groups.tp.ranks)
+    return groups.ep.size * groups.expt_tp.size > 1 and apart
 
 
 def _choose(config: MoEConfig, site: Site) -> TokenExchange | None:

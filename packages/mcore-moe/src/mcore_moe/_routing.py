@@ -2,7 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Which experts a token goes to, and with what weight: pure functions of the router's logits."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +39,11 @@ class Routing:
         if self.valid_T is not None:
             experts_TK = experts_TK.masked_fill(~self.valid_T.unsqueeze(-1), num_experts)
         return experts_TK if self.kept_TK is None else experts_TK.masked_fill(~self.kept_TK, num_experts)
+
+    def share(self, place: int, num_places: int) -> "Routing":
+        """The same choice, of which every ``num_places``-th token from ``place`` on goes to its experts and the others go to none."""
+        share_T = torch.arange(len(self.experts_TK), device=self.experts_TK.device) % num_places == place
+        return replace(self, valid_T=share_T if self.valid_T is None else share_T & self.valid_T)
 
 
 def count_experts(experts_TK: Tensor, num_experts: int, valid_T: Tensor | None = None) -> Tensor:
