@@ -27,6 +27,7 @@ from mcore_inference import (
     RankFailedError,
     SamplingParams,
     StaticInferenceEngine,
+    follow_runner,
 )
 from mcore_moe import MoEConfig, moe_feed_forward
 from mcore_parallel import ParallelPlan, ProcessGroups, named_shards
@@ -152,6 +153,38 @@ def test_what_ranks_that_share_experts_cannot_do_is_refused_by_name(world: World
     world(check_refused)
 
 
+SPLIT = {
+    "tp2-ep4": (ParallelPlan(tp=2, dp=2, ep=4, etp=1, sequence_parallel=False), {"num_moe_experts": 8}),
+    "tp2-ep2-etp2": (ParallelPlan(tp=2, dp=2, ep=2, etp=2, sequence_parallel=False), {"moe_token_dispatcher_type": "allgather"}),
+    "pp2-ep2": (ParallelPlan(pp=2, dp=2, ep=2), {}),
+}
+
+
+def check_split(plan: ParallelPlan, fields: dict[str, Any]) -> tuple[int, list[int]]:
+    """Two engines of two ranks each."""
+    groups = ProcessGroups.build(plan)
+    engine, place = make_engine(groups, **fields), groups.dp.rank
+    for prompts in ([PROMPTS, PROMPTS[:1]][place], [[], PROMPTS[1:3]][place]):
+        ours = engine.generate(prompts, settings(len(prompts)))
+        theirs = make_engine(ProcessGroups.single(), **fields).generate(prompts, settings(len(prompts)))
+        for one, other in zip(ours, theirs, strict=True):
+            assert one.generated_tokens == other.generated_tokens
+            torch.testing.assert_close(one.generated_log_probs, other.generated_log_probs, rtol=1e-10, atol=1e-10)
+    return place, [engine.step_count, engine.num_preemptions]
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("name", SPLIT)
+def test_engines_of_several_ranks_that_share_experts_give_the_tokens_of_one_process(world: World, name: str) -> None:
+    plan, fields = SPLIT[name]
+    by_place = {0: [], 1: []}
+    for place, figures in world(check_split, plan=plan, fields=fields):
+        by_place[place].append(figures)
+    # Ranks of one engine make the same steps, those of two engines need not.
+    assert all(one == other for one, other in by_place.values())
+    assert by_place[0][0][0] != by_place[1][0][0] and by_place[0][0][1] > 0
+
+
 # -- runners -------------------------------------------------------------------------------------------------------------
 
 
@@ -229,6 +262,47 @@ def check_runners() -> int:
 def test_runners_take_requests_of_their_own_and_pause_together(world: World) -> None:
     one, two, three = world(check_runners)
     assert one > two > 0 and three > 0
+
+
+def check_split_runners(plan: ParallelPlan, fields: dict[str, Any]) -> tuple[int, int]:
+    """The first rank of each engine runs it, the others follow."""
+    groups = ProcessGroups.build(plan)
+    engine, place = make_engine(groups, **fields), groups.dp.rank
+    # Groups that only their members make are named by how many each of them is in.
+    leaders, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]] if groups.pp.size > 1 else [[0, 2], [1, 3]])
+    if groups.tp_pp.rank:
+        follow_runner(engine, PATIENT)
+        return place, engine.step_count
+    whole = make_engine(ProcessGroups.single(), **fields)
+    expected = [record.generated_tokens for record in whole.generate(PROMPTS, LONG)]
+
+    async def main() -> None:
+        with EngineRunner(engine, lockstep=PATIENT) as runner:
+            for busy in ([0], [1], [0, 1]):
+                if place in busy:
+                    prompts = PROMPTS[place::2]
+                    answers = await asyncio.gather(*[tokens_of(runner, prompt) for prompt in prompts])
+                    assert answers == expected[place::2]
+                await asyncio.to_thread(dist.barrier, leaders)
+            if place == 1:
+                await runner.suspend()
+                await runner.resume()
+                await runner.unpause()
+            else:
+                assert await tokens_of(runner, PROMPTS[1]) == expected[1]
+            await asyncio.to_thread(dist.barrier, leaders)
+            assert runner.failure is None
+
+    asyncio.run(main())
+    return place, engine.step_count
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("name", ["tp2-ep4", "pp2-ep2"])
+def test_runners_of_several_ranks_share_experts(world: World, name: str) -> None:
+    plan, fields = SPLIT[name]
+    steps = sorted(world(check_split_runners, plan=plan, fields=fields))
+    assert steps[0] == steps[1] and steps[2] == steps[3] and steps[0][1] > 20 < steps[2][1]
 
 
 def check_killed() -> float:

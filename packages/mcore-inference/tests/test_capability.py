@@ -2,14 +2,17 @@
 # Copyright (c) 2026 the mcore authors
 """What an engine refuses to serve, before anything is allocated."""
 
+import dataclasses
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch import nn
 
 from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, EngineCapability, InferenceConfig, PagedAttention
-from mcore_parallel import ProcessGroups
+from mcore_inference._capability import check_layout
+from mcore_parallel import Group, ProcessGroups
 from mcore_parallel.backends import Fp8Config, TorchBackend
 from mcore_parallel.models import BertModel, GPTModel, Site, TransformerConfig, self_attention
 from mcore_parallel.nn import MLP, GatedDeltaNetConfig, LatentAttentionConfig, MambaConfig, SelfAttention
@@ -85,6 +88,15 @@ def test_what_is_not_listed_is_refused_by_name_before_a_cache_is_made(kind: str)
 
 def test_a_feed_forward_that_could_drop_tokens_and_does_not_is_served() -> None:
     EngineCapability().check_model(dropping(False))
+
+
+@pytest.mark.parametrize("ranks", [(2, 3), (4, 5)])
+def test_experts_over_a_part_of_an_engine_and_others_are_refused_by_name(ranks: tuple[int, ...]) -> None:
+    model, exchange = dropping(False), (0, 1, 2) if 2 in ranks else (3, 4, 5)
+    groups = dataclasses.replace(ProcessGroups.single(), tp=Group(ranks, 0), ep=Group(exchange, 2), tp_ep=Group(exchange, 2))
+    cut = SimpleNamespace(groups=groups, config=model.config, layers=model.layers)
+    with pytest.raises(ValueError, match=r"ep=3 etp=1 exchange tokens over ranks .* cut the tp=2 ranks .*a multiple of tp"):
+        check_layout(cut)  # type: ignore[arg-type]
 
 
 def test_a_part_is_served_once_it_is_listed() -> None:

@@ -174,8 +174,8 @@ def check_layout(model: GPTModel) -> None:
     """Whether engines can serve the model's layout.
 
     Raises:
-        ValueError: context parallelism, stages of a model with recurrent layers, experts beyond the tp ranks with tp or pp, or sequence
-            parallelism.
+        ValueError: context parallelism, stages of a model with recurrent layers, experts over a part of the tp ranks and others, or
+            sequence parallelism.
     """
     groups = model.groups
     if groups.cp.size > 1:
@@ -183,19 +183,18 @@ def check_layout(model: GPTModel) -> None:
     pattern = model.config.hybrid_layer_pattern
     if groups.pp.size > 1 and pattern is not None and {"M", "G"} & set(pattern):
         raise ValueError(f"pp={groups.pp.size} and hybrid_layer_pattern={pattern!r} exclude each other in the engine; serve with pp=1")
-    if shares_experts(model) and (groups.tp.size > 1 or groups.pp.size > 1):
+    if shares_experts(model) and (groups.tp_ep.size % groups.tp.size or not set(groups.tp.ranks) <= set(groups.tp_ep.ranks)):
         raise ValueError(
-            f"ep={groups.ep.size} etp={groups.expt_tp.size} exchange tokens with ranks "
-            f"{sorted(set(groups.tp_ep.ranks) - set(groups.tp.ranks))} outside of tp={groups.tp.size}, and pp={groups.pp.size}; engines "
-            "that share experts have tp=1 and pp=1, others ep and etp up to tp"
+            f"ep={groups.ep.size} etp={groups.expt_tp.size} exchange tokens over ranks {sorted(groups.tp_ep.ranks)}, which cut the "
+            f"tp={groups.tp.size} ranks {sorted(groups.tp.ranks)} of one engine; make ep*etp a multiple of tp"
         )
     if groups.sequence_parallel:
         raise ValueError("sequence_parallel=True cannot serve steps of any length; build the serving plan with sequence_parallel=False")
 
 
 def peers_of(model: GPTModel) -> Group:
-    """The ranks that hold the experts of a model."""
-    return model.groups.tp_ep
+    """The ranks that hold the experts of a model, of all its stages: none of them steps without the others."""
+    return model.groups.tp_ep_pp
 
 
 def exchanges_tokens(layer: TransformerLayer) -> bool:
@@ -206,7 +205,7 @@ def exchanges_tokens(layer: TransformerLayer) -> bool:
 def shares_experts(model: GPTModel) -> bool:
     """Whether ranks with other requests hold experts of the model: then no rank steps alone."""
     layers = [layer for layer in model.layers.values() if isinstance(layer, TransformerLayer)]
-    spread = not set(peers_of(model).ranks) <= set(model.groups.tp.ranks)
+    spread = not set(model.groups.tp_ep.ranks) <= set(model.groups.tp.ranks)
     return spread and any(exchanges_tokens(layer) for layer in layers)
 
 

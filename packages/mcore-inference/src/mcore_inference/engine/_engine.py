@@ -47,7 +47,7 @@ class DynamicInferenceEngine:
     With tensor or pipeline parallelism every rank has an engine and makes the same calls in the same order; scheduling and sampling
     are functions of those calls, so the ranks stay in step and return equal tokens.
 
-    Data-parallel ranks that share the experts of a mixture (``ep`` of dp ranks, with tp=1) have an engine each, with requests of its own.
+    Data-parallel ranks that share the experts of a mixture (``ep`` of dp ranks, with tp and pp or without) have requests of their own.
     They step together: ``step`` waits until all of them call it, and a rank without requests runs a dummy step while another has some.
     ``generate`` is called on all as well, with as many prompts as each has, none included. None steps while one is suspended, or has other
     weights than the rest (by ``weight_version``).

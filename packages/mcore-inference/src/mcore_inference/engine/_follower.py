@@ -53,12 +53,16 @@ class _Follower:
         self._digest = 0
         self._pg = open_group(engine, config)
         self._link = RankLink(self._pg, 0, silence_s=config.silence_timeout_s, on_message=self._receive, on_lost=self._lose)
+        if engine.peers is not None:
+            engine.peers.open(config, self._give_up)
 
     def run(self) -> None:
         threading.Thread(target=self._obey_all, name="mcore-engine", daemon=True).start()
         self._is_over.wait()
         self._link.join(self._config.silence_timeout_s)
         dist.destroy_process_group(self._pg)
+        if self._engine.peers is not None:
+            self._engine.peers.close()
         if self._failure is not None:
             raise self._failure
 
@@ -72,7 +76,11 @@ class _Follower:
             self._is_over.set()
 
     def _lose(self, rank: int, what: str) -> None:
-        self._failure = self._failure or RankFailedError(rank, what, rank_name(self._engine, rank))
+        self._give_up(RankFailedError(rank, what, rank_name(self._engine, rank)))
+
+    def _give_up(self, failure: RankFailedError) -> None:
+        """From another thread: the one that steps may hang."""
+        self._failure = self._failure or failure
         self._messages.put(None)
         self._is_over.set()
 

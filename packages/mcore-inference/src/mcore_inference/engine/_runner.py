@@ -63,8 +63,8 @@ class EngineRunner:
     An engine of several ranks (tp, pp) is run on the first; each other rank calls ``follow_runner``. Where a rank is lost, the runner ends
     with ``RankFailedError``, also while a step hangs.
 
-    Ranks that share experts (``ep`` of dp ranks) have a runner each, with requests of its own; they live and end together, and while one is
-    paused or suspended none steps.
+    Engines that share experts (``ep`` of dp ranks) have a runner each, with requests of its own; they live and end together, and while one
+    is paused or suspended none steps.
 
     Args:
         engine: of the first rank; it must not be used elsewhere until ``close``, and of several ranks only be read in ``call``.
