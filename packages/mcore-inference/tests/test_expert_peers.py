@@ -13,8 +13,12 @@ import pytest
 import torch.distributed as dist
 
 from mcore_inference import LockstepConfig
-from mcore_inference.engine._expert_peers import Decision, ExpertPeers, Vote, decide
+from mcore_inference.engine._expert_peers import ExpertPeers
+from mcore_inference.engine._expert_votes import Decision, Vote, decide
 from mcore_parallel import ParallelPlan, ProcessGroups
+
+MISMATCH = "ep rank 1 has weight_version=2 and ep rank 0 3; load the same weights on all"
+HALF = "ep rank 1 has weights of a load that failed half-way; repeat it"
 
 
 @pytest.mark.parametrize(
@@ -22,10 +26,32 @@ from mcore_parallel import ParallelPlan, ProcessGroups
     [
         ([Vote(False, None, 3), Vote(False, None, 3)], Decision(False)),
         ([Vote(False, None, 3), Vote(True, None, 3)], Decision(True)),
-        ([Vote(True, None, 3), Vote(False, "is paused", 2)], Decision(False, "ep rank 1 is paused")),
+        ([Vote(True, None, 3), Vote(False, "is paused", 3)], Decision(False, "ep rank 1 is paused")),
+        ([Vote(True, None, 3), Vote(False, "is paused", 2)], Decision(False, "ep rank 1 is paused", unequal=MISMATCH)),
         (
             [Vote(True, None, 3), Vote(True, None, 2)],
-            Decision(False, "ep rank 1 has weight_version=2 and ep rank 0 3; load the same weights on all"),
+            Decision(False, MISMATCH, unequal=MISMATCH),
+        ),
+        ([Vote(True, None, 3), Vote(False, None, -1)], Decision(False, HALF, unequal=HALF)),
+        # The shortest patience, and the longest work.
+        ([Vote(True, None, 3, max_steps=20, num_left=4), Vote(True, None, 3, max_steps=9, num_left=7)], Decision(True, num_steps=7)),
+        ([Vote(True, None, 3, max_steps=20, num_left=40), Vote(False, None, 3, max_steps=9, num_left=90)], Decision(True, num_steps=9)),
+        # Steps go on until all are to load.
+        ([Vote(True, None, 3, 4, "keep"), Vote(False, None, 3)], Decision(True, missing=(1,))),
+        ([Vote(True, None, 3, 4, "keep"), Vote(False, "is paused", 2, 4, "keep")], Decision(False, loads=True)),
+        (
+            [Vote(True, None, 3, 4, "keep"), Vote(True, None, 3, 4, "drain")],
+            Decision(
+                False,
+                load_error="ep rank 1 calls load_weights(version=4, in_flight='drain') and ep rank 0 calls "
+                "load_weights(version=4, in_flight='keep'); make one call on all",
+            ),
+        ),
+        ([Vote(True, None, 3, 4, "drain"), Vote(False, None, 3, 4, "drain")], Decision(True)),
+        ([Vote(False, None, 3, 4, "drain"), Vote(False, "is paused", 3, 4, "drain")], Decision(False, loads=True)),
+        (
+            [Vote(True, None, 3, 4, "drain"), Vote(False, "is paused", 3, 4, "drain")],
+            Decision(False, load_error="in_flight='drain' needs steps, and ep rank 1 is paused; end that, or choose recompute or keep"),
         ),
     ],
 )
@@ -33,46 +59,60 @@ def test_all_step_where_one_has_work_and_none_is_held(votes: list[Vote], decisio
     assert decide(votes) == decision
 
 
-def vote_at_random(seed: int, seconds: float) -> tuple[int, list[Exception]]:
-    """Work, pauses and weights come at random times, until all work is done: the steps of this rank."""
+def vote_at_random(seed: int, seconds: float, spans: bool) -> tuple[int, list[int], int, list[Exception]]:
+    """Work, pauses and weights come at random times, until all work is done: steps of this rank, those before each load, and votes."""
     groups = ProcessGroups.build(ParallelPlan(dp=3, ep=3))
     peers = ExpertPeers(SimpleNamespace(groups=groups))  # type: ignore[arg-type]
     chance = random.Random(seed * 10 + dist.get_rank())
     failures: list[Exception] = []
     called, all_done = threading.Event(), threading.Event()
     peers.open(LockstepConfig(join_timeout_s=20, silence_timeout_s=20), failures.append, called.set)
-    num_steps = work = 0
+    peers.spans_steps = spans
+    num_steps = work = version = 0
+    steps_before: list[int] = []
     hold: str | None = None
     end = time.monotonic() + seconds
 
     def vote() -> None:
-        nonlocal num_steps, work
-        own = Vote(work > 0, hold, 0)
+        nonlocal num_steps, work, version
+        own = Vote(work > 0, hold, version, *(peers.load or (None, None)), peers.max_steps, work)
         if not peers.wants_round(own):
             called.wait(0.002 * chance.random())
             called.clear()
-        elif peers.decide(own).steps:
-            assert hold is None
-            num_steps, work = num_steps + 1, max(0, work - 1)
+            return
+        is_decided = peers.num_left > 0
+        decision = peers.decide(own)
+        if decision.steps:
+            assert hold is None or is_decided
+            num_steps, work = num_steps + 1, max(0, work - 1 if hold is None else work)
+        elif decision.loads:
+            assert peers.load is not None and (peers.load[1] != "drain" or not work)
+            version, peers.load = peers.load[0], None
+            steps_before.append(num_steps)
+        else:
+            assert decision.load_error is None or "is paused" in decision.load_error
 
-    while work or time.monotonic() < end:
+    while work or hold or version < 3 or time.monotonic() < end:
         is_open = time.monotonic() < end
-        work += chance.randrange(3) if is_open and chance.random() < 0.2 else 0
+        work += chance.randrange(9) if is_open and chance.random() < 0.2 and peers.load is None else 0
         if not is_open or chance.random() < 0.1:
             hold = None if hold or not is_open else "is paused"
+        if peers.load is None and version < 3 and (not is_open or chance.random() < 0.02):
+            peers.load = version + 1, ["keep", "drain", "recompute"][version]
         vote()
         if chance.random() < 0.3:
             time.sleep(0.002 * chance.random())
     # Others may still have work, for which this rank steps too.
     threading.Thread(target=lambda: (dist.barrier(), all_done.set())).start()
-    while not all_done.is_set() or peers.last.steps:
+    while not all_done.is_set() or peers.last.steps or peers.last.loads:
         vote()
-    return num_steps, failures
+    return num_steps, steps_before, peers.num_rounds, failures
 
 
 @pytest.mark.world(3)
-@pytest.mark.parametrize("seed", [1, 2])
-def test_ranks_that_pause_and_work_at_random_make_equally_many_steps(world: Callable[..., list[Any]], seed: int) -> None:
-    one, two, three = world(vote_at_random, seed=seed, seconds=1.0)
+@pytest.mark.parametrize(("seed", "spans"), [(1, False), (2, True), (3, True)])
+def test_ranks_that_pause_work_and_load_at_random_step_equally_often(world: Callable[..., list[Any]], seed: int, spans: bool) -> None:
+    one, two, three = world(vote_at_random, seed=seed, seconds=1.0, spans=spans)
     assert one == two == three
-    assert one[0] > 20 and not one[1]
+    num_steps, steps_before, _, failures = one
+    assert num_steps > 20 and len(steps_before) == 3 and not failures

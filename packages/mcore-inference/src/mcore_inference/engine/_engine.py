@@ -24,7 +24,8 @@ from mcore_inference.decoder import quantize_weights
 from mcore_inference.engine._active_request import ActiveRequest
 from mcore_inference.engine._admission import Admission
 from mcore_inference.engine._executor import DecodeBatch, ExecutionConfig, Executor, InFlight
-from mcore_inference.engine._expert_peers import Decision, ExpertPeers, Vote, run_dummy
+from mcore_inference.engine._expert_peers import ExpertPeers, run_dummy
+from mcore_inference.engine._expert_votes import Decision, Vote
 from mcore_inference.engine._intake import Intake
 from mcore_inference.engine._offline import completions_of, run_to_end, settings_of
 from mcore_inference.engine._step_log import StepLog
@@ -248,13 +249,14 @@ class DynamicInferenceEngine:
         return self.take_finished()
 
     def _step_with_peers(self, peers: ExpertPeers) -> list[DynamicInferenceRequestRecord]:
-        """One vote, and one pass through the model where all ranks make one."""
-        if not peers.decide(self._vote()).steps:
+        """One pass through the model where all ranks make one: by a vote, or one of the steps that the last vote decided."""
+        vote = self._vote()
+        if not peers.decide(vote).steps:
             return self.take_finished()
         executor = self._executor
         before = executor.num_forwards_begun
         try:
-            if self._entries:
+            if self._entries and vote.hold is None:
                 self._advance()
         except Exception as error:
             if executor.num_forwards_begun != executor.num_forwards:
@@ -277,9 +279,31 @@ class DynamicInferenceEngine:
         hold = self.peers.hold
         if hold is None and self.is_suspended:
             hold = "is suspended; call resume() there"
-        if hold is None and not self.weights.are_complete:
-            hold = "has weights of a load that failed half-way; repeat it"
-        return Vote(self._has_own_work, hold, self.weight_version)
+        version, policy = self.peers.load or (None, None)
+        max_steps = self.peers.max_steps
+        # With results that are read a step later.
+        num_left = max_steps if self.num_waiting else 1 + max((entry.num_left for entry in self._admission.running), default=0)
+        weights = self.weight_version if self.weights.are_complete else -1
+        return Vote(self._has_own_work, hold, weights, version, policy, max_steps, num_left)
+
+    def hold_steps(self, reason: str | None) -> None:
+        """Let those that share the experts not step, and say why; None to let them step again.
+
+        Steps that they have decided are made all the same, here as dummy steps.
+        """
+        if self.peers is not None:
+            self.peers.hold = reason
+
+    def announce_load(self, version: int | None, in_flight: WeightPolicy = "recompute") -> None:
+        """Tell those that share the experts which weights are to be loaded here; None for none."""
+        if self.peers is not None:
+            self.peers.load = None if version is None else (version, in_flight)
+
+    def finish_steps(self) -> None:
+        """Make the steps that ranks which share experts have decided, as dummy steps: others wait in them."""
+        peers = self.peers
+        while peers is not None and peers.num_left and peers.decide(self._vote()).steps:
+            self._run_dummy(peers)
 
     def _advance(self) -> None:
         """Plan a step and launch it, and take the results of the one before."""
@@ -331,11 +355,16 @@ class DynamicInferenceEngine:
         if self.has_unfinished_requests():
             raise ValueError(f"the engine has {len(self._entries)} unfinished requests; step() until they are done, or use add_request")
         completions = completions_of(prompts, settings)
+        if self.peers is not None:
+            self.peers.spans_steps = True
         try:
             records, num_refused = run_to_end(self if self.peers is None else _Together(self, self.peers), completions)
             self.finished_counts[FinishReason.ERROR.value] += num_refused
             return records
         finally:
+            if self.peers is not None:
+                self.peers.spans_steps = False
+                self.finish_steps()
             # Empty unless something was raised.
             for request_id in list(self._entries):
                 self.abort(request_id)
@@ -380,15 +409,13 @@ class DynamicInferenceEngine:
         Raises:
             WeightLoadError: an unknown, repeated or missing name, another shape or kind of dtype. Where a bucket was copied before,
                 the engine refuses to step (``IncompleteWeightsError``) until a load succeeds; else it goes on with the old weights.
-            ValueError: an unknown policy, a version that is none, or ``drain`` of requests in flight where ranks share experts.
-            RuntimeError: ``drain`` while the engine is suspended.
+            ValueError: an unknown policy, or a version that is none.
+            RuntimeError: ``drain`` while the engine is suspended, or one that shares its experts cannot step.
             Exception: whatever ``chunks`` raises, or a step of ``drain``.
         """
         check_policy(in_flight)
         following = self.weight_version + 1 if version is None else as_integer("version", version, 0, 2**63 - 1)
         if in_flight == "drain":
-            if self.peers is not None and self.num_in_flight:
-                raise ValueError("in_flight='drain' steps here, and ranks that share experts step together; choose recompute or keep")
             self._drain()
         self._read_results()
         self.weights.load(chunks)
@@ -428,9 +455,10 @@ class DynamicInferenceEngine:
         """Step until no request is in flight."""
         finished: list[DynamicInferenceRequestRecord] = []
         self.hold_queue(True)
+        together = None if self.peers is None else _Together(self, self.peers)
         try:
-            while self.num_in_flight:
-                finished += self.step()
+            while self.num_in_flight if together is None else together.has_unfinished_requests():
+                finished += self.step() if together is None else together.step()
         finally:
             self.hold_queue(False)
             self._done = finished + self._done

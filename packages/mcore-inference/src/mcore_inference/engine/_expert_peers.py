@@ -6,7 +6,6 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_inference._capability import exchanges_tokens, peers_of
+from mcore_inference.engine._expert_votes import Decision, Vote, decide
 from mcore_inference.engine._lockstep_config import LockstepConfig
 from mcore_inference.engine._rank_link import RankLink
 from mcore_inference.requests import RankFailedError
@@ -23,47 +23,17 @@ from mcore_parallel.nn import Step
 
 _VERDICT_S = 3.0
 """That the links get to name a lost rank, when an exchange with it breaks."""
-
-
-@dataclass(frozen=True)
-class Vote:
-    """What a rank says before a step."""
-
-    has_work: bool
-    hold: str | None
-    """Why this rank cannot step; None where it can."""
-    weight_version: int
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What follows from the votes of all ranks."""
-
-    steps: bool
-    """Whether every rank runs the model once."""
-    hold: str | None = None
-    """Who keeps the ranks from stepping, and why."""
-
-
-def decide(votes: list[Vote]) -> Decision:
-    """All step where one has work, unless one cannot or has other weights than the first."""
-    for rank, vote in enumerate(votes):
-        if vote.hold is not None:
-            return Decision(False, f"ep rank {rank} {vote.hold}")
-    first = votes[0].weight_version
-    for rank, vote in enumerate(votes):
-        if vote.weight_version != first:
-            return Decision(
-                False, f"ep rank {rank} has weight_version={vote.weight_version} and ep rank 0 {first}; load the same weights on all"
-            )
-    return Decision(any(vote.has_work for vote in votes))
+_SPAN_S = 0.2
+"""Between two votes, at most, by the duration of the steps before: how long a pause or the end of all work may wait."""
 
 
 class ExpertPeers:
     """The ranks that exchange tokens in every step of a mixture, of which this is one.
 
-    A round is one vote of every rank and the decision of the first. Whoever has work begins one, and the others are called; after a step
-    comes another round, so that all are idle only when none has work. Votes and decisions travel over gloo, beside the device.
+    A round is one vote of every rank and the decision of the first. Whoever has work begins one, and the others are called; after the
+    steps of a decision comes another round, so that all are idle only when none has work. A decision is about several steps where whoever
+    drives the ranks allows that: the exchanges of the mixtures keep them together meanwhile, and a rank without work, or that is held,
+    makes dummy steps. Votes and decisions travel over gloo, beside the device.
 
     Args:
         model: of this rank.
@@ -72,22 +42,32 @@ class ExpertPeers:
     def __init__(self, model: GPTModel) -> None:
         group = peers_of(model)
         self.rank, self._ranks = group.rank, group.ranks
-        self.hold: str | None = None
-        """Why whoever drives this rank wants no step."""
         self._pg: dist.ProcessGroup | None = None
         self._changed = threading.Condition()
         self._forget()
 
     def _forget(self) -> None:
         """Be as before the first round."""
+        self.hold: str | None = None
+        """Why whoever drives this rank wants no step."""
+        self.load: tuple[int, str] | None = None
+        """Version and policy of the weights that this rank is to load with all others."""
+        self.spans_steps = False
+        """Whether whoever drives this rank steps until ``num_left`` is 0, whatever happens: then one vote may do for several steps."""
         self.last = Decision(False)
         """Of the last round."""
+        self.num_left = 0
+        """Steps of the last decision that this rank has not begun."""
+        self._step_s = 1.0
+        """Duration of a step."""
+        self._decided = 0.0
+        """When the last decision came."""
         self._config = LockstepConfig()
         self._links: dict[int, RankLink] = {}
         self._on_failure: Callable[[RankFailedError], None] = lambda _: None
         self._on_call: Callable[[], None] = lambda: None
         self._failure: RankFailedError | None = None
-        self._round = 0
+        self.num_rounds = 0
         self._own: Vote | None = None
         """This rank's vote of the present round."""
         self._own_before = Vote(False, None, 0)
@@ -145,7 +125,7 @@ class ExpertPeers:
     # -- rounds ------------------------------------------------------------------------------------------------------
 
     def wants_round(self, vote: Vote) -> bool:
-        """Whether this rank is to vote now.
+        """Whether this rank is to vote now, or to make a step that was decided.
 
         Args:
             vote: what it would say.
@@ -155,39 +135,57 @@ class ExpertPeers:
                 return vote.has_work
             if self._own is not None:
                 return False
-            if self._called_round >= self._round or self.last.steps:
+            if self.num_left or self._called_round >= self.num_rounds or self.last.steps or self.last.loads:
+                return True
+            before = self._own_before
+            if (vote.load_version, vote.load_policy) != (before.load_version, before.load_policy):
                 return True
             if self.last.hold is None:
                 return vote.has_work
-            before = self._own_before
             return (vote.hold, vote.weight_version) != (before.hold, before.weight_version)
 
-    def vote(self, vote: Vote) -> None:
-        """Vote without waiting for the others; nothing happens when this rank has voted."""
-        if not self._links:
-            self.open(LockstepConfig())
+    @property
+    def max_steps(self) -> int:
+        """Steps that this rank allows between two votes."""
+        if not self.spans_steps:
+            return 1
         with self._changed:
-            self._check(vote)
-            if self._own is not None or self._failure is not None:
-                return
-            self._own = self._own_before = vote
-        if self.rank == 0:
-            self._count(0, vote)
-        else:
-            self._links[0].send({"vote": dataclasses.asdict(vote)})
+            return max(1, min(self._config.vote_interval_steps, int(_SPAN_S / self._step_s)))
 
     def decide(self, vote: Vote) -> Decision:
-        """Vote, and wait for the others.
+        """Vote and wait for the others; or say again what was decided, while steps of it are left.
 
         Raises:
             RankFailedError: a rank is lost, late, failed in a step, or is closed while this one has work.
             TimeoutError: not all ranks came to the first round.
         """
-        self.vote(vote)
+        if not self._links:
+            self.open(LockstepConfig())
+        with self._changed:
+            self._check(vote)
+            if self._failure is not None:
+                self.num_left = 0
+                return Decision(False)
+            if self.num_left:
+                self.num_left -= 1
+                return self.last
+            now = time.monotonic()
+            if self.last.steps:
+                # A pause of the caller between two steps counts too: it makes votes come sooner.
+                self._step_s = 0.5 * self._step_s + 0.5 * (now - self._decided) / self.last.num_steps
+            self._own = self._own_before = vote
+        if self.rank == 0:
+            self._count(0, vote)
+        else:
+            self._links[0].send({"vote": dataclasses.asdict(vote)})
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None or self._own is None)
             self._check(vote)
-            return self.last if self._failure is None else Decision(False)
+            if self._failure is not None:
+                return Decision(False)
+            self.num_left = self.last.num_steps - 1 if self.last.steps else 0
+            self._decided = time.monotonic()
+            return self.last
 
     def fail(self, error: Exception) -> RankFailedError:
         """After an error in the middle of a step, whose exchanges the others wait for: what ended the ranks.
@@ -241,13 +239,13 @@ class ExpertPeers:
         """On the first rank."""
         with self._changed:
             self._votes[rank] = vote
-            number = self._round
-            calls = len(self._votes) == 1 and not self.last.steps
+            number = self.num_rounds
+            calls = len(self._votes) == 1 and not (self.last.steps or self.last.loads)
             decision = None
             if len(self._votes) == len(self._ranks):
                 decision = decide([self._votes[peer] for peer in range(len(self._ranks))])
                 self._votes_before, self._votes = self._votes, {}
-                # Every step is answered by a vote.
+                # Steps are answered by a vote.
                 self._began = time.monotonic() if decision.steps else None
                 # Before anybody can vote again.
                 self._take(decision)
@@ -271,7 +269,7 @@ class ExpertPeers:
     def _take(self, decision: Decision) -> None:
         with self._changed:
             self.last, self._own = decision, None
-            self._round += 1
+            self.num_rounds += 1
             self._changed.notify_all()
 
     def _check_late(self) -> None:

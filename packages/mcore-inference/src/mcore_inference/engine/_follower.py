@@ -55,6 +55,7 @@ class _Follower:
         self._link = RankLink(self._pg, 0, silence_s=config.silence_timeout_s, on_message=self._receive, on_lost=self._lose)
         if engine.peers is not None:
             engine.peers.open(config, self._give_up)
+            engine.peers.spans_steps = True
 
     def run(self) -> None:
         threading.Thread(target=self._obey_all, name="mcore-engine", daemon=True).start()

@@ -161,6 +161,16 @@ class LockstepLeader:
         self.engine.hold_queue(hold)
         self._calls.append({"call": "hold", "hold": hold})
 
+    def hold_steps(self, reason: str | None) -> None:
+        """As of the engine."""
+        self.engine.hold_steps(reason)
+        self._calls.append({"call": "hold_steps", "reason": reason})
+
+    def announce_load(self, version: int | None, in_flight: WeightPolicy = "recompute") -> None:
+        """As of the engine."""
+        self.engine.announce_load(version, in_flight)
+        self._calls.append({"call": "announce", "version": version, "in_flight": in_flight})
+
     def step(self) -> list[DynamicInferenceRequestRecord]:
         """As of the engine.
 
@@ -405,6 +415,10 @@ def apply_calls(engine: DynamicInferenceEngine, calls: Sequence[dict[str, Any]])
             engine.abort(call["id"])
         elif name == "hold":
             engine.hold_queue(call["hold"])
+        elif name == "hold_steps":
+            engine.hold_steps(call["reason"])
+        elif name == "announce":
+            engine.announce_load(call["version"], call["in_flight"])
         elif name == "suspend":
             engine.suspend()
         elif name == "resume":

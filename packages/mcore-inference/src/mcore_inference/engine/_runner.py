@@ -18,6 +18,7 @@ from mcore_inference._stability import experimental_api
 from mcore_inference.engine._engine import DynamicInferenceEngine
 from mcore_inference.engine._lockstep import LockstepLeader, rank_name, ranks_of
 from mcore_inference.engine._lockstep_config import LockstepConfig
+from mcore_inference.engine._shared_loads import SharedLoad, SharedLoads
 from mcore_inference.engine._stream import Increment, News, RequestStream, call_in, deliver, settle
 from mcore_inference.engine._weights import WeightChunk, WeightPolicy, check_policy
 from mcore_inference.requests import DynamicInferenceRequestRecord, EngineDeadError, QueueFullError, RankFailedError
@@ -104,8 +105,8 @@ class EngineRunner:
         self._commands: list[_Command] = []
         self._begun: list[_Command] = []
         """Taken from ``_commands`` to be run."""
-        self._drains: list[_Command] = []
-        """Run once no request is in flight."""
+        self._waiting: list[tuple[Callable[[], bool], _Command]] = []
+        """Run once something holds between two steps."""
         self._num_holds = 0
         self._streams: dict[int, RequestStream] = {}
         self._closing = False
@@ -113,11 +114,14 @@ class EngineRunner:
         self._failure: BaseException | None = None
         self._progress = time.monotonic()
         self._leader = None if ranks.size == 1 else LockstepLeader(engine, lockstep or LockstepConfig(), self._give_up)
-        self._peers = engine.peers
-        if self._peers is not None:
-            self._peers.open(lockstep or LockstepConfig(), self._give_up, self._wake_up)
         # Whoever changes the engine does it through this.
         self._calls: DynamicInferenceEngine | LockstepLeader = engine if self._leader is None else self._leader
+        self._peers, self._loads = engine.peers, None
+        if self._peers is not None:
+            config = lockstep or LockstepConfig()
+            self._peers.open(config, self._give_up, self._wake_up)
+            self._peers.spans_steps = True
+            self._loads = SharedLoads(self._peers, self._calls, config.step_timeout_s)
         self._thread = threading.Thread(target=self._run, name="mcore-engine", daemon=True)
         self._thread.start()
 
@@ -211,7 +215,8 @@ class EngineRunner:
         """``DynamicInferenceEngine.load_weights`` between two steps; with ``drain`` after the steps that end the requests in flight.
 
         Requests that arrive meanwhile are computed with the new weights. After a load that failed half-way no step runs until one
-        succeeds; requests wait for it.
+        succeeds; requests wait for it. Ranks that share experts all call it, with one version and policy, each with the whole weights or
+        its own part; they load between the same two steps, and it returns when all have.
 
         Args:
             chunks: read in the engine's thread.
@@ -221,25 +226,40 @@ class EngineRunner:
         Raises:
             WeightLoadError: as there.
             ValueError: as there.
-            RuntimeError: ``drain`` while the runner is paused or suspended, or after a load that failed half-way.
+            RuntimeError: ``drain`` while the runner is paused or suspended, or after a load that failed half-way. Where ranks share
+                experts that is a ``WeightLoadError`` on all of them, as are ranks that do not come within ``step_timeout_s``.
             EngineDeadError: the engine failed or was closed.
         """
         check_policy(in_flight)
-        if self._peers is not None:
-            raise ValueError(
-                "load_weights of a runner loads one rank, and ep shares the experts of several; close the runners, call load_weights of "
-                "the engine on every rank, and make new runners"
-            )
         chunks = self._watched(chunks)
+        if self._loads is not None:
+            await self._load_together(self._loads, chunks, version, in_flight)
+            return
         if in_flight != "drain":
             await self.call(lambda: self._calls.load_weights(chunks, version, in_flight=in_flight))
             return
         await self.call(self._hold_queue)
         try:
-            await self._until_drained()
+            await self._until(lambda: not self.engine.num_in_flight)
             await self.call(lambda: self._calls.load_weights(chunks, version))
         finally:
-            self._send(_Command(self._release_queue, lambda: None))
+            self._send(_Command(lambda: self._change_holds(-1), lambda: None))
+
+    async def _load_together(self, loads: SharedLoads, chunks: Iterable[WeightChunk], version: int | None, in_flight: WeightPolicy) -> None:
+        """With the other ranks that share the experts; what they do not do in time is given up."""
+        version = None if version is None else as_integer("version", version, 0, 2**63 - 1)
+        loop = asyncio.get_running_loop()
+        load = SharedLoad(chunks, version, in_flight, loop, loop.create_future())
+        drains = in_flight == "drain"
+        await self.call(lambda: (self._change_holds(drains), loads.add(load, self.engine.weight_version + 1)))
+        try:
+            while not (await asyncio.wait([load.done], timeout=loads.patience_s))[0]:
+                await self.call(lambda: loads.check_late(load))
+            await load.done
+        finally:
+            # Where the caller is gone it may still wait.
+            self._send(_Command(lambda: loads.withdraw(load), lambda: None))
+            self._send(_Command(lambda: self._change_holds(-drains), lambda: None))
 
     def _watched(self, chunks: Iterable[WeightChunk]) -> Iterator[WeightChunk]:
         """Each chunk is progress."""
@@ -250,19 +270,21 @@ class EngineRunner:
     def _hold_queue(self) -> None:
         if self.engine.num_in_flight and (self._paused or not self.engine.can_step):
             raise RuntimeError("in_flight='drain' needs steps, and none runs; unpause() and resume(), or choose recompute or keep")
-        self._num_holds += 1
-        self._calls.hold_queue(True)
+        self._change_holds(1)
 
-    def _release_queue(self) -> None:
-        self._num_holds -= 1
-        self._calls.hold_queue(self._num_holds > 0)
+    def _change_holds(self, by: int) -> None:
+        """Of the queue, by loads that drain it."""
+        if by:
+            self._num_holds += by
+            self._calls.hold_queue(self._num_holds > 0)
 
-    async def _until_drained(self) -> None:
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        """Wait for something that is asked in the engine's thread between two steps."""
         loop = asyncio.get_running_loop()
-        drained: asyncio.Future[Any] = loop.create_future()
-        waiter = _Command(lambda: call_in(loop, settle, drained, None, None), lambda: call_in(loop, settle, drained, None, self._dead()))
-        await self.call(lambda: self._drains.append(waiter))
-        await drained
+        done: asyncio.Future[Any] = loop.create_future()
+        waiter = _Command(lambda: call_in(loop, settle, done, None, None), lambda: call_in(loop, settle, done, None, self._dead()))
+        await self.call(lambda: self._waiting.append((holds, waiter)))
+        await done
 
     async def pause(self) -> None:
         """Stop stepping, at the end of the step in progress. Requests keep their place, new ones queue; returns when no step runs.
@@ -271,6 +293,7 @@ class EngineRunner:
             EngineDeadError: the engine failed or was closed.
         """
         await self.call(lambda: self._set_paused(True))
+        await self._until_decided_steps_end()
 
     async def unpause(self) -> None:
         """Step again; as ``pause``."""
@@ -279,6 +302,7 @@ class EngineRunner:
     async def suspend(self) -> None:
         """Pause, and free the memory of the cache (``DynamicInferenceEngine.suspend``); as ``pause``."""
         await self.call(lambda: (self._set_paused(True), self._calls.suspend()))
+        await self._until_decided_steps_end()
 
     async def resume(self) -> None:
         """Take the memory again; the engine stays paused.
@@ -289,10 +313,15 @@ class EngineRunner:
         """
         await self.call(self._calls.resume)
 
+    async def _until_decided_steps_end(self) -> None:
+        """Those that share the experts may be in steps that were decided before."""
+        peers = self._peers
+        if peers is not None:
+            await self._until(lambda: not peers.num_left)
+
     def _set_paused(self, paused: bool) -> None:
         self._paused = paused
-        if self._peers is not None:
-            self._peers.hold = "is paused" if paused else None
+        self._calls.hold_steps("is paused" if paused else None)
         self._progress = time.monotonic()
 
     def abort(self, request_id: int) -> None:
@@ -351,10 +380,13 @@ class EngineRunner:
             while self._next_commands():
                 if self._has_work():
                     self._step()
-                if self._drains and not self.engine.num_in_flight:
-                    drains, self._drains = self._drains, []
-                    for drained in drains:
-                        drained.run()
+                    if self._loads is not None:
+                        self._loads.follow()
+                if self._waiting:
+                    fulfilled = [command for holds, command in self._waiting if holds()]
+                    self._waiting = [(holds, command) for holds, command in self._waiting if command not in fulfilled]
+                    for command in fulfilled:
+                        command.run()
         except BaseException as error:
             self._failure = self._failure or error
             _LOG.critical("the engine is given up after %d failed steps in a row: %r", self._failed_in_a_row, error)
@@ -429,10 +461,23 @@ class EngineRunner:
             for request_id in streams:
                 self.engine.abort(request_id)
         finally:
+            self._finish_steps()
             if self._leader is not None:
                 self._leader.close(None if self._failure is None else str(self._dead()))
             if self._peers is not None:
                 self._peers.close()
+
+    def _finish_steps(self) -> None:
+        """Others wait in the steps that were decided with this rank, until it has made them too."""
+        peers = self._peers
+        if peers is None or isinstance(self._failure, RankFailedError):
+            return
+        try:
+            self._calls.hold_steps("is closed")
+            while peers.num_left:
+                self._calls.step()
+        except Exception:
+            _LOG.exception("the last steps of a closed engine failed")
 
     def _give_up(self, failure: RankFailedError) -> None:
         """From another thread: another rank failed, and this one may wait for it in a step without end."""
@@ -450,10 +495,12 @@ class EngineRunner:
             self._wake.notify()
             commands, self._commands = self._commands, []
             streams, self._streams = self._streams, {}
-            drains, self._drains = self._drains, []
+            waiting, self._waiting = self._waiting, []
         # One that is answered already stays so.
-        for command in [*self._begun, *commands, *drains]:
+        for command in [*self._begun, *commands, *(command for _, command in waiting)]:
             command.refuse()
+        if self._loads is not None:
+            self._loads.refuse_all(self._dead())
         deliver([(stream, self._dead()) for stream in streams.values()])
         return streams
 
