@@ -482,6 +482,36 @@ def test_random_bytes_and_long_messages_harm_nobody(runners: list[EngineRunner])
         asyncio.run(ask(serve(stack, runners[:1], max_message_bytes=2**20).address))
 
 
+FLOOD = """
+import sys, time, zmq
+with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+    dealer.linger, dealer.sndhwm, dealer.rcvhwm = 1000, 100_000, 100_000
+    dealer.connect(sys.argv[1])
+    begin = time.monotonic()
+    for _ in range(10_000):
+        dealer.send(b"\\x91\\x0f")
+    replies = 0
+    while dealer.poll(1500):
+        assert b"you are not known here" in dealer.recv()
+        replies += 1
+    print(replies, time.monotonic() - begin)
+"""
+
+
+def test_a_flood_of_a_stranger_is_answered_a_hundred_times_a_second_and_loses_no_engine(runners: list[EngineRunner]) -> None:
+    async def ask(address: str) -> None:
+        attack = subprocess.Popen([sys.executable, "-c", FLOOD, address], stdout=subprocess.PIPE, text=True)
+        async with InferenceClient(address) as client:
+            while attack.poll() is None:
+                assert len((await client.add_request("x", TEN)).generated_tokens) == 10
+        said, _ = attack.communicate()
+        replies, seconds = map(float, said.split())
+        assert 100 <= replies <= 100 + 100 * seconds and replies < 5000
+
+    with ExitStack() as stack:
+        asyncio.run(ask(serve(stack, runners[:1]).address))
+
+
 def test_a_server_that_was_there_before_its_engines_serves_once_they_are(runners: list[EngineRunner]) -> None:
     httpx = pytest.importorskip("httpx")
     from mcore_inference.server import serve_runner

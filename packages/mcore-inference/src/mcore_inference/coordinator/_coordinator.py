@@ -16,13 +16,17 @@ import zmq.asyncio
 from mcore_inference._stability import experimental_api
 from mcore_inference.coordinator._config import CoordinatorConfig
 from mcore_inference.coordinator._core import CoordinatorCore, Outbox
-from mcore_inference.coordinator._messages import Refusal, decode_incoming, encode
+from mcore_inference.coordinator._messages import UNKNOWN, Refusal, decode_incoming, encode, is_greeting
 from mcore_inference.coordinator._states import GroupState
 from mcore_inference.requests import PortInUseError
 
 _LOG = logging.getLogger("mcore_inference.coordinator")
 _MAX_QUEUED = 10_000
 """Messages that wait for one peer; a peer that reads none of so many is gone."""
+_TURN_S = 0.005
+"""That messages are taken for, before the loop does something else."""
+_STRANGER_REPLIES_PER_S = 100.0
+"""Answers to peers that are not known: enough for engines and clients that meet a new coordinator, and little to draw by a flood."""
 
 
 @experimental_api
@@ -55,6 +59,7 @@ class DataParallelInferenceCoordinator:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended_engines: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
         """Names and reasons, from ``lose_engine``."""
+        self._strangers = _Budget(_STRANGER_REPLIES_PER_S)
         self._address = ""
         self._thread = threading.Thread(target=self._run, name="mcore-coordinator", daemon=True)
 
@@ -171,19 +176,45 @@ class DataParallelInferenceCoordinator:
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _receive(self, router: zmq.asyncio.Socket) -> None:
+        """What comes, for a bounded time a turn of the loop: time-outs and lost engines wait for no flood."""
+        # A future for each message costs more than everything else about a stranger's.
+        socket = zmq.Socket.shadow(router)
         while True:
             frames = await router.recv_multipart()
-            # A message of ours has one frame; everything else is somebody else's.
-            if len(frames) != 2:
-                continue
-            peer, frame = frames
+            end = time.monotonic() + _TURN_S
+            self._take(socket, frames)
+            with contextlib.suppress(zmq.Again):
+                while time.monotonic() < end:
+                    self._take(socket, socket.recv_multipart(zmq.DONTWAIT))
+            await asyncio.sleep(0)
+
+    def _take(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> None:
+        """One message, and what follows from it."""
+        # A message of ours has one frame; everything else is somebody else's.
+        if len(frames) != 2:
+            return
+        peer, frame = frames
+        now = time.monotonic()
+        is_stranger = not self._core.knows(peer)
+        if is_stranger and not is_greeting(frame):
+            # Nothing of it is read.
+            outbox: Outbox = [(peer, UNKNOWN)]
+        else:
             try:
-                message = decode_incoming(frame)
+                outbox = self._core.receive(peer, decode_incoming(frame), now)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                outbox: Outbox = [(peer, Refusal(call=-1, message=f"a message was not understood: {str(error)[:200]}"))]
-            else:
-                outbox = self._core.receive(peer, message, time.monotonic())
-            await self._deliver(router, outbox)
+                outbox = [(peer, Refusal(call=-1, message=f"a message was not understood: {str(error)[:200]}"))]
+        if is_stranger and not self._core.knows(peer) and not self._strangers.allows(now):
+            return
+        left = deque(outbox)
+        while left:
+            to, message = left.popleft()
+            try:
+                socket.send_multipart([to, encode(message)], flags=zmq.DONTWAIT)
+            except zmq.ZMQError as error:
+                if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                    raise
+                left.extend(self._core.unreachable(to, time.monotonic()))
 
     async def _tick(self, router: zmq.asyncio.Socket) -> None:
         while True:
@@ -205,6 +236,27 @@ class DataParallelInferenceCoordinator:
                 if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                     raise
                 left.extend(self._core.unreachable(peer, time.monotonic()))
+
+
+class _Budget:
+    """So many a second, and as many at once.
+
+    Args:
+        per_s: that are allowed.
+    """
+
+    def __init__(self, per_s: float) -> None:
+        self._per_s = self._left = per_s
+        self._then = time.monotonic()
+
+    def allows(self, now: float) -> bool:
+        """Whether one more is allowed, which counts."""
+        self._left = min(self._per_s, self._left + (now - self._then) * self._per_s)
+        self._then = now
+        if self._left < 1.0:
+            return False
+        self._left -= 1.0
+        return True
 
 
 def _bind(router: zmq.asyncio.Socket, host: str, port: int) -> str:

@@ -11,6 +11,7 @@ from mcore_inference.coordinator._config import CoordinatorConfig
 from mcore_inference.coordinator._entries import Client, Engine, Load, Operation, Request
 from mcore_inference.coordinator._messages import (
     PROTOCOL,
+    UNKNOWN,
     Abort,
     AskStatus,
     Connect,
@@ -93,8 +94,12 @@ class CoordinatorCore:
         elif peer in self._clients:
             self._from_client(peer, message, now)
         elif not isinstance(message, Disconnect):
-            self._send(peer, Refusal(call=-1, message="you are not known here; connect or register first"))
+            self._send(peer, UNKNOWN)
         return self._flush()
+
+    def knows(self, peer: bytes) -> bool:
+        """Whether a peer is an engine or a client."""
+        return peer in self._engines or peer in self._clients
 
     def tick(self, now: float) -> Outbox:
         """What follows from the time: lost engines, clients that are gone, signals without an answer, requests without an engine."""

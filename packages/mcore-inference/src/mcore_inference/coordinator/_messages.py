@@ -237,7 +237,14 @@ ToEngine = (
 ToClient = ConnectAck | EngineReply | SignalAck | Failure | Partial | Heartbeat | Refusal | Status | WeightAck
 SIGNALS: tuple[type[Signal], ...] = (Pause, Unpause, Suspend, Resume, Stop)
 
+UNKNOWN = Refusal(call=-1, message="you are not known here; connect or register first")
+
 encode = msgspec.msgpack.Encoder().encode
 decode_incoming = msgspec.msgpack.Decoder(Incoming).decode
 decode_for_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_for_client = msgspec.msgpack.Decoder(ToClient).decode
+
+
+def is_greeting(frame: bytes) -> bool:
+    """Whether a frame may be a ``Connect`` or a ``Register``, by its first two bytes: a short array, and their numbers."""
+    return len(frame) > 1 and frame[0] & 0xF0 == 0x90 and frame[1] in (1, 17)
