@@ -18,7 +18,8 @@ import uvicorn
 
 from mcore_inference import EngineRunner
 from mcore_inference.server import ConnectionLimits, InferenceServer, ServerLimits, serve
-from mcore_inference.server._connection import limited_protocol
+from mcore_inference.server._addresses import RefusalLimiter
+from mcore_inference.server._connection import ConnectionGuard
 from mcore_parallel.data import ByteTokenizer
 
 Make = Callable[..., Any]
@@ -130,7 +131,7 @@ def test_an_answer_that_nobody_reads_ends_the_connection() -> None:
 
     async def main() -> None:
         listener = socket.create_server(("127.0.0.1", 0))
-        config = uvicorn.Config(endless, http=limited_protocol(LIMITS, lambda _: None), log_config=None, lifespan="off")
+        config = uvicorn.Config(endless, http=ConnectionGuard(LIMITS, lambda _: None), log_config=None, lifespan="off")
         running = uvicorn.Server(config)
         serving = asyncio.ensure_future(running.serve(sockets=[listener]))
         _, writer = await asyncio.open_connection(*listener.getsockname(), limit=1024)
@@ -277,7 +278,15 @@ def server_count(text: str, status: str) -> float:
 
 @pytest.mark.parametrize(
     "bad",
-    [{"max_connections": 0}, {"max_connections": 1.0}, {"header_timeout_s": 0}, {"body_timeout_s": float("nan")}, {"idle_timeout_s": True}],
+    [
+        {"max_connections": 0},
+        {"max_connections": 1.0},
+        {"header_timeout_s": 0},
+        {"body_timeout_s": float("nan")},
+        {"idle_timeout_s": True},
+        {"max_refused_per_s": 0},
+        {"penalty_s": 0},
+    ],
 )
 def test_limits_out_of_range_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
@@ -309,3 +318,76 @@ def test_a_prompt_of_more_tokens_than_fit_reaches_no_engine(server: InferenceSer
     answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": [1] * 257, "max_tokens": 1})
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
     assert "257 tokens and max_sequence_length=256" in answer.json()["error"]["message"]
+
+
+# -- addresses -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_address_is_over_its_limit_until_time_has_passed() -> None:
+    limiter = RefusalLimiter(0.5)
+    for second in range(5):
+        assert not limiter.is_over("a", second / 100)
+        limiter.count("a", second / 100)
+    assert limiter.is_over("a", 0.05) and not limiter.is_over("b", 0.05)
+    assert limiter.is_over("a", 1.9) and not limiter.is_over("a", 2.1)
+    # Those that were refused last stay known, and no more than so many.
+    for number in range(5000):
+        limiter.count(str(number), 3.0)
+    assert len(limiter._left) == 4096 and "4999" in limiter._left and "a" not in limiter._left
+
+
+def connected_from(server: InferenceServer, address: str) -> Any:
+    return contextlib.closing(socket.create_connection((server.host, server.port), timeout=30, source_address=(address, 0)))
+
+
+REFUSED = {
+    "no HTTP": (b"\0\1\2 nothing\r\n\r\n", b"HTTP/1.1 400"),
+    "4xx of the application": (HEAD + b"Connection: close\r\nContent-Length: 2\r\n\r\n{]", b"HTTP/1.1 400"),
+    "half a request": (HEAD + b"Content-Le", b""),
+    "half a body": (HEAD + b"Content-Length: 10\r\n\r\n{", b""),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_connections_of_an_address_that_is_refused_too_often_are_held_unread(make_model: Make, make_engine: Make, kind: str) -> None:
+    request, begin = REFUSED[kind]
+    limits = ConnectionLimits(max_refused_per_s=0.3, penalty_s=0.2, max_connections=8)
+    model = make_model(vocab_size=272, dtype=torch.float32, layers=1)
+    good = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    with serve(make_engine(model, ByteTokenizer(), max_sequence_length=256), limits=ServerLimits(connections=limits)) as running:
+        for _ in range(3):
+            with connected_from(running, "127.0.0.2") as raw:
+                raw.sendall(request)
+                raw.shutdown(socket.SHUT_WR)
+                assert read_all(raw).startswith(begin)
+                wait_for_connections(running, 0)
+        start = time.monotonic()
+        with connected_from(running, "127.0.0.2") as raw:
+            raw.sendall(good)
+            assert read_all(raw) == b"" and time.monotonic() - start > 0.15
+        # Others are served, and so is that address when it has been quiet.
+        with connected_from(running, "127.0.0.1") as raw:
+            raw.sendall(good)
+            assert read_all(raw).startswith(b"HTTP/1.1 200")
+        if kind != "no HTTP":
+            return
+        time.sleep(max(0.0, start + 3.4 - time.monotonic()))
+        with connected_from(running, "127.0.0.2") as raw:
+            raw.sendall(good)
+            assert read_all(raw).startswith(b"HTTP/1.1 200")
+
+
+def test_more_connections_than_may_be_held_are_closed_at_once(make_model: Make, make_engine: Make) -> None:
+    limits = ConnectionLimits(max_refused_per_s=0.001, penalty_s=60, max_connections=8)
+    model = make_model(vocab_size=272, dtype=torch.float32, layers=1)
+    with serve(make_engine(model, ByteTokenizer(), max_sequence_length=256), limits=ServerLimits(connections=limits)) as running:
+        with connected_from(running, "127.0.0.2") as raw:
+            raw.sendall(b"\0\r\n\r\n")
+            read_all(raw)
+        wait_for_connections(running, 0)
+        with connected_from(running, "127.0.0.2"), connected_from(running, "127.0.0.2"), connected_from(running, "127.0.0.2") as third:
+            assert read_all(third) == b""
+            # The end of the server does not wait for the two.
+            start = time.monotonic()
+            running.close()
+            assert time.monotonic() - start < 20

@@ -18,6 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mcore_inference._fields import as_integer, as_number
 from mcore_inference._stability import experimental_api
+from mcore_inference.server._addresses import RefusalLimiter
 from mcore_inference.server._errors import ApiError
 from mcore_inference.server._request_ids import HEADER, request_id_of
 
@@ -43,11 +44,18 @@ class ConnectionLimits:
     """Between two requests of a connection."""
     write_timeout_s: float = 60.0
     """That a client may leave its answer unread, once the socket's buffers are full; then the connection is cut."""
+    max_refused_per_s: float | None = None
+    """Requests of one address a second, on average, that are no HTTP, incomplete, or answered 4xx. Connections of an address with more
+    are left unread and closed after ``penalty_s``. None for no limit: where clients share an address, as behind a proxy, that limits."""
+    penalty_s: float = 1.0
+    """How long such a connection is held; those beyond a quarter of ``max_connections`` are closed at once."""
 
     def __post_init__(self) -> None:
         as_integer("max_connections", self.max_connections, 1, 2**20)
-        for name in ("header_timeout_s", "body_timeout_s", "idle_timeout_s", "write_timeout_s"):
+        for name in ("header_timeout_s", "body_timeout_s", "idle_timeout_s", "write_timeout_s", "penalty_s"):
             as_number(name, getattr(self, name), 1e-3, _MAX_SECONDS)
+        if self.max_refused_per_s is not None:
+            as_number("max_refused_per_s", self.max_refused_per_s, 1e-3, 1e6)
 
     @property
     def beat_s(self) -> float:
@@ -76,11 +84,15 @@ class LimitedConnection(asyncio.Protocol):
         inner: uvicorn's protocol.
         limits: of time and number.
         refused: called with the status of an answer that the application did not give.
+        limiter: told of a request that did not come whole; None for no limit of such.
     """
 
-    def __init__(self, inner: _Http11, limits: ConnectionLimits, refused: Callable[[int], None]) -> None:
+    def __init__(
+        self, inner: _Http11, limits: ConnectionLimits, refused: Callable[[int], None], limiter: RefusalLimiter | None = None
+    ) -> None:
         inner.on_invalid = lambda message: self._refuse(ApiError(400, message, code="invalid_http"))
-        self._inner, self._limits, self._refused = inner, limits, refused
+        self._inner, self._limits, self._refused, self._limiter = inner, limits, refused, limiter
+        self._is_refused = self._has_data = False
         self._transport: asyncio.Transport | None = None
         self._phase: tuple[str, object] | None = None
         """"header" or "body", and uvicorn's object for the request, which tells one body from the next."""
@@ -99,6 +111,7 @@ class LimitedConnection(asyncio.Protocol):
             self._check()
 
     def data_received(self, data: bytes) -> None:
+        self._has_data = True
         if self._transport is not None and not self._transport.is_closing():
             self._inner.data_received(data)
             self._look()
@@ -109,6 +122,9 @@ class LimitedConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._beat is not None:
             self._beat.cancel()
+        is_cut = self._phase is not None and (self._phase[0] == "body" or (self._has_data and self._inner.cycle is None))
+        if (is_cut or self._is_refused) and self._limiter is not None:
+            self._limiter.count(_address(self._transport), self._inner.loop.time())
         self._inner.connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -154,6 +170,7 @@ class LimitedConnection(asyncio.Protocol):
         assert self._transport is not None
         if self._transport.is_closing():
             return
+        self._is_refused = True
         if self._inner.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._transport.write(_response(error, request_id_of(self._inner.headers or [])))
             self._refused(error.status)
@@ -162,13 +179,109 @@ class LimitedConnection(asyncio.Protocol):
             self._transport.abort()
 
 
-def limited_protocol(limits: ConnectionLimits, refused: Callable[[int], None]) -> Any:
-    """What uvicorn calls for every connection (``Config(http=...)``)."""
+class _Penalty(asyncio.Protocol):
+    """A connection of an address that is over its limit: nothing of it is read, which costs its client time and the server next to none.
 
-    def make(config: Config, server_state: Any, app_state: dict[str, Any], _loop: Any = None) -> LimitedConnection:
-        return LimitedConnection(_Http11(config, server_state, app_state, _loop), limits, refused)
+    Args:
+        seconds: until it is closed.
+        held: all such connections.
+        most: of them at once.
+    """
 
-    return make
+    def __init__(self, seconds: float, held: set["_Penalty"], most: int) -> None:
+        self._seconds, self._held, self._most = seconds, held, most
+        self._end: asyncio.TimerHandle | None = None
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        if len(self._held) >= self._most:
+            transport.abort()
+            return
+        self._held.add(self)
+        transport.pause_reading()
+        self._end = asyncio.get_running_loop().call_later(self._seconds, transport.abort)
+
+    def abort(self) -> None:
+        """Before its time."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._held.discard(self)
+        if self._end is not None:
+            self._end.cancel()
+
+
+class _Arrival(asyncio.Protocol):
+    """A new connection: what it becomes depends on its address, and nothing is made for it before.
+
+    Args:
+        choose: gives the protocol for an address.
+    """
+
+    def __init__(self, choose: Callable[[str], asyncio.Protocol]) -> None:
+        self._choose = choose
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        protocol = self._choose(_address(transport))
+        transport.set_protocol(protocol)
+        protocol.connection_made(transport)
+
+
+class ConnectionGuard:
+    """What uvicorn calls for every connection (``Config(http=...)``).
+
+    Args:
+        limits: of the server's connections.
+        refused: called with the status of an answer that the application did not give.
+    """
+
+    def __init__(self, limits: ConnectionLimits, refused: Callable[[int], None]) -> None:
+        self._limits, self._refused = limits, refused
+        self._limiter = None if limits.max_refused_per_s is None else RefusalLimiter(limits.max_refused_per_s)
+        self._held: set[_Penalty] = set()
+
+    def __call__(self, config: Config, server_state: Any, app_state: dict[str, Any], _loop: Any = None) -> asyncio.Protocol:
+        limiter, limits = self._limiter, self._limits
+        if limiter is None:
+            return LimitedConnection(_Http11(config, server_state, app_state, _loop), limits, self._refused)
+
+        def choose(address: str) -> asyncio.Protocol:
+            if limiter.is_over(address, asyncio.get_running_loop().time()):
+                return _Penalty(limits.penalty_s, self._held, max(1, limits.max_connections // 4))
+            inner = _Http11(config, server_state, app_state, _loop)
+            inner.app = _counted(inner.app, limiter, address)
+            return LimitedConnection(inner, limits, self._refused, limiter)
+
+        return _Arrival(choose)
+
+    def abort_held(self) -> None:
+        """At the end of the server, in its loop."""
+        for each in self._held:
+            each.abort()
+
+
+def _counted(app: Any, limiter: RefusalLimiter, address: str) -> Any:
+    """An application whose refusals count for an address."""
+
+    async def counted(scope: Any, receive: Any, send: Any) -> None:
+        async def seen(message: Any) -> None:
+            if message["type"] == "http.response.start" and 400 <= message["status"] < 499:
+                limiter.count(address, asyncio.get_running_loop().time())
+            await send(message)
+
+        await app(scope, receive, seen)
+
+    return counted
+
+
+def _address(transport: asyncio.BaseTransport | None) -> str:
+    """Of the client; empty when the system does not say it."""
+    name = None if transport is None else transport.get_extra_info("peername")
+    return str(name[0]) if name else ""
 
 
 def _response(error: ApiError, request_id: str) -> bytes:

@@ -18,7 +18,7 @@ from mcore_inference.engine import DynamicInferenceEngine, EngineRunner
 from mcore_inference.requests import EngineDeadError, PortInUseError
 from mcore_inference.server._app import Routes
 from mcore_inference.server._bodies import BodyReader
-from mcore_inference.server._connection import limited_protocol
+from mcore_inference.server._connection import ConnectionGuard
 from mcore_inference.server._limits import ServerLimits
 from mcore_inference.server._metrics import ServerMetrics
 from mcore_inference.server._prompts import PromptEncoder, check_tool_template
@@ -39,8 +39,11 @@ class InferenceServer:
     Made by ``serve``.
     """
 
-    def __init__(self, runner: Runner, server: uvicorn.Server, listener: socket.socket, host: str) -> None:
+    def __init__(
+        self, runner: Runner, server: uvicorn.Server, listener: socket.socket, host: str, *, on_end: Callable[[], None] = lambda: None
+    ) -> None:
         self.runner = runner
+        self._on_end = on_end
         self.host = host
         self.port: int = listener.getsockname()[1]
         self._server = server
@@ -53,6 +56,9 @@ class InferenceServer:
         async def main() -> None:
             self._loop = asyncio.get_running_loop()
             await self._server.serve(sockets=[self._listener])
+            self._on_end()
+            # What was aborted is closed in the next turn.
+            await asyncio.sleep(0)
 
         asyncio.run(main())
 
@@ -237,17 +243,18 @@ def serve_runner(
     reader = BodyReader(model_name, limits.max_body_bytes)
     encoder = PromptEncoder(tokenizer, lambda: runner.max_sequence_length, limits.max_characters_per_token)
     routes = Routes(runner, reader=reader, encoder=encoder, token=token, metrics=metrics, tool_format=form)
+    protocol = ConnectionGuard(limits.connections, metrics.count_response)
     config = uvicorn.Config(
         routes.app(hosts),
         log_config=None,
         access_log=False,
         lifespan="off",
         ws="none",
-        http=limited_protocol(limits.connections, metrics.count_response),
+        http=protocol,  # type: ignore[arg-type]
         loop="asyncio",
         timeout_keep_alive=limits.connections.idle_timeout_s,  # type: ignore[arg-type]
     )
-    server = InferenceServer(runner, uvicorn.Server(config), listener, host)
+    server = InferenceServer(runner, uvicorn.Server(config), listener, host, on_end=protocol.abort_held)
     try:
         server.wait_until_ready()
     except BaseException:
