@@ -16,7 +16,9 @@ import struct
 import sys
 import time
 from array import array
+from collections import Counter
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -141,8 +143,7 @@ def _mutated(data: bytes, draw: random.Random) -> bytes:
 
 
 def _hostile_http(plan: Plan) -> Plan:
-    """Mutated requests and random bytes; the statuses that came back."""
-    draw, statuses = random.Random(plan["seed"]), {}
+    """Mutated requests and random bytes from an address of their own, over several connections at once; the statuses that came back."""
     chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "logit_bias": {"5": 1.0}, "stop": ["a", "b"]}
     more = {"n": 2, "seed": 3, "top_p": 0.9, "logprobs": 2, "response_format": {"type": "json_object"}, "stream": True}
     samples = [
@@ -154,15 +155,25 @@ def _hostile_http(plan: Plan) -> Plan:
         b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n",
         b"GET /health HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nabcde\r\n0\r\n\r\n",
     ]
-    for _ in range(plan["count"]):
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", draw.choice(plan["ports"])), timeout=20) as raw:
-            raw.sendall(_mutated(draw.choice(samples), draw))
-            if draw.random() < 0.7:
-                raw.shutdown(socket.SHUT_WR)
-                answer = raw.recv(4096)
-                status = answer[9:12].decode("latin1") if answer.startswith(b"HTTP/1.1 ") else "none"
-                statuses[status] = statuses.get(status, 0) + 1
-    return {"count": plan["count"], "statuses": dict(sorted(statuses.items()))}
+    end = time.monotonic() + (plan.get("seconds") or float("inf"))
+    attackers = plan.get("attackers", 1)
+
+    def attack(number: int) -> list[str]:
+        draw, statuses = random.Random(plan["seed"] + number * 1000), []
+        while len(statuses) < plan["count"] / attackers and time.monotonic() < end:
+            statuses.append("none")
+            place = ("127.0.0.1", draw.choice(plan["ports"]))
+            with contextlib.suppress(OSError), socket.create_connection(place, timeout=20, source_address=("127.0.0.2", 0)) as raw:
+                raw.sendall(_mutated(draw.choice(samples), draw))
+                if draw.random() < 0.7:
+                    raw.shutdown(socket.SHUT_WR)
+                    answer = raw.recv(4096)
+                    statuses[-1] = answer[9:12].decode("latin1") if answer.startswith(b"HTTP/1.1 ") else "none"
+        return statuses
+
+    with ThreadPoolExecutor(attackers) as threads:
+        statuses = [status for part in threads.map(attack, range(attackers)) for status in part]
+    return {"count": len(statuses), "statuses": dict(sorted(Counter(statuses).items()))}
 
 
 def _hostile_coordinator(plan: Plan) -> Plan:
@@ -174,7 +185,8 @@ def _hostile_coordinator(plan: Plan) -> Plan:
         [20, 1],
     ]  # fmt: skip
     port, context, sent = plan["ports"][0], zmq.Context(), 0
-    while sent < plan["count"]:
+    end = time.monotonic() + (plan.get("seconds") or float("inf"))
+    while sent < plan["count"] and time.monotonic() < end:
         if draw.random() < 0.05:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=20) as raw:
                 raw.sendall(draw.choice([b"", b"\xff\0\0\0\0\0\0\0\1\x7f\3"]) + draw.randbytes(draw.randrange(300)))

@@ -33,7 +33,7 @@ from mcore_inference.coordinator import (
     DataParallelInferenceCoordinator,
     EngineWorker,
 )
-from mcore_inference.server import serve, serve_runner
+from mcore_inference.server import ConnectionLimits, ServerLimits, serve, serve_runner
 from mcore_parallel.data import ByteTokenizer
 from tests.campaigns._serving_changes import killed_engines, suspended, swapped_weights
 from tests.campaigns._serving_clients import http_request
@@ -84,15 +84,18 @@ class Service:
 
 
 @contextlib.contextmanager
-def _service() -> Iterator[Service]:
+def _service(max_refused_per_s: float | None = None) -> Iterator[Service]:
+    limits = ServerLimits(connections=ConnectionLimits(max_refused_per_s=max_refused_per_s))
     security = CoordinatorSecurity(secret="of the campaign")
     with contextlib.ExitStack() as stack:
-        direct = stack.enter_context(serve(make_engine()))
+        direct = stack.enter_context(serve(make_engine(), limits=limits))
         runner = stack.enter_context(EngineRunner(make_engine()))
         coordinator = stack.enter_context(DataParallelInferenceCoordinator(CoordinatorConfig(security=security)))
         stack.enter_context(EngineWorker(runner, coordinator.address, name="dp-0", security=security))
         coordinator.wait_for_engines(1)
-        over = stack.enter_context(serve_runner(lambda: CoordinatedRunner(coordinator.address, security=security), ByteTokenizer()))
+        over = stack.enter_context(
+            serve_runner(lambda: CoordinatedRunner(coordinator.address, security=security), ByteTokenizer(), limits=limits)
+        )
         assert isinstance(direct.runner, EngineRunner)
         service = Service([direct.runner, runner], coordinator, [direct.port, over.port])
         texts = {json.loads(_answer(port, http_request(_GOOD))[1])["choices"][0]["text"] for port in service.ports}
@@ -151,21 +154,25 @@ def _lost(steady: Figures) -> list[str]:
     return [f"{steady['lost']} good requests lost: {steady['examples']}"] if steady["lost"] else []
 
 
-def _hostile(service: Service, frames: int, rate: float, seed: int) -> Figures:
+def _hostile(service: Service, frames: int, rate: float, seed: int, seconds: float, attackers: int) -> Figures:
     """Half of the messages to the HTTP ports, half to the coordinator's."""
 
     def attack() -> list[Figures]:
-        http = _start("hostile_http", service.ports, count=frames // 2, seed=seed)
-        return [_end(_start("hostile_coordinator", [service.coordinator_port], count=frames // 2, seed=seed)), _end(http)]
+        plan = {"count": frames // 2, "seed": seed, "seconds": seconds}
+        http = _start("hostile_http", service.ports, attackers=attackers, **plan)
+        return [_end(_start("hostile_coordinator", [service.coordinator_port], **plan)), _end(http)]
 
-    begin = time.monotonic()
+    begin, used = time.monotonic(), time.process_time()
     steady, (frames_sent, requests_sent) = _beside(service, rate, attack)
+    used = time.process_time() - used
     problems = _lost(steady) + service.left()
+    sent = frames_sent["count"] + requests_sent["count"]
     return {
         "frames": frames_sent["count"],
         "http_requests": requests_sent["count"],
         "http_statuses": requests_sent["statuses"],
-        "per_s": round(frames / (time.monotonic() - begin), 1),
+        "per_s": round(sent / (time.monotonic() - begin), 1),
+        "server_cpu_s": round(used, 2),
         "good": steady,
         "problems": problems
         + [f"{count} answers {status}" for status, count in requests_sent["statuses"].items() if status.startswith("5")],
@@ -268,11 +275,13 @@ def _soak(service: Service, minutes: float, every_s: float, rate: float) -> Figu
 def _run(options: argparse.Namespace) -> Figures:
     trials: dict[str, Figures] = {}
     if options.soak_minutes:
-        with _service() as service:
+        with _service(options.max_refused_per_s) as service:
             return {"soak": _soak(service, options.soak_minutes, options.sample_seconds, options.rate)}
-    with _service() as service:
+    with _service(options.max_refused_per_s) as service:
         trials["without attack"] = _quiet(service, options.seconds, options.rate)
-        trials["hostile bytes"] = _hostile(service, options.frames, options.rate, options.seed)
+        trials["hostile bytes"] = _hostile(service, options.frames, options.rate, options.seed, options.attack_seconds, options.attackers)
+        if options.only_attack:
+            return trials
         trials["clients that leave"] = _leaving(service, options.aborts, options.seed)
         trials["slow clients"] = _slow(service, options.slow_clients, options.seconds, options.rate)
         trials["oversize requests"] = _oversize(service, options.repeats, options.oversize_ms)
@@ -299,6 +308,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=30, help="of the trial without attack, and of the slow clients")
     parser.add_argument("--oversize-ms", type=float, default=50, help="limit of the median time to refuse an oversize request")
     parser.add_argument("--rate", type=float, default=20, help="good requests a second")
+    parser.add_argument("--attackers", type=int, default=1, help="connections with hostile bytes at once, all of one address")
+    parser.add_argument("--attack-seconds", type=float, default=0, help="end the attack then, whatever was sent; 0 to send all --frames")
+    parser.add_argument("--max-refused-per-s", type=float, default=None, help="as of ConnectionLimits; good clients have another address")
+    parser.add_argument("--only-attack", action="store_true", help="leave out all trials but those without attack and of hostile bytes")
     parser.add_argument("--soak-minutes", type=float, default=0, help="serve a steady load for so long, and nothing else")
     parser.add_argument("--sample-seconds", type=float, default=30, help="of the soak, between two looks at memory, tasks and descriptors")
     parser.add_argument("--seed", type=int, default=0)
