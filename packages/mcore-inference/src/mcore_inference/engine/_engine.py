@@ -18,7 +18,7 @@ from mcore_inference._capability import (
     shares_prefixes,
 )
 from mcore_inference._fields import as_integer
-from mcore_inference._stability import experimental_api
+from mcore_inference._stability import experimental_api, internal_api
 from mcore_inference.context import DynamicInferenceContext
 from mcore_inference.decoder import quantize_weights
 from mcore_inference.engine._active_request import ActiveRequest
@@ -286,6 +286,7 @@ class DynamicInferenceEngine:
         weights = self.weight_version if self.weights.are_complete else -1
         return Vote(self._has_own_work, hold, weights, version, policy, max_steps, num_left)
 
+    @internal_api
     def hold_steps(self, reason: str | None) -> None:
         """Let those that share the experts not step, and say why; None to let them step again.
 
@@ -294,11 +295,13 @@ class DynamicInferenceEngine:
         if self.peers is not None:
             self.peers.hold = reason
 
+    @internal_api
     def announce_load(self, version: int | None, in_flight: WeightPolicy = "recompute") -> None:
         """Tell those that share the experts which weights are to be loaded here; None for none."""
         if self.peers is not None:
             self.peers.load = None if version is None else (version, in_flight)
 
+    @internal_api
     def finish_steps(self) -> None:
         """Make the steps that ranks which share experts have decided, as dummy steps: others wait in them."""
         peers = self.peers
