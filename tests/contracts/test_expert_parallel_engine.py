@@ -328,6 +328,34 @@ def test_a_killed_rank_is_named_by_all_others(world: World) -> None:
     assert max(one, three) < 10
 
 
+def check_closed() -> float:
+    """One ends while the other is in the middle of steps that both have decided."""
+    engine, rank = shared_engine(), dist.get_rank()
+    slow_down(engine)
+
+    async def main() -> float:
+        with EngineRunner(engine, lockstep=PATIENT) as runner:
+            stream = await runner.submit(PROMPTS[1 - rank], dataclasses.replace(LONG, num_tokens_to_generate=36))
+            increments = aiter(stream)
+            await anext(increments)
+            await asyncio.to_thread(dist.barrier)
+            begin = time.monotonic()
+            if rank == 1:
+                runner.close()
+                return time.monotonic() - begin
+            with pytest.raises(RankFailedError, match="ep rank 1 was closed"):
+                async for _ in increments:
+                    pass
+            return time.monotonic() - begin
+
+    return asyncio.run(main())
+
+
+@pytest.mark.world(2)
+def test_a_runner_that_is_closed_makes_the_steps_that_others_wait_in(world: World) -> None:
+    assert max(world(check_closed)) < 15
+
+
 def check_absent() -> None:
     engine, rank = shared_engine(), dist.get_rank()
     assert engine.peers is not None
