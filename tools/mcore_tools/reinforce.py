@@ -29,6 +29,7 @@ from mcore_parallel.optim import OptimizerConfig
 from mcore_parallel.training import STOPPED_EXIT_CODE, StopSignals
 from mcore_rl import GenericGenerationArgs
 from mcore_tools.arguments import Parser, file
+from mcore_tools.assembly import removed_if_refused
 from mcore_tools.recipes import (
     RECIPES,
     RecipeError,
@@ -43,9 +44,18 @@ from mcore_tools.recipes import (
     write_config,
 )
 from mcore_tools.rl import Reinforced, build_environment, reinforce_rank, teacher_run, texts
-from mcore_tools.sft import find_origin, keep_tokenizer, wait_for
+from mcore_tools.sft import keep_tokenizer, wait_for
 from mcore_tools.train import FINAL, refused
-from mcore_tools.training import check_run, check_stored, find_source, first_folder, join, removed_if_refused, take_device, tell_launcher
+from mcore_tools.training import (
+    check_run,
+    check_stored,
+    find_origin,
+    find_source,
+    first_folder,
+    join,
+    take_device,
+    tell_launcher,
+)
 
 _NUM_TEXTS, _LONGEST = 512, 1024
 
@@ -69,7 +79,7 @@ def base_config(config: RunConfig | None, model: str) -> RunConfig:
         return config
     origin = find_origin(model)
     if config is None:
-        longest = min(origin.longest, _LONGEST)
+        longest = min(origin.longest or _LONGEST, _LONGEST)
         config = RunConfig(
             model=origin.model,
             moe=origin.moe,

@@ -19,7 +19,6 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,74 +27,31 @@ import numpy as np
 from mcore_ckpt import CheckpointingException, CheckpointManager
 from mcore_ckpt.assets import extract_assets
 from mcore_ckpt.inspect import resolve_folder
-from mcore_ckpt.manifest import read_manifest
-from mcore_moe import MoEConfig
 from mcore_parallel.data import IndexedDataset
-from mcore_parallel.models import TransformerConfig
 from mcore_parallel.optim import OptimizerConfig
 from mcore_tools.arguments import Parser
-from mcore_tools.assembly import has_files
+from mcore_tools.assembly import has_files, removed_if_refused
 from mcore_tools.corpus import ChatCorpus, prepare_chat
 from mcore_tools.recipes import DataConfig, LoadConfig, RecipeError, RunConfig, SFTConfig, TrainConfig, add_fields_option, override
-from mcore_tools.serving import steps_folder
 from mcore_tools.train import refused, run_to_end
 from mcore_tools.training import (
-    HuggingFaceFolder,
     check_lora,
     check_run,
     check_stored,
     export_adapter,
     export_run,
     find_base,
+    find_origin,
     find_source,
     first_folder,
     is_huggingface,
     may_be_local,
-    removed_if_refused,
-    stored_model,
 )
 
 _LONGEST = 2048
+"""Tokens of a row, where nothing is said."""
 _LORA_LR = 2e-4
 """Adapters bear ten times the rate of whole weights."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Origin:
-    """A model that a run begins with, and what it says of itself."""
-
-    path: str
-    """For ``load.path``."""
-    model: TransformerConfig
-    moe: MoEConfig | None
-    tokenizer: str
-    """Folder of a published model; empty where a checkpoint keeps it."""
-    dtype: str
-    longest: int
-    """Tokens of its context."""
-
-
-def find_origin(model: str) -> Origin:
-    """What a Hugging Face folder, a checkpoint, or the folder of a run holds.
-
-    Raises:
-        ValueError: the weights do not say what model they are of, or keep no tokenizer.
-        CheckpointingException: there are none.
-    """
-    if is_huggingface(model):
-        source = HuggingFaceFolder(directory=Path(model))
-        path, tokenizer, dtype = model, model, "float32" if source.dtype == "float32" else "bfloat16"
-        longest = source.entries().get("max_position_embeddings", _LONGEST)
-    else:
-        path = str(steps_folder(model))
-        source = resolve_folder(path)
-        tokenizer, longest, dtype = "", _LONGEST, "float32"
-        if "tokenizer/tokenizer.json" not in read_manifest(source).assets:
-            raise ValueError(f"{source} keeps no tokenizer.json; save it with assets= (`mcore train` does), or name a Hugging Face folder")
-    stored = stored_model(source)
-    if stored is None:
-        raise ValueError(f"{source} does not say what model it holds; save it with `mcore train`, or import it from a Hugging Face folder")
-    return Origin(path=path, model=stored[0], moe=stored[1], tokenizer=tokenizer, dtype=dtype, longest=longest)
 
 
 def base_config(model: str, data: Sequence[str], output: str) -> RunConfig:
@@ -116,7 +72,7 @@ def base_config(model: str, data: Sequence[str], output: str) -> RunConfig:
         sft=SFTConfig(data=tuple(data)),
         train=TrainConfig(
             steps=1,
-            seq_len=min(origin.longest, _LONGEST),
+            seq_len=min(origin.longest or _LONGEST, _LONGEST),
             micro_batch_size=1,
             global_batch_size=8,
             warmup_steps=0,
@@ -143,6 +99,10 @@ def keep_tokenizer(config: RunConfig, rank: int) -> None:
     source = Path(config.data.tokenizer)
     if not has_files(config.data.tokenizer) or (is_huggingface(config.load.path) and not source.exists()):
         raise ValueError(f"data.tokenizer={config.data.tokenizer!r} must be a tokenizer.json with a chat template, or its folder")
+    if not is_huggingface(config.load.path) and not source.exists() and not find_origin(config.load.path).keeps_tokenizer:
+        raise ValueError(
+            f"{config.load.path} keeps no tokenizer.json, and there is no data.tokenizer={config.data.tokenizer!r}; set data.tokenizer"
+        )
     if not is_huggingface(config.load.path) and not source.exists() and rank == 0:
         partial = Path(config.output) / "base.partial"
         extract_assets(resolve_folder(config.load.path), partial)

@@ -4,6 +4,7 @@
 
 torchrun --nproc-per-node 8 -m mcore_tools.train --recipe moe_tiny --set data.prefix=corpus --set data.tokenizer=tokenizer
 mcore train --recipe gpt_tiny --set data.prefix=corpus --set data.tokenizer=tokenizer        # one process
+mcore train --set load.path=Qwen3-0.6B --set data.prefix=corpus --set optimizer.lr=1e-5      # without a recipe: the model of these weights
 
 Exit status: 0 the run came to its end; 1 it was refused or failed, and says why; 16 a result that these machines cannot judge, start it
 again on others; 17 a result that others found to be the same, and that is no number; 75 a rank was stuck; 143 it was asked to stop
@@ -28,6 +29,7 @@ from mcore_parallel.guard import (
     exit_process,
     run_with_restarts,
 )
+from mcore_parallel.optim import OptimizerConfig
 from mcore_parallel.training import (
     INVALID_EXIT_CODE,
     STOPPED_EXIT_CODE,
@@ -41,8 +43,24 @@ from mcore_parallel.training import (
 from mcore_tools import STARTED_AT
 from mcore_tools.arguments import Parser, file
 from mcore_tools.assembly import check_data
-from mcore_tools.recipes import RECIPES, RecipeError, RunConfig, add_fields_option, config_text, override, read_config, recipe, write_config
-from mcore_tools.training import Trained, check_run, connect, join, meet, take_device, tell_launcher, train_rank
+from mcore_tools.recipes import (
+    RECIPES,
+    DataConfig,
+    LoadConfig,
+    RecipeError,
+    RunConfig,
+    TrainConfig,
+    add_fields_option,
+    config_text,
+    override,
+    read_config,
+    recipe,
+    write_config,
+)
+from mcore_tools.training import Trained, check_run, connect, find_origin, join, meet, take_device, tell_launcher, train_rank
+
+_LONGEST = 2048
+"""Tokens of a sample, where neither a recipe nor the model says less."""
 
 # What another attempt in the same processes would meet again.
 FINAL = (ValueError, NonFiniteLossError, SuspectResultError, InvalidResultError)
@@ -120,7 +138,7 @@ def main(
     parser.add_argument("--write-config", metavar="FILE", help="write the whole run as YAML (- for the terminal) and end")
     options = parser.parse_args(arguments)
     try:
-        config = check(override(_chosen(options, default_recipe), options.set))
+        config = check(override(_chosen(options, default_recipe) or continued(options.set), options.set))
         if options.write_config == "-":
             print(config_text(config), end="")
         elif options.write_config:
@@ -151,14 +169,37 @@ def refused(error: Exception) -> int:
     return {SuspectResultError: SUSPECT_EXIT_CODE, InvalidResultError: INVALID_EXIT_CODE}.get(type(error), 1)
 
 
-def _chosen(options: argparse.Namespace, default_recipe: str | None) -> RunConfig:
-    """The run of a file, of a recipe, or of a file that changes a recipe."""
+def continued(assignments: Sequence[str]) -> RunConfig:
+    """The run that goes on pre-training the model of ``load.path``, whose other fields ``assignments`` may change.
+
+    Raises:
+        RecipeError: no folder on this machine is ``load.path`` among them.
+        ValueError: the weights there do not say what model they are of.
+        CheckpointingException: there are none.
+    """
+    values = {name.strip(): value.strip() for name, _, value in (assignment.partition("=") for assignment in assignments)}
+    path = values.get("load.path", "")
+    if not path or "://" in path:
+        raise RecipeError(f"there is neither --recipe nor --config; recipes: {', '.join(RECIPES)}. Or --set load.path=FOLDER of weights")
+    origin = find_origin(path)
+    steps = values.get("train.steps", "")
+    train = TrainConfig(
+        seq_len=min(origin.longest or _LONGEST, _LONGEST),
+        micro_batch_size=1,
+        warmup_steps=(int(steps) if steps.isdigit() else TrainConfig().steps) // 20,
+        dtype=origin.dtype,
+    )
+    data, load = DataConfig(tokenizer=origin.tokenizer), LoadConfig(path=origin.path)
+    optimizer = OptimizerConfig(lr=1e-5, min_lr=1e-6, clip_grad=1.0)
+    return RunConfig(model=origin.model, moe=origin.moe, train=train, optimizer=optimizer, data=data, load=load)
+
+
+def _chosen(options: argparse.Namespace, default_recipe: str | None) -> RunConfig | None:
+    """The run of a file, of a recipe, or of a file that changes a recipe; None where none is named."""
     base = None if options.recipe is None else recipe(options.recipe)
     if options.config is not None:
         return read_config(options.config, base)
-    if base is None and default_recipe is None:
-        raise RecipeError(f"there is neither --recipe nor --config; recipes: {', '.join(RECIPES)}")
-    return base or recipe(default_recipe or "")
+    return recipe(default_recipe) if base is None and default_recipe is not None else base
 
 
 if __name__ == "__main__":

@@ -30,6 +30,8 @@ MISTAKES = [
     ("preprocess --input text.txt --output-prefix out --tokenizer byte --partition 3", 1, "partition=3 needs partitions; say how many"),
     ("preprocess --input text.txt --output-prefix out --tokenizer byte --append-eodd", 2, "unrecognized arguments: --append-eodd; "),
     ("train", 1, "there is neither --recipe nor --config; recipes: "),
+    ("train --set load.path=nothing", 1, "nothing is not a checkpoint: there is no such folder"),
+    ("train --set load.path=published --set data.prefix=corpus --set model.num_layers=3", 1, "model.num_layers=2 there, 3 here. Set what"),
     (f"train --recipe gpt_tiny {CORPUS} --set train.steps=10", 1, "train.steps=10 must exceed train.warmup_steps=20; set "),
     (f"train --recipe gpt_tiny {CORPUS} --set plan.tp=2", 1, "= 2 ranks, but the world has 1; lower a degree, or start 2 with torchrun"),
     (f"train --recipe gpt_tiny {CORPUS} --set output=text.txt/run", 1, "output='text.txt/run' can be no folder: "),

@@ -288,7 +288,7 @@ def test_a_latent_model_goes_on_to_hugging_face(tmp_path):
     save(weights_of(), tmp_path / "ours", extra={"config": {**BASE, "rotary_interleaved": True}})
     export_checkpoint_megatron(tmp_path / "ours", tmp_path / "theirs")
     assert main(["import-megatron", str(tmp_path / "theirs"), str(tmp_path / "again")]) == 0
-    assert main(["export-hf", str(tmp_path / "again"), str(tmp_path / "hf"), "--prefix", "model."]) == 0
+    assert main(["export-hf", str(tmp_path / "again"), str(tmp_path / "hf")]) == 0
     model = import_hf(tmp_path / "hf")
     assert model.family == "deepseek3"
     assert all(torch.equal(value, read_tensor(tmp_path / "ours", f"model.{name}")) for name, value in model.tensors)

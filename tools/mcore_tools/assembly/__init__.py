@@ -6,6 +6,7 @@ from mcore_tools.assembly._assemble import DTYPES, Parts, assemble, build_model,
 from mcore_tools.assembly._data import Samples, check_data, datasets, step_batches, validation_batches
 from mcore_tools.assembly._fully_sharded import FullyShardedModel
 from mcore_tools.assembly._rates import PEAK_FLOPS, schedule, throughput
+from mcore_tools.assembly._refused import removed_if_refused
 from mcore_tools.assembly._run import Run, assemble_run
 from mcore_tools.assembly._tokenizer import has_files, open_tokenizer, tokenizer_assets
 from mcore_tools.assembly._torch_sharded import TorchShardedModel
@@ -27,6 +28,7 @@ __all__ = [
     "has_files",
     "objective",
     "open_tokenizer",
+    "removed_if_refused",
     "schedule",
     "step_batches",
     "throughput",

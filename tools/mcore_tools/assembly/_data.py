@@ -25,6 +25,7 @@ from mcore_parallel.data import (
     batches,
 )
 from mcore_parallel.training import Batch, BatchSizeSchedule, real_tokens, samples_after
+from mcore_tools.assembly._refused import removed_if_refused
 from mcore_tools.recipes import RunConfig
 
 Samples = GPTDataset | MaskedTokensDataset | SFTDataset
@@ -58,13 +59,14 @@ def datasets(config: RunConfig, tokenizer: Tokenizer) -> tuple[Samples, Samples]
     first = not dist.is_initialized() or dist.get_rank() == 0
     kind = SFTDataset if config.sft else GPTFIMDataset if config.data.fim else GPTDataset
     builder = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, _cut(config, tokenizer), is_verified_on_rank=lambda: first)
-    train_set, valid_set, _ = builder.build()
-    for name, dataset in (("training", train_set), ("validation", valid_set)):
-        if dataset is None:
-            raise ValueError(
-                f"data.split={config.data.split!r} leaves no document of {', '.join(config.data.corpora)} for {name}; "
-                "give it a larger share"
-            )
+    with removed_if_refused(config.output):
+        train_set, valid_set, _ = builder.build()
+        for name, dataset in (("training", train_set), ("validation", valid_set)):
+            if dataset is None:
+                raise ValueError(
+                    f"data.split={config.data.split!r} leaves no document of {', '.join(config.data.corpora)} for {name}; "
+                    "give it a larger share"
+                )
     if config.sft is not None:
         return train_set, valid_set
     return _hidden(config, tokenizer, train_set, train.seed), _hidden(config, tokenizer, valid_set, train.seed + 1)

@@ -17,8 +17,7 @@ from mcore_parallel.training import model_state
 from mcore_parallel.training.distill import Teacher
 from mcore_tools.assembly import build_stage, open_tokenizer
 from mcore_tools.recipes import RunConfig
-from mcore_tools.serving import steps_folder
-from mcore_tools.training import HuggingFaceFolder, is_huggingface, stored_model
+from mcore_tools.training import HuggingFaceFolder, is_huggingface, steps_folder, stored_model
 
 
 def teacher_run(config: RunConfig) -> tuple[RunConfig, Folder | HuggingFaceFolder]:

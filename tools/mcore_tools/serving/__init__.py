@@ -4,7 +4,7 @@
 
 from mcore_tools.serving._engine import Served, build_engine, serve_exported
 from mcore_tools.serving._expert_ranks import ExpertRanks, check_experts
-from mcore_tools.serving._open import open_engine, open_served_tokenizer, served_experts, served_length, steps_folder
+from mcore_tools.serving._open import open_engine, open_served_tokenizer, served_experts, served_length
 from mcore_tools.serving._ranks import EngineRanks, end_process
 from mcore_tools.serving._replicas import Replicas, work_for
 from mcore_tools.serving._speculation import speculating
@@ -23,6 +23,5 @@ __all__ = [
     "served_experts",
     "served_length",
     "speculating",
-    "steps_folder",
     "work_for",
 ]

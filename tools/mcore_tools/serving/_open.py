@@ -13,7 +13,7 @@ from mcore_ckpt import CheckpointingException, load
 from mcore_ckpt.assets import extract_assets
 from mcore_ckpt.hf import StoredAdapter
 from mcore_ckpt.inspect import resolve_folder
-from mcore_ckpt.manifest import is_checkpoint, read_manifest
+from mcore_ckpt.manifest import read_manifest
 from mcore_ckpt.storage import Folder
 from mcore_inference import DynamicInferenceEngine, ExecutionConfig
 from mcore_parallel import ProcessGroups
@@ -24,7 +24,7 @@ from mcore_tools.assembly import open_tokenizer
 from mcore_tools.chat import TemplateTokenizer, find_template
 from mcore_tools.recipes import RunConfig, TrainConfig, read_config
 from mcore_tools.serving._engine import build_engine
-from mcore_tools.training import HuggingFaceFolder, is_huggingface, stored_model
+from mcore_tools.training import HuggingFaceFolder, is_huggingface, steps_folder, stored_model
 
 _LONGEST = 4096
 
@@ -126,12 +126,6 @@ def served_experts(checkpoint: str | Path) -> int | None:
     else:
         moe = _read_assets(checkpoint)[1].moe
     return None if moe is None else moe.num_moe_experts
-
-
-def steps_folder(path: str | Path) -> str | Path:
-    """The folder of steps of a run where ``path`` is that of the run; else ``path``."""
-    inside = Path(path) / "checkpoints"
-    return inside if inside.is_dir() and not is_checkpoint(path) else path
 
 
 def _read_assets(checkpoint: str | Path) -> tuple[Folder, RunConfig, Tokenizer | TemplateTokenizer]:

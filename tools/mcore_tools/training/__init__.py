@@ -3,12 +3,13 @@
 """The training program: the world of a run, its folder, where it begins, its loop, and the loops that learn from another model."""
 
 from mcore_tools.training._adapters import check_lora
-from mcore_tools.training._check import check_output, check_run, check_trained, removed_if_refused
+from mcore_tools.training._check import check_output, check_run, check_trained
 from mcore_tools.training._export import describe_model, export_adapter, export_run
 from mcore_tools.training._folder import check_log, open_folder, run_assets, run_checkpoints
 from mcore_tools.training._instruments import Instruments
 from mcore_tools.training._launcher import tell_launcher
 from mcore_tools.training._local import may_be_local
+from mcore_tools.training._origin import Origin, find_origin, steps_folder
 from mcore_tools.training._pretrained import HuggingFaceFolder, is_huggingface
 from mcore_tools.training._start import RunCheckpoints, find_base, find_source, first_folder
 from mcore_tools.training._stored import RUN_FILE, check_stored, read_run, stored_model
@@ -20,6 +21,7 @@ __all__ = [
     "RUN_FILE",
     "HuggingFaceFolder",
     "Instruments",
+    "Origin",
     "RunCheckpoints",
     "Trained",
     "build_trainer",
@@ -36,6 +38,7 @@ __all__ = [
     "export_adapter",
     "export_run",
     "find_base",
+    "find_origin",
     "find_source",
     "first_folder",
     "is_huggingface",
@@ -45,9 +48,9 @@ __all__ = [
     "open_folder",
     "place",
     "read_run",
-    "removed_if_refused",
     "run_assets",
     "run_checkpoints",
+    "steps_folder",
     "stored_model",
     "take_device",
     "tell",

@@ -2,10 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """What a run can be refused for before anything is written: its folder, world, pace, backend and loggers."""
 
-import contextlib
 import os
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 from mcore_ckpt import CheckpointManager
@@ -83,16 +80,3 @@ def _check_pace(config: RunConfig, owner: str) -> None:
             f"{owner}train.warmup_steps={train.warmup_steps}; set it to {longest} or less"
         )
     schedule(config)
-
-
-@contextlib.contextmanager
-def removed_if_refused(folder: str | Path) -> Iterator[None]:
-    """Removes a folder that was not there before, when what should fill it refuses its input."""
-    path = Path(os.path.abspath(folder))
-    missing = [part for part in (path, *path.parents) if not part.exists()]
-    try:
-        yield
-    except ValueError:
-        if missing:
-            shutil.rmtree(missing[-1], ignore_errors=True)
-        raise

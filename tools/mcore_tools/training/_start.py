@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from mcore_ckpt import CheckpointingException, CheckpointManager, find_mismatches, load
 from mcore_ckpt.inspect import resolve_folder
-from mcore_ckpt.manifest import is_checkpoint
+from mcore_ckpt.manifest import is_checkpoint, read_manifest
 from mcore_ckpt.storage import Folder
 from mcore_parallel.optim import MegatronOptimizer
 from mcore_tools.recipes import LoadConfig
@@ -69,12 +69,29 @@ def find_base(config: LoadConfig, group: dist.ProcessGroup | None = None) -> Sou
         newest = resolve_folder(config.path)
     except CheckpointingException as error:
         raise ValueError(f"load.path={config.path!r} has nothing to begin with: {error}; name a checkpoint or a folder of steps") from None
+    check_names(newest, config.path)
     manager = CheckpointManager(config.path, group=group)
     steps = [] if is_checkpoint(config.path) else manager.steps()
     if config.step is not None and config.step not in steps:
         contents = f"has {steps}" if steps else "is one checkpoint; set load.step=none"
         raise ValueError(f"load.step={config.step} is not in load.path={config.path!r}, which {contents}")
     return manager if steps else newest
+
+
+def check_names(folder: Folder, path: str) -> None:
+    """Refuse weights under names that no model here has; ``path`` named the folder.
+
+    Raises:
+        ValueError: says which command gives them ours.
+    """
+    names = read_manifest(folder).tensors
+    if any(".self_attention.linear_" in name or name.endswith("word_embeddings.weight") for name in names):
+        remedy = f"is a checkpoint of Megatron-LM; `mcore convert import-megatron {path} OUT` makes one that runs begin with"
+    elif any(name.startswith("model.") for name in names):
+        remedy = f"names its weights model.*; `mcore convert edit {path} OUT --rename 'model\\.(.*)' '\\1'` makes a copy without"
+    else:
+        return
+    raise ValueError(f"{path} {remedy}")
 
 
 def first_folder(config: LoadConfig, own: CheckpointManager, source: Source | None = None) -> Folder | HuggingFaceFolder | None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt._core import read_manifest
+from mcore_ckpt._core import Manifest, read_manifest
 from mcore_ckpt.cli._arguments import Commands, add_dtype, add_source, add_verify, check_new, chosen_dtype, progress, read_settings
 from mcore_ckpt.foreign import import_torch
 from mcore_ckpt.hf import StoredAdapter, export_adapter_hf, export_checkpoint_hf, import_checkpoint_hf, merge_adapter_hf
@@ -16,6 +16,9 @@ from mcore_ckpt.inspect import resolve_checkpoint, summarize
 from mcore_ckpt.megatron import EXPORT_FORMATS, export_checkpoint_megatron, import_checkpoint_megatron, stored_bytes
 
 __all__ = ["add_verbs"]
+
+# Of states that name the model's tensors apart from the optimizer's; no model here has a part of this name.
+_PREFIX = "model."
 
 
 def add_verbs(commands: Commands) -> None:
@@ -32,7 +35,7 @@ def _add_hf(commands: Commands) -> None:
     command.add_argument("output", help="folder to create")
     command.add_argument("--family", metavar="NAME", help="such as llama; default: the one that an import noted in the checkpoint")
     command.add_argument("--config", type=Path, help="JSON file with the model's sizes; default: those that an import noted")
-    command.add_argument("--prefix", default="", help="what precedes the model's names in the checkpoint, for instance 'model.'")
+    command.add_argument("--prefix", help="what precedes the names of weights there; default: 'model.' where it does, else nothing")
     add_dtype(command)
     command.set_defaults(run=_export_hf)
 
@@ -57,13 +60,21 @@ def _export_hf(options: argparse.Namespace) -> int:
     if family is None or not isinstance(config, dict):
         raise ValueError(f"{checkpoint} does not say what model it holds; give --family and --config")
     more = {"dtype": chosen_dtype(options), "hf_config": stored_extra.get("hf_config")}
-    tensors = [tensor for name, tensor in manifest.tensors.items() if name.startswith(options.prefix)]
+    prefix = _prefix(options, manifest)
+    tensors = [tensor for name, tensor in manifest.tensors.items() if name.startswith(prefix)]
     files = {chunk.file for tensor in tensors for chunk in tensor.chunks}
     total = sum(tensor.num_bytes for tensor in tensors) + sum(manifest.files[file].bytes for file in files)
     with progress("exporting", total) as on_bytes:
-        more |= {"family": family, "config": config, "prefix": options.prefix, "on_bytes": on_bytes}
+        more |= {"family": family, "config": config, "prefix": prefix, "on_bytes": on_bytes}
         export_checkpoint_hf(checkpoint, options.output, **more)
     return 0
+
+
+def _prefix(options: argparse.Namespace, manifest: Manifest) -> str:
+    """What precedes the names of weights: as was said, or found."""
+    if options.prefix is not None:
+        return options.prefix
+    return _PREFIX if any(name.startswith(_PREFIX) for name in manifest.tensors) else ""
 
 
 def _import_hf(options: argparse.Namespace) -> int:
@@ -129,7 +140,7 @@ def _add_megatron(commands: Commands) -> None:
     )
     command.add_argument("directory", help="one iteration, or the folder whose latest_checkpointed_iteration.txt names one")
     command.add_argument("output", help="folder to create, or address of an object store")
-    command.add_argument("--prefix", default="model.", help="what to put before the names of weights (default: %(default)s)")
+    command.add_argument("--prefix", default="", help="what to put before the names of weights; without it `mcore train` takes them")
     command.add_argument("--config", help="JSON file with settings that the checkpoint does not say, such as num_query_groups")
     command.add_argument("--drop", action="append", default=[], metavar="PATTERN", help="leave out what matches, such as 'mtp.*'")
     command.add_argument("--no-optimizer", dest="optimizer", action="store_false", help="weights only")
@@ -138,7 +149,7 @@ def _add_megatron(commands: Commands) -> None:
     command = commands.add_parser("export-megatron", help="write a GPT model's checkpoint as Megatron's torch_dist or fsdp_dtensor")
     add_source(command)
     command.add_argument("output", help="folder to create, or address of an object store")
-    command.add_argument("--prefix", default="model.", help="what precedes the names of weights (default: %(default)s)")
+    command.add_argument("--prefix", help="what precedes the names of weights; default: 'model.' where it does, else nothing")
     command.add_argument("--no-optimizer", dest="optimizer", action="store_false", help="weights only")
     command.add_argument(
         "--format", choices=EXPORT_FORMATS, default=EXPORT_FORMATS[0], help="fsdp_dtensor is for Megatron-FSDP (default: %(default)s)"
@@ -163,7 +174,7 @@ def _run_export_megatron(options: argparse.Namespace) -> int:
     summary = summarize(options.directory)
     tensors = sum(tensor.num_bytes for tensor in summary.manifest.tensors.values())
     config = None if options.optimizer_config is None else read_settings(options.optimizer_config, "--optimizer-config")
-    arguments = {"format": options.format, "prefix": options.prefix, "optimizer": options.optimizer}
+    arguments = {"format": options.format, "prefix": _prefix(options, summary.manifest), "optimizer": options.optimizer}
     arguments |= {"optimizer_config": config, "verify": options.verify}
     with progress("exporting", tensors + (summary.num_bytes if options.verify else 0)) as on_bytes:
         left = export_checkpoint_megatron(summary.directory, options.output, **arguments, on_bytes=on_bytes)

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""What the weights that a run begins with say of themselves."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_ckpt.inspect import resolve_folder
+from mcore_ckpt.manifest import is_checkpoint, read_manifest
+from mcore_moe import MoEConfig
+from mcore_parallel.models import TransformerConfig
+from mcore_tools.training._pretrained import HuggingFaceFolder, is_huggingface
+from mcore_tools.training._start import check_names
+from mcore_tools.training._stored import stored_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """A model that a run begins with, and what it says of itself."""
+
+    path: str
+    """For ``load.path``."""
+    model: TransformerConfig
+    moe: MoEConfig | None
+    tokenizer: str
+    """Folder of a published model; empty for that of a checkpoint."""
+    keeps_tokenizer: bool
+    """Whether one lies there."""
+    dtype: str
+    longest: int
+    """Tokens of its context; 0 where nothing is said."""
+
+
+def find_origin(model: str) -> Origin:
+    """What a Hugging Face folder, a checkpoint, or the folder of a run holds.
+
+    Raises:
+        ValueError: the weights do not say what model they are of, or have the names of another system.
+        CheckpointingException: there are none.
+    """
+    if is_huggingface(model):
+        source = HuggingFaceFolder(directory=Path(model))
+        path, tokenizer, keeps, dtype = model, model, True, "float32" if source.dtype == "float32" else "bfloat16"
+        longest = source.entries().get("max_position_embeddings", 0)
+    else:
+        path = str(steps_folder(model))
+        source = resolve_folder(path)
+        check_names(source, path)
+        tokenizer, longest, dtype = "", 0, "float32"
+        keeps = "tokenizer/tokenizer.json" in read_manifest(source).assets
+    stored = stored_model(source)
+    if stored is None:
+        raise ValueError(f"{source} does not say what model it holds; save it with `mcore train`, or import it from a Hugging Face folder")
+    return Origin(path=path, model=stored[0], moe=stored[1], tokenizer=tokenizer, keeps_tokenizer=keeps, dtype=dtype, longest=longest)
+
+
+def steps_folder(path: str | Path) -> str | Path:
+    """The folder of steps of a run where ``path`` is that of the run; else ``path``."""
+    inside = Path(path) / "checkpoints"
+    return inside if inside.is_dir() and not is_checkpoint(path) else path
