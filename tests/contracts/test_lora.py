@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""LoraTarget: stacked experts take adapters from the trunk; and what a checkpoint keeps of adapters merges as the model itself does."""
+"""LoraTarget: stacked experts take adapters from the trunk, beside weights in fp8 too; adapters of a checkpoint merge as in the model."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from mcore_ckpt.hf import StoredAdapter
 from mcore_moe import GroupedMLP, MoEConfig, SequentialMLP, moe_feed_forward
 from mcore_parallel import ProcessGroups
 from mcore_parallel.models import FeedForwardBuilder, GPTModel, TransformerConfig, dense_feed_forward
-from mcore_parallel.tensor_parallel import LoraConfig, LoraTarget, add_lora, is_adapter, merge_lora
+from mcore_parallel.tensor_parallel import LoraConfig, LoraTarget, QuantizableLoraTarget, add_lora, is_adapter, merge_lora
 from mcore_parallel.training import model_state
 from tests.contracts.conformance import mismatches
 
@@ -27,7 +27,8 @@ FEED_FORWARDS: dict[str, tuple[FeedForwardBuilder, tuple[str, ...]]] = {
 @pytest.mark.parametrize("kind", [GroupedMLP, SequentialMLP])
 def test_stacked_experts_are_targets(kind: type[GroupedMLP | SequentialMLP]) -> None:
     experts = kind(4, 8, 12, ONE)
-    assert isinstance(experts, LoraTarget) and mismatches(experts, LoraTarget) == []
+    for protocol in (LoraTarget, QuantizableLoraTarget):
+        assert isinstance(experts, protocol) and mismatches(experts, protocol) == []
 
 
 @pytest.mark.parametrize("name", FEED_FORWARDS)

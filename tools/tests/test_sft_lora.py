@@ -3,6 +3,7 @@
 """A published model is tuned by adapters alone, which are saved, go on, and are exported merged or by themselves."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,24 @@ def test_adapters_beside_eight_bit_weights_learn_go_on_and_merge_onto_the_origin
     capsys.readouterr()
     assert tune(published, chat, tmp_path / "twice", *steps, "train.steps=6", "lora.base_dtype=fp8") == 1
     assert "lora.base_dtype='fp8', and the adapters in" in capsys.readouterr().err
+
+
+def test_experts_beside_adapters_are_kept_in_eight_bits(published: Path, chat: Path, tmp_path: Path) -> None:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "max_position_embeddings": 256}
+    mixture = shutil.copytree(published, tmp_path / "mixture")
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, num_key_value_heads=2, head_dim=16)).save_pretrained(mixture)
+    targets = ("lora.targets=[qkv,experts]", "train.steps=2", "train.eval_interval=0")
+    for name, more in (("wide", ()), ("narrow", ("lora.base_dtype=fp8_weight_only",))):
+        assert tune(mixture, chat, tmp_path / name, *targets, *more) == 0
+    assert losses(tmp_path / "wide") == pytest.approx(losses(tmp_path / "narrow"), rel=0.02)
+    assert losses(tmp_path / "wide") != losses(tmp_path / "narrow")
+    # The export adds adapters to the original weights.
+    base, merged = (dict(import_hf(folder).tensors) for folder in (mixture, tmp_path / "narrow" / "hf"))
+    changed = {name for name, tensor in base.items() if not torch.equal(tensor, merged[name])}
+    assert changed == {"layers.0.attention.qkv.weight", "layers.0.mlp.experts.up", "layers.0.mlp.experts.down"}
 
 
 LAYOUTS = {

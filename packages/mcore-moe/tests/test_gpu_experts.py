@@ -15,7 +15,7 @@ from mcore_parallel.graphs import graph_modules
 from mcore_parallel.models import GPTModel, Site, TransformerConfig
 from mcore_parallel.nn import ACTIVATIONS, Activation, Step
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
-from mcore_parallel.tensor_parallel import MainGradient
+from mcore_parallel.tensor_parallel import LoraConfig, MainGradient
 from mcore_parallel.training import Batch, CrossEntropyObjective, train_step
 
 pytestmark = pytest.mark.gpu
@@ -218,3 +218,30 @@ def test_a_graph_of_the_layer_has_its_bits(choice: str, patterns: tuple[str, ...
     assert report is not None and report.graphs and report.replays and set(report.eager) <= {"warm-up"}
     assert found[0] == wanted[0]
     assert all(torch.equal(a, b) for a, b in zip(found[1], wanted[1], strict=True))
+
+
+def test_frozen_experts_in_eight_bits_are_those_with_the_rounded_weights() -> None:
+    groups = ProcessGroups.single()
+    rounded, narrow = (GroupedMLP(4, 64, 128, groups, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    for experts in (rounded, narrow):
+        experts.requires_grad_(False)
+        experts.add_lora(LoraConfig(rank=8, base_dtype="fp8_weight_only"), 7)
+        for name, parameter in experts.named_parameters():
+            generator = torch.Generator("cuda").manual_seed(len(name))
+            torch.nn.init.normal_(parameter, std=0.1, generator=generator)
+    assert narrow.quantize_base() and narrow.up.dtype == torch.float8_e4m3fn
+    for name in ("up", "down"):
+        # Exact in bfloat16.
+        value = getattr(narrow, name).flatten(1, -2).float() * narrow._stored[name].inverse_NO1
+        getattr(rounded, name).data.copy_(value.view_as(getattr(narrow, name)))
+    ends = torch.tensor([5, 5, 30, 40], dtype=torch.int32, device="cuda")
+    results = []
+    for experts in (rounded, narrow):
+        generator = torch.Generator("cuda").manual_seed(3)
+        rows = torch.randn(40, 64, dtype=torch.bfloat16, device="cuda", generator=generator).requires_grad_()
+        y = experts(rows, ends)
+        y.backward(torch.randn(y.shape, dtype=y.dtype, device="cuda", generator=generator))
+        adapters = [parameter.grad for parameter in experts.parameters() if parameter.requires_grad]
+        results.append([y.detach(), rows.grad, *adapters])
+    for found, expected in zip(*results, strict=True):
+        assert found is not None and torch.equal(found, expected)

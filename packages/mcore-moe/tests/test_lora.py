@@ -2,15 +2,18 @@
 # Copyright (c) 2026 the mcore authors
 """Adapters of stacked experts train as on one rank in every layout, and merge into the stacks."""
 
+import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from mcore_moe import MoEConfig, moe_feed_forward
+from mcore_moe import GroupedMLP, MoEConfig, SequentialMLP, moe_feed_forward
 from mcore_parallel import ParallelPlan, ProcessGroups, named_shards
+from mcore_parallel.backends import Fp8Config, choose_backend, quantize_base
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.nn import RecomputeConfig, Step
@@ -23,6 +26,7 @@ CONFIG = TransformerConfig(
 )
 MIXTURE = MoEConfig(num_moe_experts=4, moe_router_topk=2, moe_aux_loss_coeff=0.01)
 LORA = LoraConfig(rank=2, alpha=8.0, targets=("experts", "qkv"))
+EIGHT = dataclasses.replace(LORA, base_dtype="fp8_weight_only")
 EXPERTS = [f"layers.0.mlp.experts.{name}_lora.{half}" for name in ("up", "down") for half in "AB"]
 Run = tuple[list[float], dict[str, Any]]
 
@@ -40,9 +44,10 @@ def build(groups: ProcessGroups, config: LoraConfig = LORA, **options: Any) -> G
     return model
 
 
-def train(groups: ProcessGroups, **options: Any) -> Run:
+def train(groups: ProcessGroups, config: LoraConfig = LORA, **options: Any) -> Run:
     """Losses and gradient norms of two steps, and the parameters after them."""
-    model = build(groups, **options)
+    model = build(groups, config, **options)
+    quantize_base(model)
     sync = DistributedDataParallel(DistributedDataParallelConfig(), model, groups)
     assert set(sync.gradients()) == {name for name, _ in model.named_parameters() if is_adapter(name)} >= set(EXPERTS)
     optimizer = MegatronOptimizer(OptimizerConfig(lr=1.0, clip_grad=0.5, weight_decay=0.1), sync, groups)
@@ -55,9 +60,78 @@ def train(groups: ProcessGroups, **options: Any) -> Run:
     return numbers, model_state(model, groups)
 
 
-def test_weights_of_experts_are_not_kept_in_eight_bits() -> None:
-    with pytest.raises(ValueError, match=r"base_dtype='fp8' is for linear layers, and targets='experts' names layers\.0\.mlp\.experts"):
-        build(ProcessGroups.single(), LoraConfig(rank=2, targets=("qkv", "experts"), base_dtype="fp8"))
+def test_experts_that_cannot_be_kept_in_eight_bits_are_refused() -> None:
+    narrow = LoraConfig(rank=2, targets=("qkv", "experts"), base_dtype="fp8")
+    with pytest.raises(ValueError, match=r'base_dtype="fp8" multiplies in fp8, and experts .*; use base_dtype="fp8_weight_only"'):
+        build(ProcessGroups.single(), narrow)
+    groups = ProcessGroups.single()
+    experts = GroupedMLP(2, 16, 32, groups, layers=choose_backend("torch", fp8=Fp8Config(recipe="rowwise")).layers(0, 1))
+    with pytest.raises(ValueError, match="computes the products of experts, and so do the layers of GroupedMLP"):
+        experts.add_lora(dataclasses.replace(narrow, base_dtype="fp8_weight_only"), 0)
+    assert not experts.has_lora
+    model = build(groups, EIGHT)
+    quantize_base(model)
+    with pytest.raises(ValueError, match=r"layers\.0\.attention\.qkv\.weight is in fp8"):
+        merge_lora(model)
+    model = build(groups, dataclasses.replace(EIGHT, targets=("experts",)))
+    assert quantize_base(model) == ["layers.0.mlp.experts"] and quantize_base(model) == []
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.experts\.up is in fp8"):
+        merge_lora(model)
+
+
+def check_rounded(plans: list[ParallelPlan]) -> None:
+    """Outputs and gradients of experts in eight bits against those of experts that hold the rounded values."""
+    for plan, kind, bias in itertools.product(plans, (GroupedMLP, SequentialMLP), (False, True)):
+        groups = ProcessGroups.build(plan) if plan.world_size > 1 else ProcessGroups.single()
+        rounded, narrow = (kind(4, 16, 24, groups, bias=bias, dtype=torch.float64) for _ in range(2))
+        for experts in (rounded, narrow):
+            experts.add_lora(EIGHT, 7)
+            for name, parameter in experts.named_parameters():
+                torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(len(name)))
+                parameter.requires_grad_(is_adapter(name))
+        wide = {name: getattr(narrow, name).detach().clone() for name in ("up", "down")}
+        assert narrow.quantize_base() and not narrow.quantize_base()
+        for name, before in wide.items():
+            stored = getattr(narrow, name)
+            assert stored.dtype == torch.float8_e4m3fn and stored.shape == before.shape and stored.nbytes == before.numel()
+            value = (stored.double().flatten(1, -2) * narrow._stored[name].inverse_NO1.double()).view(before.shape)
+            assert 1e-3 < ((value - before).norm() / before.norm()).item() < 0.04
+            getattr(rounded, name).data.copy_(value)
+        ends = torch.tensor([3, 3, 10, 12][: len(wide["up"])], dtype=torch.int32)
+        results = []
+        for experts in (rounded, narrow):
+            generator = torch.Generator().manual_seed(3)
+            rows = torch.randn(13, 16, dtype=torch.float64, generator=generator).requires_grad_()
+            weights = torch.rand(13, dtype=torch.float64, generator=generator).requires_grad_()
+            y = experts(rows, ends, weights)[: int(ends[-1])]
+            y.backward(torch.randn(y.shape, dtype=torch.float64, generator=generator))
+            assert rows.grad is not None and experts.up.grad is None and experts.down.grad is None
+            own = {name: parameter.grad for name, parameter in experts.named_parameters() if is_adapter(name)}
+            results.append([y.detach(), rows.grad[: int(ends[-1])], weights.grad, *own.values()])
+        assert len(results[0]) == 7
+        for found, expected in zip(*results, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+
+
+def test_experts_in_eight_bits_are_those_with_the_rounded_weights() -> None:
+    check_rounded([ParallelPlan()])
+
+
+@pytest.mark.world(2)
+def test_ranks_that_share_or_divide_experts_round_them_alike(world) -> None:
+    world(check_rounded, plans=[ParallelPlan(dp=2, ep=2), ParallelPlan(tp=2, etp=2)])
+    world(check_layouts, expected=train(ProcessGroups.single(), config=EIGHT), config=EIGHT)
+
+
+def test_eight_bits_of_experts_survive_recomputation_and_change_only_adapters() -> None:
+    groups = ProcessGroups.single()
+    model = build(groups, EIGHT)
+    assert quantize_base(model) == ["layers.0.attention.qkv", "layers.0.mlp.experts"]
+    before, (numbers, after) = model_state(model, groups), train(groups, config=EIGHT)
+    assert numbers != serial()[0]
+    changed = [name for name in after if not torch.equal(before[name].data.float(), after[name].data.float())]
+    assert changed == [name for name in after if is_adapter(name)]
+    assert train(groups, config=EIGHT, recompute=RecomputeConfig(granularity="full"))[0] == numbers
 
 
 @functools.cache
@@ -65,7 +139,7 @@ def serial() -> Run:
     return train(ProcessGroups.single())
 
 
-def check_layouts(expected: Run) -> None:
+def check_layouts(expected: Run, config: LoraConfig = LORA) -> None:
     for plan in (
         ParallelPlan(dp=2, ep=2),
         ParallelPlan(dp=2),
@@ -73,12 +147,16 @@ def check_layouts(expected: Run) -> None:
         ParallelPlan(tp=2, etp=2, sequence_parallel=True),
         ParallelPlan(tp=2, ep=2, etp=1, sequence_parallel=True),
     ):
-        numbers, state = train(ProcessGroups.build(plan))
+        numbers, state = train(ProcessGroups.build(plan), config)
         torch.testing.assert_close(numbers, expected[0], rtol=1e-9, atol=1e-12, msg=lambda text, plan=plan: f"{plan}: {text}")
         for name, shard in state.items():
             assert isinstance(shard, TensorShard)
             part = tuple(slice(begin, begin + size) for begin, size in zip(shard.offset, shard.data.shape, strict=True))
-            torch.testing.assert_close(shard.data, expected[1][name].data[part], rtol=1e-8, atol=1e-10)
+            whole = expected[1][name].data[part]
+            if shard.data.dtype == torch.float8_e4m3fn:
+                assert torch.equal(shard.data.view(torch.uint8), whole.view(torch.uint8)), name
+            else:
+                torch.testing.assert_close(shard.data, whole, rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.world(2)

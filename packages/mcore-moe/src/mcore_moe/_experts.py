@@ -18,6 +18,7 @@ from mcore_parallel.backends import (
     Fp8GroupedProducts,
     GroupedProducts,
     GroupedProductsFactory,
+    StoredGroupedProducts,
     choose_backend,
     grouped_matmul,
     grouped_products,
@@ -87,6 +88,8 @@ class _StackedExperts(nn.Module):
         }
         self.up, self.down = local["up"], local["down"]
         self.up_bias, self.down_bias = local.get("up_bias"), local.get("down_bias")
+        self._has_own_products = False
+        self._stored: dict[str, StoredGroupedProducts] = {}
         self.up_lora: ExpertLora | None = None
         self.down_lora: ExpertLora | None = None
 
@@ -106,8 +109,19 @@ class _StackedExperts(nn.Module):
         """Put an adapter beside each of the two stacks, as of ``mcore_parallel.tensor_parallel.LoraTarget``.
 
         Raises:
-            ValueError: dropout, which would depend on how tokens are sent; a rank that grouped products do not take.
+            ValueError: dropout, which would depend on how tokens are sent; a rank that grouped products do not take; a ``base_dtype`` of
+                "fp8", or beside products of other layers.
         """
+        if config.base_dtype is not None and self._has_own_products:
+            raise ValueError(
+                f"base_dtype={config.base_dtype!r} computes the products of experts, and so do the layers of {type(self).__name__}; build "
+                "the model without fp8 and without backend te, or leave experts out of targets"
+            )
+        if config.base_dtype == "fp8":
+            raise ValueError(
+                'base_dtype="fp8" multiplies in fp8, and experts beside adapters are multiplied in the model\'s dtype; use '
+                'base_dtype="fp8_weight_only", or leave experts out of targets'
+            )
         if config.dropout:
             raise ValueError(f"dropout={config.dropout} would depend on where the rows of experts lie; set it to 0, or leave experts out")
 
@@ -117,9 +131,23 @@ class _StackedExperts(nn.Module):
 
         self.up_lora, self.down_lora = adapter("up", 0), adapter("down", 1)
 
+    def quantize_base(self) -> bool:
+        """As ``mcore_parallel.tensor_parallel.QuantizableLoraTarget``: e4m3 values, a scale per expert and output feature."""
+        if self._stored or self.up_lora is None or self.up_lora.config.base_dtype is None:
+            return False
+        # Ranks that share an expert hold parts of the inputs of down.
+        self._stored = {"up": StoredGroupedProducts.of(self.up), "down": StoredGroupedProducts.of(self.down, group=self.groups.expt_tp)}
+        return True
+
     @torch.no_grad()
     def merge_lora(self) -> None:
-        """Add the adapters to the weights, and remove them."""
+        """Add the adapters to the weights, and remove them.
+
+        Raises:
+            ValueError: the weights are in fp8 and can take no sum.
+        """
+        if self._stored:
+            raise ValueError("up and down are in fp8 (quantize_base); merge into a model with the weights as they were loaded")
         for weight, adapter in ((self.up, self.up_lora), (self.down, self.down_lora)):
             if adapter is not None:
                 delta = adapter.delta()
@@ -135,18 +163,23 @@ class _StackedExperts(nn.Module):
             weights_R: of the results of the rows; None for 1.
         """
         with self.memory.offloading("expert_fc1", self):
-            x_RW = self._multiply("up", rows_RD, self.up.flatten(1, -2), ends_N)
+            x_RW = self._multiply_base("up", rows_RD, self.up.flatten(1, -2), ends_N)
             x_RW = x_RW if self.up_lora is None else x_RW + self._low_rank(self.up_lora, rows_RD, ends_N)
             x_RW = x_RW if self.up_bias is None else x_RW + _rows_of_experts(self.up_bias.flatten(1), len(rows_RD), ends_N)
         with self.memory.offloading("moe_act", self):
             y_RF = self.activation(x_RW, weights=weights_R, num_rows=ends_N[-1:])
-        y_RD = self._multiply("down", y_RF, self.down, ends_N)
+        y_RD = self._multiply_base("down", y_RF, self.down, ends_N)
         y_RD = y_RD if self.down_lora is None else y_RD + self._low_rank(self.down_lora, y_RF, ends_N)
         bias_ND = self._down_bias()
         if bias_ND is None:
             return y_RD
         bias_RD = _rows_of_experts(bias_ND, len(rows_RD), ends_N)
         return y_RD + (bias_RD if weights_R is None else bias_RD * weights_R.to(bias_RD.dtype).unsqueeze(-1))
+
+    def _multiply_base(self, name: str, rows_RI: Tensor, weight_NOI: Tensor, ends_N: Tensor) -> Tensor:
+        """By one of the stacks, as it is kept."""
+        stored = self._stored.get(name)
+        return self._multiply(name, rows_RI, weight_NOI, ends_N) if stored is None else stored.matmul(rows_RI, weight_NOI, ends_N)
 
     def _multiply(self, name: str, rows_RI: Tensor, weight_NOI: Tensor, ends_N: Tensor) -> Tensor:
         """By one matrix an expert; where the gradient of the weights goes, unless a compiler looks."""
@@ -209,6 +242,7 @@ class GroupedMLP(_StackedExperts):
             if not isinstance(products, Fp8GroupedProducts):
                 raise ValueError(f"layers={type(layers).__name__} take the rows of experts on the host; use TEGroupedMLP")
             self._products[name] = products
+        self._has_own_products = bool(self._products)
 
     @property
     def is_quantized(self) -> bool:
@@ -263,6 +297,7 @@ class TEGroupedMLP(_StackedExperts):
         options: dict[str, Any] = {"activation": activation, "bias": bias, "memory": memory, "dtype": dtype, "device": device}
         super().__init__(num_experts, hidden_size, ffn_size, groups, **options)
         self._products = _products(self, layers)
+        self._has_own_products = bool(self._products)
         self._multiple = max(1, get_align_size_for_quantization(quantization(layers)))
 
     def parameters_changed(self) -> None:

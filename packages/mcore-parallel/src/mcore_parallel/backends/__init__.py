@@ -10,6 +10,7 @@ from mcore_parallel.backends._grouped import GroupedLinear, GroupedProducts, che
 from mcore_parallel.backends._protocol import Backend, BackendLayers, GroupedProductsFactory, NormColumnLinear
 from mcore_parallel.backends._quantize import Scaled, quantize_rows, scaled_product
 from mcore_parallel.backends._quantized_base import quantize_base
+from mcore_parallel.backends._stored_grouped import StoredGroupedProducts
 from mcore_parallel.backends._torch import TorchBackend
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "GroupedProductsFactory",
     "NormColumnLinear",
     "Scaled",
+    "StoredGroupedProducts",
     "TorchBackend",
     "check_grouped_width",
     "choose_backend",

@@ -80,14 +80,14 @@ class _GroupedMatmul(torch.autograd.Function):
         ctx.main_grad = main_grad
         ctx.later = None if torch.compiler.is_compiling() else DeferredWeightGrads()
         ctx.save_for_backward(rows_RI, weight_NOI, ends_N)
-        return _product(rows_RI, weight_NOI.transpose(1, 2), ends_N)
+        return expert_product(rows_RI, weight_NOI.transpose(1, 2), ends_N)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         rows_RI, weight_NOI, ends_N = ctx.saved_tensors
         # The kernels refuse the broadcast gradient of a sum.
         grad_RO = grads[0].contiguous()
-        grad_RI = _product(grad_RO, weight_NOI, ends_N) if ctx.needs_input_grad[0] else None
+        grad_RI = expert_product(grad_RO, weight_NOI, ends_N) if ctx.needs_input_grad[0] else None
         grad_NOI = None
         if ctx.needs_input_grad[1]:
             weight_grad = functools.partial(finish_weight_gradient, grad_RO, rows_RI, ends_N, weight_NOI, ctx.main_grad)
@@ -112,7 +112,7 @@ def finish_weight_gradient(
     return None
 
 
-def _product(rows_RI: Tensor, weight_NIO: Tensor, ends_N: Tensor) -> Tensor:
+def expert_product(rows_RI: Tensor, weight_NIO: Tensor, ends_N: Tensor) -> Tensor:
     """``x W_e``, [R, O]."""
     if rows_RI.is_cuda and rows_RI.dtype == torch.bfloat16 and rows_RI.shape[0]:
         return F.grouped_mm(rows_RI, weight_NIO, offs=ends_N)

@@ -14,7 +14,7 @@ from mcore_parallel.backends._fp8_products import fits, gather_rows
 from mcore_parallel.backends._quantize import MULTIPLE, Scaled, quantize_rows, scaled_product, turn
 from mcore_parallel.comm import all_gather, all_reduce, reduce_scatter, start_all_reduce, start_reduce_scatter, wait
 from mcore_parallel.groups import Group
-from mcore_parallel.tensor_parallel import Route, adapted_layers
+from mcore_parallel.tensor_parallel import QuantizableLoraTarget, Route, adapted_layers
 
 # T tokens (t of this rank), I input features of this rank, O output features of this rank
 
@@ -25,15 +25,16 @@ _E4M3 = torch.float8_e4m3fn
 def quantize_base(model: nn.Module) -> list[str]:
     """Keep the weights of the layers whose adapters say so (``LoraConfig.base_dtype``) in eight bits, and give up the wide ones.
 
-    A weight [O, I] becomes e4m3 values with a scale per output feature. Scales are powers of two: the rounded weights are exact in
-    bfloat16, and those of tp ranks are the bits of one rank. The parameters keep their names and shapes, without their scales, so a
-    checkpoint must hold the adapters alone (``is_adapter``). Call it when the base weights are loaded, on the device where they stay.
+    A weight [O, I] becomes e4m3 values with a scale per output feature, and so does that of each stacked expert. Scales are powers of two:
+    the rounded weights are exact in bfloat16, and those of tp ranks are the bits of one rank. The parameters keep their names and shapes,
+    without their scales, so a checkpoint must hold the adapters alone (``is_adapter``). Call it when the base weights are loaded, on the
+    device where they stay.
 
     Args:
         model: one stage, or the chunks of one, after ``add_lora``; changed in place.
 
     Returns:
-        Names of the layers that are kept so, in the model's order.
+        Names of the layers that are kept so, in the model's order, linear ones before stacked experts.
 
     Raises:
         ValueError: "fp8" on a GPU without units for one scale a row, or a layer whose products something else computes.
@@ -69,7 +70,8 @@ def quantize_base(model: nn.Module) -> list[str]:
         layer.products = StoredProducts(stored.inverse, multiply=base_dtype == "fp8")
         # Whoever knows the parameter goes on knowing it.
         layer.weight.data = stored.data.view(shape)
-    return [name for name, _, _ in chosen]
+    stacks = [name for name, module in model.named_modules() if isinstance(module, QuantizableLoraTarget) and module.quantize_base()]
+    return [*(name for name, _, _ in chosen), *stacks]
 
 
 class StoredProducts:

@@ -38,6 +38,15 @@ class LoraTarget(Protocol):
         ...
 
 
+@runtime_checkable
+class QuantizableLoraTarget(LoraTarget, Protocol):
+    """A `LoraTarget` that keeps its frozen weights as ``LoraConfig.base_dtype`` says; ``add_lora`` of it raises where it cannot."""
+
+    def quantize_base(self) -> bool:
+        """Round them, once they are loaded; whether something was rounded."""
+        ...
+
+
 def add_lora(model: nn.Module, config: LoraConfig, groups: ProcessGroups, *, seed: int = 0) -> list[str]:
     """Freeze a model and give the linear layers that ``config.targets`` name an adapter each.
 
@@ -55,7 +64,7 @@ def add_lora(model: nn.Module, config: LoraConfig, groups: ProcessGroups, *, see
 
     Raises:
         ValueError: a pattern that names no linear layer on any stage, or a layer with weights that takes no adapter; one that has one;
-            ``config.base_dtype`` of weights that are not a linear layer's.
+            ``config.base_dtype`` of weights that cannot be kept so.
 
     Example:
         >>> groups = ProcessGroups.single()
@@ -79,10 +88,10 @@ def add_lora(model: nn.Module, config: LoraConfig, groups: ProcessGroups, *, see
             continue
         if module.has_lora if isinstance(module, LoraTarget) else module.lora is not None:
             raise ValueError(f"{name} has an adapter; merge_lora ends it")
-        if config.base_dtype is not None and isinstance(module, LoraTarget):
+        if config.base_dtype is not None and isinstance(module, LoraTarget) and not isinstance(module, QuantizableLoraTarget):
             raise ValueError(
-                f"base_dtype={config.base_dtype!r} is for linear layers, and targets={config.targets[matched[0]]!r} names {name}, a "
-                f"{type(module).__name__}; leave it out of targets, or base_dtype"
+                f"base_dtype={config.base_dtype!r} is for linear layers and stacked experts, and targets={config.targets[matched[0]]!r} "
+                f"names {name}, a {type(module).__name__}; leave it out of targets, or base_dtype"
             )
         if isinstance(getattr(module, "products", None), BatchInvariantProducts):
             raise ValueError(f"{name} has batch-invariant matmuls, and an adapter none; build the model without batch_invariant")
@@ -118,9 +127,13 @@ def merge_lora(model: nn.Module) -> list[str]:
         ValueError: a base weight is in fp8 and can take no sum; nothing is merged.
     """
     merged = []
-    for name, layer in adapted_layers(model):
-        if layer.weight.dtype == torch.float8_e4m3fn:
-            raise ValueError(f"{name}.weight is in fp8 (quantize_base); merge into a model with the weights as they were loaded")
+    bases = [(f"{name}.weight", layer.weight) for name, layer in adapted_layers(model)]
+    for name, module in model.named_modules():
+        own = module.named_parameters(recurse=False)
+        bases += [(f"{name}.{part}", parameter) for part, parameter in own if isinstance(module, LoraTarget) and module.has_lora]
+    for name, weight in bases:
+        if weight.dtype == torch.float8_e4m3fn:
+            raise ValueError(f"{name} is in fp8 (quantize_base); merge into a model with the weights as they were loaded")
     for name, layer in adapted_layers(model):
         assert layer.lora is not None
         with torch.no_grad():

@@ -42,7 +42,7 @@ class LoraConfig:
     base_dtype: Literal["fp8", "fp8_weight_only"] | None = None
     """Of the frozen weights beside the adapters, from ``mcore_parallel.backends.quantize_base`` on; None for the model's. "fp8": one byte a
     weight (e4m3, a scale an output feature), multiplied in fp8. "fp8_weight_only": one byte a weight, widened for each GEMM; for GPUs
-    without units for fp8."""
+    without units for fp8, and for stacked experts."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "targets", tuple(self.targets))
