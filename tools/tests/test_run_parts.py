@@ -76,6 +76,20 @@ def test_choices_of_memory_leave_every_bit(changes: tuple[str, ...], corpora: Pa
     assert train(corpora, tmp_path, *changes) == plain
 
 
+def test_attention_logits_of_a_run_are_bounded(corpora: Path, plain: list[float], tmp_path: Path) -> None:
+    high = train(corpora, tmp_path / "high", "qk_clip.threshold=1e6")
+    assert high == plain
+    rows = [json.loads(line) for line in (tmp_path / "high" / "train.jsonl").read_text(encoding="utf-8").splitlines()]
+    logits = [row["qk_clip/max_logit"] for row in rows if "qk_clip/max_logit" in row]
+    assert len(logits) == 6 and all(row["qk_clip/heads"] == 0 for row in rows if "qk_clip/heads" in row)
+    bound = max(logits) / 4
+    changes = ("optimizer.use_distributed_optimizer=true", f"qk_clip.threshold={bound}")
+    assert train(corpora, tmp_path / "low", *changes) != plain
+    rows = [json.loads(line) for line in (tmp_path / "low" / "train.jsonl").read_text(encoding="utf-8").splitlines()]
+    clipped = [row for row in rows if row.get("qk_clip/heads")]
+    assert clipped and rows[-1]["qk_clip/max_logit"] < 2 * bound
+
+
 def test_fp8_trains_near_the_model_in_its_own_dtype(corpora: Path, tmp_path: Path) -> None:
     wide = train(corpora, tmp_path / "wide", "train.dtype=float32")
     narrow = train(corpora, tmp_path / "narrow", "train.dtype=float32", "fp8.recipe=rowwise", "fp8.num_layers_at_end_in_bf16=1")
@@ -136,6 +150,9 @@ def test_documents_are_rearranged_for_filling_in(corpora: Path, tmp_path: Path) 
         (["data.blend=[x,y]"], "both name the corpus"),
         (["data.prefix=", "data.blend=[x,y]", "data.blend_weights=[1]"], "has 1 entries for 2 corpora"),
         (["data.prefix=", "data.blend=[x,y]", "data.blend_weights=[1,0]"], "holds 0.0, which must be above 0"),
+        (["qk_clip.threshold=0"], r"qk_clip\.threshold=0.0 must be above 0"),
+        (["qk_clip.alpha=0.5", "plan.pp=2"], r"qk_clip does not go with plan\.pp=2; set plan\.pp=1, or qk_clip=none"),
+        (["qk_clip.alpha=0.5", "model.qk_layernorm=true"], "which bounds logits already"),
         (["data.fim.rate=2"], r"rate=2.0 must lie in \[0, 1\]"),
     ],
 )

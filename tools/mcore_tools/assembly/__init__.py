@@ -5,6 +5,7 @@
 from mcore_tools.assembly._assemble import DTYPES, Parts, assemble, build_model, build_stage, objective
 from mcore_tools.assembly._data import Samples, check_data, datasets, step_batches, validation_batches
 from mcore_tools.assembly._fully_sharded import FullyShardedModel
+from mcore_tools.assembly._qk_clip import clip_after_steps
 from mcore_tools.assembly._rates import PEAK_FLOPS, schedule, throughput
 from mcore_tools.assembly._refused import removed_if_refused
 from mcore_tools.assembly._run import Run, assemble_run
@@ -24,6 +25,7 @@ __all__ = [
     "build_model",
     "build_stage",
     "check_data",
+    "clip_after_steps",
     "datasets",
     "has_files",
     "objective",

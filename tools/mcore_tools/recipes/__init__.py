@@ -2,7 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Named runs: functions that return a typed configuration, and the one way to change a field of it."""
 
-from mcore_tools.recipes._config import FSDPConfig, LoadConfig, LogConfig, RunConfig, TrainConfig
+from mcore_tools.recipes._config import FSDPConfig, LoadConfig, LogConfig, QKClipConfig, RunConfig, TrainConfig
 from mcore_tools.recipes._data import DataConfig, FIMConfig
 from mcore_tools.recipes._fields import add_fields_option, config_of, list_fields
 from mcore_tools.recipes._file import config_text, read_config, write_config
@@ -22,6 +22,7 @@ __all__ = [
     "FSDPConfig",
     "LoadConfig",
     "LogConfig",
+    "QKClipConfig",
     "RLConfig",
     "RecipeError",
     "RunConfig",

@@ -224,6 +224,20 @@ DATA_PARALLEL = ("ddp", "fsdp", "fsdp2")
 
 
 @dataclass(frozen=True, kw_only=True)
+class QKClipConfig:
+    """Query and key weights of heads whose attention logits grew too large shrink after each step (`mcore_parallel.nn.clip_qk`)."""
+
+    threshold: float = 100.0
+    """Of a head's greatest logit since the last step; above it, weights shrink so that it would be this."""
+    alpha: float = 0.5
+    """Exponent of a head's factor that goes to its queries; the rest goes to its keys."""
+
+    def __post_init__(self) -> None:
+        if not self.threshold > 0 or not 0 <= self.alpha <= 1:
+            raise ValueError(f"qk_clip.threshold={self.threshold} must be above 0 and qk_clip.alpha={self.alpha} in [0, 1]")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """One run.
 
@@ -267,6 +281,8 @@ class RunConfig:
     """Length, batch and pace."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=3e-3))
     """Rule of the updates."""
+    qk_clip: QKClipConfig | None = None
+    """Bound attention logits, as large learning rates need; None for no bound."""
     data: DataConfig = field(default_factory=DataConfig)
     """The corpus and its tokenizer."""
     guard: WatchdogConfig = field(default_factory=WatchdogConfig)
@@ -351,12 +367,26 @@ class RunConfig:
                 raise ValueError("ddp.overlap_param_gather=true waits inside the modules, which no graph replays; set it to false")
         if self.fsdp != FSDPConfig() and self.data_parallel != "fsdp":
             raise ValueError(f"fsdp is set, but data_parallel={self.data_parallel!r}; set data_parallel=fsdp")
+        if self.qk_clip:
+            self._check_qk_clip()
         if self.masked and (self.fp8 or self.backend != "torch"):
             raise ValueError("masked trains a BertModel, which has torch's layers in its dtype; set fp8=none and backend=torch")
         if self.offload and not self.moe and (parts := sorted({*EXPERT_PARTS} & {*self.offload.modules})):
             raise ValueError(f"offload.modules holds {parts}, which lie inside experts; this model has none, name mlp")
         if self.offload and self.cuda_graphs:
             raise ValueError("offload and cuda_graphs exclude one another: a graph keeps its own activations; set one of them to none")
+
+    def _check_qk_clip(self) -> None:
+        taken = {
+            "model.qk_layernorm=true, which bounds logits already; set it to false": self.model.qk_layernorm,
+            "masked, whose attention is not tracked; set masked=none": self.masked is not None,
+            "lora, which freezes these weights; set lora=none": self.lora is not None,
+            f"data_parallel={self.data_parallel!r}, whose weights lie in slices; set data_parallel=ddp": self.data_parallel != "ddp",
+            f"plan.pp={self.plan.pp}; set plan.pp=1": self.plan.pp > 1,
+            f"cuda_graphs={list(self.cuda_graphs)}, which replay without a look at logits; set cuda_graphs=[]": bool(self.cuda_graphs),
+        }
+        if reasons := [reason for reason, found in taken.items() if found]:
+            raise ValueError(f"qk_clip does not go with {reasons[0]}, or qk_clip=none")
 
     def _check_lora(self, lora: LoraConfig) -> None:
         if not self.load.path or self.load.take != "weights":
@@ -454,6 +484,7 @@ class RunConfig:
     def fields_of_train(self) -> list[str]:
         """Names of fields off their defaults that `mcore train` and `mcore sft` follow and no other command does."""
         unused = {"cuda_graphs": (), "dumps": DumpConfig(), "profile": ProfileConfig(), "restart": RestartConfig(), "rerun": RerunConfig()}
+        unused |= {"qk_clip": None}
         named = [name for name, default in unused.items() if getattr(self, name) != default]
         named += ["train.local_checkpoint_interval"] if self.train.local_checkpoint_interval else []
         return named + [f"log.{name}" for name in ("straggler_interval", "timers_interval", "telemetry") if getattr(self.log, name)]

@@ -12,7 +12,7 @@ import torch
 from mcore_parallel.data_parallel import DistributedDataParallel
 from mcore_parallel.graphs import GraphedModel
 from mcore_parallel.training import ProfileWindow, StepDumps, StragglerProbe, Timers
-from mcore_tools.assembly import Parts
+from mcore_tools.assembly import Parts, clip_after_steps
 from mcore_tools.recipes import RunConfig
 
 
@@ -24,7 +24,7 @@ class Instruments:
     profile: ProfileWindow
     dumps: StepDumps | None
     probe: Callable[[], dict[str, float]] | None
-    """Further numbers of each step."""
+    """Further numbers of each step; with ``qk_clip`` it bounds the weights, too."""
     graphs: GraphedModel | None
 
     @classmethod
@@ -36,7 +36,7 @@ class Instruments:
             timers=Timers(group=world, device=device) if config.log.timers_interval else None,
             profile=traces.build(rank=world.rank, model=parts.model),
             dumps=_dumps(config, parts),
-            probe=_probe(config, parts),
+            probe=_joined(_probe(config, parts), clip_after_steps(config, parts)),
             graphs=parts.graphs,
         )
 
@@ -59,6 +59,12 @@ def _dumps(config: RunConfig, parts: Parts) -> StepDumps | None:
     assert isinstance(parts.sync, DistributedDataParallel), "RunConfig refuses dumps of fsdp"
     placed = dataclasses.replace(config.dumps, output=str(Path(config.output) / config.dumps.output))
     return placed.build(parts.model, parts.groups, parts.sync)
+
+
+def _joined(*probes: Callable[[], dict[str, float]] | None) -> Callable[[], dict[str, float]] | None:
+    """The numbers of all that there are."""
+    present = [probe for probe in probes if probe is not None]
+    return (lambda: {name: value for probe in present for name, value in probe().items()}) if present else None
 
 
 def _probe(config: RunConfig, parts: Parts) -> Callable[[], dict[str, float]] | None:
