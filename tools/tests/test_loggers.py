@@ -63,6 +63,7 @@ def test_weights_and_biases_reads_the_losses_of_a_run(tmp_path: Path, monkeypatc
     assert [loss for _, loss in losses(tmp_path) if json.dumps(loss).encode() not in stored] == []
 
 
+@pytest.mark.timeout(600)
 def test_trackio_reads_the_losses_of_a_run_that_goes_on(tmp_path: Path) -> None:
     pytest.importorskip("trackio")
     config = [*changes(tmp_path), "log.trackio_project=p", "train.checkpoint_interval=2"]
@@ -71,8 +72,8 @@ def test_trackio_reads_the_losses_of_a_run_that_goes_on(tmp_path: Path) -> None:
     for steps in (2, 3):
         words = [word for change in [*config, f"train.steps={steps}"] for word in ("--set", change)]
         train_it = [sys.executable, "-m", "mcore_tools", "train", "--recipe", "gpt_tiny", *words]
-        subprocess.run(train_it, env=environment, check=True, capture_output=True, timeout=120)
+        subprocess.run(train_it, env=environment, check=True, capture_output=True, timeout=300)
     name = "run-" + (tmp_path / "run" / "trackio_run").read_text(encoding="ascii")
     ask = [Path(sys.executable).with_name("trackio"), "get", "metric", "--project", "p", "--run", name, "--metric", "loss", "--json"]
-    answer = json.loads(subprocess.run(ask, env=environment, check=True, capture_output=True, timeout=60).stdout)
+    answer = json.loads(subprocess.run(ask, env=environment, check=True, capture_output=True, timeout=120).stdout)
     assert [(row["step"], row["value"]) for row in answer["values"]] == losses(tmp_path) != []
