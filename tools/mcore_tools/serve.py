@@ -26,9 +26,10 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from mcore_ckpt import CheckpointingException
+from mcore_ckpt.hf import import_hf
 from mcore_inference import DynamicInferenceEngine, EngineDeadError
 from mcore_inference.coordinator import CoordinatedRunner, CoordinatorConfig, CoordinatorSecurity, DataParallelInferenceCoordinator
-from mcore_inference.server import InferenceServer, ServerLimits, StopSignals, serve, serve_runner
+from mcore_inference.server import InferenceServer, ServerLimits, StopSignals, WeightFolders, serve, serve_runner
 from mcore_parallel.guard import STALLED_EXIT_CODE
 from mcore_tools.arguments import Parser, endpoint, integer, number, secret
 from mcore_tools.generate import (
@@ -60,6 +61,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--tool-call-parser", choices=("hermes", "llama3_json", "mistral"), help="how the model writes calls of tools (default: no tools)"
     )
+    parser.add_argument(
+        "--weights-folder",
+        metavar="FOLDER",
+        type=Path,
+        help="a trainer may have weights of Hugging Face folders below it loaded by POST /update_weights_from_disk; needs --token-file",
+    )
     parser.add_argument("--token-file", metavar="FILE", type=secret, help="file with the secret that clients must send")
     parser.add_argument(
         "--data-parallel",
@@ -82,13 +89,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
         _check_layout(options)
-        token = options.token_file
+        token, weights = options.token_file, _weights(options)
         if not (options.prompt or options.join or int(os.environ.get("RANK", "0"))):
             _check_address(options.host, options.port, token)
         if options.expert_parallel and options.join:
             return _share_experts(words, options)
         if options.data_parallel > 1:
-            return _serve_replicas(options, token)
+            return _serve_replicas(options, token, weights)
         with opened("serve", words, options) as (engine, ranks):
             if options.prompt:
                 code = generate(engine, options.prompt, max_tokens=options.max_tokens, temperature=options.temperature)
@@ -97,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             elif options.join:
                 code = work_for(engine, options.join, options.name, _limits(options))
             else:
-                code = _serve(engine, options, token)
+                code = _serve(engine, options, token, weights)
         return code if ranks is None else end_process(code)
     except (ValueError, OSError, CheckpointingException) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -145,11 +152,23 @@ def _check_address(host: str, port: int, token: str | None) -> None:
         ) from error
 
 
+def _weights(options: argparse.Namespace) -> WeightFolders | None:
+    """Where new weights may come from; refused before a model is loaded."""
+    if options.weights_folder is None:
+        return None
+    if options.token_file is None or options.prompt or options.join or options.expert_parallel:
+        raise ValueError(
+            "--weights-folder lets a client of the server replace the model; give --token-file, and leave out --prompt, --join and "
+            "--expert-parallel"
+        )
+    return WeightFolders(root=options.weights_folder, read=lambda folder: import_hf(folder).tensors)
+
+
 def _limits(options: argparse.Namespace) -> ServerLimits:
     return ServerLimits(max_waiting_requests=options.max_waiting)
 
 
-def _serve(engine: DynamicInferenceEngine, options: argparse.Namespace, token: str | None) -> int:
+def _serve(engine: DynamicInferenceEngine, options: argparse.Namespace, token: str | None, weights: WeightFolders | None) -> int:
     """Serve until a signal comes, or the engine is given up."""
     # Listened to before the port opens, so that no client sees a server which a signal would cut off.
     with StopSignals() as signals:
@@ -161,11 +180,12 @@ def _serve(engine: DynamicInferenceEngine, options: argparse.Namespace, token: s
             model_name=Path(options.checkpoint).name,
             limits=_limits(options),
             tool_call_parser=options.tool_call_parser,
+            weights=weights,
         )
         return _wait(server, signals, options)
 
 
-def _serve_replicas(options: argparse.Namespace, token: str | None) -> int:
+def _serve_replicas(options: argparse.Namespace, token: str | None, weights: WeightFolders | None) -> int:
     """Serve by engines in processes of their own."""
     secret = secrets.token_hex(32)
     words = [options.checkpoint, "--cache-gb", str(options.cache_gb), "--max-waiting", str(options.max_waiting)]
@@ -205,6 +225,7 @@ def _serve_replicas(options: argparse.Namespace, token: str | None) -> int:
             model_name=Path(options.checkpoint).name,
             limits=_limits(options),
             tool_call_parser=options.tool_call_parser,
+            weights=weights,
         )
         return _wait(server, signals, options)
 

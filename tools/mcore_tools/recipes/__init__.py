@@ -9,7 +9,7 @@ from mcore_tools.recipes._file import config_text, read_config, write_config
 from mcore_tools.recipes._override import RecipeError, override
 from mcore_tools.recipes._published import LAYOUTS
 from mcore_tools.recipes._registry import RECIPES, recipe
-from mcore_tools.recipes._rl import CharacterShareConfig, CriticConfig, RLConfig
+from mcore_tools.recipes._rl import CharacterShareConfig, CriticConfig, RLConfig, ServedConfig
 from mcore_tools.recipes._sft import SFTConfig
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "RecipeError",
     "RunConfig",
     "SFTConfig",
+    "ServedConfig",
     "TrainConfig",
     "add_fields_option",
     "config_of",

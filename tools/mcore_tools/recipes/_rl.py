@@ -121,6 +121,50 @@ class PlacementConfig:
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServedConfig:
+    """Engines that run elsewhere, behind HTTP: they draw the answers, and take the weights of each iteration from a shared folder.
+
+    Raises:
+        ValueError: a field out of its range.
+    """
+
+    urls: tuple[str, ...]
+    """Of the servers, without path: http://host:port."""
+    kind: str = "mcore"
+    """mcore (`mcore serve --weights-folder`), vllm or sglang."""
+    folder: str = ""
+    """That trainer and servers share under one path; empty for OUTPUT/served. Weights are written there as a Hugging Face folder."""
+    model: str = "mcore"
+    """Name that the servers give the model; SGLang needs none."""
+    api_key_file: str = ""
+    """File with the bearer token that the servers ask for."""
+    logprobs: str = "processed"
+    """What the servers report: processed, of the distribution that is drawn from, or raw, which allow temperature 1 alone."""
+    in_flight: str = "recompute"
+    """What answers in flight do when weights change: recompute their keys and values, keep those, or drain."""
+    max_concurrency: int = 64
+    """Answers that a rank asks a server for at a time."""
+    timeout_s: float = 600.0
+    """Limit of an answer, and of each call of an update, in seconds; the server that is waited for is named."""
+
+    def __post_init__(self) -> None:
+        if not self.urls or len(set(self.urls)) < len(self.urls):
+            raise ValueError(f"served.urls={list(self.urls)} must name at least one server, and each once")
+        allowed = {
+            "kind": ("mcore", "vllm", "sglang"),
+            "logprobs": ("processed", "raw"),
+            "in_flight": ("recompute", "keep", "drain"),
+        }
+        for name, values in allowed.items():
+            if getattr(self, name) not in values:
+                raise ValueError(f"served.{name}={getattr(self, name)!r} must be one of {', '.join(values)}")
+        if self.max_concurrency < 1 or not self.timeout_s > 0:
+            raise ValueError(
+                f"served.max_concurrency={self.max_concurrency} must be at least 1, and served.timeout_s={self.timeout_s} above 0"
+            )
+
+
 # What is for rewards alone.
 _FOR_REWARDS = (
     *("policy", "advantage", "gae", "aggregation", "correction", "kl_beta", "kl_in_reward", "entropy_weight", "overlong"),
@@ -210,6 +254,8 @@ class RLConfig:
     """What trainer and engine give up of a device while the other one works."""
     placement: PlacementConfig | None = None
     """Trainer and engines on ranks of their own; None for both on every rank."""
+    served: ServedConfig | None = None
+    """Engines behind HTTP, of this project, vLLM or SGLang; None for an engine on every rank."""
 
     def __post_init__(self) -> None:
         if self.environment not in ENVIRONMENTS and not _IMPORTED.fullmatch(self.environment):
@@ -220,6 +266,7 @@ class RLConfig:
             raise ValueError("critic has no effect without gae; set rl.gae.lam=0.95, or leave critic out")
         self._check_instead()
         self._check_placement()
+        self._check_served()
         if self.group_size < (least := 2 if self.gae is None else 1):
             reason = ": an answer is judged against its group" if least == 2 else ""
             raise ValueError(f"group_size={self.group_size} must be at least {least}{reason}")
@@ -264,6 +311,19 @@ class RLConfig:
             raise ValueError(f"{named[0]} needs trainer and engine on the same ranks; leave it at its default, or set rl.placement=none")
         if self.num_groups < self.placement.num_engines:
             raise ValueError(f"num_groups={self.num_groups} must be at least placement.num_engines={self.placement.num_engines}; raise it")
+
+    def _check_served(self) -> None:
+        """What servers cannot do."""
+        if self.served is None:
+            return
+        beside = {
+            "placement": self.placement is not None,
+            "memory.suspend_engine": self.memory.suspend_engine,
+            "router_replay": self.router_replay,
+            "dpo.path": not self.needs_engine,
+        }
+        if named := [name for name, is_set in beside.items() if is_set]:
+            raise ValueError(f"{named[0]} needs engines of the run itself; leave it at its default, or set rl.served=none")
 
     @property
     def needs_reference(self) -> bool:

@@ -22,10 +22,12 @@ from mcore_rl import (
     ContrastiveRollout,
     FrozenWeights,
     GRPOConfig,
+    InferenceInterface,
     IterationReport,
     Learner,
     MegatronLocal,
     PreferencePairs,
+    WeightSink,
     dpo_iteration,
     grpo_iteration,
     preference_margins,
@@ -40,6 +42,7 @@ from mcore_tools.rl._evaluation import evaluation_means, evaluation_sums, num_pr
 from mcore_tools.rl._halves import Halves, run_grpo, serve_half
 from mcore_tools.rl._imitation import imitate
 from mcore_tools.rl._policy import assemble_policy
+from mcore_tools.rl._served import served_engines
 from mcore_tools.rl._teacher import open_teacher
 from mcore_tools.serving import build_engine
 from mcore_tools.training import (
@@ -117,7 +120,8 @@ class _Run:
         self._check_length()
         self.pairs = self._open_pairs()
         self.parts: Parts = assemble_policy(config, self.tokenizer, self.device, groups)
-        self.checkpoints = RunCheckpoints(config.load, self.own, source, self.parts.optimizer, describe_model(config, origin), self._group)
+        self.described = describe_model(config, origin)
+        self.checkpoints = RunCheckpoints(config.load, self.own, source, self.parts.optimizer, self.described, self._group)
         self.critic = None if self.rl.gae is None else RunCritic(config, self.parts, self.device)
         self.rates = schedule(config)
         self.state, self.position = TrainerState(), 0
@@ -194,7 +198,9 @@ class _Run:
     def _start_source(self) -> None:
         """Where pairs, or problems and answers, come from: the next ones of a run that goes on."""
         config, parts, world = self.config, self.parts, self.parts.groups.world
-        self.engine, self.interface = None, None
+        self.engine: WeightSink | None = None
+        self.interface: InferenceInterface | None = None
+        self.evaluator: InferenceInterface | None = None
         if self.halves is not None:
             return
         if self.environment is None:
@@ -202,6 +208,10 @@ class _Run:
             self.pairs.start_at(self.position, rank=world.rank, num_ranks=world.size)
             return
         self.environment.start_at(self.position, rank=world.rank, num_ranks=world.size)
+        if self.rl.served is not None:
+            self.interface, self.evaluator, self.engine = served_engines(config, self.rl.served, self.tokenizer, self.described, world)
+            refit(parts.model, parts.groups, self.engine)
+            return
         # What was drawn before the run was interrupted is not drawn again.
         seed = config.train.seed + world.rank + world.size * self.state.step
         length, cache_gb = config.train.seq_len, self.rl.cache_gb
@@ -212,7 +222,7 @@ class _Run:
         refit(parts.model, parts.groups, self.engine)
         self.rl.memory.check(optimizer=parts.optimizer, sync=parts.sync, engine=self.engine)
         self.rl.memory.training(self.engine)
-        self.interface = MegatronLocal(self.engine)
+        self.interface = self.evaluator = MegatronLocal(self.engine)
 
     def _iteration(self, grpo: GRPOConfig, step: int, lr: float) -> IterationReport:
         if self.loop is not None:
@@ -274,11 +284,11 @@ class _Run:
             return self._preferred(self.pairs.evaluation)
         if self.halves is not None:
             return self.halves.evaluated()
-        assert self.environment is not None and self.interface is not None
+        assert self.environment is not None and self.evaluator is not None
         world = self.parts.groups.world
         with self.rl.memory.generating(optimizer=self.parts.optimizer, sync=self.parts.sync, engine=self.engine):
             count = num_problems(self.config, world.rank, world.size)
-            sums = evaluation_sums(self.config, self.environment, self.interface, count)
+            sums = evaluation_sums(self.config, self.environment, self.evaluator, count)
         totals = all_reduce(torch.tensor(sums, dtype=torch.float64, device=self.device), world).tolist()
         return dict(evaluation_means(self.config, totals))
 

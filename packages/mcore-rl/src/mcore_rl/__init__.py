@@ -23,6 +23,7 @@ from mcore_rl._preference import DPOObjective, pair_batches
 from mcore_rl._reference import FrozenWeights, with_old_logprobs, with_ref_logprobs
 from mcore_rl._refit import WeightSink, gather_weights
 from mcore_rl._refit_plan import RefitPlan, RefitPlanError, WeightCopy, WeightFill, WeightShard, plan_refit
+from mcore_rl._served_weights import ServedWeights, ServedWeightsError
 from mcore_rl._shaping import OverlongPenalty
 from mcore_rl._stability import deprecated, experimental_api, internal_api
 from mcore_rl._trajectories import BatchStyle, TrajectoryBatches, rollout_batches
@@ -106,6 +107,8 @@ __all__ = [
     "Rollout",
     "RolloutGenerator",
     "RolloutServer",
+    "ServedWeights",
+    "ServedWeightsError",
     "TokenRollout",
     "TokenizedRolloutGenerator",
     "TrajectoryBatches",

@@ -46,3 +46,9 @@ def encode_json(value: Any, device: torch.device) -> Tensor:
 def decode_json(data: Tensor) -> Any:
     """The value of such bytes."""
     return json.loads(data.cpu().numpy().tobytes())
+
+
+def device_of(group: Group) -> torch.device:
+    """Where tensors must be to go over a group."""
+    on_gpu = group.pg is not None and dist.get_backend(group.pg) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

@@ -18,7 +18,7 @@ from mcore_ckpt.chunks import Box
 from mcore_parallel import Group, ProcessGroups, named_buffer_shards, named_shards
 from mcore_parallel.comm import all_reduce
 from mcore_parallel.training import model_state
-from mcore_rl._exchange import all_gather_json
+from mcore_rl._exchange import all_gather_json, device_of
 from mcore_rl._placement import Placement, RankTimeoutError
 from mcore_rl._refit import WeightSink, undivided
 from mcore_rl._refit_plan import RefitPlan, WeightCopy, WeightShard, plan_refit
@@ -132,7 +132,7 @@ class WeightTransfer:
         """The schedule of these layouts, which is made anew where any rank's has changed."""
         listing = [[part.name, part.shape, part.box.to_json(), str(part.tensor.dtype).removeprefix("torch.")] for part in parts]
         layout = [listing, taken]
-        device = parts[0].tensor.device if parts else _device(world)
+        device = parts[0].tensor.device if parts else device_of(world)
         changed = all_reduce(torch.tensor([float(self._schedule is None or layout != self._layout)], device=device), world, op="max")
         if self._schedule is None or changed.item():
             # Ranks that cut their buckets otherwise would wait for messages that nobody sends.
@@ -181,7 +181,7 @@ class WeightTransfer:
         held = {(name, part.box): undivided(part.tensor) for name in names for part in parts[name]}
         # A tensor that is all of the weight needs no copy.
         whole = {name: held.get((name, Box.whole(schedule.shapes[name]))) for name in names if name in schedule.taken}
-        device = next(iter(held.values())).device if held else _device(world)
+        device = next(iter(held.values())).device if held else device_of(world)
         incoming = {peer: _Message.of(copies, schedule.dtypes, peer, me) for peer in range(world.size) if peer != me}
         outgoing = {peer: _Message.of(copies, schedule.dtypes, me, peer) for peer in range(world.size) if peer != me}
         transfers = [(peer, message.empty(device), True) for peer, message in incoming.items() if message.copies]
@@ -243,8 +243,9 @@ def _parts(model: nn.Module, groups: ProcessGroups) -> list[_Part]:
 
 
 def _taken(engine: object) -> list[Any] | None:
-    """Boxes of an engine's model on this rank; None for one that says nothing of it, which takes whole weights."""
-    if engine is None:
+    """Boxes of an engine's model on this rank; None for one that says nothing of it, which takes whole weights. None are taken by one that
+    says ``takes_weights = False``, because it stands for an engine that another rank sends them to."""
+    if engine is None or not getattr(engine, "takes_weights", True):
         return []
     model = getattr(engine, "model", None)
     if not isinstance(model, nn.Module) or not isinstance(groups := getattr(model, "groups", None), ProcessGroups):
@@ -336,8 +337,3 @@ def _wait(work: dist.Work, end: float, device: torch.device) -> None:
             raise TimeoutError("the transfer is still under way")
         time.sleep(_POLL_S)
     work.wait()
-
-
-def _device(world: Group) -> torch.device:
-    on_gpu = world.pg is not None and dist.get_backend(world.pg) == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

@@ -5,13 +5,16 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from torch import Tensor
 
 from mcore_inference._stability import experimental_api
 from mcore_inference.coordinator._client import InferenceClient, RemoteStream
 from mcore_inference.coordinator._config import CoordinatorSecurity
 from mcore_inference.coordinator._messages import Status
-from mcore_inference.engine import EngineHealth, RequestStream
+from mcore_inference.engine import EngineHealth, RequestStream, WeightSlice
 from mcore_inference.requests import CoordinatorError, RequestError
 from mcore_inference.sampling import SamplingParams
 
@@ -108,6 +111,23 @@ class CoordinatedRunner:
             raise CoordinatorError("the runner was closed") from error
         increments.request_id = await asyncio.wrap_future(began)
         return increments
+
+    async def load_weights(
+        self,
+        chunks: Iterable[tuple[str, Tensor | WeightSlice]],
+        version: int | None = None,
+        *,
+        in_flight: Literal["recompute", "keep", "drain"] = "recompute",
+    ) -> int:
+        """Replace the weights of all engines; as ``InferenceClient.load_weights``, and so are arguments, result and errors.
+
+        Raises:
+            CoordinatorError: as there, or this runner was closed.
+        """
+        if self._loop is None or not self._thread.is_alive():
+            raise CoordinatorError("the runner was closed")
+        loading = asyncio.run_coroutine_threadsafe(self._client.load_weights(chunks, version, in_flight=in_flight), self._loop)
+        return await asyncio.wrap_future(loading)
 
     def abort(self, request_id: int) -> None:
         """End a request, from any thread; nothing happens when it has ended."""

@@ -7,5 +7,6 @@ from mcore_inference.server._limits import ServerLimits
 from mcore_inference.server._runner import Runner
 from mcore_inference.server._server import InferenceServer, serve, serve_runner
 from mcore_inference.server._signals import StopSignals
+from mcore_inference.server._weights import WeightFolders
 
-__all__ = ["ConnectionLimits", "InferenceServer", "Runner", "ServerLimits", "StopSignals", "serve", "serve_runner"]
+__all__ = ["ConnectionLimits", "InferenceServer", "Runner", "ServerLimits", "StopSignals", "WeightFolders", "serve", "serve_runner"]

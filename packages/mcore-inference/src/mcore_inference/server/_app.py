@@ -34,6 +34,7 @@ from mcore_inference.server._schema import MAX_CHOICES, ChatBody, CompletionBody
 from mcore_inference.server._stream import ClientGone, EventStream, merged, unless_gone
 from mcore_inference.server._tokenize import TokenizeRoutes
 from mcore_inference.server._tools import ToolUse
+from mcore_inference.server._weights import WeightRoute
 from mcore_inference.tool_calls import ToolCallParser, ToolFormat
 
 _DEFAULT_COMPLETION_TOKENS = 16
@@ -74,6 +75,7 @@ class Routes:
         token: clients must bring it as bearer token; None for open access.
         metrics: what ``/metrics`` answers.
         tool_format: how the model writes calls of tools; None to refuse tools.
+        weights: takes new weights from folders; None for no such route.
     """
 
     def __init__(
@@ -85,8 +87,10 @@ class Routes:
         token: str | None,
         metrics: ServerMetrics,
         tool_format: ToolFormat | None = None,
+        weights: WeightRoute | None = None,
     ) -> None:
         self._runner = runner
+        self._weights = weights
         self._reader = reader
         self._encoder = encoder
         self._tokenizer = encoder.tokenizer
@@ -117,6 +121,8 @@ class Routes:
         texts = TokenizeRoutes(self._reader, self._encoder, self._runner)
         app.add_api_route("/tokenize", texts.tokenize, methods=["POST"], dependencies=guard)
         app.add_api_route("/detokenize", texts.detokenize, methods=["POST"], dependencies=guard)
+        if self._weights is not None:
+            app.add_api_route("/update_weights_from_disk", self._weights.update, methods=["POST"], dependencies=guard)
         return RequestIds(app, self._metrics.count_response)
 
     # -- small routes ------------------------------------------------------------------------------------------------
@@ -131,7 +137,9 @@ class Routes:
         return JSONResponse(body, 200 if health.alive else 503)
 
     async def openapi(self) -> JSONResponse:
-        return JSONResponse(openapi_document(self._model_name, needs_token=self._token is not None))
+        return JSONResponse(
+            openapi_document(self._model_name, needs_token=self._token is not None, takes_weights=self._weights is not None)
+        )
 
     async def metrics(self, request: Request) -> Response:
         write, content_type = choose_encoder(request.headers.get("accept", ""))
@@ -171,6 +179,7 @@ class Routes:
             texts.append("" if not body.echo else prompt if isinstance(prompt, str) else self._encoder.decode(prompt))
             for choice in range(body.num_choices):
                 more = {"return_log_probs": body.logprobs is not None, "top_n_logprobs": body.logprobs or 0}
+                more["processed_log_probs"] = body.logprobs is not None and body.logprobs_mode == "processed_logprobs"
                 if body.echo and body.logprobs is not None:
                     more["skip_prompt_log_probs"] = False
                 params.append(self._params(body, budget, choice, more))
@@ -306,6 +315,8 @@ class Routes:
             "logprobs": values,
             "finish_reason": record.finish_reason,
         }
+        if call.body.return_token_ids:
+            choice["weight_versions"] = [version for version, count in record.weight_versions for _ in range(count)]
         return choice | self._ids(call, record.generated_tokens, record.prompt_tokens)
 
     def _completion_delta(self, call: _GenerationCall, index: int, increment: Increment, sent: int) -> dict[str, Any]:

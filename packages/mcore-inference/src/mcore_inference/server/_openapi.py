@@ -7,20 +7,21 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from mcore_inference.server._schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from mcore_inference.server._schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, UpdateWeightsBody
 
 _REFS = "#/components/schemas/{model}"
-_BODIES = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+_BODIES = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, UpdateWeightsBody)
 _STRING, _INTEGER, _NUMBER = {"type": "string"}, {"type": "integer"}, {"type": "number"}
 _ANY_OBJECT = {"type": "object"}
 
 
-def openapi_document(model_name: str, *, needs_token: bool) -> dict[str, Any]:
+def openapi_document(model_name: str, *, needs_token: bool, takes_weights: bool = False) -> dict[str, Any]:
     """The document, OpenAPI 3.1.
 
     Args:
         model_name: the one model.
         needs_token: whether clients bring a bearer token.
+        takes_weights: whether there is the route for new weights.
     """
     _, bodies = models_json_schema([(model, "validation") for model in _BODIES], ref_template=_REFS)
     for name in _BODIES:
@@ -42,6 +43,11 @@ def openapi_document(model_name: str, *, needs_token: bool) -> dict[str, Any]:
         "/tokenize": _post("tokenize", "Tokens of a text", TokenizeBody, "Tokens", codes - {"429", "500", "503"}, needs_token),
         "/detokenize": _post("detokenize", "Text of tokens", DetokenizeBody, "Detokenized", codes - {"429", "500", "503"}, needs_token),
     }
+    if takes_weights:
+        refusals = codes - {"429"}
+        paths["/update_weights_from_disk"] = _post(
+            "update_weights", "Take the weights of a folder", UpdateWeightsBody, "WeightUpdate", refusals, needs_token
+        )
     for item in paths.values():
         for operation in item.values():
             if "401" in operation["responses"]:
@@ -118,11 +124,16 @@ def _answers() -> dict[str, dict[str, Any]]:
         "Model": _object(model),
         "ModelList": _object({"object": {"const": "list"}, "data": _array(_ref("Model"))}),
         "Completion": _object(
-            {**envelope, "object": {"const": "text_completion"}, "choices": _array(_object({**choice, "text": _STRING}, **ids))}
+            {
+                **envelope,
+                "object": {"const": "text_completion"},
+                "choices": _array(_object({**choice, "text": _STRING}, **ids, weight_versions=tokens)),
+            }
         ),
         "ChatCompletion": _object(
             {**envelope, "object": {"const": "chat.completion"}, "choices": _array(_object({**choice, "message": message}, **ids))}
         ),
         "Tokens": _object({"count": _INTEGER, "max_model_len": _INTEGER, "tokens": tokens, "token_strs": _or_null(_array(_STRING))}),
         "Detokenized": _object({"prompt": _STRING}),
+        "WeightUpdate": _object({"success": {"const": True}, "message": _STRING, "weight_version": _INTEGER}),
     }

@@ -179,6 +179,8 @@ class CompletionBody(_Sampling):
     max_tokens: int | None = Field(default=None, ge=0, le=_MAX_TOKENS)
     """16 when absent."""
     logprobs: int | None = Field(default=None, ge=0, le=20)
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] | None = None
+    """Of the logits as they are, as when absent; or of the distribution that each token was drawn from."""
     echo: bool | None = None
     best_of: Literal[1] | None = None
     suffix: None = None
@@ -230,3 +232,17 @@ class DetokenizeBody(BaseModel):
 
     model: ModelName = ""
     tokens: Annotated[list[Token], Field(max_length=_MAX_TOKENS)]
+
+
+class UpdateWeightsBody(BaseModel):
+    """Body of ``/update_weights_from_disk``."""
+
+    model_config = EXACT
+
+    model: ModelName = ""
+    model_path: Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+    """Folder below the server's root of weights."""
+    weight_version: int = Field(ge=0, lt=2**53)
+    """That tokens of these weights are reported with."""
+    in_flight: Literal["recompute", "keep", "drain"] = "recompute"
+    """What answers in flight do."""

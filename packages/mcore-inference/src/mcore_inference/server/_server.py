@@ -24,6 +24,7 @@ from mcore_inference.server._metrics import ServerMetrics
 from mcore_inference.server._prompts import PromptEncoder, check_tool_template
 from mcore_inference.server._runner import Runner
 from mcore_inference.server._signals import StopSignals
+from mcore_inference.server._weights import WeightFolders, WeightLoader, WeightRoute
 from mcore_inference.text import Tokenizer
 from mcore_inference.tool_calls import tool_format
 
@@ -149,6 +150,7 @@ def serve(
     model_name: str = "mcore",
     limits: ServerLimits | None = None,
     tool_call_parser: str | None = None,
+    weights: WeightFolders | None = None,
 ) -> InferenceServer:
     """Serve ``/v1/completions``, ``/v1/chat/completions``, ``/v1/models``, ``/health``, ``/metrics`` and a playground in the background.
 
@@ -162,13 +164,15 @@ def serve(
         limits: on bodies, the queue, the engine and connections; None for the defaults.
         tool_call_parser: how the model writes calls of tools: ``hermes`` (Hermes, Qwen), ``llama3_json`` or ``mistral``; None to refuse
             ``tools``. The tokenizer's chat template has to write tools.
+        weights: folders whose weights a client may have loaded by ``/update_weights_from_disk``, which needs a token; None for no such
+            route.
 
     Returns:
         The server, accepting requests.
 
     Raises:
-        ValueError: no tokenizer; an address beyond loopback without token; an empty token; a port or limit out of range; tp above 1; an
-            unknown parser, or a chat template that leaves tools out.
+        ValueError: no tokenizer; an address beyond loopback or ``weights`` without token; an empty token; a port or limit out of range; tp
+            above 1; an unknown parser, or a chat template that leaves tools out.
         PortInUseError: names the port.
         OSError: the address is not one of this machine; names it.
     """
@@ -186,8 +190,9 @@ def serve(
         )
 
     return serve_runner(
-        run, tokenizer, host=host, port=port, token=token, model_name=model_name, limits=limits, tool_call_parser=tool_call_parser
-    )
+        run, tokenizer, host=host, port=port, token=token, model_name=model_name, limits=limits, tool_call_parser=tool_call_parser,
+        weights=weights,
+    )  # fmt: skip
 
 
 @experimental_api
@@ -201,6 +206,7 @@ def serve_runner(
     model_name: str = "mcore",
     limits: ServerLimits | None = None,
     tool_call_parser: str | None = None,
+    weights: WeightFolders | None = None,
 ) -> InferenceServer:
     """``serve`` over what generates elsewhere, such as ``mcore_inference.coordinator.CoordinatedRunner``.
 
@@ -213,6 +219,7 @@ def serve_runner(
         model_name: name in answers.
         limits: those on bodies and connections count here; those on the queue and the engine are the engines' own.
         tool_call_parser: as of ``serve``.
+        weights: as of ``serve``; the runner needs ``load_weights``.
 
     Returns:
         The server, accepting requests.
@@ -226,6 +233,8 @@ def serve_runner(
         raise ValueError("token='' is empty; give a secret, or None on a loopback address")
     if token is None and not is_loopback(host):
         raise ValueError(f"host={host!r} is reachable from other machines; give a token, or bind to 127.0.0.1")
+    if token is None and weights is not None:
+        raise ValueError(f"weights={weights.root} lets clients replace the model; give a token")
     if not 0 <= port < 2**16:
         raise ValueError(f"port={port} must lie in 0..65535; 0 takes a free one")
     limits = ServerLimits() if limits is None else limits
@@ -239,10 +248,15 @@ def serve_runner(
         listener.close()
         raise
     hosts = ["127.0.0.1", "localhost", "[::1]", host] if token is None else ["*"]
+    if weights is not None and not isinstance(runner, WeightLoader):
+        runner.close()
+        listener.close()
+        raise ValueError(f"weights={weights.root}: a {type(runner).__name__} has no load_weights; leave it out")
     metrics = ServerMetrics(runner)
     reader = BodyReader(model_name, limits.max_body_bytes)
     encoder = PromptEncoder(tokenizer, lambda: runner.max_sequence_length, limits.max_characters_per_token)
-    routes = Routes(runner, reader=reader, encoder=encoder, token=token, metrics=metrics, tool_format=form)
+    route = WeightRoute(reader, runner, weights) if weights is not None and isinstance(runner, WeightLoader) else None
+    routes = Routes(runner, reader=reader, encoder=encoder, token=token, metrics=metrics, tool_format=form, weights=route)
     protocol = ConnectionGuard(limits.connections, metrics.count_response)
     config = uvicorn.Config(
         routes.app(hosts),

@@ -2,13 +2,18 @@
 # Copyright (c) 2026 the mcore authors
 """Where continuations come from."""
 
+from mcore_rl.inference._balanced import BalancedInference
 from mcore_rl.inference._chat import ChatInferenceInterface, MegatronChatLocal
+from mcore_rl.inference._http import PeerError, PeerReplyError, PeerTimeoutError
 from mcore_rl.inference._hugging_face import HFInference
 from mcore_rl.inference._interface import InferenceInterface
 from mcore_rl.inference._local import MegatronLocal
-from mcore_rl.inference._openai import OpenAIInference, PeerError, PeerReplyError, PeerTimeoutError
+from mcore_rl.inference._openai import OpenAIInference
+from mcore_rl.inference._sglang import SGLangInference
+from mcore_rl.inference._weight_server import WeightServer
 
 __all__ = [
+    "BalancedInference",
     "ChatInferenceInterface",
     "HFInference",
     "InferenceInterface",
@@ -18,4 +23,6 @@ __all__ = [
     "PeerError",
     "PeerReplyError",
     "PeerTimeoutError",
+    "SGLangInference",
+    "WeightServer",
 ]

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""What all engines behind HTTP have in common: limits of what is asked, and checks of what is answered."""
+
+import asyncio
+import json
+import math
+import weakref
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from mcore_rl._types import GenericGenerationArgs, InferenceRequest, InferenceResponse
+from mcore_rl.inference._http import HttpPeer, PeerReplyError
+from mcore_rl.inference._interface import InferenceInterface, answer_all
+
+if TYPE_CHECKING:
+    from mcore_parallel.data import Tokenizer
+
+# At these values the distribution that tokens are drawn from is that of the raw logits.
+_RAW = {"temperature": (None, 1), "top_k": (None, 0, -1), "top_p": (None, 0, 1)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerAnswer:
+    """What a server says of one continuation, as it came."""
+
+    text: Any
+    tokens: Any
+    """Generated ids."""
+    scores: Any
+    """Of each, its log-probability."""
+    reason: Any
+    prompt: Any = None
+    """Ids that were continued, where the server repeats them."""
+    versions: Any = None
+    """Of each token, the weights that drew it, where the server says so."""
+
+
+class PeerInference(InferenceInterface):
+    """Every continuation is one POST; a subclass writes its body and reads its answer. Arguments as of `OpenAIInference`."""
+
+    path: str
+    """Of the route."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        tokenizer: "Tokenizer",
+        generation_args: GenericGenerationArgs | None = None,
+        logprobs: Literal["raw", "processed"] = "raw",
+        timeout_s: float = 600.0,
+        max_concurrency: int = 64,
+        api_key: str | None = None,
+    ) -> None:
+        self._peer = HttpPeer(url, api_key=api_key, timeout_s=timeout_s)
+        if logprobs not in ("raw", "processed"):
+            raise ValueError(f"logprobs={logprobs!r} must be 'raw' or 'processed'")
+        if max_concurrency < 1:
+            raise ValueError(f"max_concurrency={max_concurrency} must be at least 1")
+        self.url, self.tokenizer = url, tokenizer
+        self.generation_args, self.logprobs = generation_args or GenericGenerationArgs(), logprobs
+        self.timeout_s, self.max_concurrency = timeout_s, max_concurrency
+        self._check(self.generation_args)
+        self._gates: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
+
+    def encode(self, text: str) -> Sequence[int]:
+        return self.tokenizer.tokenize(text)
+
+    async def agenerate(self, request: InferenceRequest) -> list[list[InferenceResponse]]:
+        """Continuations from the server.
+
+        Raises:
+            ValueError: ``max_tokens`` is open, or the server cannot honour an argument; nothing is sent.
+            PeerTimeoutError: ``timeout_s`` went by.
+            PeerReplyError: an answer that cannot be learnt from.
+            PeerError: the server was not reached, died, or refused.
+        """
+        args = self.generation_args.add(request.generation_args)
+        self._check(args)
+        if args.max_tokens is None:
+            raise ValueError("generation_args.max_tokens=None: servers then stop after 16 tokens; set it")
+        gate = self._gates.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_concurrency))
+        return await answer_all(request, lambda prompt: self._answer(gate, list(prompt), args))
+
+    @abstractmethod
+    def _body(self, prompt: list[int], args: GenericGenerationArgs) -> dict[str, Any]:
+        """Of the request."""
+
+    @abstractmethod
+    def _read(self, content: Any) -> PeerAnswer:
+        """The answer in a JSON value.
+
+        Raises:
+            ValueError, KeyError, TypeError, AttributeError, IndexError: it is none.
+        """
+
+    def _check(self, args: GenericGenerationArgs) -> None:
+        for name, allowed in _RAW.items():
+            value = getattr(args, name)
+            if self.logprobs == "raw" and value not in allowed:
+                raise ValueError(
+                    f"generation_args.{name}={value}: log-probabilities of {self.url} are of the raw logits, not of the distribution "
+                    "drawn from; leave it open, or start the server with processed ones and set logprobs='processed'"
+                )
+
+    async def _answer(self, gate: asyncio.Semaphore, prompt: list[int], args: GenericGenerationArgs) -> InferenceResponse:
+        async with gate:
+            content = await self._peer.post(self.path, json.dumps(self._body(prompt, args)).encode())
+        try:
+            answer = self._read(json.loads(content))
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+            raise PeerReplyError(
+                f"{self.url}{self.path} gave no completion with ids and log-probabilities of its tokens ({error!r}): {content[:200]!r}"
+            ) from error
+        return self._response(prompt, args.max_tokens or 0, answer)
+
+    def _response(self, prompt: list[int], max_tokens: int, answer: PeerAnswer) -> InferenceResponse:
+        text, tokens, scores, reason, versions = answer.text, answer.tokens, answer.scores, answer.reason, answer.versions
+        if not isinstance(text, str) or reason not in ("stop", "length"):
+            raise PeerReplyError(f"{self.url} ended with text {text!r} and finish_reason={reason!r}; it must be 'stop' or 'length'")
+        if not isinstance(tokens, list) or not isinstance(scores, list) or not len(tokens) == len(scores) <= max_tokens:
+            raise PeerReplyError(
+                f"{self.url} must give up to {max_tokens} token_ids, each with a log-probability; got {str(tokens)[:200]} and "
+                f"{str(scores)[:200]}"
+            )
+        size = self.tokenizer.vocab_size
+        for token in tokens:
+            if type(token) is not int or not 0 <= token < size:
+                raise PeerReplyError(f"{self.url} drew token {token!r}, tokenizer has vocab_size={size}; serve a model of this vocabulary")
+        if answer.prompt is not None and answer.prompt != prompt:
+            raise PeerReplyError(f"{self.url} continued another prompt than it was sent; prompt_token_ids differ")
+        for score in scores:
+            if type(score) not in (int, float) or not math.isfinite(score):
+                raise PeerReplyError(f"{self.url} gave log-probability {score!r}; it must be a finite number")
+        if versions is not None and (
+            not isinstance(versions, list) or len(versions) != len(tokens) or any(type(version) is not int for version in versions)
+        ):
+            raise PeerReplyError(f"{self.url} gave weight_versions {str(versions)[:200]}; it must be a number for each token")
+        return InferenceResponse(
+            response=text,
+            token_ids=[*prompt, *tokens],
+            prompt_length=len(prompt),
+            logprobs=[float(score) for score in scores],
+            finish_reason=reason,
+            weight_versions=None if versions is None else tuple(versions),
+        )

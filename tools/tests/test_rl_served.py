@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""``mcore rl`` whose engines are servers: they take each iteration's weights, and what they cannot do is one line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_ckpt.hf import import_hf
+from mcore_inference.server import WeightFolders, serve
+from mcore_tools import reinforce
+from mcore_tools import serve as serving
+from mcore_tools.assembly import open_tokenizer
+from mcore_tools.recipes import override, recipe
+from mcore_tools.serving import build_engine
+
+pytestmark = pytest.mark.journey
+TINY = (
+    *("model.num_layers=1", "model.hidden_size=32", "model.num_attention_heads=2", "model.num_query_groups=2", "model.ffn_hidden_size=64"),
+    *("model.vocab_size=264", "data.tokenizer=byte", "train.seq_len=64"),
+    *("rl.num_groups=2", "rl.group_size=4", "train.global_batch_size=4", "train.micro_batch_size=2", "train.eval_batches=1"),
+    *("train.steps=2", "rl.imitation_steps=2", "train.eval_interval=2", "rl.generation_args.max_tokens=6"),
+)
+
+
+def run(output: Path, *changes: str) -> int:
+    return reinforce.main(
+        ["--recipe", "countdown_tiny", *(word for change in (*TINY, f"output={output}", *changes) for word in ("--set", change))]
+    )
+
+
+def rows(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "train.jsonl").read_text().splitlines()]
+
+
+def test_a_run_learns_from_a_server_that_takes_its_weights(tmp_path: Path) -> None:
+    root, secret, output = tmp_path / "shared", tmp_path / "secret", tmp_path / "run"
+    root.mkdir()
+    secret.write_text("key\n")
+    config = override(recipe("countdown_tiny"), list(TINY))
+    engine = build_engine(config, open_tokenizer("byte", config.model.vocab_size), "cpu", max_length=config.train.seq_len)
+    taken = WeightFolders(root=root, read=lambda folder: import_hf(folder).tensors)
+    with serve(engine, token="key", weights=taken) as server:
+        changes = (f"rl.served.urls=[{server.url}]", f"rl.served.folder={root / 'run'}", f"rl.served.api_key_file={secret}")
+        assert run(output, *changes) == 0
+        assert engine.weight_version == 3
+        # On with the next numbers, whatever the server had.
+        assert run(output, *changes, "train.steps=3") == 0
+    first, second, third = rows(output)
+    assert all(row["logprob_mismatch"] < 1e-4 and row["num_rollouts"] == 8 for row in (first, second, third))
+    assert "eval/reward" in second and first["loss"] != second["loss"]
+    assert [path.name for path in (root / "run").iterdir()] == ["version-00000005"] and engine.weight_version == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("rl.served.urls=[]", "served.urls=[] must name at least one server"),
+        ("rl.served.urls=[http://127.0.0.1:9] rl.served.kind=tgi", "served.kind='tgi' must be one of mcore, vllm, sglang"),
+        ("rl.served.urls=[http://127.0.0.1:9] rl.memory.suspend_engine=true", "memory.suspend_engine needs engines of the run itself"),
+        ("rl.served.urls=[http://127.0.0.1:9] rl.placement.num_engines=1", "placement needs engines of the run itself"),
+        ("rl.served.urls=[http://127.0.0.1:9] rl.served.timeout_s=5", "http://127.0.0.1:9 was lost"),
+        ("rl.served.urls=[http://127.0.0.1:9] rl.served.api_key_file=nowhere", "rl.served.api_key_file='nowhere' cannot be read"),
+    ],
+)
+def test_what_servers_cannot_do_is_one_line(change: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path / "run", *change.split()) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and message.count("\n") == 1 and reason in message
+
+
+def test_a_server_takes_weights_only_with_a_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert serving.main([str(tmp_path), "--weights-folder", str(tmp_path)]) == 1
+    assert "--weights-folder lets a client of the server replace the model; give --token-file" in capsys.readouterr().err
