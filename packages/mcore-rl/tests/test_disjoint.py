@@ -22,6 +22,7 @@ from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDat
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from mcore_rl import (
+    BestAndWorst,
     DisjointLoop,
     GenericGenerationArgs,
     GRPOConfig,
@@ -29,6 +30,7 @@ from mcore_rl import (
     Learner,
     MegatronLocal,
     MemorySwitch,
+    NumberedProblems,
     Placement,
     Problem,
     RankTimeoutError,
@@ -40,6 +42,7 @@ from mcore_rl import (
 )
 from mcore_rl import _placement as placement_module
 from mcore_rl.envs import CharacterShare
+from mcore_rl.inference import OpenAIInference
 
 TOKENIZER = ByteTokenizer()
 SIZES = TransformerConfig(
@@ -251,6 +254,84 @@ def test_rollouts_are_never_older_than_the_bound(world) -> None:
     assert [lag for *_, lag in trainer] == [lag for *_, lag in engine] == [0, 1, 2, 2, 2]
 
 
+class Counted(NumberedProblems):
+    """Problem n is its number; any answer will do."""
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        super().__init__("counted")
+        self.start_at(0, rank=rank, num_ranks=num_ranks)
+
+    def problem(self, number: int) -> Problem:
+        return Problem(problem_id=str(number), prompt="ab"[number % 2], golden="")
+
+    async def get_reward(self, response: str, problem: Problem) -> float:
+        return float(len(response) % 3)
+
+
+LONG = dataclasses.replace(
+    CONFIG, group_size=4, seq_len=32, micro_batch_size=4, generation_args=GenericGenerationArgs(temperature=1.0, max_tokens=24)
+)
+
+
+def draw_across_refits(max_lag: int, iterations: int, own_lag: int | None) -> list[Any]:
+    """What each iteration had; the engines are slower than the trainer, so that weights come while answers are drawn."""
+    placement = Placement.split(ParallelPlan())
+    options: dict[str, Any] = {"max_lag": max_lag, "timeout_s": 60.0}
+    if placement.groups is not None:
+        loop = DisjointLoop(LONG, placement, learner=learner(placement.groups), **options)
+    else:
+        here = server(placement.engine_rank)
+        interface = MegatronLocal(here.engine, max_lag=own_lag)  # type: ignore[arg-type]
+        step = interface.engine.step
+        interface.engine.step = lambda: (time.sleep(0.02), step())[1]  # type: ignore[method-assign]
+        agent = Counted(placement.engine_rank, placement.num_engines)
+        loop = DisjointLoop(LONG, placement, server=dataclasses.replace(here, agent=agent, interface=interface), **options)
+    taken: list[Any] = []
+    original = loop._take
+
+    def take() -> Any:
+        batch = original()
+        taken.append(
+            [(r.problem_id, list(r.weight_versions or ()), sum(r.generation_mask)) for group in batch.collected.groups for r in group]
+        )
+        return batch
+
+    loop._take = take  # type: ignore[method-assign]
+    with loop:
+        reports = [loop.iterate(2e-2) for _ in range(iterations)]
+    redrawn = 0 if loop._server is None else loop._server.interface.num_redrawn  # type: ignore[attr-defined]
+    return [taken, [(report.lag, report.token_lag, report.num_dropped) for report in reports], loop.position, redrawn]
+
+
+@pytest.mark.world(3)
+@pytest.mark.parametrize("max_lag", [1, 2])
+def test_answers_in_flight_survive_a_refit_and_none_is_lost_or_doubled(world, max_lag: int) -> None:
+    iterations = 4
+    taken, reports, position, _ = world(draw_across_refits, max_lag=max_lag, iterations=iterations, own_lag=None)[0]
+    numbers = [[int(problem) for problem, *_ in batch] for batch in taken]
+    # Two problems an iteration, one of each engine, in their order, each with all its answers.
+    assert numbers == [sorted([2 * k, 2 * k + 1] * LONG.group_size, key=lambda n: n % 2) for k in range(iterations)]
+    assert position == 2 * iterations
+    assert [lag for lag, *_ in reports] == [min(k, max_lag) for k in range(iterations)]
+    assert all(dropped == 0 for *_, dropped in reports)
+    for version, batch in enumerate(taken):
+        for _, versions, num_tokens in batch:
+            assert len(versions) == num_tokens and versions == sorted(versions)
+            assert not versions or version - max_lag <= versions[0] <= versions[-1] <= version
+    # Generation did not wait: weights came into the middle of answers, and the later tokens are of the newer ones.
+    assert any(len(set(versions)) > 1 for batch in taken for _, versions, _ in batch)
+    assert all(0 <= age <= max_lag for _, age, _ in reports)
+
+
+@pytest.mark.world(2)
+def test_what_an_engine_gives_up_for_its_age_is_drawn_again(world) -> None:
+    (taken, reports, position, _), (*_, redrawn) = world(draw_across_refits, max_lag=2, iterations=4, own_lag=0)
+    assert redrawn > 0 and position == 8 and all(dropped == 0 for *_, dropped in reports)
+    assert [[int(problem) for problem, *_ in batch] for batch in taken] == [sorted([2 * k, 2 * k + 1] * LONG.group_size) for k in range(4)]
+    # Whatever was open at a load began again with its weights.
+    assert all(len(set(versions)) <= 1 for batch in taken for _, versions, _ in batch)
+
+
 class Slow(CharacterShare):
     """Each judgement takes a while; the other half works meanwhile."""
 
@@ -350,6 +431,14 @@ def test_what_cannot_work_is_refused_by_name() -> None:
         DisjointLoop(CONFIG, serving, server=own, max_lag=-1)
     with pytest.raises(ValueError, match="memory=.* has no effect where trainer and engines have ranks of their own"):
         DisjointLoop(dataclasses.replace(CONFIG, memory=MemorySwitch(suspend_engine=True)), serving, server=own)
+    with pytest.raises(ValueError, match="partial=True hands over groups one by one, and pairs are made of many; pass partial=False"):
+        DisjointLoop(CONFIG, serving, server=dataclasses.replace(own, agent=BestAndWorst(nobody)))
+    held = dataclasses.replace(
+        own, agent=CharacterShare(["a"], "a"), interface=OpenAIInference("http://127.0.0.1:1", model="m", tokenizer=TOKENIZER)
+    )
+    with pytest.raises(ValueError, match="partial=True needs an interface that takes weights .* a OpenAIInference does not"):
+        DisjointLoop(CONFIG, serving, server=held)
+    assert not DisjointLoop(CONFIG, serving, server=held, partial=False).partial
     with pytest.raises(ValueError, match="pass placement=Placement.split"):
         list(WeightTransfer().weights(None, None, own))
     assert not dist.is_initialized()

@@ -5,20 +5,24 @@
 import asyncio
 import time
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from mcore_rl._collect import Collection, ask, checked, joined, share
 from mcore_rl._config import GRPOConfig
+from mcore_rl._dpo import ask_pairs, check_pairs, checked_pairs, update_pairs
 from mcore_rl._loop import IterationReport, check_iteration, iteration_report
 from mcore_rl._memory import MemorySwitch
 from mcore_rl._placement import Placement
+from mcore_rl._preference import DPOObjective
 from mcore_rl._refit import WeightSink
+from mcore_rl._rollout_stream import LiveWeights, RolloutStream
 from mcore_rl._stability import experimental_api
 from mcore_rl._transfer import WeightTransfer, refit
 from mcore_rl._types import TokenRollout
 from mcore_rl._update import Learner, update
-from mcore_rl.agent import GroupedRolloutGenerator, NumberedProblems
+from mcore_rl.agent import BestAndWorst, ContrastiveRolloutGenerator, GroupedRolloutGenerator, NumberedProblems
 from mcore_rl.inference import InferenceInterface
 
 
@@ -27,12 +31,14 @@ from mcore_rl.inference import InferenceInterface
 class RolloutServer:
     """What a rank that serves works with."""
 
-    agent: GroupedRolloutGenerator
-    """Poses problems and judges answers."""
+    agent: GroupedRolloutGenerator | ContrastiveRolloutGenerator
+    """Poses problems and judges answers, or makes pairs of them for a `DPOObjective`."""
     interface: InferenceInterface
     """Answers."""
     engine: WeightSink
     """Behind the interface; takes over new weights."""
+    in_flight: Literal["recompute", "keep"] = "recompute"
+    """What answers in flight do when weights change: compute their keys and values again, or keep them."""
 
 
 @dataclass(frozen=True)
@@ -41,31 +47,39 @@ class _Drawn:
 
     collected: Collection
     version: int
-    """Refits before they were drawn."""
+    """Refits before the first of them was begun."""
     seconds: float
     position: int
     """Problems before this number were posed by then."""
+    num_asked: int
 
 
 @experimental_api
 class DisjointLoop:
-    """GRPO whose trainer and engines have ranks of their own; every rank of the placement makes it, and calls ``iterate`` together.
+    """GRPO, PPO, distillation or DPO whose trainer and engines have ranks of their own; every rank of the placement makes it, and calls
+    ``iterate`` together.
 
     With ``max_lag=0`` the halves take turns: rollouts of the newest weights, then updates. With 1 the engines draw the next rollouts
-    while the trainers learn from the last ones, which come from the weights before (one step off); with more they stay so many iterations
-    ahead. The importance correction of the objective weighs what older weights drew. The first iteration begins with a refit.
+    while the trainers learn from the last ones, which were begun with the weights before (one step off); with more they stay so many
+    iterations ahead. The importance correction of the objective weighs what older weights drew. The first iteration begins with a refit.
+
+    With ``partial`` engines never wait: they draw while weights come, and answers in flight keep their tokens and go on with the new ones
+    (``TokenRollout.weight_versions``). Groups are handed over in the order in which they were posed, each once.
 
     Args:
         config: of each iteration. The serving ranks share its problems.
         placement: who trains and who serves.
         learner: the policy, on ranks that train.
         server: agent and engine, on ranks that serve.
-        max_lag: refits between the weights that draw and those that learn.
+        max_lag: refits between the weights that rollouts begin with and those that learn from them.
+        partial: rollouts go on across refits; it has no effect with ``max_lag=0``. The same on both halves. False where the interface
+            cannot take weights while it answers, and for pairs: a refit waits for all rollouts of its iteration then.
         timeout_s: limit of waiting for the other half, beyond the time that its work takes, and of each bucket of a refit, on both
             halves; that of ``learner.transfer`` is not used.
 
     Raises:
-        ValueError: a rank without its part, or with the other half's; what cannot be trained on; memory to be switched.
+        ValueError: a rank without its part, or with the other half's; what cannot be trained on; memory to be switched; ``partial`` with
+            what cannot do it.
     """
 
     def __init__(
@@ -76,6 +90,7 @@ class DisjointLoop:
         learner: Learner | None = None,
         server: RolloutServer | None = None,
         max_lag: int = 1,
+        partial: bool = True,
         timeout_s: float = 3600.0,
     ) -> None:
         if (learner is not None) != placement.trains or (server is not None) == placement.trains:
@@ -85,96 +100,180 @@ class DisjointLoop:
             raise ValueError(f"max_lag={max_lag} must not be negative, and timeout_s={timeout_s} must be positive")
         if config.memory != MemorySwitch():
             raise ValueError(f"memory={config.memory} has no effect where trainer and engines have ranks of their own; leave it out")
-        if learner is not None:
-            check_iteration(config, learner)
         self.config, self.placement, self.max_lag, self.timeout_s = config, placement, max_lag, timeout_s
+        self.partial = partial and max_lag > 0
         self._learner, self._server = learner, server
+        if learner is not None:
+            self._check_learner(learner)
         # One limit on both halves: who gave up earlier would leave the other one waiting.
         buckets = {} if learner is None else {"bucket_bytes": learner.transfer.bucket_bytes}
         self._transfer = WeightTransfer(**buckets, timeout_s=timeout_s)
         self._drawn: deque[_Drawn] = deque()
+        self._stream = None if server is None or not self.partial else self._open_stream(server)
         self.version = -1
         """Of the weights in the engines: refits after the first one."""
         self.position = 0
         """Where `NumberedProblems` go on after what was trained on, on every rank; engines that are ahead have posed more."""
 
-    def iterate(self, lr: float) -> IterationReport:
+    def __enter__(self) -> "DisjointLoop":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give up what was drawn ahead; may be called again."""
+        if self._stream is not None:
+            self._stream.close()
+
+    def iterate(self, lr: float, *, train_policy: bool = True) -> IterationReport:
         """One iteration; the same report on every rank, but for ``updates``, which only those that train have.
 
         Args:
             lr: learning rate of the policy.
+            train_policy: False trains the critic alone, as in the first iterations of PPO; nothing is refitted. The same on all ranks.
 
         Raises:
             RankTimeoutError: a rank of the other half did not come within ``timeout_s``; named.
             RuntimeError: a rank failed, on the others; none of the rollouts counts.
         """
+        if self._learner is not None and not train_policy and self._learner.critic is None:
+            raise ValueError("train_policy=False leaves nothing to train without a critic; pass Learner(critic=...)")
         if self.version < 0:
             self._refit()
-        while len(self._drawn) < max(1, self.max_lag):
-            self._work(lr, None, draws=True)
-        batch = self._drawn.popleft()
+        if self.partial:
+            batch = self._take()
+        else:
+            while len(self._drawn) < max(1, self.max_lag):
+                self._work(lr, None, draws=True)
+            batch = self._drawn.popleft()
         version = self.version
         begin = time.perf_counter()
-        updates = self._work(lr, batch, draws=self.max_lag > 0)
+        updates = self._work(lr, batch, draws=not self.partial and self.max_lag > 0, train_policy=train_policy)
         trained = time.perf_counter()
-        self._refit()
+        if train_policy:
+            self._refit()
         self.position = batch.position
         return iteration_report(
             self.config,
             batch.collected,
+            num_asked=batch.num_asked,
             **updates,
             rollout_s=batch.seconds,
             train_s=trained - begin,
             refit_s=time.perf_counter() - trained,
             lag=version - batch.version,
+            token_lag=_token_lag(batch.collected, version),
         )
 
-    def _work(self, lr: float, batch: _Drawn | None, *, draws: bool) -> dict[str, Any]:
+    def _check_learner(self, learner: Learner) -> None:
+        if isinstance(learner.objective, DPOObjective):
+            check_pairs(self.config, learner)
+            if self.partial:
+                raise ValueError("partial=True hands over groups one by one, and pairs are made of many; pass partial=False, or max_lag=0")
+            return
+        check_iteration(self.config, learner)
+
+    def _open_stream(self, server: RolloutServer) -> RolloutStream:
+        if not isinstance(server.agent, GroupedRolloutGenerator):
+            raise ValueError("partial=True hands over groups one by one, and pairs are made of many; pass partial=False, or max_lag=0")
+        if not isinstance(server.interface, LiveWeights):
+            name = type(server.interface).__name__
+            raise ValueError(
+                f"partial=True needs an interface that takes weights while it answers, and a {name} does not; pass partial=False"
+            )
+        return RolloutStream(self.config, server.agent, server.interface, self._own_groups(), self.max_lag)
+
+    def _own_groups(self) -> int:
+        """Of the problems of an iteration, those of this rank."""
+        return len(range(self.placement.engine_rank, self.config.num_groups, self.placement.num_engines))
+
+    def _take(self) -> _Drawn:
+        """What the engines hand over; a failure of one is raised on all."""
+        sent: dict[str, Any] = share([], 0, None)
+        failure = None
+        if self._stream is not None:
+            try:
+                taken = self._stream.take()
+                about = {name: getattr(taken, name) for name in ("seconds", "position", "num_asked", "oldest")}
+                sent = {**share(taken.groups, taken.num_filtered, None), **about}
+            except Exception as error:
+                failure = error
+                sent = share([], 0, failure)
+        shares = self.placement.gather(sent, self.timeout_s, "rollouts")
+        if failure is not None:
+            raise failure
+        collected = checked(self.config, joined(shares))
+        served = shares[self.placement.num_trainers :]
+        seconds, position = (max(part[name] for part in served) for name in ("seconds", "position"))
+        return _Drawn(collected, min(part["oldest"] for part in served), seconds, position, sum(part["num_asked"] for part in served))
+
+    def _work(self, lr: float, batch: _Drawn | None, *, draws: bool, train_policy: bool = True) -> dict[str, Any]:
         """Each half does its part, then all see what was drawn; a failure of one is raised on all."""
         begin = time.perf_counter()
         own: list[list[TokenRollout]] = []
-        num_filtered, failure = 0, None
+        num_filtered, failure, pairs = 0, None, False
         updates: dict[str, Any] = {"updates": ()}
         try:
             if self._learner is not None and batch is not None:
-                updates = self._train(self._learner, batch, lr)
+                updates = self._train(self._learner, batch, lr, train_policy)
             elif self._server is not None and draws:
-                number = len(range(self.placement.engine_rank, self.config.num_groups, self.placement.num_engines))
-                own, num_filtered = asyncio.run(ask(self.config, self._server.agent, self._server.interface, number))
+                pairs = isinstance(self._server.agent, ContrastiveRolloutGenerator)
+                own, num_filtered = asyncio.run(self._ask(self._server))
         except Exception as error:
             failure = error
         seconds = time.perf_counter() - begin
-        sent = {**share(own, num_filtered, failure), "seconds": seconds, "position": self._posed()}
+        sent = {**share(own, num_filtered, failure), "seconds": seconds, "position": self._posed(), "pairs": pairs}
         shares = self.placement.gather(sent, self.timeout_s, "rollouts" if draws else "updates")
         if failure is not None:
             raise failure
         collected = joined(shares)
         if draws:
-            served = shares[self.placement.num_trainers :]
-            seconds, position = (max(part[name] for part in served) for name in ("seconds", "position"))
-            self._drawn.append(_Drawn(checked(self.config, collected), self.version, seconds, position))
+            self._keep(collected, shares[self.placement.num_trainers :])
         return updates
+
+    async def _ask(self, server: RolloutServer) -> tuple[list[list[TokenRollout]], int]:
+        """Rollouts of this rank, as many as are there in time, and how many groups others replaced."""
+        if isinstance(server.agent, ContrastiveRolloutGenerator):
+            return await ask_pairs(self.config, server.agent, server.interface, self._own_groups()), 0
+        return await ask(self.config, server.agent, server.interface, self._own_groups())
+
+    def _keep(self, collected: Collection, served: Sequence[Mapping[str, Any]]) -> None:
+        """What was drawn, for an iteration to come."""
+        seconds, position, pairs = (max(part[name] for part in served) for name in ("seconds", "position", "pairs"))
+        collected = (checked_pairs if pairs else checked)(self.config, collected)
+        num_asked = self.config.num_groups * (2 if pairs else self.config.group_size)
+        self._drawn.append(_Drawn(collected, self.version, seconds, position, num_asked))
 
     def _posed(self) -> int:
         """Position of this rank's problems; 0 where they have none."""
-        agent = None if self._server is None else self._server.agent
+        agent: object = None if self._server is None else self._server.agent
+        if isinstance(agent, BestAndWorst):
+            agent = agent.agent
         return agent.position if isinstance(agent, NumberedProblems) else 0
 
-    def _train(self, learner: Learner, batch: _Drawn, lr: float) -> dict[str, Any]:
-        updates, critic_updates = update(self.config, batch.collected.groups, learner, lr)
-        if not updates:
+    def _train(self, learner: Learner, batch: _Drawn, lr: float, train_policy: bool) -> dict[str, Any]:
+        if isinstance(learner.objective, DPOObjective):
+            return {"updates": tuple(update_pairs(self.config, batch.collected.groups, learner, lr))}
+        updates, critic_updates = update(self.config, batch.collected.groups, learner, lr, train_policy=train_policy)
+        if not updates and not critic_updates:
             raise RuntimeError(
                 f"no token of the rollouts counts: mask_truncated={self.config.mask_truncated}, and all are truncated or empty"
             )
         return {"updates": tuple(updates), "critic_updates": tuple(critic_updates)}
 
     def _refit(self) -> None:
-        learner, server = self._learner, self._server
-        refit(
-            None if learner is None else learner.model,
-            self.placement.groups,
-            None if server is None else server.engine,
-            self._transfer,
-            placement=self.placement,
-        )
+        learner, server, placement = self._learner, self._server, self.placement
+        if self._stream is not None and server is not None:
+            weights = self._transfer.weights(None, None, server.engine, placement=placement)
+            self._stream.load_weights(weights, self.version + 1, server.in_flight)
+        else:
+            model, engine = (None if learner is None else learner.model), (None if server is None else server.engine)
+            refit(model, placement.groups, engine, self._transfer, placement=placement)
         self.version += 1
+
+
+def _token_lag(collected: Collection, version: int) -> float | None:
+    """Mean age of the tokens whose weights are known."""
+    versions = [drawn for group in collected.groups for rollout in group for drawn in rollout.weight_versions or ()]
+    return version - sum(versions) / len(versions) if versions else None

@@ -61,7 +61,7 @@ def dpo_iteration(
         ValueError: what pairs cannot be trained with; names it.
         RuntimeError: the pairs of some rank failed, or there is none.
     """
-    objective = _checked(config, learner, engine)
+    check_pairs(config, learner)
     model, groups = learner.model, learner.groups
     parts = {"optimizer": learner.optimizer, "sync": learner.sync, "engine": engine}
     begin = time.perf_counter()
@@ -73,7 +73,7 @@ def dpo_iteration(
         with config.memory.generating(**parts):
             collected = _collect(config, pairs, interface, learner)
     rolled_out = time.perf_counter()
-    updates = _update(config, [_pair(group) for group in collected.groups], learner, objective, lr)
+    updates = update_pairs(config, collected.groups, learner, lr)
     trained = time.perf_counter()
     if engine is not None:
         refit(model, groups, engine, learner.transfer)
@@ -110,7 +110,12 @@ def preference_margins(pairs: Sequence[ContrastiveRollout], learner: Learner, *,
     return chosen - rejected
 
 
-def _checked(config: GRPOConfig, learner: Learner, engine: WeightSink | None) -> DPOObjective:
+def check_pairs(config: GRPOConfig, learner: Learner) -> DPOObjective:
+    """What pairs are trained with, if they can be.
+
+    Raises:
+        ValueError: they cannot; names why.
+    """
     objective = learner.objective
     if not isinstance(objective, DPOObjective):
         raise ValueError(f"objective is a {type(objective).__name__}; pairs are trained on with DPOObjective")
@@ -130,38 +135,46 @@ def _checked(config: GRPOConfig, learner: Learner, engine: WeightSink | None) ->
 def _collect(config: GRPOConfig, pairs: ContrastiveRolloutGenerator, interface: InferenceInterface | None, learner: Learner) -> Collection:
     """The pairs of all ranks, each a group of two."""
     world, device = learner.groups.world, next(learner.model.parameters()).device
-    own: list[ContrastiveRollout] = []
+    own: list[list[TokenRollout]] = []
     failure: Exception | None = None
     try:
-        own = asyncio.run(_ask(config, pairs, interface, len(range(world.rank, config.num_groups, world.size))))
+        own = asyncio.run(ask_pairs(config, pairs, interface, len(range(world.rank, config.num_groups, world.size))))
     except Exception as error:
         failure = error
     # A rank that raised at once would leave the others waiting for it.
-    gathered = all_gather_json(share([[pair.chosen, pair.rejected] for pair in own], 0, failure), world, device)
+    gathered = all_gather_json(share(own, 0, failure), world, device)
     if failure is not None:
         raise failure
-    collected = joined(gathered)
+    return checked_pairs(config, joined(gathered))
+
+
+def checked_pairs(config: GRPOConfig, collected: Collection) -> Collection:
+    """Raises:
+    RuntimeError: there is none.
+    """
     if not collected.groups:
         raise RuntimeError(f"no pair of {config.num_groups}: in every group all answers earned the same; ask harder or easier problems")
     return collected
 
 
-async def _ask(
+async def ask_pairs(
     config: GRPOConfig, pairs: ContrastiveRolloutGenerator, interface: InferenceInterface | None, num_pairs: int
-) -> list[ContrastiveRollout]:
+) -> list[list[TokenRollout]]:
+    """Pairs of this rank, each a group of two, the chosen one first."""
     generator: Any = interface
     try:
         async with asyncio.timeout(config.rollout_timeout_s) as limit:
-            return await pairs.get_contrastive_rollouts(generator, num_pairs=num_pairs, args=config.generation_args)
+            made = await pairs.get_contrastive_rollouts(generator, num_pairs=num_pairs, args=config.generation_args)
+            return [[pair.chosen, pair.rejected] for pair in made]
     except TimeoutError as error:
         if not limit.expired():
             raise
         raise TimeoutError(f"{num_pairs} pairs were not there within rollout_timeout_s={config.rollout_timeout_s}; raise it") from error
 
 
-def _update(
-    config: GRPOConfig, pairs: Sequence[ContrastiveRollout], learner: Learner, objective: DPOObjective, lr: float
-) -> list[TrainReport]:
+def update_pairs(config: GRPOConfig, drawn: Sequence[Sequence[TokenRollout]], learner: Learner, lr: float) -> list[TrainReport]:
+    """All updates of one iteration, from the pairs of all ranks."""
+    objective, pairs = check_pairs(config, learner), [_pair(group) for group in drawn]
     groups, reference = learner.groups, learner.reference
     assert reference is not None
     style = BatchStyle(pad_id=config.pad_id, device=next(learner.model.parameters()).device)

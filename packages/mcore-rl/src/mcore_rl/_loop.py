@@ -45,7 +45,9 @@ class IterationReport:
     critic_updates: tuple[TrainReport, ...] = ()
     """Of the critic of PPO."""
     lag: int = 0
-    """Refits between the weights that drew the rollouts and those that were trained on them."""
+    """Refits between the weights at which the first of the rollouts was begun and those that were trained on them."""
+    token_lag: float | None = None
+    """Mean over tokens of the refits between the weights that drew each and those that were trained on it; None where nobody says so."""
 
     @property
     def train(self) -> TrainReport:

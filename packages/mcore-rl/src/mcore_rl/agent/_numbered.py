@@ -56,7 +56,16 @@ class NumberedProblems(RewardOnlyAgent):
     @property
     def position(self) -> int:
         """From which on this rank and those before it have posed nothing; the ranks' largest is where a run goes on."""
-        return self._first + self._num_posed * self._num_ranks
+        return self.position_after(self._num_posed)
+
+    @property
+    def num_posed(self) -> int:
+        """Problems that this rank has posed since ``start_at``, those of evaluations not among them."""
+        return self._num_posed
+
+    def position_after(self, num_posed: int) -> int:
+        """``position`` as it was when this rank had posed so many."""
+        return self._first + num_posed * self._num_ranks
 
     async def get_prompt(self, *, validation: bool = False) -> Problem:
         if validation:
