@@ -67,15 +67,54 @@ def test_one_step_off_a_run_stops_and_goes_on_without_losing_problems(layout: st
     assert "eval/pass@2" in rows(output)[1] and position(output, 3) == 6
 
 
+# Any text earns something there, without imitation.
+SHARE = ("rl.environment=character_share", "rl.imitation_steps=0", "data.tokenizer=byte", "rl.kl_beta=0", "train.eval_interval=0")
+KINDS = {
+    "ppo": (("rl.gae.lam=0.95", "rl.critic.warmup_steps=1"), ("critic/loss", "critic/value")),
+    "dpo": (("rl.dpo.beta=0.1",), ("loss", "margin", "chosen_reward")),
+    "teacher": (("rl.teacher=TEACHER",), ("loss", "logits_distillation_loss")),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_by_turns_other_learners_learn_what_one_rank_learns(kind: str, tmp_path: Path) -> None:
+    changes, names = KINDS[kind]
+    changes = (*SHARE, "train.steps=2", *(change.replace("TEACHER", str(tmp_path / "teacher")) for change in changes))
+    if kind == "teacher":
+        assert reinforce.main(words(tmp_path / "teacher", *SHARE, "train.steps=1", "train.seed=7")) == 0
+    assert reinforce.main(words(tmp_path / "beside", *changes)) == 0
+    config = override(recipe("countdown_tiny"), [*TINY, *changes, *APART, "rl.placement.max_lag=0", f"output={tmp_path / 'apart'}"])
+    assert [done.stopped_at for done in launch(reinforce_rank, 2, config=config, kind="cpu")] == [None, None]
+    beside, apart = rows(tmp_path / "beside"), rows(tmp_path / "apart")
+    names = ("step", "reward", "num_rollouts", *names)
+    assert [[row[name] for name in names] for row in beside] == [[row[name] for name in names] for row in apart]
+    assert apart[0][names[-1]] != apart[1][names[-1]]
+    if kind == "ppo":
+        # The critic alone learns at first; its checkpoints are those of the trainer.
+        assert "loss" not in apart[0] and apart[1]["loss"] == beside[1]["loss"]
+        assert CheckpointManager(tmp_path / "apart" / "critic").latest() == 2
+
+
+@pytest.mark.parametrize("kind", [pytest.param("fsdp", marks=pytest.mark.slow), "fsdp2"])
+def test_fully_sharded_trainers_learn_from_an_engine_elsewhere(kind: str, tmp_path: Path) -> None:
+    changes = [*TINY, *SHARE, *APART, "plan.dp=2", f"data_parallel={kind}", f"output={tmp_path / 'run'}"]
+    config = override(recipe("countdown_tiny"), changes)
+    assert [done.stopped_at for done in launch(reinforce_rank, 3, config=config, kind="cpu")] == [None] * 3
+    done = rows(tmp_path / "run")
+    # The engine draws from the weights that the shards make up: one step off, it has those of the step before.
+    assert done[0]["logprob_mismatch"] < 1e-4 and done[0]["grad_norm"] > 0
+    assert [row["lag"] for row in done] == [0, 1, 1] and len({row["loss"] for row in done}) == 3
+    assert all(0 <= row["token_lag"] <= 1 for row in done)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         ("rl.placement.num_engines=1", "1 ranks of plan and rl.placement.num_engines=1 are 2, but the world has 1; start 2 with torchrun"),
         ("rl.placement.num_engines=0", "placement.num_engines=0 must be at least 1"),
         ("rl.placement.num_engines=3", "num_groups=2 must be at least placement.num_engines=3"),
-        ("rl.placement.num_engines=1 rl.memory.suspend_engine=true", "memory needs trainer and engine on the same ranks"),
-        ("rl.placement.num_engines=1 rl.gae.lam=1", "gae needs trainer and engine on the same ranks"),
-        ("rl.placement.num_engines=1 data_parallel=fsdp rl.kl_beta=0", "rl.placement leaves ranks out of the layout"),
+        ("rl.placement.num_engines=1 rl.memory.suspend_engine=true", "memory needs no engines of their own ranks"),
+        ("rl.placement.num_engines=1 rl.dpo.path=FILE rl.imitation_steps=0 rl.kl_beta=0", "dpo.path needs no engines of their own ranks"),
     ],
 )
 def test_what_halves_cannot_do_is_one_line(change: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

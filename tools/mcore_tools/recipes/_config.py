@@ -464,10 +464,6 @@ class RunConfig:
             raise ValueError(f"rl.teacher is compared with whole models, found data_parallel={self.data_parallel!r}; set data_parallel=ddp")
         if rl.gae is not None and self.data_parallel != "ddp":
             raise ValueError(f"rl.gae needs a critic, which data_parallel={self.data_parallel!r} has none of; set data_parallel=ddp")
-        if rl.placement is not None and self.data_parallel != "ddp":
-            raise ValueError(
-                f"rl.placement leaves ranks out of the layout, which data_parallel={self.data_parallel!r} cannot; set data_parallel=ddp"
-            )
         if rl.router_replay and (self.moe is None or self.moe.moe_router_load_balancing_type == "sinkhorn"):
             reason = "the model has no experts" if self.moe is None else "sinkhorn routes a whole batch at once"
             raise ValueError(f"rl.router_replay=True, and {reason}; set it to false")

@@ -109,7 +109,9 @@ class PlacementConfig:
     num_engines: int
     """Ranks that serve, each with a whole model, after the ``plan``'s; torchrun starts both."""
     max_lag: int = 1
-    """Refits between the weights that draw answers and those that learn from them; 0: the halves take turns."""
+    """Refits between the weights that answers begin with and those that learn from them; 0: the halves take turns."""
+    partial: bool = True
+    """Answers in flight go on while weights come, where the engines are ahead; False: a refit waits for them. Pairs always do."""
     timeout_s: float = 3600.0
     """Limit of waiting for the other half, in seconds; the rank that is waited for is named. It covers saves and evaluations."""
 
@@ -130,7 +132,7 @@ class ServedConfig:
     """
 
     urls: tuple[str, ...]
-    """Of the servers, without path: http://host:port."""
+    """Of the servers, with host and port and without path."""
     kind: str = "mcore"
     """mcore (`mcore serve --weights-folder`), vllm or sglang."""
     folder: str = ""
@@ -301,14 +303,9 @@ class RLConfig:
         """What ranks that only train, or only serve, cannot do."""
         if self.placement is None:
             return
-        beside = {
-            "dpo": self.dpo is not None,
-            "teacher": bool(self.teacher),
-            "gae": self.gae is not None,
-            "memory": self.memory != MemorySwitch(),
-        }
+        beside = {"dpo.path": not self.needs_engine, "memory": self.memory != MemorySwitch()}
         if named := [name for name, is_set in beside.items() if is_set]:
-            raise ValueError(f"{named[0]} needs trainer and engine on the same ranks; leave it at its default, or set rl.placement=none")
+            raise ValueError(f"{named[0]} needs no engines of their own ranks; leave it at its default, or set rl.placement=none")
         if self.num_groups < self.placement.num_engines:
             raise ValueError(f"num_groups={self.num_groups} must be at least placement.num_engines={self.placement.num_engines}; raise it")
 
@@ -329,6 +326,10 @@ class RLConfig:
     def needs_reference(self) -> bool:
         """Whether the first weights are kept."""
         return self.kl_beta != 0 or self.kl_in_reward != 0 or self.dpo is not None
+
+    def trains_policy(self, step: int) -> bool:
+        """Whether iteration ``step`` trains the policy, and not the critic of PPO alone."""
+        return self.gae is None or step > self.critic.warmup_steps
 
     @property
     def needs_engine(self) -> bool:

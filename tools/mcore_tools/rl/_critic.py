@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from mcore_ckpt import CheckpointManager
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
@@ -27,9 +28,10 @@ class RunCritic:
         config: the run.
         parts: of the policy.
         device: of the critic.
+        group: ranks that save it; None for all.
     """
 
-    def __init__(self, config: RunConfig, parts: Parts, device: torch.device) -> None:
+    def __init__(self, config: RunConfig, parts: Parts, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
         assert config.rl is not None
         settings = config.rl.critic
         # Heads that predict further tokens give no value.
@@ -41,7 +43,7 @@ class RunCritic:
         rule = dataclasses.replace(config.optimizer, lr=settings.lr, min_lr=min(config.optimizer.min_lr, settings.lr))
         self._optimizer = MegatronOptimizer(rule, sync, parts.groups)
         self._policy, self._groups, self._sync = parts.model, parts.groups, sync
-        self._checkpoints = CheckpointManager(Path(config.output) / CRITIC, keep=2)
+        self._checkpoints = CheckpointManager(Path(config.output) / CRITIC, keep=2, group=group)
         objective = ValueObjective(head=head, clip=settings.clip)
         self.critic = Critic(model=model, objective=objective, sync=sync, optimizer=self._optimizer, lr=settings.lr)
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from mcore_inference import ExecutionConfig
 from mcore_parallel.guard import Watchdog
-from mcore_rl import DisjointLoop, GRPOConfig, Learner, MegatronLocal, Placement, RolloutServer
+from mcore_rl import BestAndWorst, DisjointLoop, GRPOConfig, Learner, MegatronLocal, Placement, RolloutServer
 from mcore_tools.assembly import open_tokenizer
 from mcore_tools.recipes import RunConfig
 from mcore_tools.rl._environment import build_environment
@@ -41,6 +41,8 @@ class Halves:
     def loop(self, grpo: GRPOConfig, *, learner: Learner | None = None, server: RolloutServer | None = None) -> DisjointLoop:
         """The iterations of this half."""
         limits: dict[str, Any] = {"max_lag": self.settings.max_lag, "timeout_s": self.settings.timeout_s}
+        # Pairs are made of many groups.
+        limits["partial"] = self.settings.partial and self.config.rl is not None and self.config.rl.dpo is None
         return DisjointLoop(grpo, self.placement, learner=learner, server=server, **limits)
 
     def evaluated(self, sums: list[list[float]] | None = None) -> dict[str, float]:
@@ -82,15 +84,16 @@ def serve_half(
     execution = ExecutionConfig(record_routing=rl.router_replay)
     engine = build_engine(config, tokenizer, device, seed=seed, max_length=train.seq_len, cache_gb=rl.cache_gb, execution=execution)
     interface = MegatronLocal(engine)
-    server = RolloutServer(agent=environment, interface=interface, engine=engine)
-    loop = halves.loop(run_grpo(config, tokenizer.pad), server=server)
+    agent = environment if rl.dpo is None else BestAndWorst(environment, group_size=rl.group_size)
+    server = RolloutServer(agent=agent, interface=interface, engine=engine)
     numbers, reward = range(first + 1, train.steps + 1), float("nan")
-    for step in numbers if watchdog is None else watchdog.watch(numbers, start=first + 1):
-        # The learning rate is the other half's matter.
-        reward = loop.iterate(0.0).mean_reward
-        if train.eval_interval and step % train.eval_interval == 0:
-            sums = evaluation_sums(config, environment, interface, num_problems(config, rank, num_ranks))
-            reward = halves.evaluated(sums)["eval/reward"]
-        if halves.agree(stop()):
-            return reward, step if step < train.steps else None
+    with halves.loop(run_grpo(config, tokenizer.pad), server=server) as loop:
+        for step in numbers if watchdog is None else watchdog.watch(numbers, start=first + 1):
+            # The learning rate is the other half's matter.
+            reward = loop.iterate(0.0, train_policy=rl.trains_policy(step)).mean_reward
+            if train.eval_interval and step % train.eval_interval == 0:
+                sums = evaluation_sums(config, environment, interface, num_problems(config, rank, num_ranks))
+                reward = halves.evaluated(sums)["eval/reward"]
+            if halves.agree(stop()):
+                return reward, step if step < train.steps else None
     return reward, None

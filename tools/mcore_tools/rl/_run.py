@@ -122,7 +122,7 @@ class _Run:
         self.parts: Parts = assemble_policy(config, self.tokenizer, self.device, groups)
         self.described = describe_model(config, origin)
         self.checkpoints = RunCheckpoints(config.load, self.own, source, self.parts.optimizer, self.described, self._group)
-        self.critic = None if self.rl.gae is None else RunCritic(config, self.parts, self.device)
+        self.critic = None if self.rl.gae is None else RunCritic(config, self.parts, self.device, self._group)
         self.rates = schedule(config)
         self.state, self.position = TrainerState(), 0
         if (newest := self.own.latest()) is not None:
@@ -176,7 +176,7 @@ class _Run:
         self._start_source()
         objective, teacher = self.rl.objective(), None
         if self.rl.teacher:
-            teacher = open_teacher(config, self.tokenizer, parts.groups, self.device)
+            teacher = open_teacher(config, self.tokenizer, parts.groups, self.device, self._group)
             objective = DistillationObjective(config=DistillationConfig(reverse=True), teacher=teacher)
         self.learner = Learner(
             model=parts.model,
@@ -225,11 +225,11 @@ class _Run:
         self.interface = self.evaluator = MegatronLocal(self.engine)
 
     def _iteration(self, grpo: GRPOConfig, step: int, lr: float) -> IterationReport:
+        trains = self.rl.trains_policy(step)
         if self.loop is not None:
-            return self.loop.iterate(lr)
+            return self.loop.iterate(lr, train_policy=trains)
         parts: dict[str, Any] = {"interface": self.interface, "engine": self.engine, "learner": self.learner, "lr": lr}
         if self.rl.dpo is None:
-            trains = self.critic is None or step > self.rl.critic.warmup_steps
             return grpo_iteration(grpo, agent=self.environment, **parts, train_policy=trains)  # type: ignore[arg-type]
         if self.pairs is not None:
             return dpo_iteration(grpo, pairs=self.pairs, **parts)
@@ -250,6 +250,7 @@ class _Run:
             values = {**_values(report), "lr": lr, "skipped_steps": self.state.skipped_steps}
             if self.loop is not None:
                 values["lag"] = report.lag
+                values |= {} if report.token_lag is None else {"token_lag": report.token_lag}
             if self.pairs is not None:
                 # Of a file nobody draws and nobody judges.
                 values = {name: value for name, value in values.items() if name not in _DRAWN}

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from mcore_ckpt import CheckpointingException, find_mismatches, load
 from mcore_ckpt.inspect import resolve_folder
@@ -43,8 +44,10 @@ def teacher_run(config: RunConfig) -> tuple[RunConfig, Folder | HuggingFaceFolde
     return dataclasses.replace(config, model=dataclasses.replace(model, mtp_num_layers=0), moe=moe, rl=None), folder
 
 
-def open_teacher(config: RunConfig, tokenizer: Tokenizer, groups: ProcessGroups, device: torch.device) -> Teacher:
-    """The teacher of a run, frozen, with its weights.
+def open_teacher(
+    config: RunConfig, tokenizer: Tokenizer, groups: ProcessGroups, device: torch.device, group: dist.ProcessGroup | None = None
+) -> Teacher:
+    """The teacher of a run, frozen, with its weights; ``group`` are the ranks that read it, None for all.
 
     Raises:
         ValueError, CheckpointingException: as of ``teacher_run``; another tokenizer, weights that are missing.
@@ -57,11 +60,11 @@ def open_teacher(config: RunConfig, tokenizer: Tokenizer, groups: ProcessGroups,
     if isinstance(folder, HuggingFaceFolder):
         folder.fill(state)
     else:
-        if missing := find_mismatches(state, folder).missing:
+        if missing := find_mismatches(state, folder, group=group).missing:
             raise CheckpointingException(
                 f"{folder} has no weights for {', '.join(sorted(missing)[:8])}; name the checkpoint of a whole model"
             )
-        load(state, folder, strict=False)
+        load(state, folder, strict=False, group=group)
     for module in model.modules():
         if isinstance(module, OutputLayer):
             # Rows of padding are in neither distribution.
