@@ -30,7 +30,7 @@ MATRIX = [
 THIS_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 CONSTRAINTS = "constraints/dev.txt"
 # Extras that build or run only beside a GPU, are large, or talk to a service: no session installs them.
-GPU_EXTRAS = {"cuda", "modelopt", "te", "trackio", "wandb"}
+GPU_EXTRAS = {"cuda", "modelopt", "ray", "te", "trackio", "wandb"}
 # What follows torch's own release or is bounded by it; the sessions that change torch must not be held by these pins.
 TORCH_FAMILY = ("cuda-", "nvidia-", "setuptools=", "torch=", "triton=")
 # Tests of a file in one process, in the order of conftest.py.
@@ -437,6 +437,14 @@ def loggers(session: nox.Session) -> None:
         install = [*_members(), *_groups(("test",)), "trackio>=0.20", "wandb", "-c", str(constraints)]
         python = _environment(session, f"loggers-{THIS_PYTHON}", "loggers", install, stable=False)
     session.run(str(python), "-m", "pytest", "-q", "-n", "0", "tools/tests/test_loggers.py", *session.posargs, external=True)
+
+
+@nox.session(venv_backend="none")
+def ray(session: nox.Session) -> None:
+    """Environments and engines as workers of Ray, on a cluster of two nodes on this machine."""
+    install = [*_members(), *_groups(("test",)), "-e", "packages/mcore-rl[ray]", "-c", CONSTRAINTS]
+    python = _environment(session, f"ray-{THIS_PYTHON}", "ray", install)
+    session.run(str(python), "-m", "pytest", "-q", "-n", "0", "packages/mcore-rl/tests/test_ray.py", *session.posargs, external=True)
 
 
 @nox.session(venv_backend="none")

@@ -20,6 +20,7 @@ from mcore_rl._pass_at import pass_at_k
 from mcore_rl._placement import Placement, RankTimeoutError
 from mcore_rl._policy_loss import PolicyLossConfig
 from mcore_rl._preference import DPOObjective, pair_batches
+from mcore_rl._ray_workers import RayOptions, RayWorkerError, RayWorkers
 from mcore_rl._reference import FrozenWeights, with_old_logprobs, with_ref_logprobs
 from mcore_rl._refit import WeightSink, gather_weights
 from mcore_rl._refit_plan import RefitPlan, RefitPlanError, WeightCopy, WeightFill, WeightShard, plan_refit
@@ -50,12 +51,20 @@ from mcore_rl.agent import (
     NumberedProblems,
     PreferencePairs,
     Problem,
+    RayJudge,
     RewardOnlyAgent,
     RolloutGenerator,
     TokenizedRolloutGenerator,
     WeightedMultiTask,
 )
-from mcore_rl.inference import ChatInferenceInterface, HFInference, InferenceInterface, MegatronChatLocal, MegatronLocal
+from mcore_rl.inference import (
+    ChatInferenceInterface,
+    HFInference,
+    InferenceInterface,
+    MegatronChatLocal,
+    MegatronLocal,
+    RayInference,
+)
 
 __all__ = [
     "AdvantageConfig",
@@ -99,6 +108,11 @@ __all__ = [
     "PreferencePairs",
     "Problem",
     "RankTimeoutError",
+    "RayInference",
+    "RayJudge",
+    "RayOptions",
+    "RayWorkerError",
+    "RayWorkers",
     "RefitPlan",
     "RefitPlanError",
     "RefitTimeoutError",

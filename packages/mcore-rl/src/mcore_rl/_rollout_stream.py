@@ -14,10 +14,10 @@ from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 from torch import Tensor
 
 from mcore_rl._config import GRPOConfig
+from mcore_rl._late import LATE
 from mcore_rl._shaping import same_reward
 from mcore_rl._types import TokenRollout
 from mcore_rl.agent import GroupedRolloutGenerator, NumberedProblems
-from mcore_rl.agent._base import LATE
 from mcore_rl.inference import InferenceInterface
 
 _log = logging.getLogger(__name__)

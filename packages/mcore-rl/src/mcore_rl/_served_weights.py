@@ -17,7 +17,6 @@ from mcore_parallel import Group
 from mcore_rl._exchange import all_gather_json, device_of
 from mcore_rl._stability import experimental_api
 from mcore_rl.inference import PeerError, PeerTimeoutError, WeightServer
-from mcore_rl.inference._weight_server import check_in_flight
 
 if TYPE_CHECKING:
     from mcore_ckpt.hf.families import Family
@@ -68,7 +67,8 @@ class ServedWeights:
         urls = [server.url.rstrip("/") for server in servers]
         if not urls or len(set(urls)) < len(urls):
             raise ValueError(f"servers={urls} must name at least one server, and each once")
-        check_in_flight(in_flight)
+        if in_flight not in ("recompute", "keep", "drain"):
+            raise ValueError(f"in_flight={in_flight!r} must be recompute, keep or drain")
         self.servers, self.folder = tuple(servers), Path(folder).absolute()
         self.in_flight: Literal["recompute", "keep", "drain"] = in_flight
         self._form: dict[str, Any] = {"family": family, "config": config, "hf_config": hf_config, "dtype": dtype}

@@ -9,6 +9,7 @@ from mcore_rl.agent._multi_task import WeightedMultiTask
 from mcore_rl.agent._multi_turn import Episode, MultiTurnAgent
 from mcore_rl.agent._numbered import NumberedProblems
 from mcore_rl.agent._preference_pairs import PreferencePairs
+from mcore_rl.agent._ray_judge import RayJudge
 from mcore_rl.agent._reward_only import RewardOnlyAgent
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "NumberedProblems",
     "PreferencePairs",
     "Problem",
+    "RayJudge",
     "RewardOnlyAgent",
     "RolloutGenerator",
     "TokenizedRolloutGenerator",

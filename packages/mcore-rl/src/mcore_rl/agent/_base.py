@@ -7,13 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any, TypeVar
 
+from mcore_rl._late import LATE
 from mcore_rl._stability import experimental_api
 from mcore_rl._types import EvaluationResponse, GenericGenerationArgs, Rollout, TokenRollout
 from mcore_rl.inference import InferenceInterface
-
-# The message of a cancellation after which a group ends with the rollouts it has.
-LATE = "the rollouts' time is over"
-
 
 Result = TypeVar("Result")
 

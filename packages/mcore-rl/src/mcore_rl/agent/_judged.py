@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from mcore_rl._late import LATE
 from mcore_rl._stability import experimental_api
 from mcore_rl._types import (
     EvaluationResponse,
@@ -19,7 +20,7 @@ from mcore_rl._types import (
     TokenRollout,
     check_reward,
 )
-from mcore_rl.agent._base import LATE, EvaluationAgent, GroupedRolloutGenerator, TokenizedRolloutGenerator
+from mcore_rl.agent._base import EvaluationAgent, GroupedRolloutGenerator, TokenizedRolloutGenerator
 from mcore_rl.inference import InferenceInterface
 
 _log = logging.getLogger(__name__)

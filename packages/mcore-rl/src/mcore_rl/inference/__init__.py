@@ -9,6 +9,7 @@ from mcore_rl.inference._hugging_face import HFInference
 from mcore_rl.inference._interface import InferenceInterface
 from mcore_rl.inference._local import MegatronLocal
 from mcore_rl.inference._openai import OpenAIInference
+from mcore_rl.inference._ray import RayInference
 from mcore_rl.inference._sglang import SGLangInference
 from mcore_rl.inference._weight_server import WeightServer
 
@@ -23,6 +24,7 @@ __all__ = [
     "PeerError",
     "PeerReplyError",
     "PeerTimeoutError",
+    "RayInference",
     "SGLangInference",
     "WeightServer",
 ]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from mcore_rl._stability import experimental_api
 from mcore_rl._types import GenericGenerationArgs, InferenceRequest, InferenceResponse
 from mcore_rl.inference._http import HttpPeer, PeerReplyError
 from mcore_rl.inference._interface import InferenceInterface, answer_all
@@ -38,6 +39,7 @@ class PeerAnswer:
     """Of each token, the weights that drew it, where the server says so."""
 
 
+@experimental_api
 class PeerInference(InferenceInterface):
     """Every continuation is one POST; a subclass writes its body and reads its answer. Arguments as of `OpenAIInference`."""
 

@@ -5,7 +5,7 @@
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 from urllib.parse import urlencode
 
 from mcore_rl._stability import experimental_api
@@ -94,11 +94,3 @@ class WeightServer:
 
     def _peer(self) -> HttpPeer:
         return HttpPeer(self.url, api_key=self.api_key, timeout_s=self.timeout_s)
-
-
-def check_in_flight(in_flight: str) -> None:
-    """Raises:
-    ValueError: it is no such choice.
-    """
-    if in_flight not in get_args(InFlight):
-        raise ValueError(f"in_flight={in_flight!r} must be recompute, keep or drain")

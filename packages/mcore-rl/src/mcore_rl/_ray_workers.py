@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Objects in actors of a Ray cluster, which places and restarts them; the one file that imports Ray."""
+
+import asyncio
+import inspect
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mcore_rl._stability import experimental_api
+
+
+@experimental_api
+class RayWorkerError(RuntimeError):
+    """A worker died, did not answer in time or did not start. The message names it and its node."""
+
+
+@experimental_api
+@dataclass(frozen=True, kw_only=True)
+class RayOptions:
+    """How many workers there are, what each needs, and how long it may take.
+
+    Raises:
+        ValueError: a number that is out of its range; names it.
+    """
+
+    num_workers: int = 1
+    num_cpus: float = 1.0
+    """Of each."""
+    num_gpus: float = 0.0
+    """Of each."""
+    resources: Mapping[str, float] = field(default_factory=dict)
+    """Of each, by the names that the nodes were started with."""
+    max_restarts: int = 3
+    """Times that Ray starts a worker again that died; -1 for no limit."""
+    max_task_retries: int = 1
+    """Times that a call is repeated whose worker died."""
+    max_concurrency: int = 64
+    """Calls that a worker has at a time."""
+    start_timeout_s: float = 300.0
+    """Limit of all workers' start."""
+    call_timeout_s: float = 600.0
+    """Limit of one call, with the restart of its worker."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_workers", 1), ("max_concurrency", 1), ("max_restarts", -1), ("max_task_retries", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+        for name in ("num_cpus", "num_gpus"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        for name in ("start_timeout_s", "call_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be positive")
+
+
+class _Worker:
+    """What runs in an actor."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._own = make()
+        self._birth = uuid.uuid4().hex
+
+    async def call(self, method: str, arguments: Sequence[Any]) -> tuple[str, Any]:
+        """Which start of the worker answers, and what."""
+        result = getattr(self._own, method)(*arguments)
+        return self._birth, (await result if inspect.isawaitable(result) else result)
+
+    async def about(self) -> tuple[str, str]:
+        """Which start this is, and on which node."""
+        return self._birth, _ray().get_runtime_context().get_node_id()
+
+
+@experimental_api
+class RayWorkers:
+    """Objects of one kind in actors, spread over the nodes; a call goes to the one with the fewest open calls.
+
+    The program connects to the cluster itself (``ray.init(address=...)``); nothing is started here but the actors.
+
+    Args:
+        make: makes an object in its worker, where it must be importable.
+        options: number, needs and limits.
+        name: of the kind, for messages.
+
+    Raises:
+        ModuleNotFoundError: Ray is not installed; names the extra.
+        ValueError: the program is not connected to a cluster.
+        RayWorkerError: workers did not start in time, or their object could not be made.
+    """
+
+    def __init__(self, make: Callable[[], Any], options: RayOptions | None = None, *, name: str = "workers") -> None:
+        self.options, self.name = options or RayOptions(), name
+        ray = _ray()
+        if not ray.is_initialized():
+            raise ValueError(f"{name}: there is no connection to a Ray cluster; call ray.init(address=...) first")
+        own = self.options
+        actor = ray.remote(_Worker).options(
+            num_cpus=own.num_cpus,
+            num_gpus=own.num_gpus,
+            resources=dict(own.resources),
+            max_restarts=own.max_restarts,
+            max_task_retries=own.max_task_retries,
+            max_concurrency=own.max_concurrency,
+            scheduling_strategy="SPREAD",
+        )
+        self._handles = [actor.remote(make) for _ in range(own.num_workers)]
+        self._num_open = [0] * own.num_workers
+        self._births: list[set[str]] = [set() for _ in self._handles]
+        self._is_closed = False
+        self.nodes: list[str] = []
+        """Of each worker, the node that it was started on."""
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self) -> None:
+        ray, limit = _ray(), self.options.start_timeout_s
+        references = [handle.about.remote() for handle in self._handles]
+        _, late = ray.wait(references, num_returns=len(references), timeout=limit)
+        if late:
+            numbers = [number for number, reference in enumerate(references) if reference in late]
+            needs = {"CPU": self.options.num_cpus, "GPU": self.options.num_gpus, **self.options.resources}
+            raise RayWorkerError(
+                f"workers {numbers} of {self.name!r} did not start within start_timeout_s={limit:g}, each needs {needs}; the cluster has "
+                f"{ray.available_resources()}"
+            )
+        for number, reference in enumerate(references):
+            try:
+                birth, node = ray.get(reference)
+            except ray.exceptions.RayError as error:
+                raise RayWorkerError(f"worker {number} of {self.name!r} did not start: {error}") from error
+            self._births[number].add(birth)
+            self.nodes.append(node)
+
+    @property
+    def num_restarts(self) -> list[int]:
+        """Of each worker, how often it was seen to have been started again."""
+        return [len(births) - 1 for births in self._births]
+
+    @property
+    def num_open(self) -> int:
+        """Calls that are under way."""
+        return sum(self._num_open)
+
+    def least_busy(self) -> int:
+        """The worker with the fewest open calls."""
+        return min(range(len(self._handles)), key=self._num_open.__getitem__)
+
+    async def call(self, method: str, *arguments: Any, worker: int | None = None) -> Any:
+        """What a method of an object gives.
+
+        Args:
+            method: of the object, plain or a coroutine.
+            arguments: of it; they travel to the worker.
+            worker: which; None for the one with the fewest open calls.
+
+        Raises:
+            RayWorkerError: the worker died more often than it is restarted, or did not answer within ``call_timeout_s``.
+            Exception: what the method raised.
+        """
+        ray = _ray()
+        number = self.least_busy() if worker is None else worker
+        self._num_open[number] += 1
+        reference = self._handles[number].call.remote(method, arguments)
+        finished = False
+        try:
+            birth, result = await asyncio.wait_for(reference, self.options.call_timeout_s)
+            finished = True
+        except TimeoutError as error:
+            raise self._late(number, method) from error
+        except ray.exceptions.RayError as error:
+            finished = True
+            raise self._failure(number, method, error) from error
+        finally:
+            self._num_open[number] -= 1
+            if not finished:
+                ray.cancel(reference)
+        self._births[number].add(birth)
+        return result
+
+    def call_all(self, method: str, *arguments: Any) -> dict[int, Exception]:
+        """Call a method of all objects, and block until all are done; what was raised, by the number of the worker."""
+        ray = _ray()
+        references = [handle.call.remote(method, arguments) for handle in self._handles]
+        done, _ = ray.wait(references, num_returns=len(references), timeout=self.options.call_timeout_s)
+        failed: dict[int, Exception] = {}
+        for number, reference in enumerate(references):
+            if reference not in done:
+                ray.cancel(reference)
+                failed[number] = self._late(number, method)
+                continue
+            try:
+                birth, _ = ray.get(reference)
+                self._births[number].add(birth)
+            except ray.exceptions.RayError as error:
+                failed[number] = self._failure(number, method, error)
+        return failed
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """End all workers; may be called again.
+
+        Args:
+            drain_s: that calls get to end first, from event loops in other threads.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        end = time.monotonic() + drain_s
+        while self.num_open and time.monotonic() < end:
+            time.sleep(0.01)
+        for handle in self._handles:
+            _ray().kill(handle)
+
+    def __enter__(self) -> "RayWorkers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def describe(self, number: int) -> str:
+        """A worker in words."""
+        return f"worker {number} of {self.name!r} (first on node {self.nodes[number][:8]})"
+
+    def _late(self, number: int, method: str) -> RayWorkerError:
+        return RayWorkerError(f"{self.describe(number)} did not answer {method} within call_timeout_s={self.options.call_timeout_s:g}")
+
+    def _failure(self, number: int, method: str, error: Exception) -> Exception:
+        """What a caller gets: the method's own exception, or the loss of the worker."""
+        if isinstance(error, _ray().exceptions.RayTaskError):
+            cause = getattr(error, "cause", None)
+            return cause if isinstance(cause, Exception) else error
+        own = self.options
+        return RayWorkerError(
+            f"{self.describe(number)} was lost in {method}, with max_restarts={own.max_restarts} and "
+            f"max_task_retries={own.max_task_retries}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        )
+
+
+def put(value: Any) -> Any:
+    """A reference to a value in the object store."""
+    return _ray().put(value)
+
+
+def fetch(references: Sequence[Any]) -> Iterator[Any]:
+    """The items of lists in the object store, one list at a time; blocks."""
+    for reference in references:
+        yield from _ray().get(reference)
+
+
+def _ray() -> Any:
+    try:
+        import ray
+        import ray.exceptions
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise ModuleNotFoundError('ray is not installed: pip install "mcore-rl[ray]"', name="ray") from None
+    return ray

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Engines in workers of a Ray cluster, which take the trainer's weights."""
+
+import asyncio
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from mcore_rl._ray_workers import RayOptions, RayWorkerError, RayWorkers, fetch, put
+from mcore_rl._refit import WeightSink
+from mcore_rl._stability import experimental_api
+from mcore_rl._types import InferenceRequest, InferenceResponse
+from mcore_rl.inference._interface import InferenceInterface
+
+if TYPE_CHECKING:
+    from mcore_parallel.data import Tokenizer
+
+
+class OtherWeightsError(RuntimeError):
+    """A worker has not the weights that it is to answer with: it was started again."""
+
+
+class EngineWorker:
+    """An engine in its worker; ``make`` gives an interface and what takes weights behind it."""
+
+    def __init__(self, make: Callable[[], tuple[InferenceInterface, WeightSink]]) -> None:
+        self._interface, self._engine = make()
+        self._version = 0
+
+    def pid(self) -> int:
+        """Of the process."""
+        return os.getpid()
+
+    async def answer(self, request: InferenceRequest, version: int) -> list[list[InferenceResponse]]:
+        """Continuations, if the weights are at least those."""
+        if self._version < version:
+            raise OtherWeightsError(f"has version {self._version}, and is asked for {version}")
+        return await self._interface.agenerate(request)
+
+    async def load(self, references: Sequence[Any], version: int) -> None:
+        """Take weights out of the object store, bucket by bucket; nothing where they are there."""
+        if self._version == version:
+            return
+        weights = (item for item in fetch(references))
+        load: Any = getattr(self._interface, "load_weights", None)
+        if load is not None:
+            await load(weights, version)
+        else:
+            await asyncio.to_thread(self._engine.load_weights, weights)
+        self._version = version
+
+
+@experimental_api
+class RayInference(InferenceInterface):
+    """Engines in workers of a Ray cluster as one interface, and as the `WeightSink` behind it.
+
+    Each prompt goes to the worker with the fewest open ones. One that Ray started again is given the newest weights before it answers:
+    they stay in the object store until others come.
+
+    Args:
+        make: makes an interface and its engine in a worker.
+        tokenizer: theirs.
+        options: workers and limits.
+        bucket_bytes: weights of one object of the store.
+
+    Raises:
+        ModuleNotFoundError: Ray is not installed; names the extra.
+        ValueError: there is no connection to a cluster, or a bucket of nothing.
+        RayWorkerError: the workers did not start.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], tuple[InferenceInterface, WeightSink]],
+        *,
+        tokenizer: "Tokenizer",
+        options: RayOptions | None = None,
+        bucket_bytes: int = 1 << 28,
+    ) -> None:
+        if bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes={bucket_bytes} must be positive")
+        self.tokenizer, self._bucket_bytes = tokenizer, bucket_bytes
+        self._references: list[Any] = []
+        self.version = 0
+        """Of the weights that answers are drawn with; 0 for those that the workers began with."""
+        self.workers = RayWorkers(_Made(make), options, name="engines")
+
+    def encode(self, text: str) -> Sequence[int]:
+        return self.tokenizer.tokenize(text)
+
+    async def agenerate(self, request: InferenceRequest) -> list[list[InferenceResponse]]:
+        """As of the engines; where one fails, the others' answers are cancelled.
+
+        Raises:
+            RayWorkerError: a worker was lost for good, or did not answer in time; named.
+        """
+        prompts = [InferenceRequest(prompts=[prompt], n=request.n, generation_args=request.generation_args) for prompt in request.prompts]
+        tasks = [asyncio.ensure_future(self._answer(prompt)) for prompt in prompts]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], /) -> None:
+        """Give all workers new weights, through the object store; blocks.
+
+        Raises:
+            RayWorkerError: workers did not take them; names each. One that is asked later takes them then.
+        """
+        references: list[Any] = []
+        bucket: list[tuple[str, Tensor]] = []
+        size = 0
+        for name, tensor in weights:
+            bucket.append((name, tensor.detach().to("cpu", copy=True)))
+            size += tensor.nbytes
+            if size >= self._bucket_bytes:
+                references.append(put(bucket))
+                bucket, size = [], 0
+        if bucket:
+            references.append(put(bucket))
+        # Those before are kept until here.
+        self._references, self.version = references, self.version + 1
+        failed = self.workers.call_all("load", references, self.version)
+        if failed:
+            reasons = "; ".join(f"{self.workers.describe(number)}: {error}" for number, error in failed.items())
+            raise RayWorkerError(f"version {self.version} of the weights was not taken by {len(failed)} of the workers: {reasons}")
+
+    async def _answer(self, request: InferenceRequest) -> list[InferenceResponse]:
+        number = self.workers.least_busy()
+        while True:
+            version, references = self.version, self._references
+            try:
+                [answers] = await self.workers.call("answer", request, version, worker=number)
+                return answers
+            except OtherWeightsError:
+                await self.workers.call("load", references, version, worker=number)
+
+    def close(self) -> None:
+        """End the workers; may be called again."""
+        self.workers.close()
+
+
+class _Made:
+    """Makes the engine of a worker; a closure would take this whole module along."""
+
+    def __init__(self, make: Callable[[], tuple[InferenceInterface, WeightSink]]) -> None:
+        self._make = make
+
+    def __call__(self) -> EngineWorker:
+        return EngineWorker(self._make)
