@@ -254,8 +254,8 @@ def fetch(references: Sequence[Any]) -> Iterator[Any]:
 
 def _ray() -> Any:
     try:
-        import ray
-        import ray.exceptions
+        import ray  # pyright: ignore[reportMissingImports]
+        import ray.exceptions  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise

@@ -29,6 +29,7 @@ class EngineWorker:
     def __init__(self, make: Callable[[], tuple[InferenceInterface, WeightSink]]) -> None:
         self._interface, self._engine = make()
         self._version = 0
+        self._turn = asyncio.Lock()
 
     def pid(self) -> int:
         """Of the process."""
@@ -41,16 +42,17 @@ class EngineWorker:
         return await self._interface.agenerate(request)
 
     async def load(self, references: Sequence[Any], version: int) -> None:
-        """Take weights out of the object store, bucket by bucket; nothing where they are there."""
-        if self._version == version:
-            return
-        weights = (item for item in fetch(references))
-        load: Any = getattr(self._interface, "load_weights", None)
-        if load is not None:
-            await load(weights, version)
-        else:
-            await asyncio.to_thread(self._engine.load_weights, weights)
-        self._version = version
+        """Take weights out of the object store, bucket by bucket; nothing where they, or newer ones, are there."""
+        async with self._turn:
+            if self._version >= version:
+                return
+            weights = (item for item in fetch(references))
+            load: Any = getattr(self._interface, "load_weights", None)
+            if load is not None:
+                await load(weights, version)
+            else:
+                await asyncio.to_thread(self._engine.load_weights, weights)
+            self._version = version
 
 
 @experimental_api
