@@ -3,6 +3,7 @@
 """Fresh gloo worlds, one a test, forked from a server that has torch loaded."""
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import sys
@@ -18,6 +19,9 @@ _server = multiprocessing.get_context("forkserver")
 # What nearly every rank imports: loaded once in the server, it costs a rank nothing. A wheel that is not installed is passed over.
 _PRELOADED = [
     "pytest", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp",
+    # What the first torch.compile of a process imports: seconds, for each rank that compiles.
+    "torch._functorch.aot_autograd", "torch._functorch.partitioners", "torch._inductor.decomposition", "torch._inductor.lowering",
+    "torch._inductor.debug", "torch._inductor.pattern_matcher", "torch._meta_registrations",
     "mcore_parallel.data_parallel", "mcore_parallel.graphs", "mcore_parallel.guard", "mcore_parallel.optim", "mcore_parallel.planner",
     "mcore_parallel.training", "mcore_ckpt", "mcore_inference", "mcore_moe", "mcore_rl", "megatron_fsdp", "mcore_tools.assembly",
 ]  # fmt: skip
@@ -98,6 +102,8 @@ def _rank_main(
     check: Callable[..., Any], inputs: dict[str, Any], rank: int, num_ranks: int, backend: str, store: str, pipe: Connection
 ) -> None:
     assert "torch._dynamo" in sys.modules, "the preload failed (its import errors are silent)"
+    # What was loaded before is no garbage: looking through it would copy the server's memory, which costs more than most checks.
+    gc.freeze()
     import torch
     import torch.distributed as dist
 
