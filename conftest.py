@@ -6,12 +6,13 @@ import functools
 import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from tests.support.file_order import longest_first
-from tests.support.world import run, start_server
+from tests.support.world import World, run, start_server
 
 # Small matrices are slower on several threads. Before torch is loaded; what a test starts has it too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -37,9 +38,34 @@ def _world_server(request: pytest.FixtureRequest) -> None:
         start_server()
 
 
+@pytest.fixture(scope="module")
+def _shared_worlds() -> Iterator[dict[str, World]]:
+    worlds: dict[str, World] = {}
+    yield worlds
+    for one in worlds.values():
+        one.close()
+
+
 @pytest.fixture
-def world(request: pytest.FixtureRequest) -> Callable[..., list[object]]:
-    """Run a module-level function on every rank of a fresh gloo world; ``@pytest.mark.world(n)`` sets the number of ranks."""
+def world(request: pytest.FixtureRequest, _shared_worlds: dict[str, World]) -> Callable[..., list[object]]:
+    """Run a module-level function on every rank of a gloo world; ``@pytest.mark.world(n)`` sets the number of ranks.
+
+    The world is fresh, or with ``@pytest.mark.world(n, shared=True)`` that of the test's other cases, until one of them fails: for tests of
+    many short cases that leave nothing behind.
+    """
     marker = request.node.get_closest_marker("world")
     assert marker is not None, "the test needs @pytest.mark.world(number of ranks)"
-    return functools.partial(run, num_ranks=marker.args[0])
+    [num_ranks], name = marker.args, request.node.originalname
+    if not marker.kwargs.get("shared"):
+        return functools.partial(run, num_ranks=num_ranks)
+
+    def run_shared(check: Callable[..., object], **inputs: Any) -> list[object]:
+        if name not in _shared_worlds:
+            _shared_worlds[name] = World(num_ranks)
+        try:
+            return _shared_worlds[name].run(check, **inputs)
+        except BaseException:
+            _shared_worlds.pop(name).close()
+            raise
+
+    return run_shared

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support import world
-from tests.support.world import run
+from tests.support.world import World, run
 
 
 def add_up() -> float:
@@ -68,3 +69,48 @@ def has_the_wheels() -> bool:
 def test_ranks_come_with_the_wheels_loaded_whoever_else_starts_ranks(world: Any) -> None:
     import_module("mcore_tools.launch")
     assert world(has_the_wheels) == [True]
+
+
+def draw() -> tuple[int, float, float]:
+    x = torch.randn(())
+    dist.all_reduce(x)
+    return os.getpid(), x.item(), torch.rand(()).item()
+
+
+def hold_back() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(60)
+
+
+def test_checks_of_one_world_draw_as_in_their_own_and_end_with_it() -> None:
+    [(_, *alone), _] = run(draw, 2)
+    several = World(2)
+    try:
+        [(one, *first), (other, *_)], [(again, *second), _] = several.run(draw), several.run(draw)
+        assert one == again != other and first == second == alone
+        with pytest.raises(AssertionError, match="rank 1:(.|\n)*no luck"):
+            several.run(fail_on_one)
+    finally:
+        several.close()
+    assert not Path(f"/proc/{one}").exists() and not Path(f"/proc/{other}").exists()
+
+
+def test_a_rank_of_a_shared_world_that_gives_no_answer_is_named() -> None:
+    several = World(2)
+    try:
+        with pytest.raises(TimeoutError, match=r"ranks \[1\] gave no answer"):
+            several.run(hold_back, timeout_s=0.5)
+    finally:
+        several.close()
+
+
+@pytest.mark.world(2, shared=True)
+@pytest.mark.parametrize("number", range(3))
+def test_cases_of_a_test_share_a_world_where_it_says_so(world: Any, number: int, seen: list[int]) -> None:
+    seen += [pid for pid, *_ in world(draw)]
+    assert len(set(seen)) == 2
+
+
+@pytest.fixture(scope="module")
+def seen() -> list[int]:
+    return []

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Fresh gloo worlds, one a test, forked from a server that has torch loaded."""
+"""Gloo worlds, fresh for each test or shared by its cases, forked from a server that has torch loaded."""
 
 import contextlib
 import gc
 import multiprocessing
 import os
+import pickle
 import sys
 import tempfile
 import time
@@ -26,11 +27,59 @@ _PRELOADED = [
     "mcore_parallel.training", "mcore_ckpt", "mcore_inference", "mcore_moe", "mcore_rl", "megatron_fsdp", "mcore_tools.assembly",
 ]  # fmt: skip
 
+Task = tuple[Callable[..., Any], dict[str, Any]]
+"""A check and its inputs."""
+
 
 def start_server() -> None:
     """Start the process that ranks are forked from, where none runs: a process has one, and whoever starts it says what it loads."""
     _server.set_forkserver_preload(_PRELOADED)
     forkserver.ensure_running()
+
+
+class World:
+    """Fresh ranks that run one check after the other, until one fails or they are closed.
+
+    Args:
+        num_ranks: size of the world.
+        backend: with "nccl" each rank owns the GPU of its number.
+        first: check and inputs that the ranks begin with; None to wait for ``run``.
+    """
+
+    def __init__(self, num_ranks: int, backend: str = "gloo", first: Task | None = None) -> None:
+        start_server()
+        self._folder = tempfile.TemporaryDirectory()
+        # Kept open to the end: a rank leaves when its pipe closes, and others may still be connecting to it.
+        self._pipes: list[Connection] = []
+        self._ranks: list[Any] = []
+        for rank in range(num_ranks):
+            ours, theirs = _server.Pipe()
+            arguments = (first, rank, num_ranks, backend, f"file://{self._folder.name}/store", theirs)
+            process = _server.Process(target=_rank_main, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._ranks.append(process)
+
+    def run(self, check: Callable[..., Any], *, timeout_s: float = 60.0, **inputs: Any) -> list[Any]:
+        """As ``run`` below; tensors among the inputs are copied."""
+        task = pickle.dumps((check, inputs))
+        for pipe in self._pipes:
+            pipe.send_bytes(task)
+        return self.results(timeout_s)
+
+    def results(self, timeout_s: float, doomed: tuple[int, ...] = ()) -> list[Any]:
+        """Of the check under way, in rank order."""
+        pending = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        return _collect(pending, self._ranks, time.monotonic() + timeout_s, doomed)
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._ranks:
+            process.kill()
+            process.join()
+        self._folder.cleanup()
 
 
 def run(
@@ -50,29 +99,11 @@ def run(
         AssertionError: a rank failed; carries its number and traceback.
         TimeoutError: ranks that gave no answer in time, by number.
     """
-    start_server()
-    with tempfile.TemporaryDirectory() as folder:
-        pending: dict[Connection, int] = {}
-        ranks: list[Any] = []
-        for rank in range(num_ranks):
-            ours, theirs = _server.Pipe()
-            process = _server.Process(
-                target=_rank_main, args=(check, inputs, rank, num_ranks, backend, f"file://{folder}/store", theirs), daemon=True
-            )
-            process.start()
-            ranks.append(process)
-            theirs.close()
-            pending[ours] = rank
-        # Kept open to the end: a rank leaves when its pipe closes, and others may still be connecting to it.
-        pipes = list(pending)
-        try:
-            return _collect(pending, ranks, time.monotonic() + timeout_s, doomed)
-        finally:
-            for pipe in pipes:
-                pipe.close()
-            for process in ranks:
-                process.kill()
-                process.join()
+    world = World(num_ranks, backend, (check, inputs))
+    try:
+        return world.results(timeout_s, doomed)
+    finally:
+        world.close()
 
 
 def _collect(pending: dict[Connection, int], ranks: list[Any], deadline: float, doomed: tuple[int, ...]) -> list[Any]:
@@ -98,9 +129,7 @@ def _collect(pending: dict[Connection, int], ranks: list[Any], deadline: float, 
     return [results[rank] for rank in sorted(results)]
 
 
-def _rank_main(
-    check: Callable[..., Any], inputs: dict[str, Any], rank: int, num_ranks: int, backend: str, store: str, pipe: Connection
-) -> None:
+def _rank_main(first: Task | None, rank: int, num_ranks: int, backend: str, store: str, pipe: Connection) -> None:
     assert "torch._dynamo" in sys.modules, "the preload failed (its import errors are silent)"
     # What was loaded before is no garbage: looking through it would copy the server's memory, which costs more than most checks.
     gc.freeze()
@@ -108,16 +137,26 @@ def _rank_main(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    fresh = torch.get_rng_state()
     try:
         device = None
         if backend == "nccl":
             device = torch.device("cuda", rank)
             torch.cuda.set_device(device)
         dist.init_process_group(backend, init_method=store, rank=rank, world_size=num_ranks, device_id=device)
-        pipe.send((True, check(**inputs)))
+        if first is not None:
+            pipe.send((True, first[0](**first[1])))
     except BaseException:
         pipe.send((False, traceback.format_exc()))
     # Other ranks may still be connecting to this one: leave only when the parent kills the world, or is gone.
     with contextlib.suppress(EOFError):
-        pipe.recv()
+        while True:
+            task = pipe.recv_bytes()
+            try:
+                # Draws are those of a world of its own.
+                torch.set_rng_state(fresh)
+                check, inputs = pickle.loads(task)
+                pipe.send((True, check(**inputs)))
+            except BaseException:
+                pipe.send((False, traceback.format_exc()))
     os._exit(0)
