@@ -74,6 +74,7 @@ def train(
     recompute: RecomputeConfig | None = None,
     fusion: bool = False,
     layers: int = CONFIG.num_layers,
+    steps: int = 2,
 ) -> tuple[Curve, nn.Module]:
     config = replace(CONFIG, num_layers=layers)
     parts = pipeline.place(layers, num_stages=groups.pp.size, num_chunks=chunks).of_rank(groups.pp.rank)
@@ -81,7 +82,7 @@ def train(
     sync = DistributedDataParallel(DistributedDataParallelConfig(gradient_accumulation_fusion=fusion), model, groups)
     optimizer = Recorded(MegatronOptimizer(OptimizerConfig(lr=RATE, clip_grad=0.5, weight_decay=0.1), sync, groups), sync)
     schedule, overlap, losses = pipeline.build(chunks), Overlap() if pipeline.schedule == "combined" else None, []
-    for step in range(2):
+    for step in range(steps):
         batches = micro_batches(step, count, ragged)
         report = train_step(
             model, batches, CrossEntropyObjective(), sync, optimizer, lr=RATE, groups=groups, pipeline=schedule, overlap=overlap
@@ -92,8 +93,8 @@ def train(
 
 
 @cache
-def serial(count: int, ragged: bool = False, layers: int = CONFIG.num_layers) -> Curve:
-    return train(ProcessGroups.single(), PipelineConfig(), count, ragged, layers=layers)[0]
+def serial(count: int, ragged: bool = False, layers: int = CONFIG.num_layers, steps: int = 2) -> Curve:
+    return train(ProcessGroups.single(), PipelineConfig(), count, ragged, layers=layers, steps=steps)[0]
 
 
 def compare(expected: Curve, groups: ProcessGroups, *arguments: Any, **options: Any) -> None:
@@ -123,13 +124,13 @@ DOUBLE = [
 ]
 
 
-def check_every_schedule(stages: int, count: int, expected: Curve) -> None:
+def check_every_schedule(stages: int, count: int, expected: Curve, steps: int = 2) -> None:
     groups = ProcessGroups.build(ParallelPlan(pp=stages))
     for pipeline in SINGLE:
-        compare(expected, groups, pipeline, count)
+        compare(expected, groups, pipeline, count, steps=steps)
     for pipeline in DOUBLE:
         if pipeline.layout is None or stages == 4:
-            compare(expected, groups, pipeline, count, chunks=2)
+            compare(expected, groups, pipeline, count, chunks=2, steps=steps)
 
 
 @pytest.mark.world(2)
@@ -141,7 +142,8 @@ def test_two_stages_train_as_one_with_every_schedule(world, count: int) -> None:
 @pytest.mark.world(4)
 @pytest.mark.parametrize("count", [4, pytest.param(8, marks=pytest.mark.slow), 7])
 def test_four_stages_train_as_one_with_every_schedule(world, count: int) -> None:
-    world(check_every_schedule, stages=4, count=count, expected=serial(count))
+    # A step, and the evaluation of what it made; that steps follow one another is shown with two stages.
+    world(check_every_schedule, stages=4, count=count, expected=serial(count, steps=1), steps=1)
 
 
 def check_groups_and_ragged(expected: Curve) -> None:
@@ -160,22 +162,24 @@ def test_micro_batches_of_different_shapes_train_as_on_one_stage(world) -> None:
     world(check_groups_and_ragged, expected=serial(7, True))
 
 
-def check_tensor_parallel(sequence_parallel: bool, expected: Curve) -> None:
+def check_tensor_parallel(sequence_parallel: bool, expected: Curve, twice: Curve) -> None:
     groups = ProcessGroups.build(ParallelPlan(tp=2, pp=2, sequence_parallel=sequence_parallel))
-    compare(expected, groups, PipelineConfig(schedule="combined", delay_weight_grad=True), 5, chunks=2, layers=4)
+    compare(expected, groups, PipelineConfig(schedule="combined", delay_weight_grad=True), 5, chunks=2, layers=4, steps=1)
     zero_bubble = PipelineConfig(schedule="zero_bubble")
     # What a queue holds and what runs again does not depend on how the activations are cut.
     if sequence_parallel:
-        compare(expected, groups, zero_bubble, 5, layers=4)
-        compare(expected, groups, zero_bubble, 5, layers=4, recompute=RecomputeConfig(granularity="full"))
-    compare(expected, groups, zero_bubble, 5, layers=4, fusion=True)
-    compare(expected, groups, zero_bubble, 5, layers=4, recompute=RecomputeConfig(modules=("norm", "mlp")))
+        compare(expected, groups, zero_bubble, 5, layers=4, steps=1)
+        compare(expected, groups, zero_bubble, 5, layers=4, steps=1, recompute=RecomputeConfig(granularity="full"))
+    # The products add to buffers that the step before has filled.
+    compare(twice, groups, zero_bubble, 5, layers=4, fusion=True)
+    compare(expected, groups, zero_bubble, 5, layers=4, steps=1, recompute=RecomputeConfig(modules=("norm", "mlp")))
 
 
 @pytest.mark.world(4)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_split_backward_trains_as_one_rank_beside_tensor_parallelism(world, sequence_parallel: bool) -> None:
-    world(check_tensor_parallel, sequence_parallel=sequence_parallel, expected=serial(5, layers=4))
+    alone = {steps: serial(5, layers=4, steps=steps) for steps in (1, 2)}
+    world(check_tensor_parallel, sequence_parallel=sequence_parallel, expected=alone[1], twice=alone[2])
 
 
 def check_few_micro_batches() -> list[float]:
