@@ -91,7 +91,7 @@ def check_sums(name: str) -> list[list[tuple[str, int, Tensor]]]:
     return found
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize("name", PROVIDERS)
 def test_gradients_are_sums_over_micro_batches_and_replicas(world, name: str) -> None:
     ranks = world(check_sums, name=name)

@@ -116,13 +116,13 @@ WIDE_PLANS = [
 ]
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize("degrees", PLANS, ids=lambda degrees: "-".join(f"{name}{size}" for name, size in degrees.items()))
 def test_two_ranks_train_a_mixture_as_one(world, degrees: dict[str, Any]) -> None:
     world(check, plan=ParallelPlan(**degrees), mixture=MIXTURE, expected=serial(MIXTURE))
 
 
-@pytest.mark.world(4)
+@pytest.mark.world(4, shared=True)
 @pytest.mark.parametrize(
     "degrees",
     [{"tp": 2, "cp": 2, "ep": 4}, {"dp": 4, "ep": 2, "etp": 2}, {"tp": 2, "pp": 2, "ep": 2}, {"tp": 2, "dp": 2, "ep": 4}],

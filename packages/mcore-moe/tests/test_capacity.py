@@ -228,7 +228,7 @@ def check_variants(plan: ParallelPlan) -> None:
         check_ranks(plan, {**variant, "moe_token_dispatcher_type": exchange}, tokens)
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize(
     "plan",
     [

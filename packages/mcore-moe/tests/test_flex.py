@@ -83,7 +83,7 @@ def test_two_ranks_exchange_as_the_all_to_all(world, library: str) -> None:
     world(check_exchange, plan=ParallelPlan(dp=2, ep=2), library=library)
 
 
-@pytest.mark.world(4)
+@pytest.mark.world(4, shared=True)
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize(
     "plan",

@@ -74,7 +74,7 @@ def check_ranks(plan: ParallelPlan, exchange: str) -> None:
         torch.testing.assert_close(grad, serial[shard.name][shard.spec.slices(groups)], rtol=1e-10, atol=1e-12, msg=shard.name)
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize(
     ("plan", "exchange"),
     [

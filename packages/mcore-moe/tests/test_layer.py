@@ -151,7 +151,7 @@ def test_two_ranks_equal_one_for_experts_over_tensor_ranks(world) -> None:
     world(check_ranks, plan=ParallelPlan(tp=2, ep=2), tokens=7)
 
 
-@pytest.mark.world(4)
+@pytest.mark.world(4, shared=True)
 @pytest.mark.parametrize(
     "plan",
     [
@@ -202,7 +202,7 @@ def check_replicas(plan: ParallelPlan, tokens: int, model: TransformerConfig, ex
             torch.testing.assert_close(layer(x[:count], Step.causal(1, count))[0], whole.detach()[:count], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize(
     "plan",
     [ParallelPlan(tp=2, sequence_parallel=False, **cut) for cut in ({"ep": 2, "etp": 1}, {"ep": 1, "etp": 2}, {"ep": 1, "etp": 1})],
@@ -212,7 +212,7 @@ def test_two_ranks_with_the_same_tokens_equal_one(world, plan: ParallelPlan) -> 
     world(check_replicas, plan=plan, tokens=7, model=BIASED)
 
 
-@pytest.mark.world(4)
+@pytest.mark.world(4, shared=True)
 @pytest.mark.parametrize(
     "plan",
     [

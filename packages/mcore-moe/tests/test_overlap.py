@@ -136,7 +136,7 @@ def noted(order: list[str], start: Any, *arguments: Any) -> Tensor:
     return start(*arguments)
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize("plan", [ParallelPlan(dp=2, ep=2), ParallelPlan(tp=2, ep=2)], ids=["dp", "tp"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_shared_experts_work_while_the_tokens_travel(world, plan: ParallelPlan, padded: bool) -> None:

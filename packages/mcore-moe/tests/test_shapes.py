@@ -146,7 +146,7 @@ def check_random_loads(plan: ParallelPlan, kind: str, seeds: int) -> None:
         )
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize("kind", ["alltoall", "allgather"])
 @pytest.mark.parametrize("plan", [ParallelPlan(dp=2, ep=2), ParallelPlan(dp=2, etp=2)], ids=["ep2", "etp2"])
 def test_random_loads_over_two_ranks(world, plan: ParallelPlan, kind: str) -> None:

@@ -278,7 +278,7 @@ def check_split(spec: AttentionSpec) -> None:
             torch.testing.assert_close(part.grad, leaf.grad[mine], rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize("window", [None, (0, 0), (3, 0), (-1, 0)])
 @pytest.mark.parametrize("packed", [False, True])
 def test_windows_over_split_sequences(world, window: tuple[int, int] | None, packed: bool) -> None:

@@ -69,7 +69,7 @@ def check(degrees: dict[str, Any], expected: dict[str, Curve]) -> None:
         check_curve(curve(groups, name, layout), whole)
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize("degrees", [{"tp": 2}, {"tp": 2, "sequence_parallel": False}, {"pp": 2}, {"pp": 2, "vpp": 2}, {"dp": 2}], ids=str)
 def test_two_ranks_train_as_one(world: Any, degrees: dict[str, Any]) -> None:
     world(check, degrees=degrees, expected={name: serial(name) for name in CONFIGS})

@@ -160,7 +160,7 @@ def degrees(size: int) -> list[tuple[int, int, int, bool]]:
     return found
 
 
-@pytest.mark.world(4)
+@pytest.mark.world(4, shared=True)
 @pytest.mark.parametrize(
     ("offset", "size", "connects"), [(2, 2, False), (2, 2, True), (1, 3, False), (1, 3, True), (3, 1, False), (0, 4, False), (0, 4, True)]
 )
@@ -299,7 +299,7 @@ def check_two_grids(second: int, mapping: dict[str, int] | None, combined: bool,
         link.finish()
 
 
-@pytest.mark.world(4)
+@pytest.mark.world(4, shared=True)
 @pytest.mark.parametrize("mapping", [None, {"s": 0, "b": 1, "h": 2}])
 @pytest.mark.parametrize("combined", [False, True])
 def test_a_bridge_of_two_grids_sends_tensors(world, mapping: dict[str, int] | None, combined: bool) -> None:

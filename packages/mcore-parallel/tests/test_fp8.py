@@ -287,7 +287,7 @@ def check_layouts(sequence_parallel: bool, recipe: str) -> None:
         assert relative(found[1], wanted[1][share]) < 0.05 and relative(found_row[0], wanted_row[0][share]) < 0.05
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_two_tensor_parallel_ranks_equal_one_when_they_share_scales(world, sequence_parallel, recipe) -> None:

@@ -59,7 +59,7 @@ def check_same_values(plan: ParallelPlan) -> None:
         assert torch.equal(shard.parameter, whole[shard.name][shard.spec.slices(groups)]), shard.name
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize("degrees", [{"tp": 2}, {"pp": 2}, {"dp": 2, "ep": 2}, {"tp": 2, "etp": 2}, {"tp": 2, "ep": 2}])
 def test_every_layout_has_the_same_global_values(world, degrees: dict[str, int]) -> None:
     world(check_same_values, plan=ParallelPlan(**degrees))

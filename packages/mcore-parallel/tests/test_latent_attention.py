@@ -164,7 +164,7 @@ def test_every_parameter_gets_a_gradient() -> None:
     assert all(grad.abs().max() > 0 for grad in serial()[False].gradients.values())
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize("plan", [ParallelPlan(tp=2), ParallelPlan(tp=2, sequence_parallel=False), ParallelPlan(cp=2), ParallelPlan(pp=2)])
 @pytest.mark.parametrize("q_lora_rank", [12, None])
 def test_two_ranks_train_as_one(world, plan: ParallelPlan, q_lora_rank: int | None) -> None:

@@ -178,7 +178,7 @@ def check_tensor_parallel(kind: str, sequence_parallel: bool) -> None:
         torch.testing.assert_close(grad, wanted[2][shard.name][shard.spec.slices(groups)], msg=shard.name)
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_two_tensor_parallel_ranks_equal_one(world, kind: str, sequence_parallel: bool) -> None:
@@ -200,7 +200,7 @@ def check_context_parallel(kind: str, num_groups: int) -> None:
             torch.testing.assert_close(grad, wanted[2][name], msg=name)
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_groups", [1, 2, 4])
 def test_two_context_parallel_ranks_equal_one(world, kind: str, num_groups: int) -> None:

@@ -65,7 +65,7 @@ def check(degrees: dict[str, Any], expected: dict[str, Curve], pipeline: Pipelin
         check_curve(curve(groups, name, layout), whole)
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize(
     ("degrees", "text"),
     [

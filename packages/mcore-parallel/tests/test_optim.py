@@ -410,7 +410,7 @@ def check_trajectories(clipping: dict[str, object]) -> None:
                 torch.testing.assert_close(whole[name], parameter.detach(), rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.world(4)
+@pytest.mark.world(4, shared=True)
 @pytest.mark.parametrize("clipping", CLIPPING)
 def test_training_is_the_same_in_every_layout(world, clipping: dict[str, object]) -> None:
     world(check_trajectories, clipping=clipping)

@@ -313,7 +313,7 @@ def check_parallel_layers(sequence_parallel: bool, overlap: bool | None) -> None
         assert all(torch.equal(part, whole) for part in parts)
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("overlap", [None, True])
 def test_weight_gradients_of_parallel_layers_wait_for_the_second_part(world, sequence_parallel: bool, overlap: bool | None) -> None:

@@ -44,7 +44,7 @@ def check_layout(plan: ParallelPlan, packed: bool) -> list[Tensor]:
     return [value.clone() for value in scored]
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("plan", [ParallelPlan(tp=2), ParallelPlan(pp=2), ParallelPlan(cp=2), ParallelPlan(dp=2)], ids=str)
 def test_every_rank_has_the_numbers_of_one(world, plan: ParallelPlan, packed: bool) -> None:
@@ -53,7 +53,7 @@ def test_every_rank_has_the_numbers_of_one(world, plan: ParallelPlan, packed: bo
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.world(4)
+@pytest.mark.world(4, shared=True)
 @pytest.mark.parametrize("plan", [ParallelPlan(tp=2, pp=2), ParallelPlan(pp=2, cp=2), ParallelPlan(tp=2, cp=2)], ids=str)
 def test_layouts_combine(world, plan: ParallelPlan) -> None:
     world(check_layout, plan=plan, packed=True)

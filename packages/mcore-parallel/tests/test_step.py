@@ -132,13 +132,13 @@ def check_layout(plan: ParallelPlan, routed: bool, expected: Run) -> None:
         torch.testing.assert_close(shard.data, expected[2][name].data[part], rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize("degrees", [{"tp": 2}, {"tp": 2, "sequence_parallel": False}, {"pp": 2}, {"dp": 2}])
 def test_two_ranks_train_as_one(world, degrees: dict[str, int]) -> None:
     world(check_layout, plan=ParallelPlan(**degrees), routed=False, expected=serial())
 
 
-@pytest.mark.world(4)
+@pytest.mark.world(4, shared=True)
 @pytest.mark.parametrize("degrees", [{"tp": 2, "pp": 2}, {"pp": 4}, {"pp": 2, "dp": 2}])
 def test_four_ranks_train_as_one(world, degrees: dict[str, int]) -> None:
     world(check_layout, plan=ParallelPlan(**degrees), routed=False, expected=serial())

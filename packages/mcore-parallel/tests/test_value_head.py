@@ -64,7 +64,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_layouts_train_one_head(world, plan: ParallelPlan) -> None:
     world(check, plan=plan, tied=False)

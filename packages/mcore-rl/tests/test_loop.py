@@ -96,7 +96,7 @@ def check_refit(plan: ParallelPlan) -> None:
         assert all(torch.equal(full, whole[name]) for name, full in gathered)
 
 
-@pytest.mark.world(4)
+@pytest.mark.world(4, shared=True)
 @pytest.mark.parametrize("plan", [ParallelPlan(tp=2, pp=2), ParallelPlan(tp=2, dp=2), ParallelPlan(pp=2, dp=2)])
 def test_gathered_weights_are_the_global_ones(world, plan: ParallelPlan) -> None:
     world(check_refit, plan=plan)

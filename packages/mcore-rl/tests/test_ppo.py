@@ -225,7 +225,7 @@ def losses(plan: ParallelPlan, packed: bool) -> list[float]:
     return [update.loss for report in iterate(plan, 2, config) for update in (*report.updates, *report.critic_updates)]
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize(
     ("plan", "packed"),
     [(ParallelPlan(dp=2), True), (ParallelPlan(pp=2), False), (ParallelPlan(tp=2), True), (ParallelPlan(cp=2), True)],

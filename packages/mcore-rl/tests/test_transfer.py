@@ -92,7 +92,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize(("plan", "engine_plan", "experts"), LAYOUTS, ids=str)
 def test_engines_of_other_layouts_have_equal_weights(world, plan: ParallelPlan, engine_plan: ParallelPlan | None, experts: bool) -> None:
     one, other = world(check_between, plan=plan, engine_plan=engine_plan, experts=experts)

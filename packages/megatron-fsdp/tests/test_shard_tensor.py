@@ -75,7 +75,7 @@ def check_copies(strategy: str, outer: bool) -> None:
         assert all(torch.equal(value, best[name]) for name, value in other.full_state_dict()), how
 
 
-@pytest.mark.world(4)
+@pytest.mark.world(4, shared=True)
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params", "outer"])
 def test_every_copy_of_a_state_dict_loads_what_it_holds(world, strategy):
     world(check_copies, strategy="optim_grads_params" if strategy == "outer" else strategy, outer=strategy == "outer")

@@ -86,7 +86,7 @@ def check(options: dict[str, Any]) -> None:
         torch.testing.assert_close(value, weights[name], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.world(4)
+@pytest.mark.world(4, shared=True)
 @pytest.mark.parametrize(
     "options",
     [*({"zero_dp_strategy": strategy} for strategy in range(4)), {"cpu_offload": True}, {"fsdp_double_buffer": True}],
