@@ -67,7 +67,10 @@ class FusedDecoder:
         sound = sound and not model.groups.sequence_parallel
         whole = turns and config.mrope_section is None and config.output_multiplier == 1.0
         whole = whole and isinstance(model.output, OutputLayer) and model.output.products is None and type(model.final_norm) is RMSNorm
-        return sound and whole and bool(model.layers) and all(_layer_fits(layer) for layer in model.layers.values())
+        layers = list(model.layers.values())
+        # Experts of split layers exchange tokens in the model's own forward.
+        split = model.groups.tp.size == 1 or all(isinstance(layer, TransformerLayer) and type(layer.mlp) is MLP for layer in layers)
+        return sound and whole and split and bool(layers) and all(_layer_fits(layer) for layer in layers)
 
     def logits(self, tokens_T: Tensor, step: Step, rows_R: Tensor | None = None) -> Tensor:
         """[T, V] of a step, or [R, V] of those of its tokens."""
