@@ -79,7 +79,7 @@ async def _at_rate(plan: Plan, one: Callable[[int, int], Awaitable[str | None]])
         begin = time.perf_counter()
         try:
             wrong = await one(port, number)
-        except (OSError, IndexError, ValueError, TimeoutError) as error:
+        except (OSError, LookupError, ValueError, TimeoutError) as error:
             wrong = repr(error)
         seconds.append(time.perf_counter() - begin)
         if wrong is not None:
