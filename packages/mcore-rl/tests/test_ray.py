@@ -193,12 +193,13 @@ def test_a_policy_learns_from_engines_on_two_nodes_and_one_that_dies_comes_back_
     try:
         refit(model, groups, inference)
         parts: dict[str, Any] = {"agent": agent, "interface": inference, "engine": inference, "learner": learner}
-        reports = [grpo_iteration(config, **parts, lr=2e-2) for _ in range(5)]
+        reports = [grpo_iteration(config, **parts, lr=2e-2) for _ in range(12)]
         kill(inference, 1)
-        reports += [grpo_iteration(config, **parts, lr=2e-2) for _ in range(2)]
+        reports += [grpo_iteration(config, **parts, lr=2e-2) for _ in range(3)]
         assert all(report.train.metrics["logprob_mismatch"] < 1e-4 and report.num_dropped == 0 for report in reports)
-        assert sum(report.mean_reward for report in reports[-2:]) > 1.2 * sum(report.mean_reward for report in reports[:2])
-        assert inference.version == 8 and len(set(inference.workers.nodes)) == 2
+        # Workers draw from seeds of their own, so that no run is the same.
+        assert sum(report.mean_reward for report in reports[-3:]) > 1.2 * sum(report.mean_reward for report in reports[:3])
+        assert inference.version == 16 and len(set(inference.workers.nodes)) == 2
         assert inference.workers.num_restarts == [0, 1]
     finally:
         inference.close()
