@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mcore_parallel import CommunicatorOptions, HyperCommGrid, ParallelPlan, ProcessGroups, comm
+from mcore_parallel.groups import connect
 from mcore_parallel.groups._groups import enumerate_groups
 
 DENSE = {axis: axis for axis in ("tp", "cp", "dp", "pp")}
@@ -321,3 +322,16 @@ def test_options_go_to_the_groups_they_name() -> None:
     assert len(layers) == len(data) == 1 and layers != data
     assert mixed.dp.name != mixed.dp_cp.name and mixed.dp.name != mixed.expt_dp.name
     assert mixed.intra_dp_cp.name in (mixed.dp.name, mixed.dp_cp.name)
+
+
+def check_members_alone() -> list[float]:
+    groups = ProcessGroups.build(ParallelPlan(pp=3))
+    here = connect((0, 1, 2), dist.get_rank(), backend="gloo", timeout_s=10.0, local=True)
+    sums = [comm.all_reduce(torch.ones(()), group).item() for group in (groups.pp, here)]
+    groups.close()
+    return sums
+
+
+@pytest.mark.world(3)
+def test_members_of_all_stages_make_a_group_alone(world) -> None:
+    assert world(check_members_alone, timeout_s=30.0) == [[3.0, 3.0]] * 3

@@ -154,6 +154,9 @@ class ProcessGroups:
         # Groups with options come first, so that those of the same ranks without any share their communicators.
         order = sorted(enumerations, key=lambda name: (name != sharp, not maker.has_options(name)))
         by_name = {name: maker.pick(name, enumerations[name]) for name in order}
+        if by_name["embd"] is None and by_name["world"] is not None:
+            # A stage between the ends. torch names a group that its members make alone by how many groups each of them is in.
+            maker.mine.append(dist.new_group([me], backend=backend, use_local_synchronization=True, group_desc="mcore alone"))
         if sharp is not None and (group := by_name[sharp]) is not None:
             _connect_all(group)
         levels = tuple(
