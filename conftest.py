@@ -3,7 +3,6 @@
 """Fixtures shared by all test folders."""
 
 import functools
-import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -24,11 +23,6 @@ sys.dont_write_bytecode = False
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = longest_first(items)
-
-
-def pytest_collection_finish() -> None:
-    # Modules and tests live to the end: no collection of garbage need look through them again.
-    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

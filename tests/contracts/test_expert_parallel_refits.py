@@ -81,7 +81,10 @@ def check_policies(plan: ParallelPlan, fields: dict[str, Any]) -> list[list[tupl
                 if version == 1 and place:
                     streams.append(await runner.submit(PROMPTS[4], GREEDY))
             streams.append(await runner.submit(PROMPTS[3], GREEDY))
-            return [await stream.record() for stream in streams]
+            ended = [await stream.record() for stream in streams]
+            # Who closes first would fail the requests of the other.
+            await asyncio.to_thread(dist.barrier, groups.dp.pg)
+            return ended
 
     records = asyncio.run(main())
     for record in records:

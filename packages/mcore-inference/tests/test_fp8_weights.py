@@ -24,8 +24,8 @@ from mcore_inference import (
     WeightLoadError,
     WeightSlice,
 )
-from mcore_inference.decoder import fp8_parameters
-from mcore_inference.decoder._decoder import _add_product, _matrix, _product
+from mcore_inference.decoder import FusedDecoder, fp8_parameters
+from mcore_inference.decoder._decoder import _matrix, _product
 from mcore_parallel import ParallelPlan, ProcessGroups, named_shards
 from mcore_parallel.backends import choose_backend
 from mcore_parallel.models import GPTModel, TransformerConfig
@@ -94,12 +94,13 @@ def test_steps_of_few_tokens_are_those_of_rounded_weights_and_others_differ_litt
 @pytest.mark.parametrize("weight_dtype", [None, "fp8", "fp8_weight_only"])
 def test_matmuls_of_the_fused_decoder_are_those_of_the_layers(make_engine: Make, weight_dtype: Any) -> None:
     model = make_engine(weight_dtype=weight_dtype).model
+    decoder = FusedDecoder(model, 8)
     torch.manual_seed(0)
     with torch.no_grad():
         for tokens, (up, down) in itertools.product((3, 40), ((layer.mlp.up, layer.mlp.down) for layer in model.layers.values())):
             x, y = torch.randn(tokens, 32, dtype=torch.float64), torch.randn(tokens, down.in_features, dtype=torch.float64)
             assert torch.equal(_product(x, up), up(x))
-            torch.testing.assert_close(_add_product(x.clone(), y, down), x + down(y), rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(decoder._add_product(x.clone(), y, down), x + down(y), rtol=1e-12, atol=1e-12)
             widened = _matrix(up) if weight_dtype is None else _matrix(up).value(torch.float64)
             error = (x @ widened.T - up(x)).abs().max()
             assert (error > 1e-3) == (weight_dtype == "fp8" and tokens > 16)

@@ -164,7 +164,7 @@ SHAPES = (([2, 0], 24, 3, 2, 0), ([1, 3], 40, 2, 1, 1), ([0, 1, 2], 8, 4, 2, 2),
 
 def test_kernels_move_as_the_reference_in_the_interpreter() -> None:
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-W", "ignore", __file__], env=environment, capture_output=True, text=True, timeout=110)
     assert done.stdout == "same\n", done.stderr[-3000:]
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from mcore_inference.context import HostStep, StepBuilder, StepInputs
 from mcore_inference.scheduling import CUDAGraphBatchDimensionBuilder
-from mcore_parallel.graphs import collection_paused
 
 __all__ = ["DecodeGraphs", "graph_sizes"]
 
@@ -76,6 +75,9 @@ class DecodeGraphs:
 
     def record(self, size: int) -> None:
         """Record the step of ``size`` rows of padding."""
+        # Here, for an import that is faster where nothing is recorded.
+        from mcore_parallel.graphs import collection_paused
+
         nothing = np.zeros(0, dtype=np.int64)
         tables = np.zeros((0, self._builder.max_blocks), dtype=np.int64)
         padding = HostStep(tokens_T=nothing, lengths_R=nothing, cached_R=nothing, tables_RB=tables, lines_R=nothing)
