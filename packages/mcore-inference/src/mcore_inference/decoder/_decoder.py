@@ -13,7 +13,7 @@ from mcore_inference.attention import HeadNorms, PackedHeads, PagedAttention, Pa
 from mcore_inference.decoder._fp8 import Fp8Weight, has_stream_kernel
 from mcore_inference.decoder._partial_sums import PartialSums
 from mcore_parallel.backends import Scaled
-from mcore_parallel.comm import all_gather, all_reduce
+from mcore_parallel.comm import all_gather
 from mcore_parallel.models import GPTModel, OutputLayer, TransformerLayer
 from mcore_parallel.nn import MLP, NormedStream, RMSNorm, SelfAttention, Step, StreamedFeedForward, StreamNorm, StreamsFeedForward
 from mcore_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -134,7 +134,7 @@ class FusedDecoder:
         layer = cast(RowParallelLinear, linear)
         if isinstance(layer.products, Fp8Weight):
             product = layer.products.product(y, layer.weight)
-            return x.add_(product if self._sums is None else all_reduce(product, self._model.groups.tp))
+            return x.add_(product if self._sums is None else self._sums.sum(product))
         if self._sums is None:
             return x.addmm_(y, layer.weight.t())
         # Without rows of its own the product makes some.

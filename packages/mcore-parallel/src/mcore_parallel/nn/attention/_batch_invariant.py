@@ -138,10 +138,10 @@ class BatchInvariantAttention:
                 with torch.enable_grad():
                     window, scale = self.spec.bounds, self.spec.softmax_scale
                     y = reference_attention(q, k, v, causal=False, window=window, sink=self._sink(q, sink), scale=scale)
-                found = iter(torch.autograd.grad(y, used, grad_TAw[first:last].to(wide)))
+                gradients = iter(torch.autograd.grad(y, used, grad_TAw[first:last].to(wide)))
                 for total, place in zip(sums, ranges, strict=True):
                     if total is not None:
-                        total[place] += next(found)
+                        total[place] += next(gradients)
         return [None if total is None or x is None else total.to(x.dtype) for total, x in zip(sums, inputs, strict=True)]
 
     def _sink(self, q: Tensor, sink: Tensor | None) -> Tensor | None:
