@@ -256,7 +256,7 @@ def test_a_place_warns_again_when_the_filters_ask_for_it_and_costs_little_when_t
             use()
 
 
-def test_a_deprecated_call_costs_less_than_a_microsecond_more():
+def test_a_deprecated_call_costs_no_more_than_twenty_five_plain_ones():
     @old
     def double(x: int) -> int:
         return 2 * x
@@ -264,8 +264,9 @@ def test_a_deprecated_call_costs_less_than_a_microsecond_more():
     bare = double.__wrapped__
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        costs = [min(repeat(lambda f=f: f(2), number=1_000, repeat=200, timer=process_time)) / 1_000 for f in (double, bare)]
-    assert costs[0] - costs[1] < 1e-6
+        # Less than a microsecond where a plain call takes 0.04; a slower or busier processor has as much longer.
+        costs = [min(repeat(lambda f=f: f(2), number=1_000, repeat=200, timer=process_time)) for f in (double, bare)]
+    assert costs[0] < 25 * costs[1]
 
 
 def test_the_mark_for_type_checkers_does_nothing_at_run_time():
