@@ -2,10 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """The kernels of paged attention against plain attention over each request's tokens."""
 
-import os
 import random
-import subprocess
-import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +13,7 @@ from torch import Tensor
 from mcore_inference.attention import HeadNorms, PackedHeads, prefill_tiles
 from mcore_inference.cache import LayerSlots
 from mcore_parallel.nn import RMSNorm, apply_rotary, rotary_frequencies, rotary_tables
+from tests.support.interpreter import run_interpreted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,10 +224,7 @@ def check_packed(case: Case, device: str, dtype: torch.dtype, tolerance: float, 
 
 
 def test_kernels_equal_plain_attention_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-W", "ignore", __file__], env=environment, capture_output=True, text=True, timeout=110)
-    assert done.stdout == "same\n", done.stderr[-3000:]
+    run_interpreted(__file__)
 
 
 @pytest.mark.gpu

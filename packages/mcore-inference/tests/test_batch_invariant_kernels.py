@@ -5,19 +5,12 @@
 In the interpreter a decode step is computed from the tensors that a graph would replay; on a GPU it is a graph.
 """
 
-import bisect
 import dataclasses
 import itertools
-import os
-import subprocess
-import sys
-from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from mcore_inference import (
     DynamicInferenceContext,
@@ -27,12 +20,13 @@ from mcore_inference import (
     PagedAttention,
     SamplingParams,
 )
-from mcore_inference.context import HostStep, StepBuilder, StepInputs
 from mcore_inference.decoder import FusedDecoder
 from mcore_parallel import ProcessGroups
 from mcore_parallel.backends import choose_backend
 from mcore_parallel.models import GPTModel, ModelOutput, TransformerConfig
 from mcore_parallel.nn import Step
+from tests.support.decode_graphs import StepsOfGraphs
+from tests.support.interpreter import round_dots_once, run_interpreted
 
 SMALL = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=90, init_method_std=0.3)
 REAL = TransformerConfig(
@@ -127,25 +121,8 @@ def check_trainer(config: TransformerConfig, place: dict[str, Any], count: int, 
     assert compared > count // 2
 
 
-class StepsOfGraphs:
-    """In place of ``DecodeGraphs``: computes from the tensors that a recording reads, padding included."""
-
-    def __init__(self, compute: Callable[[StepInputs], Tensor], builder: StepBuilder, sizes: list[int]) -> None:
-        self._compute, self._builder, self._sizes = compute, builder, sizes
-        self.request_counts: Counter[int] = Counter()
-
-    def run(self, host: HostStep) -> Tensor:
-        size = self._sizes[bisect.bisect_left(self._sizes, len(host.lengths_R))]
-        self._builder.send_decode(host, size)
-        self.request_counts[size] += 1
-        return self._compute(self._builder.decode_inputs(size))[: len(host.lengths_R)]
-
-
 def test_an_engine_by_kernels_is_invariant_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-W", "ignore", __file__], env=environment, capture_output=True, text=True, timeout=110)
-    assert done.stdout == "same\n", done.stderr[-3000:]
+    run_interpreted(__file__)
 
 
 @pytest.mark.gpu
@@ -182,7 +159,6 @@ if __name__ == "__main__":
     from mcore_inference.sampling import _sampler
     from mcore_parallel.nn.attention import _batch_invariant as attention
     from mcore_parallel.tensor_parallel import _batch_invariant as rows
-    from tests.support.interpreter import round_dots_once
 
     # Matmuls, attention, statistics and draws in the interpreter; torch computes norms and activations, each row alone.
     round_dots_once()

@@ -2,9 +2,6 @@
 # Copyright (c) 2026 the mcore authors
 """The kernels of a decode step against torch."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +16,7 @@ from mcore_parallel.backends import Scaled, quantize_rows
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.nn import NormedStream, RMSNorm, StreamNorm, apply_rotary, rotary_frequencies, rotary_tables
 from mcore_parallel.tensor_parallel import LoraConfig, add_lora
+from tests.support.interpreter import run_interpreted
 
 
 def test_layers_with_adapters_are_left_to_the_model() -> None:
@@ -132,10 +130,7 @@ CHECKS = (check_linear, check_stream, check_fp8, check_rotation)
 
 
 def test_kernels_equal_torch_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-W", "ignore", __file__], env=environment, capture_output=True, text=True, timeout=110)
-    assert done.stdout == "same\n", done.stderr[-3000:]
+    run_interpreted(__file__)
 
 
 @pytest.mark.parametrize(("dtype", "tokens", "depth", "width"), [(torch.bfloat16, 1, 4096, 12288), (torch.float16, 16, 130, 33)])

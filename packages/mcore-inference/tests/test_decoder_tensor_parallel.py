@@ -3,9 +3,6 @@
 """The fused decoder over tensor-parallel ranks against the whole model."""
 
 import multiprocessing
-import os
-import subprocess
-import sys
 from multiprocessing import forkserver
 from typing import Any
 
@@ -24,6 +21,7 @@ from mcore_inference.decoder import FusedDecoder
 from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.nn import Step
+from tests.support.interpreter import run_interpreted
 from tests.support.world import run
 
 LLAMA: dict[str, Any] = {"normalization": "RMSNorm", "activation": "swiglu"}
@@ -115,10 +113,7 @@ def check_memory_of_peers(tokens: int, width: int) -> bool:
 
 
 def test_split_decoders_draw_the_tokens_of_the_whole_model_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-W", "ignore", __file__], env=environment, capture_output=True, text=True, timeout=110)
-    assert done.stdout == "same\n", done.stderr[-3000:]
+    run_interpreted(__file__)
 
 
 @pytest.mark.gpu

@@ -5,17 +5,10 @@
 In the interpreter a step is computed from the tensors that a graph would replay; on a GPU it is a graph.
 """
 
-import bisect
-import os
-import subprocess
-import sys
-from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from mcore_inference import (
     DynamicInferenceContext,
@@ -25,10 +18,11 @@ from mcore_inference import (
     PagedAttention,
     SamplingParams,
 )
-from mcore_inference.context import HostStep, StepBuilder, StepInputs
 from mcore_parallel import ProcessGroups
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.nn import GatedDeltaNetConfig, LatentAttentionConfig, MambaConfig, Step
+from tests.support.decode_graphs import StepsOfGraphs
+from tests.support.interpreter import run_interpreted
 
 LATENT = LatentAttentionConfig(q_lora_rank=10, kv_lora_rank=8, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
 MAMBA = MambaConfig(state_dim=6, head_dim=8, num_groups=2, chunk_size=4)
@@ -59,20 +53,6 @@ REAL: dict[str, dict[str, Any]] = {
 PROMPTS = [[1, 2, 3], [7], list(range(20)), [9, 9], [5] * 17, [30, 31], [11]]
 
 
-class StepsOfGraphs:
-    """In place of ``DecodeGraphs``: computes from the tensors that a recording reads, padding included."""
-
-    def __init__(self, compute: Callable[[StepInputs], Tensor], builder: StepBuilder, sizes: list[int]) -> None:
-        self._compute, self._builder, self._sizes = compute, builder, sizes
-        self.request_counts: Counter[int] = Counter()
-
-    def run(self, host: HostStep) -> Tensor:
-        size = self._sizes[bisect.bisect_left(self._sizes, len(host.lengths_R))]
-        self._builder.send_decode(host, size)
-        self.request_counts[size] += 1
-        return self._compute(self._builder.decode_inputs(size))[: len(host.lengths_R)]
-
-
 def check(fields: dict[str, Any], device: str, dtype: torch.dtype, gap: float, *, use_graphs: bool | None, hidden_size: int = 16) -> None:
     """Every token is the best one of the model's forward over the whole sequence, up to ``gap``."""
     shared = {"num_attention_heads": 4, "vocab_size": 64, "init_method_std": 0.4}
@@ -100,10 +80,7 @@ def check(fields: dict[str, Any], device: str, dtype: torch.dtype, gap: float, *
 
 
 def test_steps_of_graphs_give_the_tokens_of_whole_sequences_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-W", "ignore", __file__], env=environment, capture_output=True, text=True, timeout=110)
-    assert done.stdout == "same\n", done.stderr[-3000:]
+    run_interpreted(__file__)
 
 
 @pytest.mark.gpu

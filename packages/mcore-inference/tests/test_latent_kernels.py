@@ -2,10 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """The kernel of attention to paged latents against each query's attention to its row's entries, in float64."""
 
-import os
 import random
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mcore_inference.attention import TableRows, has_attention_kernel, prefill_tiles
+from tests.support.interpreter import run_interpreted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,10 +102,7 @@ def check(case: Case, device: str, dtype: torch.dtype, tolerance: float) -> None
 
 
 def test_the_kernel_equals_plain_attention_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-W", "ignore", __file__], env=environment, capture_output=True, text=True, timeout=110)
-    assert done.stdout == "same\n", done.stderr[-3000:]
+    run_interpreted(__file__)
 
 
 @pytest.mark.parametrize(

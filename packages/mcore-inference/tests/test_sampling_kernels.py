@@ -3,15 +3,13 @@
 """The kernels that draw tokens against the torch path."""
 
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from mcore_inference import SamplingParams
 from mcore_inference.sampling import SamplingRows, log_probs, processed_log_probs, sample
+from tests.support.interpreter import run_interpreted
 
 
 def check(device: str, dtype: torch.dtype, columns: int, vocab_size: int) -> None:
@@ -92,10 +90,7 @@ def check_frequencies(device: str) -> None:
 
 
 def test_kernels_draw_the_tokens_of_the_torch_path_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-W", "ignore", __file__], env=environment, capture_output=True, text=True, timeout=110)
-    assert done.stdout == "same\n", done.stderr[-3000:]
+    run_interpreted(__file__)
 
 
 @pytest.mark.gpu

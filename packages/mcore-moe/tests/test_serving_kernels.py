@@ -2,9 +2,6 @@
 # Copyright (c) 2026 the mcore authors
 """The kernels of a mixture without gradients against the layer's forward."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +14,7 @@ from mcore_moe.serving import StreamedExperts
 from mcore_parallel import ProcessGroups
 from mcore_parallel.models import Site, TransformerConfig
 from mcore_parallel.nn import NormedStream, Step, StreamNorm
+from tests.support.interpreter import run_interpreted
 
 # Experts, picks a token, tokens, D, width of an expert.
 Shape = tuple[int, int, int, int, int]
@@ -90,10 +88,7 @@ def check(device: str, dtype: torch.dtype, tolerance: float, *, choice: str = "s
 
 
 def test_kernels_equal_the_layer_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-W", "ignore", __file__], env=environment, capture_output=True, text=True, timeout=110)
-    assert done.stdout == "same\n", done.stderr[-3000:]
+    run_interpreted(__file__)
 
 
 @pytest.mark.gpu

@@ -4,9 +4,6 @@
 
 import dataclasses
 import itertools
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +20,7 @@ from mcore_parallel import Group, ParallelPlan, ProcessGroups
 from mcore_parallel.comm import SymmetricBuffer
 from mcore_parallel.models import Site, TransformerConfig
 from mcore_parallel.nn import Step
+from tests.support.interpreter import run_interpreted
 from tests.support.peer_memory import MappedMemory
 
 D, E, K = 8, 8, 3
@@ -163,10 +161,7 @@ SHAPES = (([2, 0], 24, 3, 2, 0), ([1, 3], 40, 2, 1, 1), ([0, 1, 2], 8, 4, 2, 2),
 
 
 def test_kernels_move_as_the_reference_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-W", "ignore", __file__], env=environment, capture_output=True, text=True, timeout=110)
-    assert done.stdout == "same\n", done.stderr[-3000:]
+    run_interpreted(__file__)
 
 
 @pytest.mark.gpu

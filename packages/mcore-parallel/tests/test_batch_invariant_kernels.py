@@ -3,10 +3,7 @@
 """The kernels of a batch-invariant backend: right, and with the same bits for a row in any company."""
 
 import itertools
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ from mcore_parallel.nn import AttentionSpec, Step
 from mcore_parallel.nn.attention import reference_attention
 from mcore_parallel.nn.attention._batch_invariant import BatchInvariantAttention
 from mcore_parallel.tensor_parallel import RowMaths, row_statistics
+from tests.support.interpreter import run_interpreted
 
 
 def close(result: Tensor, wanted: Tensor, tolerance: float) -> None:
@@ -138,10 +136,7 @@ HEADS: tuple[dict[str, Any], ...] = (
 
 
 def test_kernels_are_right_and_invariant_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-W", "ignore", __file__], env=environment, capture_output=True, text=True, timeout=110)
-    assert done.stdout == "same\n", done.stderr[-3000:]
+    run_interpreted(__file__)
 
 
 @pytest.mark.parametrize("fields", HEADS, ids=str)

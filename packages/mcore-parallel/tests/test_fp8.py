@@ -3,9 +3,6 @@
 """fp8 GEMMs on the CPU: the same values as the units get, multiplied in float32 or float64."""
 
 import importlib.util
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -21,6 +18,7 @@ from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.nn import RecomputeConfig, Step
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from mcore_parallel.tensor_parallel import ColumnParallelLinear, MainGradient, RowParallelLinear, WeightGradientQueue
+from tests.support.interpreter import run_interpreted
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SINGLE = ProcessGroups.single()
@@ -353,10 +351,10 @@ def check_kernels(device: str) -> None:
 
 
 def test_kernels_equal_the_torch_code_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    code = f"import runpy; runpy.run_path({__file__!r})['check_kernels']('cpu')"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    run_interpreted(__file__)
     assert not has_kernel(torch.ones(2))
+
+
+if __name__ == "__main__":
+    check_kernels("cpu")
+    print("same")

@@ -3,9 +3,6 @@
 """The kernels between a layer's products against the torch code, in Triton's interpreter and on a GPU."""
 
 import itertools
-import os
-import subprocess
-import sys
 from typing import Any
 from unittest import mock
 
@@ -18,6 +15,7 @@ from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.nn import ACTIVATIONS, Activation, LayerNorm, RMSNorm, Step, apply_rotary, rotary_frequencies, rotary_tables
 from mcore_parallel.nn._activations import RecomputedActivation, quantize_rows
 from mcore_parallel.nn.kernels._fused import fused_layer_norm, fused_rms_norm, fused_rotary, fused_split_rotary, has_kernel
+from tests.support.interpreter import run_interpreted
 
 
 def check_norms(device: str, dtype: torch.dtype, tolerance: float) -> None:
@@ -184,10 +182,7 @@ def check_all(device: str, dtype: torch.dtype, tolerance: float) -> None:
 
 
 def test_kernels_equal_torch_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-W", "ignore", __file__], env=environment, capture_output=True, text=True, timeout=120)
-    assert done.stdout == "same\n", done.stderr[-3000:]
+    run_interpreted(__file__)
 
 
 def test_the_processor_and_double_precision_take_the_torch_code() -> None:

@@ -3,9 +3,6 @@
 """Projection and cross entropy in one against the two in float64."""
 
 import itertools
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,6 +12,7 @@ from torch.nn import functional as F
 from mcore_parallel import Group, ParallelPlan, ProcessGroups
 from mcore_parallel.tensor_parallel import MainGradient, WeightGradientQueue, fused_linear_cross_entropy
 from mcore_parallel.tensor_parallel._fused_linear import early_chunk, token_chunks
+from tests.support.interpreter import run_interpreted
 
 TOKENS, WIDTH, VOCAB, TRUE_VOCAB = 12, 5, 24, 21
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
@@ -302,7 +300,4 @@ print("same")
 
 
 def test_triton_kernels_equal_torch_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", KERNELS], capture_output=True, text=True, env=environment, timeout=100)
-    assert done.stdout.strip() == "same", done.stderr[-3000:]
+    run_interpreted("-c", KERNELS)

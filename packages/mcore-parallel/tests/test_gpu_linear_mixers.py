@@ -4,9 +4,6 @@
 
 import copy
 import dataclasses
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -20,6 +17,7 @@ from mcore_parallel.nn.kernels._fused_mixers import fits_ssd, fused_causal_conv,
 from mcore_parallel.nn.mixers._conv import causal_conv
 from mcore_parallel.nn.mixers._gated_norm import gated_rms_norm
 from mcore_parallel.nn.mixers._recurrences import ssd_chunked, step_sizes
+from tests.support.interpreter import run_interpreted
 
 # G groups, h heads of each, P channels of a head, N channels of a state.
 SMALL = ((2, 3, 20, 24), (1, 4, 16, 16))
@@ -105,10 +103,7 @@ CHECKS = (check_conv, check_gated_norm, check_scan)
 
 
 def test_kernels_equal_torch_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-W", "ignore", __file__], env=environment, capture_output=True, text=True, timeout=240)
-    assert done.stdout == "same\n", done.stderr[-3000:]
+    run_interpreted(__file__)
 
 
 def test_states_that_the_kernels_cannot_hold_are_left_to_torch() -> None:

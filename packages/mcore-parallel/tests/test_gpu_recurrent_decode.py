@@ -4,9 +4,6 @@
 
 import copy
 import dataclasses
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +12,7 @@ import torch
 from mcore_parallel import ProcessGroups
 from mcore_parallel.nn import GatedDeltaNet, GatedDeltaNetConfig, LinearMixer, MambaConfig, MambaMixer, RecurrentRows, RecurrentState, Step
 from mcore_parallel.nn.kernels import SlotStates, fits_decode
+from tests.support.interpreter import run_interpreted
 
 Config = MambaConfig | GatedDeltaNetConfig
 
@@ -81,10 +79,7 @@ def check(config: Config, dtype: torch.dtype, tolerance: float, device: str, *, 
 
 
 def test_kernels_equal_torch_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-W", "ignore", __file__], env=environment, capture_output=True, text=True, timeout=110)
-    assert done.stdout == "same\n", done.stderr[-3000:]
+    run_interpreted(__file__)
 
 
 @pytest.mark.parametrize(("config", "dtype"), [(LARGE[0], torch.bfloat16), (SMALL[2], torch.float32), (LARGE[2], torch.bfloat16)])

@@ -2,10 +2,6 @@
 # Copyright (c) 2026 the mcore authors
 """Narrow states, host states, parameter groups, loss scale, and the fused kernel under the interpreter."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,6 +11,7 @@ from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDat
 from mcore_parallel.optim import DynamicLossScale, MegatronOptimizer, OptimizerConfig, ParamGroup
 from mcore_parallel.optim._state import BLOCK, ScaledStorage, join_bits, split_bits
 from mcore_parallel.training import optimizer_state
+from tests.support.interpreter import run_interpreted
 
 
 class Net(nn.Module):
@@ -340,6 +337,4 @@ print("same")
 
 
 def test_the_fused_kernels_agree_with_the_operators_under_the_interpreter() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", INTERPRETED], env=environment, capture_output=True, text=True, timeout=60)
-    assert done.stdout == "same\n", done.stderr[-3000:]
+    run_interpreted("-c", INTERPRETED)
