@@ -24,7 +24,8 @@ _PRELOADED = [
     "torch._functorch.aot_autograd", "torch._functorch.partitioners", "torch._inductor.decomposition", "torch._inductor.lowering",
     "torch._inductor.debug", "torch._inductor.pattern_matcher", "torch._meta_registrations",
     "mcore_parallel.data_parallel", "mcore_parallel.graphs", "mcore_parallel.guard", "mcore_parallel.optim", "mcore_parallel.planner",
-    "mcore_parallel.training", "mcore_ckpt", "mcore_inference", "mcore_moe", "mcore_rl", "megatron_fsdp", "mcore_tools.assembly",
+    "mcore_parallel.training", "mcore_ckpt", "mcore_ckpt.hf", "mcore_inference.server", "mcore_moe", "mcore_rl", "megatron_fsdp",
+    "mcore_tools.assembly",
 ]  # fmt: skip
 
 Task = tuple[Callable[..., Any], dict[str, Any]]

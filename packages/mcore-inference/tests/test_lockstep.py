@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
-import openai
 import pytest
 import torch
 import torch.distributed as dist
@@ -76,6 +75,9 @@ def slow_down(engine: DynamicInferenceEngine, seconds: float) -> None:
 
 def ask_all(url: str) -> list[Any]:
     """Answers that depend on every kind of setting, some of them at once."""
+    # A second to import, which each rank of the other tests would pay as well.
+    import openai
+
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         plain = client.completions.create(model="mcore", prompt=["one", "two", "three"], max_tokens=12, temperature=0.8, seed=1, n=2)
         chat = client.chat.completions.create(
