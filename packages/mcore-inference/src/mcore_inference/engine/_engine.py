@@ -24,10 +24,11 @@ from mcore_inference.decoder import quantize_weights
 from mcore_inference.engine._active_request import ActiveRequest
 from mcore_inference.engine._admission import Admission
 from mcore_inference.engine._executor import DecodeBatch, ExecutionConfig, Executor, InFlight
-from mcore_inference.engine._expert_peers import ExpertPeers, run_dummy
-from mcore_inference.engine._expert_votes import Decision, Vote
+from mcore_inference.engine._expert_peers import ExpertPeers
+from mcore_inference.engine._expert_votes import Vote
 from mcore_inference.engine._intake import Intake
 from mcore_inference.engine._offline import completions_of, run_to_end, settings_of
+from mcore_inference.engine._shared_steps import SharedSteps, StepsTogether
 from mcore_inference.engine._step_log import StepLog
 from mcore_inference.engine._verification import Draw, NgramProposals, Verification
 from mcore_inference.engine._weights import ModelWeights, WeightChunk, WeightPolicy, check_policy
@@ -121,6 +122,7 @@ class DynamicInferenceEngine:
         self.weights = ModelWeights(model)
         self.peers = ExpertPeers(model) if shares_experts(model) else None
         """Of ranks that share experts."""
+        self._shared_steps = None if self.peers is None else SharedSteps(self.peers, model, self._executor)
         ngrams = execution.speculation if isinstance(execution.speculation, NgramSpeculation) else None
         self._intake = Intake(context, tokenizer, self.vocab_size, seed=seed, ngrams=ngrams, shares_prefixes=shares)
 
@@ -240,38 +242,14 @@ class DynamicInferenceEngine:
             Exception: whatever the model raised. The requests of the step have ended then, with ``StepFailedError``, and hold nothing;
                 ``take_finished`` or the next step returns them. The others go on.
         """
-        if self.peers is not None:
-            return self._step_with_peers(self.peers)
+        if self._shared_steps is not None:
+            self._shared_steps.run(self._vote(), self._advance if self._entries else None)
+            return self.take_finished()
         if self.is_suspended:
             raise RuntimeError("the engine is suspended; call resume() first")
         self.weights.check_complete()
         self._advance()
         return self.take_finished()
-
-    def _step_with_peers(self, peers: ExpertPeers) -> list[DynamicInferenceRequestRecord]:
-        """One pass through the model where all ranks make one: by a vote, or one of the steps that the last vote decided."""
-        vote = self._vote()
-        if not peers.decide(vote).steps:
-            return self.take_finished()
-        executor = self._executor
-        before = executor.num_forwards_begun
-        try:
-            if self._entries and vote.hold is None:
-                self._advance()
-        except Exception as error:
-            if executor.num_forwards_begun != executor.num_forwards:
-                raise peers.fail(error) from error
-            raise
-        finally:
-            if executor.num_forwards_begun == before:
-                self._run_dummy(peers)
-        return self.take_finished()
-
-    def _run_dummy(self, peers: ExpertPeers) -> None:
-        try:
-            run_dummy(self.model)
-        except Exception as error:
-            raise peers.fail(error) from error
 
     def _vote(self) -> Vote:
         """What this rank says of the next step to those that share its experts."""
@@ -304,9 +282,8 @@ class DynamicInferenceEngine:
     @internal_api
     def finish_steps(self) -> None:
         """Make the steps that ranks which share experts have decided, as dummy steps: others wait in them."""
-        peers = self.peers
-        while peers is not None and peers.num_left and peers.decide(self._vote()).steps:
-            self._run_dummy(peers)
+        if self._shared_steps is not None:
+            self._shared_steps.finish(self._vote)
 
     def _advance(self) -> None:
         """Plan a step and launch it, and take the results of the one before."""
@@ -361,7 +338,7 @@ class DynamicInferenceEngine:
         if self.peers is not None:
             self.peers.spans_steps = True
         try:
-            records, num_refused = run_to_end(self if self.peers is None else _Together(self, self.peers), completions)
+            records, num_refused = run_to_end(self if self.peers is None else StepsTogether(self, self.peers), completions)
             self.finished_counts[FinishReason.ERROR.value] += num_refused
             return records
         finally:
@@ -458,7 +435,7 @@ class DynamicInferenceEngine:
         """Step until no request is in flight."""
         finished: list[DynamicInferenceRequestRecord] = []
         self.hold_queue(True)
-        together = None if self.peers is None else _Together(self, self.peers)
+        together = None if self.peers is None else StepsTogether(self, self.peers)
         try:
             while self.num_in_flight if together is None else together.has_unfinished_requests():
                 finished += self.step() if together is None else together.step()
@@ -608,29 +585,3 @@ class DynamicInferenceEngine:
         reason = entry.finish(reason, error)
         self.finished_counts[reason.value] += 1
         self._done.append(record)
-
-
-class _Together:
-    """An engine of ranks that share experts, which steps until none of them has work.
-
-    Args:
-        engine: of this rank.
-        peers: its peers.
-    """
-
-    def __init__(self, engine: DynamicInferenceEngine, peers: ExpertPeers) -> None:
-        self._engine, self._peers = engine, peers
-        self._last: Decision | None = None
-
-    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
-        return self._engine.add_request(prompt, sampling_params)
-
-    def step(self) -> list[DynamicInferenceRequestRecord]:
-        finished = self._engine.step()
-        self._last = self._peers.last
-        if self._last.hold is not None:
-            raise RuntimeError(f"no rank can step: {self._last.hold}")
-        return finished
-
-    def has_unfinished_requests(self) -> bool:
-        return self._last is None or self._last.steps

@@ -9,17 +9,15 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from mcore_inference._capability import exchanges_tokens, peers_of
+from mcore_inference._capability import peers_of
 from mcore_inference.engine._expert_votes import Decision, Vote, decide
 from mcore_inference.engine._lockstep_config import LockstepConfig
 from mcore_inference.engine._rank_link import RankLink
 from mcore_inference.requests import RankFailedError
 from mcore_parallel.groups import connect
-from mcore_parallel.models import GPTModel, TransformerLayer
-from mcore_parallel.nn import Step
+from mcore_parallel.models import GPTModel
 
 _VERDICT_S = 3.0
 """That the links get to name a lost rank, when an exchange with it breaks."""
@@ -313,18 +311,3 @@ class ExpertPeers:
     def _broadcast(self, message: dict[str, Any]) -> None:
         for link in self._links.values():
             link.send(message)
-
-
-@torch.no_grad()
-def run_dummy(model: GPTModel) -> None:
-    """The exchanges of a step of a rank without work: its mixtures get one token of padding, which goes to no expert.
-
-    Cache, counters and random numbers stay as they are.
-    """
-    place = next(model.parameters())
-    x_TD = torch.zeros((1, model.config.hidden_size), dtype=model.dtype, device=place.device)
-    step = dataclasses.replace(Step.causal(1, 1, place.device), valid=torch.zeros(1, dtype=torch.bool, device=place.device))
-    for layer in model.layers.values():
-        if isinstance(layer, TransformerLayer) and exchanges_tokens(layer):
-            assert layer.mlp is not None
-            layer.mlp(x_TD, step)

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Steps that ranks which share the experts of a mixture make together, each for requests of its own."""
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+from mcore_inference._capability import exchanges_tokens
+from mcore_inference.engine._executor import Executor
+from mcore_inference.engine._expert_peers import ExpertPeers
+from mcore_inference.engine._expert_votes import Decision, Vote
+from mcore_inference.engine._offline import Stepper
+from mcore_inference.requests import DynamicInferenceRequestRecord, Prompt
+from mcore_inference.sampling import SamplingParams
+from mcore_parallel.models import GPTModel, TransformerLayer
+from mcore_parallel.nn import Step
+
+
+class SharedSteps:
+    """One rank's passes through the model, each made where all ranks make one.
+
+    Args:
+        peers: the ranks.
+        model: of this rank.
+        executor: counts its forwards.
+    """
+
+    def __init__(self, peers: ExpertPeers, model: GPTModel, executor: Executor) -> None:
+        self._peers, self._model, self._executor = peers, model, executor
+
+    def run(self, vote: Vote, advance: Callable[[], None] | None) -> None:
+        """One pass, by a vote or as the last vote decided: ``advance``, or a dummy step where it is None, held, or runs no model.
+
+        Raises:
+            RankFailedError: a rank is lost, late, or failed in the middle of the model.
+            Exception: whatever ``advance`` raised outside of the model.
+        """
+        if not self._peers.decide(vote).steps:
+            return
+        executor = self._executor
+        before = executor.num_forwards_begun
+        try:
+            if advance is not None and vote.hold is None:
+                advance()
+        except Exception as error:
+            if executor.num_forwards_begun != executor.num_forwards:
+                raise self._peers.fail(error) from error
+            raise
+        finally:
+            if executor.num_forwards_begun == before:
+                self._run_dummy()
+
+    def finish(self, vote: Callable[[], Vote]) -> None:
+        """Make the steps that were decided, as dummy steps: others wait in them."""
+        while self._peers.num_left and self._peers.decide(vote()).steps:
+            self._run_dummy()
+
+    def _run_dummy(self) -> None:
+        try:
+            run_dummy(self._model)
+        except Exception as error:
+            raise self._peers.fail(error) from error
+
+
+class StepsTogether:
+    """An engine of ranks that share experts, which steps until none of them has work.
+
+    Args:
+        engine: of this rank.
+        peers: its peers.
+    """
+
+    def __init__(self, engine: Stepper, peers: ExpertPeers) -> None:
+        self._engine, self._peers = engine, peers
+        self._last: Decision | None = None
+
+    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
+        return self._engine.add_request(prompt, sampling_params)
+
+    def step(self) -> list[DynamicInferenceRequestRecord]:
+        finished = self._engine.step()
+        self._last = self._peers.last
+        if self._last.hold is not None:
+            raise RuntimeError(f"no rank can step: {self._last.hold}")
+        return finished
+
+    def has_unfinished_requests(self) -> bool:
+        return self._last is None or self._last.steps
+
+
+@torch.no_grad()
+def run_dummy(model: GPTModel) -> None:
+    """The exchanges of a step of a rank without work: its mixtures get one token of padding, which goes to no expert.
+
+    Cache, counters and random numbers stay as they are.
+    """
+    place = next(model.parameters())
+    x_TD = torch.zeros((1, model.config.hidden_size), dtype=model.dtype, device=place.device)
+    step = dataclasses.replace(Step.causal(1, 1, place.device), valid=torch.zeros(1, dtype=torch.bool, device=place.device))
+    for layer in model.layers.values():
+        if isinstance(layer, TransformerLayer) and exchanges_tokens(layer):
+            assert layer.mlp is not None
+            layer.mlp(x_TD, step)
