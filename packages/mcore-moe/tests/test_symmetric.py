@@ -99,7 +99,8 @@ class Ranks:
             self.push("push_tokens", rank, *values)
         plans, computed = [], []
         for rank, slot in enumerate(self.slots):
-            places, ends = place_rows(slot.experts_AK, rank * self.local, self.local)
+            places, ends = self.moves().place_rows(slot.experts_AK, rank * self.local, self.local)
+            assert all(map(torch.equal, (places, ends), place_rows(slot.experts_AK, rank * self.local, self.local)))
             rows, row_weights = self.moves().spread_rows(slot, places, self.layout.most_rows, weighted=True)
             begins = [0, *ends.tolist()]
             parts = [
@@ -157,6 +158,16 @@ def test_every_token_comes_to_its_experts_and_back(sizes: list[int], width: int,
     check_round_trip(sizes, width, min(topk, local * len(sizes)), local, seed, kernels=False)
 
 
+def check_places(tokens: int, topk: int, local: int, device: str) -> None:
+    """Kernels give the places of the reference, over several chunks, to experts between others' and to none."""
+    from mcore_moe.dispatch import _triton_symmetric
+
+    experts = random_picks(tokens, 3 * local, topk, torch.Generator().manual_seed(tokens)).to(device)
+    for first in (0, local):
+        assert all(map(torch.equal, _triton_symmetric.place_rows(experts, first, local), place_rows(experts, first, local)))
+
+
+PLACED = ((1, 1, 1), (150, 3, 17), (300, 2, 600))
 SHAPES = (([2, 0], 24, 3, 2, 0), ([1, 3], 40, 2, 1, 1), ([0, 1, 2], 8, 4, 2, 2), ([1, 1], 2056, 2, 2, 3), ([0, 0], 16, 1, 1, 4))
 
 
@@ -171,6 +182,12 @@ def test_kernels_move_as_the_reference_on_a_gpu(dtype: torch.dtype) -> None:
         check_round_trip(*shape, kernels=True, device="cuda", dtype=dtype)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [*PLACED, (16384, 8, 64), (70000, 8, 128)])
+def test_kernels_place_rows_as_the_reference_on_a_gpu(sizes: tuple[int, int, int]) -> None:
+    check_places(*sizes, "cuda")
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_kernels_compile_for_hopper_and_store_16_bytes_a_thread(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
@@ -178,7 +195,7 @@ def test_kernels_compile_for_hopper_and_store_16_bytes_a_thread(rank: int, monke
     from tests.support.hopper import CompiledLaunches
 
     launches = {}
-    for name in ("push_tokens", "spread_rows", "push_sums", "add_sums"):
+    for name in ("push_tokens", "spread_rows", "push_sums", "add_sums", "count_picks", "scan_picks", "place_picks"):
         launches[name] = CompiledLaunches(getattr(_triton_symmetric, f"_{name}_kernel"))
         monkeypatch.setattr(_triton_symmetric, f"_{name}_kernel", launches[name])
     layout = SlotLayout(2, 32, 4096, 8, 64, torch.bfloat16, torch.float32)
@@ -191,8 +208,11 @@ def test_kernels_compile_for_hopper_and_store_16_bytes_a_thread(rank: int, monke
         rows, row_weights = _triton_symmetric.spread_rows(slot, places, 64, weighted=weighted)
         _triton_symmetric.push_sums(layout, addresses, layout.num_bytes, rank, rows, places, row_weights)
         _triton_symmetric.add_sums(layout, slot, picks, weighted=weighted)
-    for name, launch in launches.items():
-        assert len(launch.ptx) == 2
+    for num_experts in (64, 500):
+        _triton_symmetric.place_rows(picks, 0, num_experts)
+    assert all(len(launch.ptx) == 2 for launch in launches.values())
+    for name in ("push_tokens", "spread_rows", "push_sums", "add_sums"):
+        launch = launches[name]
         assert all("st.global.v4.b32" in ptx and "ld.global.v4.b32" in ptx and ".b16" not in stores(ptx) for ptx in launch.ptx), name
 
 
@@ -374,4 +394,6 @@ def test_what_cannot_be_is_named() -> None:
 if __name__ == "__main__":
     for each in SHAPES:
         check_round_trip(*each, kernels=True)
+    for each in PLACED:
+        check_places(*each, "cpu")
     print("same")

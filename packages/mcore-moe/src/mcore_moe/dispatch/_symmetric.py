@@ -13,7 +13,7 @@ from mcore_moe._stability import experimental_api
 from mcore_moe.dispatch import _peer_slots
 from mcore_moe.dispatch._arrival import gather_numbers
 from mcore_moe.dispatch._flex import FlexPicks
-from mcore_moe.dispatch._peer_slots import Slot, SlotLayout, place_rows
+from mcore_moe.dispatch._peer_slots import Slot, SlotLayout
 from mcore_parallel import Group
 
 # G ranks, T tokens of this rank, A places for tokens of all ranks, K experts a token, N experts of a rank, R rows, D model.
@@ -107,7 +107,7 @@ class SymmetricExchange:
         """Rows in expert order, their weights, the ends of the experts, and the plan."""
         rank, N = self._group.rank, self._num_local_experts
         slot = self._store_tokens(layout, x_TD, experts_TK, weights_TK)
-        places_AK, ends_N = place_rows(slot.experts_AK, rank * N, N)
+        places_AK, ends_N = _moves(x_TD).place_rows(slot.experts_AK, rank * N, N)
         num_rows = int(ends_N[-1]) if self._exact_rows else layout.most_rows
         plan = ExchangePlan(layout, experts_TK, places_AK, num_rows)
         rows_RD, weights_R = _moves(x_TD).spread_rows(slot, places_AK, num_rows, weighted=True)
@@ -180,7 +180,7 @@ class SymmetricExchange:
 
 
 def _moves(values: Tensor) -> Any:
-    """Who moves rows within a rank."""
+    """Who places and moves rows within a rank."""
     if not values.is_cuda:
         return _peer_slots
     from mcore_moe.dispatch import _triton_symmetric

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Triton kernels that store tokens and sums in the memory of other GPUs; imported only when they run.
+"""Triton kernels of an exchange: they store tokens and sums in the memory of other GPUs; imported only when they run.
 
-Each does what the function of its name in ``_peer_slots`` does. A program handles one token, and a part of its width.
+Each does what the function of its name in ``_peer_slots`` does. A program that moves handles one token, and a part of its width; one that
+finds places handles a chunk of tokens, and every expert of its rank.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,6 +16,9 @@ from torch import Tensor
 from mcore_moe.dispatch._peer_slots import Slot, SlotLayout
 
 _MOST_LANES = 2048
+_LEAST_EXPERTS, _MOST_CHUNK = 16, 128
+_TILE = 4096
+"""Tokens of a chunk times experts: what a program has in registers."""
 
 
 def push_tokens(
@@ -31,6 +36,24 @@ def push_tokens(
         layout.width, layout.room, rank, blocks, layout.num_local_experts, RANKS=layout.num_ranks, TOPK=layout.topk,
         PICKS=triton.next_power_of_2(layout.topk), ROUTED=routed, BLOCK=block, num_warps=4,
     )  # fmt: skip
+
+
+def place_rows(experts_AK: Tensor, first_expert: int, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Three launches: picks of each expert in each chunk, what lies before each chunk, and the places."""
+    tokens, topk = experts_AK.shape
+    experts = max(_LEAST_EXPERTS, triton.next_power_of_2(num_experts))
+    chunk = min(_MOST_CHUNK, max(1, _TILE // experts))
+    chunks = triton.cdiv(tokens, chunk)
+    picks_CN = experts_AK.new_empty(chunks, num_experts)
+    before_CN, ends_N = torch.empty_like(picks_CN), experts_AK.new_empty(num_experts)
+    places_AK = torch.empty_like(experts_AK)
+    sizes = {"TOPK": topk, "CHUNK": chunk, "EXPERTS": experts}
+    if chunks:
+        _count_picks_kernel[(chunks,)](experts_AK, picks_CN, tokens, first_expert, num_experts, **sizes, num_warps=4)
+    _scan_picks_kernel[(1,)](picks_CN, before_CN, ends_N, chunks, num_experts, LINES=chunk, EXPERTS=experts, num_warps=4)
+    if chunks:
+        _place_picks_kernel[(chunks,)](experts_AK, before_CN, places_AK, tokens, first_expert, num_experts, **sizes, num_warps=4)
+    return places_AK, ends_N
 
 
 def spread_rows(slot: Slot, places_AK: Tensor, num_rows: int, *, weighted: bool) -> tuple[Tensor, Tensor | None]:
@@ -110,6 +133,63 @@ def _push_tokens_kernel(
             tl.store(_at(address, experts_at, tl.int32) + place * TOPK + picks, experts, mask=here)
             weights = tl.load(weights_ptr + token * TOPK + picks, mask=picked & here, other=0.0)
             tl.store(_at(address, weights_at, weights_ptr.dtype.element_ty) + place * TOPK + picks, weights, mask=here)
+
+
+@triton.jit
+def _picked(experts_ptr, token, tokens, first, TOPK: tl.constexpr, CHUNK: tl.constexpr, EXPERTS: tl.constexpr):
+    """int32 [CHUNK, EXPERTS], 1 where a token picked an expert of this rank."""
+    lane = tl.arange(0, EXPERTS)
+    picked = tl.zeros((CHUNK, EXPERTS), dtype=tl.int32)
+    for pick in tl.static_range(TOPK):
+        expert = tl.load(experts_ptr + token * TOPK + pick, mask=token < tokens, other=-1) - first
+        picked += (expert[:, None] == lane[None, :]).to(tl.int32)
+    return picked
+
+
+@triton.jit
+def _count_picks_kernel(
+    experts_ptr, picks_ptr, tokens, first, experts, TOPK: tl.constexpr, CHUNK: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(0).to(tl.int64)
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    lane = tl.arange(0, EXPERTS)
+    picked = _picked(experts_ptr, token, tokens, first, TOPK, CHUNK, EXPERTS)
+    tl.store(picks_ptr + chunk * experts + lane, tl.sum(picked, 0), mask=lane < experts)
+
+
+@triton.jit
+def _scan_picks_kernel(picks_ptr, before_ptr, ends_ptr, chunks, experts, LINES: tl.constexpr, EXPERTS: tl.constexpr):
+    lane = tl.arange(0, EXPERTS)
+    line = tl.arange(0, LINES)
+    total = tl.zeros((EXPERTS,), dtype=tl.int32)
+    for begin in range(0, chunks, LINES):
+        inside = (begin + line < chunks)[:, None] & (lane < experts)[None, :]
+        total += tl.sum(tl.load(picks_ptr + (begin + line)[:, None] * experts + lane[None, :], mask=inside, other=0), 0)
+    ends = tl.cumsum(total, 0)
+    tl.store(ends_ptr + lane, ends, mask=lane < experts)
+    before = ends - total
+    for begin in range(0, chunks, LINES):
+        inside = (begin + line < chunks)[:, None] & (lane < experts)[None, :]
+        at = (begin + line)[:, None] * experts + lane[None, :]
+        picks = tl.load(picks_ptr + at, mask=inside, other=0)
+        tl.store(before_ptr + at, before[None, :] + tl.cumsum(picks, 0) - picks, mask=inside)
+        before += tl.sum(picks, 0)
+
+
+@triton.jit
+def _place_picks_kernel(
+    experts_ptr, before_ptr, places_ptr, tokens, first, experts, TOPK: tl.constexpr, CHUNK: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(0).to(tl.int64)
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    lane = tl.arange(0, EXPERTS)
+    before = tl.load(before_ptr + chunk * experts + lane, mask=lane < experts, other=0)
+    rows = before[None, :] + tl.cumsum(_picked(experts_ptr, token, tokens, first, TOPK, CHUNK, EXPERTS), 0) - 1
+    for pick in tl.static_range(TOPK):
+        expert = tl.load(experts_ptr + token * TOPK + pick, mask=token < tokens, other=-1) - first
+        row = tl.sum(tl.where(expert[:, None] == lane[None, :], rows, 0), 1)
+        mine = (expert >= 0) & (expert < experts)
+        tl.store(places_ptr + token * TOPK + pick, tl.where(mine, row, -1), mask=token < tokens)
 
 
 @triton.jit
