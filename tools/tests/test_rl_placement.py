@@ -48,7 +48,7 @@ def test_by_turns_halves_under_torchrun_learn_what_one_rank_learns(tmp_path: Pat
     names = ("step", "reward", "reward_std", "answer_length", "loss", "grad_norm", "kl")
     assert [[row[name] for name in names] for row in beside] == [[row[name] for name in names] for row in apart]
     # Which requests share a step of the engine is a matter of time, and so is the last bit of their log-probabilities.
-    assert all(0 <= row["logprob_mismatch"] < 1e-6 for row in (*beside, *apart))
+    assert all(0 <= row["logprob_mismatch"] < 1e-5 for row in (*beside, *apart))
     assert [row["lag"] for row in apart] == [0, 0, 0] and len({row["loss"] for row in apart}) == 3
     evaluated = {name: value for name, value in beside[-1].items() if name.startswith("eval/")}
     assert evaluated and evaluated.items() <= apart[-1].items()

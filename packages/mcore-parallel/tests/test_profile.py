@@ -154,11 +154,11 @@ def test_a_range_costs_microseconds() -> None:
     on, off = NvtxRanges(sink=Silent()), NvtxRanges(enabled=False)
     costs = {}
     for ranges in (on, off):
-        begin = time.perf_counter()
+        begin = time.process_time()
         for _ in range(20_000):
             ranges.push("x")
             ranges.pop("x")
-        costs[ranges.enabled] = (time.perf_counter() - begin) / 20_000
+        costs[ranges.enabled] = (time.process_time() - begin) / 20_000
     assert costs[True] < 20e-6 and costs[False] < 4e-6, costs
 
 

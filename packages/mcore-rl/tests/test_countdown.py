@@ -39,10 +39,10 @@ def test_sums_have_their_value(text: str, value: Fraction, numbers: list[int]) -
      "(" * 40 + "1" + ")" * 40, "1+" * 500 + "1", "x", "1.5", "1,000"],
 )  # fmt: skip
 def test_what_is_no_sum_is_refused_at_once(text: str) -> None:
-    begin = time.perf_counter()
+    begin = time.process_time()
     with pytest.raises(ExpressionError):
         evaluate(text)
-    assert time.perf_counter() - begin < 0.05
+    assert time.process_time() - begin < 0.05
 
 
 @pytest.mark.parametrize(
@@ -66,9 +66,9 @@ def test_what_is_no_sum_is_refused_at_once(text: str) -> None:
     ],
 )
 def test_answers_earn_what_they_are_worth(response: str, reward: float) -> None:
-    begin = time.perf_counter()
+    begin = time.process_time()
     assert Countdown(CountdownConfig()).judge(response, PROBLEM) == reward
-    assert time.perf_counter() - begin < 0.05
+    assert time.process_time() - begin < 0.05
 
 
 def solve(numbers: list[Fraction], target: Fraction) -> bool:
