@@ -12,16 +12,14 @@ Exit code: 0 done; 1 something was refused, and why.
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from mcore_ckpt import CheckpointingException
 from mcore_inference import DynamicInferenceEngine, SamplingParams
-from mcore_parallel import ProcessGroups
 from mcore_tools.arguments import Parser, integer, number
-from mcore_tools.recipes import RunConfig
-from mcore_tools.serving import EngineRanks, end_process, open_engine, speculating
+from mcore_tools.serving import EngineLayout, EngineRanks, end_process, open_engine, served_model, speculating
 from mcore_tools.training import device_of
 
 
@@ -78,15 +76,18 @@ def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def opened(
-    verb: str, words: Sequence[str], options: argparse.Namespace, *, groups: Callable[[RunConfig], ProcessGroups] | None = None
+    verb: str, words: Sequence[str], options: argparse.Namespace, *, num_sharing: int = 1
 ) -> Iterator[tuple[DynamicInferenceEngine, EngineRanks | None]]:
-    """The engine of a command, and the ranks that it is split over; none where ``groups`` say how its model is laid out."""
+    """The engine of a command, and the ranks that it is split over, or shares its experts with; None where it is alone."""
     with contextlib.ExitStack() as stack:
         choice = options.speculation
         if choice is None and options.speculation_tokens is not None:
             raise ValueError("--speculation-tokens needs --speculation, which says who proposes them")
-        whole = options.tp * options.pp == 1
-        ranks = None if whole else stack.enter_context(EngineRanks(options.tp, options.pp, [verb, *words]))
+        layout = EngineLayout(tp=options.tp, pp=options.pp, num_sharing=num_sharing)
+        ranks = None if layout.num_ranks == 1 else EngineRanks(layout, [verb, *words])
+        if ranks is not None:
+            layout.check(*served_model(options.checkpoint))
+            stack.enter_context(ranks)
         device = device_of("cuda" if torch.cuda.is_available() else "cpu")
         engine = open_engine(
             options.checkpoint,
@@ -95,7 +96,7 @@ def opened(
             cache_gb=options.cache_gb,
             kv_cache_dtype=options.kv_cache_dtype,
             weight_dtype=options.weight_dtype,
-            groups=groups if ranks is None else ranks.groups,
+            groups=None if ranks is None else ranks.groups,
             execution=None
             if choice is None
             else lambda config, groups: speculating(choice, options.speculation_tokens, config, groups, device),

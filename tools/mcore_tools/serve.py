@@ -10,8 +10,8 @@ The folder of a run, of its steps (the newest is taken), one checkpoint that kee
 On SIGTERM or SIGINT (Ctrl-C) the server refuses new requests, ends the open ones within --drain-seconds and exits; a second
 signal cuts them off. With --data-parallel N engines of N processes, one a GPU, stand behind one address; one that ends is started again,
 and its requests go to the others. With --expert-parallel they share the experts of a mixture, and end and start together. With --tp N and
---pp M the model is split over N x M processes, one a GPU, which are started here or by torchrun; when one is lost, all end. Exit code: 0
-done; 1 something was refused, and why; 75 the engine failed several times in a row, or hangs: start it again.
+--pp M each engine is split over N x M processes, one a GPU, which are started here or by torchrun; when one is lost, all of them end.
+Exit code: 0 done; 1 something was refused, and why; 75 the engine failed several times in a row, or hangs: start it again.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from mcore_tools.generate import (
     generate,
     opened,
 )
-from mcore_tools.serving import ExpertRanks, Replicas, check_experts, end_process, open_served_tokenizer, served_experts, work_for
+from mcore_tools.serving import EngineLayout, Replicas, end_process, open_served_tokenizer, served_model, work_for
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -92,14 +92,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         token, weights = options.token_file, _weights(options)
         if not (options.prompt or options.join or int(os.environ.get("RANK", "0"))):
             _check_address(options.host, options.port, token)
-        if options.expert_parallel and options.join:
-            return _share_experts(words, options)
-        if options.data_parallel > 1:
+        if options.data_parallel > 1 and not options.join:
             return _serve_replicas(options, token, weights)
-        with opened("serve", words, options) as (engine, ranks):
+        with opened("serve", words, options, num_sharing=options.data_parallel) as (engine, ranks):
             if options.prompt:
                 code = generate(engine, options.prompt, max_tokens=options.max_tokens, temperature=options.temperature)
-            elif ranks is not None and ranks.rank:
+            elif ranks is not None and not engine.model.groups.tp_pp.is_first:
                 code = ranks.follow(engine)
             elif options.join:
                 code = work_for(engine, options.join, options.name, _limits(options))
@@ -115,25 +113,8 @@ def _check_layout(options: argparse.Namespace) -> None:
     """Refuse flags that exclude each other."""
     if options.data_parallel > 1 and (options.prompt or (options.join and not options.expert_parallel)):
         raise ValueError("--data-parallel serves HTTP; leave out --prompt and --join, or --data-parallel")
-    if not options.expert_parallel:
-        return
-    if options.data_parallel == 1:
+    if options.expert_parallel and options.data_parallel == 1:
         raise ValueError("--expert-parallel spreads experts over engines; give --data-parallel of 2 and more")
-    if options.tp * options.pp > 1:
-        raise ValueError(
-            f"--expert-parallel excludes --tp {options.tp} and --pp {options.pp}; leave it out, and --tp spreads the experts over its ranks"
-        )
-    if not options.join:
-        check_experts(served_experts(options.checkpoint), options.data_parallel)
-
-
-def _share_experts(words: Sequence[str], options: argparse.Namespace) -> int:
-    """Work for a coordinator beside the other engines that have some of the experts."""
-    with (
-        ExpertRanks(options.data_parallel) as ranks,
-        opened("serve", words, options, groups=ranks.groups) as (engine, _),
-    ):
-        return end_process(work_for(engine, options.join, options.name, _limits(options)))
 
 
 def _check_address(host: str, port: int, token: str | None) -> None:
@@ -187,6 +168,8 @@ def _serve(engine: DynamicInferenceEngine, options: argparse.Namespace, token: s
 
 def _serve_replicas(options: argparse.Namespace, token: str | None, weights: WeightFolders | None) -> int:
     """Serve by engines in processes of their own."""
+    layout = EngineLayout(tp=options.tp, pp=options.pp, num_sharing=options.data_parallel if options.expert_parallel else 1)
+    layout.check(*served_model(options.checkpoint))
     secret = secrets.token_hex(32)
     words = [options.checkpoint, "--cache-gb", str(options.cache_gb), "--max-waiting", str(options.max_waiting)]
     words += [] if options.tp == 1 else ["--tp", str(options.tp)]
@@ -202,13 +185,7 @@ def _serve_replicas(options: argparse.Namespace, token: str | None, weights: Wei
     with (
         StopSignals() as signals,
         DataParallelInferenceCoordinator(CoordinatorConfig(security=security)) as coordinator,
-        Replicas(
-            words,
-            count=options.data_parallel,
-            coordinator=coordinator,
-            gpus_each=options.tp * options.pp,
-            share_experts=options.expert_parallel,
-        ) as replicas,
+        Replicas(words, count=options.data_parallel, coordinator=coordinator, layout=layout) as replicas,
     ):
         while coordinator.num_engines < options.data_parallel:
             if signals.count:

@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -174,12 +175,12 @@ def test_engines_of_their_own_processes_answer_while_one_is_killed_and_comes_bac
 def test_engines_of_their_own_processes_get_the_layout(
     saved_run: tuple[RunConfig, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    def refuse(words: list[str], **options: object) -> None:
-        raise ValueError(f"{' '.join(words[-4:])} takes {options['gpus_each']} GPUs each of {options['count']} times")
+    def refuse(words: list[str], **options: Any) -> None:
+        raise ValueError(f"{' '.join(words[-4:])} takes {options['layout'].ranks_each} GPUs each of {options['count']} times")
 
     monkeypatch.setattr("mcore_tools.serve.Replicas", refuse)
-    assert main([str(saved_run[1]), "--port", "0", "--data-parallel", "4", "--tp", "2", "--pp", "3"]) == 1
-    assert "--tp 2 --pp 3 takes 6 GPUs each of 4 times" in capsys.readouterr().err
+    assert main([str(saved_run[1]), "--port", "0", "--data-parallel", "4", "--tp", "2", "--pp", "2"]) == 1
+    assert "--tp 2 --pp 2 takes 4 GPUs each of 4 times" in capsys.readouterr().err
 
 
 def children_of(process: "subprocess.Popen[str]") -> list[int]:
@@ -230,17 +231,17 @@ def test_a_mixture_generates_on_several_processes_what_it_does_on_one(saved_run:
         assert (part.returncode, part.stdout) == (0, whole.stdout), part.stderr
 
 
-@pytest.mark.journey
-@pytest.mark.timeout(120)
-def test_a_layout_that_the_model_has_not_is_refused_by_name(saved_run: tuple[RunConfig, Path]) -> None:
-    command = [sys.executable, "-m", "mcore_tools", "serve", str(saved_run[1]), "--port", "0", "--tp", "3"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 1 and "tp=3" in done.stderr and "Traceback" not in done.stderr, done.stderr
-    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "2"}
-    done = subprocess.run([*command, "--pp", "2"], capture_output=True, text=True, timeout=100, env=environment)
-    assert done.returncode == 1 and "--tp 3 --pp 2 in a world of 2 processes" in done.stderr, done.stderr
-    done = subprocess.run([*command[:-2], "--pp", "3"], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 1 and "pipeline stages 3; lower pp" in done.stderr and "Traceback" not in done.stderr, done.stderr
+def test_a_layout_that_the_model_has_not_is_refused_before_a_process_is_started(
+    saved_run: tuple[RunConfig, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    for split, reason in ((["--tp", "3"], "tp=3 must divide"), (["--pp", "3"], "num_layers=2 are fewer than pp*vpp=3*1")):
+        assert main([str(saved_run[1]), "--port", "0", *split]) == 1
+        assert reason in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main([str(saved_run[1]), "--port", "0", "--tp", "3", "--pp", "2"]) == 1
+    assert "--tp 3 --pp 2 in a world of 2 processes" in capsys.readouterr().err
 
 
 def test_what_cannot_be_served_is_named(saved_run: tuple[RunConfig, Path], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Processes that share the experts of a mixture serve what one does, and come back together when one is killed."""
 
+import asyncio
 import dataclasses
 import json
 import os
@@ -10,23 +11,30 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from mcore_ckpt import CheckpointManager
 from mcore_inference import SamplingParams
+from mcore_inference.coordinator import DataParallelInferenceCoordinator, InferenceClient
+from mcore_moe import MoEConfig
 from mcore_parallel import ProcessGroups
 from mcore_parallel.data import train_bpe
 from mcore_parallel.training import model_state
 from mcore_tools.assembly import build_model
 from mcore_tools.recipes import DataConfig, override, recipe
 from mcore_tools.serve import main
-from mcore_tools.serving import open_engine
+from mcore_tools.serving import EngineLayout, open_engine
 from mcore_tools.training import run_assets
 
+World = Callable[..., list[Any]]
 PROMPTS = ["what a", "needs", "checkpoint", "all", "server"]
+PARAMS = SamplingParams(temperature=0, num_tokens_to_generate=8)
 
 
 def save(folder: Path, name: str) -> Path:
@@ -47,15 +55,62 @@ def ask(url: str, prompt: str) -> str:
         return json.load(response)["choices"][0]["text"]
 
 
+def whole_texts(folder: Path) -> list[str]:
+    """Those of one process."""
+    return [record.generated_text for record in open_engine(folder, "cpu", cache_gb=0.01).generate(PROMPTS, PARAMS)]
+
+
+SPLIT = {"tp2": ["--tp", "2"], "pp2": ["--pp", "2"]}
+
+
+def join_engines(folder: Path, address: str, port: int, split: list[str]) -> int:
+    """What ``mcore serve`` starts as one rank."""
+    place = {"RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    dist.destroy_process_group()
+    os.environ.update({name: str(value) for name, value in place.items()}, TORCHELASTIC_USE_AGENT_STORE="True")
+    words = ["--data-parallel", "2", "--expert-parallel", "--join", address, "--name", f"rank-{place['RANK']}"]
+    return main([str(folder), "--cache-gb", "0.01", *words, *split])
+
+
+async def ask_engines(coordinator: DataParallelInferenceCoordinator) -> tuple[list[str], set[str]]:
+    """The answers of two engines, and their names."""
+    await asyncio.to_thread(coordinator.wait_for_engines, 2)
+    async with InferenceClient(coordinator.address) as client:
+        records = await asyncio.gather(*[client.add_request(prompt, PARAMS) for prompt in PROMPTS])
+        engines = {engine.name for engine in (await client.status()).engines}
+        await client.stop_engines()
+    return [record.generated_text for record in records], engines
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("name", ["tp2", pytest.param("pp2", marks=pytest.mark.slow)])
+def test_engines_of_two_ranks_that_share_experts_answer_as_one_process(world: World, tmp_path: Path, name: str) -> None:
+    folder = save(tmp_path, "moe_tiny")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with DataParallelInferenceCoordinator() as coordinator, ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(asyncio.run, ask_engines(coordinator))
+        codes = world(join_engines, folder=folder, address=coordinator.address, port=store.port, split=SPLIT[name])
+        texts, engines = answers.result()
+    assert texts == whole_texts(folder) and codes == [0] * 4
+    # The first rank of each works for the coordinator.
+    assert engines == {"tp2": {"rank-0", "rank-2"}, "pp2": {"rank-0", "rank-1"}}[name]
+
+
 @pytest.mark.journey
 @pytest.mark.timeout(240)
-def test_engines_that_share_experts_answer_as_one_and_come_back_together(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("split", "doomed", "name"),
+    [
+        pytest.param([], 1, "dp-1", id="whole"),
+        pytest.param(SPLIT["tp2"], 3, "dp-1 (tp rank 1)", id="tp2", marks=pytest.mark.slow),
+        pytest.param(SPLIT["pp2"], 2, "dp-0 (tp rank 0 of stage 1)", id="pp2", marks=pytest.mark.slow),
+    ],
+)
+def test_engines_that_share_experts_answer_as_one_and_come_back_together(tmp_path: Path, split: list[str], doomed: int, name: str) -> None:
     folder = save(tmp_path, "moe_tiny")
-    engine = open_engine(folder, "cpu", cache_gb=0.01)
-    params = SamplingParams(temperature=0, num_tokens_to_generate=8)
-    expected = [record.generated_text for record in engine.generate(PROMPTS, params)]
+    expected = whole_texts(folder)
     command = [sys.executable, "-m", "mcore_tools", "serve", str(folder), "--port", "0", "--cache-gb", "0.01"]
-    command += ["--data-parallel", "2", "--expert-parallel"]
+    command += ["--data-parallel", "2", "--expert-parallel", *split]
     log = tmp_path / "log"
     with log.open("w") as errors, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
         try:
@@ -63,26 +118,27 @@ def test_engines_that_share_experts_answer_as_one_and_come_back_together(tmp_pat
             with ThreadPoolExecutor(5) as pool:
                 assert list(pool.map(ask, [url] * 5, PROMPTS)) == expected
             children = children_of(process)
-            os.kill(children[0], signal.SIGKILL)
-            while log.read_text().count("and is started again") < 2:
+            os.kill(children[doomed], signal.SIGKILL)
+            while "and is started again" not in log.read_text():
                 time.sleep(0.05)
             # It waits for the engines, which are other processes now.
             assert ask(url, PROMPTS[0]) == expected[0]
             again = children_of(process)
-            assert len(again) == 2 and not set(again) & set(children)
+            assert len(again) == len(children) and not set(again) & set(children)
             process.send_signal(signal.SIGTERM)
             process.wait(60)
         finally:
             process.kill()
     lines = log.read_text()
     assert process.returncode == 0, lines
-    assert "dp-0 ended with exit code -9 and is started again" in lines or "dp-1 ended with exit code -9 and is started again" in lines
+    other = "dp-0" if name.startswith("dp-1") else "dp-1"
+    assert f"{name} ended with exit code -9 and is started again, and with it {other}" in lines, lines
     assert not any(Path(f"/proc/{pid}").exists() for pid in [*children, *again])
 
 
 def children_of(process: "subprocess.Popen[str]") -> list[int]:
-    """Those of all its threads: one of them starts engines again."""
-    return [int(pid) for thread in Path(f"/proc/{process.pid}/task").iterdir() for pid in (thread / "children").read_text().split()]
+    """Those of all its threads, the oldest first: one of them starts engines again."""
+    return sorted(int(pid) for thread in Path(f"/proc/{process.pid}/task").iterdir() for pid in (thread / "children").read_text().split())
 
 
 def test_what_cannot_share_experts_is_refused_by_name(
@@ -94,8 +150,22 @@ def test_what_cannot_share_experts_is_refused_by_name(
         (dense, ["--data-parallel", "2"], "the model has none"),
         (mixture, [], "give --data-parallel of 2 and more"),
         (mixture, ["--data-parallel", "7"], "--data-parallel 7 with --expert-parallel must divide num_moe_experts="),
-        (mixture, ["--data-parallel", "2", "--tp", "2"], "--expert-parallel excludes --tp 2"),
-        (mixture, ["--data-parallel", "2", "--join", "tcp://127.0.0.1:1"], "and this world has 1; leave out --join"),
+        (mixture, ["--data-parallel", "2", "--tp", "3"], "tp=3 must divide"),
+        (mixture, ["--data-parallel", "2", "--pp", "3"], "num_layers=2 are fewer than pp*vpp=3*1"),
+        (mixture, ["--data-parallel", "2", "--tp", "2", "--join", "tcp://127.0.0.1:1"], "is one of 4 processes; leave out --join"),
     ):
         assert main([str(folder), "--port", "0", "--expert-parallel", *words]) == 1
         assert reason in capsys.readouterr().err
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    assert main([str(mixture), "--port", "0", "--expert-parallel", "--data-parallel", "2", "--tp", "2"]) == 1
+    assert "--data-parallel 2 of 2 GPUs each (--tp, --pp) needs 4 and 3 are visible" in capsys.readouterr().err
+
+
+def test_experts_are_spread_over_the_tp_ranks_of_engines_where_they_are_even() -> None:
+    layout = EngineLayout(tp=2, pp=2, num_sharing=2)
+    assert [(plan.ep, plan.expert_tp, plan.dp) for plan in (layout.plan(MoEConfig(num_moe_experts=count)) for count in (8, 6))] == [
+        (4, 1, 2),
+        (2, 2, 2),
+    ]
+    assert [layout.engine_of(rank) for rank in range(8)] == [0, 0, 1, 1] * 2
+    assert layout.describe(6) == "tp rank 0 of stage 1"

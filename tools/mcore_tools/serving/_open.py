@@ -16,9 +16,10 @@ from mcore_ckpt.inspect import resolve_folder
 from mcore_ckpt.manifest import read_manifest
 from mcore_ckpt.storage import Folder
 from mcore_inference import DynamicInferenceEngine, ExecutionConfig
+from mcore_moe import MoEConfig
 from mcore_parallel import ProcessGroups
 from mcore_parallel.data import Tokenizer
-from mcore_parallel.models import GPTModel
+from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.training import model_state
 from mcore_tools.assembly import open_tokenizer
 from mcore_tools.chat import TemplateTokenizer, find_template
@@ -113,8 +114,8 @@ def served_length(checkpoint: str | Path) -> int:
     return _read_assets(checkpoint)[1].train.seq_len
 
 
-def served_experts(checkpoint: str | Path) -> int | None:
-    """Experts of a layer of the model; None for a model without, and no weights are read.
+def served_model(checkpoint: str | Path) -> tuple[TransformerConfig, MoEConfig | None]:
+    """The model of ``open_engine``, and its experts if it has some; no weights are read.
 
     Raises:
         CheckpointingException: as of ``open_engine``.
@@ -122,10 +123,9 @@ def served_experts(checkpoint: str | Path) -> int | None:
     if is_huggingface(checkpoint):
         model = stored_model(HuggingFaceFolder(directory=Path(checkpoint)))
         assert model is not None, "a config.json says what model it is"
-        moe = model[1]
-    else:
-        moe = _read_assets(checkpoint)[1].moe
-    return None if moe is None else moe.num_moe_experts
+        return model
+    config = _read_assets(checkpoint)[1]
+    return config.model, config.moe
 
 
 def _read_assets(checkpoint: str | Path) -> tuple[Folder, RunConfig, Tokenizer | TemplateTokenizer]:

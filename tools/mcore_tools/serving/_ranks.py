@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""The processes of an engine that is split over several devices."""
+"""The processes of an engine that is split over several devices, or of several engines that share experts."""
 
 import contextlib
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -17,9 +17,10 @@ from torch.distributed.rendezvous import rendezvous
 
 from mcore_inference import DynamicInferenceEngine, EngineDeadError, follow_runner
 from mcore_inference.server import StopSignals
-from mcore_parallel import ParallelPlan, ProcessGroups
+from mcore_parallel import ProcessGroups
 from mcore_parallel.guard import STALLED_EXIT_CODE
 from mcore_tools.recipes import RunConfig
+from mcore_tools.serving._layout import EngineLayout
 
 _POLL_S = 0.05
 _MEET_S = 600.0
@@ -27,27 +28,27 @@ _END_S = 10.0
 
 
 class EngineRanks:
-    """A context manager that connects the processes of one engine, a device each; this one is a rank of them.
+    """A context manager that connects the processes of an engine, or of those that share experts, a device each; this one is a rank.
 
-    Started by torchrun, srun or the like (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` are set) it joins the others. Else
-    it is the first, and starts the others with the same command.
+    Started by torchrun, srun or the like (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` are set) it joins the others, as
+    it does where ``Replicas`` started all. Else it is the first, and starts the others with the same command.
 
     Args:
-        tp: ranks of one stage, which split its layers.
-        pp: stages, which share the layers out.
+        layout: of all ranks.
         command: words behind ``mcore`` that start the others.
 
     Raises:
         ValueError: another number of processes or GPUs than ranks, or a rank that ended instead of coming.
     """
 
-    def __init__(self, tp: int, pp: int, command: Sequence[str]) -> None:
-        self.size, self._tp, self._pp, self._command = tp * pp, tp, pp, command
+    def __init__(self, layout: EngineLayout, command: Sequence[str]) -> None:
+        self.size, self._layout, self._command = layout.num_ranks, layout, command
         self._is_launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
         self.rank = int(os.environ["RANK"]) if self._is_launched else 0
-        layout = f"--tp {tp}" if pp == 1 else f"--tp {tp} --pp {pp}"
         if self._is_launched and int(os.environ["WORLD_SIZE"]) != self.size:
             raise ValueError(f"{layout} in a world of {os.environ['WORLD_SIZE']} processes; start as many as ranks, or one for all")
+        if layout.num_sharing > 1 and not self._is_launched:
+            raise ValueError(f"{layout} with --join is one of {self.size} processes; leave out --join, or start as many by torchrun")
         gpus = torch.cuda.device_count()
         if gpus and not self._is_launched and gpus < self.size:
             raise ValueError(f"{layout} needs {self.size} GPUs and {gpus} are visible; lower one")
@@ -59,7 +60,7 @@ class EngineRanks:
             self._store = next(rendezvous("env://"))[0]
         else:
             store = self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            self._children = [self._start(rank, store.port) for rank in range(1, self.size)]
+            self._children = [start_rank(self._command, rank, self.size, store.port, os.environ) for rank in range(1, self.size)]
         try:
             self._connect()
         except BaseException:
@@ -72,16 +73,19 @@ class EngineRanks:
         if on_gpu:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         else:
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.size))
+            torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // self.size)))
         self.meet("start")
         dist.init_process_group(
             "nccl" if on_gpu else "gloo", store=self._store, rank=self.rank, world_size=self.size, timeout=timedelta(seconds=_MEET_S)
         )
 
     def groups(self, config: RunConfig) -> ProcessGroups:
-        """The groups of a model: its experts are spread over the tp ranks where they are even."""
-        even = config.moe is not None and config.moe.num_moe_experts % self._tp == 0
-        return ProcessGroups.build(ParallelPlan(tp=self._tp, pp=self._pp, ep=self._tp if even else 1, sequence_parallel=False))
+        """The groups of a model.
+
+        Raises:
+            ValueError: the layout cannot divide it.
+        """
+        return ProcessGroups.build(self._layout.plan(config.moe))
 
     def meet(self, stage: str) -> None:
         """Wait until all ranks have come to a stage of their start.
@@ -129,11 +133,20 @@ class EngineRanks:
             child.kill()
             child.wait()
 
-    def _start(self, rank: int, port: int) -> "subprocess.Popen[bytes]":
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.size)}
-        environment = {**os.environ, **place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        # In a session of its own: Ctrl-C is for the first rank, which lets open requests end.
-        return subprocess.Popen([sys.executable, "-m", "mcore_tools", *self._command], env=environment, start_new_session=True)
+
+def start_rank(command: Sequence[str], rank: int, size: int, port: int, environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+    """One process of a world on this machine.
+
+    Args:
+        command: words behind ``mcore``.
+        rank: of the process.
+        size: of the world.
+        port: of the store where its ranks meet.
+        environment: of the process, to which its place is added.
+    """
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    # In a session of its own: Ctrl-C is for the server, or the first rank, which lets open requests end.
+    return subprocess.Popen([sys.executable, "-m", "mcore_tools", *command], env={**environment, **place}, start_new_session=True)
 
 
 def end_process(code: int) -> int:

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Engines in processes of their own, one a device, which work for a coordinator and are started again when they end."""
+"""Engines in processes of their own, one a device, which work for a coordinator and are started again when one ends."""
 
 import logging
 import os
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import TCPStore
 
 from mcore_inference import DynamicInferenceEngine, EngineRunner
 from mcore_inference.coordinator import CoordinatorSecurity, DataParallelInferenceCoordinator, EngineWorker
 from mcore_inference.server import ServerLimits, StopSignals
 from mcore_parallel.guard import STALLED_EXIT_CODE
-from mcore_tools.serving._expert_ranks import open_store
+from mcore_tools.serving._layout import EngineLayout
+from mcore_tools.serving._ranks import start_rank
 
 SECRET_VARIABLE = "MCORE_COORDINATOR_SECRET"
 """Holds the job's secret for the processes of a server."""
@@ -26,57 +26,76 @@ _POLL_S = 0.2
 _STOP_S = 30.0
 _MAX_EARLY_ENDS = 3
 _EARLY_S = 60.0
+# Rank 0 would open a store of its own, unless torch takes the one here for that of an agent.
+_AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+
+
+class _World:
+    """The processes of one engine, or of all that share experts: they start and end together."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        """Number of its first engine."""
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.store: TCPStore | None = None
+        """Where they meet."""
+        self.began = 0.0
+        self.early_ends = 0
+
+    @property
+    def is_given_up(self) -> bool:
+        return self.early_ends >= _MAX_EARLY_ENDS
+
+    def ended(self) -> int | None:
+        """A rank that ended, rather by a signal than because it lost another one; None while all run."""
+        codes = {rank: code for rank, process in enumerate(self.processes) if (code := process.poll()) is not None}
+        return min(codes, key=lambda rank: (codes[rank] == STALLED_EXIT_CODE, codes[rank]), default=None)
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.wait()
 
 
 class Replicas:
     """A context manager that runs processes ``mcore serve CHECKPOINT --join ADDRESS``, one a device.
 
-    A process that ends is started again; one that ended ``3`` times, each time within a minute, is given up.
-
-    The coordinator hears of an end at once, and gives the requests to other engines. Those that share experts end and start together.
+    When a process ends, those of its engine do, and of all engines that share experts with it. They are started again together, unless that
+    happened ``3`` times, each time within a minute. The coordinator hears of it at once, and gives the requests to other engines.
 
     Args:
         command: words behind ``mcore serve``, without those that the coordinator adds.
-        count: processes.
+        count: engines.
         coordinator: of this process.
-        gpus_each: GPUs of one process, and of those that it starts in turn.
-        share_experts: whether they are the ranks of one mixture, each with a part of its experts (``ExpertRanks``).
+        layout: of each engine, or of all that share experts.
 
     Raises:
         ValueError: there are too few GPUs.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        count: int,
-        coordinator: DataParallelInferenceCoordinator,
-        gpus_each: int = 1,
-        share_experts: bool = False,
-    ) -> None:
-        gpus = torch.cuda.device_count()
-        if gpus and count * gpus_each > gpus:
+    def __init__(self, command: Sequence[str], *, count: int, coordinator: DataParallelInferenceCoordinator, layout: EngineLayout) -> None:
+        gpus, num_ranks = torch.cuda.device_count(), count * layout.ranks_each
+        if gpus and num_ranks > gpus:
             raise ValueError(
-                f"--data-parallel {count} of {gpus_each} GPUs each (--tp, --pp) needs {count * gpus_each} and {gpus} are visible; lower one"
+                f"--data-parallel {count} of {layout.ranks_each} GPUs each (--tp, --pp) needs {num_ranks} and {gpus} are visible; lower one"
             )
-        self._gpus_each, self._share_experts = gpus_each, share_experts
-        self._store: Store | None = None
-        self._command, self._count, self._coordinator, self._gpus = command, count, coordinator, gpus
-        self._processes: list[subprocess.Popen[bytes] | None] = [None] * count
-        self._begins, self._early_ends = [0.0] * count, [0] * count
+        self._command, self._coordinator, self._layout = command, coordinator, layout
+        self._gpus, self._num_ranks = gpus, num_ranks
+        self._worlds = [_World(first) for first in range(0, count, layout.num_sharing)]
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="mcore-replicas", daemon=True)
 
     def __enter__(self) -> "Replicas":
-        self._start_all(range(self._count))
+        for world in self._worlds:
+            self._start(world)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._closing.set()
         self._thread.join()
-        running = [process for process in self._processes if process is not None]
+        running = [process for world in self._worlds for process in world.processes]
         for process in running:
             process.terminate()
         deadline = time.monotonic() + _STOP_S
@@ -89,69 +108,55 @@ class Replicas:
 
     @property
     def num_given_up(self) -> int:
-        """Processes that ended too often."""
-        return sum(ends >= _MAX_EARLY_ENDS for ends in self._early_ends)
+        """Engines that ended too often, or share experts with one that did."""
+        return sum(world.is_given_up for world in self._worlds) * self._layout.num_sharing
 
-    @property
-    def pids(self) -> list[int]:
-        """Of the processes that run."""
-        return [process.pid for process in self._processes if process is not None and process.poll() is None]
-
-    def _start_all(self, indices: Iterable[int]) -> None:
-        meeting: Mapping[str, str] = {}
-        if self._share_experts:
-            self._store, meeting = open_store()
-        for index in indices:
-            self._start(index, meeting)
-
-    def _start(self, index: int, meeting: Mapping[str, str]) -> None:
-        environment = {**os.environ, SECRET_VARIABLE: self._coordinator.config.security.secret, **meeting}
-        if meeting:
-            environment.update(RANK=str(index), WORLD_SIZE=str(self._count))
+    def _start(self, world: _World) -> None:
+        layout = self._layout
+        environment = {**os.environ, **_AGENT, SECRET_VARIABLE: self._coordinator.config.security.secret}
         if self._gpus:
             visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
             names = visible or [str(number) for number in range(self._gpus)]
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[index * self._gpus_each : (index + 1) * self._gpus_each])
+            place = world.first * layout.ranks_each
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[place : place + layout.num_ranks])
         else:
-            environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self._count)))
-        words = [sys.executable, "-m", "mcore_tools", "serve", *self._command, "--join", self._coordinator.address, "--name", f"dp-{index}"]
-        self._begins[index] = time.monotonic()
-        # In a session of its own: Ctrl-C is for the server, which lets open requests end first.
-        self._processes[index] = subprocess.Popen(words, env=environment, start_new_session=True)
+            environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self._num_ranks)))
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        words = ["serve", *self._command, "--join", self._coordinator.address, "--name"]
+        world.began, world.store = time.monotonic(), store
+        world.processes = [
+            start_rank([*words, self._name_of(world, rank)], rank, layout.num_ranks, store.port, environment)
+            for rank in range(layout.num_ranks)
+        ]
+
+    def _name_of(self, world: _World, rank: int) -> str:
+        """Of a rank's engine, for the coordinator."""
+        return f"dp-{world.first + self._layout.engine_of(rank)}"
 
     def _watch(self) -> None:
         while not self._closing.wait(_POLL_S):
-            ended = [index for index, process in enumerate(self._processes) if process is not None and process.poll() is not None]
-            if self._share_experts and ended:
-                self._end_others(ended)
-            for index in ended:
-                self._note_end(index)
-            again = [index for index in ended if self._processes[index] is not None]
-            if again:
-                self._start_all(again)
+            for world in self._worlds:
+                rank = None if world.is_given_up else world.ended()
+                if rank is not None:
+                    self._replace(world, rank)
 
-    def _end_others(self, ended: list[int]) -> None:
-        """None of those that share experts can go on without the others."""
-        first = ended[0]
-        for index, process in enumerate(self._processes):
-            if process is not None and index not in ended:
-                self._coordinator.lose_engine(f"dp-{index}", f"dp-{first} ended, which has some of its experts")
-                process.kill()
-                process.wait()
-                ended.append(index)
-
-    def _note_end(self, index: int) -> None:
-        """Tell the coordinator, and give up one that ends too often."""
-        process = self._processes[index]
-        assert process is not None, "it ran"
-        self._coordinator.lose_engine(f"dp-{index}", f"its process ended with exit code {process.returncode}")
-        early = time.monotonic() - self._begins[index] < _EARLY_S
-        self._early_ends[index] = self._early_ends[index] + 1 if early else 0
-        if self._early_ends[index] >= _MAX_EARLY_ENDS:
-            self._processes[index] = None
-            _LOG.critical("dp-%d ended %d times within a minute of its start and is given up", index, _MAX_EARLY_ENDS)
+    def _replace(self, world: _World, rank: int) -> None:
+        """End what cannot go on without a rank that ended, tell the coordinator, and start it again."""
+        name, place = self._name_of(world, rank), self._layout.describe(rank)
+        what = f"{name}{place and f' ({place})'} ended with exit code {world.processes[rank].returncode}"
+        engines = [f"dp-{world.first + number}" for number in range(self._layout.num_sharing)]
+        for engine in engines:
+            self._coordinator.lose_engine(engine, what)
+        world.kill()
+        early = time.monotonic() - world.began < _EARLY_S
+        world.early_ends = world.early_ends + 1 if early else 0
+        others = ", ".join(engine for engine in engines if engine != name)
+        beside = others and f", and with it {others} of the same experts"
+        if world.is_given_up:
+            _LOG.critical("%s, %d times within a minute of its start, and is given up%s", what, _MAX_EARLY_ENDS, beside)
         else:
-            _LOG.error("dp-%d ended with exit code %s and is started again", index, process.returncode)
+            _LOG.error("%s and is started again%s", what, beside)
+            self._start(world)
 
 
 def work_for(engine: DynamicInferenceEngine, address: str, name: str, limits: ServerLimits) -> int:
