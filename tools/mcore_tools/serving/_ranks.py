@@ -16,7 +16,6 @@ from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from mcore_inference import DynamicInferenceEngine, EngineDeadError, follow_runner
-from mcore_inference.server import StopSignals
 from mcore_parallel import ProcessGroups
 from mcore_parallel.guard import STALLED_EXIT_CODE
 from mcore_tools.recipes import RunConfig
@@ -112,6 +111,9 @@ class EngineRanks:
         Returns:
             Exit code: 0, or 75 when the engine was given up.
         """
+        # Slow to import, and only for who serves.
+        from mcore_inference.server import StopSignals
+
         with StopSignals():
             try:
                 follow_runner(engine)

@@ -8,16 +8,19 @@ import subprocess
 import threading
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch._C._distributed_c10d import TCPStore
 
 from mcore_inference import DynamicInferenceEngine, EngineRunner
 from mcore_inference.coordinator import CoordinatorSecurity, DataParallelInferenceCoordinator, EngineWorker
-from mcore_inference.server import ServerLimits, StopSignals
 from mcore_parallel.guard import STALLED_EXIT_CODE
 from mcore_tools.serving._layout import EngineLayout
 from mcore_tools.serving._ranks import start_rank
+
+if TYPE_CHECKING:
+    from mcore_inference.server import ServerLimits
 
 SECRET_VARIABLE = "MCORE_COORDINATOR_SECRET"
 """Holds the job's secret for the processes of a server."""
@@ -159,12 +162,15 @@ class Replicas:
             self._start(world)
 
 
-def work_for(engine: DynamicInferenceEngine, address: str, name: str, limits: ServerLimits) -> int:
+def work_for(engine: DynamicInferenceEngine, address: str, name: str, limits: "ServerLimits") -> int:
     """Serve the requests of a coordinator until a signal, a stop of all engines, the end of the engine or of the parent process.
 
     Returns:
         Exit code: 0, or 75 when the engine was given up.
     """
+    # Slow to import, and only for who serves.
+    from mcore_inference.server import StopSignals
+
     security, parent = CoordinatorSecurity(secret=os.environ.get(SECRET_VARIABLE, "")), os.getppid()
     with (
         StopSignals() as signals,
