@@ -12,6 +12,7 @@ import torch
 from mcore_ckpt import CheckpointManager, read_tensor, save
 from mcore_ckpt.inspect import diff
 from mcore_ckpt.manifest import read_manifest
+from mcore_ckpt.megatron import export_checkpoint_megatron, import_checkpoint_megatron
 from mcore_tools import train
 from mcore_tools.recipes import LoadConfig, RecipeError, RunConfig, config_text, override, read_config, recipe
 from mcore_tools.training import place, train_rank
@@ -124,6 +125,24 @@ def test_a_position_without_the_state_of_the_optimizer(source: RunConfig, tmp_pa
     check_weights(source, config, 5)
     extra = read_manifest(steps_of(config).path(5)).extra
     assert extra["trainer"] == {"step": 5, "consumed_samples": 20, "skipped_steps": 0} and extra["optimizer_step"] == 1
+
+
+@pytest.mark.parametrize("form", ["torch_dist", "fsdp_dtensor"])
+def test_a_step_takes_its_rates_and_decay_to_megatron_and_back(source: RunConfig, tmp_path: Path, form: str) -> None:
+    optimizer = source.optimizer
+    assert export_checkpoint_megatron(steps_of(source).path(4), tmp_path / "theirs", prefix="", format=form) == []
+    import_checkpoint_megatron(tmp_path / "theirs", tmp_path / "back")
+    extra = read_manifest(tmp_path / "back").extra
+    # Samples are 4 a step. The fifth step has the rate of 4 parts in 6 of half a cosine.
+    wanted = {"num_steps": 16, "lr_warmup_steps": 0, "lr_decay_steps": 24, "max_lr": optimizer.lr, "end_wd": 0.1}
+    assert wanted.items() <= extra["opt_param_scheduler"].items()
+    rate = optimizer.min_lr + 0.25 * (optimizer.lr - optimizer.min_lr)
+    for group, wd_mult in zip(extra["optimizer_param_groups"], (1.0, 0.0), strict=True):
+        assert (group["lr"], group["step"]) == (pytest.approx(rate), 4) and group["weight_decay"] == 0.1 * group["wd_mult"]
+        assert (group["max_lr"], group["min_lr"], group["wd_mult"]) == (optimizer.lr, optimizer.min_lr, wd_mult)
+    assert export_checkpoint_megatron(tmp_path / "back", tmp_path / "again", format=form) == []
+    import_checkpoint_megatron(tmp_path / "again", tmp_path / "twice")
+    assert diff(tmp_path / "back", tmp_path / "twice") == []
 
 
 @pytest.mark.parametrize(

@@ -189,6 +189,7 @@ def test_parameter_groups_of_a_run_of_ours_are_made_from_its_settings(tmp_path, 
         (0.0, 1.0, False, False, 3e-4, 3e-5),
     ]
     assert [(group["weight_decay"], group["betas"], group["step"]) for group in groups] == [(0.1, (0.9, 0.95), 9), (0.0, (0.9, 0.95), 9)]
+    check_groups_of_a_step_that_says_its_settings(tmp_path, state, settings)
     # The optimizers of torch take them.
     weights = [torch.nn.Parameter(torch.ones(2)) for _ in groups]
     adam = torch.optim.AdamW([{"params": [weight]} for weight in weights], lr=1.0)
@@ -200,6 +201,30 @@ def test_parameter_groups_of_a_run_of_ours_are_made_from_its_settings(tmp_path, 
         with pytest.raises(ValueError, match=word):
             export_checkpoint_megatron(tmp_path / "ours", tmp_path / "wrong", optimizer_config=wrong)
         assert not (tmp_path / "wrong").exists()
+
+
+def check_groups_of_a_step_that_says_its_settings(folder, state, settings):
+    """The same groups, with the rate of the step, and the schedule; they come back; what a loader there cannot match is left out."""
+    from mcore_ckpt import save
+
+    scheduler = {"max_lr": 3e-4, "min_lr": 3e-5, "num_steps": 36, "lr_decay_style": "cosine"}
+    extra = {"optimizer_step": 9, "optimizer_config": settings, "learning_rate": 2e-4, "opt_param_scheduler": scheduler}
+    save(state, folder / "said", extra=extra)
+    assert export_checkpoint_megatron(folder / "said", folder / "dist") == []
+    import_checkpoint_megatron(folder / "dist", folder / "back", config={"num_query_groups": 1})
+    back = read_manifest(folder / "back").extra
+    groups = [(row["lr"], row["max_lr"], row["wd_mult"], row["step"], row["eps"]) for row in back["optimizer_param_groups"]]
+    assert groups == [(2e-4, 3e-4, wd_mult, 9, 1e-8) for wd_mult in (1.0, 0.0)]
+    assert back["opt_param_scheduler"] == scheduler and back["optimizer_step"] == 9
+    assert export_checkpoint_megatron(folder / "back", folder / "again") == []
+    first, second = (torch.load(folder / name / "common.pt", weights_only=False) for name in ("dist", "again"))
+    assert first["optimizer"] == second["optimizer"] and first["opt_param_scheduler"] == second["opt_param_scheduler"]
+    # A file says more, or other things.
+    export_checkpoint_megatron(folder / "said", folder / "other", optimizer_config={"adam_eps": 1e-6})
+    (group, _) = torch.load(folder / "other" / "common.pt", weights_only=False)["optimizer"]["optimizer"]["param_groups"]
+    assert (group["lr"], group["eps"], group["betas"]) == (2e-4, 1e-6, (0.9, 0.95))
+    save(state, folder / "named", extra={"optimizer_config": {**settings, "param_groups": [["embedding.*"]]}})
+    assert export_checkpoint_megatron(folder / "named", folder / "none2") == ["optimizer_param_groups", "opt_param_scheduler"]
 
 
 @pytest.mark.parametrize("name", ["0.16_buckets", "0.19_experts"])

@@ -49,6 +49,7 @@ from mcore_tools.training import (
     RunCheckpoints,
     check_stored,
     describe_model,
+    describe_optimizer,
     device_of,
     find_source,
     first_folder,
@@ -121,7 +122,8 @@ class _Run:
         self.pairs = self._open_pairs()
         self.parts: Parts = assemble_policy(config, self.tokenizer, self.device, groups)
         self.described = describe_model(config, origin)
-        self.checkpoints = RunCheckpoints(config.load, self.own, source, self.parts.optimizer, self.described, self._group)
+        stored = {**self.described, **describe_optimizer(config)}
+        self.checkpoints = RunCheckpoints(config.load, self.own, source, self.parts.optimizer, stored, self._group)
         self.critic = None if self.rl.gae is None else RunCritic(config, self.parts, self.device, self._group)
         self.rates = schedule(config)
         self.state, self.position = TrainerState(), 0

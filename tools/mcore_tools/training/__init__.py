@@ -9,6 +9,7 @@ from mcore_tools.training._folder import check_log, open_folder, run_assets, run
 from mcore_tools.training._instruments import Instruments
 from mcore_tools.training._launcher import tell_launcher
 from mcore_tools.training._local import may_be_local
+from mcore_tools.training._optimizer_description import describe_optimizer
 from mcore_tools.training._origin import Origin, find_origin, steps_folder
 from mcore_tools.training._pretrained import HuggingFaceFolder, is_huggingface
 from mcore_tools.training._start import RunCheckpoints, find_base, find_source, first_folder
@@ -34,6 +35,7 @@ __all__ = [
     "command",
     "connect",
     "describe_model",
+    "describe_optimizer",
     "device_of",
     "export_adapter",
     "export_run",

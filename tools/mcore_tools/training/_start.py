@@ -2,7 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Where a run begins."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +119,7 @@ class RunCheckpoints:
         optimizer: of the run.
         described: what each step says of its model beside (``extra``), so that it can be exported.
         group: ranks that save and load together; None for all.
+        progress: what it also says, made of what the trainer says of the step.
     """
 
     def __init__(
@@ -129,8 +130,10 @@ class RunCheckpoints:
         optimizer: MegatronOptimizer,
         described: Mapping[str, Any] | None = None,
         group: dist.ProcessGroup | None = None,
+        *,
+        progress: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
     ) -> None:
-        self._group = group
+        self._group, self._progress = group, progress
         self._config, self._own, self._source, self._optimizer = config, own, source, optimizer
         self._described = described or {}
         self.loaded = ""
@@ -146,7 +149,8 @@ class RunCheckpoints:
 
     def save(self, step: int, state: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
         """Save a step of the run."""
-        self._own.save(step, state, {**self._described, **extra})
+        progress = {} if self._progress is None else self._progress(extra)
+        self._own.save(step, state, {**self._described, **progress, **extra})
 
     def load(self, state: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
         """Fill ``state``; returns the step to go on after, and the extra values that the trainer asks for. Collective.

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,6 +34,7 @@ from mcore_tools.training._export import describe_model
 from mcore_tools.training._folder import open_folder, run_checkpoints
 from mcore_tools.training._instruments import Instruments
 from mcore_tools.training._local import NodeCheckpoints, may_be_local, open_local
+from mcore_tools.training._optimizer_description import describe_optimizer, describe_rates
 from mcore_tools.training._start import RunCheckpoints, find_base, find_source, first_folder
 from mcore_tools.training._stored import check_stored
 from mcore_tools.training._world import device_of
@@ -98,7 +100,9 @@ def train_rank(
     parts, world = run.parts, run.parts.groups.world
     described = {**describe_model(config, origin), **describe_adapters(config, origin)}
     if config.lora is None or source is None:
-        checkpoints = RunCheckpoints(config.load, own, source, parts.optimizer, described)
+        described |= describe_optimizer(config)
+        progress = partial(describe_rates, config)
+        checkpoints = RunCheckpoints(config.load, own, source, parts.optimizer, described, progress=progress)
     else:
         checkpoints = AdapterCheckpoints(config.load, own, source, parts.optimizer, described)
     local = None

@@ -154,7 +154,9 @@ def _add_megatron(commands: Commands) -> None:
     command.add_argument(
         "--format", choices=EXPORT_FORMATS, default=EXPORT_FORMATS[0], help="fsdp_dtensor is for Megatron-FSDP (default: %(default)s)"
     )
-    command.add_argument("--optimizer-config", metavar="FILE", help="JSON with lr, adam_beta1 ...: makes the parameter groups")
+    command.add_argument(
+        "--optimizer-config", metavar="FILE", help="JSON with lr, adam_beta1 ...: parameter groups other than the checkpoint's"
+    )
     add_verify(command)
     command.set_defaults(run=_run_export_megatron)
 

@@ -44,9 +44,10 @@ def export_checkpoint_megatron(
 
     In ``torch_dist`` layers are stacked and optimizer state is ``fully_reshardable``; settings and the iteration go into ``common.pt``,
     which both generations read. In ``fsdp_dtensor`` layers and experts are apart, a gate is apart from its values, masters are in the
-    place of their 16-bit weights, and each plain value is an entry. Settings come from "config" in ``extra``, and with them the optimizer's
-    parameter groups: those that an import kept, or made from ``optimizer_config``. Host memory holds one tensor of one layer at a time.
-    Not collective.
+    place of their 16-bit weights, and each plain value is an entry. Settings come from ``extra``: those of the model from "config"; the
+    optimizer's parameter groups from "optimizer_param_groups", which an import keeps, or made from "optimizer_config" and
+    ``optimizer_config``; the schedule's state from "opt_param_scheduler". Host memory holds one tensor of one layer at a time. Not
+    collective.
 
     Args:
         checkpoint: a committed checkpoint.
@@ -55,9 +56,9 @@ def export_checkpoint_megatron(
         prefix: what precedes the names of the model's weights.
         optimizer: also write the optimizer's state.
         optimizer_config: makes the parameter groups anew: "lr", and "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps" and
-            "decoupled_weight_decay" where they differ from the defaults of `mcore_parallel.optim.OptimizerConfig`; groups are told apart
-            by these numbers there, so they must be those of the run that reads them. "expert_model_parallel_size": 1 where that run keeps
-            all experts on each rank.
+            "decoupled_weight_decay" where they differ from what the checkpoint says ("optimizer_config" in ``extra``), or else from the
+            defaults of `mcore_parallel.optim.OptimizerConfig`; groups are told apart by these numbers there, so they must be those of the
+            run that reads them. "expert_model_parallel_size": 1 where that run keeps all experts on each rank.
         verify: compare the SHA-256 of every file first.
         on_bytes: told of bytes as they are compared and as they are written.
 
@@ -88,13 +89,13 @@ def export_checkpoint_megatron(
     common["args"] = args_of(config) if isinstance(config, Mapping) else {}
     groups, step = [], int(extra.get("optimizer_step") or 0)
     if any(key.startswith(_STATE) for key in keys.values()):
-        groups = extra.get("optimizer_param_groups") or []
-        if optimizer_config is not None:
-            groups = make_groups(optimizer_config, experts=any(".mlp.experts." in key for key in keys.values()))
+        groups = _groups(extra, optimizer_config, experts=any(".mlp.experts." in key for key in keys.values()))
         if not groups:
             left = [*left, "optimizer_param_groups"]
         if isinstance(extra.get("opt_param_scheduler"), Mapping):
             common["opt_param_scheduler"] = dict(extra["opt_param_scheduler"])
+        elif "optimizer_config" in extra:
+            left = [*left, "opt_param_scheduler"]
     if format == "torch_dist":
         state, values = _dist(reader, target, keys, common, groups, step), {}
     else:
@@ -143,6 +144,25 @@ def _fsdp(
         values |= fsdp_groups(groups, {key: reader.record(name).shape for key, name in weights.items()}, step)
     target.create()
     return state, write_values(target, values)
+
+
+def _groups(extra: Mapping[str, Any], config: Mapping[str, Any] | None, *, experts: bool) -> list[Any]:
+    """Parameter groups: those of an import, or made from what a run and ``config`` say; empty where nothing says enough."""
+    stored = extra.get("optimizer_config")
+    settings = dict(stored) if isinstance(stored, Mapping) else {}
+    if config is None:
+        if groups := extra.get("optimizer_param_groups"):
+            return groups
+        try:
+            groups = make_groups(settings, experts=experts)
+        except (TypeError, ValueError):
+            return []
+    else:
+        groups = make_groups({**settings, **config}, experts=experts)
+    rate = extra.get("learning_rate")
+    if type(rate) is float and "lr" not in (config or {}):
+        groups = [{**group, "lr": rate} for group in groups]
+    return groups
 
 
 def _iteration(extra: Mapping[str, Any]) -> int:
