@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mcore_tools import train
+from mcore_tools.assembly import schedule
 from mcore_tools.recipes import RECIPES, RecipeError, config_text, override, read_config, recipe, write_config
 
 
@@ -75,11 +76,24 @@ def test_a_bad_file_names_what_is_wrong(tmp_path: Path, text: str, words: str) -
         ("train.lr_schedule=cosin", "lr_schedule='cosin' must be one of constant, linear, cosine"),
         ("train.lr_schedule=wsd", "wsd_decay_steps=0 does not go with lr_schedule='wsd'"),
         ("rerun.mode=on", "is not of type"),
+        ("train.end_weight_decay=-1", "end_weight_decay=-1.0 must not be negative; set none for no change"),
+        ("train.checkpoint_async_steps=-1", "checkpoint_async_steps=-1 must not be negative"),
     ],
 )
 def test_schedules_are_checked_when_they_are_set(change: str, words: str) -> None:
     with pytest.raises(RecipeError, match=words):
         override(recipe("gpt_tiny"), [change])
+
+
+def test_rates_and_decay_of_each_step_are_fields() -> None:
+    changes = ["train.steps=8", "train.warmup_steps=2", "train.warmup_init_lr=1", "optimizer.lr=3", "optimizer.min_lr=1"]
+    changes += ["optimizer.weight_decay=0.1", "train.end_weight_decay=0.3", "train.lr_schedule=linear", "train.lr_decay_steps=6"]
+    rates = schedule(override(recipe("gpt_tiny"), changes))
+    steps = [rates.lr(step) for step in range(9)]
+    assert steps == [1, 2, 3, 2.5, 2, 1.5, 1, 1, 1]
+    assert [getattr(rate, "weight_decay", None) for rate in steps[::4]] == pytest.approx([0.1, 0.2, 0.3])
+    changes += ["train.lr_schedule=wsd", "train.wsd_decay_steps=2", "train.wsd_decay_style=linear", "train.end_weight_decay=none"]
+    assert [schedule(override(recipe("gpt_tiny"), changes)).lr(step) for step in (3, 4, 5, 6)] == [3, 3, 2, 1]
 
 
 def test_the_command_writes_and_reads_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mcore_moe import moe_feed_forward
-from mcore_parallel import ProcessGroups
+from mcore_parallel import ProcessGroups, load_communicator_options
 from mcore_parallel.backends import choose_backend
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.graphs import CudaGraphConfig, GraphedModel, freeze_gc_choice, graph_modules
@@ -121,7 +121,9 @@ def assemble(config: RunConfig, device: torch.device | str, groups: ProcessGroup
     for size in train.batch_sizes().sizes():
         plan_pipeline(pipeline, config.plan.pp, max(1, size // (train.micro_batch_size * config.plan.dp)))
     overlap = Overlap() if config.pipeline.schedule == "combined" else None
-    groups = groups or ProcessGroups.build(config.plan)
+    if groups is None:
+        options = load_communicator_options(config.communicators) if config.communicators else None
+        groups = ProcessGroups.build(config.plan, options=options)
     model = build_stage(config, groups, device, overlap)
     if config.lora is not None:
         add_lora(model, config.lora, groups, seed=train.seed)

@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 
-from mcore_parallel.optim import ConstantSchedule, CosineSchedule, InverseSquareRootSchedule, LinearSchedule, WSDSchedule
+from mcore_parallel.optim import (
+    ConstantSchedule,
+    CosineSchedule,
+    InverseSquareRootSchedule,
+    LinearSchedule,
+    RateAndDecaySchedule,
+    WeightDecaySchedule,
+    WSDSchedule,
+)
 from mcore_parallel.planner import ExpertSizes, ModelSizes
 from mcore_parallel.training import Schedule, Throughput
 from mcore_tools.recipes import RunConfig
@@ -17,14 +25,23 @@ PEAK_FLOPS: Mapping[str, float] = {"B200": 2250e12, "H200": 989e12, "H100": 989e
 
 
 def schedule(config: RunConfig) -> Schedule:
-    """Learning rates of the run's steps."""
-    train, high, low = config.train, config.optimizer.lr, config.optimizer.min_lr
-    warm_up: Any = {"max_lr": high, "warmup_steps": train.warmup_steps}
+    """Learning rates, and weight decays where they change, of the run's steps."""
+    train, start = config.train, config.optimizer.weight_decay
+    rates = _learning_rates(config)
+    if train.end_weight_decay is None:
+        return rates
+    decay = WeightDecaySchedule(start=start, end=train.end_weight_decay, steps=train.steps, style=train.weight_decay_style)
+    return RateAndDecaySchedule(rate=rates, decay=decay)
+
+
+def _learning_rates(config: RunConfig) -> ConstantSchedule | CosineSchedule | InverseSquareRootSchedule | LinearSchedule | WSDSchedule:
+    train = config.train
+    warm_up: Any = {"max_lr": config.optimizer.lr, "warmup_steps": train.warmup_steps, "init_lr": train.warmup_init_lr}
     if train.lr_schedule == "constant":
         return ConstantSchedule(**warm_up)
-    warm_up |= {"min_lr": low, "decay_steps": train.steps}
+    warm_up |= {"min_lr": config.optimizer.min_lr, "decay_steps": train.lr_decay_steps or train.steps}
     if train.lr_schedule == "wsd":
-        return WSDSchedule(**warm_up, wsd_decay_steps=train.wsd_decay_steps)
+        return WSDSchedule(**warm_up, wsd_decay_steps=train.wsd_decay_steps, decay_style=train.wsd_decay_style)
     kinds = {"linear": LinearSchedule, "cosine": CosineSchedule, "inverse_square_root": InverseSquareRootSchedule}
     return kinds[train.lr_schedule](**warm_up)
 

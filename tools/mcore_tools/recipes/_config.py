@@ -62,10 +62,20 @@ class TrainConfig:
     """``"0:256 1M:512"``: sequences a step from a number of samples on, in place of ``global_batch_size``."""
     lr_schedule: str = "cosine"
     """constant, linear, cosine, inverse_square_root or wsd, over all steps, between ``optimizer.lr`` and ``optimizer.min_lr``."""
+    lr_decay_steps: int = 0
+    """Steps at whose end the rate is ``optimizer.min_lr``, where it stays; 0 for ``steps``."""
     wsd_decay_steps: int = 0
     """Steps of the decay at the end of wsd."""
+    wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """Shape of that decay."""
     warmup_steps: int = 10
     """Steps in which the learning rate rises to ``optimizer.lr``."""
+    warmup_init_lr: float = 0.0
+    """Where it rises from."""
+    end_weight_decay: float | None = None
+    """Weight decay at the end of ``steps``, to which it goes from ``optimizer.weight_decay``; None to stay there."""
+    weight_decay_style: Literal["linear", "cosine"] = "linear"
+    """The way to ``end_weight_decay``."""
     eval_interval: int = 50
     """Steps between validations; 0 for none."""
     eval_batches: int = 4
@@ -76,6 +86,8 @@ class TrainConfig:
     """Newest checkpoints that stay; 0 for all."""
     checkpoint_keep_interval: int = 0
     """Checkpoints of steps that are multiples of it stay, too; 0 for no others."""
+    checkpoint_async_steps: int = 0
+    """Steps that go on while a checkpoint is written beside them; then it is committed. 0 to wait until it is written."""
     local_checkpoint_interval: int = 0
     """Steps between checkpoints on the nodes themselves, for a restart in the same layout; 0 for none."""
     local_checkpoint_folder: str = ""
@@ -92,6 +104,8 @@ class TrainConfig:
     """Of parameters and activations: float32, bfloat16 or float64."""
     seed: int = 1234
     """Of the first weights and the order of the data."""
+    deterministic: bool = False
+    """The same bits each time: torch's deterministic algorithms, and no start where the environment lets results differ."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -102,10 +116,18 @@ class TrainConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         for name in (
             "warmup_steps", "eval_interval", "checkpoint_interval", "checkpoints_kept", "checkpoint_keep_interval", "wsd_decay_steps",
-            "stop_after_minutes", "max_skipped_steps", "local_checkpoint_interval",
+            "stop_after_minutes", "max_skipped_steps", "local_checkpoint_interval", "checkpoint_async_steps", "lr_decay_steps",
+            "warmup_init_lr",
         ):  # fmt: skip
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        if self.end_weight_decay is not None and self.end_weight_decay < 0:
+            raise ValueError(f"end_weight_decay={self.end_weight_decay} must not be negative; set none for no change")
+        if self.checkpoint_async_steps and self.checkpoint_interval and self.checkpoint_async_steps > self.checkpoint_interval:
+            raise ValueError(
+                f"checkpoint_async_steps={self.checkpoint_async_steps} must be at most checkpoint_interval={self.checkpoint_interval}: "
+                "one checkpoint is written at a time"
+            )
         if self.dtype not in DTYPE_NAMES:
             raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPE_NAMES)}")
         if self.lr_schedule not in LR_SCHEDULES:
@@ -301,6 +323,8 @@ class RunConfig:
     """Modules that are replayed from CUDA graphs, as ``[layers.*]`` or, with experts, ``[layers.*.attention]``; empty for none."""
     cuda_graph: CudaGraphConfig = field(default_factory=CudaGraphConfig)
     """When and how they are captured."""
+    communicators: str = ""
+    """A .toml or .json file with NCCL's choices by group of ranks (max_ctas, is_high_priority_stream, use_sharp ...); empty for its own."""
     output: str = "runs/pretrain"
     """Folder for checkpoints and logs."""
     load: LoadConfig = field(default_factory=LoadConfig)
@@ -482,7 +506,7 @@ class RunConfig:
         unused = {"cuda_graphs": (), "dumps": DumpConfig(), "profile": ProfileConfig(), "restart": RestartConfig(), "rerun": RerunConfig()}
         unused |= {"qk_clip": None}
         named = [name for name, default in unused.items() if getattr(self, name) != default]
-        named += ["train.local_checkpoint_interval"] if self.train.local_checkpoint_interval else []
+        named += [f"train.{name}" for name in ("local_checkpoint_interval", "checkpoint_async_steps") if getattr(self.train, name)]
         return named + [f"log.{name}" for name in ("straggler_interval", "timers_interval", "telemetry") if getattr(self.log, name)]
 
     def _check_fully_sharded(self) -> None:

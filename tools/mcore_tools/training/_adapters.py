@@ -77,12 +77,20 @@ class AdapterCheckpoints:
         base: of ``find_base``.
         optimizer: of the run.
         described: what each step says of its model beside (``extra``).
+        asynchronous: as for ``RunCheckpoints``.
     """
 
     def __init__(
-        self, config: LoadConfig, own: CheckpointManager, base: Source, optimizer: MegatronOptimizer, described: Mapping[str, Any]
+        self,
+        config: LoadConfig,
+        own: CheckpointManager,
+        base: Source,
+        optimizer: MegatronOptimizer,
+        described: Mapping[str, Any],
+        *,
+        asynchronous: bool = False,
     ) -> None:
-        self._own, self._described = own, described
+        self._own, self._described, self._asynchronous = own, described, asynchronous
         self._base = RunCheckpoints(config, own, base, optimizer)
         self.loaded = ""
         """What was loaded, in words."""
@@ -93,7 +101,8 @@ class AdapterCheckpoints:
 
     def save(self, step: int, state: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
         """Save the adapters of a step."""
-        self._own.save(step, {name: value for name, value in state.items() if _is_saved(name)}, {**self._described, **extra})
+        saved = {name: value for name, value in state.items() if _is_saved(name)}
+        self._own.save(step, saved, {**self._described, **extra}, asynchronous=self._asynchronous)
 
     def load(self, state: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
         """As ``RunCheckpoints.load``: the base model, and the adapters of the newest step if there is one. Collective.

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from mcore_ckpt import CheckpointManager
+from mcore_parallel import load_communicator_options
 from mcore_parallel.backends import choose_backend
 from mcore_tools.assembly import schedule
 from mcore_tools.recipes import RunConfig
@@ -28,6 +29,11 @@ def check_run(config: RunConfig, owner: str = "", *, paced: bool = True) -> None
     check_world(config, owner)
     if paced:
         _check_pace(config, owner)
+    if config.communicators:
+        try:
+            load_communicator_options(config.communicators)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{owner}communicators={config.communicators!r} cannot be read: {error}") from None
     if config.backend != "torch":
         try:
             choose_backend(config.backend, fp8=config.fp8)
@@ -69,14 +75,21 @@ def check_world(config: RunConfig, owner: str = "") -> None:
 def _check_pace(config: RunConfig, owner: str) -> None:
     """Refuse learning rates that do not fit into the steps."""
     train = config.train
-    if train.lr_schedule != "constant" and train.steps <= train.warmup_steps:
+    name = "lr_decay_steps" if train.lr_decay_steps else "steps"
+    end = getattr(train, name)
+    if train.lr_schedule != "constant" and end <= train.warmup_steps:
         raise ValueError(
-            f"{owner}train.steps={train.steps} must exceed {owner}train.warmup_steps={train.warmup_steps}; "
-            f"set {owner}train.warmup_steps={train.steps // 10}, or raise the steps"
+            f"{owner}train.{name}={end} must exceed {owner}train.warmup_steps={train.warmup_steps}; "
+            f"set {owner}train.warmup_steps={end // 10}, or raise the steps"
         )
-    if train.wsd_decay_steps > (longest := train.steps - train.warmup_steps):
+    if train.wsd_decay_steps > (longest := end - train.warmup_steps):
         raise ValueError(
-            f"{owner}train.wsd_decay_steps={train.wsd_decay_steps} must be at most {owner}train.steps={train.steps} less "
+            f"{owner}train.wsd_decay_steps={train.wsd_decay_steps} must be at most {owner}train.{name}={end} less "
             f"{owner}train.warmup_steps={train.warmup_steps}; set it to {longest} or less"
+        )
+    if train.warmup_init_lr > config.optimizer.lr:
+        raise ValueError(
+            f"{owner}train.warmup_init_lr={train.warmup_init_lr} must be at most {owner}optimizer.lr={config.optimizer.lr}, to which it "
+            "rises"
         )
     schedule(config)

@@ -36,7 +36,7 @@ class Instruments:
             timers=Timers(group=world, device=device) if config.log.timers_interval else None,
             profile=traces.build(rank=world.rank, model=parts.model),
             dumps=_dumps(config, parts),
-            probe=_joined(_probe(config, parts), clip_after_steps(config, parts)),
+            probe=joined(_probe(config, parts), clip_after_steps(config, parts)),
             graphs=parts.graphs,
         )
 
@@ -61,7 +61,7 @@ def _dumps(config: RunConfig, parts: Parts) -> StepDumps | None:
     return placed.build(parts.model, parts.groups, parts.sync)
 
 
-def _joined(*probes: Callable[[], dict[str, float]] | None) -> Callable[[], dict[str, float]] | None:
+def joined(*probes: Callable[[], dict[str, float]] | None) -> Callable[[], dict[str, float]] | None:
     """The numbers of all that there are."""
     present = [probe for probe in probes if probe is not None]
     return (lambda: {name: value for probe in present for name, value in probe().items()}) if present else None

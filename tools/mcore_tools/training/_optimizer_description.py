@@ -39,10 +39,10 @@ def describe_rates(config: RunConfig, extra: Mapping[str, Any]) -> dict[str, Any
             "lr_warmup_steps": train.warmup_steps * samples,
             "num_steps": updates * samples,
             "lr_decay_style": _STYLES[train.lr_schedule],
-            "lr_decay_steps": train.steps * samples,
+            "lr_decay_steps": (train.lr_decay_steps or train.steps) * samples,
             "start_wd": optimizer.weight_decay,
-            "end_wd": optimizer.weight_decay,
-            "wd_incr_style": "constant",
+            "end_wd": optimizer.weight_decay if train.end_weight_decay is None else train.end_weight_decay,
+            "wd_incr_style": "constant" if train.end_weight_decay is None else train.weight_decay_style,
             "wd_incr_steps": train.steps * samples,
         }
     return rates

@@ -120,6 +120,7 @@ class RunCheckpoints:
         described: what each step says of its model beside (``extra``), so that it can be exported.
         group: ranks that save and load together; None for all.
         progress: what it also says, made of what the trainer says of the step.
+        asynchronous: save beside training; whoever made ``own`` commits by its ``wait()``.
     """
 
     def __init__(
@@ -132,8 +133,9 @@ class RunCheckpoints:
         group: dist.ProcessGroup | None = None,
         *,
         progress: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+        asynchronous: bool = False,
     ) -> None:
-        self._group, self._progress = group, progress
+        self._group, self._progress, self._asynchronous = group, progress, asynchronous
         self._config, self._own, self._source, self._optimizer = config, own, source, optimizer
         self._described = described or {}
         self.loaded = ""
@@ -150,7 +152,7 @@ class RunCheckpoints:
     def save(self, step: int, state: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
         """Save a step of the run."""
         progress = {} if self._progress is None else self._progress(extra)
-        self._own.save(step, state, {**self._described, **progress, **extra})
+        self._own.save(step, state, {**self._described, **progress, **extra}, asynchronous=self._asynchronous)
 
     def load(self, state: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
         """Fill ``state``; returns the step to go on after, and the extra values that the trainer asks for. Collective.

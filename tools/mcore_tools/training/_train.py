@@ -20,6 +20,7 @@ from mcore_parallel.training import (
     Batch,
     Rerun,
     StartupStamps,
+    SuspectResultError,
     TelemetrySpans,
     Trainer,
     TrainerConfig,
@@ -32,12 +33,12 @@ from mcore_tools.reports import History
 from mcore_tools.training._adapters import AdapterCheckpoints, check_lora, describe_adapters
 from mcore_tools.training._export import describe_model
 from mcore_tools.training._folder import open_folder, run_checkpoints
-from mcore_tools.training._instruments import Instruments
+from mcore_tools.training._instruments import Instruments, joined
 from mcore_tools.training._local import NodeCheckpoints, may_be_local, open_local
 from mcore_tools.training._optimizer_description import describe_optimizer, describe_rates
 from mcore_tools.training._start import RunCheckpoints, find_base, find_source, first_folder
 from mcore_tools.training._stored import check_stored
-from mcore_tools.training._world import device_of
+from mcore_tools.training._world import device_of, reproducible
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +85,13 @@ def train_rank(
     Raises:
         ValueError: there is nothing to begin with, or it is of another model; nothing was written.
     """
+    with reproducible(config, kind):
+        return _train_rank(config, kind, watchdog, stop, stamps)
+
+
+def _train_rank(
+    config: RunConfig, kind: str, watchdog: Watchdog | None, stop: Callable[[], bool] | None, stamps: StartupStamps | None
+) -> Trained:
     # Where it begins, and that the weights there are of this model.
     own = run_checkpoints(config)
     check_lora(config, own)
@@ -99,12 +107,13 @@ def train_rank(
     run = assemble_run(config, device)
     parts, world = run.parts, run.parts.groups.world
     described = {**describe_model(config, origin), **describe_adapters(config, origin)}
+    in_background = config.train.checkpoint_async_steps > 0
     if config.lora is None or source is None:
         described |= describe_optimizer(config)
         progress = partial(describe_rates, config)
-        checkpoints = RunCheckpoints(config.load, own, source, parts.optimizer, described, progress=progress)
+        checkpoints = RunCheckpoints(config.load, own, source, parts.optimizer, described, progress=progress, asynchronous=in_background)
     else:
-        checkpoints = AdapterCheckpoints(config.load, own, source, parts.optimizer, described)
+        checkpoints = AdapterCheckpoints(config.load, own, source, parts.optimizer, described, asynchronous=in_background)
     local = None
     if opened is not None:
         assert isinstance(checkpoints, RunCheckpoints), "RunConfig refuses lora with steps on the nodes"
@@ -134,7 +143,7 @@ def train_rank(
         local or checkpoints,
         save_local=None if local is None else local.keep,
         evaluation=run.validation,
-        probe=instruments.probe,
+        probe=joined(instruments.probe, _commits(config, own, lambda: trainer.state.step)),
         groups=parts.groups,
         pipeline=parts.pipeline,
         overlap=parts.overlap,
@@ -162,7 +171,13 @@ def train_rank(
             print(f"goes on from {loaded}")
         if instruments.timers is not None and stamps is not None:
             instruments.timers.startup(stamps)
-        trainer.run()
+        try:
+            trainer.run()
+        except SuspectResultError:
+            # The state before the step was saved.
+            own.wait()
+            raise
+        own.wait()
         if local is not None:
             local.clear()
         loss = float("nan")
@@ -172,6 +187,21 @@ def train_rank(
     finally:
         parts.close()
     return Trained.of(trainer, config, history, loss=loss, begin=begin, remarks=remarks)
+
+
+def _commits(config: RunConfig, own: CheckpointManager, step: Callable[[], int]) -> Callable[[], dict[str, float]] | None:
+    """Called after each step: commits what was saved so many steps ago, on all ranks at once; None where nothing is saved beside."""
+    train = config.train
+    every, later = train.checkpoint_interval or train.steps, train.checkpoint_async_steps
+    if not later:
+        return None
+
+    def commit() -> dict[str, float]:
+        if step() > later and (step() - later) % every == 0:
+            own.wait()
+        return {}
+
+    return commit
 
 
 def _seeded(stream: Iterator[list[Batch]], seed: int) -> Iterator[list[Batch]]:

@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from mcore_parallel.guard import Watchdog, check_network, preflight
+from mcore_parallel.nn import check_deterministic
 from mcore_tools.recipes import RunConfig
 
 
@@ -27,6 +28,28 @@ def take_device() -> str:
 def device_of(kind: str) -> torch.device:
     """This rank's device."""
     return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
+
+
+@contextlib.contextmanager
+def reproducible(config: RunConfig, kind: str) -> Iterator[None]:
+    """With ``train.deterministic``, torch's deterministic algorithms for as long.
+
+    Raises:
+        ValueError: the environment lets results differ from run to run, and what to set.
+    """
+    if not config.train.deterministic:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        try:
+            check_deterministic(os.environ, device=kind)
+        except ValueError as error:
+            raise ValueError(f"train.deterministic=true: {error}; or set train.deterministic=false") from None
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 @contextlib.contextmanager
