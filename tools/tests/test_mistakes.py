@@ -80,6 +80,8 @@ MISTAKES = [
     ("convert import x out", 2, "invalid choice: 'import' (choose from"),
     ("convert import-hf published published", 2, "published exists and is not an empty folder; choose another or remove it"),
     ("convert import-hf foreign out", 2, "config.json: model_type='rwkv' is none of "),
+    ("convert export-hf published out", 2, "config.json means a Hugging Face folder, of which import-hf makes a checkpoint"),
+    ("convert import-hf text.txt out", 2, "there is no folder text.txt; name the folder of a Hugging Face model"),
     ("convert inspect tokenizer", 2, "tokenizer is not a checkpoint: it has no manifest.json"),
     (f"plan --model nothing {LAYOUT}", 2, "model='nothing' has no config.json, and is no preset; there are "),
     (f"plan --model llama3-8b hidden_sise=1 {LAYOUT}", 2, "hidden_sise=1 names no field of a model; did you mean hidden_size?"),

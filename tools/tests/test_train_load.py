@@ -51,7 +51,7 @@ def steps_of(config: RunConfig) -> CheckpointManager:
 
 def begun(source: RunConfig, output: Path, *changes: str) -> RunConfig:
     """A run of its own that begins with the other's step 4."""
-    return override(source, [f"output={output}", f"load.path={source.output}/checkpoints", "load.step=4", *changes])
+    return override(source, [f"output={output}", f"load.path={source.output}", "load.step=4", *changes])
 
 
 def rows(config: RunConfig) -> list[dict[str, float]]:

@@ -110,6 +110,9 @@ def test_an_address_is_as_good_as_a_folder(tmp_path):
         resolve_checkpoint(url)
     save({"w": torch.ones(3)}, f"file://{tmp_path}/c")
     assert resolve_checkpoint(tmp_path / "c") == tmp_path / "c"
+    # The folder of a run is as good as that of its steps.
+    save({"w": torch.ones(3)}, tmp_path / "run" / "checkpoints" / "step_00000003")
+    assert resolve_checkpoint(tmp_path / "run") == tmp_path / "run" / "checkpoints" / "step_00000003"
     with pytest.raises(ValueError, match="not on a disk"):
         CheckpointManager(MemoryFolder()).path(1)
     with pytest.raises(ValueError, match="give a path"):

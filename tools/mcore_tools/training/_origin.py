@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_ckpt.inspect import resolve_folder
-from mcore_ckpt.manifest import is_checkpoint, read_manifest
+from mcore_ckpt.manifest import read_manifest
 from mcore_moe import MoEConfig
 from mcore_parallel.models import TransformerConfig
 from mcore_tools.training._pretrained import HuggingFaceFolder, is_huggingface
-from mcore_tools.training._start import check_names
+from mcore_tools.training._start import check_names, steps_folder
 from mcore_tools.training._stored import stored_model
 
 
@@ -52,9 +52,3 @@ def find_origin(model: str) -> Origin:
     if stored is None:
         raise ValueError(f"{source} does not say what model it holds; save it with `mcore train`, or import it from a Hugging Face folder")
     return Origin(path=path, model=stored[0], moe=stored[1], tokenizer=tokenizer, keeps_tokenizer=keeps, dtype=dtype, longest=longest)
-
-
-def steps_folder(path: str | Path) -> str | Path:
-    """The folder of steps of a run where ``path`` is that of the run; else ``path``."""
-    inside = Path(path) / "checkpoints"
-    return inside if inside.is_dir() and not is_checkpoint(path) else path

@@ -65,17 +65,24 @@ def find_base(config: LoadConfig, group: dist.ProcessGroup | None = None) -> Sou
                 "folder, which has weights only; set load.take=weights load.step=none"
             )
         return HuggingFaceFolder(directory=Path(config.path))
+    path = steps_folder(config.path)
     try:
-        newest = resolve_folder(config.path)
+        newest = resolve_folder(path)
     except CheckpointingException as error:
         raise ValueError(f"load.path={config.path!r} has nothing to begin with: {error}; name a checkpoint or a folder of steps") from None
     check_names(newest, config.path)
-    manager = CheckpointManager(config.path, group=group)
-    steps = [] if is_checkpoint(config.path) else manager.steps()
+    manager = CheckpointManager(path, group=group)
+    steps = [] if is_checkpoint(path) else manager.steps()
     if config.step is not None and config.step not in steps:
         contents = f"has {steps}" if steps else "is one checkpoint; set load.step=none"
         raise ValueError(f"load.step={config.step} is not in load.path={config.path!r}, which {contents}")
     return manager if steps else newest
+
+
+def steps_folder(path: str | Path) -> str | Path:
+    """The folder of steps of a run where ``path`` is that of the run; else ``path``."""
+    inside = Path(path) / "checkpoints"
+    return inside if inside.is_dir() and not is_checkpoint(path) else path
 
 
 def check_names(folder: Folder, path: str) -> None:

@@ -209,7 +209,8 @@ class Summary:
 
 
 def resolve_checkpoint(directory: str | Path) -> Path:
-    """``directory`` itself where it is a checkpoint, else the newest step of the `CheckpointManager` folder it is. On a disk only.
+    """``directory`` itself where it is a checkpoint, else the newest step of the `CheckpointManager` folder that it is, or that lies in it
+    as ``checkpoints``, as in the folder of a run. On a disk only.
 
     Raises:
         CheckpointingException: it is neither.
@@ -228,10 +229,10 @@ def resolve_folder(directory: str | Path | Folder) -> Folder:
     """
     folder = open_folder(directory)
     if not is_checkpoint(folder):
-        manager = CheckpointManager(folder)
-        step = manager.latest()
-        if step is not None:
-            return manager.folder(step)
+        for manager in (CheckpointManager(folder), CheckpointManager(folder.child("checkpoints"))):
+            step = manager.latest()
+            if step is not None:
+                return manager.folder(step)
     read_manifest(folder)
     return folder
 

@@ -259,6 +259,8 @@ def _what_lies_there(folder: Folder) -> str:
     steps = sorted(name for name in names if name.startswith("step_"))
     if steps:
         return f"it holds {', '.join(steps[-3:])}; name one of them or use CheckpointManager"
+    if "config.json" in names:
+        return f"it has no {MANIFEST_NAME}; config.json means a Hugging Face folder, of which import-hf makes a checkpoint"
     return f"it has no {MANIFEST_NAME}" + (" (a save that never finished)" if any(_FILE_NAME.fullmatch(name) for name in names) else "")
 
 

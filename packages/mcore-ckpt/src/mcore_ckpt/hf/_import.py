@@ -219,7 +219,7 @@ def _open_weights(folder: Path) -> dict[str, SafetensorsFile]:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         lacking = f"{path.parent} has no {path.name}" if path.parent.is_dir() else f"there is no folder {path.parent}"
         raise CheckpointingException(f"{lacking}; name the folder of a Hugging Face model") from error
     except (OSError, ValueError, RecursionError) as error:

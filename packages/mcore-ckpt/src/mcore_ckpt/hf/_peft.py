@@ -126,7 +126,7 @@ def import_adapter_hf(directory: str | Path, *, family: str | Family, config: Ma
     folder, described = Path(directory), find_family(family)
     try:
         entries = json.loads((folder / _CONFIG).read_bytes())
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         lacking = f"{folder} has no {_CONFIG}" if folder.is_dir() else f"there is no folder {folder}"
         raise CheckpointingException(f"{lacking}; name the folder of an adapter of PEFT") from error
     except (OSError, ValueError, RecursionError) as error:
