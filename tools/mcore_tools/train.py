@@ -16,6 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -189,7 +190,10 @@ def continued(assignments: Sequence[str]) -> RunConfig:
         warmup_steps=(int(steps) if steps.isdigit() else TrainConfig().steps) // 20,
         dtype=origin.dtype,
     )
-    data, load = DataConfig(tokenizer=origin.tokenizer), LoadConfig(path=origin.path)
+    # A run keeps its tokenizer beside its checkpoints.
+    beside = Path(origin.path).parent / "tokenizer"
+    tokenizer = origin.tokenizer or (str(beside) if origin.keeps_tokenizer and (beside / "tokenizer.json").is_file() else "")
+    data, load = DataConfig(tokenizer=tokenizer), LoadConfig(path=origin.path)
     optimizer = OptimizerConfig(lr=1e-5, min_lr=1e-6, clip_grad=1.0)
     return RunConfig(model=origin.model, moe=origin.moe, train=train, optimizer=optimizer, data=data, load=load)
 

@@ -40,6 +40,8 @@ def test_published_weights_go_on_with_pre_training(place: Path) -> None:
     step = place / "run" / "checkpoints" / "step_00000002"
     names = [name for name in read_manifest(step).tensors if not name.startswith("optimizer.")]
     assert names and all(torch.equal(read_tensor(step, name), published[name]) for name in names)
+    # A run is as good, whose folder has the tokenizer, too.
+    assert main(["train", *sets("load.path=run", "data.prefix=corpus", "output=more", *STEPS, *SHOWN, "train.steps=1")]) == 0
     # The context of the model is exported again.
     assert read_manifest(step).extra["hf_config"]["max_position_embeddings"] == 256
 

@@ -65,7 +65,7 @@ def datasets(config: RunConfig, tokenizer: Tokenizer) -> tuple[Samples, Samples]
             if dataset is None:
                 raise ValueError(
                     f"data.split={config.data.split!r} leaves no document of {', '.join(config.data.corpora)} for {name}; "
-                    "give it a larger share"
+                    "give it a larger share, or the corpus more documents: a file of text is one, a line of JSON lines is one"
                 )
     if config.sft is not None:
         return train_set, valid_set
