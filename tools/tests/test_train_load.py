@@ -98,11 +98,13 @@ def test_the_same_command_goes_on_from_its_own_steps(source: RunConfig, tmp_path
     assert "goes on from weights of " in capsys.readouterr().out
     for last, words in ((1, "goes on from weights of "), (2, "goes on from step 1 of ")):
         changes = ["train.checkpoints_kept=0", "train.checkpoint_async_steps=1", "train.deterministic=true"]
+        changes += ["train.checkpoint_format=torch_dist"]
         part = override(config, [f"output={tmp_path / 'parts'}", *changes])
         stopped = train_rank(part, "cpu", stop=lambda last=last: last == 1)
         assert words in capsys.readouterr().out
     assert (stopped.stopped_at, stopped.validation_loss) == (None, whole.validation_loss)
     assert [row["step"] for row in rows(part)] == [1, 2] and not torch.are_deterministic_algorithms_enabled()
+    assert (steps_of(part).path(2) / ".metadata").exists()
     # What it began with may be gone by then.
     again = override(part, [f"load.path={tmp_path}/gone", "train.steps=3"])
     # The second step is committed while the third is trained.

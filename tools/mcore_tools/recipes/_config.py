@@ -86,6 +86,8 @@ class TrainConfig:
     """Newest checkpoints that stay; 0 for all."""
     checkpoint_keep_interval: int = 0
     """Checkpoints of steps that are multiples of it stay, too; 0 for no others."""
+    checkpoint_format: Literal["native", "torch_dist"] = "native"
+    """Of the files: safetensors, or those that ``torch.distributed.checkpoint`` reads, too."""
     checkpoint_async_steps: int = 0
     """Steps that go on while a checkpoint is written beside them; then it is committed. 0 to wait until it is written."""
     local_checkpoint_interval: int = 0

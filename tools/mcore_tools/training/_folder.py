@@ -70,8 +70,15 @@ def _identity(file: Path) -> str:
 
 def run_checkpoints(config: RunConfig, group: dist.ProcessGroup | None = None) -> CheckpointManager:
     """Where a run saves: as many steps as it is told to keep, each with its assets; ``group`` has the ranks that save, None for all."""
-    keep, every = config.train.checkpoints_kept or None, config.train.checkpoint_keep_interval or None
-    return CheckpointManager(Path(config.output) / "checkpoints", keep=keep, keep_every=every, group=group, assets=run_assets(config))
+    train = config.train
+    return CheckpointManager(
+        Path(config.output) / "checkpoints",
+        keep=train.checkpoints_kept or None,
+        keep_every=train.checkpoint_keep_interval or None,
+        group=group,
+        format=train.checkpoint_format,
+        assets=run_assets(config),
+    )
 
 
 def run_assets(config: RunConfig) -> dict[str, Path | bytes]:
