@@ -3,17 +3,19 @@
 """Clients of the serving campaign, in a process of their own: steady ones, hostile ones, those that leave, slow ones.
 
 libzmq may abort the process that closes a socket within a message, so a hostile client must not share one with the server. One argument
-is the plan as JSON; one line of JSON comes back. ``steady``, ``mixed`` and
-``slow`` go on until stdin ends.
+is the plan as JSON; one line of JSON comes back. ``steady``, ``mixed``,
+``slow`` and ``sink`` go on until stdin ends.
 """
 
 import asyncio
 import contextlib
+import errno
 import json
 import random
 import socket
 import struct
 import sys
+import threading
 import time
 from array import array
 from collections import Counter
@@ -142,6 +144,17 @@ def _mutated(data: bytes, draw: random.Random) -> bytes:
     return bytes(changed[: draw.randrange(len(changed))] if draw.random() < 0.2 and changed else changed)
 
 
+class _Pace:
+    """Holds a sender back to a rate; 0 for none."""
+
+    def __init__(self, per_s: float) -> None:
+        self._per_s, self._began = per_s, time.monotonic()
+
+    def wait(self, sent: int) -> None:
+        if self._per_s:
+            time.sleep(max(0.0, self._began + sent / self._per_s - time.monotonic()))
+
+
 def _hostile_http(plan: Plan) -> Plan:
     """Mutated requests and random bytes from an address of their own, over several connections at once; the statuses that came back."""
     chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "logit_bias": {"5": 1.0}, "stop": ["a", "b"]}
@@ -159,8 +172,9 @@ def _hostile_http(plan: Plan) -> Plan:
     attackers = plan.get("attackers", 1)
 
     def attack(number: int) -> list[str]:
-        draw, statuses = random.Random(plan["seed"] + number * 1000), []
+        draw, statuses, pace = random.Random(plan["seed"] + number * 1000), [], _Pace(plan.get("per_s", 0) / attackers)
         while len(statuses) < plan["count"] / attackers and time.monotonic() < end:
+            pace.wait(len(statuses))
             statuses.append("none")
             place = ("127.0.0.1", draw.choice(plan["ports"]))
             with contextlib.suppress(OSError), socket.create_connection(place, timeout=20, source_address=("127.0.0.2", 0)) as raw:
@@ -184,25 +198,62 @@ def _hostile_coordinator(plan: Plan) -> Plan:
         [9, 1], [12, 0, "RequestError", "x", False], [13, 0], [14, 0, [1], [0.5], [], "x"], [15], [16], [17, 2, "", "dp-9", "running", 64],
         [20, 1],
     ]  # fmt: skip
-    port, context, sent = plan["ports"][0], zmq.Context(), 0
+    port, context, sent, pace = plan["ports"][0], zmq.Context(), 0, _Pace(plan.get("per_s", 0))
     end = time.monotonic() + (plan.get("seconds") or float("inf"))
     while sent < plan["count"] and time.monotonic() < end:
+        pace.wait(sent)
         if draw.random() < 0.05:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=20) as raw:
                 raw.sendall(draw.choice([b"", b"\xff\0\0\0\0\0\0\0\1\x7f\3"]) + draw.randbytes(draw.randrange(300)))
             sent += 1
             continue
-        with context.socket(zmq.DEALER) as dealer:
-            dealer.linger = 1000
+        try:
+            dealer = context.socket(zmq.DEALER)
+        except zmq.ZMQError as error:
+            if error.errno != errno.EMFILE:
+                raise
+            # As many as may be still deliver what they hold.
+            time.sleep(0.01)
+            continue
+        with dealer:
+            # A server that refuses the connection leaves nobody to send to.
+            dealer.linger, dealer.sndtimeo = 1000, 100
             dealer.connect(f"tcp://127.0.0.1:{port}")
             # Unmutated messages come from strangers too: the job's secret is not in them.
             for _ in range(draw.randrange(1, 20)):
                 frame = encode(draw.choice(samples))
                 frame = frame if draw.random() < 0.1 else _mutated(frame, draw)
-                dealer.send_multipart([frame] * draw.choice([1, 1, 1, 2]))
                 sent += 1
+                try:
+                    dealer.send_multipart([frame] * draw.choice([1, 1, 1, 2]))
+                except zmq.Again:
+                    break
     context.term()
     return {"count": sent}
+
+
+def _sink(_: Plan) -> Plan:
+    """Ports of nobody: one answers every connection 400, one drops all messages. Their numbers are the first line."""
+    listener, router = socket.create_server(("127.0.0.1", 0), backlog=128), zmq.Context().socket(zmq.ROUTER)
+
+    def refuse() -> None:
+        while True:
+            raw, _ = listener.accept()
+            with raw, contextlib.suppress(OSError):
+                raw.settimeout(1)
+                raw.recv(65536)
+                raw.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+
+    def drop() -> None:
+        while True:
+            router.recv_multipart()
+
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    for each in (refuse, drop):
+        threading.Thread(target=each, daemon=True).start()
+    print(json.dumps([listener.getsockname()[1], port]), flush=True)
+    sys.stdin.read()
+    return {"cpu_s": round(time.process_time(), 2)}
 
 
 async def _leaving(plan: Plan) -> Plan:
@@ -278,6 +329,7 @@ _KINDS: dict[str, Callable[[Plan], Plan | Awaitable[Plan]]] = {
     "steady": _steady,
     "hostile_http": _hostile_http,
     "hostile_coordinator": _hostile_coordinator,
+    "sink": _sink,
     "leaving": _leaving,
     "slow": _slow,
     "many": _many,

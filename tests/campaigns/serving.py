@@ -154,24 +154,69 @@ def _lost(steady: Figures) -> list[str]:
     return [f"{steady['lost']} good requests lost: {steady['examples']}"] if steady["lost"] else []
 
 
+def _flood(
+    ports: list[int], coordinator_port: int, frames: int, seed: int, seconds: float, attackers: int, rates: tuple[float, float] = (0, 0)
+) -> list[Figures]:
+    """Messages to a coordinator's port and to HTTP ports, at once and at rates of their own; 0 for as fast as may be."""
+    plan = {"count": frames // 2, "seed": seed, "seconds": seconds}
+    http = _start("hostile_http", ports, attackers=attackers, per_s=rates[1], **plan)
+    return [_end(_start("hostile_coordinator", [coordinator_port], per_s=rates[0], **plan)), _end(http)]
+
+
+def _elsewhere(service: Service, hostile: Figures, rate: float, seed: int, attackers: int) -> Figures:
+    """What the senders of ``hostile`` alone cost the good requests: they send as much, as fast, to a process that drops it."""
+    sink = _start("sink", [])
+    assert sink.stdout is not None
+    try:
+        http, coordinator = json.loads(sink.stdout.readline())
+        counts, seconds = (hostile["frames"], hostile["http_requests"]), hostile["attack_s"]
+
+        def attack() -> list[Figures]:
+            rates = counts[0] / seconds, counts[1] / seconds
+            return _flood([http], coordinator, 2 * max(counts), seed, seconds, attackers, rates)
+
+        steady, (frames_sent, requests_sent) = _beside(service, rate, attack)
+    finally:
+        sunk = _end(sink)
+    sent = {"frames": frames_sent["count"], "http_requests": requests_sent["count"], "sink_cpu_s": sunk["cpu_s"]}
+    return {**sent, "good": steady, "problems": _lost(steady) + service.left()}
+
+
+def _attacked(service: Service, options: argparse.Namespace) -> dict[str, Figures]:
+    """Without attack, under one, and beside its senders, in turn; and how the good requests' p99 compare, by the median round."""
+    names = "without attack", "hostile bytes", "senders elsewhere"
+    rounds: list[list[Figures]] = []
+    for number in range(options.rounds):
+        seed = options.seed + number
+        quiet = _quiet(service, options.seconds, options.rate)
+        hostile = _hostile(service, options.frames, options.rate, seed, options.attack_seconds, options.attackers)
+        rounds.append([quiet, hostile, _elsewhere(service, hostile, options.rate, seed, options.attackers)])
+    trials: dict[str, Figures] = {}
+    for name, figures in zip(names, zip(*rounds, strict=True), strict=True):
+        problems = [problem for each in figures for problem in each.pop("problems")]
+        trials[name] = {**figures[0], "problems": problems} if options.rounds == 1 else {"rounds": list(figures), "problems": problems}
+    p99 = [[quiet["p99_ms"], hostile["good"]["p99_ms"], sent["good"]["p99_ms"]] for quiet, hostile, sent in rounds]
+    ratios = {name: round(statistics.median(row[index] / row[0] for row in p99), 2) for index, name in enumerate(names) if index}
+    return {**trials, "p99 to that without attack": {**ratios, "problems": []}}
+
+
 def _hostile(service: Service, frames: int, rate: float, seed: int, seconds: float, attackers: int) -> Figures:
     """Half of the messages to the HTTP ports, half to the coordinator's."""
 
     def attack() -> list[Figures]:
-        plan = {"count": frames // 2, "seed": seed, "seconds": seconds}
-        http = _start("hostile_http", service.ports, attackers=attackers, **plan)
-        return [_end(_start("hostile_coordinator", [service.coordinator_port], **plan)), _end(http)]
+        return _flood(service.ports, service.coordinator_port, frames, seed, seconds, attackers)
 
     begin, used = time.monotonic(), time.process_time()
     steady, (frames_sent, requests_sent) = _beside(service, rate, attack)
-    used = time.process_time() - used
+    used, attack_s = time.process_time() - used, time.monotonic() - begin
     problems = _lost(steady) + service.left()
     sent = frames_sent["count"] + requests_sent["count"]
     return {
         "frames": frames_sent["count"],
         "http_requests": requests_sent["count"],
         "http_statuses": requests_sent["statuses"],
-        "per_s": round(sent / (time.monotonic() - begin), 1),
+        "attack_s": round(attack_s, 2),
+        "per_s": round(sent / attack_s, 1),
         "server_cpu_s": round(used, 2),
         "good": steady,
         "problems": problems
@@ -278,10 +323,10 @@ def _run(options: argparse.Namespace) -> Figures:
         with _service(options.max_refused_per_s) as service:
             return {"soak": _soak(service, options.soak_minutes, options.sample_seconds, options.rate)}
     with _service(options.max_refused_per_s) as service:
+        if options.only_attack:
+            return _attacked(service, options)
         trials["without attack"] = _quiet(service, options.seconds, options.rate)
         trials["hostile bytes"] = _hostile(service, options.frames, options.rate, options.seed, options.attack_seconds, options.attackers)
-        if options.only_attack:
-            return trials
         trials["clients that leave"] = _leaving(service, options.aborts, options.seed)
         trials["slow clients"] = _slow(service, options.slow_clients, options.seconds, options.rate)
         trials["oversize requests"] = _oversize(service, options.repeats, options.oversize_ms)
@@ -310,8 +355,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rate", type=float, default=20, help="good requests a second")
     parser.add_argument("--attackers", type=int, default=1, help="connections with hostile bytes at once, all of one address")
     parser.add_argument("--attack-seconds", type=float, default=0, help="end the attack then, whatever was sent; 0 to send all --frames")
+    parser.add_argument("--rounds", type=int, default=1, help="of --only-attack, whose trials take turns")
     parser.add_argument("--max-refused-per-s", type=float, default=None, help="as of ConnectionLimits; good clients have another address")
-    parser.add_argument("--only-attack", action="store_true", help="leave out all trials but those without attack and of hostile bytes")
+    parser.add_argument(
+        "--only-attack", action="store_true", help="the trials without attack, of hostile bytes, and of their senders alone"
+    )
     parser.add_argument("--soak-minutes", type=float, default=0, help="serve a steady load for so long, and nothing else")
     parser.add_argument("--sample-seconds", type=float, default=30, help="of the soak, between two looks at memory, tasks and descriptors")
     parser.add_argument("--seed", type=int, default=0)
