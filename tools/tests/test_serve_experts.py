@@ -66,6 +66,10 @@ SPLIT = {"tp2": ["--tp", "2"], "pp2": ["--pp", "2"]}
 def join_engines(folder: Path, address: str, port: int, split: list[str]) -> int:
     """What ``mcore serve`` starts as one rank."""
     place = {"RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    # Another rank may still be connecting to this one's group.
+    store, here = dist.TCPStore("127.0.0.1", port, is_master=False), [f"here/{rank}" for rank in range(dist.get_world_size())]
+    store.set(here[dist.get_rank()], "")
+    store.wait(here)
     dist.destroy_process_group()
     os.environ.update({name: str(value) for name, value in place.items()}, TORCHELASTIC_USE_AGENT_STORE="True")
     words = ["--data-parallel", "2", "--expert-parallel", "--join", address, "--name", f"rank-{place['RANK']}"]
