@@ -3,6 +3,7 @@
 """Sums are judged exactly, whatever is written, and problems can be solved."""
 
 import asyncio
+import dataclasses
 import itertools
 import time
 from fractions import Fraction
@@ -112,6 +113,21 @@ def test_evaluation_has_problems_of_its_own() -> None:
     assert not set(trained) & set(evaluated) and len(set(evaluated)) == 3
 
 
+def test_what_is_held_out_is_never_trained_on() -> None:
+    config = CountdownConfig.small(max_number=5, operators="+-*")
+
+    def posed(config: CountdownConfig, first: int) -> set[tuple[str, ...]]:
+        goldens = [config.build().problem(first + number).golden.split(" = ") for number in range(100)]
+        return {(*sorted(numbers.split()), target) for numbers, target in goldens}
+
+    first = Countdown.FIRST_EVALUATION
+    assert posed(config, first) & posed(config, 0)
+    apart = dataclasses.replace(config, held_out=0.2)
+    assert len(posed(apart, first)) > 5 and not posed(apart, first) & posed(apart, 0)
+    with pytest.raises(ValueError, match=r"no problem in 10000 draws .* max_target=0 and held_out=0.0; raise max_number or max_target"):
+        CountdownConfig.small(operators="*", max_target=0).build().problem(0)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -120,6 +136,7 @@ def test_evaluation_has_problems_of_its_own() -> None:
         ({"max_number": 0}, "max_number=0 must be at least 1"),
         ({"operators": "+^"}, r"operators='\+\^' must be some of"),
         ({"prompt": "{numbers}"}, "must hold {numbers} and {target}"),
+        ({"held_out": 1.0}, "held_out=1.0 must lie from 0 to below 1"),
         ({"format_reward": 1.0}, "format_reward=1.0 must lie from 0 to below 1"),
     ],
 )

@@ -12,6 +12,7 @@ from mcore_rl.agent import NumberedProblems, Problem
 from mcore_rl.envs._arithmetic import ExpressionError, evaluate
 
 _OPEN, _CLOSE = "<answer>", "</answer>"
+_MOST_DRAWS = 10_000
 
 
 @experimental_api
@@ -40,6 +41,9 @@ class CountdownConfig:
     """Of a well-formed expression that is wrong."""
     num_problems: int = 327_680
     """Problems of the training, after which they begin anew."""
+    held_out: float = 0.0
+    """Share of the pairs of numbers (in any order) and target that evaluations alone pose, and they pose no others; 0: numbers and target
+    of an evaluation may have been trained on, which is rare among large numbers and sure among few small ones."""
     seed: int = 0
     """Of the problems."""
 
@@ -53,6 +57,8 @@ class CountdownConfig:
             raise ValueError(f"operators={self.operators!r} must be some of '+-*/'")
         if "{numbers}" not in self.prompt or "{target}" not in self.prompt:
             raise ValueError(f"prompt={self.prompt!r} must hold {{numbers}} and {{target}}")
+        if not 0 <= self.held_out < 1:
+            raise ValueError(f"held_out={self.held_out} must lie from 0 to below 1")
         if not (math.isfinite(self.format_reward) and 0 <= self.format_reward < 1):
             raise ValueError(f"format_reward={self.format_reward} must lie from 0 to below 1")
 
@@ -71,8 +77,8 @@ class CountdownConfig:
 class Countdown(NumberedProblems):
     """1 for an expression that uses every given number once and equals the target, ``format_reward`` for another expression, else 0.
 
-    The last ``<answer>`` of a response counts. Problems are a function of seed and number: problem n is the same on every machine, and
-    those of the evaluation are other ones.
+    The last ``<answer>`` of a response counts. Problems are a function of seed and number: problem n is the same on every machine.
+    Evaluations pose problems of other numbers n, and with ``held_out`` none that the training poses.
 
     Args:
         config: problems and rewards.
@@ -86,19 +92,34 @@ class Countdown(NumberedProblems):
         return self.judge(response, problem)
 
     def problem(self, number: int) -> Problem:
-        """Problem ``number`` of this seed."""
-        config = self.config
-        if number < self.FIRST_EVALUATION:
+        """Problem ``number`` of this seed.
+
+        Raises:
+            ValueError: none of many draws is one, as where no target is small enough or all or none are held out.
+        """
+        config, evaluates = self.config, number >= self.FIRST_EVALUATION
+        if not evaluates:
             number %= config.num_problems
         generator = random.Random(f"countdown {config.seed} {number}")
-        while True:
+        for _ in range(_MOST_DRAWS):
             numbers = [generator.randint(1, config.max_number) for _ in range(config.num_numbers)]
             target = _reachable(numbers, config.operators, generator)
-            if target.denominator == 1 and 0 <= target <= config.max_target:
+            reaches = target.denominator == 1 and 0 <= target <= config.max_target
+            if reaches and (not config.held_out or self._held_out(numbers, target) == evaluates):
                 break
+        else:
+            raise ValueError(
+                f"no problem in {_MOST_DRAWS} draws with num_numbers={config.num_numbers}, max_number={config.max_number}, "
+                f"operators={config.operators!r}, max_target={config.max_target} and held_out={config.held_out}; "
+                "raise max_number or max_target"
+            )
         listing = " ".join(map(str, numbers))
         text = config.prompt.replace("{numbers}", listing).replace("{target}", str(target))
         return Problem(problem_id=f"countdown/{config.seed}/{number}", prompt=text, golden=f"{listing} = {target}")
+
+    def _held_out(self, numbers: list[int], target: Fraction) -> bool:
+        """Whether evaluations alone pose this; the order of the numbers does not count."""
+        return random.Random(f"held out {self.config.seed} {sorted(numbers)} {target}").random() < self.config.held_out
 
     def attempt(self, problem: Problem, generator: random.Random) -> str:
         """The numbers in their order with random operators between, in tags."""
