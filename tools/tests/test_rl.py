@@ -165,6 +165,21 @@ def test_maths_of_a_file_are_evaluated_with_pass_at_k(tmp_path: Path) -> None:
     assert "pass@3" in (tmp_path / "run" / "report.html").read_text()
 
 
+def test_trainer_and_engine_of_a_batch_invariant_run_agree_to_the_last_bit(tmp_path: Path) -> None:
+    assert run(tmp_path / "run", "batch_invariant=true", "train.steps=1") == 0
+    assert [(row["logprob_mismatch"], row["grad_norm"] > 0) for row in rows(tmp_path / "run")] == [(0.0, True)]
+
+
+@pytest.mark.parametrize("steps", [4, pytest.param(200, marks=pytest.mark.slow)])
+def test_a_policy_that_does_not_move_does_not_drift_from_its_engine(steps: int, tmp_path: Path) -> None:
+    changes = ["optimizer.lr=0", "optimizer.min_lr=0", "train.warmup_steps=0", f"train.steps={steps}", "train.eval_interval=0"]
+    assert run(tmp_path / "run", *changes) == 0
+    mismatches = [row["logprob_mismatch"] for row in rows(tmp_path / "run")]
+    assert len(mismatches) == steps and max(mismatches) < 1e-6
+    half = steps // 2
+    assert sum(mismatches[half:]) < 1.5 * sum(mismatches[:half]) + 1e-7 * half
+
+
 def test_a_mixture_replays_the_routing_of_its_engine(tmp_path: Path) -> None:
     assert run(tmp_path / "run", "rl.router_replay=true", "train.steps=1", *MIXTURE.split()) == 0
     [row] = rows(tmp_path / "run")

@@ -150,6 +150,7 @@ def test_documents_are_rearranged_for_filling_in(corpora: Path, tmp_path: Path) 
         (["data.blend=[x,y]"], "both name the corpus"),
         (["data.prefix=", "data.blend=[x,y]", "data.blend_weights=[1]"], "has 1 entries for 2 corpora"),
         (["data.prefix=", "data.blend=[x,y]", "data.blend_weights=[1,0]"], "holds 0.0, which must be above 0"),
+        (["batch_invariant=true", "fp8.recipe=rowwise"], "batch_invariant=true does not go with fp8, whose scales .* set fp8=none"),
         (["qk_clip.threshold=0"], r"qk_clip\.threshold=0.0 must be above 0"),
         (["qk_clip.alpha=0.5", "plan.pp=2"], r"qk_clip does not go with plan\.pp=2; set plan\.pp=1, or qk_clip=none"),
         (["qk_clip.alpha=0.5", "model.qk_layernorm=true"], "which bounds logits already"),

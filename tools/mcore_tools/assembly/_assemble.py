@@ -72,7 +72,8 @@ def build_model(
 ) -> GPTModel | BertModel:
     """The model of a run, with the weights of its seed; one chunk of it when ``layers`` are given.
 
-    With ``learns`` it also has what the run says of memory and of fp8; otherwise it is that model in its own dtype.
+    With ``learns`` it also has what the run says of memory and of fp8; otherwise it is that model in its own dtype. Batch-invariant it is
+    either way.
     """
     place: dict[str, Any] = {"layers": layers, "dtype": DTYPES[config.train.dtype], "device": device, "seed": config.train.seed}
     if learns:
@@ -80,8 +81,8 @@ def build_model(
     if config.masked:
         # Sentence pairs are another matter than hidden tokens.
         return BertModel(config.model, groups, num_token_types=0, add_binary_head=False, **place)
-    if learns:
-        place["backend"] = choose_backend(config.backend, fp8=config.fp8)
+    if learns or config.batch_invariant:
+        place["backend"] = choose_backend(config.backend, fp8=config.fp8, batch_invariant=config.batch_invariant)
     pause = None if overlap is None else overlap.pause
     return GPTModel(
         config.model,

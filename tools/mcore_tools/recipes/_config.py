@@ -301,6 +301,9 @@ class RunConfig:
     """Who computes norms and projections: torch, or Transformer Engine (extra ``te``)."""
     fp8: Fp8Config | None = None
     """Recipe of projections in fp8; None for ``train.dtype``. Master weights, checkpoints and exports keep their dtype."""
+    batch_invariant: bool = False
+    """The bits of a token's forward depend on its own sequence alone, in training and in the engines of rl: their log-probabilities are
+    equal. Slower, on a CPU many times."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """Length, batch and pace."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=3e-3))
@@ -395,6 +398,8 @@ class RunConfig:
             raise ValueError(f"fsdp is set, but data_parallel={self.data_parallel!r}; set data_parallel=fsdp")
         if self.qk_clip:
             self._check_qk_clip()
+        if self.batch_invariant:
+            self._check_batch_invariant()
         if self.masked and (self.fp8 or self.backend != "torch"):
             raise ValueError("masked trains a BertModel, which has torch's layers in its dtype; set fp8=none and backend=torch")
         if self.offload and not self.moe and (parts := sorted({*EXPERT_PARTS} & {*self.offload.modules})):
@@ -413,6 +418,16 @@ class RunConfig:
         }
         if reasons := [reason for reason, found in taken.items() if found]:
             raise ValueError(f"qk_clip does not go with {reasons[0]}, or qk_clip=none")
+
+    def _check_batch_invariant(self) -> None:
+        taken = {
+            f"backend={self.backend!r}; set backend=torch": self.backend != "torch",
+            "fp8, whose scales are of all tokens of a step; set fp8=none": self.fp8 is not None,
+            "moe, whose experts take the tokens of all sequences together; set moe=none": self.moe is not None,
+            "masked, a BertModel; set masked=none": self.masked is not None,
+        }
+        if reasons := [reason for reason, found in taken.items() if found]:
+            raise ValueError(f"batch_invariant=true does not go with {reasons[0]}, or batch_invariant=false")
 
     def _check_lora(self, lora: LoraConfig) -> None:
         if not self.load.path or self.load.take != "weights":
