@@ -65,12 +65,15 @@ def check_copies(strategy: str, outer: bool) -> None:
         options["shard_placements"] = {"layers.0.weight": TensorAtomic()}
     model = build(1, **options)
     best = {name: value.clone() for name, value in model.full_state_dict()}
+    other = build(2, **options)
     for how, make in COPIES.items():
         copies = {name: make(value) for name, value in model.state_dict().items()}
         for name, value in copies.items():
             whole = value.full_tensor() if isinstance(value, DTensor) else value
             assert torch.equal(whole, best[name]), (how, name)
-        other = build(2, **options)
+        for value in other.state_dict().values():
+            value.zero_()
+        assert not any(value.any() for _, value in other.full_state_dict())
         other.load_state_dict(copies)
         assert all(torch.equal(value, best[name]) for name, value in other.full_state_dict()), how
 

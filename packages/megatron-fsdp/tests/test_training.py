@@ -138,9 +138,9 @@ def difference(model: MegatronFSDP, expected: dict[str, torch.Tensor]) -> float:
 def check_trajectories() -> None:
     warnings.simplefilter("error")
     for microbatches, variants in ((1, ((3, "none"), (2, "non-reentrant"))), (2, ((3, "none"), (1, "none"), (0, "none")))):
-        expected, losses = replicated(adamw, 5, microbatches)
+        expected, losses = replicated(adamw, 3, microbatches)
         for strategy, recompute in variants:
-            model, actual = sharded(adamw, 5, microbatches, zero_dp_strategy=strategy, recompute=recompute, no_sync="all")
+            model, actual = sharded(adamw, 3, microbatches, zero_dp_strategy=strategy, recompute=recompute, no_sync="all")
             # Two addends have one sum, so the bits agree.
             assert difference(model, expected) == 0, (microbatches, strategy)
             assert actual == losses
@@ -152,8 +152,8 @@ def test_steps_on_two_ranks_equal_replicated_training_bit_for_bit(world):
 
 
 def check_more_ranks() -> None:
-    expected, losses = replicated(momentum, 8, 1)
-    model, actual = sharded(momentum, 8, 1)
+    expected, losses = replicated(momentum, 3, 1)
+    model, actual = sharded(momentum, 3, 1)
     # More addends are summed in another order.
     assert difference(model, expected) < 1e-12
     assert max(abs(a - b) for a, b in zip(losses, actual, strict=True)) < 1e-12
@@ -201,15 +201,16 @@ def test_units_prefetch_and_recomputation_do_not_change_the_result(world):
 
 def check_hybrid() -> None:
     expected, _ = replicated(adamw, 2, 2)
-    for shape, strategies in (((2, 2), range(4)), ((1, 4), (3,)), ((4, 1), (3,))):
+    for shape, strategies in (((2, 2), range(4)), ((1, 4), (3,)), ((4, 1), ())):
         mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner"))
         named = {"device_mesh": mesh, "dp_shard_dim": "inner", "dp_outer_dim": "outer"}
+        if shape == (2, 2):
+            model, _ = sharded(adamw, 2, 2, device_mesh=mesh)
+            assert difference(model, expected) < 1e-12, shape
         for strategy in strategies:
-            model, _ = sharded(adamw, 2, 2, device_mesh=mesh, zero_dp_strategy=strategy)
-            assert difference(model, expected) < 1e-12, (shape, strategy)
             model, _ = sharded(adamw, 2, 2, zero_dp_strategy=strategy, no_sync="outer", **named)
             assert difference(model, expected) < 1e-12, (shape, strategy)
-        for no_sync in ("", "all", "outer") if shape == (2, 2) else ("outer",):
+        for no_sync in {(2, 2): ("", "all", "outer"), (1, 4): (), (4, 1): ("outer",)}[shape]:
             model, _ = sharded(adamw, 2, 2, outer_dp_sharding_strategy="optim", no_sync=no_sync, **named)
             assert difference(model, expected) < 1e-12, (shape, no_sync)
             assert all(group.main.numel() == group.layout.shard_numel for group in model.runtime.groups)
