@@ -20,13 +20,13 @@ from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from mcore_parallel.training import AuxReport, Batch, CrossEntropyObjective, train_step
 
 MODEL = TransformerConfig(
-    num_layers=4, hidden_size=16, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=24, vocab_size=32, init_method_std=0.3
+    num_layers=3, hidden_size=16, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=24, vocab_size=32, init_method_std=0.3
 )
 MIXTURE = MoEConfig(
     num_moe_experts=8,
     moe_router_topk=2,
     moe_ffn_hidden_size=12,
-    moe_layer_freq=(0, 1, 1, 1),
+    moe_layer_freq=(0, 1, 1),
     moe_router_score_function="sigmoid",
     moe_router_num_groups=4,
     moe_router_group_topk=2,
@@ -65,31 +65,30 @@ def micro_batches(step: int) -> list[Batch]:
     return batches
 
 
-def train(groups: ProcessGroups, mixture: MoEConfig, recompute: RecomputeConfig | None = None) -> Trained:
+def train(groups: ProcessGroups, mixture: MoEConfig, recompute: RecomputeConfig | None = None) -> tuple[GPTModel, Trained]:
     model = GPTModel(MODEL, groups, feed_forward=moe_feed_forward(mixture), recompute=recompute, dtype=torch.float64)
     sync = DistributedDataParallel(DistributedDataParallelConfig(), model, groups)
     rule = OptimizerConfig(optimizer="sgd", lr=1.0, clip_grad=0.0, weight_decay=0.0)
     optimizer = MegatronOptimizer(rule, sync, groups)
     mine = slice(groups.dp.rank, None, groups.dp.size)
-    reports = [train_step(model, micro_batches(step)[mine], CrossEntropyObjective(), sync, optimizer, lr=0.3) for step in range(3)]
+    reports = [train_step(model, micro_batches(step)[mine], CrossEntropyObjective(), sync, optimizer, lr=0.3) for step in range(2)]
     parameters = {shard.name: shard.parameter.detach().clone() for shard in named_shards(model)}
     biases = {buffer.name: buffer.tensor.clone() for buffer in named_buffer_shards(model)}
-    return Trained([report.loss + report.aux for report in reports], [report.layers for report in reports], parameters, biases)
+    return model, Trained([report.loss + report.aux for report in reports], [report.layers for report in reports], parameters, biases)
 
 
 @functools.cache
 def serial(mixture: MoEConfig) -> Trained:
-    return train(ProcessGroups.single(), mixture)
+    return train(ProcessGroups.single(), mixture)[1]
 
 
 def check(plan: ParallelPlan, mixture: MoEConfig, expected: Trained, recompute: RecomputeConfig | None = None) -> None:
     groups = ProcessGroups.build(plan)
-    trained = train(groups, mixture, recompute)
+    model, trained = train(groups, mixture, recompute)
     torch.testing.assert_close(trained.losses, expected.losses, rtol=1e-9, atol=0)
     for ours, wanted in zip(trained.layers, expected.layers, strict=True):
-        assert ours.counts == wanted.counts and list(ours.counts) == [1, 2, 3]
+        assert ours.counts == wanted.counts and list(ours.counts) == [1, 2]
         assert ours.losses == pytest.approx(wanted.losses, rel=1e-9)
-    model = GPTModel(MODEL, groups, feed_forward=moe_feed_forward(mixture), dtype=torch.float64, device="meta")
     for shard in named_shards(model):
         whole = expected.parameters[shard.name]
         torch.testing.assert_close(trained.parameters[shard.name], whole[shard.spec.slices(groups)], rtol=1e-8, atol=1e-11)
@@ -106,13 +105,6 @@ PLANS = [
     {"tp": 2, "ep": 2, "sequence_parallel": False},
     {"cp": 2, "ep": 2},
     {"pp": 2},
-]
-
-WIDE_PLANS = [
-    {"tp": 2, "cp": 2, "ep": 4},
-    {"dp": 4, "ep": 2, "etp": 2},
-    {"tp": 2, "pp": 2, "ep": 2},
-    {"tp": 2, "dp": 2, "ep": 4},
 ]
 
 
@@ -138,7 +130,7 @@ def test_recomputation_counts_nothing_twice(mixture: MoEConfig, again: Recompute
     check(ParallelPlan(), mixture, serial(mixture), again)
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize("degrees", [{"tp": 2, "ep": 2}, {"tp": 2, "sequence_parallel": False}, {"cp": 2}, {"pp": 2}], ids=str)
 def test_the_loss_over_the_global_batch_is_that_of_one_rank(world, degrees: dict[str, Any]) -> None:
     world(check, plan=ParallelPlan(**degrees), mixture=GLOBAL, expected=serial(GLOBAL))
