@@ -3,6 +3,7 @@
 """A head of one number a token: the same values and the same training in every layout."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from mcore_parallel.models import GPTModel, TransformerConfig, ValueHead, add_va
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from mcore_parallel.training import Batch, LossReport, model_state, score, train_step
 
-SIZES = TransformerConfig(num_layers=4, hidden_size=16, num_attention_heads=4, ffn_hidden_size=24, vocab_size=32, init_method_std=0.3)
+SIZES = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=4, ffn_hidden_size=24, vocab_size=32, init_method_std=0.3)
 
 
 def micro_batches() -> list[Batch]:
@@ -41,15 +42,18 @@ def train(groups: ProcessGroups, config: TransformerConfig = SIZES) -> tuple[lis
     sync = DistributedDataParallel(DistributedDataParallelConfig(), model, groups)
     optimizer = MegatronOptimizer(OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=1.0), sync, groups)
     batches = micro_batches()[groups.dp.rank :: groups.dp.size]
-    losses = [train_step(model, batches, ToParity(head), sync, optimizer, lr=1e-2).loss for _ in range(4)]
+    losses = [train_step(model, batches, ToParity(head), sync, optimizer, lr=1e-2).loss for _ in range(2)]
     assert ("value_head.weight" in model_state(model, groups)) == groups.pp.is_last
     return losses, score(model, micro_batches(), lambda output, batch: head(output.hidden), groups=groups)  # pyright: ignore[reportOptionalCall]
 
 
-def check(plan: ParallelPlan, tied: bool) -> None:
-    config = dataclasses.replace(SIZES, share_embeddings_and_output_weights=tied)
+@functools.cache
+def serial(config: TransformerConfig = SIZES) -> tuple[list[float], list[Tensor]]:
+    return train(ProcessGroups.single(), config)
+
+
+def check(plan: ParallelPlan, config: TransformerConfig, expected: list[float], whole: list[Tensor]) -> None:
     losses, values = train(ProcessGroups.build(plan), config)
-    expected, whole = train(ProcessGroups.single(), config)
     assert losses == pytest.approx(expected, rel=1e-10) and losses[-1] < losses[0]
     for one, other in zip(values, whole, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
@@ -67,12 +71,15 @@ PLANS = [
 @pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_layouts_train_one_head(world, plan: ParallelPlan) -> None:
-    world(check, plan=plan, tied=False)
+    losses, values = serial()
+    world(check, plan=plan, config=SIZES, expected=losses, whole=values)
 
 
 @pytest.mark.world(2)
 def test_tied_embeddings_on_two_stages_keep_their_sums(world) -> None:
-    world(check, plan=ParallelPlan(pp=2), tied=True)
+    config = dataclasses.replace(SIZES, share_embeddings_and_output_weights=True)
+    losses, values = serial(config)
+    world(check, plan=ParallelPlan(pp=2), config=config, expected=losses, whole=values)
 
 
 def test_values_begin_at_zero_and_the_output_is_frozen() -> None:
