@@ -90,7 +90,9 @@ def check_addresses() -> None:
         (MixedPrecisionPolicy(param_dtype=torch.bfloat16), (8, 5, 3, 9, 1), True),
     ):
         expected = train(*tower(hidden, mixed_precision=policy), 2)
-        model, optimizer = tower(hidden, mixed_precision=policy, fsdp_double_buffer=True, maxpool_double_buffer=largest, num_prefetch_units=3)
+        model, optimizer = tower(
+            hidden, mixed_precision=policy, fsdp_double_buffer=True, maxpool_double_buffer=largest, num_prefetch_units=3
+        )
         addresses, gathered = watch(model)
         assert train(model, optimizer, 2) == expected
         once = len(addresses) // 4
