@@ -92,7 +92,9 @@ def train(options: dict[str, Any], dtype: torch.dtype, *, sync: bool, lend: bool
 
 
 def check_loans() -> None:
-    for strategy, sync, narrow in itertools.product(range(4), (True, False), (True, False)):
+    for strategy, sync in itertools.product(range(4), (True, False)):
+        # Each strategy in both precisions, each precision with and without sums between micro-batches.
+        narrow = (strategy + sync) % 2 == 0
         dtype = torch.float32 if narrow else torch.float64
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if narrow else None)
         options = {"zero_dp_strategy": strategy, "mixed_precision": policy}
