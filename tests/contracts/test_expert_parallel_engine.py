@@ -4,6 +4,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import os
 import signal
 import time
@@ -44,6 +45,7 @@ PROMPTS = [[1, 2, 3], [7], list(range(20)), [9, 9], [30, 5, 3, 3, 3]]
 PATIENT = LockstepConfig(join_timeout_s=50, silence_timeout_s=20)
 QUICK = LockstepConfig(join_timeout_s=50, silence_timeout_s=2, step_timeout_s=3)
 LONG = SamplingParams(num_tokens_to_generate=20, ignore_eos=True, seed=3)
+SHORT = dataclasses.replace(LONG, num_tokens_to_generate=8)
 
 
 def make_engine(groups: ProcessGroups, seed: int = 0, execution: ExecutionConfig | None = None, **fields: Any) -> DynamicInferenceEngine:
@@ -59,28 +61,47 @@ def shared_engine(ranks: int = 2, seed: int = 0, execution: ExecutionConfig | No
 
 
 def settings(count: int) -> list[SamplingParams]:
-    return [SamplingParams(temperature=float(i % 2), num_tokens_to_generate=5 + 4 * i, return_log_probs=True, seed=i) for i in range(count)]
+    return [SamplingParams(temperature=float(i % 2), num_tokens_to_generate=5 + 2 * i, return_log_probs=True, seed=i) for i in range(count)]
 
 
-def check_equal(engine: DynamicInferenceEngine, prompts: list[list[int]], seed: int = 0) -> list[int]:
+Answers = list[tuple[list[int], list[float]]]
+"""Tokens and their log-probabilities, for each prompt."""
+
+
+def whole_answers(prompts: list[list[int]], seed: int = 0, **fields: Any) -> Answers:
+    """Of a whole model in this process."""
+    records = make_engine(ProcessGroups.single(), seed, **fields).generate(prompts, settings(len(prompts)))
+    return [(record.generated_tokens, record.generated_log_probs) for record in records]
+
+
+def check_equal(engine: DynamicInferenceEngine, prompts: list[list[int]], seed: int = 0, expected: Answers | None = None) -> list[int]:
     """Tokens of this rank's prompts are those of a whole model."""
     ours = engine.generate(prompts, settings(len(prompts)))
-    theirs = make_engine(ProcessGroups.single(), seed).generate(prompts, settings(len(prompts)))
-    for one, other in zip(ours, theirs, strict=True):
-        assert one.generated_tokens == other.generated_tokens
-        torch.testing.assert_close(one.generated_log_probs, other.generated_log_probs, rtol=1e-10, atol=1e-10)
+    theirs = whole_answers(prompts, seed) if expected is None else expected
+    for one, (tokens, log_probs) in zip(ours, theirs, strict=True):
+        assert one.generated_tokens == tokens
+        torch.testing.assert_close(one.generated_log_probs, log_probs, rtol=1e-10, atol=1e-10)
     return [record.num_generated for record in ours]
 
 
-def check_uneven(options: dict[str, Any]) -> tuple[list[list[int]], int, dict[str, float]]:
+def check_uneven(options: dict[str, Any], every: Answers, first: Answers, rest: Answers) -> tuple[list[list[int]], int, dict[str, float]]:
     engine = shared_engine(**options)
     rank = dist.get_rank()
-    counts = [check_equal(engine, [PROMPTS, []][rank]), check_equal(engine, [[], PROMPTS[:1]][rank]), check_equal(engine, PROMPTS[rank:])]
+    counts = [
+        check_equal(engine, [PROMPTS, []][rank], expected=[every, []][rank]),
+        check_equal(engine, [[], PROMPTS[:1]][rank], expected=[[], first][rank]),
+        check_equal(engine, PROMPTS[rank:], expected=[every, rest][rank]),
+    ]
     stats = engine.stats()
     before = engine.step_count, stats["computed_tokens"]
     # A round of ranks that have nothing to do.
     assert engine.step() == [] and (engine.step_count, engine.stats()["computed_tokens"]) == before
     return counts, engine.num_preemptions, stats
+
+
+@functools.cache
+def uneven_answers() -> tuple[Answers, Answers, Answers]:
+    return whole_answers(PROMPTS), whole_answers(PROMPTS[:1]), whole_answers(PROMPTS[1:])
 
 
 @pytest.mark.world(2)
@@ -90,7 +111,8 @@ def check_uneven(options: dict[str, Any]) -> tuple[list[list[int]], int, dict[st
     ids=["alltoall", "allgather", "ngrams"],
 )
 def test_two_ranks_with_uneven_load_give_the_tokens_of_one_process(world: World, options: dict[str, Any]) -> None:
-    (one, preempted, _), (two, _, stats) = world(check_uneven, options=options)
+    every, first, rest = uneven_answers()
+    (one, preempted, _), (two, _, stats) = world(check_uneven, options=options, every=every, first=first, rest=rest)
     assert [len(counts) for counts in one] == [5, 0, 5] and [len(counts) for counts in two] == [0, 1, 4]
     assert preempted > 0
     # Only steps with a request count.
@@ -155,16 +177,16 @@ SPLIT = {
 }
 
 
-def check_split(plan: ParallelPlan, fields: dict[str, Any]) -> tuple[int, list[int]]:
+# What the two engines are given, first and then.
+ROUNDS = [(PROMPTS, []), (PROMPTS[:1], PROMPTS[1:3])]
+
+
+def check_split(plan: ParallelPlan, fields: dict[str, Any], expected: list[list[Answers]]) -> tuple[int, list[int]]:
     """Two engines of two ranks each."""
     groups = ProcessGroups.build(plan)
     engine, place = make_engine(groups, **fields), groups.dp.rank
-    for prompts in ([PROMPTS, PROMPTS[:1]][place], [[], PROMPTS[1:3]][place]):
-        ours = engine.generate(prompts, settings(len(prompts)))
-        theirs = make_engine(ProcessGroups.single(), **fields).generate(prompts, settings(len(prompts)))
-        for one, other in zip(ours, theirs, strict=True):
-            assert one.generated_tokens == other.generated_tokens
-            torch.testing.assert_close(one.generated_log_probs, other.generated_log_probs, rtol=1e-10, atol=1e-10)
+    for prompts, answers in zip(ROUNDS[place], expected[place], strict=True):
+        check_equal(engine, prompts, expected=answers)
     return place, [engine.step_count, engine.num_preemptions]
 
 
@@ -173,7 +195,8 @@ def check_split(plan: ParallelPlan, fields: dict[str, Any]) -> tuple[int, list[i
 def test_engines_of_several_ranks_that_share_experts_give_the_tokens_of_one_process(world: World, name: str) -> None:
     plan, fields = SPLIT[name]
     by_place = {0: [], 1: []}
-    for place, figures in world(check_split, plan=plan, fields=fields):
+    expected = [[whole_answers(prompts, **fields) for prompts in rounds] for rounds in ROUNDS]
+    for place, figures in world(check_split, plan=plan, fields=fields, expected=expected):
         by_place[place].append(figures)
     # Ranks of one engine make the same steps, those of two engines need not.
     assert all(one == other for one, other in by_place.values())
@@ -183,22 +206,20 @@ def test_engines_of_several_ranks_that_share_experts_give_the_tokens_of_one_proc
 # -- runners -------------------------------------------------------------------------------------------------------------
 
 
-def whole_tokens(prompt: list[int], params: SamplingParams = LONG) -> list[int]:
-    return make_engine(ProcessGroups.single()).generate([prompt], params)[0].generated_tokens
-
-
 def slow_down(engine: DynamicInferenceEngine) -> None:
     engine.model.register_forward_pre_hook(lambda *_: time.sleep(0.01))
 
 
 async def tokens_of(runner: EngineRunner, prompt: list[int]) -> list[int]:
-    return (await (await runner.submit(prompt, LONG)).record()).generated_tokens
+    return (await (await runner.submit(prompt, SHORT)).record()).generated_tokens
 
 
 def check_runners() -> int:
     engine, rank = shared_engine(3), dist.get_rank()
     slow_down(engine)
-    expected = [whole_tokens(prompt) for prompt in PROMPTS]
+    whole = make_engine(ProcessGroups.single())
+    expected = [record.generated_tokens for record in whole.generate(PROMPTS, SHORT)]
+    [long] = whole.generate(PROMPTS[:1], LONG)
 
     async def main() -> None:
         with EngineRunner(engine, lockstep=PATIENT) as runner:
@@ -230,7 +251,7 @@ def check_runners() -> int:
             if rank == 0:
                 async for increment in increments:
                     record = increment.record
-                assert record is not None and record.generated_tokens == expected[0]
+                assert record is not None and record.generated_tokens == long.generated_tokens
             await asyncio.to_thread(dist.barrier)
             assert runner.failure is None and runner.health().alive
             assert engine.peers is not None
@@ -240,7 +261,7 @@ def check_runners() -> int:
     asyncio.run(main())
     fresh = make_engine(ProcessGroups.single(), 1)
     engine.load_weights([(shard.name, shard.parameter.detach()) for shard in named_shards(fresh.model)])
-    [renewed] = fresh.generate(PROMPTS[:1], LONG)
+    [renewed] = fresh.generate(PROMPTS[:1], SHORT)
 
     async def again() -> None:
         with EngineRunner(engine, lockstep=PATIENT) as runner:
@@ -257,7 +278,7 @@ def test_runners_take_requests_of_their_own_and_pause_together(world: World) -> 
     assert one > two > 0 and three > 0
 
 
-def check_split_runners(plan: ParallelPlan, fields: dict[str, Any]) -> tuple[int, int]:
+def check_split_runners(plan: ParallelPlan, fields: dict[str, Any], expected: list[list[int]]) -> tuple[int, int]:
     """The first rank of each engine runs it, the others follow."""
     groups = ProcessGroups.build(plan)
     engine, place = make_engine(groups, **fields), groups.dp.rank
@@ -266,8 +287,6 @@ def check_split_runners(plan: ParallelPlan, fields: dict[str, Any]) -> tuple[int
     if groups.tp_pp.rank:
         follow_runner(engine, PATIENT)
         return place, engine.step_count
-    whole = make_engine(ProcessGroups.single(), **fields)
-    expected = [record.generated_tokens for record in whole.generate(PROMPTS, LONG)]
 
     async def main() -> None:
         with EngineRunner(engine, lockstep=PATIENT) as runner:
@@ -294,8 +313,9 @@ def check_split_runners(plan: ParallelPlan, fields: dict[str, Any]) -> tuple[int
 @pytest.mark.parametrize("name", ["tp2-ep4", "pp2-ep2"])
 def test_runners_of_several_ranks_share_experts(world: World, name: str) -> None:
     plan, fields = SPLIT[name]
-    steps = sorted(world(check_split_runners, plan=plan, fields=fields))
-    assert steps[0] == steps[1] and steps[2] == steps[3] and steps[0][1] > 20 < steps[2][1]
+    expected = [record.generated_tokens for record in make_engine(ProcessGroups.single(), **fields).generate(PROMPTS, SHORT)]
+    steps = sorted(world(check_split_runners, plan=plan, fields=fields, expected=expected))
+    assert steps[0] == steps[1] and steps[2] == steps[3] and steps[0][1] > 8 < steps[2][1]
 
 
 def check_killed() -> float:
