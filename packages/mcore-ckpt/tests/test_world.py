@@ -139,7 +139,7 @@ def check_random_layouts(folder, trials):
 
 @pytest.mark.world(4)
 def test_random_layouts_load_from_random_layouts(world, tmp_path):
-    world(check_random_layouts, folder=str(tmp_path), trials=25)
+    world(check_random_layouts, folder=str(tmp_path), trials=12)
 
 
 def check_dtensor(folder):

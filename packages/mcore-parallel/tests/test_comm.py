@@ -183,8 +183,8 @@ def test_compositions_pass_gradcheck_on_two_ranks(world) -> None:
     world(check_gradcheck)
 
 
-@pytest.mark.world(4)
-def test_compositions_pass_gradcheck_on_four_ranks(world) -> None:
+@pytest.mark.world(3)
+def test_compositions_pass_gradcheck_on_three_ranks(world) -> None:
     world(check_gradcheck)
 
 

@@ -90,10 +90,10 @@ def curve(groups: ProcessGroups, store: Path | None = None, *, schedule: str = "
             balancer=RatioBalancer(skip_lm_loss=False, kd_loss_scale=2.0),
         )
         for step in range(2):
-            micro = source.label([batch(4 * step + i) for i in range(4)][mine])
+            micro = source.label([batch(4 * step + i) for i in range(2)][mine])
             report = train_step(model, micro, objective, sync, optimizer, lr=0.2, groups=groups, pipeline=pipeline)
             numbers += [report.loss, report.grad_norm, *(value for _, value in sorted(report.metrics.items()))]
-        numbers.append(evaluate(model, source.label([batch(i) for i in range(4)][mine]), objective, groups=groups).mean.item())
+        numbers.append(evaluate(model, source.label([batch(i) for i in range(2)][mine]), objective, groups=groups).mean.item())
     assert not any(module._forward_hooks for module in model.modules())
     trained = {shard.name: shard.parameter.detach().numpy().copy() for shard in shards}
     assert all(parameter.grad is None for chunk in teacher.chunks for parameter in chunk.parameters())

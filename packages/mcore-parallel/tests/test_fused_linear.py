@@ -34,10 +34,13 @@ def dense(hidden: Tensor, weight: Tensor, target: Tensor, smoothing: float, voca
     return losses, -(log_p.exp() * log_p).sum(-1)
 
 
-def check_against_dense(groups: ProcessGroups) -> None:
+CASES = list(itertools.product((1.0, 3e3), (0.0, 0.1), (VOCAB, TRUE_VOCAB, 3), (None, 5, 12)))
+
+
+def check_against_dense(groups: ProcessGroups, cases: list[tuple[float, float, int, int | None]]) -> None:
     """Every option; the arriving gradient differs from token to token."""
     tp, split = groups.tp, groups.sequence_parallel
-    for scale, smoothing, vocab, chunk in itertools.product((1.0, 3e3), (0.0, 0.1), (VOCAB, TRUE_VOCAB, 3), (None, 5, 12)):
+    for scale, smoothing, vocab, chunk in cases:
         hidden, weight, target, upstream, weights = inputs(scale)
         target = torch.where(target >= vocab, 1, target)
         for weighted in (False, True):
@@ -76,11 +79,12 @@ def check_against_dense(groups: ProcessGroups) -> None:
 
 def check_ranks(tp: int) -> None:
     for sequence_parallel in (False, True):
-        check_against_dense(ProcessGroups.build(ParallelPlan.for_world(tp, tp=tp, sequence_parallel=sequence_parallel)))
+        # Eight in which every value meets every value of another option, but for one pair of chunk and vocabulary.
+        check_against_dense(ProcessGroups.build(ParallelPlan.for_world(tp, tp=tp, sequence_parallel=sequence_parallel)), CASES[::5])
 
 
 def test_fused_equals_dense_on_one_rank() -> None:
-    check_against_dense(ProcessGroups.single())
+    check_against_dense(ProcessGroups.single(), CASES)
 
 
 @pytest.mark.world(2)
@@ -231,7 +235,9 @@ def check_compiled() -> None:
 
     def loss(x: Tensor, w: Tensor) -> Tensor:
         general = fused_linear_cross_entropy(x, w, target, groups.tp, chunk_tokens=6)
-        return (general * upstream).sum() + fused_linear_cross_entropy(x, w, target, groups.tp, chunk_tokens=6, token_weights=weights).sum()
+        return (general * upstream).sum() + fused_linear_cross_entropy(
+            x, w, target, groups.tp, chunk_tokens=12, token_weights=weights
+        ).sum()
 
     eager = torch.autograd.grad(loss(x, w), (x, w))
     compiled = torch.autograd.grad(torch.compile(loss, backend="aot_eager")(x, w), (x, w))
@@ -268,7 +274,9 @@ from mcore_parallel.tensor_parallel import _picked_rows, _rows, _triton_embeddin
 # Smaller than the row, so that the running maximum is carried from block to block.
 _triton_rows._BLOCK = 128
 cases = itertools.product((torch.float32, torch.bfloat16), (0.0, 0.1), (False, True), ((300, 1e3), (257, 1.0)))
-for dtype, smoothing, entropy, (valid, scale) in cases:
+for number, (dtype, smoothing, entropy, (valid, scale)) in enumerate(cases):
+    if number.bit_count() % 2:
+        continue  # half of them, in which every three choices meet
     maths = _rows.RowMaths(vocab_size=valid, smoothing=smoothing, entropy=entropy, temperature=1.25)
     generator = torch.Generator().manual_seed(0)
     logits = (scale * torch.randn(3, 300, generator=generator)).to(dtype)

@@ -76,7 +76,7 @@ def batch(seed: int, *, packed: bool = False) -> Batch:
 
 
 def curve(groups: ProcessGroups, config: TransformerConfig, layout: PipelineLayout) -> Curve:
-    steps = [[batch(4 * step + micro, packed=micro == 3) for micro in range(4)] for step in range(1)]
+    steps = [[batch(micro, packed=micro == 1) for micro in range(2)]]
     return train_in(groups, layout, functools.partial(build, config=config), steps, CrossEntropyObjective())
 
 

@@ -94,7 +94,7 @@ def micro_batches(step: int, count: int = 4) -> list[Batch]:
     return [Batch(tokens=tokens[i, :, :-1], labels=tokens[i, :, 1:], loss_mask=mask[i]) for i in range(count)]
 
 
-def run(groups: ProcessGroups, routed: bool = False, steps: int = 3) -> Run:
+def run(groups: ProcessGroups, routed: bool = False, steps: int = 2) -> Run:
     """Train for some steps, then evaluate."""
     feed_forward = Routed() if routed else dense_feed_forward
     model = GPTModel(CONFIG, groups, feed_forward=feed_forward, dtype=torch.float64)
@@ -144,7 +144,7 @@ def test_four_ranks_train_as_one(world, degrees: dict[str, int]) -> None:
     world(check_layout, plan=ParallelPlan(**degrees), routed=False, expected=serial())
 
 
-@pytest.mark.world(4)
+@pytest.mark.world(4, shared=True)
 @pytest.mark.parametrize("degrees", [{"tp": 2, "pp": 2}, {"tp": 2, "dp": 2, "sequence_parallel": False}])
 def test_auxiliary_losses_weigh_the_same_in_every_layout(world, degrees: dict[str, int]) -> None:
     world(check_layout, plan=ParallelPlan(**degrees), routed=True, expected=serial(routed=True))
