@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Ten steps, a checkpoint and ten more give the bits of twenty, in every layout."""
+"""Three steps, a checkpoint and three more give the bits of six, in every layout."""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,8 +23,10 @@ from mcore_tools.recipes import RunConfig, TrainConfig
 
 CONFIG = RunConfig(
     model=TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=2, ffn_hidden_size=16, vocab_size=32),
-    # The batch grows at step 6 and at step 11, where the run is interrupted, and the rate falls all the time.
-    train=TrainConfig(steps=20, seq_len=8, micro_batch_size=2, global_batch_size=12, batch_ramp_up=(4, 4, 120), dtype="bfloat16"),
+    # The batch grows at step 4, where the run is interrupted, and at step 6, and the rate falls all the time.
+    train=TrainConfig(
+        steps=6, warmup_steps=2, seq_len=8, micro_batch_size=2, global_batch_size=12, batch_ramp_up=(4, 4, 24), dtype="bfloat16"
+    ),
     optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=1.0),
 )
 
@@ -57,7 +59,7 @@ def train(config: RunConfig, steps: int, folder: str) -> Trainer:
         checkpointer=CheckpointManager(Path(folder)),
         groups=parts.groups,
         pipeline=parts.pipeline,
-        rerun=Rerun(RerunConfig(mode="validate", window=5)),
+        rerun=Rerun(RerunConfig(mode="validate", window=2)),
     )
     trainer.resume()
     trainer.run()
@@ -73,9 +75,9 @@ def bits(trainer: Trainer) -> dict[str, NDArray[Any]]:
 
 
 def check_resume(config: RunConfig, folder: str) -> TrainerState:
-    straight = train(config, 20, f"{folder}/straight")
-    train(config, 10, f"{folder}/halves")
-    resumed = train(config, 20, f"{folder}/halves")
+    straight = train(config, 6, f"{folder}/straight")
+    train(config, 3, f"{folder}/halves")
+    resumed = train(config, 6, f"{folder}/halves")
     assert resumed.rerun is not None and straight.rerun is not None
     assert resumed.rerun.state() == straight.rerun.state()
     assert resumed.state == straight.state
@@ -105,6 +107,6 @@ LAYOUTS = {
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(world: Callable[..., list[Any]], tmp_path: Path, name: str) -> None:
     config = dataclasses.replace(CONFIG, **LAYOUTS[name])
     consumed = 0
-    for _ in range(20):
+    for _ in range(6):
         consumed += config.train.batch_sizes().size(consumed)
-    assert world(check_resume, config=config, folder=str(tmp_path)) == [TrainerState(step=20, consumed_samples=consumed)] * 2
+    assert world(check_resume, config=config, folder=str(tmp_path)) == [TrainerState(step=6, consumed_samples=consumed)] * 2

@@ -34,7 +34,7 @@ def check_layout(plan: ParallelPlan, packed: bool) -> list[Tensor]:
     if plan.vpp > 1:
         parts = PipelineConfig().place(SIZES.num_layers, num_stages=2, num_chunks=plan.vpp).of_rank(groups.pp.rank)
         model = ModelChunks([GPTModel(SIZES, groups, layers=part, dtype=torch.float64) for part in parts])
-    batches = micro_batches(4, packed=packed)
+    batches = micro_batches(2, packed=packed)
     mine = batches[groups.dp.rank :: groups.dp.size]
     scored = score(model, mine, log_probs, groups=groups)
     whole = score(GPTModel(SIZES, ProcessGroups.single(), dtype=torch.float64), mine, log_probs)
