@@ -187,9 +187,9 @@ def check_peak(degrees: dict[str, Any], config: TransformerConfig) -> None:
     # As many as are in flight at most, and one more, or two that add up.
     microbatches = 2 if plan.pp == 1 else 3 if plan.vpp == 1 else 4
     # Gloo copies a bucket to sum it, which shows where there are few activations.
-    choices = {torch.bfloat16: ("nothing", "norm and mlp"), torch.float32: ("nothing", "layers")}
+    choices = {torch.bfloat16: ("nothing", "norm and mlp"), torch.float32: ("layers",)}
     for dtype, names in choices.items():
-        for name in names if plan.dp == 1 else names[:1]:
+        for name in names if plan.dp == 1 else ("nothing",):
             layout = Layout(plan=plan, recompute=RECOMPUTE[name], sync=DistributedDataParallelConfig(use_distributed_optimizer=plan.dp > 1))
             measured, static = peak(groups, config, layout, dtype, microbatches)
             work = workload(config, dtype, microbatches * plan.dp)
