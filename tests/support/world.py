@@ -25,7 +25,7 @@ _PRELOADED = [
     "torch._inductor.debug", "torch._inductor.pattern_matcher", "torch._meta_registrations",
     "mcore_parallel.data_parallel", "mcore_parallel.graphs", "mcore_parallel.guard", "mcore_parallel.optim", "mcore_parallel.planner",
     "mcore_parallel.training", "mcore_ckpt", "mcore_ckpt.hf", "mcore_inference.server", "mcore_moe", "mcore_rl", "megatron_fsdp",
-    "mcore_tools.assembly", "mcore_tools.serve",
+    "mcore_tools.assembly", "mcore_tools.serve", "matplotlib.figure", "matplotlib.backends.backend_svg",
 ]  # fmt: skip
 
 Task = tuple[Callable[..., Any], dict[str, Any]]

@@ -3,8 +3,6 @@
 """``mcore rl`` whose trainer and engines have ranks of their own: the same numbers by turns, a bound on their lag, and runs that go on."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from mcore_tools import reinforce
 from mcore_tools.launch import launch
 from mcore_tools.recipes import override, recipe
 from mcore_tools.rl import reinforce_rank
+from tests.support.commands import run_ranks
 
 pytestmark = pytest.mark.journey
 TINY = (
@@ -38,12 +37,11 @@ def position(output: Path, step: int) -> int:
     return read_manifest(CheckpointManager(output / "checkpoints").folder(step)).extra["rl"]["position"]
 
 
-def test_by_turns_halves_under_torchrun_learn_what_one_rank_learns(tmp_path: Path) -> None:
+def test_by_turns_halves_under_torchrun_learn_what_one_rank_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert reinforce.main(words(tmp_path / "beside")) == 0
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "mcore_tools.reinforce"]
-    command = [*launcher, *words(tmp_path / "apart", *APART, "rl.placement.max_lag=0")]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=55)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    ranks = run_ranks(reinforce.main, words(tmp_path / "apart", *APART, "rl.placement.max_lag=0"), 2)
+    assert [code for code, _, _ in ranks] == [0, 0], ranks
     beside, apart = rows(tmp_path / "beside"), rows(tmp_path / "apart")
     names = ("step", "reward", "reward_std", "answer_length", "loss", "grad_norm", "kl")
     assert [[row[name] for name in names] for row in beside] == [[row[name] for name in names] for row in apart]

@@ -2,13 +2,12 @@
 # Copyright (c) 2026 the mcore authors
 """A checkpoint alone is enough to generate and to serve: it keeps the run's settings and the tokenizer."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -26,11 +25,13 @@ from mcore_parallel.data import train_bpe
 from mcore_parallel.models.eagle import DraftVocabulary, EagleConfig, EagleHead, save_published
 from mcore_parallel.nn import Step
 from mcore_parallel.training import model_state
+from mcore_tools import cli
 from mcore_tools.assembly import build_model, open_tokenizer
 from mcore_tools.recipes import DataConfig, RunConfig, override, recipe
 from mcore_tools.serve import main
 from mcore_tools.serving import build_engine, open_engine
 from mcore_tools.training import run_assets, run_checkpoints
+from tests.support.commands import Command, run_ranks, torchrun_environment
 
 TEXT = "what a checkpoint keeps is all that a server needs to know. "
 
@@ -106,70 +107,60 @@ def test_it_answers_over_http(saved_run: tuple[RunConfig, Path]) -> None:
             assert json.load(response)["choices"][0]["text"] == expected(config, 2, "what a")
 
 
+def ask(url: str, **headers: str) -> str:
+    """The continuation of a prompt, of a service at ``url``."""
+    body = json.dumps({"prompt": "what a", "max_tokens": 8, "temperature": 0}).encode()
+    request = urllib.request.Request(f"{url}/completions", body, {"Content-Type": "application/json", **headers})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        assert all(response.headers[name] == value for name, value in headers.items())
+        return json.load(response)["choices"][0]["text"]
+
+
+def url_of(command: Command) -> str:
+    return command.until("serving ").split(" on ")[1].split(";")[0]
+
+
 @pytest.mark.journey
 @pytest.mark.timeout(180)
 def test_a_signal_ends_the_command_in_order(saved_run: tuple[RunConfig, Path]) -> None:
-    command = [sys.executable, "-m", "mcore_tools.serve", str(saved_run[1]), "--port", "0", "--cache-gb", "0.01"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            line = process.stdout.readline()  # type: ignore[union-attr]
-            url = line.split(" on ")[1].split(";")[0]
-            body = json.dumps({"prompt": "what a", "max_tokens": 2}).encode()
-            headers = {"Content-Type": "application/json", "X-Request-Id": "night-shift"}
-            with urllib.request.urlopen(urllib.request.Request(f"{url}/completions", body, headers), timeout=60) as response:
-                assert response.headers["x-request-id"] == "night-shift"
-            process.send_signal(signal.SIGTERM)
-            _, log = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    assert process.returncode == 0 and "Traceback" not in log
-    assert "request_id=night-shift POST '/v1/completions' 200" in log
+    with Command(main, [str(saved_run[1]), "--port", "0", "--cache-gb", "0.01"]) as command:
+        ask(url_of(command), **{"X-Request-Id": "night-shift"})
+        command.terminate()
+        assert command.wait() == 0 and "Traceback" not in command.errors
+        assert "request_id=night-shift POST '/v1/completions' 200" in command.errors
 
 
 @pytest.mark.journey
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("split", [[], ["--tp", "2"]], ids=["whole", "split"])
+@pytest.mark.parametrize("split", [[], pytest.param(["--tp", "2"], marks=pytest.mark.slow)], ids=["whole", "split"])
 def test_engines_of_their_own_processes_answer_while_one_is_killed_and_comes_back(
-    saved_run: tuple[RunConfig, Path], split: list[str], tmp_path: Path
+    saved_run: tuple[RunConfig, Path], split: list[str]
 ) -> None:
     config, folder = saved_run
-    command = [sys.executable, "-m", "mcore_tools.serve", str(folder), "--port", "0", "--cache-gb", "0.01", "--data-parallel", "2", *split]
-    # A file: a pipe that nobody reads fills up, and a server that writes to it stands still.
-    log = tmp_path / "log"
-    with log.open("w") as errors, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
-        try:
-            url = process.stdout.readline().split(" on ")[1].split("/v1")[0]  # type: ignore[union-attr]
-            body = json.dumps({"prompt": "what a", "max_tokens": 8, "temperature": 0}).encode()
+    with Command(main, [str(folder), "--port", "0", "--cache-gb", "0.01", "--data-parallel", "2", *split]) as command:
+        url = url_of(command)
 
-            def ask() -> str:
-                request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
-                with urllib.request.urlopen(request, timeout=60) as response:
-                    return json.load(response)["choices"][0]["text"]
+        def engines() -> int:
+            with urllib.request.urlopen(f"{url.removesuffix('/v1')}/metrics", timeout=60) as response:
+                lines = response.read().decode().splitlines()
+            return int(float(next(line.split()[1] for line in lines if line.startswith("mcore_inference_engines "))))
 
-            def engines() -> int:
-                with urllib.request.urlopen(f"{url}/metrics", timeout=60) as response:
-                    lines = response.read().decode().splitlines()
-                return int(float(next(line.split()[1] for line in lines if line.startswith("mcore_inference_engines "))))
-
-            wanted = expected(config, 2, "what a")
-            assert [ask() for _ in range(4)] == [wanted] * 4 and engines() == 2
-            children = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
-            os.kill(children[0], signal.SIGKILL)
-            # The coordinator loses it before this line is written, and not until its silence is too long.
-            while "ended with exit code -9 and is started again" not in log.read_text():
-                assert ask() == wanted
-                time.sleep(0.1)
-            while engines() == 1:
-                assert ask() == wanted
-                time.sleep(0.1)
-            assert engines() == 2
-            process.send_signal(signal.SIGTERM)
-            process.wait(60)
-        finally:
-            process.kill()
-    lines = log.read_text()
-    assert process.returncode == 0 and "Traceback" not in lines, lines
-    assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+        wanted = expected(config, 2, "what a")
+        assert [ask(url) for _ in range(4)] == [wanted] * 4 and engines() == 2
+        children = command.children()
+        os.kill(children[0], signal.SIGKILL)
+        # The coordinator loses it before this line is written, and not until its silence is too long.
+        while "ended with exit code -9 and is started again" not in command.errors:
+            assert ask(url) == wanted
+            time.sleep(0.1)
+        while engines() == 1:
+            assert ask(url) == wanted
+            time.sleep(0.1)
+        assert engines() == 2
+        children += command.children()
+        command.terminate()
+        assert command.wait() == 0 and "Traceback" not in command.errors, command.errors
+    assert len(set(children)) == 3 and not any(Path(f"/proc/{pid}").exists() for pid in children)
 
 
 def test_engines_of_their_own_processes_get_the_layout(
@@ -183,52 +174,64 @@ def test_engines_of_their_own_processes_get_the_layout(
     assert "--tp 2 --pp 2 takes 4 GPUs each of 4 times" in capsys.readouterr().err
 
 
-def children_of(process: "subprocess.Popen[str]") -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+def split_commands(stack: contextlib.ExitStack, words: list[str], started_by: str) -> list[Command]:
+    """Two processes of one model: the second is started by the first, and not in the list, or both are by torchrun."""
+    if started_by == "first":
+        return [stack.enter_context(Command(main, words))]
+    store, environment = torchrun_environment(2)
+    stack.callback(lambda: store)
+    return [stack.enter_context(Command(main, words, {**environment, "RANK": rank, "LOCAL_RANK": rank})) for rank in ("0", "1")]
 
 
 @pytest.mark.journey
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("split", "lost"), [("--tp", "tp rank 1"), ("--pp", "rank 1 (tp 0 of stage 1)")])
-def test_two_processes_serve_one_model_and_all_end_when_one_is_killed(saved_run: tuple[RunConfig, Path], split: str, lost: str) -> None:
+@pytest.mark.parametrize("way_to_end", ["signal", "killed rank"])
+@pytest.mark.parametrize(
+    ("split", "lost", "started_by"),
+    [
+        ("--tp", "tp rank 1", "torchrun"),
+        pytest.param("--tp", "tp rank 1", "first", marks=pytest.mark.slow),
+        ("--pp", "rank 1 (tp 0 of stage 1)", "torchrun"),
+        pytest.param("--pp", "rank 1 (tp 0 of stage 1)", "first", marks=pytest.mark.slow),
+    ],
+)
+def test_two_processes_serve_one_model_and_all_end_when_one_is_killed(
+    saved_run: tuple[RunConfig, Path], split: str, lost: str, started_by: str, way_to_end: str
+) -> None:
     config, folder = saved_run
-    command = [sys.executable, "-m", "mcore_tools", "serve", str(folder), "--port", "0", "--cache-gb", "0.01", split, "2"]
-    body = json.dumps({"prompt": "what a", "max_tokens": 8, "temperature": 0}).encode()
-    for way_to_end in ("signal", "killed rank"):
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-            try:
-                url = process.stdout.readline().split(" on ")[1].split(";")[0]  # type: ignore[union-attr]
-                request = urllib.request.Request(f"{url}/completions", body, {"Content-Type": "application/json"})
-                with urllib.request.urlopen(request, timeout=60) as response:
-                    assert json.load(response)["choices"][0]["text"] == expected(config, 2, "what a")
-                children = children_of(process)
-                if way_to_end == "signal":
-                    process.send_signal(signal.SIGTERM)
-                else:
-                    os.kill(children[0], signal.SIGKILL)
-                _, log = process.communicate(timeout=60)
-            finally:
-                process.kill()
-        assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+    with contextlib.ExitStack() as stack:
+        first, *others = split_commands(stack, [str(folder), "--port", "0", "--cache-gb", "0.01", split, "2"], started_by)
+        assert ask(url_of(first)) == expected(config, 2, "what a")
+        [second] = children = [other.pid for other in others] or first.children()
         if way_to_end == "signal":
-            assert process.returncode == 0 and "Traceback" not in log, log
+            first.terminate()
+            assert first.wait() == 0 and "Traceback" not in first.errors, first.errors
+            assert [other.wait() for other in others] == [0] * len(others)
         else:
-            assert process.returncode == 75 and f"error: the engine failed: RankFailedError: {lost} is gone" in log, log
+            os.kill(second, signal.SIGKILL)
+            assert first.wait() == 75 and f"error: the engine failed: RankFailedError: {lost} is gone" in first.errors, first.errors
+        assert others or not any(Path(f"/proc/{pid}").exists() for pid in children)
 
 
 @pytest.mark.journey
 @pytest.mark.timeout(240)
-def test_a_mixture_generates_on_several_processes_what_it_does_on_one(saved_run: tuple[RunConfig, Path], tmp_path: Path) -> None:
+def test_a_mixture_generates_on_several_processes_what_it_does_on_one(
+    saved_run: tuple[RunConfig, Path], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     config = override(recipe("moe_tiny"), ["train.dtype=float32", "train.seq_len=48", "model.hidden_size=32", "model.vocab_size=320"])
     config = dataclasses.replace(config, data=saved_run[0].data)
     model = build_model(config, ProcessGroups.single(), "cpu").eval()
     CheckpointManager(tmp_path / "mixture", assets=run_assets(config)).save(1, model_state(model, ProcessGroups.single()))
-    command = [sys.executable, "-m", "mcore_tools", "generate", str(tmp_path / "mixture"), "--prompt", "what a", "--max-tokens", "8"]
-    layouts = (["--tp", "1"], ["--tp", "2"], ["--tp", "2", "--pp", "2"])
-    whole, *parts = [subprocess.run([*command, *layout], capture_output=True, text=True, timeout=100) for layout in layouts]
-    assert whole.returncode == 0 and len(whole.stdout) > len("what a\n"), whole.stderr
-    for part in parts:
-        assert (part.returncode, part.stdout) == (0, whole.stdout), part.stderr
+    words = ["generate", str(tmp_path / "mixture"), "--prompt", "what a", "--max-tokens", "8"]
+    assert cli.main([*words, "--tp", "1"]) == 0
+    whole = capsys.readouterr().out
+    assert len(whole) > len("what a\n")
+    # The second process is started by the first, and is gone with it.
+    with Command(cli.main, [*words, "--tp", "2"]) as command:
+        assert (command.wait(), command.output) == (0, whole), command.errors
+    first, *others = run_ranks(cli.main, [*words, "--tp", "2", "--pp", "2"], 4)
+    assert first[:2] == (0, whole), first
+    assert all(other[:2] == (0, "") for other in others), others
 
 
 def test_a_layout_that_the_model_has_not_is_refused_before_a_process_is_started(

@@ -3,35 +3,30 @@
 """The scripts that the launch pages show start."""
 
 import json
-import os
+import runpy
 import subprocess
 import sys
 
 import pytest
 
+from tests.support.commands import run_ranks
 from tools.checks._tree import ROOT
 
 EXAMPLES = ROOT / "docs" / "launch" / "examples"
 
 
+def check_world(words: list[str]) -> int:
+    """The script of the page, as a command."""
+    sys.argv = ["check_world.py", *words]
+    runpy.run_path(str(EXAMPLES / "check_world.py"), run_name="__main__")
+    return 0
+
+
 @pytest.mark.journey
-def test_check_world_exchanges_over_every_group(tmp_path):
-    # An empty rendezvous port lets torchrun choose a free one.
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(EXAMPLES / "check_world.py"),
-        "--tp",
-        "2",
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert "tp          2 ranks" in done.stdout and "all 2 ranks" in done.stdout
+def test_check_world_exchanges_over_every_group():
+    first, other = run_ranks(check_world, ["--tp", "2"], 2)
+    assert (first[0], other[0]) == (0, 0), first[2] + other[2]
+    assert "tp          2 ranks" in first[1] and "all 2 ranks" in first[1] and not other[1]
 
 
 def test_the_slurm_script_is_valid_shell():
