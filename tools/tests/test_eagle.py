@@ -32,7 +32,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> EagleRun:
         [
             *("model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=64", "model.vocab_size=320", "train.steps=50"),
             *("train.seq_len=32", "train.micro_batch_size=4", "train.warmup_steps=2", "train.eval_interval=0", "train.eval_batches=1"),
-            *("optimizer.lr=1e-2", f"output={folder / 'target'}"),
+            *("optimizer.lr=1e-2", f"output={folder / 'target'}", "log.tensorboard=false", "log.html=false"),
         ],
     )
     data = DataConfig(prefix=str(folder / "corpus"), tokenizer=str(folder / "tokenizer"), split="80,20,0")

@@ -31,6 +31,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
         [
             *("model.hidden_size=32", "model.ffn_hidden_size=64", "train.dtype=float64", "train.steps=12", "train.seq_len=32"),
             *("train.micro_batch_size=4", "train.warmup_steps=2", "train.eval_interval=0", "train.eval_batches=1", "optimizer.lr=3e-3"),
+            *("log.tensorboard=false", "log.html=false"),
         ],
     )
     data = DataConfig(prefix=str(folder / "corpus"), tokenizer=str(folder / "tokenizer"), split="80,20,0")

@@ -37,7 +37,8 @@ SIZES = (
 PACE = ("rl.num_groups=2", "rl.group_size=4", "train.global_batch_size=4", "train.micro_batch_size=2", "train.eval_batches=1")
 PROMPT = "rl.countdown.prompt={numbers}={target}:<answer>"
 MIXTURE = "moe.num_moe_experts=4 moe.moe_router_topk=2"
-FAST = (*SIZES, *PACE, "train.steps=2", "rl.imitation_steps=2", "train.eval_interval=2", "rl.generation_args.max_tokens=6")
+QUIET = ("log.tensorboard=false", "log.html=false")
+FAST = (*SIZES, *PACE, *QUIET, "train.steps=2", "rl.imitation_steps=2", "train.eval_interval=2", "rl.generation_args.max_tokens=6")
 
 
 def run(output: Path, *changes: str) -> int:
@@ -52,7 +53,7 @@ def rows(output: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("rl") / "run"
-    assert run(output, "rl.kl_beta=0.01", "rl.num_epochs=2") == 0
+    assert run(output, "rl.kl_beta=0.01", "rl.num_epochs=2", "log.tensorboard=true", "log.html=true") == 0
     return output
 
 
@@ -125,7 +126,9 @@ def test_the_best_of_several_attempts_is_imitated() -> None:
 
 def test_it_begins_with_the_weights_of_another_run(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changes = ["optimizer.lr=0.0", "optimizer.min_lr=0.0", "train.steps=1", "train.seq_len=48", "rl.countdown.num_numbers=2"]
-    words = [word for change in (*PACE, *changes, f"output={tmp_path / 'run'}", "rl.cache_gb=0.05", PROMPT) for word in ("--set", change)]
+    words = [
+        word for change in (*PACE, *QUIET, *changes, f"output={tmp_path / 'run'}", "rl.cache_gb=0.05", PROMPT) for word in ("--set", change)
+    ]
     assert reinforce.main([str(trained), *words, "--set", "rl.generation_args.max_tokens=6"]) == 0
     assert "weights of" in capsys.readouterr().out
     before, after = CheckpointManager(trained / "checkpoints").folder(2), CheckpointManager(tmp_path / "run" / "checkpoints").folder(1)
@@ -158,7 +161,7 @@ def test_each_environment_runs_by_its_name(environment: str, tmp_path: Path) -> 
 def test_maths_of_a_file_are_evaluated_with_pass_at_k(tmp_path: Path) -> None:
     (tmp_path / "maths.jsonl").write_text("\n".join(json.dumps({"question": f"{n} + 1?", "answer": f"#### {n + 1}"}) for n in range(8)))
     places = [f"rl.maths.path={tmp_path / 'maths.jsonl'}", "rl.maths.prompt={question}", "rl.maths.num_evaluation=2"]
-    changes = ["rl.environment=maths", "rl.eval_samples=3", "train.steps=1", "train.eval_interval=1"]
+    changes = ["rl.environment=maths", "rl.eval_samples=3", "train.steps=1", "train.eval_interval=1", "log.html=true"]
     assert run(tmp_path / "run", *changes, *places) == 0
     [row] = rows(tmp_path / "run")
     assert 0 <= row["eval/pass@1"] <= row["eval/pass@3"] <= 1 and row["eval/num_dropped"] == 0
@@ -186,7 +189,14 @@ def test_a_mixture_replays_the_routing_of_its_engine(tmp_path: Path) -> None:
     assert row["logprob_mismatch"] < 1e-5
 
 
-@pytest.mark.parametrize("layout", ["plan.tp=2", "plan.dp=2 data_parallel=fsdp rl.kl_beta=0", "plan.dp=2 data_parallel=fsdp2 rl.kl_beta=0"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "plan.tp=2",
+        "plan.dp=2 data_parallel=fsdp rl.kl_beta=0",
+        pytest.param("plan.dp=2 data_parallel=fsdp2 rl.kl_beta=0", marks=pytest.mark.slow),
+    ],
+)
 def test_ranks_learn_together(layout: str, tmp_path: Path) -> None:
     config = override(recipe("countdown_tiny"), [*FAST, "train.steps=1", f"output={tmp_path / 'run'}", *layout.split()])
     config = reinforce.prepared(config, rank=0)
@@ -290,7 +300,7 @@ def test_torchrun_is_told_why_a_run_ended(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_published_model_is_trained_and_exported(tmp_path: Path) -> None:
     published = write_published(tmp_path / "llama")
-    changes = [*PACE, "rl.environment=arithmetic", "rl.generation_args.max_tokens=4", "train.steps=1", f"output={tmp_path / 'run'}"]
+    changes = [*PACE, *QUIET, "rl.environment=arithmetic", "rl.generation_args.max_tokens=4", "train.steps=1", f"output={tmp_path / 'run'}"]
     assert reinforce.main([str(published), *(word for change in changes for word in ("--set", change))]) == 0
     [row] = rows(tmp_path / "run")
     assert row["num_rollouts"] == 8 and row["lr"] == 1e-6 and row["logprob_mismatch"] < 1e-3

@@ -262,7 +262,7 @@ def check_exchange(plan: ParallelPlan, exact_rows: bool) -> None:
     # Equally many tokens, other numbers, all tokens on one rank, one token, none at all, more than the first memory holds.
     for case, tokens in enumerate((12, 3 * rank, 4 * (rank == 0), int(rank == 1), 0, 40 + rank)):
         x = torch.randn(tokens, D, dtype=F64)
-        for skewed in (False, True):
+        for skewed in (False, True) if case == 0 else (case % 2 == 1,):
             routing = make_routing(tokens, 10 * case + rank, skewed=skewed)
             expected = run_once(reference, loop, x, routing)
             once, again = (run_once(ours, experts, x, routing) for _ in range(2))
@@ -270,13 +270,13 @@ def check_exchange(plan: ParallelPlan, exact_rows: bool) -> None:
             assert all(torch.equal(*pair) for pair in zip(once, again, strict=True))
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize("exact_rows", [False, True])
 def test_two_ranks_exchange_as_the_all_to_all_over_a_loop_of_experts(world, exact_rows: bool) -> None:
     world(check_exchange, plan=ParallelPlan(dp=2, ep=2), exact_rows=exact_rows)
 
 
-@pytest.mark.world(4)
+@pytest.mark.world(4, shared=True)
 @pytest.mark.parametrize(
     "plan",
     [
