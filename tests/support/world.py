@@ -75,11 +75,13 @@ class World:
         return _collect(pending, self._ranks, time.monotonic() + timeout_s, doomed)
 
     def close(self) -> None:
-        for pipe in self._pipes:
-            pipe.close()
+        # Killed before their pipes close: a late rank would fail at its pipe, and its words hide why the world ended.
         for process in self._ranks:
             process.kill()
+        for process in self._ranks:
             process.join()
+        for pipe in self._pipes:
+            pipe.close()
         self._folder.cleanup()
 
 

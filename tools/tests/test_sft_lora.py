@@ -45,7 +45,7 @@ def tune(model: Path, chat: Path, output: Path, *changes: str) -> int:
 @pytest.fixture(scope="module")
 def tuned(published: Path, chat: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("run") / "tuned"
-    assert tune(published, chat, output, "sft.epochs=16", "optimizer.lr=2e-2") == 0
+    assert tune(published, chat, output, "sft.epochs=10", "optimizer.lr=2e-2") == 0
     return output
 
 
@@ -83,7 +83,7 @@ def test_the_export_is_the_base_with_the_adapters_added(tuned: Path, published: 
     from transformers import AutoModelForCausalLM
 
     # The run is at its end: this exports only.
-    assert tune(published, chat, tuned, "sft.epochs=16", "optimizer.lr=2e-2", "sft.export=adapter") == 0
+    assert tune(published, chat, tuned, "sft.epochs=10", "optimizer.lr=2e-2", "sft.export=adapter") == 0
     family, config, tensors = import_hf(published)
     base = dict(tensors)
     adapter, ours = import_adapter_hf(tuned / "adapter", family=family, config=config)
@@ -121,7 +121,7 @@ def test_a_stopped_run_goes_on_with_its_bits(published: Path, chat: Path, tmp_pa
 def test_adapters_beside_eight_bit_weights_learn_go_on_and_merge_onto_the_original_ones(
     published: Path, chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    changes = ("lora.base_dtype=fp8", "sft.epochs=16", "optimizer.lr=2e-2", "train.eval_interval=0")
+    changes = ("lora.base_dtype=fp8", "sft.epochs=10", "optimizer.lr=2e-2", "train.eval_interval=0")
     assert tune(published, chat, tmp_path / "whole", *changes) == 0
     found = losses(tmp_path / "whole")
     assert found[-1] < 0.1 * found[0]

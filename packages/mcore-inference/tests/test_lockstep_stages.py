@@ -54,7 +54,7 @@ def weights_of(engine: DynamicInferenceEngine) -> list[tuple[str, Tensor]]:
 
 
 def settings() -> list[SamplingParams]:
-    return [SamplingParams(temperature=float(i % 2), top_p=0.9, num_tokens_to_generate=12, seed=i) for i in range(4)]
+    return [SamplingParams(temperature=float(i % 2), top_p=0.9, num_tokens_to_generate=6, seed=i) for i in range(4)]
 
 
 async def answers(runner: EngineRunner) -> list[list[int]]:
