@@ -30,7 +30,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> EagleRun:
     target = override(
         recipe("gpt_tiny"),
         [
-            *("model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=64", "model.vocab_size=320", "train.steps=50"),
+            *("model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=64", "model.vocab_size=320", "train.steps=30"),
             *("train.seq_len=32", "train.micro_batch_size=4", "train.warmup_steps=2", "train.eval_interval=0", "train.eval_batches=1"),
             *("optimizer.lr=1e-2", f"output={folder / 'target'}", "log.tensorboard=false", "log.html=false"),
         ],
@@ -87,7 +87,7 @@ def test_features_on_disk_teach_as_well(base: EagleRun, tmp_path: Path) -> None:
         config, ["target.train.seed=7", "target.train.steps=1", "target.train.lr_schedule=constant", f"target.output={tmp_path / 'other'}"]
     )
     train_rank(other.target, "cpu")
-    with pytest.raises(FeatureStoreError, match="holds features of .*target step 50"):
+    with pytest.raises(FeatureStoreError, match="holds features of .*target step 30"):
         train_head(other, "cpu")
 
 
