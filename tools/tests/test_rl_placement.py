@@ -34,6 +34,12 @@ def rows(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (output / "train.jsonl").read_text().splitlines()]
 
 
+def assert_same(beside: list[dict[str, Any]], apart: list[dict[str, Any]], names: tuple[str, ...]) -> None:
+    """Which requests share a step of the engine is a matter of time, and so is the last bit of their log-probabilities."""
+    for one, other in zip(beside, apart, strict=True):
+        assert [other[name] for name in names] == pytest.approx([one[name] for name in names], rel=1e-4, abs=1e-7)
+
+
 def position(output: Path, step: int) -> int:
     return read_manifest(CheckpointManager(output / "checkpoints").folder(step)).extra["rl"]["position"]
 
@@ -45,12 +51,11 @@ def test_by_turns_halves_under_torchrun_learn_what_one_rank_learns(tmp_path: Pat
     assert [code for code, _, _ in ranks] == [0, 0], ranks
     beside, apart = rows(tmp_path / "beside"), rows(tmp_path / "apart")
     names = ("step", "reward", "reward_std", "answer_length", "loss", "grad_norm", "kl")
-    assert [[row[name] for name in names] for row in beside] == [[row[name] for name in names] for row in apart]
-    # Which requests share a step of the engine is a matter of time, and so is the last bit of their log-probabilities.
+    assert_same(beside, apart, names)
     assert all(0 <= row["logprob_mismatch"] < 1e-5 for row in (*beside, *apart))
     assert [row["lag"] for row in apart] == [0, 0, 0] and len({row["loss"] for row in apart}) == 3
     evaluated = {name: value for name, value in beside[-1].items() if name.startswith("eval/")}
-    assert evaluated and evaluated.items() <= apart[-1].items()
+    assert evaluated and [apart[-1][name] for name in evaluated] == pytest.approx([*evaluated.values()], rel=1e-4)
     assert position(tmp_path / "apart", 3) == position(tmp_path / "beside", 3) == 6
 
 
@@ -88,11 +93,11 @@ def test_by_turns_other_learners_learn_what_one_rank_learns(kind: str, tmp_path:
     assert [done.stopped_at for done in launch(reinforce_rank, 2, config=config, kind="cpu")] == [None, None]
     beside, apart = rows(tmp_path / "beside"), rows(tmp_path / "apart")
     names = ("step", "reward", "num_rollouts", *names)
-    assert [[row[name] for name in names] for row in beside] == [[row[name] for name in names] for row in apart]
+    assert_same(beside, apart, names)
     assert apart[0][names[-1]] != apart[1][names[-1]]
     if kind == "ppo":
         # The critic alone learns at first; its checkpoints are those of the trainer.
-        assert "loss" not in apart[0] and apart[1]["loss"] == beside[1]["loss"]
+        assert "loss" not in apart[0] and apart[1]["loss"] == pytest.approx(beside[1]["loss"], rel=1e-4, abs=1e-7)
         assert CheckpointManager(tmp_path / "apart" / "critic").latest() == 2
 
 
