@@ -34,7 +34,14 @@ SIZES = (
     "model.num_query_groups=2",
     "model.ffn_hidden_size=64",
 )
-PACE = ("rl.num_groups=2", "rl.group_size=4", "train.global_batch_size=4", "train.micro_batch_size=2", "train.eval_batches=1")
+PACE = (
+    "rl.num_groups=2",
+    "rl.group_size=4",
+    "rl.num_epochs=1",
+    "train.global_batch_size=4",
+    "train.micro_batch_size=2",
+    "train.eval_batches=1",
+)
 PROMPT = "rl.countdown.prompt={numbers}={target}:<answer>"
 MIXTURE = "moe.num_moe_experts=4 moe.moe_router_topk=2"
 QUIET = ("log.tensorboard=false", "log.html=false")

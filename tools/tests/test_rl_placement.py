@@ -19,7 +19,14 @@ from tests.support.commands import run_ranks
 pytestmark = pytest.mark.journey
 TINY = (
     *("model.num_layers=1", "model.hidden_size=32", "model.num_attention_heads=2", "model.num_query_groups=2", "model.ffn_hidden_size=64"),
-    *("rl.num_groups=2", "rl.group_size=4", "train.global_batch_size=4", "train.micro_batch_size=2", "train.eval_batches=1"),
+    *(
+        "rl.num_groups=2",
+        "rl.group_size=4",
+        "rl.num_epochs=1",
+        "train.global_batch_size=4",
+        "train.micro_batch_size=2",
+        "train.eval_batches=1",
+    ),
     *("train.steps=3", "rl.imitation_steps=2", "train.eval_interval=3", "rl.generation_args.max_tokens=6"),
     *("log.tensorboard=false", "log.html=false"),
 )

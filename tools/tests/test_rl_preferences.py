@@ -19,7 +19,7 @@ from mcore_tools.serving import open_engine
 pytestmark = pytest.mark.journey
 SIZES = (
     *("model.num_layers=1", "model.hidden_size=32", "model.num_attention_heads=2", "model.num_query_groups=2", "model.ffn_hidden_size=64"),
-    *("rl.kl_beta=0", "rl.num_groups=4", "rl.group_size=4", "rl.generation_args.max_tokens=6"),
+    *("rl.kl_beta=0", "rl.num_groups=4", "rl.group_size=4", "rl.num_epochs=1", "rl.generation_args.max_tokens=6"),
     *("train.global_batch_size=8", "train.micro_batch_size=8", "train.eval_batches=1", "train.eval_interval=4", "train.steps=4"),
     *("optimizer.lr=2e-3", "optimizer.min_lr=2e-3", "log.tensorboard=false", "log.html=false"),
 )

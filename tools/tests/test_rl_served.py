@@ -20,7 +20,8 @@ pytestmark = pytest.mark.journey
 TINY = (
     *("model.num_layers=1", "model.hidden_size=32", "model.num_attention_heads=2", "model.num_query_groups=2", "model.ffn_hidden_size=64"),
     *("model.vocab_size=264", "data.tokenizer=byte", "train.seq_len=64"),
-    *("rl.num_groups=2", "rl.group_size=4", "train.global_batch_size=4", "train.micro_batch_size=2", "train.eval_batches=1"),
+    *("rl.num_groups=2", "rl.group_size=4", "rl.num_epochs=1", "train.global_batch_size=4", "train.micro_batch_size=2"),
+    "train.eval_batches=1",
     *(
         "train.steps=2",
         "rl.imitation_steps=2",

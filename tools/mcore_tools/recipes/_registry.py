@@ -67,7 +67,8 @@ def gpt_tiny() -> RunConfig:
 
 
 def countdown_tiny() -> RunConfig:
-    """A dense model that imitates well-formed answers of Countdown and then learns from rewards which are right; two CPU cores, minutes."""
+    """A dense model that imitates a few well-formed answers of Countdown, right or wrong, and learns from rewards which are right; two CPU
+    cores, minutes."""
     countdown = CountdownConfig.small(max_number=5, operators="+-*")
     return RunConfig(
         model=TransformerConfig(
@@ -82,26 +83,26 @@ def countdown_tiny() -> RunConfig:
         rl=RLConfig(
             environment="countdown",
             countdown=countdown,
-            imitation_steps=100,
-            imitation_tries=2,
+            imitation_steps=18,
             imitation_lr=2e-3,
-            kl_beta=0.01,
+            kl_beta=0.03,
+            num_epochs=2,
             num_groups=16,
             group_size=8,
-            generation_args=GenericGenerationArgs(temperature=1.0, max_tokens=12),
+            generation_args=GenericGenerationArgs(temperature=1.0, max_tokens=8),
             cache_gb=0.05,
         ),
         train=TrainConfig(
-            steps=100,
+            steps=200,
             seq_len=24,
             micro_batch_size=64,
-            global_batch_size=128,
+            global_batch_size=64,
             warmup_steps=0,
             lr_schedule="constant",
             eval_interval=20,
             checkpoint_interval=20,
         ),
-        optimizer=OptimizerConfig(lr=5e-4, min_lr=5e-5, weight_decay=0.0, clip_grad=1.0, adam_beta2=0.95),
+        optimizer=OptimizerConfig(lr=1e-3, min_lr=5e-5, weight_decay=0.0, clip_grad=1.0, adam_beta2=0.95),
         output="runs/countdown_tiny",
     )
 
