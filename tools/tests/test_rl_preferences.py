@@ -38,7 +38,7 @@ def rows(output: Path) -> list[dict[str, Any]]:
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy that writes answers of the right form."""
     output = tmp_path_factory.mktemp("rl") / "base"
-    assert run(output, "rl.imitation_steps=60", "rl.imitation_lr=5e-3", "train.steps=1") == 0
+    assert run(output, "rl.imitation_steps=60", "rl.imitation_tries=2", "rl.imitation_lr=5e-3", "train.steps=1") == 0
     return output
 
 
