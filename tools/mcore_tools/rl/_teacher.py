@@ -18,7 +18,7 @@ from mcore_parallel.training import model_state
 from mcore_parallel.training.distill import Teacher
 from mcore_tools.assembly import build_stage, open_tokenizer
 from mcore_tools.recipes import RunConfig
-from mcore_tools.training import HuggingFaceFolder, is_huggingface, steps_folder, stored_model
+from mcore_tools.training import HuggingFaceFolder, is_huggingface, stored_model
 
 
 def teacher_run(config: RunConfig) -> tuple[RunConfig, Folder | HuggingFaceFolder]:
@@ -30,7 +30,7 @@ def teacher_run(config: RunConfig) -> tuple[RunConfig, Folder | HuggingFaceFolde
     """
     assert config.rl is not None
     path = config.rl.teacher
-    folder = HuggingFaceFolder(directory=Path(path)) if is_huggingface(path) else resolve_folder(str(steps_folder(path)))
+    folder = HuggingFaceFolder(directory=Path(path)) if is_huggingface(path) else resolve_folder(path)
     stored = stored_model(folder)
     if stored is None:
         raise ValueError(f"rl.teacher={path!r} does not say what model it holds; save it with `mcore train`, or name a Hugging Face folder")

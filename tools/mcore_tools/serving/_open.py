@@ -25,7 +25,7 @@ from mcore_tools.assembly import open_tokenizer
 from mcore_tools.chat import TemplateTokenizer, find_template
 from mcore_tools.recipes import RunConfig, TrainConfig, read_config
 from mcore_tools.serving._engine import build_engine
-from mcore_tools.training import HuggingFaceFolder, is_huggingface, steps_folder, stored_model
+from mcore_tools.training import HuggingFaceFolder, is_huggingface, stored_model
 
 _LONGEST = 4096
 
@@ -130,7 +130,7 @@ def served_model(checkpoint: str | Path) -> tuple[TransformerConfig, MoEConfig |
 
 def _read_assets(checkpoint: str | Path) -> tuple[Folder, RunConfig, Tokenizer | TemplateTokenizer]:
     """The folder of a step, and the settings and the tokenizer that it keeps."""
-    folder = resolve_folder(steps_folder(checkpoint))
+    folder = resolve_folder(checkpoint)
     assets = read_manifest(folder).assets
     missing = [name for name in ("run.yaml", "tokenizer/") if not any(asset.startswith(name) for asset in assets)]
     if missing:

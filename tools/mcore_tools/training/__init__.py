@@ -12,7 +12,7 @@ from mcore_tools.training._local import may_be_local
 from mcore_tools.training._optimizer_description import describe_optimizer
 from mcore_tools.training._origin import Origin, find_origin
 from mcore_tools.training._pretrained import HuggingFaceFolder, is_huggingface
-from mcore_tools.training._start import RunCheckpoints, find_base, find_source, first_folder, steps_folder
+from mcore_tools.training._start import RunCheckpoints, find_base, find_source, first_folder
 from mcore_tools.training._stored import RUN_FILE, check_stored, read_run, stored_model
 from mcore_tools.training._successor import build_trainer, command, place, tell
 from mcore_tools.training._train import Trained, train_rank, validate_rank
@@ -52,7 +52,6 @@ __all__ = [
     "read_run",
     "run_assets",
     "run_checkpoints",
-    "steps_folder",
     "stored_model",
     "take_device",
     "tell",
