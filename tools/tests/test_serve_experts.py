@@ -3,6 +3,7 @@
 """Processes that share the experts of a mixture serve what one does, and come back together when one is killed."""
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
@@ -11,13 +12,10 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from mcore_ckpt import CheckpointManager
 from mcore_inference import SamplingParams
@@ -31,8 +29,8 @@ from mcore_tools.recipes import DataConfig, override, recipe
 from mcore_tools.serve import main
 from mcore_tools.serving import EngineLayout, open_engine
 from mcore_tools.training import run_assets
+from tests.support.commands import Command, torchrun_environment
 
-World = Callable[..., list[Any]]
 PROMPTS = ["what a", "needs", "checkpoint", "all", "server"]
 PARAMS = SamplingParams(temperature=0, num_tokens_to_generate=8)
 
@@ -63,19 +61,6 @@ def whole_texts(folder: Path) -> list[str]:
 SPLIT = {"tp2": ["--tp", "2"], "pp2": ["--pp", "2"]}
 
 
-def join_engines(folder: Path, address: str, port: int, split: list[str]) -> int:
-    """What ``mcore serve`` starts as one rank."""
-    place = {"RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    # Another rank may still be connecting to this one's group.
-    store, here = dist.TCPStore("127.0.0.1", port, is_master=False), [f"here/{rank}" for rank in range(dist.get_world_size())]
-    store.set(here[dist.get_rank()], "")
-    store.wait(here)
-    dist.destroy_process_group()
-    os.environ.update({name: str(value) for name, value in place.items()}, TORCHELASTIC_USE_AGENT_STORE="True")
-    words = ["--data-parallel", "2", "--expert-parallel", "--join", address, "--name", f"rank-{place['RANK']}"]
-    return main([str(folder), "--cache-gb", "0.01", *words, *split])
-
-
 async def ask_engines(coordinator: DataParallelInferenceCoordinator) -> tuple[list[str], set[str]]:
     """The answers of two engines, and their names."""
     await asyncio.to_thread(coordinator.wait_for_engines, 2)
@@ -86,15 +71,28 @@ async def ask_engines(coordinator: DataParallelInferenceCoordinator) -> tuple[li
     return [record.generated_text for record in records], engines
 
 
-@pytest.mark.world(4)
 @pytest.mark.parametrize("name", ["tp2", pytest.param("pp2", marks=pytest.mark.slow)])
-def test_engines_of_two_ranks_that_share_experts_answer_as_one_process(world: World, tmp_path: Path, name: str) -> None:
+def test_engines_of_two_ranks_that_share_experts_answer_as_one_process(tmp_path: Path, name: str) -> None:
     folder = save(tmp_path, "moe_tiny")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with DataParallelInferenceCoordinator() as coordinator, ThreadPoolExecutor(1) as pool:
-        answers = pool.submit(asyncio.run, ask_engines(coordinator))
-        codes = world(join_engines, folder=folder, address=coordinator.address, port=store.port, split=SPLIT[name])
-        texts, engines = answers.result()
+    _store, world = torchrun_environment(4)
+    with DataParallelInferenceCoordinator() as coordinator, contextlib.ExitStack() as stack:
+        words = [
+            str(folder),
+            "--cache-gb",
+            "0.01",
+            "--data-parallel",
+            "2",
+            "--expert-parallel",
+            "--join",
+            coordinator.address,
+            *SPLIT[name],
+        ]
+        ranks = [
+            stack.enter_context(Command(main, [*words, "--name", f"rank-{rank}"], {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
+            for rank in range(4)
+        ]
+        texts, engines = asyncio.run(ask_engines(coordinator))
+        codes = [rank.wait() for rank in ranks]
     assert texts == whole_texts(folder) and codes == [0] * 4
     # The first rank of each works for the coordinator.
     assert engines == {"tp2": {"rank-0", "rank-2"}, "pp2": {"rank-0", "rank-1"}}[name]
