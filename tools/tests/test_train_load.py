@@ -108,9 +108,9 @@ def test_the_same_command_goes_on_from_its_own_steps(source: RunConfig, tmp_path
     # What it began with may be gone by then.
     again = override(part, [f"load.path={tmp_path}/gone", "train.steps=3"])
     # The second step is committed while the third is trained.
-    found: list[list[int]] = []
-    train_rank(again, "cpu", stop=lambda: bool(found.append(steps_of(again).steps())))
-    assert [row["step"] for row in rows(again)] == [1, 2, 3] == steps_of(again).steps() and found == [[1, 2]]
+    stored_steps: list[list[int]] = []
+    train_rank(again, "cpu", stop=lambda: bool(stored_steps.append(steps_of(again).steps())))
+    assert [row["step"] for row in rows(again)] == [1, 2, 3] == steps_of(again).steps() and stored_steps == [[1, 2]]
 
 
 def test_all_of_an_older_step_goes_on_as_the_run_did(source: RunConfig, tmp_path: Path) -> None:
