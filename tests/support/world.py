@@ -16,16 +16,21 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import torch
+
 _server = multiprocessing.get_context("forkserver")
 # What nearly every rank imports: loaded once in the server, it costs a rank nothing. A wheel that is not installed is passed over.
 _PRELOADED = [
     "pytest", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp",
-    # What the first torch.compile of a process imports: seconds, for each rank that compiles.
-    "torch._functorch.aot_autograd", "torch._functorch.partitioners", "torch._inductor.decomposition", "torch._inductor.lowering",
-    "torch._inductor.debug", "torch._inductor.pattern_matcher", "torch._meta_registrations",
     "mcore_parallel.data_parallel", "mcore_parallel.graphs", "mcore_parallel.guard", "mcore_parallel.optim", "mcore_parallel.planner",
     "mcore_parallel.training", "mcore_ckpt", "mcore_ckpt.hf", "mcore_inference.server", "mcore_moe", "mcore_rl", "megatron_fsdp",
     "mcore_tools.assembly", "mcore_tools.serve", "matplotlib.figure", "matplotlib.backends.backend_svg",
+]  # fmt: skip
+# What the first torch.compile of a process imports: seconds, for each rank that compiles. On a build for GPUs it looks for them, and CUDA
+# cannot start in a process forked from one that has.
+_COMPILER = [
+    "torch._functorch.aot_autograd", "torch._functorch.partitioners", "torch._inductor.decomposition", "torch._inductor.lowering",
+    "torch._inductor.debug", "torch._inductor.pattern_matcher", "torch._meta_registrations",
 ]  # fmt: skip
 
 Task = tuple[Callable[..., Any], dict[str, Any]]
@@ -34,7 +39,7 @@ Task = tuple[Callable[..., Any], dict[str, Any]]
 
 def start_server() -> None:
     """Start the process that ranks are forked from, where none runs: a process has one, and whoever starts it says what it loads."""
-    _server.set_forkserver_preload(_PRELOADED)
+    _server.set_forkserver_preload(_PRELOADED if torch.version.cuda else [*_PRELOADED, *_COMPILER])
     forkserver.ensure_running()
 
 
@@ -136,7 +141,6 @@ def _rank_main(first: Task | None, rank: int, num_ranks: int, backend: str, stor
     assert "torch._dynamo" in sys.modules, "the preload failed (its import errors are silent)"
     # What was loaded before is no garbage: looking through it would copy the server's memory, which costs more than most checks.
     gc.freeze()
-    import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
