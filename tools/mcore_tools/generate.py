@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with opened("generate", words, options) as (engine, ranks):
             code = generate(engine, options.prompt, max_tokens=options.max_tokens, temperature=options.temperature)
-        return code if ranks is None else end_process(code)
+        return code if ranks is None else end_process(code, engine)
     except (ValueError, OSError, CheckpointingException) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

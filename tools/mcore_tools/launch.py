@@ -3,6 +3,7 @@
 """Start the ranks of a small world on this machine and bring back what they return."""
 
 import dataclasses
+import gc
 import multiprocessing
 import os
 import signal
@@ -20,7 +21,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from mcore_parallel.guard import STALLED_EXIT_CODE, StallReport, Watchdog, WatchdogConfig, preflight
 
-__all__ = ["RankError", "launch"]
+__all__ = ["RankError", "launch", "leave_world"]
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch._dynamo", "torch.distributed"])
@@ -102,6 +103,15 @@ def launch(
             process.join()
 
 
+def leave_world() -> None:
+    """Destroy the process groups, where nobody holds a model or an engine any more.
+
+    NCCL waits for the recorded graphs that hold its communicators: those in cycles of objects that are gone are collected first.
+    """
+    gc.collect()
+    dist.destroy_process_group()
+
+
 def _collect(pending: dict[Any, int], processes: list[Any], deadline: float) -> list[Any]:
     results: dict[int, Any] = {}
     failures: dict[int, tuple[str, Any]] = {}
@@ -171,12 +181,11 @@ def _rank_main(work: Callable[..., Any], inputs: dict[str, Any], seat: _Seat, pi
                 world_size=world_size,
                 # The watchdog speaks before the backend ends the process.
                 timeout=timedelta(seconds=2 * seat.guard.limit_s),
-                device_id=torch.device("cuda", rank) if seat.device == "cuda" else None,
             )
             result = work(**inputs, watchdog=watchdog) if seat.beats else work(**inputs)
             # Nobody leaves while another rank still talks to it.
-            dist.barrier()
-            dist.destroy_process_group()
+            dist.barrier(device_ids=[rank] if seat.device == "cuda" else None)
+            leave_world()
         pipe.send(("done", result))
     except BaseException as error:
         pipe.send(("failed", (traceback.format_exc(), str(error) if isinstance(error, ValueError | OSError) else None)))

@@ -18,8 +18,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch.distributed as dist
-
 from mcore_ckpt import CheckpointingException
 from mcore_parallel.guard import (
     Attempt,
@@ -44,6 +42,7 @@ from mcore_parallel.training import (
 from mcore_tools import STARTED_AT
 from mcore_tools.arguments import Parser, file
 from mcore_tools.assembly import check_data
+from mcore_tools.launch import leave_world
 from mcore_tools.recipes import (
     RECIPES,
     DataConfig,
@@ -114,7 +113,7 @@ def _in_world(config: RunConfig, kind: str, stop: StopSignals, stamps: StartupSt
             connect(config, kind, attempt.store, rank, world_size)
             trained = train_rank(config, kind, watchdog, stop, None if attempt.number else stamps)
             # After a failure the groups are aborted instead: what is under way in them would never end.
-            dist.destroy_process_group()
+            leave_world()
             return trained
 
     return run_with_restarts(work, store, rank=rank, world_size=world_size, config=config.restart, final=FINAL)

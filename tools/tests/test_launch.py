@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 import torch
@@ -67,6 +68,24 @@ def test_a_stuck_gpu_collective_is_reported() -> None:
     guard = WatchdogConfig(stall_timeout_s=10.0, slow_allowance_s=0, heartbeat_s=0.5, dead_after_s=20.0)
     with pytest.raises(RankError, match=r"(?s)rank 0 waits for rank 1.*nccl:.*missing: rank 1, alive at step 3.*in dawdle"):
         launch(dawdle, 2, device="cuda", guard=guard, beats=True)
+
+
+def record_a_sum() -> float:
+    """A graph that holds a communicator, in a cycle of objects."""
+    holder = types.SimpleNamespace(graph=torch.cuda.CUDAGraph())
+    holder.itself = holder
+    x = torch.ones(1, device="cuda")
+    dist.all_reduce(x)
+    with torch.cuda.graph(holder.graph, capture_error_mode="thread_local"):
+        dist.all_reduce(x)
+    holder.graph.replay()
+    return x.item()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_ranks_that_recorded_collectives_come_to_their_end() -> None:
+    assert launch(record_a_sum, 2, device="cuda", timeout_s=60.0) == [4.0, 4.0]
 
 
 def test_training_needs_no_library_of_a_server_and_waits_for_no_sharding() -> None:

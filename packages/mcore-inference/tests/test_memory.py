@@ -108,6 +108,8 @@ def test_suspended_engines_keep_addresses_graphs_and_tokens(
         done |= {record.request_id: record.generated_tokens for record in ours.step()}
     assert [done[number] for number in ids] == expected
     before = torch.cuda.mem_get_info()[0]
+    ours.close()
+    assert ours.is_suspended and not graphs._recorded
     del ours, graphs
     gc.collect()
     torch.cuda.empty_cache()

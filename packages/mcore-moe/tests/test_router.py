@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mcore_moe import MoEConfig, MoELayer, TopKRouter, choose_experts
+from mcore_moe._gating import gate
 from mcore_parallel import ProcessGroups, named_buffer_shards, named_shards
 from mcore_parallel.models import AuxLoss, Site, TransformerConfig
 from mcore_parallel.nn import Step
@@ -258,8 +259,6 @@ def test_the_gate_keeps_no_wider_copy_and_its_gradients_are_exact() -> None:
         torch.nn.init.normal_(parameter)
     x = torch.randn(7, D, dtype=torch.bfloat16, requires_grad=True)
     saved: list[torch.dtype] = []
-    from mcore_moe._gating import gate
-
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (saved.append(tensor.dtype), tensor)[1], lambda tensor: tensor):
         logits = gate(x, module.weight, module.bias, torch.float32)
     assert logits.dtype == torch.float32 and set(saved) == {torch.bfloat16}
@@ -312,3 +311,21 @@ def test_shared_experts_are_a_dense_feed_forward_beside(gated: bool) -> None:
     shared = shared * (x @ module.shared_expert_gate.weight.t()).sigmoid() if gated else shared
     module.shared_experts = None
     torch.testing.assert_close(y, module(x, Step.causal(1, 9))[0] + shared, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.gpu
+def test_narrow_products_of_the_gate_are_those_of_float32_on_a_gpu() -> None:
+    torch.manual_seed(0)
+    x, weight, grad = torch.randn(500, 2048), torch.randn(128, 2048) * 0.02, torch.randn(500, 128) * 1e-3
+    narrow = [values.to("cuda", torch.bfloat16).requires_grad_() for values in (x, weight)]
+    logits = gate(*narrow, None, torch.float32)
+    logits.backward(grad.cuda())
+    wide = [values.detach().double().requires_grad_() for values in narrow]
+    exact = gate(*wide, None, torch.float64)
+    exact.backward(grad.cuda().double())
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-5)
+    for ours, reference in zip(narrow, wide, strict=True):
+        assert ours.grad is not None and reference.grad is not None and ours.grad.dtype == torch.bfloat16
+        # Of the result alone, which is bfloat16.
+        torch.testing.assert_close(ours.grad.double(), reference.grad, rtol=2**-7, atol=1e-6)

@@ -14,48 +14,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mcore_moe import GroupedMLP, MoEAlltoAllTokenDispatcher, MoEConfig, MoEFlexTokenDispatcher, MoELayer, Routing, SequentialMLP
-from mcore_moe.dispatch import SymmetricExchange, _peer_slots, choose_exchange
-from mcore_moe.dispatch._peer_slots import Slot, SlotLayout, place_rows
+from mcore_moe.dispatch import SymmetricExchange, _peer_slots, _places, choose_exchange
+from mcore_moe.dispatch._peer_slots import Slot, SlotLayout
+from mcore_moe.dispatch._places import place_rows
 from mcore_parallel import Group, ParallelPlan, ProcessGroups
 from mcore_parallel.comm import SymmetricBuffer
 from mcore_parallel.models import Site, TransformerConfig
 from mcore_parallel.nn import Step
 from tests.support.interpreter import run_interpreted
 from tests.support.peer_memory import MappedMemory
+from tests.support.picks import random_picks
 
 D, E, K = 8, 8, 3
 F64 = torch.float64
-
-
-def random_picks(tokens: int, num_experts: int, topk: int, generator: torch.Generator, *, skewed: bool = False) -> Tensor:
-    """int32 [T, K], distinct within a row; some are no expert."""
-    keys = torch.rand(tokens, num_experts, generator=generator)
-    keys[:, 0] += 2 * skewed
-    experts = keys.argsort(-1)[:, :topk]
-    return torch.where(torch.rand(experts.shape, generator=generator) < 0.8, experts, -1).to(torch.int32)
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    tokens=st.integers(1, 40), local=st.integers(1, 5), ranks=st.integers(1, 4), topk=st.integers(1, 5), seed=st.integers(0, 999),
-    skewed=st.booleans(),
-)  # fmt: skip
-def test_rows_are_sorted_by_expert_and_place(tokens: int, local: int, ranks: int, topk: int, seed: int, skewed: bool) -> None:
-    topk = min(topk, local * ranks)
-    experts = random_picks(tokens, local * ranks, topk, torch.Generator().manual_seed(seed), skewed=skewed)
-    for rank in range(ranks):
-        places, ends = place_rows(experts, rank * local, local)
-        wanted = [
-            sorted((token, pick) for token, picks in enumerate(experts.tolist()) for pick, number in enumerate(picks) if number == expert)
-            for expert in range(rank * local, (rank + 1) * local)
-        ]
-        assert ends.tolist() == [sum(map(len, wanted[: number + 1])) for number in range(local)] and ends.dtype == torch.int32
-        rows = [pick for picks in wanted for pick in picks]
-        expected = torch.full_like(experts, -1)
-        for row, (token, pick) in enumerate(rows):
-            expected[token, pick] = row
-        assert torch.equal(places, expected)
-        assert len(rows) <= SlotLayout(1, tokens, 1, topk, local, torch.float32, torch.float32).most_rows
 
 
 class Ranks:
@@ -91,6 +62,13 @@ class Ranks:
 
         return _triton_symmetric
 
+    def places(self) -> Any:
+        if not self.kernels:
+            return _places
+        from mcore_moe.dispatch import _triton
+
+        return _triton
+
     def round_trip(
         self, x: list[Tensor], experts: list[Tensor], weights: list[Tensor], scale: Callable[[Tensor, int], Tensor]
     ) -> list[Any]:
@@ -99,9 +77,9 @@ class Ranks:
             self.push("push_tokens", rank, *values)
         plans, computed = [], []
         for rank, slot in enumerate(self.slots):
-            places, ends = self.moves().place_rows(slot.experts_AK, rank * self.local, self.local)
-            assert all(map(torch.equal, (places, ends), place_rows(slot.experts_AK, rank * self.local, self.local)))
-            rows, row_weights = self.moves().spread_rows(slot, places, self.layout.most_rows, weighted=True)
+            places, ends = self.places().place_rows(slot.experts_AK, rank * self.local, self.local)
+            assert all(map(torch.equal, (places.cpu(), ends.cpu()), place_rows(slot.experts_AK.cpu(), rank * self.local, self.local)))
+            rows, row_weights = self.places().spread_rows(slot.x_AD, slot.weights_AK, places, self.layout.most_rows, padded=False)
             begins = [0, *ends.tolist()]
             parts = [
                 scale(rows[first:last], rank * self.local + number) * row_weights[first:last, None].to(rows.dtype)
@@ -120,7 +98,7 @@ class Ranks:
         for rank, (values, mine) in enumerate(zip(x, experts, strict=True)):
             self.push("push_tokens", rank, values, mine, None)
         again = [
-            self.moves().spread_rows(slot, places, self.layout.most_rows, weighted=False)[0]
+            self.places().spread_rows(slot.x_AD, None, places, self.layout.most_rows, padded=False)[0]
             for slot, (places, _) in zip(self.slots, plans, strict=True)
         ]
         return [(*pair, places, rows) for pair, (places, _), rows in zip(back, plans, again, strict=True)]
@@ -158,16 +136,6 @@ def test_every_token_comes_to_its_experts_and_back(sizes: list[int], width: int,
     check_round_trip(sizes, width, min(topk, local * len(sizes)), local, seed, kernels=False)
 
 
-def check_places(tokens: int, topk: int, local: int, device: str) -> None:
-    """Kernels give the places of the reference, over several chunks, to experts between others' and to none."""
-    from mcore_moe.dispatch import _triton_symmetric
-
-    experts = random_picks(tokens, 3 * local, topk, torch.Generator().manual_seed(tokens)).to(device)
-    for first in (0, local):
-        assert all(map(torch.equal, _triton_symmetric.place_rows(experts, first, local), place_rows(experts, first, local)))
-
-
-PLACED = ((1, 1, 1), (150, 3, 17), (300, 2, 600))
 SHAPES = (([2, 0], 24, 3, 2, 0), ([1, 3], 40, 2, 1, 1), ([0, 1, 2], 8, 4, 2, 2), ([1, 1], 2056, 2, 2, 3), ([0, 0], 16, 1, 1, 4))
 
 
@@ -182,22 +150,17 @@ def test_kernels_move_as_the_reference_on_a_gpu(dtype: torch.dtype) -> None:
         check_round_trip(*shape, kernels=True, device="cuda", dtype=dtype)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("sizes", [*PLACED, (16384, 8, 64), (70000, 8, 128)])
-def test_kernels_place_rows_as_the_reference_on_a_gpu(sizes: tuple[int, int, int]) -> None:
-    check_places(*sizes, "cuda")
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_kernels_compile_for_hopper_and_store_16_bytes_a_thread(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    from mcore_moe.dispatch import _triton_symmetric
+    from mcore_moe.dispatch import _triton, _triton_symmetric
     from tests.support.hopper import CompiledLaunches
 
     launches = {}
-    for name in ("push_tokens", "spread_rows", "push_sums", "add_sums", "count_picks", "scan_picks", "place_picks"):
-        launches[name] = CompiledLaunches(getattr(_triton_symmetric, f"_{name}_kernel"))
-        monkeypatch.setattr(_triton_symmetric, f"_{name}_kernel", launches[name])
+    for module, names in ((_triton_symmetric, ("push_tokens", "push_sums", "add_sums")), (_triton, ("spread_rows",))):
+        for name in names:
+            launches[name] = CompiledLaunches(getattr(module, f"_{name}_kernel"))
+            monkeypatch.setattr(module, f"_{name}_kernel", launches[name])
     layout = SlotLayout(2, 32, 4096, 8, 64, torch.bfloat16, torch.float32)
     slot, addresses = layout.slot(torch.zeros(layout.num_bytes, dtype=torch.uint8), 0), torch.zeros(2, dtype=torch.int64)
     x, picks = torch.zeros(20, 4096, dtype=torch.bfloat16), torch.zeros(20, 8, dtype=torch.int32)
@@ -205,14 +168,11 @@ def test_kernels_compile_for_hopper_and_store_16_bytes_a_thread(rank: int, monke
     for weighted in (True, False):
         weights = torch.zeros(20, 8) if weighted else None
         _triton_symmetric.push_tokens(layout, addresses, 0, rank, x, picks, weights)
-        rows, row_weights = _triton_symmetric.spread_rows(slot, places, 64, weighted=weighted)
+        rows, row_weights = _triton.spread_rows(slot.x_AD, slot.weights_AK if weighted else None, places, 64, padded=False)
         _triton_symmetric.push_sums(layout, addresses, layout.num_bytes, rank, rows, places, row_weights)
         _triton_symmetric.add_sums(layout, slot, picks, weighted=weighted)
-    for num_experts in (64, 500):
-        _triton_symmetric.place_rows(picks, 0, num_experts)
-    assert all(len(launch.ptx) == 2 for launch in launches.values())
-    for name in ("push_tokens", "spread_rows", "push_sums", "add_sums"):
-        launch = launches[name]
+    for name, launch in launches.items():
+        assert len(launch.ptx) == 2
         assert all("st.global.v4.b32" in ptx and "ld.global.v4.b32" in ptx and ".b16" not in stores(ptx) for ptx in launch.ptx), name
 
 
@@ -394,6 +354,4 @@ def test_what_cannot_be_is_named() -> None:
 if __name__ == "__main__":
     for each in SHAPES:
         check_round_trip(*each, kernels=True)
-    for each in PLACED:
-        check_places(*each, "cpu")
     print("same")

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from mcore_parallel import CommunicatorOptions, ParallelPlan, ProcessGroups, comm
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
+from mcore_parallel.groups._communicator import made_by_members
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from tests.support.world import run
 
@@ -150,3 +151,20 @@ def check_regions() -> None:
 
 def test_ragged_and_turned_regions_run_over_nccl() -> None:
     run(check_regions, 2, backend="nccl", timeout_s=180.0)
+
+
+def check_members_alone() -> float:
+    """The world is bound to its devices, and the second rank makes nothing."""
+    x = torch.ones(1, device="cuda")
+    if dist.get_rank() == 0:
+        with made_by_members():
+            pg = dist.new_group([0], use_local_synchronization=True)
+        assert isinstance(pg, dist.ProcessGroup)
+        dist.all_reduce(x, group=pg)
+    dist.barrier()
+    assert dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None
+    return x.item()
+
+
+def test_members_make_a_group_without_the_others() -> None:
+    assert run(check_members_alone, 2, backend="nccl", timeout_s=60.0) == [1.0, 1.0]

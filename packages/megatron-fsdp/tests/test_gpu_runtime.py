@@ -13,6 +13,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
+from megatron_fsdp._collectives import Ranks
 from tests.support.world import run
 
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -191,6 +192,25 @@ def check_experts_overlap() -> None:
 @needs_two
 def test_exchanges_of_experts_run_beside_the_gathers_of_dense_parameters():
     run(check_experts_overlap, 2, backend="nccl", timeout_s=110.0)
+
+
+def check_members_alone():
+    """The world is bound to its devices, and the second rank makes nothing."""
+    pg = dist.new_group([0])
+    total = 1.0
+    if dist.get_rank() == 0:
+        assert isinstance(pg, dist.ProcessGroup)
+        apart = Ranks.of(pg).apart(torch.device("cuda", 0))
+        x = torch.ones(1, device="cuda")
+        dist.all_reduce(x, group=apart.pg)
+        total = x.item()
+    dist.barrier()
+    return total
+
+
+@needs_two
+def test_ranks_get_a_communicator_of_their_own_without_the_others():
+    assert run(check_members_alone, 2, backend="nccl", timeout_s=60.0) == [1.0, 1.0]
 
 
 def test_one_gpu_without_a_process_group_trains():

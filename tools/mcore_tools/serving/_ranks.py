@@ -151,8 +151,8 @@ def start_rank(command: Sequence[str], rank: int, size: int, port: int, environm
     return subprocess.Popen([sys.executable, "-m", "mcore_tools", *command], env={**environment, **place}, start_new_session=True)
 
 
-def end_process(code: int) -> int:
-    """The end of a rank of a split engine; a step that waits for lost ranks does not hold it back.
+def end_process(code: int, engine: DynamicInferenceEngine) -> int:
+    """The end of a rank of a split engine, which is closed; a step that waits for lost ranks does not hold it back.
 
     Returns:
         The code, where nothing hangs.
@@ -162,5 +162,6 @@ def end_process(code: int) -> int:
         sys.stderr.flush()
         os._exit(code)
     if dist.is_initialized():
+        engine.close()
         dist.destroy_process_group()
     return code

@@ -14,6 +14,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from mcore_parallel.guard import Watchdog, check_network, preflight
 from mcore_parallel.nn import check_deterministic
+from mcore_tools.launch import leave_world
 from mcore_tools.recipes import RunConfig
 
 
@@ -62,7 +63,7 @@ def join(config: RunConfig, kind: str) -> Iterator[Watchdog]:
         try:
             yield watchdog
         finally:
-            dist.destroy_process_group()
+            leave_world()
 
 
 def meet(config: RunConfig, kind: str) -> tuple[Store, int, int]:

@@ -11,11 +11,15 @@ from mcore_moe._stability import experimental_api
 from mcore_parallel import Group
 from mcore_parallel.comm import all_reduce
 
-# T tokens, D model, E experts.
+# T tokens, D model, E experts, F = 2 * E.
 
 
 def gate(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """[T, E] logits in ``dtype``; kept for the backward are the operands in their own dtypes, no wider copies."""
+    """[T, E] logits in ``dtype``; kept for the backward are the operands in their own dtypes, no wider copies.
+
+    On GPUs bfloat16 operands of float32 logits go to the tensor cores as they are: their products are exact in float32, in which they are
+    added up. Their gradients then go as the sum of two bfloat16 numbers, which has 16 bits of each.
+    """
     return _Gate.apply(x_TD, weight_ED, bias_E, dtype)
 
 
@@ -26,17 +30,37 @@ class _Gate(torch.autograd.Function):
     def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(x_TD, weight_ED)
         ctx.dtype, ctx.bias_dtype = dtype, None if bias_E is None else bias_E.dtype
-        logits_TE = x_TD.to(dtype) @ weight_ED.to(dtype).t()
+        ctx.narrow = dtype == torch.float32 and x_TD.is_cuda and x_TD.dtype == weight_ED.dtype == torch.bfloat16
+        if ctx.narrow:
+            logits_TE = torch.mm(x_TD, weight_ED.t(), out_dtype=dtype)
+        else:
+            logits_TE = x_TD.to(dtype) @ weight_ED.to(dtype).t()
         return logits_TE if bias_E is None else logits_TE + bias_E.to(dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x_TD, weight_ED = ctx.saved_tensors
         grad_TE = grads[0].to(ctx.dtype)
-        grad_x = (grad_TE @ weight_ED.to(ctx.dtype)).to(x_TD.dtype) if ctx.needs_input_grad[0] else None
-        grad_weight = (grad_TE.t() @ x_TD.to(ctx.dtype)).to(weight_ED.dtype) if ctx.needs_input_grad[1] else None
+        grad_x, grad_weight = None, None
+        if ctx.narrow:
+            halves_TF = torch.cat(_halves(grad_TE), 1)
+            if ctx.needs_input_grad[0]:
+                grad_x = halves_TF @ torch.cat((weight_ED, weight_ED))
+            if ctx.needs_input_grad[1]:
+                grad_weight = torch.mm(halves_TF.t(), x_TD, out_dtype=ctx.dtype).view(2, *weight_ED.shape).sum(0).to(weight_ED.dtype)
+        else:
+            if ctx.needs_input_grad[0]:
+                grad_x = (grad_TE @ weight_ED.to(ctx.dtype)).to(x_TD.dtype)
+            if ctx.needs_input_grad[1]:
+                grad_weight = (grad_TE.t() @ x_TD.to(ctx.dtype)).to(weight_ED.dtype)
         grad_bias = grad_TE.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         return grad_x, grad_weight, grad_bias, None
+
+
+def _halves(wide: Tensor) -> tuple[Tensor, Tensor]:
+    """Two bfloat16 numbers whose sum is the float32 one but for what is behind its first 16 bits."""
+    first = wide.to(torch.bfloat16)
+    return first, (wide - first).to(torch.bfloat16)
 
 
 def jittered(x_TD: Tensor, eps: float, replicas: Group) -> Tensor:

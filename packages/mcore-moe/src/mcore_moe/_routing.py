@@ -108,6 +108,11 @@ def score(logits_TE: Tensor, score_function: str) -> Tensor:
 
 def top(keys_TE: Tensor, topk: int) -> Tensor:
     """[T, K] int64 of the highest keys, best first; of equal ones the lowest number."""
+    if keys_TE.is_cuda and keys_TE.dtype == torch.float32:
+        from mcore_moe import _triton_top
+
+        if keys_TE.shape[1] <= _triton_top.MOST_EXPERTS:
+            return _triton_top.top(keys_TE, topk)
     return keys_TE.sort(dim=-1, descending=True, stable=True).indices[:, :topk]
 
 

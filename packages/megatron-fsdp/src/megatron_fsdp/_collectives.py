@@ -46,7 +46,14 @@ class Ranks:
             if pg.group_desc == _APART and (dist.get_process_group_ranks(pg), dist.get_backend_config(pg)) == (members, backend):
                 return Ranks.of(pg)
         timeout = self.pg._get_backend(device).options._timeout
-        group = dist.new_group(members, timeout=timeout, backend=backend, use_local_synchronization=True, group_desc=_APART)
+        world = dist.group.WORLD
+        assert world is not None
+        # The communicator of a world that is bound to a device would be split, and ranks that are no members would be waited for.
+        bound, world.bound_device_id = world.bound_device_id, None
+        try:
+            group = dist.new_group(members, timeout=timeout, backend=backend, use_local_synchronization=True, group_desc=_APART)
+        finally:
+            world.bound_device_id = bound
         assert isinstance(group, dist.ProcessGroup), "this rank is a member"
         return Ranks.of(group)
 

@@ -490,6 +490,16 @@ class DynamicInferenceEngine:
         if self.is_suspended:
             self.context.memory.allocate_again()
 
+    def close(self) -> None:
+        """Free the cache and the recorded graphs; ask nothing of the engine any more.
+
+        NCCL waits for graphs that hold its communicators: an engine whose ranks share a model is closed before the process groups are
+        destroyed.
+        """
+        self.suspend()
+        if self._executor.graphs is not None:
+            self._executor.graphs.clear()
+
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _go_on(self, launch: Callable[[], InFlight] | None) -> None:

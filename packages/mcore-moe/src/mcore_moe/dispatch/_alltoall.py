@@ -32,12 +32,10 @@ class Dispatched:
     """int32, rows of each of the N experts held here and of all before it."""
     weights_R: Tensor
     """Of the rows' results."""
-    order_P: Tensor
-    """The pick of each row that was sent, in their order; -1 for a row of zeros that fills an expert up."""
     places_TK: Tensor
-    """int32 row of each pick among those; -1 where it goes to no expert."""
+    """int32 row of each pick among those that were sent; -1 where it goes to no expert."""
     padded: bool
-    """Whether ``order_P`` has rows that fill experts up."""
+    """Whether rows of zeros were sent that fill experts up."""
     arrival_R: Tensor
     """Rows in expert order -> position of arrival."""
     place_R: Tensor
@@ -119,7 +117,7 @@ class MoEAlltoAllTokenDispatcher:
         arrived_RD = _Permuted.apply(rows_RD, dispatched.place_R, dispatched.arrival_R)
         arrived_QD = _reduce_scatter_rows(arrived_RD, dispatched.shared, self.expert_tp)
         back_PD = all_to_all_autograd(arrived_QD, dispatched.sent, dispatched.received, self.group, self.pause)
-        return sum_places(back_PD, dispatched.order_P, dispatched.places_TK, dispatched.padded)
+        return sum_places(back_PD, dispatched.places_TK, dispatched.padded)
 
     def _exchange(
         self, picks: LocalPicks, sent: list[int], received: list[int], shared: list[int], meanwhile: Callable[[], None] | None
@@ -172,15 +170,14 @@ def _in_expert_order(
     """Rows and weights as they arrived, for the experts; ``sizes`` are those sent, received and shared."""
     place_R = torch.empty_like(arrival_R).scatter_(0, arrival_R, torch.arange(len(arrival_R), device=arrival_R.device))
     rows_RD, weights_R = (_Permuted.apply(arrived, arrival_R, place_R) for arrived in (rows_RD, weights_R))
-    return Dispatched(rows_RD, ends_N, weights_R, picks.order_R, picks.places_TK, picks.padded, arrival_R, place_R, *sizes)
+    return Dispatched(rows_RD, ends_N, weights_R, picks.places_TK, picks.padded, arrival_R, place_R, *sizes)
 
 
 def _first(picks: LocalPicks, num_rows: int) -> LocalPicks:
     """The rows that go to an expert."""
     if num_rows == len(picks.rows_RD):
         return picks
-    cut = {"rows_RD": picks.rows_RD[:num_rows], "weights_R": picks.weights_R[:num_rows], "order_R": picks.order_R[:num_rows]}
-    return dataclasses.replace(picks, **cut)
+    return dataclasses.replace(picks, rows_RD=picks.rows_RD[:num_rows], weights_R=picks.weights_R[:num_rows])
 
 
 def _gather_rows(rows_QD: Tensor, sizes: list[int], group: Group) -> Tensor:

@@ -93,35 +93,6 @@ def _aligned(size: int) -> int:
     return math.ceil(size / _ALIGNED_BYTES) * _ALIGNED_BYTES
 
 
-def place_rows(experts_AK: Tensor, first_expert: int, num_experts: int) -> tuple[Tensor, Tensor]:
-    """The row of each pick, sorted by expert and then by place; no size depends on the routing.
-
-    Args:
-        experts_AK: numbers over the ranks, distinct within a row but for those below 0.
-        first_expert: of this rank.
-        num_experts: N.
-
-    Returns:
-        int32 [A, K], -1 for picks of other ranks, and int32 [N], the rows of each expert and of all before it.
-
-    Example:
-        >>> place_rows(torch.tensor([[3, 2], [0, 2], [-1, -1]]), 2, 2)
-        (tensor([[ 2,  0],
-                [-1,  1],
-                [-1, -1]], dtype=torch.int32), tensor([2, 3], dtype=torch.int32))
-    """
-    local_AK = experts_AK.long() - first_expert
-    mine_AK = (local_AK >= 0) & (local_AK < num_experts)
-    local_KA = torch.where(mine_AK, local_AK, num_experts).T
-    # Line N takes the others; each token has one pick of an expert at most, so no two meet.
-    picked_NA = torch.zeros((num_experts + 1, len(experts_AK)), dtype=torch.int32, device=experts_AK.device).scatter_(0, local_KA, 1)
-    order_NA = picked_NA.cumsum(1, dtype=torch.int32)
-    ends_N = order_NA[:num_experts, -1].cumsum(0, dtype=torch.int32)
-    starts_N = torch.nn.functional.pad(ends_N, (1, 0))
-    rows_KA = starts_N[local_KA] + order_NA.gather(0, local_KA) - 1
-    return torch.where(mine_AK, rows_KA.T, -1).to(torch.int32), ends_N
-
-
 def push_tokens(layout: SlotLayout, slots: Sequence[Slot], rank: int, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor | None) -> None:
     """Store this rank's tokens with the ranks of their experts, and unless ``weights_TK`` is None the routing of all with all ranks."""
     begin = rank * layout.room
@@ -133,19 +104,6 @@ def push_tokens(layout: SlotLayout, slots: Sequence[Slot], rank: int, x_TD: Tens
             slot.weights_AK[begin : begin + len(x_TD)] = weights_TK
         wanted_T = of_rank(experts_TK, peer, layout.num_local_experts).any(1)
         slot.x_AD[begin : begin + len(x_TD)][wanted_T] = x_TD[wanted_T]
-
-
-def spread_rows(slot: Slot, places_AK: Tensor, num_rows: int, *, weighted: bool) -> tuple[Tensor, Tensor | None]:
-    """[R, D], each token at the places of its picks, and with ``weighted`` [R], their weights."""
-    rows_RD = slot.x_AD.new_empty(num_rows, slot.x_AD.shape[1])
-    places, picks = (places_AK >= 0).nonzero(as_tuple=True)
-    rows = places_AK[places, picks].long()
-    rows_RD[rows] = slot.x_AD[places]
-    if not weighted:
-        return rows_RD, None
-    weights_R = slot.weights_AK.new_empty(num_rows)
-    weights_R[rows] = slot.weights_AK[places, picks]
-    return rows_RD, weights_R
 
 
 def push_sums(layout: SlotLayout, slots: Sequence[Slot], rank: int, rows_RD: Tensor, places_AK: Tensor, grad_R: Tensor | None) -> None:

@@ -14,6 +14,7 @@ from mcore_moe.dispatch import _peer_slots
 from mcore_moe.dispatch._arrival import gather_numbers
 from mcore_moe.dispatch._flex import FlexPicks
 from mcore_moe.dispatch._peer_slots import Slot, SlotLayout
+from mcore_moe.dispatch._places import place_rows, spread_rows
 from mcore_parallel import Group
 
 # G ranks, T tokens of this rank, A places for tokens of all ranks, K experts a token, N experts of a rank, R rows, D model.
@@ -107,16 +108,16 @@ class SymmetricExchange:
         """Rows in expert order, their weights, the ends of the experts, and the plan."""
         rank, N = self._group.rank, self._num_local_experts
         slot = self._store_tokens(layout, x_TD, experts_TK, weights_TK)
-        places_AK, ends_N = _moves(x_TD).place_rows(slot.experts_AK, rank * N, N)
+        places_AK, ends_N = place_rows(slot.experts_AK, rank * N, N)
         num_rows = int(ends_N[-1]) if self._exact_rows else layout.most_rows
         plan = ExchangePlan(layout, experts_TK, places_AK, num_rows)
-        rows_RD, weights_R = _moves(x_TD).spread_rows(slot, places_AK, num_rows, weighted=True)
+        rows_RD, weights_R = spread_rows(slot.x_AD, slot.weights_AK, places_AK, num_rows)
         return rows_RD, weights_R, ends_N, plan
 
     def send_again(self, x_TD: Tensor, plan: ExchangePlan) -> Tensor:
         """Other values of the same tokens, [R, D]."""
         slot = self._store_tokens(plan.layout, x_TD, plan.experts_TK, None)
-        return _moves(x_TD).spread_rows(slot, plan.places_AK, plan.num_rows, weighted=False)[0]
+        return spread_rows(slot.x_AD, None, plan.places_AK, plan.num_rows)[0]
 
     def add_up(self, rows_RD: Tensor, grad_R: Tensor | None, plan: ExchangePlan) -> tuple[Tensor, Tensor | None]:
         """[T, D], each token's sum over its rows, and [T, K], the values in ``grad_R`` of its picks."""
@@ -180,7 +181,7 @@ class SymmetricExchange:
 
 
 def _moves(values: Tensor) -> Any:
-    """Who places and moves rows within a rank."""
+    """Who moves, where the values are."""
     if not values.is_cuda:
         return _peer_slots
     from mcore_moe.dispatch import _triton_symmetric

@@ -2,8 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Triton kernels of an exchange: they store tokens and sums in the memory of other GPUs; imported only when they run.
 
-Each does what the function of its name in ``_peer_slots`` does. A program that moves handles one token, and a part of its width; one that
-finds places handles a chunk of tokens, and every expert of its rank.
+Each does what the function of its name in ``_peer_slots`` does; a program handles one token, and a part of its width.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
@@ -14,18 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 from mcore_moe.dispatch._peer_slots import Slot, SlotLayout
-
-_MOST_LANES = 2048
-_LEAST_EXPERTS, _MOST_CHUNK = 16, 128
-_TILE = 4096
-"""Tokens of a chunk times experts: what a program has in registers."""
+from mcore_moe.dispatch._triton import blocks_of
 
 
 def push_tokens(
     layout: SlotLayout, addresses: Tensor, begin: int, rank: int, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor | None
 ) -> None:
     """``addresses`` int64 of the ranks' memory, ``begin`` the byte of the slot in it."""
-    block, blocks = _blocks(layout.width)
+    block, blocks = blocks_of(layout.width)
     routed = weights_TK is not None
     # Behind the last token of this rank the others must see that there is none.
     tokens = layout.room if routed else len(x_TD)
@@ -38,42 +33,11 @@ def push_tokens(
     )  # fmt: skip
 
 
-def place_rows(experts_AK: Tensor, first_expert: int, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Three launches: picks of each expert in each chunk, what lies before each chunk, and the places."""
-    tokens, topk = experts_AK.shape
-    experts = max(_LEAST_EXPERTS, triton.next_power_of_2(num_experts))
-    chunk = min(_MOST_CHUNK, max(1, _TILE // experts))
-    chunks = triton.cdiv(tokens, chunk)
-    picks_CN = experts_AK.new_empty(chunks, num_experts)
-    before_CN, ends_N = torch.empty_like(picks_CN), experts_AK.new_empty(num_experts)
-    places_AK = torch.empty_like(experts_AK)
-    sizes = {"TOPK": topk, "CHUNK": chunk, "EXPERTS": experts}
-    if chunks:
-        _count_picks_kernel[(chunks,)](experts_AK, picks_CN, tokens, first_expert, num_experts, **sizes, num_warps=4)
-    _scan_picks_kernel[(1,)](picks_CN, before_CN, ends_N, chunks, num_experts, LINES=chunk, EXPERTS=experts, num_warps=4)
-    if chunks:
-        _place_picks_kernel[(chunks,)](experts_AK, before_CN, places_AK, tokens, first_expert, num_experts, **sizes, num_warps=4)
-    return places_AK, ends_N
-
-
-def spread_rows(slot: Slot, places_AK: Tensor, num_rows: int, *, weighted: bool) -> tuple[Tensor, Tensor | None]:
-    """Rows behind the last place hold anything."""
-    width, topk = slot.x_AD.shape[1], places_AK.shape[1]
-    rows_RD = slot.x_AD.new_empty(num_rows, width)
-    weights_R = slot.weights_AK.new_empty(num_rows) if weighted else None
-    block, blocks = _blocks(width)
-    _spread_rows_kernel[(len(places_AK) * blocks,)](
-        slot.x_AD, slot.weights_AK, places_AK, rows_RD, slot.weights_AK if weights_R is None else weights_R, width, blocks,
-        TOPK=topk, PICKS=triton.next_power_of_2(topk), WEIGHTED=weighted, BLOCK=block, num_warps=4,
-    )  # fmt: skip
-    return rows_RD, weights_R
-
-
 def push_sums(
     layout: SlotLayout, addresses: Tensor, begin: int, rank: int, rows_RD: Tensor, places_AK: Tensor, grad_R: Tensor | None
 ) -> None:
     """As ``push_tokens``, the other way."""
-    block, blocks = _blocks(layout.width)
+    block, blocks = blocks_of(layout.width)
     _push_sums_kernel[(len(places_AK) * blocks,)](
         addresses, rows_RD, rows_RD if grad_R is None else grad_R, places_AK, begin, layout.weights_at, layout.width, layout.room, rank,
         blocks, TOPK=layout.topk, PICKS=triton.next_power_of_2(layout.topk), WEIGHTED=grad_R is not None, BLOCK=block, num_warps=4,
@@ -85,7 +49,7 @@ def add_sums(layout: SlotLayout, slot: Slot, experts_TK: Tensor, *, weighted: bo
     tokens = len(experts_TK)
     y_TD = slot.x_AD.new_empty(tokens, layout.width)
     grad_TK = slot.weights_AK.new_empty(tokens, layout.topk) if weighted else None
-    block, blocks = _blocks(layout.width)
+    block, blocks = blocks_of(layout.width)
     if tokens:
         _add_sums_kernel[(tokens * blocks,)](
             slot.x_AD, slot.weights_AK, experts_TK, y_TD, slot.weights_AK if grad_TK is None else grad_TK, layout.width, layout.room,
@@ -93,12 +57,6 @@ def add_sums(layout: SlotLayout, slot: Slot, experts_TK: Tensor, *, weighted: bo
             WEIGHTED=weighted, BLOCK=block, num_warps=4,
         )  # fmt: skip
     return y_TD, grad_TK
-
-
-def _blocks(width: int) -> tuple[int, int]:
-    """Elements of a program, and programs of a token."""
-    block = min(_MOST_LANES, triton.next_power_of_2(width))
-    return block, triton.cdiv(width, block)
 
 
 @triton.jit
@@ -133,85 +91,6 @@ def _push_tokens_kernel(
             tl.store(_at(address, experts_at, tl.int32) + place * TOPK + picks, experts, mask=here)
             weights = tl.load(weights_ptr + token * TOPK + picks, mask=picked & here, other=0.0)
             tl.store(_at(address, weights_at, weights_ptr.dtype.element_ty) + place * TOPK + picks, weights, mask=here)
-
-
-@triton.jit
-def _picked(experts_ptr, token, tokens, first, TOPK: tl.constexpr, CHUNK: tl.constexpr, EXPERTS: tl.constexpr):
-    """int32 [CHUNK, EXPERTS], 1 where a token picked an expert of this rank."""
-    lane = tl.arange(0, EXPERTS)
-    picked = tl.zeros((CHUNK, EXPERTS), dtype=tl.int32)
-    for pick in tl.static_range(TOPK):
-        expert = tl.load(experts_ptr + token * TOPK + pick, mask=token < tokens, other=-1) - first
-        picked += (expert[:, None] == lane[None, :]).to(tl.int32)
-    return picked
-
-
-@triton.jit
-def _count_picks_kernel(
-    experts_ptr, picks_ptr, tokens, first, experts, TOPK: tl.constexpr, CHUNK: tl.constexpr, EXPERTS: tl.constexpr,
-):  # fmt: skip
-    chunk = tl.program_id(0).to(tl.int64)
-    token = chunk * CHUNK + tl.arange(0, CHUNK)
-    lane = tl.arange(0, EXPERTS)
-    picked = _picked(experts_ptr, token, tokens, first, TOPK, CHUNK, EXPERTS)
-    tl.store(picks_ptr + chunk * experts + lane, tl.sum(picked, 0), mask=lane < experts)
-
-
-@triton.jit
-def _scan_picks_kernel(picks_ptr, before_ptr, ends_ptr, chunks, experts, LINES: tl.constexpr, EXPERTS: tl.constexpr):
-    lane = tl.arange(0, EXPERTS)
-    line = tl.arange(0, LINES)
-    total = tl.zeros((EXPERTS,), dtype=tl.int32)
-    for begin in range(0, chunks, LINES):
-        inside = (begin + line < chunks)[:, None] & (lane < experts)[None, :]
-        total += tl.sum(tl.load(picks_ptr + (begin + line)[:, None] * experts + lane[None, :], mask=inside, other=0), 0)
-    ends = tl.cumsum(total, 0)
-    tl.store(ends_ptr + lane, ends, mask=lane < experts)
-    before = ends - total
-    for begin in range(0, chunks, LINES):
-        inside = (begin + line < chunks)[:, None] & (lane < experts)[None, :]
-        at = (begin + line)[:, None] * experts + lane[None, :]
-        picks = tl.load(picks_ptr + at, mask=inside, other=0)
-        tl.store(before_ptr + at, before[None, :] + tl.cumsum(picks, 0) - picks, mask=inside)
-        before += tl.sum(picks, 0)
-
-
-@triton.jit
-def _place_picks_kernel(
-    experts_ptr, before_ptr, places_ptr, tokens, first, experts, TOPK: tl.constexpr, CHUNK: tl.constexpr, EXPERTS: tl.constexpr,
-):  # fmt: skip
-    chunk = tl.program_id(0).to(tl.int64)
-    token = chunk * CHUNK + tl.arange(0, CHUNK)
-    lane = tl.arange(0, EXPERTS)
-    before = tl.load(before_ptr + chunk * experts + lane, mask=lane < experts, other=0)
-    rows = before[None, :] + tl.cumsum(_picked(experts_ptr, token, tokens, first, TOPK, CHUNK, EXPERTS), 0) - 1
-    for pick in tl.static_range(TOPK):
-        expert = tl.load(experts_ptr + token * TOPK + pick, mask=token < tokens, other=-1) - first
-        row = tl.sum(tl.where(expert[:, None] == lane[None, :], rows, 0), 1)
-        mine = (expert >= 0) & (expert < experts)
-        tl.store(places_ptr + token * TOPK + pick, tl.where(mine, row, -1), mask=token < tokens)
-
-
-@triton.jit
-def _spread_rows_kernel(
-    x_ptr, weights_ptr, places_ptr, rows_ptr, row_weights_ptr, width, blocks,
-    TOPK: tl.constexpr, PICKS: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    token = (tl.program_id(0) // blocks).to(tl.int64)
-    block = tl.program_id(0) % blocks
-    lanes = block * BLOCK + tl.arange(0, BLOCK)
-    inside = lanes < width
-    picks = tl.arange(0, PICKS)
-    places = tl.load(places_ptr + token * TOPK + picks, mask=picks < TOPK, other=-1)
-    if tl.max(places, 0) >= 0:
-        x = tl.load(x_ptr + token * width + lanes, mask=inside)
-        for pick in tl.static_range(TOPK):
-            place = tl.load(places_ptr + token * TOPK + pick).to(tl.int64)
-            tl.store(rows_ptr + place * width + lanes, x, mask=inside & (place >= 0))
-        if WEIGHTED:
-            here = (places >= 0) & (block == 0)
-            weights = tl.load(weights_ptr + token * TOPK + picks, mask=here)
-            tl.store(row_weights_ptr + places, weights, mask=here)
 
 
 @triton.jit

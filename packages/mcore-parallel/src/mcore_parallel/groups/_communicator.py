@@ -5,7 +5,8 @@
 import json
 import logging
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from pathlib import Path
@@ -159,18 +160,34 @@ def connect(
     if len(ranks) == 1:
         return Group(ranks, 0, timeout_s=timeout_s)
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
-    pg: Any = dist.new_group(
-        list(ranks),
-        timeout=timeout,
-        backend=backend,
-        pg_options=None if options is None else _nccl_options(options, backend or dist.get_backend_config(), timeout),
-        use_local_synchronization=local,
-        group_desc=name or None,
-    )
+    with made_by_members() if local else nullcontext():
+        pg: Any = dist.new_group(
+            list(ranks),
+            timeout=timeout,
+            backend=backend,
+            pg_options=None if options is None else _nccl_options(options, backend or dist.get_backend_config(), timeout),
+            use_local_synchronization=local,
+            group_desc=name or None,
+        )
     if me not in ranks:
         return Group(ranks, -1)
     assert isinstance(pg, dist.ProcessGroup)
     return Group(ranks, ranks.index(me), pg, pg.group_name, timeout_s)
+
+
+@contextmanager
+def made_by_members() -> Iterator[None]:
+    """Inside, ranks may make a group that others are no members of, and do not make.
+
+    The communicator of a world that is bound to a device would be split for it, and all ranks of the world would be waited for.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
 
 
 def uses_nccl(pg: dist.ProcessGroup | None) -> bool:

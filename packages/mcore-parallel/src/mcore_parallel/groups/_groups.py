@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 import torch.distributed as dist
 
-from mcore_parallel.groups._communicator import CommunicatorOptions, Group, connect, uses_nccl
+from mcore_parallel.groups._communicator import CommunicatorOptions, Group, connect, made_by_members, uses_nccl
 from mcore_parallel.groups._grid import HyperCommGrid
 from mcore_parallel.groups._plan import ParallelPlan
 
@@ -156,7 +156,8 @@ class ProcessGroups:
         by_name = {name: maker.pick(name, enumerations[name]) for name in order}
         if by_name["embd"] is None and by_name["world"] is not None:
             # A stage between the ends. torch names a group that its members make alone by how many groups each of them is in.
-            maker.mine.append(dist.new_group([me], backend=backend, use_local_synchronization=True, group_desc="mcore alone"))
+            with made_by_members():
+                maker.mine.append(dist.new_group([me], backend=backend, use_local_synchronization=True, group_desc="mcore alone"))
         if sharp is not None and (group := by_name[sharp]) is not None:
             _connect_all(group)
         levels = tuple(
