@@ -157,7 +157,9 @@ class ProcessGroups:
         if by_name["embd"] is None and by_name["world"] is not None:
             # A stage between the ends. torch names a group that its members make alone by how many groups each of them is in.
             with made_by_members():
-                maker.mine.append(dist.new_group([me], backend=backend, use_local_synchronization=True, group_desc="mcore alone"))
+                alone = dist.new_group([me], backend=backend, use_local_synchronization=True, group_desc="mcore alone")
+            assert isinstance(alone, dist.ProcessGroup)
+            maker.mine.append(alone)
         if sharp is not None and (group := by_name[sharp]) is not None:
             _connect_all(group)
         levels = tuple(
