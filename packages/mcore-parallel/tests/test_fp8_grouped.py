@@ -2,14 +2,24 @@
 # Copyright (c) 2026 the mcore authors
 """Grouped GEMMs in fp8 on the CPU: the values that the units get, multiplied in float32 or float64."""
 
+import dataclasses
 from itertools import accumulate
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from mcore_parallel import ProcessGroups
-from mcore_parallel.backends import Fp8Config, Fp8GroupedProducts, choose_backend, ends_of, grouped_matmul, grouped_products
+from mcore_parallel.backends import (
+    Fp8Config,
+    Fp8GroupedProducts,
+    choose_backend,
+    ends_of,
+    grouped_matmul,
+    grouped_products,
+    grouped_widened_product,
+)
 from mcore_parallel.backends._quantize import LEAST_AMAX, Scaled, quantize, quantize_rows
 from mcore_parallel.backends._quantize_groups import (
     TILE,
@@ -179,6 +189,7 @@ def check_kernels(device: str) -> None:
         for fast in (False, True):
             for (left, _), right in zip(factors, (forth, back), strict=True):
                 check_product(kernels, left, right, ends, fast, tiles, device)
+        check_widened(kernels, x.to(dtype), forth, ends, tiles, device)
         check_weight_gradient(kernels, factors[1][1], factors[0][1], torch.randn(len(rows), out, width, generator=generator), tiles, device)
 
 
@@ -194,6 +205,23 @@ def check_product(kernels, left: Scaled, right: Scaled, ends: Tensor, fast: bool
     assert not total or relative(found[:total].cpu(), wanted[:total]) < (1e-2 if fast and device == "cuda" else 1e-3)
 
 
+def check_widened(kernels, x: Tensor, weight: Scaled, ends: Tensor, tiles, device: str) -> None:
+    """Rows in their own dtype by weights in fp8, by tiles of rows of every size."""
+    (num_experts, out, _), total = weight.data.shape, int(ends[-1])
+    inverse = torch.logspace(-3, 0, out).expand(num_experts, out)
+    wanted = grouped_widened_product(x.double(), Scaled(weight.data, inverse.unsqueeze(2)), ends)
+    for rows in (16, tiles.rows):
+        found = kernels.grouped_widened_product(
+            x.to(device),
+            weight.data.to(device),
+            inverse.contiguous().to(device),
+            ends.to(device),
+            tiles=dataclasses.replace(tiles, rows=rows),
+        )
+        assert found.shape == wanted.shape and found.dtype == x.dtype
+        assert not total or relative(found[:total].cpu(), wanted[:total]) < (1e-2 if device == "cuda" else 1e-6)
+
+
 def check_weight_gradient(kernels, grad: ScaledColumns, x: ScaledColumns, start: Tensor, tiles, device: str) -> None:
     for add in (False, True):
         found, wanted = start.to(device, copy=True), start.double()
@@ -207,6 +235,36 @@ def check_weight_gradient(kernels, grad: ScaledColumns, x: ScaledColumns, start:
 
 def test_kernels_equal_the_torch_code_in_the_interpreter() -> None:
     run_interpreted(__file__)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "depth", "out"), [(8, 768, 2048), (2048, 136, 40), (8192, 2048, 1536)])
+def test_products_of_rows_by_fp8_weights_compile_for_hopper(
+    dtype: torch.dtype, rows: int, depth: int, out: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("triton")
+    from mcore_parallel.backends import _triton_fp8_grouped as kernels
+    from tests.support.hopper import CompiledLaunches
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    launches = CompiledLaunches(kernels._product_kernel)
+    monkeypatch.setattr(kernels, "_product_kernel", launches)
+    weight, ends = torch.zeros((), dtype=E4M3).expand(64, out, depth), torch.zeros(64, dtype=torch.int32)
+    y = kernels.grouped_widened_product(torch.zeros((), dtype=dtype).expand(rows, depth), weight, torch.ones(()).expand(64, out), ends)
+    assert y.shape == (rows, out) and len(launches.shared_bytes) == 1
+
+
+def test_rows_by_fp8_weights_are_the_product_of_what_these_stand_for() -> None:
+    weight = quantize_rows(torch.randn(3 * 8, 24, dtype=torch.float64), E4M3, powers_of_two=True)
+    stacked, ends = Scaled(weight.data.view(3, 8, 24), weight.inverse.view(3, 8, 1)), ends_of([2, 0, 3], CPU)
+    for dtype in (torch.float64, torch.bfloat16):
+        x = torch.randn(7, 24, dtype=dtype)
+        found, wide = grouped_widened_product(x, stacked, ends), weight.value(dtype).view(3, 8, 24)
+        assert torch.equal(found[:5], torch.cat([x[:2] @ wide[0].t(), x[2:5] @ wide[2].t()]))
+    assert grouped_widened_product(x[:0], stacked, ends_of([0, 0, 0], CPU)).shape == (0, 8)
+    # Scales that float16 does not hold.
+    small = Scaled(stacked.data, torch.full_like(stacked.inverse, 2.0**-20))
+    assert grouped_widened_product(torch.ones(5, 24, dtype=torch.float16), small, ends)[:5].float().abs().sum() > 0
 
 
 if __name__ == "__main__":

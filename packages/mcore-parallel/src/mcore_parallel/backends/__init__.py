@@ -9,8 +9,9 @@ from mcore_parallel.backends._fp8_loss import Fp8LossProducts
 from mcore_parallel.backends._grouped import GroupedLinear, GroupedProducts, check_grouped_width, ends_of, grouped_matmul
 from mcore_parallel.backends._protocol import Backend, BackendLayers, GroupedProductsFactory, NormColumnLinear
 from mcore_parallel.backends._quantize import Scaled, quantize_rows, scaled_product
+from mcore_parallel.backends._quantize_groups import grouped_scaled_product
 from mcore_parallel.backends._quantized_base import quantize_base
-from mcore_parallel.backends._stored_grouped import StoredGroupedProducts
+from mcore_parallel.backends._stored_grouped import StoredGroupedProducts, grouped_widened_product, has_widening_kernel
 from mcore_parallel.backends._torch import TorchBackend
 
 __all__ = [
@@ -32,6 +33,9 @@ __all__ = [
     "ends_of",
     "grouped_matmul",
     "grouped_products",
+    "grouped_scaled_product",
+    "grouped_widened_product",
+    "has_widening_kernel",
     "quantization",
     "quantize_base",
     "quantize_rows",

@@ -37,7 +37,7 @@ class Scaled:
 
 def has_kernel(x: Tensor) -> bool:
     """Whether casts of ``x`` run as kernels; a graph under compilation fuses the torch code itself."""
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16, torch.float32) and not torch.compiler.is_compiling() and _has_triton()
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16, torch.float32) and not torch.compiler.is_compiling() and has_triton()
 
 
 def quantize(
@@ -93,7 +93,7 @@ def quantize_rows(x_TK: Tensor, dtype: torch.dtype, *, group: Group | None = Non
 def turn(scaled: Scaled) -> Scaled:
     """[T, K] -> [K, T], of one scale."""
     data = scaled.data
-    if data.is_cuda and not torch.compiler.is_compiling() and _has_triton():
+    if data.is_cuda and not torch.compiler.is_compiling() and has_triton():
         return Scaled(_kernels().transpose(data), scaled.inverse)
     return Scaled(data.t().contiguous(), scaled.inverse)
 
@@ -139,7 +139,7 @@ def _cast(x: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
 
 # Kept: the answer does not change while a process runs.
 @functools.cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 

@@ -8,12 +8,46 @@ import torch
 from torch import Tensor, nn
 
 from mcore_parallel.backends._grouped import expert_product
-from mcore_parallel.backends._quantize import Scaled, quantize_rows
+from mcore_parallel.backends._quantize import Scaled, has_triton, quantize_rows
 from mcore_parallel.groups import Group
 
 # R rows, N experts of this rank, I input features, O output features (of this rank)
 
 _E4M3 = torch.float8_e4m3fn
+
+
+def has_widening_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a kernel multiplies rows of that place and dtype by experts in e4m3, which it widens as it reads them.
+
+    Triton is installed and the device has e4m3: compute capability 8.9.
+    """
+    here = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and has_triton()
+    return here and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def grouped_widened_product(rows_RI: Tensor, weight_NOI: Scaled, ends_N: Tensor) -> Tensor:
+    """As ``grouped_matmul`` without gradients, by weights in e4m3: [R, O] in the dtype of the rows.
+
+    A kernel widens them as it reads them, where there is one (``has_widening_kernel``); else they are widened before.
+
+    Args:
+        rows_RI: in the order of experts; results of those behind the last expert hold anything.
+        weight_NOI: one matrix an expert, a scale an output feature [N, O, 1].
+        ends_N: int32 on the rows' device, the rows of this expert and of all before it.
+
+    Example:
+        >>> rows = quantize_rows(torch.ones(8, 4), torch.float8_e4m3fn, powers_of_two=True)
+        >>> weight = Scaled(rows.data.view(2, 4, 4), rows.inverse.view(2, 4, 1))
+        >>> grouped_widened_product(torch.ones(3, 4), weight, torch.tensor([1, 3], dtype=torch.int32)).tolist()[2]
+        [4.0, 4.0, 4.0, 4.0]
+    """
+    if has_widening_kernel(rows_RI.device, rows_RI.dtype):
+        from mcore_parallel.backends import _triton_fp8_grouped as kernels
+
+        return kernels.grouped_widened_product(rows_RI.contiguous(), weight_NOI.data, weight_NOI.inverse.contiguous(), ends_N)
+    # The scales of small weights are outside of the range of float16.
+    first = torch.float32 if rows_RI.dtype == torch.float16 else rows_RI.dtype
+    return expert_product(rows_RI, weight_NOI.value(first).to(rows_RI.dtype).transpose(1, 2), ends_N)
 
 
 class StoredGroupedProducts:

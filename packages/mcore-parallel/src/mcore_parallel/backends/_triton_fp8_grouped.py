@@ -94,6 +94,33 @@ def grouped_scaled_product(
     return y_RO
 
 
+def widening_tiles(rows: float) -> Tiles:
+    """Block sizes of ``grouped_widened_product``, by the mean rows of an expert."""
+    if rows <= 16:
+        return Tiles(rows=16, cols=64, depth=128, warps=4, stages=4)
+    if rows <= 64:
+        return Tiles(rows=64, cols=64, depth=128, warps=4, stages=4)
+    return Tiles(rows=128, cols=128, depth=64, warps=8, stages=3)
+
+
+def grouped_widened_product(
+    x_RK: Tensor, weight_NOK: Tensor, weight_inverse_NO: Tensor, ends_N: Tensor, *, tiles: Tiles | None = None
+) -> Tensor:
+    """``x W_e^T`` [R, O] in the dtype of x of a weight in fp8, which is widened as it is read; sums are in float32, and rows behind the
+    last expert hold anything."""
+    (rows, depth), (num_experts, out, _) = x_RK.shape, weight_NOK.shape
+    y_RO = torch.empty((rows, out), dtype=x_RK.dtype, device=x_RK.device)
+    if rows:
+        tiles = widening_tiles(rows / num_experts) if tiles is None else tiles
+        block, blocks = max(16, min(tiles.depth, 1 << (depth - 1).bit_length())), triton.cdiv(out, tiles.cols)
+        _product_kernel[((rows // tiles.rows + min(rows, num_experts)) * blocks,)](
+            x_RK, None, weight_NOK, weight_inverse_NO, ends_N, y_RO, num_experts, out, depth, blocks,
+            EXPERTS=triton.next_power_of_2(num_experts), ROWS=tiles.rows, COLS=tiles.cols, DEPTH=block,
+            EVEN=depth % block == 0, IMPRECISE=None, num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
+    return y_RO
+
+
 def grouped_scaled_weight_gradient(
     grad_OC: Tensor, x_IC: Tensor, tiled_N: Tensor, inverse_N: Tensor, total_NOI: Tensor, *, add: bool, tiles: Tiles = WEIGHT_GRADIENT
 ) -> None:
@@ -194,10 +221,13 @@ def _product_kernel(
                 weight_mask = weight_mask & (start + lanes < depth)[None, :]
             x = tl.load(x_ptrs + start, mask=x_mask, other=0.0)
             weight = tl.load(weight_ptrs + start, mask=weight_mask, other=0.0)
+            if x_inverse_ptr is None:
+                # Only the weight is in fp8.
+                weight = weight.to(x.dtype)
             acc = tl.dot(x, tl.trans(weight), acc, max_num_imprecise_acc=IMPRECISE)
-        x_inverse = tl.load(x_inverse_ptr + rows, mask=inside, other=0.0)
-        weight_inverse = tl.load(weight_inverse_ptr + features, mask=within, other=0.0)
-        acc = acc * x_inverse[:, None] * weight_inverse[None, :]
+        if x_inverse_ptr is not None:
+            acc = acc * tl.load(x_inverse_ptr + rows, mask=inside, other=0.0)[:, None]
+        acc = acc * tl.load(weight_inverse_ptr + features, mask=within, other=0.0)[None, :]
         tl.store(y_ptr + rows[:, None] * out + cols[None, :], acc.to(y_ptr.dtype.element_ty), mask=inside[:, None] & within[None, :])
 
 
