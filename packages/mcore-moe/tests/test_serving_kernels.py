@@ -3,6 +3,7 @@
 """The kernels of a mixture without gradients against the layer's forward."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from mcore_moe import MoEConfig, MoELayer
 from mcore_moe.serving import StreamedExperts
 from mcore_parallel import ProcessGroups
+from mcore_parallel.backends import Scaled
 from mcore_parallel.models import Site, TransformerConfig
 from mcore_parallel.nn import NormedStream, Step, StreamNorm
 from tests.support.interpreter import run_interpreted
@@ -59,12 +61,33 @@ def close(result: Tensor, reference: Tensor, tolerance: float) -> None:
     torch.testing.assert_close(result.double(), reference, rtol=tolerance, atol=tolerance * float(reference.abs().max()))
 
 
+def wide_copy(layer: MoELayer, sizes: Shape, device: str, choice: str) -> MoELayer:
+    """The layer in float64; of experts in fp8, with the values that they stand for."""
+    wide, fp8 = make_layer(sizes, device, torch.float64, choice), layer.experts.fp8
+    values = layer.state_dict()
+    values |= {f"experts.{name}": stack.widened(getattr(layer.experts, name), torch.float64) for name, stack in fp8.items()}
+    wide.load_state_dict(values)
+    return wide
+
+
 @torch.no_grad()
-def check(device: str, dtype: torch.dtype, tolerance: float, *, choice: str = "softmax", shapes: Sequence[Shape] = (*FEW, *MANY)) -> None:
+def check(
+    device: str,
+    dtype: torch.dtype,
+    tolerance: float,
+    *,
+    choice: str = "softmax",
+    shapes: Sequence[Shape] = (*FEW, *MANY),
+    fp8: bool = False,
+) -> None:
     for sizes in shapes:
         layer, (_, _, tokens, depth, _) = make_layer(sizes, device, dtype, choice), sizes
-        wide = make_layer(sizes, device, torch.float64, choice)
-        wide.load_state_dict(layer.state_dict())
+        if fp8:
+            # Rows of an expert have scales that differ.
+            for weight in (layer.experts.up, layer.experts.down):
+                weight *= torch.logspace(-2, 0, weight.shape[-2], device=device).to(dtype)[:, None]
+            layer.store_in_fp8(multiply=False)
+        wide = wide_copy(layer, sizes, device, choice)
         kernels = StreamedExperts(layer.router, layer.experts)
         weights = [torch.randn(depth, device=device, dtype=dtype) for _ in range(2)]
         before, behind = (StreamNorm(weight=weight, epsilon=1e-3, shift=shift) for weight, shift in zip(weights, (1.0, 0.0), strict=True))
@@ -98,9 +121,60 @@ def test_kernels_equal_the_layer_on_a_gpu(choice: str) -> None:
     check("cuda", torch.bfloat16, 3e-2, choice=choice)
 
 
+@pytest.mark.gpu
+def test_kernels_over_fp8_weights_equal_the_layer_with_their_values_on_a_gpu() -> None:
+    torch.manual_seed(0)
+    # Stored values are exact in bfloat16: as far off as the kernels over bfloat16.
+    check("cuda", torch.bfloat16, 3e-2, fp8=True)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sizes"), [(1, (128, 2048, 768)), (16, (5, 136, 40)), (40, (5, 136, 40)), (64, (128, 2048, 768)), (512, (128, 2048, 768))]
+)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_kernels_compile_for_hopper(
+    fp8: bool, tokens: int, sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("triton")
+    from mcore_moe.serving import _triton_experts as kernels
+    from mcore_moe.serving._triton_route import FewPicks
+    from tests.support.hopper import CompiledLaunches
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    launches = {name: CompiledLaunches(getattr(kernels, f"_{name}_kernel")) for name in ("up_few", "down_few", "up_many", "down_many")}
+    for name, launch in launches.items():
+        monkeypatch.setattr(kernels, f"_{name}_kernel", launch)
+    experts, depth, width = sizes
+
+    def weight(out: int, size: int) -> Tensor | Scaled:
+        # One page of zeros stands for all.
+        plain = torch.zeros((), dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16).expand(experts, out, size)
+        return Scaled(plain, torch.ones(()).expand(experts, out, 1)) if fp8 else plain
+
+    up, down, x = weight(2 * width, depth), weight(depth, width), torch.zeros(tokens, depth, dtype=torch.bfloat16)
+    norm = StreamNorm(weight=x[0], epsilon=1e-3, shift=0.0)
+    whole, ones = torch.zeros(experts, dtype=torch.int32), torch.ones(experts, 16)
+    if tokens <= 16:
+        picks = FewPicks(count=whole[:1], experts_S=whole, weights_SR=ones, scales_R=ones[0])
+        stream = NormedStream(x=x, scaled=x, squares=torch.zeros(8, 16), epsilon=1e-3)
+        kernels.down_few(kernels.up_few(stream, up, picks), down, picks, x, norm)
+        used = ("up_few", "down_few")
+    else:
+        tiles, order = kernels.many_tiles(tokens * 8 / experts, fp8=fp8), torch.zeros(tokens * 8, dtype=torch.int32)
+        h = kernels.up_many(x, up, order, whole, torch.ones(tokens, 8), tiles[0])
+        kernels.down_many(h, down, order, whole, tiles[1])
+        used = ("up_many", "down_many")
+    for name in used:
+        [ptx] = launches[name].ptx
+        # Nothing else is widened.
+        assert ("e4m3x2" in ptx) == fp8
+
+
 if __name__ == "__main__":
     for each in CHOICES:
         torch.manual_seed(0)
         # How experts are chosen is one part of the kernels; the shapes of the others are those of the first choice.
         check("cpu", torch.float32, 2e-5, choice=each, shapes=(*FEW, *MANY) if each == "softmax" else (FEW[1], MANY[1]))
+    torch.manual_seed(0)
+    check("cpu", torch.float32, 2e-5, fp8=True)
     print("same")

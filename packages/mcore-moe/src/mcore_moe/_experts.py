@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mcore_moe._align import AlignedRows
+from mcore_moe._fp8_stack import Fp8Stack
 from mcore_moe._lora import ExpertLora
 from mcore_moe._quantize import get_align_size_for_quantization
 from mcore_moe._stability import experimental_api
@@ -89,7 +90,7 @@ class _StackedExperts(nn.Module):
         self.up, self.down = local["up"], local["down"]
         self.up_bias, self.down_bias = local.get("up_bias"), local.get("down_bias")
         self._has_own_products = False
-        self._stored: dict[str, StoredGroupedProducts] = {}
+        self._stored: dict[str, StoredGroupedProducts | Fp8Stack] = {}
         self.up_lora: ExpertLora | None = None
         self.down_lora: ExpertLora | None = None
 
@@ -99,6 +100,47 @@ class _StackedExperts(nn.Module):
     def accumulate_weight_gradients_into(self, main_grads: Mapping[str, MainGradient]) -> None:
         """As ``mcore_parallel.tensor_parallel.WeightGradientSink``, for the two projections; those of biases go through autograd."""
         self._main_grads = {name: main_grads[name] for name in ("up", "down") if name in main_grads}
+
+    @property
+    def fp8(self) -> Mapping[str, Fp8Stack]:
+        """ "up" and "down" where they are in fp8 for an engine (``store_in_fp8``); else empty."""
+        return {name: stored for name, stored in self._stored.items() if isinstance(stored, Fp8Stack)}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights, or of what those in fp8 were rounded from."""
+        return self.fp8["up"].dtype if self.fp8 else self.up.dtype
+
+    def fp8_obstacle(self) -> str | None:
+        """Why an engine cannot round the weights to fp8; None where it can, or has."""
+        if self.fp8:
+            return None
+        if self._stored:
+            return "whose experts' weights are frozen in fp8 beside adapters (LoraConfig.base_dtype); merge them into a model without it"
+        if self._has_own_products:
+            return "whose experts are multiplied by products of the backend; build the model with backend=None"
+        if self.up.grad is not None or self.down.grad is not None:
+            return "whose experts are being trained: they have gradients; serve a model of its own and load_weights"
+        return None
+
+    def store_in_fp8(self, *, multiply: bool) -> None:
+        """Round both stacks to e4m3, in place; what is in fp8 already stays. There is no backward behind it.
+
+        Args:
+            multiply: as of `Fp8Stack`.
+
+        Raises:
+            ValueError: ``fp8_obstacle``; they are in fp8 already, and multiplied the other way.
+        """
+        obstacle = self.fp8_obstacle()
+        if obstacle is not None:
+            raise ValueError(f"{type(self).__name__}, {obstacle}")
+        if any(stack.multiply != multiply for stack in self.fp8.values()):
+            raise ValueError(
+                f"multiply={multiply} and the experts are in fp8 with multiply={not multiply}; use that, or build another model"
+            )
+        if not self.fp8:
+            self._stored = {name: Fp8Stack(getattr(self, name), multiply=multiply) for name in ("up", "down")}
 
     @property
     def has_lora(self) -> bool:
@@ -127,7 +169,7 @@ class _StackedExperts(nn.Module):
 
         def adapter(name: str, number: int) -> ExpertLora:
             weight: Tensor = getattr(self, name)
-            return ExpertLora(config, self._specs[name], self.groups, seed=seed + number, dtype=weight.dtype, device=weight.device)
+            return ExpertLora(config, self._specs[name], self.groups, seed=seed + number, dtype=self.dtype, device=weight.device)
 
         self.up_lora, self.down_lora = adapter("up", 0), adapter("down", 1)
 

@@ -3,7 +3,7 @@
 """A mixture of experts that fits a transformer layer's feed-forward slot."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mcore_moe._align import AlignedRows
 from mcore_moe._config import MoEConfig, check_experts
 from mcore_moe._experts import GroupedMLP, TEGroupedMLP, experts_class
+from mcore_moe._fp8_stack import Fp8Stack
 from mcore_moe._quantize import get_align_size_for_quantization
 from mcore_moe._router import TopKRouter
 from mcore_moe._routing import Routing
@@ -119,9 +120,22 @@ class MoELayer(nn.Module):
     @property
     def reads_device(self) -> bool:
         """Whether a forward without gradients waits for the device, to know how many rows an expert has: then no graph holds it."""
-        weight, experts = self.experts.up, self.experts
+        experts = self.experts
         here = isinstance(self.dispatcher, LocalTokenDispatcher | ReplicatedTokenDispatcher) and isinstance(experts, GroupedMLP)
-        return not here or experts.up_bias is not None or not weight.is_cuda or weight.dtype != torch.bfloat16
+        return not here or experts.up_bias is not None or not experts.up.is_cuda or experts.dtype != torch.bfloat16
+
+    def fp8_obstacle(self) -> str | None:
+        """Why an engine cannot keep the experts' weights in fp8; None where it can, or does."""
+        return self.experts.fp8_obstacle()
+
+    def store_in_fp8(self, *, multiply: bool) -> None:
+        """Round the experts' weights to e4m3, in place (`GroupedMLP.store_in_fp8`). Router, latent projections and the gate of shared
+        experts stay as they are; shared experts are linear layers."""
+        self.experts.store_in_fp8(multiply=multiply)
+
+    def fp8_weights(self) -> Mapping[nn.Parameter, Fp8Stack]:
+        """The experts' parameters that are in fp8, with their scales."""
+        return {getattr(self.experts, name): stack for name, stack in self.experts.fp8.items()}
 
     def streamed(self) -> StreamedExperts | None:
         """As of ``mcore_parallel.nn.StreamsFeedForward``: of a mixture alone, on a rank that holds all of it."""

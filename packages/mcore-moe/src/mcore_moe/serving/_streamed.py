@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from mcore_moe._experts import GroupedMLP
+from mcore_moe._fp8_stack import FEW_ROWS
 from mcore_moe._router import TopKRouter
 from mcore_moe._stability import experimental_api
-from mcore_parallel.backends import grouped_matmul
+from mcore_parallel.backends import Scaled, grouped_matmul, has_widening_kernel
 from mcore_parallel.nn import NormedStream, StreamNorm
 
 if TYPE_CHECKING:
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 _COUNTERS = 64
 _MOST_EXPERTS = 1024
 """One program chooses among them."""
-_GROUPED_ROWS = 64
-"""Rows an expert from which on torch's grouped GEMMs are the faster ones."""
+_GROUPED_ROWS = FEW_ROWS
+"""Rows an expert from which on torch's grouped GEMMs are the faster ones, and those that fp8 activations pay for."""
 
 
 # T tokens, D model, E experts, F width of an expert.
@@ -41,7 +42,8 @@ class StreamedExperts:
     def fits(router: TopKRouter, experts: GroupedMLP) -> bool:
         """Whether the kernels compute what these do.
 
-        That is a plain choice by logits in float32, and SwiGLU experts in bfloat16 on a GPU, without biases, adapters and capacity.
+        That is a plain choice by logits in float32, and SwiGLU experts in bfloat16 on a GPU, without biases, adapters and capacity;
+        their weights may be in fp8 (``store_in_fp8``) where the device has it.
         """
         config, activation = router.config, experts.activation
         chooses = config.moe_router_load_balancing_type != "sinkhorn" and config.moe_router_num_groups is None
@@ -50,8 +52,10 @@ class StreamedExperts:
         chooses = chooses and not (config.moe_input_jitter_eps and router.training) and config.num_moe_experts <= _MOST_EXPERTS
         gated = activation.name == "swiglu" and not activation.offset and activation.clamp is None
         plain = experts.up_bias is None and not experts.has_lora and not experts.is_quantized
-        dtypes = {router.weight.dtype, experts.up.dtype, experts.down.dtype}
-        return chooses and gated and plain and dtypes == {torch.bfloat16} and experts.up.is_cuda
+        held = {torch.bfloat16} if not experts.fp8 else {torch.float8_e4m3fn}
+        dtypes = router.weight.dtype == experts.dtype == torch.bfloat16 and {experts.up.dtype, experts.down.dtype} == held
+        here = experts.up.is_cuda and (not experts.fp8 or has_widening_kernel(experts.up.device, experts.dtype))
+        return chooses and gated and plain and dtypes and here
 
     def stream_few(self, x: NormedStream, norm: StreamNorm) -> NormedStream:
         """As of the protocol."""
@@ -59,8 +63,8 @@ class StreamedExperts:
         from mcore_moe.serving._triton_route import route_few
 
         picks = route_few(x, self._gate(), self._arrived)
-        h_SRF = up_few(x, self._experts.up, picks)
-        return down_few(h_SRF, self._experts.down, picks, x.x, norm)
+        h_SRF = up_few(x, self._weight("up"), picks)
+        return down_few(h_SRF, self._weight("down"), picks, x.x, norm)
 
     def stream_many(self, x_TD: Tensor, normed_TD: Tensor, norm: StreamNorm) -> Tensor:
         """As of the protocol."""
@@ -73,13 +77,22 @@ class StreamedExperts:
         grouped = num_picks > _GROUPED_ROWS * num_experts
         order_P, ends_E, places_P = order(picks.experts_TK, num_experts, places=grouped)
         if not grouped:
-            up, down = many_tiles(num_picks / num_experts)
-            h_PF = up_many(normed_TD, experts.up, order_P, ends_E, picks.weights_TK, up)
-            return add_rows(down_many(h_PF, experts.down, order_P, ends_E, down), None, x_TD, norm)
+            up, down = many_tiles(num_picks / num_experts, fp8=bool(experts.fp8))
+            h_PF = up_many(normed_TD, self._weight("up"), order_P, ends_E, picks.weights_TK, up)
+            return add_rows(down_many(h_PF, self._weight("down"), order_P, ends_E, down), None, x_TD, norm)
         rows_PD = normed_TD.index_select(0, order_P // picks.weights_TK.shape[1])
         weights_P = picks.weights_TK.flatten().index_select(0, order_P)
-        h_PF = experts.activation(grouped_matmul(rows_PD, experts.up.flatten(1, 2), ends_E), weights=weights_P)
-        return add_rows(grouped_matmul(h_PF, experts.down, ends_E), places_P, x_TD, norm)
+        h_PF = experts.activation(self._multiply("up", rows_PD, ends_E), weights=weights_P)
+        return add_rows(self._multiply("down", h_PF, ends_E), places_P, x_TD, norm)
+
+    def _weight(self, name: str) -> Tensor | Scaled:
+        """One of the stacks as the kernels read it: up [E, 2 F, D], down [E, D, F]."""
+        weight, stack = getattr(self._experts, name), self._experts.fp8.get(name)
+        return weight.flatten(1, -2) if stack is None else stack.scaled(weight)
+
+    def _multiply(self, name: str, rows_PI: Tensor, ends_E: Tensor) -> Tensor:
+        weight, stack = getattr(self._experts, name).flatten(1, -2), self._experts.fp8.get(name)
+        return grouped_matmul(rows_PI, weight, ends_E) if stack is None else stack.matmul(rows_PI, weight, ends_E)
 
     def _gate(self) -> "Gate":
         from mcore_moe.serving._triton_route import SCORES, Gate

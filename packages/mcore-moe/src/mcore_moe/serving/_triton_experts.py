@@ -2,6 +2,8 @@
 # Copyright (c) 2026 the mcore authors
 """Triton kernels of experts without gradients, bound by reading the weights of those that are picked; imported only when they run.
 
+Weights in e4m3 are widened as they are read; their scales, powers of two, multiply the sums of an expert.
+
 Few tokens: a program multiplies all of them by columns of one expert, and one of the second launch by columns of all experts that were
 picked, so that its sums are whole. More tokens: a program takes the rows of one expert, wherever their tokens lie, and the results of a
 token's picks are added by a last launch, in order.
@@ -9,7 +11,7 @@ token's picks are added by a last launch, in order.
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false, reportOperatorIssue=false
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -17,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mcore_moe.serving._triton_route import FewPicks
+from mcore_parallel.backends import Scaled
 from mcore_parallel.nn import NormedStream, StreamNorm
 
 # T tokens, D model, E experts, F width of an expert, K experts a token, P = T * K picks, R lines of a tile, S experts that were picked.
@@ -35,10 +38,17 @@ class Tiles:
 
 FEW_UP = Tiles(lines=16, cols=32, depth=128)
 FEW_DOWN = Tiles(lines=16, cols=16, depth=256, stages=6)
+# As many bytes on their way: an element has half of them.
+FEW_UP_FP8 = Tiles(lines=16, cols=32, depth=256)
+FEW_DOWN_FP8 = Tiles(lines=16, cols=16, depth=256, stages=10)
 
 
-def many_tiles(rows: float) -> tuple[Tiles, Tiles]:
-    """Of the two launches, by the mean rows of an expert."""
+def many_tiles(rows: float, *, fp8: bool = False) -> tuple[Tiles, Tiles]:
+    """Of the two launches, by the mean rows of an expert and whether weights are in fp8."""
+    if fp8 and rows <= 20:
+        # As many bytes on their way.
+        up, down = many_tiles(rows)
+        return replace(up, depth=2 * up.depth), replace(down, depth=2 * down.depth)
     if rows <= 6:
         return Tiles(lines=16, cols=64, depth=64, stages=5), Tiles(lines=16, cols=64, depth=128)
     if rows <= 20:
@@ -46,14 +56,24 @@ def many_tiles(rows: float) -> tuple[Tiles, Tiles]:
     return Tiles(lines=64, cols=64, depth=64, stages=4), Tiles(lines=64, cols=128, depth=64)
 
 
-def up_few(x: NormedStream, up_EGFD: Tensor, picks: FewPicks, tiles: Tiles = FEW_UP) -> Tensor:
-    """[S, R, F]: ``silu(gate) * value * weight`` of every token and expert that was picked; zeros where not by this token."""
-    (tokens, depth), width = x.x.shape, up_EGFD.shape[-2]
+def up_few(x: NormedStream, up: Tensor | Scaled, picks: FewPicks, tiles: Tiles | None = None) -> Tensor:
+    """[S, R, F]: ``silu(gate) * value * weight`` of every token and expert that was picked; zeros where not by this token.
+
+    Args:
+        x: in front of the norm.
+        up: [E, 2 F, D], gates first; or in e4m3 with a scale for each row.
+        picks: of the tokens.
+        tiles: of the launch.
+    """
+    up_EWD, inverse = _parts(up)
+    tiles = tiles or (FEW_UP if inverse is None else FEW_UP_FP8)
+    (tokens, depth), width = x.x.shape, up_EWD.shape[1] // 2
     most, lines = picks.weights_SR.shape
     h_SRF = torch.empty((most, lines, width), dtype=x.x.dtype, device=x.x.device)
     block = _depth(tiles.depth, depth)
     _up_few_kernel[(most * triton.cdiv(width, tiles.cols),)](
-        x.scaled, picks.scales_R, up_EGFD, picks.count, picks.experts_S, picks.weights_SR, h_SRF, tokens, depth, width, x.scaled.stride(0),
+        x.scaled, picks.scales_R, up_EWD, inverse, picks.count, picks.experts_S, picks.weights_SR, h_SRF,
+        tokens, depth, width, x.scaled.stride(0),
         LINES=lines, COLS=tiles.cols, DEPTH=block, EVEN=depth % block == 0 and width % tiles.cols == 0,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
@@ -61,19 +81,27 @@ def up_few(x: NormedStream, up_EGFD: Tensor, picks: FewPicks, tiles: Tiles = FEW
 
 
 def down_few(
-    h_SRF: Tensor, down_EDF: Tensor, picks: FewPicks, residual_TD: Tensor, norm: StreamNorm, tiles: Tiles = FEW_DOWN
+    h_SRF: Tensor, down: Tensor | Scaled, picks: FewPicks, residual_TD: Tensor, norm: StreamNorm, tiles: Tiles | None = None
 ) -> NormedStream:
-    """The residual stream plus the sums over the experts, ready for the norm behind it."""
+    """The residual stream plus the sums over the experts, ready for the norm behind it; ``down`` [E, D, F] as of ``up_few``."""
+    down_EDF, inverse = _parts(down)
+    tiles = tiles or (FEW_DOWN if inverse is None else FEW_DOWN_FP8)
     (tokens, out), (_, lines, width) = residual_TD.shape, h_SRF.shape
     block, programs = _depth(tiles.depth, width), triton.cdiv(out, tiles.cols)
     y_TD, scaled_TD = torch.empty_like(residual_TD), torch.empty_like(residual_TD)
     squares = torch.empty((programs, lines), dtype=torch.float32, device=h_SRF.device)
     _down_few_kernel[(programs,)](
-        h_SRF, down_EDF, picks.count, picks.experts_S, residual_TD, norm.weight, y_TD, scaled_TD, squares, tokens, width, out, norm.shift,
+        h_SRF, down_EDF, inverse, picks.count, picks.experts_S, residual_TD, norm.weight, y_TD, scaled_TD, squares,
+        tokens, width, out, norm.shift,
         LINES=lines, COLS=tiles.cols, DEPTH=block, EVEN=width % block == 0 and out % tiles.cols == 0,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return NormedStream(x=y_TD, scaled=scaled_TD, squares=squares, epsilon=norm.epsilon)
+
+
+def _parts(weight: Tensor | Scaled) -> tuple[Tensor, Tensor | None]:
+    """The matrices, and where they are in e4m3 the scales of their rows."""
+    return (weight, None) if isinstance(weight, Tensor) else (weight.data, weight.inverse)
 
 
 def _depth(most: int, size: int) -> int:
@@ -83,7 +111,7 @@ def _depth(most: int, size: int) -> int:
 
 @triton.jit
 def _up_few_kernel(
-    x_ptr, scales_ptr, up_ptr, count_ptr, experts_ptr, weights_ptr, h_ptr, tokens, depth, width, x_stride,
+    x_ptr, scales_ptr, up_ptr, inverse_ptr, count_ptr, experts_ptr, weights_ptr, h_ptr, tokens, depth, width, x_stride,
     LINES: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(width, COLS)
@@ -97,6 +125,10 @@ def _up_few_kernel(
         gate_rows = up_ptr + (expert * 2 * width + column)[None, :] * depth
         value_rows = gate_rows + tl.cast(width, tl.int64) * depth
         x_rows = x_ptr + row[:, None] * x_stride
+        if inverse_ptr is not None:
+            # Here, so that they arrive while the weights stream.
+            gate_inverse = tl.load(inverse_ptr + expert * 2 * width + column, mask=column < width, other=0.0)
+            value_inverse = tl.load(inverse_ptr + (expert * 2 + 1) * width + column, mask=column < width, other=0.0)
         gate = tl.zeros((LINES, COLS), dtype=tl.float32)
         value = tl.zeros((LINES, COLS), dtype=tl.float32)
         for first in range(0, depth, DEPTH):
@@ -110,8 +142,12 @@ def _up_few_kernel(
                 x = tl.load(x_rows + at[None, :], mask=(row[:, None] < tokens) & (at[None, :] < depth), other=0.0)
                 gates = tl.load(gate_rows + at[:, None], mask=inside, other=0.0)
                 values = tl.load(value_rows + at[:, None], mask=inside, other=0.0)
-            gate = tl.dot(x, gates, gate)
-            value = tl.dot(x, values, value)
+            # Casts only weights in fp8.
+            gate = tl.dot(x, gates.to(x.dtype), gate)
+            value = tl.dot(x, values.to(x.dtype), value)
+        if inverse_ptr is not None:
+            gate *= gate_inverse[None, :]
+            value *= value_inverse[None, :]
         gate *= scale[:, None]
         y = gate / (1.0 + tl.exp(-gate)) * (value * scale[:, None]) * weight[:, None]
         y = tl.where(weight[:, None] != 0.0, y, 0.0)
@@ -121,7 +157,7 @@ def _up_few_kernel(
 
 @triton.jit
 def _down_few_kernel(
-    h_ptr, down_ptr, count_ptr, experts_ptr, residual_ptr, norm_ptr, y_ptr, scaled_ptr, squares_ptr, tokens, width, out, shift,
+    h_ptr, down_ptr, inverse_ptr, count_ptr, experts_ptr, residual_ptr, norm_ptr, y_ptr, scaled_ptr, squares_ptr, tokens, width, out, shift,
     LINES: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     row, lane = tl.arange(0, LINES), tl.arange(0, DEPTH)
@@ -133,7 +169,8 @@ def _down_few_kernel(
     residual = tl.load(residual_ptr + places, mask=real, other=0.0)
     for number in range(tl.load(count_ptr) * blocks):
         slot, at = number // blocks, number % blocks * DEPTH + lane
-        rows = down_ptr + tl.load(experts_ptr + slot).to(tl.int64) * width * out + column[None, :] * width
+        expert = tl.load(experts_ptr + slot).to(tl.int64)
+        rows = down_ptr + expert * width * out + column[None, :] * width
         if EVEN:
             weight = tl.load(rows + at[:, None])
             h = tl.load(h_ptr + (slot * LINES + row)[:, None] * width + at[None, :], mask=row[:, None] < tokens, other=0.0)
@@ -141,6 +178,10 @@ def _down_few_kernel(
             weight = tl.load(rows + at[:, None], mask=(at[:, None] < width) & (column[None, :] < out), other=0.0)
             inside = (row[:, None] < tokens) & (at[None, :] < width)
             h = tl.load(h_ptr + (slot * LINES + row)[:, None] * width + at[None, :], mask=inside, other=0.0)
+        weight = weight.to(h.dtype)
+        if inverse_ptr is not None:
+            # The sum is over experts, each with scales of its own. In the product they are prefetched, and powers of two are exact there.
+            weight *= tl.load(inverse_ptr + expert * out + column, mask=column < out, other=0.0).to(h.dtype)[None, :]
         total = tl.dot(h, weight, total)
     result = (total + residual.to(tl.float32)).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + places, result, mask=real)
@@ -150,26 +191,29 @@ def _down_few_kernel(
     tl.store(squares_ptr + tl.program_id(0) * LINES + row, tl.sum(seen * seen, 1))
 
 
-def up_many(x_TD: Tensor, up_EGFD: Tensor, order_P: Tensor, ends_E: Tensor, weights_TK: Tensor, tiles: Tiles) -> Tensor:
-    """[P, F] in the order of the experts: ``silu(gate) * value * weight`` of each pick."""
-    (experts, _, width, depth), picks = up_EGFD.shape, order_P.shape[0]
+def up_many(x_TD: Tensor, up: Tensor | Scaled, order_P: Tensor, ends_E: Tensor, weights_TK: Tensor, tiles: Tiles) -> Tensor:
+    """[P, F] in the order of the experts: ``silu(gate) * value * weight`` of each pick; ``up`` as of ``up_few``."""
+    up_EWD, inverse = _parts(up)
+    (experts, both, depth), picks = up_EWD.shape, order_P.shape[0]
+    width = both // 2
     h_PF = torch.empty((picks, width), dtype=x_TD.dtype, device=x_TD.device)
     block = _depth(tiles.depth, depth)
     _up_many_kernel[(experts * triton.cdiv(width, tiles.cols),)](
-        x_TD, up_EGFD, order_P, ends_E, weights_TK, h_PF, depth, width, x_TD.stride(0),
+        x_TD, up_EWD, inverse, order_P, ends_E, weights_TK, h_PF, depth, width, x_TD.stride(0),
         TOPK=weights_TK.shape[1], LINES=tiles.lines, COLS=tiles.cols, DEPTH=block, EVEN=depth % block == 0 and width % tiles.cols == 0,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return h_PF
 
 
-def down_many(h_PF: Tensor, down_EDF: Tensor, order_P: Tensor, ends_E: Tensor, tiles: Tiles) -> Tensor:
-    """[P, D] by pick, from rows in the order of the experts."""
+def down_many(h_PF: Tensor, down: Tensor | Scaled, order_P: Tensor, ends_E: Tensor, tiles: Tiles) -> Tensor:
+    """[P, D] by pick, from rows in the order of the experts; ``down`` as of ``down_few``."""
+    down_EDF, inverse = _parts(down)
     (experts, out, width), picks = down_EDF.shape, order_P.shape[0]
     y_PD = torch.empty((picks, out), dtype=h_PF.dtype, device=h_PF.device)
     block = _depth(tiles.depth, width)
     _down_many_kernel[(experts * triton.cdiv(out, tiles.cols),)](
-        h_PF, down_EDF, order_P, ends_E, y_PD, width, out,
+        h_PF, down_EDF, inverse, order_P, ends_E, y_PD, width, out,
         LINES=tiles.lines, COLS=tiles.cols, DEPTH=block, EVEN=width % block == 0 and out % tiles.cols == 0,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
@@ -196,7 +240,7 @@ def add_rows(rows_PD: Tensor, places_P: Tensor | None, x_TD: Tensor, norm: Strea
 
 @triton.jit
 def _up_many_kernel(
-    x_ptr, up_ptr, order_ptr, ends_ptr, weights_ptr, h_ptr, depth, width, x_stride,
+    x_ptr, up_ptr, inverse_ptr, order_ptr, ends_ptr, weights_ptr, h_ptr, depth, width, x_stride,
     TOPK: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(width, COLS)
@@ -207,6 +251,9 @@ def _up_many_kernel(
     column = tl.program_id(0) % blocks * COLS + tl.arange(0, COLS)
     gate_rows = up_ptr + (expert.to(tl.int64) * 2 * width + column)[None, :] * depth
     value_rows = gate_rows + tl.cast(width, tl.int64) * depth
+    if inverse_ptr is not None:
+        gate_inverse = tl.load(inverse_ptr + expert.to(tl.int64) * 2 * width + column, mask=column < width, other=0.0)
+        value_inverse = tl.load(inverse_ptr + (expert.to(tl.int64) * 2 + 1) * width + column, mask=column < width, other=0.0)
     for start in range(begin, end, LINES):
         real = start + row < end
         pick = tl.load(order_ptr + start + row, mask=real, other=0)
@@ -224,8 +271,11 @@ def _up_many_kernel(
                 x = tl.load(x_rows + at[None, :], mask=real[:, None] & (at[None, :] < depth), other=0.0)
                 gates = tl.load(gate_rows + at[:, None], mask=inside, other=0.0)
                 values = tl.load(value_rows + at[:, None], mask=inside, other=0.0)
-            gate = tl.dot(x, gates, gate)
-            value = tl.dot(x, values, value)
+            gate = tl.dot(x, gates.to(x.dtype), gate)
+            value = tl.dot(x, values.to(x.dtype), value)
+        if inverse_ptr is not None:
+            gate *= gate_inverse[None, :]
+            value *= value_inverse[None, :]
         weight = tl.load(weights_ptr + pick, mask=real, other=0.0)
         y = gate / (1.0 + tl.exp(-gate)) * value * weight[:, None]
         places = (start + row)[:, None].to(tl.int64) * width + column[None, :]
@@ -234,7 +284,7 @@ def _up_many_kernel(
 
 @triton.jit
 def _down_many_kernel(
-    h_ptr, down_ptr, order_ptr, ends_ptr, y_ptr, width, out,
+    h_ptr, down_ptr, inverse_ptr, order_ptr, ends_ptr, y_ptr, width, out,
     LINES: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(out, COLS)
@@ -244,6 +294,8 @@ def _down_many_kernel(
     row, lane = tl.arange(0, LINES), tl.arange(0, DEPTH)
     column = tl.program_id(0) % blocks * COLS + tl.arange(0, COLS)
     rows = down_ptr + (expert.to(tl.int64) * out + column)[None, :] * width
+    if inverse_ptr is not None:
+        inverse = tl.load(inverse_ptr + expert.to(tl.int64) * out + column, mask=column < out, other=0.0)
     for start in range(begin, end, LINES):
         real = start + row < end
         h_rows = h_ptr + (start + row)[:, None].to(tl.int64) * width
@@ -256,7 +308,9 @@ def _down_many_kernel(
             else:
                 h = tl.load(h_rows + at[None, :], mask=real[:, None] & (at[None, :] < width), other=0.0)
                 weight = tl.load(rows + at[:, None], mask=(at[:, None] < width) & (column[None, :] < out), other=0.0)
-            total = tl.dot(h, weight, total)
+            total = tl.dot(h, weight.to(h.dtype), total)
+        if inverse_ptr is not None:
+            total *= inverse[None, :]
         pick = tl.load(order_ptr + start + row, mask=real, other=0)
         places = pick[:, None].to(tl.int64) * out + column[None, :]
         tl.store(y_ptr + places, total.to(y_ptr.dtype.element_ty), mask=real[:, None] & (column[None, :] < out))
