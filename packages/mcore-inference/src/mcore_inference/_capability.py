@@ -2,11 +2,12 @@
 # Copyright (c) 2026 the mcore authors
 """Which models an engine can serve: it names what it holds, and refuses everything else."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mcore_inference._stability import experimental_api
 from mcore_inference.attention import PagedAttention, has_attention_kernel
@@ -25,6 +26,36 @@ class _MayDropTokens(Protocol):
 
     @property
     def drops_tokens(self) -> bool: ...
+
+
+class StoredWeight(Protocol):
+    """How a parameter is kept in e4m3."""
+
+    multiply: bool
+    """As of ``decoder.Fp8Weight``."""
+    dtype: torch.dtype
+    """Of the weight before."""
+
+    def store(self, weight: Tensor, wide: Tensor) -> None:
+        """Round other values into it, in place."""
+        ...
+
+
+@runtime_checkable
+class StoresExperts(Protocol):
+    """A feed-forward whose experts' weights have an fp8 form, as a mixture does."""
+
+    def fp8_obstacle(self) -> str | None:
+        """Why they cannot be kept in fp8; None where they can, or are."""
+        ...
+
+    def store_in_fp8(self, *, multiply: bool) -> None:
+        """Round them, in place; what is in fp8 already stays."""
+        ...
+
+    def fp8_weights(self) -> Mapping[nn.Parameter, StoredWeight]:
+        """Those in fp8."""
+        ...
 
 
 @experimental_api
@@ -136,7 +167,8 @@ def check_weights(model: GPTModel, weight_dtype: str | None) -> None:
     """Whether the weights of a model can be kept in fp8.
 
     Raises:
-        ValueError: experts, latent attention; fp8 activations in a batch-invariant mode, or on a GPU without units for them.
+        ValueError: latent attention, feed-forwards without an fp8 form; fp8 activations in a batch-invariant mode, or on a GPU without
+            units for them.
     """
     if weight_dtype is None:
         return
@@ -149,11 +181,13 @@ def check_weights(model: GPTModel, weight_dtype: str | None) -> None:
                 f"weight_dtype={weight_dtype!r}: layers.{number} is a LatentSelfAttention, which absorbs a weight into its queries; "
                 "leave it at None"
             )
-        if layer.mlp is not None and type(layer.mlp) is not MLP:
-            raise ValueError(
-                f"weight_dtype={weight_dtype!r}: layers.{number}.mlp is a {type(layer.mlp).__name__}, whose weights have no fp8 form; "
-                "leave it at None"
-            )
+        if layer.mlp is None or type(layer.mlp) is MLP:
+            continue
+        obstacle = "whose weights have no fp8 form; leave it at None"
+        if isinstance(layer.mlp, StoresExperts):
+            obstacle = layer.mlp.fp8_obstacle()
+        if obstacle is not None:
+            raise ValueError(f"weight_dtype={weight_dtype!r}: layers.{number}.mlp is a {type(layer.mlp).__name__}, {obstacle}")
 
 
 def _check_fp8_activations(model: GPTModel) -> None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Weights of served linear layers in fp8."""
+"""Weights of served linear layers and experts in fp8."""
 
 from typing import Literal
 
@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mcore_inference._capability import StoredWeight, StoresExperts
 from mcore_inference._kernels import has_kernels
 from mcore_inference._stability import experimental_api
 from mcore_parallel.backends import Scaled, quantize_rows, scaled_product
 from mcore_parallel.comm import all_reduce
-from mcore_parallel.models import GPTModel
+from mcore_parallel.models import GPTModel, TransformerLayer
 from mcore_parallel.tensor_parallel import BatchInvariantProducts, ColumnParallelLinear, LinearProducts, Route, RowParallelLinear
 
 # T tokens, I input features of this rank, O output features of this rank
@@ -114,12 +115,20 @@ def has_stream_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 
 @experimental_api
 def quantize_weights(model: GPTModel, weight_dtype: WeightDtype) -> None:
-    """Round the weights of a model's linear layers inside its blocks; those that are rounded so already stay.
+    """Round the weights of a model's linear layers and experts inside its blocks; those that are rounded so already stay.
 
     Raises:
         ValueError: they are rounded already, and multiplied the other way; something else multiplies them, or a trainer has them.
     """
-    multiply, layers = weight_dtype == "fp8", quantizable_layers(model)
+    multiply, layers, mixtures = weight_dtype == "fp8", quantizable_layers(model), _mixtures(model)
+    other = "fp8_weight_only" if multiply else "fp8"
+    another = f"is {other!r} of another engine; use that, or build another model"
+    for name, mixture in mixtures.items():
+        obstacle = mixture.fp8_obstacle()
+        if obstacle is not None:
+            raise ValueError(f"weight_dtype={weight_dtype!r}: {name} is a {type(mixture).__name__}, {obstacle}")
+        if any(stored.multiply != multiply for stored in mixture.fp8_weights().values()):
+            raise ValueError(f"weight_dtype={weight_dtype!r} and {name} {another}")
     for name, layer in layers.items():
         products = layer.products
         if products is not None and not isinstance(products, (Fp8Weight, BatchInvariantProducts)):
@@ -133,11 +142,18 @@ def quantize_weights(model: GPTModel, weight_dtype: WeightDtype) -> None:
                 "and load_weights"
             )
         if isinstance(products, Fp8Weight) and products.multiply != multiply:
-            other = "fp8_weight_only" if multiply else "fp8"
-            raise ValueError(f"weight_dtype={weight_dtype!r} and {name} is {other!r} of another engine; use that, or build another model")
+            raise ValueError(f"weight_dtype={weight_dtype!r} and {name} {another}")
     for layer in layers.values():
         if not isinstance(layer.products, Fp8Weight):
             layer.products = Fp8Weight(layer, multiply=multiply)
+    for mixture in mixtures.values():
+        mixture.store_in_fp8(multiply=multiply)
+
+
+def _mixtures(model: GPTModel) -> dict[str, StoresExperts]:
+    """Feed-forwards of the blocks with experts, by name."""
+    layers = {number: layer for number, layer in model.layers.items() if isinstance(layer, TransformerLayer)}
+    return {f"layers.{number}.mlp": layer.mlp for number, layer in layers.items() if isinstance(layer.mlp, StoresExperts)}
 
 
 def quantizable_layers(model: GPTModel) -> dict[str, ColumnParallelLinear | RowParallelLinear]:
@@ -151,7 +167,9 @@ def quantizable_layers(model: GPTModel) -> dict[str, ColumnParallelLinear | RowP
 
 
 @experimental_api
-def fp8_parameters(model: nn.Module) -> dict[Tensor, Fp8Weight]:
+def fp8_parameters(model: nn.Module) -> dict[Tensor, StoredWeight]:
     """Parameters that are stored in fp8, with their scales."""
     layers = (module for module in model.modules() if isinstance(module, (ColumnParallelLinear, RowParallelLinear)))
-    return {layer.weight: layer.products for layer in layers if isinstance(layer.products, Fp8Weight)}
+    mixtures = (module for module in model.modules() if isinstance(module, StoresExperts))
+    stored: dict[Tensor, StoredWeight] = {layer.weight: layer.products for layer in layers if isinstance(layer.products, Fp8Weight)}
+    return stored | {weight: stack for mixture in mixtures for weight, stack in mixture.fp8_weights().items()}

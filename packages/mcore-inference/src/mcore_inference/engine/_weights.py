@@ -10,9 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from mcore_inference._capability import StoredWeight
 from mcore_inference._fields import as_integer
 from mcore_inference._stability import experimental_api
-from mcore_inference.decoder import Fp8Weight, fp8_parameters
+from mcore_inference.decoder import fp8_parameters
 from mcore_inference.engine._coverage import Coverage
 from mcore_inference.engine._pipeline import names_elsewhere
 from mcore_parallel import named_buffer_shards, named_shards
@@ -83,7 +84,7 @@ class _Target:
     coverage: Coverage
     dtype: torch.dtype
     """Of what comes, up to a cast: the model's for a parameter in fp8."""
-    fp8: Fp8Weight | None = None
+    fp8: StoredWeight | None = None
     staging: Tensor | None = None
     """What came for a parameter in fp8, until it is whole."""
 
