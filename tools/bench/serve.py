@@ -211,7 +211,7 @@ def main() -> None:
     parser.add_argument("--timeout-s", type=float, default=300.0, help="of a peer; of a server's start and of each of its requests")
     parser.add_argument("--profile", type=int, nargs="*", default=[], metavar="REQUESTS", help="print where decode steps of so many go")
     parser.add_argument("--kv-cache-dtype", choices=("fp8",), help="of keys and values; None for the model's")
-    parser.add_argument("--weight-dtype", choices=("fp8", "fp8_weight_only"), help="of the linear layers; None for the model's")
+    parser.add_argument("--weight-dtype", choices=("fp8", "fp8_weight_only"), help="of linear layers and experts; None for the model's")
     parser.add_argument("--batch-invariant", action="store_true", help="measure a batch-invariant engine too, after the plain one")
     parser.add_argument("--rate", type=float, nargs="+", help="measure servers under so many requests/s instead")
     parser.add_argument("--requests", type=int, default=256, help="of each rate")

@@ -48,7 +48,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--cache-gb", type=number(above=0), default=1.0, help="memory for keys and values (default: 1)")
     parser.add_argument("--kv-cache-dtype", choices=("fp8",), help="of keys and values (default: that of the model)")
-    parser.add_argument("--weight-dtype", choices=("fp8", "fp8_weight_only"), help="of the linear layers (default: that of the model)")
+    parser.add_argument(
+        "--weight-dtype", choices=("fp8", "fp8_weight_only"), help="of linear layers and experts (default: that of the model)"
+    )
 
 
 def add_split_argument(parser: argparse.ArgumentParser) -> None:

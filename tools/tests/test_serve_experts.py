@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from mcore_ckpt import CheckpointManager
 from mcore_inference import SamplingParams
@@ -25,6 +26,7 @@ from mcore_parallel import ProcessGroups
 from mcore_parallel.data import train_bpe
 from mcore_parallel.training import model_state
 from mcore_tools.assembly import build_model
+from mcore_tools.generate import main as generate
 from mcore_tools.recipes import DataConfig, override, recipe
 from mcore_tools.serve import main
 from mcore_tools.serving import EngineLayout, open_engine
@@ -56,6 +58,16 @@ def ask(url: str, prompt: str) -> str:
 def whole_texts(folder: Path) -> list[str]:
     """Those of one process."""
     return [record.generated_text for record in open_engine(folder, "cpu", cache_gb=0.01).generate(PROMPTS, PARAMS)]
+
+
+def test_weights_of_experts_are_rounded(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder = save(tmp_path, "moe_tiny")
+    engine = open_engine(folder, "cpu", cache_gb=0.01, weight_dtype="fp8_weight_only")
+    experts = {name: weight for name, weight in engine.model.named_parameters() if name.endswith(("experts.up", "experts.down"))}
+    assert experts and all(weight.dtype == torch.float8_e4m3fn for weight in experts.values())
+    for choice in ("fp8", "fp8_weight_only"):
+        assert generate([str(folder), "--prompt", "what a", "--max-tokens", "8", "--weight-dtype", choice]) == 0
+        assert capsys.readouterr().out.startswith("what a")
 
 
 SPLIT = {"tp2": ["--tp", "2"], "pp2": ["--pp", "2"]}

@@ -50,7 +50,7 @@ def open_engine(
             published model, at most 4096.
         cache_gb: memory for keys and values, in GB.
         kv_cache_dtype: of keys and values, as of ``InferenceConfig``.
-        weight_dtype: of the linear layers, as of ``InferenceConfig``.
+        weight_dtype: of the linear layers and experts, as of ``InferenceConfig``.
         groups: how the model of a run is split over ranks, all of which call this; None for all of it on this process.
         execution: how the engine drives the device, by the run and the groups that split its model; None for the defaults.
 
