@@ -21,7 +21,8 @@ from mcore_inference import (
     WeightSlice,
 )
 from mcore_inference.decoder import FusedDecoder, fp8_parameters
-from mcore_moe import MoEConfig, TopKRouter, moe_feed_forward
+from mcore_moe import MoEConfig, moe_feed_forward
+from mcore_moe.serving import Fp8Stack
 from mcore_parallel import ParallelPlan, ProcessGroups, named_shards
 from mcore_parallel.backends import quantize_rows
 from mcore_parallel.models import GPTModel, TransformerConfig
@@ -220,8 +221,8 @@ MODELS = {"alone": LARGE, "shared": dataclasses.replace(LARGE, moe_shared_expert
 """Fused kernels of the first, of the second the layer's own forward."""
 
 
-def gpu_model(mixture: MoEConfig, seed: int = 0) -> GPTModel:
-    place: dict[str, Any] = {"attention_core": PagedAttention(), "device": "cuda", "dtype": torch.bfloat16, "seed": seed}
+def narrow_model(mixture: MoEConfig, device: str, seed: int = 0) -> GPTModel:
+    place: dict[str, Any] = {"attention_core": PagedAttention(), "device": device, "dtype": torch.bfloat16, "seed": seed}
     return GPTModel(SIZED, ProcessGroups.single(), feed_forward=moe_feed_forward(mixture), **place).eval()
 
 
@@ -234,7 +235,7 @@ def wide_model(model: GPTModel, mixture: MoEConfig) -> GPTModel:
             kept: Any = stored.get(ours[name])
             if kept is None:
                 wide = ours[name]
-            elif hasattr(kept, "inverse_NO1"):
+            elif isinstance(kept, Fp8Stack):
                 wide = kept.widened(ours[name], torch.float32)
             else:
                 wide = kept.widened(ours[name].flatten(0, -2), torch.float32)
@@ -242,69 +243,71 @@ def wide_model(model: GPTModel, mixture: MoEConfig) -> GPTModel:
     return reference
 
 
-def settled(reference: GPTModel, tokens: list[int]) -> Tensor:
-    """[T] whether no router's choice for a token is so near a tie that bfloat16 may exchange two experts."""
-    gaps: list[Tensor] = []
+def errors_of(engine: DynamicInferenceEngine, mixture: MoEConfig, prompts: list[list[int]], num_tokens: int) -> tuple[Tensor, float]:
+    """Of log-probabilities of prompts and generated tokens against the rounded weights in float32; share of tokens that are the likeliest
+    there too."""
+    reference, errors, same = wide_model(engine.model, mixture), [], []
+    for prompt, record in zip(
+        prompts, engine.generate(prompts, dataclasses.replace(SCORED, num_tokens_to_generate=num_tokens)), strict=True
+    ):
+        text = torch.tensor([*prompt, *record.generated_tokens])
+        scores = scores_of(reference, text.tolist())[:-1]
+        wanted = scores.gather(1, text[1:, None])[:, 0]
+        errors.append((torch.tensor([*record.prompt_log_probs, *record.generated_log_probs]) - wanted).abs())
+        same.append((scores.argmax(-1) == text[1:])[len(prompt) - 1 :])
+    return torch.cat(errors), float(torch.cat(same).float().mean())
 
-    def measure(router: TopKRouter, inputs: tuple[Tensor, ...], _: object) -> None:
-        best = (inputs[0] @ router.weight.T).topk(3, dim=-1).values
-        gaps.append(best[:, 1] - best[:, 2])
 
-    hooks = [module.register_forward_hook(measure) for module in reference.modules() if isinstance(module, TopKRouter)]
-    scores_of(reference, tokens)
-    for hook in hooks:
-        hook.remove()
-    return torch.stack(gaps).amin(0) > 0.03
+def check_close(device: str, mixture: MoEConfig, sizes: InferenceConfig, prompts: list[list[int]], use_graphs: bool | None = None) -> None:
+    model = narrow_model(mixture, device)
+    context, execution = DynamicInferenceContext.for_model(model, sizes), ExecutionConfig(use_graphs=use_graphs)
+    engine = DynamicInferenceEngine(model, context, execution=execution)
+    if device == "cuda":
+        assert FusedDecoder.fits(model) and (model.layers["1"].mlp.streamed() is None) == (mixture is not LARGE)
+    for seed in (0, 1):
+        if seed:
+            # Recorded graphs read the new weights.
+            new = narrow_model(mixture, device, seed)
+            engine.load_weights((shard.name, shard.parameter.detach()) for shard in named_shards(new))
+        errors, same = errors_of(engine, mixture, prompts, 16)
+        # Rounding to bfloat16 moves a log-probability by 0.008 in the median, activations in fp8 by 0.07, on the processor as well. The
+        # mean is larger: now and then two experts that are nearly equal for a token are exchanged. Scales of another expert move the
+        # median by 0.04 and more.
+        median, mean = (0.02, 0.12) if sizes.weight_dtype == "fp8_weight_only" else (0.15, 0.3)
+        assert errors.median() < median and errors.mean() < mean and same > 0.6
+
+
+SOME = InferenceConfig(max_sequence_length=96, max_requests=32, block_size_tokens=16, num_blocks=200)
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def some_prompts(count: int) -> list[list[int]]:
+    return [[(7 * number + first) % 256 for number in range(5 + 2 * (first % 9))] for first in range(count)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("weight_dtype", ["fp8", "fp8_weight_only"])
+def test_steps_in_bfloat16_agree_with_the_rounded_weights_in_float32(device: str, kind: str, weight_dtype: Any) -> None:
+    # Decode steps of at most 16 rows, and of more.
+    for count in (3, 24):
+        check_close(device, MODELS[kind], dataclasses.replace(SOME, weight_dtype=weight_dtype), some_prompts(count))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize(("weight_dtype", "count"), [("fp8", 3), ("fp8", 24), ("fp8_weight_only", 3), ("fp8_weight_only", 24)])
+@pytest.mark.parametrize("weight_dtype", ["fp8", "fp8_weight_only"])
 @pytest.mark.parametrize("use_graphs", [False, True])
-def test_steps_on_a_gpu_agree_with_the_rounded_weights_in_float32(kind: str, weight_dtype: Any, count: int, use_graphs: bool) -> None:
-    mixture = MODELS[kind]
-    model = gpu_model(mixture)
-    sizes = InferenceConfig(max_sequence_length=96, max_requests=32, block_size_tokens=16, num_blocks=200, weight_dtype=weight_dtype)
-    execution = ExecutionConfig(use_graphs=use_graphs)
-    engine = DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, sizes), execution=execution)
-    assert FusedDecoder.fits(model) and (model.layers["1"].mlp.streamed() is None) == (kind == "shared")
-    prompts = [[(7 * number + first) % 256 for number in range(5 + 2 * (first % 9))] for first in range(count)]
-    for seed in (0, 1):
-        if seed:
-            # Recorded graphs read the new weights.
-            engine.load_weights((shard.name, shard.parameter.detach()) for shard in named_shards(gpu_model(mixture, seed)))
-        reference, errors, same = wide_model(model, mixture), [], 0
-        for prompt, record in zip(prompts, engine.generate(prompts, dataclasses.replace(SCORED, num_tokens_to_generate=16)), strict=True):
-            text = [*prompt, *record.generated_tokens]
-            scores = scores_of(reference, text)[len(prompt) - 1 : -1]
-            chosen = torch.tensor(record.generated_tokens)
-            # What a token that went to another expert left in the cache moves all behind it.
-            sure = settled(reference, text).cummin(0).values[len(prompt) - 1 : -1]
-            differences = (torch.tensor(record.generated_log_probs) - scores.gather(1, chosen[:, None])[:, 0]).abs()
-            errors.append(differences[sure])
-            same += int((scores.argmax(-1) == chosen)[sure].sum())
-        found = torch.cat(errors)
-        assert len(found) >= 16
-        # bfloat16 (8 bits) beside float32 over two layers, as for dense models; with activations in fp8 (4 bits) too, ten times that.
-        mean, most = (0.3, 1.5) if weight_dtype == "fp8" and count * 2 > 16 else (0.08, 0.8)
-        assert found.mean() < mean and found.max() < most
-        assert same >= (0.8 if weight_dtype == "fp8" else 0.9) * len(found)
+def test_recorded_steps_agree_with_the_rounded_weights_in_float32(kind: str, weight_dtype: Any, use_graphs: bool) -> None:
+    for count in (3, 24):
+        check_close("cuda", MODELS[kind], dataclasses.replace(SOME, weight_dtype=weight_dtype), some_prompts(count), use_graphs)
 
 
-@pytest.mark.gpu
-def test_prompts_that_fill_the_experts_agree_with_the_rounded_weights_in_float32() -> None:
-    """More than 64 rows an expert: the grouped GEMMs."""
-    for weight_dtype, mean in (("fp8", 0.3), ("fp8_weight_only", 0.08)):
-        model = gpu_model(LARGE)
-        sizes = InferenceConfig(
-            max_sequence_length=700, max_requests=4, max_tokens=1024, block_size_tokens=16, num_blocks=100, weight_dtype=weight_dtype
-        )
-        engine = DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, sizes))
-        [prompt] = torch.randint(256, (1, 600), generator=torch.Generator().manual_seed(0)).tolist()
-        [record] = engine.generate([prompt], SCORED)
-        reference = wide_model(model, LARGE)
-        scores, sure = scores_of(reference, prompt)[:-1], settled(reference, prompt)[:-1]
-        wanted = scores.gather(1, torch.tensor(prompt)[1:, None])[:, 0]
-        # Other tokens' keys move a little, whichever expert they went to.
-        errors = (torch.tensor(record.prompt_log_probs) - wanted).abs()[sure]
-        assert len(errors) > 100 and errors.mean() < mean
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("weight_dtype", ["fp8", "fp8_weight_only"])
+def test_prompts_that_fill_the_experts_agree_with_the_rounded_weights_in_float32(device: str, kind: str, weight_dtype: Any) -> None:
+    """More than 64 rows an expert: grouped GEMMs."""
+    sizes = dataclasses.replace(SOME, max_sequence_length=512, max_tokens=1024, max_requests=4, weight_dtype=weight_dtype)
+    prompts = torch.randint(256, (2, 400), generator=torch.Generator().manual_seed(0)).tolist()
+    check_close(device, MODELS[kind], sizes, prompts)

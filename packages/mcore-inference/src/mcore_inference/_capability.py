@@ -28,6 +28,7 @@ class _MayDropTokens(Protocol):
     def drops_tokens(self) -> bool: ...
 
 
+@experimental_api
 class StoredWeight(Protocol):
     """How a parameter is kept in e4m3."""
 

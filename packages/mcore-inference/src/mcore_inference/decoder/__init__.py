@@ -2,7 +2,8 @@
 # Copyright (c) 2026 the mcore authors
 """Decode steps of plain transformer blocks in few kernels, and weights in fp8."""
 
+from mcore_inference._capability import StoredWeight
 from mcore_inference.decoder._decoder import FusedDecoder
 from mcore_inference.decoder._fp8 import Fp8Weight, fp8_parameters, quantize_weights
 
-__all__ = ["Fp8Weight", "FusedDecoder", "fp8_parameters", "quantize_weights"]
+__all__ = ["Fp8Weight", "FusedDecoder", "StoredWeight", "fp8_parameters", "quantize_weights"]
