@@ -87,16 +87,25 @@ def scores_of(model: GPTModel, tokens: list[int]) -> Tensor:
         return model(torch.tensor(tokens), Step.causal(1, len(tokens)))[0].logits().log_softmax(-1)
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-def test_weight_only_computes_the_mixture_with_rounded_weights(activation: str) -> None:
-    engine = make_engine(make_model(activation=activation), "fp8_weight_only")
+FORMS: dict[str, dict[str, Any]] = {
+    "swiglu": {},
+    "biases": {"activation": "gelu", "add_bias_linear": True, "mixture": dataclasses.replace(MIXTURE, moe_shared_expert_gate=False)},
+    "latent": {"mixture": dataclasses.replace(MIXTURE, moe_latent_size=16)},
+    "pattern": {"hybrid_layer_pattern": "*E"},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weight_only_computes_the_mixture_with_rounded_weights(form: str) -> None:
+    fields = FORMS[form]
+    engine = make_engine(make_model(**fields), "fp8_weight_only")
     held = {shard.name: shard.parameter for shard in named_shards(engine.model)}
     assert {name for name, parameter in held.items() if parameter.dtype == E4M3} == set(filter(is_rounded, held))
     assert {"layers.1.mlp.experts.up", "layers.1.mlp.experts.down", "layers.1.mlp.shared_experts.up.weight"} <= set(
         filter(is_rounded, held)
     )
     assert set(fp8_parameters(engine.model)) == {parameter for name, parameter in held.items() if is_rounded(name)}
-    found, naive = results(engine), rounded_model(activation=activation)
+    found, naive = results(engine), rounded_model(**fields)
     for prompt, (tokens, log_probs, _) in zip(PROMPTS, found, strict=True):
         text = list(prompt)
         for token, log_prob in zip(tokens, log_probs, strict=True):
@@ -104,7 +113,7 @@ def test_weight_only_computes_the_mixture_with_rounded_weights(activation: str) 
             assert int(last.argmax()) == token and float(last[token]) == pytest.approx(log_prob, abs=1e-6)
             text.append(token)
     assert found == results(make_engine(naive))
-    assert found != results(make_engine(make_model(activation=activation)))
+    assert found != results(make_engine(make_model(**fields)))
 
 
 def test_steps_of_few_tokens_are_those_of_rounded_weights_and_others_differ_little() -> None:
