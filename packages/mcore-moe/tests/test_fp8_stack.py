@@ -56,6 +56,27 @@ def test_many_rows_an_expert_are_rounded_too_if_asked_for(multiply: bool, width:
         assert y.shape == (rows, 32)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("multiply", [False, True])
+@pytest.mark.parametrize("sizes", [[3, 0, 5], [100, 40, 0], [100, 0, 300]], ids=str)
+def test_products_on_a_gpu_are_those_of_the_processor(multiply: bool, sizes: list[int]) -> None:
+    torch.manual_seed(0)
+    wide = torch.randn(3, 2, 64, 128).bfloat16() * torch.logspace(-2, 1, 64)[:, None].bfloat16()
+    x, ends, total = torch.randn(sum(sizes) + 2, 128).bfloat16(), torch.tensor(sizes).cumsum(0).to(torch.int32), sum(sizes)
+    # Nobody's rows are not looked at.
+    x[total:] = float("nan")
+    results = []
+    for device in ("cpu", "cuda"):
+        weight = nn.Parameter(wide.to(device))
+        stack = Fp8Stack(weight, multiply=multiply)
+        y = stack.matmul(x.to(device), weight.flatten(1, -2), ends.to(device))[:total]
+        results += [y.double().cpu(), stack.inverse_NO1.cpu(), weight.detach().view(torch.uint8).cpu()]
+    (y, *stored), (y_gpu, *stored_gpu) = results[:3], results[3:]
+    assert all(torch.equal(one, other) for one, other in zip(stored, stored_gpu, strict=True))
+    # The same values are multiplied, and sums rounded to bfloat16 once (8 bits).
+    assert (y_gpu - y).norm() < 1e-2 * y.norm()
+
+
 def make_experts(**fields: Any) -> GroupedMLP:
     experts = GroupedMLP(3, 16, 32, ProcessGroups.single(), dtype=torch.float64, **fields)
     for name, parameter in experts.named_parameters():
