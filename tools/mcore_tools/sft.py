@@ -36,8 +36,8 @@ from mcore_tools.recipes import DataConfig, LoadConfig, RecipeError, RunConfig, 
 from mcore_tools.train import refused, run_to_end
 from mcore_tools.training import (
     check_lora,
+    check_origin,
     check_run,
-    check_stored,
     export_adapter,
     export_run,
     find_base,
@@ -194,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         own = CheckpointManager(Path(config.output) / "checkpoints")
         check_lora(config, own)
         source = find_source(config.load, own, may_be_local=may_be_local(config)) if config.lora is None else find_base(config.load)
-        check_stored(config, first_folder(config.load, own, source))
+        check_origin(config, first_folder(config.load, own, source), is_own=source is None)
         with removed_if_refused(config.output):
             config = prepared(config, changed, rank)
             check_run(config)

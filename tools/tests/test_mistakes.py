@@ -17,6 +17,7 @@ from tests.support.published import write_chat, write_published
 CORPUS = "--set data.prefix=corpus --set data.tokenizer=tokenizer --set output=out"
 STUDENT = "--set student.data.prefix=corpus --set student.data.tokenizer=tokenizer --set student.output=out"
 HEAD = "--set run.data.prefix=corpus --set run.data.tokenizer=tokenizer --set run.output=out"
+UPCYCLED = "--set load.path=published --set data.prefix=corpus --set output=out --set load.upcycle=true --set moe.num_moe_experts=4"
 LAYOUT = "--gpus 8 --sequence 4096 --global-batch 64"
 
 MISTAKES = [
@@ -40,6 +41,10 @@ MISTAKES = [
     (f"train --recipe gpt_tiny {CORPUS} --set output=text.txt/run", 1, "output='text.txt/run' can be no folder: "),
     (f"train --recipe gpt_tiny {CORPUS} --set backend=te", 1, 'pip install "mcore-parallel[te]", or use "torch"'),
     (f"train --recipe gpt_tiny {CORPUS} --set load.path=tokenizer", 1, "name a checkpoint or a folder of steps"),
+    (f"train --recipe moe_tiny {CORPUS} --set load.upcycle=true", 1, "found path='' and take='weights'; name that model with load.path"),
+    ("train --set load.path=published --set data.prefix=corpus --set load.upcycle=true", 1, "moe=none; set moe.num_moe_experts=8, or"),
+    (f"train {UPCYCLED} --set moe.moe_ffn_hidden_size=100", 1, "layers.0.mlp.experts.down must divide the dense width 128"),
+    (f"train {UPCYCLED} --set load.step=1", 1, "is a Hugging Face folder, which has weights only; set load.take=weights load.step=none"),
     ("train --config list.yaml", 1, "list.yaml must map fields to values, found list"),
     ("sft nothing --data chat.jsonl --output out", 1, "nothing is not a checkpoint: there is no such folder"),
     ("sft published --data text.jsonl --output a/out", 1, "text.jsonl:1 has no list of messages in the field 'messages'"),

@@ -209,6 +209,9 @@ class LoadConfig:
     take: Literal["weights", "position", "all"] = "weights"
     """Each with those before it: the "weights"; the "position", that is the count of steps and the place in the data; or "all", with the
     optimizer's state, so that the other run goes on. A fresh optimizer has its masters from the weights."""
+    upcycle: bool = False
+    """The weights of ``path`` are of a dense model with these layers, of whose feed-forwards the experts become copies or slices
+    (``upcycle_state_dict``). The run's own steps are mixtures, and are taken as they are."""
     required: bool = False
     """Refuse to begin with random weights, as where the output folder of a run that should go on is not there."""
     override: tuple[str, ...] = ()
@@ -217,6 +220,11 @@ class LoadConfig:
     def __post_init__(self) -> None:
         if self.step is not None and self.step < 0:
             raise ValueError(f"step={self.step} must not be negative; give none for the newest")
+        if self.upcycle and (not self.path or self.take != "weights"):
+            raise ValueError(
+                f"upcycle=true makes a mixture of the weights of a dense model, found path={self.path!r} and take={self.take!r}; "
+                "name that model with load.path, and set load.take=weights"
+            )
         if not self.path and (self.step is not None or self.take != "weights"):
             raise ValueError(
                 f"step={self.step} and take={self.take!r} choose from path, which is empty: a run goes on from the newest step of its own; "
@@ -368,6 +376,8 @@ class RunConfig:
                 "each other; set cuda_graph.cuda_graph_impl=local, or plan.pp=1"
             )
         self._check_parts()
+        if self.load.upcycle:
+            self._check_upcycle()
         if self.lora:
             self._check_lora(self.lora)
         elif self.sft and self.sft.export == "adapter":
@@ -406,6 +416,16 @@ class RunConfig:
             raise ValueError(f"offload.modules holds {parts}, which lie inside experts; this model has none, name mlp")
         if self.offload and self.cuda_graphs:
             raise ValueError("offload and cuda_graphs exclude one another: a graph keeps its own activations; set one of them to none")
+
+    def _check_upcycle(self) -> None:
+        if self.moe is None:
+            raise ValueError("load.upcycle=true makes a mixture, and moe=none; set moe.num_moe_experts=8, or load.upcycle=false")
+        for name in ("lora", "rl"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"load.upcycle=true does not go with {name}: train the mixture by `mcore train` first, and begin with its checkpoint; "
+                    "set load.upcycle=false"
+                )
 
     def _check_qk_clip(self) -> None:
         taken = {

@@ -16,6 +16,7 @@ from mcore_tools.training._start import RunCheckpoints, find_base, find_source, 
 from mcore_tools.training._stored import RUN_FILE, check_stored, read_run, stored_model
 from mcore_tools.training._successor import build_trainer, command, place, tell
 from mcore_tools.training._train import Trained, train_rank, validate_rank
+from mcore_tools.training._upcycling import check_origin
 from mcore_tools.training._world import connect, device_of, join, meet, take_device
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "build_trainer",
     "check_log",
     "check_lora",
+    "check_origin",
     "check_output",
     "check_run",
     "check_stored",

@@ -15,6 +15,7 @@ from mcore_ckpt.storage import Folder
 from mcore_parallel.optim import MegatronOptimizer
 from mcore_tools.recipes import LoadConfig
 from mcore_tools.training._pretrained import HuggingFaceFolder, is_huggingface
+from mcore_tools.training._upcycling import Upcycling
 
 _OPTIMIZER = "optimizer."
 Source = CheckpointManager | Folder | HuggingFaceFolder
@@ -128,6 +129,7 @@ class RunCheckpoints:
         group: ranks that save and load together; None for all.
         progress: what it also says, made of what the trainer says of the step.
         asynchronous: save beside training; whoever made ``own`` commits by its ``wait()``.
+        upcycling: what makes the model of the dense one in ``source``; None where that is the model itself.
     """
 
     def __init__(
@@ -141,7 +143,9 @@ class RunCheckpoints:
         *,
         progress: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
         asynchronous: bool = False,
+        upcycling: Upcycling | None = None,
     ) -> None:
+        self._upcycling = upcycling
         self._group, self._progress, self._asynchronous = group, progress, asynchronous
         self._config, self._own, self._source, self._optimizer = config, own, source, optimizer
         self._described = described or {}
@@ -174,7 +178,11 @@ class RunCheckpoints:
             return step, extra
         if self._config.take == "all":
             return self._position(*self._fill(self._source, state))
-        folder, extra = self._fill(self._source, {name: value for name, value in state.items() if not name.startswith(_OPTIMIZER)})
+        wanted = {name: value for name, value in state.items() if not name.startswith(_OPTIMIZER)}
+        stored = wanted if self._upcycling is None else self._upcycling.dense(wanted)
+        folder, extra = self._fill(self._source, stored)
+        if self._upcycling is not None:
+            self._upcycling.fill(wanted, stored)
         self._optimizer.reload_model_params()
         if self._config.take == "weights":
             return 0, {"trainer": {}, "optimizer_step": 0}

@@ -37,7 +37,7 @@ from mcore_tools.training._instruments import Instruments, joined
 from mcore_tools.training._local import NodeCheckpoints, may_be_local, open_local
 from mcore_tools.training._optimizer_description import describe_optimizer, describe_rates
 from mcore_tools.training._start import RunCheckpoints, find_base, find_source, first_folder
-from mcore_tools.training._stored import check_stored
+from mcore_tools.training._upcycling import check_origin
 from mcore_tools.training._world import device_of, reproducible
 
 
@@ -97,7 +97,7 @@ def _train_rank(
     check_lora(config, own)
     source = find_source(config.load, own, may_be_local=may_be_local(config)) if config.lora is None else find_base(config.load)
     origin = first_folder(config.load, own, source)
-    check_stored(config, origin)
+    upcycling = check_origin(config, origin, is_own=source is None)
     opened = open_local(config)
     begin = time.perf_counter()
     stop = config.train.stop_of(stop)
@@ -111,7 +111,9 @@ def _train_rank(
     if config.lora is None or source is None:
         described |= describe_optimizer(config)
         progress = partial(describe_rates, config)
-        checkpoints = RunCheckpoints(config.load, own, source, parts.optimizer, described, progress=progress, asynchronous=in_background)
+        checkpoints = RunCheckpoints(
+            config.load, own, source, parts.optimizer, described, progress=progress, asynchronous=in_background, upcycling=upcycling
+        )
     else:
         checkpoints = AdapterCheckpoints(config.load, own, source, parts.optimizer, described, asynchronous=in_background)
     local = None
