@@ -139,12 +139,16 @@ def test_skipped_steps_are_counted_and_too_many_are_an_error(tmp_path: Path) -> 
 
 def test_the_rate_waits_while_the_loss_scale_is_too_large() -> None:
     scaling = {"fp16": True, "initial_loss_scale": 2.0**20, "hysteresis": 1}
-    config, numbers = TrainerConfig(steps=16, max_skipped_steps=14), Rows()
+    config, numbers = TrainerConfig(steps=16), Rows()
     loop = trainer(config, dtype=torch.float16, warmup_steps=50, rule=scaling, writers=[numbers])
     state = loop.run()
     assert 0 < state.skipped_steps == 16 - loop.optimizer.step_count < 16
     before = [0, *(int(values["skipped_steps"]) for values in numbers.rows)]
     assert [values["lr"] for values in numbers.rows] == [loop.schedule.lr(step - before[step]) for step in range(16)]
+    assert [values["loss_scale"] for values in numbers.rows] == [2.0 ** (20 - skipped) for skipped in before[1:]]
+    bounded = trainer(TrainerConfig(steps=16), dtype=torch.float16, rule={**scaling, "min_loss_scale": 2.0**19})
+    with pytest.raises(NonFiniteLossError, match=r"max_skipped_steps=0"):
+        bounded.run()
 
 
 def test_a_rhythm_without_its_part_is_an_error() -> None:

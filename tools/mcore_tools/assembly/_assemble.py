@@ -32,7 +32,12 @@ from mcore_tools.assembly._fully_sharded import FullyShardedModel
 from mcore_tools.assembly._torch_sharded import TorchShardedModel
 from mcore_tools.recipes import RunConfig
 
-DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+DTYPES: Mapping[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +133,8 @@ def assemble(config: RunConfig, device: torch.device | str, groups: ProcessGroup
     model = build_stage(config, groups, device, overlap)
     if config.lora is not None:
         add_lora(model, config.lora, groups, seed=train.seed)
+    # Gradients of float16 would vanish without a loss scale.
+    rule = config.optimizer if train.dtype != "float16" else dataclasses.replace(config.optimizer, fp16=True)
     shared = {"groups": groups, "objective": objective(config), "pipeline": pipeline, "overlap": overlap}
     if config.data_parallel != "ddp":
         assert isinstance(model, GPTModel | ModelChunks), "RunConfig refuses masked with fsdp and fsdp2"
@@ -143,14 +150,13 @@ def assemble(config: RunConfig, device: torch.device | str, groups: ProcessGroup
                 num_prefetch_units=fsdp.num_prefetch_units,
                 fsdp_double_buffer=fsdp.fsdp_double_buffer,
             )
-        rule = dataclasses.replace(config.optimizer, use_distributed_optimizer=True)
-        optimizer = MegatronOptimizer(rule, sharded, groups)
+        optimizer = MegatronOptimizer(dataclasses.replace(rule, use_distributed_optimizer=True), sharded, groups)
         return Parts(model=sharded, sync=sharded, optimizer=optimizer, **shared)
     slices = config.optimizer.use_distributed_optimizer
     # No graph can replay the wait of a module for its parameters.
     fast = DistributedDataParallelConfig(use_distributed_optimizer=slices, overlap_param_gather=slices and not config.cuda_graphs)
     sync = DistributedDataParallel(config.ddp or fast, model, groups)
-    optimizer = MegatronOptimizer(config.optimizer, sync, groups)
+    optimizer = MegatronOptimizer(rule, sync, groups)
     graphs = graph_modules(model, config.cuda_graphs, _graph_config(config.cuda_graph)) if config.cuda_graphs else None
     return Parts(model=model, sync=sync, optimizer=optimizer, graphs=graphs, **shared)
 

@@ -21,7 +21,7 @@ from mcore_parallel.training import Schedule, Throughput
 from mcore_tools.recipes import RunConfig
 
 PEAK_FLOPS: Mapping[str, float] = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12}
-"""Dense operations a second in bfloat16, by a part of the device's name, as its vendor gives them for the SXM form."""
+"""Dense operations a second in 16 bits, by a part of the device's name, as its vendor gives them for the SXM form."""
 
 
 def schedule(config: RunConfig) -> Schedule:
@@ -53,7 +53,7 @@ def throughput(config: RunConfig, device: torch.device | str) -> Throughput:
         # Frozen matrices have no gradient of their own; one token alone has next to nothing but matrices.
         flops -= _flops_per_token(config, 1) / 3
     peak = config.log.peak_tflops * 1e12
-    if not peak and torch.device(device).type == "cuda" and config.train.dtype == "bfloat16":
+    if not peak and torch.device(device).type == "cuda" and config.train.dtype in ("bfloat16", "float16"):
         name = torch.cuda.get_device_name(device)
         peak = next((flops for part, flops in PEAK_FLOPS.items() if part in name), 0.0)
     return Throughput(flops_per_token=flops, peak_flops=peak or None)

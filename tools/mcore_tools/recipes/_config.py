@@ -36,7 +36,7 @@ from mcore_tools.recipes._data import DataConfig
 from mcore_tools.recipes._rl import RLConfig
 from mcore_tools.recipes._sft import SFTConfig
 
-DTYPE_NAMES = ("float32", "bfloat16", "float64")
+DTYPE_NAMES = ("float32", "bfloat16", "float16", "float64")
 LR_SCHEDULES = ("constant", "linear", "cosine", "inverse_square_root", "wsd")
 
 
@@ -101,9 +101,11 @@ class TrainConfig:
     stop_after_minutes: float = 0.0
     """Save and end after the first step that ends later than this; 0 for no limit."""
     max_skipped_steps: int = 0
-    """Steps of the run that may be skipped because their gradients are not finite."""
+    """Steps of the run that may be skipped because their gradients are not finite; any number while a loss scale can be
+    lowered."""
     dtype: str = "float32"
-    """Of parameters and activations: float32, bfloat16 or float64."""
+    """Of parameters and activations: float32, bfloat16, float16 (which scales the loss, by ``optimizer.initial_loss_scale`` and its
+    neighbours) or float64."""
     seed: int = 1234
     """Of the first weights and the order of the data."""
     deterministic: bool = False
@@ -410,6 +412,9 @@ class RunConfig:
             self._check_qk_clip()
         if self.batch_invariant:
             self._check_batch_invariant()
+        if self.train.dtype == "float16" and (self.fp8 or (self.lora and self.lora.base_dtype)):
+            name = "fp8" if self.fp8 else "lora.base_dtype"
+            raise ValueError(f"{name} widens to bfloat16, and train.dtype='float16'; set train.dtype=bfloat16, or {name}=none")
         if self.masked and (self.fp8 or self.backend != "torch"):
             raise ValueError("masked trains a BertModel, which has torch's layers in its dtype; set fp8=none and backend=torch")
         if self.offload and not self.moe and (parts := sorted({*EXPERT_PARTS} & {*self.offload.modules})):
@@ -543,6 +548,7 @@ class RunConfig:
         unused = {"cuda_graphs": (), "dumps": DumpConfig(), "profile": ProfileConfig(), "restart": RestartConfig(), "rerun": RerunConfig()}
         unused |= {"qk_clip": None}
         named = [name for name, default in unused.items() if getattr(self, name) != default]
+        named += ["train.dtype=float16"] if self.train.dtype == "float16" else []
         named += [f"train.{name}" for name in ("local_checkpoint_interval", "checkpoint_async_steps") if getattr(self.train, name)]
         return named + [f"log.{name}" for name in ("straggler_interval", "timers_interval", "telemetry") if getattr(self.log, name)]
 

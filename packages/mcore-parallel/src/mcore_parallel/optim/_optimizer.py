@@ -158,6 +158,12 @@ class MegatronOptimizer:
         """Scalar by which losses must be multiplied before their backward, and by which ``step`` divides; None without fp16."""
         return None if self._loss_scale is None else self._loss_scale[0]
 
+    @property
+    def can_lower_loss_scale(self) -> bool:
+        """Whether overflows lower the loss scale from where it is now; waits for the device."""
+        rule, state = self._loss_scale_rule, self._loss_scale
+        return rule is not None and state is not None and not rule.constant and state[0].item() > rule.minimum
+
     def load_step_count(self, count: int) -> None:
         """Continue after ``count`` updates, with the state that was loaded.
 

@@ -54,6 +54,16 @@ class LossScaler(Protocol):
     def loss_scale(self) -> Tensor | None: ...
 
 
+@runtime_checkable
+class DynamicLossScaler(Protocol):
+    """A ``LossScaler`` that lowers its factor after gradients that overflowed."""
+
+    @property
+    def can_lower_loss_scale(self) -> bool:
+        """Whether the factor, as it is now, can become smaller; asked after overflows only."""
+        ...
+
+
 class Optimizer(Protocol):
     """Applies the summed gradients, multiplied by ``grad_scale``."""
 

@@ -18,7 +18,7 @@ from mcore_parallel.pipeline import Schedule as PipelineSchedule
 from mcore_parallel.training._batch import Batch
 from mcore_parallel.training._dumps import StepDumps
 from mcore_parallel.training._profile import ProfileConfig, ProfileWindow
-from mcore_parallel.training._protocols import Checkpointer, GradSync, Objective, Optimizer, Schedule, Writer
+from mcore_parallel.training._protocols import Checkpointer, DynamicLossScaler, GradSync, LossScaler, Objective, Optimizer, Schedule, Writer
 from mcore_parallel.training._rerun import Rerun, SuspectResultError
 from mcore_parallel.training._state import StatefulOptimizer, TensorShard, model_state, optimizer_state
 from mcore_parallel.training._step import TrainReport, evaluate, train_step
@@ -56,7 +56,8 @@ class TrainerConfig:
     per_layer_values: bool = True
     """Write auxiliary losses and the load of experts of each layer, beside their means over the layers."""
     max_skipped_steps: int = 0
-    """Steps of the run that the optimizer may skip (gradients that are not finite) before it is an error."""
+    """Steps of the run that the optimizer may skip (gradients that are not finite) before it is an error; any number while the
+    optimizer can lower its loss scale."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -278,13 +279,15 @@ class Trainer:
         self._check(report)
         values = {"loss": report.loss, "grad_norm": report.grad_norm, "lr": lr, "num_tokens": report.num_tokens, "aux": report.aux}
         values |= {"num_samples": samples, "skipped_steps": self.state.skipped_steps, **report.metrics}
+        if isinstance(self.optimizer, LossScaler) and (scale := self.optimizer.loss_scale) is not None:
+            values["loss_scale"] = scale.item()
         values |= report.layers.values(per_layer=self.config.per_layer_values)
         values |= {} if self.rerun is None else self.rerun.pop_values()
         return {**values, **(self.probe() if self.probe else {})}
 
     def _check(self, report: TrainReport) -> None:
         step, skipped, allowed = self.state.step, self.state.skipped_steps, self.config.max_skipped_steps
-        if report.skipped and skipped > allowed:
+        if report.skipped and skipped > allowed and not self._lowers_loss_scale(report):
             raise NonFiniteLossError(
                 step, report, f"{skipped} steps were skipped, max_skipped_steps={allowed}; look at the data of this step"
             )
@@ -292,6 +295,11 @@ class Trainer:
             raise NonFiniteLossError(
                 step, report, "the loss is not finite, but its gradient was and has been applied; resume from a checkpoint"
             )
+
+    def _lowers_loss_scale(self, report: TrainReport) -> bool:
+        """The step was skipped for the sake of a loss scale that can become smaller: that is how it is found."""
+        optimizer = self.optimizer
+        return not math.isfinite(report.grad_norm) and isinstance(optimizer, DynamicLossScaler) and optimizer.can_lower_loss_scale
 
     def _after(self, step: int) -> dict[str, float]:
         """Evaluation and saving, when they are due."""
