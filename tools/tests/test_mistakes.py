@@ -18,6 +18,7 @@ CORPUS = "--set data.prefix=corpus --set data.tokenizer=tokenizer --set output=o
 STUDENT = "--set student.data.prefix=corpus --set student.data.tokenizer=tokenizer --set student.output=out"
 HEAD = "--set run.data.prefix=corpus --set run.data.tokenizer=tokenizer --set run.output=out"
 UPCYCLED = "--set load.path=published --set data.prefix=corpus --set output=out --set load.upcycle=true --set moe.num_moe_experts=4"
+EIGHT_BIT = "--set data_parallel=fsdp --set fsdp.eight_bit_parameters"
 LAYOUT = "--gpus 8 --sequence 4096 --global-batch 64"
 
 MISTAKES = [
@@ -48,6 +49,9 @@ MISTAKES = [
     (f"train --recipe gpt_tiny {CORPUS} --set train.dtype=half", 1, "dtype='half' must be one of float32, bfloat16, float16, float64"),
     (f"train --recipe gpt_tiny {CORPUS} --set train.dtype=float16 --set fp8.recipe=rowwise", 1, "set train.dtype=bfloat16, or fp8=none"),
     (f"train --recipe gpt_tiny {CORPUS} --set optimizer.loss_scale=8", 1, "loss_scale=8.0 must be positive and needs fp16=True"),
+    (f"train --recipe gpt_tiny {CORPUS} {EIGHT_BIT}=[x] --set data_parallel=ddp", 1, "fsdp is set, but data_parallel"),
+    (f"train --recipe gpt_tiny {CORPUS} {EIGHT_BIT}=[layers.*.up.*]", 1, "one replica: it is not gathered; raise plan.dp"),
+    (f"train --recipe gpt_tiny {CORPUS} {EIGHT_BIT}=[layers.*.upweight]", 1, "'layers.*.upweight' matches no parameter; name some of"),
     ("train --config list.yaml", 1, "list.yaml must map fields to values, found list"),
     ("sft nothing --data chat.jsonl --output out", 1, "nothing is not a checkpoint: there is no such folder"),
     ("sft published --data text.jsonl --output a/out", 1, "text.jsonl:1 has no list of messages in the field 'messages'"),

@@ -3,6 +3,7 @@
 """From a run's configuration to its parts."""
 
 import dataclasses
+import fnmatch
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from mcore_moe import moe_feed_forward
-from mcore_parallel import ProcessGroups, load_communicator_options
+from mcore_parallel import ProcessGroups, load_communicator_options, named_shards
 from mcore_parallel.backends import choose_backend
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.graphs import CudaGraphConfig, GraphedModel, freeze_gc_choice, graph_modules
@@ -149,6 +150,7 @@ def assemble(config: RunConfig, device: torch.device | str, groups: ProcessGroup
                 zero_dp_strategy=fsdp.zero_dp_strategy,
                 num_prefetch_units=fsdp.num_prefetch_units,
                 fsdp_double_buffer=fsdp.fsdp_double_buffer,
+                eight_bit_parameters=_eight_bit_names(config, groups),
             )
         optimizer = MegatronOptimizer(dataclasses.replace(rule, use_distributed_optimizer=True), sharded, groups)
         return Parts(model=sharded, sync=sharded, optimizer=optimizer, **shared)
@@ -159,6 +161,31 @@ def assemble(config: RunConfig, device: torch.device | str, groups: ProcessGroup
     optimizer = MegatronOptimizer(rule, sync, groups)
     graphs = graph_modules(model, config.cuda_graphs, _graph_config(config.cuda_graph)) if config.cuda_graphs else None
     return Parts(model=model, sync=sync, optimizer=optimizer, graphs=graphs, **shared)
+
+
+def _eight_bit_names(config: RunConfig, groups: ProcessGroups) -> frozenset[str]:
+    """Parameters of the whole model that ``fsdp.eight_bit_parameters`` match.
+
+    Raises:
+        ValueError: a pattern matches none, or one that nobody gathers.
+    """
+    names: set[str] = set()
+    if not (patterns := config.fsdp.eight_bit_parameters):
+        return frozenset()
+    shards = list(named_shards(build_model(config, ProcessGroups.single(), "meta")))
+    for pattern in patterns:
+        matched = [shard for shard in shards if fnmatch.fnmatchcase(shard.name, pattern)]
+        if not matched:
+            there = ", ".join(shard.name for shard in shards[:5])
+            raise ValueError(f"fsdp.eight_bit_parameters={pattern!r} matches no parameter; name some of {there} ...")
+        for shard in matched:
+            if groups.data(shard.spec.view).size == 1:
+                raise ValueError(
+                    f"fsdp.eight_bit_parameters={pattern!r} matches {shard.name}, of which there is one replica: it is not gathered; raise "
+                    "plan.dp, or leave it out"
+                )
+        names |= {shard.name for shard in matched}
+    return frozenset(names)
 
 
 def _graph_config(config: CudaGraphConfig) -> CudaGraphConfig:

@@ -2,7 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """A model sharded by megatron_fsdp in the trunk's places: the model, its gradient sync and the source of its gradients."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
@@ -33,16 +33,24 @@ class FullyShardedModel(nn.ModuleList):
         model: this rank's stage, not sharded yet.
         groups: its process groups.
         zero_dp_strategy: what is divided, as in ``megatron_fsdp.fully_shard``.
+        eight_bit_parameters: names of those that are gathered in 8 bits, on this stage or on others.
         options: more of its keywords, such as ``num_prefetch_units``.
     """
 
     def __init__(
-        self, model: GPTModel | ModelChunks, groups: ProcessGroups, *, zero_dp_strategy: str = "optim_grads_params", **options: Any
+        self,
+        model: GPTModel | ModelChunks,
+        groups: ProcessGroups,
+        *,
+        zero_dp_strategy: str = "optim_grads_params",
+        eight_bit_parameters: Collection[str] = (),
+        **options: Any,
     ) -> None:
         chunks = [cast(GPTModel, chunk) for chunk in model] if isinstance(model, ModelChunks) else [model]
         shards = list(named_shards(model))
         meshes = {view: _mesh(groups.data(view), chunks[0]) for view in ("dense", "expert")}
-        super().__init__([_shard(chunk, meshes, zero_dp_strategy=zero_dp_strategy, **options) for chunk in chunks])
+        options["zero_dp_strategy"] = zero_dp_strategy
+        super().__init__([_shard(chunk, meshes, eight_bit_parameters, **options) for chunk in chunks])
         self.groups = groups
         self._divides_gradients = zero_dp_strategy in ("optim_grads", "optim_grads_params")
         # Not a child: its parameters have names already.
@@ -160,7 +168,7 @@ def _feed_layers(chunk: MegatronFSDP, shapes: Mapping[str, tuple[int, ...]], dty
             )
 
 
-def _shard(chunk: GPTModel, meshes: Mapping[str, DeviceMesh | None], **options: Any) -> MegatronFSDP:
+def _shard(chunk: GPTModel, meshes: Mapping[str, DeviceMesh | None], eight_bit: Collection[str], **options: Any) -> MegatronFSDP:
     # As with DistributedDataParallel: gradients are summed in 32 bits, and the float32 master is the optimizer's.
     narrow = chunk.dtype.itemsize < 4
     policy = MixedPrecisionPolicy(main_params_dtype=chunk.dtype if narrow else None, main_grads_dtype=_gradient_dtype(chunk.dtype))
@@ -176,6 +184,7 @@ def _shard(chunk: GPTModel, meshes: Mapping[str, DeviceMesh | None], **options: 
         expert_parameters=experts,
         # The ends of the pipeline add up their gradients of a shared table, so they must cut it alike.
         separate_parameters=[name for name, spec in specs.items() if "embd" in spec.partial],
+        eight_bit_parameters=[name for name in specs if name in eight_bit],
         mixed_precision=policy,
         gradient_reduce="sum",
         **options,
