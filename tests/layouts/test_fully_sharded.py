@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from mcore_ckpt import CheckpointManager
 from mcore_parallel import ParallelPlan
 from mcore_parallel.training import CrossEntropyObjective, evaluate
 from mcore_tools.assembly import Parts, assemble
-from mcore_tools.recipes import RecipeError, override
+from mcore_tools.recipes import FSDPConfig, RecipeError, override
 from tests.layouts.test_one_curve import CONFIG, serial, step_batches, trained
 from tests.support.world import run
 
@@ -52,6 +53,23 @@ def test_evaluation_between_steps_gives_the_losses_of_one_rank(layout: str) -> N
     [expected] = run(evaluated_steps, 1, layout="one")
     assert [row[:2] for row in expected] == serial()[:4]
     for rows in run(evaluated_steps, LAYOUTS[layout][0].world_size, layout=layout):
+        for ours, theirs in zip(rows, expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-8)
+
+
+def buffered_steps() -> list[tuple[float, float]]:
+    """Losses and norms where every second layer has experts, gathered into two buffers."""
+    assert CONFIG.moe is not None
+    moe, buffered = dataclasses.replace(CONFIG.moe, moe_layer_freq=2), FSDPConfig(fsdp_double_buffer=True)
+    plan, data_parallel = LAYOUTS["fsdp2" if dist.get_world_size() == 2 else "one"]
+    config = dataclasses.replace(CONFIG, moe=moe, plan=plan, data_parallel=data_parallel)
+    parts = assemble(config if plan.dp == 1 else dataclasses.replace(config, fsdp=buffered), "cpu")
+    return [trained(parts, batches) for batches in islice(step_batches(parts.groups), 4)]
+
+
+def test_two_buffers_hold_layers_that_differ() -> None:
+    [expected] = run(buffered_steps, 1)
+    for rows in run(buffered_steps, 2):
         for ours, theirs in zip(rows, expected, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-8)
 

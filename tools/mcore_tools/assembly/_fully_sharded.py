@@ -174,8 +174,11 @@ def _shard(chunk: GPTModel, meshes: Mapping[str, DeviceMesh | None], eight_bit: 
     policy = MixedPrecisionPolicy(main_params_dtype=chunk.dtype if narrow else None, main_grads_dtype=_gradient_dtype(chunk.dtype))
     specs = {shard.name: shard.spec for shard in named_shards(chunk)}
     experts = [name for name, spec in specs.items() if spec.view == "expert"]
-    # A table that the output layer reads too belongs to the root, which stays gathered for it.
-    kinds = (TransformerLayer,) if chunk.config.share_embeddings_and_output_weights else (VocabParallelEmbedding, TransformerLayer)
+    # A table that the output layer reads too belongs to the root, which stays gathered for it; so does one for which two buffers of layers
+    # would have to be larger.
+    buffered = options.get("fsdp_double_buffer", False)
+    in_root = buffered or chunk.config.share_embeddings_and_output_weights
+    kinds = (TransformerLayer,) if in_root else (VocabParallelEmbedding, TransformerLayer)
     return fully_shard_model(
         chunk,
         fsdp_unit_modules=[kind for kind in kinds if any(isinstance(module, kind) for module in chunk.modules())],
@@ -187,6 +190,8 @@ def _shard(chunk: GPTModel, meshes: Mapping[str, DeviceMesh | None], eight_bit: 
         eight_bit_parameters=[name for name in specs if name in eight_bit],
         mixed_precision=policy,
         gradient_reduce="sum",
+        # Layers of a pattern, or with and without experts, differ.
+        maxpool_double_buffer=buffered,
         **options,
     )
 
