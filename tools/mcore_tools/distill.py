@@ -91,8 +91,8 @@ class DistillConfig:
     def __post_init__(self) -> None:
         student, teacher = self.student, self.teacher
         for name, run in (("student", student), ("teacher", teacher)):
-            if run.masked:
-                raise ValueError(f"{name} must predict the next token; set {name}.masked=none")
+            if run.encoder:
+                raise ValueError(f"{name} must predict the next token; set {name}.{run.encoder}=none")
         if self.targets != "base" and not student.model.mtp_num_layers:
             raise ValueError(f"targets={self.targets} needs heads that predict further tokens; set student.model.mtp_num_layers")
         if self.quantize and dataclasses.replace(student.model, mtp_num_layers=0) != dataclasses.replace(teacher.model, mtp_num_layers=0):

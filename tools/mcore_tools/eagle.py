@@ -88,8 +88,8 @@ class EagleRun:
             raise ValueError(f"{degrees}; a head has tp and ddp only, set both degrees to 1 and run.data_parallel=ddp")
         if run.train.dtype != target.train.dtype:
             raise ValueError(f"run.train.dtype={run.train.dtype} and target.train.dtype={target.train.dtype} must be equal")
-        if target.masked:
-            raise ValueError("target must predict the next token; set target.masked=none")
+        if target.encoder:
+            raise ValueError(f"target must predict the next token; set target.{target.encoder}=none")
         for name, least in (("num_steps", 1), ("shard_samples", 1), ("draft_vocab_size", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
@@ -213,7 +213,7 @@ class Workshop:
         built = dataclasses.replace(target, model=model, plan=run.plan, pipeline=run.pipeline, train=train, data_parallel="ddp")
         layers = StageLayout(layers=range(0), embedding=True, loss=True, mtp_layers=range(0)) if ends else None
         target_model = build_model(built, self.groups, self.device, layers=layers)
-        assert isinstance(target_model, GPTModel), "EagleRun refuses masked targets"
+        assert isinstance(target_model, GPTModel), "EagleRun refuses encoders"
         CheckpointManager(Path(target.output) / "checkpoints").load(model_state(target_model, self.groups), strict=False)
         return target_model
 

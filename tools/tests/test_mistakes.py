@@ -18,6 +18,7 @@ CORPUS = "--set data.prefix=corpus --set data.tokenizer=tokenizer --set output=o
 STUDENT = "--set student.data.prefix=corpus --set student.data.tokenizer=tokenizer --set student.output=out"
 HEAD = "--set run.data.prefix=corpus --set run.data.tokenizer=tokenizer --set run.output=out"
 UPCYCLED = "--set load.path=published --set data.prefix=corpus --set output=out --set load.upcycle=true --set moe.num_moe_experts=4"
+SPLIT = "--set data.split=80,20,0"
 EIGHT_BIT = "--set data_parallel=fsdp --set fsdp.eight_bit_parameters"
 LAYOUT = "--gpus 8 --sequence 4096 --global-batch 64"
 
@@ -52,6 +53,11 @@ MISTAKES = [
     (f"train --recipe gpt_tiny {CORPUS} {EIGHT_BIT}=[x] --set data_parallel=ddp", 1, "fsdp is set, but data_parallel"),
     (f"train --recipe gpt_tiny {CORPUS} {EIGHT_BIT}=[layers.*.up.*]", 1, "one replica: it is not gathered; raise plan.dp"),
     (f"train --recipe gpt_tiny {CORPUS} {EIGHT_BIT}=[layers.*.upweight]", 1, "'layers.*.upweight' matches no parameter; name some of"),
+    (f"train --recipe t5_tiny {CORPUS} --set plan.pp=2", 1, "whose layers stay together, found plan.pp=2; set plan.pp=1"),
+    (f"train --recipe t5_tiny {CORPUS} --set data_parallel=fsdp", 1, "not go with data_parallel; set data_parallel=ddp, or spans=none"),
+    (f"train --recipe t5_tiny {CORPUS} --set model.vocab_size=2050", 1, "token 2081, which must lie below model.vocab_size=2050; raise"),
+    (f"train --recipe t5_tiny {CORPUS} {SPLIT} --set spans.bos_token=7", 1, "of text among the 284 of tokenizer; set spans.sent"),
+    (f"train --recipe bert_tiny {CORPUS} {SPLIT} --set masked.mask_token=7", 1, "masked.mask_token=7 is a token of text among the 284"),
     ("train --config list.yaml", 1, "list.yaml must map fields to values, found list"),
     ("sft nothing --data chat.jsonl --output out", 1, "nothing is not a checkpoint: there is no such folder"),
     ("sft published --data text.jsonl --output a/out", 1, "text.jsonl:1 has no list of messages in the field 'messages'"),

@@ -16,7 +16,7 @@ from mcore_parallel import ProcessGroups, load_communicator_options, named_shard
 from mcore_parallel.backends import choose_backend
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.graphs import CudaGraphConfig, GraphedModel, freeze_gc_choice, graph_modules
-from mcore_parallel.models import BertModel, GPTModel, dense_feed_forward, place_layers
+from mcore_parallel.models import BertModel, GPTModel, T5Model, dense_feed_forward, place_layers
 from mcore_parallel.nn import AttentionCore
 from mcore_parallel.optim import MegatronOptimizer
 from mcore_parallel.pipeline import ModelChunks, Overlap, Schedule, StageLayout, plan_pipeline
@@ -46,7 +46,7 @@ class Parts:
     """What a training step needs."""
 
     groups: ProcessGroups
-    model: GPTModel | BertModel | ModelChunks | FullyShardedModel | TorchShardedModel
+    model: GPTModel | BertModel | T5Model | ModelChunks | FullyShardedModel | TorchShardedModel
     sync: DistributedDataParallel | FullyShardedModel | TorchShardedModel
     optimizer: MegatronOptimizer
     objective: Objective
@@ -75,13 +75,17 @@ def build_model(
     layers: StageLayout | None = None,
     overlap: Overlap | None = None,
     learns: bool = False,
-) -> GPTModel | BertModel:
+) -> GPTModel | BertModel | T5Model:
     """The model of a run, with the weights of its seed; one chunk of it when ``layers`` are given.
 
     With ``learns`` it also has what the run says of memory and of fp8; otherwise it is that model in its own dtype. Batch-invariant it is
     either way.
     """
-    place: dict[str, Any] = {"layers": layers, "dtype": DTYPES[config.train.dtype], "device": device, "seed": config.train.seed}
+    place: dict[str, Any] = {"dtype": DTYPES[config.train.dtype], "device": device, "seed": config.train.seed}
+    if config.spans:
+        # On one stage, and without what else concerns training.
+        return T5Model(config.model, groups, **place)
+    place["layers"] = layers
     if learns:
         place |= {"recompute": config.recompute, "offload": config.offload}
     if config.masked:
@@ -101,7 +105,7 @@ def build_model(
 
 def build_stage(
     config: RunConfig, groups: ProcessGroups, device: torch.device | str, overlap: Overlap | None = None
-) -> GPTModel | BertModel | ModelChunks:
+) -> GPTModel | BertModel | T5Model | ModelChunks:
     """What this rank's pipeline stage holds: a model, or several chunks of one."""
     plan = config.plan
     layout = place_layers(config.model, config.pipeline, num_stages=plan.pp, num_chunks=plan.vpp)
@@ -138,7 +142,7 @@ def assemble(config: RunConfig, device: torch.device | str, groups: ProcessGroup
     rule = config.optimizer if train.dtype != "float16" else dataclasses.replace(config.optimizer, fp16=True)
     shared = {"groups": groups, "objective": objective(config), "pipeline": pipeline, "overlap": overlap}
     if config.data_parallel != "ddp":
-        assert isinstance(model, GPTModel | ModelChunks), "RunConfig refuses masked with fsdp and fsdp2"
+        assert isinstance(model, GPTModel | ModelChunks), "RunConfig refuses encoders with fsdp and fsdp2"
         if config.data_parallel == "fsdp2":
             assert isinstance(model, GPTModel), "RunConfig refuses pipelines with fsdp2"
             sharded = TorchShardedModel(model, groups)

@@ -21,6 +21,7 @@ from mcore_parallel.data import (
     PretrainingSampler,
     SFTDataset,
     SFTDatasetConfig,
+    SpanCorruptionDataset,
     Tokenizer,
     batches,
 )
@@ -28,7 +29,8 @@ from mcore_parallel.training import Batch, BatchSizeSchedule, real_tokens, sampl
 from mcore_tools.assembly._refused import removed_if_refused
 from mcore_tools.recipes import RunConfig
 
-Samples = GPTDataset | MaskedTokensDataset | SFTDataset
+Samples = GPTDataset | MaskedTokensDataset | SpanCorruptionDataset | SFTDataset
+_ENCODED = ("encoder_tokens", "encoder_mask", "attention_mask")
 
 
 def check_data(config: RunConfig, owner: str = "") -> None:
@@ -67,9 +69,9 @@ def datasets(config: RunConfig, tokenizer: Tokenizer) -> tuple[Samples, Samples]
                     f"data.split={config.data.split!r} leaves no document of {', '.join(config.data.corpora)} for {name}; "
                     "give it a larger share, or the corpus more documents: a file of text is one, a line of JSON lines is one"
                 )
-    if config.sft is not None:
-        return train_set, valid_set
-    return _hidden(config, tokenizer, train_set, train.seed), _hidden(config, tokenizer, valid_set, train.seed + 1)
+        if config.sft is not None:
+            return train_set, valid_set
+        return _hidden(config, tokenizer, train_set, train.seed), _hidden(config, tokenizer, valid_set, train.seed + 1)
 
 
 def _cut(config: RunConfig, tokenizer: Tokenizer) -> GPTDatasetConfig | SFTDatasetConfig:
@@ -98,6 +100,14 @@ def _cut(config: RunConfig, tokenizer: Tokenizer) -> GPTDatasetConfig | SFTDatas
 
 def _hidden(config: RunConfig, tokenizer: Tokenizer, samples: GPTDataset, seed: int) -> Samples:
     """Samples as the run trains on them."""
+    special = [token for token in (tokenizer.eod, tokenizer.bos, tokenizer.pad) if token is not None]
+    if (spans := config.spans) is not None:
+        if (least := min(*spans.sentinels, spans.bos_token, spans.eos_token)) < tokenizer.vocab_size:
+            raise ValueError(
+                f"spans has token {least}, which is one of text among the {tokenizer.vocab_size} of {config.data.tokenizer}; set "
+                f"spans.sentinels, spans.bos_token and spans.eos_token to {tokenizer.vocab_size} or more, below model.vocab_size"
+            )
+        return SpanCorruptionDataset(samples, spans, vocab_size=tokenizer.vocab_size, seed=seed, special_tokens=special)
     if config.masked is None:
         return samples
     if (mask := config.masked.mask_token) in range(tokenizer.vocab_size) and mask != tokenizer.special_tokens_dict.get("mask"):
@@ -105,7 +115,6 @@ def _hidden(config: RunConfig, tokenizer: Tokenizer, samples: GPTDataset, seed: 
             f"masked.mask_token={mask} is a token of text among the {tokenizer.vocab_size} of {config.data.tokenizer}; "
             f"set it to {tokenizer.vocab_size} or more, below model.vocab_size"
         )
-    special = [token for token in (tokenizer.eod, tokenizer.bos, tokenizer.pad) if token is not None]
     return MaskedTokensDataset(samples, config.masked, vocab_size=tokenizer.vocab_size, seed=seed, special_tokens=special)
 
 
@@ -155,4 +164,5 @@ def _batch(sample: Mapping[str, Tensor], device: torch.device | str, *, padded: 
         positions=None if cu_seqlens is None else moved(sample["position_ids"]),
         cu_seqlens=cu_seqlens,
         valid=moved(valid),
+        extras={name: sample[name].to(device, non_blocking=True) for name in _ENCODED} if "encoder_tokens" in sample else {},
     )

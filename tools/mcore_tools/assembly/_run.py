@@ -21,7 +21,8 @@ class Run:
 
     parts: Parts
     rates: Schedule
-    throughput: Throughput
+    throughput: Throughput | None
+    """None where operations are not counted: in an encoder and a decoder."""
     batches: Callable[[int], Iterator[list[Batch]]]
     """The micro-batches of each step, from a number of samples on."""
     validation: Callable[[], list[Batch]]
@@ -41,7 +42,7 @@ def assemble_run(config: RunConfig, device: torch.device) -> Run:
     return Run(
         parts=parts,
         rates=schedule(config),
-        throughput=throughput(config, device),
+        throughput=None if config.spans else throughput(config, device),
         batches=lambda consumed: _data.step_batches(config, train_set, parts.groups, device, consumed, sizes),
         validation=lambda: _data.validation_batches(config, valid_set, parts.groups, device),
     )

@@ -13,7 +13,7 @@ from typing import Literal
 from mcore_moe import MoEConfig, moe_feed_forward
 from mcore_parallel import ParallelPlan
 from mcore_parallel.backends import Fp8Config
-from mcore_parallel.data import MaskedTokensConfig
+from mcore_parallel.data import MaskedTokensConfig, SpanCorruptionConfig
 from mcore_parallel.data_parallel import DistributedDataParallelConfig
 from mcore_parallel.graphs import CudaGraphConfig
 from mcore_parallel.guard import RestartConfig, WatchdogConfig
@@ -293,6 +293,9 @@ class RunConfig:
     """None for dense feed-forwards."""
     masked: MaskedTokensConfig | None = None
     """Train a ``BertModel`` on hidden tokens; None for a ``GPTModel`` on the next ones."""
+    spans: SpanCorruptionConfig | None = None
+    """Train a ``T5Model`` on spans that are cut out of a text: its encoder reads ``train.seq_len`` tokens, its decoder writes the spans in
+    ``spans.decoder_length``. Both have ``model.num_layers`` layers."""
     sft: SFTConfig | None = None
     """Fine-tune on conversations, which `mcore sft` tokenises; None for a corpus of text."""
     rl: RLConfig | None = None
@@ -375,6 +378,8 @@ class RunConfig:
         check_layout(self.model, self.plan, feed_forward=feed_forward)
         if self.masked:
             self._check_masked(self.masked)
+        if self.spans:
+            self._check_spans(self.spans)
         if self.rl:
             self._check_rl(self.rl)
         if (self.sft or self.rl) and train.seq_len % self.sequence_multiple:
@@ -396,6 +401,11 @@ class RunConfig:
             self._check_dumps()
         if self.data_parallel != "ddp":
             self._check_fully_sharded()
+
+    @property
+    def encoder(self) -> str:
+        """Field by which the model has an encoder, masked or spans; empty for one that predicts the next token."""
+        return "masked" if self.masked else "spans" if self.spans else ""
 
     @property
     def sequence_multiple(self) -> int:
@@ -519,6 +529,26 @@ class RunConfig:
         if masked.mask_token >= self.model.vocab_size:
             raise ValueError(
                 f"masked.mask_token={masked.mask_token} must lie below model.vocab_size={self.model.vocab_size}; raise vocab_size"
+            )
+
+    def _check_spans(self, spans: SpanCorruptionConfig) -> None:
+        parts = (
+            *("moe", "masked", "sft", "rl", "lora", "recompute", "offload", "fp8", "qk_clip", "cuda_graphs"),
+            *("batch_invariant", "data_parallel", "backend"),
+        )
+        unset = {item.name: item.default for item in fields(self)}
+        for name in parts:
+            if getattr(self, name) != unset[name]:
+                default = {None: "none", (): "[]", False: "false"}.get(unset[name], unset[name])
+                raise ValueError(f"spans trains a T5Model, which does not go with {name}; set {name}={default}, or spans=none")
+        for name in ("pp", "vpp", "cp"):
+            if getattr(self.plan, name) > 1:
+                raise ValueError(
+                    f"spans trains a T5Model, whose layers stay together, found plan.{name}={getattr(self.plan, name)}; set plan.{name}=1"
+                )
+        if (largest := max(*spans.sentinels, spans.bos_token, spans.eos_token, spans.pad_token)) >= self.model.vocab_size:
+            raise ValueError(
+                f"spans has a token {largest}, which must lie below model.vocab_size={self.model.vocab_size}; raise vocab_size"
             )
 
     def _check_rl(self, rl: RLConfig) -> None:

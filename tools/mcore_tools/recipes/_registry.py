@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from mcore_moe import MoEConfig
-from mcore_parallel.data import MaskedTokensConfig
+from mcore_parallel.data import MaskedTokensConfig, SpanCorruptionConfig
 from mcore_parallel.models import TransformerConfig, hybrid_config
 from mcore_parallel.nn import MambaConfig
 from mcore_parallel.optim import OptimizerConfig
@@ -191,8 +191,29 @@ def bert_tiny() -> RunConfig:
     )
 
 
+def t5_tiny() -> RunConfig:
+    """A T5 that learns to write out spans of its text; 32 sentinels and two ends lie behind its 2048 tokens."""
+    return RunConfig(
+        model=TransformerConfig(
+            num_layers=2,
+            hidden_size=128,
+            num_attention_heads=4,
+            ffn_hidden_size=384,
+            vocab_size=2112,
+            share_embeddings_and_output_weights=True,
+        ),
+        spans=SpanCorruptionConfig(sentinels=tuple(range(2048, 2080)), bos_token=2080, eos_token=2081, decoder_length=48),
+        train=TrainConfig(steps=200, seq_len=128, micro_batch_size=8, global_batch_size=16, warmup_steps=20, eval_interval=50),
+        optimizer=OptimizerConfig(lr=3e-3, min_lr=3e-4, weight_decay=0.1, clip_grad=1.0),
+        output="runs/t5_tiny",
+    )
+
+
 RECIPES: Mapping[str, Callable[[], RunConfig]] = MappingProxyType(
-    {make.__name__: make for make in (bert_tiny, countdown_tiny, gpt_100m, gpt_1b, gpt_7b, gpt_tiny, hybrid_tiny, moe_tiny, qwen3_moe_tiny)}
+    {
+        make.__name__: make
+        for make in (bert_tiny, countdown_tiny, gpt_100m, gpt_1b, gpt_7b, gpt_tiny, hybrid_tiny, moe_tiny, qwen3_moe_tiny, t5_tiny)
+    }
     | dict(PUBLISHED)
 )
 

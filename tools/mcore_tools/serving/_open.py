@@ -140,8 +140,8 @@ def _read_assets(checkpoint: str | Path) -> tuple[Folder, RunConfig, Tokenizer |
     with tempfile.TemporaryDirectory() as place:
         extract_assets(folder, place)
         config = read_config(Path(place) / "run.yaml")
-        if config.masked:
-            raise ValueError(f"{folder} holds an encoder, which generates nothing")
+        if config.encoder:
+            raise ValueError(f"{folder} holds an encoder, with which nothing is generated; name a run with {config.encoder}=none")
         return folder, config, _open_tokenizer(Path(place) / "tokenizer", config.model.vocab_size)
 
 

@@ -32,7 +32,7 @@ def describe_model(config: RunConfig, origin: Folder | HuggingFaceFolder | None)
         sizes |= {name: value for name, value in dataclasses.asdict(config.moe).items() if name in MOE_SIZES}
         sizes["moe_ffn_hidden_size"] = config.moe.moe_ffn_hidden_size or config.model.ffn_size
     family, entries = _origin(origin)
-    families = families_of(sizes)
+    families = [] if config.spans else families_of(sizes)
     if not families:
         return {}
     return {"family": family if family in families else families[0], "config": sizes, "hf_config": _entries(config, entries)}
