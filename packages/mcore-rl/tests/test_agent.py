@@ -157,9 +157,12 @@ def test_later_choices_override_only_where_made() -> None:
 def test_rollouts_survive_json() -> None:
     import json
 
-    original = TokenRollout(trajectory=(1, 2), reward=0.5, generation_mask=(False, True), logprobs=(-0.5,), env_id="e", problem_id="p")
-    copy = TokenRollout.from_json(json.loads(json.dumps(original.to_json())))
-    assert copy.to_json() == original.to_json() | {"trajectory": [1, 2], "generation_mask": [False, True], "logprobs": [-0.5]}
+    numbers: dict[str, Any] = {"trajectory": [1, 2], "generation_mask": [False, True], "logprobs": [-0.1]}
+    original = TokenRollout(**numbers, reward=0.5, env_id="e", problem_id="p", weight_versions=[2**40])
+    said = json.loads(json.dumps(original.to_json()))
+    assert TokenRollout.from_json(said) == original == TokenRollout.from_json(said | numbers)
+    nothing = TokenRollout(trajectory=[], reward=0.0, generation_mask=[], logprobs=[], env_id="e", problem_id="p")
+    assert TokenRollout.from_json(json.loads(json.dumps(nothing.to_json()))) == nothing
 
 
 class Sums(RewardOnlyAgent):

@@ -5,7 +5,7 @@
 import base64
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields
 from numbers import Real
 from typing import Any, Self
 
@@ -130,19 +130,40 @@ class TokenRollout:
             )
 
     def to_json(self) -> dict[str, Any]:
-        experts = None
+        """What JSON can hold: numbers of tokens are the base64 of little-endian bytes, which cost a tenth of the time of digits."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)} | {"reward": float(self.reward)}
+        for name, kind in _PACKED.items():
+            if values[name] is not None:
+                values[name] = _packed(torch.tensor(values[name], dtype=kind))
         if self.routed_experts is not None:
             rows = self.routed_experts.to("cpu", torch.int16).contiguous()
-            experts = {"shape": list(rows.shape), "int16": base64.b64encode(rows.numpy().astype("<i2").tobytes()).decode()}
-        return {**asdict(replace(self, routed_experts=None)), "reward": float(self.reward), "routed_experts": experts}
+            values["routed_experts"] = {"shape": list(rows.shape), "int16": _packed(rows)}
+        return values
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        fields, experts = dict(value), value.get("routed_experts")
+        """Of what ``to_json`` made; numbers of tokens may also be lists."""
+        values, experts = dict(value), value.get("routed_experts")
+        for name, kind in _PACKED.items():
+            if isinstance(numbers := values.get(name), str):
+                values[name] = _unpacked(numbers, kind).tolist()
         if experts is not None:
-            rows = torch.frombuffer(bytearray(base64.b64decode(experts["int16"])), dtype=torch.int16)
-            fields["routed_experts"] = rows.view(experts["shape"])
-        return cls(**fields)
+            values["routed_experts"] = _unpacked(experts["int16"], torch.int16).view(experts["shape"])
+        return cls(**values)
+
+
+_PACKED = {"trajectory": torch.int64, "generation_mask": torch.bool, "logprobs": torch.float64, "weight_versions": torch.int64}
+"""Fields of a `TokenRollout` with a number a token."""
+
+
+def _packed(numbers: Tensor) -> str:
+    array = numbers.numpy()
+    return base64.b64encode(array.astype(array.dtype.newbyteorder("<")).tobytes()).decode()
+
+
+def _unpacked(text: str, dtype: torch.dtype) -> Tensor:
+    # An empty buffer is refused.
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=dtype) if text else torch.empty(0, dtype=dtype)
 
 
 @experimental_api
