@@ -19,7 +19,7 @@ import torch
 from mcore_ckpt import CheckpointingException
 from mcore_inference import DynamicInferenceEngine, SamplingParams
 from mcore_tools.arguments import Parser, integer, number
-from mcore_tools.serving import EngineLayout, EngineRanks, end_process, open_engine, served_model, speculating
+from mcore_tools.serving import EngineLayout, EngineRanks, open_engine, served_model, speculating
 from mcore_tools.training import device_of
 
 
@@ -127,7 +127,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with opened("generate", words, options) as (engine, ranks):
             code = generate(engine, options.prompt, max_tokens=options.max_tokens, temperature=options.temperature)
-        return code if ranks is None else end_process(code, engine)
+            if ranks is not None:
+                ranks.leave(engine, code)
+        return code
     except (ValueError, OSError, CheckpointingException) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

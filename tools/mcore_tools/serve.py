@@ -103,7 +103,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 code = work_for(engine, options.join, options.name, _limits(options))
             else:
                 code = _serve(engine, options, token, weights)
-        return code if ranks is None else end_process(code, engine)
+            if ranks is not None:
+                ranks.leave(engine, code)
+        return code if ranks is None else end_process(code)
     except (ValueError, OSError, CheckpointingException) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -3,7 +3,9 @@
 """What a run begins with: another run's weights, an older step of it, or nothing at all."""
 
 import json
+import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from mcore_ckpt.megatron import export_checkpoint_megatron, import_checkpoint_me
 from mcore_tools import train
 from mcore_tools.recipes import LoadConfig, RecipeError, RunConfig, config_text, override, read_config, recipe
 from mcore_tools.training import place, train_rank
+from mcore_tools.training._world import reproducible
 from tests.support.corpora import write_corpus
 
 STILL = ("optimizer.lr=0", "optimizer.min_lr=0", "train.seed=77")
@@ -90,6 +93,15 @@ def test_a_run_begins_with_the_weights_of_another_in_any_layout(world, source: R
         assert row["step"] == 1 and row["num_tokens"] == rows(first)[0]["num_tokens"]
         extra = read_manifest(steps_of(config).path(1)).extra
         assert extra["trainer"] == {"step": 1, "consumed_samples": 4, "skipped_steps": 0} and extra["optimizer_step"] == 1
+
+
+def test_runs_that_give_the_same_bits_set_what_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = override(recipe("gpt_tiny"), ["train.deterministic=true"])
+    for found in (None, "Tree"):
+        monkeypatch.setattr(os, "environ", {} if found is None else {"NCCL_ALGO": found})
+        refusal = nullcontext() if found is None else pytest.raises(ValueError, match="set NCCL_ALGO=Ring .*, found 'Tree'; or set train.det")
+        with refusal, reproducible(config, "cuda"):
+            assert (os.environ["CUBLAS_WORKSPACE_CONFIG"], os.environ["NCCL_ALGO"]) == (":4096:8", "Ring")
 
 
 def test_the_same_command_goes_on_from_its_own_steps(source: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

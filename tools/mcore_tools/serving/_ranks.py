@@ -122,6 +122,15 @@ class EngineRanks:
                 return STALLED_EXIT_CODE
         return 0
 
+    def leave(self, engine: DynamicInferenceEngine, code: int) -> None:
+        """Close the engine and the groups of the ranks, where no step may hang: ``code`` is not that of an engine that was given up.
+
+        NCCL waits for all ranks there, so nobody may wait for another's process to end before.
+        """
+        if code != STALLED_EXIT_CODE:
+            engine.close()
+            dist.destroy_process_group()
+
     def __exit__(self, kind: object = None, *_: object) -> None:
         # After an error the others may wait for this rank.
         self._end(_END_S if kind is None else 0)
@@ -151,8 +160,8 @@ def start_rank(command: Sequence[str], rank: int, size: int, port: int, environm
     return subprocess.Popen([sys.executable, "-m", "mcore_tools", *command], env={**environment, **place}, start_new_session=True)
 
 
-def end_process(code: int, engine: DynamicInferenceEngine) -> int:
-    """The end of a rank of a split engine, which is closed; a step that waits for lost ranks does not hold it back.
+def end_process(code: int) -> int:
+    """The end of a rank of a split engine; a step that waits for lost ranks does not hold it back.
 
     Returns:
         The code, where nothing hangs.
@@ -161,7 +170,4 @@ def end_process(code: int, engine: DynamicInferenceEngine) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-    if dist.is_initialized():
-        engine.close()
-        dist.destroy_process_group()
     return code

@@ -17,6 +17,8 @@ from mcore_parallel.nn import check_deterministic
 from mcore_tools.launch import leave_world
 from mcore_tools.recipes import RunConfig
 
+_FIXED_ORDER = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
+
 
 def take_device() -> str:
     """The kind of device; of several GPUs this process gets that of its number on the machine."""
@@ -36,11 +38,12 @@ def reproducible(config: RunConfig, kind: str) -> Iterator[None]:
     """With ``train.deterministic``, torch's deterministic algorithms for as long.
 
     Raises:
-        ValueError: the environment lets results differ from run to run, and what to set.
+        ValueError: what the user set in the environment lets results differ from run to run, and what to set.
     """
     if not config.train.deterministic:
         yield
         return
+    fix_order(config, kind)
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)
     try:
@@ -51,6 +54,13 @@ def reproducible(config: RunConfig, kind: str) -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def fix_order(config: RunConfig, kind: str) -> None:
+    """With ``train.deterministic``, what libraries of GPUs read when their first work comes; what the user set stays."""
+    if config.train.deterministic and kind == "cuda":
+        for name, value in _FIXED_ORDER.items():
+            os.environ.setdefault(name, value)
 
 
 @contextlib.contextmanager
@@ -70,6 +80,7 @@ def meet(config: RunConfig, kind: str) -> tuple[Store, int, int]:
     """The store, rank and size of a world whose ranks were told the same."""
     # Read by torch when the first group is made; what the user set stays.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    fix_order(config, kind)
     check_network(os.environ, backend=_backend(kind))
     store, rank, world_size = next(rendezvous("env://"))
     preflight({"run": config}, store, rank=rank, world_size=world_size, timeout_s=config.guard.limit_s)
