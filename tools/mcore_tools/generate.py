@@ -88,7 +88,10 @@ def opened(
         layout = EngineLayout(tp=options.tp, pp=options.pp, num_sharing=num_sharing)
         ranks = None if layout.num_ranks == 1 else EngineRanks(layout, [verb, *words])
         if ranks is not None:
-            layout.check(*served_model(options.checkpoint))
+            # Settings and tokenizer are read a second time, so that no process is started for a model that cannot be split so. Ranks
+            # that are there already find out when they build it.
+            if ranks.starts_others:
+                layout.check(*served_model(options.checkpoint))
             stack.enter_context(ranks)
         device = device_of("cuda" if torch.cuda.is_available() else "cpu")
         engine = open_engine(

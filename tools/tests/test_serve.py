@@ -22,6 +22,7 @@ from mcore_inference.decoder import fp8_parameters
 from mcore_inference.server import serve
 from mcore_parallel import ProcessGroups
 from mcore_parallel.data import train_bpe
+from mcore_parallel.models import TransformerConfig
 from mcore_parallel.models.eagle import DraftVocabulary, EagleConfig, EagleHead, save_published
 from mcore_parallel.nn import Step
 from mcore_parallel.training import model_state
@@ -29,7 +30,7 @@ from mcore_tools import cli
 from mcore_tools.assembly import build_model, open_tokenizer
 from mcore_tools.recipes import DataConfig, RunConfig, override, recipe
 from mcore_tools.serve import main
-from mcore_tools.serving import build_engine, open_engine
+from mcore_tools.serving import EngineRanks, build_engine, open_engine
 from mcore_tools.training import run_assets, run_checkpoints
 from tests.support.commands import Command, run_ranks, torchrun_environment
 
@@ -245,6 +246,36 @@ def test_a_layout_that_the_model_has_not_is_refused_before_a_process_is_started(
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main([str(saved_run[1]), "--port", "0", "--tp", "3", "--pp", "2"]) == 1
     assert "--tp 3 --pp 2 in a world of 2 processes" in capsys.readouterr().err
+
+
+def test_only_who_starts_the_other_ranks_reads_the_model_before_it_connects(
+    saved_run: tuple[RunConfig, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    reads: list[str] = []
+
+    def read(checkpoint: str) -> tuple[TransformerConfig, None]:
+        reads.append(checkpoint)
+        return saved_run[0].model, None
+
+    def connect(ranks: EngineRanks) -> None:
+        raise ValueError("connects")
+
+    monkeypatch.setattr("mcore_tools.generate.served_model", read)
+    monkeypatch.setattr(EngineRanks, "__enter__", connect)
+    monkeypatch.delenv("RANK", raising=False)
+    words = ["generate", str(saved_run[1]), "--prompt", "a", "--tp", "2"]
+    assert cli.main(words) == 1 and len(reads) == 1
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cli.main(words) == 1 and len(reads) == 1
+    assert capsys.readouterr().err == "error: connects\n" * 2
+
+
+@pytest.mark.journey
+def test_ranks_that_were_started_refuse_a_layout_that_the_model_has_not(saved_run: tuple[RunConfig, Path]) -> None:
+    for split, reason in (("--tp", "tp=3 must divide"), ("--pp", "num_layers=2 must be at least the number of pipeline stages 3")):
+        for code, output, errors in run_ranks(cli.main, ["generate", str(saved_run[1]), "--prompt", "a", split, "3"], 3):
+            assert (code, output) == (1, "") and reason in errors and "Traceback" not in errors, errors
 
 
 def test_what_cannot_be_served_is_named(saved_run: tuple[RunConfig, Path], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

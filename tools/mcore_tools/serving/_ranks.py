@@ -54,6 +54,11 @@ class EngineRanks:
         self._children: list[subprocess.Popen[bytes]] = []
         self._store: Store | None = None
 
+    @property
+    def starts_others(self) -> bool:
+        """Whether this process is the first rank, which starts the others when it is entered."""
+        return not self._is_launched
+
     def __enter__(self) -> "EngineRanks":
         if self._is_launched:
             self._store = next(rendezvous("env://"))[0]
