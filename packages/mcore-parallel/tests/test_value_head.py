@@ -36,7 +36,8 @@ class ToParity:
         return LossReport(sum=error.square().sum(), count=batch.weight())
 
 
-def train(groups: ProcessGroups, config: TransformerConfig = SIZES) -> tuple[list[float], list[Tensor]]:
+def train(groups: ProcessGroups, config: TransformerConfig = SIZES) -> tuple[list[float], list[Tensor], Tensor | None]:
+    """Losses, values, and this rank's part of the embedding, if it has one."""
     model = GPTModel(config, groups, dtype=torch.float64)
     head = add_value_head(model)
     sync = DistributedDataParallel(DistributedDataParallelConfig(), model, groups)
@@ -44,19 +45,24 @@ def train(groups: ProcessGroups, config: TransformerConfig = SIZES) -> tuple[lis
     batches = micro_batches()[groups.dp.rank :: groups.dp.size]
     losses = [train_step(model, batches, ToParity(head), sync, optimizer, lr=1e-2).loss for _ in range(2)]
     assert ("value_head.weight" in model_state(model, groups)) == groups.pp.is_last
-    return losses, score(model, micro_batches(), lambda output, batch: head(output.hidden), groups=groups)  # pyright: ignore[reportOptionalCall]
+    values = score(model, micro_batches(), lambda output, batch: head(output.hidden), groups=groups)  # pyright: ignore[reportOptionalCall]
+    return losses, values, None if model.embedding is None else model.get_parameter("embedding.weight").detach()
 
 
 @functools.cache
-def serial(config: TransformerConfig = SIZES) -> tuple[list[float], list[Tensor]]:
+def serial(config: TransformerConfig = SIZES) -> tuple[list[float], list[Tensor], Tensor | None]:
     return train(ProcessGroups.single(), config)
 
 
-def check(plan: ParallelPlan, config: TransformerConfig, expected: list[float], whole: list[Tensor]) -> None:
-    losses, values = train(ProcessGroups.build(plan), config)
+def check(
+    plan: ParallelPlan, config: TransformerConfig, expected: list[float], whole: list[Tensor], expected_table: Tensor | None = None
+) -> None:
+    losses, values, table = train(ProcessGroups.build(plan), config)
     assert losses == pytest.approx(expected, rel=1e-10) and losses[-1] < losses[0]
     for one, other in zip(values, whole, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+    if expected_table is not None:
+        torch.testing.assert_close(table, expected_table, rtol=1e-9, atol=1e-11)
 
 
 PLANS = [
@@ -71,15 +77,16 @@ PLANS = [
 @pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_layouts_train_one_head(world, plan: ParallelPlan) -> None:
-    losses, values = serial()
+    losses, values, _ = serial()
     world(check, plan=plan, config=SIZES, expected=losses, whole=values)
 
 
 @pytest.mark.world(2)
 def test_tied_embeddings_on_two_stages_keep_their_sums(world) -> None:
     config = dataclasses.replace(SIZES, share_embeddings_and_output_weights=True)
-    losses, values = serial(config)
-    world(check, plan=ParallelPlan(pp=2), config=config, expected=losses, whole=values)
+    losses, values, table = serial(config)
+    # No value reads the last stage's copy, which has no gradient of its own: the sum alone keeps it like the first one's.
+    world(check, plan=ParallelPlan(pp=2), config=config, expected=losses, whole=values, expected_table=table)
 
 
 def test_values_begin_at_zero_and_the_output_is_frozen() -> None:
