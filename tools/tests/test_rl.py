@@ -8,7 +8,6 @@ import math
 import random
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,37 +23,17 @@ from mcore_tools.recipes import RLConfig, RunConfig, override, read_config, reci
 from mcore_tools.rl import CRITIC, REFERENCE, best_attempt, build_environment, post_train_rank, reinforce_rank
 from mcore_tools.serving import open_engine
 from mcore_tools.training import export_run
+from tests.support.countdown import PACE, QUIET, SIZES, countdown_words, rows
 from tests.support.published import write_published
 
 pytestmark = pytest.mark.journey
-SIZES = (
-    "model.num_layers=1",
-    "model.hidden_size=32",
-    "model.num_attention_heads=2",
-    "model.num_query_groups=2",
-    "model.ffn_hidden_size=64",
-)
-PACE = (
-    "rl.num_groups=2",
-    "rl.group_size=4",
-    "rl.num_epochs=1",
-    "train.global_batch_size=4",
-    "train.micro_batch_size=2",
-    "train.eval_batches=1",
-)
 PROMPT = "rl.countdown.prompt={numbers}={target}:<answer>"
 MIXTURE = "moe.num_moe_experts=4 moe.moe_router_topk=2"
-QUIET = ("log.tensorboard=false", "log.html=false")
 FAST = (*SIZES, *PACE, *QUIET, "train.steps=2", "rl.imitation_steps=2", "train.eval_interval=2", "rl.generation_args.max_tokens=6")
 
 
 def run(output: Path, *changes: str) -> int:
-    sets = [word for change in (*FAST, f"output={output}", *changes) for word in ("--set", change)]
-    return reinforce.main(["--recipe", "countdown_tiny", *sets])
-
-
-def rows(output: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (output / "train.jsonl").read_text().splitlines()]
+    return reinforce.main(countdown_words(*FAST, f"output={output}", *changes))
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 # Copyright (c) 2026 the mcore authors
 """``mcore rl`` whose trainer and engines have ranks of their own: the same numbers by turns, a bound on their lag, and runs that go on."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +14,15 @@ from mcore_tools.launch import launch
 from mcore_tools.recipes import override, recipe
 from mcore_tools.rl import reinforce_rank
 from tests.support.commands import run_ranks
+from tests.support.countdown import PACE, QUIET, SIZES, countdown_words, rows
 
 pytestmark = pytest.mark.journey
-TINY = (
-    *("model.num_layers=1", "model.hidden_size=32", "model.num_attention_heads=2", "model.num_query_groups=2", "model.ffn_hidden_size=64"),
-    *(
-        "rl.num_groups=2",
-        "rl.group_size=4",
-        "rl.num_epochs=1",
-        "train.global_batch_size=4",
-        "train.micro_batch_size=2",
-        "train.eval_batches=1",
-    ),
-    *("train.steps=3", "rl.imitation_steps=2", "train.eval_interval=3", "rl.generation_args.max_tokens=6"),
-    *("log.tensorboard=false", "log.html=false"),
-)
+TINY = (*SIZES, *PACE, *QUIET, "train.steps=3", "rl.imitation_steps=2", "train.eval_interval=3", "rl.generation_args.max_tokens=6")
 APART = ("rl.placement.num_engines=1", "rl.placement.timeout_s=30")
 
 
 def words(output: Path, *changes: str) -> list[str]:
-    return ["--recipe", "countdown_tiny", *(word for change in (*TINY, f"output={output}", *changes) for word in ("--set", change))]
-
-
-def rows(output: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (output / "train.jsonl").read_text().splitlines()]
+    return countdown_words(*TINY, f"output={output}", *changes)
 
 
 def assert_same(beside: list[dict[str, Any]], apart: list[dict[str, Any]], names: tuple[str, ...]) -> None:

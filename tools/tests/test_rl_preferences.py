@@ -4,7 +4,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,23 +14,20 @@ from mcore_tools.launch import launch
 from mcore_tools.recipes import override, recipe
 from mcore_tools.rl import REFERENCE, reinforce_rank
 from mcore_tools.serving import open_engine
+from tests.support.countdown import QUIET, SIZES, countdown_words, rows
 
 pytestmark = pytest.mark.journey
-SIZES = (
-    *("model.num_layers=1", "model.hidden_size=32", "model.num_attention_heads=2", "model.num_query_groups=2", "model.ffn_hidden_size=64"),
+PAIRED = (
+    *SIZES,
+    *QUIET,
     *("rl.kl_beta=0", "rl.num_groups=4", "rl.group_size=4", "rl.num_epochs=1", "rl.generation_args.max_tokens=6"),
     *("train.global_batch_size=8", "train.micro_batch_size=8", "train.eval_batches=1", "train.eval_interval=4", "train.steps=4"),
-    *("optimizer.lr=2e-3", "optimizer.min_lr=2e-3", "log.tensorboard=false", "log.html=false"),
+    *("optimizer.lr=2e-3", "optimizer.min_lr=2e-3"),
 )
 
 
 def run(output: Path, *changes: str, model: str = "") -> int:
-    words = [word for change in (*SIZES, f"output={output}", *changes) for word in ("--set", change)]
-    return reinforce.main([*([model] if model else []), "--recipe", "countdown_tiny", *words])
-
-
-def rows(output: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (output / "train.jsonl").read_text().splitlines()]
+    return reinforce.main([*([model] if model else []), *countdown_words(*PAIRED, f"output={output}", *changes)])
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +82,7 @@ def test_ranks_share_pairs(base: Path, pairs: Path, tmp_path: Path) -> None:
     for plan, number in (("plan.dp=1", 1), ("plan.dp=2", 2), ("plan.tp=2", 2)):
         output = tmp_path / plan
         sets = [
-            *SIZES,
+            *PAIRED,
             *FILE,
             "train.steps=2",
             "train.eval_interval=2",
@@ -120,7 +116,7 @@ def test_a_student_comes_to_its_teacher_on_its_own_answers(base: Path, tmp_path:
 @pytest.mark.parametrize("plan", ["plan.tp=2", "plan.dp=2"])
 def test_teachers_are_in_the_layout_of_the_policy(base: Path, plan: str, tmp_path: Path) -> None:
     output = tmp_path / "run"
-    sets = [*SIZES, "rl.imitation_steps=0", "train.steps=1", "train.eval_interval=0", "train.micro_batch_size=4", f"output={output}", plan]
+    sets = [*PAIRED, "rl.imitation_steps=0", "train.steps=1", "train.eval_interval=0", "train.micro_batch_size=4", f"output={output}", plan]
     config = override(recipe("countdown_tiny"), [*sets, f"rl.teacher={base}", f"data.tokenizer={base}/tokenizer"])
     launch(reinforce_rank, 2, config=config, kind="cpu")
     assert rows(output)[0]["logits_distillation_loss"] > 0

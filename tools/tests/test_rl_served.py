@@ -2,9 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """``mcore rl`` whose engines are servers: they take each iteration's weights, and what they cannot do is one line."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,32 +13,20 @@ from mcore_tools import serve as serving
 from mcore_tools.assembly import open_tokenizer
 from mcore_tools.recipes import override, recipe
 from mcore_tools.serving import build_engine
+from tests.support.countdown import PACE, QUIET, SIZES, countdown_words, rows
 
 pytestmark = pytest.mark.journey
 TINY = (
-    *("model.num_layers=1", "model.hidden_size=32", "model.num_attention_heads=2", "model.num_query_groups=2", "model.ffn_hidden_size=64"),
-    *("model.vocab_size=264", "data.tokenizer=byte", "train.seq_len=64"),
-    *("rl.num_groups=2", "rl.group_size=4", "rl.num_epochs=1", "train.global_batch_size=4", "train.micro_batch_size=2"),
-    "train.eval_batches=1",
-    *(
-        "train.steps=2",
-        "rl.imitation_steps=2",
-        "train.eval_interval=2",
-        "rl.generation_args.max_tokens=6",
-        "log.tensorboard=false",
-        "log.html=false",
-    ),
+    *SIZES,
+    *PACE,
+    *QUIET,
+    *("model.vocab_size=264", "data.tokenizer=byte", "train.seq_len=64", "train.steps=2", "train.eval_interval=2"),
+    *("rl.imitation_steps=2", "rl.generation_args.max_tokens=6"),
 )
 
 
 def run(output: Path, *changes: str) -> int:
-    return reinforce.main(
-        ["--recipe", "countdown_tiny", *(word for change in (*TINY, f"output={output}", *changes) for word in ("--set", change))]
-    )
-
-
-def rows(output: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (output / "train.jsonl").read_text().splitlines()]
+    return reinforce.main(countdown_words(*TINY, f"output={output}", *changes))
 
 
 def test_a_run_learns_from_a_server_that_takes_its_weights(tmp_path: Path) -> None:
