@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_moe import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher, MoEConfig, MoELayer, moe_feed_forward
+from mcore_moe import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher, MoEConfig, moe_feed_forward
 from mcore_parallel import ParallelPlan, ProcessGroups, named_shards
 from mcore_parallel.comm import all_reduce
-from mcore_parallel.models import Site, TransformerConfig
+from mcore_parallel.models import TransformerConfig
 from mcore_parallel.nn import Step, quick_geglu
+from tests.support.mixtures import filled_layer
 
 D = 8
 F64 = torch.float64
@@ -28,19 +29,10 @@ MIXTURE = MoEConfig(
 )
 
 
-def build(groups: ProcessGroups, mixture: MoEConfig) -> MoELayer:
-    layer = MoELayer(mixture, Site(layer=0, local_layer=0, config=MODEL, groups=groups), dtype=F64)
-    with torch.no_grad():
-        for shard in named_shards(layer):
-            values = torch.randn(shard.spec.shape, generator=torch.Generator().manual_seed(len(shard.name)), dtype=F64)
-            shard.parameter.copy_(0.5 * values[shard.spec.slices(groups)])
-    return layer
-
-
 def check(mixture: MoEConfig, groups: ProcessGroups, parts: list[Tensor], valid: list[Tensor] | None = None) -> None:
     """Output, gradients of tokens and parameters, losses and counts of the ranks' parts are those of one rank with all of them."""
     rank, losses = groups.world.rank, groups.tp_cp.size == groups.world.size
-    layer, alone = build(groups, mixture), build(ProcessGroups.single(), mixture)
+    layer, alone = (filled_layer(MODEL, mixture, place) for place in (groups, ProcessGroups.single()))
     mine, whole = parts[rank].clone().requires_grad_(), torch.cat(parts).requires_grad_()
     # Under sequence parallelism a step speaks of the tokens of all tp ranks.
     everything = torch.cat(valid) if valid else None
@@ -69,7 +61,7 @@ def check_exchange(plan: ParallelPlan, exchange: str) -> None:
     groups = ProcessGroups.build(plan)
     mixture = dataclasses.replace(MIXTURE, moe_token_dispatcher_type=exchange)
     kind = {"alltoall": MoEAlltoAllTokenDispatcher, "allgather": MoEAllGatherTokenDispatcher}[exchange]
-    assert type(build(groups, mixture).dispatcher) is kind
+    assert type(filled_layer(MODEL, mixture, groups).dispatcher) is kind
     ranks = groups.world.size
     x = torch.randn(ranks, 6, D, generator=torch.Generator().manual_seed(1), dtype=F64)
     check(mixture, groups, list(x))
@@ -114,7 +106,7 @@ def check_bits(plan: ParallelPlan) -> None:
     groups = ProcessGroups.build(plan)
     x = torch.randn(5, D, generator=torch.Generator().manual_seed(groups.world.rank))
     for exchange in ("allgather", "alltoall"):
-        layer = build(groups, dataclasses.replace(MIXTURE, moe_token_dispatcher_type=exchange)).float()
+        layer = filled_layer(MODEL, dataclasses.replace(MIXTURE, moe_token_dispatcher_type=exchange), groups).float()
         one, two = (layer(x, Step.causal(1, 5))[0] for _ in range(2))
         assert torch.equal(one, two)
 
@@ -123,7 +115,7 @@ ON_INPUT = dataclasses.replace(MIXTURE, moe_router_topk=1, moe_router_score_func
 
 
 def test_weights_on_the_input_multiply_the_token_before_its_expert() -> None:
-    layer = build(ProcessGroups.single(), ON_INPUT)
+    layer = filled_layer(MODEL, ON_INPUT, ProcessGroups.single())
     x = torch.randn(6, D, dtype=F64, requires_grad=True)
     y, _ = layer(x, Step.causal(1, 6))
     scores, experts = ((x @ layer.router.weight.t() + layer.router.bias).sigmoid()).max(-1)

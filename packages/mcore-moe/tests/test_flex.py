@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from mcore_moe import GroupedMLP, MoEAlltoAllTokenDispatcher, MoEConfig, MoEFlexTokenDispatcher, MoELayer, Routing, moe_feed_forward
 from mcore_moe.dispatch import TokenExchange, choose_exchange
@@ -17,6 +16,7 @@ from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.models import Site, TransformerConfig
 from mcore_parallel.nn import Step
 from tests.support import deep_ep
+from tests.support.mixtures import pass_through, random_routing
 
 D, E, K = 8, 8, 3
 F64 = torch.float64
@@ -35,28 +35,6 @@ def make_exchange(library: str, groups: ProcessGroups, *, num_sms: int = 4, time
     return HybridEPExchange(groups.tp_ep, E // groups.ep.size, D, **place)
 
 
-def make_routing(tokens: int, seed: int, *, skewed: bool = False) -> Routing:
-    """Distinct experts a token; some tokens are padding, some picks dropped, one weight has underflowed."""
-    generator = torch.Generator().manual_seed(seed)
-    keys = torch.rand(tokens, E, generator=generator)
-    if skewed:
-        keys[:, 0] += 2
-    probs = torch.rand(tokens, K, generator=generator, dtype=F64)
-    probs[:1] = 0.0
-    valid, picked = (torch.rand(size, generator=generator) < 0.8 for size in ((tokens,), (tokens, K)))
-    return Routing(keys.argsort(-1)[:, :K], probs.requires_grad_(), valid, picked)
-
-
-def run_once(dispatcher: Any, experts: GroupedMLP, x: Tensor, routing: Routing) -> list[Tensor]:
-    """The sums, and the gradients of tokens, weights and parameters."""
-    x = x.detach().requires_grad_()
-    sent = dispatcher.dispatch(x, routing)
-    y = dispatcher.combine(experts(sent.rows_RD, sent.ends_N, sent.weights_R), sent, routing)
-    assert y.shape == x.shape
-    weigh = torch.arange(y.numel(), dtype=F64).view_as(y) / 7
-    return [y.detach(), *torch.autograd.grad((y * weigh).sum(), [x, routing.probs_TK, *experts.parameters()])]
-
-
 def check_exchange(plan: ParallelPlan, library: str) -> None:
     groups = ProcessGroups.build(plan)
     rank = groups.world.rank
@@ -70,10 +48,10 @@ def check_exchange(plan: ParallelPlan, library: str) -> None:
     for case, tokens in enumerate((5, 3 * rank, 4 * (rank == 0), int(rank == 1), 0, 70)):
         x = torch.randn(tokens, D, dtype=F64)
         for skewed in (False, True):
-            routing = make_routing(tokens, 10 * case + rank, skewed=skewed)
-            ours, theirs = (run_once(dispatcher, experts, x, routing) for dispatcher in (flex, reference))
+            routing = random_routing(tokens, E, K, 10 * case + rank, skewed=skewed)
+            ours, theirs = (pass_through(dispatcher, experts, x, routing) for dispatcher in (flex, reference))
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
-            again = run_once(flex, experts, x, routing)
+            again = pass_through(flex, experts, x, routing)
             assert all(torch.equal(*pair) for pair in zip(ours, again, strict=True))
 
 
@@ -157,7 +135,7 @@ def check_sms() -> None:
     groups = ProcessGroups.build(ParallelPlan(dp=2, ep=2))
     few, many = (make_exchange("deepep", groups, num_sms=number) for number in (4, 24))
     assert deep_ep.Buffer.num_sms == 20
-    routing = make_routing(3, 0)
+    routing = random_routing(3, E, K, 0)
     for exchange, number in ((few, 4), (many, 24)):
         dispatcher: Any = MoEFlexTokenDispatcher(E, groups, exchange)
         sent = dispatcher.dispatch(torch.ones(3, D, dtype=F64, requires_grad=True), routing)
@@ -180,7 +158,7 @@ def check_late(library: str) -> None:
         time.sleep(0.8)
         return
     with pytest.raises(TimeoutError, match=r"rank 0 waited 0.2 s for ranks \[1\] in the dispatch of tokens by (Deep|Hybrid)EP"):
-        dispatcher.dispatch(torch.ones(3, D, dtype=F64), make_routing(3, 0))
+        dispatcher.dispatch(torch.ones(3, D, dtype=F64), random_routing(3, E, K, 0))
 
 
 @pytest.mark.world(2)

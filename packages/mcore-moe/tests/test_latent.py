@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mcore_moe import MoEConfig, MoELayer, moe_feed_forward
+from mcore_moe import MoEConfig, moe_feed_forward
 from mcore_parallel import ParallelPlan, ProcessGroups, named_shards
 from mcore_parallel.comm import all_reduce
-from mcore_parallel.models import GPTModel, Site, TransformerConfig, check_layout
+from mcore_parallel.models import GPTModel, TransformerConfig, check_layout
 from mcore_parallel.nn import Step
 from mcore_parallel.planner import ExpertSizes, ModelSizes, PlannerError, Workload
+from tests.support.mixtures import filled_layer
 
 D, L = 8, 4
 F64 = torch.float64
@@ -21,17 +22,8 @@ MODEL = TransformerConfig(num_layers=2, hidden_size=D, num_attention_heads=2, vo
 MIXTURE = MoEConfig(num_moe_experts=4, moe_router_topk=2, moe_latent_size=L, moe_shared_expert_intermediate_size=6, moe_aux_loss_coeff=0.1)
 
 
-def build(groups: ProcessGroups, mixture: MoEConfig = MIXTURE) -> MoELayer:
-    layer = MoELayer(mixture, Site(layer=0, local_layer=0, config=MODEL, groups=groups), dtype=F64)
-    with torch.no_grad():
-        for shard in named_shards(layer):
-            values = torch.randn(shard.spec.shape, generator=torch.Generator().manual_seed(len(shard.name)), dtype=F64)
-            shard.parameter.copy_(0.5 * values[shard.spec.slices(groups)])
-    return layer
-
-
 def test_the_router_and_the_shared_experts_read_the_token_and_the_experts_its_latent() -> None:
-    layer = build(ProcessGroups.single())
+    layer = filled_layer(MODEL, MIXTURE, ProcessGroups.single())
     assert layer.latent_down.weight.shape == (L, D) and layer.latent_up.weight.shape == (D, L)
     assert layer.experts.up.shape == (4, 2, 6, L) and layer.experts.down.shape == (4, L, 6) and layer.router.weight.shape == (4, D)
     x = torch.randn(7, D, dtype=F64, requires_grad=True)
@@ -56,7 +48,7 @@ def check_ranks(plan: ParallelPlan, exchange: str) -> None:
     """As one rank with the tokens of all; without sequence parallelism the ranks of tp share theirs."""
     groups = ProcessGroups.build(plan)
     mixture = dataclasses.replace(MIXTURE, moe_token_dispatcher_type=exchange, moe_shared_expert_intermediate_size=None)
-    layer, alone = build(groups, mixture), build(ProcessGroups.single(), mixture)
+    layer, alone = (filled_layer(MODEL, mixture, place) for place in (groups, ProcessGroups.single()))
     source = groups.world if groups.sequence_parallel else groups.dp_cp
     x = torch.randn(source.size, 5, D, generator=torch.Generator().manual_seed(1), dtype=F64)
     mine, whole = x[source.rank].clone().requires_grad_(), x.clone().requires_grad_()

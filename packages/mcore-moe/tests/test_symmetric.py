@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mcore_moe import GroupedMLP, MoEAlltoAllTokenDispatcher, MoEConfig, MoEFlexTokenDispatcher, MoELayer, Routing, SequentialMLP
+from mcore_moe import GroupedMLP, MoEAlltoAllTokenDispatcher, MoEConfig, MoEFlexTokenDispatcher, MoELayer, SequentialMLP
 from mcore_moe.dispatch import SymmetricExchange, _peer_slots, _places, choose_exchange
 from mcore_moe.dispatch._peer_slots import Slot, SlotLayout
 from mcore_moe.dispatch._places import place_rows
@@ -22,6 +22,7 @@ from mcore_parallel.comm import SymmetricBuffer
 from mcore_parallel.models import Site, TransformerConfig
 from mcore_parallel.nn import Step
 from tests.support.interpreter import run_interpreted
+from tests.support.mixtures import pass_through, random_routing
 from tests.support.peer_memory import MappedMemory
 from tests.support.picks import random_picks
 
@@ -186,27 +187,6 @@ def make_exchange(groups: ProcessGroups, **options: Any) -> SymmetricExchange:
     return SymmetricExchange(group, E // groups.ep.size, D, connect=lambda size: MappedMemory(group, size), **options)
 
 
-def make_routing(tokens: int, seed: int, *, skewed: bool = False) -> Routing:
-    """Some tokens are padding, some picks dropped, one weight has underflowed."""
-    generator = torch.Generator().manual_seed(seed)
-    keys = torch.rand(tokens, E, generator=generator)
-    keys[:, 0] += 2 * skewed
-    probs = torch.rand(tokens, K, generator=generator, dtype=F64)
-    probs[:1] = 0.0
-    valid, picked = (torch.rand(size, generator=generator) < 0.8 for size in ((tokens,), (tokens, K)))
-    return Routing(keys.argsort(-1)[:, :K], probs.requires_grad_(), valid, picked)
-
-
-def run_once(dispatcher: Any, experts: Any, x: Tensor, routing: Routing) -> list[Tensor]:
-    """The sums, and the gradients of tokens, weights and parameters."""
-    x = x.detach().requires_grad_()
-    sent = dispatcher.dispatch(x, routing)
-    y = dispatcher.combine(experts(sent.rows_RD, sent.ends_N, sent.weights_R), sent, routing)
-    assert y.shape == x.shape
-    weigh = torch.arange(y.numel(), dtype=F64).view_as(y) / 7
-    return [y.detach(), *torch.autograd.grad((y * weigh).sum(), [x, routing.probs_TK, *experts.parameters()])]
-
-
 def check_exchange(plan: ParallelPlan, exact_rows: bool) -> None:
     # What nobody has written is NaN.
     torch.use_deterministic_algorithms(True)
@@ -223,9 +203,9 @@ def check_exchange(plan: ParallelPlan, exact_rows: bool) -> None:
     for case, tokens in enumerate((12, 3 * rank, 4 * (rank == 0), int(rank == 1), 0, 40 + rank)):
         x = torch.randn(tokens, D, dtype=F64)
         for skewed in (False, True) if case == 0 else (case % 2 == 1,):
-            routing = make_routing(tokens, 10 * case + rank, skewed=skewed)
-            expected = run_once(reference, loop, x, routing)
-            once, again = (run_once(ours, experts, x, routing) for _ in range(2))
+            routing = random_routing(tokens, E, K, 10 * case + rank, skewed=skewed)
+            expected = pass_through(reference, loop, x, routing)
+            once, again = (pass_through(ours, experts, x, routing) for _ in range(2))
             torch.testing.assert_close(once, expected, rtol=1e-10, atol=1e-10)
             assert all(torch.equal(*pair) for pair in zip(once, again, strict=True))
 
@@ -262,7 +242,7 @@ def check_order() -> None:
         for number in range(5):
             # Tokens that are more and more, within the room that there is.
             x = torch.randn(6 * number, D, dtype=F64, generator=torch.Generator().manual_seed(number)).requires_grad_()
-            routing = make_routing(len(x), number + 5 * groups.world.rank)
+            routing = random_routing(len(x), E, K, number + 5 * groups.world.rank)
             leaves.append(x)
             sent.append((dispatcher.dispatch(x, routing), routing))
         for there, routing in sent:
@@ -316,10 +296,10 @@ def test_a_layer_with_dropped_picks_is_the_same(world) -> None:
 def check_more_tokens_than_fit() -> None:
     groups = ProcessGroups.build(ParallelPlan(dp=2, ep=2))
     dispatcher = MoEFlexTokenDispatcher(E, groups, make_exchange(groups, timeout_s=0.3))
-    dispatcher.dispatch(torch.ones(3, D, dtype=F64), make_routing(3, 0))
+    dispatcher.dispatch(torch.ones(3, D, dtype=F64), random_routing(3, E, K, 0))
     if groups.world.rank == 0:
         with pytest.raises(TimeoutError, match=r"ranks \[1\] in a larger exchange of tokens \(this rank has 17, there is room for 16; "):
-            dispatcher.dispatch(torch.ones(17, D, dtype=F64), make_routing(17, 0))
+            dispatcher.dispatch(torch.ones(17, D, dtype=F64), random_routing(17, E, K, 0))
 
 
 @pytest.mark.world(2)

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Layers of experts and routings of tests, and one way of tokens through them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_moe import MoEConfig, MoELayer, Routing
+from mcore_parallel import ProcessGroups, named_shards
+from mcore_parallel.models import Site, TransformerConfig
+
+# T tokens, D model, K picks.
+
+
+def filled_layer(config: TransformerConfig, mixture: MoEConfig, groups: ProcessGroups) -> MoELayer:
+    """A layer in float64, with the same parameters in every layout."""
+    layer = MoELayer(mixture, Site(layer=0, local_layer=0, config=config, groups=groups), dtype=torch.float64)
+    with torch.no_grad():
+        for shard in named_shards(layer):
+            values = torch.randn(shard.spec.shape, generator=torch.Generator().manual_seed(len(shard.name)), dtype=torch.float64)
+            shard.parameter.copy_(0.5 * values[shard.spec.slices(groups)])
+    return layer
+
+
+def random_routing(tokens: int, num_experts: int, topk: int, seed: int, *, skewed: bool = False) -> Routing:
+    """Distinct experts a token, in float64; some tokens are padding, some picks dropped, one weight has underflowed."""
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.rand(tokens, num_experts, generator=generator)
+    keys[:, 0] += 2 * skewed
+    probs = torch.rand(tokens, topk, generator=generator, dtype=torch.float64)
+    probs[:1] = 0.0
+    valid, picked = (torch.rand(size, generator=generator) < 0.8 for size in ((tokens,), (tokens, topk)))
+    return Routing(keys.argsort(-1)[:, :topk], probs.requires_grad_(), valid, picked)
+
+
+def pass_through(dispatcher: Any, experts: Any, x_TD: Tensor, routing: Routing) -> list[Tensor]:
+    """The sums [T, D], and the gradients of tokens, weights [T, K] and parameters."""
+    x_TD = x_TD.detach().requires_grad_()
+    sent = dispatcher.dispatch(x_TD, routing)
+    y_TD = dispatcher.combine(experts(sent.rows_RD, sent.ends_N, sent.weights_R), sent, routing)
+    assert y_TD.shape == x_TD.shape
+    weigh = torch.arange(y_TD.numel(), dtype=y_TD.dtype).view_as(y_TD) / 7
+    return [y_TD.detach(), *torch.autograd.grad((y_TD * weigh).sum(), [x_TD, routing.probs_TK, *experts.parameters()])]
