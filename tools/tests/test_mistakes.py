@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from mcore_tools.cli import VERBS, main
+from mcore_tools.recipes import override, recipe
+from mcore_tools.training import check_run
 from tests.support.corpora import write_corpus
 from tests.support.published import write_chat, write_published
 
@@ -151,6 +153,36 @@ def test_a_mistake_is_one_line_with_its_remedy(
     monkeypatch.chdir(place)
     for name in ("transformer_engine", "wandb"):
         monkeypatch.setitem(sys.modules, name, None)
+    assert_refused(place, capsys, line, code, words)
+
+
+IDLE = [
+    (f"train --recipe gpt_tiny {CORPUS}", 2, "plan.dp=1 * plan.pp=1 = 1 ranks, but the world has 2; set plan.dp=2, or start 1 with "),
+    (f"train --recipe gpt_tiny {CORPUS} --set plan.tp=2 --set plan.dp=2", 8, "= 4 ranks, but the world has 8; set plan.dp=4, or start 4"),
+    (f"train --recipe gpt_tiny {CORPUS} --set plan.tp=2", 3, "= 2 ranks, but the world has 3; raise a degree, or start 2 with torchrun"),
+    ("sft published --data chat.jsonl --output out", 2, "= 1 ranks, but the world has 2; set plan.dp=2, or start 1 with torchrun"),
+    ("rl published --set output=out", 2, "= 1 ranks, but the world has 2; set plan.dp=2, or start 1 with torchrun"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "num_ranks", "words"), IDLE)
+def test_a_plan_that_leaves_ranks_idle_is_refused_before_they_meet(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str, num_ranks: int, words: str
+) -> None:
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
+    assert_refused(place, capsys, line, 1, words)
+
+
+def test_a_plan_that_leaves_ranks_idle_is_named_with_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = override(recipe("gpt_tiny"), [f"output={tmp_path / 'run'}"])
+    with pytest.raises(ValueError, match=r"^student\.plan\.tp=1 .* the world has 2; set student\.plan\.dp=2, or start 1 with torchrun$"):
+        check_run(config, "student.")
+
+
+def assert_refused(place: Path, capsys: pytest.CaptureFixture[str], line: str, code: int, words: str) -> None:
     before = {path: path.stat().st_mtime_ns for path in place.rglob("*")}
     try:
         ended = main(line.split())

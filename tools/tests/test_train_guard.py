@@ -11,7 +11,7 @@ from tests.support.commands import Command, torchrun_environment
 @pytest.mark.journey
 def test_a_rank_with_another_learning_rate_is_named_on_every_rank() -> None:
     _store, world = torchrun_environment(2)
-    words = ["--recipe", "gpt_tiny", "--set", "data.prefix=none", "--set", "data.tokenizer=none"]
+    words = ["--recipe", "gpt_tiny", "--set", "data.prefix=none", "--set", "data.tokenizer=none", "--set", "plan.dp=2"]
     with (
         Command(train.main, [*words, "--set", "optimizer.lr=0.001"], {**world, "RANK": "0"}) as one,
         Command(train.main, [*words, "--set", "optimizer.lr=0.002"], {**world, "RANK": "1"}) as other,

@@ -58,18 +58,22 @@ def check_trained(folder: str, field: str, remedy: str) -> None:
 
 
 def check_world(config: RunConfig, owner: str = "") -> None:
-    """Refuse a plan of more ranks than were started, and engines on ranks of their own where these are not just as many."""
+    """Refuse a plan, and engines on ranks of their own beside it, of more or fewer ranks than were started."""
     plan, size = config.plan, int(os.environ.get("WORLD_SIZE", "1"))
-    if config.rl is not None and config.rl.placement is not None and plan.world_size + (engines := config.rl.placement.num_engines) != size:
+    if config.rl is not None and config.rl.placement is not None:
+        engines = config.rl.placement.num_engines
         count = plan.world_size + engines
-        raise ValueError(
-            f"{plan.world_size} ranks of {owner}plan and {owner}rl.placement.num_engines={engines} are {count}, but the world has {size}; "
-            f"start {count} with torchrun"
-        )
-    if plan.world_size > size:
+        if count != size:
+            raise ValueError(
+                f"{plan.world_size} ranks of {owner}plan and {owner}rl.placement.num_engines={engines} are {count}, but the world has "
+                f"{size}; start {count} with torchrun"
+            )
+    elif plan.world_size != size:
         degrees = " * ".join(f"{owner}plan.{axis}={getattr(plan, axis)}" for axis in ("tp", "cp", "dp", "pp"))
         count = plan.world_size
-        raise ValueError(f"{degrees} = {count} ranks, but the world has {size}; lower a degree, or start {count} with torchrun")
+        dp, left = divmod(size, plan.tp * plan.cp * plan.pp)
+        remedy = "lower a degree" if count > size else "raise a degree" if left else f"set {owner}plan.dp={dp}"
+        raise ValueError(f"{degrees} = {count} ranks, but the world has {size}; {remedy}, or start {count} with torchrun")
 
 
 def _check_pace(config: RunConfig, owner: str) -> None:
