@@ -321,6 +321,17 @@ def test_requests_wait_for_an_engine_and_not_for_ever() -> None:
     }
 
 
+def test_the_context_of_the_last_engines_holds_for_requests_that_wait_for_others() -> None:
+    group = Group(clients=1)
+    for peer, expected in ((b"c1", 0), (b"c2", 64), (b"c3", 64)):
+        if peer == b"c2":
+            group.send(b"e0", register())
+        elif peer == b"c3":
+            group.lose(b"e0")
+        group.send(peer, connect())
+        assert [ack.max_sequence_length for ack in group.got(peer, ConnectAck)] == [expected]
+
+
 def test_a_request_that_ends_engines_ends_after_its_retries() -> None:
     group = Group(engines=3, clients=1)
     group.send(b"c0", submit(0))

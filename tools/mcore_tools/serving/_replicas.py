@@ -148,9 +148,10 @@ class Replicas:
         name, place = self._name_of(world, rank), self._layout.describe(rank)
         what = f"{name}{place and f' ({place})'} ended with exit code {world.processes[rank].returncode}"
         engines = [f"dp-{world.first + number}" for number in range(self._layout.num_sharing)]
+        # First: one that is told that it is lost would come back, and get requests.
+        world.kill()
         for engine in engines:
             self._coordinator.lose_engine(engine, what)
-        world.kill()
         early = time.monotonic() - world.began < _EARLY_S
         world.early_ends = world.early_ends + 1 if early else 0
         others = ", ".join(engine for engine in engines if engine != name)

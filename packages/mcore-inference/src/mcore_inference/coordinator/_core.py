@@ -71,6 +71,8 @@ class CoordinatorCore:
         self._number = 0
         self._version: int | None = None
         """Of the weights of the last load."""
+        self._context = 0
+        """The longest sequence that every engine takes; while there is none, of those that were there last, for requests that wait."""
         self._outbox: Outbox = []
 
     @property
@@ -467,7 +469,8 @@ class CoordinatorCore:
         return Status(call=call, state=self.state, waiting_requests=len(self._homeless), max_sequence_length=length, engines=engines)
 
     def _shortest_context(self) -> int:
-        return min((engine.max_sequence_length for engine in self._engines.values()), default=0)
+        self._context = min((engine.max_sequence_length for engine in self._engines.values()), default=self._context)
+        return self._context
 
     # -- sending -----------------------------------------------------------------------------------------------------
 
