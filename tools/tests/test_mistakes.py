@@ -55,6 +55,7 @@ MISTAKES = [
     (f"train --recipe gpt_tiny {CORPUS} {EIGHT_BIT}=[x] --set data_parallel=ddp", 1, "fsdp is set, but data_parallel"),
     (f"train --recipe gpt_tiny {CORPUS} {EIGHT_BIT}=[layers.*.up.*]", 1, "one replica: it is not gathered; raise plan.dp"),
     (f"train --recipe gpt_tiny {CORPUS} {EIGHT_BIT}=[layers.*.upweight]", 1, "'layers.*.upweight' matches no parameter; name some of"),
+    (f"train --recipe gpt_tiny {CORPUS} --set spans.sentinels=[9]", 1, "set spans.bos_token, spans.eos_token, spans.decoder_length too"),
     (f"train --recipe t5_tiny {CORPUS} --set plan.pp=2", 1, "whose layers stay together, found plan.pp=2; set plan.pp=1"),
     (f"train --recipe t5_tiny {CORPUS} --set data_parallel=fsdp", 1, "not go with data_parallel; set data_parallel=ddp, or spans=none"),
     (f"train --recipe t5_tiny {CORPUS} --set model.vocab_size=2050", 1, "token 2081, which must lie below model.vocab_size=2050; raise"),

@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """A T5 learns spans of a small corpus, on two ranks as on one, and goes on from its steps."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -63,6 +64,17 @@ def test_a_run_goes_on_and_says_what_it_is(corpus: RunConfig, tmp_path: Path, ca
     capsys.readouterr()
     assert main(["generate", str(tmp_path / "whole"), "--prompt", "a shard"]) == 1
     assert "holds an encoder, with which nothing is generated; name a run with spans=none" in capsys.readouterr().err
+    for verb in (["rl"], ["train", "--set", f"output={tmp_path}/out", "--set"]):
+        place = f"load.path={tmp_path}/whole" if verb[0] == "train" else str(tmp_path / "whole")
+        assert main([*verb, place]) == 1
+        assert "holds an encoder, which predicts no next token; name a run with spans=none" in capsys.readouterr().err
+    # Going on as, or beginning with, the other kind of model is refused before anything is written.
+    decoder = dataclasses.replace(whole, spans=None)
+    for run in (decoder, override(decoder, [f"output={tmp_path}/out", f"load.path={tmp_path}/whole"])):
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(ValueError, match=r"another kind of model: spans is set there, masked=none and spans=none here"):
+            train_rank(run, "cpu")
+        assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from mcore_moe import MoEConfig
 from mcore_parallel.models import TransformerConfig
 from mcore_tools.training._pretrained import HuggingFaceFolder, is_huggingface
 from mcore_tools.training._start import check_names, steps_folder
-from mcore_tools.training._stored import stored_model
+from mcore_tools.training._stored import stored_encoder, stored_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ def find_origin(model: str) -> Origin:
     """What a Hugging Face folder, a checkpoint, or the folder of a run holds.
 
     Raises:
-        ValueError: the weights do not say what model they are of, or have the names of another system.
+        ValueError: the weights do not say what model they are of, are those of an encoder, or have the names of another system.
         CheckpointingException: there are none.
     """
     if is_huggingface(model):
@@ -47,6 +47,8 @@ def find_origin(model: str) -> Origin:
         source = resolve_folder(path)
         check_names(source, path)
         tokenizer, longest, dtype = "", 0, "float32"
+        if encoder := stored_encoder(source):
+            raise ValueError(f"{source} holds an encoder, which predicts no next token; name a run with {encoder}=none, or its own recipe")
         keeps = "tokenizer/tokenizer.json" in read_manifest(source).assets
     stored = stored_model(source)
     if stored is None:

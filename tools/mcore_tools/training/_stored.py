@@ -49,11 +49,15 @@ def check_stored(config: RunConfig, folder: Folder | HuggingFaceFolder | None) -
     if isinstance(folder, Folder) and "lora" in read_manifest(folder).extra:
         raise ValueError(f"{folder} holds adapters alone; begin with an export of it, into which they are merged")
     try:
+        encoder = stored_encoder(folder)
         stored = stored_model(folder, config)
     except CheckpointingException:
         raise
     except (ValueError, TypeError) as error:
         raise ValueError(f"{folder} keeps a configuration that cannot be compared with this run: {error}") from None
+    if encoder is not None and encoder != config.encoder:
+        there, here = (f"{name} is set" if name else "masked=none and spans=none" for name in (encoder, config.encoder))
+        raise ValueError(f"{folder} holds the weights of another kind of model: {there} there, {here} here. Set them alike")
     if stored is not None:
         check_model(config, *stored, str(folder))
 
@@ -99,6 +103,20 @@ def stored_model(folder: Folder | HuggingFaceFolder, config: RunConfig | None = 
         return None
     # An import from Hugging Face leaves out defaults; others say what they know.
     return _from_sizes(sizes, None if "hf_config" in manifest.extra else config)
+
+
+def stored_encoder(folder: Folder | HuggingFaceFolder) -> str | None:
+    """``RunConfig.encoder`` of the run that wrote the checkpoint; None where no run says it.
+
+    Raises:
+        ValueError: what is said is no run.
+        CheckpointingException: it cannot be read.
+    """
+    if isinstance(folder, HuggingFaceFolder):
+        return None
+    manifest = read_manifest(folder)
+    run = read_run(folder, manifest) if RUN_FILE in manifest.assets else {}
+    return next((name for name in ("masked", "spans") if run.get(name)), "") if isinstance(run.get("model"), Mapping) else None
 
 
 def model_of_run(run: Mapping[str, Any]) -> tuple[TransformerConfig, MoEConfig | None]:
