@@ -95,7 +95,7 @@ MISTAKES = [
     ("chat nothing", 1, "nothing is not a checkpoint: there is no such folder"),
     ("chat http://127.0.0.1:9", 1, "does not answer: [Errno 111] Connection refused; is `mcore serve` up?"),
     ("chat published --model x", 1, "--model and --token-file are for a server, and published is no http:// address; leave them out"),
-    ("serve foreign", 1, "config.json: model_type='rwkv' is none of "),
+    ("serve foreign --port 0", 1, "config.json: model_type='rwkv' is none of "),
     ("serve published --port 99999", 2, "--port: 99999 must be 0 to 65535; mcore serve --help"),
     ("serve published --host 0.0.0.0", 1, "give --token-file, or --host 127.0.0.1"),
     ("convert import x out", 2, "invalid choice: 'import' (choose from"),

@@ -38,9 +38,7 @@ def place_rows(experts_TK: Tensor, first_expert: int, num_experts: int) -> tuple
     return places_TK, ends_N
 
 
-def spread_rows(
-    x_TD: Tensor, weights_TK: Tensor | None, places_TK: Tensor, num_rows: int, *, padded: bool
-) -> tuple[Tensor, Tensor | None]:
+def spread_rows(x_TD: Tensor, weights_TK: Tensor | None, places_TK: Tensor, num_rows: int, *, padded: bool) -> tuple[Tensor, Tensor | None]:
     """A token is read once, whatever the number of its rows."""
     x_TD, weights_TK = x_TD.contiguous(), None if weights_TK is None else weights_TK.contiguous()
     (tokens, topk), width = places_TK.shape, x_TD.shape[1]

@@ -7,7 +7,6 @@ Each does what the function of its name in ``_peer_slots`` does; a program handl
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
