@@ -208,7 +208,7 @@ def test_ranks_learn_together(layout: str, tmp_path: Path) -> None:
         ("rl.generation_args.max_tokens=24", "max_tokens=24 must lie below train.seq_len=24"),
         ("rl.policy.kind=clipped", "kind='clipped' must be one of clip, cispo"),
         ("cuda_graphs=[layers.*]", "cuda_graphs is for `mcore train` only"),
-        ("rl.overlong.max_length=3", "buffer has no default"),
+        ("rl.overlong.max_length=3", "set rl.overlong.buffer too, without a default"),
         ("data_parallel=fsdp2 plan.dp=2 rl.num_groups=4", "need a reference, which data_parallel='fsdp2' does not keep"),
         ("train.warmup_steps=2", "train.warmup_steps=2 must be below train.steps=2, the iterations"),
         ("load.path=no/such/folder", "load.path='no/such/folder' has nothing to begin with"),

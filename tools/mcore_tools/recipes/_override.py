@@ -90,7 +90,7 @@ def _set(owner: Any, values: Mapping[str, Any], prefix: str, origin: str, descri
             part = dataclass_of(hints[name])
         changed[name] = _set(part, inner, f"{prefix}{name}.", origin, describe)
     if owner is kind and (missing := [name for name, field in fields.items() if name not in changed and _is_required(field)]):
-        raise RecipeError(f"{describe(prefix, values)}: set {', '.join(prefix + name for name in missing)} too, without defaults")
+        raise RecipeError(f"{describe(prefix, values)}: set {', '.join(prefix + name for name in missing)} too, without a default")
     instance: Any = owner
     try:
         return kind(**changed) if owner is kind else dataclasses.replace(instance, **changed)
