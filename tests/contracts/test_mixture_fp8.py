@@ -241,13 +241,13 @@ def wide_model(model: GPTModel, mixture: MoEConfig) -> GPTModel:
     stored, ours = fp8_parameters(model), dict(model.named_parameters())
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
-            kept: Any = stored.get(ours[name])
-            if kept is None:
+            in_fp8: Any = stored.get(ours[name])
+            if in_fp8 is None:
                 wide = ours[name]
-            elif isinstance(kept, Fp8Stack):
-                wide = kept.widened(ours[name], torch.float32)
+            elif isinstance(in_fp8, Fp8Stack):
+                wide = in_fp8.widened(ours[name], torch.float32)
             else:
-                wide = kept.widened(ours[name].flatten(0, -2), torch.float32)
+                wide = in_fp8.widened(ours[name].flatten(0, -2), torch.float32)
             parameter.copy_(wide.float().cpu().view(parameter.shape))
     return reference
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Layers of experts and routings of tests, and one way of tokens through them."""
+"""Layers of experts, picks and routings of tests, and one way of tokens through them."""
 
 from typing import Any
 
@@ -22,6 +22,14 @@ def filled_layer(config: TransformerConfig, mixture: MoEConfig, groups: ProcessG
             values = torch.randn(shard.spec.shape, generator=torch.Generator().manual_seed(len(shard.name)), dtype=torch.float64)
             shard.parameter.copy_(0.5 * values[shard.spec.slices(groups)])
     return layer
+
+
+def random_picks(tokens: int, num_experts: int, topk: int, generator: torch.Generator, *, skewed: bool = False) -> Tensor:
+    """int32 [T, K], distinct within a row; some are no expert."""
+    keys = torch.rand(tokens, num_experts, generator=generator)
+    keys[:, 0] += 2 * skewed
+    experts = keys.argsort(-1)[:, :topk]
+    return torch.where(torch.rand(experts.shape, generator=generator) < 0.8, experts, -1).to(torch.int32)
 
 
 def random_routing(tokens: int, num_experts: int, topk: int, seed: int, *, skewed: bool = False) -> Routing:

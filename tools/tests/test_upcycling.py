@@ -57,7 +57,7 @@ def train_each(configs: list[RunConfig]) -> None:
         train_rank(config, "cpu")
 
 
-def kept(config: RunConfig) -> Path:
+def last_step(config: RunConfig) -> Path:
     return CheckpointManager(Path(config.output) / "checkpoints").path(config.train.steps)
 
 
@@ -80,13 +80,13 @@ def test_the_same_command_goes_on_with_the_mixture(dense: RunConfig, tmp_path: P
     config = grown(dense, tmp_path / "run", *SLICES)
     train_rank(config, "cpu")
     part = override(config, [f"output={tmp_path}/part", "train.checkpoint_interval=2"])
-    asked = iter([False, True])
-    assert train_rank(part, "cpu", stop=lambda: next(asked)).stopped_at == 2
+    stops = iter([False, True])
+    assert train_rank(part, "cpu", stop=lambda: next(stops)).stopped_at == 2
     assert "goes on from weights of " in capsys.readouterr().out
     train_rank(override(part, [f"load.path={tmp_path}/gone"]), "cpu")
     assert "goes on from step 2 of " in capsys.readouterr().out and losses(part) == losses(config)
     # Slices of one feed-forward lie in a row, and their routers learn apart.
-    router = read_tensor(kept(config), "layers.1.mlp.router.weight")
+    router = read_tensor(last_step(config), "layers.1.mlp.router.weight")
     assert router.shape == (8, 16) and not torch.equal(router[0], router[1]) and torch.allclose(router[0], router[1], atol=0.1)
 
 
@@ -144,8 +144,8 @@ def test_what_does_not_become_the_mixture_is_named_before_anything_is_written(de
     ):
         train_rank(again, "cpu")
     # Weights alone say nothing of their model but by their names.
-    names = [name for name in read_manifest(kept(mixture)).tensors if not name.startswith("optimizer.")]
-    save({name: read_tensor(kept(mixture), name) for name in names}, tmp_path / "weights")
+    names = [name for name in read_manifest(last_step(mixture)).tensors if not name.startswith("optimizer.")]
+    save({name: read_tensor(last_step(mixture), name) for name in names}, tmp_path / "weights")
     with pytest.raises(ValueError, match=r"holds one already"):
         train_rank(override(again, [f"load.path={tmp_path}/weights"]), "cpu")
     assert not run.exists()

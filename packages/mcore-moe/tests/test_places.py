@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mcore_moe._routing import top
 from mcore_moe.dispatch import _places
 from tests.support.interpreter import run_interpreted
-from tests.support.picks import random_picks
+from tests.support.mixtures import random_picks
 
 
 @settings(max_examples=30, deadline=None)
@@ -55,9 +55,9 @@ def check_rows(tokens: int, topk: int, local: int, device: str, dtype: torch.dty
             num_rows = places.numel() + 7 * padded
             rows, row_weights = _triton.spread_rows(on_device[1], on_device[2], shift.to(device), num_rows, padded=padded)
             wanted, wanted_weights = _places.spread_rows(x, weights, shift, num_rows)
-            kept = slice(None) if padded else shift[shift >= 0].long()
+            filled = slice(None) if padded else shift[shift >= 0].long()
             assert wanted_weights is not None and row_weights is not None and rows.shape == wanted.shape
-            assert torch.equal(rows.cpu()[kept], wanted[kept]) and torch.equal(row_weights.cpu()[kept], wanted_weights[kept])
+            assert torch.equal(rows.cpu()[filled], wanted[filled]) and torch.equal(row_weights.cpu()[filled], wanted_weights[filled])
             sums = _triton.gather_sum(torch.where(torch.isfinite(rows), rows, 0), shift.to(device)).cpu()
             torch.testing.assert_close(sums, _places.gather_sum(wanted, shift), rtol=0, atol=0 if dtype == torch.float32 else 0.05)
 

@@ -22,9 +22,8 @@ from mcore_parallel.comm import SymmetricBuffer
 from mcore_parallel.models import Site, TransformerConfig
 from mcore_parallel.nn import Step
 from tests.support.interpreter import run_interpreted
-from tests.support.mixtures import pass_through, random_routing
+from tests.support.mixtures import pass_through, random_picks, random_routing
 from tests.support.peer_memory import MappedMemory
-from tests.support.picks import random_picks
 
 D, E, K = 8, 8, 3
 F64 = torch.float64

@@ -211,15 +211,15 @@ def check_widened(kernels, x: Tensor, weight: Scaled, ends: Tensor, tiles, devic
     inverse = torch.logspace(-3, 0, out).expand(num_experts, out)
     wanted = grouped_widened_product(x.double(), Scaled(weight.data, inverse.unsqueeze(2)), ends)
     for rows in (16, tiles.rows):
-        found = kernels.grouped_widened_product(
+        product = kernels.grouped_widened_product(
             x.to(device),
             weight.data.to(device),
             inverse.contiguous().to(device),
             ends.to(device),
             tiles=dataclasses.replace(tiles, rows=rows),
         )
-        assert found.shape == wanted.shape and found.dtype == x.dtype
-        assert not total or relative(found[:total].cpu(), wanted[:total]) < (1e-2 if device == "cuda" else 1e-6)
+        assert product.shape == wanted.shape and product.dtype == x.dtype
+        assert not total or relative(product[:total].cpu(), wanted[:total]) < (1e-2 if device == "cuda" else 1e-6)
 
 
 def check_weight_gradient(kernels, grad: ScaledColumns, x: ScaledColumns, start: Tensor, tiles, device: str) -> None:

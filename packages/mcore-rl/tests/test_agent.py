@@ -159,8 +159,8 @@ def test_rollouts_survive_json() -> None:
 
     numbers: dict[str, Any] = {"trajectory": [1, 2], "generation_mask": [False, True], "logprobs": [-0.1]}
     original = TokenRollout(**numbers, reward=0.5, env_id="e", problem_id="p", weight_versions=[2**40])
-    said = json.loads(json.dumps(original.to_json()))
-    assert TokenRollout.from_json(said) == original == TokenRollout.from_json(said | numbers)
+    encoded = json.loads(json.dumps(original.to_json()))
+    assert TokenRollout.from_json(encoded) == original == TokenRollout.from_json(encoded | numbers)
     nothing = TokenRollout(trajectory=[], reward=0.0, generation_mask=[], logprobs=[], env_id="e", problem_id="p")
     assert TokenRollout.from_json(json.loads(json.dumps(nothing.to_json()))) == nothing
 
