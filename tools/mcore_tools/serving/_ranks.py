@@ -18,6 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 from mcore_inference import DynamicInferenceEngine, EngineDeadError, follow_runner
 from mcore_parallel import ProcessGroups
 from mcore_parallel.guard import STALLED_EXIT_CODE
+from mcore_tools.launch import leave_world
 from mcore_tools.recipes import RunConfig
 from mcore_tools.serving._layout import EngineLayout
 
@@ -134,7 +135,7 @@ class EngineRanks:
         """
         if code != STALLED_EXIT_CODE:
             engine.close()
-            dist.destroy_process_group()
+            leave_world()
 
     def __exit__(self, kind: object = None, *_: object) -> None:
         # After an error the others may wait for this rank.
