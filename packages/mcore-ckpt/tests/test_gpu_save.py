@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from mcore_ckpt import CheckpointingException, CheckpointManager, LocalCheckpoints, load, save
+from tests.support.world import run
 
 pytestmark = pytest.mark.gpu
 
@@ -137,3 +139,30 @@ def test_an_asynchronous_step_on_the_node_waits_for_the_copy_only(tmp_path: Path
         assert nodes._staging._locked and min(blocked[1:]) < 0.25, blocked
     finally:
         shutil.rmtree(folder)
+
+
+def check_partners(folder: str) -> bool:
+    rank = dist.get_rank()
+    torch.cuda.set_device(rank)
+    own = Path(folder) / f"node{rank}"
+
+    def opened() -> LocalCheckpoints:
+        return LocalCheckpoints(own, node=own.name, copies=2, timeout_s=20.0)
+
+    # Longer than a piece, so that both send and receive several times.
+    state = {f"w{rank}": torch.full((2**23 + 7,), float(rank + 1), device="cuda"), "same": torch.arange(7, device="cuda")}
+    opened().save(1, state, {"rank": rank})
+    dist.barrier()
+    if rank == 1:
+        shutil.rmtree(own)
+    dist.barrier()
+    before = {name: value.clone() for name, value in state.items()}
+    for value in state.values():
+        value.zero_()
+    return opened().load(state) == (1, {"rank": rank}) and all(torch.equal(state[name], before[name]) for name in state)
+
+
+def test_two_nodes_with_nccl_alone_exchange_their_copies(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    assert run(check_partners, 2, backend="nccl", timeout_s=60.0, folder=str(tmp_path)) == [True, True]

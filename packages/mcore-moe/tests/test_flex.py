@@ -176,11 +176,11 @@ def check_choice(lacking: int | None) -> None:
     place: dict[str, Any] = {"layer": 0, "local_layer": 0, "config": MODEL, "groups": groups}
     reason = "is not installed: pip install" if groups.world.rank == lacking else r"ranks \[1\] cannot use it"
     if lacking is None:
-        with pytest.raises(RuntimeError, match="needs CUDA tensors, found device='cpu'"):
+        with pytest.raises(ValueError, match="needs CUDA tensors, found device='cpu'"):
             MoELayer(mixture, Site(**place))
         return
     options: dict[str, Any] = {"width": D, "dtype": torch.bfloat16, "device": "cuda"}
-    with pytest.raises(RuntimeError, match=f"moe_flex_dispatcher_backend='deepep': .*{reason}.*; or set moe_flex_dispatcher_fallback="):
+    with pytest.raises(ValueError, match=f"moe_flex_dispatcher_backend='deepep': .*{reason}.*; or set moe_flex_dispatcher_fallback="):
         choose_exchange(mixture, groups, **options)
     mixture = dataclasses.replace(mixture, moe_flex_dispatcher_fallback="alltoall")
     with pytest.warns(UserWarning, match="tokens travel by all-to-all"):

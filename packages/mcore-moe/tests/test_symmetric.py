@@ -309,9 +309,9 @@ def test_a_rank_with_more_tokens_than_fit_is_told_what_to_set(world) -> None:
 def check_choice() -> None:
     groups = ProcessGroups.build(ParallelPlan(dp=2, ep=2))
     place: dict[str, Any] = {"layer": 0, "local_layer": 0, "config": MODEL, "groups": groups}
-    with pytest.raises(RuntimeError, match="='symmetric': a symmetric buffer needs CUDA, found device='cpu'; use a GPU; or set moe_flex_"):
+    with pytest.raises(ValueError, match="='symmetric': a symmetric buffer needs CUDA, found device='cpu'; use a GPU; or set moe_flex_"):
         MoELayer(SYMMETRIC, Site(**place))
-    with pytest.raises(RuntimeError, match="needs ranks connected by NCCL, found a group of 2"):
+    with pytest.raises(ValueError, match="needs ranks connected by NCCL, found a group of 2"):
         choose_exchange(SYMMETRIC, groups, width=D, dtype=torch.bfloat16, device="cuda")
     mixture = dataclasses.replace(SYMMETRIC, moe_flex_dispatcher_fallback="alltoall")
     with pytest.warns(UserWarning, match="tokens travel by all-to-all"):

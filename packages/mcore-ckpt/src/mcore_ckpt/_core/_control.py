@@ -162,13 +162,18 @@ class Control:
 
     def _send(self, place: int, content: bytes) -> None:
         if content:
-            dist.send(torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self.device), self.ranks[place], self.group)
+            self._travel(dist.isend, torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self.device), place)
 
     def _receive(self, place: int, length: int) -> bytes:
         row = torch.empty(length, dtype=torch.uint8, device=self.device)
         if length:
-            dist.recv(row, self.ranks[place], self.group)
+            self._travel(dist.irecv, row, place)
         return bytes(tensor_bytes(row.cpu()))
+
+    def _travel(self, way: Callable[..., Any], row: Tensor, place: int) -> None:
+        # Outside of a batch NCCL would make a communicator of these two ranks alone.
+        for work in dist.batch_isend_irecv([dist.P2POp(way, row, self.ranks[place], self.group)]):
+            work.wait()
 
     def _exchange(self, what: str, message: dict[str, Any]) -> list[dict[str, Any]]:
         if self.group is None or self.size == 1:

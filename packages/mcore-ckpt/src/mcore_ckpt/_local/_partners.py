@@ -148,23 +148,27 @@ def pass_bytes(
     sent, limit = 0, timedelta(seconds=timeout_s)
     received = 0
     while (outgoing and sent < len(outgoing[1])) or (incoming and received < incoming[1]):
-        works: list[tuple[int, Any]] = []
+        places: list[int] = []
+        operations: list[dist.P2POp] = []
         piece = None
-        # Both are begun before either is waited for: two partners that send to one another do not wait for each other.
         if incoming and received < incoming[1]:
             piece = torch.empty(min(_CHUNK_BYTES, incoming[1] - received), dtype=torch.uint8, device=control.device)
-            works.append((incoming[0], dist.irecv(piece, control.ranks[incoming[0]], control.group)))
+            places.append(control.ranks[incoming[0]])
+            operations.append(dist.P2POp(dist.irecv, piece, places[-1], control.group))
             received += piece.numel()
         if outgoing and sent < len(outgoing[1]):
             part = outgoing[1][sent : sent + _CHUNK_BYTES]
             row = torch.frombuffer(bytearray(part), dtype=torch.uint8).to(control.device)
-            works.append((outgoing[0], dist.isend(row, control.ranks[outgoing[0]], control.group)))
+            places.append(control.ranks[outgoing[0]])
+            operations.append(dist.P2POp(dist.isend, row, places[-1], control.group))
             sent += len(part)
-        for place, work in works:
+        # Both begin before either is waited for: two partners that send to one another do not wait for each other. NCCL has one wait for both.
+        works = dist.batch_isend_irecv(operations)
+        for place, work in enumerate(works):
             try:
                 work.wait(limit)
             except RuntimeError as error:
-                who = control.ranks[place]
-                raise LostContact(f"{what}: rank {who} did not answer rank {control.ranks[control.rank]} in {timeout_s:g} s") from error
+                who = f"rank {places[place]}" if len(works) == len(places) else f"one of ranks {sorted(set(places))}"
+                raise LostContact(f"{what}: {who} did not answer rank {control.ranks[control.rank]} in {timeout_s:g} s") from error
         if piece is not None:
             yield tensor_bytes(piece.cpu())

@@ -46,7 +46,7 @@ def choose_exchange(
         None for ``moe_flex_dispatcher_fallback="alltoall"``, with a warning that says why.
 
     Raises:
-        RuntimeError: no fallback, and the backend cannot be used here, or by another rank, which is named.
+        ValueError: no fallback, and the backend cannot be used here, or by another rank, which is named.
         TimeoutError: a rank that does not come, after ``moe_flex_timeout_s``.
     """
     backend, group = config.moe_flex_dispatcher_backend, groups.tp_ep
@@ -59,7 +59,7 @@ def choose_exchange(
         return _make(config, groups, width, place)
     message = f"moe_flex_dispatcher_backend={backend!r}: {reason}"
     if config.moe_flex_dispatcher_fallback is None:
-        raise RuntimeError(f"{message}; or set moe_flex_dispatcher_fallback='alltoall'")
+        raise ValueError(f"{message}; or set moe_flex_dispatcher_fallback='alltoall'")
     warnings.warn(f"{message}; tokens travel by all-to-all (moe_flex_dispatcher_fallback)", stacklevel=2)
     return None
 
