@@ -162,7 +162,7 @@ def pass_bytes(
             places.append(control.ranks[outgoing[0]])
             operations.append(dist.P2POp(dist.isend, row, places[-1], control.group))
             sent += len(part)
-        # Both begin before either is waited for: two partners that send to one another do not wait for each other. NCCL has one wait for both.
+        # Both begin before either is waited for, so that two partners that send to one another both go on. NCCL has one wait for both.
         works = dist.batch_isend_irecv(operations)
         for place, work in enumerate(works):
             try:
