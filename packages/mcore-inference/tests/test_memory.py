@@ -20,7 +20,7 @@ from mcore_inference import (
     prefetch_managed_module_parameters,
     prefetch_managed_tensor,
 )
-from mcore_inference.memory import _unified, cache_memory
+from mcore_inference.memory import _memory, _unified, cache_memory
 
 GREEDY = SamplingParams(temperature=0, num_tokens_to_generate=24)
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has managed memory")
@@ -35,6 +35,62 @@ def test_memory_is_given_up_and_comes_back_as_zeros() -> None:
         assert not memory.is_allocated and all(tensor.untyped_storage().size() == 0 for tensor in tensors)
     memory.allocate_again()
     assert memory.is_allocated and all(not tensor.any() for tensor in tensors)
+
+
+class FakeRange:
+    """Addresses on a device with memory for ``room`` ranges more than torch gives up."""
+
+    room = 2
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._bytes = torch.zeros(num_bytes, dtype=torch.uint8)
+        self.is_mapped = False
+        self.map()
+
+    def take(self) -> torch.Tensor:
+        return self._bytes
+
+    def map(self) -> None:
+        if not self.is_mapped:
+            if not FakeRange.room:
+                raise torch.OutOfMemoryError("full")
+            FakeRange.room -= 1
+            self.is_mapped = True
+
+    def unmap(self) -> None:
+        FakeRange.room += self.is_mapped
+        self.is_mapped = False
+
+
+def test_torch_gives_memory_up_only_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = []
+
+    def give_up() -> None:
+        FakeRange.room += sum(held)
+        emptied.append(held.copy())
+        held.clear()
+
+    emptied: list[list[int]] = []
+    monkeypatch.setattr(_memory, "ReservedRange", FakeRange)
+    monkeypatch.setattr(FakeRange, "room", 2)
+    monkeypatch.setattr(torch.cuda, "empty_cache", give_up)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    memory = _memory.ReservedMemory(torch.device("cpu"))
+    tensors = [memory.zeros((4,), torch.float32).fill_(1) for _ in range(2)]
+    memory.free()
+    memory.allocate_again()
+    assert memory.is_allocated and not emptied and not any(tensor.any() for tensor in tensors)
+    memory.free()
+    # Torch has taken one of the two, and then another one that it needs.
+    FakeRange.room -= 1
+    held.append(1)
+    memory.allocate_again()
+    assert memory.is_allocated and emptied == [[1]]
+    memory.free()
+    FakeRange.room -= 1
+    with pytest.raises(torch.OutOfMemoryError):
+        memory.allocate_again()
+    assert not memory.is_allocated and FakeRange.room == 1
 
 
 @no_gpu

@@ -2,6 +2,8 @@
 # Copyright (c) 2026 the mcore authors
 """Optimizers and data parallelism on GPUs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from mcore_parallel.comm import NCCL_ALLOCATOR, RegisteredMemory
 from mcore_parallel.comm._reduce_scatter import start_reduce_scatter_into, sum_rows
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig, ParamGroup, orthogonalise
+from mcore_parallel.optim._offload import ParkedTensors
 from tests.support.world import run
 
 pytestmark = pytest.mark.gpu
@@ -75,8 +78,8 @@ def test_the_fused_kernel_agrees_with_the_operators(dtype: torch.dtype, options:
     groups = ProcessGroups.single()
     options = {**options, "use_precision_aware_optimizer": "exp_avg_dtype" in options}
     (one, plain), (two, fused) = start(groups, dtype, **options), start(groups, dtype, **options)
-    assert fused._fused is not None
-    plain._fused, plain._plain = None, list(plain._units)
+    assert fused._updates.fused is not None
+    plain._updates = replace(plain._updates, fused=None, plain=list(plain._units))
     for step in range(6):
         for ddp, optimizer in ((one, plain), (two, fused)):
             for number, grad in enumerate(ddp.gradients().values()):
@@ -179,13 +182,13 @@ def test_the_fused_step_runs_near_the_memory_s_speed() -> None:
     ddp = DistributedDataParallel(DistributedDataParallelConfig(use_distributed_optimizer=True), model, groups)
     optimizer = MegatronOptimizer(OptimizerConfig(lr=1e-3, use_distributed_optimizer=True, clip_grad=0.0), ddp, groups)
     numbers = torch.tensor([1.0, 1e-3, 0.1, 0.1, 0.0, 0.1], dtype=torch.float64, device="cuda")
-    assert optimizer._fused is not None
+    assert optimizer._updates.fused is not None
     for _ in range(3):
-        optimizer._fused.run(numbers, {})
+        optimizer._updates.fused.run(numbers, {})
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(10):
-        optimizer._fused.run(numbers, {})
+        optimizer._updates.fused.run(numbers, {})
     end.record()
     torch.cuda.synchronize()
     numel = 2 * 16384 * 4096
@@ -274,4 +277,27 @@ def test_state_leaves_for_locked_memory() -> None:
     sync = DistributedDataParallel(DistributedDataParallelConfig(), model, ProcessGroups.single())
     optimizer = MegatronOptimizer(OptimizerConfig(lr=1e-3), sync, ProcessGroups.single())
     optimizer.offload_to_cpu()
-    assert optimizer._parked._copies and all(copy.is_pinned() for copy in optimizer._parked._copies)
+    assert optimizer._parked._hosts and all(host.is_pinned() for host in optimizer._parked._hosts)
+
+
+def test_state_that_streams_through_a_step_keeps_its_bits() -> None:
+    results = []
+    for streams in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(512, 512, device="cuda", dtype=torch.bfloat16) for _ in range(8)))
+        sync = DistributedDataParallel(DistributedDataParallelConfig(), model, ProcessGroups.single())
+        optimizer = MegatronOptimizer(OptimizerConfig(lr=1e-3), sync, ProcessGroups.single())
+        groups = [[holder.data for _, holder in unit.storages()] for unit in optimizer._resident]
+        optimizer._parked = ParkedTensors(groups, window_bytes=1 << 21)
+        for step in range(6):
+            if streams and step % 3 == 0:
+                optimizer.offload_to_cpu()
+            sync.zero_grad_buffer()
+            sync(torch.randn(64, 512, device="cuda", generator=torch.Generator("cuda").manual_seed(step)).bfloat16()).float().sum().backward()
+            sync.finish_grad_sync()
+            optimizer.step()
+            if streams and step % 3 == 1:
+                assert not any(tensor.untyped_storage().nbytes() for group in groups for tensor in group)
+                optimizer.restore_from_cpu()
+        results.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))

@@ -2,6 +2,9 @@
 # Copyright (c) 2026 the mcore authors
 """Narrow states, host states, parameter groups, loss scale, and the fused kernel under the interpreter."""
 
+import contextlib
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,6 +12,7 @@ from torch import Tensor, nn
 from mcore_parallel import ProcessGroups
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.optim import DynamicLossScale, MegatronOptimizer, OptimizerConfig, ParamGroup
+from mcore_parallel.optim._offload import ParkedTensors, _Window
 from mcore_parallel.optim._state import BLOCK, ScaledStorage, join_bits, split_bits
 from mcore_parallel.training import optimizer_state
 from tests.support.interpreter import run_interpreted
@@ -259,22 +263,151 @@ def test_zeros_of_the_gradient_are_counted() -> None:
 def test_state_and_gradients_can_leave_between_steps(sliced: bool) -> None:
     ddp, optimizer = start(torch.bfloat16, sliced)
     other, staying = start(torch.bfloat16, sliced)
-    advance(ddp, optimizer, range(3))
-    advance(other, staying, range(6))
-    optimizer.offload_to_cpu()
-    ddp.offload_grad_buffers()
+    advance(other, staying, range(9))
     held = [holder.data for unit in optimizer._units for _, holder in unit.storages()]
-    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in (*held, *(buffer.data for buffer in ddp.grad_buffers)))
-    with pytest.raises(RuntimeError, match="call restore_from_cpu"):
-        optimizer.step()
-    optimizer.restore_from_cpu()
-    ddp.restore_grad_buffers()
-    advance(ddp, optimizer, range(3, 6))
+    # The first time state leaves the places where it was made, later its block of memory.
+    for first in (0, 3, 6):
+        advance(ddp, optimizer, range(first, first + 3))
+        optimizer.offload_to_cpu()
+        ddp.offload_grad_buffers()
+        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in (*held, *(buffer.data for buffer in ddp.grad_buffers)))
+        optimizer.restore_from_cpu()
+        ddp.restore_grad_buffers()
     assert torch.equal(weights(ddp), weights(other))
+    assert_equal_states(optimizer, staying)
+
+
+def assert_equal_states(optimizer: MegatronOptimizer, other: MegatronOptimizer) -> None:
+    shards = other.state_shards()
+    for name, shard in optimizer.state_shards().items():
+        assert torch.equal(shard.tensor, shards[name].tensor), name
+
+
+@pytest.mark.parametrize("window_bytes", [1, 4096, 1 << 28])
+@pytest.mark.parametrize(
+    "config", [{}, {"optimizer": "muon"}, {"optimizer": "sgd"}, {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.float16}]
+)
+def test_a_step_streams_state_that_is_in_host_memory(config: dict[str, object], window_bytes: int) -> None:
+    ddp, optimizer = start(torch.bfloat16, **config)
+    other, staying = start(torch.bfloat16, **config)
+    optimizer._parked = ParkedTensors([[h.data for _, h in unit.storages()] for unit in optimizer._resident], window_bytes=window_bytes)
+    held = [holder.data for unit in optimizer._units for _, holder in unit.storages()]
+    advance(other, staying, range(9))
+    optimizer.offload_to_cpu()
+    advance(ddp, optimizer, range(3))
+    assert optimizer._parked.are_parked and all(tensor.untyped_storage().nbytes() == 0 for tensor in held)
+    optimizer.restore_from_cpu()
+    advance(ddp, optimizer, range(3, 6))
+    optimizer.offload_to_cpu()
+    advance(ddp, optimizer, range(6, 9))
+    assert torch.equal(weights(ddp), weights(other)) and optimizer.step_count == 9
+    # A save finds it on the device again.
+    assert_equal_states(optimizer, staying)
+    assert not optimizer._parked.are_parked
+
+
+def test_a_skipped_step_leaves_state_in_host_memory_as_it_was() -> None:
+    ddp, optimizer = start(torch.bfloat16)
+    advance(ddp, optimizer, range(2))
+    before = {name: shard.tensor.clone() for name, shard in optimizer.state_shards().items()}
+    optimizer.offload_to_cpu()
+    ddp.gradients()["norm"][0] = torch.inf
+    assert optimizer.step().skipped
+    assert all(torch.equal(shard.tensor, before[name]) for name, shard in optimizer.state_shards().items())
+
+
+def test_windows_hold_whole_pieces_within_the_limit() -> None:
+    parked = ParkedTensors([[torch.zeros(n)] if n else [] for n in (4, 4, 9, 0, 2, 2, 2)], window_bytes=32)
+    assert parked.windows == [[0, 1], [2], [4, 5, 6]]
+    assert ParkedTensors([]).windows == []
+
+
+def test_state_that_does_not_fit_stays_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    ddp, optimizer = start(torch.bfloat16)
+    other, staying = start(torch.bfloat16)
+    advance(ddp, optimizer, range(2))
+    advance(other, staying, range(2))
+    optimizer._parked = ParkedTensors([[h.data for _, h in unit.storages()] for unit in optimizer._resident], window_bytes=1)
+    optimizer.offload_to_cpu()
+    held = [holder.data for unit in optimizer._units for _, holder in unit.storages()]
+    allocate, calls = _Window.allocate, []
+
+    def full(window: _Window) -> Tensor:
+        calls.append(window)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("full")
+        return allocate(window)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_Window, "allocate", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            optimizer.restore_from_cpu()
+    assert optimizer._parked.are_parked and all(tensor.untyped_storage().nbytes() == 0 for tensor in held)
+    assert_equal_states(optimizer, staying)
+
+
+class FakeStream:
+    """Work of a stream: each item with the number of items of every other stream that are done before it."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.items, self.seen = name, [], {}
+
+    def wait_stream(self, other: "FakeStream") -> None:
+        self.wait_event((other, len(other.items)))
+
+    def wait_event(self, event: "tuple[FakeStream, int]") -> None:
+        other, count = event
+        self.seen[other.name] = max(self.seen.get(other.name, 0), count)
+        # What the other one had waited for by then is done, too.
+        for name, number in (other.items[count - 1][1] if count else {}).items():
+            self.seen[name] = max(self.seen.get(name, 0), number)
+
+    def queue(self, what: str) -> None:
+        self.items.append((what, dict(self.seen)))
+
+
+def test_copies_wait_for_the_window_that_lay_there_and_for_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute, up, down = FakeStream("compute"), FakeStream("up"), FakeStream("down")
+    parked = ParkedTensors([[torch.full((4,), float(n))] for n in range(6)], window_bytes=1)
+    parked.park()
+    current = [compute]
+
+    class Event:
+        def record(self, stream: FakeStream) -> None:
+            self.place = (stream, len(stream.items))
+
+    @contextlib.contextmanager
+    def on(stream: FakeStream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    copy = Tensor.copy_
+
+    def queued(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        current[-1].queue("copy")
+        return copy(target, source)
+
+    parked._up, parked._down = up, down
+    monkeypatch.setattr(parked, "_current", lambda: compute)
+    for stream in (compute, up, down):
+        stream_wait = stream.wait_event
+        monkeypatch.setattr(stream, "wait_event", lambda event, wait=stream_wait: wait(getattr(event, "place", event)))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(Tensor, "copy_", queued)
+    parked.stream(lambda number: compute.queue(f"update {number}"))
+    for number in range(6):
+        # A window comes when the one that had its place has left, and not later.
+        assert up.items[number][1].get("down", 0) == max(0, number - 2)
+        assert compute.items[number][1]["up"] == number + 1
+        assert down.items[number][1]["compute"] == number + 1
+    assert compute.seen["down"] == 6
 
 
 INTERPRETED = """
 import itertools, torch
+from dataclasses import replace
 from torch import nn
 from mcore_parallel import ProcessGroups
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
@@ -301,7 +434,7 @@ for a, b in [(wide, wide), (torch.bfloat16, half), (half, wide)]:
 for dtype, grads32, options in cases:
     config = OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.5, **options)
     (one, plain), (two, fused) = make(dtype, grads32, config), make(dtype, grads32, config)
-    fused._fused, fused._plain = FusedAdam(fused._units, config), []
+    fused._updates = replace(fused._updates, fused=FusedAdam(fused._units, config), plain=[])
     left = []
     for step in range(4):
         if step == 1:

@@ -19,6 +19,7 @@ from mcore_rl.envs import CharacterShare
 
 TOKENIZER = ByteTokenizer()
 ALL = MemorySwitch(offload_optimizer=True, release_gradients=True, suspend_engine=True)
+STREAMED = MemorySwitch(stream_optimizer=True, release_gradients=True, suspend_engine=True)
 
 
 def build(device: str = "cpu", width: int = 32) -> tuple[Learner, DynamicInferenceEngine]:
@@ -47,8 +48,9 @@ def iterate(switch: MemorySwitch, count: int, device: str = "cpu") -> list[torch
     return [parameter.detach().clone() for parameter in learner.model.parameters()]
 
 
-def test_a_policy_learns_the_same_with_and_without_turns() -> None:
-    staying, switching = (torch.cat([weights.flatten() for weights in iterate(switch, 3)]) for switch in (MemorySwitch(), ALL))
+@pytest.mark.parametrize("switch", [ALL, STREAMED])
+def test_a_policy_learns_the_same_with_and_without_turns(switch: MemorySwitch) -> None:
+    staying, switching = (torch.cat([weights.flatten() for weights in iterate(one, 3)]) for one in (MemorySwitch(), switch))
     # Which requests share a step of the engine is a matter of time, and so are last bits: Adam makes steps of gradients that are only that.
     assert ((staying - switching).abs() > 1e-5).float().mean() < 1e-3
 
@@ -82,7 +84,22 @@ def test_a_block_inside_a_block_leaves_the_trainer_whole() -> None:
         assert not engine.is_suspended
 
 
-@pytest.mark.parametrize("field", ["offload_optimizer", "release_gradients", "suspend_engine"])
+def test_streamed_state_never_comes_back_as_a_whole() -> None:
+    learner, engine = build()
+    optimizer: Any = learner.optimizer
+    held = [storage.data for unit in optimizer._units for _, storage in unit.storages()]
+    STREAMED.training(engine)
+    for _ in range(2):
+        with STREAMED.generating(optimizer=optimizer, sync=learner.sync, engine=engine):
+            assert all(tensor.untyped_storage().nbytes() == 0 for tensor in held)
+        optimizer.step()
+        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in held)
+    assert optimizer.step_count == 2
+    with pytest.raises(ValueError, match="stream_optimizer=True leaves it in host memory; set one of them"):
+        MemorySwitch(offload_optimizer=True, stream_optimizer=True)
+
+
+@pytest.mark.parametrize("field", ["offload_optimizer", "stream_optimizer", "release_gradients", "suspend_engine"])
 def test_a_part_that_cannot_is_named(field: str) -> None:
     switch = MemorySwitch(**{field: True})
     with pytest.raises(ValueError, match=f"{field}=True needs .*, and the .* is a object; set {field}=False"):

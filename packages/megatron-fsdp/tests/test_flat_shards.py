@@ -67,3 +67,45 @@ def test_flat_shards_cover_every_parameter_once(world):
 @pytest.mark.world(4)
 def test_flat_shards_of_replicas_cover_every_parameter_once_a_replica(world):
     assert_covered([row for rows in world(check_flat_shards) for row in rows], 2)
+
+
+def check_gradients_leave(strategy: str) -> None:
+    """Training where the gradients' memory goes and comes between steps, beside training where it stays."""
+    results = []
+    for leaves in (False, True):
+        torch.manual_seed(0)
+        net = Headed()
+        model, _ = fully_shard(net, fsdp_unit_modules=Layer, zero_dp_strategy=strategy)
+        shards = model.flat_shards()
+        for step in range(4):
+            model.zero_grad_buffer()
+            net.head(model(torch.full((2, 8), 1.0 + step))).sum().backward()
+            model.finish_grad_sync()
+            for shard in shards.values():
+                shard.parameter.sub_(shard.gradient, alpha=0.01)
+            model.install_optimized_model_weights()
+            if leaves and step % 2 == 0:
+                model.offload_grad_buffers()
+                assert not any(shard.gradient.untyped_storage().nbytes() for shard in shards.values())
+                assert not model.gradients()
+                model.restore_grad_buffers()
+                assert not any(shard.gradient.any() for shard in shards.values())
+        results.append([shard.parameter.clone() for shard in shards.values()])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+def test_gradients_leave_between_steps_and_training_goes_on(world, strategy: str) -> None:
+    world(check_gradients_leave, strategy=strategy)
+
+
+def check_host_gradients_stay() -> None:
+    model, _ = fully_shard(Headed(), fsdp_unit_modules=Layer, cpu_offload=True)
+    with pytest.raises(RuntimeError, match="cpu_offload=True keeps gradients in host memory"):
+        model.offload_grad_buffers()
+
+
+@pytest.mark.world(2)
+def test_gradients_in_the_host_have_nowhere_to_go(world) -> None:
+    world(check_host_gradients_stay)

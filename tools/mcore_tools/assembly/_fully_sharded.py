@@ -98,6 +98,20 @@ class FullyShardedModel(nn.ModuleList):
                 if group.size > 1:
                     gradient.copy_(all_reduce(gradient, group))
 
+    def offload_grad_buffers(self) -> None:
+        """Give the memory of the gradients back, between two steps; generation may use it meanwhile.
+
+        Raises:
+            RuntimeError: the memory is registered (``nccl_ub``), or in the host already (``cpu_offload``).
+        """
+        for chunk in self.chunks:
+            chunk.offload_grad_buffers()
+
+    def restore_grad_buffers(self) -> None:
+        """Undo ``offload_grad_buffers``; all gradients are zero then."""
+        for chunk in self.chunks:
+            chunk.restore_grad_buffers()
+
     # Source of gradients
 
     @property

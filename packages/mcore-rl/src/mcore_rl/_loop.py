@@ -40,8 +40,13 @@ class IterationReport:
     updates: tuple[TrainReport, ...]
     """In their order; none where only the critic was trained, or on a rank that only serves."""
     rollout_s: float
+    """With the hand-over of memory in both directions."""
     train_s: float
     refit_s: float
+    to_generation_s: float = 0.0
+    """Of ``rollout_s``, until the engine has the memory (``GRPOConfig.memory``)."""
+    to_training_s: float = 0.0
+    """Of ``rollout_s``, until the trainer has it again; copies that go on beside the training are not in it."""
     critic_updates: tuple[TrainReport, ...] = ()
     """Of the critic of PPO."""
     lag: int = 0
@@ -92,7 +97,9 @@ def grpo_iteration(
     begin = time.perf_counter()
     config.memory.training(engine)
     with config.memory.generating(optimizer=learner.optimizer, sync=learner.sync, engine=engine):
+        begun = time.perf_counter()
         collected = collect(config, agent, interface, groups, next(model.parameters()).device)
+        answered = time.perf_counter()
     rolled_out = time.perf_counter()
     updates, critic_updates = update(config, collected.groups, learner, lr, train_policy=train_policy)
     trained = time.perf_counter()
@@ -108,6 +115,8 @@ def grpo_iteration(
         rollout_s=rolled_out - begin,
         train_s=trained - rolled_out,
         refit_s=time.perf_counter() - trained,
+        to_generation_s=begun - begin,
+        to_training_s=rolled_out - answered,
     )
 
 

@@ -38,6 +38,7 @@ class _Suspendable(Protocol):
 
 _NEEDS = (
     ("offload_optimizer", "optimizer", _HostState, "offload_to_cpu and restore_from_cpu"),
+    ("stream_optimizer", "optimizer", _HostState, "offload_to_cpu and restore_from_cpu"),
     ("release_gradients", "sync", _GradBuffers, "offload_grad_buffers and restore_grad_buffers"),
     ("suspend_engine", "engine", _Suspendable, "suspend, resume and is_suspended"),
 )
@@ -55,11 +56,20 @@ class MemorySwitch:
     """
 
     offload_optimizer: bool = False
-    """The optimizer's state is in host memory during generation, page-locked; it comes back beside the first forward passes."""
+    """The optimizer's state is in host memory during generation, page-locked; it comes back beside forward and backward passes."""
+    stream_optimizer: bool = False
+    """It stays in host memory, and each update streams it through the device: for models whose state has no room beside the weights of trainer
+    and engine. Each update then takes the time of the copies, about 1 s for 50 GB; ``offload_optimizer`` has no part in it."""
     release_gradients: bool = False
     """The gradient buffers have no memory during generation, between whose steps they hold nothing."""
     suspend_engine: bool = False
     """The engine has neither cache nor recorded graphs during training; it keeps its weights."""
+
+    def __post_init__(self) -> None:
+        if self.offload_optimizer and self.stream_optimizer:
+            raise ValueError(
+                "offload_optimizer=True brings the state back for training, and stream_optimizer=True leaves it in host memory; set one of them"
+            )
 
     def check(self, *, optimizer: object, sync: object, engine: object) -> None:
         """See that each part can do what is asked of it.
@@ -99,6 +109,7 @@ class MemorySwitch:
             # In the reverse order at the end: the engine goes before the others come back.
             if self.offload_optimizer:
                 stack.callback(cast(_HostState, optimizer).restore_from_cpu)
+            if self.offload_optimizer or self.stream_optimizer:
                 cast(_HostState, optimizer).offload_to_cpu()
             if self.release_gradients:
                 stack.callback(cast(_GradBuffers, sync).restore_grad_buffers)

@@ -246,6 +246,19 @@ class Gradients:
 
     # Neither
 
+    def offload(self) -> None:
+        """Forget every gradient, and give back all memory of them but what lies in a slot."""
+        self.drop()
+        self._whole = None
+        if self.reduced is not None:
+            self.reduced.untyped_storage().resize_(0)
+
+    def take_memory(self) -> None:
+        """Undo ``offload``, with zeros."""
+        if self.reduced is not None and not self.reduced.untyped_storage().nbytes():
+            self.reduced.untyped_storage().resize_(self.reduced.nbytes)
+            self.reduced.zero_()
+
     def drop(self) -> None:
         """Forget every gradient, reduced or not."""
         self.drop_unreduced()

@@ -150,6 +150,22 @@ class MegatronFSDP(nn.Module):
             group.gradients.drop()
         self.runtime.drop_unreduced()
 
+    def offload_grad_buffers(self) -> None:
+        """Drop every gradient and give their memory back, between two steps; something else may use it until ``restore_grad_buffers``.
+
+        Raises:
+            RuntimeError: the memory is registered (``nccl_ub``), or in the host already (``cpu_offload``).
+        """
+        self.runtime.check_gradients_can_leave()
+        self.zero_grad_buffer()
+        for group in self.runtime.groups:
+            group.gradients.offload()
+
+    def restore_grad_buffers(self) -> None:
+        """Undo ``offload_grad_buffers``: gradients that stay where they are, ``flat_shards()``, have memory there again, and are zero."""
+        for group in self.runtime.groups:
+            group.gradients.take_memory()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop every gradient, reduced or not."""
         self.zero_grad_buffer()

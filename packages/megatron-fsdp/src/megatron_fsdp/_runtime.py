@@ -172,6 +172,15 @@ class Runtime:
         if self._phase is Phase.rest:
             self.units[0].close()
 
+    def check_gradients_can_leave(self) -> None:
+        """Raises:
+        RuntimeError: their memory is registered, or in the host.
+        """
+        if self._memory is not None and self._memory.active:
+            raise RuntimeError("nccl_ub=True keeps gradients in registered memory, which cannot be given back; set nccl_ub=False")
+        if self._context.cpu_offload:
+            raise RuntimeError("cpu_offload=True keeps gradients in host memory, where they take none of the device; leave them there")
+
     def close(self) -> None:
         """Deregister the memory of collectives."""
         if self._memory is not None:

@@ -137,16 +137,22 @@ class ReservedMemory:
             reserved.unmap()
 
     def allocate_again(self) -> None:
-        # Memory that torch holds unused is no other process's either.
-        torch.cuda.empty_cache()
         try:
-            for reserved, _ in self._ranges:
-                reserved.map()
+            try:
+                self._map()
+            except torch.OutOfMemoryError:
+                # Torch holds memory that nobody uses, or that copies to the host still read: it gives all of it up, which waits for them.
+                torch.cuda.empty_cache()
+                self._map()
         except RuntimeError:
             self.free()
             raise
         for _, tensor in self._ranges:
             tensor.zero_()
+
+    def _map(self) -> None:
+        for reserved, _ in self._ranges:
+            reserved.map()
 
 
 class ManagedMemory:

@@ -4,8 +4,9 @@
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from mcore_parallel.optim._config import OptimizerConfig
 from mcore_parallel.optim._piece_state import PieceState
 from mcore_parallel.optim._state import BLOCK
 
-_ALIGNMENT = 64
+_ALIGNMENT = 256
+_SLOTS = 3
+"""Windows on the device at a time while state streams through: one comes, one is updated, one goes."""
 
 
 def split_for_host(pieces: Sequence[Piece], fraction: float) -> list[tuple[Piece, bool]]:
@@ -45,74 +48,192 @@ def cut_piece(piece: Piece, begin: int, end: int) -> Piece | None:
     return replace(piece, start=piece.start + begin, end=piece.start + end, **ranges)
 
 
-class ParkedTensors:
-    """Tensors whose contents can move to host memory, and whose device memory is free meanwhile.
-
-    The host memory is taken once, page-locked to the byte, and kept. Copies from a GPU are queued behind its work, in its order; those
-    back travel on a stream of their own, beside what is computed until ``wait``.
+class _Window:
+    """Tensors that travel together, one behind the other: as bytes of one block.
 
     Args:
-        tensors: of one device, each all of its storage.
+        tensors: contiguous, each all of its storage at first.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = tensors
-        self._cuda = bool(tensors) and tensors[0].is_cuda
-        self._copies: list[Tensor] | None = None
+        self.tensors = tuple(tensors)
+        ends = list(accumulate(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in self.tensors))
+        self._begins = [0, *ends[:-1]]
+        self.num_bytes = ends[-1]
+        self.block: Tensor | None = None
+        """uint8 [num_bytes] on the device, where the tensors lie since they came back; None while they lie where they were made."""
+
+    def lie_in(self, block: Tensor) -> None:
+        """Let the tensors be parts of a block."""
+        for tensor, begin in zip(self.tensors, self._begins, strict=True):
+            tensor.set_(block.untyped_storage(), begin // tensor.element_size(), tensor.shape)
+
+    def copy_to(self, host: Tensor) -> None:
+        """Queue the copy to the host."""
+        if self.block is not None:
+            host.copy_(self.block, non_blocking=True)
+            return
+        for tensor, begin in zip(self.tensors, self._begins, strict=True):
+            host[begin : begin + tensor.nbytes].copy_(tensor.view(torch.uint8), non_blocking=True)
+
+    def free(self, reader: torch.cuda.Stream | None) -> None:
+        """Give the device memory back; it is used again when what is queued on ``reader`` is done."""
+        for tensor in self.tensors if self.block is None else (self.block,):
+            if reader is not None:
+                tensor.record_stream(reader)
+            tensor.untyped_storage().resize_(0)
+
+    def allocate(self) -> Tensor:
+        """Take device memory again; the contents are to come."""
+        if self.block is None:
+            first = self.tensors[0]
+            self.block = torch.empty(self.num_bytes, dtype=torch.uint8, device=first.device)
+        else:
+            self.block.untyped_storage().resize_(self.num_bytes)
+        self.lie_in(self.block)
+        return self.block
+
+
+class ParkedTensors:
+    """Tensors whose contents can move to host memory, and whose device memory is free meanwhile.
+
+    They travel in windows, each one block of memory. The host memory is taken once, page-locked, and kept. Copies of a GPU have streams of
+    their own: those to the host go beside what is queued after ``park``, those back beside what is queued until ``wait``.
+
+    Args:
+        tensors: of one device, in groups that ``stream`` wants there together.
+        window_bytes: of the groups of a window, at least one.
+    """
+
+    def __init__(self, tensors: Sequence[Sequence[Tensor]], *, window_bytes: int = 1 << 28) -> None:
+        self.windows = _windows([sum(tensor.nbytes for tensor in group) for group in tensors], window_bytes)
+        """Numbers of the groups in each window."""
+        self._windows = [_Window([tensor for number in numbers for tensor in tensors[number]]) for numbers in self.windows]
+        self._device = self._windows[0].tensors[0].device if self._windows else torch.device("cpu")
+        self._hosts: list[Tensor] = []
+        self._slots: list[Tensor] = []
         self._arrived: torch.cuda.Event | None = None
-        self._upwards = torch.cuda.Stream(tensors[0].device) if self._cuda else None
+        on_gpu = self._device.type == "cuda"
+        self._down = torch.cuda.Stream(self._device) if on_gpu else None
+        self._up = torch.cuda.Stream(self._device) if on_gpu else None
         self.are_parked = False
 
     def park(self) -> None:
-        """Copy to the host, and free."""
+        """Start to copy to the host, and free."""
         if self.are_parked:
             return
         self.wait()
-        if self._copies is None:
-            self._copies = self._host_memory()
-        for tensor, copy in zip(self._tensors, self._copies, strict=True):
-            copy.copy_(tensor, non_blocking=True)
-            # Whoever gets the memory next is queued behind the copy.
-            tensor.untyped_storage().resize_(0)
+        if not self._hosts:
+            self._hosts = self._host_memory()
+        if self._down is not None:
+            self._down.wait_stream(self._current())
+        with torch.cuda.stream(self._down):
+            for window, host in zip(self._windows, self._hosts, strict=True):
+                window.copy_to(host)
+        for window in self._windows:
+            window.free(self._down)
         self.are_parked = True
 
     def restore(self) -> None:
-        """Take device memory again, and start to copy back."""
+        """Take device memory again, and start to copy back.
+
+        Raises:
+            torch.OutOfMemoryError: there is too little; everything is in host memory still.
+        """
         if not self.are_parked:
             return
-        copies = self._copies or []
-        for tensor, copy in zip(self._tensors, copies, strict=True):
-            tensor.untyped_storage().resize_(copy.nbytes)
-        if self._upwards is None:
-            for tensor, copy in zip(self._tensors, copies, strict=True):
-                tensor.copy_(copy)
-        else:
-            # Earlier work may still use what the memory was before.
-            self._upwards.wait_stream(torch.cuda.current_stream(self._upwards.device))
-            with torch.cuda.stream(self._upwards):
-                for tensor, copy in zip(self._tensors, copies, strict=True):
-                    tensor.copy_(copy, non_blocking=True)
+        try:
+            blocks = [window.allocate() for window in self._windows]
+        except RuntimeError:
+            for window in self._windows:
+                if window.block is not None:
+                    window.block.untyped_storage().resize_(0)
+            raise
+        if self._up is not None:
+            # Earlier work may still use what the memory was before, and the host may not have all yet.
+            self._up.wait_stream(self._current())
+            self._up.wait_stream(self._down)
+        with torch.cuda.stream(self._up):
+            for block, host in zip(blocks, self._hosts, strict=True):
+                block.copy_(host, non_blocking=True)
+        if self._up is not None:
             self._arrived = torch.cuda.Event()
-            self._arrived.record(self._upwards)
+            self._arrived.record(self._up)
         self.are_parked = False
 
     def wait(self) -> None:
         """Let what is queued from now on find the restored values."""
         if self._arrived is not None:
-            torch.cuda.current_stream(self._tensors[0].device).wait_event(self._arrived)
+            self._current().wait_event(self._arrived)
             self._arrived = None
 
+    def stream(self, update: Callable[[int], None]) -> None:
+        """Bring one window after the other to the device and back to the host, where they stay; others travel while one is updated.
+
+        Args:
+            update: queues what changes the tensors of ``windows[n]``; gets n.
+        """
+        assert self.are_parked
+        sizes = [window.num_bytes for window in self._windows]
+        slots = [max(sizes[first::_SLOTS]) for first in range(min(_SLOTS, len(sizes)))]
+        self._slots = self._slots or [torch.empty(size, dtype=torch.uint8, device=self._device) for size in slots]
+        for slot in self._slots:
+            slot.untyped_storage().resize_(len(slot))
+        up, down = self._up, self._down
+        left: list[torch.cuda.Event] = []
+        if up is not None:
+            up.wait_stream(self._current())
+            up.wait_stream(down)
+        for number, (window, host) in enumerate(zip(self._windows, self._hosts, strict=True)):
+            block = self._slots[number % _SLOTS][: window.num_bytes]
+            window.lie_in(block)
+            if up is not None and number >= _SLOTS:
+                up.wait_event(left[number - _SLOTS])
+            with torch.cuda.stream(up):
+                block.copy_(host, non_blocking=True)
+            if up is not None:
+                self._current().wait_stream(up)
+            update(number)
+            if down is not None:
+                down.wait_stream(self._current())
+            with torch.cuda.stream(down):
+                host.copy_(block, non_blocking=True)
+            if down is not None:
+                left.append(torch.cuda.Event())
+                left[-1].record(down)
+        if down is not None:
+            self._current().wait_stream(down)
+        for slot in self._slots:
+            slot.untyped_storage().resize_(0)
+
+    def _current(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device)
+
     def _host_memory(self) -> list[Tensor]:
-        rooms = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in self._tensors]
+        sizes = [window.num_bytes for window in self._windows]
         # Pages that exist are locked sooner.
-        flat = torch.zeros(sum(rooms), dtype=torch.uint8)
-        if self._cuda:
+        flat = torch.zeros(sum(sizes), dtype=torch.uint8)
+        if self._device.type == "cuda" and sizes:
             cudart: Any = torch.cuda.cudart()
             if int(cudart.cudaHostRegister(flat.data_ptr(), flat.nbytes, 0)) == 0:
                 # Not with the tensor, which ends here: its views go on.
                 weakref.finalize(self, _unlock, flat)
-        parts = flat.split(rooms)
-        return [part[: tensor.nbytes].view(tensor.dtype) for part, tensor in zip(parts, self._tensors, strict=True)]
+        return list(flat.split(sizes))
+
+
+def _windows(sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Consecutive numbers of groups of at most ``limit`` bytes together, or of one that is larger; those without bytes are left out."""
+    windows: list[list[int]] = []
+    room = 0
+    for number, size in enumerate(sizes):
+        if not size:
+            continue
+        if size > room:
+            windows.append([])
+            room = limit
+        windows[-1].append(number)
+        room -= size
+    return windows
 
 
 def _unlock(memory: Tensor) -> None:

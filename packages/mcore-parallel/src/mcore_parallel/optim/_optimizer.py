@@ -129,16 +129,14 @@ class MegatronOptimizer:
         self._limits = {unit.rule.limits for unit in self._units} - {(None, None)}
         self._owned = owned
         self._host = HostUpdates([unit for unit in self._units if unit.on_host], config)
-        device_adam = [unit for unit in self._units if unit.rule.kind == "adam" and not unit.on_host]
-        fusable = [unit for unit in device_adam if unit.piece.parameter.is_cuda and unit.piece.parameter.dtype != torch.float64]
-        self._fused = _fused(fusable, config)
-        fused = {id(unit) for unit in fusable}
-        self._plain = [unit for unit in self._units if id(unit) not in fused and not unit.on_host]
+        self._resident = [unit for unit in self._units if not unit.on_host]
+        self._updates = _DeviceUpdates.of(self._resident, config)
+        self._streamed: list[_DeviceUpdates] = []
         self._count = torch.zeros((), dtype=torch.float64, device=self._device)
         self._loss_scale_rule = _loss_scale_rule(config)
         self._loss_scale = self._loss_scale_rule.start(self._device) if self._loss_scale_rule else None
         self._loaded: list[tuple[PieceState, str, Tensor, Tensor]] = []
-        self._parked = ParkedTensors([holder.data for unit in self._units if not unit.on_host for _, holder in unit.storages()])
+        self._parked = ParkedTensors([[holder.data for _, holder in unit.storages()] for unit in self._resident])
 
     @property
     def state_bytes(self) -> dict[str, int]:
@@ -170,7 +168,7 @@ class MegatronOptimizer:
         The tensors of the last ``state_shards()`` are filled by whoever loads them, as are the model's parameters. Those that are
         not live are taken over here; those that nobody filled are not, lest old masters replace parameters that were loaded alone.
         """
-        self._parked.wait()
+        self._bring_back()
         self._count.fill_(count)
         for unit, kind, values, before in self._loaded:
             if _fingerprint(values) != before:
@@ -187,9 +185,10 @@ class MegatronOptimizer:
         A slice of a parameter of three or more dims, or a part that is on the host, can be more than one box of it; then the value is a
         list. Values are float32 (or
         float64) whatever the stored dtype: where that is narrower they are copies, kept until the next step, which
-        ``load_step_count`` takes over.
+        ``load_step_count`` takes over. State that was offloaded comes back first; hold no tensor of these beyond the next
+        ``offload_to_cpu``.
         """
-        self._parked.wait()
+        self._bring_back()
         if self._sliced is not None:
             self._sliced.finish_param_sync()
         self._loaded = []
@@ -218,17 +217,29 @@ class MegatronOptimizer:
     def offload_to_cpu(self) -> None:
         """Move the state to host memory and give its device memory back, between two steps; generation may use it meanwhile.
 
-        The host memory, page-locked for a GPU, is taken at the first call and kept. The copies are queued; the host does not wait.
+        The host memory, page-locked for a GPU, is taken at the first call and kept. The copies travel beside what is queued next; neither
+        host nor device waits, but for an allocation that needs the memory.
+
+        A step that finds the state there brings it to the device in windows, updates it and sends it back: about 1 GB of device memory,
+        or three times the state of the largest parameter, and the time of two copies that go at once.
         """
         self._parked.park()
 
     def restore_from_cpu(self) -> None:
-        """Undo ``offload_to_cpu``; call before the next step or save. On a GPU the copies travel beside what is queued until then."""
+        """Undo ``offload_to_cpu``. On a GPU the copies travel beside what is queued until the next step or save.
+
+        Raises:
+            torch.OutOfMemoryError: there is too little; the state is in host memory still.
+        """
         self._parked.restore()
+
+    def _bring_back(self) -> None:
+        self._parked.restore()
+        self._parked.wait()
 
     def reload_model_params(self) -> None:
         """Take the masters from the model's parameters; call after weights were loaded into the model without optimizer state."""
-        self._parked.wait()
+        self._bring_back()
         if self._sliced is not None:
             self._sliced.finish_param_sync()
         for unit in self._units:
@@ -245,11 +256,8 @@ class MegatronOptimizer:
             weight_decay: of this step; None for that of the rate, if it carries one, or ``config.weight_decay``.
 
         Raises:
-            RuntimeError: the state is parked in host memory.
             ValueError: a plain rate, and a group with a ``min_lr``.
         """
-        if self._parked.are_parked:
-            raise RuntimeError("the optimizer's state is parked in host memory; call restore_from_cpu() before step()")
         self._parked.wait()
         self._loaded = []
         config = self.config
@@ -281,23 +289,43 @@ class MegatronOptimizer:
         return StepResult(norm, skip, zeros if config.log_num_zeros_in_grad else None, by_group)
 
     def _update(self, numbers: Tensor, factors_G: Tensor, rates: Mapping[Limits, tuple[float, float]]) -> None:
-        if self._fused is not None and len(factors_G) == 1:
-            self._fused.run(torch.cat((factors_G, numbers)), rates)
-        elif self._fused is not None:
-            self._fused.run(torch.cat((factors_G.new_ones(1), numbers)), rates, factors_G)
-        if self._plain or self._host.units:
+        on_host = None
+        if self._updates.plain or self._host.units:
             *factors, rate, correction1, root2, skip, decay = torch.cat((factors_G, numbers)).tolist()
             by_group = dict(zip(self.config.norm_groups, factors, strict=True))
             on_host = Numbers(by_group, rate, correction1, root2, bool(skip), decay, rates)
+        if self._parked.are_parked:
+            if not self._streamed:
+                windows = [[self._resident[number] for number in numbers] for numbers in self._parked.windows]
+                self._streamed = [_DeviceUpdates.of(units, self.config) for units in windows]
+            self._parked.stream(lambda number: self._run(self._streamed[number], numbers, factors_G, on_host, rates))
+        else:
+            self._run(self._updates, numbers, factors_G, on_host, rates)
+        if on_host is not None:
             self._host.run(on_host)
-            for unit in () if on_host.skip else self._plain:
-                if unit.rule.kind == "muon":
-                    self._muon.update(unit, on_host)
-                else:
-                    {"adam": adam, "lion": lion, "sgd": sgd}[unit.rule.kind](unit, unit.piece.gradient, self.config, on_host)
         self._muon.share()
         if self._sliced is not None:
             self._sliced.start_param_sync()
+
+    def _run(
+        self,
+        updates: "_DeviceUpdates",
+        numbers: Tensor,
+        factors_G: Tensor,
+        on_host: Numbers | None,
+        rates: Mapping[Limits, tuple[float, float]],
+    ) -> None:
+        if updates.fused is not None and len(factors_G) == 1:
+            updates.fused.run(torch.cat((factors_G, numbers)), rates)
+        elif updates.fused is not None:
+            updates.fused.run(torch.cat((factors_G.new_ones(1), numbers)), rates, factors_G)
+        if on_host is None or on_host.skip:
+            return
+        for unit in updates.plain:
+            if unit.rule.kind == "muon":
+                self._muon.update(unit, on_host)
+            else:
+                {"adam": adam, "lion": lion, "sgd": sgd}[unit.rule.kind](unit, unit.piece.gradient, self.config, on_host)
 
     def _refresh_gradients(self) -> None:
         """A source without pieces may hand out other tensors every time."""
@@ -341,6 +369,21 @@ def _scalar(value: float | Tensor, device: torch.device) -> Tensor:
 
 class _DeviceAdam(Protocol):
     def run(self, numbers: Tensor, rates: Mapping[Limits, tuple[float, float]], factors_G: Tensor | None = None) -> None: ...
+
+
+@dataclass(frozen=True)
+class _DeviceUpdates:
+    """Pieces whose state is on the device: in one kernel, or one by one."""
+
+    fused: _DeviceAdam | None
+    plain: list[PieceState]
+
+    @classmethod
+    def of(cls, units: Sequence[PieceState], config: OptimizerConfig) -> "_DeviceUpdates":
+        adam_units = [unit for unit in units if unit.rule.kind == "adam"]
+        fusable = [unit for unit in adam_units if unit.piece.parameter.is_cuda and unit.piece.parameter.dtype != torch.float64]
+        fused = {id(unit) for unit in fusable}
+        return cls(_fused(fusable, config), [unit for unit in units if id(unit) not in fused])
 
 
 def _rules(config: OptimizerConfig, shapes: Mapping[str, tuple[int, ...]], groups: ProcessGroups, device: torch.device) -> dict[str, Rule]:
