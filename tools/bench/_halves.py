@@ -26,7 +26,7 @@ from mcore_rl import (
 from mcore_tools.assembly import FullyShardedModel
 from mcore_tools.launch import launch
 from tools.bench._scale import Scale
-from tools.bench.rl import SIZES, EvenShare, Work, build_engine
+from tools.bench.rl import EvenShare, Work, build_engine
 from tools.bench.serve import MODELS
 
 __all__ = ["grpo_on_halves"]
@@ -78,12 +78,11 @@ def _iterate(scale: Scale, sizes: Work, model: str, num_trainers: int, max_lag: 
             "mismatch": mismatch, "dropped": sum(report.num_dropped for report in reports)}  # fmt: skip
 
 
-def grpo_on_halves(scale: Scale, iterations: int) -> Iterator[dict[str, Any]]:
+def grpo_on_halves(scale: Scale, work: Work, iterations: int) -> Iterator[dict[str, Any]]:
     """A row by turns, and one of one step off."""
     model = "tiny" if scale.small else "qwen3-8b" if scale.gpus >= 4 else "llama-1b"
     trainers = scale.gpus // 2
     engines = scale.gpus - trainers
-    work = SIZES["tiny" if scale.small else "full"]
     # A rank has as many groups whatever their number is.
     work = dataclasses.replace(work, groups=max(engines, trainers, work.groups))
     by_turns = None

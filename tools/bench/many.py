@@ -11,7 +11,9 @@ each expert on two ranks, with two pipeline stages, and on GPUs with the exchang
 stand beside ``step_cost`` and ``estimate``. exchange: dispatch and combine of the picks alone, by all-to-all and on GPUs by direct stores,
 beside all-to-alls and copies to the next GPU of as many bytes. serving: one engine over all ranks, then an engine a rank. refit:
 from a fully sharded model over all ranks into these engines. rl: GRPO with a fully sharded trainer on one half and an engine on each rank
-of the other, by turns and one step off. killed: an engine a rank under load, one of which is killed. A peer is a command that prints JSON
+of the other, by turns and one step off. turns: GRPO of qwen3-8b where every
+GPU trains its share and serves by turns, the optimizer in host memory meanwhile; an iteration beside generation alone and training alone,
+and what handing over the memory takes. killed: an engine a rank under load, one of which is killed. A peer is a command that prints JSON
 lines; they are kept as they are. ``--small`` is for a machine without GPUs: tiny shapes, ranks on gloo.
 """
 
@@ -23,7 +25,7 @@ import json
 import shlex
 import statistics
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,8 @@ from tools.bench._halves import grpo_on_halves
 from tools.bench._killed import killed_engine
 from tools.bench._record import record
 from tools.bench._scale import Scale
+from tools.bench._turns import TURNS, grpo_by_turns
+from tools.bench.rl import SIZES, Work
 from tools.bench.serve import MODELS as SERVED
 from tools.bench.serve import build as build_engine
 from tools.bench.serve import run_case
@@ -62,7 +66,7 @@ _SMALL: dict[str, Any] = {
     "num_moe_experts": 16, "moe_router_topk": 2,
 }  # fmt: skip
 _DIRECT: dict[str, Any] = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "symmetric"}
-_PARTS = ("experts", "exchange", "serving", "refit", "rl", "killed")
+_PARTS = ("experts", "exchange", "serving", "refit", "rl", "turns", "killed")
 _HOT_SHARE, _HOT_LOAD = 8, 4.0
 """One in so many experts gets so many times the average load."""
 _CACHE_GB = 36.0
@@ -338,6 +342,14 @@ def _engine(scale: Scale, split: bool) -> tuple[str, ProcessGroups]:
     return "tiny" if scale.small else "qwen3-8b", groups
 
 
+def _work(sizes: Mapping[str, Work], arguments: argparse.Namespace) -> Work:
+    """Of an iteration, with what the command changes."""
+    work = sizes["tiny" if arguments.small else "full"]
+    chosen = {name: value for name in ("groups", "group_size", "outputs") if (value := getattr(arguments, name)) is not None}
+    changed = dataclasses.replace(work, **chosen)
+    return dataclasses.replace(changed, bin_size=max(work.bin_size, changed.inputs + changed.outputs))
+
+
 def peers(commands: list[str], timeout_s: float) -> Iterator[dict[str, Any]]:
     """The JSON lines of each peer; one line that says why for a peer that does not run, or does not end."""
     for text in commands:
@@ -362,6 +374,8 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS)
     parser.add_argument("--small", action="store_true", help="tiny shapes on the CPU")
     parser.add_argument("--steps", type=int, default=6, help="timed steps and repeats")
+    for name, of in (("groups", "prompts"), ("group-size", "answers a prompt"), ("outputs", "tokens of an answer")):
+        parser.add_argument(f"--{name}", type=int, help=f"{of}, of rl and turns")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND")
     parser.add_argument("--timeout-s", type=float, default=300.0, help="of a peer")
     parser.add_argument("--memory-tb-s", type=float, default=4.0, help="of a GPU's memory, for the planner; an H100 has 3.0")
@@ -378,7 +392,8 @@ def main() -> None:
         "exchange": lambda: exchange(scale, arguments.steps),
         "serving": lambda: serving(scale),
         "refit": lambda: refits(scale),
-        "rl": lambda: grpo_on_halves(scale, max(2, arguments.steps // 2)),
+        "rl": lambda: grpo_on_halves(scale, _work(SIZES, arguments), max(2, arguments.steps // 2)),
+        "turns": lambda: grpo_by_turns(scale, _work(TURNS, arguments), max(1, arguments.steps // 3)),
         "killed": lambda: killed_engine(scale),
     }
     failed = []

@@ -12,17 +12,27 @@ import pytest
 from tools.bench._halves import grpo_on_halves
 from tools.bench._killed import killed_engine
 from tools.bench._scale import Scale
+from tools.bench._turns import TURNS, grpo_by_turns
 from tools.bench.many import main
+from tools.bench.rl import SIZES
 
 pytestmark = pytest.mark.journey
 TWO = Scale(gpus=2, small=True)
 
 
 def test_a_trainer_and_an_engine_work_by_turns_and_one_step_off() -> None:
-    by_turns, one_off = grpo_on_halves(TWO, iterations=2)
+    by_turns, one_off = grpo_on_halves(TWO, SIZES["tiny"], iterations=2)
     assert (by_turns["lag"], one_off["lag"]) == (0, 1)
     assert by_turns["logprob_mismatch"] < 1e-5 and one_off["num_dropped"] == 0
     assert all(row["tokens_per_s_per_gpu"] > 0 and row["refit_ms"] > 0 for row in (by_turns, one_off))
+
+
+@pytest.mark.parametrize(("streams", "optimizer"), [(None, "offloaded"), (True, "streamed")])
+def test_trainer_and_engines_of_the_same_ranks_take_turns(streams: bool | None, optimizer: str) -> None:
+    [row] = grpo_by_turns(TWO, TURNS["tiny"], iterations=1, streams=streams)
+    assert row["logprob_mismatch"] < 1e-5 and row["num_dropped"] == 0 and row["optimizer"] == optimizer
+    assert 0 <= row["timeline_s"]["to_generation"] + row["timeline_s"]["to_training"] < row["timeline_s"]["rollout"] < row["iteration_s"]
+    assert row["generation_alone_s"] > 0 and row["training_alone_s"] > 0 and row["cycles"] == 3
 
 
 def test_a_killed_engine_takes_its_own_streams_only() -> None:
@@ -56,6 +66,6 @@ def test_the_whole_command_runs_on_two_ranks(monkeypatch: pytest.MonkeyPatch, tm
     rows = results(monkeypatch, tmp_path)["rows"]
     runs = [row["run"] for row in rows if row["part"] == "experts"]
     assert runs == ["ep2", "ep2, skewed", "ep1 etp2", "ep1 pp2"]
-    assert {row["part"] for row in rows} == {"experts", "exchange", "serving", "refit", "rl", "killed"}
+    assert {row["part"] for row in rows} == {"experts", "exchange", "serving", "refit", "rl", "turns", "killed"}
     assert [row["run"] for row in rows if row["part"] == "serving"] == ["tp2", "dp2"]
     assert [row["run"] for row in rows if row["part"] == "refit"] == ["fsdp2 to tp2", "fsdp2 to dp2"]

@@ -293,7 +293,8 @@ def test_state_that_streams_through_a_step_keeps_its_bits() -> None:
             if streams and step % 3 == 0:
                 optimizer.offload_to_cpu()
             sync.zero_grad_buffer()
-            sync(torch.randn(64, 512, device="cuda", generator=torch.Generator("cuda").manual_seed(step)).bfloat16()).float().sum().backward()
+            x = torch.randn(64, 512, device="cuda", generator=torch.Generator("cuda").manual_seed(step))
+            sync(x.bfloat16()).float().sum().backward()
             sync.finish_grad_sync()
             optimizer.step()
             if streams and step % 3 == 1:

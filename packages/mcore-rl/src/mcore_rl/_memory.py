@@ -58,8 +58,8 @@ class MemorySwitch:
     offload_optimizer: bool = False
     """The optimizer's state is in host memory during generation, page-locked; it comes back beside forward and backward passes."""
     stream_optimizer: bool = False
-    """It stays in host memory, and each update streams it through the device: for models whose state has no room beside the weights of trainer
-    and engine. Each update then takes the time of the copies, about 1 s for 50 GB; ``offload_optimizer`` has no part in it."""
+    """It stays in host memory, and each update streams it through the device: for models whose state has no room beside the weights of
+    trainer and engine. An update then takes at least the time of the copies, about 1 s for 50 GB."""
     release_gradients: bool = False
     """The gradient buffers have no memory during generation, between whose steps they hold nothing."""
     suspend_engine: bool = False
@@ -68,7 +68,8 @@ class MemorySwitch:
     def __post_init__(self) -> None:
         if self.offload_optimizer and self.stream_optimizer:
             raise ValueError(
-                "offload_optimizer=True brings the state back for training, and stream_optimizer=True leaves it in host memory; set one of them"
+                "offload_optimizer=True brings the state back for training, and stream_optimizer=True leaves it in host memory; "
+                "set one of them"
             )
 
     def check(self, *, optimizer: object, sync: object, engine: object) -> None:
