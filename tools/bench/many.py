@@ -10,7 +10,8 @@ experts: training steps of moe-l6 with its experts over all ranks, again with ev
 each expert on two ranks, with two pipeline stages, and on GPUs with the exchange by direct stores, also with busy experts; time and memory
 stand beside ``step_cost`` and ``estimate``. exchange: dispatch and combine of the picks alone, by all-to-all and on GPUs by direct stores,
 beside all-to-alls and copies to the next GPU of as many bytes. serving: one engine over all ranks, then an engine a rank. refit:
-from a fully sharded model over all ranks into these engines. rl: GRPO with a fully sharded trainer on one half and an engine on each rank
+from a fully sharded model over all ranks into these engines, and from a mixture with experts over all ranks into engines that share them or
+are split. rl: GRPO with a fully sharded trainer on one half and an engine on each rank
 of the other, by turns and one step off. turns: GRPO of qwen3-8b where every
 GPU trains its share and serves by turns, the optimizer in host memory meanwhile; an iteration beside generation alone and training alone,
 and what handing over the memory takes. killed: an engine a rank under load, one of which is killed. A peer is a command that prints JSON
@@ -39,12 +40,12 @@ from mcore_moe.dispatch import MoEAlltoAllTokenDispatcher, MoEFlexTokenDispatche
 from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.comm import SymmetricBuffer
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
-from mcore_parallel.models import GPTModel
+from mcore_parallel.models import GPTModel, dense_feed_forward
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from mcore_parallel.pipeline import PipelineConfig
 from mcore_parallel.planner import Cluster, Layout, Workload, estimate, find_model, step_cost
 from mcore_parallel.training import Batch, CrossEntropyObjective, train_step
-from mcore_rl import WeightTransfer, refit
+from mcore_rl import WeightTransfer, gather_weights, refit
 from mcore_tools.assembly import FullyShardedModel
 from mcore_tools.launch import launch
 from tools.bench._halves import grpo_on_halves
@@ -53,9 +54,9 @@ from tools.bench._record import record
 from tools.bench._scale import Scale
 from tools.bench._turns import TURNS, grpo_by_turns
 from tools.bench.rl import SIZES, Work
+from tools.bench.serve import EXPERTS, run_case
 from tools.bench.serve import MODELS as SERVED
 from tools.bench.serve import build as build_engine
-from tools.bench.serve import run_case
 
 _FULL: dict[str, Any] = {
     "num_layers": 6, "hidden_size": 2048, "num_attention_heads": 32, "num_query_groups": 4, "ffn_hidden_size": 768, "vocab_size": 151936,
@@ -309,31 +310,70 @@ def serving(scale: Scale) -> Iterator[dict[str, Any]]:
             }  # fmt: skip
 
 
-def refit_times(scale: Scale, split: bool) -> list[float]:
-    """Seconds of three refits on this rank, the first with its plan."""
-    name, engine_groups = _engine(scale, split)
-    groups = ProcessGroups.build(ParallelPlan(dp=scale.gpus))
-    engine, _ = build_engine(name, scale.kind, 0.05 if scale.small else 4.0, groups=engine_groups)
-    policy = GPTModel(SERVED[name], groups, dtype=scale.dtype, device=scale.device, seed=None)
+@dataclass(frozen=True, kw_only=True)
+class RefitRun:
+    """Weights of a trained model into engines on the same ranks."""
+
+    name: str
+    model: str
+    trainer: ParallelPlan
+    sharded: bool
+    """The trainer's weights are divided among its replicas."""
+    engine: ParallelPlan | None
+    """None for an engine on each rank."""
+
+
+def refit_runs(gpus: int, *, small: bool = False) -> list[RefitRun]:
+    """A dense model from a fully sharded trainer, and a mixture whose experts the trainer's ranks share, into two kinds of engines each."""
+    dense, mixture = ("tiny", "tiny-mixture") if small else ("qwen3-8b", "qwen3-30b-a3b-l12")
+    split, shared = ParallelPlan(tp=gpus, sequence_parallel=False), ParallelPlan(dp=gpus, ep=gpus)
+    sharded: dict[str, Any] = {"model": dense, "trainer": ParallelPlan(dp=gpus), "sharded": True}
+    experts: dict[str, Any] = {"model": mixture, "trainer": shared, "sharded": False}
+    return [
+        RefitRun(name=f"fsdp{gpus} to tp{gpus}", engine=split, **sharded),
+        RefitRun(name=f"fsdp{gpus} to dp{gpus}", engine=None, **sharded),
+        RefitRun(name=f"ep{gpus} to ep{gpus}", engine=shared, **experts),
+        # Each expert is cut, as its layer's attention is.
+        RefitRun(name=f"ep{gpus} to tp{gpus}", engine=dataclasses.replace(split, etp=gpus), **experts),
+    ]
+
+
+def refit_times(scale: Scale, run: RefitRun) -> list[float]:
+    """Seconds of four refits on this rank, the first with its plan; the engine has the trainer's weights to the last bit afterwards."""
+    groups = ProcessGroups.build(run.trainer)
+    engine_groups = ProcessGroups.single() if run.engine is None else ProcessGroups.build(run.engine)
+    engine, _ = build_engine(run.model, scale.kind, 0.05 if scale.small else 4.0, groups=engine_groups)
+    feed_forward = moe_feed_forward(EXPERTS[run.model]) if run.model in EXPERTS else dense_feed_forward
+    policy = GPTModel(SERVED[run.model], groups, feed_forward=feed_forward, dtype=scale.dtype, device=scale.device, seed=None)
+    torch.manual_seed(1 + groups.world.rank)
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.normal_(std=0.02)
-    sharded, transfer, times = FullyShardedModel(policy, groups), WeightTransfer(), []
-    for _ in range(3):
+    if not run.sharded:
+        # Replicas have equal weights; experts of the ranks differ.
+        DistributedDataParallel(DistributedDataParallelConfig(), policy, groups).broadcast_params()
+    trained = FullyShardedModel(policy, groups) if run.sharded else policy
+    transfer, times = WeightTransfer(), []
+    for _ in range(4):
         dist.barrier()
         begin = scale.finish()
-        refit(sharded, groups, engine, transfer)
+        refit(trained, groups, engine, transfer)
         times.append(scale.finish() - begin)
+    pairs = zip(gather_weights(trained, groups), gather_weights(engine.model, engine_groups), strict=True)
+    # A sharded model's names begin with those of its wrappers.
+    different = [served for (name, ours), (served, theirs) in pairs if not name.endswith(served) or not torch.equal(ours, theirs)]
+    assert not different, f"{run.name}: the engine has other weights in {different}"
     return times
 
 
 def refits(scale: Scale) -> Iterator[dict[str, Any]]:
-    """A row a layout of the engines."""
-    for split in (True, False):
-        ranks = launch(refit_times, scale.gpus, device=scale.kind, scale=scale, split=split, timeout_s=200.0)
+    """A row a layout of trainer and engines."""
+    for run in refit_runs(scale.gpus, small=scale.small):
+        ranks = launch(refit_times, scale.gpus, device=scale.kind, scale=scale, run=run, timeout_s=200.0)
         first, *later = (max(times) for times in zip(*ranks, strict=True))
-        run = f"fsdp{scale.gpus} to {'tp' if split else 'dp'}{scale.gpus}"
-        yield {"part": "refit", "run": run, "first_ms": round(first * 1e3, 2), "later_ms": round(min(later) * 1e3, 2)}
+        yield {
+            "part": "refit", "run": run.name, "model": run.model, "first_ms": round(first * 1e3, 2), "later_ms": round(min(later) * 1e3, 2)
+        }  # fmt: skip
 
 
 def _engine(scale: Scale, split: bool) -> tuple[str, ProcessGroups]:

@@ -46,6 +46,7 @@ _LLAMA: dict[str, Any] = {"normalization": "RMSNorm", "activation": "swiglu"}
 MODELS: Mapping[str, TransformerConfig] = MappingProxyType(
     {
         "tiny": TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=2, vocab_size=512),
+        "tiny-mixture": TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=2, vocab_size=512),
         "llama-1b": TransformerConfig(
             num_layers=16, hidden_size=2048, ffn_hidden_size=8192, num_attention_heads=32, num_query_groups=8, vocab_size=128256,
             rotary_base=500000, share_embeddings_and_output_weights=True, **_LLAMA,
@@ -61,7 +62,10 @@ MODELS: Mapping[str, TransformerConfig] = MappingProxyType(
     }
 )  # fmt: skip
 EXPERTS: Mapping[str, MoEConfig] = MappingProxyType(
-    {"qwen3-30b-a3b-l12": MoEConfig(num_moe_experts=128, moe_router_topk=8, moe_ffn_hidden_size=768)}
+    {
+        "tiny-mixture": MoEConfig(num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=32),
+        "qwen3-30b-a3b-l12": MoEConfig(num_moe_experts=128, moe_router_topk=8, moe_ffn_hidden_size=768),
+    }
 )
 CASES = {"throughput": (512, 512, 256), "one": (1, 128, 256), "few": (32, 128, 256), "long": (64, 2048, 128), "quick": (4, 16, 8)}
 

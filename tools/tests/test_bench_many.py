@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from mcore_tools.launch import launch
 from tools.bench._halves import grpo_on_halves
 from tools.bench._killed import killed_engine
 from tools.bench._scale import Scale
 from tools.bench._turns import TURNS, grpo_by_turns
-from tools.bench.many import main
+from tools.bench.many import RefitRun, main, refit_runs, refit_times
 from tools.bench.rl import SIZES
 
 pytestmark = pytest.mark.journey
@@ -33,6 +34,12 @@ def test_trainer_and_engines_of_the_same_ranks_take_turns(streams: bool | None, 
     assert row["logprob_mismatch"] < 1e-5 and row["num_dropped"] == 0 and row["optimizer"] == optimizer
     assert 0 <= row["timeline_s"]["to_generation"] + row["timeline_s"]["to_training"] < row["timeline_s"]["rollout"] < row["iteration_s"]
     assert row["generation_alone_s"] > 0 and row["training_alone_s"] > 0 and row["cycles"] == 3
+
+
+@pytest.mark.parametrize("run", refit_runs(2, small=True), ids=lambda run: run.name)
+def test_engines_have_the_trainer_s_weights_after_a_refit(run: RefitRun) -> None:
+    for times in launch(refit_times, 2, device="cpu", scale=TWO, run=run, timeout_s=120.0):
+        assert len(times) == 4 and min(times) > 0
 
 
 def test_a_killed_engine_takes_its_own_streams_only() -> None:
@@ -68,4 +75,4 @@ def test_the_whole_command_runs_on_two_ranks(monkeypatch: pytest.MonkeyPatch, tm
     assert runs == ["ep2", "ep2, skewed", "ep1 etp2", "ep1 pp2"]
     assert {row["part"] for row in rows} == {"experts", "exchange", "serving", "refit", "rl", "turns", "killed"}
     assert [row["run"] for row in rows if row["part"] == "serving"] == ["tp2", "dp2"]
-    assert [row["run"] for row in rows if row["part"] == "refit"] == ["fsdp2 to tp2", "fsdp2 to dp2"]
+    assert [row["run"] for row in rows if row["part"] == "refit"] == ["fsdp2 to tp2", "fsdp2 to dp2", "ep2 to ep2", "ep2 to tp2"]
