@@ -13,7 +13,7 @@ from torch import Tensor
 from mcore_parallel.training import Batch, real_tokens
 from mcore_rl._aggregation import Aggregation
 from mcore_rl._stability import experimental_api
-from mcore_rl._types import TokenRollout
+from mcore_rl._types import TokenRollout, as_tensor
 
 
 @experimental_api
@@ -109,13 +109,14 @@ def write_batches(
     mask, factors, logprobs = (torch.zeros(count, B * S, dtype=style.dtype) for _ in range(3))
     real = torch.zeros(count, B * S, dtype=torch.bool)
     for rollout, place in zip(rollouts, places, strict=True):
-        trajectory, written = torch.tensor(rollout.trajectory), torch.tensor(rollout.generation_mask, dtype=torch.bool)[1:]
+        trajectory, written = as_tensor(rollout.trajectory, "q"), as_tensor(rollout.generation_mask, "b")[1:].bool()
         begin, end = place.start, place.start + place.num_labels
         row = tokens[place.batch, begin : begin + min(place.room, len(trajectory))]
         row.copy_(trajectory[: len(row)])
         labels[place.batch, begin:end] = trajectory[1:]
         real[place.batch, begin:end] = True
-        logprobs[place.batch, begin:end][written] = torch.tensor(rollout.logprobs[int(rollout.generation_mask[0]) :], dtype=style.dtype)
+        drawn = as_tensor(rollout.logprobs, "d")[int(rollout.generation_mask[0]) :]
+        logprobs[place.batch, begin:end][written] = drawn.to(style.dtype)
         if num_counted := style.num_counted(rollout):
             weight, factor = style.aggregation.weights(num_counted)
             mask[place.batch, begin:end] = written.to(style.dtype) * weight

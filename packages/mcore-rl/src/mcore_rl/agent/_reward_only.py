@@ -24,7 +24,7 @@ class RewardOnlyAgent(JudgedAgent):
         rollout = TokenRollout(
             trajectory=tuple(answer.token_ids),
             reward=reward,
-            generation_mask=tuple(i >= answer.prompt_length for i in range(len(answer.token_ids))),
+            generation_mask=(False,) * answer.prompt_length + (True,) * (len(answer.token_ids) - answer.prompt_length),
             logprobs=tuple(answer.logprobs),
             env_id=problem.env_id or self.env_id,
             problem_id=problem.problem_id,
