@@ -134,7 +134,8 @@ class TokenRollout:
 
     def to_json(self) -> dict[str, Any]:
         """What JSON can hold: numbers of tokens are the base64 of little-endian bytes, which cost a tenth of the time of digits."""
-        values = {item.name: getattr(self, item.name) for item in fields(self)} | {"reward": float(self.reward)}
+        values: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}
+        values["reward"] = float(self.reward)
         for name, kind in _PACKED.items():
             if values[name] is not None:
                 values[name] = _text_of(as_array(values[name], kind))

@@ -66,7 +66,7 @@ class _Window:
     def lie_in(self, block: Tensor) -> None:
         """Let the tensors be parts of a block."""
         for tensor, begin in zip(self.tensors, self._begins, strict=True):
-            tensor.set_(block.untyped_storage(), begin // tensor.element_size(), tensor.shape)
+            tensor.set_(block[begin : begin + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape))
 
     def copy_to(self, host: Tensor) -> None:
         """Queue the copy to the host."""
@@ -125,8 +125,7 @@ class ParkedTensors:
         self.wait()
         if not self._hosts:
             self._hosts = self._host_memory()
-        if self._down is not None:
-            self._down.wait_stream(self._current())
+        _go_behind(self._down, self._current())
         with torch.cuda.stream(self._down):
             for window, host in zip(self._windows, self._hosts, strict=True):
                 window.copy_to(host)
@@ -149,23 +148,18 @@ class ParkedTensors:
                 if window.block is not None:
                     window.block.untyped_storage().resize_(0)
             raise
-        if self._up is not None:
-            # Earlier work may still use what the memory was before, and the host may not have all yet.
-            self._up.wait_stream(self._current())
-            self._up.wait_stream(self._down)
+        # Earlier work may still use what the memory was before, and the host may not have all yet.
+        _go_behind(self._up, self._current(), self._down)
         with torch.cuda.stream(self._up):
             for block, host in zip(blocks, self._hosts, strict=True):
                 block.copy_(host, non_blocking=True)
-        if self._up is not None:
-            self._arrived = torch.cuda.Event()
-            self._arrived.record(self._up)
+        self._arrived = _mark(self._up)
         self.are_parked = False
 
     def wait(self) -> None:
         """Let what is queued from now on find the restored values."""
-        if self._arrived is not None:
-            self._current().wait_event(self._arrived)
-            self._arrived = None
+        _go_behind_mark(self._current(), self._arrived)
+        self._arrived = None
 
     def stream(self, update: Callable[[int], None]) -> None:
         """Bring one window after the other to the device and back to the host, where they stay; others travel while one is updated.
@@ -179,35 +173,28 @@ class ParkedTensors:
         self._slots = self._slots or [torch.empty(size, dtype=torch.uint8, device=self._device) for size in slots]
         for slot in self._slots:
             slot.untyped_storage().resize_(len(slot))
-        up, down = self._up, self._down
-        left: list[torch.cuda.Event] = []
-        if up is not None:
-            up.wait_stream(self._current())
-            up.wait_stream(down)
+        up, down, current = self._up, self._down, self._current()
+        left: list[torch.cuda.Event | None] = []
+        _go_behind(up, current, down)
         for number, (window, host) in enumerate(zip(self._windows, self._hosts, strict=True)):
             block = self._slots[number % _SLOTS][: window.num_bytes]
             window.lie_in(block)
-            if up is not None and number >= _SLOTS:
-                up.wait_event(left[number - _SLOTS])
+            if number >= _SLOTS:
+                _go_behind_mark(up, left[number - _SLOTS])
             with torch.cuda.stream(up):
                 block.copy_(host, non_blocking=True)
-            if up is not None:
-                self._current().wait_stream(up)
+            _go_behind(current, up)
             update(number)
-            if down is not None:
-                down.wait_stream(self._current())
+            _go_behind(down, current)
             with torch.cuda.stream(down):
                 host.copy_(block, non_blocking=True)
-            if down is not None:
-                left.append(torch.cuda.Event())
-                left[-1].record(down)
-        if down is not None:
-            self._current().wait_stream(down)
+            left.append(_mark(down))
+        _go_behind(current, down)
         for slot in self._slots:
             slot.untyped_storage().resize_(0)
 
-    def _current(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self._device)
+    def _current(self) -> torch.cuda.Stream | None:
+        return torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
 
     def _host_memory(self) -> list[Tensor]:
         sizes = [window.num_bytes for window in self._windows]
@@ -219,6 +206,27 @@ class ParkedTensors:
                 # Not with the tensor, which ends here: its views go on.
                 weakref.finalize(self, _unlock, flat)
         return list(flat.split(sizes))
+
+
+def _go_behind(stream: torch.cuda.Stream | None, *others: torch.cuda.Stream | None) -> None:
+    """What is queued on a stream from now on runs behind what the others have by now; None, without a GPU, for the host's own order."""
+    for other in others:
+        if stream is not None and other is not None:
+            stream.wait_stream(other)
+
+
+def _mark(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+    """Behind what a stream has by now."""
+    if stream is None:
+        return None
+    mark = torch.cuda.Event()
+    mark.record(stream)
+    return mark
+
+
+def _go_behind_mark(stream: torch.cuda.Stream | None, mark: torch.cuda.Event | None) -> None:
+    if stream is not None and mark is not None:
+        stream.wait_event(mark)
 
 
 def _windows(sizes: Sequence[int], limit: int) -> list[list[int]]:
