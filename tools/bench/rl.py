@@ -293,7 +293,9 @@ def step(learner: Learner, engine: DynamicInferenceEngine, work: Work, clock: Cl
         "groups": work.groups, "group_size": work.group_size, "inputs": work.inputs, "outputs": work.outputs,
         "generation_alone_s": round(alone_s, 3), "training_alone_s": round(train_s, 3), "whole_s": round(whole_s, 3),
         "over_parts": round(whole_s / (alone_s + train_s) - 1, 4),
-        "timeline_s": {"rollout": round(report.rollout_s, 3), "train": round(report.train_s, 3), "refit": round(report.refit_s, 4)},
+        "timeline_s": {
+            name: round(getattr(report, f"{name}_s"), 4) for name in ("rollout", "to_generation", "to_training", "train", "refit")
+        },
         "tokens_per_s": round(tokens / whole_s), "generated": round(report.mean_length * report.num_rollouts),
         "num_dropped": report.num_dropped, "mean_reward": round(report.mean_reward, 4),
         "logprob_mismatch": report.train.metrics["logprob_mismatch"],

@@ -38,12 +38,12 @@ def test_memory_is_given_up_and_comes_back_as_zeros() -> None:
 
 
 class FakeRange:
-    """Addresses on a device with memory for ``room`` ranges more than torch gives up."""
+    """Addresses on a device of 1,000 bytes, of which ``room`` are free."""
 
-    room = 2
+    room = 1000
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self._bytes = torch.zeros(num_bytes, dtype=torch.uint8)
+        self._bytes, self.num_bytes = torch.zeros(num_bytes, dtype=torch.uint8), num_bytes
         self.is_mapped = False
         self.map()
 
@@ -52,45 +52,41 @@ class FakeRange:
 
     def map(self) -> None:
         if not self.is_mapped:
-            if not FakeRange.room:
+            if FakeRange.room < self.num_bytes:
                 raise torch.OutOfMemoryError("full")
-            FakeRange.room -= 1
+            FakeRange.room -= self.num_bytes
             self.is_mapped = True
 
     def unmap(self) -> None:
-        FakeRange.room += self.is_mapped
+        FakeRange.room += self.num_bytes * self.is_mapped
         self.is_mapped = False
 
 
-def test_torch_gives_memory_up_only_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = []
+@pytest.mark.parametrize(("unused", "used", "empties"), [(200, 300, False), (460, 100, True), (700, 0, True)])
+def test_torch_gives_memory_up_only_where_it_is_needed(unused: int, used: int, empties: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
 
-    def give_up() -> None:
-        FakeRange.room += sum(held)
-        emptied.append(held.copy())
-        held.clear()
+    def empty_cache() -> None:
+        calls.append(unused)
+        FakeRange.room += unused
 
-    emptied: list[list[int]] = []
     monkeypatch.setattr(_memory, "ReservedRange", FakeRange)
-    monkeypatch.setattr(FakeRange, "room", 2)
-    monkeypatch.setattr(torch.cuda, "empty_cache", give_up)
+    monkeypatch.setattr(FakeRange, "room", 1000)
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (FakeRange.room, 1000))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     memory = _memory.ReservedMemory(torch.device("cpu"))
-    tensors = [memory.zeros((4,), torch.float32).fill_(1) for _ in range(2)]
+    tensors = [memory.zeros((50,), torch.float32).fill_(1) for _ in range(2)]
     memory.free()
+    FakeRange.room -= unused + used
     memory.allocate_again()
-    assert memory.is_allocated and not emptied and not any(tensor.any() for tensor in tensors)
+    assert memory.is_allocated and bool(calls) == empties and not any(tensor.any() for tensor in tensors)
     memory.free()
-    # Torch has taken one of the two, and then another one that it needs.
-    FakeRange.room -= 1
-    held.append(1)
-    memory.allocate_again()
-    assert memory.is_allocated and emptied == [[1]]
-    memory.free()
-    FakeRange.room -= 1
+    FakeRange.room = 300
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     with pytest.raises(torch.OutOfMemoryError):
         memory.allocate_again()
-    assert not memory.is_allocated and FakeRange.room == 1
+    assert not memory.is_allocated and FakeRange.room == 300
 
 
 @no_gpu

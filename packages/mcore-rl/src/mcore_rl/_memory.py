@@ -63,7 +63,7 @@ class MemorySwitch:
     release_gradients: bool = False
     """The gradient buffers have no memory during generation, between whose steps they hold nothing."""
     suspend_engine: bool = False
-    """The engine has neither cache nor recorded graphs during training; it keeps its weights."""
+    """The engine has no cache during training; it keeps its weights and, on NVIDIA's driver, its recorded graphs."""
 
     def __post_init__(self) -> None:
         if self.offload_optimizer and self.stream_optimizer:

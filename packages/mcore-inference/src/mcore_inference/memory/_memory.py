@@ -137,22 +137,19 @@ class ReservedMemory:
             reserved.unmap()
 
     def allocate_again(self) -> None:
+        free, total = torch.cuda.mem_get_info(self._device)
+        if free - sum(reserved.num_bytes for reserved, _ in self._ranges) < total // 20:
+            # Torch holds memory that nobody uses, or that copies to the host still read. It gives all of it up, which waits for them; a
+            # twentieth of the device is left to libraries that take theirs without torch.
+            torch.cuda.empty_cache()
         try:
-            try:
-                self._map()
-            except torch.OutOfMemoryError:
-                # Torch holds memory that nobody uses, or that copies to the host still read: it gives all of it up, which waits for them.
-                torch.cuda.empty_cache()
-                self._map()
+            for reserved, _ in self._ranges:
+                reserved.map()
         except RuntimeError:
             self.free()
             raise
         for _, tensor in self._ranges:
             tensor.zero_()
-
-    def _map(self) -> None:
-        for reserved, _ in self._ranges:
-            reserved.map()
 
 
 class ManagedMemory:

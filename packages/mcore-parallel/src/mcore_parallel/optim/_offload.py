@@ -66,7 +66,7 @@ class _Window:
     def lie_in(self, block: Tensor) -> None:
         """Let the tensors be parts of a block."""
         for tensor, begin in zip(self.tensors, self._begins, strict=True):
-            tensor.set_(block[begin : begin + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape))
+            tensor.set_(block.untyped_storage(), begin // tensor.element_size(), tensor.shape, tensor.stride())
 
     def copy_to(self, host: Tensor) -> None:
         """Queue the copy to the host."""
