@@ -3,12 +3,14 @@
 """Each way of exchanging tokens against one rank, with ranks, experts and batches that are empty."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from mcore_moe import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher, MoEConfig, moe_feed_forward
+from mcore_moe.dispatch import _allgather
 from mcore_parallel import ParallelPlan, ProcessGroups, named_shards
 from mcore_parallel.comm import all_reduce
 from mcore_parallel.models import TransformerConfig
@@ -154,3 +156,44 @@ def test_what_cannot_be_is_named() -> None:
     mixture = dataclasses.replace(MIXTURE, moe_token_dispatcher_type="allgather")
     with pytest.raises(ValueError, match="pause overlaps all-to-alls, found moe_token_dispatcher_type='allgather'; set it to 'alltoall'"):
         moe_feed_forward(mixture, pause=lambda: None)
+
+
+def check_equal_lengths(plan: ParallelPlan, exchange: str) -> None:
+    """A forward of an engine, whose ranks of dp have as many tokens, some of them padding."""
+    groups = ProcessGroups.build(plan)
+    mixture = dataclasses.replace(MIXTURE, moe_token_dispatcher_type=exchange)
+    layer, alone = (filled_layer(MODEL, mixture, place).eval() for place in (groups, ProcessGroups.single()))
+    x = torch.randn(groups.dp.size, 6, D, generator=torch.Generator().manual_seed(1), dtype=F64)
+    valid = torch.arange(x.shape[0] * 6).view(-1, 6) % 3 != 1
+    valid[0] = False
+    gathered: list[int] = []
+
+    def count(name: str) -> Any:
+        original = getattr(_allgather, name)
+        return lambda *arguments, **options: (gathered.append(len(arguments[0])), original(*arguments, **options))[1]
+
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_allgather, "all_gather", count("all_gather"))
+        for mask in (None, valid):
+            step = Step.causal(1, 6)
+            own = dataclasses.replace(step, valid=None if mask is None else mask[groups.dp.rank], equal_lengths=True)
+            expected, _ = alone(x[groups.dp.rank], dataclasses.replace(own, equal_lengths=False))
+            torch.testing.assert_close(layer(x[groups.dp.rank], own)[0], expected, rtol=1e-10, atol=1e-12)
+    # One collective brings the tokens of all, and none their number.
+    assert gathered == [6, 6]
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("exchange", ["allgather", "alltoall"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ParallelPlan(dp=4, ep=4),
+        ParallelPlan(dp=4, ep=2, etp=2),
+        ParallelPlan(tp=2, dp=2, ep=4, etp=1, sequence_parallel=False),
+        ParallelPlan(tp=2, dp=2, ep=2, etp=2, sequence_parallel=False),
+    ],
+    ids=["ep4", "ep2-etp2", "tp2-ep4", "tp2-ep2-etp2"],
+)
+def test_ranks_with_equally_many_tokens_exchange_them_without_asking(world, plan: ParallelPlan, exchange: str) -> None:
+    world(check_equal_lengths, plan=plan, exchange=exchange)

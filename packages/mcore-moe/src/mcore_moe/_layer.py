@@ -48,6 +48,8 @@ class MoELayer(nn.Module):
     Training forwards return an ``Aux`` with the losses of the router and the tokens of each expert; of tokens that several ranks hold,
     the first of them counts.
 
+    Steps of ``equal_lengths`` gather the tokens of all ranks, whatever dispatcher the config names: nothing waits for the device then.
+
     Args:
         config: the mixture.
         site: where in the model it stands.
@@ -84,6 +86,10 @@ class MoELayer(nn.Module):
         if exchange is None and config.moe_token_dispatcher_type == "flex" and _exchanges(groups):
             exchange = _choose(config, site)
         self.dispatcher: Any = _dispatcher(config, groups, pause, exchange)
+        # Of steps in which the ranks have equally many tokens: few, as a rule, of which one collective costs less than sorted rows.
+        self._equal_dispatcher: Any = (
+            MoEAllGatherTokenDispatcher(config.num_moe_experts, groups, equal_lengths=True) if _exchanges(groups) else self.dispatcher
+        )
         self._shares_tokens = self.replicas.size > 1 and _exchanges(groups)
         activation = Activation(
             name=site.config.activation, offset=site.config.glu_linear_offset, clamp=site.config.activation_func_clamp_value
@@ -119,10 +125,11 @@ class MoELayer(nn.Module):
 
     @property
     def reads_device(self) -> bool:
-        """Whether a forward without gradients waits for the device, to know how many rows an expert has: then no graph holds it."""
+        """Whether a forward without gradients, of a step of ``equal_lengths``, waits for the device, to know how many rows an expert has:
+        then no graph holds it."""
         experts = self.experts
-        here = isinstance(self.dispatcher, LocalTokenDispatcher | ReplicatedTokenDispatcher) and isinstance(experts, GroupedMLP)
-        return not here or experts.up_bias is not None or not experts.up.is_cuda or experts.dtype != torch.bfloat16
+        on_device = isinstance(experts, GroupedMLP) and experts.up.is_cuda and experts.dtype == torch.bfloat16
+        return not on_device or experts.up_bias is not None
 
     def fp8_obstacle(self) -> str | None:
         """Why an engine cannot keep the experts' weights in fp8; None where it can, or does."""
@@ -147,7 +154,8 @@ class MoELayer(nn.Module):
 
     def forward(self, x_TD: Tensor, step: Step) -> tuple[Tensor, Aux | None]:
         """[T, D] -> ([T, D], losses and counts; None outside training)."""
-        overlaps = self.router.config.moe_shared_expert_overlap and isinstance(self.dispatcher, MoEAlltoAllTokenDispatcher)
+        dispatcher = self._equal_dispatcher if step.equal_lengths else self.dispatcher
+        overlaps = self.router.config.moe_shared_expert_overlap and isinstance(dispatcher, MoEAlltoAllTokenDispatcher)
         shared_TD = None if overlaps else self._shared(x_TD, step)
         routed_TD = copy_to_tensor_model_parallel_region(x_TD, self.replicas)
         routing, losses = self.router(routed_TD, step)
@@ -160,12 +168,12 @@ class MoELayer(nn.Module):
             routed_TD, routing = _weighted(routed_TD, routing)
         if overlaps:
             computed: list[Tensor | None] = []
-            sent = self.dispatcher.dispatch(routed_TD, routing, lambda: computed.append(self._shared(x_TD, step)))
+            sent = dispatcher.dispatch(routed_TD, routing, lambda: computed.append(self._shared(x_TD, step)))
             (shared_TD,) = computed
         else:
-            sent = self.dispatcher.dispatch(routed_TD, routing)
+            sent = dispatcher.dispatch(routed_TD, routing)
         rows_RD = self._compute(sent.rows_RD, sent.ends_N, sent.weights_R)
-        y_TD = reduce_from_tensor_model_parallel_region(self.dispatcher.combine(rows_RD, sent, routing), self.replicas)
+        y_TD = reduce_from_tensor_model_parallel_region(dispatcher.combine(rows_RD, sent, routing), self.replicas)
         y_TD = y_TD if self.latent_up is None else self.latent_up(y_TD)
         y_TD = y_TD if shared_TD is None else y_TD + shared_TD
         if not (self.training and torch.is_grad_enabled()):

@@ -51,6 +51,8 @@ class Step:
     """The same for layers with a window, where these have a base of their own; None where they share ``rotary``."""
     valid: Tensor | None = None
     """[T] bool, False at padding, which feed-forwards may skip; None where every token is real."""
+    equal_lengths: bool = False
+    """Whether the ranks that exchange tokens all have T of them, padding included; then none has to ask."""
     counts: Mapping[int, Tensor] = field(default_factory=dict)
     """By layer, what it counted on this rank in the micro-batches of the global batch before this one (``mcore_parallel.models.Aux``);
     empty unless a layer reads it."""
