@@ -35,6 +35,9 @@ from mcore_parallel import ParallelPlan, ProcessGroups, named_shards
 from mcore_parallel.data import ByteTokenizer
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_rl import MegatronLocal
+from tests.support.decode_graphs import serve_as_on_a_gpu
+from tests.support.mixtures import compare_records
+from tests.support.world import run
 
 World = Callable[..., list[Any]]
 CONFIG = TransformerConfig(
@@ -119,6 +122,95 @@ def test_two_ranks_with_uneven_load_give_the_tokens_of_one_process(world: World,
     assert stats["generated_tokens"] == sum(map(sum, two))
 
 
+SPLIT = {
+    "tp2-ep4": (ParallelPlan(tp=2, dp=2, ep=4, etp=1, sequence_parallel=False), {"num_moe_experts": 8}),
+    "tp2-ep2-etp2": (ParallelPlan(tp=2, dp=2, ep=2, etp=2, sequence_parallel=False), {"moe_token_dispatcher_type": "allgather"}),
+    "pp2-ep2": (ParallelPlan(pp=2, dp=2, ep=2), {}),
+}
+
+
+# -- recorded steps ------------------------------------------------------------------------------------------------------
+
+
+def check_recorded(plan: ParallelPlan, fields: dict[str, Any], options: dict[str, Any], expected: list[list[Answers]]) -> list[Any]:
+    """The sizes that this rank replayed, and its counters."""
+    replayed, routed = serve_as_on_a_gpu(), [0]
+    groups = ProcessGroups.build(plan)
+    engine, place = make_engine(groups, execution=ExecutionConfig(**options), **fields), groups.dp.rank
+
+    def count(_: object, inputs: tuple[Any, ...]) -> None:
+        if inputs[1].equal_lengths:
+            routed[0] += int(inputs[1].valid.sum())
+
+    engine.model.layers["0"].mlp.register_forward_pre_hook(count)
+    for prompts, answers in zip(RECORDED[place], expected[place], strict=True):
+        check_equal(engine, prompts, expected=answers)
+    assert engine.stats()["used_blocks"] == 0
+    sizes, rows = zip(*replayed, strict=True)
+    # Padding goes to no expert.
+    assert routed == [sum(rows)]
+    return [sizes, place, engine.step_count, sum(engine.cuda_graph_request_count_map.values())]
+
+
+RECORDED = [(PROMPTS, [], PROMPTS[:4]), ([], PROMPTS[:1], PROMPTS[3:])]
+"""Prompts of two engines, one idle and then the other; each is preempted when it has five."""
+RECORDED_LAYOUTS = {
+    "ep2": (2, ParallelPlan(dp=2, ep=2), {}),
+    "etp2": (2, ParallelPlan(dp=2, ep=1, etp=2), {}),
+    "tp2-ep4": (4, *SPLIT["tp2-ep4"]),
+}
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+@pytest.mark.parametrize("name", RECORDED_LAYOUTS)
+def test_ranks_replay_recordings_of_the_same_sizes_and_give_the_tokens_of_one_process(name: str, run_ahead: bool) -> None:
+    num_ranks, plan, fields = RECORDED_LAYOUTS[name]
+    expected = [[whole_answers(prompts, **fields) for prompts in rounds] for rounds in RECORDED]
+    inputs = {"plan": plan, "fields": fields, "options": {"run_ahead": run_ahead}, "expected": expected}
+    results = run(check_recorded, num_ranks, **inputs)
+    sizes = results[0][0]
+    assert len(sizes) > 20 and {1, 4} <= set(sizes) and all(result[0] == sizes for result in results)
+    for _, place, num_steps, num_graph_steps in results:
+        # The first engine has most of the steps; dummy ones count nowhere.
+        assert 0 < num_graph_steps < num_steps and (num_graph_steps < len(sizes) or place == 0)
+
+
+def check_recorded_weights() -> tuple[tuple[int, ...], list[int]]:
+    """New weights, and a suspension in the middle of steps that were decided."""
+    fresh = [(shard.name, shard.parameter.detach()) for shard in named_shards(make_engine(ProcessGroups.single(), 1).model)]
+    [long] = make_engine(ProcessGroups.single(), 1).generate(PROMPTS[:1], LONG)
+    replayed = serve_as_on_a_gpu()
+    engine, rank = shared_engine(), dist.get_rank()
+    engine.load_weights(fresh)
+    dist.barrier()
+
+    async def main() -> None:
+        with EngineRunner(engine, lockstep=PATIENT) as runner:
+            if rank == 0:
+                stream = await runner.submit(PROMPTS[0], LONG)
+                await anext(aiter(stream))
+            await asyncio.to_thread(dist.barrier)
+            if rank == 1:
+                await runner.suspend()
+                assert engine.peers is not None and not engine.peers.num_left
+                await runner.resume()
+                await runner.unpause()
+            else:
+                assert (await stream.record()).generated_tokens == long.generated_tokens
+            await asyncio.to_thread(dist.barrier)
+            assert runner.failure is None
+
+    asyncio.run(main())
+    return tuple(size for size, _ in replayed), [engine.step_count, sum(engine.cuda_graph_request_count_map.values())]
+
+
+@pytest.mark.world(2)
+def test_recorded_steps_go_on_after_new_weights_and_a_suspension(world: World) -> None:
+    (one, counts), (two, idle) = world(check_recorded_weights)
+    # One prompt in three steps; all other steps are recorded, also where nothing is to be done.
+    assert one == two and len(one) >= 19 and counts[1] >= counts[0] - 3 and idle == [0, 0]
+
+
 def check_expert_slices() -> None:
     check_equal(make_engine(ProcessGroups.build(ParallelPlan(dp=2, ep=1, etp=2))), PROMPTS[dist.get_rank() :])
 
@@ -152,7 +244,7 @@ def test_no_rank_steps_before_all_have_the_new_weights_and_their_memory(world: W
 
 
 def check_refused() -> None:
-    with pytest.raises(ValueError, match="use_graphs=True needs .* an exchange between ranks"):
+    with pytest.raises(ValueError, match="use_graphs=True: graphs need a GPU, blocks of a multiple of 16 tokens.*leave it at None"):
         shared_engine(execution=ExecutionConfig(use_graphs=True))
     with pytest.raises(ValueError, match=r"drops tokens .*moe_expert_capacity_factor=None"):
         shared_engine(moe_expert_capacity_factor=1.0)
@@ -168,13 +260,6 @@ def check_refused() -> None:
 @pytest.mark.world(2)
 def test_what_ranks_that_share_experts_cannot_do_is_refused_by_name(world: World) -> None:
     world(check_refused)
-
-
-SPLIT = {
-    "tp2-ep4": (ParallelPlan(tp=2, dp=2, ep=4, etp=1, sequence_parallel=False), {"num_moe_experts": 8}),
-    "tp2-ep2-etp2": (ParallelPlan(tp=2, dp=2, ep=2, etp=2, sequence_parallel=False), {"moe_token_dispatcher_type": "allgather"}),
-    "pp2-ep2": (ParallelPlan(pp=2, dp=2, ep=2), {}),
-}
 
 
 # What the two engines are given, first and then.
@@ -318,7 +403,9 @@ def test_runners_of_several_ranks_share_experts(world: World, name: str) -> None
     assert steps[0] == steps[1] and steps[2] == steps[3] and steps[0][1] > 8 < steps[2][1]
 
 
-def check_killed() -> float:
+def check_killed(recorded: bool) -> float:
+    if recorded:
+        serve_as_on_a_gpu()
     engine, rank = shared_engine(3), dist.get_rank()
     slow_down(engine)
     pids = [torch.zeros(1, dtype=torch.int64) for _ in range(3)]
@@ -343,8 +430,9 @@ def check_killed() -> float:
 
 
 @pytest.mark.world(3)
-def test_a_killed_rank_is_named_by_all_others(world: World) -> None:
-    one, _, three = world(check_killed, doomed=(1,))
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_killed_rank_is_named_by_all_others(world: World, recorded: bool) -> None:
+    one, _, three = world(check_killed, doomed=(1,), recorded=recorded)
     assert max(one, three) < 10
 
 
@@ -416,3 +504,75 @@ def check_failed_step() -> None:
 @pytest.mark.world(2)
 def test_a_rank_that_fails_in_the_middle_of_a_step_is_named_by_both(world: World) -> None:
     world(check_failed_step)
+
+
+# -- on GPUs -------------------------------------------------------------------------------------------------------------
+
+ON_GPUS = TransformerConfig(
+    num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=32, vocab_size=128, init_method_std=0.2
+)
+
+
+def check_graphs(plan: ParallelPlan, fields: dict[str, Any]) -> tuple[int, dict[int, int]]:
+    """Tokens compared, and replays."""
+    groups, single = ProcessGroups.build(plan), ProcessGroups.single()
+    experts = moe_feed_forward(MoEConfig(num_moe_experts=8, moe_router_topk=2, **fields))
+    halves = GPTModel(ON_GPUS, single, feed_forward=experts, dtype=torch.bfloat16)
+    reference = GPTModel(ON_GPUS, single, feed_forward=experts, dtype=torch.float64).eval()
+    reference.load_state_dict(halves.state_dict())
+    place = {"device": "cuda", "dtype": torch.bfloat16}
+    sizes = InferenceConfig(max_sequence_length=96, max_requests=8, block_size_tokens=16, num_blocks=64)
+    params = SamplingParams(temperature=0, num_tokens_to_generate=12, ignore_eos=True, return_log_probs=True)
+    prompts = [prompt[:9] for prompt in (*PROMPTS, [5, 4])]
+    # One is idle, then the other, then both work.
+    rounds = [(prompts, [], prompts[:4]), ([], prompts[:1], prompts[3:])][groups.dp.rank]
+    records, replays = [], {}
+    for use_graphs in (True, False):
+        model = GPTModel(ON_GPUS, groups, feed_forward=experts, attention_core=PagedAttention(), **place).eval()
+        engine = DynamicInferenceEngine(
+            model, DynamicInferenceContext.for_model(model, sizes), execution=ExecutionConfig(use_graphs=use_graphs)
+        )
+        records.append([record for texts in rounds for record in engine.generate(texts, params)])
+        replays = replays or engine.cuda_graph_request_count_map
+        dist.barrier()
+        engine.close()
+    return compare_records(reference, [text for texts in rounds for text in texts], *records), replays
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fields", [{}, {"moe_token_dispatcher_type": "allgather"}], ids=["alltoall", "allgather"])
+def test_graphs_of_ranks_that_share_experts_give_the_tokens_of_plain_steps(fields: dict[str, Any]) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    for compared, replays in run(check_graphs, 2, backend="nccl", timeout_s=120.0, plan=ParallelPlan(dp=2, ep=2), fields=fields):
+        assert compared >= 16 and sum(replays.values()) > 20 and set(replays) <= {1, 2, 4, 8}
+
+
+@pytest.mark.gpu
+def test_graphs_of_engines_of_two_ranks_that_share_experts_give_the_tokens_of_plain_steps() -> None:
+    if torch.cuda.device_count() < 4:
+        pytest.skip("needs 4 GPUs")
+    for compared, replays in run(check_graphs, 4, backend="nccl", timeout_s=120.0, plan=SPLIT["tp2-ep4"][0], fields={}):
+        assert compared >= 16 and sum(replays.values()) > 20
+
+
+def check_tensor_parallel_graphs(plan: ParallelPlan) -> int:
+    """Replays of an engine whose ranks hold the same tokens."""
+    experts = moe_feed_forward(MoEConfig(num_moe_experts=8, moe_router_topk=2))
+    place = {"device": "cuda", "dtype": torch.bfloat16}
+    model = GPTModel(ON_GPUS, ProcessGroups.build(plan), feed_forward=experts, attention_core=PagedAttention(), **place).eval()
+    sizes = InferenceConfig(max_sequence_length=96, max_requests=8, block_size_tokens=16, num_blocks=64)
+    engine = DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, sizes))
+    engine.generate(PROMPTS, SamplingParams(temperature=0, num_tokens_to_generate=12, ignore_eos=True))
+    dist.barrier()
+    engine.close()
+    return sum(engine.cuda_graph_request_count_map.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cut", [{"ep": 2, "etp": 1}, {"ep": 1, "etp": 2}], ids=str)
+def test_steps_of_tensor_parallel_mixtures_are_graphs(cut: dict[str, int]) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    plan = ParallelPlan(tp=2, sequence_parallel=False, **cut)
+    assert min(run(check_tensor_parallel_graphs, 2, backend="nccl", timeout_s=120.0, plan=plan)) > 8

@@ -2,24 +2,86 @@
 # Copyright (c) 2026 the mcore authors
 """Decode steps as graphs compute them, where there is no device to record them on."""
 
-import bisect
-from collections import Counter
+import functools
 from collections.abc import Callable
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from mcore_inference.context import HostStep, StepBuilder, StepInputs
+from mcore_inference import PagedAttention
+from mcore_inference.attention import TableRows
+from mcore_inference.context import _step_builder
+from mcore_inference.engine import _executor
+from mcore_inference.engine._decode_graphs import DecodeGraphs
+from mcore_inference.memory import _memory
+from mcore_moe import MoELayer
+from mcore_parallel.nn import Step
 
 
-class StepsOfGraphs:
-    """In place of ``DecodeGraphs``: computes from the tensors that a recording reads, padding included."""
+class EagerRecorder:
+    """In place of ``CudaRecorder``: a replay computes again, from the tensors that the recording read."""
 
-    def __init__(self, compute: Callable[[StepInputs], Tensor], builder: StepBuilder, sizes: list[int]) -> None:
-        self._compute, self._builder, self._sizes = compute, builder, sizes
-        self.request_counts: Counter[int] = Counter()
+    def record(self, compute: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+        result = compute().clone()
+        return lambda: result.copy_(compute()), result
 
-    def run(self, host: HostStep) -> Tensor:
-        size = self._sizes[bisect.bisect_left(self._sizes, len(host.lengths_R))]
-        self._builder.send_decode(host, size)
-        self.request_counts[size] += 1
-        return self._compute(self._builder.decode_inputs(size))[: len(host.lengths_R)]
+
+def record_eagerly() -> None:
+    """From now on engines of this process record by an ``EagerRecorder``, where they would record on a GPU."""
+    _executor.DecodeGraphs = functools.partial(DecodeGraphs, recorder=EagerRecorder)
+
+
+def serve_as_on_a_gpu() -> list[tuple[int, int]]:
+    """From now on engines of this process step on the CPU as on a GPU, in any dtype, recordings included: by block tables and static
+    tensors, attention by a reference in place of the kernels.
+
+    Returns:
+        Of each replay from now on, those of dummy steps included, the recording's rows and those of requests.
+    """
+    record_eagerly()
+    _step_builder.has_attention_kernel = lambda *_: True
+    # Nothing here holds an address.
+    _memory.PlainMemory.keeps_addresses = True
+    MoELayer.reads_device = property(lambda _: False)
+    by_gather = PagedAttention.forward
+
+    def attend(core: PagedAttention, q: Tensor, k: Tensor, v: Tensor, layer: int, step: Step, *, sink: Tensor | None = None) -> Tensor:
+        if step.attention is None or not isinstance(step.attention.rows, TableRows):
+            return by_gather(core, q, k, v, layer, step, sink=sink)
+        cached = step.attention.cache.layer(layer)
+        cached.write(step.attention.slots_T, k, v)
+        return attend_tables(q, cached.keys, cached.values, step.attention.rows)
+
+    PagedAttention.forward = attend
+    replayed: list[tuple[int, int]] = []
+    replay = DecodeGraphs._replay
+
+    def note(graphs: DecodeGraphs, host: _step_builder.HostStep, size: int) -> Tensor:
+        replayed.append((size, len(host.lengths_R)))
+        return replay(graphs, host, size)
+
+    DecodeGraphs._replay = note
+    return replayed
+
+
+def attend_tables(q: Tensor, keys: Tensor, values: Tensor, rows: TableRows) -> Tensor:
+    """Causal attention [T, A, d] of the tokens of each row to its blocks; zeros for rows of padding.
+
+    Args:
+        q: [T, A, d].
+        keys: [slots, K, d].
+        values: as ``keys``.
+        rows: of the step.
+    """
+    out = torch.zeros_like(q)
+    offsets = torch.arange(rows.block_size)
+    starts, contexts = rows.starts_R.tolist(), rows.contexts_R.tolist()
+    for table_B, begin, end, context in zip(rows.tables_RB.long(), starts, starts[1:], contexts, strict=False):
+        if context and end > begin:
+            slots_L = (table_B[:, None] * rows.block_size + offsets).flatten()[:context]
+            visible = torch.arange(context) <= torch.arange(context - (end - begin), context)[:, None]
+            k, v = (x[slots_L].transpose(0, 1) for x in (keys, values))
+            row = F.scaled_dot_product_attention(q[begin:end].transpose(0, 1), k, v, attn_mask=visible, enable_gqa=True)
+            out[begin:end] = row.transpose(0, 1)
+    return out

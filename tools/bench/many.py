@@ -9,12 +9,13 @@ python -m tools.bench.many --gpus 2 --small
 experts: training steps of moe-l6 with its experts over all ranks, again with every eighth expert four times as busy as the average, with
 each expert on two ranks, with two pipeline stages, and on GPUs with the exchange by direct stores, also with busy experts; time and memory
 stand beside ``step_cost`` and ``estimate``. exchange: dispatch and combine of the picks alone, by all-to-all and on GPUs by direct stores,
-beside all-to-alls and copies to the next GPU of as many bytes. serving: one engine over all ranks, then an engine a rank. refit:
+beside all-to-alls and copies to the next GPU of as many bytes. serving: one engine over all ranks, then an engine a rank, then an engine a
+rank whose experts are spread over all (a mixture), with and without recorded steps; "graph_share" is the share of recorded ones. refit:
 from a fully sharded model over all ranks into these engines, and from a mixture with experts over all ranks into engines that share them or
-are split. rl: GRPO with a fully sharded trainer on one half and an engine on each rank
-of the other, by turns and one step off. turns: GRPO of qwen3-8b where every
-GPU trains its share and serves by turns, the optimizer in host memory meanwhile; an iteration beside generation alone and training alone,
-and what handing over the memory takes. killed: an engine a rank under load, one of which is killed. A peer is a command that prints JSON
+are split. rl: GRPO with a fully sharded trainer on one half and an engine on each rank of the other, by turns and one step off. turns: GRPO
+of qwen3-8b where every GPU trains its share and serves by turns, the optimizer in host memory meanwhile; an iteration beside generation
+alone and training alone, and what handing over the memory takes. killed: an engine a rank under load, one of which is killed. A peer is a
+command that prints JSON
 lines; they are kept as they are. ``--small`` is for a machine without GPUs: tiny shapes, ranks on gloo.
 """
 
@@ -35,6 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mcore_inference import DynamicInferenceEngine, ExecutionConfig
 from mcore_moe import MoEConfig, MoELayer, Routing, moe_feed_forward
 from mcore_moe.dispatch import MoEAlltoAllTokenDispatcher, MoEFlexTokenDispatcher, choose_exchange
 from mcore_parallel import ParallelPlan, ProcessGroups
@@ -280,33 +282,62 @@ def exchange(scale: Scale, repeats: int) -> Iterator[dict[str, Any]]:
             }  # fmt: skip
 
 
-def serve(scale: Scale, split: bool, cases: list[tuple[int, int, int]]) -> list[float]:
-    """Seconds of the second of two runs of each case on this rank."""
-    name, groups = _engine(scale, split)
-    engine, _ = build_engine(name, scale.kind, 0.05 if scale.small else _CACHE_GB, groups=groups)
-    times = []
+@dataclass(frozen=True, kw_only=True)
+class ServingRun:
+    """Engines in one layout."""
+
+    layout: str
+    """tp for one engine over all ranks, dp for an engine a rank, ep for those that share experts."""
+    use_graphs: bool | None = None
+
+    def share(self, requests: int, scale: Scale, rank: int) -> int:
+        """Requests of a rank's engine."""
+        if self.layout == "tp":
+            return requests
+        # Of few requests some ranks that share experts have none.
+        return requests // scale.gpus + (self.layout == "ep" and rank < requests % scale.gpus)
+
+    def build(self, scale: Scale) -> DynamicInferenceEngine:
+        """This rank's engine."""
+        name, groups = _engine(scale, split=self.layout == "tp")
+        if self.layout == "ep":
+            name, groups = _mixture(scale), ProcessGroups.build(ParallelPlan(dp=scale.gpus, ep=scale.gpus))
+        memory_gb, execution = 0.05 if scale.small else _CACHE_GB, ExecutionConfig(use_graphs=self.use_graphs)
+        return build_engine(name, scale.kind, memory_gb, groups=groups, execution=execution)[0]
+
+
+def serve(scale: Scale, serving_run: ServingRun, cases: list[tuple[int, int, int]]) -> list[tuple[float, float]]:
+    """Of the second of two runs of each case on this rank: seconds, and the share of its steps that were recorded."""
+    engine, results = serving_run.build(scale), []
     for requests, inputs, outputs in cases:
-        share = requests if split else requests // scale.gpus
+        share = serving_run.share(requests, scale, dist.get_rank())
         run_case(engine, share, inputs, outputs)
         dist.barrier()
-        begin = scale.finish()
+        before, begin = engine.stats(), scale.finish()
         run_case(engine, share, inputs, outputs)
         dist.barrier()
-        times.append(scale.finish() - begin)
-    return times
+        seconds, after = scale.finish() - begin, engine.stats()
+        steps, recorded = (after[name] - before[name] for name in ("steps", "graph_steps"))
+        results.append((seconds, recorded / max(1, steps)))
+    engine.close()
+    return results
 
 
 def serving(scale: Scale) -> Iterator[dict[str, Any]]:
-    """Rows of an engine over all ranks and of an engine a rank."""
+    """Rows of an engine over all ranks, of an engine a rank, and of engines that share experts, with and without graphs."""
     cases = [(4 * scale.gpus, 16, 8)] if scale.small else [(512, 512, 256), (1, 128, 256), (32, 128, 256)]
-    for split in (True, False):
-        fitting = [case for case in cases if split or case[0] >= scale.gpus]
-        ranks = launch(serve, scale.gpus, device=scale.kind, scale=scale, split=split, cases=fitting, timeout_s=200.0)
-        for (requests, inputs, outputs), seconds in zip(fitting, map(max, zip(*ranks, strict=True)), strict=True):
-            made = (requests if split else requests // scale.gpus * scale.gpus) * outputs
+    runs = [ServingRun(layout="tp"), ServingRun(layout="dp"), ServingRun(layout="ep")]
+    for run in runs if scale.small else [*runs, ServingRun(layout="ep", use_graphs=False)]:
+        fitting = [case for case in cases if run.layout != "dp" or case[0] >= scale.gpus]
+        ranks = launch(serve, scale.gpus, device=scale.kind, scale=scale, serving_run=run, cases=fitting, timeout_s=200.0)
+        name = f"{run.layout}{scale.gpus}" + (", no graphs" if run.use_graphs is False else "")
+        for (requests, inputs, outputs), results in zip(fitting, zip(*ranks, strict=True), strict=True):
+            seconds = max(seconds for seconds, _ in results)
+            made = requests if run.layout == "tp" else sum(run.share(requests, scale, rank) for rank in range(scale.gpus))
             yield {
-                "part": "serving", "run": f"{'tp' if split else 'dp'}{scale.gpus}", "requests": requests, "inputs": inputs,
-                "outputs": outputs, "ms_per_token": round(seconds / outputs * 1e3, 3), "out_tok_s": round(made / seconds),
+                "part": "serving", "run": name, "model": _mixture(scale) if run.layout == "ep" else _engine_model(scale),
+                "requests": requests, "inputs": inputs, "outputs": outputs, "ms_per_token": round(seconds / outputs * 1e3, 3),
+                "out_tok_s": round(made * outputs / seconds), "graph_share": round(max(share for _, share in results), 3),
             }  # fmt: skip
 
 
@@ -379,7 +410,16 @@ def refits(scale: Scale) -> Iterator[dict[str, Any]]:
 def _engine(scale: Scale, split: bool) -> tuple[str, ProcessGroups]:
     """The served model, and the layout of the engine of this rank."""
     groups = ProcessGroups.build(ParallelPlan(tp=scale.gpus, sequence_parallel=False)) if split else ProcessGroups.single()
-    return "tiny" if scale.small else "qwen3-8b", groups
+    return _engine_model(scale), groups
+
+
+def _engine_model(scale: Scale) -> str:
+    return "tiny" if scale.small else "qwen3-8b"
+
+
+def _mixture(scale: Scale) -> str:
+    """The served model with experts."""
+    return "tiny-mixture" if scale.small else "qwen3-30b-a3b-l12"
 
 
 def _work(sizes: Mapping[str, Work], arguments: argparse.Namespace) -> Work:

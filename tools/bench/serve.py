@@ -32,7 +32,14 @@ from typing import Any, Literal
 
 import torch
 
-from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, InferenceConfig, PagedAttention, SamplingParams
+from mcore_inference import (
+    DynamicInferenceContext,
+    DynamicInferenceEngine,
+    ExecutionConfig,
+    InferenceConfig,
+    PagedAttention,
+    SamplingParams,
+)
 from mcore_inference.text import Tokenizer
 from mcore_moe import MoEConfig, moe_feed_forward
 from mcore_parallel import ProcessGroups
@@ -80,6 +87,7 @@ def build(
     tokenizer: Tokenizer | None = None,
     *,
     batch_invariant: bool = False,
+    execution: ExecutionConfig | None = None,
 ) -> tuple[DynamicInferenceEngine, float]:
     """An engine over random weights, and the seconds until its first token."""
     begun = time.perf_counter()
@@ -111,7 +119,7 @@ def build(
         kv_cache_dtype=kv_cache_dtype,
         weight_dtype=weight_dtype,
     )
-    engine = DynamicInferenceEngine(net, DynamicInferenceContext.for_model(net, sizes), tokenizer)
+    engine = DynamicInferenceEngine(net, DynamicInferenceContext.for_model(net, sizes), tokenizer, execution=execution)
     engine.generate([[1, 2, 3]], SamplingParams(num_tokens_to_generate=2))
     return engine, time.perf_counter() - begun
 

@@ -74,5 +74,5 @@ def test_the_whole_command_runs_on_two_ranks(monkeypatch: pytest.MonkeyPatch, tm
     runs = [row["run"] for row in rows if row["part"] == "experts"]
     assert runs == ["ep2", "ep2, skewed", "ep1 etp2", "ep1 pp2"]
     assert {row["part"] for row in rows} == {"experts", "exchange", "serving", "refit", "rl", "turns", "killed"}
-    assert [row["run"] for row in rows if row["part"] == "serving"] == ["tp2", "dp2"]
+    assert [row["run"] for row in rows if row["part"] == "serving"] == ["tp2", "dp2", "ep2"]
     assert [row["run"] for row in rows if row["part"] == "refit"] == ["fsdp2 to tp2", "fsdp2 to dp2", "ep2 to ep2", "ep2 to tp2"]

@@ -25,7 +25,7 @@ from mcore_parallel import ProcessGroups
 from mcore_parallel.backends import choose_backend
 from mcore_parallel.models import GPTModel, ModelOutput, TransformerConfig
 from mcore_parallel.nn import Step
-from tests.support.decode_graphs import StepsOfGraphs
+from tests.support.decode_graphs import record_eagerly
 from tests.support.interpreter import round_dots_once, run_interpreted
 
 SMALL = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=90, init_method_std=0.3)
@@ -155,7 +155,6 @@ def test_blocks_without_a_kernel_are_refused_by_name_on_a_gpu() -> None:
 
 if __name__ == "__main__":
     from mcore_inference.attention import _core
-    from mcore_inference.engine import _executor
     from mcore_inference.sampling import _sampler
     from mcore_parallel.nn.attention import _batch_invariant as attention
     from mcore_parallel.tensor_parallel import _batch_invariant as rows
@@ -164,7 +163,7 @@ if __name__ == "__main__":
     round_dots_once()
     _core.has_kernels = _sampler.has_kernels = lambda *_: True
     rows.has_row_kernels = attention.has_row_kernels = lambda _: True
-    _executor.DecodeGraphs = StepsOfGraphs
+    record_eagerly()
     here = {"device": "cpu", "dtype": torch.float32}
     small = dataclasses.replace(SMALL, **{**VARIANTS["window and sinks"], "window_attn_skip_freq": None})
     check_trainer(small, here, 2, check_company(small, here, 2, 4, ((None, {"max_tokens": 20, "enable_prefix_caching": True}),)))

@@ -36,6 +36,14 @@ HALF = "ep rank 1 has weights of a load that failed half-way; repeat it"
         # The shortest patience, and the longest work.
         ([Vote(True, None, 3, max_steps=20, num_left=4), Vote(True, None, 3, max_steps=9, num_left=7)], Decision(True, num_steps=7)),
         ([Vote(True, None, 3, max_steps=20, num_left=40), Vote(False, None, 3, max_steps=9, num_left=90)], Decision(True, num_steps=9)),
+        # The recording that holds the most rows of any rank, or none where a rank has none of that size, or another step.
+        (
+            [Vote(True, None, 3, graph_rows=4, max_graph_rows=8), Vote(False, None, 3, graph_rows=1, max_graph_rows=8)],
+            Decision(True, graph_rows=4),
+        ),
+        ([Vote(False, None, 3, graph_rows=1, max_graph_rows=4), Vote(True, None, 3, graph_rows=8, max_graph_rows=8)], Decision(True)),
+        ([Vote(True, None, 3, graph_rows=4, max_graph_rows=8), Vote(True, None, 3, max_graph_rows=8)], Decision(True)),
+        ([Vote(False, None, 3, graph_rows=1, max_graph_rows=8), Vote(False, None, 3, graph_rows=1, max_graph_rows=8)], Decision(False)),
         # Steps go on until all are to load.
         ([Vote(True, None, 3, 4, "keep"), Vote(False, None, 3)], Decision(True, missing=(1,))),
         ([Vote(True, None, 3, 4, "keep"), Vote(False, "is paused", 2, 4, "keep")], Decision(False, loads=True)),

@@ -21,7 +21,7 @@ from mcore_inference import (
 from mcore_parallel import ProcessGroups
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.nn import GatedDeltaNetConfig, LatentAttentionConfig, MambaConfig, Step
-from tests.support.decode_graphs import StepsOfGraphs
+from tests.support.decode_graphs import record_eagerly
 from tests.support.interpreter import run_interpreted
 
 LATENT = LatentAttentionConfig(q_lora_rank=10, kv_lora_rank=8, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
@@ -100,13 +100,12 @@ def test_graphs_give_the_tokens_of_whole_sequences_at_real_sizes(kind: str, use_
 
 if __name__ == "__main__":
     from mcore_inference.attention import _core
-    from mcore_inference.engine import _executor
     from mcore_parallel.nn.mixers import _linear_mixer
 
     # The kernels of this test in the interpreter; all else stays with torch.
     _core.has_kernels = lambda *_: True
     _linear_mixer.has_kernel = lambda _: True
-    _executor.DecodeGraphs = StepsOfGraphs
+    record_eagerly()
     for each in ("delta net", "both"):
         check(KINDS[each], "cpu", torch.float32, 1e-3, use_graphs=None)
     print("same")

@@ -4,12 +4,16 @@
 
 import json
 import logging
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, ExecutionConfig, InferenceConfig, SamplingParams
+from mcore_inference.engine._process_age import process_age_s
 from mcore_inference.engine._step_log import COUNTERS
 
 
@@ -34,6 +38,7 @@ def test_lines_add_up_to_the_counters_of_the_engine(
     # One prompt of nine tokens, the last token of the two others, and eighteen tokens of each that are fed back.
     assert sum(line["computed_tokens"] for line in lines) == stats["computed_tokens"] == 9 + 1 + 1 + 3 * 18
     assert stats["generated_tokens"] == 3 * 19
+    assert 0 < lines[0]["seconds_to_first_token"] == stats["seconds_to_first_token"] <= process_age_s()
     assert lines[1]["running_requests"] == 3 and lines[1]["total_blocks"] == 40
 
 
@@ -44,3 +49,11 @@ def test_nothing_is_written_unless_asked_for(make_model: Callable[..., Any], cap
     for bad in (0, True, 1.5):
         with pytest.raises(ValueError, match="log_interval_steps="):
             ExecutionConfig(log_interval_steps=bad)  # type: ignore[arg-type]
+
+
+def test_the_age_of_a_process_counts_from_its_start() -> None:
+    code = "import time; time.sleep(0.3)\nfrom mcore_inference.engine._process_age import process_age_s\nprint(process_age_s())"
+    begun = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    # Ticks of 1/100 s.
+    assert 0.29 < float(done.stdout) < time.monotonic() - begun + 0.02

@@ -120,15 +120,26 @@ class EngineCapability:
             _check_class(f"{name}.core", layer.mixer.core, self.cores, "build the model with attention_core=PagedAttention()")
 
 
-def records_graphs(model: GPTModel) -> bool:
-    """Whether a graph can hold a step of the model.
+def graph_obstacle(model: GPTModel) -> str | None:
+    """Why no graph can hold a decode step of the model, and the remedy; None where one can.
 
     No feed-forward reads numbers of the device, as some with experts do (their ``reads_device``) and those whose experts have a capacity,
     which rows of padding would take; single tokens of recurrent layers are one kernel; and no stage waits for another.
     """
-    layers = [layer for layer in model.layers.values() if isinstance(layer, TransformerLayer)]
-    alone = model.groups.pp.size == 1 and all(_is_recorded(layer.mixer) for layer in layers)
-    return alone and all(layer.mlp is None or type(layer.mlp) is MLP or _stays_on_device(layer.mlp) for layer in layers)
+    if model.groups.pp.size > 1:
+        return f"stages of pp={model.groups.pp.size} wait for each other; serve with pp=1"
+    for number, layer in model.layers.items():
+        assert isinstance(layer, TransformerLayer)
+        if not _is_recorded(layer.mixer):
+            return (
+                f"layers.{number} is a {type(layer.mixer).__name__} of sizes without a decode kernel; use fewer channels of a head's state"
+            )
+        if layer.mlp is not None and type(layer.mlp) is not MLP and not _stays_on_device(layer.mlp):
+            return (
+                f"layers.{number}.mlp is a {type(layer.mlp).__name__} that reads numbers of rows back to the host; build the model in "
+                "bfloat16 on a GPU, without biases of experts, and with backend=None"
+            )
+    return None
 
 
 def _is_recorded(mixer: nn.Module | None) -> bool:

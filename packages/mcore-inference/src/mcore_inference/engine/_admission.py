@@ -32,15 +32,29 @@ class Admission:
         """Queue a request; one that was preempted comes back to its place."""
         bisect.insort(self.waiting, entry, key=lambda other: other.rank)
 
-    def plan(self) -> StepPlan:
-        """The next step, without requests that only wait for their last results."""
-        running = [entry for entry in self.running if entry.num_left or self._is_computing(entry)]
+    def plan(self, *, admits: bool = True) -> StepPlan:
+        """The next step, without requests that only wait for their last results.
+
+        Args:
+            admits: False where no waiting request may join.
+        """
+        running = self._going_on()
         limits = self._context.limits()
         # What only waits for its results holds a place still.
         limits = dataclasses.replace(limits, max_requests=limits.max_requests - len(self.running) + len(running))
         views = [self.view(entry) for entry in running]
-        waiting = (self._waiting_view(entry) for entry in self.waiting if entry.has_begun or not self.holds_queue)
+        queue = self.waiting if admits else []
+        waiting = (self._waiting_view(entry) for entry in queue if entry.has_begun or not self.holds_queue)
         return plan_step(views, waiting, limits, self._context.freed_by)
+
+    @property
+    def next_only_decodes(self) -> bool:
+        """Whether the next step computes one drawn token of each of its requests."""
+        return all(self.decodes(entry) for entry in self._going_on()) and not (self.waiting and self.plan().admitted)
+
+    def _going_on(self) -> list[ActiveRequest]:
+        """Running requests with something to compute."""
+        return [entry for entry in self.running if entry.num_left or self._is_computing(entry)]
 
     def view(self, entry: ActiveRequest) -> RequestView:
         """A running request as the scheduler sees it."""

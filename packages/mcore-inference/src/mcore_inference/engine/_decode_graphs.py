@@ -5,6 +5,7 @@
 import bisect
 from collections import Counter
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from mcore_inference.context import HostStep, StepBuilder, StepInputs
 from mcore_inference.scheduling import CUDAGraphBatchDimensionBuilder
 
-__all__ = ["DecodeGraphs", "graph_sizes"]
+__all__ = ["CudaRecorder", "DecodeGraphs", "Recorder", "graph_sizes"]
 
 _WARM_UP_RUNS = 2
 
@@ -40,8 +41,40 @@ def graph_sizes(max_requests: int, num_graphs: int | None = None) -> list[int]:
     return [*(size for size in steps if size < max_requests), max_requests]
 
 
+class Recorder(Protocol):
+    """Turns a computation into one that is replayed."""
+
+    def record(self, compute: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+        """What replays it, from the tensors that it read then, and where each replay leaves its result."""
+        ...
+
+
+class CudaRecorder:
+    """Records CUDA graphs, all in one pool of memory."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, compute: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+        """As of ``Recorder``; it runs twice before."""
+        # Here, for an import that is faster where nothing is recorded.
+        from mcore_parallel.graphs import collection_paused
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UP_RUNS):
+                compute()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, NCCL's watchdog and those of a server, go on; a collection here would free recordings of an engine that is gone.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"), collection_paused():
+            result = compute()
+        return graph.replay, result
+
+
 class DecodeGraphs:
-    """Recordings of a model's decode step, made when they are first needed, in one pool of memory.
+    """Recordings of a model's decode step, made when they are first needed.
 
     The weights, the cache and the tensors of the step stay where they are; new weights are copied into the old ones.
 
@@ -49,58 +82,71 @@ class DecodeGraphs:
         compute: logits [R, V] of the step's rows; it neither waits for the device nor reads from it.
         builder: of the steps.
         sizes: numbers of rows, rising.
+        recorder: makes the recordings of one pool of memory; called again when that is given back.
     """
 
-    def __init__(self, compute: Callable[[StepInputs], Tensor], builder: StepBuilder, sizes: list[int]) -> None:
-        self._compute, self._builder, self._sizes = compute, builder, sizes
-        self._recorded: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._pool = torch.cuda.graph_pool_handle()
+    def __init__(
+        self,
+        compute: Callable[[StepInputs], Tensor],
+        builder: StepBuilder,
+        sizes: list[int],
+        recorder: Callable[[], Recorder] = CudaRecorder,
+    ) -> None:
+        self._compute, self._builder, self._sizes, self._make_recorder = compute, builder, sizes, recorder
+        self._recorded: dict[int, tuple[Callable[[], object], Tensor]] = {}
+        self._recorder = recorder()
         self.request_counts: Counter[int] = Counter()
-        """Recorded number of rows to how often it was replayed."""
+        """Recorded number of rows to how often it was replayed for requests."""
 
-    def run(self, host: HostStep) -> Tensor | None:
-        """Logits [R, V] of a step of R rows of one token each, overwritten by the next run; None for more rows than any recording has."""
+    @property
+    def max_rows(self) -> int:
+        """Rows of the largest recording."""
+        return self._sizes[-1]
+
+    def padded(self, num_rows: int) -> int | None:
+        """Rows of the smallest recording that holds so many; None where none does."""
+        place = bisect.bisect_left(self._sizes, num_rows)
+        return None if place == len(self._sizes) else self._sizes[place]
+
+    def run(self, host: HostStep, size: int | None = None) -> Tensor | None:
+        """Logits [R, V] of a step of R rows of one token each, overwritten by the next run; None for more rows than any recording has.
+
+        Args:
+            host: the step.
+            size: rows of the recording, at least R; None for the smallest that holds them.
+        """
         real = len(host.lengths_R)
-        place = bisect.bisect_left(self._sizes, real)
-        if place == len(self._sizes):
+        size = self.padded(real) if size is None else size
+        if size is None:
             return None
-        size = self._sizes[place]
-        if size not in self._recorded:
-            self.record(size)
-        graph, logits = self._recorded[size]
-        self._builder.send_decode(host, size)
-        graph.replay()
+        logits_RV = self._replay(host, size)
         self.request_counts[size] += 1
-        return logits[:real]
+        return logits_RV[:real]
+
+    def run_padding(self, size: int) -> None:
+        """Replay the recording of so many rows with nothing but padding, for ranks that exchange tokens with this one."""
+        self._replay(self._padding(), size)
 
     def record(self, size: int) -> None:
         """Record the step of ``size`` rows of padding."""
-        # Here, for an import that is faster where nothing is recorded.
-        from mcore_parallel.graphs import collection_paused
-
-        nothing = np.zeros(0, dtype=np.int64)
-        tables = np.zeros((0, self._builder.max_blocks), dtype=np.int64)
-        padding = HostStep(tokens_T=nothing, lengths_R=nothing, cached_R=nothing, tables_RB=tables, lines_R=nothing)
-        self._builder.send_decode(padding, size)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_UP_RUNS):
-                self._compute(self._builder.decode_inputs(size))
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads, NCCL's watchdog and those of a server, go on; a collection here would free recordings of an engine that is gone.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"), collection_paused():
-            logits = self._compute(self._builder.decode_inputs(size))
-        self._recorded[size] = graph, logits
+        self._builder.send_decode(self._padding(), size)
+        self._recorded[size] = self._recorder.record(lambda: self._compute(self._builder.decode_inputs(size)))
 
     def clear(self) -> None:
         """Forget the recordings, and give their memory back: the cache moves."""
         self._recorded.clear()
-        self._pool = torch.cuda.graph_pool_handle()
+        self._recorder = self._make_recorder()
 
-    def record_all(self) -> None:
-        """Record every size, the largest first: smaller ones fit into its memory."""
-        for size in reversed(self._sizes):
-            if size not in self._recorded:
-                self.record(size)
+    def _replay(self, host: HostStep, size: int) -> Tensor:
+        if size not in self._recorded:
+            self.record(size)
+        replay, logits_RV = self._recorded[size]
+        self._builder.send_decode(host, size)
+        replay()
+        return logits_RV
+
+    def _padding(self) -> HostStep:
+        """A step without rows."""
+        nothing = np.zeros(0, dtype=np.int64)
+        tables = np.zeros((0, self._builder.max_blocks), dtype=np.int64)
+        return HostStep(tokens_T=nothing, lengths_R=nothing, cached_R=nothing, tables_RB=tables, lines_R=nothing)

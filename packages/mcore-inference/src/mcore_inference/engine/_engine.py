@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """The engine: continuous batching of requests over one model."""
 
+import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,6 +29,7 @@ from mcore_inference.engine._expert_peers import ExpertPeers
 from mcore_inference.engine._expert_votes import Vote
 from mcore_inference.engine._intake import Intake
 from mcore_inference.engine._offline import completions_of, run_to_end, settings_of
+from mcore_inference.engine._process_age import process_age_s
 from mcore_inference.engine._shared_steps import SharedSteps, StepsTogether
 from mcore_inference.engine._step_log import StepLog
 from mcore_inference.engine._verification import Draw, NgramProposals, Verification
@@ -110,6 +112,7 @@ class DynamicInferenceEngine:
         self._arrivals = itertools.count()
         self._in_flight: InFlight | None = None
         self._num_generated = 0
+        self._seconds_to_first_token = 0.0
         execution = ExecutionConfig() if execution is None else execution
         on_gpu = context.device.type == "cuda"
         self._speculates = execution.speculation is not None
@@ -243,7 +246,7 @@ class DynamicInferenceEngine:
                 ``take_finished`` or the next step returns them. The others go on.
         """
         if self._shared_steps is not None:
-            self._shared_steps.run(self._vote(), self._advance if self._entries else None)
+            self._shared_steps.run(self._vote_on_graphs(self._vote()), self._advance if self._entries else None)
             return self.take_finished()
         if self.is_suspended:
             raise RuntimeError("the engine is suspended; call resume() first")
@@ -263,6 +266,17 @@ class DynamicInferenceEngine:
         num_left = max_steps if self.num_waiting else 1 + max((entry.num_left for entry in self._admission.running), default=0)
         weights = self.weight_version if self.weights.are_complete else -1
         return Vote(self._has_own_work, hold, weights, version, policy, max_steps, num_left)
+
+    def _vote_on_graphs(self, vote: Vote) -> Vote:
+        """The vote, and which recordings hold the next steps of this rank."""
+        graphs = self._executor.graphs
+        assert self.peers is not None, "nobody else asks"
+        # Whether a step has proposals is known only when it begins.
+        if graphs is None or self._speculates or self.peers.num_left:
+            return vote
+        rows = graphs.padded(len(self._admission.running)) if self._admission.next_only_decodes else None
+        # Without a recording there is a prompt: it is over in a step or a few.
+        return dataclasses.replace(vote, graph_rows=rows, max_graph_rows=graphs.max_rows, max_steps=1 if rows is None else vote.max_steps)
 
     @internal_api
     def hold_steps(self, reason: str | None) -> None:
@@ -286,18 +300,22 @@ class DynamicInferenceEngine:
             self._shared_steps.finish(self._vote)
 
     def _advance(self) -> None:
-        """Plan a step and launch it, and take the results of the one before."""
+        """Plan a step and launch it, and take the results of the one before.
+
+        In a recording whose size ranks agreed on are requests that decode alone; prompts wait for the next vote.
+        """
+        admits = self._executor.agreed_rows is None
         blamed = list(self._entries.values())
         try:
             drafts = self._verification.propose() if self._speculates else {}
-            batch = None if drafts else self._decoding()
+            batch = None if drafts else self._decoding(admits)
             if batch is not None and self.context.extend_lines(batch.lines_R):
                 blamed = batch.entries
                 self._go_on(lambda: self._executor.decode(batch))
             else:
                 # Its rows would lag behind what this step draws.
                 self._batch = None
-                plan = self._plan(drafts)
+                plan = self._plan(drafts, admits)
                 blamed = [self._entries[item.request_id] for item in plan.work]
                 for request_id in plan.preempted:
                     self._admission.preempt(self._entries[request_id])
@@ -351,7 +369,8 @@ class DynamicInferenceEngine:
             self.take_finished()
 
     def stats(self) -> dict[str, float]:
-        """Counters and the state of the cache, for metrics."""
+        """Counters and the state of the cache, for metrics. ``seconds_to_first_token`` is the age of this process when the engine drew its
+        first token, 0 before."""
         return {
             "steps": self.step_count,
             "computed_tokens": self._executor.num_computed,
@@ -362,6 +381,7 @@ class DynamicInferenceEngine:
             "accepted_tokens": self.num_accepted,
             "prefix_cache_queries": self._admission.num_looked_up,
             "prefix_cache_hits": self._admission.num_found,
+            "seconds_to_first_token": self._seconds_to_first_token,
             "weight_version": self.weight_version,
             "running_requests": len(self._admission.running),
             "waiting_requests": self.num_waiting,
@@ -460,6 +480,8 @@ class DynamicInferenceEngine:
         """
         if self.is_suspended:
             return
+        # A recording that others wait in writes to the cache, be it padding.
+        self.finish_steps()
         memory = self.context.memory
         if memory.keeps_contents:
             self._read_results()
@@ -518,10 +540,10 @@ class DynamicInferenceEngine:
         if launch is not None and self._log is not None:
             self._log.note(self.step_count)
 
-    def _decoding(self) -> DecodeBatch | None:
+    def _decoding(self, admits: bool) -> DecodeBatch | None:
         """The running requests as one batch, when all of them decode and nobody can join."""
         running = self._admission.running
-        if self.num_waiting and len(running) < self.context.max_requests:
+        if admits and self.num_waiting and len(running) < self.context.max_requests:
             return None
         if self._batch is None or not self._batch.steps_left:
             self._batch = None
@@ -531,17 +553,18 @@ class DynamicInferenceEngine:
                 self._batch = DecodeBatch(going_on, self.context, self.vocab_size)
         return self._batch
 
-    def _plan(self, drafts: Mapping[int, int]) -> StepPlan:
+    def _plan(self, drafts: Mapping[int, int], admits: bool) -> StepPlan:
         if any(entry.needs_history for entry in self._admission.running):
             self._read_results()
-        plan = self._admission.plan()
+        plan = self._admission.plan(admits=admits)
         if plan.preempted and self._in_flight is not None:
             # What is preempted is computed again from tokens that the host knows.
             self._read_results()
-            plan = self._admission.plan()
+            plan = self._admission.plan(admits=admits)
         if drafts:
             plan = self._verification.grant(plan, drafts)
-        assert plan.work or self._in_flight or not self._entries or self._admission.holds_queue, "what was accepted can always advance"
+        held = self._admission.holds_queue or not admits
+        assert plan.work or self._in_flight or not self._entries or held, "what was accepted can always advance"
         return plan
 
     def _read_results(self) -> None:
@@ -570,6 +593,8 @@ class DynamicInferenceEngine:
                 self._end(entry, FinishReason.LENGTH)
 
     def _append(self, entry: ActiveRequest, draw: Draw) -> None:
+        if not self._num_generated:
+            self._seconds_to_first_token = process_age_s()
         self._num_generated += draw[0] >= 0
         if (end := entry.append(*draw)) is not None:
             self._end(entry, *end)

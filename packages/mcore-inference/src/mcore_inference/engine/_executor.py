@@ -3,15 +3,17 @@
 """Runs the steps of an engine on the device; it never waits for results."""
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
-from mcore_inference._capability import records_graphs, shares_experts
+from mcore_inference._capability import graph_obstacle, shares_experts
 from mcore_inference._fields import as_integer
 from mcore_inference._stability import experimental_api
+from mcore_inference.attention import TableRows
 from mcore_inference.context import DynamicInferenceContext, HostStep, StepInputs
 from mcore_inference.decoder import FusedDecoder
 from mcore_inference.engine._active_request import ActiveRequest
@@ -26,6 +28,8 @@ from mcore_parallel.backends import TorchBackend
 from mcore_parallel.comm import all_gather
 from mcore_parallel.models import GPTModel, ModelOutput
 from mcore_parallel.nn import Step
+
+_LOG = logging.getLogger("mcore_inference.engine")
 
 
 @experimental_api
@@ -138,16 +142,17 @@ class Executor:
         """Passes through the model that began, and that ended."""
         self._batch_invariant = isinstance(model.backend, TorchBackend) and model.backend.batch_invariant
         self._sampler = Sampler(context.builder.last_tokens, vocab_size, batch_invariant=self._batch_invariant)
-        can_record = context.builder.has_kernel and records_graphs(model)
-        if execution.use_graphs and not can_record:
-            raise ValueError(
-                "use_graphs=True needs a GPU, blocks of a multiple of 16 tokens, a dtype of 16 or 32 bits, pp=1, and latents and states "
-                "of sizes that have kernels; experts must be bfloat16 without biases, capacity and an exchange between ranks; "
-                "leave it at None"
-            )
+        self._shares_experts = shares_experts(model)
+        self.agreed_rows: int | None = None
+        """Of ranks that share experts, rows of the recording that all replay in this step; None for a step without one."""
+        obstacle = self._graph_obstacle()
+        if execution.use_graphs and obstacle is not None:
+            raise ValueError(f"use_graphs=True: {obstacle}; or leave it at None")
+        if obstacle is not None and context.device.type == "cuda" and execution.use_graphs is None:
+            _LOG.warning("steps are launched kernel by kernel, without CUDA graphs: %s", obstacle)
         if execution.speculation is not None and context.states is not None:
             raise ValueError("speculation takes rejected tokens back, which recurrent states cannot; leave it at None for this model")
-        if shares_experts(model) and isinstance(execution.speculation, MtpSpeculation):
+        if self._shares_experts and isinstance(execution.speculation, MtpSpeculation):
             raise ValueError(
                 f"MtpSpeculation runs the experts of its heads at times of its own, and ep={model.groups.ep.size} etp="
                 f"{model.groups.expt_tp.size} share experts with ranks that do not; leave speculation at None, or NgramSpeculation"
@@ -165,7 +170,7 @@ class Executor:
             else ModelDrafts(model, context, speculation, vocab_size)
         )
         """Heads that propose tokens."""
-        if can_record and self.drafts is None and execution.use_graphs is not False:
+        if obstacle is None and self.drafts is None and execution.use_graphs is not False:
             self.graphs = DecodeGraphs(self._decode_logits, context.builder, graph_sizes(context.max_requests, execution.num_cuda_graphs))
 
     def run(self, work: Sequence[tuple[ActiveRequest, Work]]) -> InFlight:
@@ -256,8 +261,8 @@ class Executor:
         """Logits [N, V] of these tokens of the step, over the whole vocabulary on every tp rank."""
         num_tokens, builder = len(host.tokens_T), self._context.builder
         self.num_computed += num_tokens
-        if self.graphs is not None and num_tokens == len(host.lengths_R):
-            logits_RV = self.graphs.run(host)
+        if self.graphs is not None and num_tokens == len(host.lengths_R) and (self.agreed_rows is not None or not self._shares_experts):
+            logits_RV = self.graphs.run(host, self.agreed_rows)
             if logits_RV is not None:
                 return logits_RV if len(rows) == num_tokens else logits_RV[builder.send(rows)]
         inputs = builder.build(host)
@@ -273,8 +278,27 @@ class Executor:
         output = self._output(inputs)
         return all_gather(output.logits(builder.send(rows)), self._model.groups.tp, dim=1)
 
+    def run_padding(self) -> None:
+        """The exchanges of a step of ``agreed_rows`` on a rank without work. Cache, counters and random numbers stay as they are."""
+        assert self.graphs is not None and self.agreed_rows is not None, "ranks agree on rows where all of them have recordings"
+        self.graphs.run_padding(self.agreed_rows)
+
+    def _graph_obstacle(self) -> str | None:
+        """Why no decode step is recorded, and the remedy; None where they are."""
+        context = self._context
+        if not context.builder.has_kernel:
+            return (
+                "graphs need a GPU, blocks of a multiple of 16 tokens, a dtype of 16 or 32 bits, and latents and states of sizes that have "
+                "kernels"
+            )
+        if self._shares_experts and not context.memory.keeps_addresses:
+            return "ranks that share experts record together, and this cache moves when it is suspended; use a GPU with NVIDIA's driver"
+        return graph_obstacle(self._model)
+
     def _decode_logits(self, inputs: StepInputs) -> Tensor:
         """Logits [R, V] of a step of one token a row."""
+        if self._shares_experts:
+            inputs = dataclasses.replace(inputs, step=_of_equal_lengths(inputs.step))
         if self._decoder is not None:
             return self._decoder.logits(inputs.tokens_T, self._recorded(inputs.step))
         return all_gather(self._output(inputs).logits(), self._model.groups.tp, dim=1)
@@ -312,3 +336,10 @@ class Executor:
             scores_RV = logits_RV[:, : self._vocab_size] if adjusted_RV is None else adjusted_RV
             adjusted_RV = keep_allowed(scores_RV, rows_G, self._context.builder.send_words(words_GW))
         return self._sampler.draw(logits_RV, rows, adjusted_RV)
+
+
+def _of_equal_lengths(step: Step) -> Step:
+    """A step of as many rows as the other ranks have, whose padding goes to no expert."""
+    rows = step.attention.rows
+    assert isinstance(rows, TableRows), "recorded steps run by the kernels"
+    return dataclasses.replace(step, equal_lengths=True, valid=rows.contexts_R > 0)

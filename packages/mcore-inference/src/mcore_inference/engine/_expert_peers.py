@@ -21,8 +21,8 @@ from mcore_parallel.models import GPTModel
 
 _VERDICT_S = 3.0
 """That the links get to name a lost rank, when an exchange with it breaks."""
-_SPAN_S = 0.2
-"""Between two votes, at most, by the duration of the steps before: how long a pause or the end of all work may wait."""
+_SPAN_S = 0.05
+"""Between two votes, at most, by the duration of the steps before: how long a pause, or a prompt that is in no graph, may wait."""
 
 
 class ExpertPeers:
@@ -162,7 +162,6 @@ class ExpertPeers:
         with self._changed:
             self._check(vote)
             if self._failure is not None:
-                self.num_left = 0
                 return Decision(False)
             if self.num_left:
                 self.num_left -= 1
@@ -298,7 +297,8 @@ class ExpertPeers:
         with self._changed:
             if self._failure is not None:
                 return
-            self._failure, self._is_broken = failure, tells
+            # Nobody makes the steps that were decided.
+            self._failure, self._is_broken, self.num_left = failure, tells, 0
             self._changed.notify_all()
         if tells:
             self._on_failure(failure)

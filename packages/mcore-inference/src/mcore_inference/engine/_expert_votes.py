@@ -23,6 +23,11 @@ class Vote:
     """Steps that this rank may make before its next vote."""
     num_left: int = 1
     """Steps after which the work of this rank has ended, at most."""
+    graph_rows: int | None = None
+    """Rows of the smallest recording that holds its next steps, which have one token a request, or are dummy steps; None where a step is
+    another one, or nothing is recorded."""
+    max_graph_rows: int = 0
+    """Rows of its largest recording."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,8 @@ class Decision:
     hold: str | None = None
     """Who keeps the ranks from stepping, and why."""
     num_steps: int = 1
+    graph_rows: int | None = None
+    """Rows of the recording that every rank replays in each of the steps: the most that any rank needs. None for steps without one."""
     loads: bool = False
     """Whether every rank loads its weights now, in place of a step."""
     load_error: str | None = None
@@ -72,7 +79,15 @@ def _step(votes: Sequence[Vote], missing: tuple[int, ...]) -> Decision:
         return Decision(False, unequal, missing=missing, unequal=unequal)
     left = [vote.num_left for vote in votes if vote.has_work]
     num_steps = max(1, min(*(vote.max_steps for vote in votes), max(left, default=1)))
-    return Decision(bool(left), num_steps=num_steps, missing=missing)
+    return Decision(bool(left), num_steps=num_steps, graph_rows=_graph_rows(votes) if left else None, missing=missing)
+
+
+def _graph_rows(votes: Sequence[Vote]) -> int | None:
+    """Ranks that exchange tokens hold equally many in a recording, so all replay one of the same size, or none does."""
+    wanted = [vote.graph_rows for vote in votes if vote.graph_rows is not None]
+    if len(wanted) < len(votes) or max(wanted) > min(vote.max_graph_rows for vote in votes):
+        return None
+    return max(wanted)
 
 
 def _unequal(votes: Sequence[Vote]) -> str | None:

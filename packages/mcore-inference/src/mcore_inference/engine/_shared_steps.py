@@ -24,7 +24,7 @@ class SharedSteps:
     Args:
         peers: the ranks.
         model: of this rank.
-        executor: counts its forwards.
+        executor: counts its forwards, and replays recordings of the size that all agreed on.
     """
 
     def __init__(self, peers: ExpertPeers, model: GPTModel, executor: Executor) -> None:
@@ -33,13 +33,16 @@ class SharedSteps:
     def run(self, vote: Vote, advance: Callable[[], None] | None) -> None:
         """One pass, by a vote or as the last vote decided: ``advance``, or a dummy step where it is None, held, or runs no model.
 
+        ``Executor.agreed_rows`` says which.
+
         Raises:
             RankFailedError: a rank is lost, late, or failed in the middle of the model.
             Exception: whatever ``advance`` raised outside of the model.
         """
-        if not self._peers.decide(vote).steps:
+        decision, executor = self._peers.decide(vote), self._executor
+        if not decision.steps:
             return
-        executor = self._executor
+        executor.agreed_rows = decision.graph_rows
         before = executor.num_forwards_begun
         try:
             if advance is not None and vote.hold is None:
@@ -59,7 +62,10 @@ class SharedSteps:
 
     def _run_dummy(self) -> None:
         try:
-            run_dummy(self._model)
+            if self._executor.agreed_rows is None:
+                run_dummy(self._model)
+            else:
+                self._executor.run_padding()
         except Exception as error:
             raise self._peers.fail(error) from error
 

@@ -26,6 +26,7 @@ _COUNTERS = {
     "accepted_tokens": "Proposed tokens that were drawn as well.",
 }
 _GAUGES = {
+    "seconds_to_first_token": "Age of the engine's process when it drew its first token; 0 before.",
     "weight_version": "Number of completed weight loads.",
     "running_requests": "Requests that take part in steps.",
     "waiting_requests": "Requests in the queue.",
