@@ -14,6 +14,7 @@ from mcore_inference.attention import TableRows
 from mcore_inference.context import _step_builder
 from mcore_inference.engine import _executor
 from mcore_inference.engine._decode_graphs import DecodeGraphs
+from mcore_inference.engine._mixed_graphs import MixedGraphs
 from mcore_inference.memory import _memory
 from mcore_moe import MoELayer
 from mcore_parallel.nn import Step
@@ -30,6 +31,7 @@ class EagerRecorder:
 def record_eagerly() -> None:
     """From now on engines of this process record by an ``EagerRecorder``, where they would record on a GPU."""
     _executor.DecodeGraphs = functools.partial(DecodeGraphs, recorder=EagerRecorder)
+    _executor.MixedGraphs = functools.partial(MixedGraphs, recorder=EagerRecorder)
 
 
 def serve_as_on_a_gpu() -> list[tuple[int, int]]:

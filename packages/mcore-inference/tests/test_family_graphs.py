@@ -34,6 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "states alone": {"num_layers": 2, "hybrid_layer_pattern": "MM", "mamba": MAMBA},
     "both": {"num_layers": 3, "hybrid_layer_pattern": "M+-", "mamba": MAMBA, "latent_attention": LATENT},
 }
+ATTENTION: dict[str, Any] = {"num_layers": 2, "num_query_groups": 2, "window_size": (20, 0), "window_attn_skip_freq": 2}
 REAL: dict[str, dict[str, Any]] = {
     "latent": {
         "num_layers": 2,
@@ -53,8 +54,9 @@ REAL: dict[str, dict[str, Any]] = {
 PROMPTS = [[1, 2, 3], [7], list(range(20)), [9, 9], [5] * 17, [30, 31], [11]]
 
 
-def check(fields: dict[str, Any], device: str, dtype: torch.dtype, gap: float, *, use_graphs: bool | None, hidden_size: int = 16) -> None:
+def check(fields: dict[str, Any], device: str, dtype: torch.dtype, gap: float, *, hidden_size: int = 16, **execution: Any) -> None:
     """Every token is the best one of the model's forward over the whole sequence, up to ``gap``."""
+    mixed, use_graphs = execution.get("use_cuda_graphs_for_non_decode_steps", False), execution["use_graphs"]
     shared = {"num_attention_heads": 4, "vocab_size": 64, "init_method_std": 0.4}
     config = TransformerConfig(hidden_size=hidden_size, **{**shared, **fields})
     model = GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention(), device=device, dtype=dtype).eval()
@@ -64,7 +66,7 @@ def check(fields: dict[str, Any], device: str, dtype: torch.dtype, gap: float, *
     sizes = InferenceConfig(max_sequence_length=64, num_blocks=24, block_size_tokens=16, max_requests=5, max_tokens=13)
     context = DynamicInferenceContext.for_model(model, sizes)
     assert context.builder.has_kernel
-    engine = DynamicInferenceEngine(model, context, execution=ExecutionConfig(use_graphs=use_graphs))
+    engine = DynamicInferenceEngine(model, context, execution=ExecutionConfig(**execution))
     counts = [3, 5, 2, 4, 3, 5, 4]
     settings = [SamplingParams(temperature=0, num_tokens_to_generate=count) for count in counts]
     for prompt, count, record in zip(PROMPTS, counts, engine.generate(PROMPTS, settings), strict=True):
@@ -76,6 +78,8 @@ def check(fields: dict[str, Any], device: str, dtype: torch.dtype, gap: float, *
         assert (scores.amax(1) - picked).max() <= gap * scores.std()
     replayed = engine.cuda_graph_request_count_map
     assert (sum(replayed.values()) > 3 and set(replayed) <= {1, 2, 4, 5}) if use_graphs is not False else not replayed
+    # Steps of 13 tokens at most, prompts or chunks among them.
+    assert engine.stats()["graph_steps"] - sum(replayed.values()) == (engine.step_count - sum(replayed.values()) if mixed else 0)
     assert engine.stats()["active_requests"] == engine.stats()["used_blocks"] == 0
 
 
@@ -88,6 +92,16 @@ def test_steps_of_graphs_give_the_tokens_of_whole_sequences_in_the_interpreter()
 @pytest.mark.parametrize("kind", KINDS)
 def test_graphs_give_the_tokens_of_whole_sequences_on_a_gpu(kind: str, use_graphs: bool) -> None:
     check(KINDS[kind], "cuda", torch.float32, 1e-3, use_graphs=use_graphs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("softmax_type", ["vanilla", "learnable"])
+def test_recorded_steps_with_prompts_give_the_tokens_of_whole_sequences_on_a_gpu(softmax_type: str) -> None:
+    execution = {"use_graphs": True, "use_cuda_graphs_for_non_decode_steps": True}
+    check(ATTENTION | {"softmax_type": softmax_type}, "cuda", torch.float32, 1e-3, **execution)
+    # By the fused decoder; the copy engine brings keys.
+    wide = ATTENTION | {"softmax_type": softmax_type, "normalization": "RMSNorm", "activation": "swiglu", "init_method_std": 0.05}
+    check(wide, "cuda", torch.bfloat16, 0.3, hidden_size=512, **execution)
 
 
 @pytest.mark.gpu
@@ -108,4 +122,5 @@ if __name__ == "__main__":
     record_eagerly()
     for each in ("delta net", "both"):
         check(KINDS[each], "cpu", torch.float32, 1e-3, use_graphs=None)
+    check(ATTENTION, "cpu", torch.float32, 1e-3, use_graphs=None, use_cuda_graphs_for_non_decode_steps=True)
     print("same")

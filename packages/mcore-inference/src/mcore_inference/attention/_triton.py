@@ -336,5 +336,7 @@ def _combine_kernel(
     inside = (splits < SPLITS)[:, None] & (lanes < width)[None, :]
     parts = tl.load(parts_ptr + (at + splits)[:, None] * width + lanes[None, :], mask=inside, other=0.0)
     result = tl.sum(parts * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
-    token = tl.load(starts_ptr + row).to(tl.int64)
-    tl.store(out_ptr + (token * heads + head) * width + lanes, result.to(out_ptr.dtype.element_ty), mask=lanes < width)
+    token, end = tl.load(starts_ptr + row).to(tl.int64), tl.load(starts_ptr + row + 1)
+    # A row of padding may have no token.
+    kept = (lanes < width) & (token < end)
+    tl.store(out_ptr + (token * heads + head) * width + lanes, result.to(out_ptr.dtype.element_ty), mask=kept)

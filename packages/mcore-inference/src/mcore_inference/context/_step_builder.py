@@ -20,6 +20,7 @@ from mcore_inference.attention import (
     prefill_tiles,
 )
 from mcore_inference.cache import PagedKVCache, RecurrentStateCache
+from mcore_inference.scheduling import InferenceBatchDimensions
 from mcore_parallel.nn import RecurrentRows, Step
 
 __all__ = ["HostStep", "StepBuilder", "StepInputs"]
@@ -150,7 +151,69 @@ class StepBuilder:
         lines[:real], lines[real:] = host.lines_R, -1
         words[5 * num_rows :].reshape(num_rows, B)[:real] = host.tables_RB
         self._clear_fresh(host)
-        self._decode_words[: len(words)].copy_(self._pinned(words), non_blocking=True)
+        self.fill(self._decode_words, words)
+
+    def mixed_words(self, host: HostStep, rows: Sequence[int], size: InferenceBatchDimensions) -> np.ndarray:
+        """What ``mixed_inputs`` of the same size reads, int32: a step that fits into it, and padding.
+
+        Tokens of padding are a row behind the others, which attends to nothing and writes to the sink. Places of requests that are left
+        over are rows without a token.
+
+        Args:
+            host: the step. Requests with one token may take places of prompts.
+            rows: its tokens whose logits are read, at most as many as the size has requests.
+            size: of the recording.
+        """
+        layout = _MixedLayout.of(size, self._group, self.max_blocks)
+        total, T, D = len(host.tokens_T), size.token_count, size.decode_req_count
+        lengths_R, num_rows = host.lengths_R, len(host.lengths_R)
+        num_decode = min(int((lengths_R == 1).sum()), D)
+        starts_R = np.cumsum(lengths_R) - lengths_R
+        place_R = np.arange(num_rows)
+        place_R[num_decode:] += D - num_decode
+        words = np.zeros(sum(layout.sizes), dtype=np.int32)
+        head, starts, contexts, tables, tiles, read = np.split(words, np.cumsum(layout.sizes)[:-1])
+        tokens_T, positions_T, slots_T = head.reshape(3, T)
+        tokens_T[:total] = host.tokens_T
+        slots_T[total:] = self._sink * self.block_size
+        positions_T[:total], slots_T[:total] = self._places(host, starts_R)
+        padding, empty = layout.num_rows - 2, layout.num_rows - 1
+        starts[:], starts[empty:] = total, T
+        starts[num_decode:D] = num_decode
+        starts[place_R] = starts_R
+        contexts[place_R] = host.cached_R + lengths_R
+        tables.reshape(layout.num_rows, self.max_blocks)[place_R] = host.tables_RB
+        lengths = np.append(lengths_R[num_decode:], T - total)
+        tile_rows, firsts = prefill_tiles(lengths, np.append(place_R[num_decode:], padding), self._group)
+        both = tiles.reshape(2, layout.num_tiles)
+        both[0], both[0, : len(tile_rows)], both[1, : len(firsts)] = empty, tile_rows, firsts
+        read[: len(rows)] = rows
+        return words
+
+    def num_mixed_words(self, size: InferenceBatchDimensions) -> int:
+        """Of ``mixed_words``."""
+        return sum(_MixedLayout.of(size, self._group, self.max_blocks).sizes)
+
+    def mixed_inputs(self, words: Tensor, size: InferenceBatchDimensions) -> tuple[StepInputs, Tensor]:
+        """A step with prompts, of attention to keys and values alone, and int64 [requests of the size], tokens whose logits are read.
+
+        Args:
+            words: of ``mixed_words``, on the device.
+            size: whose shapes the tensors have, whatever the words say.
+        """
+        layout = _MixedLayout.of(size, self._group, self.max_blocks)
+        head, starts, contexts, tables, tiles, read = words.split(layout.sizes)
+        rows = TableRows(
+            tables_RB=tables.view(layout.num_rows, self.max_blocks),
+            starts_R=starts,
+            contexts_R=contexts,
+            num_decode=size.decode_req_count,
+            tiles=_pair(tiles),
+            whole_tiles=None,
+            block_size=self.block_size,
+            longest=self.max_blocks * self.block_size,
+        )
+        return self._inputs(head, rows), read.long()
 
     def _places(self, host: HostStep, starts_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Positions and slots [T]."""
@@ -237,6 +300,10 @@ class StepBuilder:
         """Numbers as int64 on the device; nobody waits."""
         return self._pinned(np.asarray(numbers, dtype=np.int64)).to(self.device, non_blocking=True)
 
+    def fill(self, target: Tensor, words: np.ndarray) -> None:
+        """Copy int32 words to the beginning of a tensor on the device; nobody waits."""
+        target[: len(words)].copy_(self._pinned(words), non_blocking=True)
+
     def send_words(self, words: np.ndarray) -> Tensor:
         """An array as int32 on the device; nobody waits."""
         return self._pinned(words.astype(np.int32)).to(self.device, non_blocking=True)
@@ -245,6 +312,24 @@ class StepBuilder:
         """On the host; a copy to a GPU from it runs beside the host."""
         tensor = torch.from_numpy(words)
         return tensor.pin_memory() if self.device.type == "cuda" else tensor
+
+
+@dataclass(frozen=True)
+class _MixedLayout:
+    """Shapes of a recorded step with prompts: rows of one token, rows of several, one of padding and one without a token."""
+
+    num_rows: int
+    num_tiles: int
+    sizes: list[int]
+    """Words of tokens, positions and slots; starts; contexts; tables; tiles; tokens whose logits are read."""
+
+    @classmethod
+    def of(cls, size: InferenceBatchDimensions, group: int, max_blocks: int) -> "_MixedLayout":
+        num_rows = size.req_count + 2
+        # Each row may have a tile that is not full, the row of padding too.
+        num_tiles = len(prefill_tiles(np.array([size.token_count]), np.zeros(1), group)[0]) + size.prefill_req_count + 1
+        sizes = [3 * size.token_count, num_rows + 1, num_rows, num_rows * max_blocks, 2 * num_tiles, size.req_count]
+        return cls(num_rows, num_tiles, sizes)
 
 
 def _pair(words: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -375,7 +375,7 @@ class DynamicInferenceEngine:
             "steps": self.step_count,
             "computed_tokens": self._executor.num_computed,
             "generated_tokens": self._num_generated,
-            "graph_steps": sum(self.cuda_graph_request_count_map.values()),
+            "graph_steps": self._executor.num_graph_steps,
             "preemptions": self.num_preemptions,
             "drafted_tokens": self.num_drafted,
             "accepted_tokens": self.num_accepted,
@@ -487,8 +487,8 @@ class DynamicInferenceEngine:
             self._read_results()
         else:
             self.reset_prefix_cache()
-        if self._executor.graphs is not None and not memory.keeps_addresses:
-            self._executor.graphs.clear()
+        if not memory.keeps_addresses:
+            self._executor.clear_graphs()
         memory.free()
         if self.context.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -519,8 +519,7 @@ class DynamicInferenceEngine:
         destroyed.
         """
         self.suspend()
-        if self._executor.graphs is not None:
-            self._executor.graphs.clear()
+        self._executor.clear_graphs()
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

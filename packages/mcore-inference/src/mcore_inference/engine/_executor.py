@@ -11,13 +11,14 @@ import numpy as np
 from torch import Tensor
 
 from mcore_inference._capability import graph_obstacle, shares_experts
-from mcore_inference._fields import as_integer
+from mcore_inference._fields import as_flag, as_integer
 from mcore_inference._stability import experimental_api
 from mcore_inference.attention import TableRows
 from mcore_inference.context import DynamicInferenceContext, HostStep, StepInputs
 from mcore_inference.decoder import FusedDecoder
 from mcore_inference.engine._active_request import ActiveRequest
 from mcore_inference.engine._decode_graphs import DecodeGraphs, graph_sizes
+from mcore_inference.engine._mixed_graphs import MixedGraphs, mixed_sizes
 from mcore_inference.engine._model_drafts import ModelDrafts
 from mcore_inference.engine._pipeline import Pipeline
 from mcore_inference.engine._routing import RoutingRecorder, StepRouting
@@ -44,6 +45,9 @@ class ExecutionConfig:
     num_cuda_graphs: int | None = None
     """Numbers of rows that are recorded, each half of the next, up to ``max_requests``: few take less memory and time to record, and pad
     more. None for about 25, close together where few rows are served."""
+    use_cuda_graphs_for_non_decode_steps: bool = False
+    """Replay steps with prompts of at most 1024 tokens as graphs too, filled up to 1024, 512, 256 or 128: for hosts that launch kernels
+    more slowly than the device runs them. Takes the memory of at most eight more recordings."""
     log_interval_steps: int | None = None
     """Steps of one line of JSON in the logger ``mcore_inference.steps``; None for no lines."""
     speculation: NgramSpeculation | MtpSpeculation | EagleSpeculation | None = None
@@ -58,6 +62,9 @@ class ExecutionConfig:
             as_integer("num_cuda_graphs", self.num_cuda_graphs, 1, 2**31)
             if self.use_graphs is False:
                 raise ValueError(f"num_cuda_graphs={self.num_cuda_graphs} and use_graphs=False exclude each other; leave one at None")
+        as_flag("use_cuda_graphs_for_non_decode_steps", self.use_cuda_graphs_for_non_decode_steps)
+        if self.use_cuda_graphs_for_non_decode_steps and self.use_graphs is False:
+            raise ValueError("use_cuda_graphs_for_non_decode_steps=True and use_graphs=False exclude each other; leave one out")
         if self.speculation is not None and not isinstance(self.speculation, (NgramSpeculation, MtpSpeculation, EagleSpeculation)):
             raise ValueError(
                 f"speculation is a {type(self.speculation).__name__}; give NgramSpeculation, MtpSpeculation or EagleSpeculation, or None"
@@ -158,6 +165,7 @@ class Executor:
                 f"{model.groups.expt_tp.size} share experts with ranks that do not; leave speculation at None, or NgramSpeculation"
             )
         self.graphs: DecodeGraphs | None = None
+        self.mixed_graphs: MixedGraphs | None = None
         # Its kernels choose their way by the rows of a step.
         fits = context.builder.has_kernel and not self._batch_invariant and FusedDecoder.fits(model)
         self._recorder = RoutingRecorder(model, context.max_tokens, context.device) if execution.record_routing else None
@@ -172,6 +180,12 @@ class Executor:
         """Heads that propose tokens."""
         if obstacle is None and self.drafts is None and execution.use_graphs is not False:
             self.graphs = DecodeGraphs(self._decode_logits, context.builder, graph_sizes(context.max_requests, execution.num_cuda_graphs))
+        if execution.use_cuda_graphs_for_non_decode_steps:
+            obstacle = obstacle or self._mixed_obstacle(execution)
+            if obstacle is not None:
+                raise ValueError(f"use_cuda_graphs_for_non_decode_steps=True: {obstacle}; or leave it out")
+            sizes = mixed_sizes(context.max_requests, context.max_tokens, context.max_sequence_length)
+            self.mixed_graphs = MixedGraphs(self._mixed_logits, context.builder, sizes)
 
     def run(self, work: Sequence[tuple[ActiveRequest, Work]]) -> InFlight:
         """Run the model over planned tokens and draw where all known tokens are computed."""
@@ -265,6 +279,10 @@ class Executor:
             logits_RV = self.graphs.run(host, self.agreed_rows)
             if logits_RV is not None:
                 return logits_RV if len(rows) == num_tokens else logits_RV[builder.send(rows)]
+        if self.mixed_graphs is not None and num_tokens != len(host.lengths_R):
+            logits_NV = self.mixed_graphs.run(host, rows)
+            if logits_NV is not None:
+                return logits_NV
         inputs = builder.build(host)
         if self._pipeline is not None:
             return self._pipeline.logits(inputs, builder.send(rows))
@@ -273,10 +291,7 @@ class Executor:
                 output = self._output(inputs)
                 self.drafts.take_states()
             return all_gather(output.logits(builder.send(rows)), self._model.groups.tp, dim=1)
-        if self._decoder is not None:
-            return self._decoder.logits(inputs.tokens_T, self._recorded(inputs.step), builder.send(rows))
-        output = self._output(inputs)
-        return all_gather(output.logits(builder.send(rows)), self._model.groups.tp, dim=1)
+        return self._mixed_logits(inputs, builder.send(rows))
 
     def run_padding(self) -> None:
         """The exchanges of a step of ``agreed_rows`` on a rank without work. Cache, counters and random numbers stay as they are."""
@@ -302,6 +317,37 @@ class Executor:
         if self._decoder is not None:
             return self._decoder.logits(inputs.tokens_T, self._recorded(inputs.step))
         return all_gather(self._output(inputs).logits(), self._model.groups.tp, dim=1)
+
+    def _mixed_obstacle(self, execution: ExecutionConfig) -> str | None:
+        """Why steps with prompts are not recorded though those without are, and the remedy; None where they can be."""
+        cache = self._context.cache
+        if execution.speculation is not None:
+            return "proposals are verified in steps of their own; set speculation=None"
+        if self._shares_experts:
+            return (
+                "ranks that share experts agree on sizes of decode steps alone; serve the experts of a model on the tp ranks of each engine"
+            )
+        if self._context.states is not None or cache.holds_latents or self._batch_invariant:
+            return "recurrent states, latents and batch-invariant kernels cut prompts on the host; serve plain attention"
+        return None
+
+    def _mixed_logits(self, inputs: StepInputs, rows_N: Tensor) -> Tensor:
+        """Logits [N, V] of tokens of a step with prompts."""
+        if self._decoder is not None:
+            return self._decoder.logits(inputs.tokens_T, self._recorded(inputs.step), rows_N)
+        return all_gather(self._output(inputs).logits(rows_N), self._model.groups.tp, dim=1)
+
+    @property
+    def num_graph_steps(self) -> int:
+        """Steps that replayed a recording."""
+        decode, mixed = self.graphs, self.mixed_graphs
+        return (0 if decode is None else decode.request_counts.total()) + (0 if mixed is None else mixed.step_counts.total())
+
+    def clear_graphs(self) -> None:
+        """Forget all recordings: the cache moves, or its memory is given back."""
+        for graphs in (self.graphs, self.mixed_graphs):
+            if graphs is not None:
+                graphs.clear()
 
     def _output(self, inputs: StepInputs) -> ModelOutput:
         """Of the model's own forward."""

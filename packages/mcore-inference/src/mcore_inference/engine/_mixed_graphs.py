@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Steps with prompts as CUDA graphs: recordings for a few numbers of tokens."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from mcore_inference.context import HostStep, StepBuilder, StepInputs
+from mcore_inference.engine._decode_graphs import CudaRecorder, Recorder
+from mcore_inference.scheduling import CUDAGraphBatchDimensionBuilder, InferenceBatchDimensions, match_graph_config
+
+__all__ = ["MixedGraphs", "mixed_sizes"]
+
+_MAX_TOKENS = 1024
+"""Of a recorded step: larger ones keep the device busy for longer than the host takes to launch them, and padding costs them more."""
+_NUM_TOKEN_COUNTS = 4
+
+
+def mixed_sizes(max_requests: int, max_tokens: int, max_sequence_length: int) -> list[InferenceBatchDimensions]:
+    """Sizes of steps with prompts that are recorded, each of half the tokens of the one before.
+
+    Example:
+        >>> [str(size) for size in mixed_sizes(64, 8192, 4096)][:4]
+        ['[1024]: 16 P + 48 D', '[512]: 16 P + 48 D', '[256]: 16 P + 48 D', '[1024]: 64 P + 0 D']
+    """
+    planned, _ = CUDAGraphBatchDimensionBuilder(
+        max_requests=max_requests,
+        max_tokens=max_tokens,
+        max_sequence_length=max_sequence_length,
+        num_cuda_graphs=_NUM_TOKEN_COUNTS,
+        cuda_graph_max_tokens=_MAX_TOKENS,
+        use_cuda_graphs_for_non_decode_steps=True,
+    ).generate_cuda_graph_batch_dimensions_list()
+    return [size for size in planned if size.prefill_req_count]
+
+
+class MixedGraphs:
+    """Recordings of a model's steps with prompts, made when they are first needed.
+
+    Args:
+        compute: logits [N, V] of N tokens of a step; it neither waits for the device nor reads from it.
+        builder: of the steps.
+        sizes: that are recorded.
+        recorder: as of ``DecodeGraphs``.
+    """
+
+    def __init__(
+        self,
+        compute: Callable[[StepInputs, Tensor], Tensor],
+        builder: StepBuilder,
+        sizes: Sequence[InferenceBatchDimensions],
+        recorder: Callable[[], Recorder] = CudaRecorder,
+    ) -> None:
+        self._compute, self._builder, self._sizes, self._make_recorder = compute, builder, list(sizes), recorder
+        self._recorded: dict[InferenceBatchDimensions, tuple[Callable[[], object], Tensor]] = {}
+        self._recorder = recorder()
+        most = max((builder.num_mixed_words(size) for size in self._sizes), default=0)
+        self._words = torch.zeros(most, dtype=torch.int32, device=builder.device)
+        self.step_counts: Counter[InferenceBatchDimensions] = Counter()
+        """Recorded size to how often it was replayed."""
+
+    def run(self, host: HostStep, rows: Sequence[int]) -> Tensor | None:
+        """Logits [N, V] of N tokens of a step with prompts, overwritten by the next run; None where no recording holds it."""
+        num_single = int((host.lengths_R == 1).sum())
+        real = InferenceBatchDimensions(len(host.tokens_T), len(host.lengths_R) - num_single, num_single)
+        size = match_graph_config(real, self._sizes)
+        # Log-probabilities of prompts take more.
+        if size is None or len(rows) > size.req_count:
+            return None
+        self._builder.fill(self._words, self._builder.mixed_words(host, rows, size))
+        if size not in self._recorded:
+            # It computes this step more than once, from and to the same places.
+            self._recorded[size] = self._recorder.record(lambda: self._compute(*self._inputs(size)))
+        replay, logits_NV = self._recorded[size]
+        replay()
+        self.step_counts[size] += 1
+        return logits_NV[: len(rows)]
+
+    def clear(self) -> None:
+        """As of ``DecodeGraphs``."""
+        self._recorded.clear()
+        self._recorder = self._make_recorder()
+
+    def _inputs(self, size: InferenceBatchDimensions) -> tuple[StepInputs, Tensor]:
+        return self._builder.mixed_inputs(self._words[: self._builder.num_mixed_words(size)], size)

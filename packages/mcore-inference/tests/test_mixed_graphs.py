@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Recorded steps with prompts: tokens and log-probabilities of steps without a recording, in float64."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_inference import (
+    DynamicInferenceContext,
+    DynamicInferenceEngine,
+    ExecutionConfig,
+    InferenceConfig,
+    NgramSpeculation,
+    PagedAttention,
+    SamplingParams,
+)
+from mcore_inference.engine._mixed_graphs import mixed_sizes
+from mcore_parallel import ProcessGroups
+from mcore_parallel.models import GPTModel, TransformerConfig
+from mcore_parallel.nn import LatentAttentionConfig
+from tests.support.decode_graphs import serve_as_on_a_gpu
+
+CONFIG = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=4, num_query_groups=2, vocab_size=64, init_method_std=0.3)
+# Prompts in one step, in chunks, of one token, and more of them than a size has places for.
+PROMPTS = [list(range(1, 2 + 3 * i % 40)) for i in range(30)]
+RECORDED = ExecutionConfig(use_cuda_graphs_for_non_decode_steps=True)
+
+
+def make_engine(execution: ExecutionConfig | None = None, **fields: Any) -> DynamicInferenceEngine:
+    model = GPTModel(CONFIG, ProcessGroups.single(), attention_core=PagedAttention(), dtype=torch.float64).eval()
+    # Few blocks: some requests are preempted.
+    sizes = InferenceConfig(max_sequence_length=64, num_blocks=40, block_size_tokens=4, max_requests=24, **{"max_tokens": 48, **fields})
+    return DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, sizes), execution=execution)
+
+
+def check_recorded() -> tuple[int, int, dict[str, int]]:
+    settings = [
+        SamplingParams(
+            temperature=float(i % 2),
+            num_tokens_to_generate=6 + i % 7,
+            return_log_probs=True,
+            skip_prompt_log_probs=i != 4,
+            frequency_penalty=0.5 * (i == 3),
+            seed=i,
+        )
+        for i in range(len(PROMPTS))
+    ]
+    theirs = make_engine().generate(PROMPTS, settings)
+    serve_as_on_a_gpu()
+    engine = make_engine(RECORDED)
+    for one, other in zip(engine.generate(PROMPTS, settings), theirs, strict=True):
+        assert one.generated_tokens == other.generated_tokens
+        torch.testing.assert_close(one.generated_log_probs, other.generated_log_probs, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(one.prompt_log_probs, other.prompt_log_probs, rtol=1e-10, atol=1e-10)
+    graphs = engine._executor.mixed_graphs
+    assert graphs is not None
+    assert engine.num_preemptions > 0, engine.stats()
+    assert engine.stats()["used_blocks"] == 0
+    return engine.step_count, int(engine.stats()["graph_steps"]), {str(size): count for size, count in graphs.step_counts.items()}
+
+
+@pytest.mark.world(1)
+def test_recorded_steps_with_prompts_give_the_tokens_of_plain_ones(world: Callable[..., Any]) -> None:
+    [(num_steps, num_graph_steps, counts)] = world(check_recorded)
+    # Only the prompt whose log-probabilities are asked for, and steps with more prompts than places, are none.
+    assert num_steps - 4 <= num_graph_steps <= num_steps
+    assert sum(counts.values()) > 5 and len(counts) > 1
+
+
+def test_sizes_are_those_of_the_plan() -> None:
+    assert [str(size) for size in mixed_sizes(512, 8192, 4096) if size.decode_req_count] == [
+        "[1024]: 16 P + 496 D",
+        "[512]: 16 P + 496 D",
+        "[256]: 16 P + 240 D",
+        "[128]: 16 P + 112 D",
+    ]
+    assert all(size.token_count <= 100 for size in mixed_sizes(20, 100, 64))
+
+
+def check_refused() -> None:
+    serve_as_on_a_gpu()
+    with pytest.raises(ValueError, match=r"non_decode_steps=True: proposals are verified .* set speculation=None; or leave it out"):
+        make_engine(ExecutionConfig(use_cuda_graphs_for_non_decode_steps=True, speculation=NgramSpeculation()))
+    latent = LatentAttentionConfig(kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
+    config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=64, latent_attention=latent)
+    model = GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention()).eval()
+    context = DynamicInferenceContext.for_model(model, InferenceConfig(num_blocks=8, block_size_tokens=4, max_sequence_length=16))
+    with pytest.raises(ValueError, match="latents and batch-invariant kernels cut prompts on the host; serve plain attention"):
+        DynamicInferenceEngine(model, context, execution=RECORDED)
+
+
+@pytest.mark.world(1)
+def test_what_cuts_prompts_on_the_host_is_refused_by_name(world: Callable[..., Any]) -> None:
+    world(check_refused)
+
+
+def test_steps_with_prompts_are_not_recorded_where_decode_steps_are_not() -> None:
+    with pytest.raises(ValueError, match="use_cuda_graphs_for_non_decode_steps=True: graphs need a GPU"):
+        make_engine(RECORDED)
+    with pytest.raises(ValueError, match="use_cuda_graphs_for_non_decode_steps=True and use_graphs=False exclude each other"):
+        ExecutionConfig(use_cuda_graphs_for_non_decode_steps=True, use_graphs=False)
