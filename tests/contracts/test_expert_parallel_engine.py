@@ -291,8 +291,8 @@ def test_engines_of_several_ranks_that_share_experts_give_the_tokens_of_one_proc
 # -- runners -------------------------------------------------------------------------------------------------------------
 
 
-def slow_down(engine: DynamicInferenceEngine) -> None:
-    engine.model.register_forward_pre_hook(lambda *_: time.sleep(0.01))
+def slow_down(engine: DynamicInferenceEngine, seconds: float = 0.01) -> None:
+    engine.model.register_forward_pre_hook(lambda *_: time.sleep(seconds))
 
 
 async def tokens_of(runner: EngineRunner, prompt: list[int]) -> list[int]:
@@ -407,7 +407,8 @@ def check_killed(recorded: bool) -> float:
     if recorded:
         serve_as_on_a_gpu()
     engine, rank = shared_engine(3), dist.get_rank()
-    slow_down(engine)
+    # No answer is ready before one is killed.
+    slow_down(engine, 0.05)
     pids = [torch.zeros(1, dtype=torch.int64) for _ in range(3)]
     dist.all_gather(pids, torch.tensor([os.getpid()]))
 
