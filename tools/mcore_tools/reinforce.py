@@ -187,7 +187,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if config.rl.teacher:
                 teacher_run(config)
             own = CheckpointManager(Path(config.output) / "checkpoints")
-            check_stored(config, first_folder(config.load, own, find_source(config.load, own)))
+            source = find_source(config.load, own)
+            check_stored(config, first_folder(config.load, own, source), is_own=source is None)
             with removed_if_refused(config.output):
                 config = prepared(config, int(os.environ.get("RANK", "0")))
             return reinforce(config)

@@ -217,7 +217,8 @@ class LoadConfig:
     required: bool = False
     """Refuse to begin with random weights, as where the output folder of a run that should go on is not there."""
     override: tuple[str, ...] = ()
-    """Fields of the model, such as model.rotary_base, that may differ from those which the weights were made with; others are refused."""
+    """Fields of the model, such as model.rotary_base, that may differ from those which the weights were made with; others are refused. With
+    train.dtype the weights of a checkpoint may be rounded; a dtype that holds all their values needs no word."""
 
     def __post_init__(self) -> None:
         if self.step is not None and self.step < 0:
@@ -359,6 +360,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         train = self.train
         known = [f"{part}.{item.name}" for part, kind in (("model", TransformerConfig), ("moe", MoEConfig)) for item in fields(kind)]
+        known.append("train.dtype")
         for name in self.load.override:
             if name not in known:
                 nearest = difflib.get_close_matches(name, known, 1)

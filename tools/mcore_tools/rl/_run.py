@@ -115,7 +115,7 @@ class _Run:
         self.own = run_checkpoints(config, self._group)
         source = find_source(config.load, self.own, group=self._group)
         origin = first_folder(config.load, self.own, source)
-        check_stored(config, origin)
+        check_stored(config, origin, is_own=source is None)
         self.device = device_of(kind)
         self.tokenizer = open_tokenizer(config.data.tokenizer, config.model.vocab_size)
         self._check_length()

@@ -18,7 +18,7 @@ from mcore_parallel.training import model_state
 from mcore_parallel.training.distill import Teacher
 from mcore_tools.assembly import build_stage, open_tokenizer
 from mcore_tools.recipes import RunConfig
-from mcore_tools.training import HuggingFaceFolder, is_huggingface, stored_model
+from mcore_tools.training import HuggingFaceFolder, is_huggingface, stored_dtypes, stored_model
 
 
 def teacher_run(config: RunConfig) -> tuple[RunConfig, Folder | HuggingFaceFolder]:
@@ -64,7 +64,8 @@ def open_teacher(
             raise CheckpointingException(
                 f"{folder} has no weights for {', '.join(sorted(missing)[:8])}; name the checkpoint of a whole model"
             )
-        load(state, folder, strict=False, group=group)
+        with stored_dtypes(state, folder) as stored:
+            load(stored, folder, strict=False, group=group)
     for module in model.modules():
         if isinstance(module, OutputLayer):
             # Rows of padding are in neither distribution.

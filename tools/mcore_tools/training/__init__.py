@@ -4,6 +4,7 @@
 
 from mcore_tools.training._adapters import check_lora
 from mcore_tools.training._check import check_output, check_run, check_trained
+from mcore_tools.training._conversion import stored_dtypes
 from mcore_tools.training._export import describe_model, export_adapter, export_run
 from mcore_tools.training._folder import check_log, open_folder, run_assets, run_checkpoints
 from mcore_tools.training._instruments import Instruments
@@ -54,6 +55,7 @@ __all__ = [
     "read_run",
     "run_assets",
     "run_checkpoints",
+    "stored_dtypes",
     "stored_model",
     "take_device",
     "tell",

@@ -11,7 +11,7 @@ from mcore_moe import MoEConfig
 from mcore_parallel.models import TransformerConfig
 from mcore_tools.training._pretrained import HuggingFaceFolder, is_huggingface
 from mcore_tools.training._start import check_names, steps_folder
-from mcore_tools.training._stored import stored_encoder, stored_model
+from mcore_tools.training._stored import stored_dtype, stored_encoder, stored_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ def find_origin(model: str) -> Origin:
         path = str(steps_folder(model))
         source = resolve_folder(path)
         check_names(source, path)
-        tokenizer, longest, dtype = "", 0, "float32"
+        tokenizer, longest, dtype = "", 0, stored_dtype(source) or "float32"
         if encoder := stored_encoder(source):
             raise ValueError(f"{source} holds an encoder, which predicts no next token; name a run with {encoder}=none, or its own recipe")
         keeps = "tokenizer/tokenizer.json" in read_manifest(source).assets

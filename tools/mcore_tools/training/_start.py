@@ -3,6 +3,7 @@
 """Where a run begins."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from mcore_ckpt.manifest import is_checkpoint, read_manifest
 from mcore_ckpt.storage import Folder
 from mcore_parallel.optim import MegatronOptimizer
 from mcore_tools.recipes import LoadConfig
+from mcore_tools.training._conversion import stored_dtypes
 from mcore_tools.training._pretrained import HuggingFaceFolder, is_huggingface
 from mcore_tools.training._upcycling import Upcycling
 
@@ -196,11 +198,14 @@ class RunCheckpoints:
             self.loaded = f"weights of {source}"
             return source, {}
         strict = self._config.take == "all"
-        if isinstance(source, CheckpointManager):
-            step, extra = source.load(wanted, self._config.step, strict=strict)
-            folder = source.folder(step)
-        else:
-            folder, extra = source, load(wanted, source, strict=strict, group=self._group)
+        folder = first_folder(self._config, self._own, source)
+        assert isinstance(folder, Folder), "a folder of steps has one"
+        with nullcontext(wanted) if strict else stored_dtypes(wanted, folder) as stored:
+            if isinstance(source, CheckpointManager):
+                step, extra = source.load(stored, self._config.step, strict=strict)
+                folder = source.folder(step)
+            else:
+                extra = load(stored, folder, strict=strict, group=self._group)
         left = [] if strict else [name for name in find_mismatches(wanted, folder).unexpected if not name.startswith(_OPTIMIZER)]
         if left:
             named = ", ".join(left[:8]) + (" ..." if len(left) > 8 else "")

@@ -4,9 +4,11 @@
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import yaml
 
 from mcore_ckpt import CheckpointingException
@@ -16,6 +18,7 @@ from mcore_ckpt.storage import Folder
 from mcore_moe import MoEConfig
 from mcore_parallel.models import TransformerConfig
 from mcore_parallel.nn import is_layer_window_attention
+from mcore_tools.assembly import DTYPES
 from mcore_tools.recipes import RunConfig
 from mcore_tools.training._pretrained import HuggingFaceFolder
 
@@ -31,14 +34,16 @@ MOE_SIZES = (
 _OTHERS = ("num_token_types", "add_binary_head")
 
 
-def check_stored(config: RunConfig, folder: Folder | HuggingFaceFolder | None) -> None:
-    """Whether the model of a run is that of the checkpoint whose weights it takes.
+def check_stored(config: RunConfig, folder: Folder | HuggingFaceFolder | None, *, is_own: bool = False) -> None:
+    """Whether the model of a run is that of the checkpoint whose weights it takes, and its dtype holds them.
 
-    A step keeps its whole run, an import the sizes that it read; a checkpoint with neither has nothing to compare.
+    A step keeps its whole run, an import the sizes that it read; a checkpoint with neither has nothing to compare but its dtype. Weights of
+    a published model are rounded to that of the run.
 
     Args:
         config: the run; fields in its ``load.override`` may differ.
         folder: of the checkpoint; None for no weights.
+        is_own: it is a step of the run itself, which goes on with the optimizer's state.
 
     Raises:
         ValueError: names each field that differs with both values.
@@ -60,6 +65,8 @@ def check_stored(config: RunConfig, folder: Folder | HuggingFaceFolder | None) -
         raise ValueError(f"{folder} holds the weights of another kind of model: {there} there, {here} here. Set them alike")
     if stored is not None:
         check_model(config, *stored, str(folder))
+    if isinstance(folder, Folder):
+        _check_dtype(config, folder, goes_on=is_own or config.load.take == "all")
 
 
 def check_model(config: RunConfig, model: TransformerConfig, moe: MoEConfig | None, place: str) -> None:
@@ -78,6 +85,35 @@ def check_model(config: RunConfig, model: TransformerConfig, moe: MoEConfig | No
             f"{place} holds the weights of another model: {shown}. Set what it was made with, or to change the model on purpose "
             f"load.override=[{','.join(differing)}]"
         )
+
+
+def stored_dtype(folder: Folder) -> str:
+    """``train.dtype`` of the run that wrote a checkpoint, by its weights; empty where they are no floating-point numbers.
+
+    Raises:
+        CheckpointingException: it cannot be read.
+    """
+    sizes: Counter[torch.dtype] = Counter()
+    for name, record in read_manifest(folder).tensors.items():
+        if not name.startswith("optimizer.") and record.torch_dtype.is_floating_point:
+            # Some weights, such as biases of a router, are float32 in every run.
+            sizes[record.torch_dtype] += math.prod(record.shape)
+    return str(max(sizes, key=sizes.__getitem__)).removeprefix("torch.") if sizes else ""
+
+
+def _check_dtype(config: RunConfig, folder: Folder, *, goes_on: bool) -> None:
+    """Whether the run's dtype is that of the weights, or holds every value of theirs, or may round them."""
+    theirs, ours = stored_dtype(folder), config.train.dtype
+    if theirs not in DTYPES or theirs == ours:
+        return
+    both = f"{folder} holds train.dtype={theirs!r}, and train.dtype={ours!r} here"
+    if goes_on:
+        raise ValueError(
+            f"{both}: a run goes on with its optimizer's state in its own dtype; set train.dtype={theirs}, or begin another output with "
+            "load.take=weights"
+        )
+    if torch.promote_types(DTYPES[theirs], DTYPES[ours]) != DTYPES[ours] and "train.dtype" not in config.load.override:
+        raise ValueError(f"{both} would round the weights; set train.dtype={theirs}, or to round them load.override=[train.dtype]")
 
 
 def stored_model(folder: Folder | HuggingFaceFolder, config: RunConfig | None = None) -> tuple[TransformerConfig, MoEConfig | None] | None:

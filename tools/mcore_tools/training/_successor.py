@@ -56,7 +56,7 @@ def build_trainer(
         raise ValueError(f"{named[0]} is for `mcore train` and `mcore sft`; leave it at its default")
     stop = run.train.stop_of(stop)
     checkpoints = run_checkpoints(run)
-    check_stored(run, first_folder(run.load, checkpoints))
+    check_stored(run, first_folder(run.load, checkpoints), is_own=True)
     slices = run.optimizer.use_distributed_optimizer
     sync = DistributedDataParallel(DistributedDataParallelConfig(use_distributed_optimizer=slices), model, groups)
     train = run.train

@@ -34,7 +34,7 @@ def check_origin(config: RunConfig, folder: Folder | HuggingFaceFolder | None, *
         CheckpointingException: the checkpoint cannot be read.
     """
     if is_own or folder is None or not config.load.upcycle:
-        check_stored(config, folder)
+        check_stored(config, folder, is_own=is_own)
         return None
     dense = _dense_run(config)
     if _is_mixture(folder, dense):

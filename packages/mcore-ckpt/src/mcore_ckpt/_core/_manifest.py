@@ -10,9 +10,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt._formats import BACKEND_NAME, METADATA_NAME, read_metadata
-from mcore_ckpt._storage import FileRecord, Folder, LocalFolder, StoredFile, digest_file, itemsize, open_folder
+from mcore_ckpt._storage import FileRecord, Folder, LocalFolder, StoredFile, digest_file, dtype_of, itemsize, open_folder
 from mcore_ckpt.chunks import Box, check_tiling
 
 __all__ = [
@@ -68,6 +70,11 @@ class TensorRecord:
     dtype: str
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...] = ()
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """``dtype``, which is the code that files have for it, as torch's."""
+        return dtype_of(self.dtype)
 
     @property
     def num_bytes(self) -> int:
